@@ -1,0 +1,53 @@
+PYTHON ?= python3
+BIN = .venv/bin
+PIP = $(BIN)/python -m pip --disable-pip-version-check
+INSTALLED = .venv/.installed
+
+.PHONY: help demo test check format bench constraints clean
+
+help:  ## List these targets (the default)
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
+
+demo: $(INSTALLED)  ## Run the demo; ARGS="..." is passed on
+	$(BIN)/balanced-dp demo $(ARGS)
+
+test: $(INSTALLED)  ## Run the tests; ARGS="..." goes to pytest
+	$(BIN)/pytest $(ARGS)
+
+check: $(INSTALLED)  ## Lint, check the formatting and the types
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+format: $(INSTALLED)  ## Format the code and sort its imports
+	$(BIN)/ruff check --select I --fix
+	$(BIN)/ruff format
+
+bench: $(INSTALLED)  ## Run the benchmarks; ARGS="..." goes to pytest
+	$(BIN)/pytest benchmarks --benchmark-only $(ARGS)
+
+# Installs what pyproject.toml asks for, in the versions of constraints.txt, when either is newer.
+# pip itself comes first: the one in a new environment may be too old for --group (25.1) and
+# --build-constraint (25.3).
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; v = sys.version.split()[0]; sys.exit("balanced-dp needs Python 3.10 or newer, and $(PYTHON) is " + v + "; try: make PYTHON=python3.12" if sys.version_info < (3, 10) else 0)'
+	$(PYTHON) -m venv .venv
+	$(PIP) install --constraint constraints.txt pip
+	$(PIP) install --constraint constraints.txt --build-constraint constraints.txt \
+		--group dev --editable '.[cli]'
+	touch $@
+
+# uv, because it resolves for every supported Python and platform at once, from metadata alone.
+# torch keeps its line, so that a large download is never a surprise: edit that line to move it.
+# pip, hatchling and editables are what installing takes besides the dependencies.
+constraints:  ## Resolve constraints.txt anew (torch keeps its version)
+	$(PYTHON) -m venv .venv/uv
+	.venv/uv/bin/python -m pip install --quiet --upgrade uv
+	(grep '^torch==' constraints.txt; printf '%s\n' pip hatchling editables) | \
+		.venv/uv/bin/uv pip compile - pyproject.toml --group dev --extra cli \
+		--universal --python-version 3.10 --no-python-downloads --upgrade --no-annotate --quiet \
+		--custom-compile-command 'make constraints' --output-file constraints.txt
+
+clean:  ## Remove the environment, caches and build output
+	rm -rf .venv .pytest_cache .ruff_cache .mypy_cache .hypothesis .benchmarks build dist
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,440 @@
+"""``torch.nn.DataParallel`` with a smaller share of the batch for the first device."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
+from typing import Any, TypeVar, get_args
+
+import torch
+from torch import nn
+
+from .emulation.machine import DEVICE_TYPE, has_machine
+from .errors import ArgumentError, ArgumentTypeError, BalanceWarning
+from .parallel_apply import add_note, parallel_apply
+from .replicate import replicate
+from .scatter_gather import ScalarOutputs, find_batch_size, gather, scatter
+from .split import split_batch
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+Device = int | str | torch.device
+
+
+class BalancedDataParallel(nn.DataParallel[ModuleT]):
+    """``torch.nn.DataParallel`` that gives ``device_ids[0]`` at most ``gpu0_bsz`` samples.
+
+    The first device also holds the gathered outputs, the loss, the reduced gradients and the
+    optimizer state; a smaller share of the batch evens that out. The batch is split by
+    :func:`split_batch`, and gradients are those of the whole batch on one device, whatever the
+    split: a 0-dim output, such as a loss, is averaged with the chunk sizes as weights.
+
+    It is an ``nn.DataParallel``: ``module``, ``device_ids``, ``output_device``, ``dim`` and the
+    keys of its state dict mean the same. What differs on purpose:
+
+    - Only devices with samples run; a batch of any size works, with any kind of arguments.
+    - ``device_ids`` may name devices of any type and repeat one, as ``["cpu", "cpu"]`` does.
+    - A tensor that is not one entry a sample is an error that says so; stock cuts it anyway.
+    - Outputs may hold dataclasses, strings and numbers, if those are equal on every replica.
+    - Worker threads keep autocast's dtype, inference mode and context variables.
+    - An exception from a replica is raised as it is, with a note that names the replica.
+
+    Args:
+        gpu0_bsz: the most samples that the first device gets, at least 0. With 0 it runs nothing.
+        module: the module to be parallelized; its parameters and buffers are on ``device_ids[0]``.
+        device_ids: devices as ints (of the accelerator), strings or ``torch.device``. None means
+            all accelerators; where there are none, calls pass through to ``module``. Inside
+            ``emulate_devices``, on a machine without accelerators, ints and None mean the emulated
+            ones.
+        output_device: where outputs are gathered, by default ``device_ids[0]``; may be ``"cpu"``.
+        dim: the batch dimension of inputs and outputs.
+        broadcast: dotted paths of inputs that go whole to each device, such as ``"mask"`` or
+            ``"batch.mask"``; a path covers all below it. Positional arguments go by the name of
+            ``module.forward``'s parameter.
+        scalar_outputs: what becomes of 0-dim outputs. ``"mean"``: one 0-dim tensor, their mean
+            weighted by chunk size, so that ``loss.backward()`` gives the gradient of the whole
+            batch. ``"sum"``: one 0-dim tensor. ``"stack"``: a vector of one a replica, as stock.
+        loss_weight: called once for each replica with that replica's arguments; the number it
+            returns replaces the chunk size as the weight of its 0-dim outputs. For a mean over
+            tokens it counts them: ``lambda ids, labels: (labels != -100).sum()``.
+
+    Shape:
+        - Input: tensors of :math:`(N, *)`, with N at ``dim``, on any device.
+        - Output: as the module's on the whole batch, on ``output_device``.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: an argument cannot be used.
+        ScatterError, GatherError: on a call, an input cannot be split or the outputs not joined.
+        RuntimeError: on a call, a parameter or buffer is not on ``device_ids[0]``.
+
+    Warns:
+        BalanceWarning: once, where ``gpu0_bsz`` is not below the even share of the first batch.
+
+    Source:
+        Transformer-XL's ``BalancedDataParallel`` (Dai et al. 2019,
+        https://arxiv.org/abs/1901.02860) and ``torch.nn.parallel.data_parallel`` of torch 2.13.
+
+    Example:
+        >>> model = torch.nn.Linear(4, 2)
+        >>> parallel = BalancedDataParallel(2, model, device_ids=["cpu", "cpu"])
+        >>> parallel(torch.ones(8, 4)).shape
+        torch.Size([8, 2])
+        >>> parallel.split(8)
+        (2, 6)
+    """
+
+    # Wider than stock's annotations: a device that is no accelerator has no index.
+    device_ids: list[int | torch.device]  # type: ignore[assignment]
+    output_device: int | torch.device | None  # type: ignore[assignment]
+    src_device_obj: torch.device | None  # type: ignore[assignment]
+
+    def __init__(
+        self,
+        gpu0_bsz: int,
+        module: ModuleT,
+        device_ids: Sequence[Device] | None = None,
+        output_device: Device | None = None,
+        dim: int = 0,
+        *,
+        broadcast: Iterable[str] = (),
+        scalar_outputs: ScalarOutputs = "mean",
+        loss_weight: Callable[..., Any] | None = None,
+    ) -> None:
+        # nn.DataParallel.__init__ refuses the CPU, and may advise to leave out the smaller GPU.
+        super(nn.DataParallel, self).__init__()
+        self._device_type = default_device_type()
+        devices = resolve_devices(device_ids, self._device_type)
+        split_batch(0, 1, gpu0_bsz)  # raises where gpu0_bsz is not a size
+        if scalar_outputs not in get_args(ScalarOutputs):
+            raise ArgumentError(
+                f"scalar_outputs must be one of {get_args(ScalarOutputs)}, got {scalar_outputs!r}"
+            )
+        if loss_weight is not None and scalar_outputs != "mean":
+            raise ArgumentError(
+                f"loss_weight weighs a mean, but scalar_outputs is {scalar_outputs!r}"
+            )
+        self.module = module
+        self.dim = dim
+        self.gpu0_bsz = gpu0_bsz
+        self.broadcast = frozenset([broadcast] if isinstance(broadcast, str) else broadcast)
+        self.scalar_outputs = scalar_outputs
+        self.loss_weight = loss_weight
+        self.src_device_obj = devices[0] if devices else None
+        self.device_ids = [self._stock_id(device) for device in devices]
+        self.output_device = self.device_ids[0] if devices else None
+        if devices and output_device is not None:
+            self.output_device = self._stock_id(_resolve_device(output_device, self._device_type))
+        self._has_run = False
+        if len(devices) == 1:
+            module.to(devices[0])
+
+    @property
+    def devices(self) -> list[torch.device]:
+        """The devices of ``device_ids``, in order."""
+        return [self._device(device_id) for device_id in self.device_ids]
+
+    def _stock_id(self, device: torch.device) -> int | torch.device:
+        """Returns what nn.DataParallel keeps of a device: its index, if it is an accelerator."""
+        return device.index if device.type == self._device_type else device
+
+    def _device(self, device_id: int | torch.device | None) -> torch.device:
+        if isinstance(device_id, torch.device):
+            return device_id
+        assert self._device_type is not None and device_id is not None
+        return torch.device(self._device_type, device_id)
+
+    def split(self, batch_size: int) -> tuple[int, ...]:
+        """Returns how many samples of a batch of ``batch_size`` each device gets."""
+        return split_batch(batch_size, max(1, len(self.device_ids)), self.gpu0_bsz)
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Runs the module on the batch, split over the devices, and gathers the output."""
+        with torch.autograd.profiler.record_function("BalancedDataParallel.forward"):
+            if not self.device_ids:
+                return self.module(*inputs, **kwargs)
+            _check_on_device(self.module, self.devices[0])
+            if len(self.device_ids) == 1:
+                return self._forward_on_one_device(inputs, kwargs)
+            batch_size = find_batch_size(
+                _named(self.module, inputs, kwargs), self.dim, self.broadcast
+            )
+            # Without a tensor to cut there is one call to make. An empty batch is one, too.
+            chunk_sizes = [0] if not batch_size else list(self.split(batch_size))
+            if batch_size:
+                self._warn_if_even(batch_size)
+            try:
+                return self._forward_in_parallel(inputs, kwargs, batch_size, chunk_sizes)
+            except torch.OutOfMemoryError as error:
+                add_note(error, self._memory_advice(chunk_sizes))
+                raise
+
+    def _forward_on_one_device(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        scattered_inputs, scattered_kwargs = self.scatter(inputs, kwargs, self.device_ids)
+        output = self.module(*scattered_inputs[0], **scattered_kwargs[0])
+        if self.output_device == self.device_ids[0]:
+            return output
+        return self.gather([output], self.output_device)
+
+    def _forward_in_parallel(
+        self,
+        inputs: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        batch_size: int | None,
+        chunk_sizes: Sequence[int],
+    ) -> Any:
+        active = [i for i, size in enumerate(chunk_sizes) if size] or [0]
+        device_ids = [self.device_ids[i] for i in active]
+        sizes = None if batch_size is None else [chunk_sizes[i] for i in active]
+        scattered_inputs, scattered_kwargs = self.scatter(inputs, kwargs, device_ids, sizes)
+        weights = self._weights(scattered_inputs, scattered_kwargs, sizes)
+        replicas = self.replicate(self.module, device_ids)
+        buffers = list(zip(self.module.buffers(), replicas[0].buffers(), strict=True))
+        outputs = self.parallel_apply(
+            replicas, scattered_inputs, scattered_kwargs, device_ids, sizes
+        )
+        with torch.no_grad():
+            for original, copy in buffers:
+                if copy is not original:  # the first device ran nothing
+                    original.copy_(copy)
+        return self.gather(outputs, self.output_device, weights)
+
+    # The steps, as in nn.DataParallel; device_ids and chunk_sizes are those of active devices.
+
+    def scatter(
+        self,
+        inputs: tuple[Any, ...],
+        kwargs: dict[str, Any] | None,
+        device_ids: Sequence[int | torch.device],
+        chunk_sizes: Sequence[int] | None = None,
+    ) -> tuple[list[tuple[Any, ...]], list[dict[str, Any]]]:
+        """Returns positional and keyword arguments for each device.
+
+        ``chunk_sizes`` of None means that nothing is cut: each device gets every tensor whole.
+        """
+        kwargs = kwargs or {}
+        chunks = scatter(
+            _named(self.module, inputs, kwargs),
+            [self._device(device_id) for device_id in device_ids],
+            chunk_sizes,
+            self.dim,
+            self.broadcast,
+        )
+        count = len(inputs)
+        return (
+            [tuple(chunk[:count]) for chunk in chunks],
+            [dict(zip(kwargs, chunk[count:], strict=True)) for chunk in chunks],
+        )
+
+    def replicate(self, module: ModuleT, device_ids: Sequence[int | torch.device]) -> list[ModuleT]:
+        """Returns a replica of ``module`` for each device."""
+        return replicate(module, [self._device(device_id) for device_id in device_ids])
+
+    def parallel_apply(
+        self,
+        replicas: Sequence[ModuleT],
+        inputs: Sequence[Any],
+        kwargs: Sequence[dict[str, Any]],
+        device_ids: Sequence[int | torch.device] | None = None,
+        chunk_sizes: Sequence[int] | None = None,
+    ) -> list[Any]:
+        """Returns the output of each replica on its arguments; by default on the first devices."""
+        ids = self.device_ids[: len(replicas)] if device_ids is None else device_ids
+        devices = [self._device(device_id) for device_id in ids]
+
+        def describe(index: int) -> str:
+            where = f"in replica {index} on {devices[index]}"
+            if chunk_sizes is None:
+                return where
+            return f"{where}, with {chunk_sizes[index]} of the batch's {sum(chunk_sizes)} samples"
+
+        calls = [
+            functools.partial(replica, *replica_inputs, **replica_kwargs)
+            for replica, replica_inputs, replica_kwargs in zip(
+                replicas, inputs, kwargs, strict=True
+            )
+        ]
+        return parallel_apply(calls, devices, describe)
+
+    def gather(
+        self,
+        outputs: Sequence[Any],
+        output_device: int | torch.device | None,
+        weights: Sequence[float] | None = None,
+    ) -> Any:
+        """Returns the outputs joined on ``output_device``; ``weights`` are those of a mean."""
+        return gather(outputs, self._device(output_device), self.dim, self.scalar_outputs, weights)
+
+    def _weights(
+        self,
+        inputs: Sequence[tuple[Any, ...]],
+        kwargs: Sequence[dict[str, Any]],
+        chunk_sizes: Sequence[int] | None,
+    ) -> Sequence[float] | None:
+        if self.loss_weight is None:
+            return chunk_sizes
+        return [
+            _weight(self.loss_weight(*replica_inputs, **replica_kwargs))
+            for replica_inputs, replica_kwargs in zip(inputs, kwargs, strict=True)
+        ]
+
+    def _warn_if_even(self, batch_size: int) -> None:
+        if self._has_run:
+            return
+        self._has_run = True
+        num_devices = len(self.device_ids)
+        even = -(-batch_size // num_devices)
+        if self.gpu0_bsz >= even:
+            warnings.warn(
+                f"gpu0_bsz={self.gpu0_bsz} balances nothing: the even share of this first batch "
+                f"of {batch_size} on {num_devices} devices is {even}, so the split is that of "
+                f"nn.DataParallel, {self.split(batch_size)}; choose gpu0_bsz below {even}",
+                BalanceWarning,
+                stacklevel=5,
+            )
+
+    def _memory_advice(self, chunk_sizes: Sequence[int]) -> str:
+        split = ", ".join(
+            f"{device}: {size}" for device, size in zip(self.devices, chunk_sizes, strict=False)
+        )
+        return (
+            f"the batch of {sum(chunk_sizes)} was split {split}. If {self.devices[0]} ran out, "
+            f"lower gpu0_bsz (now {self.gpu0_bsz}); if another device did, lower the batch size"
+        )
+
+
+def balanced_data_parallel(
+    gpu0_bsz: int,
+    module: nn.Module,
+    inputs: Any,
+    device_ids: Sequence[Device] | None = None,
+    output_device: Device | None = None,
+    dim: int = 0,
+    module_kwargs: dict[str, Any] | None = None,
+) -> Any:
+    """Returns ``module(*inputs, **module_kwargs)``, evaluated in parallel with a smaller chunk 0.
+
+    The functional form of :class:`BalancedDataParallel`, as ``torch.nn.parallel.data_parallel`` is
+    of ``nn.DataParallel``. It never moves the module.
+
+    Args:
+        gpu0_bsz: the most samples that the first device gets.
+        module: the module to evaluate; its parameters and buffers are on ``device_ids[0]``.
+        inputs: a tuple of positional arguments, or the only one, or None.
+        device_ids: as in :class:`BalancedDataParallel`.
+        output_device: where the output goes, by default ``device_ids[0]``; may be ``"cpu"``.
+        dim: the batch dimension.
+        module_kwargs: keyword arguments.
+
+    Raises:
+        As :class:`BalancedDataParallel`.
+
+    Example:
+        >>> model = torch.nn.Linear(4, 2)
+        >>> balanced_data_parallel(1, model, torch.ones(8, 4), ["cpu", "cpu"]).shape
+        torch.Size([8, 2])
+    """
+    devices = resolve_devices(device_ids, default_device_type())
+    if devices:
+        _check_on_device(module, devices[0])
+    if not isinstance(inputs, tuple):
+        inputs = () if inputs is None else (inputs,)
+    parallel = BalancedDataParallel(gpu0_bsz, module, device_ids, output_device, dim)
+    return parallel(*inputs, **(module_kwargs or {}))
+
+
+def default_device_type() -> str | None:
+    """Returns the type of device that ints name: the accelerator, or the emulated one, or None."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is not None and accelerator.type != "mps":  # one device only, as stock has it
+        return accelerator.type
+    return DEVICE_TYPE if has_machine() else None
+
+
+def resolve_devices(
+    device_ids: Sequence[Device] | None, device_type: str | None
+) -> list[torch.device]:
+    """Returns the devices that ``device_ids`` names; ints are of ``device_type``.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: there is no such device, or no device at all.
+    """
+    if device_ids is None:
+        if device_type is None:
+            return []
+        count = torch.get_device_module(device_type).device_count()
+        return [torch.device(device_type, index) for index in range(count)]
+    if isinstance(device_ids, str | int) or not isinstance(device_ids, Sequence):
+        raise ArgumentTypeError(f"device_ids must be a list of devices, got {device_ids!r}")
+    if not device_ids:
+        raise ArgumentError("device_ids is empty; leave it out to use all devices")
+    return [_resolve_device(device_id, device_type) for device_id in device_ids]
+
+
+def _resolve_device(device_id: Device, device_type: str | None) -> torch.device:
+    if isinstance(device_id, bool) or not isinstance(device_id, int | str | torch.device):
+        raise ArgumentTypeError(
+            f"a device must be an int, a string or a torch.device, got {device_id!r}"
+        )
+    if isinstance(device_id, int):
+        if device_type is None:
+            raise ArgumentError(
+                f"device {device_id} does not exist: there is no accelerator here. Leave "
+                "device_ids out to run without splitting, name ['cpu', 'cpu'], or use "
+                "emulate_devices"
+            )
+        if device_id < 0:
+            raise ArgumentError(f"a device index must not be negative, got {device_id}")
+        device = torch.device(device_type, device_id)
+    else:
+        device = torch.device(device_id)
+    if device.type == "cpu":
+        return torch.device("cpu")  # tensors do not say "cpu:0"
+    module = torch.get_device_module(device)
+    if device.index is None:
+        return torch.device(device.type, module.current_device())
+    if device.index >= module.device_count():
+        raise ArgumentError(
+            f"device {device} does not exist: there are {module.device_count()} of its type"
+        )
+    return device
+
+
+def _check_on_device(module: nn.Module, device: torch.device) -> None:
+    for tensor in chain(module.parameters(), module.buffers()):
+        if tensor.device != device:
+            raise RuntimeError(
+                "module must have its parameters and buffers "
+                f"on device {device} (device_ids[0]) but found one of "
+                f"them on device: {tensor.device}"
+            )
+
+
+def _named(
+    module: nn.Module, inputs: Sequence[Any], kwargs: dict[str, Any]
+) -> list[tuple[str, Any]]:
+    """Returns the arguments of a call with their names, which for positional ones forward knows."""
+    names: list[str] = []
+    for parameter in _parameters(module):
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            names.extend(f"{parameter.name}.{i}" for i in range(len(inputs) - len(names)))
+        elif parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
+            names.append(parameter.name)
+    names.extend(f"inputs.{i}" for i in range(len(names), len(inputs)))
+    return [*zip(names, inputs, strict=False), *kwargs.items()]
+
+
+def _parameters(module: nn.Module) -> Iterable[inspect.Parameter]:
+    try:
+        return inspect.signature(module.forward).parameters.values()
+    except (TypeError, ValueError):  # a callable that does not tell
+        return ()
+
+
+def _weight(value: Any) -> float:
+    number = value.item() if isinstance(value, torch.Tensor) else value
+    if not isinstance(number, int | float) or not 0 <= number < math.inf:
+        raise ArgumentError(f"loss_weight must return a number of at least 0, got {value!r}")
+    return number

@@ -1,0 +1,215 @@
+"""The context manager that gives emulated devices, and what it yields."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, overload
+from unittest import mock
+
+import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from ..errors import ArgumentError, ArgumentTypeError
+from ..units import format_bytes, parse_bytes
+from . import device_module
+from .kernels import register_kernels
+from .ledger import Label, MemoryBreakdown
+from .machine import DEVICE_TYPE, Machine, machine_made_current
+from .tensor import set_label
+
+
+class EmulatedDevices(Sequence[torch.device]):
+    """The devices of an ``emulate_devices`` context, in order, and what they know of themselves."""
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+
+    @overload
+    def __getitem__(self, index: int) -> torch.device: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[torch.device]: ...
+    def __getitem__(self, index: int | slice) -> torch.device | list[torch.device]:
+        return self._machine.devices[index]
+
+    def __len__(self) -> int:
+        return len(self._machine.devices)
+
+    def __repr__(self) -> str:
+        return f"EmulatedDevices({list(map(str, self))})"
+
+    def copied_bytes(self) -> dict[tuple[torch.device, torch.device], int]:
+        """Returns the bytes copied since the context began, for each pair (source, target).
+
+        The CPU is one of the devices. Copies within a device are not counted.
+        """
+        return self._machine.copied_bytes()
+
+    def memory_breakdown(self, device: torch.device | str | int) -> MemoryBreakdown:
+        """Returns the bytes on ``device`` for each use, now and at the peak.
+
+        The uses are parameter, buffer, gradient, optimizer state, input, activation (whatever else
+        the forward and backward passes make, so the loss's own intermediates too), gathered output
+        (outputs brought from another device) and other. A tensor is known as a parameter when it
+        is an ``nn.Parameter`` or a copy of one, as a buffer from the first forward pass of its
+        module, as a gradient when backward accumulates it, and as optimizer state after the step.
+
+        Raises:
+            EmulationError: there is no such device.
+        """
+        return self._machine.ledgers[self._machine.index_of(device)].breakdown()
+
+
+@contextmanager
+def emulate_devices(
+    num_devices: int,
+    *,
+    memory: int | str | Sequence[int | str] | None = None,
+    symbolic: bool = False,
+) -> Iterator[EmulatedDevices]:
+    """Gives ``num_devices`` emulated accelerators on the CPU, ``torch.device("lazy", i)``.
+
+    Numbers are real, code that mixes devices fails as it does on CUDA, and what each device holds
+    is counted to the byte: each storage once, rounded to 512 bytes as CUDA's allocator does, freed
+    when its last tensor dies. ``torch.get_device_module("lazy")`` answers as ``torch.cuda`` does.
+
+    Inside the context ``nn.Module.to`` keeps parameters' identity
+    (``torch.__future__.set_swap_module_params_on_conversion``), so tied weights stay tied.
+
+    Args:
+        num_devices: how many, at least 1.
+        memory: capacity of each device, in bytes or as text such as ``"11GiB"``, or one such
+            value for each device; past it an allocation raises ``torch.OutOfMemoryError``. None
+            means no limit.
+        symbolic: keep shapes only for floating-point tensors: no data and no arithmetic, so that a
+            model far larger than this machine's memory can be measured. Integer and bool tensors
+            keep their values. Reading a value that was not computed raises ``SymbolicValueError``.
+
+    Yields:
+        The devices, as a sequence with ``copied_bytes()`` and ``memory_breakdown(device)``.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: an argument cannot be used.
+        EmulationError: another such context is open.
+
+    Warns:
+        ResourceWarning: tensors outlive the context. Their memory is given back all the same, and
+            using them raises ``EmulationError``.
+
+    Example:
+        >>> with emulate_devices(2, memory="1MiB") as devices:
+        ...     x = torch.ones(1000, device=devices[1])
+        ...     torch.get_device_module(x.device).memory_allocated(devices[1])
+        ...     del x
+        4096
+    """
+    machine = Machine(_capacities(num_devices, memory), symbolic)
+    register_kernels()
+    if not hasattr(torch, DEVICE_TYPE):
+        torch._register_device_module(DEVICE_TYPE, device_module)
+    with ExitStack() as stack:
+        stack.enter_context(contextmanager(machine_made_current)(machine))
+        stack.enter_context(_parameters_keep_identity())
+        stack.enter_context(_seeded_by_torch(machine))
+        for handle in _labelling_hooks(machine):
+            stack.callback(handle.remove)
+        yield EmulatedDevices(machine)
+        _report_leaks(machine)
+
+
+def _capacities(num_devices: int, memory: int | str | Sequence[int | str] | None) -> list[int]:
+    if isinstance(num_devices, bool) or not isinstance(num_devices, int):
+        raise ArgumentTypeError(f"num_devices must be an integer, got {num_devices!r}")
+    if num_devices < 1:
+        raise ArgumentError(f"num_devices must be at least 1, got {num_devices}")
+    if memory is None:
+        return [sys.maxsize] * num_devices
+    if isinstance(memory, int | str):
+        return [parse_bytes(memory)] * num_devices
+    capacities = [parse_bytes(item) for item in memory]
+    if len(capacities) != num_devices:
+        raise ArgumentError(
+            f"memory must be one size or one for each of the {num_devices} devices, "
+            f"got {len(capacities)} sizes"
+        )
+    return capacities
+
+
+@contextmanager
+def _parameters_keep_identity() -> Iterator[None]:
+    # Module.to would otherwise replace parameters, one module at a time, and so untie tied ones:
+    # `param.data = ...` cannot change a plain tensor into a subclass.
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        yield
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)
+
+
+@contextmanager
+def _seeded_by_torch(machine: Machine) -> Iterator[None]:
+    # torch.manual_seed seeds the devices that are not torch's own through this function, but asks
+    # for those of PrivateUse1 only.
+    seed_other_devices = torch.random._seed_custom_device
+
+    def seed_custom_device(seed: int) -> None:
+        machine.manual_seed_all(seed)
+        seed_other_devices(seed)
+
+    with mock.patch.object(torch.random, "_seed_custom_device", seed_custom_device):
+        yield
+
+
+def _labelling_hooks(machine: Machine) -> Iterator[Any]:
+    """Labels what only modules and optimizers know: buffers and optimizer state."""
+
+    def label_buffers(module: torch.nn.Module, args: tuple[Any, ...]) -> None:
+        machine.in_optimizer_step = False
+        for buffer in module._buffers.values():
+            set_label(buffer, Label.BUFFER, over=_MAYBE_BUFFER)
+
+    def begin_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        machine.in_optimizer_step = True
+
+    def end_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        machine.in_optimizer_step = False
+        for state in optimizer.state.values():
+            for value in state.values():
+                set_label(value, Label.OPTIMIZER_STATE)
+
+    yield register_module_forward_pre_hook(label_buffers)
+    yield register_optimizer_step_pre_hook(begin_step)
+    yield register_optimizer_step_post_hook(end_step)
+
+
+_MAYBE_BUFFER = {Label.ACTIVATION, Label.OTHER, Label.INPUT, Label.GATHERED_OUTPUT}
+
+
+def _report_leaks(machine: Machine) -> None:
+    if any(ledger.num_blocks for ledger in machine.ledgers):
+        gc.collect()  # an optimizer's first construction leaves a cycle; that is no leak
+    leaks = []
+    for device, ledger in zip(machine.devices, machine.ledgers, strict=True):
+        if ledger.num_blocks:
+            uses = ", ".join(
+                f"{label} {format_bytes(num_bytes)}"
+                for label, num_bytes in ledger.breakdown().now.items()
+                if num_bytes
+            )
+            leaks.append(f"{ledger.num_blocks} on {device} ({uses or 'empty'})")
+    if leaks:
+        warnings.warn(
+            f"tensors outlive their emulate_devices context: {'; '.join(leaks)}. Their memory is "
+            "given back now and they cannot be used any more; keep results with .cpu(). Where "
+            "nothing should be left, look for the variables that hold them.",
+            ResourceWarning,
+            stacklevel=4,
+        )

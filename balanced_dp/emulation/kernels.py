@@ -1,0 +1,333 @@
+"""What torch asks the emulated backend for: factories, copies, dropout and attention.
+
+Registered with ``torch.library`` once, when the first ``emulate_devices`` context opens.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import torch
+
+from .ledger import Label
+from .machine import Machine, current_machine
+from .tensor import (
+    HANDLERS,
+    EmulatedTensor,
+    Wrapped,
+    copy_,
+    elem_of,
+    is_known,
+    run,
+    wrap_elem,
+)
+
+aten = torch.ops.aten
+_fused = aten._scaled_dot_product_fused_attention_overrideable.default
+_fused_backward = aten._scaled_dot_product_fused_attention_overrideable_backward.default
+
+_FACTORIES = (
+    aten.arange.default,
+    aten.arange.start,
+    aten.arange.start_step,
+    aten.eye.default,
+    aten.eye.m,
+    aten.linspace.default,
+    aten.logspace.default,
+    aten.randperm.generator,
+    aten.tril_indices.default,
+    aten.triu_indices.default,
+)
+"""Factories that would otherwise fill a tensor of size 0 and resize it, which wrappers cannot."""
+
+
+@functools.cache
+def register_kernels() -> torch.library.Library:
+    """Registers the kernels; torch keeps them for as long as the returned library lives."""
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("empty.memory_format", _empty, "Lazy")
+    library.impl("empty_strided", _empty_strided, "Lazy")
+    library.impl("_copy_from", _copy_from, "Lazy")
+    for factory in _FACTORIES:
+        library.impl(factory, functools.partial(_factory, factory), "Lazy")
+    library.impl(aten.randperm.default, functools.partial(_factory, _randperm), "Lazy")
+    library.impl("scaled_dot_product_attention", _attention, "AutogradLazy")
+    HANDLERS.update(
+        {
+            aten.scaled_dot_product_attention.default: _attention,
+            _fused: _fused_attention,
+            _fused_backward: _fused_attention_backward,
+            aten.native_dropout.default: _native_dropout,
+            aten.rand_like.default: functools.partial(_random_like, aten.uniform_.default),
+            aten.randn_like.default: functools.partial(_random_like, aten.normal_.default),
+        }
+    )
+    return library
+
+
+# Factories and copies.
+
+
+def _place(device: torch.device | None) -> tuple[Machine, torch.device]:
+    machine = current_machine()
+    return machine, machine.devices[machine.index_of(device)]
+
+
+def _backing(machine: Machine, dtype: torch.dtype | None) -> str:
+    dtype = dtype or torch.get_default_dtype()
+    unknown = machine.symbolic and (dtype.is_floating_point or dtype.is_complex)
+    return "meta" if unknown else "cpu"
+
+
+def _empty(
+    size: list[int],
+    *,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout | None = None,
+    device: torch.device | None = None,
+    pin_memory: bool | None = None,
+    memory_format: torch.memory_format | None = None,
+) -> EmulatedTensor:
+    machine, device = _place(device)
+    elem = torch.empty(
+        size,
+        dtype=dtype,
+        device=_backing(machine, dtype),
+        memory_format=memory_format or torch.contiguous_format,
+    )
+    return wrap_elem(elem, machine, device, Label.OTHER)
+
+
+def _empty_strided(
+    size: list[int],
+    stride: list[int],
+    *,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout | None = None,
+    device: torch.device | None = None,
+    pin_memory: bool | None = None,
+) -> EmulatedTensor:
+    machine, device = _place(device)
+    elem = torch.empty_strided(size, stride, dtype=dtype, device=_backing(machine, dtype))
+    return wrap_elem(elem, machine, device, Label.OTHER)
+
+
+def _factory(
+    func: Any,
+    *args: Any,
+    device: torch.device | None = None,
+    pin_memory: bool | None = None,
+    **kwargs: Any,
+) -> EmulatedTensor:
+    machine, device = _place(device)
+    if func in (_randperm, aten.randperm.generator) and kwargs.get("generator") is None:
+        kwargs["generator"] = machine.generators[device.index]
+    return wrap_elem(func(*args, device="cpu", **kwargs), machine, device, Label.OTHER)
+
+
+_randperm = torch.randperm
+
+
+def _copy_from(
+    source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False
+) -> torch.Tensor:
+    """Copies below the Python key, as ``torch.tensor(..., device="lazy:0")`` does."""
+    return copy_(target, source, non_blocking)
+
+
+# Random numbers come from the device's own generator, so that replicas in threads repeat exactly.
+
+
+def _random_like(
+    fill: Any,
+    input: EmulatedTensor,
+    **kwargs: Any,
+) -> torch.Tensor:
+    out: torch.Tensor = run(aten.empty_like.default, (input,), kwargs)
+    result: torch.Tensor = run(fill, (out,), {}) if isinstance(out, EmulatedTensor) else fill(out)
+    return result
+
+
+def _native_dropout(
+    input: EmulatedTensor, p: float, train: bool | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Dropout with a mask of one byte an element, as CUDA's fused kernel keeps it."""
+    if train is False or p == 0:
+        out: tuple[torch.Tensor, torch.Tensor] = run(
+            aten.native_dropout.default, (input, p, train), {}
+        )
+        return out
+    mask = run(aten.empty_like.default, (input,), {"dtype": torch.bool})
+    run(aten.bernoulli_.float, (mask, 1 - p), {})
+    output = run(aten.mul.Tensor, (input, mask), {})
+    return run(aten.mul_.Scalar, (output, 1 / (1 - p) if p < 1 else 0.0), {}), mask
+
+
+# Attention, with the memory of CUDA's fused kernels: the output and a log-sum-exp a row are kept,
+# and no matrix of query by key positions. Source: FlashAttention (https://arxiv.org/abs/2205.14135).
+
+
+def _attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    fusable = (
+        query.dim() == key.dim() == value.dim() == 4
+        and query.size(-1) == key.size(-1) == value.size(-1)
+        and (attn_mask is None or not attn_mask.requires_grad)
+        and not (attn_mask is not None and is_causal)
+    )
+    if not fusable:
+        math_kernel = aten._scaled_dot_product_attention_math.default
+        output: torch.Tensor = math_kernel(
+            query,
+            key,
+            value,
+            attn_mask,
+            dropout_p,
+            is_causal,
+            None,
+            scale=scale,
+            enable_gqa=enable_gqa,
+        )[0]
+        return output
+    if enable_gqa:
+        key = key.repeat_interleave(query.size(1) // key.size(1), 1)
+        value = value.repeat_interleave(query.size(1) // value.size(1), 1)
+    if attn_mask is not None:
+        if attn_mask.dtype == torch.bool:
+            zero = torch.zeros_like(attn_mask, dtype=query.dtype)
+            attn_mask = zero.masked_fill_(attn_mask.logical_not(), -math.inf)
+        attn_mask = attn_mask.expand(*query.shape[:3], key.size(2))
+    result: torch.Tensor = _fused(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)[
+        0
+    ]
+    return result
+
+
+def _fused_attention(
+    query: EmulatedTensor,
+    key: EmulatedTensor,
+    value: EmulatedTensor,
+    attn_bias: EmulatedTensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    return_debug_mask: bool = False,
+    *,
+    scale: float | None = None,
+) -> Any:
+    machine = current_machine()
+    wrapped = Wrapped(_fused)
+    q, k, v, bias = map(wrapped.unwrap, (query, key, value, attn_bias))
+    device = wrapped.device
+    seed = torch.empty(1, dtype=torch.int64)
+    if dropout_p:
+        seed.random_(generator=machine.generators[device.index])
+    if not is_known(q):
+        batch, num_heads, length, head_dim = q.shape
+        output = q.new_empty(batch, length, num_heads, head_dim).transpose(1, 2)
+        logsumexp = q.new_empty(batch, length, num_heads, dtype=_accumulation_dtype(q))
+    elif dropout_p:
+        weights, kept = _attention_weights(q, k, bias, dropout_p, is_causal, scale, seed)
+        output = torch.matmul(weights * kept, v).transpose(1, 2).contiguous().transpose(1, 2)
+        logsumexp = q.new_empty(q.shape[:3], dtype=_accumulation_dtype(q))
+    else:
+        output, logsumexp = aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, is_causal, attn_mask=bias, scale=scale
+        )
+    nothing, no_mask = q.new_empty(0), q.new_empty(0)
+    offset = torch.zeros(1, dtype=torch.int64)
+    lengths = q.size(2), k.size(2)
+    return wrapped.wrap(
+        (output, logsumexp, nothing, nothing, *lengths, seed, offset, no_mask),
+        machine,
+        device,
+        Label.ACTIVATION,
+        False,
+    )
+
+
+def _fused_attention_backward(
+    grad_out: EmulatedTensor,
+    query: EmulatedTensor,
+    key: EmulatedTensor,
+    value: EmulatedTensor,
+    attn_bias: EmulatedTensor | None,
+    grad_input_mask: list[bool],
+    out: EmulatedTensor,
+    logsumexp: EmulatedTensor,
+    cum_seq_q: EmulatedTensor,
+    cum_seq_k: EmulatedTensor,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    philox_seed: EmulatedTensor,
+    philox_offset: EmulatedTensor,
+    *,
+    scale: float | None = None,
+) -> Any:
+    wrapped = Wrapped(_fused_backward)
+    grad, q, k, v, bias, o, lse = map(
+        wrapped.unwrap, (grad_out, query, key, value, attn_bias, out, logsumexp)
+    )
+    if not is_known(q):
+        grads = tuple(map(torch.empty_like, (q, k, v)))
+    elif dropout_p:
+        seed = elem_of(philox_seed)
+        weights, kept = _attention_weights(q, k, bias, dropout_p, is_causal, scale, seed)
+        grad_weights = torch.matmul(grad, v.transpose(-2, -1)) * kept
+        inner = (grad_weights * weights).sum(-1, keepdim=True)
+        grad_scores = weights * (grad_weights - inner) * _scale(q, scale)
+        grads = (
+            torch.matmul(grad_scores, k),
+            torch.matmul(grad_scores.transpose(-2, -1), q),
+            torch.matmul((weights * kept).transpose(-2, -1), grad),
+        )
+    else:
+        grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, q, k, v, o, lse, 0.0, is_causal, attn_mask=bias, scale=scale
+        )
+    machine = current_machine()
+    return wrapped.wrap((*grads, None), machine, wrapped.device, Label.ACTIVATION, False)
+
+
+def _attention_weights(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    bias: torch.Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    seed: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns softmax(QK) and the factor of dropout, the same ones for the same seed.
+
+    The CPU has no fused kernel with dropout, so this computes the matrix that a GPU would not.
+    """
+    scores = torch.matmul(q, k.transpose(-2, -1)) * _scale(q, scale)
+    if is_causal:
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu_(1)
+        scores.masked_fill_(future, -math.inf)
+    if bias is not None:
+        scores += bias
+    generator = torch.Generator().manual_seed(int(seed.item()))
+    kept = torch.empty_like(scores).bernoulli_(1 - dropout_p, generator=generator)
+    return scores.softmax(-1), kept / (1 - dropout_p)
+
+
+def _scale(q: torch.Tensor, scale: float | None) -> float:
+    return 1 / math.sqrt(q.size(-1)) if scale is None else scale
+
+
+def _accumulation_dtype(q: torch.Tensor) -> torch.dtype:
+    return torch.float64 if q.dtype == torch.float64 else torch.float32

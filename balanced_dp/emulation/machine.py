@@ -1,0 +1,186 @@
+"""The emulated machine: its devices, and which one an ``emulate_devices`` context made current."""
+
+from __future__ import annotations
+
+import threading
+import uuid
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+import torch
+
+from ..errors import EmulationError
+from ..units import format_bytes
+from .ledger import Allocation, DeviceLedger, Label, OverCapacityError
+
+DEVICE_TYPE = "lazy"
+"""The device type that stands for emulated accelerators.
+
+It has a dispatch key of its own, any number of indices, and autograd runs it in the CPU queue.
+PrivateUse1 in Python knows index 0 only, and fake CUDA tensors abort in backward without a GPU.
+"""
+
+
+class Machine:
+    """Emulated devices, what each holds, and what was copied between them.
+
+    Args:
+        capacities: bytes that each device can hold; their number is that of the devices.
+        symbolic: whether floating-point tensors keep their shape only.
+    """
+
+    def __init__(self, capacities: Iterable[int], symbolic: bool) -> None:
+        self.symbolic = symbolic
+        self.ledgers = [DeviceLedger(capacity) for capacity in capacities]
+        self.devices = [torch.device(DEVICE_TYPE, i) for i in range(len(self.ledgers))]
+        self.uuids = [uuid.uuid4() for _ in self.devices]
+        self.generators = [torch.Generator() for _ in self.devices]
+        self.manual_seed_all(torch.initial_seed())
+        self._allocations: weakref.WeakValueDictionary[int, Allocation] = (
+            weakref.WeakValueDictionary()
+        )
+        self._copied_bytes: Counter[tuple[torch.device, torch.device]] = Counter()
+        self._lock = threading.Lock()
+        self._thread = threading.local()
+
+    @property
+    def current_index(self) -> int:
+        """Index of the current device, for each thread its own, as in torch.cuda."""
+        return getattr(self._thread, "index", 0)
+
+    @current_index.setter
+    def current_index(self, index: int) -> None:
+        self._thread.index = self.index_of(index)
+
+    @property
+    def in_optimizer_step(self) -> bool:
+        """Whether this thread is inside ``Optimizer.step``."""
+        return getattr(self._thread, "in_optimizer_step", False)
+
+    @in_optimizer_step.setter
+    def in_optimizer_step(self, value: bool) -> None:
+        self._thread.in_optimizer_step = value
+
+    def index_of(self, device: torch.device | str | int | None) -> int:
+        """Returns the index of ``device``; None and a device without index mean the current one.
+
+        Raises:
+            EmulationError: there is no such device.
+        """
+        if isinstance(device, str):
+            device = torch.device(device)
+        if isinstance(device, torch.device):
+            if device.type != DEVICE_TYPE:
+                raise EmulationError(f"{device} is not an emulated device")
+            device = device.index
+        if device is None:
+            return self.current_index
+        if not 0 <= device < len(self.devices):
+            raise EmulationError(
+                f"there is no emulated device {DEVICE_TYPE}:{device}: "
+                f"this context has {len(self.devices)} (emulate_devices(num_devices))"
+            )
+        return device
+
+    def manual_seed_all(self, seed: int) -> None:
+        """Seeds the generator of each device."""
+        for generator in self.generators:
+            generator.manual_seed(seed)
+
+    def allocation_of(self, storage: torch.UntypedStorage) -> Allocation | None:
+        """Returns the allocation of a storage that is entered already, as a view's is."""
+        return self._allocations.get(storage._cdata)
+
+    def allocate(self, device: torch.device, elem: torch.Tensor, label: Label) -> Allocation:
+        """Enters the storage of ``elem`` on ``device``.
+
+        Raises:
+            torch.OutOfMemoryError: it does not fit.
+        """
+        storage = elem.untyped_storage()
+        try:
+            allocation = self.ledgers[device.index].allocate(storage.nbytes(), label)
+        except OverCapacityError as error:
+            raise self._out_of_memory(device.index, error) from None
+        # The allocation keeps the storage, so that its address is not taken while it is a key.
+        allocation.storage = storage
+        self._allocations[storage._cdata] = allocation
+        return allocation
+
+    def resize(self, device: torch.device, allocation: Allocation) -> None:
+        """Enters the new size of a storage that an operation may have resized."""
+        assert isinstance(allocation.storage, torch.UntypedStorage)
+        try:
+            allocation.ledger.resize(allocation, allocation.storage.nbytes())
+        except OverCapacityError as error:
+            raise self._out_of_memory(device.index, error) from None
+
+    def _out_of_memory(self, index: int, error: OverCapacityError) -> torch.OutOfMemoryError:
+        # CUDA's words, because training loops look for "CUDA out of memory.".
+        ledger = self.ledgers[index]
+        return torch.OutOfMemoryError(
+            f"CUDA out of memory. Tried to allocate {format_bytes(error.requested_bytes)}. "
+            f"GPU {index} has a total capacity of {format_bytes(ledger.capacity_bytes)} of which "
+            f"{format_bytes(error.free_bytes)} is free. Of the allocated memory "
+            f"{format_bytes(ledger.allocated_bytes)} is allocated by PyTorch. "
+            f"(This is the emulated device {self.devices[index]}.)"
+        )
+
+    def record_copy(self, source: torch.device, target: torch.device, num_bytes: int) -> None:
+        """Counts a copy, unless it stays on its device."""
+        if source != target:
+            with self._lock:
+                self._copied_bytes[source, target] += num_bytes
+
+    def copied_bytes(self) -> dict[tuple[torch.device, torch.device], int]:
+        """Returns the bytes copied for each pair of source and target."""
+        with self._lock:
+            return dict(self._copied_bytes)
+
+    def close(self) -> None:
+        """Ends the devices: their memory is given back, also that of tensors still referenced."""
+        for ledger in self.ledgers:
+            ledger.closed = True
+        for allocation in list(self._allocations.values()):
+            storage = allocation.storage
+            if isinstance(storage, torch.UntypedStorage) and storage.device.type == "cpu":
+                storage.resize_(0)
+
+
+_current: Machine | None = None
+
+
+def current_machine() -> Machine:
+    """Returns the machine of the ``emulate_devices`` context that is open.
+
+    Raises:
+        EmulationError: none is.
+    """
+    if _current is None:
+        raise EmulationError(
+            f"there are no emulated devices here: the device type {DEVICE_TYPE!r} works inside "
+            "`with balanced_dp.emulate_devices(num_devices):`"
+        )
+    return _current
+
+
+def has_machine() -> bool:
+    """Returns whether an ``emulate_devices`` context is open."""
+    return _current is not None
+
+
+def machine_made_current(machine: Machine) -> Iterator[Machine]:
+    """Makes ``machine`` current for the length of a ``with`` block (see contextlib)."""
+    global _current
+    if _current is not None:
+        raise EmulationError(
+            "emulate_devices contexts cannot be nested: leave the open one first, "
+            f"it has {len(_current.devices)} devices"
+        )
+    _current = machine
+    try:
+        yield machine
+    finally:
+        _current = None
+        machine.close()

@@ -1,0 +1,516 @@
+"""The tensor of an emulated device: a CPU tensor that says it is elsewhere and is counted there.
+
+Every operation arrives in ``__torch_dispatch__`` below autograd, so gradients, hooks and views are
+torch's own. It checks that its tensors are on one device, runs on the wrapped CPU tensors, and
+enters what it made in the device's ledger. In symbolic mode the wrapped tensor is on torch's
+``meta`` device where the value is not known: shape only, no data.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._mode_utils import no_dispatch
+
+from ..errors import EmulationError, SymbolicValueError
+from .ledger import Allocation, Label
+from .machine import Machine, current_machine
+
+aten = torch.ops.aten
+_CPU = torch.device("cpu")
+_META = torch.device("meta")
+
+# What may still become something more precise than it was when it was computed.
+_PROVISIONAL = {Label.ACTIVATION, Label.OTHER}
+
+# Operators that read small integer tensors on the host, on CUDA too.
+_TAKES_CPU_ARGUMENTS = {
+    aten.index.Tensor,
+    aten.index_put.default,
+    aten.index_put_.default,
+    aten._index_put_impl_.default,
+    aten._pack_padded_sequence.default,
+    aten._pack_padded_sequence_backward.default,
+    aten._pad_packed_sequence.default,
+    aten._ctc_loss.Tensor,
+    aten._ctc_loss_backward.Tensor,
+}
+
+
+class EmulatedTensor(torch.Tensor):
+    """A tensor on an emulated device. Made by torch's own factories and by ``.to("lazy:0")``."""
+
+    _elem: torch.Tensor
+    """The CPU (or meta) tensor of the same shape and strides that holds the data."""
+    _allocations: tuple[Allocation, ...]
+    """The memory it views: one storage, or the indices and values of a sparse tensor."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: torch._ops.OpOverload,
+        types: tuple[type, ...],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        handler = HANDLERS.get(func)
+        if handler is not None:
+            return handler(*args, **kwargs)
+        if _is_composite(func):  # reached in inference mode only, where autograd does not decompose
+            return func.decompose(*args, **kwargs)
+        return run(func, args, kwargs)
+
+    # The methods that torch implements for its own tensors only.
+
+    def tolist(self) -> Any:
+        """Returns the values as nested lists, copied to the CPU first."""
+        return self.cpu().tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Raises TypeError as on CUDA; with ``force`` returns a copy on the CPU."""
+        if force:
+            return self.detach().cpu().resolve_conj().resolve_neg().numpy()
+        raise TypeError(
+            f"can't convert {self.device} device type tensor to numpy. "
+            "Use Tensor.cpu() to copy the tensor to host memory first."
+        )
+
+    def __array__(self, dtype: Any = None) -> Any:
+        return self.numpy()
+
+    def __format__(self, spec: str) -> str:
+        return format(self.item(), spec) if self.dim() == 0 else object.__format__(self, spec)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> Any:
+        suffix = f", device='{self.device}'" + (", requires_grad=True" * self.requires_grad)
+        if any(allocation.ledger.closed for allocation in self._allocations):
+            return f"tensor(<freed>, size={tuple(self.shape)}{suffix})"
+        if not is_known(self._elem):
+            return f"tensor(<symbolic>, size={tuple(self.shape)}, dtype={self.dtype}{suffix})"
+        with no_dispatch():
+            return f"{str(self._elem)[:-1]}{suffix})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        if id(self) in memo:
+            found: torch.Tensor = memo[id(self)]
+            return found
+        if not self.is_leaf:
+            raise RuntimeError(
+                "Only Tensors created explicitly by the user (graph leaves) support the deepcopy "
+                "protocol at the moment."
+            )
+        copy = self.detach().clone()
+        if isinstance(self, torch.nn.Parameter):
+            copy = torch.nn.Parameter(copy, self.requires_grad)
+        copy.requires_grad_(self.requires_grad)
+        memo[id(self)] = copy
+        if self.grad is not None:
+            copy.grad = self.grad.__deepcopy__(memo)
+        return copy
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickles as the CPU tensor, so that a checkpoint loads where there are no such devices."""
+        _require_known(self._elem, "saving it")
+        elem = self._elem.detach()
+        if isinstance(self, torch.nn.Parameter):
+            return torch.nn.Parameter(elem, self.requires_grad).__reduce_ex__(protocol)
+        return elem.requires_grad_(self.requires_grad).__reduce_ex__(protocol)
+
+
+def run(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Runs ``func`` on the wrapped tensors of its arguments and wraps what it returns."""
+    machine = current_machine()
+    wrapped = Wrapped(func)
+    elem_args = wrapped.unwrap(args)
+    elem_kwargs = {name: wrapped.unwrap(value) for name, value in kwargs.items()}
+    device = wrapped.device
+    target = kwargs.get("device")
+    if target is not None:
+        target = torch.device(target)
+        elem_kwargs["device"] = _CPU
+        if target.type == "cpu":
+            return func(*elem_args, **elem_kwargs)
+        device = machine.devices[machine.index_of(target)]
+    if "pin_memory" in kwargs:
+        elem_kwargs["pin_memory"] = False
+    if _draws_random_numbers(func) and kwargs.get("generator") is None:
+        elem_kwargs["generator"] = machine.generators[device.index]
+    if machine.symbolic:
+        elem_args, elem_kwargs = _symbolic_arguments(func, elem_args, elem_kwargs)
+    out = _call(func, elem_args, elem_kwargs)
+    if _changes_metadata(func):
+        _repeat_on_metadata(func, args, kwargs)
+    return wrapped.wrap(out, machine, device, *_labels(machine))
+
+
+class Wrapped:
+    """The emulated tensors of one call: their device, and which wrapper a CPU tensor belongs to."""
+
+    __slots__ = ("by_elem", "cpu_tensor", "func")
+
+    def __init__(self, func: torch._ops.OpOverload) -> None:
+        self.func = func
+        self.by_elem: dict[int, EmulatedTensor] = {}
+        self.cpu_tensor: torch.Tensor | None = None
+
+    def unwrap(self, value: Any) -> Any:
+        """Returns ``value`` with wrapped tensors in the place of emulated ones."""
+        if isinstance(value, EmulatedTensor):
+            elem = elem_of(value)
+            self.by_elem[id(elem)] = value
+            return elem
+        if isinstance(value, torch.Tensor):
+            if value.dim() > 0:
+                self.cpu_tensor = value
+            return value
+        if type(value) in (tuple, list):
+            return type(value)(self.unwrap(item) for item in value)
+        return value
+
+    @property
+    def device(self) -> torch.device:
+        """The one device of all tensors; 0-dim CPU tensors count as numbers, as on CUDA."""
+        devices = list(dict.fromkeys(tensor.device for tensor in self.by_elem.values()))
+        if self.cpu_tensor is not None and self.func not in _TAKES_CPU_ARGUMENTS:
+            devices.append(self.cpu_tensor.device)
+        if len(devices) > 1:
+            raise RuntimeError(
+                "Expected all tensors to be on the same device, but found at least two devices, "
+                f"{devices[0]} and {devices[1]}! (when running {self.func})"
+            )
+        return devices[0]
+
+    def wrap(
+        self, out: Any, machine: Machine, device: torch.device, label: Label, relabel: bool
+    ) -> Any:
+        """Returns ``out`` with emulated tensors for wrapped ones, known wrappers among them."""
+        if isinstance(out, torch.Tensor):
+            wrapper = self.by_elem.get(id(out))
+            if wrapper is None:
+                aliased = self._aliased_normal_tensor(out)
+                with torch.inference_mode(False) if aliased else _NO_CONTEXT:
+                    wrapper = wrap_elem(out, machine, device, label)
+            else:
+                for allocation in wrapper._allocations:
+                    machine.resize(device, allocation)
+            if relabel:
+                set_label(wrapper, label)
+            return wrapper
+        if type(out) in (tuple, list):
+            return type(out)(self.wrap(item, machine, device, label, relabel) for item in out)
+        return out
+
+    def _aliased_normal_tensor(self, out: torch.Tensor) -> bool:
+        # In inference mode a view of a normal tensor is a normal tensor: the wrapper must be, too.
+        return (
+            torch.is_inference_mode_enabled()
+            and not out.is_inference()
+            and any(not wrapper.is_inference() for wrapper in self.by_elem.values())
+        )
+
+
+class _NoContext:
+    def __enter__(self) -> None: ...
+    def __exit__(self, *exc: object) -> None: ...
+
+
+_NO_CONTEXT = _NoContext()
+
+
+def wrap_elem(
+    elem: torch.Tensor, machine: Machine, device: torch.device, label: Label
+) -> EmulatedTensor:
+    """Returns ``elem`` as a tensor on ``device``, entered in its ledger unless it is a view.
+
+    Raises:
+        torch.OutOfMemoryError: it does not fit on the device.
+    """
+    if machine.symbolic and has_unknown_dtype(elem) and is_known(elem):
+        elem = torch.empty_strided(elem.size(), elem.stride(), dtype=elem.dtype, device=_META)
+    allocations = tuple(
+        machine.allocation_of(part.untyped_storage()) or machine.allocate(device, part, label)
+        for part in _parts(elem)
+    )
+    strided: dict[str, Any] = (
+        {"strides": elem.stride(), "storage_offset": elem.storage_offset()}
+        if elem.layout is torch.strided
+        else {}
+    )
+    wrapper: EmulatedTensor = torch.Tensor._make_wrapper_subclass(
+        EmulatedTensor,
+        elem.size(),
+        dtype=elem.dtype,
+        layout=elem.layout,
+        device=device,
+        **strided,
+    )
+    wrapper._elem = elem
+    wrapper._allocations = allocations
+    return wrapper
+
+
+def _parts(elem: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The strided tensors that hold the data; a sparse tensor has no storage of its own."""
+    if elem.layout is torch.strided:
+        return (elem,)
+    if elem.layout is torch.sparse_coo:
+        return (elem._indices(), elem._values())
+    raise EmulationError(f"emulated devices have no {elem.layout} tensors")
+
+
+def elem_of(tensor: EmulatedTensor) -> torch.Tensor:
+    """Returns the wrapped tensor, and notices that an ``nn.Parameter`` is one.
+
+    Raises:
+        EmulationError: the context that the tensor belonged to has ended.
+    """
+    if tensor._allocations[0].ledger.closed:
+        raise EmulationError(
+            f"this tensor was on {tensor.device}, whose emulate_devices context has ended; "
+            "move what you need with .cpu() before you leave it"
+        )
+    if isinstance(tensor, torch.nn.Parameter):
+        set_label(tensor, Label.PARAMETER)
+    return tensor._elem
+
+
+def set_label(tensor: object, label: Label, over: set[Label] = _PROVISIONAL) -> None:
+    """Labels the memory of ``tensor``, where it is emulated and its label is one of ``over``."""
+    if isinstance(tensor, EmulatedTensor):
+        for allocation in tensor._allocations:
+            if allocation.block.label in over:
+                allocation.block.label = label
+
+
+def label_of(tensor: EmulatedTensor) -> Label:
+    """Returns what the memory of ``tensor`` is used for."""
+    return tensor._allocations[0].block.label
+
+
+def is_known(elem: torch.Tensor) -> bool:
+    """Returns whether the value of a wrapped tensor is kept, not only its shape."""
+    return elem.device.type != "meta"
+
+
+def has_unknown_dtype(elem: torch.Tensor) -> bool:
+    """Returns whether tensors of this type keep their shape only in symbolic mode."""
+    return elem.is_floating_point() or elem.is_complex()
+
+
+def _require_known(elem: torch.Tensor, doing: str) -> None:
+    if not is_known(elem):
+        raise SymbolicValueError(
+            f"{doing} needs the value of a {elem.dtype} tensor of shape {tuple(elem.shape)}, but "
+            "emulate_devices(symbolic=True) keeps shapes only; use symbolic=False"
+        )
+
+
+# Which label.
+
+
+def _labels(machine: Machine) -> tuple[Label, bool]:
+    """Returns the label of what the running operation makes, and whether views take it too."""
+    node = torch._C._current_autograd_node()
+    if node is not None and _makes_parameter_gradients(node):
+        return Label.GRADIENT, True
+    return (Label.OTHER if machine.in_optimizer_step else Label.ACTIVATION), False
+
+
+def _makes_parameter_gradients(node: Any) -> bool:
+    """Whether all that this node of the backward pass computes ends in some leaf's ``.grad``."""
+    if type(node).__name__ == "AccumulateGrad":
+        return True
+    targets = [target for target, _ in node.next_functions if target is not None]
+    return bool(targets) and all(type(t).__name__ == "AccumulateGrad" for t in targets)
+
+
+# Symbolic mode: which value is known.
+
+
+def _symbolic_arguments(
+    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Makes the arguments agree: all values known, or shapes throughout."""
+    tensors = [t for t in _tensors((args, tuple(kwargs.values()))) if isinstance(t, torch.Tensor)]
+    if all(map(is_known, tensors)):
+        return args, kwargs
+    if "device" in kwargs:  # a factory: empty_like, new_zeros ...
+        dtype = kwargs.get("dtype") or tensors[0].dtype
+        if dtype.is_floating_point or dtype.is_complex:
+            return _to_meta(args), {**kwargs, "device": _META}
+        return args, kwargs
+    if func is aten.index.Tensor or func in (aten.index_put.default, aten.index_put_.default):
+        args = (args[0], _integer_indices(args[1]), *args[2:])
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            written = args[i] if i < len(args) else kwargs.get(argument.name)
+            for tensor in _tensors((written,)):
+                if is_known(tensor) and not has_unknown_dtype(tensor):
+                    raise SymbolicValueError(
+                        f"{func} would write unknown values into a {tensor.dtype} tensor; "
+                        "emulate_devices(symbolic=True) keeps shapes only of floating-point "
+                        "tensors, use symbolic=False"
+                    )
+    return _to_meta(args), {name: _to_meta(value) for name, value in kwargs.items()}
+
+
+def _integer_indices(indices: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """Boolean masks as the integers they select: a shape depends on their values."""
+    result: list[torch.Tensor | None] = []
+    for index in indices:
+        if index is not None and index.dtype in (torch.bool, torch.uint8):
+            _require_known(index, "indexing with a mask")
+            result.extend(index.nonzero().unbind(1))
+        else:
+            result.append(index)
+    return result
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    if isinstance(values, torch.Tensor):
+        return [values]
+    if isinstance(values, tuple | list):
+        return [tensor for value in values for tensor in _tensors(value)]
+    return []
+
+
+def _to_meta(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to(_META) if is_known(value) else value
+    if type(value) in (tuple, list):
+        return type(value)(map(_to_meta, value))
+    return value
+
+
+def _call(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if func in _READS_VALUES:
+        for tensor in _tensors(args):
+            _require_known(tensor, f"{func}")
+    try:
+        return func(*args, **kwargs)
+    except NotImplementedError as error:
+        unknown = [tensor for tensor in _tensors(args) if not is_known(tensor)]
+        if unknown:
+            raise SymbolicValueError(
+                f"{func} cannot run on shapes alone, which is all that "
+                f"emulate_devices(symbolic=True) keeps; use symbolic=False ({error})"
+            ) from error
+        raise
+
+
+_READS_VALUES = {
+    aten._local_scalar_dense.default,
+    aten.equal.default,
+    aten.nonzero.default,
+    aten.masked_select.default,
+    aten._unique2.default,
+    aten.repeat_interleave.Tensor,
+}
+
+
+# What torch says of its operators, asked once each.
+
+
+@functools.cache
+def _is_composite(func: torch._ops.OpOverload) -> bool:
+    key = torch._C.DispatchKey.CompositeImplicitAutograd
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key)
+
+
+@functools.cache
+def _draws_random_numbers(func: torch._ops.OpOverload) -> bool:
+    return any(argument.name == "generator" for argument in func._schema.arguments)
+
+
+@functools.cache
+def _changes_metadata(func: torch._ops.OpOverload) -> bool:
+    return torch.Tag.inplace_view in func.tags
+
+
+def _repeat_on_metadata(
+    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Gives the wrapper the shape that ``unsqueeze_`` and its like gave the wrapped tensor.
+
+    As ``torch.utils._python_dispatch.return_and_correct_aliasing`` does.
+    """
+    with no_dispatch():
+        before = torch._C._meta_in_tls_dispatch_include()
+        torch._C._set_meta_in_tls_dispatch_include(True)
+        try:
+            func(*args, **kwargs)
+        finally:
+            torch._C._set_meta_in_tls_dispatch_include(before)
+
+
+# Copies: the only operators that may name two devices.
+
+
+def _to_copy(self: EmulatedTensor, **kwargs: Any) -> torch.Tensor:
+    machine = current_machine()
+    elem = elem_of(self)
+    device = kwargs.pop("device", None)
+    target = self.device if device is None else torch.device(device)
+    kwargs.pop("pin_memory", None)
+    if target.type == "cpu":
+        _require_known(elem, "copying it to the CPU")
+        machine.record_copy(self.device, target, _num_bytes(elem, kwargs.get("dtype")))
+        on_cpu: torch.Tensor = aten._to_copy(elem, **kwargs)
+        return on_cpu
+    target = machine.devices[machine.index_of(target)]
+    machine.record_copy(self.device, target, _num_bytes(elem, kwargs.get("dtype")))
+    label = _copy_label(self, target, machine)
+    return wrap_elem(aten._to_copy(elem, **kwargs), machine, target, label)
+
+
+def copy_(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    """``target.copy_(source)``, one of them emulated or both."""
+    machine = current_machine()
+    source_elem = elem_of(source) if isinstance(source, EmulatedTensor) else source
+    machine.record_copy(source.device, target.device, _num_bytes(source_elem, target.dtype))
+    if not isinstance(target, EmulatedTensor):
+        _require_known(source_elem, "copying it to the CPU")
+        return target.copy_(source_elem)
+    target_elem = elem_of(target)
+    if is_known(target_elem):
+        _require_known(source_elem, "copying it into an integer tensor")
+        target_elem.copy_(source_elem)
+    if isinstance(source, EmulatedTensor):
+        if source.device != target.device:
+            set_label(target, _copy_label(source, target.device, machine))
+    else:
+        is_parameter = isinstance(source, torch.nn.Parameter)
+        fresh = {Label.OTHER}
+        set_label(target, Label.PARAMETER if is_parameter else Label.INPUT, over=fresh)
+    return target
+
+
+def _copy_label(source: EmulatedTensor, target: torch.device, machine: Machine) -> Label:
+    """What a copy is used for: the same as its source, unless it carries an output elsewhere."""
+    label, is_gradient = _labels(machine)
+    if is_gradient:
+        set_label(source, label)
+        return label
+    in_backward = torch._C._current_autograd_node() is not None
+    if label_of(source) not in _PROVISIONAL:
+        return label if source.device == target else label_of(source)
+    if source.device != target and not in_backward:
+        return Label.GATHERED_OUTPUT
+    return label
+
+
+def _num_bytes(elem: torch.Tensor, dtype: torch.dtype | None) -> int:
+    return elem.numel() * (dtype or elem.dtype).itemsize
+
+
+HANDLERS: dict[torch._ops.OpOverload, Callable[..., Any]] = {
+    aten._to_copy.default: _to_copy,
+    aten.copy_.default: copy_,
+}
+"""Operators with a kernel of their own; everything else goes through :func:`run`."""

@@ -1,0 +1,39 @@
+"""The errors and warnings of balanced_dp.
+
+Every error derives from :class:`BalancedDataParallelError` and from the builtin that fits it, so
+that both ``except BalancedDataParallelError`` and ``except ValueError`` work.
+"""
+
+from __future__ import annotations
+
+
+class BalancedDataParallelError(Exception):
+    """Base of all errors that balanced_dp raises itself."""
+
+
+class ArgumentError(BalancedDataParallelError, ValueError):
+    """An argument has a value that cannot be used; the message names it and what was passed."""
+
+
+class ArgumentTypeError(BalancedDataParallelError, TypeError):
+    """An argument has the wrong type; the message names it and what was passed."""
+
+
+class ScatterError(BalancedDataParallelError, ValueError):
+    """An input cannot be cut into chunks; the message names its path and its shape."""
+
+
+class GatherError(BalancedDataParallelError, TypeError):
+    """The replicas' outputs cannot be joined into one; the message names the path."""
+
+
+class EmulationError(BalancedDataParallelError, RuntimeError):
+    """Emulated devices are used where there are none, or for what they cannot do."""
+
+
+class SymbolicValueError(EmulationError):
+    """A value was read that ``emulate_devices(symbolic=True)`` does not compute."""
+
+
+class BalanceWarning(UserWarning):
+    """``gpu0_bsz`` is not below the even share, so the split stays as even as stock's."""

@@ -1,0 +1,65 @@
+"""Bytes to text and back: the only place where a number of bytes becomes MiB or GiB."""
+
+from __future__ import annotations
+
+import math
+import re
+
+from .errors import ArgumentError, ArgumentTypeError
+
+_FACTORS = {"B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_TEXT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", re.ASCII)
+
+
+def parse_bytes(size: int | str, argument: str = "memory") -> int:
+    """Returns the number of bytes that ``size`` says.
+
+    Args:
+        size: an integer in bytes, or text such as ``"11GiB"``, ``"512 MiB"``, ``"1.5gib"`` or
+            ``"4096"`` (bytes). Units are binary: 1 GiB = 1024**3 bytes.
+        argument: the name that an error gives to what was parsed.
+
+    Raises:
+        ArgumentTypeError: ``size`` is neither an integer nor text.
+        ArgumentError: the text is not a size, or the size is negative or not a finite number.
+    """
+    if isinstance(size, bool) or not isinstance(size, int | str):
+        raise ArgumentTypeError(
+            f"{argument} must be bytes as an int or text such as '11GiB', got {size!r}"
+        )
+    if isinstance(size, int):
+        if size < 0:
+            raise ArgumentError(f"{argument} must not be negative, got {size}")
+        return size
+    match = _TEXT.fullmatch(size)
+    factor = _FACTORS.get((match[2] or "B").upper()) if match else None
+    if match is None or factor is None:
+        raise ArgumentError(
+            f"{argument} must be bytes or a size in B, KiB, MiB, GiB or TiB such as '11GiB', "
+            f"got {size!r}"
+        )
+    number = float(match[1]) * factor
+    if not math.isfinite(number):
+        raise ArgumentError(f"{argument} is too large: {size!r}")
+    return round(number) if "." in match[1] else int(match[1]) * factor
+
+
+def format_bytes(num_bytes: float) -> str:
+    """Returns ``num_bytes`` as people read it, in the largest binary unit that is at least one.
+
+    >>> format_bytes(11 * 2**30), format_bytes(3_500_000), format_bytes(512)
+    ('11.00 GiB', '3.34 MiB', '512 B')
+    """
+    for unit, factor in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if abs(num_bytes) >= factor:
+            return f"{num_bytes / factor:.2f} {unit}"
+    return f"{num_bytes:.0f} B"
+
+
+def format_mib(num_bytes: float) -> str:
+    """Returns ``num_bytes`` in MiB without the unit, for a table column that is headed by it.
+
+    >>> format_mib(47 * 2**20 + 2**19)
+    '47.5'
+    """
+    return f"{num_bytes / 2**20:,.1f}"
