@@ -36,7 +36,7 @@ def replicate(network: ModuleT, devices: Sequence[torch.device]) -> list[ModuleT
     for module in modules:
         _check_replicable(module)
     parameters = {
-        device: {p: p.to(device, non_blocking=True) for p in network.parameters()}
+        device: {p: _on_device(p, device) for p in network.parameters()}
         for device in dict.fromkeys(devices)
     }
     return [
@@ -49,16 +49,40 @@ def replicate(network: ModuleT, devices: Sequence[torch.device]) -> list[ModuleT
     ]
 
 
+def _on_device(parameter: nn.Parameter, device: torch.device) -> torch.Tensor:
+    if parameter.device == device:
+        return parameter
+    copy: torch.Tensor = CopyTo.apply(parameter, device)  # type: ignore[no-untyped-call]
+    return copy
+
+
+class CopyTo(torch.autograd.Function):
+    """``Tensor.to(device)`` whose gradient may be sparse, which that of ``to`` may not."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """Returns a copy on ``device``."""
+        ctx.device = tensor.device
+        ctx.set_materialize_grads(False)  # what was not used gets no gradient
+        return tensor.to(device, non_blocking=True)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
+        """Returns the gradient on the tensor's own device."""
+        return None if grad is None else grad.to(ctx.device), None
+
+
 def _check_replicable(module: nn.Module) -> None:
     if isinstance(module, torch.jit.ScriptModule):
         raise RuntimeError(
             f"{type(module).__name__} is a torch.jit.ScriptModule, which cannot be replicated; "
             "wrap the Python module instead"
         )
-    if hasattr(module, "_torchdynamo_orig_callable") or "_orig_mod" in module._modules:
+    if module._compiled_call_impl is not None or "_orig_mod" in module._modules:
         raise RuntimeError(
-            "a module from torch.compile is bound to its own parameters and cannot be replicated; "
-            "wrap the module that was given to torch.compile (its _orig_mod) instead"
+            f"a compiled {type(module).__name__} cannot be replicated, because the compiled code "
+            "is bound to the original's parameters; wrap the module before torch.compile saw it, "
+            "or use torch.nn.parallel.DistributedDataParallel"
         )
 
 

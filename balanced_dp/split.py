@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import reprlib
 from typing import SupportsIndex
 
 from .errors import ArgumentError, ArgumentTypeError
@@ -55,7 +56,7 @@ def split_batch(
 
 def _integer(name: str, value: object, minimum: int) -> int:
     if isinstance(value, bool) or not isinstance(value, SupportsIndex):
-        raise ArgumentTypeError(f"{name} must be an integer, got {value!r}")
+        raise ArgumentTypeError(f"{name} must be an integer, got {reprlib.repr(value)}")
     number = operator.index(value)
     if number < minimum:
         raise ArgumentError(f"{name} must be at least {minimum}, got {number}")

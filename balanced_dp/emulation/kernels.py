@@ -180,13 +180,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    fusable = (
-        query.dim() == key.dim() == value.dim() == 4
-        and query.size(-1) == key.size(-1) == value.size(-1)
-        and (attn_mask is None or not attn_mask.requires_grad)
-        and not (attn_mask is not None and is_causal)
-    )
-    if not fusable:
+    if not _is_fusable(query, key, value, attn_mask, is_causal, enable_gqa):
         math_kernel = aten._scaled_dot_product_attention_math.default
         output: torch.Tensor = math_kernel(
             query,
@@ -201,8 +195,7 @@ def _attention(
         )[0]
         return output
     if enable_gqa:
-        key = key.repeat_interleave(query.size(1) // key.size(1), 1)
-        value = value.repeat_interleave(query.size(1) // value.size(1), 1)
+        key, value = (kv.repeat_interleave(query.size(1) // kv.size(1), 1) for kv in (key, value))
     if attn_mask is not None:
         if attn_mask.dtype == torch.bool:
             zero = torch.zeros_like(attn_mask, dtype=query.dtype)
@@ -212,6 +205,32 @@ def _attention(
         0
     ]
     return result
+
+
+def _is_fusable(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    is_causal: bool,
+    enable_gqa: bool,
+) -> bool:
+    """Whether a fused kernel takes these; the math kernel takes, or refuses, all others.
+
+    Source: the checks of ``use_flash_attention_cpp`` in aten/src/ATen/native/transformers/
+    sdp_utils_cpp.cpp, torch 2.13. CUDA's are the same.
+    """
+    tensors = (query, key, value)
+    if not all(t.dim() == 4 and t.numel() and t.stride(-1) == 1 for t in tensors):
+        return False
+    if attn_mask is not None and (attn_mask.requires_grad or is_causal):
+        return False
+    batch, num_heads, _, head_dim = query.shape
+    return key.size(2) == value.size(2) and all(
+        (kv.size(0), kv.size(3)) == (batch, head_dim)
+        and (kv.size(1) == num_heads or (enable_gqa and num_heads % kv.size(1) == 0))
+        for kv in (key, value)
+    )
 
 
 def _fused_attention(
@@ -232,18 +251,19 @@ def _fused_attention(
     seed = torch.empty(1, dtype=torch.int64)
     if dropout_p:
         seed.random_(generator=machine.generators[device.index])
+    output = torch.empty_like(q)
+    logsumexp = q.new_empty(q.shape[:3], dtype=_accumulation_dtype(q))
     if not is_known(q):
-        batch, num_heads, length, head_dim = q.shape
-        output = q.new_empty(batch, length, num_heads, head_dim).transpose(1, 2)
-        logsumexp = q.new_empty(batch, length, num_heads, dtype=_accumulation_dtype(q))
+        pass
     elif dropout_p:
         weights, kept = _attention_weights(q, k, bias, dropout_p, is_causal, scale, seed)
-        output = torch.matmul(weights * kept, v).transpose(1, 2).contiguous().transpose(1, 2)
-        logsumexp = q.new_empty(q.shape[:3], dtype=_accumulation_dtype(q))
+        output.copy_(torch.matmul(weights * kept, v))
     else:
-        output, logsumexp = aten._scaled_dot_product_flash_attention_for_cpu(
+        result, lse = aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, is_causal, attn_mask=bias, scale=scale
         )
+        output.copy_(result)
+        logsumexp.copy_(lse)
     nothing, no_mask = q.new_empty(0), q.new_empty(0)
     offset = torch.zeros(1, dtype=torch.int64)
     lengths = q.size(2), k.size(2)
@@ -280,23 +300,26 @@ def _fused_attention_backward(
     grad, q, k, v, bias, o, lse = map(
         wrapped.unwrap, (grad_out, query, key, value, attn_bias, out, logsumexp)
     )
+    grads = tuple(map(torch.empty_like, (q, k, v)))
     if not is_known(q):
-        grads = tuple(map(torch.empty_like, (q, k, v)))
+        results = grads
     elif dropout_p:
         seed = elem_of(philox_seed)
         weights, kept = _attention_weights(q, k, bias, dropout_p, is_causal, scale, seed)
         grad_weights = torch.matmul(grad, v.transpose(-2, -1)) * kept
         inner = (grad_weights * weights).sum(-1, keepdim=True)
         grad_scores = weights * (grad_weights - inner) * _scale(q, scale)
-        grads = (
+        results = (
             torch.matmul(grad_scores, k),
             torch.matmul(grad_scores.transpose(-2, -1), q),
             torch.matmul((weights * kept).transpose(-2, -1), grad),
         )
     else:
-        grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        results = aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, q, k, v, o, lse, 0.0, is_causal, attn_mask=bias, scale=scale
         )
+    for target, result in zip(grads, results, strict=True):
+        target.copy_(result)
     machine = current_machine()
     return wrapped.wrap((*grads, None), machine, wrapped.device, Label.ACTIVATION, False)
 
@@ -322,7 +345,7 @@ def _attention_weights(
         scores += bias
     generator = torch.Generator().manual_seed(int(seed.item()))
     kept = torch.empty_like(scores).bernoulli_(1 - dropout_p, generator=generator)
-    return scores.softmax(-1), kept / (1 - dropout_p)
+    return aten._safe_softmax(scores, -1), kept / (1 - dropout_p)
 
 
 def _scale(q: torch.Tensor, scale: float | None) -> float:

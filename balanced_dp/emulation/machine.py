@@ -103,10 +103,19 @@ class Machine:
             allocation = self.ledgers[device.index].allocate(storage.nbytes(), label)
         except OverCapacityError as error:
             raise self._out_of_memory(device.index, error) from None
+        self._bind(allocation, storage)
+        return allocation
+
+    def move(self, allocation: Allocation, elem: torch.Tensor) -> None:
+        """Makes an allocation that of the storage of ``elem``, of the same size."""
+        assert isinstance(allocation.storage, torch.UntypedStorage)
+        del self._allocations[allocation.storage._cdata]
+        self._bind(allocation, elem.untyped_storage())
+
+    def _bind(self, allocation: Allocation, storage: torch.UntypedStorage) -> None:
         # The allocation keeps the storage, so that its address is not taken while it is a key.
         allocation.storage = storage
         self._allocations[storage._cdata] = allocation
-        return allocation
 
     def resize(self, device: torch.device, allocation: Allocation) -> None:
         """Enters the new size of a storage that an operation may have resized."""

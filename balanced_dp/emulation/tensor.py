@@ -9,6 +9,7 @@ enters what it made in the device's ledger. In symbolic mode the wrapped tensor 
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -87,7 +88,7 @@ class EmulatedTensor(torch.Tensor):
     def __format__(self, spec: str) -> str:
         return format(self.item(), spec) if self.dim() == 0 else object.__format__(self, spec)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> Any:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         suffix = f", device='{self.device}'" + (", requires_grad=True" * self.requires_grad)
         if any(allocation.ledger.closed for allocation in self._allocations):
             return f"tensor(<freed>, size={tuple(self.shape)}{suffix})"
@@ -237,6 +238,12 @@ def wrap_elem(
         machine.allocation_of(part.untyped_storage()) or machine.allocate(device, part, label)
         for part in _parts(elem)
     )
+    return _wrapper(elem, device, allocations)
+
+
+def _wrapper(
+    elem: torch.Tensor, device: torch.device, allocations: tuple[Allocation, ...]
+) -> EmulatedTensor:
     strided: dict[str, Any] = (
         {"strides": elem.stride(), "storage_offset": elem.storage_offset()}
         if elem.layout is torch.strided
@@ -509,8 +516,38 @@ def _num_bytes(elem: torch.Tensor, dtype: torch.dtype | None) -> int:
     return elem.numel() * (dtype or elem.dtype).itemsize
 
 
+# Gradients that meet at one tensor: the engine adds the second to the first in place, but out of
+# place where the first is a tensor subclass (can_accumulate_inplace in torch's input_buffer.cpp).
+# What would have been written in place takes no memory here either.
+
+
+def _add(self: Any, other: Any, **kwargs: Any) -> Any:
+    if not _would_accumulate_in_place(self, other):
+        return run(aten.add.Tensor, (self, other), kwargs)
+    wrapped = Wrapped(aten.add.Tensor)
+    elem = aten.add.Tensor(wrapped.unwrap(self), wrapped.unwrap(other))
+    current_machine().move(self._allocations[0], elem)
+    return _wrapper(elem, wrapped.device, self._allocations)
+
+
+def _would_accumulate_in_place(self: Any, other: Any) -> bool:
+    return (
+        torch._C._current_graph_task_id() != -1
+        and not torch.is_grad_enabled()
+        and isinstance(self, EmulatedTensor)
+        and isinstance(other, EmulatedTensor)
+        and (self.shape, self.dtype, self.layout) == (other.shape, other.dtype, torch.strided)
+        and self._elem.nbytes == self._elem.untyped_storage().nbytes()
+        # Nobody else has it: the engine, the Python object and two for the call that is running;
+        # and no other tensor views it: this tuple and the argument of getrefcount.
+        and self._use_count() <= 4  # type: ignore[attr-defined]
+        and sys.getrefcount(self._allocations[0]) == 2
+    )
+
+
 HANDLERS: dict[torch._ops.OpOverload, Callable[..., Any]] = {
     aten._to_copy.default: _to_copy,
+    aten.add.Tensor: _add,
     aten.copy_.default: copy_,
 }
 """Operators with a kernel of their own; everything else goes through :func:`run`."""

@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import hypothesis
+import pytest
+import torch
+
+from .devices import KINDS, open_devices
+
+# Torch's first call of an operator is slow, and speed is not what these tests are about.
+hypothesis.settings.register_profile("project", deadline=None)
+hypothesis.settings.load_profile("project")
+
+
+@pytest.fixture(autouse=True)
+def no_thread_left_behind() -> Iterator[None]:
+    before = set(threading.enumerate())
+    yield
+    left = set(threading.enumerate()) - before
+    assert not left, f"threads left behind: {left}"
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def devices(kind: str) -> Iterator[list[torch.device]]:
+    """Eight devices of each kind in turn."""
+    with open_devices(kind, 8) as opened:
+        yield opened
+
+
+@pytest.fixture
+def emulated() -> Iterator[list[torch.device]]:
+    """Eight emulated devices, for what only distinct devices or an exact ledger can show."""
+    with open_devices("emulated", 8) as opened:
+        yield opened

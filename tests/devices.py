@@ -1,0 +1,30 @@
+"""The kinds of devices that tests run on, and a way to open some of a kind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from balanced_dp import emulate_devices
+
+KINDS = ["emulated", "cpu"]
+if torch.cuda.is_available():
+    KINDS.append("cuda-repeated")
+if torch.cuda.device_count() > 1:
+    KINDS.append("cuda")
+
+
+@contextmanager
+def open_devices(kind: str, num_devices: int) -> Iterator[list[torch.device]]:
+    """Gives devices of a kind; a repeated one holds real replicas that share it."""
+    if kind == "emulated":
+        with emulate_devices(num_devices) as devices:
+            yield list(devices)
+    elif kind == "cuda":
+        count = torch.cuda.device_count()
+        yield [torch.device("cuda", i % count) for i in range(num_devices)]
+    else:
+        device = torch.device("cuda:0" if kind == "cuda-repeated" else "cpu")
+        yield [device] * num_devices

@@ -1,0 +1,190 @@
+"""Modules of many kinds, each with the arguments for a batch, for tests of exactness."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A module and how to call it on a batch of any size; ``options`` go to the wrapper."""
+
+    make_module: Callable[[], nn.Module]
+    make_inputs: Callable[[int], tuple[tuple[Any, ...], dict[str, Any]]]
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+class Lambda(nn.Module):
+    """Submodules and a forward pass made of them, in one expression."""
+
+    def __init__(self, forward: Callable[..., Any], **modules: nn.Module) -> None:
+        super().__init__()
+        for name, module in modules.items():
+            self.add_module(name, module)
+        self.function = forward
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(self, *args, **kwargs)
+
+
+class KeywordOnly(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, *, x: Tensor, scale: float = 1.0, flags: tuple[str, ...] = ()) -> Tensor:
+        return self.layer(x) * scale + len(flags)
+
+
+class Weights(nn.Module):
+    """Parameters in a ParameterList, a ParameterDict and alone, one of them complex."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.many = nn.ParameterList([nn.Parameter(torch.randn(4)) for _ in range(3)])
+        self.named = nn.ParameterDict({"a": nn.Parameter(torch.randn(4))})
+        self.unused = nn.Parameter(torch.randn(2))
+        self.missing = nn.Parameter(torch.randn(4))
+        self.register_parameter("missing", None)
+        self.complex = nn.Parameter(torch.randn(4, dtype=torch.complex128))
+
+    def forward(self, x: Tensor) -> Tensor:
+        total = sum(self.many) + self.named["a"] + torch.view_as_real(self.complex).sum(-1)
+        return (x * total).tanh()
+
+
+class Pair(NamedTuple):
+    first: Tensor
+    second: Tensor
+
+
+@dataclasses.dataclass
+class Record:
+    logits: Tensor
+    note: str
+    hidden: list[Tensor]
+    nothing: None = None
+
+
+def tied() -> nn.Module:
+    module = nn.Sequential(nn.Embedding(7, 5), nn.Linear(5, 7, bias=False))
+    module[1].weight = module[0].weight
+    return module
+
+
+def frozen() -> nn.Module:
+    module = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+    module[0].requires_grad_(False)
+    return module
+
+
+def conv() -> nn.Module:
+    module = nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.Flatten())
+    with torch.no_grad():
+        module[1].running_mean.uniform_(-1, 1)
+        module[1].running_var.uniform_(1, 2)
+    return module.eval()
+
+
+def tensors(*shapes: tuple[int, ...]) -> Callable[[int], tuple[tuple[Any, ...], dict[str, Any]]]:
+    return lambda n: (tuple(torch.randn(n, *shape) for shape in shapes), {})
+
+
+def indices(*shape: int) -> Callable[[int], tuple[tuple[Any, ...], dict[str, Any]]]:
+    return lambda n: ((torch.randint(0, 7, (n, *shape)),), {})
+
+
+def linear() -> nn.Linear:
+    return nn.Linear(4, 3)
+
+
+CASES = {
+    "mlp": Case(lambda: nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 2)), tensors((4,))),
+    "conv with BatchNorm in eval mode": Case(conv, tensors((2, 5, 5))),
+    "lstm": Case(
+        lambda: Lambda(lambda m, x: m.rnn(x)[0], rnn=nn.LSTM(4, 3, 2, batch_first=True)),
+        tensors((5, 4)),
+    ),
+    "lstm with its states, dim=1": Case(
+        lambda: nn.LSTM(4, 3, 2), lambda n: ((torch.randn(5, n, 4),), {}), {"dim": 1}
+    ),
+    "transformer encoder": Case(
+        lambda: nn.TransformerEncoder(
+            nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True),
+            2,
+            enable_nested_tensor=False,
+        ),
+        tensors((5, 8)),
+    ),
+    "transformer encoder with a padding mask": Case(
+        lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True),
+        lambda n: (
+            (torch.randn(n, 5, 8),),
+            {"src_key_padding_mask": torch.arange(5).expand(n, 5) >= 3},
+        ),
+    ),
+    "tied weights": Case(tied, indices(6)),
+    "sparse embedding": Case(lambda: nn.Embedding(7, 4, sparse=True), indices(3)),
+    "ParameterList, ParameterDict, complex and unused": Case(Weights, tensors((4,))),
+    "dict outputs": Case(
+        lambda: Lambda(lambda m, x: OrderedDict(a=m.a(x), b={"c": (x, [x * 2])}), a=linear()),
+        tensors((4,)),
+    ),
+    "dataclass and named tuple outputs": Case(
+        lambda: Lambda(
+            lambda m, x: (Record(m.a(x), "same", [x]), Pair(x, m.a(x)), None, 3), a=linear()
+        ),
+        tensors((4,)),
+    ),
+    "several inputs": Case(lambda: nn.Bilinear(4, 5, 3), tensors((4,), (5,))),
+    "keyword-only": Case(
+        KeywordOnly, lambda n: ((), {"x": torch.randn(n, 4), "scale": 2.0, "flags": ("a", "b")})
+    ),
+    "nested inputs": Case(
+        lambda: Lambda(lambda m, x, k: m.a(x[0]) + m.a(k["b"].first) + k["c"], a=linear()),
+        lambda n: (
+            ([torch.randn(n, 4), None],),
+            {"k": {"b": Pair(torch.randn(n, 4), torch.randn(n)), "c": torch.tensor(0.5)}},
+        ),
+    ),
+    "broadcast input": Case(
+        lambda: Lambda(lambda m, x, mask: m.a(x) * mask, a=linear()),
+        lambda n: ((torch.randn(n, 4),), {"mask": torch.randn(3)}),
+        {"broadcast": ("mask",)},
+    ),
+    "frozen layers": Case(frozen, tensors((4,))),
+    "dim=1": Case(
+        lambda: Lambda(lambda m, x: m.a(x.T).T, a=linear()),
+        lambda n: ((torch.randn(4, n),), {}),
+        {"dim": 1},
+    ),
+    "dim=-1": Case(
+        lambda: Lambda(lambda m, x: m.a(x.T).T, a=linear()),
+        lambda n: ((torch.randn(4, n),), {}),
+        {"dim": -1},
+    ),
+    "scalar loss": Case(
+        lambda: Lambda(lambda m, x, y: (m.a(x) - y).square().mean(), a=linear()),
+        tensors((4,), (3,)),
+    ),
+    "summed scalar loss": Case(
+        lambda: Lambda(lambda m, x, y: (m.a(x) - y).square().sum(), a=linear()),
+        tensors((4,), (3,)),
+        {"scalar_outputs": "sum"},
+    ),
+    "scalar loss, dim=1": Case(
+        lambda: Lambda(lambda m, x: m.a(x.T).square().mean(), a=linear()),
+        lambda n: ((torch.randn(4, n),), {}),
+        {"dim": 1},
+    ),
+    "spectral norm in eval mode": Case(
+        lambda: nn.utils.parametrizations.spectral_norm(linear()).eval(), tensors((4,))
+    ),
+    "weight norm": Case(lambda: nn.utils.parametrizations.weight_norm(linear()), tensors((4,))),
+}

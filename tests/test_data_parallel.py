@@ -1,0 +1,436 @@
+from __future__ import annotations
+
+import copy
+import inspect
+import io
+import pickle
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from balanced_dp import (
+    ArgumentError,
+    ArgumentTypeError,
+    BalancedDataParallel,
+    balanced_data_parallel,
+    emulate_devices,
+)
+
+from .modules import Lambda
+
+no_accelerator = pytest.mark.skipif(
+    torch.accelerator.is_available(), reason="there is an accelerator here"
+)
+
+
+def wrap(devices, gpu0_bsz=1, module=None, **options):
+    module = nn.Linear(4, 2) if module is None else module
+    return BalancedDataParallel(gpu0_bsz, module.to(devices[0]), device_ids=devices, **options)
+
+
+# It is an nn.DataParallel.
+
+
+def test_it_is_an_nn_data_parallel_with_stock_s_parameters_after_gpu0_bsz():
+    assert issubclass(BalancedDataParallel, nn.DataParallel)
+    stock = list(inspect.signature(nn.DataParallel).parameters)
+    ours = list(inspect.signature(BalancedDataParallel).parameters)
+    assert ours[: len(stock) + 1] == ["gpu0_bsz", *stock]
+    functional = list(inspect.signature(nn.parallel.data_parallel).parameters)
+    assert list(inspect.signature(balanced_data_parallel).parameters) == ["gpu0_bsz", *functional]
+
+
+def test_attributes_mean_what_they_mean_in_stock(emulated):
+    module = nn.Linear(4, 2).to(emulated[1])
+    parallel = BalancedDataParallel(1, module, emulated[1:4], emulated[2], 1)
+    assert parallel.module is module
+    assert (parallel.device_ids, parallel.output_device, parallel.dim) == ([1, 2, 3], 2, 1)
+    assert parallel.src_device_obj == emulated[1]
+    assert parallel.devices == emulated[1:4]
+
+
+def test_checkpoints_load_both_ways(devices):
+    parallel = wrap(devices[:3])
+    assert list(parallel.state_dict()) == ["module.weight", "module.bias"]
+    stock = nn.DataParallel(nn.Linear(4, 2))
+    file = io.BytesIO()
+    torch.save(parallel.state_dict(), file)
+    file.seek(0)
+    stock.load_state_dict(torch.load(file))
+    torch.testing.assert_close(stock.module.weight.cpu(), parallel.module.weight.cpu())
+    nn.init.ones_(stock.module.weight)
+    parallel.load_state_dict(stock.state_dict())
+    assert parallel.module.weight.sum().item() == 8
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_copies_and_pickles_work(duplicate):
+    parallel = BalancedDataParallel(
+        1, nn.Linear(4, 2), ["cpu"] * 3, broadcast=("mask",), scalar_outputs="sum"
+    )
+    twin = duplicate(parallel)
+    x = torch.randn(7, 4)
+    torch.testing.assert_close(twin(x), parallel(x))
+    assert twin.module is not parallel.module
+    assert twin.broadcast == {"mask"}
+    assert twin.scalar_outputs == "sum"
+
+
+def test_a_deep_copy_on_emulated_devices_is_independent(emulated):
+    parallel = wrap(emulated[:3])
+    twin = copy.deepcopy(parallel)
+    with torch.no_grad():
+        twin.module.weight.zero_()
+    assert parallel.module.weight.any()
+    assert twin(torch.randn(7, 4)).device == emulated[0]
+
+
+def test_it_is_unwrapped_as_an_nn_data_parallel_is():
+    """As accelerate's and transformers' helpers do: by class and by the attribute ``module``."""
+    parallel = BalancedDataParallel(1, nn.Linear(4, 2), ["cpu"] * 2)
+    wrappers = (nn.parallel.DistributedDataParallel, nn.DataParallel)
+    assert isinstance(parallel, wrappers)
+    assert type(parallel.module) is nn.Linear
+
+
+def test_transformers_models_train_and_unwrap(emulated):
+    transformers = pytest.importorskip("transformers")
+    from transformers.modeling_utils import unwrap_model
+
+    config = transformers.GPT2Config(
+        n_layer=2,
+        n_embd=16,
+        n_head=2,
+        vocab_size=11,
+        n_positions=8,
+        bos_token_id=0,
+        eos_token_id=0,
+        resid_pdrop=0,
+        embd_pdrop=0,
+        attn_pdrop=0,
+        use_cache=False,
+        loss_type="ForCausalLM",
+    )
+    model = transformers.GPT2LMHeadModel(config).double()
+    reference = copy.deepcopy(model)
+    parallel = wrap(emulated[:3], 2, model)
+    assert unwrap_model(parallel) is model
+    ids = torch.randint(0, 11, (7, 8))
+    output, expected = parallel(input_ids=ids, labels=ids), reference(input_ids=ids, labels=ids)
+    assert type(output) is type(expected)
+    assert list(output) == list(expected)
+    torch.testing.assert_close(output.logits.cpu(), expected.logits)
+    torch.testing.assert_close(output.loss.cpu(), expected.loss)
+    output.loss.backward()
+    expected.loss.backward()
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        # The model computes its loss in float32, whatever its own precision.
+        torch.testing.assert_close(ours.grad.cpu(), theirs.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_the_steps_can_be_called_one_by_one(devices):
+    """As code does that strings nn.DataParallel's steps together itself."""
+    parallel = wrap(devices[:3])
+    x = torch.randn(7, 4)
+    device_ids = parallel.device_ids
+    inputs, kwargs = parallel.scatter((x,), {}, device_ids, parallel.split(7))
+    replicas = parallel.replicate(parallel.module, device_ids)
+    outputs = parallel.parallel_apply(replicas, inputs, kwargs)
+    joined = parallel.gather(outputs, parallel.output_device)
+    torch.testing.assert_close(joined, parallel(x))
+    whole, _ = parallel.scatter((x,), None, device_ids)
+    assert [len(chunk[0]) for chunk in whole] == [7, 7, 7]
+
+
+# Devices.
+
+
+@no_accelerator
+def test_ints_and_none_mean_the_emulated_devices_where_there_are_no_others():
+    with emulate_devices(3) as devices:
+        check_all_devices(list(devices))
+
+
+def check_all_devices(devices):
+    module = nn.Linear(4, 2).to(devices[0])
+    for device_ids in (None, [0, 1, 2], ["lazy:0", devices[1], 2]):
+        parallel = BalancedDataParallel(1, module, device_ids, 1)
+        assert (parallel.devices, parallel.device_ids) == (devices, [0, 1, 2])
+        assert parallel(torch.randn(7, 4)).device == devices[1]
+    twice = BalancedDataParallel(1, module, [0, 0])
+    assert twice(torch.randn(7, 4)).shape == (7, 2)
+
+
+def test_emulated_devices_are_not_taken_where_others_are_named():
+    parallel = BalancedDataParallel(1, nn.Linear(4, 2), ["cpu", "cpu:0"])
+    assert parallel.devices == [torch.device("cpu")] * 2
+    assert parallel.device_ids == [torch.device("cpu")] * 2
+
+
+def test_on_one_device_the_module_is_moved_and_called_directly(devices):
+    seen = []
+    module = Lambda(lambda m, x, k: seen.append(m) or m.a(x) + k["b"], a=nn.Linear(4, 2))
+    parallel = BalancedDataParallel(1, module, devices[:1])
+    assert module.a.weight.device == devices[0]
+    # Inputs are moved, and not one of them has to be of the batch's size.
+    assert parallel(torch.randn(7, 4), k={"b": torch.randn(2)}).device == devices[0]
+    assert seen[0] is module
+
+
+@pytest.mark.parametrize(
+    ("device_ids", "error", "message"),
+    [
+        ([], ArgumentError, "device_ids is empty"),
+        ("cpu", ArgumentTypeError, "device_ids must be a list of devices, got 'cpu'"),
+        (0, ArgumentTypeError, "device_ids must be a list of devices, got 0"),
+        ([True], ArgumentTypeError, "got True"),
+        ([1.0], ArgumentTypeError, "a device must be an int, a string or a torch.device, got 1.0"),
+        ([-1], ArgumentError, "must not be negative, got -1"),
+        ([0, 5], ArgumentError, "device lazy:5 does not exist: there are 2 of its type"),
+    ],
+)
+@no_accelerator
+def test_devices_that_do_not_exist_are_refused(device_ids, error, message):
+    with emulate_devices(2), pytest.raises(error, match=message):
+        BalancedDataParallel(1, nn.Linear(4, 2), device_ids)
+
+
+@no_accelerator
+def test_an_index_without_an_accelerator_is_refused_with_the_remedies():
+    with pytest.raises(ArgumentError, match="Leave device_ids out to run without splitting"):
+        BalancedDataParallel(1, nn.Linear(4, 2), [0, 1])
+
+
+def test_parameters_on_another_device_raise_stock_s_error(emulated):
+    message = (
+        r"module must have its parameters and buffers on device lazy:0 \(device_ids\[0\]\) but "
+        r"found one of them on device: cpu"
+    )
+    module = nn.BatchNorm1d(4)
+    parallel = BalancedDataParallel(1, module, emulated[:3])
+    with pytest.raises(RuntimeError, match=message):
+        parallel(torch.randn(7, 4))
+    module.weight.data = module.weight.data  # unchanged
+    with pytest.raises(RuntimeError, match=message):
+        balanced_data_parallel(1, module, torch.randn(7, 4), emulated[:1])
+
+
+# Arguments.
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"gpu0_bsz": -1}, ArgumentError, "gpu0_bsz must be at least 0, got -1"),
+        ({"gpu0_bsz": 1.5}, ArgumentTypeError, "gpu0_bsz must be an integer, got 1.5"),
+        ({"gpu0_bsz": True}, ArgumentTypeError, "gpu0_bsz must be an integer, got True"),
+        ({"scalar_outputs": "max"}, ArgumentError, "scalar_outputs must be one of"),
+        (
+            {"scalar_outputs": "sum", "loss_weight": len},
+            ArgumentError,
+            "loss_weight weighs a mean, but scalar_outputs is 'sum'",
+        ),
+    ],
+)
+def test_arguments_that_cannot_be_used_are_refused(options, error, message):
+    options = {"gpu0_bsz": 1, "module": nn.Linear(4, 2), "device_ids": ["cpu"] * 2, **options}
+    with pytest.raises(error, match=message):
+        BalancedDataParallel(**options)
+
+
+def test_swapped_arguments_are_named_without_the_whole_module():
+    with pytest.raises(ArgumentTypeError, match="gpu0_bsz must be an integer") as caught:
+        BalancedDataParallel(nn.Sequential(*(nn.Linear(4, 4) for _ in range(50))), 4)
+    assert len(str(caught.value)) < 200
+
+
+def test_positional_arguments_are_named_as_forward_names_them(devices):
+    module = Lambda(lambda m, *args, **kwargs: args[0], a=nn.Linear(1, 1))
+    parallel = wrap(devices[:2], module=module, broadcast="args.1")
+    assert parallel(torch.zeros(4), torch.zeros(3)).shape == (4,)
+    with pytest.raises(ValueError, match=r"input args.2 of shape \(3,\)"):
+        parallel(torch.zeros(4), torch.zeros(3), torch.zeros(3))
+
+
+# Batches.
+
+
+def count_calls(devices, gpu0_bsz=1):
+    calls = []
+    module = Lambda(
+        lambda m, x=None, y=0: calls.append(None if x is None else len(x)) or (x, y),
+        a=nn.Linear(4, 2),
+    )
+    return wrap(devices, gpu0_bsz, module), calls
+
+
+def test_only_devices_with_samples_run(devices):
+    parallel, calls = count_calls(devices[:4], 0)
+    parallel(torch.zeros(2, 4))
+    assert calls == [1, 1]
+
+
+@pytest.mark.parametrize("gpu0_bsz", [0, 1])
+def test_an_empty_batch_is_one_call_on_device_0(devices, gpu0_bsz):
+    parallel, calls = count_calls(devices[:4], gpu0_bsz)
+    output, _ = parallel(torch.zeros(0, 4))
+    assert output.shape == (0, 4)
+    assert output.device == devices[0]
+    assert calls == [0]
+
+
+def test_a_call_without_a_batch_is_one_call_on_device_0(devices):
+    parallel, calls = count_calls(devices[:4])
+    assert parallel() == (None, 0)
+    assert parallel(y="text") == (None, "text")
+    assert parallel(None, torch.tensor(2.0))[1].device == devices[0]
+    assert len(calls) == 3
+
+
+def test_the_split_can_be_read(devices):
+    assert wrap(devices[:4], 2).split(32) == (2, 10, 10, 10)
+    assert wrap(devices[:1], 2).split(32) == (32,)
+
+
+def test_gpu0_bsz_can_be_changed_between_batches(devices):
+    parallel, calls = count_calls(devices[:2])
+    parallel(torch.zeros(8, 4))
+    parallel.gpu0_bsz = 3
+    parallel(torch.zeros(8, 4))
+    assert sorted(calls) == [1, 3, 5, 7]
+
+
+# Losses.
+
+
+def cross_entropy(reduction="mean"):
+    return Lambda(
+        lambda m, x, labels: nn.functional.cross_entropy(
+            m.a(x).flatten(0, 1), labels.flatten(), ignore_index=-100, reduction=reduction
+        ),
+        a=nn.Linear(4, 5),
+    ).double()
+
+
+@pytest.mark.parametrize("gpu0_bsz", [0, 1, 2])
+def test_loss_weight_makes_a_mean_over_tokens_exact(devices, gpu0_bsz):
+    module = cross_entropy()
+    reference = copy.deepcopy(module)
+    seen = []
+
+    def num_labels(x, labels):
+        seen.append(len(x))
+        return (labels != -100).sum()
+
+    parallel = wrap(devices[:3], gpu0_bsz, module, loss_weight=num_labels)
+    x = torch.randn(7, 3, 4, dtype=torch.double)
+    labels = torch.randint(0, 5, (7, 3))
+    labels[0] = -100  # all that device 0 has, when it has one sample
+    labels[2:4, 1:] = -100
+    loss, expected = parallel(x, labels), reference(x, labels)
+    loss.backward()
+    expected.backward()
+    torch.testing.assert_close(loss.cpu(), expected, rtol=1e-12, atol=0)
+    torch.testing.assert_close(
+        module.a.weight.grad.cpu(), reference.a.weight.grad, rtol=1e-10, atol=1e-12
+    )
+    assert sorted(seen) == sorted(size for size in parallel.split(7) if size)
+
+
+@pytest.mark.parametrize("value", [-1, float("nan"), float("inf"), "3", None, torch.ones(2)])
+def test_a_loss_weight_that_is_no_weight_is_refused(value):
+    parallel = BalancedDataParallel(
+        1, cross_entropy(), ["cpu"] * 2, loss_weight=lambda x, labels: value
+    )
+    with pytest.raises((ArgumentError, RuntimeError)):
+        parallel(torch.zeros(4, 3, 4, dtype=torch.double), torch.zeros(4, 3, dtype=torch.long))
+
+
+def test_stack_gives_stock_s_vector(devices):
+    module = Lambda(lambda m, x: m.a(x).mean(), a=nn.Linear(4, 2))
+    assert wrap(devices[:3], 1, module, scalar_outputs="stack")(torch.randn(7, 4)).shape == (3,)
+
+
+# What goes wrong in a replica.
+
+
+@pytest.mark.parametrize("gpu0_bsz", [0, 1])
+def test_an_exception_says_replica_device_and_chunk(emulated, gpu0_bsz):
+    def forward(m, x):
+        if x.device == emulated[2]:
+            raise LookupError("no such word")
+        return m.a(x)
+
+    parallel = wrap(emulated[:4], gpu0_bsz, Lambda(forward, a=nn.Linear(4, 2)))
+    size = parallel.split(8)[2]
+    with pytest.raises(LookupError, match=r"^no such word") as caught:
+        parallel(torch.randn(8, 4))
+    assert caught.value.__notes__ == [
+        f"in replica {2 - (gpu0_bsz == 0)} on lazy:2, with {size} of the batch's 8 samples"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("memory", "chunk"), [(["3KiB", "1MiB"], 2), (["1MiB", "6KiB"], 6)], ids=["first", "second"]
+)
+def test_out_of_memory_adds_the_split_and_what_to_lower(memory, chunk):
+    with emulate_devices(2, memory=memory) as devices:
+        check_out_of_memory(list(devices), 0 if chunk == 2 else 1, chunk)
+
+
+def check_out_of_memory(devices, index, chunk):
+    module = Lambda(lambda m, x: x.repeat(1, 100), a=nn.Linear(2, 2))
+    with pytest.raises(torch.OutOfMemoryError, match=r"^CUDA out of memory\. Tried") as caught:
+        wrap(devices, 2, module)(torch.randn(8, 4))
+    assert caught.value.__notes__ == [
+        f"in replica {index} on lazy:{index}, with {chunk} of the batch's 8 samples",
+        "the batch of 8 was split lazy:0: 2, lazy:1: 6. If lazy:0 ran out, lower gpu0_bsz (now "
+        "2); if another device did, lower the batch size",
+    ]
+    memory = torch.get_device_module(devices[0])
+    del caught, module
+    assert [memory.memory_allocated(device) for device in devices] == [0, 0]
+
+
+def test_a_step_gives_back_all_its_memory(emulated):
+    """By reference counting: the collector is off, so a cycle would be seen."""
+    import gc
+
+    parallel = wrap(emulated[:3], 2, nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)))
+    memory = torch.get_device_module(emulated[0])
+
+    def step():
+        parallel(torch.randn(9, 4)).square().mean().backward()
+        parallel.zero_grad()
+
+    step()
+    gc.collect()
+    gc.disable()
+    try:
+        before = [memory.memory_allocated(device) for device in emulated]
+        for _ in range(3):
+            step()
+        assert [memory.memory_allocated(device) for device in emulated] == before
+        assert before[1:] == [0] * 7
+    finally:
+        gc.enable()
+
+
+def test_calls_from_several_threads_do_not_disturb_each_other(devices):
+    parallel = wrap(devices[:3])
+    batches = [torch.randn(n, 4) for n in (5, 6, 7, 9)]
+    expected = [parallel(batch).detach().cpu() for batch in batches]
+    outputs = [None] * len(batches)
+
+    def run(index):
+        for _ in range(5):
+            outputs[index] = parallel(batches[index]).detach().cpu()
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(batches))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    torch.testing.assert_close(outputs, expected)

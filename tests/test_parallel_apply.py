@@ -1,0 +1,182 @@
+from __future__ import annotations
+
+import contextvars
+import gc
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+
+import pytest
+import torch
+
+from balanced_dp.parallel_apply import add_note, parallel_apply
+
+CPUS = [torch.device("cpu")] * 3
+
+
+def describe(index):
+    return f"in replica {index}"
+
+
+def test_results_come_in_order_each_from_its_own_thread():
+    barrier = threading.Barrier(3)  # all three run at the same time, or this would not end
+
+    def call(index):
+        barrier.wait(timeout=60)
+        return index, threading.current_thread().name
+
+    results = parallel_apply([lambda i=i: call(i) for i in range(3)], CPUS, describe)
+    assert results == [(i, f"replica {i} on cpu") for i in range(3)]
+
+
+def test_a_single_call_runs_in_the_calling_thread():
+    assert parallel_apply([threading.current_thread], CPUS[:1], describe) == [
+        threading.current_thread()
+    ]
+
+
+def state():
+    return {
+        "grad": torch.is_grad_enabled(),
+        "inference": torch.is_inference_mode_enabled(),
+        "autocast": torch.is_autocast_enabled("cpu"),
+        "dtype": torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None,
+        "cache": torch.is_autocast_cache_enabled(),
+    }
+
+
+@pytest.mark.parametrize("num_calls", [1, 3])
+@pytest.mark.parametrize(
+    "context",
+    [
+        torch.no_grad(),
+        torch.enable_grad(),
+        torch.inference_mode(),
+        torch.autocast("cpu", dtype=torch.bfloat16),
+        torch.autocast("cpu", dtype=torch.float16, cache_enabled=False),
+        torch.autocast("cpu", enabled=False),
+    ],
+    ids=["no_grad", "enable_grad", "inference_mode", "bfloat16", "float16", "disabled"],
+)
+def test_threads_have_the_caller_s_modes(context, num_calls):
+    before = state()
+    with context:
+        expected = state()
+        assert parallel_apply([state] * num_calls, CPUS[:num_calls], describe) == (
+            [expected] * num_calls
+        )
+    assert state() == before
+
+
+def test_threads_have_the_caller_s_context_variables():
+    variable = contextvars.ContextVar("variable", default="unset")
+    token = variable.set("set")
+    try:
+        assert parallel_apply([variable.get] * 3, CPUS, describe) == ["set"] * 3
+    finally:
+        variable.reset(token)
+
+
+def test_each_thread_has_its_device_current(emulated):
+    module = torch.get_device_module(emulated[0])
+    assert parallel_apply([module.current_device] * 3, emulated[2:5], describe) == [2, 3, 4]
+    assert module.current_device() == 0
+
+
+class Unusual(Exception):
+    """Cannot be made again from its text, as torch's wrapper would try to."""
+
+    def __init__(self, code, *, detail):
+        super().__init__(code)
+        self.detail = detail
+
+
+@pytest.mark.parametrize("num_calls", [1, 3])
+def test_an_exception_is_raised_as_it_is_with_a_note(num_calls):
+    error = Unusual(3, detail="x")
+
+    def fail():
+        raise error
+
+    calls = [lambda: 1, lambda: 2, fail][3 - num_calls :]
+    with pytest.raises(Unusual) as caught:
+        parallel_apply(calls, CPUS[:num_calls], describe)
+    assert caught.value is error
+    assert caught.value.detail == "x"
+    assert caught.value.__notes__ == [f"in replica {num_calls - 1}"]
+    assert "fail" in [entry.name for entry in caught.traceback]
+
+
+def test_the_first_of_several_failures_is_raised_when_all_have_ended():
+    ended = []
+
+    def fail(index):
+        ended.append(index)
+        raise ValueError(index)
+
+    with pytest.raises(ValueError, match="1"):
+        parallel_apply([lambda: 0, lambda: fail(1), lambda: fail(2)], CPUS, describe)
+    assert sorted(ended) == [1, 2]
+
+
+def test_a_failure_holds_no_memory_once_it_is_handled(emulated):
+    memory = torch.get_device_module(emulated[0])
+
+    def fail(device):
+        kept = torch.zeros(1000, device=device)
+        raise ValueError(kept.shape)
+
+    gc.collect()
+    gc.disable()
+    try:
+        calls = [lambda: torch.zeros(1000, device=emulated[0]), lambda: fail(emulated[1])]
+        with pytest.raises(ValueError, match="1000") as caught:
+            parallel_apply(calls, emulated[:2], describe)
+        del caught
+        assert [memory.memory_allocated(device) for device in emulated[:2]] == [0, 0]
+    finally:
+        gc.enable()
+
+
+def test_before_python_3_11_a_note_becomes_part_of_the_message():
+    class Old(ValueError):
+        add_note = property(lambda self: (_ for _ in ()).throw(AttributeError))
+
+    error = Old("no such value")
+    add_note(error, "in replica 1")
+    assert str(error) == "no such value\nin replica 1"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there is no SIGINT to send")
+def test_ctrl_c_gets_through_and_the_process_ends():
+    """The main thread waits for the replicas; an interrupt ends the wait, not the replica's call."""
+    script = textwrap.dedent(
+        """
+        import threading, torch
+        from balanced_dp import BalancedDataParallel
+
+        release = threading.Event()
+
+        class Waiting(torch.nn.Module):
+            def forward(self, x):
+                print("running", flush=True)
+                assert release.wait(60)
+                return x
+
+        try:
+            BalancedDataParallel(1, Waiting(), ["cpu", "cpu"])(torch.ones(8))
+        except KeyboardInterrupt:
+            print("interrupted", flush=True)
+            release.set()
+        """
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert [process.stdout.readline() for _ in range(2)] == ["running\n"] * 2
+    os.kill(process.pid, signal.SIGINT)
+    output, errors = process.communicate(timeout=60)
+    assert (output, errors, process.returncode) == ("interrupted\n", "", 0)

@@ -1,0 +1,257 @@
+from __future__ import annotations
+
+import dataclasses
+from collections import OrderedDict, UserDict, defaultdict, namedtuple
+
+import pytest
+import torch
+from torch.nn.utils.rnn import pack_sequence
+
+from balanced_dp import GatherError, ScatterError
+from balanced_dp.scatter_gather import find_batch_size, gather, scatter
+
+CPU = torch.device("cpu")
+Pair = namedtuple("Pair", ["first", "second"])
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    x: object
+    y: object = None
+
+
+@dataclasses.dataclass
+class Slotted:
+    __slots__ = ("x",)
+    x: object
+
+
+def cut(value, *chunk_sizes, **options):
+    """Scatters one argument called ``x`` and returns its value for each device."""
+    devices = [CPU] * len(chunk_sizes)
+    return [values[0] for values in scatter([("x", value)], devices, chunk_sizes, **options)]
+
+
+# Which batch size.
+
+
+@pytest.mark.parametrize(
+    "inputs",
+    [
+        [("a", torch.zeros(5, 2)), ("b", torch.zeros(7))],
+        [("a", None), ("b", [1, {"c": (torch.tensor(1.0), torch.zeros(5))}])],
+        [("a", Frozen("text", Pair(3, torch.zeros(5))))],
+        [("mask", torch.zeros(9)), ("a", torch.zeros(5))],
+    ],
+)
+def test_the_batch_size_is_that_of_the_first_tensor_to_be_cut(inputs):
+    assert find_batch_size(inputs, broadcast={"mask"}) == 5
+
+
+def test_without_a_tensor_to_cut_there_is_no_batch_size():
+    assert find_batch_size([("a", 1), ("b", [torch.tensor(1.0)])]) is None
+    assert find_batch_size([]) is None
+
+
+def test_a_first_tensor_without_the_batch_dimension_is_an_error():
+    with pytest.raises(ScatterError, match=r"input x of shape \(5,\) has no dimension 1 to split"):
+        find_batch_size([("x", torch.zeros(5))], dim=1)
+
+
+# Scatter.
+
+
+def test_tensors_are_cut_by_the_chunk_sizes_along_dim():
+    x = torch.arange(12).view(2, 6)
+    assert [chunk.tolist() for chunk in cut(x, 1, 2, 3, dim=1)] == [
+        [[0], [6]],
+        [[1, 2], [7, 8]],
+        [[3, 4, 5], [9, 10, 11]],
+    ]
+
+
+@pytest.mark.parametrize(
+    "container",
+    [
+        lambda x: [x, 1],
+        lambda x: (x, "a"),
+        lambda x: {"a": x, 2: None},
+        lambda x: OrderedDict(b=x, a=1),
+        lambda x: defaultdict(list, {"a": x}),
+        lambda x: UserDict({"a": x}),
+        lambda x: Pair(x, None),
+        lambda x: Frozen(x, [x]),
+        lambda x: Slotted(x),
+        lambda x: [],
+        lambda x: {},
+        lambda x: torch.Size([3, 4]),
+    ],
+)
+def test_containers_keep_their_type_and_what_is_no_tensor(container):
+    value = container(torch.arange(5))
+    chunks = cut(value, 2, 3)
+    assert repr(chunks) == repr([container(torch.arange(2)), container(torch.arange(2, 5))])
+    assert [type(chunk) for chunk in chunks] == [type(value)] * 2
+    assert all(chunk is not value for chunk in chunks) or value == ()
+
+
+def test_a_default_dict_keeps_its_factory():
+    assert cut(defaultdict(list, a=torch.arange(5)), 2, 3)[0].default_factory is list
+
+
+def test_each_device_gets_its_own_list():
+    first, second = cut([torch.arange(5)], 2, 3)
+    first.append(1)
+    assert len(second) == 1
+
+
+def test_numbers_in_tensors_and_other_objects_go_whole_to_each_device():
+    value = {"scale": torch.tensor(2.0), "name": "x", "f": print, "x": torch.arange(5)}
+    for chunk in cut(value, 2, 3):
+        assert chunk["scale"] == 2.0
+        assert chunk["name"] == "x"
+        assert chunk["f"] is print
+
+
+@pytest.mark.parametrize("path", ["x", "x.batch", "x.batch.mask"])
+def test_broadcast_takes_a_path_or_one_above_it(path):
+    value = {"batch": {"mask": torch.arange(3)}}
+    assert [c["batch"]["mask"].tolist() for c in cut(value, 2, 3, broadcast={path})] == [
+        [0, 1, 2]
+    ] * 2
+
+
+@pytest.mark.parametrize("path", ["mask", "batch", "x.mask", "x.batch.mask.more"])
+def test_broadcast_takes_no_other_path(path):
+    with pytest.raises(ScatterError):
+        cut({"batch": {"mask": torch.arange(3)}}, 2, 3, broadcast={path})
+
+
+def test_a_tensor_of_another_size_is_named_with_the_remedy():
+    with pytest.raises(ScatterError) as caught:
+        cut([0, {"mask": torch.zeros(3, 4)}], 2, 3)
+    assert str(caught.value) == (
+        "input x.1.mask of shape (3, 4) has size 3 along dim 0, but the batch has 5 samples; if "
+        "it is not one entry a sample, broadcast=('x.1.mask',) copies it whole to each device"
+    )
+
+
+def test_a_packed_sequence_is_refused():
+    packed = pack_sequence([torch.arange(3.0), torch.arange(2.0)])
+    with pytest.raises(ScatterError, match="x.0 is a PackedSequence"):
+        cut([packed], 2, 3)
+    with pytest.raises(GatherError, match="1 is a PackedSequence"):
+        gather([(None, packed), (None, packed)], CPU)
+
+
+def test_a_batch_on_the_cpu_does_not_pass_through_device_0(emulated):
+    with_context = emulated[:3]
+    scatter([("x", torch.zeros(9, 4))], with_context, [1, 4, 4])
+    copied = torch.get_device_module(emulated[0])
+    assert copied.max_memory_allocated(emulated[0]) == 512  # 16 bytes: its own chunk only
+
+
+# Gather.
+
+
+def test_tensors_are_joined_along_dim():
+    first, second = torch.zeros(2, 1), torch.ones(2, 3)
+    assert gather([first, second], CPU, dim=1).tolist() == [[0, 1, 1, 1]] * 2
+    assert gather([first, second], CPU, dim=-1).tolist() == [[0, 1, 1, 1]] * 2
+
+
+@pytest.mark.parametrize(
+    "container",
+    [
+        lambda x: x,
+        lambda x: [x, 1],
+        lambda x: (x, "a", None, 2.5, True),
+        lambda x: {"a": x, 2: [x]},
+        lambda x: OrderedDict(b=x, a=1),
+        lambda x: UserDict({"a": x}),
+        lambda x: Pair(x, x),
+        lambda x: Frozen(x, [x]),
+        lambda x: None,
+        lambda x: float("nan"),
+        lambda x: torch.float32,
+        lambda x: [],
+    ],
+)
+def test_outputs_of_any_structure_are_joined(container):
+    joined = gather([container(torch.arange(2)), container(torch.arange(2, 5))], CPU)
+    assert repr(joined) == repr(container(torch.arange(5)))
+
+
+@pytest.mark.parametrize(
+    ("outputs", "message"),
+    [
+        (
+            [{"n": 3}, {"n": 4}],
+            "output n cannot be joined: the replicas returned different values (3, 4); "
+            "return tensors, or what is equal on every replica",
+        ),
+        ([[1, 2], [1]], "output (the whole) cannot be joined: the replicas returned different"),
+        ([{"a": 1}, {"b": 1}], "the replicas returned different items (['a'], ['b'])"),
+        ([None, torch.zeros(2)], "the replicas returned different types (None, (2,))"),
+        ([torch.zeros(2), torch.tensor(0.0)], "shapes that cannot be joined along dim 0 ((2,), ()"),
+        ([torch.zeros(2, 3), torch.zeros(2, 4)], "along dim 0 ((2, 3), (2, 4))"),
+        ([object(), object()], "different values"),
+        ([torch.zeros(2).numpy(), torch.ones(2).numpy()], "different values"),
+    ],
+)
+def test_outputs_that_differ_are_named(outputs, message):
+    with pytest.raises(GatherError) as caught:
+        gather(outputs, CPU)
+    assert message in str(caught.value)
+
+
+def test_a_single_output_is_moved_and_otherwise_left_alone():
+    value = object()
+    assert gather([[value, torch.arange(2)]], CPU)[0] is value
+
+
+SCALARS = [torch.tensor(1.0), torch.tensor(4.0)]
+
+
+@pytest.mark.parametrize(
+    ("scalar_outputs", "weights", "expected"),
+    [
+        ("mean", None, 2.5),
+        ("mean", [3, 1], 1.75),
+        ("mean", [0, 2], 4.0),
+        ("mean", [0, 0], 2.5),
+        ("sum", [3, 1], 5.0),
+        ("stack", [3, 1], [1.0, 4.0]),
+    ],
+)
+def test_scalars(scalar_outputs, weights, expected):
+    joined = gather(SCALARS, CPU, scalar_outputs=scalar_outputs, weights=weights)
+    assert joined.tolist() == expected
+
+
+def test_the_mean_of_integers_is_a_floating_point_number():
+    assert gather([torch.tensor(1), torch.tensor(2)], CPU, weights=[1, 1]).item() == 1.5
+
+
+def test_a_replica_of_weight_0_does_not_spread_its_nan():
+    x = torch.ones(2, requires_grad=True)
+    nothing = torch.nn.functional.cross_entropy(
+        x.expand(3, 2), torch.full((3,), -100), ignore_index=-100
+    )
+    assert nothing.isnan()
+    loss = gather([nothing, x.sum()], CPU, weights=[0, 3])
+    loss.backward()
+    assert loss.item() == 2
+    assert x.grad.tolist() == [1, 1]
+
+
+def test_gathering_needs_no_second_copy_of_the_chunks(emulated):
+    outputs = [torch.zeros(256, device=device) for device in emulated[:4]]
+    memory = torch.get_device_module(emulated[0])
+    before = memory.memory_allocated(emulated[0])
+    joined = gather(outputs, emulated[0])
+    assert memory.max_memory_allocated(emulated[0]) == before + joined.nbytes
+
+
+def test_gather_promotes_types_as_cat_does():
+    assert gather([torch.zeros(1), torch.zeros(1, dtype=torch.double)], CPU).dtype == torch.double

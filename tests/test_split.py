@@ -1,0 +1,97 @@
+import math
+
+import numpy
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from balanced_dp import ArgumentError, ArgumentTypeError, BalancedDataParallelError, split_batch
+
+batch_sizes = st.integers(0, 500)
+device_counts = st.integers(1, 16)
+caps = st.integers(0, 600)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ((10, 1, 3), (10,)),
+        ((10, 8, 99), (2, 2, 2, 2, 2, 0, 0, 0)),
+        ((30, 8, 99), (4, 4, 4, 4, 4, 4, 4, 2)),
+        ((10, 3, 99), (4, 4, 2)),
+        ((32, 4, 2), (2, 10, 10, 10)),
+        ((9, 4, 2), (2, 3, 2, 2)),
+        ((4, 3, 1), (1, 2, 1)),
+        ((5, 4, 0), (0, 2, 2, 1)),
+        ((0, 4, 2), (0, 0, 0, 0)),
+        ((1, 4, 0), (0, 1, 0, 0)),
+    ],
+)
+def test_examples(arguments, expected):
+    assert split_batch(*arguments) == expected
+
+
+@given(batch_sizes, device_counts, caps)
+def test_chunks_cover_the_batch(batch_size, num_devices, gpu0_bsz):
+    sizes = split_batch(batch_size, num_devices, gpu0_bsz)
+    assert len(sizes) == num_devices
+    assert sum(sizes) == batch_size
+    assert all(type(size) is int and size >= 0 for size in sizes)
+
+
+@given(batch_sizes, st.integers(2, 16), caps)
+def test_device_0_never_gets_more_than_asked_or_than_the_even_share(
+    batch_size, num_devices, gpu0_bsz
+):
+    first = split_batch(batch_size, num_devices, gpu0_bsz)[0]
+    assert first == min(gpu0_bsz, math.ceil(batch_size / num_devices))
+
+
+@given(st.integers(1, 500), device_counts)
+def test_a_cap_that_is_not_below_the_even_share_gives_torch_chunk(batch_size, num_devices):
+    even = math.ceil(batch_size / num_devices)
+    expected = [chunk.numel() for chunk in torch.arange(batch_size).chunk(num_devices)]
+    expected += [0] * (num_devices - len(expected))
+    for gpu0_bsz in (even, even + 1, 10 * batch_size):
+        assert list(split_batch(batch_size, num_devices, gpu0_bsz)) == expected
+
+
+@given(batch_sizes, st.integers(2, 16), caps)
+def test_below_the_even_share_the_others_differ_by_one_at_most_larger_first(
+    batch_size, num_devices, gpu0_bsz
+):
+    sizes = split_batch(batch_size, num_devices, gpu0_bsz)
+    if gpu0_bsz < math.ceil(batch_size / num_devices):
+        others = sizes[1:]
+        assert max(others) - min(others) <= 1
+        assert list(others) == sorted(others, reverse=True)
+
+
+def test_numpy_integers_are_integers():
+    assert split_batch(numpy.int64(32), numpy.int32(4), numpy.int8(2)) == (2, 10, 10, 10)
+
+
+@pytest.mark.parametrize("position", [0, 1, 2])
+@pytest.mark.parametrize("value", [True, 2.0, "2", None])
+def test_what_is_no_integer_is_refused_by_name(position, value):
+    arguments = [8, 2, 2]
+    arguments[position] = value
+    name = ["batch_size", "num_devices", "gpu0_bsz"][position]
+    with pytest.raises(ArgumentTypeError, match=f"{name} must be an integer, got {value!r}"):
+        split_batch(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((-1, 2, 2), "batch_size must be at least 0, got -1"),
+        ((8, 0, 2), "num_devices must be at least 1, got 0"),
+        ((8, 2, -3), "gpu0_bsz must be at least 0, got -3"),
+    ],
+)
+def test_what_is_out_of_range_is_refused_by_name(arguments, message):
+    with pytest.raises(ArgumentError, match=message) as caught:
+        split_batch(*arguments)
+    assert isinstance(caught.value, ValueError)
+    assert isinstance(caught.value, BalancedDataParallelError)
