@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from balanced_dp import BalanceWarning, BalancedDataParallel, ScatterError, split_batch
+from balanced_dp import BalancedDataParallel, BalanceWarning, ScatterError, split_batch
 
 from .modules import Lambda
 

@@ -133,6 +133,10 @@ def _capacities(num_devices: int, memory: int | str | Sequence[int | str] | None
         return [sys.maxsize] * num_devices
     if isinstance(memory, int | str):
         return [parse_bytes(memory)] * num_devices
+    if not isinstance(memory, Sequence) or isinstance(memory, bytes):
+        raise ArgumentTypeError(
+            f"memory must be a size such as '11GiB' or a sequence of sizes, got {memory!r}"
+        )
     capacities = [parse_bytes(item) for item in memory]
     if len(capacities) != num_devices:
         raise ArgumentError(

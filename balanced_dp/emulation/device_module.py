@@ -16,6 +16,9 @@ from .machine import current_machine, has_machine
 
 Device = torch.device | str | int | None
 
+_initialized = True
+"""Asked by torch.utils.checkpoint, which keeps the generators' state only where this is true."""
+
 
 @dataclass(frozen=True, slots=True)
 class EmulatedDeviceProperties:

@@ -28,20 +28,6 @@ aten = torch.ops.aten
 _fused = aten._scaled_dot_product_fused_attention_overrideable.default
 _fused_backward = aten._scaled_dot_product_fused_attention_overrideable_backward.default
 
-_FACTORIES = (
-    aten.arange.default,
-    aten.arange.start,
-    aten.arange.start_step,
-    aten.eye.default,
-    aten.eye.m,
-    aten.linspace.default,
-    aten.logspace.default,
-    aten.randperm.generator,
-    aten.tril_indices.default,
-    aten.triu_indices.default,
-)
-"""Factories that would otherwise fill a tensor of size 0 and resize it, which wrappers cannot."""
-
 
 @functools.cache
 def register_kernels() -> torch.library.Library:
@@ -50,18 +36,25 @@ def register_kernels() -> torch.library.Library:
     library.impl("empty.memory_format", _empty, "Lazy")
     library.impl("empty_strided", _empty_strided, "Lazy")
     library.impl("_copy_from", _copy_from, "Lazy")
-    for factory in _FACTORIES:
-        library.impl(factory, functools.partial(_factory, factory), "Lazy")
-    library.impl(aten.randperm.default, functools.partial(_factory, _randperm), "Lazy")
+    for triangle in (aten.tril_indices.default, aten.triu_indices.default):
+        library.impl(triangle, functools.partial(_indices, triangle), "Lazy")
     library.impl("scaled_dot_product_attention", _attention, "AutogradLazy")
+    library.impl("ctc_loss.Tensor", _ctc_loss, "AutogradLazy")
     HANDLERS.update(
         {
             aten.scaled_dot_product_attention.default: _attention,
+            aten.ctc_loss.Tensor: _ctc_loss,
             _fused: _fused_attention,
             _fused_backward: _fused_attention_backward,
+            aten._pack_padded_sequence.default: _pack_padded_sequence,
             aten.native_dropout.default: _native_dropout,
+            aten.native_batch_norm.default: _native_batch_norm,
             aten.rand_like.default: functools.partial(_random_like, aten.uniform_.default),
             aten.randn_like.default: functools.partial(_random_like, aten.normal_.default),
+            aten.randint_like.default: functools.partial(_random_like, aten.random_.to),
+            aten.randint_like.low_dtype: functools.partial(
+                _random_like, getattr(aten.random_, "from")
+            ),
         }
     )
     return library
@@ -114,20 +107,15 @@ def _empty_strided(
     return wrap_elem(elem, machine, device, Label.OTHER)
 
 
-def _factory(
+def _indices(
     func: Any,
-    *args: Any,
+    *args: int,
     device: torch.device | None = None,
     pin_memory: bool | None = None,
     **kwargs: Any,
 ) -> EmulatedTensor:
     machine, device = _place(device)
-    if func in (_randperm, aten.randperm.generator) and kwargs.get("generator") is None:
-        kwargs["generator"] = machine.generators[device.index]
     return wrap_elem(func(*args, device="cpu", **kwargs), machine, device, Label.OTHER)
-
-
-_randperm = torch.randperm
 
 
 def _copy_from(
@@ -140,13 +128,9 @@ def _copy_from(
 # Random numbers come from the device's own generator, so that replicas in threads repeat exactly.
 
 
-def _random_like(
-    fill: Any,
-    input: EmulatedTensor,
-    **kwargs: Any,
-) -> torch.Tensor:
+def _random_like(fill: Any, input: EmulatedTensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     out: torch.Tensor = run(aten.empty_like.default, (input,), kwargs)
-    result: torch.Tensor = run(fill, (out,), {}) if isinstance(out, EmulatedTensor) else fill(out)
+    result: torch.Tensor = fill(out, *args)
     return result
 
 
@@ -159,10 +143,60 @@ def _native_dropout(
             aten.native_dropout.default, (input, p, train), {}
         )
         return out
-    mask = run(aten.empty_like.default, (input,), {"dtype": torch.bool})
-    run(aten.bernoulli_.float, (mask, 1 - p), {})
-    output = run(aten.mul.Tensor, (input, mask), {})
-    return run(aten.mul_.Scalar, (output, 1 / (1 - p) if p < 1 else 0.0), {}), mask
+    machine = current_machine()
+    wrapped = Wrapped(aten.native_dropout.default)
+    elem = wrapped.unwrap(input)
+    mask = torch.empty_like(elem, dtype=torch.bool)
+    if is_known(elem):
+        mask.bernoulli_(1 - p, generator=machine.generators[wrapped.device.index])
+    output = (elem * mask).mul_(1 / (1 - p) if p < 1 else 0.0)
+    result: tuple[torch.Tensor, torch.Tensor] = wrapped.wrap(
+        (output, mask), machine, wrapped.device, Label.ACTIVATION, False
+    )
+    return result
+
+
+def _native_batch_norm(*args: Any) -> Any:
+    """Keeps no statistics in evaluation, as CUDA and the CPU; torch's shapes for it do."""
+    func = aten.native_batch_norm.default
+    machine = current_machine()
+    training = args[5]
+    if training or not machine.symbolic:
+        return run(func, args, {})
+    wrapped = Wrapped(func)
+    output = func(*map(wrapped.unwrap, args))[0]
+    results = output, output.new_empty(0), output.new_empty(0)
+    return wrapped.wrap(results, machine, wrapped.device, Label.ACTIVATION, False)
+
+
+def _pack_padded_sequence(
+    input: EmulatedTensor, lengths: torch.Tensor, batch_first: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The lengths and the batch sizes stay on the CPU, as with CUDA."""
+    func = aten._pack_padded_sequence.default
+    if isinstance(lengths, EmulatedTensor):
+        raise RuntimeError(
+            "'lengths' argument should be a 1D CPU int64 tensor, "
+            f"but got {lengths.dim()}D {lengths.device} tensor"
+        )
+    wrapped = Wrapped(func)
+    data, batch_sizes = func(wrapped.unwrap(input), lengths, batch_first)
+    machine = current_machine()
+    return wrapped.wrap(data, machine, wrapped.device, Label.ACTIVATION, False), batch_sizes
+
+
+def _ctc_loss(
+    log_probs: torch.Tensor,
+    targets: torch.Tensor,
+    input_lengths: torch.Tensor,
+    target_lengths: torch.Tensor,
+    blank: int = 0,
+    reduction: int = 1,
+    zero_infinity: bool = False,
+) -> torch.Tensor:
+    """Reads the lengths on the host, wherever they are: torch does not, for a tensor subclass."""
+    lengths = input_lengths.tolist(), target_lengths.tolist()
+    return torch.ctc_loss(log_probs, targets, *lengths, blank, reduction, zero_infinity)
 
 
 # Attention, with the memory of CUDA's fused kernels: the output and a log-sum-exp a row are kept,
@@ -277,7 +311,7 @@ def _fused_attention(
 
 
 def _fused_attention_backward(
-    grad_out: EmulatedTensor,
+    grad_out: EmulatedTensor | None,
     query: EmulatedTensor,
     key: EmulatedTensor,
     value: EmulatedTensor,
@@ -296,6 +330,8 @@ def _fused_attention_backward(
     *,
     scale: float | None = None,
 ) -> Any:
+    if grad_out is None:
+        return None, None, None, None
     wrapped = Wrapped(_fused_backward)
     grad, q, k, v, bias, o, lse = map(
         wrapped.unwrap, (grad_out, query, key, value, attn_bias, out, logsumexp)

@@ -8,7 +8,9 @@ enters what it made in the device's ledger. In symbolic mode the wrapped tensor 
 
 from __future__ import annotations
 
+import copy
 import functools
+import math
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -27,17 +29,14 @@ _META = torch.device("meta")
 # What may still become something more precise than it was when it was computed.
 _PROVISIONAL = {Label.ACTIVATION, Label.OTHER}
 
-# Operators that read small integer tensors on the host, on CUDA too.
-_TAKES_CPU_ARGUMENTS = {
-    aten.index.Tensor,
-    aten.index_put.default,
-    aten.index_put_.default,
-    aten._index_put_impl_.default,
-    aten._pack_padded_sequence.default,
-    aten._pack_padded_sequence_backward.default,
-    aten._pad_packed_sequence.default,
-    aten._ctc_loss.Tensor,
-    aten._ctc_loss_backward.Tensor,
+# Arguments that may be on the CPU, on CUDA too: the host reads them.
+_READ_BY_HOST = {
+    aten.index.Tensor: {"indices"},
+    aten.index_put.default: {"indices"},
+    aten.index_put_.default: {"indices"},
+    aten._index_put_impl_.default: {"indices"},
+    aten._pack_padded_sequence_backward.default: {"batch_sizes"},
+    aten._pad_packed_sequence.default: {"batch_sizes"},
 }
 
 
@@ -82,7 +81,7 @@ class EmulatedTensor(torch.Tensor):
             "Use Tensor.cpu() to copy the tensor to host memory first."
         )
 
-    def __array__(self, dtype: Any = None) -> Any:
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         return self.numpy()
 
     def __format__(self, spec: str) -> str:
@@ -97,39 +96,39 @@ class EmulatedTensor(torch.Tensor):
         with no_dispatch():
             return f"{str(self._elem)[:-1]}{suffix})"
 
+    def __copy__(self) -> torch.Tensor:
+        return self._leaf(self.detach())
+
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        if id(self) in memo:
-            found: torch.Tensor = memo[id(self)]
-            return found
         if not self.is_leaf:
             raise RuntimeError(
                 "Only Tensors created explicitly by the user (graph leaves) support the deepcopy "
                 "protocol at the moment."
             )
-        copy = self.detach().clone()
-        if isinstance(self, torch.nn.Parameter):
-            copy = torch.nn.Parameter(copy, self.requires_grad)
-        copy.requires_grad_(self.requires_grad)
-        memo[id(self)] = copy
-        if self.grad is not None:
-            copy.grad = self.grad.__deepcopy__(memo)
-        return copy
+        twin = self._leaf(self.detach().clone())
+        twin.grad = copy.deepcopy(self.grad, memo)
+        return twin
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickles as the CPU tensor, so that a checkpoint loads where there are no such devices."""
-        _require_known(self._elem, "saving it")
-        elem = self._elem.detach()
+        elem = elem_of(self).detach()
+        _require_known(elem, "saving it")
+        return self._leaf(elem).__reduce_ex__(protocol)
+
+    def _leaf(self, data: torch.Tensor) -> torch.Tensor:
+        """Returns ``data`` as what this tensor is: a parameter or not, with a gradient or not."""
         if isinstance(self, torch.nn.Parameter):
-            return torch.nn.Parameter(elem, self.requires_grad).__reduce_ex__(protocol)
-        return elem.requires_grad_(self.requires_grad).__reduce_ex__(protocol)
+            return torch.nn.Parameter(data, self.requires_grad)
+        return data.requires_grad_(self.requires_grad)
 
 
 def run(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Runs ``func`` on the wrapped tensors of its arguments and wraps what it returns."""
     machine = current_machine()
     wrapped = Wrapped(func)
-    elem_args = wrapped.unwrap(args)
-    elem_kwargs = {name: wrapped.unwrap(value) for name, value in kwargs.items()}
+    refused = _refused_cpu_dims(func)
+    elem_args = tuple(map(wrapped.unwrap, args, refused))
+    elem_kwargs = {name: wrapped.unwrap(value, 0) for name, value in kwargs.items()}
     device = wrapped.device
     target = kwargs.get("device")
     if target is not None:
@@ -145,8 +144,6 @@ def run(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, An
     if machine.symbolic:
         elem_args, elem_kwargs = _symbolic_arguments(func, elem_args, elem_kwargs)
     out = _call(func, elem_args, elem_kwargs)
-    if _changes_metadata(func):
-        _repeat_on_metadata(func, args, kwargs)
     return wrapped.wrap(out, machine, device, *_labels(machine))
 
 
@@ -160,25 +157,28 @@ class Wrapped:
         self.by_elem: dict[int, EmulatedTensor] = {}
         self.cpu_tensor: torch.Tensor | None = None
 
-    def unwrap(self, value: Any) -> Any:
-        """Returns ``value`` with wrapped tensors in the place of emulated ones."""
+    def unwrap(self, value: Any, refused_cpu_dims: float = 1) -> Any:
+        """Returns ``value`` with wrapped tensors in the place of emulated ones.
+
+        CPU tensors with as many dimensions as ``refused_cpu_dims``, or more, are out of place.
+        """
         if isinstance(value, EmulatedTensor):
             elem = elem_of(value)
             self.by_elem[id(elem)] = value
             return elem
         if isinstance(value, torch.Tensor):
-            if value.dim() > 0:
+            if value.dim() >= refused_cpu_dims:
                 self.cpu_tensor = value
             return value
         if type(value) in (tuple, list):
-            return type(value)(self.unwrap(item) for item in value)
+            return type(value)(self.unwrap(item, refused_cpu_dims) for item in value)
         return value
 
     @property
     def device(self) -> torch.device:
-        """The one device of all tensors; 0-dim CPU tensors count as numbers, as on CUDA."""
+        """The one device of all tensors."""
         devices = list(dict.fromkeys(tensor.device for tensor in self.by_elem.values()))
-        if self.cpu_tensor is not None and self.func not in _TAKES_CPU_ARGUMENTS:
+        if self.cpu_tensor is not None:
             devices.append(self.cpu_tensor.device)
         if len(devices) > 1:
             raise RuntimeError(
@@ -198,8 +198,7 @@ class Wrapped:
                 with torch.inference_mode(False) if aliased else _NO_CONTEXT:
                     wrapper = wrap_elem(out, machine, device, label)
             else:
-                for allocation in wrapper._allocations:
-                    machine.resize(device, allocation)
+                _renew(wrapper, machine, device, label)
             if relabel:
                 set_label(wrapper, label)
             return wrapper
@@ -234,11 +233,32 @@ def wrap_elem(
     """
     if machine.symbolic and has_unknown_dtype(elem) and is_known(elem):
         elem = torch.empty_strided(elem.size(), elem.stride(), dtype=elem.dtype, device=_META)
-    allocations = tuple(
+    return _wrapper(elem, device, _enter(elem, machine, device, label))
+
+
+def _enter(
+    elem: torch.Tensor, machine: Machine, device: torch.device, label: Label
+) -> tuple[Allocation, ...]:
+    return tuple(
         machine.allocation_of(part.untyped_storage()) or machine.allocate(device, part, label)
         for part in _parts(elem)
     )
-    return _wrapper(elem, device, allocations)
+
+
+def _renew(wrapper: EmulatedTensor, machine: Machine, device: torch.device, label: Label) -> None:
+    """Makes the wrapper say what its wrapped tensor is, after that was written to in place."""
+    elem = wrapper._elem
+    wrapper._allocations = _enter(elem, machine, device, label)
+    for allocation in wrapper._allocations:
+        machine.resize(device, allocation)
+    if _metadata(wrapper) != _metadata(elem):  # resize_, unsqueeze_, set_ ...
+        wrapper.data = _wrapper(elem, device, wrapper._allocations)
+
+
+def _metadata(tensor: torch.Tensor) -> tuple[Any, ...]:
+    if tensor.layout is not torch.strided:
+        return (tensor.shape,)
+    return tensor.shape, tensor.stride(), tensor.storage_offset()
 
 
 def _wrapper(
@@ -267,6 +287,7 @@ def _parts(elem: torch.Tensor) -> tuple[torch.Tensor, ...]:
     if elem.layout is torch.strided:
         return (elem,)
     if elem.layout is torch.sparse_coo:
+        _require_known(elem, "a sparse tensor")
         return (elem._indices(), elem._values())
     raise EmulationError(f"emulated devices have no {elem.layout} tensors")
 
@@ -345,12 +366,12 @@ def _symbolic_arguments(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Makes the arguments agree: all values known, or shapes throughout."""
     tensors = [t for t in _tensors((args, tuple(kwargs.values()))) if isinstance(t, torch.Tensor)]
-    if all(map(is_known, tensors)):
-        return args, kwargs
-    if "device" in kwargs:  # a factory: empty_like, new_zeros ...
+    if _is_factory(func):
         dtype = kwargs.get("dtype") or tensors[0].dtype
         if dtype.is_floating_point or dtype.is_complex:
             return _to_meta(args), {**kwargs, "device": _META}
+        return args, {**kwargs, "device": _CPU}
+    if all(map(is_known, tensors)):
         return args, kwargs
     if func is aten.index.Tensor or func in (aten.index_put.default, aten.index_put_.default):
         args = (args[0], _integer_indices(args[1]), *args[2:])
@@ -364,7 +385,9 @@ def _symbolic_arguments(
                         "emulate_devices(symbolic=True) keeps shapes only of floating-point "
                         "tensors, use symbolic=False"
                     )
-    return _to_meta(args), {name: _to_meta(value) for name, value in kwargs.items()}
+    # torch's functions for shapes take no generator.
+    kwargs = {name: _to_meta(value) for name, value in kwargs.items() if name != "generator"}
+    return _to_meta(args), kwargs
 
 
 def _integer_indices(indices: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
@@ -401,12 +424,11 @@ def _call(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, 
             _require_known(tensor, f"{func}")
     try:
         return func(*args, **kwargs)
-    except NotImplementedError as error:
-        unknown = [tensor for tensor in _tensors(args) if not is_known(tensor)]
-        if unknown:
+    except RuntimeError as error:
+        if "meta" in str(error).lower() and not all(map(is_known, _tensors(args))):
             raise SymbolicValueError(
                 f"{func} cannot run on shapes alone, which is all that "
-                f"emulate_devices(symbolic=True) keeps; use symbolic=False ({error})"
+                "emulate_devices(symbolic=True) keeps; use symbolic=False"
             ) from error
         raise
 
@@ -436,24 +458,26 @@ def _draws_random_numbers(func: torch._ops.OpOverload) -> bool:
 
 
 @functools.cache
-def _changes_metadata(func: torch._ops.OpOverload) -> bool:
-    return torch.Tag.inplace_view in func.tags
+def _is_factory(func: torch._ops.OpOverload) -> bool:
+    """Whether it takes the shape of a tensor and not its values: ``empty_like``, ``new_zeros``."""
+    names = {argument.name for argument in func._schema.arguments}
+    return "pin_memory" in names and "sparse" not in func.name()
 
 
-def _repeat_on_metadata(
-    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
-    """Gives the wrapper the shape that ``unsqueeze_`` and its like gave the wrapped tensor.
+@functools.cache
+def _refused_cpu_dims(func: torch._ops.OpOverload) -> tuple[float, ...]:
+    """For each argument, from how many dimensions on a CPU tensor is refused, as on CUDA.
 
-    As ``torch.utils._python_dispatch.return_and_correct_aliasing`` does.
+    One without dimensions counts as a number, unless it is an item of a list or written to.
     """
-    with no_dispatch():
-        before = torch._C._meta_in_tls_dispatch_include()
-        torch._C._set_meta_in_tls_dispatch_include(True)
-        try:
-            func(*args, **kwargs)
-        finally:
-            torch._C._set_meta_in_tls_dispatch_include(before)
+
+    def refused_dims(argument: torch.Argument) -> float:
+        if argument.name in _READ_BY_HOST.get(func, ()):
+            return math.inf
+        is_written = argument.alias_info is not None and argument.alias_info.is_write
+        return 0 if is_written or isinstance(argument.type, torch.ListType) else 1
+
+    return tuple(map(refused_dims, func._schema.arguments))
 
 
 # Copies: the only operators that may name two devices.

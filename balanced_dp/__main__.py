@@ -1,0 +1,5 @@
+"""``python -m balanced_dp`` is the command ``balanced-dp``."""
+
+from .cli import main
+
+main()

@@ -1,0 +1,163 @@
+"""Models of many kinds with inputs for them, and a training loop that says what it did."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ..modules import Lambda
+
+Made = tuple[nn.Module, tuple[Tensor, ...]]
+
+
+def _conv() -> Made:
+    module = nn.Sequential(
+        nn.Conv2d(3, 8, 3),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(72, 4),
+    )
+    return module, (torch.randn(4, 3, 8, 8),)
+
+
+def _norms() -> Made:
+    module = nn.Sequential(
+        nn.Conv2d(4, 8, 3, groups=2),
+        nn.GroupNorm(2, 8),
+        nn.SiLU(),
+        nn.ConvTranspose2d(8, 4, 3, 2),
+        nn.InstanceNorm2d(4, affine=True),
+        nn.AvgPool2d(2),
+        nn.LeakyReLU(inplace=True),
+        nn.AdaptiveAvgPool2d(3),
+        nn.Upsample(scale_factor=2),
+    )
+    return module, (torch.randn(2, 4, 9, 9),)
+
+
+def _recurrent(module: nn.RNNBase) -> Made:
+    return Lambda(lambda self, x: self.rnn(x)[0], rnn=module), (torch.randn(5, 3, 6),)
+
+
+def _encoder_layer(dropout: float) -> Made:
+    layer = nn.TransformerEncoderLayer(16, 4, 32, dropout, batch_first=True)
+    return layer, (torch.randn(3, 7, 16),)
+
+
+def _padded_encoder(dropout: float) -> Made:
+    layer = nn.TransformerEncoderLayer(16, 4, 32, dropout)
+    padding = torch.tensor([[False] * 6, [False] * 4 + [True] * 2])
+    return (
+        Lambda(
+            lambda self, x, mask: self.encoder(x, src_key_padding_mask=mask),
+            encoder=nn.TransformerEncoder(layer, 2, enable_nested_tensor=False),
+        ),
+        (torch.randn(6, 2, 16), padding),
+    )
+
+
+def _transformer() -> Made:
+    module = nn.Transformer(16, 4, 1, 1, 32, 0.0, batch_first=True)
+    return module, (torch.randn(2, 5, 16), torch.randn(2, 6, 16))
+
+
+def _embedding() -> Made:
+    module = nn.Sequential(nn.Embedding(20, 8), nn.Linear(8, 3))
+    return module, (torch.randint(20, (4, 5)),)
+
+
+def _tied() -> Made:
+    module = nn.Sequential(nn.Embedding(20, 8), nn.Linear(8, 20, bias=False))
+    module[1].weight = module[0].weight
+    return module, (torch.randint(20, (4, 5)),)
+
+
+def _checkpointed(use_reentrant: bool, dropout: float) -> Made:
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        return checkpoint(self.inner, x.clone().requires_grad_(), use_reentrant=use_reentrant)
+
+    inner = nn.Sequential(nn.Linear(6, 6), nn.Dropout(dropout), nn.GELU(), nn.Linear(6, 6))
+    return Lambda(forward, inner=inner), (torch.randn(4, 6),)
+
+
+def _gpt2() -> Made:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(
+        vocab_size=50,
+        n_positions=16,
+        n_embd=16,
+        n_layer=2,
+        n_head=2,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        bos_token_id=0,
+        eos_token_id=0,
+        use_cache=False,
+    )
+    model = transformers.GPT2LMHeadModel(config)
+    return Lambda(lambda self, i: self.model(i).logits, model=model), (torch.randint(50, (2, 9)),)
+
+
+MODELS: dict[str, Callable[[], Made]] = {
+    "conv and batch norm": _conv,
+    "other norms": _norms,
+    "lstm": lambda: _recurrent(nn.LSTM(6, 8, 2)),
+    "bidirectional gru": lambda: _recurrent(nn.GRU(6, 8, bidirectional=True)),
+    "encoder layer": lambda: _encoder_layer(0.0),
+    "padded encoder": lambda: _padded_encoder(0.0),
+    "transformer": _transformer,
+    "embedding": _embedding,
+    "tied embedding": _tied,
+    "checkpoint": lambda: _checkpointed(False, 0.0),
+    "reentrant checkpoint": lambda: _checkpointed(True, 0.0),
+    "gpt2": _gpt2,
+}
+"""Models without dropout, so that the CPU's numbers are theirs."""
+
+DROPOUT_MODELS: dict[str, Callable[[], Made]] = {
+    "encoder layer": lambda: _encoder_layer(0.1),
+    "padded encoder": lambda: _padded_encoder(0.1),
+    "lstm": lambda: _recurrent(nn.LSTM(6, 8, 2, dropout=0.3)),
+    "checkpoint": lambda: _checkpointed(False, 0.3),
+    "reentrant checkpoint": lambda: _checkpointed(True, 0.3),
+}
+
+
+class Trained(NamedTuple):
+    """The losses and state of a training run, and the model and optimizer that made them."""
+
+    losses: list[Tensor]
+    module: nn.Module
+    optimizer: torch.optim.Optimizer
+
+
+def train(
+    make: Callable[[], Made],
+    device: torch.device,
+    dtype: torch.dtype = torch.float64,
+    num_steps: int = 3,
+) -> Trained:
+    """Trains with AdamW, two backward passes a step, and clips the gradients."""
+    torch.manual_seed(0)
+    module, inputs = make()
+    module.to(device, dtype)
+    inputs = tuple(x.to(device, dtype if x.is_floating_point() else x.dtype) for x in inputs)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
+    losses = []
+    for _ in range(num_steps):
+        for _ in range(2):
+            loss = module(*inputs).pow(2).mean()
+            loss.backward()
+        nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return Trained(losses, module, optimizer)

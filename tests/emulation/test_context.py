@@ -1,0 +1,529 @@
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+import threading
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from balanced_dp import (
+    ArgumentError,
+    ArgumentTypeError,
+    BalancedDataParallelError,
+    EmulatedDevices,
+    EmulationError,
+    emulate_devices,
+)
+
+CPU = torch.device("cpu")
+KIB = 1024
+
+
+def cost(tensors: Iterable[Tensor]) -> int:
+    return sum(-(-t.nbytes // 512) * 512 for t in tensors)
+
+
+def allocated(device: torch.device) -> int:
+    return torch.get_device_module(device).memory_allocated(device)
+
+
+# Opening and closing.
+
+
+def test_importing_the_package_registers_nothing_with_torch() -> None:
+    program = """
+import torch
+before = set(dir(torch)), torch.random._seed_custom_device
+import balanced_dp
+assert (set(dir(torch)), torch.random._seed_custom_device) == before
+assert not hasattr(torch, "lazy")
+try:
+    torch.zeros(1, device="lazy")
+except NotImplementedError:
+    pass
+else:
+    raise AssertionError("a kernel is registered")
+with balanced_dp.emulate_devices(1) as devices:
+    assert torch.zeros(1, device="lazy").device == devices[0]
+assert hasattr(torch, "lazy")
+"""
+    subprocess.run([sys.executable, "-W", "error", "-c", program], check=True)
+
+
+def test_the_devices_are_a_sequence() -> None:
+    with emulate_devices(3) as devices:
+        assert list(devices) == [torch.device("lazy", i) for i in range(3)]
+        assert len(devices) == 3
+        assert devices[-1] == torch.device("lazy:2")
+        assert devices[:2] == [torch.device("lazy:0"), torch.device("lazy:1")]
+        assert torch.device("lazy:1") in devices
+        assert repr(devices) == "EmulatedDevices(['lazy:0', 'lazy:1', 'lazy:2'])"
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_torch_is_as_it_was_after_the_context(before: bool) -> None:
+    flag = torch.__future__
+    hooks = torch.nn.modules.module._global_forward_pre_hooks
+    seed_function = torch.random._seed_custom_device
+    kept = flag.get_swap_module_params_on_conversion()
+    flag.set_swap_module_params_on_conversion(before)
+    try:
+        num_hooks = len(hooks)
+        with pytest.raises(ZeroDivisionError), emulate_devices(1):
+            assert flag.get_swap_module_params_on_conversion() is True
+            assert len(hooks) > num_hooks
+            _ = 1 / 0
+        assert flag.get_swap_module_params_on_conversion() is before
+        assert len(hooks) == num_hooks
+        assert torch.random._seed_custom_device is seed_function
+    finally:
+        flag.set_swap_module_params_on_conversion(kept)
+
+
+def test_contexts_follow_one_another_but_do_not_nest() -> None:
+    with emulate_devices(2):
+        with (
+            pytest.raises(EmulationError, match=r"cannot be nested.* has 2 devices"),
+            emulate_devices(1),
+        ):
+            pass
+        assert torch.get_device_module("lazy").device_count() == 2  # the open one still works
+        assert torch.ones(1, device="lazy:1").item() == 1.0
+    with emulate_devices(1) as devices:
+        assert allocated(devices[0]) == 0
+
+
+def test_a_context_is_open_for_all_threads() -> None:
+    counts = []
+    with emulate_devices(2):
+        thread = threading.Thread(
+            target=lambda: counts.append(torch.get_device_module("lazy").device_count())
+        )
+        thread.start()
+        thread.join()
+    assert counts == [2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"num_devices": 0}, ArgumentError, "num_devices must be at least 1, got 0"),
+        ({"num_devices": -1}, ArgumentError, "num_devices must be at least 1, got -1"),
+        ({"num_devices": 1.0}, ArgumentTypeError, "num_devices must be an integer, got 1.0"),
+        ({"num_devices": True}, ArgumentTypeError, "num_devices must be an integer, got True"),
+        ({"num_devices": "2"}, ArgumentTypeError, "num_devices must be an integer, got '2'"),
+        ({"memory": "lots"}, ArgumentError, "memory must be bytes or a size .* got 'lots'"),
+        ({"memory": -1}, ArgumentError, "memory must not be negative, got -1"),
+        ({"memory": [1]}, ArgumentError, "one for each of the 2 devices, got 1 sizes"),
+        ({"memory": [1, 2, 3]}, ArgumentError, "one for each of the 2 devices, got 3 sizes"),
+        ({"memory": []}, ArgumentError, "one for each of the 2 devices, got 0 sizes"),
+        ({"memory": ["1GiB", "big"]}, ArgumentError, "memory must be bytes .* got 'big'"),
+        ({"memory": [1, 2.0]}, ArgumentTypeError, "memory must be bytes .* got 2.0"),
+        ({"memory": True}, ArgumentTypeError, "memory must be bytes .* got True"),
+        ({"memory": 1.5}, ArgumentTypeError, "memory must be a size .* got 1.5"),
+        ({"memory": b"12"}, ArgumentTypeError, "memory must be a size .* got b'12'"),
+        ({"memory": {0: 1, 1: 2}}, ArgumentTypeError, "memory must be a size .* got {0: 1"),
+    ],
+)
+def test_arguments_that_cannot_be_used_are_refused(
+    arguments: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message) as raised:  # noqa: SIM117
+        with emulate_devices(**{"num_devices": 2} | arguments):
+            pass
+    assert isinstance(raised.value, BalancedDataParallelError)
+    assert isinstance(raised.value, ValueError if error is ArgumentError else TypeError)
+    with emulate_devices(1):  # and the way is free
+        pass
+
+
+# What outlives a context.
+
+
+def test_tensors_that_outlive_the_context_are_reported_and_their_memory_given_back() -> None:
+    with pytest.warns(ResourceWarning) as record:  # noqa: SIM117
+        with emulate_devices(3) as devices:
+            kept = [torch.zeros(2, 1000, device=devices[1]), torch.zeros(0, device=devices[0])]
+            kept += [nn.Parameter(torch.zeros(100, device=devices[1])) * 1, kept[0][1]]
+    assert len(record) == 1
+    message = str(record[0].message)
+    assert message.startswith("tensors outlive their emulate_devices context: ")
+    assert "1 on lazy:0 (empty); 3 on lazy:1 (" in message
+    assert "other 8.00 KiB" in message
+    assert "parameter 512 B" in message
+    assert "activation 512 B" in message
+    assert "lazy:2" not in message
+    assert record[0].filename == __file__
+    assert [x._elem.untyped_storage().nbytes() for x in kept] == [0, 0, 0, 0]
+    with pytest.raises(EmulationError):
+        kept[0].sum()
+    assert repr(kept[1]) == "tensor(<freed>, size=(0,), device='lazy:0')"
+    assert repr(kept[2]).startswith("tensor(<freed>, size=(100,), device='lazy:1', requires_grad")
+
+
+def test_sparse_and_symbolic_tensors_that_outlive_the_context_are_reported_too() -> None:
+    with pytest.warns(ResourceWarning, match="on lazy:0"), emulate_devices(1) as devices:
+        module = nn.Embedding(10, 4, sparse=True, device=devices[0])
+        module(torch.tensor([1], device=devices[0])).sum().backward()
+    assert "freed" in repr(module.weight.grad)
+    with (
+        pytest.warns(ResourceWarning, match=r"1 on lazy:0 \(other 4.00 TiB\)"),
+        emulate_devices(1, symbolic=True) as devices,
+    ):
+        huge = torch.zeros(2**40, device=devices[0])
+    with pytest.raises(EmulationError):
+        huge.sum()
+
+
+def test_results_brought_to_the_cpu_outlive_the_context() -> None:
+    with emulate_devices(1) as devices:
+        result = (torch.ones(3, device=devices[0]) * 2).cpu()
+    assert result.tolist() == [2.0, 2.0, 2.0]
+
+
+def test_an_error_in_the_body_is_not_masked_by_the_tensors_it_leaves() -> None:
+    def body(device: torch.device) -> None:
+        x = torch.zeros(3, device=device)
+        raise KeyError(f"the body's own, with {x.shape}")
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(KeyError, match="the body's own"), emulate_devices(1) as devices:
+            body(devices[0])
+    with emulate_devices(1) as devices:
+        assert allocated(devices[0]) == 0
+
+
+def test_a_tensor_of_one_context_does_not_count_in_the_next() -> None:
+    with pytest.warns(ResourceWarning, match="1 on lazy:0"), emulate_devices(1) as devices:
+        kept = torch.zeros(1000, device=devices[0])
+    with emulate_devices(1) as devices:
+        fresh = torch.zeros(1000, device=devices[0])
+        assert allocated(devices[0]) == 4096
+        with pytest.raises(EmulationError, match="has ended"):
+            fresh + kept
+        del kept
+        assert allocated(devices[0]) == 4096
+        del fresh
+
+
+# Capacity.
+
+
+@pytest.mark.parametrize(
+    ("memory", "capacities"),
+    [
+        (4096, [4096, 4096]),
+        ("1.5KiB", [1536, 1536]),
+        (["1MiB", 512], [2**20, 512]),
+        ((0, "2KiB"), [0, 2048]),
+        (None, [sys.maxsize, sys.maxsize]),
+    ],
+)
+def test_capacity_is_one_size_or_one_for_each_device(memory: Any, capacities: list[int]) -> None:
+    with emulate_devices(2, memory=memory):
+        lazy = torch.get_device_module("lazy")
+        assert [lazy.mem_get_info(i)[1] for i in range(2)] == capacities
+
+
+def out_of_memory(work: Callable[[], Any]) -> str | None:
+    """The message of the error that ``work`` ended in; its traceback holds nothing any more."""
+    try:
+        work()
+    except torch.OutOfMemoryError as error:
+        return str(error)
+    return None
+
+
+ALLOCATIONS: dict[str, Callable[[Tensor], Any]] = {
+    "factory": lambda x: torch.ones(1025, device=x.device),
+    "operator": lambda x: (x + x) + (x + x),
+    "copy from the cpu": lambda x: torch.ones(5000).to(x.device),
+    "copy from a device": lambda x: torch.ones(5000, device="lazy:0").to(x.device),
+    "module": lambda x: nn.Linear(100, 100).to(x.device),
+    "arange": lambda x: torch.arange(2000, device=x.device),
+    "tensor": lambda x: torch.tensor([1.0] * 4000, device=x.device),
+    "resize_": lambda x: torch.ones(10, device=x.device).resize_(5000),
+    "out": lambda x: torch.cat([x, x, x], out=torch.empty(0, device=x.device)),
+    "dropout": lambda x: F.dropout(x.repeat(2)),
+}
+
+
+@pytest.mark.usefixtures("reference_counting_only")
+@pytest.mark.parametrize("symbolic", [False, True])
+@pytest.mark.parametrize("allocate", ALLOCATIONS.values(), ids=ALLOCATIONS)
+def test_what_does_not_fit_raises_as_on_cuda_and_leaves_the_ledger_as_before(
+    allocate: Callable[[Tensor], Any], symbolic: bool
+) -> None:
+    with emulate_devices(2, memory=["1MiB", 8 * KIB], symbolic=symbolic) as devices:
+        lazy = torch.get_device_module("lazy")
+        x = torch.ones(1000, device=devices[1])
+        message = out_of_memory(partial(allocate, x))
+        assert message is not None
+        assert message.startswith("CUDA out of memory. Tried to allocate ")
+        assert "GPU 1 has a total capacity of 8.00 KiB of which " in message
+        assert "lazy:1" in message
+        assert lazy.memory_allocated(devices[1]) == 4096
+        assert lazy.memory_stats(devices[1])["num_ooms"] == 1
+        assert lazy.memory_stats(devices[0])["num_ooms"] == 0
+        assert lazy.memory_allocated(devices[0]) == 0
+        assert lazy.max_memory_allocated(devices[1]) <= 8 * KIB
+        assert torch.ones(1024, device=devices[1]).shape == (1024,)  # all that is left
+        del x
+
+
+def test_the_message_says_how_much_was_asked_for_and_how_much_is_free() -> None:
+    with emulate_devices(1, memory="10KiB") as devices:
+        x = torch.ones(1000, device=devices[0])
+        assert out_of_memory(lambda: torch.ones(2000, device=devices[0])) == (
+            "CUDA out of memory. Tried to allocate 8.00 KiB. GPU 0 has a total capacity of "
+            "10.00 KiB of which 6.00 KiB is free. Of the allocated memory 4.00 KiB is allocated "
+            "by PyTorch. (This is the emulated device lazy:0.)"
+        )
+        del x
+
+
+@pytest.mark.usefixtures("reference_counting_only")
+def test_after_running_out_in_a_training_step_the_memory_is_back() -> None:
+    def step(module: nn.Module, batch_size: int) -> None:
+        module(torch.randn(batch_size, 64, device="lazy:0")).sum().backward()
+
+    def run(device: torch.device) -> None:
+        module = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)]).to(device)
+        before = allocated(device)
+        sizes = [100, 800, 1500, 3000, 5000]
+        messages = []
+        for size in sizes:
+            messages.append(out_of_memory(partial(step, module, size)))
+            module.zero_grad()
+            assert allocated(device) == before
+        assert messages[0] is None
+        assert all(messages[1:])
+        assert torch.get_device_module(device).memory_stats(device)["num_ooms"] == 4
+        step(module, 100)
+
+    with emulate_devices(1, memory="1MiB") as devices:
+        run(devices[0])
+
+
+# Copies between devices.
+
+
+def test_copies_are_counted_for_each_source_and_target(devices: EmulatedDevices) -> None:
+    assert devices.copied_bytes() == {}
+    x = torch.zeros(10)
+    a = x.to(devices[0])
+    b = a.to(devices[1])
+    assert a.to(devices[0], torch.float64).device == devices[0]
+    assert b.clone().add_(b).device == devices[1]
+    expected = Counter({(CPU, devices[0]): 40, (devices[0], devices[1]): 40})
+    assert devices.copied_bytes() == expected
+
+    b.to(devices[2], torch.float64)
+    b.cpu()
+    b.tolist()
+    x.copy_(a)
+    a.copy_(x)
+    a.copy_(b)
+    b[0].item()  # a number, not a copy of a tensor
+    expected += {
+        (devices[1], devices[2]): 80,
+        (devices[1], CPU): 80,
+        (devices[0], CPU): 40,
+        (CPU, devices[0]): 40,
+        (devices[1], devices[0]): 40,
+    }
+    assert devices.copied_bytes() == expected
+
+
+def test_a_copy_made_in_forward_is_made_back_in_backward(devices: EmulatedDevices) -> None:
+    x = torch.zeros(10, device=devices[0], requires_grad=True)
+    x.to(devices[1]).mul(2).sum().backward()
+    assert devices.copied_bytes() == {
+        (devices[0], devices[1]): 40,
+        (devices[1], devices[0]): 40,
+    }
+
+
+# What the memory is used for.
+
+
+def used(devices: EmulatedDevices, index: int = 0) -> dict[str, int]:
+    """The uses that there are now, after a check that the books add up."""
+    lazy = torch.get_device_module("lazy")
+    breakdown = devices.memory_breakdown(index)
+    assert sum(breakdown.now.values()) == lazy.memory_allocated(index)
+    assert sum(breakdown.peak.values()) == lazy.max_memory_allocated(index)
+    assert list(breakdown.now) == list(breakdown.peak)
+    return {use: num_bytes for use, num_bytes in breakdown.now.items() if num_bytes}
+
+
+def used_at_peak(devices: EmulatedDevices, index: int = 0) -> dict[str, int]:
+    used(devices, index)
+    peak = devices.memory_breakdown(index).peak
+    return {use: num_bytes for use, num_bytes in peak.items() if num_bytes}
+
+
+def test_every_use_has_an_entry(devices: EmulatedDevices) -> None:
+    assert list(devices.memory_breakdown(devices[0]).now.items()) == [
+        ("parameter", 0),
+        ("buffer", 0),
+        ("gradient", 0),
+        ("optimizer state", 0),
+        ("input", 0),
+        ("activation", 0),
+        ("gathered output", 0),
+        ("other", 0),
+    ]
+
+
+OPTIMIZERS: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], int]] = {
+    "AdamW": (lambda p: torch.optim.AdamW(p, lr=0.01), 2),
+    "AMSGrad": (lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True), 3),
+    "SGD": (lambda p: torch.optim.SGD(p, lr=0.01), 0),
+    "momentum": (lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9), 1),
+}
+
+
+@pytest.mark.parametrize("symbolic", [False, True])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_training_run_is_broken_down_to_the_byte(name: str, symbolic: bool) -> None:
+    make_optimizer, num_states = OPTIMIZERS[name]
+
+    def run(devices: EmulatedDevices) -> None:
+        lazy = torch.get_device_module("lazy")
+        module = nn.Sequential(
+            nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(288, 100)
+        ).to(devices[0])
+        optimizer = make_optimizer(module.parameters())
+        weights = {"parameter": cost(module.parameters())}
+        buffer_bytes = cost(module.buffers())
+        assert buffer_bytes == 3 * 512
+        assert used(devices) == weights | {"input": buffer_bytes}  # not yet seen in a forward pass
+
+        x = torch.zeros(4, 3, 8, 8).to(devices[0])
+        target = torch.zeros(4, dtype=torch.int64).to(devices[0])
+        fixed = weights | {"buffer": buffer_bytes, "input": cost([x, target])}
+        gradients = {"gradient": weights["parameter"]}
+        states = {"optimizer state": num_states * weights["parameter"]} if num_states else {}
+        held = fixed
+        for _ in range(3):
+            output = module(x)
+            forward = used(devices)
+            assert forward == held | {"activation": forward["activation"]}
+            F.cross_entropy(output, target).backward()
+            del output
+            assert used(devices) == held | gradients
+            lazy.reset_peak_memory_stats(devices[0])
+            optimizer.step()
+            held = fixed | states
+            assert used(devices) == held | gradients
+            at_peak = used_at_peak(devices)
+            assert at_peak.get("other", 0) < 3 * weights["parameter"]
+            assert at_peak | {"other": 0} == held | gradients | {"other": 0}
+            optimizer.zero_grad()
+            assert used(devices) == held
+
+    with emulate_devices(1, symbolic=symbolic) as devices:
+        run(devices)
+
+
+def test_gradients_stay_gradients_when_they_accumulate_and_are_clipped(
+    devices: EmulatedDevices,
+) -> None:
+    module = nn.Sequential(nn.Embedding(20, 64), nn.LayerNorm(64), nn.Linear(64, 20, bias=False))
+    module[2].weight = module[0].weight
+    module.to(devices[0])
+    index = torch.tensor([1, 2]).to(devices[0])
+    expected = {
+        "parameter": cost(module.parameters()),
+        "gradient": cost(module.parameters()),
+        "input": 512,
+    }
+    for _ in range(3):
+        module(index).pow(2).sum().backward()
+        nn.utils.clip_grad_norm_(module.parameters(), 0.1)
+        assert used(devices) == expected
+    module.zero_grad(set_to_none=False)
+    assert used(devices) == expected
+
+
+def test_copies_to_another_device_keep_their_use_and_outputs_become_gathered(
+    devices: EmulatedDevices,
+) -> None:
+    module = nn.Linear(100, 50).to(devices[0])
+    replica = {name: p.to(devices[1]) for name, p in module.named_parameters()}
+    weights = {"parameter": cost(module.parameters())}
+    assert used(devices, 0) == used(devices, 1) == weights
+    x = torch.zeros(8, 100).to(devices[1])
+    with_input = weights | {"input": cost([x])}
+    assert used(devices, 1) == with_input
+
+    output = F.linear(x, replica["weight"], replica["bias"])
+    assert used(devices, 1) == with_input | {"activation": cost([output])}
+    gathered = output.to(devices[0])
+    assert used(devices, 0) == weights | {"gathered output": cost([output])}
+
+    gathered.sum().backward()
+    del gathered
+    gradients = {"gradient": cost(module.parameters())}
+    assert used(devices, 0) == weights | gradients
+    assert used(devices, 1) == with_input | {"activation": cost([output])}
+    assert "gradient" in used_at_peak(devices, 1)
+
+
+def test_what_a_forward_pass_without_gradients_makes_is_activation(
+    devices: EmulatedDevices,
+) -> None:
+    module = nn.Sequential(nn.Linear(100, 100), nn.BatchNorm1d(100)).to(devices[0]).eval()
+    x = torch.zeros(8, 100).to(devices[0])
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            output = module(x)
+        expected = {
+            "parameter": cost(module.parameters()),
+            "buffer": cost(module.buffers()),
+            "input": cost([x]),
+            "activation": cost([output]),
+        }
+        assert used(devices) == expected
+
+
+def test_what_is_made_on_the_device_outside_of_a_model_is_other(devices: EmulatedDevices) -> None:
+    x = torch.zeros(1000, device=devices[0])
+    assert used(devices) == {"other": cost([x])}
+
+
+def test_a_loaded_checkpoint_keeps_its_uses(devices: EmulatedDevices) -> None:
+    module = nn.Linear(10, 10).to(devices[0])
+    optimizer = torch.optim.AdamW(module.parameters())
+    module(torch.zeros(1, 10).to(devices[0])).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    expected = {
+        "parameter": cost(module.parameters()),
+        "optimizer state": 2 * cost(module.parameters()),
+    }
+    file = io.BytesIO()
+    torch.save([module.state_dict(), optimizer.state_dict()], file)
+    file.seek(0)
+    states = torch.load(file)
+    module.load_state_dict(states[0])
+    assert used(devices) == expected
+
+
+@pytest.mark.parametrize("device", [3, "lazy:3", "cpu", -1])
+def test_there_is_no_breakdown_of_a_device_that_is_not_there(
+    devices: EmulatedDevices, device: Any
+) -> None:
+    with pytest.raises(EmulationError):
+        devices.memory_breakdown(device)

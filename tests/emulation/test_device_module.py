@@ -1,0 +1,194 @@
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from balanced_dp import EmulatedDevices, EmulationError, emulate_devices
+
+KIB = 1024
+
+
+@pytest.fixture
+def lazy(devices: EmulatedDevices) -> Any:
+    return torch.get_device_module("lazy")
+
+
+def test_each_device_has_the_same_module(devices: EmulatedDevices, lazy: Any) -> None:
+    assert torch.get_device_module(devices[1]) is torch.get_device_module("lazy:2") is lazy
+
+
+def test_outside_of_a_context_there_are_no_devices() -> None:
+    with emulate_devices(2):
+        lazy = torch.get_device_module("lazy")
+        assert (lazy.is_available(), lazy.device_count()) == (True, 2)
+    assert (lazy.is_available(), lazy.device_count()) == (False, 0)
+    for function in (lazy.current_device, lazy.memory_allocated, lazy.synchronize):
+        with pytest.raises(EmulationError, match=r"with balanced_dp.emulate_devices"):
+            function()
+    with pytest.raises(EmulationError, match=r"with balanced_dp.emulate_devices"):
+        torch.zeros(1, device="lazy")
+
+
+def test_the_current_device_is_the_first_until_set(devices: EmulatedDevices, lazy: Any) -> None:
+    assert lazy.current_device() == 0
+    lazy.set_device(2)
+    assert lazy.current_device() == 2
+    with lazy.device("lazy:1"):
+        assert lazy.current_device() == 1
+        with lazy.device(None), lazy.device(devices[0]):
+            assert lazy.current_device() == 0
+        assert lazy.current_device() == 1
+        lazy.set_device(0)
+    assert lazy.current_device() == 2
+    x = torch.zeros(1, device="lazy")
+    assert x.device == devices[2]
+    assert lazy.memory_allocated() == lazy.memory_allocated(2) == 512
+
+
+def test_the_current_device_comes_back_after_an_error(lazy: Any) -> None:
+    with pytest.raises(ZeroDivisionError), lazy.device(1):
+        _ = 1 / 0
+    assert lazy.current_device() == 0
+
+
+def test_each_thread_has_its_own_current_device(lazy: Any) -> None:
+    seen = []
+
+    def work() -> None:
+        seen.append(lazy.current_device())
+        lazy.set_device(2)
+        seen.append(lazy.current_device())
+
+    lazy.set_device(1)
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [0, 2]
+    assert lazy.current_device() == 1
+
+
+@pytest.mark.parametrize("device", [1, "lazy:1", torch.device("lazy", 1)])
+def test_memory_is_reported_for_a_device_named_in_any_way(
+    devices: EmulatedDevices, lazy: Any, device: Any
+) -> None:
+    kept = torch.zeros(256, device=devices[1])
+    _ = kept + 1
+    assert lazy.memory_allocated(device) == lazy.memory_reserved(device) == 2 * KIB
+    del _
+    assert lazy.memory_allocated(device) == KIB
+    assert lazy.max_memory_allocated(device) == lazy.max_memory_reserved(device) == 2 * KIB
+    assert lazy.memory_allocated() == 0
+    lazy.reset_peak_memory_stats(device)
+    assert lazy.max_memory_allocated(device) == KIB
+    lazy.synchronize(device)
+    lazy.empty_cache()
+    assert lazy.memory_allocated(device) == KIB
+
+
+@pytest.mark.parametrize(
+    ("device", "reason"),
+    [
+        (3, "no emulated device lazy:3: this context has 3"),
+        (-1, "no emulated device lazy:-1"),
+        ("lazy:7", "no emulated device lazy:7"),
+        ("cpu", "cpu is not an emulated device"),
+        (torch.device("meta"), "meta is not an emulated device"),
+    ],
+)
+def test_a_device_that_is_not_there_is_refused(lazy: Any, device: Any, reason: str) -> None:
+    for function in (
+        lazy.memory_allocated,
+        lazy.max_memory_allocated,
+        lazy.reset_peak_memory_stats,
+        lazy.memory_stats,
+        lazy.mem_get_info,
+        lazy.get_device_properties,
+        lazy.set_device,
+        lazy.device,
+        lazy.synchronize,
+        lazy.get_rng_state,
+    ):
+        with pytest.raises(EmulationError, match=reason):
+            function(device)
+    assert lazy.current_device() == 0
+
+
+def test_a_tensor_on_a_device_that_is_not_there_is_refused(devices: EmulatedDevices) -> None:
+    with pytest.raises(EmulationError, match="no emulated device lazy:3"):
+        torch.zeros(1, device="lazy:3")
+    with pytest.raises(EmulationError, match="no emulated device lazy:3"):
+        torch.zeros(1).to("lazy:3")
+
+
+def test_memory_stats_have_the_names_of_torch_cuda(devices: EmulatedDevices, lazy: Any) -> None:
+    kept = torch.zeros(256, device=devices[0])
+    _ = kept.exp().sin()
+    del _
+    stats = lazy.memory_stats(devices[0])
+    for kind in ("allocated_bytes", "reserved_bytes", "active_bytes"):
+        assert {
+            name: stats[f"{kind}.all.{name}"] for name in ("current", "peak", "allocated", "freed")
+        } == {"current": KIB, "peak": 3 * KIB, "allocated": 3 * KIB, "freed": 2 * KIB}
+    assert (stats["num_ooms"], stats["num_alloc_retries"]) == (0, 0)
+
+
+def test_devices_say_what_they_can_hold() -> None:
+    with emulate_devices(2, memory=["1MiB", 4096]):
+        lazy = torch.get_device_module("lazy")
+        assert lazy.mem_get_info(0) == (2**20, 2**20)
+        x = torch.zeros(128, device="lazy:1")
+        assert lazy.mem_get_info(1) == (4096 - 512, 4096)
+        properties = [lazy.get_device_properties(i) for i in (0, 1)]
+        assert [p.total_memory for p in properties] == [2**20, 4096]
+        assert [p.name for p in properties] == ["Emulated device 0", "Emulated device 1"]
+        assert lazy.get_device_name(1) == properties[1].name
+        assert properties[0].uuid != properties[1].uuid
+        assert lazy.get_device_properties("lazy:0").uuid == properties[0].uuid
+        del x
+    with emulate_devices(1):
+        assert lazy.get_device_properties(0).uuid != properties[0].uuid
+
+
+# Random numbers.
+
+
+def test_a_generator_can_be_set_back(devices: EmulatedDevices, lazy: Any) -> None:
+    state = lazy.get_rng_state(devices[1])
+    drawn = torch.rand(5, device=devices[1]).tolist()
+    assert torch.rand(5, device=devices[1]).tolist() != drawn
+    lazy.set_rng_state(state, devices[1])
+    assert torch.rand(5, device=devices[1]).tolist() == drawn
+
+
+def test_manual_seed_seeds_the_current_device_and_manual_seed_all_each(
+    devices: EmulatedDevices, lazy: Any
+) -> None:
+    lazy.manual_seed_all(1)
+    drawn = [torch.rand(3, device=device).tolist() for device in devices]
+    with lazy.device(1):
+        lazy.manual_seed(1)
+    again = [torch.rand(3, device=device).tolist() for device in devices]
+    assert [a == b for a, b in zip(again, drawn, strict=True)] == [False, True, False]
+    lazy.manual_seed_all(1)
+    assert [torch.rand(3, device=device).tolist() for device in devices] == drawn
+
+
+def test_a_new_context_continues_the_seed_of_torch() -> None:
+    def drawn(seed: int) -> list[float]:
+        torch.manual_seed(seed)
+        with emulate_devices(1) as devices:
+            return torch.rand(3, device=devices[0]).tolist()
+
+    assert drawn(1) == drawn(1) != drawn(2)
+
+
+def test_fork_rng_gives_the_generators_back(devices: EmulatedDevices, lazy: Any) -> None:
+    before = [lazy.get_rng_state(i) for i in range(2)]
+    with torch.random.fork_rng(devices=[0], device_type="lazy"):
+        torch.rand(3, device=devices[0])
+        torch.rand(3, device=devices[1])
+    assert torch.equal(lazy.get_rng_state(0), before[0])
+    assert not torch.equal(lazy.get_rng_state(1), before[1])

@@ -1,0 +1,402 @@
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
+
+from balanced_dp import EmulatedDevices, emulate_devices
+
+exact = {"rtol": 0, "atol": 1e-10}
+
+
+def peak_growth(device: torch.device, work: Callable[[], Any]) -> int:
+    """The bytes that ``work`` needs on top of what is held before it."""
+    lazy = torch.get_device_module(device)
+    lazy.reset_peak_memory_stats(device)
+    before = lazy.memory_allocated(device)
+    work()
+    return lazy.max_memory_allocated(device) - before
+
+
+# Factories.
+
+FACTORIES: dict[str, Callable[[Any], Tensor]] = {
+    "tensor": lambda d: torch.tensor([[1, 2], [3, 4]], device=d),
+    "as_tensor": lambda d: torch.as_tensor([1.5, 2.5], device=d),
+    "zeros": lambda d: torch.zeros(2, 3, device=d),
+    "ones of bool": lambda d: torch.ones(3, dtype=torch.bool, device=d),
+    "full": lambda d: torch.full((2, 2), 7, device=d),
+    "arange": lambda d: torch.arange(5, device=d),
+    "arange with start": lambda d: torch.arange(2, 7, 0.5, device=d),
+    "linspace": lambda d: torch.linspace(0, 1, 5, device=d),
+    "logspace": lambda d: torch.logspace(0, 1, 5, device=d),
+    "eye": lambda d: torch.eye(3, 4, device=d),
+    "tril_indices": lambda d: torch.tril_indices(3, 3, device=d),
+    "triu_indices": lambda d: torch.triu_indices(3, 3, device=d),
+    "scalar_tensor": lambda d: torch.scalar_tensor(3.0, device=d),
+    "empty_strided": lambda d: torch.empty_strided((2, 3), (1, 2), device=d).fill_(1.0),
+    "channels_last": lambda d: torch.empty(
+        1, 2, 3, 3, device=d, memory_format=torch.channels_last
+    ).fill_(2.0),
+    "zeros_like": lambda d: torch.zeros_like(torch.ones(2, 3, device=d), dtype=torch.int32),
+    "new_full": lambda d: torch.ones(1, device=d).new_full((2,), 3.0),
+    "new_tensor": lambda d: torch.ones(1, device=d).new_tensor([1.0, 2.0]),
+    "default device": lambda d: _with_default_device(d),
+}
+
+
+def _with_default_device(device: Any) -> Tensor:
+    with torch.device(device):
+        return torch.ones(2)
+
+
+@pytest.mark.parametrize("make", FACTORIES.values(), ids=FACTORIES)
+def test_a_factory_makes_what_it_makes_on_the_cpu(
+    devices: EmulatedDevices, make: Callable[[Any], Tensor]
+) -> None:
+    expected = make("cpu")
+    actual = make(devices[1])
+    assert actual.device == devices[1]
+    assert (actual.dtype, actual.stride()) == (expected.dtype, expected.stride())
+    assert torch.equal(actual.cpu(), expected)
+    num_bytes = -(-expected.nbytes // 512) * 512
+    assert torch.get_device_module("lazy").memory_allocated(devices[1]) == num_bytes
+
+
+def test_a_device_without_index_is_the_current_one(devices: EmulatedDevices) -> None:
+    assert torch.zeros(1, device="lazy").device == devices[0]
+    with torch.get_device_module("lazy").device(devices[2]):
+        assert torch.zeros(1, device="lazy").device == devices[2]
+        assert torch.zeros(1).to("lazy").device == devices[2]
+
+
+# Random numbers.
+
+DRAWS: dict[str, Callable[[torch.device], Tensor]] = {
+    "rand": lambda d: torch.rand(20, device=d),
+    "randn": lambda d: torch.randn(20, device=d),
+    "randint": lambda d: torch.randint(1000, (20,), device=d),
+    "randperm": lambda d: torch.randperm(50, device=d),
+    "rand_like": lambda d: torch.rand_like(torch.zeros(20, device=d)),
+    "rand_like of another device": lambda d: torch.rand_like(torch.zeros(20), device=d),
+    "randn_like": lambda d: torch.randn_like(torch.zeros(20, device=d)),
+    "randint_like": lambda d: torch.randint_like(torch.zeros(20, device=d), 1000),
+    "randint_like from low": lambda d: torch.randint_like(torch.zeros(20, device=d), 10, 1000),
+    "uniform_": lambda d: torch.zeros(20, device=d).uniform_(),
+    "normal_": lambda d: torch.zeros(20, device=d).normal_(),
+    "bernoulli": lambda d: torch.bernoulli(torch.full((50,), 0.5, device=d)),
+    "multinomial": lambda d: torch.multinomial(torch.ones(50, device=d), 20),
+    "normal": lambda d: torch.normal(torch.zeros(20, device=d), 1.0),
+    "dropout": lambda d: F.dropout(torch.ones(50, device=d)),
+    "dropout in inference mode": lambda d: _dropout_in_inference_mode(d),
+    "dropout1d": lambda d: F.dropout1d(torch.ones(2, 50, 3, device=d)),
+    "alpha_dropout": lambda d: F.alpha_dropout(torch.ones(50, device=d), training=True),
+    "rrelu": lambda d: F.rrelu(-torch.ones(20, device=d), training=True),
+    "gumbel_softmax": lambda d: F.gumbel_softmax(torch.zeros(20, device=d)),
+    "init": lambda d: nn.init.kaiming_uniform_(torch.zeros(4, 5, device=d)),
+    "attention": lambda d: F.scaled_dot_product_attention(
+        *[torch.eye(8, device=d).expand(1, 1, 8, 8)] * 3, dropout_p=0.5
+    ),
+}
+
+
+def _dropout_in_inference_mode(device: torch.device) -> Tensor:
+    with torch.inference_mode():
+        return F.dropout(torch.ones(50, device=device))
+
+
+@pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
+def test_random_numbers_repeat_with_the_seed_whatever_other_devices_draw(
+    devices: EmulatedDevices, draw: Callable[[torch.device], Tensor]
+) -> None:
+    torch.manual_seed(3)
+    first, second = draw(devices[1]).tolist(), draw(devices[1]).tolist()
+    assert first != second
+    torch.manual_seed(3)
+    torch.rand(7)
+    torch.rand(7, device=devices[0])
+    again = draw(devices[1]).tolist()
+    F.dropout(torch.ones(50, device=devices[2]))
+    torch.randperm(9)
+    assert [again, draw(devices[1]).tolist()] == [first, second]
+
+
+def test_dropout_does_not_depend_on_how_threads_interleave(devices: EmulatedDevices) -> None:
+    def masks(device: torch.device) -> list[list[float]]:
+        x = torch.ones(30, device=device)
+        return [F.dropout(x).tolist() for _ in range(50)]
+
+    torch.manual_seed(5)
+    expected = [masks(device) for device in devices]
+    torch.manual_seed(5)
+    actual: dict[int, list[list[float]]] = {}
+    start = threading.Barrier(len(devices))
+
+    def work(index: int) -> None:
+        start.wait()
+        actual[index] = masks(devices[index])
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(len(devices))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [actual[index] for index in range(len(devices))] == expected
+
+
+@pytest.mark.parametrize("p", [0.0, 0.25, 1.0])
+def test_dropout_keeps_the_mean_and_gives_gradient_to_what_it_kept(
+    devices: EmulatedDevices, p: float
+) -> None:
+    x = torch.ones(4000, dtype=torch.float64, device=devices[0], requires_grad=True)
+    output = F.dropout(x, p)
+    output.sum().backward()
+    kept = 1 / (1 - p) if p < 1 else 0.0
+    assert set(output.tolist()) <= {0.0, kept}
+    assert x.grad.tolist() == output.tolist()
+    share_kept = (output > 0).double().mean().item()
+    assert abs(share_kept - (1 - p)) < 0.05
+    assert torch.equal(F.dropout(x, p, training=False).cpu(), torch.ones_like(x, device="cpu"))
+
+
+def test_a_dropout_mask_takes_one_byte_an_element(devices: EmulatedDevices) -> None:
+    lazy = torch.get_device_module("lazy")
+    x = torch.ones(1024, device=devices[0], requires_grad=True)
+    before = lazy.memory_allocated(devices[0])
+    output = F.dropout(x, 0.5)
+    assert lazy.memory_allocated(devices[0]) - before == output.nbytes + 1024
+    assert lazy.max_memory_allocated(devices[0]) == lazy.memory_allocated(devices[0])
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("index", [0, 2])
+def test_checkpoint_repeats_the_dropout(
+    devices: EmulatedDevices, use_reentrant: bool, index: int
+) -> None:
+    module = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.GELU(), nn.Linear(8, 2))
+    module.to(devices[index], torch.float64)
+    x = torch.randn(5, 4, dtype=torch.float64, device=devices[index])
+
+    def gradients(forward: Callable[[Tensor], Tensor]) -> list[list[float]]:
+        torch.manual_seed(7)
+        module.zero_grad()
+        input = x.clone().requires_grad_()
+        output = forward(input)
+        F.dropout(output)  # moves the generator on
+        output.pow(2).sum().backward()
+        return [p.grad.tolist() for p in module.parameters()] + [input.grad.tolist()]
+
+    expected = gradients(module)
+    assert gradients(lambda x: checkpoint(module, x, use_reentrant=use_reentrant)) == expected
+    state = torch.get_device_module("lazy").get_rng_state(devices[index])
+    without = gradients(
+        lambda x: checkpoint(module, x, use_reentrant=use_reentrant, preserve_rng_state=False)
+    )
+    assert without != expected  # so the comparison above can fail
+    assert not torch.equal(state, torch.get_device_module("lazy").get_rng_state(devices[index]))
+
+
+# Attention.
+
+N, H, T, S, E = 2, 4, 6, 5, 8
+_some_masked = torch.tensor([[1, 1, 0, 1, 0], [0, 1, 1, 1, 1]], dtype=torch.bool)
+_whole_row_masked = torch.ones(N, 1, T, S, dtype=torch.bool).index_fill_(2, torch.tensor([2]), 0)
+
+
+def _normal(*shape: int) -> Tensor:
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(shape, dtype=torch.float64, generator=generator)
+
+
+_qkv = _normal(N, H, T, E), _normal(N, H, S, E), _normal(N, H, S, E) + 1
+_grouped = _qkv[0], _qkv[1][:, :2], _qkv[2][:, :2]
+
+ATTENTION: dict[str, tuple[tuple[Tensor, ...], dict[str, Any]]] = {
+    "plain": (_qkv, {}),
+    "scaled": (_qkv, {"scale": 0.3}),
+    "causal": ((_qkv[1], _qkv[1] + 1, _qkv[2]), {"is_causal": True}),
+    "causal, more queries": (_qkv, {"is_causal": True}),
+    "causal, more keys": ((_qkv[1], _qkv[0], _qkv[0]), {"is_causal": True}),
+    "key padding": (_qkv, {"attn_mask": _some_masked.view(N, 1, 1, S)}),
+    "a row all masked": (_qkv, {"attn_mask": _whole_row_masked}),
+    "2-dim mask": (_qkv, {"attn_mask": torch.ones(T, S).tril().bool()}),
+    "float mask": (_qkv, {"attn_mask": _normal(N, H, T, S)}),
+    "3-dim float mask": (_qkv, {"attn_mask": _normal(H, T, S)}),
+    "float mask with -inf": (
+        _qkv,
+        {"attn_mask": torch.zeros(T, S).double().masked_fill(torch.ones(T, S).triu(1) > 0, -1e400)},
+    ),
+    "grouped queries": (_grouped, {"enable_gqa": True}),
+    "grouped queries, masked": (
+        _grouped,
+        {"enable_gqa": True, "attn_mask": _some_masked.view(N, 1, 1, S)},
+    ),
+    "one group": (_qkv, {"enable_gqa": True}),
+    "one query": ((_qkv[0][:, :, :1], *_qkv[1:]), {}),
+    "sequence first": (tuple(_normal(T, N, H, E).permute(1, 2, 0, 3) + i for i in range(3)), {}),
+    "heads last": (tuple(_normal(N, T, H, E).transpose(1, 2) + i for i in range(3)), {}),
+    "cut from one tensor": (_normal(N, T, H, 3 * E).transpose(1, 2).split(E, -1), {}),
+    "expanded query": ((_qkv[0][:1].expand(N, H, T, E), *_qkv[1:]), {}),
+    # What the fused kernels do not take.
+    "batch to broadcast": ((_qkv[0], _qkv[1][:1], _qkv[2][:1]), {}),
+    "heads to broadcast": ((_qkv[0], _qkv[1][:, :1], _qkv[2][:, :1]), {}),
+    "values of another size": ((*_qkv[:2], _normal(N, H, S, 3)), {}),
+    "transposed values": ((*_qkv[:2], _normal(N, H, E, S).transpose(2, 3)), {}),
+    "three dimensions": (tuple(t[0] for t in _qkv), {}),
+    "no keys": (tuple(t[:, :, : T * (i == 0)] for i, t in enumerate(_qkv)), {}),
+}
+
+
+def _on(device: Any, options: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key: value.to(device) if isinstance(value, Tensor) else value
+        for key, value in options.items()
+    }
+
+
+def _to_leaf(tensor: Tensor, device: Any) -> Tensor:
+    """The same values and strides on the device, as a leaf."""
+    base = tensor if tensor._base is None else tensor._base
+    copy = torch.empty_strided(base.size(), base.stride(), dtype=base.dtype, device=device)
+    view = copy.copy_(base).as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+    return view.detach().requires_grad_()
+
+
+def _attend(qkv: tuple[Tensor, ...], options: dict[str, Any], device: Any) -> list[Tensor]:
+    leaves = [_to_leaf(t, device) for t in qkv]
+    output = F.scaled_dot_product_attention(*leaves, **_on(device, options))
+    weight = _normal(*output.shape).to(device)
+    gradients = torch.autograd.grad((output * weight).sum(), leaves)
+    with torch.inference_mode():
+        inferred = F.scaled_dot_product_attention(*leaves, **_on(device, options))
+    return [t.detach().cpu() for t in (output, inferred, *gradients)]
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_attention_and_its_gradients_are_those_of_the_math_kernel(
+    devices: EmulatedDevices, name: str
+) -> None:
+    qkv, options = ATTENTION[name]
+    actual = _attend(qkv, options, devices[0])
+    with sdpa_kernel(SDPBackend.MATH):
+        expected = _attend(qkv, options, "cpu")
+    torch.testing.assert_close(actual, expected, check_stride=False, **exact)
+    assert not any(t.isnan().any() for t in actual)
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_the_gradients_of_attention_with_dropout_are_those_of_finite_differences(
+    devices: EmulatedDevices, name: str
+) -> None:
+    qkv, options = ATTENTION[name]
+    options = _on(devices[0], options)
+
+    def attend(*qkv: Tensor) -> Tensor:
+        torch.manual_seed(11)
+        return F.scaled_dot_product_attention(*qkv, **options, dropout_p=0.4)
+
+    leaves = [t.to(devices[0], copy=True).requires_grad_() for t in qkv]
+    assert torch.autograd.gradcheck(attend, leaves, fast_mode=True)
+
+
+def test_attention_with_dropout_is_attention_on_average(devices: EmulatedDevices) -> None:
+    q, k, v = (t.to(devices[0]) for t in _qkv)
+    expected = F.scaled_dot_product_attention(q, k, v)
+    total = torch.zeros_like(expected)
+    for _ in range(400):
+        total += F.scaled_dot_product_attention(q, k, v, dropout_p=0.2)
+    torch.testing.assert_close((total / 400).cpu(), expected.cpu(), rtol=0, atol=0.2)
+
+
+def test_a_mask_that_learns_gets_its_gradient(devices: EmulatedDevices) -> None:
+    def gradient(device: Any) -> Tensor:
+        mask = _to_leaf(_normal(T, S), device)
+        q, k, v = (t.to(device) for t in _qkv)
+        F.scaled_dot_product_attention(q, k, v, mask).pow(2).sum().backward()
+        return mask.grad.cpu()
+
+    torch.testing.assert_close(gradient(devices[0]), gradient("cpu"), **exact)
+
+
+def test_attention_refuses_what_torch_refuses(devices: EmulatedDevices) -> None:
+    q, k, v = (t.to(devices[0]) for t in _qkv)
+    with pytest.raises(RuntimeError, match="attn_mask should not be set when is_causal=True"):
+        F.scaled_dot_product_attention(q, k, v, torch.zeros(T, S).to(devices[0]), is_causal=True)
+    with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
+        F.scaled_dot_product_attention(q, k, v.to(devices[1]))
+    with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
+        F.scaled_dot_product_attention(q, k.cpu(), v)
+    with pytest.raises(RuntimeError):
+        F.scaled_dot_product_attention(q, k, v[:, :, :2])
+
+
+def _padding(length: int, device: torch.device) -> Tensor:
+    return (torch.arange(length, device=device) < length - 3).view(1, 1, 1, length)
+
+
+LONG: dict[str, Callable[[int, torch.device], dict[str, Any]]] = {
+    "plain": lambda length, device: {},
+    "causal": lambda length, device: {"is_causal": True},
+    "bool mask": lambda length, device: {"attn_mask": _padding(length, device)},
+    "float mask": lambda length, device: {"attn_mask": _padding(length, device).float().log()},
+    "grouped queries": lambda length, device: {"enable_gqa": True},
+}
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.1])
+@pytest.mark.parametrize("name", LONG)
+@pytest.mark.parametrize("symbolic", [False, True])
+def test_the_memory_of_attention_grows_linearly_with_the_length(
+    symbolic: bool, name: str, dropout_p: float
+) -> None:
+    def peak_of(length: int, device: torch.device) -> int:
+        options = LONG[name](length, device)
+        num_kv_heads = 1 if "enable_gqa" in options else 2
+        q = torch.zeros(1, 2, length, 4, device=device, requires_grad=True)
+        k, v = torch.zeros(2, 1, num_kv_heads, length, 4, device=device).requires_grad_()
+
+        def attend() -> None:
+            F.scaled_dot_product_attention(q, k, v, **options, dropout_p=dropout_p).sum().backward()
+
+        return peak_growth(device, attend)
+
+    with emulate_devices(1, symbolic=symbolic) as devices:
+        short, long = (peak_of(length, devices[0]) for length in (256, 512))
+    one_matrix_bytes = 512 * 512 * 4
+    assert long < one_matrix_bytes / 2
+    constant_bytes = 16 * 512  # small tensors, rounded up
+    assert long <= 2 * short + constant_bytes
+
+
+# Other operators with a kernel of their own.
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("lengths", ["tuple", "cpu", "device"])
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.inference_mode])
+def test_ctc_loss_takes_lengths_from_anywhere(
+    devices: EmulatedDevices, reduction: str, lengths: str, mode: Callable[[], Any]
+) -> None:
+    logits = _normal(10, 2, 5).log_softmax(2)
+    targets = torch.tensor([[1, 2], [3, 4]])
+    places = {"tuple": tuple, "cpu": torch.tensor, "device": torch.tensor}
+    num_inputs, num_targets = (places[lengths](n) for n in ([10, 9], [2, 1]))
+    with mode():
+        expected = F.ctc_loss(logits, targets, num_inputs, num_targets, reduction=reduction)
+        if lengths == "device":
+            num_inputs, num_targets = num_inputs.to(devices[0]), num_targets.to(devices[0])
+        actual = F.ctc_loss(
+            logits.to(devices[0]),
+            targets.to(devices[0]),
+            num_inputs,
+            num_targets,
+            reduction=reduction,
+        )
+    torch.testing.assert_close(actual.cpu(), expected, **exact)

@@ -1,0 +1,240 @@
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import resource
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from balanced_dp import EmulatedDevices, MemoryBreakdown, SymbolicValueError, emulate_devices
+
+from .models import DROPOUT_MODELS, MODELS, Made, train
+
+CASES = MODELS | {f"{name} with dropout": make for name, make in DROPOUT_MODELS.items()}
+
+
+# The same bytes as with numbers.
+
+
+def trained_bytes(make: Callable[[], Made], device: torch.device) -> list[int]:
+    lazy = torch.get_device_module(device)
+    module = train(make, device, torch.float32, num_steps=2).module
+    num_bytes = [lazy.memory_allocated(device), lazy.max_memory_allocated(device)]
+    torch.manual_seed(0)
+    inputs = [x.to(device) for x in make()[1]]
+    module.eval()
+    for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
+        lazy.reset_peak_memory_stats(device)
+        with mode():
+            output = module(*inputs)
+        if output.requires_grad:
+            output.sum().backward()
+        num_bytes += [lazy.memory_allocated(device), lazy.max_memory_allocated(device)]
+    return num_bytes
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_bytes_of_a_model_are_those_with_numbers(name: str) -> None:
+    def measured(symbolic: bool) -> tuple[list[int], MemoryBreakdown, dict[Any, int]]:
+        with emulate_devices(2, symbolic=symbolic) as devices:
+            num_bytes = trained_bytes(CASES[name], devices[1])
+            return num_bytes, devices.memory_breakdown(1), devices.copied_bytes()
+
+    assert measured(symbolic=True) == measured(symbolic=False)
+
+
+def test_a_model_far_larger_than_memory_is_measured_without_using_memory(
+    symbolic_devices: EmulatedDevices,
+) -> None:
+    lazy = torch.get_device_module("lazy")
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    size, num_layers = 40_000, 9
+    layers = [
+        nn.Sequential(nn.Linear(size, size, device="lazy:1"), nn.GELU(), nn.Dropout(0.1))
+        for _ in range(num_layers)
+    ]
+    module = nn.Sequential(*layers)
+    optimizer = torch.optim.AdamW(module.parameters())
+    weight_bytes = num_layers * (4 * size * size + -(-4 * size // 512) * 512)
+    assert weight_bytes > 50 * 2**30
+    module(torch.randn(4096, size, device="lazy:1")).pow(2).mean().backward()
+    nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+    optimizer.step()
+    now = symbolic_devices.memory_breakdown(1).now
+    assert (now["parameter"], now["gradient"]) == (weight_bytes, weight_bytes)
+    assert now["optimizer state"] == 2 * weight_bytes
+    assert lazy.max_memory_allocated(1) > 4 * weight_bytes
+    growth = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    assert growth * (1 if sys.platform == "darwin" else 1024) < 2**30
+
+
+# What is known and what is not.
+
+READS: dict[str, Callable[[Tensor], Any]] = {
+    "item": lambda x: x[0, 0].item(),
+    "float": lambda x: float(x.sum()),
+    "bool": lambda x: bool((x > 0).any()),
+    "if": lambda x: 1 if torch.isfinite(x).all() else 0,
+    "format": lambda x: f"{x.mean():.2f}",
+    "tolist": lambda x: x.tolist(),
+    "numpy": lambda x: x.numpy(force=True),
+    "cpu": lambda x: x.cpu(),
+    "copy_ to the cpu": lambda x: torch.zeros(4, 3).copy_(x),
+    "integers made of it": lambda x: x.argmax(1).tolist(),
+    "equal": lambda x: torch.equal(x, x),
+    "allclose": lambda x: torch.allclose(x, x),
+    "nonzero": lambda x: (x > 0).nonzero(),
+    "where": lambda x: torch.where(x > 0),
+    "masked_select": lambda x: x.masked_select(x > 0),
+    "index with a mask": lambda x: x[x > 0],
+    "index rows with a mask": lambda x: x[x.sum(1) > 0],
+    "write through a mask": lambda x: x.__setitem__(x > 0, 1.0),
+    "unique": lambda x: x.unique(),
+    "repeat_interleave": lambda x: x.repeat_interleave(x.argmax(1), 0),
+    "bincount": lambda x: torch.bincount(x.argmax(1)),
+    "to_sparse": lambda x: x.to_sparse(),
+    "pickle": pickle.dumps,
+    "save": lambda x: torch.save(x, io.BytesIO()),
+}
+
+
+@pytest.mark.parametrize("read", READS.values(), ids=READS)
+def test_reading_what_was_not_computed_is_refused(
+    symbolic_devices: EmulatedDevices, read: Callable[[Tensor], Any]
+) -> None:
+    x = torch.zeros(4, 3, device=symbolic_devices[0])
+    with pytest.raises(SymbolicValueError) as error:
+        read(x)
+    assert "emulate_devices(symbolic=True)" in str(error.value)
+    assert "use symbolic=False" in str(error.value)
+    assert len(str(error.value)) < 300
+
+
+def test_the_error_says_what_needs_which_tensor(symbolic_devices: EmulatedDevices) -> None:
+    with pytest.raises(SymbolicValueError) as error:
+        torch.zeros(2, 3, device=symbolic_devices[0]).cpu()
+    assert str(error.value) == (
+        "copying it to the CPU needs the value of a torch.float32 tensor of shape (2, 3), but "
+        "emulate_devices(symbolic=True) keeps shapes only; use symbolic=False"
+    )
+
+
+KNOWN: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Any]] = {
+    "itself": (lambda x, i: i, [0, 1, 2, 3]),
+    "arithmetic": (lambda x, i: (i + 1) * i, [0, 2, 6, 12]),
+    "comparison": (lambda x, i: i > 1, [False, False, True, True]),
+    "reduction": (lambda x, i: i.sum(), 6),
+    "index": (lambda x, i: i[i > 1], [2, 3]),
+    "nonzero": (lambda x, i: (i > 1).nonzero()[:, 0], [2, 3]),
+    "written in place": (lambda x, i: i.clone().masked_fill_(i > 1, 7), [0, 1, 7, 7]),
+    "one_hot": (lambda x, i: F.one_hot(i).argmax(1), [0, 1, 2, 3]),
+    "copy to another device": (lambda x, i: i.to("lazy:1"), [0, 1, 2, 3]),
+    "zeros_like": (lambda x, i: torch.zeros_like(x, dtype=torch.int64)[0], [0, 0, 0]),
+    "ones_like of bool": (lambda x, i: torch.ones_like(x, dtype=torch.bool)[0], [True] * 3),
+    "full_like": (lambda x, i: torch.full_like(x, 2, dtype=torch.int32)[0], [2, 2, 2]),
+    "new_zeros": (lambda x, i: x.new_zeros(2, dtype=torch.int64), [0, 0]),
+    "arange": (lambda x, i: torch.arange(3, device=x.device), [0, 1, 2]),
+    "eye": (lambda x, i: torch.eye(2, dtype=torch.bool, device=x.device).sum(1), [1, 1]),
+    "triangle": (lambda x, i: torch.ones(2, 2, dtype=torch.bool).to(x.device).tril()[0], [1, 0]),
+    "size": (lambda x, i: torch.tensor(x.shape, device=x.device), [4, 3]),
+}
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_integers_keep_their_values(symbolic_devices: EmulatedDevices, name: str) -> None:
+    function, expected = KNOWN[name]
+    x = torch.zeros(4, 3, device=symbolic_devices[0])
+    i = torch.arange(4).to(symbolic_devices[0])
+    assert function(x, i).tolist() == expected
+
+
+SHAPES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], tuple[int, ...], torch.dtype]] = {
+    "mask": (lambda x, i: x[i > 1], (2, 3), torch.float32),
+    "mask of a column": (lambda x, i: x[i > 0, 1], (3,), torch.float32),
+    "integers": (lambda x, i: x[i[:3]], (3, 3), torch.float32),
+    "mask on the cpu": (
+        lambda x, i: x[torch.tensor([True, False, True, True])],
+        (3, 3),
+        torch.float32,
+    ),
+    "write through a mask": (lambda x, i: _written(x, i > 1), (4, 3), torch.float32),
+    "embedding": (lambda x, i: F.embedding(i[None], x), (1, 4, 3), torch.float32),
+    "repeat_interleave": (lambda x, i: x.repeat_interleave(i, 0), (6, 3), torch.float32),
+    "float of integers": (lambda x, i: i.double(), (4,), torch.float64),
+    "sort": (lambda x, i: x.sort(1).indices, (4, 3), torch.int64),
+    "unknown indices": (lambda x, i: F.embedding(x.argmax(1), x), (4, 3), torch.float32),
+    "cross entropy": (lambda x, i: F.cross_entropy(x, i % 3), (), torch.float32),
+    "random": (lambda x, i: torch.randn_like(x).exponential_(), (4, 3), torch.float32),
+    "random integers": (lambda x, i: torch.randint_like(i, 5), (4,), torch.int64),
+    "fft": (lambda x, i: torch.fft.rfft(x), (4, 2), torch.complex64),
+    "deepcopy": (lambda x, i: copy.deepcopy(x), (4, 3), torch.float32),
+    "float factory": (lambda x, i: torch.zeros_like(i, dtype=torch.float16), (4,), torch.float16),
+    "resize_": (lambda x, i: x.resize_(7, 2), (7, 2), torch.float32),
+    "unsqueeze_": (lambda x, i: x.unsqueeze_(1), (4, 1, 3), torch.float32),
+}
+
+
+def _written(x: Tensor, mask: Tensor) -> Tensor:
+    x[mask] = torch.zeros(2, 3, device=x.device)
+    x[mask, 0] = 1.0
+    return x
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_shapes_and_types_are_those_with_numbers(
+    symbolic_devices: EmulatedDevices, name: str
+) -> None:
+    function, shape, dtype = SHAPES[name]
+    result = function(
+        torch.zeros(4, 3, device=symbolic_devices[0]), torch.arange(4).to(symbolic_devices[0])
+    )
+    assert (result.shape, result.dtype) == (shape, dtype)
+    assert result.device == symbolic_devices[0]
+
+
+def test_unknown_values_are_not_written_over_known_ones(symbolic_devices: EmulatedDevices) -> None:
+    x = torch.zeros(4, device=symbolic_devices[0])
+    i = torch.arange(4).to(symbolic_devices[0])
+    with pytest.raises(SymbolicValueError, match=r"would write unknown values into a torch\.int64"):
+        i.add_(x.argmax())
+    with pytest.raises(SymbolicValueError, match="copying it into an integer tensor"):
+        i.copy_(x)
+    assert i.tolist() == [0, 1, 2, 3]
+
+
+def test_its_text_says_that_it_is_symbolic(symbolic_devices: EmulatedDevices) -> None:
+    x = torch.zeros(2, 3, device=symbolic_devices[1])
+    assert repr(x) == ("tensor(<symbolic>, size=(2, 3), dtype=torch.float32, device='lazy:1')")
+    assert repr(torch.arange(2, device=symbolic_devices[1])) == "tensor([0, 1], device='lazy:1')"
+
+
+def test_devices_may_not_be_mixed_here_either(symbolic_devices: EmulatedDevices) -> None:
+    x, y = (torch.zeros(2, device=device) for device in symbolic_devices)
+    with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
+        x + y
+
+
+def test_shapes_that_do_not_fit_fail_as_with_numbers(symbolic_devices: EmulatedDevices) -> None:
+    x = torch.zeros(2, 3, device=symbolic_devices[0])
+    with pytest.raises(RuntimeError) as error:
+        x @ x
+    assert not isinstance(error.value, SymbolicValueError)
+
+
+def test_sparse_gradients_are_refused(symbolic_devices: EmulatedDevices) -> None:
+    """torch's functions for shapes lose the number of values of a sparse tensor."""
+    for module in (
+        nn.Embedding(10, 4, sparse=True),
+        nn.EmbeddingBag(10, 4, mode="sum", sparse=True),
+    ):
+        module.to(symbolic_devices[0])
+        index = torch.tensor([[1, 2]], device=symbolic_devices[0])
+        with pytest.raises(SymbolicValueError, match="use symbolic=False"):
+            module(index).sum().backward()

@@ -1,0 +1,484 @@
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from balanced_dp import EmulatedDevices, EmulationError, emulate_devices
+
+from .models import MODELS, train
+
+exact = {"rtol": 0, "atol": 1e-10}
+
+# Code that mixes devices.
+
+MIXTURES: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "add": lambda x, y: x + y,
+    "add_": lambda x, y: x.add_(y),
+    "matmul": lambda x, y: x @ y,
+    "linear": F.linear,
+    "cat": lambda x, y: torch.cat([x, y]),
+    "stack of numbers": lambda x, y: torch.stack([x.sum(), y.sum()]),
+    "where": lambda x, y: torch.where(x > 0, x, y),
+    "masked_fill": lambda x, y: x.masked_fill(y > 0, 0.0),
+    "embedding": lambda x, y: F.embedding(x.long(), y),
+    "gather": lambda x, y: x.gather(0, y.long()),
+    "index_select": lambda x, y: x.index_select(0, y[0].long()),
+    "mse_loss": F.mse_loss,
+    "out": lambda x, y: torch.add(x, 1, out=y),
+}
+
+
+@pytest.mark.parametrize("mix", MIXTURES.values(), ids=MIXTURES)
+@pytest.mark.parametrize("pair", [(0, 1), (0, None), (None, 0)])
+def test_code_that_mixes_devices_fails_as_on_cuda(
+    devices: EmulatedDevices, mix: Callable[[Tensor, Tensor], Any], pair: tuple[int | None, ...]
+) -> None:
+    x, y = (torch.zeros(2, 2, device="cpu" if i is None else devices[i]) for i in pair)
+    before = torch.get_device_module("lazy").memory_allocated(0)
+    with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device") as e:
+        mix(x, y)
+    assert "lazy:0" in str(e.value)
+    assert ("cpu" if None in pair else "lazy:1") in str(e.value)
+    del e
+    assert torch.get_device_module("lazy").memory_allocated(0) == before
+
+
+def test_a_module_rejects_an_input_from_another_device(devices: EmulatedDevices) -> None:
+    module = nn.Linear(2, 2).to(devices[1])
+    for x in (torch.zeros(1, 2), torch.zeros(1, 2, device=devices[0])):
+        with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
+            module(x)
+
+
+def test_a_cpu_tensor_without_dimensions_counts_as_a_number(devices: EmulatedDevices) -> None:
+    x = torch.arange(3.0, device=devices[0])
+    two = torch.tensor(2.0)
+    assert (x * two + two).tolist() == (two + two * x).tolist() == [2.0, 4.0, 6.0]
+    assert torch.where(x > 0, x, two).tolist() == [2.0, 1.0, 2.0]
+    x[1] = two
+    assert x.clamp(max=two).mul_(two).tolist() == [0.0, 4.0, 4.0]
+    with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
+        two.add_(x.sum())
+
+
+def test_indices_and_masks_may_be_on_the_cpu_and_what_they_index_may_not(
+    devices: EmulatedDevices,
+) -> None:
+    x = torch.arange(4.0, device=devices[0])
+    assert x[torch.tensor([3, 1])].tolist() == [3.0, 1.0]
+    assert x[torch.tensor([True, False, False, True])].tolist() == [0.0, 3.0]
+    x[torch.tensor([0, 1])] = torch.tensor([5.0, 6.0], device=devices[0])
+    assert x[x > 4].tolist() == [5.0, 6.0]
+    with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
+        x[torch.tensor([0, 1])] = torch.tensor([5.0, 6.0])
+    with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
+        torch.arange(4.0)[torch.tensor([3, 1], device=devices[0])]
+    with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
+        x[torch.tensor([3, 1], device=devices[1])]
+
+
+# Real models.
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_trains_to_the_numbers_of_the_cpu(devices: EmulatedDevices, name: str) -> None:
+    expected = train(MODELS[name], torch.device("cpu"))
+    actual = train(MODELS[name], devices[1])
+    assert all(p.device == devices[1] for p in actual.module.parameters())
+    torch.testing.assert_close([loss.cpu() for loss in actual.losses], expected.losses, **exact)
+    torch.testing.assert_close(
+        {key: value.cpu() for key, value in actual.module.state_dict().items()},
+        expected.module.state_dict(),
+        **exact,
+    )
+    assert len(expected.losses) == len({loss.item() for loss in expected.losses})  # it trains
+
+
+def test_an_embedding_with_sparse_gradients_trains_to_the_numbers_of_the_cpu(
+    devices: EmulatedDevices,
+) -> None:
+    def trained(device: torch.device) -> Tensor:
+        torch.manual_seed(0)
+        module = nn.Embedding(10, 4, sparse=True, dtype=torch.float64).to(device)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+        index = torch.tensor([[1, 2, 1], [7, 7, 0]]).to(device)
+        for _ in range(3):
+            for _ in range(2):  # sparse gradients accumulate
+                module(index).pow(2).sum().backward()
+            assert module.weight.grad.is_sparse
+            assert module.weight.grad.device == device
+            optimizer.step()
+            optimizer.zero_grad()
+        return module.weight.detach().cpu()
+
+    torch.testing.assert_close(trained(devices[0]), trained(torch.device("cpu")), **exact)
+    assert torch.get_device_module("lazy").memory_allocated(devices[0]) == 0
+
+
+def test_a_sparse_gradient_is_counted_by_its_indices_and_values(devices: EmulatedDevices) -> None:
+    module = nn.Embedding(1000, 64, sparse=True).to(devices[0])
+    index = torch.arange(100, device=devices[0])
+    before = torch.get_device_module("lazy").memory_allocated(devices[0])
+    for num_passes in (1, 2, 3):
+        module(index).sum().backward()
+        gradient_bytes = sum(
+            -(-num_passes * num_bytes // 512) * 512 for num_bytes in (100 * 8, 100 * 64 * 4)
+        )
+        now = torch.get_device_module("lazy").memory_allocated(devices[0])
+        assert now - before == gradient_bytes
+
+
+def test_a_packed_sequence_keeps_its_lengths_on_the_cpu(devices: EmulatedDevices) -> None:
+    lengths = torch.tensor([2, 4, 3])
+
+    def outputs(device: torch.device) -> list[Tensor]:
+        torch.manual_seed(0)
+        module = nn.LSTM(3, 5, bidirectional=True).to(device, torch.float64)
+        x = torch.randn(4, 3, 3, dtype=torch.float64).to(device).requires_grad_()
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, enforce_sorted=False)
+        assert (packed.data.device, packed.batch_sizes.device) == (device, lengths.device)
+        output, _ = nn.utils.rnn.pad_packed_sequence(module(packed)[0])
+        output.pow(2).sum().backward()
+        return [output.detach().cpu(), x.grad.cpu(), module.weight_ih_l0.grad.cpu()]
+
+    torch.testing.assert_close(outputs(devices[0]), outputs(torch.device("cpu")), **exact)
+    with pytest.raises(RuntimeError, match="1D CPU int64 tensor, but got 1D lazy:0"):
+        torch._VF._pack_padded_sequence(
+            torch.zeros(4, 3, 3, device=devices[0]), torch.tensor([4, 3, 1]).to(devices[0]), False
+        )
+
+
+def test_gradients_of_the_gradients_are_right(devices: EmulatedDevices) -> None:
+    def function(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return F.layer_norm(F.linear(x, weight, bias).tanh(), (2,)).softmax(-1)
+
+    shapes = [(3, 4), (2, 4), (2,)]
+    args = [
+        torch.randn(shape, dtype=torch.float64, device=devices[0], requires_grad=True)
+        for shape in shapes
+    ]
+    assert torch.autograd.gradcheck(function, args)
+    assert torch.autograd.gradgradcheck(function, args)
+
+
+def test_hooks_and_custom_functions_see_tensors_of_the_device(devices: EmulatedDevices) -> None:
+    seen: list[torch.device] = []
+
+    class Square(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.save_for_backward(x)
+            return x * x
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            (x,) = ctx.saved_tensors
+            seen.append(x.device)
+            return 2 * x * grad
+
+    x = torch.tensor([3.0], device=devices[1], requires_grad=True)
+    x.register_hook(lambda grad: seen.append(grad.device) or grad * 10)
+    Square.apply(x).sum().backward()
+    assert seen == [devices[1]] * 2
+    assert x.grad.tolist() == [60.0]
+
+
+def test_threads_train_on_several_devices_at_once_as_one_thread_alone(
+    devices: EmulatedDevices,
+) -> None:
+    # The recurrent one has many small operations, so the threads switch often.
+    def trained(device: torch.device) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(0)
+        module = nn.LSTM(4, 6).to(torch.float64)
+        for parameter in module.parameters():
+            nn.init.normal_(parameter, std=0.3, generator=generator)
+        module.to(device)
+        x = torch.randn(6, 2, 4, dtype=torch.float64, generator=generator).to(device)
+        optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
+        for _ in range(5):
+            module(x)[0].pow(2).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return {key: value.cpu() for key, value in module.state_dict().items()}
+
+    results: list[dict[str, Tensor]] = []
+    start = threading.Barrier(6)
+
+    def work(device: torch.device) -> None:
+        start.wait()
+        results.append(trained(device))
+
+    threads = [threading.Thread(target=work, args=(devices[i % 3],)) for i in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    expected = trained(torch.device("cpu"))
+    assert len(results) == 6
+    for result in results:
+        torch.testing.assert_close(result, expected, **exact)
+    assert [torch.get_device_module("lazy").memory_allocated(d) for d in devices] == [0, 0, 0]
+
+
+# Copies of modules and tensors.
+
+
+def test_tied_weights_stay_tied_to_the_device_and_back(devices: EmulatedDevices) -> None:
+    module = nn.Sequential(nn.Embedding(7, 5), nn.Linear(5, 7, bias=False))
+    module[1].weight = module[0].weight
+    weight = module[0].weight
+    for target in (devices[0], devices[1], torch.device("cpu"), devices[0]):
+        module.to(target)
+        assert module[1].weight is module[0].weight is weight
+        assert weight.device == target
+        assert isinstance(weight, nn.Parameter)
+        assert len(list(module.parameters())) == 1
+    module.double()
+    module[1](module[0](torch.tensor([1], device=devices[0]))).sum().backward()
+    assert weight.grad.dtype == torch.float64
+    assert weight.grad.device == devices[0]
+    assert type(module.cpu()[0].weight) is nn.Parameter
+
+
+def test_an_optimizer_made_before_the_module_moves_trains_it(devices: EmulatedDevices) -> None:
+    module = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+    before = module.bias.detach().clone()
+    module.to(devices[0])
+    module(torch.zeros(1, 2, device=devices[0])).sum().backward()
+    optimizer.step()
+    torch.testing.assert_close(module.bias.detach().cpu(), before - 1)
+
+
+def test_a_deep_copy_is_independent_and_keeps_ties_gradients_and_the_device(
+    devices: EmulatedDevices,
+) -> None:
+    module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3)).to(devices[1])
+    module[2].weight = module[0].weight
+    module(torch.randn(4, 3, device=devices[1])).sum().backward()
+    twin = copy.deepcopy(module)
+    assert twin[2].weight is twin[0].weight
+    assert twin[0].weight is not module[0].weight
+    assert isinstance(twin[0].weight, nn.Parameter)
+    assert {t.device for t in twin.state_dict().values()} == {devices[1]}
+    torch.testing.assert_close(twin[0].weight.grad.cpu(), module[0].weight.grad.cpu())
+    with torch.no_grad():
+        twin[0].weight.zero_()
+    assert module[0].weight.abs().sum().item() > 0
+    with pytest.raises(RuntimeError, match="graph leaves"):
+        copy.deepcopy(module[0].weight * 2)
+
+
+def test_a_shallow_copy_shares_memory_on_the_device(devices: EmulatedDevices) -> None:
+    x = nn.Parameter(torch.zeros(3, device=devices[0]))
+    twin = copy.copy(x)
+    assert twin.device == devices[0]
+    assert isinstance(twin, nn.Parameter)
+    with torch.no_grad():
+        twin.add_(1.0)
+    assert x.tolist() == [1.0] * 3
+
+
+def test_pickle_makes_cpu_tensors(devices: EmulatedDevices) -> None:
+    module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).to(devices[0])
+    loaded = pickle.loads(pickle.dumps(module))
+    assert type(loaded[0].weight) is nn.Parameter
+    assert {t.device.type for t in loaded.state_dict().values()} == {"cpu"}
+    torch.testing.assert_close(loaded[0].weight, module[0].weight.cpu())
+    frozen = torch.ones(2, device=devices[0])
+    assert pickle.loads(pickle.dumps(frozen)).requires_grad is False
+    assert pickle.loads(pickle.dumps(frozen.requires_grad_())).requires_grad is True
+
+
+def test_a_checkpoint_loads_as_cpu_tensors_where_there_are_no_such_devices() -> None:
+    file = io.BytesIO()
+
+    def save(device: torch.device) -> dict[str, Tensor]:
+        trained = train(MODELS["tied embedding"], device)
+        weights = trained.module.state_dict()
+        torch.save({"model": weights, "optimizer": trained.optimizer.state_dict()}, file)
+        return {key: value.cpu() for key, value in weights.items()}
+
+    with emulate_devices(1) as devices:
+        expected = save(devices[0])
+    file.seek(0)
+    states = torch.load(file)  # with weights_only, its default
+    torch.testing.assert_close(states["model"], expected, rtol=0, atol=0)
+    weights = states["model"]["0.weight"], states["model"]["1.weight"]
+    assert weights[0].data_ptr() == weights[1].data_ptr()
+    assert states["optimizer"]["state"][0]["exp_avg"].device.type == "cpu"
+
+
+def test_a_checkpoint_of_the_cpu_loads_into_a_module_on_a_device(devices: EmulatedDevices) -> None:
+    source = train(MODELS["conv and batch norm"], torch.device("cpu"))
+    target = train(MODELS["conv and batch norm"], devices[0], num_steps=1)
+    target.module.load_state_dict(source.module.state_dict())
+    target.optimizer.load_state_dict(source.optimizer.state_dict())
+    for p, q in zip(target.module.parameters(), source.module.parameters(), strict=True):
+        assert p.device == target.optimizer.state[p]["exp_avg"].device == devices[0]
+        torch.testing.assert_close(p.detach().cpu(), q.detach(), rtol=0, atol=0)
+
+
+# What a tensor says of itself.
+
+
+def test_a_tensor_says_where_it_is(devices: EmulatedDevices) -> None:
+    x = torch.zeros(2, 3, device=devices[1])
+    assert (x.device, x.get_device()) == (devices[1], 1)
+    assert (x.is_cuda, x.is_cpu) == (False, False)
+    assert (x.shape, x.stride(), x.nbytes) == ((2, 3), (3, 1), 24)
+    assert isinstance(x, Tensor)
+    assert x.to(devices[1]) is x
+    assert x.to("lazy:0").device == devices[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.bool, torch.complex64])
+def test_values_can_be_read(devices: EmulatedDevices, dtype: torch.dtype) -> None:
+    on_cpu = torch.tensor([[0, 1], [2, 3]]).to(dtype)
+    x = on_cpu.to(devices[0])
+    assert x.tolist() == on_cpu.tolist()
+    assert x[1, 0].item() == on_cpu[1, 0].item()
+    assert [row.tolist() for row in x] == on_cpu.tolist()
+    assert torch.equal(x.cpu(), on_cpu)
+    assert bool(x[0, 1])
+    assert (x.numpy(force=True) == on_cpu.numpy()).all()
+
+
+@pytest.mark.parametrize("convert", [lambda x: x.numpy(), np.asarray, np.array])
+def test_numpy_takes_it_from_the_cpu_only(
+    devices: EmulatedDevices, convert: Callable[[Tensor], Any]
+) -> None:
+    x = torch.ones(2, device=devices[0])
+    with pytest.raises(TypeError, match=r"can't convert lazy:0 .* to numpy. Use Tensor.cpu\(\)"):
+        convert(x)
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda d: torch.tensor([1.5, 2.0], device=d), "tensor([1.5000, 2.0000], device='lazy:0')"),
+        (lambda d: torch.tensor([1], device=d), "tensor([1], device='lazy:0')"),
+        (
+            lambda d: torch.ones(1, dtype=torch.float64, device=d, requires_grad=True),
+            "tensor([1.], dtype=torch.float64, device='lazy:0', requires_grad=True)",
+        ),
+    ],
+)
+def test_its_text_names_the_device(
+    devices: EmulatedDevices, make: Callable[[torch.device], Tensor], text: str
+) -> None:
+    x = make(devices[0])
+    assert repr(x) == str(x) == f"{x}" == text
+
+
+def test_a_number_is_formatted_as_python_does(devices: EmulatedDevices) -> None:
+    x = torch.tensor(2.5, device=devices[0])
+    assert f"{x:.2f} {x:>6}" == "2.50    2.5"
+    assert f"{x}" == f"{torch.tensor(2.5)}"
+
+
+# Views and in-place operators.
+
+
+@pytest.mark.parametrize(
+    "mode", [torch.enable_grad, torch.no_grad, torch.inference_mode], ids=lambda mode: mode.__name__
+)
+def test_views_share_values_with_their_base(
+    devices: EmulatedDevices, mode: Callable[[], Any]
+) -> None:
+    base = torch.zeros(2, 3, device=devices[0])
+    with mode():
+        fresh = torch.zeros(2, 3, device=devices[0])
+        for x in (base, fresh):
+            x[0].add_(1.0)
+            x.view(-1)[3:].mul_(2.0).add_(5.0)
+            x.detach()[:, 0].zero_()
+            x += 1
+            x.t()[2].copy_(torch.tensor([7.0, 8.0]))
+            assert x.tolist() == [[1.0, 2.0, 7.0], [1.0, 6.0, 8.0]]
+    base[1].add_(1.0)
+    assert base.tolist() == [[1.0, 2.0, 7.0], [2.0, 7.0, 9.0]]
+    assert base.is_inference() is False
+    assert fresh.is_inference() is (mode is torch.inference_mode)
+
+
+IN_PLACE_VIEWS: dict[str, Callable[[Tensor], Any]] = {
+    "unsqueeze_": lambda x: x.unsqueeze_(1),
+    "squeeze_": lambda x: x.squeeze_(),
+    "squeeze_ one": lambda x: x.squeeze_(0),
+    "t_": lambda x: x.squeeze_(0).t_(),
+    "transpose_": lambda x: x.transpose_(0, 2),
+    "swapaxes_": lambda x: x.swapaxes_(1, 2),
+    "as_strided_": lambda x: x.as_strided_((2, 2), (1, 2), 1),
+}
+
+
+@pytest.mark.parametrize("change", IN_PLACE_VIEWS.values(), ids=IN_PLACE_VIEWS)
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_in_place_views_change_the_shape(
+    devices: EmulatedDevices, change: Callable[[Tensor], Any], mode: Callable[[], Any]
+) -> None:
+    with mode():
+        on_cpu = torch.arange(6.0).view(1, 2, 3)
+        x = on_cpu.to(devices[0])
+        for tensor in (x, on_cpu):
+            change(tensor)
+        assert (x.shape, x.stride()) == (on_cpu.shape, on_cpu.stride())
+        assert x.storage_offset() == on_cpu.storage_offset()
+        assert x.add_(1).tolist() == on_cpu.add_(1).tolist()
+
+
+def test_gradients_pass_through_in_place_views(devices: EmulatedDevices) -> None:
+    x = torch.arange(6.0, device=devices[0]).view(2, 3).requires_grad_()
+    y = x * 1
+    y.t_().unsqueeze_(0)
+    (y * torch.arange(6.0, device=devices[0]).view(1, 3, 2)).sum().backward()
+    assert x.grad.tolist() == [[0.0, 2.0, 4.0], [1.0, 3.0, 5.0]]
+
+
+# After the context.
+
+
+USES: dict[str, Callable[[Tensor], Any]] = {
+    "cpu": Tensor.cpu,
+    "item": lambda x: x[0].item(),
+    "tolist": lambda x: x.tolist(),
+    "add": lambda x: x + 1,
+    "view": lambda x: x.view(-1),
+    "copy to it": lambda x: x.copy_(torch.zeros(3)),
+    "copy from it": lambda x: torch.zeros(3).copy_(x),
+    "deepcopy": copy.deepcopy,
+    "pickle": pickle.dumps,
+    "save": lambda x: torch.save(x, io.BytesIO()),
+}
+
+
+@pytest.mark.filterwarnings("ignore:tensors outlive:ResourceWarning")
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
+@pytest.mark.parametrize("in_another_context", [False, True])
+def test_a_tensor_cannot_be_used_after_its_context(
+    use: Callable[[Tensor], Any], in_another_context: bool
+) -> None:
+    with emulate_devices(2) as devices:
+        x = torch.ones(3, device=devices[1])
+    if in_another_context:
+        with (
+            emulate_devices(2),
+            pytest.raises(EmulationError, match=r"was on lazy:1, whose .* context has ended"),
+        ):
+            use(x)
+    else:
+        with pytest.raises(EmulationError):
+            use(x)
+    assert repr(x) == "tensor(<freed>, size=(3,), device='lazy:1')"
+    assert x.shape == (3,)

@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+import doctest
+import importlib
+import inspect
+import pkgutil
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import balanced_dp
+
+MODULES = [
+    importlib.import_module(info.name)
+    for info in pkgutil.walk_packages(balanced_dp.__path__, "balanced_dp.")
+    if not info.name.endswith("__main__")
+]
+PUBLIC = [getattr(balanced_dp, name) for name in balanced_dp.__all__]
+
+
+def test_all_is_sorted_and_holds_what_the_package_offers():
+    assert balanced_dp.__all__ == sorted(balanced_dp.__all__)
+    modules = {name for name, value in vars(balanced_dp).items() if inspect.ismodule(value)}
+    offered = {name for name in vars(balanced_dp) if not name.startswith("_")} - modules
+    assert offered == set(balanced_dp.__all__)
+
+
+@pytest.mark.parametrize("item", PUBLIC, ids=balanced_dp.__all__)
+def test_public_names_are_documented(item):
+    documentation = inspect.getdoc(item)
+    assert documentation
+    if inspect.isclass(item) and issubclass(item, Exception):
+        return
+    for section in ("Args:", "Raises:") if item not in UNRAISING else ():
+        assert section in documentation, f"{item.__name__} does not say {section}"
+
+
+UNRAISING = {balanced_dp.EmulatedDevices, balanced_dp.MemoryBreakdown}
+
+
+@pytest.mark.parametrize("item", PUBLIC, ids=balanced_dp.__all__)
+def test_every_parameter_is_documented(item):
+    if inspect.isclass(item) and (issubclass(item, Exception) or item in UNRAISING):
+        return
+    documentation = inspect.getdoc(item)
+    for name in inspect.signature(item).parameters:
+        assert re.search(rf"^ +{name}: ", documentation, re.MULTILINE), name
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
+def test_examples_in_docstrings_are_true(module):
+    failed, _ = doctest.testmod(module, extraglobs={"torch": torch, **vars(balanced_dp)})
+    assert failed == 0
+
+
+def test_there_are_examples_in_docstrings():
+    finder = doctest.DocTestFinder()
+    tests = [test for module in MODULES for test in finder.find(module) if test.examples]
+    assert len(tests) >= 5
+
+
+def in_new_process(statements: str) -> str:
+    return subprocess.run(
+        [sys.executable, "-c", statements], check=True, capture_output=True, text=True
+    ).stdout.strip()
+
+
+PROBE = (
+    "import sys, torch; before = set(sys.modules); {statement}; "
+    "print(sorted({{'pynvml', 'typer', 'rich', 'transformers'}} & set(sys.modules) - before), "
+    "hasattr(torch, 'lazy'), torch.cuda.is_initialized())"
+)
+
+
+def test_importing_costs_nothing():
+    assert in_new_process(PROBE.format(statement="import balanced_dp")) == "[] False False"
+
+
+def test_the_test_above_can_fail():
+    assert "typer" in in_new_process(PROBE.format(statement="import balanced_dp.cli"))
+    opened = "from balanced_dp import emulate_devices; emulate_devices(1).__enter__()"
+    assert "True" in in_new_process(PROBE.format(statement=opened))

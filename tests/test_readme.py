@@ -1,0 +1,50 @@
+"""What the README shows is run, and what it claims is checked."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from balanced_dp import emulate_devices
+from balanced_dp.demo import DemoSettings, run_demo
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text("utf-8")
+BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+
+
+def test_there_are_blocks_to_run():
+    assert len(BLOCKS) >= 4
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.splitlines()[0][:60])
+@pytest.mark.filterwarnings("ignore:tensors outlive:ResourceWarning")
+def test_python_blocks_run(block):
+    if "emulate_devices" in block:
+        exec(block, {})
+    else:  # written for a machine with GPUs, and run on stand-ins
+        with emulate_devices(4):
+            exec(block.replace('"cuda:0"', '"lazy:0"'), {})
+
+
+def test_make_targets_that_are_named_exist():
+    makefile = (ROOT / "Makefile").read_text("utf-8")
+    named = set(re.findall(r"`?make ([a-z]+)`?", README))
+    assert {"demo", "test"} <= named
+    for target in named:
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+
+
+def test_files_that_are_linked_exist():
+    for target in re.findall(r"\]\((?!http)([^)#]+)\)", README):
+        assert (ROOT / target).exists(), target
+
+
+def test_the_demo_s_memory_figures_are_those_of_the_readme():
+    runs = run_demo(DemoSettings(steps=2, emulate=True))
+    for run in runs:
+        peaks = "  ".join(f"{peak / 2**20:.1f}" for peak in run.peak_bytes)
+        chunks = " ".join(map(str, run.chunk_sizes))
+        assert re.search(rf"{run.name} +│ {chunks} +│ {peaks} ", README), (chunks, peaks)

@@ -1,0 +1,119 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from balanced_dp import ArgumentError, ArgumentTypeError, BalancedDataParallelError
+from balanced_dp.units import format_bytes, format_mib, parse_bytes
+
+FACTORS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+units = st.sampled_from(list(FACTORS))
+
+
+@pytest.mark.parametrize(
+    ("size", "num_bytes"),
+    [
+        (0, 0),
+        (4096, 4096),
+        ("4096", 4096),
+        ("11GiB", 11 * 2**30),
+        ("512 MiB", 512 * 2**20),
+        ("1.5gib", 3 * 2**29),
+        ("1.5GiB", 3 * 2**29),
+        (" 2 KIB\n", 2048),
+        ("0.5KiB", 512),
+        ("7b", 7),
+        ("1.2KiB", 1229),
+        ("0.1TiB", 109951162778),
+    ],
+)
+def test_a_size_is_read(size: int | str, num_bytes: int) -> None:
+    assert parse_bytes(size) == num_bytes
+    assert type(parse_bytes(size)) is int
+
+
+@given(number=st.integers(0, 10**30), unit=units, space=st.sampled_from(["", " ", "\t"]))
+def test_a_whole_number_of_units_is_read_exactly(number: int, unit: str, space: str) -> None:
+    for text in (unit, unit.lower(), unit.upper()):
+        assert parse_bytes(f"{number}{space}{text}") == number * FACTORS[unit]
+
+
+@given(num_bytes=st.integers(0, 2**80))
+def test_bytes_are_read_as_they_are(num_bytes: int) -> None:
+    assert parse_bytes(num_bytes) == parse_bytes(str(num_bytes)) == num_bytes
+
+
+@given(num_bytes=st.integers(0, 2**60))
+def test_what_is_written_reads_back_to_two_decimals(num_bytes: int) -> None:
+    text = format_bytes(num_bytes)
+    factor = FACTORS[text.split()[1]]
+    assert abs(parse_bytes(text) - num_bytes) <= factor * 0.005 + 1
+    assert factor <= num_bytes or factor == 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "GiB", "1.GiB", ".5GiB", "1GB", "1 G", "-1", "1e3", "1_000", "1 2", "0x10", "1,5GiB",
+     "inf", "nan", "\u0661GiB", "1GiB1"],
+)  # fmt: skip
+def test_text_that_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(ArgumentError, match=r"capacity must be bytes or a size in B, KiB") as error:
+        parse_bytes(text, "capacity")
+    assert repr(text) in str(error.value)
+
+
+@given(text=st.text())
+def test_any_text_is_read_or_refused(text: str) -> None:
+    try:
+        assert parse_bytes(text) >= 0
+    except ArgumentError as error:
+        assert repr(text) in str(error)
+
+
+@pytest.mark.parametrize("size", [True, 1.5, None, b"1GiB", [1], float("nan")])
+def test_what_is_neither_integer_nor_text_is_refused(size: Any) -> None:
+    with pytest.raises(ArgumentTypeError, match="memory must be bytes as an int or text") as error:
+        parse_bytes(size)
+    assert repr(size) in str(error.value)
+    assert isinstance(error.value, TypeError)
+    assert isinstance(error.value, BalancedDataParallelError)
+
+
+def test_a_negative_size_is_refused() -> None:
+    with pytest.raises(ArgumentError, match="memory must not be negative, got -1"):
+        parse_bytes(-1)
+    with pytest.raises(ValueError, match="reserve"):
+        parse_bytes(-1, "reserve")
+
+
+def test_a_size_past_all_numbers_is_refused() -> None:
+    with pytest.raises(ArgumentError, match="memory is too large"):
+        parse_bytes("9" * 400 + ".5TiB")
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.00 KiB"),
+        (1536, "1.50 KiB"),
+        (3_500_000, "3.34 MiB"),
+        (11 * 2**30, "11.00 GiB"),
+        (5 * 2**42, "20.00 TiB"),
+        (-2048, "-2.00 KiB"),
+        (0.4, "0 B"),
+    ],
+)
+def test_bytes_are_written_in_the_largest_unit_that_is_at_least_one(
+    num_bytes: float, text: str
+) -> None:
+    assert format_bytes(num_bytes) == text
+
+
+def test_mib_are_written_without_unit_for_a_table() -> None:
+    assert format_mib(47 * 2**20 + 2**19) == "47.5"
+    assert format_mib(5000 * 2**20) == "5,000.0"
