@@ -229,7 +229,8 @@ def loss_difference(runs: Sequence[DemoRun]) -> float | None:
     curves = [run.losses for run in runs if run.out_of_memory is None]
     if len(curves) < 2:
         return None
-    return max(max(losses) - min(losses) for losses in zip(*curves, strict=True))
+    difference: float = max(max(step) - min(step) for step in zip(*curves, strict=True))
+    return difference
 
 
 @functools.cache

@@ -152,7 +152,7 @@ def test_before_python_3_11_a_note_becomes_part_of_the_message():
 
 @pytest.mark.skipif(sys.platform == "win32", reason="there is no SIGINT to send")
 def test_ctrl_c_gets_through_and_the_process_ends():
-    """The main thread waits for the replicas; an interrupt ends the wait, not the replica's call."""
+    """The main thread waits for the replicas; an interrupt ends the wait, not their calls."""
     script = textwrap.dedent(
         """
         import threading, torch

@@ -138,7 +138,7 @@ def test_a_tensor_of_another_size_is_named_with_the_remedy():
 
 def test_a_packed_sequence_is_refused():
     packed = pack_sequence([torch.arange(3.0), torch.arange(2.0)])
-    with pytest.raises(ScatterError, match="x.0 is a PackedSequence"):
+    with pytest.raises(ScatterError, match=r"x\.0 is a PackedSequence"):
         cut([packed], 2, 3)
     with pytest.raises(GatherError, match="1 is a PackedSequence"):
         gather([(None, packed), (None, packed)], CPU)

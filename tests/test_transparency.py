@@ -1,4 +1,4 @@
-"""The wrapper changes nothing but where the work is done: outputs and gradients are the module's."""
+"""The wrapper changes where the work is done and nothing else: outputs and gradients are equal."""
 
 from __future__ import annotations
 

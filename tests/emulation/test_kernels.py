@@ -279,12 +279,14 @@ def _attend(qkv: tuple[Tensor, ...], options: dict[str, Any], device: Any) -> li
     return [t.detach().cpu() for t in (output, inferred, *gradients)]
 
 
+# With dropout the emulation has kernels of its own, and one that never drops gives exact numbers.
+@pytest.mark.parametrize("dropout_p", [0.0, 1e-12])
 @pytest.mark.parametrize("name", ATTENTION)
 def test_attention_and_its_gradients_are_those_of_the_math_kernel(
-    devices: EmulatedDevices, name: str
+    devices: EmulatedDevices, name: str, dropout_p: float
 ) -> None:
     qkv, options = ATTENTION[name]
-    actual = _attend(qkv, options, devices[0])
+    actual = _attend(qkv, options | {"dropout_p": dropout_p}, devices[0])
     with sdpa_kernel(SDPBackend.MATH):
         expected = _attend(qkv, options, "cpu")
     torch.testing.assert_close(actual, expected, check_stride=False, **exact)
@@ -313,6 +315,25 @@ def test_attention_with_dropout_is_attention_on_average(devices: EmulatedDevices
     for _ in range(400):
         total += F.scaled_dot_product_attention(q, k, v, dropout_p=0.2)
     torch.testing.assert_close((total / 400).cpu(), expected.cpu(), rtol=0, atol=0.2)
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.5])
+@pytest.mark.parametrize("symbolic", [False, True])
+def test_attention_and_its_gradients_keep_the_layout_of_their_inputs(
+    symbolic: bool, dropout_p: float
+) -> None:
+    def strides(device: torch.device) -> list[tuple[int, ...]]:
+        q = torch.zeros(T, N, H, E, device=device, requires_grad=True).permute(1, 2, 0, 3)
+        k = torch.zeros(N, S, H, E, device=device, requires_grad=True).transpose(1, 2)
+        v = torch.zeros(N, H, S, E, device=device, requires_grad=True) * 1
+        output = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p)
+        gradients = torch.autograd.grad(output.sum(), [q, k, v])
+        for result, like in zip((output, *gradients), (q, q, k, v), strict=True):
+            assert result.stride() == like.stride()
+        return [result.stride() for result in gradients]
+
+    with emulate_devices(1, symbolic=symbolic) as devices:
+        assert len(set(strides(devices[0]))) == 3
 
 
 def test_a_mask_that_learns_gets_its_gradient(devices: EmulatedDevices) -> None:

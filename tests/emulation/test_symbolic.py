@@ -87,6 +87,7 @@ READS: dict[str, Callable[[Tensor], Any]] = {
     "numpy": lambda x: x.numpy(force=True),
     "cpu": lambda x: x.cpu(),
     "copy_ to the cpu": lambda x: torch.zeros(4, 3).copy_(x),
+    "floats made of integers": lambda x: torch.arange(3, device=x.device).float().tolist(),
     "integers made of it": lambda x: x.argmax(1).tolist(),
     "equal": lambda x: torch.equal(x, x),
     "allclose": lambda x: torch.allclose(x, x),
@@ -117,11 +118,21 @@ def test_reading_what_was_not_computed_is_refused(
     assert len(str(error.value)) < 300
 
 
-def test_the_error_says_what_needs_which_tensor(symbolic_devices: EmulatedDevices) -> None:
+@pytest.mark.parametrize(
+    ("read", "doing", "shape"),
+    [
+        (lambda x: x.cpu(), "copying it to the CPU", "(2, 3)"),
+        (lambda x: x[0, 0].item(), "aten._local_scalar_dense.default", "()"),
+        (pickle.dumps, "saving it", "(2, 3)"),
+    ],
+)
+def test_the_error_says_what_needs_which_tensor(
+    symbolic_devices: EmulatedDevices, read: Callable[[Tensor], Any], doing: str, shape: str
+) -> None:
     with pytest.raises(SymbolicValueError) as error:
-        torch.zeros(2, 3, device=symbolic_devices[0]).cpu()
+        read(torch.zeros(2, 3, device=symbolic_devices[0]))
     assert str(error.value) == (
-        "copying it to the CPU needs the value of a torch.float32 tensor of shape (2, 3), but "
+        f"{doing} needs the value of a torch.float32 tensor of shape {shape}, but "
         "emulate_devices(symbolic=True) keeps shapes only; use symbolic=False"
     )
 
