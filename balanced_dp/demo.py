@@ -286,8 +286,14 @@ def _open_devices(
     settings: DemoSettings, num_devices: int, *, symbolic: bool, memory: str | None
 ) -> Iterator[Sequence[torch.device]]:
     if settings.emulated:
-        with emulate_devices(num_devices, memory=memory, symbolic=symbolic) as devices:
-            yield devices
+        # Each replica has a thread already: more in each operator only get in each other's way.
+        num_threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            with emulate_devices(num_devices, memory=memory, symbolic=symbolic) as devices:
+                yield devices
+        finally:
+            torch.set_num_threads(num_threads)
         return
     accelerator = torch.accelerator.current_accelerator()
     assert accelerator is not None

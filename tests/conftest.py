@@ -13,6 +13,9 @@ from .devices import KINDS, open_devices
 hypothesis.settings.register_profile("project", deadline=None)
 hypothesis.settings.load_profile("project")
 
+# Tensors here are tiny, and threads that wait for each other in spinning are slow on busy machines.
+torch.set_num_threads(1)
+
 
 @pytest.fixture(autouse=True)
 def no_thread_left_behind() -> Iterator[None]:

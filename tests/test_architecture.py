@@ -27,6 +27,7 @@ ORDER = [
     "scatter_gather.py",
     "replicate.py",
     "parallel_apply.py",
+    "devices.py",
     "data_parallel.py",
     "__init__.py",
     "demo.py",
@@ -106,7 +107,7 @@ def test_nothing_but_the_command_line_prints():
 
 
 def test_nothing_runs_at_import():
-    """At the top of a file there are definitions, constants and type names, and no calls of ours."""
+    """At the top of a file there are definitions and constants, no statements that do things."""
     for name, tree in trees().items():
         if name == "__main__.py":
             continue

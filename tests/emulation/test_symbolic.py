@@ -3,7 +3,6 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-import resource
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -53,6 +52,7 @@ def test_the_bytes_of_a_model_are_those_with_numbers(name: str) -> None:
 def test_a_model_far_larger_than_memory_is_measured_without_using_memory(
     symbolic_devices: EmulatedDevices,
 ) -> None:
+    resource = pytest.importorskip("resource")
     lazy = torch.get_device_module("lazy")
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     size, num_layers = 40_000, 9

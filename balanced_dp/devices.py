@@ -1,0 +1,74 @@
+"""Which devices ``device_ids`` and ``output_device`` name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from .emulation.machine import DEVICE_TYPE, has_machine
+from .errors import ArgumentError, ArgumentTypeError
+
+Device = int | str | torch.device
+
+
+def default_device_type() -> str | None:
+    """Returns the type of device that ints name: the accelerator, or the emulated one, or None."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is not None and accelerator.type != "mps":  # one device only, as stock has it
+        return accelerator.type
+    return DEVICE_TYPE if has_machine() else None
+
+
+def resolve_devices(
+    device_ids: Sequence[Device] | None, device_type: str | None
+) -> list[torch.device]:
+    """Returns the devices that ``device_ids`` names; ints are of ``device_type``.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: there is no such device, or no device at all.
+    """
+    if device_ids is None:
+        if device_type is None:
+            return []
+        count = torch.get_device_module(device_type).device_count()
+        return [torch.device(device_type, index) for index in range(count)]
+    if isinstance(device_ids, str | int) or not isinstance(device_ids, Sequence):
+        raise ArgumentTypeError(f"device_ids must be a list of devices, got {device_ids!r}")
+    if not device_ids:
+        raise ArgumentError("device_ids is empty; leave it out to use all devices")
+    return [resolve_device(device_id, device_type) for device_id in device_ids]
+
+
+def resolve_device(device_id: Device, device_type: str | None) -> torch.device:
+    """Returns the device that ``device_id`` names; an int is of ``device_type``.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: there is no such device.
+    """
+    if isinstance(device_id, bool) or not isinstance(device_id, int | str | torch.device):
+        raise ArgumentTypeError(
+            f"a device must be an int, a string or a torch.device, got {device_id!r}"
+        )
+    if isinstance(device_id, int):
+        if device_type is None:
+            raise ArgumentError(
+                f"device {device_id} does not exist: there is no accelerator here. Leave "
+                "device_ids out to run without splitting, name ['cpu', 'cpu'], or use "
+                "emulate_devices"
+            )
+        if device_id < 0:
+            raise ArgumentError(f"a device index must not be negative, got {device_id}")
+        device = torch.device(device_type, device_id)
+    else:
+        device = torch.device(device_id)
+    if device.type == "cpu":
+        return torch.device("cpu")  # tensors do not say "cpu:0"
+    module = torch.get_device_module(device)
+    if device.index is None:
+        return torch.device(device.type, module.current_device())
+    if device.index >= module.device_count():
+        raise ArgumentError(
+            f"device {device} does not exist: there are {module.device_count()} of its type"
+        )
+    return device
