@@ -546,7 +546,8 @@ def _num_bytes(elem: torch.Tensor, dtype: torch.dtype | None) -> int:
 
 
 def _add(self: Any, other: Any, **kwargs: Any) -> Any:
-    if not _would_accumulate_in_place(self, other):
+    # In Python only the call has it: C++, the tuple of arguments, this frame and getrefcount.
+    if sys.getrefcount(self) > 4 or not _would_accumulate_in_place(self, other):
         return run(aten.add.Tensor, (self, other), kwargs)
     wrapped = Wrapped(aten.add.Tensor)
     elem = aten.add.Tensor(wrapped.unwrap(self), wrapped.unwrap(other))
@@ -562,8 +563,8 @@ def _would_accumulate_in_place(self: Any, other: Any) -> bool:
         and isinstance(other, EmulatedTensor)
         and (self.shape, self.dtype, self.layout) == (other.shape, other.dtype, torch.strided)
         and self._elem.nbytes == self._elem.untyped_storage().nbytes()
-        # Nobody else has it: the engine, the Python object and two for the call that is running;
-        # and no other tensor views it: this tuple and the argument of getrefcount.
+        # Nor has anybody in C++: the engine, the Python object and two for the call; and no other
+        # tensor views it: this tuple and the argument of getrefcount.
         and self._use_count() <= 4  # type: ignore[attr-defined]
         and sys.getrefcount(self._allocations[0]) == 2
     )
