@@ -9,8 +9,19 @@ from .errors import (
     BalanceWarning,
     EmulationError,
     GatherError,
+    ImbalanceWarning,
+    ProbeError,
     ScatterError,
     SymbolicValueError,
+)
+from .memory import (
+    DeviceBreakdown,
+    DeviceMemory,
+    DevicePeak,
+    MemoryLogger,
+    MemoryProbe,
+    StepMemory,
+    memory_breakdown,
 )
 from .split import split_batch
 
@@ -20,13 +31,22 @@ __all__ = [
     "BalanceWarning",
     "BalancedDataParallel",
     "BalancedDataParallelError",
+    "DeviceBreakdown",
+    "DeviceMemory",
+    "DevicePeak",
     "EmulatedDevices",
     "EmulationError",
     "GatherError",
+    "ImbalanceWarning",
     "MemoryBreakdown",
+    "MemoryLogger",
+    "MemoryProbe",
+    "ProbeError",
     "ScatterError",
+    "StepMemory",
     "SymbolicValueError",
     "balanced_data_parallel",
     "emulate_devices",
+    "memory_breakdown",
     "split_batch",
 ]

@@ -15,6 +15,7 @@ from torch import nn
 
 from .devices import Device, default_device_type, resolve_device, resolve_devices
 from .errors import ArgumentError, BalanceWarning
+from .memory.probe import MemoryProbe
 from .parallel_apply import add_note, parallel_apply
 from .replicate import replicate
 from .scatter_gather import ScalarOutputs, find_batch_size, gather, scatter
@@ -126,6 +127,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         self.output_device = self.device_ids[0] if devices else None
         if devices and output_device is not None:
             self.output_device = self._stock_id(resolve_device(output_device, self._device_type))
+        self.last_chunk_sizes: tuple[int, ...] | None = None
         self._has_run = False
         if len(devices) == 1:
             module.to(devices[0])
@@ -149,6 +151,15 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         """Returns how many samples of a batch of ``batch_size`` each device gets."""
         return split_batch(batch_size, max(1, len(self.device_ids)), self.gpu0_bsz)
 
+    @property
+    def memory(self) -> MemoryProbe:
+        """A new probe on the devices, which knows how this model splits.
+
+        Raises:
+            ProbeError: the devices do not count their memory, as ``"cpu"`` does not.
+        """
+        return MemoryProbe(model=self)
+
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Runs the module on the batch, split over the devices, and gathers the output."""
         with torch.autograd.profiler.record_function("BalancedDataParallel.forward"):
@@ -162,6 +173,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
             )
             # Without a tensor to cut there is one call to make. An empty batch is one, too.
             chunk_sizes = [0] if not batch_size else list(self.split(batch_size))
+            self.last_chunk_sizes = self.split(batch_size or 0)
             if batch_size:
                 self._warn_if_even(batch_size)
             try:

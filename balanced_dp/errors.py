@@ -35,5 +35,13 @@ class SymbolicValueError(EmulationError):
     """A value was read that ``emulate_devices(symbolic=True)`` does not compute."""
 
 
+class ProbeError(BalancedDataParallelError, RuntimeError):
+    """Memory cannot be measured: there is nothing to ask, or it is not clear whom."""
+
+
 class BalanceWarning(UserWarning):
     """``gpu0_bsz`` is not below the even share, so the split stays as even as stock's."""
+
+
+class ImbalanceWarning(UserWarning):
+    """The devices were filled unequally in a measured step; the message says what to change."""

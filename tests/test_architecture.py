@@ -28,14 +28,34 @@ ORDER = [
     "replicate.py",
     "parallel_apply.py",
     "devices.py",
+    "memory/nvml.py",
+    "memory/device_map.py",
+    "memory/device_memory.py",
+    "memory/sampler.py",
+    "memory/step.py",
+    "memory/breakdown.py",
+    "memory/probe.py",
+    "memory/logger.py",
+    "memory/__init__.py",
     "data_parallel.py",
     "__init__.py",
     "demo.py",
     "cli.py",
     "__main__.py",
 ]
-WITHOUT_TORCH = {"errors.py", "units.py", "emulation/ledger.py", "split.py", "containers.py"}
-PRINTS = {"cli.py"}
+WITHOUT_TORCH = {
+    "errors.py",
+    "units.py",
+    "emulation/ledger.py",
+    "split.py",
+    "containers.py",
+    "memory/nvml.py",
+    "memory/device_map.py",
+    "memory/device_memory.py",
+    "memory/sampler.py",
+    "memory/step.py",
+}
+PRINTS = {"cli.py", "memory/nvml.py"}  # the latter as the sampling process, to its parent
 
 
 def trees() -> dict[str, ast.Module]:

@@ -38,7 +38,14 @@ def test_public_names_are_documented(item):
         assert section in documentation, f"{item.__name__} does not say {section}"
 
 
-UNRAISING = {balanced_dp.EmulatedDevices, balanced_dp.MemoryBreakdown}
+UNRAISING = {
+    balanced_dp.DeviceBreakdown,
+    balanced_dp.DeviceMemory,
+    balanced_dp.DevicePeak,
+    balanced_dp.EmulatedDevices,
+    balanced_dp.MemoryBreakdown,
+    balanced_dp.StepMemory,
+}
 
 
 @pytest.mark.parametrize("item", PUBLIC, ids=balanced_dp.__all__)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .ledger import DeviceLedger
+from .ledger import DeviceLedger, MemoryBreakdown
 from .machine import current_machine, has_machine
 
 Device = torch.device | str | int | None
@@ -105,6 +105,11 @@ def memory_stats(device: Device = None) -> dict[str, int]:
         values = {"current": current, "peak": peak, "allocated": total, "freed": total - current}
         stats.update({f"{kind}.all.{name}": value for name, value in values.items()})
     return stats
+
+
+def memory_breakdown(device: Device = None) -> MemoryBreakdown:
+    """Returns what the device's memory is used for, now and at the peak; CUDA has no such thing."""
+    return _ledger(device).breakdown()
 
 
 def mem_get_info(device: Device = None) -> tuple[int, int]:

@@ -1,0 +1,156 @@
+"""What the memory at the peak was used for, and the floor that no ``gpu0_bsz`` can lower."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from ..emulation.ledger import ROUND_BYTES
+from ..errors import ProbeError
+from .step import DevicePeak, StepMemory
+
+_KEPT = ("parameter", "buffer", "gradient", "optimizer state")
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceBreakdown:
+    """What one device's memory was used for when it was fullest, in bytes.
+
+    Attributes:
+        device: the device as torch names it.
+        peak_bytes: the most that tensors held since the peak was last reset.
+        uses: what for; the values add up to ``peak_bytes``. On emulated devices they are exact: the
+            ledger's labels. Elsewhere ``parameter``, ``buffer``, ``gradient`` and ``optimizer
+            state`` are what lives now, with the copies that the model made on the other devices,
+            and ``rest`` is what else there was: activations, gathered outputs, the loss.
+        floor_bytes: of the first device, about what it would hold with ``gpu0_bsz=0``, which no
+            choice of ``gpu0_bsz`` can lower. None on the others, and where it is not known: before
+            the first batch, or with samples on one device only.
+    """
+
+    device: str
+    peak_bytes: int
+    uses: dict[str, int]
+    floor_bytes: int | None = None
+
+
+def memory_breakdown(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None = None
+) -> tuple[DeviceBreakdown, ...]:
+    """Returns what the memory of each of the model's devices was used for at its peak.
+
+    Call it after a training step, with the gradients still there, or on emulated devices at any
+    time. The peak is the one since ``reset_peak_memory_stats`` or a measured block.
+
+    The floor is the first device's peak less what its chunk takes there, by what a sample takes of
+    the other devices.
+
+    Args:
+        model: a ``BalancedDataParallel``, or any module, whose devices are its parameters'.
+        optimizer: the optimizer of its parameters, if its state is to be told from the rest.
+
+    Raises:
+        ProbeError: no device of the model counts its memory.
+    """
+    devices = _devices_of(model)
+    counted = {device: _uses(device, model, optimizer) for device in devices}
+    chunk_sizes = last_chunk_sizes(model)
+    peaks = [
+        DevicePeak(
+            device=str(device),
+            capacity_bytes=None,
+            start_allocated_bytes=sum(counted[device].get(use, 0) for use in _KEPT),
+            peak_allocated_bytes=sum(counted[device].values()),
+            chunk_size=None if chunk_sizes is None else chunk_sizes[device],
+        )
+        for device in devices
+    ]
+    floor_bytes = StepMemory(devices=tuple(peaks)).floor_bytes
+    return tuple(
+        DeviceBreakdown(
+            device=peak.device,
+            peak_bytes=peak.peak_allocated_bytes,
+            uses=uses,
+            floor_bytes=round(floor_bytes) if floor_bytes is not None and not index else None,
+        )
+        for index, (peak, uses) in enumerate(zip(peaks, counted.values(), strict=True))
+    )
+
+
+def last_chunk_sizes(model: Any) -> Counter[torch.device] | None:
+    """Returns how many samples of the model's last batch each device got, None if not known."""
+    split = getattr(model, "last_chunk_sizes", None)
+    if split is None:
+        return None
+    chunk_sizes: Counter[torch.device] = Counter()
+    for device, size in zip(model.devices, split, strict=True):
+        chunk_sizes[device] += size
+    return chunk_sizes
+
+
+def replica_bytes(model: Any, device: torch.device, chunk_size: int | None) -> int:
+    """Returns what copies of parameters and buffers a device gets for a chunk."""
+    if not chunk_size or device == model.devices[0]:
+        return 0
+    return _num_bytes(chain(model.module.parameters(), model.module.buffers()))
+
+
+def _devices_of(model: nn.Module) -> list[torch.device]:
+    tensors = chain(model.parameters(), model.buffers())
+    devices = getattr(model, "devices", None) or [tensor.device for tensor in tensors]
+    counting = [
+        device
+        for device in dict.fromkeys(devices)
+        if hasattr(torch.get_device_module(device), "max_memory_allocated")
+    ]
+    if not counting:
+        raise ProbeError(
+            f"no device of the model counts its memory: {sorted(set(map(str, devices)))}; to "
+            "measure on a machine without accelerators, use emulate_devices"
+        )
+    return counting
+
+
+def _uses(
+    device: torch.device, model: Any, optimizer: torch.optim.Optimizer | None
+) -> dict[str, int]:
+    """Returns bytes by use; they add up to the device's peak."""
+    module = torch.get_device_module(device)
+    if hasattr(module, "memory_breakdown"):
+        labelled: dict[str, int] = module.memory_breakdown(device).peak
+        return labelled
+    parameters, buffers = list(model.parameters()), list(model.buffers())
+    state = [] if optimizer is None else tree_leaves(list(optimizer.state.values()))
+    tensors: dict[str, list[Any]] = {
+        "parameter": parameters,
+        "buffer": buffers,
+        "gradient": [parameter.grad for parameter in parameters],
+        "optimizer state": state,
+    }
+    uses = {use: _num_bytes(found, device) for use, found in tensors.items()}
+    rest = module.max_memory_allocated(device) - sum(uses.values())
+    chunk_sizes = last_chunk_sizes(model)
+    if chunk_sizes and chunk_sizes[device] and device != model.devices[0]:
+        copies = {"parameter": _num_bytes(parameters), "buffer": _num_bytes(buffers)}
+        if rest >= sum(copies.values()):  # the peak is one of a batch, when there were copies
+            uses = {use: size + copies.get(use, 0) for use, size in uses.items()}
+            rest -= sum(copies.values())
+    return uses | {"rest": rest}
+
+
+def _num_bytes(tensors: Iterable[Any], device: torch.device | None = None) -> int:
+    """Returns what the allocator holds for the tensors, of one device or of all."""
+    storages = {
+        storage._cdata: storage.nbytes()
+        for tensor in tensors
+        if isinstance(tensor, torch.Tensor) and device in (None, tensor.device)
+        for storage in [tensor.untyped_storage()]
+    }
+    return sum(-(-size // ROUND_BYTES) * ROUND_BYTES for size in storages.values())

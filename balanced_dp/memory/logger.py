@@ -1,0 +1,77 @@
+"""Writes the devices' peaks to TensorBoard, or anywhere, every so many steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import ArgumentError, ArgumentTypeError
+from .probe import MemoryProbe
+from .step import spread
+
+
+class MemoryLogger:
+    """Writes what each of a model's devices held at most, and how unequal that is.
+
+    ``memory/cuda:0 (gpu:3)/peak_MiB`` is the most that tensors held since the last record, one
+    for each device; ``memory/imbalance`` is (max - min) / max of them. The peaks are reset at each
+    record. The steps between cost nothing, and a record does not wait for the devices: the
+    allocator counts on the host.
+
+    Args:
+        model: the ``BalancedDataParallel``.
+        writer: a ``SummaryWriter`` or whatever has its ``add_scalar(tag, value, step)``, or a
+            function that is called like that.
+        every: steps from one record to the next, at least 1.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: ``every`` is not a positive integer, or ``writer`` is
+            neither of the two.
+        ProbeError: the model's devices do not count their memory.
+
+    Example:
+        >>> with emulate_devices(2) as devices:
+        ...     model = BalancedDataParallel(1, torch.nn.Linear(4, 2).to(devices[0]), list(devices))
+        ...     logger = MemoryLogger(model, lambda tag, value, step: print(step, tag), every=2)
+        ...     for _ in range(2):
+        ...         loss = model(torch.ones(3, 4)).sum()
+        ...         logger.step()
+        ...     del model, loss
+        2 memory/lazy:0/peak_MiB
+        2 memory/lazy:1/peak_MiB
+        2 memory/imbalance
+    """
+
+    def __init__(self, model: nn.Module, writer: Any, every: int = 100) -> None:
+        if isinstance(every, bool) or not isinstance(every, int):
+            raise ArgumentTypeError(f"every must be an integer, got {every!r}")
+        if every < 1:
+            raise ArgumentError(f"every must be at least 1, got {every}")
+        write = getattr(writer, "add_scalar", writer)
+        if not callable(write):
+            raise ArgumentTypeError(
+                f"writer must have add_scalar(tag, value, step) or be a function, got {writer!r}"
+            )
+        self.every = every
+        self.num_steps = 0
+        self._write: Callable[[str, float, int], object] = write
+        probe = MemoryProbe(model=model)
+        self._labels = [memory.label for memory in probe.snapshot()]
+        self._devices = probe.devices
+
+    def step(self) -> None:
+        """Counts a step, and writes where it is one in ``every``. Call it after each step."""
+        self.num_steps += 1
+        if self.num_steps % self.every:
+            return
+        peaks = []
+        for device in self._devices:
+            module = torch.get_device_module(device)
+            peaks.append(module.max_memory_allocated(device))
+            module.reset_peak_memory_stats(device)
+        for label, peak_bytes in zip(self._labels, peaks, strict=True):
+            self._write(f"memory/{label}/peak_MiB", peak_bytes / 2**20, self.num_steps)
+        self._write("memory/imbalance", spread(peaks), self.num_steps)

@@ -1,0 +1,243 @@
+"""What NVML says of this machine's GPUs: the only file that speaks with ``pynvml``.
+
+It stands alone, without torch and without the rest of the package: run as a script, it is the
+process that samples the memory in use while the training process is busy (``sampler.py``).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+SAMPLING_INTERVAL_S = 0.010
+
+_REASONS = {
+    "NVML_ERROR_LIBRARY_NOT_FOUND": "there is no NVML library (libnvidia-ml.so.1): it comes with "
+    "NVIDIA's driver; in a container, start it with the NVIDIA runtime (--gpus all)",
+    "NVML_ERROR_DRIVER_NOT_LOADED": "NVIDIA's driver is not loaded: install it, or load it with "
+    "modprobe nvidia",
+    "NVML_ERROR_NO_PERMISSION": "no permission to speak with NVIDIA's driver: see who may read and "
+    "write /dev/nvidiactl",
+    "NVML_ERROR_LIB_RM_VERSION_MISMATCH": "NVML's library and the loaded driver are of different "
+    "versions, as after an update: restart the machine",
+}
+"""By the name of the constant in pynvml, which is the error's in nvml.h."""
+
+
+class NvmlError(Exception):
+    """NVML cannot answer; the message says why and, where something can be done, what."""
+
+
+@dataclass(frozen=True, slots=True)
+class Board:
+    """A GPU, or a MIG slice of one, as NVML lists it; None where NVML does not tell."""
+
+    nvml_index: int
+    mig_index: int | None = None
+    uuid: str | None = None
+    board_uuid: str | None = None
+    name: str | None = None
+    pci_bus_id: tuple[int, int, int] | None = None
+    """Domain, bus and device."""
+    total_bytes: int | None = None
+    handle: Any = None
+    error: str | None = None
+    """Why there is no handle."""
+
+    @property
+    def label(self) -> str:
+        """``gpu:3``, or ``gpu:3 mig:1``."""
+        mig = "" if self.mig_index is None else f" mig:{self.mig_index}"
+        return f"gpu:{self.nvml_index}{mig}"
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryInfo:
+    """Bytes of one board; ``version`` is that of the query, 1 or 2."""
+
+    total_bytes: int
+    used_bytes: int
+    free_bytes: int
+    reserved_by_driver_bytes: int | None
+    version: int
+
+
+class Nvml:
+    """An open connection to NVML, until :meth:`close`.
+
+    Raises:
+        NvmlError: there is no library, driver or permission.
+    """
+
+    def __init__(self) -> None:
+        self._nvml = _import_pynvml()
+        try:
+            self._nvml.nvmlInit()
+        except self._nvml.NVMLError as error:
+            raise NvmlError(self._reason(error)) from None
+
+    def close(self) -> None:
+        """Ends the connection; boards cannot be asked any more."""
+        self._nvml.nvmlShutdown()
+
+    def boards(self) -> list[Board]:
+        """Returns all boards by index; one that is split by MIG is given as its slices.
+
+        Raises:
+            NvmlError: NVML cannot count them.
+        """
+        try:
+            count = self._nvml.nvmlDeviceGetCount()
+        except self._nvml.NVMLError as error:
+            raise NvmlError(self._reason(error)) from None
+        return [board for index in range(count) for board in self._boards_at(index)]
+
+    def memory(self, board: Board) -> MemoryInfo:
+        """Returns the board's memory; by version 2 of the query where the driver has it.
+
+        Version 1 counts what the driver reserves for itself as used.
+
+        Source:
+            ``nvidia-smi --query-gpu=memory.total,memory.used,memory.free,memory.reserved``;
+            nvmlMemory_v2_t in NVML's API reference, driver 510 and newer.
+
+        Raises:
+            NvmlError: the board does not answer.
+        """
+        if board.error is not None:
+            raise NvmlError(board.error)
+        nvml = self._nvml
+        try:
+            try:
+                info = nvml.nvmlDeviceGetMemoryInfo(board.handle, nvml.nvmlMemory_v2)
+                return MemoryInfo(info.total, info.used, info.free, info.reserved, 2)
+            except (
+                nvml.NVMLError_FunctionNotFound,
+                nvml.NVMLError_ArgumentVersionMismatch,
+                nvml.NVMLError_NotSupported,
+            ):
+                info = nvml.nvmlDeviceGetMemoryInfo(board.handle)
+                return MemoryInfo(info.total, info.used, info.free, None, 1)
+        except nvml.NVMLError as error:
+            raise NvmlError(self._reason(error)) from None
+
+    def processes(self, board: Board) -> dict[int, int | None] | None:
+        """Returns bytes by PID of the processes that compute on the board; None if it won't tell.
+
+        Source:
+            ``nvidia-smi --query-compute-apps=pid,used_memory``.
+        """
+        nvml = self._nvml
+        functions = (
+            nvml.nvmlDeviceGetComputeRunningProcesses_v3,  # driver 510 and newer
+            nvml.nvmlDeviceGetComputeRunningProcesses_v2,
+        )
+        for function in functions:
+            try:
+                return {process.pid: process.usedGpuMemory for process in function(board.handle)}
+            except nvml.NVMLError_FunctionNotFound:
+                continue
+            except nvml.NVMLError:
+                return None
+        return None
+
+    def _boards_at(self, index: int) -> list[Board]:
+        nvml = self._nvml
+        try:
+            handle = nvml.nvmlDeviceGetHandleByIndex(index)
+        except nvml.NVMLError as error:
+            return [Board(index, error=self._reason(error))]
+        uuid = self._ask(nvml.nvmlDeviceGetUUID, handle)
+        num_slices = self._ask(nvml.nvmlDeviceGetMaxMigDeviceCount, handle) or 0
+        slices = [
+            self._board(index, mig_index, slice_handle, uuid)
+            for mig_index in range(num_slices)
+            if (
+                slice_handle := self._ask(
+                    nvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, mig_index
+                )
+            )
+        ]
+        return slices or [self._board(index, None, handle, uuid)]
+
+    def _board(self, index: int, mig_index: int | None, handle: Any, board_uuid: str) -> Board:
+        nvml = self._nvml
+        pci = self._ask(nvml.nvmlDeviceGetPciInfo, handle)
+        board = Board(
+            nvml_index=index,
+            mig_index=mig_index,
+            uuid=self._ask(nvml.nvmlDeviceGetUUID, handle),
+            board_uuid=board_uuid,
+            name=self._ask(nvml.nvmlDeviceGetName, handle),
+            pci_bus_id=(pci.domain, pci.bus, pci.device) if pci else None,
+            handle=handle,
+        )
+        try:
+            return replace(board, total_bytes=self.memory(board).total_bytes)
+        except NvmlError:
+            return board
+
+    def _ask(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Returns the answer, or None where there is none."""
+        try:
+            return function(*arguments)
+        except self._nvml.NVMLError:
+            return None
+
+    def _reason(self, error: Any) -> str:
+        for name, reason in _REASONS.items():
+            if error.value == getattr(self._nvml, name):
+                return reason
+        return str(error)
+
+
+def _import_pynvml() -> Any:
+    try:
+        import pynvml
+    except ImportError:
+        raise NvmlError(
+            "the package nvidia-ml-py is not installed: pip install nvidia-ml-py"
+        ) from None
+    if hasattr(pynvml, "__path__"):  # nvidia-ml-py is a single file
+        raise NvmlError(
+            "the retired package pynvml hides nvidia-ml-py: "
+            "pip uninstall -y pynvml && pip install --force-reinstall nvidia-ml-py"
+        )
+    return pynvml
+
+
+def _sample(parent_pid: int, labels: list[str]) -> None:
+    """Samples used bytes until a byte or the end of stdin, or the parent's; prints the peaks."""
+    nvml = Nvml()
+    boards = {board.label: board for board in nvml.boards()}
+    peaks: dict[str, int] = dict.fromkeys(labels, 0)
+    errors: dict[str, str] = {}
+    told = threading.Event()
+
+    def listen() -> None:
+        os.read(0, 1)
+        told.set()
+
+    threading.Thread(target=listen, daemon=True).start()
+    num_samples = 0
+    while os.getppid() == parent_pid:
+        for label in labels:
+            try:
+                peaks[label] = max(peaks[label], nvml.memory(boards[label]).used_bytes)
+            except NvmlError as error:
+                errors[label] = str(error)
+        num_samples += 1
+        if num_samples == 1:
+            print("ready", flush=True)
+        if told.wait(SAMPLING_INTERVAL_S):
+            break
+    print(json.dumps({"peaks": peaks, "errors": errors, "num_samples": num_samples}))
+
+
+if __name__ == "__main__":
+    _sample(int(sys.argv[1]), sys.argv[2:])

@@ -1,0 +1,212 @@
+"""What a step took of each device's memory, and what that says of the split. Pure, no torch."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..errors import ImbalanceWarning, ProbeError
+from ..units import format_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class DevicePeak:
+    """The most that one device held during a step, in bytes.
+
+    Attributes:
+        device: the device as torch names it.
+        capacity_bytes: what it can hold, None where it does not tell.
+        start_allocated_bytes: what tensors held when the step began.
+        peak_allocated_bytes: the most that tensors held at one time.
+        peak_reserved_bytes: the most that torch's allocator held, its cache included.
+        peak_used_bytes: the most that NVML saw in use, by anybody: sampled, so a lower bound.
+            None where NVML did not tell.
+        num_alloc_retries: how often the allocator had to empty its cache and try again, None
+            where it does not tell.
+        chunk_size: samples that the device got, None where that is not known.
+        replica_bytes: what the device's copies of parameters and buffers take, 0 where there are
+            none or it is not known.
+    """
+
+    device: str
+    capacity_bytes: int | None
+    start_allocated_bytes: int
+    peak_allocated_bytes: int
+    peak_reserved_bytes: int | None = None
+    peak_used_bytes: int | None = None
+    num_alloc_retries: int | None = None
+    chunk_size: int | None = None
+    replica_bytes: int = 0
+
+
+@dataclass(slots=True)
+class StepMemory:
+    """What a measured block took; complete when the block has ended.
+
+    Attributes:
+        devices: one entry a device, empty until the block ends.
+        elapsed_s: seconds that the block took, the devices' work included.
+        valid: whether the peaks are those of an undisturbed block.
+        reason: why they are not.
+        num_samples: how often NVML was asked.
+        sampling_error: why ``peak_used_bytes`` is None where it is.
+    """
+
+    devices: tuple[DevicePeak, ...] = ()
+    elapsed_s: float = math.nan
+    valid: bool = False
+    reason: str | None = "the block has not ended"
+    num_samples: int = 0
+    sampling_error: str | None = None
+
+    @property
+    def imbalance(self) -> float:
+        """(max - min) / max of the devices' peak allocated bytes, 0 to 1.
+
+        Raises:
+            ProbeError: the block has not ended.
+        """
+        return spread([peak.peak_allocated_bytes for peak in self._ended()])
+
+    @property
+    def utilization(self) -> tuple[float, ...]:
+        """Peak allocated bytes over capacity, for each device.
+
+        Raises:
+            ProbeError: the block has not ended, or a device does not tell its capacity.
+        """
+        values = []
+        for peak in self._ended():
+            if not peak.capacity_bytes:
+                raise ProbeError(f"{peak.device} does not tell its capacity")
+            values.append(peak.peak_allocated_bytes / peak.capacity_bytes)
+        return tuple(values)
+
+    @property
+    def fullest(self) -> DevicePeak:
+        """The device with the highest utilization, the first of several.
+
+        Raises:
+            ProbeError: the block has not ended, or a device does not tell its capacity.
+        """
+        utilization = self.utilization
+        return self.devices[utilization.index(max(utilization))]
+
+    @property
+    def bytes_per_sample(self) -> float | None:
+        """What a sample takes of a device that runs its forward and backward pass.
+
+        From the devices after the first, which hold little else: their peaks less what they held
+        at the start and their copies of the parameters, over their chunk sizes. None where chunk
+        sizes are not known, or no other device had samples.
+        """
+        others = [peak for peak in self._ended()[1:] if peak.chunk_size]
+        extra = sum(
+            peak.peak_allocated_bytes - peak.start_allocated_bytes - peak.replica_bytes
+            for peak in others
+        )
+        num_samples = sum(peak.chunk_size or 0 for peak in others)
+        return extra / num_samples if num_samples and extra > 0 else None
+
+    @property
+    def floor_bytes(self) -> float | None:
+        """What the first device would hold with ``gpu0_bsz=0``: no choice of it can lower that.
+
+        Its peak less what its own chunk takes by :attr:`bytes_per_sample`. None where that is
+        not known.
+        """
+        first = self._ended()[0]
+        if first.chunk_size == 0:
+            return first.peak_allocated_bytes
+        if first.chunk_size is None or self.bytes_per_sample is None:
+            return None
+        return max(0.0, first.peak_allocated_bytes - first.chunk_size * self.bytes_per_sample)
+
+    def check_split(self, tolerance: float = 0.10, warn: bool = False) -> str | None:
+        """Returns what is wrong with the split and what to do about it, None if nothing is.
+
+        The first device is compared with the fullest of the others, by utilization, so that
+        devices of unlike capacity may hold unlike amounts.
+
+        Args:
+            tolerance: by how much they may differ, as a part of the fuller one's utilization.
+            warn: also give the sentence as an :class:`ImbalanceWarning`.
+
+        Raises:
+            ProbeError: the block has not ended, or a device does not tell its capacity.
+        """
+        message = _advice(self, tolerance)
+        if warn and message is not None:
+            warnings.warn(message, ImbalanceWarning, stacklevel=2)
+        return message
+
+    def _ended(self) -> tuple[DevicePeak, ...]:
+        if not self.devices:
+            raise ProbeError(f"there are no peaks: {self.reason}")
+        return self.devices
+
+
+def spread(values: Sequence[float]) -> float:
+    """Returns (max - min) / max, 0 where all are 0."""
+    return (max(values) - min(values)) / max(values) if max(values) else 0.0
+
+
+def _advice(usage: StepMemory, tolerance: float) -> str | None:
+    utilization = usage.utilization
+    if len(utilization) == 1 or spread(utilization) <= tolerance:
+        return None
+    ranked = sorted(zip(utilization[1:], usage.devices[1:], strict=True), key=lambda pair: pair[0])
+    first, (other_use, other) = usage.devices[0], ranked[-1]
+    difference = spread([utilization[0], other_use])
+    if difference > tolerance:
+        remedy = _remedy(usage, other, utilization[0] > other_use)
+        return f"{_compare(first, other)}, {difference:.0%} apart: {remedy}"
+    return (
+        f"{_compare(ranked[0][1], other)}, {spread(utilization):.0%} apart: gpu0_bsz does "
+        "not change that; see what else is on them, and whether the batch is large enough to share"
+    )
+
+
+def _compare(one: DevicePeak, other: DevicePeak) -> str:
+    alike = one.capacity_bytes == other.capacity_bytes
+    return " and ".join(
+        f"{peak.device} peaks at {format_bytes(peak.peak_allocated_bytes)}"
+        + ("" if alike else f" of {format_bytes(peak.capacity_bytes or 0)}")
+        for peak in (one, other)
+    )
+
+
+def _remedy(usage: StepMemory, other: DevicePeak, first_is_fuller: bool) -> str:
+    """Says where to move gpu0_bsz so that the first device is filled as ``other`` is."""
+    remedy = "lower gpu0_bsz" if first_is_fuller else "raise gpu0_bsz"
+    first, per_sample = usage.devices[0], usage.bytes_per_sample
+    if first.chunk_size is None or per_sample is None:
+        return remedy
+    # n samples fewer there are n/num_others more on each other device: equal utilization after.
+    num_others = sum(1 for peak in usage.devices[1:] if peak.chunk_size)
+    assert first.capacity_bytes and other.capacity_bytes
+    excess = (
+        first.peak_allocated_bytes / first.capacity_bytes
+        - other.peak_allocated_bytes / other.capacity_bytes
+    )
+    weight = 1 / first.capacity_bytes + 1 / (num_others * other.capacity_bytes)
+    wanted = first.chunk_size - excess / (per_sample * weight)
+    even = -(-sum(peak.chunk_size or 0 for peak in usage.devices) // len(usage.devices))
+    target = min(max(0, round(wanted)), max(even, first.chunk_size))
+    sample = f"a sample takes about {format_bytes(per_sample)}"
+    if target == first.chunk_size > 0 and wanted < even:
+        return f"no other gpu0_bsz than {target} is closer, since {sample}"
+    if target == first.chunk_size > 0:
+        return f"gpu0_bsz={target} is the even share already, and it does not give more"
+    move = (
+        f"{remedy} by about {abs(target - first.chunk_size)}, from {first.chunk_size} to {target}"
+    )
+    if wanted > 0:
+        return f"{move} ({sample})"
+    return (
+        f"{f'{move} ({sample})' if first.chunk_size else 'gpu0_bsz is 0 already'}; without any "
+        f"samples {first.device} holds about {format_bytes(usage.floor_bytes or 0)}, which only "
+        "smaller outputs or a loss computed on each device would lower"
+    )
