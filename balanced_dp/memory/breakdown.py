@@ -17,6 +17,8 @@ from ..errors import ProbeError
 from .step import DevicePeak, StepMemory
 
 _KEPT = ("parameter", "buffer", "gradient", "optimizer state")
+_OF_THE_CHUNK = ("input", "activation", "rest")
+"""Whose bytes may be those of the first device's own chunk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +51,9 @@ def memory_breakdown(
     Call it after a training step, with the gradients still there, or on emulated devices at any
     time. The peak is the one since ``reset_peak_memory_stats`` or a measured block.
 
-    The floor is the first device's peak less what its chunk takes there, by what a sample takes of
-    the other devices.
+    The floor is the first device's peak less what its chunk takes there: what a sample takes of
+    the other devices, and no more than there is of activations. It is low where the peak without
+    samples would be at another moment of the step; ``gpu0_bsz=0``, measured, is exact.
 
     Args:
         model: a ``BalancedDataParallel``, or any module, whose devices are its parameters'.
@@ -72,7 +75,11 @@ def memory_breakdown(
         )
         for device in devices
     ]
-    floor_bytes = StepMemory(devices=tuple(peaks)).floor_bytes
+    usage = StepMemory(devices=tuple(peaks))
+    floor_bytes = None
+    if usage.floor_bytes is not None:
+        movable_bytes = sum(counted[devices[0]].get(use, 0) for use in _OF_THE_CHUNK)
+        floor_bytes = max(usage.floor_bytes, peaks[0].peak_allocated_bytes - movable_bytes)
     return tuple(
         DeviceBreakdown(
             device=peak.device,

@@ -73,10 +73,12 @@ def find_board(
 def visible_boards(boards: Sequence[Board], environ: Mapping[str, str]) -> list[Board | None]:
     """Returns the boards that CUDA sees, in its order; None for one that is not known which.
 
+    What follows an entry that names nothing is not seen, a UUID may be shortened while it is
+    unique, and an entry that is there twice leaves no device at all.
+
     Source:
-        CUDA C++ Programming Guide 13.0, "CUDA Environment Variables": what follows an invalid
-        entry is not seen, UUIDs may be shortened while they are unique. A repeated entry leaves
-        no device at all.
+        CUDA C++ Programming Guide, "CUDA Environment Variables"; for what is there twice,
+        ``_parse_visible_devices`` in torch/cuda/__init__.py, torch 2.13.
     """
     order_is_known = _index_order_is_known(boards, environ)
     by_index: list[Board | None] = [board if order_is_known else None for board in boards]

@@ -193,7 +193,7 @@ class Nvml:
         for name, reason in _REASONS.items():
             if error.value == getattr(self._nvml, name):
                 return reason
-        return str(error)
+        return f"NVML says: {error}"
 
 
 def _import_pynvml() -> Any:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..errors import ImbalanceWarning, ProbeError
+from ..split import split_batch
 from ..units import format_bytes
 
 
@@ -157,14 +158,16 @@ def _advice(usage: StepMemory, tolerance: float) -> str | None:
     utilization = usage.utilization
     if len(utilization) == 1 or spread(utilization) <= tolerance:
         return None
-    ranked = sorted(zip(utilization[1:], usage.devices[1:], strict=True), key=lambda pair: pair[0])
-    first, (other_use, other) = usage.devices[0], ranked[-1]
-    difference = spread([utilization[0], other_use])
+    first, others = usage.devices[0], range(1, len(utilization))
+    fullest = max(others, key=utilization.__getitem__)
+    difference = spread([utilization[0], utilization[fullest]])
+    other = usage.devices[fullest]
     if difference > tolerance:
-        remedy = _remedy(usage, other, utilization[0] > other_use)
+        remedy = _remedy(usage, utilization[0] > utilization[fullest])
         return f"{_compare(first, other)}, {difference:.0%} apart: {remedy}"
+    emptiest = usage.devices[min(others, key=utilization.__getitem__)]
     return (
-        f"{_compare(ranked[0][1], other)}, {spread(utilization):.0%} apart: gpu0_bsz does "
+        f"{_compare(emptiest, other)}, {spread(utilization):.0%} apart: gpu0_bsz does "
         "not change that; see what else is on them, and whether the batch is large enough to share"
     )
 
@@ -178,35 +181,44 @@ def _compare(one: DevicePeak, other: DevicePeak) -> str:
     )
 
 
-def _remedy(usage: StepMemory, other: DevicePeak, first_is_fuller: bool) -> str:
-    """Says where to move gpu0_bsz so that the first device is filled as ``other`` is."""
+def _remedy(usage: StepMemory, first_is_fuller: bool) -> str:
     remedy = "lower gpu0_bsz" if first_is_fuller else "raise gpu0_bsz"
-    first, per_sample = usage.devices[0], usage.bytes_per_sample
-    if first.chunk_size is None or per_sample is None:
+    first, target = usage.devices[0], _best_gpu0_bsz(usage)
+    if target is None or first.chunk_size is None:
         return remedy
-    # n samples fewer there are n/num_others more on each other device: equal utilization after.
-    num_others = sum(1 for peak in usage.devices[1:] if peak.chunk_size)
-    assert first.capacity_bytes and other.capacity_bytes
-    excess = (
-        first.peak_allocated_bytes / first.capacity_bytes
-        - other.peak_allocated_bytes / other.capacity_bytes
-    )
-    weight = 1 / first.capacity_bytes + 1 / (num_others * other.capacity_bytes)
-    wanted = first.chunk_size - excess / (per_sample * weight)
-    even = -(-sum(peak.chunk_size or 0 for peak in usage.devices) // len(usage.devices))
-    target = min(max(0, round(wanted)), max(even, first.chunk_size))
-    sample = f"a sample takes about {format_bytes(per_sample)}"
-    if target == first.chunk_size > 0 and wanted < even:
-        return f"no other gpu0_bsz than {target} is closer, since {sample}"
-    if target == first.chunk_size > 0:
-        return f"gpu0_bsz={target} is the even share already, and it does not give more"
-    move = (
-        f"{remedy} by about {abs(target - first.chunk_size)}, from {first.chunk_size} to {target}"
-    )
-    if wanted > 0:
-        return f"{move} ({sample})"
-    return (
-        f"{f'{move} ({sample})' if first.chunk_size else 'gpu0_bsz is 0 already'}; without any "
-        f"samples {first.device} holds about {format_bytes(usage.floor_bytes or 0)}, which only "
-        "smaller outputs or a loss computed on each device would lower"
-    )
+    sample = f"a sample takes about {format_bytes(usage.bytes_per_sample or 0)}"
+    moved = target - first.chunk_size
+    if moved:
+        remedy += f" by about {abs(moved)}, from {first.chunk_size} to {target} ({sample})"
+    elif target:
+        remedy = f"gpu0_bsz={target} is the best there is, since {sample}"
+    else:
+        remedy = "gpu0_bsz is 0 already"
+    if first_is_fuller and not target:
+        floor = format_bytes(usage.floor_bytes or 0)
+        remedy += (
+            f"; without any samples {first.device} holds about {floor}, which only smaller outputs "
+            "or a loss computed on each device would lower"
+        )
+    return remedy
+
+
+def _best_gpu0_bsz(usage: StepMemory) -> int | None:
+    """Returns the gpu0_bsz whose fullest device is the least full, None where that is not known."""
+    chunk_sizes = [peak.chunk_size for peak in usage.devices if peak.chunk_size is not None]
+    batch_size, num_devices = sum(chunk_sizes), len(usage.devices)
+    per_sample = usage.bytes_per_sample
+    if per_sample is None or split_batch(batch_size, num_devices, chunk_sizes[0]) != (
+        *chunk_sizes,
+    ):
+        return None  # one of the devices is there twice
+
+    def utilization_of_fullest(gpu0_bsz: int) -> float:
+        chunks = split_batch(batch_size, num_devices, gpu0_bsz)
+        return max(
+            (peak.peak_allocated_bytes + (chunk - old) * per_sample) / (peak.capacity_bytes or 1)
+            for peak, chunk, old in zip(usage.devices, chunks, chunk_sizes, strict=True)
+        )
+
+    even = -(-batch_size // num_devices)
+    return min(range(even + 1), key=utilization_of_fullest)

@@ -1,0 +1,53 @@
+"""Gives a torch without CUDA some CUDA devices to describe, for processes of their own.
+
+They are the boards of the NVML stand-in in whatever order a test says, as CUDA's would be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from .driver import BUSES, GIB, UUIDS
+
+
+class CudaStandIn:
+    """Takes the place of functions in ``torch.cuda``; the figures may be set.
+
+    Args:
+        units: the stand-in driver's units, in CUDA's order.
+        tells: which of "uuid" and "pci" the devices' properties have.
+    """
+
+    def __init__(self, units: Sequence[int], tells: Sequence[str] = ("uuid", "pci")) -> None:
+        self.units = units
+        self.tells = tells
+        self.initialized = True
+        self.reserved_bytes = [0] * len(units)
+        self.num_alloc_retries = 0
+        cuda: Any = torch.cuda
+        cuda.device_count = lambda: len(units)
+        cuda.is_initialized = lambda: self.initialized
+        cuda.get_device_properties = lambda device: self.properties(device.index)
+        cuda.memory_stats = lambda device: {"num_alloc_retries": self.num_alloc_retries}
+        for name in ("memory_allocated", "memory_reserved"):
+            setattr(cuda, name, self.reserved)
+            setattr(cuda, f"max_{name}", self.reserved)
+        cuda.synchronize = cuda.reset_peak_memory_stats = lambda device: None
+        self.devices = [f"cuda:{index}" for index in range(len(units))]
+
+    def reserved(self, device: torch.device) -> int:
+        return self.reserved_bytes[device.index]
+
+    def properties(self, cuda_index: int) -> SimpleNamespace:
+        unit = self.units[cuda_index]
+        properties = SimpleNamespace(name=f"a GPU, says CUDA ({unit})", total_memory=7 * GIB)
+        if "uuid" in self.tells:
+            properties.uuid = UUIDS[unit].split("-", 1)[1]  # as torch gives it
+        if "pci" in self.tells:
+            properties.pci_domain_id, properties.pci_bus_id = 0, BUSES[unit]
+            properties.pci_device_id = 0
+        return properties

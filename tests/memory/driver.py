@@ -1,0 +1,112 @@
+"""Builds the stand-in for NVIDIA's driver library, and runs Python processes that load it."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import mmap
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+SOURCE = Path(__file__).with_name("nvml_stand_in.c")
+NUM_BOARDS, NUM_UNITS, MAX_PROCESSES = 3, 5, 4
+GIB, MIB = 2**30, 2**20
+
+GTX, A100, H100 = 0, 1, 2  # by NVML's index
+UUIDS = (
+    "GPU-5a1f0c55-11d2-4e7a-9a31-3c0b6f0d2a01",
+    "GPU-5a2e9b10-72c4-4b5f-8d11-90e2c4a1b702",
+    "GPU-c3b7d6e4-0f5a-4c88-b2f0-6a7d1e9c5403",
+    "MIG-0d4b8f21-5e6c-5a9b-8c7d-1f2e3d4c5b06",
+    "MIG-e7a6b5c4-3d2e-5f1a-9b8c-7d6e5f4a3b07",
+)
+BUSES = (0x04, 0x07, 0x0B, 0x07, 0x07)
+RESERVED = 512 * MIB
+USED = (1 * GIB, 2 * GIB, 3 * GIB, 4 * GIB, 5 * GIB)
+
+
+class State(ctypes.Structure):
+    """struct state of the C source."""
+
+    _fields_ = (
+        ("used", ctypes.c_uint64 * NUM_UNITS),
+        ("reserved", ctypes.c_uint64),
+        ("memory_error", ctypes.c_uint32 * NUM_UNITS),
+        ("handle_error", ctypes.c_uint32 * NUM_BOARDS),
+        ("init_error", ctypes.c_uint32),
+        ("name_error", ctypes.c_uint32),
+        ("process_error", ctypes.c_uint32),
+        ("has_mig", ctypes.c_uint32),
+        ("alike", ctypes.c_uint32),
+        ("num_processes", ctypes.c_uint32),
+        ("process_bytes", ctypes.c_uint64 * MAX_PROCESSES),
+        ("process_pid", ctypes.c_uint32 * MAX_PROCESSES),
+        ("num_memory_queries", ctypes.c_uint32),
+        ("last_asking_pid", ctypes.c_uint32),
+    )
+
+
+def open_state(path: Path) -> State:
+    """The state in a file, shared with every process that has loaded the library."""
+    with path.open("r+b") as file:
+        return State.from_buffer(mmap.mmap(file.fileno(), ctypes.sizeof(State)))
+
+
+class Driver:
+    """One build of the library, and the state that it answers from."""
+
+    def __init__(self, folder: Path, state_file: Path) -> None:
+        self.folder = folder
+        self.state_file = state_file
+        state_file.write_bytes(bytes(ctypes.sizeof(State)))
+        self.state = open_state(state_file)
+        self.state.used[:] = USED
+        self.state.reserved = RESERVED
+
+    def environ(self, **variables: str) -> dict[str, str]:
+        cleared = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER")
+        return {
+            **{name: value for name, value in os.environ.items() if name not in cleared},
+            "LD_LIBRARY_PATH": str(self.folder),
+            "NVML_STAND_IN_STATE": str(self.state_file),
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",
+            **variables,
+        }
+
+    def run(self, script: str, *arguments: str, **variables: str) -> Any:
+        """Runs ``tests.memory.in_process`` and returns the JSON that it prints."""
+        done = subprocess.run(
+            [sys.executable, "-m", "tests.memory.in_process", script, *arguments],
+            env=self.environ(**variables),
+            capture_output=True,
+            text=True,
+            cwd=ROOT,
+            check=False,
+            start_new_session=True,  # some send signals to their process group
+        )
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    def command(self, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        """Runs the command line."""
+        return subprocess.run(
+            [sys.executable, "-m", "balanced_dp", *arguments],
+            env=self.environ(**variables),
+            capture_output=True,
+            text=True,
+            cwd=ROOT,
+            check=False,
+        )
+
+
+def build(folder: Path, *flags: str) -> Path:
+    folder.mkdir()
+    library = folder / "libnvidia-ml.so.1"
+    options = ["-shared", "-fPIC", "-Wall", "-Wextra", "-Wno-unused-function", "-Werror"]
+    subprocess.run(["gcc", *options, *flags, "-o", str(library), str(SOURCE)], check=True)
+    return folder

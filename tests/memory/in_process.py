@@ -1,0 +1,185 @@
+"""What the tests run in a process that has loaded the stand-in driver; each prints JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from balanced_dp import (
+    BalancedDataParallel,
+    BalancedDataParallelError,
+    MemoryLogger,
+    MemoryProbe,
+    StepMemory,
+)
+
+from .cuda_stand_in import CudaStandIn
+from .driver import GIB, H100, MIB, State, open_state
+
+STATE: State
+GPU_IS_LOST = 15
+
+
+def snapshot(probe: MemoryProbe) -> list[dict[str, Any]]:
+    return [{**asdict(memory), "label": memory.label} for memory in probe.snapshot()]
+
+
+def attempt(function: Callable[[], Any]) -> Any:
+    try:
+        return function()
+    except BalancedDataParallelError as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def boards() -> Any:
+    """NVML alone: torch has no CUDA here."""
+    return attempt(lambda: snapshot(MemoryProbe()))
+
+
+def cuda(units: str, tells: str) -> Any:
+    """The snapshot of CUDA devices which are these units of the driver."""
+    stand_in = CudaStandIn(json.loads(units), tells.split())
+    return attempt(lambda: snapshot(MemoryProbe(stand_in.devices)))
+
+
+def cuda_cases(cases: str, tells: str) -> Any:
+    return {units: cuda(units, tells) for units in json.loads(cases)}
+
+
+def process_bytes() -> Any:
+    """Memory grows between the making of a probe and its snapshot."""
+    stand_in = CudaStandIn([H100])
+    probe = MemoryProbe(["cuda:0"])
+    found = {}
+    for name, initialized, reserved in (
+        ("untouched", False, 0),
+        ("context only", True, 0),
+        ("holding", True, GIB),
+    ):
+        stand_in.initialized, stand_in.reserved_bytes = initialized, [reserved]
+        STATE.used[H100] = 3 * GIB + reserved + 300 * MIB
+        memory = probe.snapshot()[0]
+        found[name] = [memory.process_bytes, memory.process_bytes_source]
+        found[name].append(memory.other_process_bytes)
+    return found
+
+
+def wait_for_queries(number: int) -> None:
+    """Returns when the sampler has asked that often since."""
+    wanted = STATE.num_memory_queries + number
+    deadline = time.monotonic() + 60
+    while STATE.num_memory_queries < wanted:
+        assert time.monotonic() < deadline, "the sampler does not sample"
+        time.sleep(0.001)
+
+
+def left_behind() -> list[str]:
+    """Threads and child processes of this process."""
+    threads = [thread.name for thread in threading.enumerate() if thread.name != "MainThread"]
+    children = [
+        pid
+        for task in Path("/proc/self/task").iterdir()
+        for pid in (task / "children").read_text().split()
+    ]
+    return threads + children
+
+
+def measured() -> Any:
+    """Blocks of all kinds; the driver's figures are set while the sampler watches."""
+    stand_in = CudaStandIn([H100, 0])
+    probe = MemoryProbe(stand_in.devices)
+
+    def raise_and_lower() -> None:
+        STATE.used[H100] = 70 * GIB
+        wait_for_queries(4)
+        STATE.used[H100] = 3 * GIB
+        wait_for_queries(4)
+
+    def fail() -> None:
+        raise_and_lower()
+        raise ValueError("in the block")
+
+    def press_ctrl_c() -> None:
+        raise_and_lower()
+        os.killpg(0, signal.SIGINT)  # as a terminal does: to all of the foreground group
+        time.sleep(60)
+
+    def kill_the_sampler() -> None:
+        os.kill(STATE.last_asking_pid, signal.SIGKILL)
+
+    def lose_a_board() -> None:
+        raise_and_lower()
+        STATE.memory_error[H100] = GPU_IS_LOST
+        wait_for_queries(4)
+
+    def retry() -> None:
+        stand_in.num_alloc_retries += 2
+
+    found = {}
+    for block in (raise_and_lower, fail, press_ctrl_c, kill_the_sampler, lose_a_board, retry):
+        usage = StepMemory()
+        caught = result = None
+        try:
+            with probe.measure() as usage:
+                block()
+                result = 42
+        except (ValueError, KeyboardInterrupt) as error:
+            caught = repr(error)
+        record = asdict(usage) | {"caught": caught, "result": result, "left": left_behind()}
+        found[block.__name__] = record
+        STATE.memory_error[H100] = 0
+    return found
+
+
+def failing_to_start() -> Any:
+    """The sampler finds no driver, or is none at all; the block runs all the same."""
+    CudaStandIn([H100])
+    probe = MemoryProbe(["cuda:0"])
+    found = []
+    executable = sys.executable
+    for sys.executable, STATE.init_error in ((executable, 9), ("/no/such/python", 0)):
+        with probe.measure() as usage:
+            pass
+        found.append(asdict(usage) | {"left": left_behind()})
+    return found
+
+
+def die_while_measuring() -> None:
+    """Prints the sampler's PID and is gone, leaving a child that holds the sampler's stdin open."""
+    CudaStandIn([H100])
+    probe = MemoryProbe(["cuda:0"])
+    with probe.measure():
+        if os.fork() == 0:
+            os.close(1)
+            os.close(2)
+            with suppress(BaseException):
+                time.sleep(120)
+            os._exit(0)
+        print(STATE.last_asking_pid, flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def log(units: str) -> Any:
+    """The tags that a logger writes."""
+    stand_in = CudaStandIn(json.loads(units))
+    tags: list[str] = []
+    model = BalancedDataParallel(1, nn.Linear(2, 2), stand_in.devices)
+    MemoryLogger(model, lambda tag, value, step: tags.append(tag), every=1).step()
+    return tags
+
+
+if __name__ == "__main__":
+    STATE = open_state(Path(os.environ["NVML_STAND_IN_STATE"]))
+    answer = globals()[sys.argv[1]](*sys.argv[2:])
+    print(json.dumps(answer))

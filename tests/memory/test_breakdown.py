@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from balanced_dp import BalancedDataParallel, ProbeError, emulate_devices, memory_breakdown
+from balanced_dp.memory import breakdown as implementation
+
+KEPT = ("parameter", "buffer", "gradient", "optimizer state")
+
+
+class LanguageModel(nn.Module):
+    """Small, with an output that is large beside the rest, as in language models."""
+
+    def __init__(self, vocabulary: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, 64)
+        self.layers = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+        self.norm = nn.BatchNorm1d(64)
+        self.head = nn.Linear(64, vocabulary)
+        self.head.weight = self.embedding.weight  # tied: counted once
+
+    def forward(self, tokens):
+        hidden = self.layers(self.embedding(tokens)).transpose(1, 2)
+        return self.head(self.norm(hidden).transpose(1, 2))
+
+
+def train_step(model, optimizer, vocabulary, batch_size=24, clear=False):
+    tokens = torch.randint(vocabulary, (batch_size, 8))
+    output = model(tokens)
+    labels = tokens.flatten().to(output.device)
+    nn.functional.cross_entropy(output.flatten(0, 1), labels).backward()
+    optimizer.step()
+    if clear:
+        optimizer.zero_grad()
+
+
+def breakdown_of_a_step(gpu0_bsz, vocabulary, symbolic=False, hide_labels=None):
+    """The breakdown of the second step, when optimizer state exists."""
+    with emulate_devices(4, symbolic=symbolic) as devices:
+        model = BalancedDataParallel(gpu0_bsz, LanguageModel(vocabulary).to(devices[0]))
+        optimizer = torch.optim.AdamW(model.parameters())
+        train_step(model, optimizer, vocabulary, clear=True)
+        with model.memory.measure() as usage:
+            train_step(model, optimizer, vocabulary)
+        labels = [devices.memory_breakdown(device).peak for device in devices]
+        if hide_labels is not None:  # as on accelerators, which know none
+            hide_labels.delattr(torch.lazy, "memory_breakdown")
+        found = memory_breakdown(model, optimizer)
+        del model, optimizer
+    return found, usage, labels
+
+
+@pytest.mark.parametrize("symbolic", [False, True])
+@pytest.mark.parametrize("vocabulary", [50, 2000])
+@pytest.mark.parametrize("gpu0_bsz", [0, 1, 3, 5])
+def test_on_emulated_devices_it_is_the_ledgers_to_the_byte(gpu0_bsz, vocabulary, symbolic):
+    found, usage, labels = breakdown_of_a_step(gpu0_bsz, vocabulary, symbolic)
+    assert [entry.device for entry in found] == [f"lazy:{i}" for i in range(4)]
+    for entry, peak, uses in zip(found, usage.devices, labels, strict=True):
+        assert entry.uses == uses
+        assert sum(entry.uses.values()) == entry.peak_bytes == peak.peak_allocated_bytes
+
+
+@pytest.mark.parametrize("gpu0_bsz", [0, 1, 3, 5])
+def test_from_live_objects_it_agrees_with_the_ledger(gpu0_bsz, monkeypatch):
+    """What accelerators without labels answer: the same, with one rest."""
+    with monkeypatch.context() as patch:
+        found, _, _ = breakdown_of_a_step(gpu0_bsz, 2000, hide_labels=patch)
+    exact, _, _ = breakdown_of_a_step(gpu0_bsz, 2000)
+    for entry, labelled in zip(found, exact, strict=True):
+        assert set(entry.uses) == {*KEPT, "rest"}
+        assert sum(entry.uses.values()) == entry.peak_bytes == labelled.peak_bytes
+        assert entry.uses["optimizer state"] == labelled.uses["optimizer state"]
+        assert entry.uses["parameter"] >= labelled.uses["parameter"] > 0
+        assert min(entry.uses.values()) >= 0
+    assert found[0].uses["gradient"] > 0
+    assert found[0].floor_bytes == pytest.approx(exact[0].floor_bytes, rel=0.05)
+
+
+@pytest.mark.parametrize("vocabulary", [50, 500, 2000])
+@pytest.mark.parametrize("gpu0_bsz", [1, 3, 5])
+def test_the_floor_is_about_what_gpu0_bsz_0_holds(gpu0_bsz, vocabulary):
+    at_zero, usage, _ = breakdown_of_a_step(0, vocabulary)
+    found, _, _ = breakdown_of_a_step(gpu0_bsz, vocabulary)
+    assert at_zero[0].floor_bytes == at_zero[0].peak_bytes == usage.floor_bytes
+    assert found[0].floor_bytes <= found[0].peak_bytes
+    assert found[0].floor_bytes == pytest.approx(at_zero[0].peak_bytes, rel=0.15)
+    assert [entry.floor_bytes for entry in found[1:]] == [None] * 3
+
+
+def test_a_bare_module_has_a_breakdown_and_no_floor():
+    with emulate_devices(2) as devices:
+        module = nn.Linear(100, 10).to(devices[1])
+        [entry] = memory_breakdown(module)
+        assert entry.device == "lazy:1"
+        assert entry.uses["parameter"] == 4096 + 512
+        assert entry.floor_bytes is None
+        model = BalancedDataParallel(1, module, [devices[1], devices[0]])
+        assert [entry.floor_bytes for entry in memory_breakdown(model)] == [None, None]
+        del model, module
+
+
+def test_views_of_one_storage_are_counted_once():
+    storage = torch.zeros(1000)
+    views = [storage[:500], storage[500:], storage, None, "text"]
+    assert implementation._num_bytes(views) == 4096
+
+
+def test_state_of_any_shape_is_found(monkeypatch):
+    with emulate_devices(1) as devices:
+        monkeypatch.delattr(torch.lazy, "memory_breakdown")
+        module = nn.Linear(10, 10).to(devices[0])
+        optimizer = torch.optim.SGD(module.parameters())
+        module(torch.ones(1, 10, device=devices[0])).sum().backward()
+        optimizer.state[module.weight] = {
+            "nested": {"history": [torch.ones(1000, device=devices[0])]},
+            "on the host": torch.ones(1000),
+            "step": 3,
+        }
+        [entry] = memory_breakdown(module, optimizer)
+        assert entry.uses["optimizer state"] == 4096
+        del module, optimizer
+
+
+def test_a_module_on_the_cpu_is_refused():
+    with pytest.raises(ProbeError, match=r"no device of the model counts its memory: \['cpu'\]"):
+        memory_breakdown(nn.Linear(2, 2))

@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from balanced_dp import (
+    ArgumentError,
+    ArgumentTypeError,
+    BalancedDataParallel,
+    MemoryLogger,
+    emulate_devices,
+)
+from balanced_dp.memory import logger as implementation
+
+from .driver import GTX, H100, MIB
+
+
+class Writer:
+    """What a SummaryWriter is to the logger."""
+
+    def __init__(self) -> None:
+        self.written: list[tuple[str, float, int]] = []
+
+    def add_scalar(self, tag: str, value: float, step: int) -> None:
+        self.written.append((tag, value, step))
+
+
+def write_steps(num_steps, every, writer, write=None):
+    with emulate_devices(2) as devices:
+        model = BalancedDataParallel(1, nn.Linear(100, 50).to(devices[0]))
+        logger = MemoryLogger(model, write or writer, every=every)
+        for step in range(num_steps):
+            model(torch.randn(10 * (step + 1), 100)).sum().backward()
+            logger.step()
+        peaks = [torch.lazy.max_memory_allocated(device) for device in devices]
+        del model, logger
+    return peaks
+
+
+@pytest.mark.parametrize("shape", ["SummaryWriter", "function"])
+def test_peaks_are_written_every_so_many_steps(shape):
+    writer = Writer()
+    write_steps(7, 3, writer, writer.add_scalar if shape == "function" else None)
+    tags = ["memory/lazy:0/peak_MiB", "memory/lazy:1/peak_MiB", "memory/imbalance"]
+    assert [(tag, step) for tag, _, step in writer.written] == [
+        (tag, step) for step in (3, 6) for tag in tags
+    ]
+    for i in (0, 3):
+        low, high = sorted(value for _, value, _ in writer.written[i : i + 2])
+        assert writer.written[i + 2][1] == pytest.approx((high - low) / high)
+
+
+def test_a_record_is_the_peak_since_the_last_one():
+    writer = Writer()
+    peaks = write_steps(3, 2, writer)
+    with emulate_devices(1) as devices:
+        model = BalancedDataParallel(1, nn.Linear(100, 50).to(devices[0]), list(devices))
+        logger = MemoryLogger(model, writer, every=1)
+        large = torch.ones(MIB // 4, device=devices[0])
+        del large
+        logger.step()
+        logger.step()
+        first, second = (value for tag, value, _ in writer.written[-4:] if "peak" in tag)
+        assert first > 1 > second == torch.lazy.memory_allocated() / MIB
+        del model, logger
+    assert peaks[1] / MIB != writer.written[1][1]
+
+
+def test_the_steps_between_ask_nothing(monkeypatch):
+    with emulate_devices(2) as devices:
+        model = BalancedDataParallel(1, nn.Linear(100, 50).to(devices[0]))
+        logger = MemoryLogger(model, Writer(), every=4)
+        monkeypatch.setattr(implementation, "torch", None)  # any question would fail
+        for _ in range(3):
+            logger.step()
+        with pytest.raises(AttributeError):
+            logger.step()
+        del model, logger
+
+
+def test_the_tags_hold_both_numbers(driver):
+    tags = driver.run("log", json.dumps([H100, GTX]))
+    assert tags == [
+        "memory/cuda:0 (gpu:2)/peak_MiB",
+        "memory/cuda:1 (gpu:0)/peak_MiB",
+        "memory/imbalance",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("every", "writer", "error", "message"),
+    [
+        (0, print, ArgumentError, "every must be at least 1, got 0"),
+        (True, print, ArgumentTypeError, "every must be an integer, got True"),
+        (1.5, print, ArgumentTypeError, "every must be an integer, got 1.5"),
+        (1, "runs", ArgumentTypeError, "writer must have add_scalar"),
+    ],
+)
+def test_what_cannot_be_used(every, writer, error, message):
+    with emulate_devices(1) as devices:
+        model = BalancedDataParallel(1, nn.Linear(2, 2).to(devices[0]), list(devices))
+        with pytest.raises(error, match=message):
+            MemoryLogger(model, writer, every)
+        del model

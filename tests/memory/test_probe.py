@@ -1,0 +1,216 @@
+from __future__ import annotations
+
+import copy
+import pickle
+from dataclasses import FrozenInstanceError
+
+import pytest
+import torch
+from torch import nn
+
+from balanced_dp import (
+    ArgumentError,
+    BalancedDataParallel,
+    MemoryProbe,
+    ProbeError,
+    emulate_devices,
+)
+
+LAZY = "lazy"
+
+
+def small_model(width: int = 64) -> nn.Module:
+    return nn.Sequential(nn.Linear(16, width), nn.ReLU(), nn.Linear(width, 256))
+
+
+def train_step(model, optimizer, batch_size=12):
+    output = model(torch.randn(batch_size, 16))
+    output.pow(2).mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_a_snapshot_is_what_the_device_module_says():
+    with emulate_devices(3, memory=["1GiB", "2GiB", "3GiB"]) as devices:
+        held = torch.ones(1000, device=devices[1])
+        module = torch.get_device_module(LAZY)
+        for i, memory in enumerate(MemoryProbe().snapshot()):
+            assert memory.device == memory.label == f"lazy:{i}"
+            assert memory.name == f"Emulated device {i}"
+            assert memory.uuid == str(module.get_device_properties(i).uuid)
+            assert memory.total_bytes == (i + 1) * 2**30
+            assert memory.allocated_bytes == memory.reserved_bytes == (4096 if i == 1 else 0)
+            assert memory.peak_allocated_bytes == memory.peak_reserved_bytes
+            assert memory.used_bytes == memory.allocated_bytes
+            assert memory.used_bytes + memory.free_bytes == memory.total_bytes
+            assert memory.num_alloc_retries == 0
+            for field in (
+                "nvml_index",
+                "mig_index",
+                "reserved_by_driver_bytes",
+                "memory_info_version",
+                "process_bytes",
+                "other_process_bytes",
+                "error",
+            ):
+                assert getattr(memory, field) is None
+            assert memory.process_bytes_source == "unknown"
+        del held
+
+
+def test_a_snapshot_is_frozen():
+    with emulate_devices(1), pytest.raises(FrozenInstanceError):
+        MemoryProbe().snapshot()[0].total_bytes = 1
+
+
+def test_devices_may_be_named_and_repeated():
+    with emulate_devices(3) as devices:
+        probe = MemoryProbe([2, "lazy:0", devices[2]])
+        assert probe.devices == [devices[2], devices[0]]
+        assert [memory.device for memory in probe.snapshot()] == ["lazy:2", "lazy:0"]
+        with pytest.raises(ArgumentError, match="device lazy:3 does not exist: there are 3"):
+            MemoryProbe([3])
+
+
+def test_the_cpu_counts_nothing():
+    with pytest.raises(ProbeError, match="to measure on a machine without accelerators, use emul"):
+        MemoryProbe(["cpu"])
+    with pytest.raises(ProbeError, match="cpu does not count its memory"):
+        _ = BalancedDataParallel(1, nn.Linear(2, 2), ["cpu", "cpu"]).memory
+
+
+@pytest.mark.parametrize("symbolic", [False, True])
+@pytest.mark.parametrize("gpu0_bsz", [0, 1, 2])
+def test_a_measured_step_is_the_ledgers(symbolic, gpu0_bsz):
+    with emulate_devices(4, memory="1GiB", symbolic=symbolic) as devices:
+        model = BalancedDataParallel(gpu0_bsz, small_model().to(devices[0]))
+        optimizer = torch.optim.AdamW(model.parameters())
+        train_step(model, optimizer)
+        kept = [devices.memory_breakdown(device).now for device in devices]
+        with model.memory.measure() as usage:
+            train_step(model, optimizer)
+        for i, (device, peak) in enumerate(zip(devices, usage.devices, strict=True)):
+            ledger = devices.memory_breakdown(device).peak
+            assert peak.peak_allocated_bytes == sum(ledger.values())
+            assert peak.peak_reserved_bytes == sum(ledger.values())
+            assert peak.start_allocated_bytes == sum(kept[i].values())
+            assert peak.capacity_bytes == 2**30
+            assert peak.peak_used_bytes is None
+            assert peak.chunk_size == model.split(12)[i]
+            copies = kept[0]["parameter"] if i and peak.chunk_size else 0
+            assert peak.replica_bytes == copies
+        assert usage.valid
+        assert usage.reason is None
+        assert usage.elapsed_s > 0
+        assert usage.sampling_error is None
+        del model, optimizer
+
+
+def test_measuring_changes_no_result():
+    results = []
+    for measuring in (False, True):
+        torch.manual_seed(0)
+        with emulate_devices(2) as devices:
+            model = BalancedDataParallel(2, small_model().to(devices[0]))
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            if measuring:
+                with model.memory.measure():
+                    train_step(model, optimizer)
+            else:
+                train_step(model, optimizer)
+            results.append([parameter.detach().cpu() for parameter in model.parameters()])
+            del model, optimizer
+    assert all(map(torch.equal, *results))
+
+
+def test_peaks_of_before_do_not_count():
+    with emulate_devices(1) as devices:
+        probe = MemoryProbe()
+        large = torch.ones(10_000, device=devices[0])
+        del large
+        with probe.measure() as usage:
+            small = torch.ones(10, device=devices[0])
+        assert usage.devices[0].peak_allocated_bytes == 512
+        del small
+
+
+def test_a_block_that_does_not_call_the_model_knows_no_chunks():
+    with emulate_devices(2) as devices:
+        model = BalancedDataParallel(2, small_model().to(devices[0]))
+        output = model(torch.randn(6, 16))
+        with model.memory.measure() as usage:
+            output.sum().backward()
+        assert [peak.chunk_size for peak in usage.devices] == [None, None]
+        with model.memory.measure() as usage:
+            model(torch.randn(6, 16))
+        assert [peak.chunk_size for peak in usage.devices] == [2, 4]
+        del model, output
+
+
+def test_out_of_memory_in_the_block():
+    with emulate_devices(1, memory="1MiB") as devices:
+        with pytest.raises(torch.OutOfMemoryError):  # noqa: SIM117
+            with MemoryProbe().measure() as usage:
+                held = torch.ones(1000, device=devices[0])
+                torch.ones(10**6, device=devices[0])
+        assert usage.devices[0].peak_allocated_bytes == 4096
+        assert not usage.valid
+        assert usage.reason.startswith("the block ended with OutOfMemoryError: ")
+        del held
+
+
+@pytest.mark.parametrize("device_ids", [["lazy:1", "lazy:1", "lazy:0"], ["lazy:0"] * 3])
+def test_repeated_devices_are_one(device_ids):
+    with emulate_devices(2):
+        model = BalancedDataParallel(1, small_model().to(device_ids[0]), device_ids)
+        with model.memory.measure() as usage:
+            model(torch.randn(9, 16))
+        chunks = dict.fromkeys(device_ids, 0)
+        for name, size in zip(device_ids, model.split(9), strict=True):
+            chunks[name] += size
+        assert {peak.device: peak.chunk_size for peak in usage.devices} == chunks
+        del model
+
+
+def test_a_model_with_a_probe_is_pickled_and_copied_as_without():
+    with emulate_devices(2) as devices:
+        model = BalancedDataParallel(2, small_model().to(devices[0]))
+        probe = model.memory
+        model(torch.randn(6, 16))
+        assert copy.deepcopy(model).last_chunk_sizes == (2, 4)
+        pickle.dumps(model)
+        assert probe.devices == list(devices)
+        del model, probe
+
+
+def test_last_chunk_sizes_are_those_of_the_last_batch(devices):
+    model = BalancedDataParallel(1, small_model().to(devices[0]), devices[:3])
+    assert model.last_chunk_sizes is None
+    for batch_size, expected in ((9, (1, 4, 4)), (2, (1, 1, 0)), (0, (0, 0, 0))):
+        model(torch.randn(batch_size, 16))
+        assert model.last_chunk_sizes == expected
+        assert sum(expected) == batch_size
+    single = BalancedDataParallel(1, small_model().to(devices[0]), devices[:1])
+    single(torch.randn(5, 16))
+    assert single.last_chunk_sizes is None or single.last_chunk_sizes == (5,)
+    del model, single
+
+
+def test_the_advice_leads_to_balance():
+    """As the issue's user would: measure, do what it says, measure again."""
+    with emulate_devices(4, memory="1GiB") as devices:
+        module = small_model(2048).to(devices[0])
+        gpu0_bsz, advice = 249, "none yet"
+        for _ in range(4):
+            model = BalancedDataParallel(gpu0_bsz, module)
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            with model.memory.measure() as usage:
+                train_step(model, optimizer, batch_size=1000)
+            advice = usage.check_split(tolerance=0.05)
+            if advice is None:
+                break
+            gpu0_bsz = int(advice.partition(", from ")[2].split()[2])
+        assert advice is None
+        assert usage.imbalance <= 0.05
+        assert 0 < gpu0_bsz < 250
+        del model, module, optimizer

@@ -1,0 +1,115 @@
+"""Blocks measured while a process samples NVML: whatever happens, nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from .driver import GIB, GTX, ROOT, USED, Driver
+
+
+@pytest.fixture(scope="module")
+def measured(builds, tmp_path_factory):
+    driver = Driver(builds["newest"], tmp_path_factory.mktemp("measured") / "state")
+    return driver.run("measured")
+
+
+BLOCKS = ["raise_and_lower", "fail", "press_ctrl_c", "kill_the_sampler", "lose_a_board", "retry"]
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_nothing_is_left_behind(measured, block):
+    assert measured[block]["left"] == []
+    assert measured[block]["elapsed_s"] > 0
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_the_block_ends_as_it_would_alone(measured, block):
+    expected = {
+        "fail": ["ValueError('in the block')", None],
+        "press_ctrl_c": ["KeyboardInterrupt()", None],
+    }.get(block, [None, 42])
+    assert [measured[block]["caught"], measured[block]["result"]] == expected
+
+
+def used(record):
+    return [device["peak_used_bytes"] for device in record["devices"]]
+
+
+@pytest.mark.parametrize("block", ["raise_and_lower", "fail", "press_ctrl_c"])
+def test_a_peak_between_the_ends_of_the_block_is_seen(measured, block):
+    assert used(measured[block]) == [70 * GIB, USED[GTX]]
+    assert measured[block]["num_samples"] >= 4
+    assert measured[block]["sampling_error"] is None
+
+
+def test_after_an_exception_the_figures_are_there_but_not_valid(measured):
+    assert measured["raise_and_lower"]["valid"]
+    assert not measured["fail"]["valid"]
+    assert measured["fail"]["reason"] == "the block ended with ValueError: in the block"
+    assert "KeyboardInterrupt" in measured["press_ctrl_c"]["reason"]
+
+
+def test_a_killed_sampler_leaves_the_rest(measured):
+    record = measured["kill_the_sampler"]
+    assert used(record) == [None, None]
+    assert record["valid"]
+    assert record["sampling_error"] == "the sampling process ended with -9"
+
+
+def test_a_board_that_fails_half_way_has_no_peak(measured):
+    record = measured["lose_a_board"]
+    assert used(record) == [None, USED[GTX]]
+    assert record["valid"]
+    assert record["sampling_error"].startswith("gpu:2: ")
+    assert "lost" in record["sampling_error"].lower()
+
+
+def test_an_allocator_that_had_to_retry_makes_it_invalid(measured):
+    record = measured["retry"]
+    assert not record["valid"]
+    assert record["reason"].startswith("on cuda:0, cuda:1 the allocator had to empty its cache")
+    assert [device["num_alloc_retries"] for device in record["devices"]] == [2, 2]
+    assert measured["raise_and_lower"]["devices"][0]["num_alloc_retries"] == 0
+
+
+def test_a_sampler_that_cannot_start_is_told(driver):
+    no_driver, no_python = driver.run("failing_to_start")
+    assert "driver is not loaded" in no_driver["sampling_error"]
+    assert no_python["sampling_error"].startswith("the sampling process did not start: ")
+    for record in (no_driver, no_python):
+        assert used(record) == [None]
+        assert record["valid"]
+        assert record["left"] == []
+
+
+def test_the_sampler_ends_when_its_parent_is_killed(driver):
+    """Also where a forked child of the parent, a data loader's worker, keeps its stdin open."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.memory.in_process", "die_while_measuring"],
+        env=driver.environ(),
+        stdout=subprocess.PIPE,
+        cwd=ROOT,
+        start_new_session=True,
+    )
+    output, _ = process.communicate()
+    try:
+        sampler = int(output)
+        deadline = time.monotonic() + 30
+        while is_running(sampler):
+            assert time.monotonic() < deadline, "the sampler outlives its parent"
+            time.sleep(0.01)
+    finally:
+        os.killpg(process.pid, 9)  # the forked child
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
