@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+import math
 import platform
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
-from .errors import BalancedDataParallelError
+from .errors import BalancedDataParallelError, ProbeError
 
 try:
     import typer
     from rich.console import Console
+    from rich.live import Live
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,
@@ -32,6 +36,7 @@ except ImportError as error:  # the library itself needs neither
 import torch
 
 from . import demo as demos
+from .memory import DeviceMemory, MemoryProbe
 from .units import format_bytes, format_mib
 
 app = typer.Typer(
@@ -42,11 +47,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-
-
-@app.callback()
-def _commands() -> None:
-    """Keeps ``demo`` a command of its own while there is no other."""
 
 
 @app.command()
@@ -96,9 +96,105 @@ def demo(
         raise typer.Exit(1)
 
 
-def _print_demo(settings: demos.DemoSettings, runs: Sequence[demos.DemoRun]) -> None:
+@app.command()
+def probe(
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print JSON, bytes as integers; one line each watched.")
+    ] = False,
+    watch_s: Annotated[
+        float | None, typer.Option("--watch", metavar="SECONDS", help="Again, until Ctrl-C.")
+    ] = None,
+) -> None:
+    """Show what each GPU holds, under torch's number and under NVML's and nvidia-smi's.
+
+    Ends with one line and exit code 1 where there is no NVML to ask, and says why.
+    """
+    if watch_s is not None and not 0 < watch_s < math.inf:
+        _fail(f"--watch must be a number of seconds above 0, got {watch_s:g}")
+    memory_probe = MemoryProbe()
+    with suppress(KeyboardInterrupt):
+        _show_memory(memory_probe, as_json, watch_s)
+    if memory_probe.nvml_error is not None:
+        _fail(memory_probe.nvml_error, exit_code=1)
+
+
+def _show_memory(memory_probe: MemoryProbe, as_json: bool, watch_s: float | None) -> None:
+    if as_json:
+        for memories in _snapshots(memory_probe, watch_s):
+            record = _probe_record(memories)
+            print(json.dumps(record, indent=2 if watch_s is None else None), flush=True)
+        return
+    console = _console()
+    if not console.is_terminal:  # nothing there could be drawn over
+        for memories in _snapshots(memory_probe, watch_s):
+            console.print(_memory_table(memories))
+        return
+    with Live(console=console, auto_refresh=False) as live:
+        for memories in _snapshots(memory_probe, watch_s):
+            live.update(_memory_table(memories), refresh=True)
+
+
+def _snapshots(
+    memory_probe: MemoryProbe, watch_s: float | None
+) -> Iterator[tuple[DeviceMemory, ...]]:
+    yield memory_probe.snapshot()
+    while watch_s is not None:
+        time.sleep(watch_s)
+        yield memory_probe.snapshot()
+
+
+def _memory_table(memories: Sequence[DeviceMemory]) -> Table:
+    versions = {memory.memory_info_version for memory in memories}
+    caption = "Used is by anybody: tensors, torch's cache, contexts, other processes."
+    if 1 in versions:
+        caption += " This driver counts its own reserve as used."
+    if any(memory.device is None for memory in memories):
+        caption += " Torch does not see the devices that have no torch number."
+    table = Table(caption=caption)
+    for header in ("device", "name", "UUID"):
+        table.add_column(header, overflow="fold")
+    for header in ("total", "used", "free", "ours", "other processes"):
+        table.add_column(header, justify="right")
+    for memory in memories:
+        sizes = (
+            memory.total_bytes,
+            memory.used_bytes,
+            memory.free_bytes,
+            memory.process_bytes,
+            memory.other_process_bytes,
+        )
+        name = memory.name or "?"
+        table.add_row(
+            memory.label,
+            name if memory.error is None else f"{name}: {memory.error}",
+            memory.uuid or "?",
+            *("?" if size is None else format_bytes(size) for size in sizes),
+        )
+    return table
+
+
+def _probe_record(memories: Sequence[DeviceMemory]) -> dict[str, Any]:
+    return {
+        **_origin(),
+        "devices": [{"label": memory.label, **asdict(memory)} for memory in memories],
+    }
+
+
+def _console() -> Console:
     # A table that is not for a terminal is not cut to the width of one.
-    console = Console(width=None if sys.stdout.isatty() else 140, highlight=False)
+    return Console(width=None if sys.stdout.isatty() else 160, highlight=False)
+
+
+def _origin() -> dict[str, Any]:
+    return {
+        "schema": 1,
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        "machine": platform.platform(),
+    }
+
+
+def _print_demo(settings: demos.DemoSettings, runs: Sequence[demos.DemoRun]) -> None:
+    console = _console()
     kind = "emulated devices, on the CPU" if settings.emulated else "devices"
     table = Table(
         title=f"A character transformer, batches of {settings.batch_size}, "
@@ -161,9 +257,7 @@ def _describe_breakdown(breakdown: dict[str, int] | None) -> str:
 
 def _demo_record(settings: demos.DemoSettings, runs: Sequence[demos.DemoRun]) -> dict[str, Any]:
     return {
-        "schema": 1,
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
-        "machine": platform.platform(),
+        **_origin(),
         "settings": asdict(settings),
         "emulated": settings.emulated,
         "loss_difference": demos.loss_difference(runs),
@@ -174,14 +268,19 @@ def _demo_record(settings: demos.DemoSettings, runs: Sequence[demos.DemoRun]) ->
     }
 
 
-def _fail(message: str) -> NoReturn:
+def _fail(message: str, exit_code: int = 2) -> NoReturn:
     print(f"balanced-dp: {message}", file=sys.stderr)
-    raise SystemExit(2)
+    raise SystemExit(exit_code)
 
 
 def main() -> None:
-    """Runs the command line; what cannot be used ends it with one line and exit code 2."""
+    """Runs the command line; what cannot be used ends it with one line and exit code 2.
+
+    Where there is nothing to measure it is exit code 1.
+    """
     try:
         app()
+    except ProbeError as error:
+        _fail(str(error), exit_code=1)
     except BalancedDataParallelError as error:
         _fail(str(error))

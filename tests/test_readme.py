@@ -6,8 +6,10 @@ import re
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from balanced_dp import emulate_devices
+from balanced_dp.cli import app
 from balanced_dp.demo import DemoSettings, run_demo
 
 ROOT = Path(__file__).parent.parent
@@ -27,6 +29,24 @@ def test_python_blocks_run(block):
     else:  # written for a machine with GPUs, and run on stand-ins
         with emulate_devices(4):
             exec(block.replace('"cuda:0"', '"lazy:0"'), {})
+
+
+def test_the_output_that_is_shown_is_what_is_printed(capsys):
+    shown = re.findall(r"```python\n(.*?)```\n\n```\n(.*?)```", README, re.DOTALL)
+    assert shown
+    for block, output in shown:
+        exec(block, {})
+        assert capsys.readouterr().out == output
+
+
+def test_commands_that_are_shown_exist():
+    shown = re.findall(r"^balanced-dp (\w+)((?: --\w+)*)", README, re.MULTILINE)
+    assert shown
+    for command, options in shown:
+        done = CliRunner().invoke(app, [command, "--help"])
+        assert done.exit_code == 0
+        for option in options.split():
+            assert option in done.output
 
 
 def test_make_targets_that_are_named_exist():

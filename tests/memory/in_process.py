@@ -9,11 +9,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
 from dataclasses import asdict
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from balanced_dp import (
@@ -23,6 +25,7 @@ from balanced_dp import (
     MemoryProbe,
     StepMemory,
 )
+from balanced_dp.cli import main
 
 from .cuda_stand_in import CudaStandIn
 from .driver import GIB, H100, MIB, State, open_state
@@ -177,6 +180,21 @@ def log(units: str) -> Any:
     model = BalancedDataParallel(1, nn.Linear(2, 2), stand_in.devices)
     MemoryLogger(model, lambda tag, value, step: tags.append(tag), every=1).step()
     return tags
+
+
+def command_with_cuda(*arguments: str) -> Any:
+    """The command line on a machine with a CUDA device, the fastest of three boards."""
+    stand_in = CudaStandIn([H100])
+    stand_in.reserved_bytes = [GIB]
+    torch.accelerator.current_accelerator = lambda check_available: torch.device("cuda")
+    sys.argv = ["balanced-dp", *arguments]
+    exit_code = 0
+    with redirect_stdout(StringIO()) as output:
+        try:
+            main()
+        except SystemExit as error:
+            exit_code = error.code or 0
+    return {"exit_code": exit_code, "stdout": output.getvalue()}
 
 
 if __name__ == "__main__":

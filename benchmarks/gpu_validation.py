@@ -1,0 +1,258 @@
+"""Checks on a machine with an NVIDIA GPU what the tests can only check on stand-ins.
+
+    python benchmarks/gpu_validation.py [PART ...] [--results FOLDER]
+
+Each part writes ``<part>_<gpu>_<date>.md`` and ``.json``: what was compared with what, by how much
+they differ, and what difference is allowed. The exit code is 1 if one check failed or there is no
+GPU. The parts so far:
+
+- ``probe``: the memory probe against torch.cuda, nvidia-smi and allocations of a known size.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from balanced_dp import BalancedDataParallel, DeviceMemory, MemoryProbe, memory_breakdown
+
+MIB, GIB = 2**20, 2**30
+RESULTS = Path(__file__).parent / "results"
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """Two figures in bytes that should agree; ``reference`` is None where it could not be had."""
+
+    name: str
+    measured: int | None
+    reference: int | None
+    allowed_difference: int
+    note: str = ""
+
+    @property
+    def outcome(self) -> str:
+        if self.reference is None:
+            return "not run"
+        if self.measured is None:
+            return "FAILED"
+        agrees = abs(self.measured - self.reference) <= self.allowed_difference
+        return "ok" if agrees else "FAILED"
+
+
+def probe() -> Iterator[Check]:
+    """Part 1: what the memory probe says."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    memory_probe = MemoryProbe([device])
+    before = memory_probe.snapshot()[0]
+    yield from _allocator_checks(memory_probe, device)
+    yield from _nvidia_smi_checks(memory_probe)
+    yield from _process_checks(memory_probe, before)
+    yield from _sampling_checks(memory_probe, device)
+    yield from _step_checks(device)
+
+
+def _allocator_checks(memory_probe: MemoryProbe, device: torch.device) -> Iterator[Check]:
+    held = torch.empty(GIB, dtype=torch.uint8, device=device)
+    memory = memory_probe.snapshot()[0]
+    for name, function in (
+        ("allocated_bytes", torch.cuda.memory_allocated),
+        ("reserved_bytes", torch.cuda.memory_reserved),
+        ("peak_allocated_bytes", torch.cuda.max_memory_allocated),
+        ("peak_reserved_bytes", torch.cuda.max_memory_reserved),
+    ):
+        yield Check(f"{name} and torch.cuda", getattr(memory, name), function(device), 0)
+    free, total = torch.cuda.mem_get_info(device)
+    # What the driver keeps is not CUDA's to give: it is left out of its total and of its free.
+    driver = memory.reserved_by_driver_bytes or 0
+    yield Check("free_bytes and mem_get_info", memory.free_bytes, free, 2 * MIB)
+    yield Check("total_bytes - driver's and mem_get_info", memory.total_bytes - driver, total, GIB)
+    del held
+
+
+def _nvidia_smi_checks(memory_probe: MemoryProbe) -> Iterator[Check]:
+    fields = {
+        "memory.total": "total_bytes",
+        "memory.used": "used_bytes",
+        "memory.free": "free_bytes",
+        "memory.reserved": "reserved_by_driver_bytes",
+    }
+    rows = _nvidia_smi(f"--query-gpu=uuid,{','.join(fields)}")
+    memory = memory_probe.snapshot()[0]
+    row = next((row for row in rows if row[0] == memory.uuid), None)
+    for index, attribute in enumerate(fields.values(), start=1):
+        listed = None if row is None else _mib(row[index])
+        # nvidia-smi rounds to MiB, and asks a moment earlier.
+        yield Check(f"{attribute} and nvidia-smi", getattr(memory, attribute), listed, 4 * MIB)
+    note = f"memory info version {memory.memory_info_version}, {memory.label}"
+    yield Check("nvidia-smi lists the UUID", int(row is not None), 1, 0, note)
+
+
+def _process_checks(memory_probe: MemoryProbe, before: DeviceMemory) -> Iterator[Check]:
+    held = torch.empty(2 * GIB, dtype=torch.uint8, device=memory_probe.devices[0])
+    memory = memory_probe.snapshot()[0]
+    note = f"obtained by {memory.process_bytes_source!r}, before by {before.process_bytes_source!r}"
+    rows = _nvidia_smi("--query-compute-apps=pid,used_memory")
+    listed = next((_mib(row[1]) for row in rows if row[0] == str(os.getpid())), None)
+    yield Check("process_bytes and nvidia-smi", memory.process_bytes, listed, 4 * MIB, note)
+    # Besides what torch reserved there is the context, some hundreds of MiB.
+    beside = None if memory.process_bytes is None else memory.process_bytes - memory.reserved_bytes
+    yield Check("process_bytes beside the reserved", beside, GIB // 2, GIB // 2, note)
+    del held
+
+
+def _sampling_checks(memory_probe: MemoryProbe, device: torch.device) -> Iterator[Check]:
+    torch.cuda.empty_cache()
+    factor = torch.ones(8192, 8192, device=device)
+    factor @ factor  # cuBLAS takes its workspace at the first product
+    torch.cuda.synchronize()
+    before = memory_probe.snapshot()[0]
+    with memory_probe.measure() as usage:
+        held = torch.empty(4 * GIB, dtype=torch.uint8, device=device)
+        for _ in range(50):  # busy for long enough to be seen
+            factor @ factor
+        torch.cuda.synchronize()
+        del held
+        torch.cuda.empty_cache()
+    peak = usage.devices[0]
+    sampled = None
+    if peak.peak_used_bytes is not None and before.used_bytes is not None:
+        sampled = peak.peak_used_bytes - before.used_bytes
+    grown = peak.peak_reserved_bytes - before.reserved_bytes  # 4 GiB, and a product
+    note = f"{usage.num_samples} samples in {usage.elapsed_s:.3f} s; {usage.sampling_error or ''}"
+    yield Check("the allocator reserved 4 GiB more", grown, 4 * GIB, GIB)
+    yield Check("the sampled peak is the reserved", sampled, grown, 64 * MIB, note)
+    yield Check("the measured block is valid", int(usage.valid), 1, 0, usage.reason or "")
+
+
+def _step_checks(device: torch.device) -> Iterator[Check]:
+    """A training step of four replicas that share the GPU."""
+    layer = nn.TransformerEncoderLayer(512, 8, batch_first=True)
+    module = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False).to(device)
+    model = BalancedDataParallel(4, module, [device] * 4)
+    optimizer = torch.optim.AdamW(module.parameters())
+    inputs = torch.randn(32, 128, 512, device=device)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(inputs).pow(2).mean().backward()
+        optimizer.step()
+
+    step()
+    with model.memory.measure() as usage:
+        step()
+    [entry] = memory_breakdown(model, optimizer)
+    peak = torch.cuda.max_memory_allocated(device)
+    yield Check("step's peak and torch.cuda", usage.devices[0].peak_allocated_bytes, peak, 0)
+    yield Check(
+        "breakdown's sum and torch.cuda", sum(entry.uses.values()), peak, 0, str(entry.uses)
+    )
+    parameters = sum(-(-p.nbytes // 512) * 512 for p in module.parameters())
+    yield Check("parameters of the breakdown", entry.uses["parameter"], parameters, 0)
+    yield Check("gradients of the breakdown", entry.uses["gradient"], parameters, 0)
+    state = entry.uses["optimizer state"]
+    yield Check("two moments of AdamW", state, 2 * parameters, parameters // 100, "and step counts")
+
+
+def _nvidia_smi(query: str) -> list[list[str]]:
+    """Returns the rows that nvidia-smi answers, none where it is not there."""
+    command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
+    try:
+        output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return []
+    return [[cell.strip() for cell in row] for row in csv.reader(output.splitlines())]
+
+
+def _mib(text: str) -> int | None:
+    return int(text) * MIB if text.isdigit() else None
+
+
+PARTS: dict[str, Callable[[], Iterator[Check]]] = {"probe": probe}
+
+
+def write_report(part: str, checks: list[Check], hardware: str, folder: Path) -> list[Path]:
+    """Writes the Markdown and the JSON file of a part and returns their paths."""
+    now = datetime.now(timezone.utc)
+    record: dict[str, Any] = {
+        "schema": 1,
+        "part": part,
+        "hardware": hardware,
+        "date": now.isoformat(timespec="seconds"),
+        "command": shlex.join(["python", "benchmarks/gpu_validation.py", *sys.argv[1:]]),
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda,
+            "nvidia-ml-py": importlib.metadata.version("nvidia-ml-py"),
+            "driver": next(iter(_nvidia_smi("--query-gpu=driver_version")), [None])[0],
+        },
+        "checks": [{**asdict(check), "outcome": check.outcome} for check in checks],
+    }
+    slug = re.sub(r"[^a-z0-9]+", "-", hardware.lower()).strip("-")
+    stem = folder / f"{part}_{slug}_{now:%Y-%m-%d}"
+    versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
+    lines = [
+        f"# {part} on {hardware}, {now:%Y-%m-%d}",
+        "",
+        f"`{record['command']}`",
+        "",
+        versions,
+        "",
+        "Figures are bytes, or 1 for true.",
+        "",
+        "| check | measured | reference | allowed difference | outcome | note |",
+        "|---|---:|---:|---:|---|---|",
+        *(_row(check) for check in checks),
+    ]
+    paths = [stem.with_suffix(".md"), stem.with_suffix(".json")]
+    paths[0].write_text("\n".join(lines) + "\n")
+    paths[1].write_text(json.dumps(record, indent=2) + "\n")
+    return paths
+
+
+def _row(check: Check) -> str:
+    figures = (check.measured, check.reference, check.allowed_difference)
+    cells = ["" if figure is None else f"{figure:,}" for figure in figures]
+    return f"| {check.name} | {' | '.join(cells)} | {check.outcome} | {check.note} |"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Checks that need an NVIDIA GPU.")
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; all")
+    parser.add_argument("--results", type=Path, default=RESULTS, metavar="FOLDER")
+    arguments = parser.parse_args()
+    if unknown := set(arguments.parts) - set(PARTS):
+        parser.error(f"there is no part {', '.join(sorted(unknown))}; parts: {', '.join(PARTS)}")
+    if not torch.cuda.is_available() or torch.version.cuda is None:
+        print("gpu_validation: torch sees no NVIDIA GPU here", file=sys.stderr)
+        return 1
+    failed = False
+    for part in arguments.parts or PARTS:
+        checks = list(PARTS[part]())
+        for path in write_report(part, checks, torch.cuda.get_device_name(), arguments.results):
+            print(path)
+        for check in checks:
+            print(f"{check.outcome:8} {check.name}")
+            failed |= check.outcome == "FAILED"
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
