@@ -32,7 +32,7 @@ def test_python_blocks_run(block):
 
 
 def test_the_output_that_is_shown_is_what_is_printed(capsys):
-    shown = re.findall(r"```python\n(.*?)```\n\n```\n(.*?)```", README, re.DOTALL)
+    shown = re.findall(r"```python\n((?:(?!```).)*)```\n\n```\n(.*?)```", README, re.DOTALL)
     assert shown
     for block, output in shown:
         exec(block, {})
