@@ -31,6 +31,7 @@ def test_python_blocks_run(block):
             exec(block.replace('"cuda:0"', '"lazy:0"'), {})
 
 
+@pytest.mark.filterwarnings("ignore:tensors outlive:ResourceWarning")
 def test_the_output_that_is_shown_is_what_is_printed(capsys):
     shown = re.findall(r"```python\n((?:(?!```).)*)```\n\n```\n(.*?)```", README, re.DOTALL)
     assert shown

@@ -94,7 +94,7 @@ def visible_boards(boards: Sequence[Board], environ: Mapping[str, str]) -> list[
             if index >= len(boards):
                 break
             visible.append(by_index[index])
-            entries.append(index)
+            entries.append(boards[index].label if order_is_known else index)
         else:
             prefix = entry.strip()
             named = [b for b in boards if prefix and b.uuid and b.uuid.startswith(prefix)]
