@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from . import nvml
 from .nvml import Board
 
-_PATIENCE_S = 5.0
+_PATIENCE_S = 2.0
 """How long the process may take to end; it looks every 10 ms."""
 
 

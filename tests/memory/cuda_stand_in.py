@@ -36,11 +36,17 @@ class CudaStandIn:
         for name in ("memory_allocated", "memory_reserved"):
             setattr(cuda, name, self.reserved)
             setattr(cuda, f"max_{name}", self.reserved)
-        cuda.synchronize = cuda.reset_peak_memory_stats = lambda device: None
+        cuda.synchronize = self.synchronize
+        cuda.reset_peak_memory_stats = lambda device: None
+        self.broken = False
         self.devices = [f"cuda:{index}" for index in range(len(units))]
 
     def reserved(self, device: torch.device) -> int:
         return self.reserved_bytes[device.index]
+
+    def synchronize(self, device: torch.device) -> None:
+        if self.broken:
+            raise RuntimeError("CUDA error: device-side assert triggered")
 
     def properties(self, cuda_index: int) -> SimpleNamespace:
         unit = self.units[cuda_index]

@@ -129,15 +129,30 @@ def measured() -> Any:
     def retry() -> None:
         stand_in.num_alloc_retries += 2
 
+    def stop_the_sampler() -> None:
+        os.kill(STATE.last_asking_pid, signal.SIGSTOP)
+
+    def break_the_device() -> None:
+        stand_in.broken = True
+
     found = {}
-    for block in (raise_and_lower, fail, press_ctrl_c, kill_the_sampler, lose_a_board, retry):
+    for block in (
+        raise_and_lower,
+        fail,
+        press_ctrl_c,
+        kill_the_sampler,
+        stop_the_sampler,
+        lose_a_board,
+        retry,
+        break_the_device,
+    ):
         usage = StepMemory()
         caught = result = None
         try:
             with probe.measure() as usage:
                 block()
                 result = 42
-        except (ValueError, KeyboardInterrupt) as error:
+        except (ValueError, RuntimeError, KeyboardInterrupt) as error:
             caught = repr(error)
         record = asdict(usage) | {"caught": caught, "result": result, "left": left_behind()}
         found[block.__name__] = record

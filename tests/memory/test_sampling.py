@@ -19,13 +19,21 @@ def measured(builds, tmp_path_factory):
     return driver.run("measured")
 
 
-BLOCKS = ["raise_and_lower", "fail", "press_ctrl_c", "kill_the_sampler", "lose_a_board", "retry"]
+BLOCKS = [
+    "raise_and_lower",
+    "fail",
+    "press_ctrl_c",
+    "kill_the_sampler",
+    "stop_the_sampler",
+    "lose_a_board",
+    "retry",
+    "break_the_device",
+]
 
 
 @pytest.mark.parametrize("block", BLOCKS)
 def test_nothing_is_left_behind(measured, block):
     assert measured[block]["left"] == []
-    assert measured[block]["elapsed_s"] > 0
 
 
 @pytest.mark.parametrize("block", BLOCKS)
@@ -33,6 +41,7 @@ def test_the_block_ends_as_it_would_alone(measured, block):
     expected = {
         "fail": ["ValueError('in the block')", None],
         "press_ctrl_c": ["KeyboardInterrupt()", None],
+        "break_the_device": ["RuntimeError('CUDA error: device-side assert triggered')", 42],
     }.get(block, [None, 42])
     assert [measured[block]["caught"], measured[block]["result"]] == expected
 
@@ -55,11 +64,19 @@ def test_after_an_exception_the_figures_are_there_but_not_valid(measured):
     assert "KeyboardInterrupt" in measured["press_ctrl_c"]["reason"]
 
 
-def test_a_killed_sampler_leaves_the_rest(measured):
-    record = measured["kill_the_sampler"]
+@pytest.mark.parametrize(
+    ("block", "reason"),
+    [
+        ("kill_the_sampler", "the sampling process ended with -9"),
+        ("stop_the_sampler", "the sampling process did not end within 2 s"),
+    ],
+)
+def test_a_killed_sampler_leaves_the_rest(measured, block, reason):
+    record = measured[block]
     assert used(record) == [None, None]
     assert record["valid"]
-    assert record["sampling_error"] == "the sampling process ended with -9"
+    assert record["elapsed_s"] > 0
+    assert record["sampling_error"] == reason
 
 
 def test_a_board_that_fails_half_way_has_no_peak(measured):
