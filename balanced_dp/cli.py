@@ -78,6 +78,8 @@ def demo(
     settings = demos.DemoSettings(num_devices, batch_size, steps, gpu0_bsz, memory, emulate)
     if json_file is not None and not json_file.absolute().parent.is_dir():
         _fail(f"--json {json_file}: there is no folder {json_file.absolute().parent}")
+    if json_file is not None and json_file.is_dir():
+        _fail(f"--json {json_file} is a folder; name a file")
     progress = Progress(
         TextColumn("{task.description}"),
         BarColumn(),

@@ -8,16 +8,17 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
+from numbers import Real
 from typing import Any, TypeVar, get_args
 
 import torch
 from torch import nn
 
 from .devices import Device, default_device_type, resolve_device, resolve_devices
-from .errors import ArgumentError, BalanceWarning
+from .errors import ArgumentError, ArgumentTypeError, BalanceWarning
 from .memory.probe import MemoryProbe
 from .parallel_apply import add_note, parallel_apply
-from .replicate import replicate
+from .replicate import WrittenState, replicate
 from .scatter_gather import ScalarOutputs, find_batch_size, gather, scatter
 from .split import split_batch
 
@@ -47,8 +48,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         module: the module to be parallelized; its parameters and buffers are on ``device_ids[0]``.
         device_ids: devices as ints (of the accelerator), strings or ``torch.device``. None means
             all accelerators; where there are none, calls pass through to ``module``. Inside
-            ``emulate_devices``, on a machine without accelerators, ints and None mean the emulated
-            ones.
+            ``emulate_devices``, ints and None mean the emulated ones.
         output_device: where outputs are gathered, by default ``device_ids[0]``; may be ``"cpu"``.
         dim: the batch dimension of inputs and outputs.
         broadcast: dotted paths of inputs that go whole to each device, such as ``"mask"`` or
@@ -108,10 +108,14 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         self._device_type = default_device_type()
         devices = resolve_devices(device_ids, self._device_type)
         split_batch(0, 1, gpu0_bsz)  # raises where gpu0_bsz is not a size
+        if not isinstance(module, nn.Module):
+            raise ArgumentTypeError(f"module must be an nn.Module, got {module!r}")
         if scalar_outputs not in get_args(ScalarOutputs):
             raise ArgumentError(
                 f"scalar_outputs must be one of {get_args(ScalarOutputs)}, got {scalar_outputs!r}"
             )
+        if isinstance(dim, bool) or not isinstance(dim, int):
+            raise ArgumentTypeError(f"dim must be an integer, got {dim!r}")
         if loss_weight is not None and scalar_outputs != "mean":
             raise ArgumentError(
                 f"loss_weight weighs a mean, but scalar_outputs is {scalar_outputs!r}"
@@ -120,6 +124,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         self.dim = dim
         self.gpu0_bsz = gpu0_bsz
         self.broadcast = frozenset([broadcast] if isinstance(broadcast, str) else broadcast)
+        _check_broadcast(self.broadcast, module)
         self.scalar_outputs = scalar_outputs
         self.loss_weight = loss_weight
         self.src_device_obj = devices[0] if devices else None
@@ -171,15 +176,16 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
             batch_size = find_batch_size(
                 _named(self.module, inputs, kwargs), self.dim, self.broadcast
             )
-            # Without a tensor to cut there is one call to make. An empty batch is one, too.
-            chunk_sizes = [0] if not batch_size else list(self.split(batch_size))
-            self.last_chunk_sizes = self.split(batch_size or 0)
+            self.last_chunk_sizes = split = self.split(batch_size or 0)
             if batch_size:
                 self._warn_if_even(batch_size)
+            # Without a tensor to cut there is one call to make. An empty batch is one, too.
+            active = [i for i, size in enumerate(split) if size] or [0]
+            sizes = None if batch_size is None else [split[i] for i in active]
             try:
-                return self._forward_in_parallel(inputs, kwargs, batch_size, chunk_sizes)
+                return self._forward_in_parallel(inputs, kwargs, active, sizes)
             except torch.OutOfMemoryError as error:
-                add_note(error, self._memory_advice(chunk_sizes))
+                add_note(error, self._memory_advice(split))
                 raise
 
     def _forward_on_one_device(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -193,23 +199,18 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         self,
         inputs: tuple[Any, ...],
         kwargs: dict[str, Any],
-        batch_size: int | None,
-        chunk_sizes: Sequence[int],
+        active: Sequence[int],
+        sizes: Sequence[int] | None,
     ) -> Any:
-        active = [i for i, size in enumerate(chunk_sizes) if size] or [0]
         device_ids = [self.device_ids[i] for i in active]
-        sizes = None if batch_size is None else [chunk_sizes[i] for i in active]
         scattered_inputs, scattered_kwargs = self.scatter(inputs, kwargs, device_ids, sizes)
         weights = self._weights(scattered_inputs, scattered_kwargs, sizes)
         replicas = self.replicate(self.module, device_ids)
-        buffers = list(zip(self.module.buffers(), replicas[0].buffers(), strict=True))
+        first_state = WrittenState(self.module, replicas[0])
         outputs = self.parallel_apply(
             replicas, scattered_inputs, scattered_kwargs, device_ids, sizes
         )
-        with torch.no_grad():
-            for original, copy in buffers:
-                if copy is not original:  # the first device ran nothing
-                    original.copy_(copy)
+        first_state.write_back()
         return self.gather(outputs, self.output_device, weights)
 
     # The steps, as in nn.DataParallel; device_ids and chunk_sizes are those of active devices.
@@ -308,7 +309,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
 
     def _memory_advice(self, chunk_sizes: Sequence[int]) -> str:
         split = ", ".join(
-            f"{device}: {size}" for device, size in zip(self.devices, chunk_sizes, strict=False)
+            f"{device}: {size}" for device, size in zip(self.devices, chunk_sizes, strict=True)
         )
         return (
             f"the batch of {sum(chunk_sizes)} was split {split}. If {self.devices[0]} ran out, "
@@ -387,8 +388,21 @@ def _parameters(module: nn.Module) -> Iterable[inspect.Parameter]:
         return ()
 
 
+def _check_broadcast(broadcast: Iterable[str], module: nn.Module) -> None:
+    parameters = list(_parameters(module))
+    if not parameters or any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return  # it may take any name
+    names = [parameter.name for parameter in parameters]
+    for path in broadcast:
+        if path.split(".")[0] not in (*names, "inputs"):
+            raise ArgumentError(
+                f"broadcast names {path!r}, but {type(module).__name__}.forward takes "
+                f"{', '.join(names)}"
+            )
+
+
 def _weight(value: Any) -> float:
     number = value.item() if isinstance(value, torch.Tensor) else value
-    if not isinstance(number, int | float) or not 0 <= number < math.inf:
+    if not isinstance(number, Real) or not 0 <= float(number) < math.inf:
         raise ArgumentError(f"loss_weight must return a number of at least 0, got {value!r}")
-    return number
+    return float(number)

@@ -20,6 +20,7 @@ from torch.nn import functional
 from .data_parallel import BalancedDataParallel
 from .emulation import EmulatedDevices, emulate_devices
 from .errors import ArgumentError, BalanceWarning, SymbolicValueError
+from .memory.step import spread
 from .split import split_batch
 from .units import parse_bytes
 
@@ -178,7 +179,7 @@ class DemoRun:
     @property
     def imbalance(self) -> float:
         """(max - min) / max of the peaks: 0 where all devices need the same."""
-        return (max(self.peak_bytes) - min(self.peak_bytes)) / max(self.peak_bytes)
+        return spread(self.peak_bytes)
 
     @property
     def samples_per_s(self) -> float:

@@ -13,11 +13,13 @@ Device = int | str | torch.device
 
 
 def default_device_type() -> str | None:
-    """Returns the type of device that ints name: the accelerator, or the emulated one, or None."""
+    """Returns the type of device that ints name: an emulated one, the accelerator, or None."""
+    if has_machine():
+        return DEVICE_TYPE
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is not None and accelerator.type != "mps":  # one device only, as stock has it
         return accelerator.type
-    return DEVICE_TYPE if has_machine() else None
+    return None
 
 
 def resolve_devices(
@@ -61,14 +63,18 @@ def resolve_device(device_id: Device, device_type: str | None) -> torch.device:
             raise ArgumentError(f"a device index must not be negative, got {device_id}")
         device = torch.device(device_type, device_id)
     else:
-        device = torch.device(device_id)
+        try:
+            device = torch.device(device_id)
+            torch.get_device_module(device)
+        except RuntimeError as error:  # torch does not know it, or cannot say what it holds
+            raise ArgumentError(f"there is no device {device_id!r}: {error}") from None
     if device.type == "cpu":
         return torch.device("cpu")  # tensors do not say "cpu:0"
     module = torch.get_device_module(device)
-    if device.index is None:
-        return torch.device(device.type, module.current_device())
-    if device.index >= module.device_count():
+    if (device.index or 0) >= module.device_count():
         raise ArgumentError(
             f"device {device} does not exist: there are {module.device_count()} of its type"
         )
+    if device.index is None:
+        return torch.device(device.type, module.current_device())
     return device

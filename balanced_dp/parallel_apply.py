@@ -1,4 +1,4 @@
-"""Running each replica on its chunk, in a thread for each device."""
+"""Running each replica on its chunk, in one thread for each device."""
 
 from __future__ import annotations
 
@@ -17,11 +17,15 @@ def parallel_apply(
     devices: Sequence[torch.device],
     describe: Callable[[int], str],
 ) -> list[Any]:
-    """Runs ``calls[i]`` with ``devices[i]`` current, each in a thread, and returns the results.
+    """Runs ``calls[i]`` with ``devices[i]`` current and returns the results.
+
+    Each device has a thread, and calls on one device run in it one after another: they share its
+    random number generator, which activation checkpointing rewinds. Calls that are all on one
+    device run in the calling thread.
 
     The threads have what torch keeps for each thread of its own as the caller has it: grad mode,
     inference mode, autocast (device type, dtype and cache setting) and the current stream of each
-    device; and the caller's context variables. A single call runs in the calling thread.
+    device; and the caller's context variables.
 
     Args:
         calls: what to run.
@@ -30,26 +34,36 @@ def parallel_apply(
 
     Raises:
         BaseException: what the first of the failed calls raised, itself, when all have ended.
+        KeyboardInterrupt: when all have ended; a second one does not wait for them.
     """
     state = ThreadState.of_caller(devices)
     results: dict[int, Any] = {}
     errors: dict[int, BaseException] = {}
-    if len(calls) == 1:
-        _work(0, calls[0], devices[0], state, results, errors)
+    indices: dict[torch.device, list[int]] = {}
+    for index, device in enumerate(devices):
+        indices.setdefault(device, []).append(index)
+    if len(indices) == 1:
+        _work(range(len(calls)), calls, devices[0], state, results, errors)
     else:
         threads = [
             threading.Thread(
                 # Each thread runs in its own copy: a context cannot be entered twice at a time.
                 target=contextvars.copy_context().run,
-                args=(_work, index, call, device, state, results, errors),
-                name=f"replica {index} on {device}",
+                args=(_work, on_device, calls, device, state, results, errors),
+                name=f"replicas on {device}",
             )
-            for index, (call, device) in enumerate(zip(calls, devices, strict=True))
+            for device, on_device in indices.items()
         ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        try:
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        except KeyboardInterrupt:  # the replicas still work on the caller's tensors
+            for thread in threads:
+                if thread.ident is not None:  # it has started
+                    thread.join()
+            raise
     if errors:
         index = min(errors)
         error = errors[index]
@@ -66,18 +80,20 @@ def parallel_apply(
 
 
 def _work(
-    index: int,
-    call: Callable[[], Any],
+    indices: Sequence[int],
+    calls: Sequence[Callable[[], Any]],
     device: torch.device,
     state: ThreadState,
     results: dict[int, Any],
     errors: dict[int, BaseException],
 ) -> None:
-    try:
-        with state.restored(device):
-            results[index] = call()
-    except BaseException as error:
-        errors[index] = error
+    for index in indices:
+        try:
+            with state.restored(device):
+                results[index] = calls[index]()
+        except BaseException as error:
+            errors[index] = error
+            return
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Literal
 
 import torch
@@ -30,11 +31,18 @@ def find_batch_size(
     Raises:
         ScatterError: that tensor has no dimension ``dim``.
     """
+    path, tensor = _first_to_cut(inputs, broadcast)
+    return None if tensor is None else _size(tensor, dim, path)
+
+
+def _first_to_cut(
+    inputs: Iterable[tuple[str, Any]], broadcast: Collection[str]
+) -> tuple[Path, torch.Tensor | None]:
     for name, value in inputs:
-        for path, tensor in _tensors(value, (name,)):
+        for path, tensor in _tensors(value, tuple(name.split("."))):
             if tensor.dim() > 0 and not _is_broadcast(path, broadcast):
-                return _size(tensor, dim, path)
-    return None
+                return path, tensor
+    return (), None
 
 
 def scatter(
@@ -61,8 +69,10 @@ def scatter(
     Raises:
         ScatterError: the size of a tensor along ``dim`` is not the batch size.
     """
-    cut = _Cut(devices, chunk_sizes, dim, broadcast)
-    columns = [_scatter(value, (name,), cut) for name, value in inputs]
+    inputs = list(inputs)
+    first_path, _ = ((), None) if chunk_sizes is None else _first_to_cut(inputs, broadcast)
+    cut = _Cut(devices, chunk_sizes, dim, broadcast, ".".join(first_path))
+    columns = [_scatter(value, tuple(name.split(".")), cut) for name, value in inputs]
     return [[column[i] for column in columns] for i in range(len(devices))]
 
 
@@ -72,26 +82,41 @@ class _Cut:
     chunk_sizes: Sequence[int] | None
     dim: int
     broadcast: Collection[str]
+    first_name: str
+    """The tensor that said what the batch size is."""
 
     def __call__(self, tensor: torch.Tensor, path: Path) -> list[torch.Tensor]:
         sizes = self.chunk_sizes
         if sizes is None or tensor.dim() == 0 or _is_broadcast(path, self.broadcast):
             parts: Sequence[torch.Tensor] = [tensor] * len(self.devices)
         elif _size(tensor, self.dim, path) == sum(sizes):
-            parts = tensor.split(list(sizes), self.dim)
+            parts = self._parts(tensor, sizes)
         else:
             name = ".".join(path)
             raise ScatterError(
                 f"input {name} of shape {tuple(tensor.shape)} has size {tensor.size(self.dim)} "
-                f"along dim {self.dim}, but the batch has {sum(sizes)} samples; if it is not one "
-                f"entry a sample, broadcast=({name!r},) copies it whole to each device"
+                f"along dim {self.dim}, but the batch has {sum(sizes)} samples by its first "
+                f"tensor, {self.first_name}; if {name} is not one entry a sample, "
+                f"broadcast=({name!r},) copies it whole to each device, and if {self.first_name} "
+                f"is not, broadcast=({self.first_name!r},) does"
             )
-        return [_move(part, device) for part, device in zip(parts, self.devices, strict=True)]
+        return [move(part, device) for part, device in zip(parts, self.devices, strict=True)]
+
+    def _parts(self, tensor: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
+        parts = list(tensor.split(list(sizes), self.dim))
+        if tensor.requires_grad:
+            # One of several views of a call cannot be written in place, and a module may begin so.
+            for index, start in enumerate(accumulate(sizes[:-1], initial=0)):
+                if self.devices[index] == tensor.device:
+                    parts[index] = tensor.narrow(self.dim, start, sizes[index])
+        return parts
 
 
 def _scatter(value: Any, path: Path, cut: _Cut) -> list[Any]:
     if isinstance(value, torch.Tensor):
         return cut(value, path)
+    if isinstance(value, PackedSequence) and cut.chunk_sizes is None:
+        return [value.to(device) for device in cut.devices]  # type: ignore[arg-type]
     children = _items(value, path, ScatterError)
     if children is None:
         return [value] * len(cut.devices)
@@ -111,12 +136,26 @@ def _tensors(value: Any, path: Path) -> Iterator[tuple[Path, torch.Tensor]]:
 
 
 def _items(value: Any, path: Path, error: type[Exception]) -> list[tuple[str, Any]] | None:
+    items = containers.items(value)
+    where = ".".join(path) or "the output"
     if isinstance(value, PackedSequence):
         raise error(
-            f"{'.'.join(path) or 'the output'} is a PackedSequence, which has no batch dimension "
-            "to split; pass the padded batch and its lengths, and pack and unpack inside forward"
+            f"{where} is a PackedSequence, which has no batch dimension to split; pass the padded "
+            "batch and its lengths, and pack and unpack inside forward"
         )
-    return containers.items(value)
+    if any(kind.__module__ == "transformers.cache_utils" for kind in type(value).__mro__):
+        raise error(
+            f"{where} is a {type(value).__name__}, which belongs to one model and not to its "
+            "replicas; call the model with use_cache=False"
+        )
+    if items is None and isinstance(value, Mapping | Set | Sequence) and not isinstance(value, str):
+        held = value.values() if isinstance(value, Mapping) else value
+        if any(isinstance(item, torch.Tensor) for item in held):
+            raise error(
+                f"{where} is a {type(value).__name__}, which cannot be built anew with other "
+                "tensors; use a dict, list or tuple"
+            )
+    return items
 
 
 def _is_broadcast(path: Path, broadcast: Collection[str]) -> bool:
@@ -133,9 +172,10 @@ def _size(tensor: torch.Tensor, dim: int, path: Path) -> int:
     return tensor.size(dim)
 
 
-def _move(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+def move(tensor: torch.Tensor, device: torch.device, copy: bool = False) -> torch.Tensor:
+    """Returns the tensor on ``device``, a new one if ``copy`` is set. Waits for nothing it may."""
     # A copy to the CPU that does not block could be read before it is there.
-    return tensor.to(device, non_blocking=device.type != "cpu")
+    return tensor.to(device, non_blocking=device.type != "cpu", copy=copy)
 
 
 def gather(
@@ -148,7 +188,8 @@ def gather(
     """Joins the outputs of the replicas into one on ``device``. Differentiable.
 
     Tensors are concatenated along ``dim``. 0-dim tensors become one 0-dim tensor, their mean
-    weighted by ``weights`` (in floating point), or their sum, or a vector of them. Mappings,
+    weighted by ``weights`` (integers and bools have none, and must be equal), or their sum, or a
+    vector of them. Mappings,
     dataclasses, named tuples, tuples and lists are joined item by item. Anything else must be
     equal on every replica and is passed on.
 
@@ -176,7 +217,7 @@ class _Join:
 
     def __call__(self, tensors: Sequence[torch.Tensor], path: Path) -> torch.Tensor:
         if all(tensor.dim() == 0 for tensor in tensors):
-            return self._scalars([tensor.to(self.device) for tensor in tensors])
+            return self._scalars([tensor.to(self.device) for tensor in tensors], path)
         if len(tensors) == 1:
             return tensors[0].to(self.device)
         if not _differ_along_only(self.dim, tensors):
@@ -184,11 +225,19 @@ class _Join:
         joined: torch.Tensor = Gather.apply(self.device, self.dim, *tensors)  # type: ignore[no-untyped-call]
         return joined
 
-    def _scalars(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    def _scalars(self, tensors: Sequence[torch.Tensor], path: Path) -> torch.Tensor:
         if self.scalar_outputs == "stack":
             return torch.stack(list(tensors))
         if self.scalar_outputs == "sum":
             return functools.reduce(torch.add, tensors)
+        if not all(tensor.is_floating_point() or tensor.is_complex() for tensor in tensors):
+            if all(bool(tensor == tensors[0]) for tensor in tensors):
+                return tensors[0]
+            raise GatherError(
+                f"output {'.'.join(path) or '(the whole)'} is a number of type {tensors[0].dtype} "
+                "that differs between the replicas, and a count has no mean; return it as a "
+                "tensor of one entry, or choose scalar_outputs='sum' or 'stack'"
+            )
         weights = self.weights if any(self.weights) else [1.0] * len(tensors)
         total = sum(weights)
         parts = [t * (weight / total) for t, weight in zip(tensors, weights, strict=True) if weight]
@@ -221,13 +270,10 @@ def _gather(outputs: list[Any], path: Path, join: _Join) -> Any:
         if not all(_equal(first, other) for other in outputs[1:]):
             raise _differ(path, outputs, "different values")
         return first
-    names = [[name for name, _ in items or ()] for items in children]
-    if any(other != names[0] for other in names):
-        raise _differ(path, names, "different items")
-    columns = zip(*(items or () for items in children), strict=True)
-    values = [
-        _gather([value for _, value in column], (*path, column[0][0]), join) for column in columns
-    ]
+    named = [dict(items or ()) for items in children]
+    if any(other.keys() != named[0].keys() for other in named):
+        raise _differ(path, [list(items) for items in named], "different items")
+    values = [_gather([items[name] for items in named], (*path, name), join) for name in named[0]]
     return containers.rebuild(first, values)
 
 

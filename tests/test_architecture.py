@@ -17,6 +17,7 @@ ORDER = [
     "units.py",
     "emulation/ledger.py",
     "emulation/machine.py",
+    "emulation/symbolic.py",
     "emulation/tensor.py",
     "emulation/kernels.py",
     "emulation/device_module.py",

@@ -68,13 +68,13 @@ def test_checkpoints_load_both_ways(devices):
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
 def test_copies_and_pickles_work(duplicate):
     parallel = BalancedDataParallel(
-        1, nn.Linear(4, 2), ["cpu"] * 3, broadcast=("mask",), scalar_outputs="sum"
+        1, nn.Linear(4, 2), ["cpu"] * 3, broadcast=("input",), scalar_outputs="sum"
     )
     twin = duplicate(parallel)
     x = torch.randn(7, 4)
     torch.testing.assert_close(twin(x), parallel(x))
     assert twin.module is not parallel.module
-    assert twin.broadcast == {"mask"}
+    assert twin.broadcast == {"input"}
     assert twin.scalar_outputs == "sum"
 
 

@@ -21,21 +21,38 @@ def describe(index):
     return f"in replica {index}"
 
 
-def test_results_come_in_order_each_from_its_own_thread():
+def test_results_come_in_order_each_device_s_from_its_own_thread(emulated):
     barrier = threading.Barrier(3)  # all three run at the same time, or this would not end
 
     def call(index):
         barrier.wait(timeout=60)
         return index, threading.current_thread().name
 
-    results = parallel_apply([lambda i=i: call(i) for i in range(3)], CPUS, describe)
-    assert results == [(i, f"replica {i} on cpu") for i in range(3)]
+    results = parallel_apply([lambda i=i: call(i) for i in range(3)], emulated[:3], describe)
+    assert results == [(i, f"replicas on lazy:{i}") for i in range(3)]
 
 
-def test_a_single_call_runs_in_the_calling_thread():
-    assert parallel_apply([threading.current_thread], CPUS[:1], describe) == [
-        threading.current_thread()
-    ]
+def test_calls_on_one_device_run_one_after_another(emulated):
+    devices = [emulated[0], emulated[1], emulated[0], emulated[1]]
+    log = []
+
+    def call(index):
+        log.append((index % 2, index, "begins"))
+        log.append((index % 2, index, "ends"))
+        return threading.current_thread().name
+
+    names = parallel_apply([lambda i=i: call(i) for i in range(4)], devices, describe)
+    assert names == ["replicas on lazy:0", "replicas on lazy:1"] * 2
+    for device in range(2):
+        assert [entry[1:] for entry in log if entry[0] == device] == [
+            (index, what) for index in (device, device + 2) for what in ("begins", "ends")
+        ]
+
+
+@pytest.mark.parametrize("num_calls", [1, 3])
+def test_calls_on_a_single_device_run_in_the_calling_thread(num_calls):
+    threads = parallel_apply([threading.current_thread] * num_calls, CPUS[:num_calls], describe)
+    assert threads == [threading.current_thread()] * num_calls
 
 
 def state():
@@ -61,21 +78,21 @@ def state():
     ],
     ids=["no_grad", "enable_grad", "inference_mode", "bfloat16", "float16", "disabled"],
 )
-def test_threads_have_the_caller_s_modes(context, num_calls):
+def test_threads_have_the_caller_s_modes(context, num_calls, emulated):
     before = state()
     with context:
         expected = state()
-        assert parallel_apply([state] * num_calls, CPUS[:num_calls], describe) == (
+        assert parallel_apply([state] * num_calls, emulated[:num_calls], describe) == (
             [expected] * num_calls
         )
     assert state() == before
 
 
-def test_threads_have_the_caller_s_context_variables():
+def test_threads_have_the_caller_s_context_variables(emulated):
     variable = contextvars.ContextVar("variable", default="unset")
     token = variable.set("set")
     try:
-        assert parallel_apply([variable.get] * 3, CPUS, describe) == ["set"] * 3
+        assert parallel_apply([variable.get] * 3, emulated[:3], describe) == ["set"] * 3
     finally:
         variable.reset(token)
 
@@ -95,7 +112,7 @@ class Unusual(Exception):
 
 
 @pytest.mark.parametrize("num_calls", [1, 3])
-def test_an_exception_is_raised_as_it_is_with_a_note(num_calls):
+def test_an_exception_is_raised_as_it_is_with_a_note(num_calls, emulated):
     error = Unusual(3, detail="x")
 
     def fail():
@@ -103,14 +120,14 @@ def test_an_exception_is_raised_as_it_is_with_a_note(num_calls):
 
     calls = [lambda: 1, lambda: 2, fail][3 - num_calls :]
     with pytest.raises(Unusual) as caught:
-        parallel_apply(calls, CPUS[:num_calls], describe)
+        parallel_apply(calls, emulated[:num_calls], describe)
     assert caught.value is error
     assert caught.value.detail == "x"
     assert caught.value.__notes__ == [f"in replica {num_calls - 1}"]
     assert "fail" in [entry.name for entry in caught.traceback]
 
 
-def test_the_first_of_several_failures_is_raised_when_all_have_ended():
+def test_the_first_of_several_failures_is_raised_when_all_have_ended(emulated):
     ended = []
 
     def fail(index):
@@ -118,7 +135,7 @@ def test_the_first_of_several_failures_is_raised_when_all_have_ended():
         raise ValueError(index)
 
     with pytest.raises(ValueError, match="1"):
-        parallel_apply([lambda: 0, lambda: fail(1), lambda: fail(2)], CPUS, describe)
+        parallel_apply([lambda: 0, lambda: fail(1), lambda: fail(2)], emulated[:3], describe)
     assert sorted(ended) == [1, 2]
 
 
@@ -151,32 +168,43 @@ def test_before_python_3_11_a_note_becomes_part_of_the_message():
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="there is no SIGINT to send")
-def test_ctrl_c_gets_through_and_the_process_ends():
-    """The main thread waits for the replicas; an interrupt ends the wait, not their calls."""
+def test_ctrl_c_is_raised_when_the_replicas_have_ended():
+    """They work on the caller's tensors, and would go on behind the caller's back."""
     script = textwrap.dedent(
         """
-        import threading, torch
-        from balanced_dp import BalancedDataParallel
+        import sys, threading, torch
+        from balanced_dp import BalancedDataParallel, emulate_devices
 
         release = threading.Event()
+        ended = []
 
         class Waiting(torch.nn.Module):
             def forward(self, x):
                 print("running", flush=True)
                 assert release.wait(60)
+                ended.append(x.device)
                 return x
 
-        try:
-            BalancedDataParallel(1, Waiting(), ["cpu", "cpu"])(torch.ones(8))
-        except KeyboardInterrupt:
-            print("interrupted", flush=True)
+        def listen():
+            sys.stdin.readline()
             release.set()
+
+        threading.Thread(target=listen, daemon=True).start()
+        with emulate_devices(2):
+            try:
+                BalancedDataParallel(1, Waiting())(torch.ones(8))
+            except KeyboardInterrupt:
+                print("interrupted", len(ended), flush=True)
         """
     )
     process = subprocess.Popen(
-        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", script],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     assert [process.stdout.readline() for _ in range(2)] == ["running\n"] * 2
     os.kill(process.pid, signal.SIGINT)
-    output, errors = process.communicate(timeout=60)
-    assert (output, errors, process.returncode) == ("interrupted\n", "", 0)
+    output, errors = process.communicate("\n", timeout=60)
+    assert (output, errors, process.returncode) == ("interrupted 2\n", "", 0)

@@ -129,10 +129,11 @@ def test_broadcast_takes_no_other_path(path):
 
 def test_a_tensor_of_another_size_is_named_with_the_remedy():
     with pytest.raises(ScatterError) as caught:
-        cut([0, {"mask": torch.zeros(3, 4)}], 2, 3)
+        cut([torch.zeros(5), {"mask": torch.zeros(3, 4)}], 2, 3)
     assert str(caught.value) == (
-        "input x.1.mask of shape (3, 4) has size 3 along dim 0, but the batch has 5 samples; if "
-        "it is not one entry a sample, broadcast=('x.1.mask',) copies it whole to each device"
+        "input x.1.mask of shape (3, 4) has size 3 along dim 0, but the batch has 5 samples by "
+        "its first tensor, x.0; if x.1.mask is not one entry a sample, broadcast=('x.1.mask',) "
+        "copies it whole to each device, and if x.0 is not, broadcast=('x.0',) does"
     )
 
 
@@ -229,8 +230,10 @@ def test_scalars(scalar_outputs, weights, expected):
     assert joined.tolist() == expected
 
 
-def test_the_mean_of_integers_is_a_floating_point_number():
-    assert gather([torch.tensor(1), torch.tensor(2)], CPU, weights=[1, 1]).item() == 1.5
+def test_integers_have_no_mean_unless_they_are_equal():
+    with pytest.raises(GatherError, match="a count has no mean"):
+        gather([torch.tensor(1), torch.tensor(2)], CPU, weights=[1, 1])
+    assert gather([torch.tensor(2), torch.tensor(2)], CPU).item() == 2
 
 
 def test_a_replica_of_weight_0_does_not_spread_its_nan():

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import sys
+import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -80,8 +82,8 @@ def emulate_devices(
     is counted to the byte: each storage once, rounded to 512 bytes as CUDA's allocator does, freed
     when its last tensor dies. ``torch.get_device_module("lazy")`` answers as ``torch.cuda`` does.
 
-    Inside the context ``nn.Module.to`` keeps parameters' identity
-    (``torch.__future__.set_swap_module_params_on_conversion``), so tied weights stay tied.
+    Inside the context ``nn.Module.to`` keeps parameters' identity, as on CUDA, so tied weights
+    stay tied.
 
     Args:
         num_devices: how many, at least 1.
@@ -149,13 +151,24 @@ def _capacities(num_devices: int, memory: int | str | Sequence[int | str] | None
 @contextmanager
 def _parameters_keep_identity() -> Iterator[None]:
     # Module.to would otherwise replace parameters, one module at a time, and so untie tied ones:
-    # `param.data = ...` cannot change a plain tensor into a subclass.
-    before = torch.__future__.get_swap_module_params_on_conversion()
-    torch.__future__.set_swap_module_params_on_conversion(True)
-    try:
+    # `param.data = ...` cannot change a plain tensor into a subclass. Only there: load_state_dict
+    # would swap, too, and fail where a graph holds a parameter.
+    future: Any = torch.__future__
+    apply = torch.nn.Module._apply
+    lock = threading.RLock()
+
+    @functools.wraps(apply)
+    def swapping_apply(*args: Any, **kwargs: Any) -> Any:
+        with lock:  # the flag is one for all threads
+            before = future.get_swap_module_params_on_conversion()
+            future.set_swap_module_params_on_conversion(True)
+            try:
+                return apply(*args, **kwargs)  # type: ignore[no-untyped-call]
+            finally:
+                future.set_swap_module_params_on_conversion(before)
+
+    with mock.patch.object(torch.nn.Module, "_apply", swapping_apply):
         yield
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(before)
 
 
 @contextmanager

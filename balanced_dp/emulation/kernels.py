@@ -13,13 +13,13 @@ import torch
 
 from .ledger import Label
 from .machine import Machine, current_machine
+from .symbolic import is_known
 from .tensor import (
     HANDLERS,
     EmulatedTensor,
     Wrapped,
     copy_,
     elem_of,
-    is_known,
     run,
     wrap_elem,
 )

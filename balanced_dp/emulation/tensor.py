@@ -13,18 +13,26 @@ import functools
 import math
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch.utils._mode_utils import no_dispatch
 
-from ..errors import EmulationError, SymbolicValueError
+from ..errors import EmulationError
 from .ledger import Allocation, Label
 from .machine import Machine, current_machine
+from .symbolic import (
+    CPU,
+    META,
+    call,
+    has_unknown_dtype,
+    is_known,
+    require_known,
+    symbolic_arguments,
+)
 
 aten = torch.ops.aten
-_CPU = torch.device("cpu")
-_META = torch.device("meta")
 
 # What may still become something more precise than it was when it was computed.
 _PROVISIONAL = {Label.ACTIVATION, Label.OTHER}
@@ -67,6 +75,19 @@ class EmulatedTensor(torch.Tensor):
         return run(func, args, kwargs)
 
     # The methods that torch implements for its own tensors only.
+
+    @property
+    def data(self) -> torch.Tensor:
+        """The tensor without its history."""
+        data: torch.Tensor = torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
+        return data
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        """Makes this tensor hold what ``value`` holds, where ``value`` is."""
+        torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
+        assert isinstance(value, EmulatedTensor)  # torch has refused any other
+        self._elem, self._allocations = value._elem, value._allocations
 
     def tolist(self) -> Any:
         """Returns the values as nested lists, copied to the CPU first."""
@@ -112,7 +133,7 @@ class EmulatedTensor(torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickles as the CPU tensor, so that a checkpoint loads where there are no such devices."""
         elem = elem_of(self).detach()
-        _require_known(elem, "saving it")
+        require_known(elem, "saving it")
         return self._leaf(elem).__reduce_ex__(protocol)
 
     def _leaf(self, data: torch.Tensor) -> torch.Tensor:
@@ -133,8 +154,10 @@ def run(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, An
     target = kwargs.get("device")
     if target is not None:
         target = torch.device(target)
-        elem_kwargs["device"] = _CPU
-        if target.type == "cpu":
+        elem_kwargs["device"] = CPU
+        if target.type == "meta":
+            elem_kwargs["device"] = META
+        if target.type in ("cpu", "meta"):
             return func(*elem_args, **elem_kwargs)
         device = machine.devices[machine.index_of(target)]
     if "pin_memory" in kwargs:
@@ -142,8 +165,8 @@ def run(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, An
     if _draws_random_numbers(func) and kwargs.get("generator") is None:
         elem_kwargs["generator"] = machine.generators[device.index]
     if machine.symbolic:
-        elem_args, elem_kwargs = _symbolic_arguments(func, elem_args, elem_kwargs)
-    out = _call(func, elem_args, elem_kwargs)
+        elem_args, elem_kwargs = symbolic_arguments(func, elem_args, elem_kwargs)
+    out = call(func, elem_args, elem_kwargs)
     return wrapped.wrap(out, machine, device, *_labels(machine))
 
 
@@ -195,7 +218,7 @@ class Wrapped:
             wrapper = self.by_elem.get(id(out))
             if wrapper is None:
                 aliased = self._aliased_normal_tensor(out)
-                with torch.inference_mode(False) if aliased else _NO_CONTEXT:
+                with torch.inference_mode(False) if aliased else nullcontext():
                     wrapper = wrap_elem(out, machine, device, label)
             else:
                 _renew(wrapper, machine, device, label)
@@ -215,14 +238,6 @@ class Wrapped:
         )
 
 
-class _NoContext:
-    def __enter__(self) -> None: ...
-    def __exit__(self, *exc: object) -> None: ...
-
-
-_NO_CONTEXT = _NoContext()
-
-
 def wrap_elem(
     elem: torch.Tensor, machine: Machine, device: torch.device, label: Label
 ) -> EmulatedTensor:
@@ -232,7 +247,7 @@ def wrap_elem(
         torch.OutOfMemoryError: it does not fit on the device.
     """
     if machine.symbolic and has_unknown_dtype(elem) and is_known(elem):
-        elem = torch.empty_strided(elem.size(), elem.stride(), dtype=elem.dtype, device=_META)
+        elem = torch.empty_strided(elem.size(), elem.stride(), dtype=elem.dtype, device=META)
     return _wrapper(elem, device, _enter(elem, machine, device, label))
 
 
@@ -287,7 +302,7 @@ def _parts(elem: torch.Tensor) -> tuple[torch.Tensor, ...]:
     if elem.layout is torch.strided:
         return (elem,)
     if elem.layout is torch.sparse_coo:
-        _require_known(elem, "a sparse tensor")
+        require_known(elem, "a sparse tensor")
         return (elem._indices(), elem._values())
     raise EmulationError(f"emulated devices have no {elem.layout} tensors")
 
@@ -321,24 +336,6 @@ def label_of(tensor: EmulatedTensor) -> Label:
     return tensor._allocations[0].block.label
 
 
-def is_known(elem: torch.Tensor) -> bool:
-    """Returns whether the value of a wrapped tensor is kept, not only its shape."""
-    return elem.device.type != "meta"
-
-
-def has_unknown_dtype(elem: torch.Tensor) -> bool:
-    """Returns whether tensors of this type keep their shape only in symbolic mode."""
-    return elem.is_floating_point() or elem.is_complex()
-
-
-def _require_known(elem: torch.Tensor, doing: str) -> None:
-    if not is_known(elem):
-        raise SymbolicValueError(
-            f"{doing} needs the value of a {elem.dtype} tensor of shape {tuple(elem.shape)}, but "
-            "emulate_devices(symbolic=True) keeps shapes only; use symbolic=False"
-        )
-
-
 # Which label.
 
 
@@ -358,91 +355,6 @@ def _makes_parameter_gradients(node: Any) -> bool:
     return bool(targets) and all(type(t).__name__ == "AccumulateGrad" for t in targets)
 
 
-# Symbolic mode: which value is known.
-
-
-def _symbolic_arguments(
-    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Makes the arguments agree: all values known, or shapes throughout."""
-    tensors = [t for t in _tensors((args, tuple(kwargs.values()))) if isinstance(t, torch.Tensor)]
-    if _is_factory(func):
-        dtype = kwargs.get("dtype") or tensors[0].dtype
-        if dtype.is_floating_point or dtype.is_complex:
-            return _to_meta(args), {**kwargs, "device": _META}
-        return args, {**kwargs, "device": _CPU}
-    if all(map(is_known, tensors)):
-        return args, kwargs
-    if func is aten.index.Tensor or func in (aten.index_put.default, aten.index_put_.default):
-        args = (args[0], _integer_indices(args[1]), *args[2:])
-    for i, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            written = args[i] if i < len(args) else kwargs.get(argument.name)
-            for tensor in _tensors((written,)):
-                if is_known(tensor) and not has_unknown_dtype(tensor):
-                    raise SymbolicValueError(
-                        f"{func} would write unknown values into a {tensor.dtype} tensor; "
-                        "emulate_devices(symbolic=True) keeps shapes only of floating-point "
-                        "tensors, use symbolic=False"
-                    )
-    # torch's functions for shapes take no generator.
-    kwargs = {name: _to_meta(value) for name, value in kwargs.items() if name != "generator"}
-    return _to_meta(args), kwargs
-
-
-def _integer_indices(indices: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
-    """Boolean masks as the integers they select: a shape depends on their values."""
-    result: list[torch.Tensor | None] = []
-    for index in indices:
-        if index is not None and index.dtype in (torch.bool, torch.uint8):
-            _require_known(index, "indexing with a mask")
-            result.extend(index.nonzero().unbind(1))
-        else:
-            result.append(index)
-    return result
-
-
-def _tensors(values: Any) -> list[torch.Tensor]:
-    if isinstance(values, torch.Tensor):
-        return [values]
-    if isinstance(values, tuple | list):
-        return [tensor for value in values for tensor in _tensors(value)]
-    return []
-
-
-def _to_meta(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.to(_META) if is_known(value) else value
-    if type(value) in (tuple, list):
-        return type(value)(map(_to_meta, value))
-    return value
-
-
-def _call(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if func in _READS_VALUES:
-        for tensor in _tensors(args):
-            _require_known(tensor, f"{func}")
-    try:
-        return func(*args, **kwargs)
-    except RuntimeError as error:
-        if "meta" in str(error).lower() and not all(map(is_known, _tensors(args))):
-            raise SymbolicValueError(
-                f"{func} cannot run on shapes alone, which is all that "
-                "emulate_devices(symbolic=True) keeps; use symbolic=False"
-            ) from error
-        raise
-
-
-_READS_VALUES = {
-    aten._local_scalar_dense.default,
-    aten.equal.default,
-    aten.nonzero.default,
-    aten.masked_select.default,
-    aten._unique2.default,
-    aten.repeat_interleave.Tensor,
-}
-
-
 # What torch says of its operators, asked once each.
 
 
@@ -455,13 +367,6 @@ def _is_composite(func: torch._ops.OpOverload) -> bool:
 @functools.cache
 def _draws_random_numbers(func: torch._ops.OpOverload) -> bool:
     return any(argument.name == "generator" for argument in func._schema.arguments)
-
-
-@functools.cache
-def _is_factory(func: torch._ops.OpOverload) -> bool:
-    """Whether it takes the shape of a tensor and not its values: ``empty_like``, ``new_zeros``."""
-    names = {argument.name for argument in func._schema.arguments}
-    return "pin_memory" in names and "sparse" not in func.name()
 
 
 @functools.cache
@@ -489,8 +394,11 @@ def _to_copy(self: EmulatedTensor, **kwargs: Any) -> torch.Tensor:
     device = kwargs.pop("device", None)
     target = self.device if device is None else torch.device(device)
     kwargs.pop("pin_memory", None)
+    if target.type == "meta":
+        dtype = kwargs.get("dtype") or elem.dtype
+        return torch.empty_strided(elem.size(), elem.stride(), dtype=dtype, device=META)
     if target.type == "cpu":
-        _require_known(elem, "copying it to the CPU")
+        require_known(elem, "copying it to the CPU")
         machine.record_copy(self.device, target, _num_bytes(elem, kwargs.get("dtype")))
         on_cpu: torch.Tensor = aten._to_copy(elem, **kwargs)
         return on_cpu
@@ -506,11 +414,11 @@ def copy_(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
     source_elem = elem_of(source) if isinstance(source, EmulatedTensor) else source
     machine.record_copy(source.device, target.device, _num_bytes(source_elem, target.dtype))
     if not isinstance(target, EmulatedTensor):
-        _require_known(source_elem, "copying it to the CPU")
+        require_known(source_elem, "copying it to the CPU")
         return target.copy_(source_elem)
     target_elem = elem_of(target)
     if is_known(target_elem):
-        _require_known(source_elem, "copying it into an integer tensor")
+        require_known(source_elem, "copying it into an integer tensor")
         target_elem.copy_(source_elem)
     if isinstance(source, EmulatedTensor):
         if source.device != target.device:

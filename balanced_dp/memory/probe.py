@@ -31,7 +31,7 @@ class MemoryProbe:
     Args:
         devices: devices as ints, strings or ``torch.device``. None means those of ``model``, or all
             there are: torch's accelerators, and boards that NVML lists and torch does not see;
-            inside ``emulate_devices``, on a machine without accelerators, the emulated ones.
+            inside ``emulate_devices``, the emulated ones.
         model: the ``BalancedDataParallel`` that is measured. With it a measured step knows how the
             batch was split, and advice comes with numbers.
 

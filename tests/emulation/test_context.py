@@ -69,24 +69,34 @@ def test_the_devices_are_a_sequence() -> None:
         assert repr(devices) == "EmulatedDevices(['lazy:0', 'lazy:1', 'lazy:2'])"
 
 
-@pytest.mark.parametrize("before", [False, True])
-def test_torch_is_as_it_was_after_the_context(before: bool) -> None:
-    flag = torch.__future__
+def test_torch_is_as_it_was_after_the_context() -> None:
     hooks = torch.nn.modules.module._global_forward_pre_hooks
     seed_function = torch.random._seed_custom_device
-    kept = flag.get_swap_module_params_on_conversion()
-    flag.set_swap_module_params_on_conversion(before)
+    apply = torch.nn.Module._apply
+    num_hooks = len(hooks)
+    with pytest.raises(ZeroDivisionError), emulate_devices(1):
+        assert len(hooks) > num_hooks
+        assert torch.nn.Module._apply is not apply
+        _ = 1 / 0
+    assert len(hooks) == num_hooks
+    assert torch.random._seed_custom_device is seed_function
+    assert torch.nn.Module._apply is apply
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_parameters_are_swapped_by_to_and_by_nothing_else(before: bool) -> None:
+    future = torch.__future__
+    kept = future.get_swap_module_params_on_conversion()
+    future.set_swap_module_params_on_conversion(before)
     try:
-        num_hooks = len(hooks)
-        with pytest.raises(ZeroDivisionError), emulate_devices(1):
-            assert flag.get_swap_module_params_on_conversion() is True
-            assert len(hooks) > num_hooks
-            _ = 1 / 0
-        assert flag.get_swap_module_params_on_conversion() is before
-        assert len(hooks) == num_hooks
-        assert torch.random._seed_custom_device is seed_function
+        with emulate_devices(1) as devices:
+            module = torch.nn.Linear(2, 2)
+            weight = module.weight
+            assert module.to(devices[0]).weight is weight
+            assert future.get_swap_module_params_on_conversion() is before
+            del module, weight
     finally:
-        flag.set_swap_module_params_on_conversion(kept)
+        future.set_swap_module_params_on_conversion(kept)
 
 
 def test_contexts_follow_one_another_but_do_not_nest() -> None:

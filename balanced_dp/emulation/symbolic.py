@@ -1,0 +1,129 @@
+"""Symbolic mode: which values are known, and operators that run on shapes alone.
+
+A value that is not known is a tensor on torch's ``meta`` device.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from ..errors import SymbolicValueError
+
+aten = torch.ops.aten
+CPU = torch.device("cpu")
+META = torch.device("meta")
+
+_READS_VALUES = {
+    aten._local_scalar_dense.default,
+    aten.equal.default,
+    aten.nonzero.default,
+    aten.masked_select.default,
+    aten._unique2.default,
+    aten.repeat_interleave.Tensor,
+}
+
+
+def is_known(elem: torch.Tensor) -> bool:
+    """Returns whether the value of a wrapped tensor is kept, not only its shape."""
+    return elem.device.type != "meta"
+
+
+def has_unknown_dtype(elem: torch.Tensor) -> bool:
+    """Returns whether tensors of this type keep their shape only in symbolic mode."""
+    return elem.is_floating_point() or elem.is_complex()
+
+
+def require_known(elem: torch.Tensor, doing: str) -> None:
+    """Raises SymbolicValueError where the value of ``elem`` is not known."""
+    if not is_known(elem):
+        raise SymbolicValueError(
+            f"{doing} needs the value of a {elem.dtype} tensor of shape {tuple(elem.shape)}, but "
+            "emulate_devices(symbolic=True) keeps shapes only; use symbolic=False"
+        )
+
+
+def symbolic_arguments(
+    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Makes the arguments agree: all values known, or shapes throughout."""
+    tensors = [t for t in _tensors((args, tuple(kwargs.values()))) if isinstance(t, torch.Tensor)]
+    if _is_factory(func):
+        dtype = kwargs.get("dtype") or tensors[0].dtype
+        if dtype.is_floating_point or dtype.is_complex:
+            return _to_meta(args), {**kwargs, "device": META}
+        return args, {**kwargs, "device": CPU}
+    if all(map(is_known, tensors)):
+        return args, kwargs
+    if func is aten.index.Tensor or func in (aten.index_put.default, aten.index_put_.default):
+        args = (args[0], _integer_indices(args[1]), *args[2:])
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            written = args[i] if i < len(args) else kwargs.get(argument.name)
+            for tensor in _tensors((written,)):
+                if is_known(tensor) and not has_unknown_dtype(tensor):
+                    raise SymbolicValueError(
+                        f"{func} would write unknown values into a {tensor.dtype} tensor; "
+                        "emulate_devices(symbolic=True) keeps shapes only of floating-point "
+                        "tensors, use symbolic=False"
+                    )
+    # torch's functions for shapes take no generator.
+    kwargs = {name: _to_meta(value) for name, value in kwargs.items() if name != "generator"}
+    return _to_meta(args), kwargs
+
+
+def _integer_indices(indices: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """Boolean masks as the integers they select: a shape depends on their values."""
+    result: list[torch.Tensor | None] = []
+    for index in indices:
+        if index is not None and index.dtype in (torch.bool, torch.uint8):
+            require_known(index, "indexing with a mask")
+            result.extend(index.nonzero().unbind(1))
+        else:
+            result.append(index)
+    return result
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    if isinstance(values, torch.Tensor):
+        return [values]
+    if isinstance(values, tuple | list):
+        return [tensor for value in values for tensor in _tensors(value)]
+    return []
+
+
+def _to_meta(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to(META) if is_known(value) else value
+    if type(value) in (tuple, list):
+        return type(value)(map(_to_meta, value))
+    return value
+
+
+def call(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Returns what ``func`` returns.
+
+    Raises:
+        SymbolicValueError: it needs values that are not known.
+    """
+    if func in _READS_VALUES:
+        for tensor in _tensors(args):
+            require_known(tensor, f"{func}")
+    try:
+        return func(*args, **kwargs)
+    except RuntimeError as error:
+        if "meta" in str(error).lower() and not all(map(is_known, _tensors(args))):
+            raise SymbolicValueError(
+                f"{func} cannot run on shapes alone, which is all that "
+                "emulate_devices(symbolic=True) keeps; use symbolic=False"
+            ) from error
+        raise
+
+
+@functools.cache
+def _is_factory(func: torch._ops.OpOverload) -> bool:
+    """Whether it takes the shape of a tensor and not its values: ``empty_like``, ``new_zeros``."""
+    names = {argument.name for argument in func._schema.arguments}
+    return "pin_memory" in names and "sparse" not in func.name()

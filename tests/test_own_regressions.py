@@ -1,0 +1,426 @@
+"""One test for each defect found in this package itself; docstrings tell the story."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import gc
+import types
+from collections import deque
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from balanced_dp import (
+    ArgumentError,
+    ArgumentTypeError,
+    BalancedDataParallel,
+    GatherError,
+    ScatterError,
+    emulate_devices,
+)
+from balanced_dp.demo import DemoRun
+from balanced_dp.devices import default_device_type
+
+from .modules import Lambda
+
+
+class AttributeDict(dict):
+    """The old recipe: items are attributes, since the dictionary is its own ``__dict__``."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.__dict__ = self
+
+
+class MirroredDict(dict):
+    """Each item is also set as an attribute."""
+
+    def __init__(self, **kwargs):
+        super().__init__()
+        for name, value in kwargs.items():
+            self[name] = value
+
+    def __setitem__(self, name, value):
+        super().__setitem__(name, value)
+        object.__setattr__(self, name, value)
+
+
+@pytest.mark.parametrize("kind", [AttributeDict, MirroredDict])
+def test_dictionaries_that_show_their_items_as_attributes(devices, kind):
+    """The items were cut, and the attributes still held the whole batch; or one chunk, joined."""
+
+    class Module(nn.Module):
+        def forward(self, batch):
+            assert batch.x is batch["x"]
+            return kind(y=batch.x + 1)
+
+    output = BalancedDataParallel(2, Module(), devices[:3])(kind(x=torch.zeros(8, 4)))
+    assert type(output) is kind
+    assert output.y is output["y"]
+    assert output.y.shape == (8, 4)
+    output.more = 1
+    assert ("more" in output) == (kind is AttributeDict)
+
+
+@dataclasses.dataclass
+class Derived:
+    """Holds more than its fields."""
+
+    logits: torch.Tensor
+
+    def __post_init__(self):
+        self.probabilities = self.logits.softmax(-1)
+
+    @functools.cached_property
+    def labels(self):
+        return self.logits.argmax(-1)
+
+
+def test_what_a_dataclass_derives_from_its_fields_is_cut_and_joined():
+    """It stayed what it was: the whole batch's in the replicas, one replica's in the output."""
+
+    class Module(nn.Module):
+        def forward(self, given):
+            assert given.labels.shape == given.logits.shape[:1] == given.probabilities.shape[:1]
+            output = Derived(given.logits * 2)
+            assert output.labels.shape == given.labels.shape
+            return output
+
+    given = Derived(torch.randn(8, 3))
+    assert given.labels.shape == (8,)  # kept by the cached property
+    output = BalancedDataParallel(2, Module(), ["cpu", "cpu"])(given)
+    torch.testing.assert_close(output.probabilities, output.logits.softmax(-1))
+    assert torch.equal(output.labels, given.labels)
+
+
+def test_a_dataclass_field_that_was_never_set():
+    @dataclasses.dataclass
+    class Partly:
+        x: torch.Tensor
+        later: torch.Tensor = dataclasses.field(init=False)
+
+    output = BalancedDataParallel(2, nn.Identity(), ["cpu", "cpu"])(Partly(torch.ones(8)))
+    assert output.x.shape == (8,)
+    assert not hasattr(output, "later")
+
+
+def test_checkpointing_draws_the_same_dropout_again(devices):
+    """Replicas on one device ran at the same time and drew from one generator, so that the masks
+    of backward were not those of forward.
+    """
+
+    class Module(nn.Module):
+        def forward(self, x):
+            for _ in range(4):
+                x = checkpoint(lambda x: nn.functional.dropout(x * 1.0), x, use_reentrant=False)
+            return x
+
+    x = torch.ones(64, 256, requires_grad=True, device=devices[0])
+    output = BalancedDataParallel(20, Module(), devices[:3])(x)
+    (gradient,) = torch.autograd.grad(output.sum(), x)
+    assert torch.equal(gradient.cpu(), output.detach().cpu())
+
+
+def stores_a_method(module):
+    module.activation = types.MethodType(lambda self, x: x @ self.weight, module)
+    module.forward = types.MethodType(lambda self, x: self.activation(x), module)
+
+
+def stores_a_partial(module):
+    module.forward = functools.partial(lambda self, x: x @ self.weight, module)
+
+
+@pytest.mark.parametrize("store", [stores_a_method, stores_a_partial])
+def test_replicas_of_modules_that_store_methods_leave_no_cycle(emulated, store):
+    """A method in an instance's own dictionary made a cycle of each replica, and a copy of the
+    weights stayed on each device until the garbage collector came by.
+    """
+    module = nn.Linear(64, 64, device=emulated[0])
+    store(module)
+    parallel = BalancedDataParallel(2, module, emulated[:3])
+    memory = torch.get_device_module(emulated[0])
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(3):
+            parallel(torch.ones(8, 64)).sum().backward()
+        assert [memory.memory_allocated(device) for device in emulated[1:3]] == [0, 0]
+    finally:
+        gc.enable()
+
+
+def test_a_stored_method_outlives_its_replica_in_a_checkpoint(emulated):
+    class Module(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+            self.run = self._run
+
+        def _run(self, x):
+            return self.layer(x)
+
+        def forward(self, x):
+            return checkpoint(self.run, x, use_reentrant=False)
+
+    module = Module().to(emulated[0])
+    x = torch.ones(8, 4, requires_grad=True)
+    BalancedDataParallel(2, module, emulated[:3])(x).sum().backward()
+    bare = copy.deepcopy(module)
+    bare.zero_grad()
+    bare(torch.ones(8, 4).to(emulated[0])).sum().backward()
+    torch.testing.assert_close(module.layer.weight.grad.cpu(), bare.layer.weight.grad.cpu())
+
+
+def test_methods_that_are_hooks_are_bound_to_the_replica(emulated):
+    """They wrote to the original, and replicas read what an older batch had left there."""
+
+    class Module(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = nn.Linear(4, 4)
+            self.features = None
+            self.body.register_forward_hook(self._keep)
+            self.body.register_forward_pre_hook(functools.partial(self._count), with_kwargs=True)
+            self.count = 0
+
+        def _keep(self, module, args, output):
+            self.features = output
+
+        def _count(self, module, args, kwargs):
+            self.count += 1
+
+        def forward(self, x):
+            self.body(x)
+            assert self.count == 1
+            return self.features * 2
+
+    module = Module().to(emulated[0])
+    output = BalancedDataParallel(2, module, emulated[:3])(x := torch.randn(8, 4))
+    expected = copy.deepcopy(module)(x.to(emulated[0]))
+    torch.testing.assert_close(output.cpu(), expected.cpu())
+    assert module.features is None
+    assert module.count == 0
+
+
+@pytest.mark.parametrize("begin", [nn.ReLU(inplace=True), nn.Hardtanh(inplace=True)])
+def test_a_module_may_begin_in_place(emulated, begin):
+    """A chunk that stays on its device was one of several views, which may not be written."""
+    module = nn.Sequential(begin, nn.Linear(4, 2)).to(emulated[0])
+    gradients = []
+    for run in (module, BalancedDataParallel(2, module, emulated[:3])):
+        x = torch.linspace(-2, 2, 32, device=emulated[0]).reshape(8, 4).requires_grad_()
+        run(x * 1.0).pow(2).sum().backward()
+        gradients.append(x.grad.cpu())
+    torch.testing.assert_close(*gradients)
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+        self.register_buffer("scale", torch.ones(2))
+
+    def forward(self, x):
+        return self.layer(x) * self.scale
+
+
+@pytest.mark.parametrize("gpu0_bsz", [0, 2])
+def test_a_buffer_that_is_only_read_keeps_its_version(emulated, gpu0_bsz):
+    """With gpu0_bsz=0 it was written back at each call, which graphs that use it do not allow."""
+    module = Scaled().to(emulated[0])
+    parallel = BalancedDataParallel(gpu0_bsz, module, emulated[:3])
+    x = torch.randn(8, 4)
+    (parallel(x) * module.scale + parallel(x)).sum().backward()
+    module.scale = torch.ones(1, device=emulated[0]).expand(2)
+    parallel(x)
+
+
+@pytest.mark.parametrize("gpu0_bsz", [0, 2])
+def test_a_frozen_parameter_that_forward_writes_is_kept(emulated, gpu0_bsz):
+    """Momentum encoders do so; with gpu0_bsz=0 what they wrote was lost."""
+
+    class Module(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.momentum = nn.Parameter(torch.ones(1), requires_grad=False)
+
+        def forward(self, x):
+            self.momentum.mul_(0.5)
+            return x * self.momentum
+
+    module = Module().to(emulated[0])
+    assert BalancedDataParallel(gpu0_bsz, module, emulated[:3])(torch.ones(8)).sum() == 4
+    assert module.momentum.item() == 0.5
+
+
+def test_a_cache_of_transformers_is_refused_with_the_remedy():
+    """use_cache is on by default in generating models, and their caches cannot be joined."""
+    config = transformers.GPT2Config(
+        vocab_size=50, n_embd=16, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0
+    )
+    model = BalancedDataParallel(2, transformers.GPT2LMHeadModel(config), ["cpu", "cpu"])
+    ids = torch.randint(0, 50, (8, 6))
+    with pytest.raises(GatherError, match=r"past_key_values is a DynamicCache.*use_cache=False"):
+        model(input_ids=ids, labels=ids)
+    with pytest.raises(ScatterError, match=r"past_key_values is a DynamicCache.*use_cache=False"):
+        model(input_ids=ids, past_key_values=transformers.DynamicCache())
+    assert model(input_ids=ids, labels=ids, use_cache=False).logits.shape == (8, 6, 50)
+
+
+@pytest.mark.parametrize("container", [types.MappingProxyType, lambda x: {x["x"]}], ids=str)
+def test_tensors_in_containers_that_cannot_be_rebuilt_are_refused(container):
+    """They went whole to each replica."""
+    model = BalancedDataParallel(2, nn.Identity(), ["cpu", "cpu"])
+    with pytest.raises(ScatterError, match=r"cannot be built anew with other tensors; use a dict"):
+        model(container({"x": torch.ones(8)}))
+
+
+def test_deques_and_lists_of_their_own_kind_are_cut():
+    class Named(list):
+        def __init__(self, values, name):
+            super().__init__(values)
+            self.name = name
+
+    model = BalancedDataParallel(2, nn.Identity(), ["cpu", "cpu"])
+    output = model(deque([torch.arange(8)], maxlen=3))
+    assert output.maxlen == 3
+    assert output[0].tolist() == list(range(8))
+    output = model(Named([torch.arange(8)], "x"))
+    assert (type(output), output.name, output[0].tolist()) == (Named, "x", list(range(8)))
+
+
+def test_dictionaries_are_joined_by_name_whatever_their_order():
+    class Module(nn.Module):
+        def forward(self, x):
+            pairs = [("a", x), ("b", x + 10)]
+            return dict(pairs if len(x) == 2 else reversed(pairs))
+
+    output = BalancedDataParallel(2, Module(), ["cpu", "cpu"])(torch.arange(8))
+    assert output["b"].tolist() == list(range(10, 18))
+
+
+def test_a_count_that_differs_is_not_averaged():
+    """The number of right answers was made a mean, and a bool a fraction."""
+
+    class Module(nn.Module):
+        def forward(self, x):
+            return {"right": (x > 3).sum(), "layers": torch.tensor(12)}
+
+    model = BalancedDataParallel(2, Module(), ["cpu", "cpu"])
+    with pytest.raises(GatherError, match=r"output right is a number of type torch.int64 that dif"):
+        model(torch.arange(8))
+    model.scalar_outputs = "sum"
+    assert model(torch.arange(8))["right"] == 4
+    model.scalar_outputs = "mean"
+    assert model(torch.arange(8) * 0)["layers"] == 12
+
+
+def test_an_open_context_of_emulated_devices_is_what_ints_mean(monkeypatch):
+    """On a machine with GPUs they meant those, and the README's examples failed there."""
+    monkeypatch.setattr(
+        torch.accelerator, "current_accelerator", lambda check_available: torch.device("cuda")
+    )
+    with emulate_devices(3) as devices:
+        assert BalancedDataParallel(1, nn.Identity()).devices == list(devices)
+    assert default_device_type() == "cuda"
+
+
+def test_a_peak_of_nothing_is_balanced():
+    run = DemoRun("run", ("a", "b"), (1, 1), (0, 0), None, (), 1.0)
+    assert run.imbalance == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"module": lambda x: x}, ArgumentTypeError, "module must be an nn.Module, got <function"),
+        ({"dim": "0"}, ArgumentTypeError, "dim must be an integer, got '0'"),
+        ({"dim": True}, ArgumentTypeError, "dim must be an integer, got True"),
+        ({"broadcast": "maks"}, ArgumentError, "broadcast names 'maks', but Scaled.forward takes"),
+        ({"device_ids": ["gpu:0"]}, ArgumentError, "there is no device 'gpu:0': "),
+        ({"device_ids": ["meta", "meta"]}, ArgumentError, "there is no device 'meta': "),
+        ({"device_ids": ["xpu"]}, ArgumentError, "device xpu does not exist: there are 0"),
+    ],
+)
+def test_arguments_that_cannot_be_used_are_named_at_once(arguments, error, message):
+    given = {"gpu0_bsz": 1, "module": Scaled(), "device_ids": ["cpu", "cpu"], **arguments}
+    with pytest.raises(error, match=message):
+        BalancedDataParallel(**given)
+
+
+@pytest.mark.parametrize("path", ["args", "args.1"])
+def test_broadcast_covers_positional_arguments_without_a_name(path):
+    class Module(nn.Module):
+        def forward(self, x, *args):
+            assert args[1].shape == (3,)
+            return x
+
+    model = BalancedDataParallel(2, Module(), ["cpu", "cpu"], broadcast=("args.0", path))
+    assert model(torch.ones(8), torch.ones(3), torch.ones(3)).shape == (8,)
+
+
+def test_both_tensors_that_disagree_are_named():
+    """The one that was right was blamed, and the advice would have sent it whole to each device."""
+
+    class Module(nn.Module):
+        def forward(self, positions, x):
+            return x
+
+    model = BalancedDataParallel(1, Module(), ["cpu", "cpu"])
+    with pytest.raises(ScatterError, match=r"first tensor, positions; .* broadcast=\('positions',"):
+        model(torch.ones(4), torch.ones(8, 4))
+
+
+def test_a_loss_weight_may_be_a_number_of_numpy():
+    model = BalancedDataParallel(
+        2, Lambda(lambda _, x: x.mean()), ["cpu", "cpu"], loss_weight=lambda x: np.int64(len(x))
+    )
+    assert model(torch.arange(8.0)) == 3.5
+
+
+def test_a_packed_sequence_needs_no_cutting_on_one_device():
+    packed = nn.utils.rnn.pack_sequence([torch.ones(3, 2), torch.ones(2, 2)])
+    with emulate_devices(1) as devices:
+        model = BalancedDataParallel(1, Lambda(lambda _, p: p.data.sum()), list(devices))
+        assert model(packed).item() == 10
+
+
+def test_parameters_can_be_given_other_data(emulated):
+    """On emulated devices ``p.data = x`` changed the shape that was shown and not the numbers."""
+    parameter = nn.Parameter(torch.zeros(10, device=emulated[0]))
+    parameter.data = torch.ones(20, device=emulated[1])
+    assert parameter.shape == (20,)
+    assert parameter.device == emulated[1]
+    assert parameter.sum().item() == 20
+    memory = torch.get_device_module(emulated[0])
+    assert [memory.memory_allocated(device) for device in emulated[:2]] == [0, 512]
+    module = nn.Linear(3, 2).to(emulated[0])
+    vector = torch.arange(8.0, device=emulated[0])
+    nn.utils.vector_to_parameters(vector, module.parameters())
+    assert nn.utils.parameters_to_vector(module.parameters()).tolist() == list(range(8))
+    del parameter, module, vector
+
+
+def test_a_checkpoint_is_loaded_while_a_graph_is_alive(emulated):
+    """As restoring the best weights does, with the last loss still in a variable."""
+    module = nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 2)).to(emulated[0])
+    weight = module[1].weight
+    state = {name: value.cpu() + 1 for name, value in module.state_dict().items()}
+    loss = module(torch.ones(8, 4, device=emulated[0])).sum()
+    module.load_state_dict(state)
+    assert module[1].weight is weight
+    assert torch.equal(weight.cpu(), state["1.weight"])
+    del loss, module, weight
+
+
+def test_tensors_are_described_on_the_meta_device(emulated):
+    x = torch.ones(3, 2, device=emulated[0])
+    for described in (x.to("meta"), torch.empty_like(x, device="meta")):
+        assert described.device.type == "meta"
+        assert described.shape == (3, 2)
