@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
@@ -56,7 +57,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
             ``module.forward``'s parameter.
         scalar_outputs: what becomes of 0-dim outputs. ``"mean"``: one 0-dim tensor, their mean
             weighted by chunk size, so that ``loss.backward()`` gives the gradient of the whole
-            batch. ``"sum"``: one 0-dim tensor. ``"stack"``: a vector of one a replica, as stock.
+            batch; integers must be equal, since a count has no mean. ``"sum"``: one 0-dim tensor. ``"stack"``: a vector of one a replica, as stock.
         loss_weight: called once for each replica with that replica's arguments; the number it
             returns replaces the chunk size as the weight of its 0-dim outputs. For a mean over
             tokens it counts them: ``lambda ids, labels: (labels != -100).sum()``.
@@ -304,7 +305,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
                 f"of {batch_size} on {num_devices} devices is {even}, so the split is that of "
                 f"nn.DataParallel, {self.split(batch_size)}; choose gpu0_bsz below {even}",
                 BalanceWarning,
-                stacklevel=5,
+                stacklevel=_stacklevel_of_caller(),
             )
 
     def _memory_advice(self, chunk_sizes: Sequence[int]) -> str:
@@ -355,6 +356,15 @@ def balanced_data_parallel(
         inputs = () if inputs is None else (inputs,)
     parallel = BalancedDataParallel(gpu0_bsz, module, device_ids, output_device, dim)
     return parallel(*inputs, **(module_kwargs or {}))
+
+
+def _stacklevel_of_caller() -> int:
+    """Returns, for a warning given in the caller, the level of the code that called the module."""
+    internal = {__file__, torch.nn.modules.module.__file__}
+    level, frame = 1, sys._getframe(1)
+    while frame.f_code.co_filename in internal and frame.f_back is not None:
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 def _check_on_device(module: nn.Module, device: torch.device) -> None:

@@ -35,6 +35,7 @@ ORDER = [
     "memory/sampler.py",
     "memory/step.py",
     "memory/breakdown.py",
+    "memory/peaks.py",
     "memory/probe.py",
     "memory/logger.py",
     "memory/__init__.py",

@@ -20,8 +20,10 @@ from balanced_dp import (
     ArgumentError,
     ArgumentTypeError,
     BalancedDataParallel,
+    BalanceWarning,
     GatherError,
     ScatterError,
+    balanced_data_parallel,
     emulate_devices,
 )
 from balanced_dp.demo import DemoRun
@@ -424,3 +426,17 @@ def test_tensors_are_described_on_the_meta_device(emulated):
     for described in (x.to("meta"), torch.empty_like(x, device="meta")):
         assert described.device.type == "meta"
         assert described.shape == (3, 2)
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_the_warning_of_an_even_split_is_given_where_the_model_is_called(hooked):
+    """Hooks add frames of torch's, and it pointed into torch."""
+    model = BalancedDataParallel(9, nn.Identity(), ["cpu", "cpu"])
+    if hooked:
+        model.register_forward_hook(lambda *args: None)
+    with pytest.warns(BalanceWarning) as caught:
+        model(torch.ones(8))
+    assert caught[0].filename == __file__
+    with pytest.warns(BalanceWarning) as caught:
+        balanced_data_parallel(9, nn.Identity(), torch.ones(8), ["cpu", "cpu"])
+    assert caught[0].filename == __file__

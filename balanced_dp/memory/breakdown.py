@@ -48,8 +48,10 @@ def memory_breakdown(
 ) -> tuple[DeviceBreakdown, ...]:
     """Returns what the memory of each of the model's devices was used for at its peak.
 
-    Call it after a training step, with the gradients still there, or on emulated devices at any
-    time. The peak is the one since ``reset_peak_memory_stats`` or a measured block.
+    Call it after a training step that is not the first, since the optimizer's state would not have
+    been there at its peak, and with the gradients still there; on emulated devices at any time.
+    The peak is the one since ``reset_peak_memory_stats``, or the beginning of a measured block or
+    of a logger's record.
 
     The floor is the first device's peak less what its chunk takes there: what a sample takes of
     the other devices, and no more than there is of activations. It is low where the peak without
@@ -141,7 +143,8 @@ def _uses(
         "gradient": [parameter.grad for parameter in parameters],
         "optimizer state": state,
     }
-    uses = {use: _num_bytes(found, device) for use, found in tensors.items()}
+    seen: set[int] = set()
+    uses = {use: _num_bytes(found, device, seen) for use, found in tensors.items()}
     rest = module.max_memory_allocated(device) - sum(uses.values())
     chunk_sizes = last_chunk_sizes(model)
     if chunk_sizes and chunk_sizes[device] and device != model.devices[0]:
@@ -152,12 +155,28 @@ def _uses(
     return uses | {"rest": rest}
 
 
-def _num_bytes(tensors: Iterable[Any], device: torch.device | None = None) -> int:
-    """Returns what the allocator holds for the tensors, of one device or of all."""
-    storages = {
-        storage._cdata: storage.nbytes()
-        for tensor in tensors
-        if isinstance(tensor, torch.Tensor) and device in (None, tensor.device)
-        for storage in [tensor.untyped_storage()]
-    }
-    return sum(-(-size // ROUND_BYTES) * ROUND_BYTES for size in storages.values())
+def _num_bytes(
+    tensors: Iterable[Any], device: torch.device | None = None, seen: set[int] | None = None
+) -> int:
+    """Returns what the allocator holds for the tensors, of one device or of all.
+
+    Storages in ``seen`` are not counted again; those that were counted are added to it.
+    """
+    seen = set() if seen is None else seen
+    num_bytes = 0
+    for tensor in tensors:
+        for part in _parts(tensor):
+            storage = part.untyped_storage()
+            if device in (None, part.device) and storage._cdata not in seen:
+                seen.add(storage._cdata)
+                num_bytes += -(-storage.nbytes() // ROUND_BYTES) * ROUND_BYTES
+    return num_bytes
+
+
+def _parts(tensor: Any) -> tuple[torch.Tensor, ...]:
+    """Returns the tensors with a storage that ``tensor`` consists of."""
+    if not isinstance(tensor, torch.Tensor) or nn.parameter.is_lazy(tensor):
+        return ()
+    if tensor.layout is torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    return (tensor,) if tensor.layout is torch.strided else ()

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import nn
 
 from ..errors import ArgumentError, ArgumentTypeError
+from .peaks import Peaks
 from .probe import MemoryProbe
 from .step import spread
 
@@ -17,9 +17,9 @@ class MemoryLogger:
     """Writes what each of a model's devices held at most, and how unequal that is.
 
     ``memory/cuda:0 (gpu:3)/peak_MiB`` is the most that tensors held since the last record, one
-    for each device; ``memory/imbalance`` is (max - min) / max of them. The peaks are reset at each
-    record. The steps between cost nothing, and a record does not wait for the devices: the
-    allocator counts on the host.
+    for each device; ``memory/imbalance`` is (max - min) / max of them. The steps between cost
+    nothing, and a record does not wait for the devices: the allocator counts on the host. A record
+    resets the devices' peaks, and measured blocks around it know.
 
     Args:
         model: the ``BalancedDataParallel``.
@@ -61,17 +61,15 @@ class MemoryLogger:
         probe = MemoryProbe(model=model)
         self._labels = [memory.label for memory in probe.snapshot()]
         self._devices = probe.devices
+        self._peaks = Peaks(self._devices)
 
     def step(self) -> None:
         """Counts a step, and writes where it is one in ``every``. Call it after each step."""
         self.num_steps += 1
         if self.num_steps % self.every:
             return
-        peaks = []
-        for device in self._devices:
-            module = torch.get_device_module(device)
-            peaks.append(module.max_memory_allocated(device))
-            module.reset_peak_memory_stats(device)
+        peaks = [self._peaks.of(device)[0] for device in self._devices]
+        self._peaks = Peaks(self._devices)
         for label, peak_bytes in zip(self._labels, peaks, strict=True):
             self._write(f"memory/{label}/peak_MiB", peak_bytes / 2**20, self.num_steps)
         self._write("memory/imbalance", spread(peaks), self.num_steps)

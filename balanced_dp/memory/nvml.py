@@ -10,11 +10,13 @@ import json
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 SAMPLING_INTERVAL_S = 0.010
+READY = "ready to sample"
 
 _REASONS = {
     "NVML_ERROR_LIBRARY_NOT_FOUND": "there is no NVML library (libnvidia-ml.so.1): it comes with "
@@ -68,7 +70,7 @@ class MemoryInfo:
 
 
 class Nvml:
-    """An open connection to NVML, until :meth:`close`.
+    """A connection to NVML, which lasts as long as the process.
 
     Raises:
         NvmlError: there is no library, driver or permission.
@@ -80,10 +82,6 @@ class Nvml:
             self._nvml.nvmlInit()
         except self._nvml.NVMLError as error:
             raise NvmlError(self._reason(error)) from None
-
-    def close(self) -> None:
-        """Ends the connection; boards cannot be asked any more."""
-        self._nvml.nvmlShutdown()
 
     def boards(self) -> list[Board]:
         """Returns all boards by index; one that is split by MIG is given as its slices.
@@ -127,23 +125,39 @@ class Nvml:
             raise NvmlError(self._reason(error)) from None
 
     def processes(self, board: Board) -> dict[int, int | None] | None:
-        """Returns bytes by PID of the processes that compute on the board; None if it won't tell.
+        """Returns bytes by PID of the processes that use the board, None if it won't tell.
+
+        Bytes are None where only the process is told.
 
         Source:
-            ``nvidia-smi --query-compute-apps=pid,used_memory``.
+            ``nvidia-smi --query-compute-apps=pid,used_memory``, with graphics and MPS clients.
         """
+        compute = self._processes("Compute", board)
+        if compute is None:
+            return None
+        others = [self._processes(kind, board) or {} for kind in ("Graphics", "MPSCompute")]
+        found: dict[int, int | None] = {}
+        for listed in (compute, *others):  # a process may be on two lists, with all its bytes
+            for pid, size in listed.items():
+                known = found.get(pid, 0)
+                found[pid] = None if size is None or known is None else max(known, size)
+        return found
+
+    def _processes(self, kind: str, board: Board) -> dict[int, int | None] | None:
         nvml = self._nvml
-        functions = (
-            nvml.nvmlDeviceGetComputeRunningProcesses_v3,  # driver 510 and newer
-            nvml.nvmlDeviceGetComputeRunningProcesses_v2,
-        )
-        for function in functions:
+        for version in ("v3", "v2"):  # v3: driver 510 and newer
+            function = getattr(nvml, f"nvmlDeviceGet{kind}RunningProcesses_{version}")
             try:
-                return {process.pid: process.usedGpuMemory for process in function(board.handle)}
+                listed = function(board.handle)
             except nvml.NVMLError_FunctionNotFound:
                 continue
             except nvml.NVMLError:
                 return None
+            found: dict[int, int | None] = {}
+            for process in listed:
+                size, known = process.usedGpuMemory, found.get(process.pid, 0)
+                found[process.pid] = None if size is None or known is None else known + size
+            return found
         return None
 
     def _boards_at(self, index: int) -> list[Board]:
@@ -211,12 +225,27 @@ def _import_pynvml() -> Any:
     return pynvml
 
 
-def _sample(parent_pid: int, labels: list[str]) -> None:
-    """Samples used bytes until a byte or the end of stdin, or the parent's; prints the peaks."""
+def _sample(labels: list[str]) -> None:
+    """Samples used bytes from one byte on stdin to the next; prints the peaks.
+
+    The end of stdin is the end of all, and so is the end of the parent, whose other children may
+    keep stdin open.
+    """
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     nvml = Nvml()
     boards = {board.label: board for board in nvml.boards()}
     peaks: dict[str, int] = dict.fromkeys(labels, 0)
     errors: dict[str, str] = {}
+
+    def take_sample() -> None:
+        for label in labels:
+            try:
+                peaks[label] = max(peaks[label], nvml.memory(boards[label]).used_bytes)
+            except NvmlError as error:
+                errors[label] = str(error)
+
+    print(READY, flush=True)
+    os.read(0, 1)
     told = threading.Event()
 
     def listen() -> None:
@@ -225,19 +254,22 @@ def _sample(parent_pid: int, labels: list[str]) -> None:
 
     threading.Thread(target=listen, daemon=True).start()
     num_samples = 0
-    while os.getppid() == parent_pid:
-        for label in labels:
-            try:
-                peaks[label] = max(peaks[label], nvml.memory(boards[label]).used_bytes)
-            except NvmlError as error:
-                errors[label] = str(error)
+    is_last = False
+    while not is_last:
+        is_last = told.wait(SAMPLING_INTERVAL_S if num_samples else 0)
+        take_sample()
         num_samples += 1
-        if num_samples == 1:
-            print("ready", flush=True)
-        if told.wait(SAMPLING_INTERVAL_S):
-            break
     print(json.dumps({"peaks": peaks, "errors": errors, "num_samples": num_samples}))
 
 
+def _end_with(parent_pid: int) -> None:
+    while os.getppid() == parent_pid:
+        time.sleep(0.1)
+    os._exit(1)
+
+
 if __name__ == "__main__":
-    _sample(int(sys.argv[1]), sys.argv[2:])
+    try:
+        _sample(sys.argv[1:])
+    except NvmlError as problem:
+        sys.exit(str(problem))

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import time
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from ..devices import Device, default_device_type, resolve_devices
-from ..errors import ProbeError
+from ..errors import ArgumentError, ProbeError
 from .breakdown import last_chunk_sizes, replica_bytes
 from .device_map import CudaDevice, find_board
 from .device_memory import DeviceMemory, ProcessBytesSource
 from .nvml import Board, MemoryInfo, Nvml, NvmlError
+from .peaks import Peaks
 from .sampler import Sampler, Samples
 from .step import DevicePeak, StepMemory
 
@@ -53,8 +54,12 @@ class MemoryProbe:
 
     def __init__(self, devices: Sequence[Device] | None = None, *, model: Any = None) -> None:
         wants_all = devices is None and model is None
-        if devices is None and model is not None:
+        if model is not None:
+            if devices is not None:
+                raise ArgumentError("give devices or a model, which has devices, and not both")
             devices = model.devices
+            if not devices:
+                raise ProbeError("the model runs on no accelerator, so there is nothing to ask")
         device_type = default_device_type()
         self.devices = list(dict.fromkeys(resolve_devices(devices, device_type)))
         self.nvml_error: str | None = None
@@ -79,8 +84,7 @@ class MemoryProbe:
 
     def _open_nvml(self, wants_all: bool) -> None:
         try:
-            self._nvml = Nvml()
-            weakref.finalize(self, self._nvml.close)
+            self._nvml = _nvml(os.getpid())
             boards = self._nvml.boards()
         except NvmlError as error:
             self.nvml_error = str(error)
@@ -120,7 +124,10 @@ class MemoryProbe:
             return self._add_nvml(memory, self._boards[device], device)
         if _has_nvml(device):  # mem_get_info would open a context, which takes memory
             return memory
-        free_bytes, total_bytes = module.mem_get_info(device)
+        try:
+            free_bytes, total_bytes = module.mem_get_info(device)
+        except RuntimeError as error:  # not every accelerator's driver tells
+            return replace(memory, error=str(error))
         return replace(memory, free_bytes=free_bytes, used_bytes=total_bytes - free_bytes)
 
     def _add_nvml(
@@ -159,16 +166,19 @@ class MemoryProbe:
     def _process_bytes(
         self, processes: dict[int, int | None] | None, info: MemoryInfo, device: torch.device | None
     ) -> tuple[int | None, ProcessBytesSource]:
+        if processes is not None and os.getpid() not in processes and not _has_context(device):
+            return 0, "process"  # not listed, and nothing here has touched the device
+        reserved_bytes = 0 if device is None else torch.cuda.memory_reserved(device)
         listed = (processes or {}).get(os.getpid())
-        if listed is not None:
+        # In a container our PID may be somebody else's, and some drivers list ours with 0.
+        if listed is not None and listed >= reserved_bytes:
             return listed, "process"
-        if device is None or not torch.get_device_module(device).is_initialized():
-            # Nothing here has touched the device, so that not to be listed is to hold nothing.
-            return (None, "unknown") if processes is None else (0, "process")
-        before = self._info_before[device]
-        if before is None or not torch.get_device_module(device).memory_reserved(device):
-            return None, "unknown"
-        return max(0, info.used_bytes - before.used_bytes), "device-delta"
+        before = None if device is None else self._info_before[device]
+        if before is not None and reserved_bytes:
+            change = info.used_bytes - before.used_bytes
+            if change >= reserved_bytes:
+                return change, "device-delta"
+        return None, "unknown"
 
     def _memory_info(self, board: Board) -> tuple[MemoryInfo | None, str | None]:
         assert self._nvml is not None
@@ -199,45 +209,63 @@ class MemoryProbe:
         if not self.devices:
             raise ProbeError("torch sees no device, so there is nothing to measure")
         usage = StepMemory()
-        sampler = Sampler(list(self._boards.values())) if self._boards else None
-        try:
-            start = self._start()
+        sampler = None
+        with ExitStack() as stack:
+            if self._boards:
+                sampler = Sampler(list(self._boards.values()))
+                stack.callback(sampler.stop)
+            block = _Block(self, sampler)
+            if self._model is not None:
+                stack.callback(self._model.register_forward_hook(block.note_split).remove)
+            block.begin()
             try:
                 yield usage
             except BaseException as error:
                 with suppress(Exception):  # the block's own exception is the one to be told
-                    self._finish(usage, start, sampler)
+                    block.finish(usage)
                 usage.valid = False
                 usage.reason = f"the block ended with {type(error).__name__}: {error}"
                 raise
-            self._finish(usage, start, sampler)
-        finally:
-            if sampler is not None:
-                sampler.stop()
+            block.finish(usage)
 
-    def _start(self) -> _Start:
-        allocated_bytes, retries = [], []
-        for device in self.devices:
-            module = torch.get_device_module(device)
-            module.synchronize(device)
-            module.reset_peak_memory_stats(device)
-            allocated_bytes.append(module.memory_allocated(device))
-            retries.append(_num_alloc_retries(device))
-        return _Start(allocated_bytes, retries, self._last_split(), time.perf_counter())
 
-    def _finish(self, usage: StepMemory, start: _Start, sampler: Sampler | None) -> None:
-        for device in self.devices:
-            torch.get_device_module(device).synchronize(device)
-        usage.elapsed_s = time.perf_counter() - start.time_s
-        samples = Samples(error=self.nvml_error) if sampler is None else sampler.stop()
+class _Block:
+    """A block that is being measured."""
+
+    def __init__(self, probe: MemoryProbe, sampler: Sampler | None) -> None:
+        self.probe = probe
+        self.sampler = sampler
+        self.splits: set[tuple[int, ...] | None] = set()
+
+    def note_split(self, model: Any, inputs: Any, output: Any) -> None:
+        """Remembers how the model split a batch, as a forward hook."""
+        self.splits.add(model.last_chunk_sizes)
+
+    def begin(self) -> None:
+        """Waits for the devices and starts."""
+        devices = self.probe.devices
+        _synchronize(devices)
+        self.peaks = Peaks(devices)
+        self.allocated_bytes = [torch.get_device_module(d).memory_allocated(d) for d in devices]
+        self.num_alloc_retries = list(map(_num_alloc_retries, devices))
+        if self.sampler is not None:
+            self.sampler.begin()
+        self.time_s = time.perf_counter()
+
+    def finish(self, usage: StepMemory) -> None:
+        """Waits for the devices and completes ``usage``."""
+        devices = self.probe.devices
+        _synchronize(devices)
+        usage.elapsed_s = time.perf_counter() - self.time_s
+        no_samples = Samples(error=self.probe.nvml_error)
+        samples = no_samples if self.sampler is None else self.sampler.stop()
         usage.num_samples, usage.sampling_error = samples.num_samples, samples.error
-        # The model makes a new tuple at each call: the same one means that it was not called.
-        model_ran = self._last_split() is not start.split
-        chunk_sizes = last_chunk_sizes(self._model) if model_ran else None
+        # Batches that were split differently have no one number of samples a device.
+        chunk_sizes = last_chunk_sizes(self.probe._model) if len(self.splits) == 1 else None
         usage.devices = tuple(
-            self._peak(index, start, samples, chunk_sizes) for index in range(len(self.devices))
+            self._peak(index, samples, chunk_sizes) for index in range(len(devices))
         )
-        retried = [peak.device for peak in usage.devices if peak.num_alloc_retries]
+        retried = [peak.device for peak in usage.devices if (peak.num_alloc_retries or 0) > 0]
         usage.valid = not retried
         usage.reason = None
         if retried:
@@ -247,41 +275,45 @@ class MemoryProbe:
             )
 
     def _peak(
-        self,
-        index: int,
-        start: _Start,
-        samples: Samples,
-        chunk_sizes: Mapping[torch.device, int] | None,
+        self, index: int, samples: Samples, chunk_sizes: Mapping[torch.device, int] | None
     ) -> DevicePeak:
-        device = self.devices[index]
+        device = self.probe.devices[index]
         module = torch.get_device_module(device)
-        board = self._boards.get(device)
-        earlier, retries = start.num_alloc_retries[index], _num_alloc_retries(device)
+        board = self.probe._boards.get(device)
+        earlier, retries = self.num_alloc_retries[index], _num_alloc_retries(device)
         chunk_size = None if chunk_sizes is None else chunk_sizes[device]
+        allocated_bytes, reserved_bytes = self.peaks.of(device)
         return DevicePeak(
             device=str(device),
             capacity_bytes=module.get_device_properties(device).total_memory,
-            start_allocated_bytes=start.allocated_bytes[index],
-            peak_allocated_bytes=module.max_memory_allocated(device),
-            peak_reserved_bytes=module.max_memory_reserved(device),
+            start_allocated_bytes=self.allocated_bytes[index],
+            peak_allocated_bytes=allocated_bytes,
+            peak_reserved_bytes=reserved_bytes,
             peak_used_bytes=None if board is None else samples.peak_used_bytes.get(board.label),
             num_alloc_retries=None if retries is None else retries - (earlier or 0),
             chunk_size=chunk_size,
-            replica_bytes=replica_bytes(self._model, device, chunk_size),
+            replica_bytes=replica_bytes(self.probe._model, device, chunk_size),
         )
 
-    def _last_split(self) -> tuple[int, ...] | None:
-        return None if self._model is None else self._model.last_chunk_sizes
+
+@functools.cache
+def _nvml(pid: int) -> Nvml:
+    """Returns the connection of this process; it may not be shared with a fork."""
+    return Nvml()
 
 
-@dataclass(frozen=True, slots=True)
-class _Start:
-    """How things were when a block began; an entry a device."""
+def _synchronize(devices: Sequence[torch.device]) -> None:
+    for device in devices:
+        if _has_context(device):  # to wait would otherwise open one, which takes memory
+            torch.get_device_module(device).synchronize(device)
 
-    allocated_bytes: list[int]
-    num_alloc_retries: list[int | None]
-    split: tuple[int, ...] | None
-    time_s: float
+
+def _has_context(device: torch.device | None) -> bool:
+    """Returns whether this process may have touched the device."""
+    if device is not None and device.type == "cuda":
+        has_context: bool = torch._C._cuda_hasPrimaryContext(device.index)  # type: ignore[attr-defined]
+        return has_context
+    return device is not None
 
 
 def _has_nvml(device: torch.device) -> bool:

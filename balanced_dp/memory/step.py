@@ -156,6 +156,8 @@ def spread(values: Sequence[float]) -> float:
 
 def _advice(usage: StepMemory, tolerance: float) -> str | None:
     utilization = usage.utilization
+    if not usage.valid:
+        return f"these figures are not those of a whole step: {usage.reason}"
     if len(utilization) == 1 or spread(utilization) <= tolerance:
         return None
     first, others = usage.devices[0], range(1, len(utilization))

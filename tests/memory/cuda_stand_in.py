@@ -5,7 +5,7 @@ They are the boards of the NVML stand-in in whatever order a test says, as CUDA'
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,30 +25,41 @@ class CudaStandIn:
     def __init__(self, units: Sequence[int], tells: Sequence[str] = ("uuid", "pci")) -> None:
         self.units = units
         self.tells = tells
-        self.initialized = True
+        self.initialized = False
+        self.has_context = True
+        self.synchronized: list[int] = []
         self.reserved_bytes = [0] * len(units)
         self.num_alloc_retries = 0
         cuda: Any = torch.cuda
         cuda.device_count = lambda: len(units)
         cuda.is_initialized = lambda: self.initialized
+        torch._C._cuda_hasPrimaryContext = lambda index: self.has_context
         cuda.get_device_properties = lambda device: self.properties(device.index)
         cuda.memory_stats = lambda device: {"num_alloc_retries": self.num_alloc_retries}
         for name in ("memory_allocated", "memory_reserved"):
             setattr(cuda, name, self.reserved)
             setattr(cuda, f"max_{name}", self.reserved)
         cuda.synchronize = self.synchronize
-        cuda.reset_peak_memory_stats = lambda device: None
+        cuda.reset_peak_memory_stats = self.reset_peaks
+        self.before_peaks_are_reset: Callable[[], object] | None = None
         self.broken = False
         self.devices = [f"cuda:{index}" for index in range(len(units))]
 
     def reserved(self, device: torch.device) -> int:
         return self.reserved_bytes[device.index]
 
+    def reset_peaks(self, device: torch.device) -> None:
+        if self.before_peaks_are_reset is not None:
+            self.before_peaks_are_reset()
+
     def synchronize(self, device: torch.device) -> None:
         if self.broken:
             raise RuntimeError("CUDA error: device-side assert triggered")
+        self.synchronized.append(device.index)
+        self.has_context = True  # to wait for a device opens one
 
     def properties(self, cuda_index: int) -> SimpleNamespace:
+        self.initialized = True  # to describe a device initializes CUDA
         unit = self.units[cuda_index]
         properties = SimpleNamespace(name=f"a GPU, says CUDA ({unit})", total_memory=7 * GIB)
         if "uuid" in self.tells:

@@ -45,6 +45,8 @@ class State(ctypes.Structure):
         ("num_processes", ctypes.c_uint32),
         ("process_bytes", ctypes.c_uint64 * MAX_PROCESSES),
         ("process_pid", ctypes.c_uint32 * MAX_PROCESSES),
+        ("graphics_bytes", ctypes.c_uint64),
+        ("graphics_pid", ctypes.c_uint32),
         ("num_memory_queries", ctypes.c_uint32),
         ("last_asking_pid", ctypes.c_uint32),
     )

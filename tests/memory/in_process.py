@@ -26,6 +26,7 @@ from balanced_dp import (
     StepMemory,
 )
 from balanced_dp.cli import main
+from balanced_dp.memory import sampler
 
 from .cuda_stand_in import CudaStandIn
 from .driver import GIB, H100, MIB, State, open_state
@@ -65,17 +66,25 @@ def process_bytes() -> Any:
     stand_in = CudaStandIn([H100])
     probe = MemoryProbe(["cuda:0"])
     found = {}
-    for name, initialized, reserved in (
+    for name, has_context, reserved in (
         ("untouched", False, 0),
         ("context only", True, 0),
         ("holding", True, GIB),
     ):
-        stand_in.initialized, stand_in.reserved_bytes = initialized, [reserved]
+        stand_in.has_context, stand_in.reserved_bytes = has_context, [reserved]
         STATE.used[H100] = 3 * GIB + reserved + 300 * MIB
         memory = probe.snapshot()[0]
         found[name] = [memory.process_bytes, memory.process_bytes_source]
         found[name].append(memory.other_process_bytes)
     return found
+
+
+def late_probe() -> Any:
+    """A probe that is made when the process holds memory already, which it did not see come."""
+    stand_in = CudaStandIn([H100])
+    stand_in.reserved_bytes = [2 * GIB]
+    memory = MemoryProbe(["cuda:0"]).snapshot()[0]
+    return [memory.process_bytes, memory.process_bytes_source, memory.other_process_bytes]
 
 
 def wait_for_queries(number: int) -> None:
@@ -109,6 +118,12 @@ def measured() -> Any:
         STATE.used[H100] = 3 * GIB
         wait_for_queries(4)
 
+    def end_high() -> None:
+        STATE.used[H100] = 60 * GIB
+
+    def begin_low() -> None:
+        assert STATE.used[H100] == 3 * GIB
+
     def fail() -> None:
         raise_and_lower()
         raise ValueError("in the block")
@@ -138,6 +153,8 @@ def measured() -> Any:
     found = {}
     for block in (
         raise_and_lower,
+        end_high,
+        begin_low,
         fail,
         press_ctrl_c,
         kill_the_sampler,
@@ -148,6 +165,8 @@ def measured() -> Any:
     ):
         usage = StepMemory()
         caught = result = None
+        if block is begin_low:  # what was high before the block is not of the block
+            stand_in.before_peaks_are_reset = lambda: STATE.used.__setitem__(H100, 3 * GIB)
         try:
             with probe.measure() as usage:
                 block()
@@ -157,20 +176,62 @@ def measured() -> Any:
         record = asdict(usage) | {"caught": caught, "result": result, "left": left_behind()}
         found[block.__name__] = record
         STATE.memory_error[H100] = 0
+        stand_in.before_peaks_are_reset = None
     return found
 
 
-def failing_to_start() -> Any:
-    """The sampler finds no driver, or is none at all; the block runs all the same."""
+def failing_to_start(*executables: str) -> Any:
+    """Interpreters to sample with, most of which are none; the block runs all the same."""
     CudaStandIn([H100])
+    sampler._START_PATIENCE_S = 1.0
     probe = MemoryProbe(["cuda:0"])
     found = []
-    executable = sys.executable
-    for sys.executable, STATE.init_error in ((executable, 9), ("/no/such/python", 0)):
+    for executable in executables:
+        sys.executable = executable
         with probe.measure() as usage:
             pass
         found.append(asdict(usage) | {"left": left_behind()})
     return found
+
+
+def without_a_driver_any_more() -> Any:
+    CudaStandIn([H100])
+    probe = MemoryProbe(["cuda:0"])
+    STATE.init_error = 9
+    with probe.measure() as usage:
+        pass
+    return asdict(usage) | {"left": left_behind()}
+
+
+def frozen() -> Any:
+    """A program that brings its own interpreter would start itself."""
+    CudaStandIn([H100])
+    sys.frozen = True  # type: ignore[attr-defined]
+    with MemoryProbe(["cuda:0"]).measure() as usage:
+        pass
+    return asdict(usage)
+
+
+def forked() -> Any:
+    """A child of a fork leaves the block, too; the parent's sampler goes on."""
+    CudaStandIn([H100])
+    with MemoryProbe(["cuda:0"]).measure() as usage:
+        pid = os.fork()
+        if pid:
+            os.waitpid(pid, 0)
+            STATE.used[H100] = 50 * GIB
+            wait_for_queries(2)
+    if not pid:
+        os._exit(0)
+    return asdict(usage) | {"left": left_behind()}
+
+
+def untouched_devices_are_not_waited_for() -> Any:
+    stand_in = CudaStandIn([H100, 0])
+    stand_in.has_context = False
+    with MemoryProbe(stand_in.devices).measure():
+        pass
+    return stand_in.synchronized
 
 
 def die_while_measuring() -> None:

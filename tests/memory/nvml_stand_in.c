@@ -43,6 +43,8 @@ struct state {
     uint32_t num_processes;        /* on each unit */
     uint64_t process_bytes[MAX_PROCESSES];
     uint32_t process_pid[MAX_PROCESSES]; /* 0 stands for the process that asks */
+    uint64_t graphics_bytes;       /* of one process that draws on each unit */
+    uint32_t graphics_pid;         /* 0: there is none */
     uint32_t num_memory_queries;
     uint32_t last_asking_pid;
 };
@@ -228,3 +230,17 @@ int nvmlDeviceGetComputeRunningProcesses_v2(struct unit *unit, unsigned *count,
     return list_processes(count, processes);
 }
 #endif
+
+int nvmlDeviceGetGraphicsRunningProcesses_v3(struct unit *unit, unsigned *count,
+                                             struct process *processes)
+{
+    unsigned room = *count;
+    (void)unit;
+    *count = state()->graphics_pid != 0;
+    if (room < *count)
+        return INSUFFICIENT_SIZE;
+    if (*count)
+        processes[0] = (struct process){state()->graphics_pid, state()->graphics_bytes,
+                                        0xFFFFFFFF, 0xFFFFFFFF};
+    return SUCCESS;
+}

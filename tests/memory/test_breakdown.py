@@ -127,3 +127,28 @@ def test_state_of_any_shape_is_found(monkeypatch):
 def test_a_module_on_the_cpu_is_refused():
     with pytest.raises(ProbeError, match=r"no device of the model counts its memory: \['cpu'\]"):
         memory_breakdown(nn.Linear(2, 2))
+
+
+def test_sparse_gradients_and_lazy_parameters(monkeypatch):
+    with emulate_devices(1) as devices:
+        monkeypatch.delattr(torch.lazy, "memory_breakdown")
+        module = nn.ModuleList([nn.Embedding(1000, 8, sparse=True), nn.LazyLinear(3)])
+        module[0].to(devices[0])
+        model = BalancedDataParallel(1, module, list(devices))
+        module[0](torch.arange(4, device=devices[0])).sum().backward()
+        [entry] = memory_breakdown(model)
+        assert entry.uses["gradient"] == 512 + 512  # four indices, four rows
+        assert entry.uses["parameter"] == 32256
+        del model, module
+
+
+def test_what_two_uses_share_is_counted_once(monkeypatch):
+    with emulate_devices(1) as devices:
+        monkeypatch.delattr(torch.lazy, "memory_breakdown")
+        module = nn.Linear(10, 10, bias=False).to(devices[0])
+        optimizer = torch.optim.SGD(module.parameters())
+        optimizer.state[module.weight]["slow"] = module.weight
+        [entry] = memory_breakdown(module, optimizer)
+        assert entry.uses["optimizer state"] == 0
+        assert entry.uses["rest"] >= 0
+        del module, optimizer

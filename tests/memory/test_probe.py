@@ -11,6 +11,7 @@ from torch import nn
 from balanced_dp import (
     ArgumentError,
     BalancedDataParallel,
+    MemoryLogger,
     MemoryProbe,
     ProbeError,
     emulate_devices,
@@ -132,6 +133,58 @@ def test_peaks_of_before_do_not_count():
             small = torch.ones(10, device=devices[0])
         assert usage.devices[0].peak_allocated_bytes == 512
         del small
+
+
+def allocate(num_bytes, device):
+    torch.empty(num_bytes, dtype=torch.uint8, device=device)
+
+
+def test_blocks_may_be_nested_and_loggers_may_write_in_them():
+    """Each resets the peaks; none may lose what it has seen."""
+    with emulate_devices(1) as devices:
+        model = BalancedDataParallel(1, nn.Linear(2, 2).to(devices[0]), list(devices))
+        written = []
+        logger = MemoryLogger(model, lambda tag, value, step: written.append(value), every=1)
+        start = torch.lazy.memory_allocated()
+        with model.memory.measure() as outer:
+            allocate(4096, devices[0])
+            with model.memory.measure() as inner:
+                allocate(1024, devices[0])
+            logger.step()
+            allocate(2048, devices[0])
+            with model.memory.measure() as last:
+                pass
+        logger.step()
+        peaks = [usage.devices[0].peak_allocated_bytes - start for usage in (outer, inner, last)]
+        assert peaks == [4096, 1024, 0]
+        assert [value * 2**20 - start for value in written[::2]] == [4096, 2048]
+        del model, logger
+
+
+def test_batches_that_are_split_differently_have_no_chunk_sizes():
+    with emulate_devices(2, memory="1GiB") as devices:
+        model = BalancedDataParallel(2, small_model().to(devices[0]))
+        with model.memory.measure() as usage:
+            model(torch.randn(100, 16))
+            model(torch.randn(6, 16))
+        assert [peak.chunk_size for peak in usage.devices] == [None, None]
+        assert usage.check_split().endswith("apart: raise gpu0_bsz")
+        with model.memory.measure() as usage:
+            for _ in range(2):
+                model(torch.randn(6, 16))
+        assert [peak.chunk_size for peak in usage.devices] == [2, 4]
+        assert not model._forward_hooks
+        del model
+
+
+def test_a_model_has_its_own_devices():
+    with emulate_devices(2) as devices:
+        model = BalancedDataParallel(2, small_model().to(devices[0]))
+        with pytest.raises(ArgumentError, match="give devices or a model"):
+            MemoryProbe([1, 0], model=model)
+        del model
+    with pytest.raises(ProbeError, match="the model runs on no accelerator"):
+        _ = BalancedDataParallel(1, nn.Linear(2, 2)).memory
 
 
 def test_a_block_that_does_not_call_the_model_knows_no_chunks():

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from .driver import GIB, GTX, ROOT, USED, Driver
+from .driver import GIB, GTX, H100, ROOT, USED, Driver
 
 
 @pytest.fixture(scope="module")
@@ -21,6 +21,8 @@ def measured(builds, tmp_path_factory):
 
 BLOCKS = [
     "raise_and_lower",
+    "end_high",
+    "begin_low",
     "fail",
     "press_ctrl_c",
     "kill_the_sampler",
@@ -95,14 +97,75 @@ def test_an_allocator_that_had_to_retry_makes_it_invalid(measured):
     assert measured["raise_and_lower"]["devices"][0]["num_alloc_retries"] == 0
 
 
-def test_a_sampler_that_cannot_start_is_told(driver):
-    no_driver, no_python = driver.run("failing_to_start")
-    assert "driver is not loaded" in no_driver["sampling_error"]
-    assert no_python["sampling_error"].startswith("the sampling process did not start: ")
-    for record in (no_driver, no_python):
+def test_what_is_in_use_at_the_end_of_the_block_is_seen(measured):
+    assert used(measured["end_high"])[0] == 60 * GIB
+
+
+def test_what_was_in_use_before_the_block_is_not(measured):
+    assert used(measured["begin_low"])[0] == 3 * GIB
+
+
+WRAPPERS = {
+    "/no/such/python": "the sampling process did not start: ",
+    "": "there is no Python interpreter to sample with: this program brings its own",
+    "exit 3": "the sampling process ended with 3",
+    "echo hello": "the sampling process ended with 0",
+    "sleep 60": "the sampling process was not ready in 1 s",
+    f"echo hello; {sys.executable} $*; exit": None,  # chatty, and no exec
+}
+
+
+@pytest.fixture(scope="module")
+def started(builds, tmp_path_factory):
+    """What came of measuring with each of the interpreters above."""
+    folder = tmp_path_factory.mktemp("started")
+    executables = []
+    for i, script in enumerate(WRAPPERS):
+        if not script or script.startswith("/"):
+            executables.append(script)
+        else:
+            executables.append(str(folder / f"python{i}"))
+            Path(executables[-1]).write_text(f"#!/bin/sh\n{script}\n")
+            Path(executables[-1]).chmod(0o755)
+    driver = Driver(builds["newest"], folder / "state")
+    return driver.run("failing_to_start", *executables)
+
+
+@pytest.mark.parametrize("index", range(len(WRAPPERS)))
+def test_a_sampler_that_cannot_start_is_told(started, index):
+    record, reason = started[index], list(WRAPPERS.values())[index]
+    assert record["valid"]
+    assert record["left"] == []
+    if reason is None:
+        assert (used(record), record["sampling_error"]) == ([USED[H100]], None)
+    else:
         assert used(record) == [None]
-        assert record["valid"]
-        assert record["left"] == []
+        assert record["sampling_error"].startswith(reason)
+
+
+def test_a_driver_that_has_gone_is_told(driver):
+    record = driver.run("without_a_driver_any_more")
+    assert used(record) == [None]
+    assert record["sampling_error"].startswith("NVIDIA's driver is not loaded")
+    assert record["valid"]
+
+
+def test_a_frozen_program_does_not_start_itself(driver):
+    record = driver.run("frozen")
+    assert record["sampling_error"].startswith("there is no Python interpreter to sample with")
+    assert driver.run("frozen", BALANCED_DP_SAMPLING="1")["sampling_error"] == (
+        "this process samples for another"
+    )
+
+
+def test_a_fork_leaves_its_parents_sampler_alone(driver):
+    record = driver.run("forked")
+    assert used(record) == [50 * GIB]
+    assert record["left"] == []
+
+
+def test_devices_without_a_context_are_not_given_one(driver):
+    assert driver.run("untouched_devices_are_not_waited_for") == []
 
 
 def test_the_sampler_ends_when_its_parent_is_killed(driver):

@@ -174,3 +174,11 @@ def test_warn_gives_the_sentence_where_it_was_asked_for():
     assert str(warned[0].message) == said
     assert warned[0].filename == __file__
     assert of_peaks(GIB, GIB).check_split(warn=True) is None
+
+
+def test_a_block_that_was_disturbed_gets_no_advice():
+    usage = of_peaks(4 * GIB, 2 * GIB)
+    usage.valid, usage.reason = False, "the block ended with ValueError: x"
+    assert usage.check_split() == (
+        "these figures are not those of a whole step: the block ended with ValueError: x"
+    )

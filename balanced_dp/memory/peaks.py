@@ -1,0 +1,46 @@
+"""Peaks that several who measure at a time can reset without spoiling each other's."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Sequence
+
+import torch
+
+_open: weakref.WeakSet[Peaks] = weakref.WeakSet()
+_lock = threading.Lock()
+
+
+class Peaks:
+    """The most that devices held since this was made.
+
+    Making it resets the devices' own peaks. What these were until then is kept for all others that
+    are open, so blocks may be nested, and a logger may write in the middle of one. Somebody
+    else's ``reset_peak_memory_stats`` is not seen.
+
+    Args:
+        devices: devices that count their memory, each once.
+    """
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self._earlier = dict.fromkeys(devices, (0, 0))
+        with _lock:
+            for device in devices:
+                for other in _open:
+                    other._keep(device)
+                torch.get_device_module(device).reset_peak_memory_stats(device)
+            _open.add(self)
+
+    def _keep(self, device: torch.device) -> None:
+        if device in self._earlier:
+            self._earlier[device] = self.of(device)
+
+    def of(self, device: torch.device) -> tuple[int, int]:
+        """Returns the peaks of allocated and of reserved bytes."""
+        module = torch.get_device_module(device)
+        allocated, reserved = self._earlier[device]
+        return (
+            max(allocated, module.max_memory_allocated(device)),
+            max(reserved, module.max_memory_reserved(device)),
+        )
