@@ -57,7 +57,8 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
             ``module.forward``'s parameter.
         scalar_outputs: what becomes of 0-dim outputs. ``"mean"``: one 0-dim tensor, their mean
             weighted by chunk size, so that ``loss.backward()`` gives the gradient of the whole
-            batch; integers must be equal, since a count has no mean. ``"sum"``: one 0-dim tensor. ``"stack"``: a vector of one a replica, as stock.
+            batch; integers must be equal, since a count has no mean. ``"sum"``: one 0-dim tensor.
+            ``"stack"``: a vector of one a replica, as stock.
         loss_weight: called once for each replica with that replica's arguments; the number it
             returns replaces the chunk size as the weight of its 0-dim outputs. For a mean over
             tokens it counts them: ``lambda ids, labels: (labels != -100).sum()``.
