@@ -10,10 +10,12 @@ from .errors import (
     EmulationError,
     GatherError,
     ImbalanceWarning,
+    InfeasiblePlanError,
     ProbeError,
     ScatterError,
     SymbolicValueError,
 )
+from .measurement import Measurement, measure_step
 from .memory import (
     DeviceBreakdown,
     DeviceMemory,
@@ -23,7 +25,11 @@ from .memory import (
     StepMemory,
     memory_breakdown,
 )
+from .memory_model import Law, MemoryModel
+from .plan import Plan, plan
 from .split import split_batch
+from .tuner import Tuning, plan_workload
+from .workloads import Workload
 
 __all__ = [
     "ArgumentError",
@@ -38,15 +44,25 @@ __all__ = [
     "EmulationError",
     "GatherError",
     "ImbalanceWarning",
+    "InfeasiblePlanError",
+    "Law",
+    "Measurement",
     "MemoryBreakdown",
     "MemoryLogger",
+    "MemoryModel",
     "MemoryProbe",
+    "Plan",
     "ProbeError",
     "ScatterError",
     "StepMemory",
     "SymbolicValueError",
+    "Tuning",
+    "Workload",
     "balanced_data_parallel",
     "emulate_devices",
+    "measure_step",
     "memory_breakdown",
+    "plan",
+    "plan_workload",
     "split_batch",
 ]

@@ -36,8 +36,11 @@ except ImportError as error:  # the library itself needs neither
 import torch
 
 from . import demo as demos
+from .measurement import Measurement
 from .memory import DeviceMemory, MemoryProbe
-from .units import format_bytes, format_mib
+from .tuner import Tuning, plan_workload
+from .units import format_bytes, format_mib, parse_bytes
+from .workloads import BUILT_IN, find_workload
 
 app = typer.Typer(
     name="balanced-dp",
@@ -134,6 +137,118 @@ def _show_memory(memory_probe: MemoryProbe, as_json: bool, watch_s: float | None
     with Live(console=console, auto_refresh=False) as live:
         for memories in _snapshots(memory_probe, watch_s):
             live.update(_memory_table(memories), refresh=True)
+
+
+@app.command()
+def workloads(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """List the built-in workloads, with their parameters and a usual batch size."""
+    listed = []
+    for name, make in BUILT_IN.items():
+        workload = make()
+        with torch.device("meta"):
+            parameters = sum(p.numel() for p in workload.model().parameters())
+        about = (make.__doc__ or "").strip().rstrip(".")
+        listed.append((name, about, parameters, workload.batch_size))
+    if as_json:
+        names = ("name", "about", "num_parameters", "batch_size")
+        print(json.dumps([dict(zip(names, row, strict=True)) for row in listed], indent=2))
+        return
+    table = Table("workload", "what it is")
+    for header in ("parameters", "batch size"):
+        table.add_column(header, justify="right")
+    for name, about, parameters, batch_size in listed:
+        table.add_row(name, about, f"{parameters / 1e6:.1f} M", str(batch_size))
+    _console().print(table)
+
+
+@app.command("plan")
+def plan_command(
+    target: Annotated[str, typer.Argument(help="A built-in workload, or package.module:function.")],
+    memory: Annotated[
+        str,
+        typer.Option(help="Capacity of each device, such as 11GiB, or one for each: 24GiB,11GiB."),
+    ],
+    num_devices: Annotated[int | None, typer.Option("--devices", help="Default: 4.")] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(help="Samples in a batch; default: the workload's.")
+    ] = None,
+    reserve: Annotated[
+        str, typer.Option(help="Of each device, for CUDA's context and libraries' workspaces.")
+    ] = "512MiB",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Find gpu0_bsz for a workload on GPUs that need not be here.
+
+    A few training steps are measured on emulated devices that keep shapes only.
+    """
+    sizes = memory.split(",")
+    if len(sizes) > 1 and num_devices not in (None, len(sizes)):
+        _fail(f"--memory gives {len(sizes)} devices, but --devices is {num_devices}")
+    if len(sizes) == 1:
+        sizes *= num_devices or 4
+    capacities = [parse_bytes(size, "--memory") for size in sizes]
+    sys.path.insert(0, "")  # one's own workload may be in the current folder
+    workload = find_workload(target)
+    with Progress(
+        TextColumn("{task.description}"), console=Console(stderr=True), transient=True
+    ) as progress:
+        task = progress.add_task("measuring on emulated devices", total=None)
+
+        def show(measurement: Measurement) -> None:
+            progress.update(
+                task,
+                description=f"measured a batch of {measurement.batch_size} with "
+                f"gpu0_bsz={measurement.gpu0_bsz}",
+            )
+
+        tuning = plan_workload(
+            workload,
+            workload.batch_size if batch_size is None else batch_size,
+            capacities,
+            parse_bytes(reserve, "--reserve"),
+            show,
+        )
+    if as_json:
+        print(json.dumps({**_origin(), **asdict(tuning)}, indent=2))
+    else:
+        _print_plan(tuning)
+
+
+def _print_plan(tuning: Tuning) -> None:
+    plan = tuning.plan
+    console = _console()
+    table = Table(
+        title=f"{tuning.workload}, batches of {plan.batch_size}, {len(plan.chunk_sizes)} devices",
+        caption=f"From {len(tuning.measurements)} steps on emulated devices, shapes only; float32. "
+        f"{format_bytes(plan.reserve_bytes)} of each device are left for contexts and workspaces.",
+    )
+    for header in ("device", "samples", "capacity", "predicted", "measured", "headroom"):
+        table.add_column(header, justify="right")
+    table.add_column("even split", justify="right")
+    columns = (
+        plan.chunk_sizes,
+        plan.capacity_bytes,
+        plan.predicted_bytes,
+        tuning.chosen.peak_bytes,
+        plan.headroom_bytes,
+        plan.even_bytes,
+    )
+    for index, (size, *amounts) in enumerate(zip(*columns, strict=True)):
+        table.add_row(str(index), str(size), *map(format_bytes, amounts))
+    console.print(table)
+    console.print(
+        f"model = BalancedDataParallel({plan.gpu0_bsz}, model)  # device {plan.limiting_device} "
+        "is the fullest"
+    )
+    console.print(
+        f"The largest batch that fits is {plan.max_batch_size}, with "
+        f"gpu0_bsz={plan.max_batch_gpu0_bsz}; with the even split it is "
+        f"{plan.even_max_batch_size}. The largest chunk is {plan.time_cost:.2f} times the even one."
+    )
+    for sentence in plan.advice:
+        console.print(f"{sentence[0].upper()}{sentence[1:]}.", soft_wrap=True)
 
 
 def _snapshots(

@@ -6,82 +6,27 @@ It prints nothing (``cli`` does); it measures, and hands back what it measured.
 from __future__ import annotations
 
 import contextlib
-import functools
-import pydoc_data.topics
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 from torch.nn import functional
 
 from .data_parallel import BalancedDataParallel
-from .emulation import EmulatedDevices, emulate_devices
+from .emulation import EmulatedDevices
 from .errors import ArgumentError, BalanceWarning, SymbolicValueError
+from .measurement import open_devices, uses_emulation
 from .memory.step import spread
 from .split import split_batch
 from .units import parse_bytes
+from .workloads import CharTransformer, encoded_text
 
 LOSS_TOLERANCE = 1e-4
 """How far the loss curves of the runs may lie apart at any step: float32 sums in another order."""
 
 Step = Callable[[], None]
-
-
-class CharTransformer(nn.Module):
-    """A causal transformer over characters.
-
-    Shape:
-        - Input: character indices, :math:`(N, T)`, with T at most ``context``.
-        - Output: logits, :math:`(N, T, vocabulary)`.
-    """
-
-    def __init__(
-        self,
-        vocabulary: int,
-        context: int = 64,
-        width: int = 128,
-        num_heads: int = 4,
-        num_layers: int = 4,
-    ) -> None:
-        super().__init__()
-        self.characters = nn.Embedding(vocabulary, width)
-        self.positions = nn.Embedding(context, width)
-        layer = nn.TransformerEncoderLayer(
-            width,
-            num_heads,
-            4 * width,
-            dropout=0.0,
-            activation="gelu",
-            batch_first=True,
-            norm_first=True,
-        )
-        self.layers = nn.TransformerEncoder(layer, num_layers, enable_nested_tensor=False)
-        self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, vocabulary)
-
-    def forward(self, characters: torch.Tensor) -> torch.Tensor:
-        """Returns the logits of the next character at each position."""
-        length = characters.size(1)
-        positions = torch.arange(length, device=characters.device)
-        future = torch.ones(length, length, dtype=torch.bool, device=characters.device).triu(1)
-        x = self.characters(characters) + self.positions(positions)
-        x = self.layers(x, mask=future, is_causal=True)
-        logits: torch.Tensor = self.head(self.norm(x))
-        return logits
-
-
-def load_text() -> str:
-    """Returns about 0.5 MB of English: the language reference that comes with every Python."""
-    topics: dict[str, str] = pydoc_data.topics.topics
-    return "\n".join(topics[name] for name in sorted(topics))
-
-
-def uses_emulation(emulate: bool) -> bool:
-    """Returns whether devices are emulated: on request, or for want of two accelerators."""
-    return emulate or torch.accelerator.device_count() < 2
 
 
 def default_num_devices(emulate: bool) -> int:
@@ -234,14 +179,6 @@ def loss_difference(runs: Sequence[DemoRun]) -> float | None:
     return difference
 
 
-@functools.cache
-def encoded_text() -> tuple[torch.Tensor, int]:
-    """Returns the text as indices of its characters, and how many different ones there are."""
-    text = load_text()
-    index = {character: i for i, character in enumerate(sorted(set(text)))}
-    return torch.tensor([index[character] for character in text]), len(index)
-
-
 def _batches(settings: DemoSettings, count: int) -> list[torch.Tensor]:
     encoded, _ = encoded_text()
     generator = torch.Generator().manual_seed(settings.seed)
@@ -286,24 +223,12 @@ def _run(
 def _open_devices(
     settings: DemoSettings, num_devices: int, *, symbolic: bool, memory: str | None
 ) -> Iterator[Sequence[torch.device]]:
-    if settings.emulated:
-        # Each replica has a thread already: more in each operator only get in each other's way.
-        num_threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-        try:
-            with emulate_devices(num_devices, memory=memory, symbolic=symbolic) as devices:
-                yield devices
-        finally:
-            torch.set_num_threads(num_threads)
-        return
-    accelerator = torch.accelerator.current_accelerator()
-    assert accelerator is not None
-    module = torch.get_device_module(accelerator)
-    real = [torch.device(accelerator.type, index) for index in range(num_devices)]
-    for device in real:
-        module.reset_peak_memory_stats(device)
-    yield real
-    module.empty_cache()
+    with open_devices(
+        num_devices, memory=memory, symbolic=symbolic, emulate=settings.emulate
+    ) as devices:
+        for device in devices:
+            torch.get_device_module(device).reset_peak_memory_stats(device)
+        yield devices
 
 
 def _train(

@@ -39,6 +39,10 @@ class ProbeError(BalancedDataParallelError, RuntimeError):
     """Memory cannot be measured: there is nothing to ask, or it is not clear whom."""
 
 
+class InfeasiblePlanError(BalancedDataParallelError, ValueError):
+    """No ``gpu0_bsz`` makes the batch fit; the message says what each device lacks."""
+
+
 class BalanceWarning(UserWarning):
     """``gpu0_bsz`` is not below the even share, so the split stays as even as stock's."""
 

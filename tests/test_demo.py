@@ -11,14 +11,13 @@ import torch
 from balanced_dp import ArgumentError
 from balanced_dp.demo import (
     LOSS_TOLERANCE,
-    CharTransformer,
     DemoRun,
     DemoSettings,
     find_gpu0_bsz,
-    load_text,
     loss_difference,
     run_demo,
 )
+from balanced_dp.workloads import CharTransformer, load_text
 
 SMALL = DemoSettings(num_devices=3, batch_size=7, steps=3, context=16, emulate=True)
 

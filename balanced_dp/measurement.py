@@ -1,0 +1,252 @@
+"""Measures what training steps of a workload take of each device, for one split."""
+
+from __future__ import annotations
+
+import gc
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from .data_parallel import BalancedDataParallel
+from .emulation import emulate_devices
+from .emulation.machine import DEVICE_TYPE, current_machine
+from .errors import ArgumentError, BalanceWarning
+from .memory.breakdown import memory_breakdown
+from .memory.peaks import Peaks
+from .split import split_batch
+from .workloads import Workload
+
+Mode = Literal["symbolic", "emulated", "real"]
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """What training steps took of each device; tuples are in the order of the devices.
+
+    Attributes:
+        workload: the workload's name.
+        mode: emulated devices with shapes only or with numbers, or real ones.
+        batch_size: samples of the whole batch.
+        gpu0_bsz: what device 0 got at most.
+        chunk_sizes: what each device got.
+        status: ``"oom"`` where memory ran out; the peaks are those until then.
+        backward_peak_bytes: peaks of allocated bytes in forward and backward pass and loss.
+        optimizer_peak_bytes: peaks while the optimizer ran.
+        first_peak_bytes: peaks of the very first step, before which there was no optimizer state.
+            None where the model had been trained before.
+        breakdown: bytes by use of each device at its peak, as of ``memory_breakdown``.
+        seconds: the step's wall time, of no meaning where devices are emulated.
+        out_of_memory: what ran out, or None.
+    """
+
+    workload: str
+    mode: Mode
+    batch_size: int
+    gpu0_bsz: int
+    chunk_sizes: tuple[int, ...]
+    status: Literal["ok", "oom"]
+    backward_peak_bytes: tuple[int, ...]
+    optimizer_peak_bytes: tuple[int, ...]
+    first_peak_bytes: tuple[int, ...] | None
+    breakdown: tuple[dict[str, int], ...]
+    seconds: float
+    out_of_memory: str | None = None
+
+    @property
+    def peak_bytes(self) -> tuple[int, ...]:
+        """The most that was allocated on each device once there is optimizer state."""
+        phases = (self.backward_peak_bytes, self.optimizer_peak_bytes)
+        return tuple(map(max, zip(*phases, strict=True)))
+
+
+@contextmanager
+def open_devices(
+    num_devices: int,
+    *,
+    memory: Sequence[int] | int | str | None = None,
+    symbolic: bool = True,
+    emulate: bool = False,
+) -> Iterator[Sequence[torch.device]]:
+    """Gives the machine's accelerators if there are two or more, else emulated devices.
+
+    Args:
+        num_devices: how many.
+        memory: capacity of emulated devices, as of ``emulate_devices``.
+        symbolic: whether emulated devices keep shapes only.
+        emulate: emulated devices whatever there is.
+
+    Raises:
+        ArgumentError: there are fewer accelerators, or ``memory`` is to limit them.
+    """
+    if uses_emulation(emulate):
+        # Each replica has a thread already: more in each operator only get in each other's way.
+        num_threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            with emulate_devices(num_devices, memory=memory, symbolic=symbolic) as devices:
+                yield devices
+        finally:
+            torch.set_num_threads(num_threads)
+        return
+    accelerator = torch.accelerator.current_accelerator()
+    assert accelerator is not None
+    count = torch.accelerator.device_count()
+    if num_devices > count:
+        raise ArgumentError(
+            f"num_devices={num_devices}, but there are {count} accelerators; emulated devices can "
+            "be any number (--emulate)"
+        )
+    if memory is not None:
+        raise ArgumentError(
+            f"memory={memory!r} limits emulated devices, but the accelerators of this machine are "
+            "used; set emulate (--emulate), or leave memory out"
+        )
+    yield [torch.device(accelerator.type, index) for index in range(num_devices)]
+    torch.get_device_module(accelerator).empty_cache()
+
+
+def uses_emulation(emulate: bool) -> bool:
+    """Returns whether devices are emulated: on request, or for want of two accelerators."""
+    return emulate or torch.accelerator.device_count() < 2
+
+
+def measure_step(
+    workload: Workload, batch_size: int, gpu0_bsz: int, devices: Sequence[torch.device]
+) -> Measurement:
+    """Returns what the second of two training steps took, and the first one's peaks.
+
+    Memory that runs out is an answer, not an error, and what was allocated is given back.
+
+    Args:
+        workload: what is trained; its model is made anew.
+        batch_size: samples of the whole batch.
+        gpu0_bsz: what device 0 gets at most.
+        devices: real or emulated devices.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: there is no such split.
+    """
+    with step_meter(workload, devices) as meter:
+        return meter.measure(batch_size, gpu0_bsz)
+
+
+@contextmanager
+def step_meter(workload: Workload, devices: Sequence[torch.device]) -> Iterator[StepMeter]:
+    """Gives a :class:`StepMeter` and at the end gives back what it holds."""
+    meter = StepMeter(workload, devices)
+    try:
+        yield meter
+    finally:
+        del meter._module, meter._optimizer
+
+
+class StepMeter:
+    """Measures steps of one model at several splits: it is made once, and its optimizer's state.
+
+    Args:
+        workload: what is trained.
+        devices: real or emulated devices.
+    """
+
+    def __init__(self, workload: Workload, devices: Sequence[torch.device]) -> None:
+        self.workload = workload
+        self.devices = list(devices)
+        with torch.device(self.devices[0]):
+            self._module = workload.model()
+        self._module.to(self.devices[0])
+        self._optimizer = workload.make_optimizer(self._module.parameters())
+
+    def measure(self, batch_size: int, gpu0_bsz: int) -> Measurement:
+        """Returns what a training step takes, as :func:`measure_step`."""
+        chunk_sizes = split_batch(batch_size, len(self.devices), gpu0_bsz)
+        step = _Step(self.devices)
+        first = None
+        out_of_memory = None
+        try:
+            if not self._optimizer.state:
+                self._run(step, batch_size, gpu0_bsz)
+                first = tuple(map(max, zip(*step.peaks, strict=True)))
+                step = _Step(self.devices)
+            self._run(step, batch_size, gpu0_bsz)
+        except torch.OutOfMemoryError as error:
+            out_of_memory = str(error)
+            step.finish()
+        if out_of_memory is not None:
+            # What a failed backward pass had queued waits in this thread for the next one.
+            torch.zeros(1, requires_grad=True).sum().backward()
+        self._optimizer.zero_grad()
+        gc.collect()  # an exception may have left cycles
+        module = torch.get_device_module(self.devices[0])
+        module.empty_cache()
+        return Measurement(
+            workload=self.workload.name,
+            mode=_mode(self.devices[0]),
+            batch_size=batch_size,
+            gpu0_bsz=gpu0_bsz,
+            chunk_sizes=chunk_sizes,
+            status="ok" if out_of_memory is None else "oom",
+            backward_peak_bytes=step.peaks[0],
+            optimizer_peak_bytes=step.peaks[1],
+            first_peak_bytes=first,
+            breakdown=tuple(step.breakdown),
+            seconds=step.seconds,
+            out_of_memory=out_of_memory,
+        )
+
+    def _run(self, step: _Step, batch_size: int, gpu0_bsz: int) -> None:
+        model = BalancedDataParallel(gpu0_bsz, self._module, self.devices)
+        args, kwargs, target = self.workload.make_batch(batch_size)
+        self._optimizer.zero_grad()
+        step.begin()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", BalanceWarning)  # the even split is one to measure
+            output = model(*args, **kwargs)
+        target = tree_map_only(torch.Tensor, lambda t: t.to(model.devices[0]), target)
+        loss = self.workload.loss(output, target)
+        loss.backward()
+        step.end_phase(model, self._optimizer)
+        self._optimizer.step()
+        step.end_phase(model, self._optimizer)
+
+
+class _Step:
+    """The peaks of a step's two phases, as far as it came."""
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self.devices = devices
+        self.peaks: list[tuple[int, ...]] = []
+        self.breakdown: list[dict[str, int]] = [{} for _ in devices]
+        self.seconds = 0.0
+
+    def begin(self) -> None:
+        self._started = time.perf_counter()
+        self._peaks = Peaks(self.devices)
+
+    def end_phase(self, model: Any = None, optimizer: Any = None) -> None:
+        for device in self.devices:
+            torch.get_device_module(device).synchronize(device)
+        peaks = tuple(self._peaks.of(device)[0] for device in self.devices)
+        if model is not None:
+            for index, entry in enumerate(memory_breakdown(model, optimizer)):
+                if entry.peak_bytes >= max((p[index] for p in self.peaks), default=0):
+                    self.breakdown[index] = entry.uses
+        self.peaks.append(peaks)
+        self._peaks = Peaks(self.devices)
+        self.seconds = time.perf_counter() - self._started
+
+    def finish(self) -> None:
+        """Ends the phase in which memory ran out, and those that were not reached."""
+        self.end_phase()
+        self.peaks += [(0,) * len(self.devices)] * (2 - len(self.peaks))
+
+
+def _mode(device: torch.device) -> Mode:
+    if device.type != DEVICE_TYPE:
+        return "real"
+    return "symbolic" if current_machine().symbolic else "emulated"

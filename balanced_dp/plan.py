@@ -1,0 +1,194 @@
+"""Which ``gpu0_bsz`` to use, what it needs and what it costs. Pure arithmetic."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from .errors import ArgumentError, InfeasiblePlanError
+from .memory_model import MemoryModel
+from .split import split_batch
+from .units import format_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A split of a batch, and what is predicted of it; lists are in the order of the devices.
+
+    Attributes:
+        batch_size: samples of the whole batch.
+        gpu0_bsz: the value whose fullest device is the least full.
+        chunk_sizes: what each device gets.
+        predicted_bytes: what each device needs at its peak.
+        capacity_bytes: what each device can hold.
+        reserve_bytes: what of it is kept free for what is not counted: contexts, workspaces.
+        headroom_bytes: what is left of each device's capacity beside need and reserve.
+        limiting_device: the index of the fullest device.
+        floor_bytes: what device 0 needs with ``gpu0_bsz=0``; no choice of it can lower that.
+        max_batch_size: the largest batch that fits, and ``max_batch_gpu0_bsz`` its value.
+        max_batch_gpu0_bsz: see there.
+        even_bytes: what the even split of ``nn.DataParallel`` needs for the same batch.
+        even_max_batch_size: the largest batch that fits with the even split.
+        time_cost: the largest chunk over the even one: how much longer the replicas compute.
+        advice: what else would help, in sentences.
+    """
+
+    batch_size: int
+    gpu0_bsz: int
+    chunk_sizes: tuple[int, ...]
+    predicted_bytes: tuple[int, ...]
+    capacity_bytes: tuple[int, ...]
+    reserve_bytes: int
+    headroom_bytes: tuple[int, ...]
+    limiting_device: int
+    floor_bytes: int
+    max_batch_size: int
+    max_batch_gpu0_bsz: int
+    even_bytes: tuple[int, ...]
+    even_max_batch_size: int
+    time_cost: float
+    advice: tuple[str, ...]
+
+
+def plan(
+    model: MemoryModel,
+    batch_size: int,
+    capacities: Sequence[int],
+    reserve: int = 0,
+    gpu0_bsz: int | None = None,
+) -> Plan:
+    """Returns the ``gpu0_bsz`` with the lowest utilization of the fullest device.
+
+    Args:
+        model: what each device needs.
+        batch_size: samples of the whole batch, at least 1.
+        capacities: what each device can hold, in bytes; they may differ.
+        reserve: bytes of each that are not to be planned with.
+        gpu0_bsz: the value to describe, if it is not to be chosen.
+
+    Raises:
+        ArgumentError: a device has no capacity left beside the reserve, or there is no batch.
+        InfeasiblePlanError: no value makes the batch fit.
+    """
+    check_batch(batch_size, capacities, reserve)
+    budgets = [capacity - reserve for capacity in capacities]
+    planner = Planner(model, budgets)
+    if gpu0_bsz is None:
+        gpu0_bsz = planner.best_gpu0_bsz(batch_size)
+    chunk_sizes = split_batch(batch_size, len(budgets), gpu0_bsz)
+    needs = model.predict(chunk_sizes)
+    max_batch_size = planner.max_batch_size(planner.best_gpu0_bsz)
+    if planner.utilization(batch_size, gpu0_bsz) > 1:
+        lacks = ", ".join(
+            f"device {i} needs {format_bytes(need)} and lacks {format_bytes(need - budget)}"
+            for i, (need, budget) in enumerate(zip(needs, budgets, strict=True))
+            if need > budget
+        )
+        raise InfeasiblePlanError(
+            f"a batch of {batch_size} does not fit with any gpu0_bsz: with the best, {gpu0_bsz}, "
+            f"{lacks}; the largest batch that fits is {max_batch_size}"
+        )
+    even = -(-batch_size // len(budgets))
+    utilization = [need / budget for need, budget in zip(needs, budgets, strict=True)]
+    return Plan(
+        batch_size=batch_size,
+        gpu0_bsz=gpu0_bsz,
+        chunk_sizes=chunk_sizes,
+        predicted_bytes=needs,
+        capacity_bytes=tuple(capacities),
+        reserve_bytes=reserve,
+        headroom_bytes=tuple(b - need for b, need in zip(budgets, needs, strict=True)),
+        limiting_device=utilization.index(max(utilization)),
+        floor_bytes=model.predict(split_batch(batch_size, len(budgets), 0))[0],
+        max_batch_size=max_batch_size,
+        max_batch_gpu0_bsz=planner.best_gpu0_bsz(max_batch_size),
+        even_bytes=model.predict(split_batch(batch_size, len(budgets), even)),
+        even_max_batch_size=planner.max_batch_size(lambda size: -(-size // len(budgets))),
+        time_cost=max(chunk_sizes) / even,
+        advice=_advice(model, chunk_sizes, needs, utilization),
+    )
+
+
+def check_batch(batch_size: int, capacities: Sequence[int], reserve: int) -> None:
+    """Raises ArgumentError where there is no batch, or not two devices that hold more than that."""
+    if batch_size < 1:
+        raise ArgumentError(f"batch_size must be at least 1, got {batch_size}")
+    if len(capacities) < 2 or min(capacities) <= reserve:
+        raise ArgumentError(
+            "a plan is for two or more devices that can hold more than the reserve of "
+            f"{format_bytes(reserve)}, got {', '.join(map(format_bytes, capacities))}"
+        )
+
+
+class Planner:
+    """Finds values for a model of memory and the bytes that each device may hold."""
+
+    def __init__(self, model: MemoryModel, budgets: Sequence[int]) -> None:
+        self.model = model
+        self.budgets = budgets
+
+    def utilizations(self, batch_size: int, gpu0_bsz: int) -> tuple[float, float]:
+        """Returns that of device 0 and that of the fullest of the others."""
+        needs = self.model.predict(split_batch(batch_size, len(self.budgets), gpu0_bsz))
+        first, *others = (need / budget for need, budget in zip(needs, self.budgets, strict=True))
+        return first, max(others)
+
+    def utilization(self, batch_size: int, gpu0_bsz: int) -> float:
+        """Returns that of the fullest device."""
+        return max(self.utilizations(batch_size, gpu0_bsz))
+
+    def best_gpu0_bsz(self, batch_size: int) -> int:
+        """Returns the value whose fullest device is the least full.
+
+        With each sample device 0 grows and the others do not: the best is where they cross.
+        """
+
+        def first_is_fuller(gpu0_bsz: int) -> bool:
+            first, others = self.utilizations(batch_size, gpu0_bsz)
+            return first >= others
+
+        even = -(-batch_size // len(self.budgets))
+        crossing = bisect.bisect_left(range(even + 1), True, key=first_is_fuller)
+        candidates = {max(0, crossing - 1), min(even, crossing)}
+        return min(sorted(candidates), key=lambda value: self.utilization(batch_size, value))
+
+    def max_batch_size(self, choose: Callable[[int], int]) -> int:
+        """Returns the largest batch that fits with the value that ``choose`` gives for it, or 0."""
+
+        def is_too_large(batch_size: int) -> bool:
+            return self.utilization(batch_size, choose(batch_size)) > 1
+
+        limit = 1
+        while limit < _LARGEST_BATCH and not is_too_large(limit):
+            limit *= 2
+        return bisect.bisect_left(range(1, limit + 1), True, key=is_too_large)
+
+
+_LARGEST_BATCH = 2**24
+
+
+def _advice(
+    model: MemoryModel,
+    chunk_sizes: Sequence[int],
+    needs: Sequence[int],
+    utilization: Sequence[float],
+) -> tuple[str, ...]:
+    batch_size = sum(chunk_sizes)
+    whole_bytes = model.whole_bytes_per_sample * batch_size
+    if chunk_sizes[0] or utilization[0] <= max(utilization[1:]) * (1 + _BALANCED):
+        return ()
+    even = -(-batch_size // len(needs))
+    return (
+        f"no value of gpu0_bsz balances this: without any samples device 0 needs "
+        f"{format_bytes(needs[0])}, the fullest of the others {format_bytes(max(needs[1:]))}. "
+        f"Gathering the outputs of {batch_size} samples and their loss costs device 0 "
+        f"{format_bytes(whole_bytes)} ({format_bytes(model.whole_bytes_per_sample)} a sample). "
+        f"With a loss computed on each device it would need about "
+        f"{format_bytes(model.first_without_gathering(0))} without samples, and "
+        f"{format_bytes(model.first_without_gathering(even))} with the even share of {even}",
+    )
+
+
+_BALANCED = 0.10
+"""By how much the fullest device may be fuller than the others without a word."""
