@@ -7,8 +7,10 @@ the highest of a few such laws.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations, pairwise
 
 import torch
 
@@ -18,7 +20,11 @@ from .measurement import Measurement
 LARGEST_RESIDUAL = 0.05
 """Above it the laws do not describe the workload."""
 
-_GOOD_RESIDUAL = 0.002
+_GOOD_RESIDUAL = 0.001
+_MAX_LAWS = 3
+_MAX_ROUNDS = 10
+_WORTH_IT = 0.99
+"""A law with one more number has to be better, or the simpler one stays."""
 
 Point = tuple[int, int, int]
 """Samples of the own chunk, samples of the whole batch, and the peak in bytes."""
@@ -52,13 +58,15 @@ class MemoryModel:
     """What each device needs at its peak, for any split of any batch.
 
     Attributes:
-        first_laws: those of device 0; its peak is the highest.
+        first_laws: those of device 0 with samples; its peak is the highest.
+        idle_laws: those of device 0 without samples, where no gradients are computed.
         other_laws: those of every other device that has samples.
         num_points: how many measurements they were fitted to.
         residual: how far the farthest of these is off, as a part of what was measured.
     """
 
     first_laws: tuple[Law, ...]
+    idle_laws: tuple[Law, ...]
     other_laws: tuple[Law, ...]
     num_points: int
     residual: float
@@ -73,18 +81,22 @@ class MemoryModel:
         batch_size = sum(chunk_sizes)
         first, *others = chunk_sizes
         return (
-            round(_highest(self.first_laws, first, batch_size)),
+            self._predict_first(first, batch_size),
             *(round(_highest(self.other_laws, size, batch_size)) if size else 0 for size in others),
         )
+
+    def _predict_first(self, chunk_size: int, batch_size: int) -> int:
+        laws = (self.first_laws if chunk_size else self.idle_laws) or self.first_laws
+        return round(_highest(laws or self.idle_laws, chunk_size, batch_size))
 
     @property
     def whole_bytes_per_sample(self) -> float:
         """What device 0 holds for each sample of the whole batch: gathered outputs and the loss."""
-        return max(law.whole_bytes_per_sample for law in self.first_laws)
+        return max(law.whole_bytes_per_sample for law in (*self.idle_laws, *self.first_laws))
 
     def first_without_gathering(self, chunk_size: int) -> int:
         """Returns about what device 0 would need if it held its own chunk's outputs only."""
-        return round(_highest(self.first_laws, chunk_size, chunk_size))
+        return self._predict_first(chunk_size, chunk_size)
 
 
 def fit(measurements: Iterable[Measurement]) -> MemoryModel:
@@ -101,28 +113,30 @@ def fit(measurements: Iterable[Measurement]) -> MemoryModel:
     if not points or len(points[0].chunk_sizes) < 2:
         raise ArgumentError("a memory model is fitted to measurements of two or more devices")
     first_laws: list[Law] = []
+    idle_laws: list[Law] = []
     other_laws: list[Law] = []
-    for peaks in (
-        [(m, m.backward_peak_bytes) for m in points],
-        [(m, m.optimizer_peak_bytes) for m in points],
-    ):
-        first_laws += _fit_laws([(m.chunk_sizes[0], m.batch_size, peak[0]) for m, peak in peaks])
+    for phase in ("backward_peak_bytes", "optimizer_peak_bytes"):
+        first = [(m.chunk_sizes[0], m.batch_size, getattr(m, phase)[0]) for m in points]
+        first_laws += _fit_laws([point for point in first if point[0]])
+        idle_laws += _fit_laws([point for point in first if not point[0]])
         other_laws += _fit_laws(
             [
                 (size, 0, held)
-                for m, peak in peaks
-                for size, held in zip(m.chunk_sizes[1:], peak[1:], strict=True)
+                for m in points
+                for size, held in zip(m.chunk_sizes[1:], getattr(m, phase)[1:], strict=True)
                 if size
             ]
         )
-    model = MemoryModel(tuple(first_laws), tuple(other_laws), len(points), 0.0)
+    model = MemoryModel(
+        tuple(first_laws), tuple(idle_laws), tuple(other_laws), len(points), residual=0.0
+    )
     residual = max(
         abs(predicted - measured) / measured
         for m in points
         for predicted, measured in zip(model.predict(m.chunk_sizes), m.peak_bytes, strict=True)
         if measured
     )
-    return MemoryModel(model.first_laws, model.other_laws, model.num_points, residual)
+    return replace(model, residual=residual)
 
 
 def _highest(laws: Iterable[Law], chunk_size: int, batch_size: int) -> float:
@@ -130,26 +144,68 @@ def _highest(laws: Iterable[Law], chunk_size: int, batch_size: int) -> float:
 
 
 def _fit_laws(points: Sequence[Point]) -> list[Law]:
-    """Returns one law, or two where two moments of the step take turns in being the highest."""
+    """Returns as few laws as describe the points, none for none: a peak has several moments.
+
+    Source: alternating least squares for max-affine functions, Magnani and Boyd 2009,
+    "Convex piecewise-linear fitting", Optimization and Engineering 10.
+    """
+    best: list[Law] = []
     if not points:
-        return []
-    ordered = sorted(points)
-    best = [_fit_law(ordered)]
-    for cut in range(2, len(ordered) - 2):
-        if _residual(best, ordered) <= _GOOD_RESIDUAL:
+        return best
+    for num_laws in range(1, _MAX_LAWS + 1):
+        for groups in _first_groups(points, num_laws):
+            laws = _alternate(points, groups)
+            if not best or _residual(laws, points) < _residual(best, points):
+                best = laws
+        if _residual(best, points) <= _GOOD_RESIDUAL:
             break
-        pair = [_fit_law(ordered[:cut]), _fit_law(ordered[cut:])]
-        best = min(best, pair, key=lambda laws: _residual(laws, ordered))
     return best
 
 
+def _first_groups(points: Sequence[Point], num_laws: int) -> Iterator[list[list[Point]]]:
+    """Yields ways to begin: the points in order of own chunk, batch or peak, cut in runs."""
+    for axis in range(3) if num_laws > 1 else (0,):
+        ordered = sorted(points, key=lambda point: point[axis])
+        for cuts in combinations(range(1, len(ordered)), num_laws - 1):
+            yield [ordered[i:j] for i, j in pairwise([0, *cuts, len(ordered)])]
+
+
+def _alternate(points: Sequence[Point], groups: list[list[Point]]) -> list[Law]:
+    laws: list[Law] = []
+    for _ in range(_MAX_ROUNDS):
+        found = [_fit_law(group) for group in groups if group]
+        if found == laws:
+            break
+        laws = found
+        groups = [[] for _ in laws]
+        for point in points:
+            heights = [law(point[0], point[1]) for law in laws]
+            groups[heights.index(max(heights))].append(point)
+    return laws
+
+
 def _residual(laws: Sequence[Law], points: Sequence[Point]) -> float:
-    return max(abs(_highest(laws, own, whole) - held) / max(1, held) for own, whole, held in points)
+    return max(
+        (abs(_highest(laws, own, whole) - held) / max(1, held) for own, whole, held in points),
+        default=0.0,
+    )
 
 
 def _fit_law(points: Sequence[Point]) -> Law:
-    rows = torch.tensor([[1.0, own, whole] for own, whole, _ in points], dtype=torch.float64)
+    """Returns the law with the least squared error and nothing negative in it.
+
+    Of the three numbers, each set that may be other than zero is tried, the smallest first.
+    """
+    best, best_error = Law(0.0, 0.0), math.inf
     held = torch.tensor([[float(held)] for _, _, held in points], dtype=torch.float64)
-    # Of many laws that fit equally well, as through a single point, the one with small slopes.
-    solution = torch.linalg.lstsq(rows, held, driver="gelsd").solution[:, 0].tolist()
-    return Law(*solution)
+    columns = torch.tensor([[1.0, own, whole] for own, whole, _ in points], dtype=torch.float64)
+    for names in ((0,), (1,), (2,), (0, 1), (0, 2), (1, 2), (0, 1, 2)):
+        rows = columns[:, list(names)]
+        found = torch.linalg.lstsq(rows, held, driver="gelsd").solution
+        error = float(((rows @ found - held) ** 2).sum())
+        if float(found.min()) >= 0 and error < best_error * _WORTH_IT:
+            values = [0.0, 0.0, 0.0]
+            for name, value in zip(names, found[:, 0].tolist(), strict=True):
+                values[name] = value
+            best, best_error = Law(*values), error
+    return best

@@ -89,7 +89,7 @@ def plan(
             f"a batch of {batch_size} does not fit with any gpu0_bsz: with the best, {gpu0_bsz}, "
             f"{lacks}; the largest batch that fits is {max_batch_size}"
         )
-    even = -(-batch_size // len(budgets))
+    even = planner.even_share(batch_size)
     utilization = [need / budget for need, budget in zip(needs, budgets, strict=True)]
     return Plan(
         batch_size=batch_size,
@@ -104,7 +104,7 @@ def plan(
         max_batch_size=max_batch_size,
         max_batch_gpu0_bsz=planner.best_gpu0_bsz(max_batch_size),
         even_bytes=model.predict(split_batch(batch_size, len(budgets), even)),
-        even_max_batch_size=planner.max_batch_size(lambda size: -(-size // len(budgets))),
+        even_max_batch_size=planner.max_batch_size(planner.even_share),
         time_cost=max(chunk_sizes) / even,
         advice=_advice(model, chunk_sizes, needs, utilization),
     )
@@ -138,8 +138,12 @@ class Planner:
         """Returns that of the fullest device."""
         return max(self.utilizations(batch_size, gpu0_bsz))
 
+    def even_share(self, batch_size: int) -> int:
+        """Returns the value that splits evenly."""
+        return -(-batch_size // len(self.budgets))
+
     def best_gpu0_bsz(self, batch_size: int) -> int:
-        """Returns the value whose fullest device is the least full.
+        """Returns the value whose fullest device is the least full, the largest of equal ones.
 
         With each sample device 0 grows and the others do not: the best is where they cross.
         """
@@ -148,10 +152,15 @@ class Planner:
             first, others = self.utilizations(batch_size, gpu0_bsz)
             return first >= others
 
-        even = -(-batch_size // len(self.budgets))
+        even = self.even_share(batch_size)
         crossing = bisect.bisect_left(range(even + 1), True, key=first_is_fuller)
-        candidates = {max(0, crossing - 1), min(even, crossing)}
-        return min(sorted(candidates), key=lambda value: self.utilization(batch_size, value))
+        candidates = (max(0, crossing - 1), min(even, crossing))
+        best = min(candidates, key=lambda value: self.utilization(batch_size, value))
+        limit = self.utilization(batch_size, best) * (1 + EQUAL)
+        beyond = range(best + 1, even + 1)
+        return best + bisect.bisect_left(
+            beyond, True, key=lambda value: self.utilization(batch_size, value) > limit
+        )
 
     def max_batch_size(self, choose: Callable[[int], int]) -> int:
         """Returns the largest batch that fits with the value that ``choose`` gives for it, or 0."""
@@ -167,6 +176,9 @@ class Planner:
 
 _LARGEST_BATCH = 2**24
 
+EQUAL = 0.001
+"""Utilizations that differ by less are equal; of those the larger gpu0_bsz is the faster."""
+
 
 def _advice(
     model: MemoryModel,
@@ -176,12 +188,14 @@ def _advice(
 ) -> tuple[str, ...]:
     batch_size = sum(chunk_sizes)
     whole_bytes = model.whole_bytes_per_sample * batch_size
-    if chunk_sizes[0] or utilization[0] <= max(utilization[1:]) * (1 + _BALANCED):
+    floor_bytes = model.predict(split_batch(batch_size, len(needs), 0))[0]
+    is_balanced = utilization[0] <= max(utilization[1:]) * (1 + _BALANCED)
+    if is_balanced or floor_bytes < needs[0] * (1 - _BALANCED):
         return ()
     even = -(-batch_size // len(needs))
     return (
         f"no value of gpu0_bsz balances this: without any samples device 0 needs "
-        f"{format_bytes(needs[0])}, the fullest of the others {format_bytes(max(needs[1:]))}. "
+        f"{format_bytes(floor_bytes)}, the fullest of the others {format_bytes(max(needs[1:]))}. "
         f"Gathering the outputs of {batch_size} samples and their loss costs device 0 "
         f"{format_bytes(whole_bytes)} ({format_bytes(model.whole_bytes_per_sample)} a sample). "
         f"With a loss computed on each device it would need about "

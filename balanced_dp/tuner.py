@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from .measurement import Measurement, StepMeter, open_devices, step_meter
 from .memory_model import MemoryModel, fit
-from .plan import Plan, Planner, check_batch, plan
+from .plan import EQUAL, Plan, Planner, check_batch, plan
 from .workloads import Workload
 
 _MAX_ROUNDS = 4
@@ -79,7 +79,9 @@ def plan_workload(
             (batch_size, even),
             (batch_size, 0),
             (batch_size, even // 2),
-            (2 * batch_size, even),
+            (batch_size, 1),
+            (2 * batch_size, 2 * even),
+            (2 * batch_size, 0),
         ):
             search.measure(size, gpu0_bsz)
         search.refine(batch_size, even)
@@ -126,19 +128,20 @@ class _Search:
             best = planner.best_gpu0_bsz(batch_size)
             for gpu0_bsz in range(max(0, best - 1), min(even, best + 1) + 1):
                 self.measure(batch_size, gpu0_bsz)
-            largest = planner.max_batch_size(planner.best_gpu0_bsz)
-            if 0 < largest <= _LARGEST_MEASURED_BATCH:
-                self.measure(largest, planner.best_gpu0_bsz(largest))
+            for choose in (planner.best_gpu0_bsz, planner.even_share):
+                largest = planner.max_batch_size(choose)
+                if 0 < largest <= _LARGEST_MEASURED_BATCH:
+                    self.measure(largest, choose(largest))
             if len(self.measured) == before:
                 return
 
     def best(self, batch_size: int) -> Measurement:
-        """Returns the measured split of the batch whose fullest device is the least full."""
+        """Returns the split of the batch with the least full device, of equal ones the fastest."""
 
         def utilization(measurement: Measurement) -> float:
             pairs = zip(measurement.peak_bytes, self.budgets, strict=True)
             return max(peak / budget for peak, budget in pairs)
 
-        return min(
-            (m for (size, _), m in self.measured.items() if size == batch_size), key=utilization
-        )
+        measured = [m for (size, _), m in self.measured.items() if size == batch_size]
+        limit = min(map(utilization, measured)) * (1 + EQUAL)
+        return max((m for m in measured if utilization(m) <= limit), key=lambda m: m.gpu0_bsz)
