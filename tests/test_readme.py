@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from balanced_dp import emulate_devices
 from balanced_dp.cli import app
 from balanced_dp.demo import DemoSettings, run_demo
 
@@ -24,11 +23,7 @@ def test_there_are_blocks_to_run():
 @pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.splitlines()[0][:60])
 @pytest.mark.filterwarnings("ignore:tensors outlive:ResourceWarning")
 def test_python_blocks_run(block):
-    if "emulate_devices" in block:
-        exec(block, {})
-    else:  # written for a machine with GPUs, and run on stand-ins
-        with emulate_devices(4):
-            exec(block.replace('"cuda:0"', '"lazy:0"'), {})
+    exec(block, {})
 
 
 @pytest.mark.filterwarnings("ignore:tensors outlive:ResourceWarning")

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ..devices import Device, default_device_type, resolve_devices
-from ..errors import ArgumentError, ProbeError
+from ..errors import ArgumentError, ArgumentTypeError, ProbeError
 from .breakdown import last_chunk_sizes, replica_bytes
 from .device_map import CudaDevice, find_board
 from .device_memory import DeviceMemory, ProcessBytesSource
@@ -53,10 +53,16 @@ class MemoryProbe:
     """
 
     def __init__(self, devices: Sequence[Device] | None = None, *, model: Any = None) -> None:
+        if isinstance(devices, torch.nn.Module):
+            raise ArgumentTypeError("devices must be a list of devices; write model=... or .memory")
         wants_all = devices is None and model is None
         if model is not None:
             if devices is not None:
                 raise ArgumentError("give devices or a model, which has devices, and not both")
+            if not hasattr(model, "last_chunk_sizes"):
+                raise ArgumentTypeError(
+                    f"model must be a BalancedDataParallel, got {type(model).__name__}"
+                )
             devices = model.devices
             if not devices:
                 raise ProbeError("the model runs on no accelerator, so there is nothing to ask")

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..errors import ImbalanceWarning, ProbeError
+from ..errors import ArgumentError, ArgumentTypeError, ImbalanceWarning, ProbeError
 from ..split import split_batch
 from ..units import format_bytes
 
@@ -128,14 +128,17 @@ class StepMemory:
     def check_split(self, tolerance: float = 0.10, warn: bool = False) -> str | None:
         """Returns what is wrong with the split and what to do about it, None if nothing is.
 
-        The first device is compared with the fullest of the others, by utilization, so that
-        devices of unlike capacity may hold unlike amounts.
+        Devices are compared by utilization, so that those of unlike capacity may hold unlike
+        amounts. Where it is known how the batch was split, every ``gpu0_bsz`` is tried with the
+        measured bytes of a sample.
 
         Args:
-            tolerance: by how much they may differ, as a part of the fuller one's utilization.
+            tolerance: by how much they may differ, as a part of the fullest one's utilization,
+                from 0 to below 1.
             warn: also give the sentence as an :class:`ImbalanceWarning`.
 
         Raises:
+            ArgumentError, ArgumentTypeError: the tolerance is no such number.
             ProbeError: the block has not ended, or a device does not tell its capacity.
         """
         message = _advice(self, tolerance)
@@ -155,23 +158,19 @@ def spread(values: Sequence[float]) -> float:
 
 
 def _advice(usage: StepMemory, tolerance: float) -> str | None:
+    if isinstance(tolerance, bool) or not isinstance(tolerance, int | float):
+        raise ArgumentTypeError(f"tolerance must be a number, got {tolerance!r}")
+    if not 0 <= tolerance < 1:
+        raise ArgumentError(f"tolerance must be from 0 to below 1 (0.05 is 5 %), got {tolerance}")
     utilization = usage.utilization
     if not usage.valid:
         return f"these figures are not those of a whole step: {usage.reason}"
-    if len(utilization) == 1 or spread(utilization) <= tolerance:
+    if spread(utilization) <= tolerance:
         return None
-    first, others = usage.devices[0], range(1, len(utilization))
-    fullest = max(others, key=utilization.__getitem__)
-    difference = spread([utilization[0], utilization[fullest]])
-    other = usage.devices[fullest]
-    if difference > tolerance:
-        remedy = _remedy(usage, utilization[0] > utilization[fullest])
-        return f"{_compare(first, other)}, {difference:.0%} apart: {remedy}"
-    emptiest = usage.devices[min(others, key=utilization.__getitem__)]
-    return (
-        f"{_compare(emptiest, other)}, {spread(utilization):.0%} apart: gpu0_bsz does "
-        "not change that; see what else is on them, and whether the batch is large enough to share"
-    )
+    emptiest = usage.devices[utilization.index(min(utilization))]
+    fullest = usage.fullest
+    fact = f"{_compare(fullest, emptiest)}, {spread(utilization):.0%} apart"
+    return f"{fact}: {_remedy(usage, utilization, tolerance)}"
 
 
 def _compare(one: DevicePeak, other: DevicePeak) -> str:
@@ -183,30 +182,37 @@ def _compare(one: DevicePeak, other: DevicePeak) -> str:
     )
 
 
-def _remedy(usage: StepMemory, first_is_fuller: bool) -> str:
-    remedy = "lower gpu0_bsz" if first_is_fuller else "raise gpu0_bsz"
+def _remedy(usage: StepMemory, utilization: Sequence[float], tolerance: float) -> str:
     first, target = usage.devices[0], _best_gpu0_bsz(usage)
+    others = max(utilization[1:])
     if target is None or first.chunk_size is None:
-        return remedy
+        if spread([utilization[0], others]) > tolerance:
+            return "lower gpu0_bsz" if utilization[0] > others else "raise gpu0_bsz"
+        return "gpu0_bsz does not change that; see what else is on the devices"
     sample = f"a sample takes about {format_bytes(usage.bytes_per_sample or 0)}"
     moved = target - first.chunk_size
     if moved:
-        remedy += f" by about {abs(moved)}, from {first.chunk_size} to {target} ({sample})"
-    elif target:
-        remedy = f"gpu0_bsz={target} is the best there is, since {sample}"
+        direction = "raise" if moved > 0 else "lower"
+        remedy = (
+            f"{direction} gpu0_bsz by about {abs(moved)}, from {first.chunk_size} to {target} "
+            f"({sample})"
+        )
     else:
-        remedy = "gpu0_bsz is 0 already"
-    if first_is_fuller and not target:
+        remedy = f"no other gpu0_bsz than {target} would be better, since {sample}"
+    if utilization[0] > others and not target:
         floor = format_bytes(usage.floor_bytes or 0)
         remedy += (
-            f"; without any samples {first.device} holds about {floor}, which only smaller outputs "
-            "or a loss computed on each device would lower"
+            f"; without any samples {first.device} holds about {floor}: memory_breakdown says what "
+            "for. Weights and optimizer state stay; gathered outputs go if forward returns a loss"
         )
     return remedy
 
 
 def _best_gpu0_bsz(usage: StepMemory) -> int | None:
-    """Returns the gpu0_bsz whose fullest device is the least full, None where that is not known."""
+    """Returns the gpu0_bsz whose fullest device is the least full, None where that is not known.
+
+    Of several as good it is the one in use, or else the largest: device 0 is to compute, too.
+    """
     chunk_sizes = [peak.chunk_size for peak in usage.devices if peak.chunk_size is not None]
     batch_size, num_devices = sum(chunk_sizes), len(usage.devices)
     per_sample = usage.bytes_per_sample
@@ -223,4 +229,9 @@ def _best_gpu0_bsz(usage: StepMemory) -> int | None:
         )
 
     even = -(-batch_size // num_devices)
-    return min(range(even + 1), key=utilization_of_fullest)
+    full = [utilization_of_fullest(gpu0_bsz) for gpu0_bsz in range(even + 1)]
+    as_good = [g for g, use in enumerate(full) if use <= min(full) * (1 + _AS_GOOD)]
+    return chunk_sizes[0] if chunk_sizes[0] in as_good else as_good[-1]
+
+
+_AS_GOOD = 0.005

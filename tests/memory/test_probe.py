@@ -10,6 +10,7 @@ from torch import nn
 
 from balanced_dp import (
     ArgumentError,
+    ArgumentTypeError,
     BalancedDataParallel,
     MemoryLogger,
     MemoryProbe,
@@ -182,6 +183,10 @@ def test_a_model_has_its_own_devices():
         model = BalancedDataParallel(2, small_model().to(devices[0]))
         with pytest.raises(ArgumentError, match="give devices or a model"):
             MemoryProbe([1, 0], model=model)
+        with pytest.raises(ArgumentTypeError, match=r"write model=\.\.\. or \.memory"):
+            MemoryProbe(model)
+        with pytest.raises(ArgumentTypeError, match="must be a BalancedDataParallel, got Linear"):
+            MemoryLogger(nn.Linear(2, 2), print)
         del model
     with pytest.raises(ProbeError, match="the model runs on no accelerator"):
         _ = BalancedDataParallel(1, nn.Linear(2, 2)).memory

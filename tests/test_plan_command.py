@@ -1,0 +1,96 @@
+"""``balanced-dp plan`` and ``balanced-dp workloads``."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import balanced_dp
+from balanced_dp.cli import app
+from balanced_dp.workloads import BUILT_IN
+
+
+def run(*arguments, **options):
+    return subprocess.run(
+        [sys.executable, "-m", "balanced_dp", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(Path(balanced_dp.__file__).parents[1])},
+        **options,
+    )
+
+
+def test_the_plan_of_gpt2_small_says_what_gathering_costs():
+    done = run("plan", "gpt2-small", "--devices", "4", "--memory", "11GiB", "--batch-size", "32")
+    assert done.returncode == 0
+    assert "model = BalancedDataParallel(0, model)" in done.stdout
+    assert "No value of gpu0_bsz balances this: without any samples device 0" in done.stdout
+    assert "costs device 0 6.13 GiB" in done.stdout
+
+
+def test_json_has_what_scripts_read():
+    done = CliRunner().invoke(app, ["plan", "char-lm", "--memory", "1GiB", "--json"])
+    record = json.loads(done.stdout)
+    plan = record["plan"]
+    assert record["schema"] == 1
+    assert record["workload"] == "char-lm"
+    assert plan["batch_size"] == 32
+    assert sum(plan["chunk_sizes"]) == 32
+    assert plan["chunk_sizes"][0] == plan["gpu0_bsz"] == 5
+    assert len(plan["predicted_bytes"]) == len(plan["capacity_bytes"]) == 4
+    assert plan["max_batch_size"] > 32
+    assert plan["limiting_device"] in range(4)
+    assert record["chosen"]["mode"] == "symbolic"
+
+
+def test_a_workload_of_ones_own_is_found_in_the_current_folder(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "import torch\n"
+        "from balanced_dp import Workload\n"
+        "def make():\n"
+        "    return Workload(lambda: torch.nn.Linear(64, 64), lambda n: ((torch.ones(n, 64),),"
+        " {}, None), lambda output, _: output.sum(), name='<script>')\n"
+    )
+    arguments = ("plan", "mine:make", "--memory", "1GiB,2GiB", "--batch-size", "10")
+    done = run(*arguments, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "<script>, batches of 10, 2 devices" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nope", "--memory", "1GiB"], "there is no workload 'nope'; built in are char-lm, gpt2"),
+        (["no.such:x", "--memory", "1GiB"], "workload 'no.such:x' cannot be loaded: No module"),
+        (["os:getcwd", "--memory", "1GiB"], "os:getcwd must give a balanced_dp.Workload, but gave"),
+        (["char-lm", "--memory", "much"], "--memory must be bytes or a size in B, KiB"),
+        (["char-lm", "--memory", "1GiB", "--devices", "1"], "a plan is for two or more devices"),
+        (["char-lm", "--memory", "1GiB,1GiB", "--devices", "3"], "--memory gives 2 devices, but"),
+        (["char-lm", "--memory", "400MiB"], "more than the reserve of 512.00 MiB"),
+        (["char-lm", "--memory", "1GiB", "--batch-size", "0"], "batch_size must be at least 1"),
+        (["char-lm", "--memory", "520MiB"], "a batch of 32 does not fit with any gpu0_bsz: with"),
+    ],
+)
+def test_one_line_says_what_to_change(arguments, message):
+    done = run("plan", *arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.strip().count("\n") == 0
+    assert message in done.stderr
+
+
+def test_the_built_in_workloads_are_listed():
+    done = CliRunner().invoke(app, ["workloads", "--json"])
+    listed = {row["name"]: row for row in json.loads(done.stdout)}
+    assert set(listed) == set(BUILT_IN)
+    assert listed["gpt2-small"]["num_parameters"] == 124_439_808  # as published
+    assert listed["resnet50-shaped"]["num_parameters"] == 25_557_032  # torchvision's
+    assert listed["bert-base"]["num_parameters"] == pytest.approx(109.5e6, rel=0.001)
+    table = CliRunner().invoke(app, ["workloads"]).stdout
+    assert all(name in table for name in BUILT_IN)
