@@ -7,6 +7,7 @@ import importlib
 import pydoc_data.topics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -269,6 +270,160 @@ def bert_base() -> Workload:
     )
 
 
+class RelativeAttention(nn.Module):
+    """Transformer-XL's attention over the memory and the segment, by relative position.
+
+    Shape:
+        - Input: x :math:`(N, T, D)`, memory :math:`(N, M, D)`, positions :math:`(M + T, D)`, the
+          two biases :math:`(heads, D / heads)`; output :math:`(N, T, D)`.
+
+    Source:
+        Dai et al. 2019, https://arxiv.org/abs/1901.02860, section 3.3.
+    """
+
+    def __init__(self, width: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.query = nn.Linear(width, width, bias=False)
+        self.key_value = nn.Linear(width, 2 * width, bias=False)
+        self.position = nn.Linear(width, width, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        memory: torch.Tensor,
+        positions: torch.Tensor,
+        content_bias: torch.Tensor,
+        position_bias: torch.Tensor,
+    ) -> torch.Tensor:
+        """Returns what each position attends to."""
+        n, t, width = x.shape
+        m = memory.size(1)
+        query = self.query(x).view(n, t, self.num_heads, -1)
+        key, value = self.key_value(torch.cat([memory, x], 1)).chunk(2, -1)
+        key = key.reshape(n, m + t, self.num_heads, -1)
+        value = value.reshape(n, m + t, self.num_heads, -1)
+        position = self.position(positions).view(m + t, self.num_heads, -1)
+        by_content = torch.einsum("nihd,njhd->nhij", query + content_bias, key)
+        by_position = torch.einsum("nihd,jhd->nhij", query + position_bias, position)
+        scores = (by_content + _shifted(by_position)) * (width // self.num_heads) ** -0.5
+        later = torch.ones(t, m + t, dtype=torch.bool, device=x.device).triu(m + 1)
+        weights = scores.masked_fill(later, -torch.inf).softmax(-1)
+        attended = torch.einsum("nhij,njhd->nihd", weights, value)
+        out: torch.Tensor = self.out(attended.reshape(n, t, width))
+        return out
+
+
+def _shifted(scores: torch.Tensor) -> torch.Tensor:
+    """Moves row i of the scores by distance so that column j stands for key j."""
+    n, h, t, k = scores.shape
+    padded = functional.pad(scores, (1, 0)).view(n, h, k + 1, t)
+    return padded[:, :, 1:].reshape(n, h, t, k)
+
+
+class TransformerXL(nn.Module):
+    """The base model of the recipe that ``gpu0_bsz`` comes from: adaptive softmax, tied, memory.
+
+    It returns its loss for each token, and the memory for the next segment, as there.
+
+    Shape:
+        - Input: tokens and targets :math:`(N, T)`, and for each layer memory :math:`(N, M, width)`.
+        - Output: losses :math:`(N, T)`, and the new memories.
+    """
+
+    def __init__(
+        self,
+        vocabulary: int = 267735,
+        cutoffs: tuple[int, ...] = (20000, 40000, 200000),
+        width: int = 410,
+        num_heads: int = 10,
+        inner: int = 2100,
+        num_layers: int = 16,
+    ) -> None:
+        super().__init__()
+        self.bounds = (0, *cutoffs, vocabulary)
+        self.tokens = nn.Embedding(vocabulary, width)
+        self.clusters = nn.Parameter(torch.zeros(len(cutoffs), width))
+        self.content_bias = nn.Parameter(torch.zeros(num_heads, width // num_heads))
+        self.position_bias = nn.Parameter(torch.zeros(num_heads, width // num_heads))
+        self.attentions = nn.ModuleList(
+            RelativeAttention(width, num_heads) for _ in range(num_layers)
+        )
+        self.feed_forwards = nn.ModuleList(
+            nn.Sequential(
+                nn.Linear(width, inner), nn.ReLU(), nn.Dropout(0.1), nn.Linear(inner, width)
+            )
+            for _ in range(num_layers)
+        )
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2 * num_layers))
+
+    def forward(
+        self, tokens: torch.Tensor, targets: torch.Tensor, *memories: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """Returns the loss of each token, and the memory of each layer."""
+        embedded = self.tokens(tokens) * self.tokens.embedding_dim**0.5
+        x = functional.dropout(embedded, 0.1, self.training)
+        distances = torch.arange(memories[0].size(1) + x.size(1) - 1, -1, -1, device=x.device)
+        positions = self._positions(distances)
+        kept = []
+        for i, (attention, feed_forward) in enumerate(
+            zip(self.attentions, self.feed_forwards, strict=True)
+        ):
+            kept.append(x.detach())
+            biases = (self.content_bias, self.position_bias)
+            attended = attention(x, memories[i], positions, *biases)
+            x = self.norms[2 * i](x + functional.dropout(attended, 0.1, self.training))
+            x = self.norms[2 * i + 1](x + functional.dropout(feed_forward(x), 0.1, self.training))
+        losses = self._losses(x.flatten(0, 1), targets.flatten()).view_as(targets)
+        return losses, *kept
+
+    def _positions(self, distances: torch.Tensor) -> torch.Tensor:
+        width = self.tokens.embedding_dim
+        steps = torch.arange(0, width, 2, device=distances.device)
+        angles = distances[:, None] / 10000 ** (steps / width)
+        return torch.cat([angles.sin(), angles.cos()], -1)
+
+    def _losses(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        weight = self.tokens.weight
+        first = self.bounds[1]
+        head = functional.linear(hidden, torch.cat([weight[:first], self.clusters]))
+        head = head.log_softmax(-1)
+        losses = hidden.new_zeros(len(targets))
+        for i, (low, high) in enumerate(pairwise(self.bounds)):
+            rows = ((targets >= low) & (targets < high)).nonzero().squeeze(1)
+            if not len(rows):
+                continue
+            inside = (targets[rows] - low)[:, None]
+            if i:
+                tail = functional.linear(hidden[rows], weight[low:high]).log_softmax(-1)
+                found = head[rows, first + i - 1] + tail.gather(1, inside).squeeze(1)
+            else:
+                found = head[rows].gather(1, inside).squeeze(1)
+            losses = losses.index_copy(0, rows, -found)
+        return losses
+
+
+def transformer_xl_base() -> Workload:
+    """Transformer-XL base on WikiText-103's vocabulary, T=150, memory 150 (151M parameters)."""
+
+    def make_batch(batch_size: int) -> Batch:
+        # Word frequencies fall as 1 / rank: each order of magnitude has as many tokens.
+        ranks = (267735 ** torch.linspace(0, 0.9999, 151)).long()
+        tokens = ranks[torch.arange(151) * 67 % 151].expand(batch_size, -1)
+        memories = [torch.zeros(1, 150, 410).expand(batch_size, -1, -1) for _ in range(16)]
+        return (tokens[:, :-1], tokens[:, 1:], *memories), {}, None
+
+    return Workload(
+        TransformerXL,
+        make_batch,
+        lambda output, _: output[0].mean(),
+        functools.partial(torch.optim.Adam, lr=0.00025),
+        name="transformer-xl-base",
+        batch_size=60,
+    )
+
+
 class Bottleneck(nn.Module):
     """ResNet's bottleneck block.
 
@@ -338,6 +493,7 @@ BUILT_IN: dict[str, Callable[[], Workload]] = {
     "char-lm": char_lm,
     "gpt2-small": gpt2_small,
     "bert-base": bert_base,
+    "transformer-xl-base": transformer_xl_base,
     "resnet50-shaped": resnet50_shaped,
 }
 """The built-in workloads by name."""
