@@ -163,7 +163,7 @@ class Planner:
         )
 
     def max_batch_size(self, choose: Callable[[int], int]) -> int:
-        """Returns the largest batch that fits with the value that ``choose`` gives for it, or 0."""
+        """Returns the largest batch, to 2**24, that fits with the value ``choose`` gives, or 0."""
 
         def is_too_large(batch_size: int) -> bool:
             return self.utilization(batch_size, choose(batch_size)) > 1

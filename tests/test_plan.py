@@ -1,0 +1,83 @@
+"""Plans are pure arithmetic: here against trying every value."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from balanced_dp import InfeasiblePlanError, Law, MemoryModel, plan, split_batch
+from balanced_dp.plan import EQUAL, Planner
+
+GIB = 2**30
+amounts = st.integers(0, GIB)
+laws = st.builds(Law, amounts, st.integers(2**14, 2**24), st.integers(0, 2**24))
+
+
+@st.composite
+def models(draw):
+    """As they come: a device without samples needs no more than one with some."""
+    first = tuple(draw(st.lists(laws, min_size=1, max_size=3)))
+    idle = tuple(Law(law.fixed_bytes, 0, law.whole_bytes_per_sample) for law in first)
+    others = draw(st.lists(laws, min_size=1, max_size=2))
+    other = tuple(Law(law.fixed_bytes, law.own_bytes_per_sample) for law in others)
+    return MemoryModel(first, idle, other, num_points=9, residual=0.0)
+
+
+budgets = st.lists(st.integers(GIB // 8, 16 * GIB), min_size=2, max_size=5)
+
+
+@given(models(), budgets, st.integers(1, 200))
+def test_the_best_value_is_that_of_trying_all(model, capacities, batch_size):
+    planner = Planner(model, capacities)
+    even = -(-batch_size // len(capacities))
+    full = [planner.utilization(batch_size, g) for g in range(even + 1)]
+    best = planner.best_gpu0_bsz(batch_size)
+    assert full[best] <= min(full) * (1 + EQUAL)
+
+
+@given(models(), budgets)
+def test_the_largest_batch_fits_and_the_next_does_not(model, capacities):
+    planner = Planner(model, capacities)
+    largest = planner.max_batch_size(planner.even_share)
+    if largest:
+        assert planner.utilization(largest, planner.even_share(largest)) <= 1
+    assert planner.utilization(largest + 1, planner.even_share(largest + 1)) > 1
+    assert planner.max_batch_size(planner.best_gpu0_bsz) >= largest * (1 - 2 * EQUAL) - 1
+
+
+@given(models(), budgets, st.integers(1, 200), st.integers(0, GIB // 16))
+def test_a_plan_adds_up_or_says_what_is_lacking(model, capacities, batch_size, reserve):
+    try:
+        found = plan(model, batch_size, capacities, reserve)
+    except InfeasiblePlanError as error:
+        assert f"a batch of {batch_size} does not fit with any gpu0_bsz" in str(error)
+        assert "lacks" in str(error)
+        return
+    assert sum(found.chunk_sizes) == batch_size
+    assert found.chunk_sizes == split_batch(batch_size, len(capacities), found.gpu0_bsz)
+    assert found.predicted_bytes == model.predict(found.chunk_sizes)
+    for need, headroom, capacity in zip(
+        found.predicted_bytes, found.headroom_bytes, capacities, strict=True
+    ):
+        assert need + headroom + reserve == capacity
+        assert headroom >= 0
+    assert found.time_cost >= 1 or len(capacities) > batch_size
+    assert found.floor_bytes <= found.predicted_bytes[0]
+    assert found.max_batch_size >= batch_size * (1 - 2 * EQUAL) - 1
+
+
+def test_a_given_value_is_described_and_not_chosen():
+    model = MemoryModel((Law(100, 10, 1),), (Law(100, 0, 1),), (Law(0, 10),), 3, 0.0)
+    assert plan(model, 40, [10**6] * 4).gpu0_bsz != 3
+    assert plan(model, 40, [10**6] * 4, gpu0_bsz=3).chunk_sizes == (3, 13, 12, 12)
+
+
+def test_advice_is_for_what_no_value_balances():
+    balanced = MemoryModel((Law(100, 10, 1),), (Law(100, 0, 1),), (Law(90, 10),), 3, 0.0)
+    assert plan(balanced, 40, [10**6] * 4).advice == ()
+    gathered = MemoryModel((Law(100, 10, 1000),), (Law(100, 0, 1000),), (Law(90, 10),), 3, 0.0)
+    [sentence] = plan(gathered, 40, [10**6] * 4).advice
+    assert "costs device 0 39.06 KiB (1000 B a sample)" in sentence
+    with pytest.raises(InfeasiblePlanError, match=r"the largest batch that fits is 9$"):
+        plan(gathered, 40, [10**4] * 4)
