@@ -154,7 +154,8 @@ class Planner:
 
         even = self.even_share(batch_size)
         crossing = bisect.bisect_left(range(even + 1), True, key=first_is_fuller)
-        candidates = (max(0, crossing - 1), min(even, crossing))
+        # One more below: the even split gives the others' remainder to other devices.
+        candidates = range(max(0, crossing - 2), min(even, crossing) + 1)
         best = min(candidates, key=lambda value: self.utilization(batch_size, value))
         limit = self.utilization(batch_size, best) * (1 + EQUAL)
         beyond = range(best + 1, even + 1)
