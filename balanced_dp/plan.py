@@ -78,7 +78,7 @@ def plan(
         gpu0_bsz = planner.best_gpu0_bsz(batch_size)
     chunk_sizes = split_batch(batch_size, len(budgets), gpu0_bsz)
     needs = model.predict(chunk_sizes)
-    max_batch_size = planner.max_batch_size(planner.best_gpu0_bsz)
+    max_batch_size = planner.max_batch_size(planner.tightest_gpu0_bsz)
     if planner.utilization(batch_size, gpu0_bsz) > 1:
         lacks = ", ".join(
             f"device {i} needs {format_bytes(need)} and lacks {format_bytes(need - budget)}"
@@ -102,7 +102,7 @@ def plan(
         limiting_device=utilization.index(max(utilization)),
         floor_bytes=model.predict(split_batch(batch_size, len(budgets), 0))[0],
         max_batch_size=max_batch_size,
-        max_batch_gpu0_bsz=planner.best_gpu0_bsz(max_batch_size),
+        max_batch_gpu0_bsz=planner.tightest_gpu0_bsz(max_batch_size),
         even_bytes=model.predict(split_batch(batch_size, len(budgets), even)),
         even_max_batch_size=planner.max_batch_size(planner.even_share),
         time_cost=max(chunk_sizes) / even,
@@ -142,8 +142,8 @@ class Planner:
         """Returns the value that splits evenly."""
         return -(-batch_size // len(self.budgets))
 
-    def best_gpu0_bsz(self, batch_size: int) -> int:
-        """Returns the value whose fullest device is the least full, the largest of equal ones.
+    def tightest_gpu0_bsz(self, batch_size: int) -> int:
+        """Returns the value whose fullest device is the least full.
 
         With each sample device 0 grows and the others do not: the best is where they cross.
         """
@@ -156,9 +156,13 @@ class Planner:
         crossing = bisect.bisect_left(range(even + 1), True, key=first_is_fuller)
         # One more below: the even split gives the others' remainder to other devices.
         candidates = range(max(0, crossing - 2), min(even, crossing) + 1)
-        best = min(candidates, key=lambda value: self.utilization(batch_size, value))
+        return min(candidates, key=lambda value: self.utilization(batch_size, value))
+
+    def best_gpu0_bsz(self, batch_size: int) -> int:
+        """Returns the largest value that is as good as the tightest."""
+        best = self.tightest_gpu0_bsz(batch_size)
         limit = self.utilization(batch_size, best) * (1 + EQUAL)
-        beyond = range(best + 1, even + 1)
+        beyond = range(best + 1, self.even_share(batch_size) + 1)
         return best + bisect.bisect_left(
             beyond, True, key=lambda value: self.utilization(batch_size, value) > limit
         )

@@ -128,7 +128,7 @@ class _Search:
             best = planner.best_gpu0_bsz(batch_size)
             for gpu0_bsz in range(max(0, best - 1), min(even, best + 1) + 1):
                 self.measure(batch_size, gpu0_bsz)
-            for choose in (planner.best_gpu0_bsz, planner.even_share):
+            for choose in (planner.tightest_gpu0_bsz, planner.even_share):
                 largest = planner.max_batch_size(choose)
                 if 0 < largest <= _LARGEST_MEASURED_BATCH:
                     self.measure(largest, choose(largest))

@@ -22,8 +22,8 @@ PLENTY = 1000 * GIB
 CASES = [
     (name, num_devices, batch_size)
     for name in SMALL
-    for num_devices, batch_size in ((2, 9), (4, 24), (8, 40))
-]
+    for num_devices, batch_size in ((2, 9), (4, 24))
+] + [(name, 8, 40) for name in ("wide_output", "convolutions", "char_transformer")]
 
 
 def try_all(workload, batch_size, num_devices):
@@ -48,7 +48,7 @@ def test_the_plan_is_what_trying_everything_finds(name, num_devices, batch_size)
 
 
 @pytest.mark.parametrize("name", SMALL)
-@pytest.mark.parametrize("num_devices", [2, 5])
+@pytest.mark.parametrize("num_devices", [3])
 def test_predictions_hold_where_nothing_was_measured(name, num_devices):
     """Around what was planned, at batch sizes and splits that were not fitted."""
     workload, batch_size = SMALL[name](), 60
@@ -67,7 +67,7 @@ def test_predictions_hold_where_nothing_was_measured(name, num_devices):
 
 
 @pytest.mark.parametrize("name", SMALL)
-@pytest.mark.parametrize("num_devices", [2, 4])
+@pytest.mark.parametrize("num_devices", [3])
 def test_the_largest_batch_is_the_largest_that_runs(name, num_devices):
     workload = SMALL[name]()
     batch_size = 4 * num_devices
