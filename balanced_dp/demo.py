@@ -19,9 +19,10 @@ from .emulation import EmulatedDevices
 from .errors import ArgumentError, BalanceWarning, SymbolicValueError
 from .measurement import open_devices, uses_emulation
 from .memory.step import spread
+from .models import CharTransformer
 from .split import split_batch
 from .units import parse_bytes
-from .workloads import CharTransformer, encoded_text
+from .workloads import encoded_text
 
 LOSS_TOLERANCE = 1e-4
 """How far the loss curves of the runs may lie apart at any step: float32 sums in another order."""

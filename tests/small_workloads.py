@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 from balanced_dp import Workload
-from balanced_dp.workloads import CharTransformer, TokenTransformer
+from balanced_dp.models import CharTransformer, TokenTransformer
 
 from .modules import Lambda
 

@@ -40,6 +40,7 @@ ORDER = [
     "memory/logger.py",
     "memory/__init__.py",
     "data_parallel.py",
+    "models.py",
     "workloads.py",
     "measurement.py",
     "memory_model.py",

@@ -17,7 +17,8 @@ from balanced_dp.demo import (
     loss_difference,
     run_demo,
 )
-from balanced_dp.workloads import CharTransformer, load_text
+from balanced_dp.models import CharTransformer
+from balanced_dp.workloads import load_text
 
 SMALL = DemoSettings(num_devices=3, batch_size=7, steps=3, context=16, emulate=True)
 

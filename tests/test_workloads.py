@@ -6,13 +6,8 @@ from torch import nn
 
 from balanced_dp import ArgumentError, measure_step
 from balanced_dp.measurement import open_devices
-from balanced_dp.workloads import (
-    BUILT_IN,
-    Bottleneck,
-    TokenTransformer,
-    TransformerXL,
-    find_workload,
-)
+from balanced_dp.models import Bottleneck, TokenTransformer, TransformerXL
+from balanced_dp.workloads import BUILT_IN, find_workload
 
 
 def small_transformer_xl():

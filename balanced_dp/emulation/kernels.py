@@ -1,6 +1,6 @@
 """What torch asks the emulated backend for: factories, copies, dropout and attention.
 
-Registered with ``torch.library`` once, when the first ``emulate_devices`` context opens.
+Registered with torch's dispatcher once, when the first ``emulate_devices`` context opens.
 """
 
 from __future__ import annotations

@@ -56,6 +56,7 @@ class EmulatedTensor(torch.Tensor):
     _allocations: tuple[Allocation, ...]
     """The memory it views: one storage, or the indices and values of a sparse tensor."""
 
+    # Operators are seen below autograd, in __torch_dispatch__, so not above it as well.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
@@ -74,7 +75,8 @@ class EmulatedTensor(torch.Tensor):
             return func.decompose(*args, **kwargs)
         return run(func, args, kwargs)
 
-    # The methods that torch implements for its own tensors only.
+    # The methods that torch implements for its own tensors only. Its stubs declare `data` a plain
+    # attribute; it is a descriptor.
 
     @property
     def data(self) -> torch.Tensor:
