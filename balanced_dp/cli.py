@@ -247,6 +247,13 @@ def _print_plan(tuning: Tuning) -> None:
         f"gpu0_bsz={plan.max_batch_gpu0_bsz}; with the even split it is "
         f"{plan.even_max_batch_size}. The largest chunk is {plan.time_cost:.2f} times the even one."
     )
+    if not tuning.model.is_lawful:
+        console.print(
+            f"The predictions are off by up to {tuning.model.residual:.0%}: what this workload "
+            "needs does not grow evenly with the batch. So every gpu0_bsz was measured, and the "
+            "largest batch is a guess.",
+            soft_wrap=True,
+        )
     for sentence in plan.advice:
         console.print(f"{sentence[0].upper()}{sentence[1:]}.", soft_wrap=True)
 

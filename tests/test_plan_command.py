@@ -64,6 +64,15 @@ def test_a_workload_of_ones_own_is_found_in_the_current_folder(tmp_path):
     assert "<script>, batches of 10, 2 devices" in done.stdout
 
 
+def test_predictions_that_cannot_be_trusted_are_told():
+    arguments = ("tests.test_tuner:lawless", "--memory", "1GiB", "--batch-size", "24")
+    done = run("plan", *arguments)
+    assert done.returncode == 0, done.stderr
+    assert "So every gpu0_bsz was measured, and the largest batch is a guess." in done.stdout
+    lawful = run("plan", "tests.small_workloads:mlp", "--memory", "2GiB", "--batch-size", "24")
+    assert "is a guess" not in lawful.stdout
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -123,12 +123,16 @@ class Lawless(torch.nn.Module):
         return self.layer(x) + x.new_zeros((len(x) % 3) * 100_000 + 1).sum()
 
 
-def test_a_workload_without_a_law_is_measured_at_every_candidate():
-    workload = Workload(
+def lawless():
+    return Workload(
         Lawless,
         lambda n: ((torch.zeros(n, 4),), {}, None),
         lambda output, _: output.sum(),
     )
+
+
+def test_a_workload_without_a_law_is_measured_at_every_candidate():
+    workload = lawless()
     tuning = plan_workload(workload, 24, [GIB] * 3)
     assert not tuning.model.is_lawful
     assert {m.gpu0_bsz for m in tuning.measurements if m.batch_size == 24} == set(range(9))
