@@ -27,7 +27,7 @@ from .memory import (
 )
 from .memory_model import Law, MemoryModel
 from .plan import Plan, plan
-from .split import split_batch
+from .split import split_batch, split_by_weights
 from .tuner import Tuning, plan_workload
 from .workloads import Workload
 
@@ -65,4 +65,5 @@ __all__ = [
     "plan",
     "plan_workload",
     "split_batch",
+    "split_by_weights",
 ]

@@ -10,18 +10,19 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from numbers import Real
-from typing import Any, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 from torch import nn
 
+from .auto import AutoSplit
 from .devices import Device, default_device_type, resolve_device, resolve_devices
 from .errors import ArgumentError, ArgumentTypeError, BalanceWarning
 from .memory.probe import MemoryProbe
 from .parallel_apply import add_note, parallel_apply
 from .replicate import WrittenState, replicate
 from .scatter_gather import ScalarOutputs, find_batch_size, gather, scatter
-from .split import split_batch
+from .split import split_batch, split_by_weights
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -46,6 +47,11 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
 
     Args:
         gpu0_bsz: the most samples that the first device gets, at least 0. With 0 it runs nothing.
+            ``"auto"`` finds the value during the first iterations of training: it begins with the
+            even split, reads how full each device was until the next call, changes the value at
+            most five times and then stays. Memory that runs out moves it, too; the caller may
+            catch ``torch.OutOfMemoryError`` and repeat the step. None, with ``device_weights``,
+            means no limit.
         module: the module to be parallelized; its parameters and buffers are on ``device_ids[0]``.
         device_ids: devices as ints (of the accelerator), strings or ``torch.device``. None means
             all accelerators; where there are none, calls pass through to ``module``. Inside
@@ -62,6 +68,8 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         loss_weight: called once for each replica with that replica's arguments; the number it
             returns replaces the chunk size as the weight of its 0-dim outputs. For a mean over
             tokens it counts them: ``lambda ids, labels: (labels != -100).sum()``.
+        device_weights: for devices of unlike capacity, the share of each: the batch is split in
+            proportion, by :func:`split_by_weights`.
 
     Shape:
         - Input: tensors of :math:`(N, *)`, with N at ``dim``, on any device.
@@ -95,7 +103,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
 
     def __init__(
         self,
-        gpu0_bsz: int,
+        gpu0_bsz: int | Literal["auto"] | None,
         module: ModuleT,
         device_ids: Sequence[Device] | None = None,
         output_device: Device | None = None,
@@ -104,12 +112,14 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         broadcast: Iterable[str] = (),
         scalar_outputs: ScalarOutputs = "mean",
         loss_weight: Callable[..., Any] | None = None,
+        device_weights: Sequence[float] | None = None,
     ) -> None:
         # nn.DataParallel.__init__ refuses the CPU, and may advise to leave out the smaller GPU.
         super(nn.DataParallel, self).__init__()
         self._device_type = default_device_type()
         devices = resolve_devices(device_ids, self._device_type)
-        split_batch(0, 1, gpu0_bsz)  # raises where gpu0_bsz is not a size
+        self.device_weights = None if device_weights is None else tuple(device_weights)
+        self._set_gpu0_bsz(gpu0_bsz, devices)
         if not isinstance(module, nn.Module):
             raise ArgumentTypeError(f"module must be an nn.Module, got {module!r}")
         if scalar_outputs not in get_args(ScalarOutputs):
@@ -124,7 +134,6 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
             )
         self.module = module
         self.dim = dim
-        self.gpu0_bsz = gpu0_bsz
         self.broadcast = frozenset([broadcast] if isinstance(broadcast, str) else broadcast)
         _check_broadcast(self.broadcast, module)
         self.scalar_outputs = scalar_outputs
@@ -134,7 +143,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         self.output_device = self.device_ids[0] if devices else None
         if devices and output_device is not None:
             self.output_device = self._stock_id(resolve_device(output_device, self._device_type))
-        self.last_chunk_sizes: tuple[int, ...] | None = None
+        self.chunk_sizes: tuple[int, ...] | None = None
         self._has_run = False
         if len(devices) == 1:
             module.to(devices[0])
@@ -154,9 +163,42 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         assert self._device_type is not None and device_id is not None
         return torch.device(self._device_type, device_id)
 
+    @property
+    def gpu0_bsz(self) -> int | None:
+        """The most samples that the first device gets.
+
+        With ``"auto"``, what it gets now; None before the first batch. Set it to a number or to
+        ``"auto"`` at any time.
+        """
+        return self._gpu0_bsz if self._auto is None else self._auto.gpu0_bsz
+
+    @gpu0_bsz.setter
+    def gpu0_bsz(self, value: int | Literal["auto"] | None) -> None:
+        self._set_gpu0_bsz(value, self.devices)
+
+    def _set_gpu0_bsz(
+        self, value: int | Literal["auto"] | None, devices: Sequence[torch.device]
+    ) -> None:
+        weights, num_devices = self.device_weights, max(1, len(devices))
+        if weights is not None and (value == "auto" or len(weights) != num_devices):
+            raise ArgumentError(
+                f"device_weights must be one number for each of {num_devices} devices, with a "
+                f"gpu0_bsz that is a number or None, got {len(weights)} and gpu0_bsz={value!r}"
+            )
+        self._auto = AutoSplit(devices) if value == "auto" else None
+        self._gpu0_bsz: Any = value
+        self._split(0, num_devices)  # raises where the value cannot be used
+
     def split(self, batch_size: int) -> tuple[int, ...]:
         """Returns how many samples of a batch of ``batch_size`` each device gets."""
-        return split_batch(batch_size, max(1, len(self.device_ids)), self.gpu0_bsz)
+        return self._split(batch_size, max(1, len(self.device_ids)))
+
+    def _split(self, batch_size: int, num_devices: int) -> tuple[int, ...]:
+        if self._auto is not None:
+            return self._auto.split(batch_size)
+        if self.device_weights is not None:
+            return split_by_weights(batch_size, self.device_weights, self._gpu0_bsz)
+        return split_batch(batch_size, num_devices, self._gpu0_bsz)
 
     @property
     def memory(self) -> MemoryProbe:
@@ -178,7 +220,9 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
             batch_size = find_batch_size(
                 _named(self.module, inputs, kwargs), self.dim, self.broadcast
             )
-            self.last_chunk_sizes = split = self.split(batch_size or 0)
+            if batch_size and self._auto is not None:
+                self._auto.begin_call(self.module, batch_size)
+            self.chunk_sizes = split = self.split(batch_size or 0)
             if batch_size:
                 self._warn_if_even(batch_size)
             # Without a tensor to cut there is one call to make. An empty batch is one, too.
@@ -295,12 +339,12 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         ]
 
     def _warn_if_even(self, batch_size: int) -> None:
-        if self._has_run:
+        if self._has_run or self._auto is not None or self.device_weights is not None:
             return
         self._has_run = True
         num_devices = len(self.device_ids)
         even = -(-batch_size // num_devices)
-        if self.gpu0_bsz >= even:
+        if self._gpu0_bsz >= even:
             warnings.warn(
                 f"gpu0_bsz={self.gpu0_bsz} balances nothing: the even share of this first batch "
                 f"of {batch_size} on {num_devices} devices is {even}, so the split is that of "
@@ -313,9 +357,12 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         split = ", ".join(
             f"{device}: {size}" for device, size in zip(self.devices, chunk_sizes, strict=True)
         )
+        fact = f"the batch of {sum(chunk_sizes)} was split {split}"
+        if self._auto is not None and self._auto.look_for_out_of_memory():
+            return f"{fact}. gpu0_bsz='auto' is now {self.gpu0_bsz}: the step may be repeated"
         return (
-            f"the batch of {sum(chunk_sizes)} was split {split}. If {self.devices[0]} ran out, "
-            f"lower gpu0_bsz (now {self.gpu0_bsz}); if another device did, lower the batch size"
+            f"{fact}. If {self.devices[0]} ran out, lower gpu0_bsz (now {self.gpu0_bsz}); if "
+            "another device did, lower the batch size"
         )
 
 

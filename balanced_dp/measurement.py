@@ -61,8 +61,12 @@ class Measurement:
     @property
     def peak_bytes(self) -> tuple[int, ...]:
         """The most that was allocated on each device once there is optimizer state."""
-        phases = (self.backward_peak_bytes, self.optimizer_peak_bytes)
-        return tuple(map(max, zip(*phases, strict=True)))
+        return tuple(map(max, zip(*self.phase_peak_bytes, strict=True)))
+
+    @property
+    def phase_peak_bytes(self) -> tuple[tuple[int, ...], ...]:
+        """The peaks of both phases, in order."""
+        return self.backward_peak_bytes, self.optimizer_peak_bytes
 
 
 @contextmanager

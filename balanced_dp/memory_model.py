@@ -11,11 +11,11 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, pairwise
+from typing import Protocol
 
 import torch
 
 from .errors import ArgumentError
-from .measurement import Measurement
 
 LARGEST_RESIDUAL = 0.05
 """Above it the laws do not describe the workload."""
@@ -28,6 +28,18 @@ _WORTH_IT = 0.99
 
 Point = tuple[int, int, int]
 """Samples of the own chunk, samples of the whole batch, and the peak in bytes."""
+
+
+class MeasuredSplit(Protocol):
+    """What laws are fitted to: a split, and what each device held at most in each phase."""
+
+    @property
+    def chunk_sizes(self) -> tuple[int, ...]:
+        """What each device got."""
+
+    @property
+    def phase_peak_bytes(self) -> tuple[tuple[int, ...], ...]:
+        """The peaks of each device, one tuple for each phase that was told apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,42 +111,48 @@ class MemoryModel:
         return self._predict_first(chunk_size, chunk_size)
 
 
-def fit(measurements: Iterable[Measurement]) -> MemoryModel:
-    """Returns the laws that fit the measurements best, by least squares.
+def fit(splits: Iterable[MeasuredSplit], empty_bytes: int | None = None) -> MemoryModel:
+    """Returns the laws that fit the measured splits best, by least squares.
 
     Args:
-        measurements: of one workload on like devices; those where memory ran out are left out.
-            Splits should differ in the chunk of device 0, and batches in size.
+        splits: of one workload on like devices, with the same phases. They should differ in the
+            chunk of device 0, and batches in size.
+        empty_bytes: what device 0 holds with an empty batch, if that is known; where all batches
+            have one size, it tells what is fixed from what grows with them.
 
     Raises:
-        ArgumentError: no measurement, or none of several devices, is left.
+        ArgumentError: no split, or none of several devices, is given.
     """
-    points = [m for m in measurements if m.status == "ok"]
+    points = list(splits)
     if not points or len(points[0].chunk_sizes) < 2:
         raise ArgumentError("a memory model is fitted to measurements of two or more devices")
+    empty = [] if empty_bytes is None else [(0, 0, empty_bytes)]
     first_laws: list[Law] = []
     idle_laws: list[Law] = []
     other_laws: list[Law] = []
-    for phase in ("backward_peak_bytes", "optimizer_peak_bytes"):
-        first = [(m.chunk_sizes[0], m.batch_size, getattr(m, phase)[0]) for m in points]
-        first_laws += _fit_laws([point for point in first if point[0]])
-        idle_laws += _fit_laws([point for point in first if not point[0]])
-        other_laws += _fit_laws(
-            [
-                (size, 0, held)
-                for m in points
-                for size, held in zip(m.chunk_sizes[1:], getattr(m, phase)[1:], strict=True)
-                if size
-            ]
-        )
+    for phase in range(len(points[0].phase_peak_bytes)):
+        working: list[Point] = []
+        idle: list[Point] = []
+        others: list[Point] = []
+        for split in points:
+            first, *other_peaks = split.phase_peak_bytes[phase]
+            own, *other_sizes = split.chunk_sizes
+            (working if own else idle).append((own, sum(split.chunk_sizes), first))
+            sized_peaks = zip(other_sizes, other_peaks, strict=True)
+            others += [(size, 0, held) for size, held in sized_peaks if size]
+        first_laws += _fit_laws(working and working + empty)
+        idle_laws += _fit_laws(idle and idle + empty)
+        other_laws += _fit_laws(others)
     model = MemoryModel(
         tuple(first_laws), tuple(idle_laws), tuple(other_laws), len(points), residual=0.0
     )
     residual = max(
         abs(predicted - measured) / measured
-        for m in points
-        for predicted, measured in zip(model.predict(m.chunk_sizes), m.peak_bytes, strict=True)
-        if measured
+        for split in points
+        for predicted, *phases in zip(
+            model.predict(split.chunk_sizes), *split.phase_peak_bytes, strict=True
+        )
+        if (measured := max(phases))
     )
     return replace(model, residual=residual)
 

@@ -87,12 +87,13 @@ class WrittenState:
 
     def __init__(self, network: nn.Module, replica: nn.Module) -> None:
         def state(module: nn.Module) -> Iterator[torch.Tensor]:
-            return chain(module.buffers(), (p for p in module.parameters() if not p.requires_grad))
+            return chain(module.buffers(), module.parameters())
 
         self._copies = [
             (original, copy, _version(copy))
             for original, copy in zip(state(network), state(replica), strict=True)
             if copy is not original
+            and not (isinstance(original, nn.Parameter) and original.requires_grad)
         ]
 
     @torch.no_grad()

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import reprlib
+from collections.abc import Sequence
+from fractions import Fraction
+from numbers import Real
 from typing import SupportsIndex
 
 from .errors import ArgumentError, ArgumentTypeError
@@ -52,6 +56,76 @@ def split_batch(
         return tuple(max(0, min(even, batch_size - i * even)) for i in range(num_devices))
     share, extra = divmod(batch_size - gpu0_bsz, num_devices - 1)
     return (gpu0_bsz, *(share + (i < extra) for i in range(num_devices - 1)))
+
+
+def split_by_weights(
+    batch_size: SupportsIndex,
+    device_weights: Sequence[float],
+    gpu0_bsz: SupportsIndex | None = None,
+) -> tuple[int, ...]:
+    """Returns the chunk size of each device, in proportion to its weight; they add up.
+
+    Rounded by largest remainders: each device gets its exact share, rounded down, and the samples
+    that are left go one each to the devices that lost most, of equal ones to the earlier, but to device 0 last. Where
+    device 0 would get more than ``gpu0_bsz``, the others share what is left in the same way.
+
+    >>> split_by_weights(32, [11, 24, 24])
+    (6, 13, 13)
+    >>> split_by_weights(32, [11, 24, 24], gpu0_bsz=2)
+    (2, 15, 15)
+
+    Args:
+        batch_size: samples in the whole batch, at least 0.
+        device_weights: a number of at least 0 for each device, not all of them 0.
+        gpu0_bsz: the most samples that device 0 may get, at least 0; None means no limit.
+
+    Raises:
+        ArgumentTypeError: an argument is not a number of its kind.
+        ArgumentError: an argument is out of its range, or nobody may have what device 0 may not.
+
+    Source:
+        Largest remainders: Hamilton's method, https://en.wikipedia.org/wiki/Quota_method.
+    """
+    batch_size = _integer("batch_size", batch_size, minimum=0)
+    weights = [_weight(index, weight) for index, weight in enumerate(device_weights)]
+    if not any(weights):
+        raise ArgumentError(f"device_weights must not all be 0, got {list(device_weights)}")
+    *others, first = _largest_remainders(batch_size, [*weights[1:], weights[0]])
+    chunk_sizes = (first, *others)
+    if gpu0_bsz is None:
+        return chunk_sizes
+    gpu0_bsz = _integer("gpu0_bsz", gpu0_bsz, minimum=0)
+    if chunk_sizes[0] <= gpu0_bsz or len(weights) == 1:
+        return chunk_sizes
+    if not any(weights[1:]):
+        raise ArgumentError(
+            f"gpu0_bsz={gpu0_bsz} leaves {batch_size - gpu0_bsz} samples to devices whose "
+            f"device_weights are 0; give one of them a weight"
+        )
+    return (gpu0_bsz, *_largest_remainders(batch_size - gpu0_bsz, weights[1:]))
+
+
+def _largest_remainders(batch_size: int, weights: Sequence[Fraction]) -> tuple[int, ...]:
+    total = sum(weights)
+    shares = [batch_size * weight / total for weight in weights]
+    sizes = [math.floor(share) for share in shares]
+    order = sorted(range(len(shares)), key=lambda i: sizes[i] - shares[i])  # most lost first
+    for index in order[: batch_size - sum(sizes)]:
+        sizes[index] += 1
+    return tuple(sizes)
+
+
+def _weight(index: int, value: object) -> Fraction:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise ArgumentTypeError(
+            f"device_weights must be numbers, got {reprlib.repr(value)} for device {index}"
+        )
+    number = value if isinstance(value, int) else float(value)
+    if not 0 <= number < math.inf:
+        raise ArgumentError(
+            f"device_weights must be finite and at least 0, got {value} for device {index}"
+        )
+    return Fraction(number)
 
 
 def _integer(name: str, value: object, minimum: int) -> int:

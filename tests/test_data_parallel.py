@@ -434,3 +434,36 @@ def test_calls_from_several_threads_do_not_disturb_each_other(devices):
     for thread in threads:
         thread.join()
     torch.testing.assert_close(outputs, expected)
+
+
+@pytest.mark.parametrize(("gpu0_bsz", "expected"), [(None, (2, 5, 5)), (1, (1, 6, 5))])
+def test_device_weights_split_in_proportion(devices, gpu0_bsz, expected):
+    module = torch.nn.Linear(3, 2, dtype=torch.float64).to(devices[0])
+    model = BalancedDataParallel(gpu0_bsz, module, devices[:3], device_weights=[10, 22, 22])
+    x = torch.randn(12, 3, dtype=torch.float64)
+    output = model(x)
+    assert model.chunk_sizes == model.split(12) == expected
+    assert model.gpu0_bsz == gpu0_bsz
+    output.pow(2).mean().backward()
+    gradient = module.weight.grad.cpu()
+    module.zero_grad()
+    module(x.to(devices[0])).pow(2).mean().backward()
+    torch.testing.assert_close(gradient, module.weight.grad.cpu(), rtol=0, atol=1e-12)
+    del module, model, output
+
+
+@pytest.mark.parametrize(
+    ("gpu0_bsz", "weights", "message"),
+    [
+        (None, [1, 2, 3], r"one number for each of 2 devices.*got 3 and gpu0_bsz=None"),
+        ("auto", [1, 2], r"a gpu0_bsz that is a number or None, got 2 and gpu0_bsz='auto'"),
+        (None, [0, 0], "device_weights must not all be 0"),
+        (None, None, "gpu0_bsz must be an integer, got None"),
+        ("Auto", None, "gpu0_bsz must be an integer, got 'Auto'"),
+    ],
+)
+def test_device_weights_that_cannot_be_used_are_refused(gpu0_bsz, weights, message):
+    with pytest.raises((ArgumentError, ArgumentTypeError), match=message):
+        BalancedDataParallel(
+            gpu0_bsz, torch.nn.Linear(2, 2), ["cpu", "cpu"], device_weights=weights
+        )

@@ -440,3 +440,16 @@ def test_the_warning_of_an_even_split_is_given_where_the_model_is_called(hooked)
     with pytest.warns(BalanceWarning) as caught:
         balanced_data_parallel(9, nn.Identity(), torch.ones(8), ["cpu", "cpu"])
     assert caught[0].filename == __file__
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_evaluation_with_device_0_left_out(emulated, mode):
+    """Without gradients every copy of a parameter looked frozen, and none of the originals did."""
+    module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).to(emulated[0])
+    module[0].bias.requires_grad_(False)
+    model = BalancedDataParallel(0, module, emulated[:3])
+    x = torch.randn(8, 4)
+    expected = copy.deepcopy(module).eval()(x.to(emulated[0]))
+    with mode():
+        torch.testing.assert_close(model.eval()(x).cpu(), expected.detach().cpu())
+    del expected, module, model

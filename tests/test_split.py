@@ -1,12 +1,19 @@
 import math
+from fractions import Fraction
 
 import numpy
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from balanced_dp import ArgumentError, ArgumentTypeError, BalancedDataParallelError, split_batch
+from balanced_dp import (
+    ArgumentError,
+    ArgumentTypeError,
+    BalancedDataParallelError,
+    split_batch,
+    split_by_weights,
+)
 
 batch_sizes = st.integers(0, 500)
 device_counts = st.integers(1, 16)
@@ -95,3 +102,56 @@ def test_what_is_out_of_range_is_refused_by_name(arguments, message):
         split_batch(*arguments)
     assert isinstance(caught.value, ValueError)
     assert isinstance(caught.value, BalancedDataParallelError)
+
+
+weights = st.lists(st.floats(0, 1e6) | st.integers(0, 10**6), min_size=1, max_size=8).filter(any)
+
+
+@given(batch_sizes, weights)
+def test_each_device_gets_its_share_rounded_up_or_down(batch_size, device_weights):
+    sizes = split_by_weights(batch_size, device_weights)
+    assert sum(sizes) == batch_size
+    total = sum(map(Fraction, device_weights))
+    for size, weight in zip(sizes, device_weights, strict=True):
+        assert abs(size - batch_size * Fraction(weight) / total) < 1
+        assert weight or not size
+
+
+@given(batch_sizes, weights, caps)
+def test_a_cap_on_device_0_leaves_the_others_their_proportions(batch_size, device_weights, cap):
+    assume(any(device_weights[1:]))
+    free = split_by_weights(batch_size, device_weights)
+    sizes = split_by_weights(batch_size, device_weights, cap)
+    assert sizes[0] == min(cap, free[0])
+    if free[0] <= cap:
+        assert sizes == free
+    else:
+        assert sizes[1:] == split_by_weights(batch_size - cap, device_weights[1:])
+
+
+@given(st.lists(st.integers(0, 100), min_size=1, max_size=8).filter(any))
+def test_chunk_sizes_are_weights_that_give_themselves(chunk_sizes):
+    assert split_by_weights(sum(chunk_sizes), chunk_sizes) == tuple(chunk_sizes)
+
+
+def test_of_equal_remainders_device_0_is_rounded_up_last():
+    assert split_by_weights(10, [1, 1, 1, 1]) == (2, 3, 3, 2)
+    assert split_by_weights(11, [1, 1, 1, 1]) == (2, 3, 3, 3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((8, [0, 0]), ArgumentError, r"device_weights must not all be 0, got \[0, 0\]"),
+        ((8, []), ArgumentError, r"must not all be 0, got \[\]"),
+        ((8, [1, -1]), ArgumentError, "at least 0, got -1 for device 1"),
+        ((8, [1, math.nan]), ArgumentError, "finite and at least 0, got nan for device 1"),
+        ((8, [1, "2"]), ArgumentTypeError, "must be numbers, got '2' for device 1"),
+        ((8, [1, True]), ArgumentTypeError, "must be numbers, got True for device 1"),
+        ((8, [1, 0], 3), ArgumentError, "gpu0_bsz=3 leaves 5 samples to devices whose"),
+        ((8, [1, 1], -1), ArgumentError, "gpu0_bsz must be at least 0, got -1"),
+    ],
+)
+def test_weights_that_cannot_be_used_are_refused(arguments, error, message):
+    with pytest.raises(error, match=message):
+        split_by_weights(*arguments)

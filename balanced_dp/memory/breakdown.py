@@ -66,7 +66,7 @@ def memory_breakdown(
     """
     devices = _devices_of(model)
     counted = {device: _uses(device, model, optimizer) for device in devices}
-    chunk_sizes = last_chunk_sizes(model)
+    chunk_sizes = samples_by_device(model)
     peaks = [
         DevicePeak(
             device=str(device),
@@ -93,9 +93,9 @@ def memory_breakdown(
     )
 
 
-def last_chunk_sizes(model: Any) -> Counter[torch.device] | None:
+def samples_by_device(model: Any) -> Counter[torch.device] | None:
     """Returns how many samples of the model's last batch each device got, None if not known."""
-    split = getattr(model, "last_chunk_sizes", None)
+    split = getattr(model, "chunk_sizes", None)
     if split is None:
         return None
     chunk_sizes: Counter[torch.device] = Counter()
@@ -146,7 +146,7 @@ def _uses(
     seen: set[int] = set()
     uses = {use: _num_bytes(found, device, seen) for use, found in tensors.items()}
     rest = module.max_memory_allocated(device) - sum(uses.values())
-    chunk_sizes = last_chunk_sizes(model)
+    chunk_sizes = samples_by_device(model)
     if chunk_sizes and chunk_sizes[device] and device != model.devices[0]:
         copies = {"parameter": _num_bytes(parameters), "buffer": _num_bytes(buffers)}
         if rest >= sum(copies.values()):  # the peak is one of a batch, when there were copies

@@ -14,7 +14,7 @@ import torch
 
 from ..devices import Device, default_device_type, resolve_devices
 from ..errors import ArgumentError, ArgumentTypeError, ProbeError
-from .breakdown import last_chunk_sizes, replica_bytes
+from .breakdown import replica_bytes, samples_by_device
 from .device_map import CudaDevice, find_board
 from .device_memory import DeviceMemory, ProcessBytesSource
 from .nvml import Board, MemoryInfo, Nvml, NvmlError
@@ -59,7 +59,7 @@ class MemoryProbe:
         if model is not None:
             if devices is not None:
                 raise ArgumentError("give devices or a model, which has devices, and not both")
-            if not hasattr(model, "last_chunk_sizes"):
+            if not hasattr(model, "chunk_sizes"):
                 raise ArgumentTypeError(
                     f"model must be a BalancedDataParallel, got {type(model).__name__}"
                 )
@@ -245,7 +245,7 @@ class _Block:
 
     def note_split(self, model: Any, inputs: Any, output: Any) -> None:
         """Remembers how the model split a batch, as a forward hook."""
-        self.splits.add(model.last_chunk_sizes)
+        self.splits.add(model.chunk_sizes)
 
     def begin(self) -> None:
         """Waits for the devices and starts."""
@@ -267,7 +267,7 @@ class _Block:
         samples = no_samples if self.sampler is None else self.sampler.stop()
         usage.num_samples, usage.sampling_error = samples.num_samples, samples.error
         # Batches that were split differently have no one number of samples a device.
-        chunk_sizes = last_chunk_sizes(self.probe._model) if len(self.splits) == 1 else None
+        chunk_sizes = samples_by_device(self.probe._model) if len(self.splits) == 1 else None
         usage.devices = tuple(
             self._peak(index, samples, chunk_sizes) for index in range(len(devices))
         )

@@ -235,22 +235,22 @@ def test_a_model_with_a_probe_is_pickled_and_copied_as_without():
         model = BalancedDataParallel(2, small_model().to(devices[0]))
         probe = model.memory
         model(torch.randn(6, 16))
-        assert copy.deepcopy(model).last_chunk_sizes == (2, 4)
+        assert copy.deepcopy(model).chunk_sizes == (2, 4)
         pickle.dumps(model)
         assert probe.devices == list(devices)
         del model, probe
 
 
-def test_last_chunk_sizes_are_those_of_the_last_batch(devices):
+def test_chunk_sizes_are_those_of_the_last_batch(devices):
     model = BalancedDataParallel(1, small_model().to(devices[0]), devices[:3])
-    assert model.last_chunk_sizes is None
+    assert model.chunk_sizes is None
     for batch_size, expected in ((9, (1, 4, 4)), (2, (1, 1, 0)), (0, (0, 0, 0))):
         model(torch.randn(batch_size, 16))
-        assert model.last_chunk_sizes == expected
+        assert model.chunk_sizes == expected
         assert sum(expected) == batch_size
     single = BalancedDataParallel(1, small_model().to(devices[0]), devices[:1])
     single(torch.randn(5, 16))
-    assert single.last_chunk_sizes is None or single.last_chunk_sizes == (5,)
+    assert single.chunk_sizes is None or single.chunk_sizes == (5,)
     del model, single
 
 

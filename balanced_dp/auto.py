@@ -1,0 +1,338 @@
+"""``gpu0_bsz="auto"``: finds the value while training runs, from how full each device was."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import torch
+from torch import nn
+
+from .errors import ArgumentError, BalanceWarning
+from .memory.peaks import Peaks
+from .memory_model import Law, MemoryModel, fit
+from .plan import EQUAL, Planner
+from .split import split_batch
+
+MAX_CHANGES = 5
+"""How often a value is changed to find the best one; running out of memory comes on top."""
+
+_PATIENCE = 100
+"""Calls without an optimizer step after which a warning says that there is nothing to go by."""
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """What each device held at most in an iteration."""
+
+    chunk_sizes: tuple[int, ...]
+    peak_bytes: tuple[int, ...]
+
+    @property
+    def phase_peak_bytes(self) -> tuple[tuple[int, ...], ...]:
+        """The peaks: from outside, an iteration has one phase."""
+        return (self.peak_bytes,)
+
+
+class AutoBalance:
+    """Which ``gpu0_bsz`` to try next, from what was observed. Pure arithmetic.
+
+    It starts with the even split, goes where the laws of what was observed lead, and stays with the
+    best value once they lead to none that is new. The first move assumes the most that a sample can
+    take, so that it cannot fill another device more than the even split fills device 0.
+
+    Args:
+        capacities: bytes that each device can hold.
+    """
+
+    def __init__(self, capacities: Sequence[int]) -> None:
+        self.capacities = capacities
+        self.num_changes = 0
+        self.is_frozen = False
+        self._observed: dict[tuple[int, int], Observation] = {}
+        self._model: MemoryModel | None = None
+        self._values: dict[int, int] = {}
+        self._too_large: dict[int, int] = {}  # batch size -> value with which device 0 ran out
+
+    def gpu0_bsz(self, batch_size: int) -> int:
+        """Returns the value for a batch, by the laws if its size is new."""
+        if batch_size not in self._values:
+            self._values[batch_size] = self._limited(batch_size, self._predicted(batch_size))
+        return self._values[batch_size]
+
+    def observe(self, observation: Observation, empty_bytes: int, replica_bytes: int) -> None:
+        """Takes note of an iteration, and moves or freezes if its batch was the largest so far.
+
+        Args:
+            observation: of one batch, with the value that was given for it.
+            empty_bytes: what device 0 would hold with an empty batch.
+            replica_bytes: what another device holds of the model, at least.
+        """
+        batch_size, value = sum(observation.chunk_sizes), observation.chunk_sizes[0]
+        self._observed[batch_size, value] = observation
+        if len(self._observed) == 1:
+            self._model = _cautious_model(observation, replica_bytes)
+        else:
+            self._model = fit(self._observed.values(), empty_bytes)
+        if batch_size < max(size for size, _ in self._observed):
+            return  # the largest batch decides: it is the one that fills the devices
+        best = self._best_observed(batch_size)
+        candidate = self._limited(batch_size, self._predicted(batch_size))
+        if self._is_worth_trying(batch_size, candidate, best):
+            pass
+        elif self._is_idling_worth_trying(batch_size, best):
+            candidate = 0
+        else:
+            self.is_frozen = True
+            candidate = self._limited(batch_size, best)
+        self.num_changes += candidate != value
+        self._values = {batch_size: candidate}
+
+    def out_of_memory(self, batch_size: int, index: int) -> None:
+        """Moves away from the value of a batch with which device ``index`` ran out of memory."""
+        value = self.gpu0_bsz(batch_size)
+        ran = [chunk for size, chunk in self._observed if size == batch_size]
+        if index == 0:
+            self._too_large[batch_size] = value
+            # What ran before will run again; where nothing did, half of it.
+            value = max((chunk for chunk in ran if chunk < value), default=value // 2)
+        else:
+            even = self._even_share(batch_size)
+            above = (chunk for chunk in ran if chunk > value)
+            value = min(above, default=min(even, value + -(-(even - value) // 2)))
+        self._values = {batch_size: self._limited(batch_size, value)}
+
+    def _may_try(self, batch_size: int, value: int) -> bool:
+        is_new = (batch_size, value) not in self._observed
+        return is_new and self.num_changes < MAX_CHANGES - 1  # one is left to go back
+
+    def _is_worth_trying(self, batch_size: int, candidate: int, best: int) -> bool:
+        assert self._model is not None
+        if not self._may_try(batch_size, candidate):
+            return False
+        if not self._model.is_lawful:
+            return True
+        expected = Planner(self._model, self.capacities).utilization(batch_size, candidate)
+        if len(self._observed) == 1:  # the most that there can be
+            return expected <= 1
+        return expected < self._utilization(batch_size, best) * (1 - EQUAL)
+
+    def _is_idling_worth_trying(self, batch_size: int, best: int) -> bool:
+        """Whether device 0 without samples, which no law tells, could be the best."""
+        assert self._model is not None
+        if not (self._may_try(batch_size, 0) and self._first_is_fullest(batch_size, best)):
+            return False
+        _, others = Planner(self._model, self.capacities).utilizations(batch_size, 0)
+        return others < self._utilization(batch_size, best) * (1 - EQUAL)
+
+    def _best_observed(self, batch_size: int) -> int:
+        """Returns the largest of the values that were observed to be the best."""
+        values = [value for size, value in self._observed if size == batch_size]
+        if self._model is not None and not self._model.is_lawful:
+            # Batches that differ in more than their size: compare devices in the same iteration.
+            return min(
+                (v for v in values if self._first_is_fullest(batch_size, v)),
+                default=max(values),
+            )
+        limit = min(self._utilization(batch_size, value) for value in values) * (1 + EQUAL)
+        return max(v for v in values if self._utilization(batch_size, v) <= limit)
+
+    def _predicted(self, batch_size: int) -> int:
+        even = self._even_share(batch_size)
+        if self._model is None:
+            return even
+        if not self._model.is_lawful:
+            shares = [
+                value / size
+                for size, value in self._observed
+                if self._first_is_fullest(size, value)
+            ]
+            return min(even, math.ceil(batch_size * min(shares, default=1.0)))
+        value = Planner(self._model, self.capacities).best_gpu0_bsz(batch_size)
+        if len(self._observed) > 1:
+            return value
+        [(size, observed_value)] = self._observed
+        if size == batch_size and self._first_is_fullest(size, observed_value):
+            value = min(value, observed_value - 1)  # the next one at least, to learn
+        # What device 0 needs without any sample follows other laws: first see it with one.
+        return max(value, min(1, even - 1))
+
+    def _limited(self, batch_size: int, value: int) -> int:
+        """Returns the value, or the largest that is below those that ran out of memory."""
+        return max(
+            0, min([value, *(v - 1 for size, v in self._too_large.items() if size <= batch_size)])
+        )
+
+    def _even_share(self, batch_size: int) -> int:
+        return -(-batch_size // len(self.capacities))
+
+    def _utilizations(self, batch_size: int, value: int) -> list[float]:
+        peaks = self._observed[batch_size, value].peak_bytes
+        return [peak / capacity for peak, capacity in zip(peaks, self.capacities, strict=True)]
+
+    def _utilization(self, batch_size: int, value: int) -> float:
+        return max(self._utilizations(batch_size, value))
+
+    def _first_is_fullest(self, batch_size: int, value: int) -> bool:
+        first, *others = self._utilizations(batch_size, value)
+        return first >= max(others)
+
+
+def _cautious_model(observation: Observation, replica_bytes: int) -> MemoryModel:
+    """Returns laws for one observation, with the most bytes a sample that there can be."""
+    own, first = observation.chunk_sizes[0], observation.peak_bytes[0]
+    size, peak = max(zip(observation.chunk_sizes[1:], observation.peak_bytes[1:], strict=True))
+    if not size:  # a batch of one sample
+        size, peak = own, first
+    fixed = min(replica_bytes, peak)
+    per_sample = (peak - fixed) / size
+    first_per_sample = min(per_sample, first / own) if own else per_sample
+    return MemoryModel(
+        first_laws=(Law(first - first_per_sample * own, first_per_sample),),
+        idle_laws=(),
+        other_laws=(Law(fixed, per_sample),),
+        num_points=1,
+        residual=0.0,
+    )
+
+
+class AutoSplit:
+    """Watches the iterations of a training loop, and splits by what it saw.
+
+    An iteration ends with the optimizer step: with gradient accumulation it has several calls. The
+    first one with a value is not counted, since optimizer state and tuned kernels come with it.
+
+    Args:
+        devices: those of the model, device 0 first.
+
+    Raises:
+        ArgumentError: the devices do not count their memory, or one of them repeats.
+    """
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        for device in devices if len(devices) > 1 else ():
+            if not hasattr(torch.get_device_module(device), "max_memory_allocated"):
+                raise ArgumentError(
+                    f"gpu0_bsz='auto' reads how full each device was, which {device} does not "
+                    "count; give a number, or try it inside emulate_devices"
+                )
+        if len(set(devices)) < len(devices):
+            raise ArgumentError(
+                "gpu0_bsz='auto' compares devices, but device_ids repeats one: "
+                f"{', '.join(map(str, devices))}; give a number"
+            )
+        self.devices = devices
+        self.batch_size: int | None = None
+        self.balance: AutoBalance | None = None
+        self._peaks: Peaks | None = None
+        self._num_ooms: list[int] = []
+        self._version: tuple[int, int] | None = None
+        self._batch_sizes: set[int] = set()
+        self._is_settling = True
+        self._num_calls = 0
+
+    @property
+    def gpu0_bsz(self) -> int | None:
+        """The value now, for batches of the size of the last one; None before the first."""
+        if self.balance is None or self.batch_size is None:
+            return None
+        return self.balance.gpu0_bsz(self.batch_size)
+
+    def split(self, batch_size: int) -> tuple[int, ...]:
+        """Returns the chunk sizes for a batch."""
+        value = batch_size if self.balance is None else self.balance.gpu0_bsz(batch_size)
+        return split_batch(batch_size, max(1, len(self.devices)), value)
+
+    def begin_call(self, module: nn.Module, batch_size: int) -> None:
+        """Looks back at the iteration that ends where this call begins, if one does."""
+        if self.balance is None:
+            modules = map(torch.get_device_module, self.devices)
+            self.balance = AutoBalance(
+                [
+                    device_module.get_device_properties(device).total_memory
+                    for device_module, device in zip(modules, self.devices, strict=True)
+                ]
+            )
+            self._num_ooms = self._count_ooms()
+        if not torch.is_grad_enabled():  # not training: what this call takes does not count
+            self._batch_sizes.add(-1)
+            return
+        self.batch_size = batch_size
+        before, self._version = self._version, _version(module)
+        if before == self._version:  # there was no optimizer step
+            self.look_for_out_of_memory()
+            self._warn_if_there_are_no_steps()
+        else:
+            self._end_iteration(module)
+        self._batch_sizes.add(batch_size)
+
+    def look_for_out_of_memory(self) -> bool:
+        """Moves if a device has run out of memory since it was last asked; returns whether."""
+        before, self._num_ooms = self._num_ooms, self._count_ooms()
+        for index, (count, now) in enumerate(zip(before, self._num_ooms, strict=True)):
+            if now > count and len(self._batch_sizes) == 1:
+                assert self.balance is not None
+                [batch_size] = self._batch_sizes
+                self.balance.out_of_memory(batch_size, index)
+                self._begin_iteration()
+                return True
+        return False
+
+    def _end_iteration(self, module: nn.Module) -> None:
+        assert self.balance is not None
+        if self._peaks is not None and len(self._batch_sizes) == 1:
+            if self._is_settling:
+                self._is_settling = False
+            else:
+                [batch_size] = self._batch_sizes
+                num_changes = self.balance.num_changes
+                peaks = tuple(self._peaks.of(device)[0] for device in self.devices)
+                self.balance.observe(
+                    Observation(self.split(batch_size), peaks),
+                    self._empty_bytes(module),
+                    sum(t.nbytes for t in chain(module.parameters(), module.buffers())),
+                )
+                self._is_settling = self.balance.num_changes > num_changes
+        self._begin_iteration()
+
+    def _begin_iteration(self) -> None:
+        assert self.balance is not None
+        self._batch_sizes = set()
+        self._num_calls = 0
+        self._peaks = None if self.balance.is_frozen else Peaks(self.devices)
+
+    def _empty_bytes(self, module: nn.Module) -> int:
+        """Returns what device 0 holds between iterations, and gradients that will be there."""
+        allocated: int = torch.get_device_module(self.devices[0]).memory_allocated(self.devices[0])
+        return allocated + sum(
+            p.nbytes for p in module.parameters() if p.requires_grad and p.grad is None
+        )
+
+    def _count_ooms(self) -> list[int]:
+        return [
+            torch.get_device_module(device).memory_stats(device).get("num_ooms", 0)
+            for device in self.devices
+        ]
+
+    def _warn_if_there_are_no_steps(self) -> None:
+        assert self.balance is not None
+        self._num_calls += 1
+        if self._num_calls == _PATIENCE and not self.balance.is_frozen:
+            warnings.warn(
+                f"gpu0_bsz='auto' has seen no optimizer step in {_PATIENCE} calls of forward, so "
+                "it has nothing to go by: it looks for parameters that are changed in place, which "
+                "an optimizer that writes to param.data does not do; give gpu0_bsz a number",
+                BalanceWarning,
+                stacklevel=2,
+            )
+
+
+def _version(module: nn.Module) -> tuple[int, int] | None:
+    """Returns what changes when an optimizer changes the parameters in place."""
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            return id(parameter), parameter._version
+    return None
