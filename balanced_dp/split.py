@@ -66,8 +66,9 @@ def split_by_weights(
     """Returns the chunk size of each device, in proportion to its weight; they add up.
 
     Rounded by largest remainders: each device gets its exact share, rounded down, and the samples
-    that are left go one each to the devices that lost most, of equal ones to the earlier, but to device 0 last. Where
-    device 0 would get more than ``gpu0_bsz``, the others share what is left in the same way.
+    that are left go one each to the devices that lost most; of equal ones to the earlier, but to
+    device 0 last. Where device 0 would get more than ``gpu0_bsz``, the others share what is left
+    in the same way.
 
     >>> split_by_weights(32, [11, 24, 24])
     (6, 13, 13)

@@ -126,7 +126,7 @@ def test_a_cap_on_device_0_leaves_the_others_their_proportions(batch_size, devic
     if free[0] <= cap:
         assert sizes == free
     else:
-        assert sizes[1:] == split_by_weights(batch_size - cap, device_weights[1:])
+        assert sizes[1:] == split_by_weights(batch_size - cap, [0, *device_weights[1:]])[1:]
 
 
 @given(st.lists(st.integers(0, 100), min_size=1, max_size=8).filter(any))
