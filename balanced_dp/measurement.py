@@ -144,9 +144,15 @@ def measure_step(
 def step_meter(workload: Workload, devices: Sequence[torch.device]) -> Iterator[StepMeter]:
     """Gives a :class:`StepMeter` and at the end gives back what it holds."""
     meter = StepMeter(workload, devices)
+    # Garbage is collected after each step: what was there before need not be looked at again.
+    is_ours = gc.get_freeze_count() == 0
+    if is_ours:
+        gc.freeze()
     try:
         yield meter
     finally:
+        if is_ours:
+            gc.unfreeze()
         del meter._module, meter._optimizer
 
 

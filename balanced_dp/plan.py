@@ -3,13 +3,31 @@
 from __future__ import annotations
 
 import bisect
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from .errors import ArgumentError, InfeasiblePlanError
-from .memory_model import MemoryModel
-from .split import split_batch
+from .memory_model import Law, MemoryModel
+from .split import split_batch, split_by_weights
 from .units import format_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class WeightedSplit:
+    """A share for each device, for capacities so unlike that no ``gpu0_bsz`` uses them all.
+
+    Attributes:
+        chunk_sizes: what each device gets of the batch, and the ``device_weights`` to give.
+        predicted_bytes: what each device needs at its peak.
+        max_batch_size: the largest batch that fits.
+        max_batch_chunk_sizes: its split.
+    """
+
+    chunk_sizes: tuple[int, ...]
+    predicted_bytes: tuple[int, ...]
+    max_batch_size: int
+    max_batch_chunk_sizes: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +49,7 @@ class Plan:
         even_bytes: what the even split of ``nn.DataParallel`` needs for the same batch.
         even_max_batch_size: the largest batch that fits with the even split.
         time_cost: the largest chunk over the even one: how much longer the replicas compute.
+        weighted: a share for each device, where the capacities differ.
         advice: what else would help, in sentences.
     """
 
@@ -48,6 +67,7 @@ class Plan:
     even_bytes: tuple[int, ...]
     even_max_batch_size: int
     time_cost: float
+    weighted: WeightedSplit | None
     advice: tuple[str, ...]
 
 
@@ -79,6 +99,7 @@ def plan(
     chunk_sizes = split_batch(batch_size, len(budgets), gpu0_bsz)
     needs = model.predict(chunk_sizes)
     max_batch_size = planner.max_batch_size(planner.tightest_gpu0_bsz)
+    weighted = planner.weighted_split(batch_size) if len(set(budgets)) > 1 else None
     if planner.utilization(batch_size, gpu0_bsz) > 1:
         lacks = ", ".join(
             f"device {i} needs {format_bytes(need)} and lacks {format_bytes(need - budget)}"
@@ -88,6 +109,12 @@ def plan(
         raise InfeasiblePlanError(
             f"a batch of {batch_size} does not fit with any gpu0_bsz: with the best, {gpu0_bsz}, "
             f"{lacks}; the largest batch that fits is {max_batch_size}"
+            + (
+                f", or {weighted.max_batch_size} with "
+                f"device_weights={list(weighted.max_batch_chunk_sizes)}"
+                if weighted is not None and weighted.max_batch_size > max_batch_size
+                else ""
+            )
         )
     even = planner.even_share(batch_size)
     utilization = [need / budget for need, budget in zip(needs, budgets, strict=True)]
@@ -106,6 +133,7 @@ def plan(
         even_bytes=model.predict(split_batch(batch_size, len(budgets), even)),
         even_max_batch_size=planner.max_batch_size(planner.even_share),
         time_cost=max(chunk_sizes) / even,
+        weighted=weighted,
         advice=_advice(model, chunk_sizes, needs, utilization),
     )
 
@@ -169,17 +197,67 @@ class Planner:
 
     def max_batch_size(self, choose: Callable[[int], int]) -> int:
         """Returns the largest batch, to 2**24, that fits with the value ``choose`` gives, or 0."""
+        return _largest(lambda size: self.utilization(size, choose(size)) <= 1)
 
-        def is_too_large(batch_size: int) -> bool:
-            return self.utilization(batch_size, choose(batch_size)) > 1
+    def largest_chunks(self, batch_size: int, utilization: float = 1.0) -> tuple[int, ...] | None:
+        """Returns the most samples that each device holds up to a utilization, None where it is not.
 
-        limit = 1
-        while limit < _LARGEST_BATCH and not is_too_large(limit):
-            limit *= 2
-        return bisect.bisect_left(range(1, limit + 1), True, key=is_too_large)
+        That is where device 0 is fuller without any samples, by the gathered outputs of the batch.
+        """
+        first, *others = (budget * utilization for budget in self.budgets)
+        model = self.model
+        size = _largest_chunk(model.first_laws or model.idle_laws, first, batch_size)
+        if size < 1 and model.predict((0, batch_size))[0] > first:
+            return None
+        return (
+            max(0, size),
+            *(max(0, _largest_chunk(model.other_laws, limit, batch_size)) for limit in others),
+        )
+
+    def weighted_split(self, batch_size: int) -> WeightedSplit:
+        """Returns the split whose fullest device is the least full of all splits."""
+
+        def holds(size: int, utilization: float = 1.0) -> bool:
+            return sum(self.largest_chunks(size, utilization) or ()) >= size
+
+        def chunk_sizes(size: int) -> tuple[int, ...]:
+            low, high = 0.0, self.utilization(size, self.even_share(size))
+            for _ in range(_BISECTIONS):
+                middle = (low + high) / 2
+                low, high = (low, middle) if holds(size, middle) else (middle, high)
+            return split_by_weights(size, self.largest_chunks(size, high) or self.budgets)
+
+        sizes, largest = chunk_sizes(batch_size), _largest(holds)
+        return WeightedSplit(
+            chunk_sizes=sizes,
+            predicted_bytes=self.model.predict(sizes),
+            max_batch_size=largest,
+            max_batch_chunk_sizes=chunk_sizes(largest) if largest else (0,) * len(self.budgets),
+        )
+
+
+def _largest(fits: Callable[[int], bool]) -> int:
+    """Returns the largest batch size, to 2**24, that fits, or 0."""
+    limit = 1
+    while limit < _LARGEST_BATCH and fits(limit):
+        limit *= 2
+    return bisect.bisect_left(range(1, limit + 1), True, key=lambda size: not fits(size))
+
+
+def _largest_chunk(laws: Sequence[Law], limit: float, batch_size: int) -> int:
+    """Returns the largest chunk of a batch for which no law is above the limit, or -1."""
+    size = batch_size
+    for law in laws:
+        room = limit + 0.5 - law(0, batch_size)  # predictions are rounded
+        if room < 0:
+            return -1
+        if law.own_bytes_per_sample:
+            size = min(size, math.floor(room / law.own_bytes_per_sample))
+    return size
 
 
 _LARGEST_BATCH = 2**24
+_BISECTIONS = 50
 
 EQUAL = 0.001
 """Utilizations that differ by less are equal; of those the larger gpu0_bsz is the faster."""

@@ -83,3 +83,53 @@ def test_advice_is_for_what_no_value_balances():
     assert "costs device 0 39.06 KiB (1000 B a sample)" in sentence
     with pytest.raises(InfeasiblePlanError, match=r"the largest batch that fits is 9$"):
         plan(gathered, 40, [10**4] * 4)
+
+
+@given(models(), budgets, st.integers(1, 60))
+def test_the_weighted_split_is_that_of_giving_samples_one_by_one(model, capacities, batch_size):
+    planner = Planner(model, capacities)
+    weighted = planner.weighted_split(batch_size)
+
+    def fullest(sizes):
+        needs = model.predict(sizes)
+        return max(need / budget for need, budget in zip(needs, capacities, strict=True))
+
+    assert sum(weighted.chunk_sizes) == batch_size
+    assert weighted.predicted_bytes == model.predict(weighted.chunk_sizes)
+    sizes = [0] * len(capacities)
+    for _ in range(batch_size):
+        # A law of the whole batch counts whoever gets the sample.
+        def with_one_more(index, sizes=sizes):
+            larger = [size + (i == index) for i, size in enumerate(sizes)]
+            padded = [larger[0], *larger[1:], batch_size - sum(larger)]
+            needs = model.predict(padded)[: len(sizes)]
+            return needs[index] / capacities[index]
+
+        sizes[min(range(len(sizes)), key=with_one_more)] += 1
+    assert fullest(weighted.chunk_sizes) <= fullest(sizes) * (1 + 1e-6)
+    best = planner.tightest_gpu0_bsz(batch_size)
+    assert fullest(weighted.chunk_sizes) <= planner.utilization(batch_size, best) * (1 + 1e-6)
+
+
+@given(models(), budgets)
+def test_the_largest_weighted_batch_fits_and_the_next_does_not(model, capacities):
+    planner = Planner(model, capacities)
+    weighted = planner.weighted_split(10)
+    largest = weighted.max_batch_size
+    assert sum(weighted.max_batch_chunk_sizes) == largest
+    if largest:
+        needs = model.predict(weighted.max_batch_chunk_sizes)
+        assert all(need <= budget for need, budget in zip(needs, capacities, strict=True))
+    beyond = planner.weighted_split(largest + 1)
+    needs = model.predict(beyond.chunk_sizes)
+    assert any(need > budget for need, budget in zip(needs, capacities, strict=True))
+    assert largest >= planner.max_batch_size(planner.tightest_gpu0_bsz)
+
+
+def test_unlike_devices_get_a_list_of_chunk_sizes_and_like_ones_do_not():
+    model = MemoryModel((Law(100, 10, 1),), (Law(100, 0, 1),), (Law(0, 10),), 3, 0.0)
+    assert plan(model, 40, [10**6] * 4).weighted is None
+    found = plan(model, 40, [2000, 1000, 500]).weighted
+    assert found.chunk_sizes[0] > found.chunk_sizes[1] > found.chunk_sizes[2] > 0
+    with pytest.raises(InfeasiblePlanError, match=r"or \d+ with device_weights=\["):
+        plan(model, 200, [2000, 1000, 500])
