@@ -12,6 +12,7 @@ from .errors import (
     ImbalanceWarning,
     InfeasiblePlanError,
     ProbeError,
+    ReportError,
     ScatterError,
     SymbolicValueError,
 )
@@ -26,9 +27,9 @@ from .memory import (
     memory_breakdown,
 )
 from .memory_model import Law, MemoryModel
-from .plan import Plan, plan
+from .plan import Plan, WeightedSplit, plan
 from .split import split_batch, split_by_weights
-from .tuner import Tuning, plan_workload
+from .tuner import Origin, Report, tune
 from .workloads import Workload
 
 __all__ = [
@@ -51,19 +52,22 @@ __all__ = [
     "MemoryLogger",
     "MemoryModel",
     "MemoryProbe",
+    "Origin",
     "Plan",
     "ProbeError",
+    "Report",
+    "ReportError",
     "ScatterError",
     "StepMemory",
     "SymbolicValueError",
-    "Tuning",
+    "WeightedSplit",
     "Workload",
     "balanced_data_parallel",
     "emulate_devices",
     "measure_step",
     "memory_breakdown",
     "plan",
-    "plan_workload",
     "split_batch",
     "split_by_weights",
+    "tune",
 ]

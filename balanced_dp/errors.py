@@ -43,6 +43,10 @@ class InfeasiblePlanError(BalancedDataParallelError, ValueError):
     """No ``gpu0_bsz`` makes the batch fit; the message says what each device lacks."""
 
 
+class ReportError(BalancedDataParallelError, ValueError):
+    """A file is not a report that this version reads; the message says what it is instead."""
+
+
 class BalanceWarning(UserWarning):
     """``gpu0_bsz`` is not below the even share, so the split stays as even as stock's."""
 

@@ -6,11 +6,12 @@ import gc
 import time
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
+from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from .data_parallel import BalancedDataParallel
@@ -19,7 +20,6 @@ from .emulation.machine import DEVICE_TYPE, current_machine
 from .errors import ArgumentError, BalanceWarning
 from .memory.breakdown import memory_breakdown
 from .memory.peaks import Peaks
-from .split import split_batch
 from .workloads import Workload
 
 Mode = Literal["symbolic", "emulated", "real"]
@@ -33,7 +33,7 @@ class Measurement:
         workload: the workload's name.
         mode: emulated devices with shapes only or with numbers, or real ones.
         batch_size: samples of the whole batch.
-        gpu0_bsz: what device 0 got at most.
+        gpu0_bsz: what device 0 got at most; None where ``device_weights`` made the split.
         chunk_sizes: what each device got.
         status: ``"oom"`` where memory ran out; the peaks are those until then.
         backward_peak_bytes: peaks of allocated bytes in forward and backward pass and loss.
@@ -48,7 +48,7 @@ class Measurement:
     workload: str
     mode: Mode
     batch_size: int
-    gpu0_bsz: int
+    gpu0_bsz: int | None
     chunk_sizes: tuple[int, ...]
     status: Literal["ok", "oom"]
     backward_peak_bytes: tuple[int, ...]
@@ -121,7 +121,11 @@ def uses_emulation(emulate: bool) -> bool:
 
 
 def measure_step(
-    workload: Workload, batch_size: int, gpu0_bsz: int, devices: Sequence[torch.device]
+    workload: Workload,
+    batch_size: int,
+    gpu0_bsz: int | None,
+    devices: Sequence[torch.device],
+    device_weights: Sequence[float] | None = None,
 ) -> Measurement:
     """Returns what the second of two training steps took, and the first one's peaks.
 
@@ -132,12 +136,13 @@ def measure_step(
         batch_size: samples of the whole batch.
         gpu0_bsz: what device 0 gets at most.
         devices: real or emulated devices.
+        device_weights: the share of each device, as of ``BalancedDataParallel``.
 
     Raises:
         ArgumentError, ArgumentTypeError: there is no such split.
     """
     with step_meter(workload, devices) as meter:
-        return meter.measure(batch_size, gpu0_bsz)
+        return meter.measure(batch_size, gpu0_bsz, device_weights)
 
 
 @contextmanager
@@ -172,18 +177,30 @@ class StepMeter:
         self._module.to(self.devices[0])
         self._optimizer = workload.make_optimizer(self._module.parameters())
 
-    def measure(self, batch_size: int, gpu0_bsz: int) -> Measurement:
+    @property
+    def num_parameters(self) -> int:
+        """How many numbers the model learns."""
+        return sum(p.numel() for p in self._module.parameters() if p.requires_grad)
+
+    def measure(
+        self,
+        batch_size: int,
+        gpu0_bsz: int | None,
+        device_weights: Sequence[float] | None = None,
+    ) -> Measurement:
         """Returns what a training step takes, as :func:`measure_step`."""
-        chunk_sizes = split_batch(batch_size, len(self.devices), gpu0_bsz)
+        model = BalancedDataParallel(
+            gpu0_bsz, self._module, self.devices, device_weights=device_weights
+        )
         step = _Step(self.devices)
         first = None
         out_of_memory = None
         try:
             if not self._optimizer.state:
-                self._run(step, batch_size, gpu0_bsz)
+                self._run(step, model, batch_size)
                 first = tuple(map(max, zip(*step.peaks, strict=True)))
                 step = _Step(self.devices)
-            self._run(step, batch_size, gpu0_bsz)
+            self._run(step, model, batch_size)
         except torch.OutOfMemoryError as error:
             out_of_memory = str(error)
             step.finish()
@@ -199,7 +216,7 @@ class StepMeter:
             mode=_mode(self.devices[0]),
             batch_size=batch_size,
             gpu0_bsz=gpu0_bsz,
-            chunk_sizes=chunk_sizes,
+            chunk_sizes=model.split(batch_size),
             status="ok" if out_of_memory is None else "oom",
             backward_peak_bytes=step.peaks[0],
             optimizer_peak_bytes=step.peaks[1],
@@ -209,20 +226,28 @@ class StepMeter:
             out_of_memory=out_of_memory,
         )
 
-    def _run(self, step: _Step, batch_size: int, gpu0_bsz: int) -> None:
-        model = BalancedDataParallel(gpu0_bsz, self._module, self.devices)
+    def _run(self, step: _Step, model: nn.Module, batch_size: int) -> None:
         args, kwargs, target = self.workload.make_batch(batch_size)
         self._optimizer.zero_grad()
         step.begin()
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _autocast(self.devices[0], self.workload.precision):
             warnings.simplefilter("ignore", BalanceWarning)  # the even split is one to measure
             output = model(*args, **kwargs)
-        target = tree_map_only(torch.Tensor, lambda t: t.to(model.devices[0]), target)
-        loss = self.workload.loss(output, target)
+            target = tree_map_only(torch.Tensor, lambda t: t.to(self.devices[0]), target)
+            loss = self.workload.loss(output, target)
         loss.backward()
         step.end_phase(model, self._optimizer)
         self._optimizer.step()
         step.end_phase(model, self._optimizer)
+
+
+def _autocast(device: torch.device, precision: torch.dtype | None) -> AbstractContextManager[None]:
+    if precision is None:
+        return nullcontext()
+    module = torch.get_device_module(device)
+    if hasattr(module, "autocast"):  # emulated devices have their own
+        return cast("AbstractContextManager[None]", module.autocast(precision))
+    return torch.autocast(device.type, precision)
 
 
 class _Step:

@@ -106,10 +106,6 @@ class MemoryModel:
         """What device 0 holds for each sample of the whole batch: gathered outputs and the loss."""
         return max(law.whole_bytes_per_sample for law in (*self.idle_laws, *self.first_laws))
 
-    def first_without_gathering(self, chunk_size: int) -> int:
-        """Returns about what device 0 would need if it held its own chunk's outputs only."""
-        return self._predict_first(chunk_size, chunk_size)
-
 
 def fit(splits: Iterable[MeasuredSplit], empty_bytes: int | None = None) -> MemoryModel:
     """Returns the laws that fit the measured splits best, by least squares.

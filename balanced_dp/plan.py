@@ -200,9 +200,9 @@ class Planner:
         return _largest(lambda size: self.utilization(size, choose(size)) <= 1)
 
     def largest_chunks(self, batch_size: int, utilization: float = 1.0) -> tuple[int, ...] | None:
-        """Returns the most samples that each device holds up to a utilization, None where it is not.
+        """Returns the most samples that each device holds up to a utilization.
 
-        That is where device 0 is fuller without any samples, by the gathered outputs of the batch.
+        None where device 0 is fuller without any, by what it gathers of the batch.
         """
         first, *others = (budget * utilization for budget in self.budgets)
         model = self.model
@@ -275,15 +275,12 @@ def _advice(
     is_balanced = utilization[0] <= max(utilization[1:]) * (1 + _BALANCED)
     if is_balanced or floor_bytes < needs[0] * (1 - _BALANCED):
         return ()
-    even = -(-batch_size // len(needs))
     return (
         f"no value of gpu0_bsz balances this: without any samples device 0 needs "
         f"{format_bytes(floor_bytes)}, the fullest of the others {format_bytes(max(needs[1:]))}. "
         f"Gathering the outputs of {batch_size} samples and their loss costs device 0 "
         f"{format_bytes(whole_bytes)} ({format_bytes(model.whole_bytes_per_sample)} a sample). "
-        f"With a loss computed on each device it would need about "
-        f"{format_bytes(model.first_without_gathering(0))} without samples, and "
-        f"{format_bytes(model.first_without_gathering(even))} with the even share of {even}",
+        "A loss computed on each device spares it that",
     )
 
 

@@ -2,36 +2,116 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import importlib.metadata
+import os
+import platform
+import shlex
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from datetime import datetime, timezone
+from typing import Any
 
-from .measurement import Measurement, StepMeter, open_devices, step_meter
+import torch
+from torch import nn
+
+from .errors import ArgumentError, BalancedDataParallelError, InfeasiblePlanError
+from .measurement import Measurement, StepMeter, open_devices, step_meter, uses_emulation
 from .memory_model import MemoryModel, fit
 from .plan import EQUAL, Plan, Planner, check_batch, plan
-from .workloads import Workload
+from .units import format_bytes
+from .workloads import Batch, Workload
+
+SCHEMA = 1
+"""The version of a report's fields."""
 
 _MAX_ROUNDS = 4
 """How often the laws are fitted anew to the plan that they led to."""
 
+_FEW = 12
+"""About how many steps are measured."""
+
 _LARGEST_MEASURED_BATCH = 2**16
 """Batches are made on the CPU with their values, whatever the devices keep."""
 
+OnMeasurement = Callable[[Measurement, int], object]
+"""Is called with each measurement and about how many are left."""
+
 
 @dataclass(frozen=True, slots=True)
-class Tuning:
+class Origin:
+    """Where and how figures came about.
+
+    Attributes:
+        created: when, in ISO 8601, UTC.
+        command: the command line.
+        versions: of Python and the packages that matter.
+        machine: the operating system, the number of CPUs, and the names of the devices.
+    """
+
+    created: str
+    command: str
+    versions: dict[str, str]
+    machine: dict[str, str]
+
+    @classmethod
+    def of_this_process(cls, devices: Iterable[str] = ()) -> Origin:
+        """Returns that of figures obtained here and now on devices of these names."""
+        packages = ("balanced-dp", "torch", "nvidia-ml-py")
+        return cls(
+            created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            command=shlex.join([os.path.basename(sys.argv[0]), *sys.argv[1:]]),  # noqa: PTH119
+            versions={
+                "python": platform.python_version(),
+                **{name: _version(name) for name in packages},
+            },
+            machine={
+                "platform": platform.platform(),
+                "num_cpus": str(os.cpu_count()),
+                "devices": ", ".join(devices),
+            },
+        )
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:  # imported from a folder
+        return "not installed"
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
     """A plan and what it rests on.
 
     Attributes:
+        schema: the version of these fields.
+        origin: where and how it came about.
         workload: the workload's name.
+        num_parameters: how many numbers its model learns.
+        precision: the dtype of autocast, or None.
         plan: the plan.
         chosen: the planned split, measured.
+        even: the even split of ``nn.DataParallel``, measured.
+        weighted: the split of ``plan.weighted``, measured, where there is one.
+        loss_on_device: where no ``gpu0_bsz`` balances, the best split with the loss computed on
+            each device, measured.
         model: the laws.
         measurements: what they were fitted to, in the order of measuring.
     """
 
+    schema: int
+    origin: Origin
     workload: str
+    num_parameters: int
+    precision: str | None
     plan: Plan
     chosen: Measurement
+    even: Measurement
+    weighted: Measurement | None
+    loss_on_device: Measurement | None
     model: MemoryModel
     measurements: tuple[Measurement, ...]
 
@@ -41,90 +121,203 @@ class Tuning:
         pairs = zip(self.plan.predicted_bytes, self.chosen.peak_bytes, strict=True)
         return max(abs(predicted - held) / held for predicted, held in pairs if held)
 
+    @property
+    def line(self) -> str:
+        """What to write in a training script."""
+        return f"BalancedDataParallel(gpu0_bsz={self.plan.gpu0_bsz}, module=model)"
 
-def plan_workload(
+    @property
+    def weighted_line(self) -> str | None:
+        """The same with a share for each device, where the capacities differ."""
+        if self.plan.weighted is None:
+            return None
+        weights = list(self.plan.weighted.chunk_sizes)
+        return f"BalancedDataParallel(gpu0_bsz=None, module=model, device_weights={weights})"
+
+    @property
+    def advice(self) -> tuple[str, ...]:
+        """What else would help, in sentences without their full stop."""
+        found = list(self.plan.advice)
+        if self.loss_on_device is not None:
+            found.append(
+                "computing the loss on each device, inside the model, takes the fullest device "
+                f"from {format_bytes(max(self.chosen.peak_bytes))} to "
+                f"{format_bytes(max(self.loss_on_device.peak_bytes))}, with "
+                f"gpu0_bsz={self.loss_on_device.gpu0_bsz} (measured)"
+            )
+        if not self.model.is_lawful:
+            found.append(
+                f"the predictions are off by up to {self.model.residual:.0%}: what this workload "
+                "needs does not grow evenly with the batch. So every gpu0_bsz was measured, and "
+                "the largest batch is a guess"
+            )
+        return tuple(found)
+
+
+def tune(
     workload: Workload,
     batch_size: int,
-    capacities: Sequence[int],
+    devices: int | Sequence[torch.device] | None = None,
+    capacities: Sequence[int] | None = None,
+    *,
     reserve: int = 0,
-    on_measurement: Callable[[Measurement], object] = lambda measurement: None,
-) -> Tuning:
-    """Returns the best split of the batch on devices of these capacities, which need not be here.
+    sweep: Iterable[int] = (),
+    emulate: bool = False,
+    on_measurement: OnMeasurement = lambda measurement, num_left: None,
+) -> Report:
+    """Returns the best split of a batch, why it is the best, and what was measured to find it.
 
-    Steps are measured on emulated devices with shapes only, so neither the batch nor the model
-    need fit this machine. Around the value where device 0 and the others cross, every split is
-    measured that the choice depends on.
+    A handful of training steps are measured: on the accelerators if there are two or more, else on
+    emulated devices that keep shapes only, so that neither the batch nor the model need fit this
+    machine. Around the value where device 0 and the others cross, every split is measured that the
+    choice depends on, and so is the choice.
 
     Args:
         workload: what is trained.
         batch_size: samples of the whole batch.
-        capacities: bytes that each device can hold, device 0 first.
-        reserve: bytes of each that are not to be planned with.
-        on_measurement: called with each measurement when it is made.
+        devices: how many devices, or which. By default all accelerators, or one emulated device
+            for each capacity, or four.
+        capacities: bytes that each device can hold, device 0 first. By default what accelerators
+            have; for emulated devices, what the even split needs of its fullest.
+        reserve: bytes of each device that are not to be planned with.
+        sweep: values of ``gpu0_bsz`` to measure in any case.
+        emulate: emulated devices even where there are accelerators.
+        on_measurement: called with each measurement when it is made, and about how many are left.
 
     Raises:
         ArgumentError: there is nothing to plan with.
         InfeasiblePlanError: no split of the batch fits.
         SymbolicValueError: the workload reads values that are not computed.
     """
-    num_devices = len(capacities)
-    check_batch(batch_size, capacities, reserve)
-    even = -(-batch_size // num_devices)
-    with (
-        open_devices(num_devices, emulate=True) as devices,
-        step_meter(workload, devices) as meter,
-    ):
+    if capacities is not None:
+        check_batch(batch_size, capacities, reserve)
+    with _opened(devices, capacities, emulate) as opened, step_meter(workload, opened) as meter:
+        if capacities is None:
+            capacities = _capacities(meter, batch_size)
+        check_batch(batch_size, capacities, reserve)
+        if len(capacities) != len(opened):
+            raise ArgumentError(
+                f"capacities must be one for each of {len(opened)} devices, got {len(capacities)}"
+            )
         search = _Search(meter, [c - reserve for c in capacities], on_measurement)
-        for size, gpu0_bsz in (
-            (batch_size, even),
-            (batch_size, 0),
-            (batch_size, even // 2),
-            (batch_size, 1),
-            (2 * batch_size, 2 * even),
-            (2 * batch_size, 0),
-        ):
-            search.measure(size, gpu0_bsz)
-        search.refine(batch_size, even)
-        model = fit(search.measured.values())
-        if not model.is_lawful:
-            for gpu0_bsz in range(even + 1):
-                search.measure(batch_size, gpu0_bsz)
-        chosen = search.best(batch_size)
-    return Tuning(
+        model, chosen = search.run(batch_size, sweep)
+        assert chosen.gpu0_bsz is not None
+        planned = plan(model, batch_size, capacities, reserve, chosen.gpu0_bsz)
+        weighted = None
+        if planned.weighted is not None:
+            weighted = meter.measure(batch_size, None, planned.weighted.chunk_sizes)
+        num_parameters = meter.num_parameters
+        names = [torch.get_device_module(d).get_device_name(d) for d in opened]
+    loss_on_device = None
+    if planned.advice:
+        with _opened(devices, capacities, emulate) as opened:
+            loss_on_device = _with_loss_on_device(workload, batch_size, opened, search.budgets)
+    return Report(
+        schema=SCHEMA,
+        origin=Origin.of_this_process(names),
         workload=workload.name,
-        plan=plan(model, batch_size, capacities, reserve, chosen.gpu0_bsz),
+        num_parameters=num_parameters,
+        precision=None if workload.precision is None else str(workload.precision),
+        plan=planned,
         chosen=chosen,
+        even=search.measured[batch_size, search.even_share(batch_size)],
+        weighted=weighted,
+        loss_on_device=loss_on_device,
         model=model,
         measurements=tuple(search.measured.values()),
     )
+
+
+def _opened(
+    devices: int | Sequence[torch.device] | None, capacities: Sequence[int] | None, emulate: bool
+) -> AbstractContextManager[Sequence[torch.device]]:
+    if devices is not None and not isinstance(devices, int):
+        return nullcontext(devices)
+    if devices is None and capacities is not None:
+        devices = len(capacities)
+    elif devices is None:
+        devices = 4 if uses_emulation(emulate) else torch.accelerator.device_count()
+    return open_devices(devices, emulate=emulate)
+
+
+def _capacities(meter: StepMeter, batch_size: int) -> list[int]:
+    check_batch(batch_size, [1] * len(meter.devices), 0)
+    even = -(-batch_size // len(meter.devices))
+    measured = meter.measure(batch_size, even)
+    if measured.mode != "real":
+        return [max(measured.peak_bytes)] * len(meter.devices)
+    return [torch.get_device_module(d).get_device_properties(d).total_memory for d in meter.devices]
 
 
 class _Search:
     """Measured splits of a workload, each once."""
 
     def __init__(
-        self,
-        meter: StepMeter,
-        budgets: Sequence[int],
-        on_measurement: Callable[[Measurement], object],
+        self, meter: StepMeter, budgets: Sequence[int], on_measurement: OnMeasurement
     ) -> None:
         self.meter = meter
         self.budgets = budgets
         self.on_measurement = on_measurement
+        self.num_expected = _FEW
         self.measured: dict[tuple[int, int], Measurement] = {}
+
+    def even_share(self, batch_size: int) -> int:
+        """Returns the value that splits evenly."""
+        return -(-batch_size // len(self.budgets))
+
+    def run(self, batch_size: int, sweep: Iterable[int]) -> tuple[MemoryModel, Measurement]:
+        """Returns the laws and the best split of the batch."""
+        even = self.even_share(batch_size)
+        swept = sorted({min(value, even) for value in sweep})
+        self.num_expected += len(swept)
+        self.measure_around(batch_size)
+        for gpu0_bsz in swept:
+            self.measure(batch_size, gpu0_bsz)
+        smaller = batch_size
+        while len(self.fitting()) < 3 and smaller > 1:  # memory ran out
+            smaller = -(-smaller // 2)
+            self.measure_around(smaller)
+        if not self.fitting():
+            raise InfeasiblePlanError(
+                f"not even a batch of {smaller} ran: {self.measured[smaller, 0].out_of_memory}"
+            )
+        self.refine(batch_size)
+        model = self.fit()
+        if not model.is_lawful:
+            self.num_expected = len(self.measured) + even
+            for gpu0_bsz in range(even + 1):
+                self.measure(batch_size, gpu0_bsz)
+        return model, self.best(batch_size)
 
     def measure(self, batch_size: int, gpu0_bsz: int) -> None:
         """Measures the split unless it was measured before."""
         if (batch_size, gpu0_bsz) not in self.measured:
             measurement = self.meter.measure(batch_size, gpu0_bsz)
             self.measured[batch_size, gpu0_bsz] = measurement
-            self.on_measurement(measurement)
+            self.on_measurement(measurement, max(0, self.num_expected - len(self.measured)))
 
-    def refine(self, batch_size: int, even: int) -> None:
+    def measure_around(self, batch_size: int) -> None:
+        """Measures splits of a batch, and of twice that, that tell the laws apart."""
+        even = self.even_share(batch_size)
+        for gpu0_bsz in (even, 0, even // 2, 1):
+            self.measure(batch_size, min(even, gpu0_bsz))
+        for gpu0_bsz in (2 * even, 0):
+            self.measure(2 * batch_size, min(self.even_share(2 * batch_size), gpu0_bsz))
+
+    def fitting(self) -> list[Measurement]:
+        """Returns the measurements that laws can be fitted to."""
+        return [m for m in self.measured.values() if m.status == "ok"]
+
+    def fit(self) -> MemoryModel:
+        """Returns the laws of what was measured so far."""
+        return fit(self.fitting())
+
+    def refine(self, batch_size: int) -> None:
         """Measures what the plan rests on, until the laws lead to nothing new."""
+        even = self.even_share(batch_size)
         for _ in range(_MAX_ROUNDS):
             before = len(self.measured)
-            planner = Planner(fit(self.measured.values()), self.budgets)
+            planner = Planner(self.fit(), self.budgets)
             best = planner.best_gpu0_bsz(batch_size)
             for gpu0_bsz in range(max(0, best - 1), min(even, best + 1) + 1):
                 self.measure(batch_size, gpu0_bsz)
@@ -136,12 +329,119 @@ class _Search:
                 return
 
     def best(self, batch_size: int) -> Measurement:
-        """Returns the split of the batch with the least full device, of equal ones the fastest."""
+        """Returns the measured split of the batch that is the best."""
+        swept = [m for m in self.measured.values() if m.batch_size == batch_size]
+        return best_measured(swept, self.budgets)
 
-        def utilization(measurement: Measurement) -> float:
-            pairs = zip(measurement.peak_bytes, self.budgets, strict=True)
-            return max(peak / budget for peak, budget in pairs)
 
-        measured = [m for (size, _), m in self.measured.items() if size == batch_size]
-        limit = min(map(utilization, measured)) * (1 + EQUAL)
-        return max((m for m in measured if utilization(m) <= limit), key=lambda m: m.gpu0_bsz)
+def best_measured(swept: Iterable[Measurement], budgets: Sequence[int]) -> Measurement:
+    """Returns the measurement with the least full device, of equal ones the fastest.
+
+    Raises:
+        InfeasiblePlanError: memory ran out in all of them.
+    """
+
+    def utilization(measurement: Measurement) -> float:
+        pairs = zip(measurement.peak_bytes, budgets, strict=True)
+        return max(peak / budget for peak, budget in pairs)
+
+    measured = list(swept)
+    ran = [m for m in measured if m.status == "ok"]
+    if not ran:
+        raise InfeasiblePlanError(
+            f"a batch of {measured[0].batch_size} does not fit: memory ran out with each of the "
+            f"{len(measured)} splits that were measured; choose a smaller batch"
+        )
+    limit = min(map(utilization, ran)) * (1 + EQUAL)
+    return max((m for m in ran if utilization(m) <= limit), key=lambda m: m.chunk_sizes[0])
+
+
+class _WithLoss(nn.Module):
+    """A model that takes the target, too, and returns its loss."""
+
+    def __init__(self, module: nn.Module, loss: Callable[[Any, Any], torch.Tensor]) -> None:
+        super().__init__()
+        self.module = module
+        self.loss = loss
+
+    def forward(self, args: Any, kwargs: Any, target: Any) -> torch.Tensor:
+        return self.loss(self.module(*args, **kwargs), target)
+
+
+def _with_loss_on_device(
+    workload: Workload, batch_size: int, devices: Sequence[torch.device], budgets: Sequence[int]
+) -> Measurement | None:
+    """Returns the best split if each device computed the loss of its chunk, None if it cannot."""
+
+    def make_batch(batch_size: int) -> Batch:
+        return workload.make_batch(batch_size), {}, None
+
+    changed = Workload(
+        lambda: _WithLoss(workload.model(), workload.loss),
+        make_batch,
+        lambda loss, _: loss,
+        workload.make_optimizer,
+        workload.precision,
+    )
+    try:
+        with step_meter(changed, devices) as meter:
+            search = _Search(meter, budgets, lambda measurement, num_left: None)
+            even = search.even_share(batch_size)
+            for gpu0_bsz in {0, 1, even // 2, even}:
+                search.measure(batch_size, gpu0_bsz)
+            for _ in range(2):  # a first guess, and one that knows how far it was off
+                best = Planner(search.fit(), budgets).best_gpu0_bsz(batch_size)
+                search.measure(batch_size, best)
+            return search.best(batch_size)
+    except (RuntimeError, BalancedDataParallelError):
+        return None  # the loss is one for the whole batch or for device 0 only
+
+
+def report_of_measurements(
+    measurements: Sequence[Measurement],
+    origin: Origin,
+    capacities: Sequence[int],
+    reserve: int = 0,
+    *,
+    num_parameters: int = 0,
+    precision: str | None = None,
+) -> Report:
+    """Returns the report of a sweep that was measured elsewhere.
+
+    Args:
+        measurements: of one workload: the even split of a batch and other splits, and of another
+            batch size at least one, so that the laws can be told apart.
+        origin: where and how they came about.
+        capacities: bytes that each device can hold.
+        reserve: bytes of each device that are not to be planned with.
+        num_parameters: how many numbers the model learns.
+        precision: the dtype of autocast.
+
+    Raises:
+        ArgumentError: the even split is not among them.
+        InfeasiblePlanError: no split of the batch fits.
+    """
+    batch_size = Counter(m.batch_size for m in measurements).most_common(1)[0][0]
+    even_share = -(-batch_size // len(capacities))
+    swept = {m.chunk_sizes[0]: m for m in measurements if m.batch_size == batch_size}
+    if even_share not in swept:
+        raise ArgumentError(
+            f"the sweep of {measurements[0].workload} lacks gpu0_bsz={even_share}, the even split "
+            f"of its batch of {batch_size}"
+        )
+    model = fit(m for m in measurements if m.status == "ok")
+    chosen = best_measured(swept.values(), [c - reserve for c in capacities])
+    return Report(
+        schema=SCHEMA,
+        origin=origin,
+        workload=measurements[0].workload,
+        num_parameters=num_parameters,
+        precision=precision,
+        plan=plan(model, batch_size, capacities, reserve, chosen.gpu0_bsz),
+        chosen=chosen,
+        even=swept[even_share],
+        weighted=None,
+        loss_on_device=None,
+        model=model,
+        measurements=tuple(measurements),
+    )

@@ -31,6 +31,7 @@ class Workload:
             samples, on the CPU.
         loss: gives the 0-dim loss of the model's output and the target.
         make_optimizer: gives the optimizer of the parameters.
+        precision: the dtype of autocast, ``torch.bfloat16`` or ``torch.float16``; None for none.
         name: what reports call it.
         batch_size: a batch size that is usual for it.
     """
@@ -39,6 +40,7 @@ class Workload:
     make_batch: Callable[[int], Batch]
     loss: Callable[[Any, Any], torch.Tensor]
     make_optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = torch.optim.AdamW
+    precision: torch.dtype | None = None
     name: str = "workload"
     batch_size: int = 32
 

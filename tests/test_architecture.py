@@ -20,6 +20,7 @@ ORDER = [
     "emulation/symbolic.py",
     "emulation/tensor.py",
     "emulation/kernels.py",
+    "emulation/autocast.py",
     "emulation/device_module.py",
     "emulation/context.py",
     "emulation/__init__.py",

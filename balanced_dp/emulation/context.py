@@ -25,7 +25,7 @@ from . import device_module
 from .kernels import register_kernels
 from .ledger import Label, MemoryBreakdown
 from .machine import DEVICE_TYPE, Machine, machine_made_current
-from .tensor import set_label
+from .tensor import EmulatedTensor, set_label
 
 
 class EmulatedDevices(Sequence[torch.device]):
@@ -120,6 +120,7 @@ def emulate_devices(
         stack.enter_context(contextmanager(machine_made_current)(machine))
         stack.enter_context(_parameters_keep_identity())
         stack.enter_context(_seeded_by_torch(machine))
+        stack.enter_context(_optimizers_use_foreach())
         for handle in _labelling_hooks(machine):
             stack.callback(handle.remove)
         yield EmulatedDevices(machine)
@@ -168,6 +169,21 @@ def _parameters_keep_identity() -> Iterator[None]:
                 future.set_swap_module_params_on_conversion(before)
 
     with mock.patch.object(torch.nn.Module, "_apply", swapping_apply):
+        yield
+
+
+@contextmanager
+def _optimizers_use_foreach() -> Iterator[None]:
+    # On CUDA optimizers compute on all parameters at once, which takes temporary memory for all.
+    optimizer: Any = sys.modules[torch.optim.Optimizer.__module__]
+    types = [*optimizer._foreach_supported_types, EmulatedTensor]
+    device_types = [*optimizer._get_foreach_kernels_supported_devices(), DEVICE_TYPE]
+    with (
+        mock.patch.object(optimizer, "_foreach_supported_types", types),
+        mock.patch.object(
+            optimizer, "_get_foreach_kernels_supported_devices", lambda: device_types
+        ),
+    ):
         yield
 
 

@@ -34,6 +34,11 @@ from .symbolic import (
 
 aten = torch.ops.aten
 
+AUTOCAST_KEY = torch._C.DispatchKey.AutocastPrivateUse1  # type: ignore[attr-defined]
+"""A key that torch leaves to others and passes over unless autocast is on; see autocast.py."""
+
+_EXTRA_KEYS = torch._C.DispatchKeySet(AUTOCAST_KEY)
+
 # What may still become something more precise than it was when it was computed.
 _PROVISIONAL = {Label.ACTIVATION, Label.OTHER}
 
@@ -292,6 +297,7 @@ def _wrapper(
         dtype=elem.dtype,
         layout=elem.layout,
         device=device,
+        _extra_dispatch_keys=_EXTRA_KEYS,
         **strided,
     )
     wrapper._elem = elem

@@ -1,0 +1,99 @@
+"""Whether one report is worse than another."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from ..errors import ArgumentError
+from ..tuner import Report
+from .tables import imbalance
+
+METRICS = ("peak", "imbalance", "max_batch", "speed")
+"""What can be compared: the fullest device's peak in bytes, (max - min) / max of the peaks, the
+largest batch that fits, and samples a second (measured on accelerators; elsewhere the even chunk
+over the largest)."""
+
+_HIGHER_IS_BETTER = {"max_batch", "speed"}
+_LIMIT = re.compile(r"\s*(\w+)\s*:\s*(\d+(?:\.\d+)?)\s*(%?)\s*")
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """One metric of two reports.
+
+    Attributes:
+        metric: one of ``METRICS``.
+        before: of the first report.
+        after: of the second.
+        worsened: by how much it is worse, as it is compared with the limit; negative if better.
+        limit: how much worse it may be, or None where that was not asked.
+        is_relative: whether the limit is a part of the first report's figure.
+    """
+
+    metric: str
+    before: float
+    after: float
+    worsened: float
+    limit: float | None
+    is_relative: bool
+
+    @property
+    def failed(self) -> bool:
+        """Whether it is worse by more than the limit."""
+        return self.limit is not None and self.worsened > self.limit
+
+
+def compare_reports(before: Report, after: Report, limits: str = "") -> tuple[Comparison, ...]:
+    """Returns how the chosen split of each report compares, metric by metric.
+
+    Args:
+        before: the report to compare with.
+        after: the report in question.
+        limits: what may be worse and by how much, such as ``"peak:5%,imbalance:0.1"``; with ``%``
+            relative to the first report, else absolute.
+
+    Raises:
+        ArgumentError: the limits cannot be read, or the reports are of different workloads.
+    """
+    allowed = _parse(limits)
+    if before.workload != after.workload:
+        raise ArgumentError(
+            f"the reports are of different workloads, {before.workload} and {after.workload}"
+        )
+    comparisons = []
+    for metric in METRICS:
+        old, new = _figure(before, metric), _figure(after, metric)
+        limit, is_relative = allowed.get(metric, (None, True))
+        worsened = old - new if metric in _HIGHER_IS_BETTER else new - old
+        if is_relative:
+            worsened = worsened / old if old else float(worsened > 0)
+        comparisons.append(Comparison(metric, old, new, worsened, limit, is_relative))
+    return tuple(comparisons)
+
+
+def _parse(limits: str) -> dict[str, tuple[float, bool]]:
+    allowed = {}
+    for part in filter(None, limits.split(",")):
+        match = _LIMIT.fullmatch(part)
+        if match is None or match[1] not in METRICS:
+            raise ArgumentError(
+                f"--fail takes METRIC:NUMBER or METRIC:NUMBER% of {', '.join(METRICS)}, separated "
+                f"by commas, such as peak:5%,imbalance:0.1, got {part!r}"
+            )
+        is_relative = match[3] == "%"
+        allowed[match[1]] = (float(match[2]) / (100 if is_relative else 1), is_relative)
+    return allowed
+
+
+def _figure(report: Report, metric: str) -> float:
+    chosen = report.chosen
+    if metric == "peak":
+        return float(max(chosen.peak_bytes))
+    if metric == "imbalance":
+        return imbalance(chosen)
+    if metric == "max_batch":
+        return float(report.plan.max_batch_size)
+    if chosen.mode == "real":
+        return chosen.batch_size / chosen.seconds
+    return 1 / report.plan.time_cost

@@ -1,0 +1,126 @@
+"""Reports as JSON files, and those that pytest-benchmark writes."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from ..errors import ArgumentError, ReportError
+from ..measurement import Measurement
+from ..tuner import SCHEMA, Origin, Report, report_of_measurements
+
+_REPORT = TypeAdapter(Report)
+_MEASUREMENT = TypeAdapter(Measurement)
+
+BENCHMARK_KEY = "balanced_dp"
+"""Under this key of a benchmark's ``extra_info`` is what a report is made of."""
+
+
+def report_json(report: Report) -> str:
+    """Returns the report as JSON; sizes are integers in bytes, lists in the order of devices."""
+    return _REPORT.dump_json(report, indent=2).decode() + "\n"
+
+
+def save_report(report: Report, path: str | Path) -> None:
+    """Writes the report as JSON, whole or not at all."""
+    write_atomically(Path(path), report_json(report))
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Writes a file so that others see the old one or the new one and nothing between.
+
+    Raises:
+        ArgumentError: there is no such folder, or it cannot be written to.
+    """
+    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with beside.open("x", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+    except OSError as error:
+        beside.unlink(missing_ok=True)
+        raise ArgumentError(f"{path} cannot be written: {error.strerror}") from None
+
+
+def load_reports(path: str | Path) -> tuple[Report, ...]:
+    """Returns the reports of a file: one, or of pytest-benchmark's JSON one for each workload.
+
+    Args:
+        path: a file that :func:`save_report` or ``pytest --benchmark-json`` wrote.
+
+    Raises:
+        ReportError: the file cannot be read, is cut off, is of another kind or another version.
+    """
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ReportError(f"{path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ReportError(f"{path} is no report: it is not text") from None
+    except json.JSONDecodeError as error:
+        raise ReportError(f"{path} is no report, or one that is cut off: {error}") from None
+    if isinstance(content, dict) and "benchmarks" in content and "machine_info" in content:
+        return _of_benchmarks(path, content)
+    if not isinstance(content, dict) or not {"schema", "plan", "measurements"} <= content.keys():
+        raise ReportError(
+            f"{path} is JSON, but no report of balanced-dp and none of pytest-benchmark"
+        )
+    if content["schema"] != SCHEMA:
+        raise ReportError(
+            f"{path} has version {content['schema']!r} of a report's fields, and this balanced-dp "
+            f"reads version {SCHEMA}; read it with the balanced-dp that wrote it, or tune again"
+        )
+    return (_validated(_REPORT, content, path),)
+
+
+def _validated(adapter: TypeAdapter[Any], content: Any, path: str | Path) -> Any:
+    try:
+        return adapter.validate_python(content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise ReportError(f"{path} is no report: {where}: {first['msg']}") from None
+
+
+def _of_benchmarks(path: str | Path, content: dict[str, Any]) -> tuple[Report, ...]:
+    """Returns a report for each workload among pytest-benchmark's results."""
+    infos = [benchmark.get("extra_info", {}) for benchmark in content["benchmarks"]]
+    sweeps: dict[str, list[dict[str, Any]]] = {}
+    for info in infos:
+        if BENCHMARK_KEY in info:
+            sweeps.setdefault(info[BENCHMARK_KEY]["measurement"]["workload"], []).append(
+                info[BENCHMARK_KEY]
+            )
+    if not sweeps:
+        raise ReportError(
+            f"{path} holds {len(infos)} benchmarks and none of them a sweep over gpu0_bsz; run "
+            "pytest benchmarks/test_sweep.py --benchmark-json=bench.json"
+        )
+    machine = content["machine_info"]
+    reports = []
+    for records in sweeps.values():
+        origin = Origin(
+            created=content["datetime"],
+            command=f"pytest --benchmark-json ({Path(path).name})",
+            versions=records[0]["versions"],
+            machine={
+                "platform": f"{machine['system']} {machine['release']} {machine['machine']}",
+                "num_cpus": str(machine["cpu"].get("count", "?")),
+                "devices": records[0]["devices"],
+            },
+        )
+        reports.append(
+            report_of_measurements(
+                [_validated(_MEASUREMENT, record["measurement"], path) for record in records],
+                origin,
+                records[0]["capacities"],
+                num_parameters=records[0]["num_parameters"],
+            )
+        )
+    return tuple(reports)

@@ -1,0 +1,207 @@
+"""The plots of a report, as SVG to stand in a page."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from ..plan import Planner
+from ..split import split_batch
+from ..tuner import Report
+from .tables import candidates
+
+GIB, MIB = 2**30, 2**20
+_STYLE = {
+    "svg.fonttype": "none",  # text stays text
+    "svg.hashsalt": "balanced-dp",  # the same plot gives the same file
+    "font.family": "sans-serif",
+    "font.size": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.alpha": 0.25,
+    "legend.frameon": False,
+}
+# Okabe and Ito's colours, which most colour-blind people can tell apart.
+_COLOURS = ("#d55e00", "#0072b2", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f", "#000000")
+_MAX_LINES = 8
+
+
+def peaks_plot(report: Report) -> str:
+    """Returns the peak of each device against ``gpu0_bsz``: lines predicted, points measured."""
+
+    def draw(axes: Axes) -> None:
+        plan, swept = report.plan, candidates(report)
+        scale, unit = _unit(max(report.even.peak_bytes + report.chosen.peak_bytes))
+        num_devices = len(plan.chunk_sizes)
+        even = -(-plan.batch_size // num_devices)
+        step = max(1, even // 200)
+        values = [*range(0, even, step), even]
+        predicted = [
+            report.model.predict(split_batch(plan.batch_size, num_devices, value))
+            for value in values
+        ]
+        for device in range(min(num_devices, _MAX_LINES)):
+            colour = _COLOURS[device]
+            style = {"linewidth": 2.5 if device == 0 else 1.2, "alpha": 0.9}
+            axes.plot(
+                values,
+                [needs[device] / scale for needs in predicted],
+                color=colour,
+                label=f"device {device}",
+                **style,
+            )
+            ran = [m for m in swept if m.status == "ok"]
+            axes.plot(
+                [m.chunk_sizes[0] for m in ran],
+                [m.peak_bytes[device] / scale for m in ran],
+                "o",
+                color=colour,
+                markersize=5 if device == 0 else 3.5,
+            )
+        highest = max(max(needs) for needs in predicted)
+        for capacity in sorted(set(plan.capacity_bytes)):
+            if capacity < 3 * highest:
+                axes.axhline(capacity / scale, color="black", linestyle="--", linewidth=1)
+                axes.annotate(
+                    "capacity",
+                    (0.005, capacity / scale),
+                    xycoords=("axes fraction", "data"),
+                    va="bottom",
+                )
+        axes.axvline(plan.gpu0_bsz, color="black", linewidth=1, linestyle=":")
+        axes.plot(
+            plan.gpu0_bsz,
+            max(report.chosen.peak_bytes) / scale,
+            "*",
+            color="black",
+            markersize=15,
+            label=f"chosen: gpu0_bsz={plan.gpu0_bsz}",
+        )
+        axes.set(xlabel="gpu0_bsz", ylabel=f"peak, {unit}", ylim=(0, None))
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        _legend_below(axes)
+
+    return _svg(draw)
+
+
+def breakdown_plot(report: Report) -> str:
+    """Returns what fills each device at its peak, with the even split and the chosen one."""
+
+    def draw(axes: Axes) -> None:
+        pairs = list(zip(report.even.breakdown, report.chosen.breakdown, strict=True))
+        totals = [sum(uses.values()) for pair in pairs for uses in pair]
+        scale, unit = _unit(max(totals))
+        names = list(dict.fromkeys(name for pair in pairs for uses in pair for name in uses))
+        names = [n for n in names if any(uses.get(n, 0) for pair in pairs for uses in pair)]
+        positions = [device + offset for device in range(len(pairs)) for offset in (-0.2, 0.2)]
+        bars = [uses for pair in pairs for uses in pair]
+        bottom = [0.0] * len(bars)
+        for index, name in enumerate(names):
+            heights = [uses.get(name, 0) / scale for uses in bars]
+            colour = _COLOURS[index % len(_COLOURS)]
+            axes.bar(positions, heights, 0.36, bottom, color=colour, label=name)
+            bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
+        axes.set_xticks(
+            positions,
+            [f"{device}\n{split}" for device in range(len(pairs)) for split in ("even", "chosen")],
+            fontsize=8 if len(pairs) <= 4 else 6,
+        )
+        axes.set(xlabel="device", ylabel=f"held at the peak, {unit}")
+        axes.grid(visible=False, axis="x")
+        _legend_below(axes)
+
+    return _svg(draw)
+
+
+def batch_plot(report: Report) -> str:
+    """Returns the largest batch that fits, and the speed, against ``gpu0_bsz``."""
+
+    def draw(axes: Axes) -> None:
+        plan = report.plan
+        planner = Planner(report.model, [c - plan.reserve_bytes for c in plan.capacity_bytes])
+        num_devices = len(plan.chunk_sizes)
+        highest = max(plan.max_batch_gpu0_bsz, -(-plan.batch_size // num_devices))
+        step = max(1, highest // 60)
+        values = sorted({*range(0, highest + 1, step), plan.max_batch_gpu0_bsz, plan.gpu0_bsz})
+        axes.plot(
+            values,
+            [planner.max_batch_size(lambda _, value=value: value) for value in values],
+            color=_COLOURS[1],
+            label="largest batch that fits (predicted)",
+        )
+        axes.plot(
+            plan.max_batch_gpu0_bsz, plan.max_batch_size, "*", color=_COLOURS[1], markersize=13
+        )
+        axes.set(xlabel="gpu0_bsz", ylabel="samples in a batch", ylim=(0, None))
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        speed = axes.twinx()
+        ran = [m for m in candidates(report) if m.status == "ok"]
+        if report.chosen.mode == "real":
+            speeds = [m.batch_size / m.seconds for m in ran]
+            label = f"samples/s with batches of {plan.batch_size} (measured)"
+        else:
+            even = -(-plan.batch_size // num_devices)
+            speeds = [even / max(m.chunk_sizes) for m in ran]
+            label = "speed of the slowest device, even split = 1"
+        speed.plot([m.chunk_sizes[0] for m in ran], speeds, "o", color=_COLOURS[0], label=label)
+        speed.set(ylabel=label, ylim=(0, None))
+        speed.grid(visible=False)
+        speed.spines["right"].set_visible(True)
+        handles = [*axes.get_legend_handles_labels()[0], *speed.get_legend_handles_labels()[0]]
+        axes.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=1)
+
+    return _svg(draw)
+
+
+def prediction_plot(report: Report) -> str:
+    """Returns predicted against measured peaks, of all measurements."""
+
+    def draw(axes: Axes) -> None:
+        ran = [m for m in report.measurements if m.status == "ok" and m.gpu0_bsz is not None]
+        scale, unit = _unit(max(max(m.peak_bytes) for m in ran))
+        for name, colour, devices in (
+            ("device 0", _COLOURS[0], slice(0, 1)),
+            ("other devices", _COLOURS[1], slice(1, None)),
+        ):
+            pairs = [
+                (held / scale, predicted / scale)
+                for m in ran
+                for held, predicted in zip(
+                    m.peak_bytes[devices],
+                    report.model.predict(m.chunk_sizes)[devices],
+                    strict=True,
+                )
+                if held
+            ]
+            axes.plot(*zip(*pairs, strict=True), "o", color=colour, markersize=4, label=name)
+        end = max(axes.get_xlim()[1], axes.get_ylim()[1])
+        axes.plot((0, end), (0, end), color="black", linewidth=0.8, label="equal")
+        axes.set(xlabel=f"measured, {unit}", ylabel=f"predicted, {unit}")
+        axes.set(xlim=(0, end), ylim=(0, end))
+        _legend_below(axes)
+
+    return _svg(draw)
+
+
+def _unit(largest: float) -> tuple[int, str]:
+    return (GIB, "GiB") if largest >= GIB else (MIB, "MiB")
+
+
+def _legend_below(axes: Axes) -> None:
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=3)
+
+
+def _svg(draw: Callable[[Axes], None]) -> str:
+    with mpl.rc_context(_STYLE):
+        figure = Figure(figsize=(6.4, 4.8), layout="constrained")
+        draw(figure.subplots())
+        buffer = io.StringIO()
+        figure.savefig(buffer, format="svg", metadata={"Date": None}, transparent=True)
+    text = buffer.getvalue()
+    return text[text.index("<svg") :]  # without the declarations of a file of its own

@@ -1,0 +1,136 @@
+"""Autocast: which operators run in which dtype is CUDA's, and threads have the caller's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional
+
+from balanced_dp import ArgumentError, BalancedDataParallel, emulate_devices
+from balanced_dp.models import CharTransformer
+
+BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+
+
+def autocast(*args, **kwargs):
+    return torch.get_device_module("lazy").autocast(*args, **kwargs)
+
+
+OPERATORS = {
+    "linear": (lambda x: functional.linear(x, x), BF16),
+    "matmul": (lambda x: x @ x, BF16),
+    "einsum": (lambda x: torch.einsum("ij,jk->ik", x, x), BF16),
+    "conv2d": (lambda x: functional.conv2d(x[None, None], x[None, None, :3, :3]), BF16),
+    "attention": (
+        lambda x: functional.scaled_dot_product_attention(*[x[None, None]] * 3),
+        BF16,
+    ),
+    "layer_norm": (lambda x: functional.layer_norm(x.bfloat16(), x.shape[-1:]), F32),
+    "softmax": (lambda x: x.bfloat16().softmax(-1), F32),
+    "softmax with a dtype": (lambda x: x.softmax(-1, dtype=F64), F64),
+    "sum": (lambda x: x.bfloat16().sum(), F32),
+    "cross_entropy": (
+        lambda x: functional.cross_entropy(
+            x.bfloat16(), torch.zeros(8, dtype=torch.int64, device=x.device)
+        ),
+        F32,
+    ),
+    "exp": (lambda x: x.bfloat16().exp(), F32),
+    "mse_loss": (lambda x: functional.mse_loss(x.bfloat16(), x.bfloat16()), F32),
+    "addcmul": (lambda x: torch.addcmul(x, x.bfloat16(), x.bfloat16()), F32),
+    "add": (lambda x: x + x.bfloat16(), F32),
+    "gelu": (lambda x: functional.gelu(x.bfloat16()), BF16),
+    "double": (lambda x: x.double() @ x.double(), F64),
+    "integers": (lambda x: x.bool().sum(), torch.int64),
+}
+
+
+@pytest.mark.parametrize("symbolic", [False, True])
+@pytest.mark.parametrize("name", OPERATORS)
+def test_operators_run_in_the_dtype_that_cuda_gives_them(name, symbolic):
+    operate, dtype = OPERATORS[name]
+    with emulate_devices(1, symbolic=symbolic):
+        x = torch.zeros(8, 8, device="lazy:0")
+        with autocast():
+            assert operate(x).dtype == dtype
+        with autocast(F16):
+            assert operate(x).dtype == (F16 if dtype == BF16 and name != "gelu" else dtype)
+            with autocast(enabled=False):
+                assert (x @ x).dtype == F32
+        assert (x @ x).dtype == F32
+        del x
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16])
+def test_replicas_on_other_devices_have_it_and_gradients_are_float32(dtype):
+    with emulate_devices(3) as devices:
+        module = CharTransformer(20, context=8, width=32, num_heads=4, num_layers=1)
+        model = BalancedDataParallel(2, module.to(devices[0]))
+        dtypes = []
+        module.register_forward_hook(lambda *args: dtypes.append(args[-1].dtype))
+        x = torch.arange(56).view(7, 8) % 20
+        with autocast(dtype):
+            output = model(x)
+            loss = functional.cross_entropy(output.flatten(0, 1), x.flatten().to(devices[0]))
+        assert dtypes == [dtype] * 3
+        assert loss.dtype == F32
+        loss.backward()
+        gradients = [p.grad.clone() for p in module.parameters()]
+        assert {g.dtype for g in gradients} == {F32}
+        module.zero_grad()
+        output = model(x)
+        assert output.dtype == F32
+        functional.cross_entropy(output.flatten(0, 1), x.flatten().to(devices[0])).backward()
+        for gradient, parameter in zip(gradients, module.parameters(), strict=True):
+            torch.testing.assert_close(
+                gradient.cpu(), parameter.grad.cpu(), rtol=0.1, atol=0.02 * gradient.abs().max()
+            )
+        del output, loss, module, model, gradients, gradient, parameter
+
+
+def test_a_weight_is_cast_once_and_given_back_at_the_end():
+    with emulate_devices(1):
+        module = torch.get_device_module("lazy")
+        weight = torch.zeros(256, 256, device="lazy:0", requires_grad=True)
+        x = torch.zeros(256, 256, device="lazy:0")
+        held = module.memory_allocated()
+        with autocast(), torch.no_grad():
+            x @ weight
+            once = module.memory_allocated()
+            x @ weight
+            assert module.memory_allocated() == once == held + weight.nbytes // 2
+            with torch.no_grad():
+                weight.add_(1)
+        assert module.memory_allocated() == held
+        del weight, x
+
+
+def test_half_precision_takes_half_of_the_activations():
+    peaks = {}
+    for enabled in (True, False):
+        with emulate_devices(1, symbolic=True):
+            layers = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(8)]).to("lazy:0")
+            with autocast(enabled=enabled):
+                output = layers(torch.zeros(10_000, 64, device="lazy:0"))
+            peaks[enabled] = torch.get_device_module("lazy").memory_allocated()
+            del layers, output
+    assert peaks[True] == pytest.approx(peaks[False] * (0.5 * 8 + 1.5) / 10, rel=0.15)
+
+
+def test_it_ends_with_the_block_also_when_that_fails():
+    with emulate_devices(1):
+        with pytest.raises(ZeroDivisionError), autocast():
+            raise ZeroDivisionError
+        x = torch.zeros(2, 2, device="lazy:0")
+        assert (x @ x).dtype == F32
+        del x
+    assert not torch.is_autocast_enabled("privateuseone")
+
+
+def test_other_dtypes_are_refused():
+    with (
+        emulate_devices(1),
+        pytest.raises(ArgumentError, match=r"has torch\.bfloat16 and torch\.float16, got"),
+        autocast(F32),
+    ):
+        pass
