@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import warnings
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
 
 from .errors import ArgumentError, BalanceWarning
 from .memory.peaks import Peaks
@@ -199,11 +204,26 @@ def _cautious_model(observation: Observation, replica_bytes: int) -> MemoryModel
     )
 
 
+_watching: weakref.WeakSet[AutoSplit] = weakref.WeakSet()
+
+
+@functools.cache
+def _watch_optimizers() -> RemovableHandle:
+    """Has every optimizer of torch tell, from now on, when it has made a step."""
+
+    def note_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for watcher in _watching:
+            watcher.note_step(optimizer)
+
+    return register_optimizer_step_post_hook(note_step)
+
+
 class AutoSplit:
     """Watches the iterations of a training loop, and splits by what it saw.
 
-    An iteration ends with the optimizer step: with gradient accumulation it has several calls. The
-    first one with a value is not counted, since optimizer state and tuned kernels come with it.
+    An iteration ends with the step of a ``torch.optim.Optimizer``: with gradient accumulation it
+    has several calls. The first one with a value is not counted, since optimizer state and tuned
+    kernels come with it.
 
     Args:
         devices: those of the model, device 0 first.
@@ -229,7 +249,8 @@ class AutoSplit:
         self.balance: AutoBalance | None = None
         self._peaks: Peaks | None = None
         self._num_ooms: list[int] = []
-        self._version: tuple[int, int] | None = None
+        self._parameter_id: int | None = None
+        self._has_stepped = True
         self._batch_sizes: set[int] = set()
         self._is_settling = True
         self._num_calls = 0
@@ -261,13 +282,22 @@ class AutoSplit:
             self._batch_sizes.add(-1)
             return
         self.batch_size = batch_size
-        before, self._version = self._version, _version(module)
-        if before == self._version:  # there was no optimizer step
+        if self._has_stepped:
+            self._end_iteration(module)
+        else:
             self.look_for_out_of_memory()
             self._warn_if_there_are_no_steps()
-        else:
-            self._end_iteration(module)
         self._batch_sizes.add(batch_size)
+        self._has_stepped = False
+        self._parameter_id = next((id(p) for p in module.parameters() if p.requires_grad), None)
+        _watch_optimizers()
+        _watching.add(self)
+
+    def note_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Takes note of an optimizer's step, if it is the model's optimizer."""
+        groups = optimizer.param_groups
+        if any(id(p) == self._parameter_id for group in groups for p in group["params"]):
+            self._has_stepped = True
 
     def look_for_out_of_memory(self) -> bool:
         """Moves if a device has run out of memory since it was last asked; returns whether."""
@@ -323,16 +353,8 @@ class AutoSplit:
         if self._num_calls == _PATIENCE and not self.balance.is_frozen:
             warnings.warn(
                 f"gpu0_bsz='auto' has seen no optimizer step in {_PATIENCE} calls of forward, so "
-                "it has nothing to go by: it looks for parameters that are changed in place, which "
-                "an optimizer that writes to param.data does not do; give gpu0_bsz a number",
+                "it has nothing to go by: it waits for a torch.optim.Optimizer of the model's "
+                "parameters; give gpu0_bsz a number",
                 BalanceWarning,
                 stacklevel=2,
             )
-
-
-def _version(module: nn.Module) -> tuple[int, int] | None:
-    """Returns what changes when an optimizer changes the parameters in place."""
-    for parameter in module.parameters():
-        if parameter.requires_grad:
-            return id(parameter), parameter._version
-    return None

@@ -17,16 +17,27 @@ from .errors import BalancedDataParallelError, ProbeError
 
 try:
     import typer
-    from rich.console import Console
     from rich.live import Live
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-    )
     from rich.table import Table
+
+    from .report import (
+        compare_reports,
+        load_reports,
+        report_html,
+        report_json,
+        report_markdown,
+        save_report,
+    )
+    from .report.file import write_atomically
+    from .terminal import (
+        measuring_progress,
+        memory_table,
+        print_comparison,
+        print_demo,
+        print_report,
+        progress_bar,
+        stdout_console,
+    )
 except ImportError as error:  # the library itself needs neither
     raise SystemExit(
         f"balanced-dp: the command line needs {error.name}, which is part of the extra 'cli': "
@@ -36,10 +47,10 @@ except ImportError as error:  # the library itself needs neither
 import torch
 
 from . import demo as demos
-from .measurement import Measurement
+from .measurement import uses_emulation
 from .memory import DeviceMemory, MemoryProbe
-from .tuner import Tuning, plan_workload
-from .units import format_bytes, format_mib, parse_bytes
+from .tuner import Report, tune
+from .units import parse_bytes
 from .workloads import BUILT_IN, find_workload
 
 app = typer.Typer(
@@ -79,24 +90,13 @@ def demo(
     if num_devices is None:
         num_devices = demos.default_num_devices(emulate)
     settings = demos.DemoSettings(num_devices, batch_size, steps, gpu0_bsz, memory, emulate)
-    if json_file is not None and not json_file.absolute().parent.is_dir():
-        _fail(f"--json {json_file}: there is no folder {json_file.absolute().parent}")
-    if json_file is not None and json_file.is_dir():
-        _fail(f"--json {json_file} is a folder; name a file")
-    progress = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        console=Console(stderr=True),
-        transient=True,
-    )
-    with progress:
-        task = progress.add_task("training steps", total=settings.num_steps)
+    _check_writable(json_file)
+    with progress_bar("training steps", settings.num_steps) as progress:
+        [task] = progress.task_ids
         runs = demos.run_demo(settings, on_step=lambda: progress.advance(task))
     if json_file is not None:
         json_file.write_text(json.dumps(_demo_record(settings, runs), indent=2) + "\n")
-    _print_demo(settings, runs)
+    print_demo(settings, runs)
     if (demos.loss_difference(runs) or 0) > demos.LOSS_TOLERANCE:
         raise typer.Exit(1)
 
@@ -129,14 +129,14 @@ def _show_memory(memory_probe: MemoryProbe, as_json: bool, watch_s: float | None
             record = _probe_record(memories)
             print(json.dumps(record, indent=2 if watch_s is None else None), flush=True)
         return
-    console = _console()
+    console = stdout_console()
     if not console.is_terminal:  # nothing there could be drawn over
         for memories in _snapshots(memory_probe, watch_s):
-            console.print(_memory_table(memories))
+            console.print(memory_table(memories))
         return
     with Live(console=console, auto_refresh=False) as live:
         for memories in _snapshots(memory_probe, watch_s):
-            live.update(_memory_table(memories), refresh=True)
+            live.update(memory_table(memories), refresh=True)
 
 
 @app.command()
@@ -160,7 +160,7 @@ def workloads(
         table.add_column(header, justify="right")
     for name, about, parameters, batch_size in listed:
         table.add_row(name, about, f"{parameters / 1e6:.1f} M", str(batch_size))
-    _console().print(table)
+    stdout_console().print(table)
 
 
 @app.command("plan")
@@ -183,79 +183,186 @@ def plan_command(
 
     A few training steps are measured on emulated devices that keep shapes only.
     """
+    capacities = _capacities(memory, num_devices)
+    report = _tuned(target, batch_size, capacities, reserve, emulate=True)
+    if as_json:
+        print(report_json(report), end="")
+    else:
+        print_report(report, candidates=False)
+
+
+@app.command("tune")
+def tune_command(
+    target: Annotated[str, typer.Argument(help="A built-in workload, or package.module:function.")],
+    batch_size: Annotated[
+        int | None, typer.Option(help="Samples in a batch; default: the workload's.")
+    ] = None,
+    sweep: Annotated[
+        str | None,
+        typer.Option(metavar="FIRST:LAST", help="Measure each gpu0_bsz of these, such as 0:8."),
+    ] = None,
+    num_devices: Annotated[
+        int | None, typer.Option("--devices", help="Default: all GPUs, or 4 emulated devices.")
+    ] = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            help="Capacity of each device, or one for each: 24GiB,11GiB. Default: what GPUs have; "
+            "of emulated devices, what the even split needs."
+        ),
+    ] = None,
+    reserve: Annotated[
+        str | None,
+        typer.Option(
+            help="Of each device, for CUDA's context and libraries' workspaces. Default: 512MiB "
+            "where a capacity is known."
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the report there.")
+    ] = None,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write it as a page, too.")
+    ] = None,
+    emulate: Annotated[
+        bool, typer.Option("--emulate", help="Emulated devices even where there are GPUs.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Measure a workload at the values that matter, choose gpu0_bsz, and write the report.
+
+    On all devices of this machine if it has two or more GPUs, else on emulated ones.
+    """
+    capacities = None
+    if memory is not None:
+        capacities = _capacities(memory, num_devices)
+    if reserve is None:
+        is_known = memory is not None or not uses_emulation(emulate)
+        reserve = "512MiB" if is_known else "0"
+    for path in (output, html):
+        _check_writable(path)
+    report = _tuned(
+        target, batch_size, capacities, reserve, num_devices, _values(sweep), emulate=emulate
+    )
+    if output is not None:
+        save_report(report, output)
+    if html is not None:
+        write_atomically(html, report_html([report]))
+    if as_json:
+        print(report_json(report), end="")
+    else:
+        print_report(report, candidates=True)
+
+
+@app.command("report")
+def report_command(
+    file: Annotated[
+        Path, typer.Argument(help="Of balanced-dp tune, or of pytest --benchmark-json.")
+    ],
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write it as a page that needs no network.")
+    ] = None,
+    markdown: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write it as Markdown.")
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print JSON, a line for each workload.")
+    ] = False,
+) -> None:
+    """Show a report again, or write it as a page or as Markdown."""
+    reports = load_reports(file)
+    for path in (html, markdown):
+        _check_writable(path)
+    if html is not None:
+        write_atomically(html, report_html(reports))
+    if markdown is not None:
+        write_atomically(markdown, "\n".join(map(report_markdown, reports)))
+    for report in reports:
+        if as_json:
+            print(json.dumps(json.loads(report_json(report))))
+        elif html is None and markdown is None:
+            print_report(report, candidates=True)
+
+
+@app.command("compare")
+def compare_command(
+    before: Annotated[Path, typer.Argument(help="A report.")],
+    after: Annotated[Path, typer.Argument(help="The report in question.")],
+    limits: Annotated[
+        str,
+        typer.Option(
+            "--fail",
+            metavar="METRIC:LIMIT,...",
+            help="Exit code 1 if worse by more, such as peak:5%,imbalance:0.1; also max_batch and "
+            "speed.",
+        ),
+    ] = "",
+) -> None:
+    """Compare the chosen splits of two reports, workload by workload."""
+    pairs = {report.workload: report for report in load_reports(before)}
+    failed = False
+    for report in load_reports(after):
+        if report.workload not in pairs:
+            _fail(
+                f"{before} has no report of {report.workload}; it has {', '.join(pairs) or 'none'}"
+            )
+        comparisons = compare_reports(pairs[report.workload], report, limits)
+        print_comparison(comparisons)
+        failed |= any(found.failed for found in comparisons)
+    if failed:
+        raise typer.Exit(1)
+
+
+def _capacities(memory: str, num_devices: int | None) -> list[int]:
     sizes = memory.split(",")
     if len(sizes) > 1 and num_devices not in (None, len(sizes)):
         _fail(f"--memory gives {len(sizes)} devices, but --devices is {num_devices}")
     if len(sizes) == 1:
-        sizes *= num_devices or 4
-    capacities = [parse_bytes(size, "--memory") for size in sizes]
+        sizes *= 4 if num_devices is None else num_devices
+    return [parse_bytes(size, "--memory") for size in sizes]
+
+
+def _values(sweep: str | None) -> range:
+    if sweep is None:
+        return range(0)
+    first, _, last = sweep.partition(":")
+    if not (first.isdecimal() and last.isdecimal() and int(first) <= int(last)):
+        _fail(f"--sweep must be FIRST:LAST such as 0:8, got {sweep!r}")
+    return range(int(first), int(last) + 1)
+
+
+def _check_writable(path: Path | None) -> None:
+    if path is None:
+        return
+    if path.is_dir():
+        _fail(f"{path} is a folder; name a file")
+    if not path.absolute().parent.is_dir():
+        _fail(f"{path}: there is no folder {path.absolute().parent}")
+
+
+def _tuned(
+    target: str,
+    batch_size: int | None,
+    capacities: list[int] | None,
+    reserve: str,
+    num_devices: int | None = None,
+    sweep: range = range(0),
+    *,
+    emulate: bool,
+) -> Report:
     sys.path.insert(0, "")  # one's own workload may be in the current folder
     workload = find_workload(target)
-    with Progress(
-        TextColumn("{task.description}"), console=Console(stderr=True), transient=True
-    ) as progress:
-        task = progress.add_task("measuring on emulated devices", total=None)
-
-        def show(measurement: Measurement) -> None:
-            progress.update(
-                task,
-                description=f"measured a batch of {measurement.batch_size} with "
-                f"gpu0_bsz={measurement.gpu0_bsz}",
-            )
-
-        tuning = plan_workload(
+    with measuring_progress() as on_measurement:
+        return tune(
             workload,
             workload.batch_size if batch_size is None else batch_size,
+            num_devices,
             capacities,
-            parse_bytes(reserve, "--reserve"),
-            show,
+            reserve=parse_bytes(reserve, "--reserve"),
+            sweep=sweep,
+            emulate=emulate,
+            on_measurement=on_measurement,
         )
-    if as_json:
-        print(json.dumps({**_origin(), **asdict(tuning)}, indent=2))
-    else:
-        _print_plan(tuning)
-
-
-def _print_plan(tuning: Tuning) -> None:
-    plan = tuning.plan
-    console = _console()
-    table = Table(
-        title=f"{tuning.workload}, batches of {plan.batch_size}, {len(plan.chunk_sizes)} devices",
-        caption=f"From {len(tuning.measurements)} steps on emulated devices, shapes only; float32. "
-        f"{format_bytes(plan.reserve_bytes)} of each device are left for contexts and workspaces.",
-    )
-    for header in ("device", "samples", "capacity", "predicted", "measured", "headroom"):
-        table.add_column(header, justify="right")
-    table.add_column("even split", justify="right")
-    columns = (
-        plan.chunk_sizes,
-        plan.capacity_bytes,
-        plan.predicted_bytes,
-        tuning.chosen.peak_bytes,
-        plan.headroom_bytes,
-        plan.even_bytes,
-    )
-    for index, (size, *amounts) in enumerate(zip(*columns, strict=True)):
-        table.add_row(str(index), str(size), *map(format_bytes, amounts))
-    console.print(table)
-    console.print(
-        f"model = BalancedDataParallel({plan.gpu0_bsz}, model)  # device {plan.limiting_device} "
-        "is the fullest"
-    )
-    console.print(
-        f"The largest batch that fits is {plan.max_batch_size}, with "
-        f"gpu0_bsz={plan.max_batch_gpu0_bsz}; with the even split it is "
-        f"{plan.even_max_batch_size}. The largest chunk is {plan.time_cost:.2f} times the even one."
-    )
-    if not tuning.model.is_lawful:
-        console.print(
-            f"The predictions are off by up to {tuning.model.residual:.0%}: what this workload "
-            "needs does not grow evenly with the batch. So every gpu0_bsz was measured, and the "
-            "largest batch is a guess.",
-            soft_wrap=True,
-        )
-    for sentence in plan.advice:
-        console.print(f"{sentence[0].upper()}{sentence[1:]}.", soft_wrap=True)
 
 
 def _snapshots(
@@ -267,46 +374,11 @@ def _snapshots(
         yield memory_probe.snapshot()
 
 
-def _memory_table(memories: Sequence[DeviceMemory]) -> Table:
-    versions = {memory.memory_info_version for memory in memories}
-    caption = "Used is by anybody: tensors, torch's cache, contexts, other processes."
-    if 1 in versions:
-        caption += " This driver counts its own reserve as used."
-    if any(memory.device is None for memory in memories):
-        caption += " Torch does not see the devices that have no torch number."
-    table = Table(caption=caption)
-    for header in ("device", "name", "UUID"):
-        table.add_column(header, overflow="fold")
-    for header in ("total", "used", "free", "ours", "other processes"):
-        table.add_column(header, justify="right")
-    for memory in memories:
-        sizes = (
-            memory.total_bytes,
-            memory.used_bytes,
-            memory.free_bytes,
-            memory.process_bytes,
-            memory.other_process_bytes,
-        )
-        name = memory.name or "?"
-        table.add_row(
-            memory.label,
-            name if memory.error is None else f"{name}: {memory.error}",
-            memory.uuid or "?",
-            *("?" if size is None else format_bytes(size) for size in sizes),
-        )
-    return table
-
-
 def _probe_record(memories: Sequence[DeviceMemory]) -> dict[str, Any]:
     return {
         **_origin(),
         "devices": [{"label": memory.label, **asdict(memory)} for memory in memories],
     }
-
-
-def _console() -> Console:
-    # A table that is not for a terminal is not cut to the width of one.
-    return Console(width=None if sys.stdout.isatty() else 160, highlight=False)
 
 
 def _origin() -> dict[str, Any]:
@@ -315,68 +387,6 @@ def _origin() -> dict[str, Any]:
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
         "machine": platform.platform(),
     }
-
-
-def _print_demo(settings: demos.DemoSettings, runs: Sequence[demos.DemoRun]) -> None:
-    console = _console()
-    kind = "emulated devices, on the CPU" if settings.emulated else "devices"
-    table = Table(
-        title=f"A character transformer, batches of {settings.batch_size}, "
-        f"{settings.num_devices} {kind}",
-        caption="Memory in MiB. Device 0 is the first one."
-        + " The speed is that of this CPU." * settings.emulated,
-    )
-    for header in ("run", "split", "peak of each device", "imbalance", "device 0 at its peak"):
-        table.add_column(header, overflow="fold")
-    for header in ("samples/s", "first loss", "last loss"):
-        table.add_column(header, justify="right")
-    for run in runs:
-        table.add_row(
-            run.name,
-            " ".join(map(str, run.chunk_sizes)),
-            *_describe_result(run),
-        )
-    console.print(table)
-    difference = demos.loss_difference(runs)
-    if difference is None:
-        console.print("Fewer than two runs fit, so there are no loss curves to compare.")
-    elif difference <= demos.LOSS_TOLERANCE:
-        console.print(
-            f"The loss curves agree: they differ by {difference:.1e} at most "
-            f"(allowed: {demos.LOSS_TOLERANCE:.0e})."
-        )
-    else:
-        console.print(
-            f"FAILED: the loss curves differ by {difference:.1e} "
-            f"(allowed: {demos.LOSS_TOLERANCE:.0e})."
-        )
-    _, even, balanced = runs
-    if even.out_of_memory is None and balanced.out_of_memory is None:
-        console.print(
-            f"The fullest device needs {format_bytes(max(even.peak_bytes))} with the even split "
-            f"and {format_bytes(max(balanced.peak_bytes))} with "
-            f"BalancedDataParallel({balanced.chunk_sizes[0]}, model)."
-        )
-
-
-def _describe_result(run: demos.DemoRun) -> list[str]:
-    if run.out_of_memory is not None:
-        return ["out of memory", "", _describe_breakdown(run.breakdown)]
-    return [
-        "  ".join(map(format_mib, run.peak_bytes)),
-        f"{run.imbalance:.0%}" if len(run.devices) > 1 else "",
-        _describe_breakdown(run.breakdown),
-        f"{run.samples_per_s:.1f}",
-        f"{run.losses[0]:.4f}",
-        f"{run.losses[-1]:.4f}",
-    ]
-
-
-def _describe_breakdown(breakdown: dict[str, int] | None) -> str:
-    if breakdown is None:
-        return ""
-    largest = sorted(breakdown.items(), key=lambda item: -item[1])
-    return ", ".join(f"{use} {format_mib(size)}" for use, size in largest if size >= 2**20 // 10)
 
 
 def _demo_record(settings: demos.DemoSettings, runs: Sequence[demos.DemoRun]) -> dict[str, Any]:

@@ -178,7 +178,7 @@ def tune(
         devices: how many devices, or which. By default all accelerators, or one emulated device
             for each capacity, or four.
         capacities: bytes that each device can hold, device 0 first. By default what accelerators
-            have; for emulated devices, what the even split needs of its fullest.
+            have; for emulated devices, what the even split needs of its fullest, in whole MiB.
         reserve: bytes of each device that are not to be planned with.
         sweep: values of ``gpu0_bsz`` to measure in any case.
         emulate: emulated devices even where there are accelerators.
@@ -245,7 +245,7 @@ def _capacities(meter: StepMeter, batch_size: int) -> list[int]:
     even = -(-batch_size // len(meter.devices))
     measured = meter.measure(batch_size, even)
     if measured.mode != "real":
-        return [max(measured.peak_bytes)] * len(meter.devices)
+        return [-(-max(measured.peak_bytes) // 2**20) * 2**20] * len(meter.devices)
     return [torch.get_device_module(d).get_device_properties(d).total_memory for d in meter.devices]
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import pickle
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -244,6 +246,23 @@ def test_the_optimizer_step_ends_an_iteration_and_nothing_else_counts():
             )
             del loop
     assert peaks[value] <= min(peaks.values()) * 1.01
+
+
+@pytest.mark.parametrize("options", [{"fused": True}, {"foreach": False}])
+def test_steps_are_seen_whatever_the_optimizer_runs(options):
+    """A fused kernel writes to the parameters without a new version."""
+    workload = replace(wide(), make_optimizer=functools.partial(torch.optim.AdamW, **options))
+    with emulate_devices(4, symbolic=True) as devices:
+        loop = Loop(workload, devices)
+        other = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
+        for _ in range(6):
+            loop.forward_backward(400)
+            other.step()  # not the model's
+        assert loop.balance.num_changes == 0
+        follow(loop, 400)
+        assert loop.balance.is_frozen
+        assert loop.model.gpu0_bsz < 100
+        del loop
 
 
 def test_nothing_is_read_once_it_is_frozen(monkeypatch):

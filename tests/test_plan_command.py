@@ -30,7 +30,7 @@ def run(*arguments, **options):
 def test_the_plan_of_gpt2_small_says_what_gathering_costs():
     done = run("plan", "gpt2-small", "--devices", "4", "--memory", "11GiB", "--batch-size", "32")
     assert done.returncode == 0
-    assert "model = BalancedDataParallel(0, model)" in done.stdout
+    assert "model = BalancedDataParallel(gpu0_bsz=0, module=model)" in done.stdout
     assert "No value of gpu0_bsz balances this: without any samples device 0" in done.stdout
     assert "costs device 0 6.13 GiB" in done.stdout
 

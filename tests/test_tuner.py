@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -9,21 +12,23 @@ from balanced_dp import (
     ArgumentError,
     InfeasiblePlanError,
     Workload,
+    emulate_devices,
     measure_step,
-    plan_workload,
     split_batch,
+    tune,
 )
+from balanced_dp.auto import MAX_CHANGES
 from balanced_dp.measurement import open_devices, step_meter
 
 from .small_workloads import SMALL
+from .test_auto import Loop, follow
 
 GIB = 2**30
 PLENTY = 1000 * GIB
-CASES = [
-    (name, num_devices, batch_size)
-    for name in SMALL
-    for num_devices, batch_size in ((2, 9), (4, 24))
-] + [(name, 8, 40) for name in ("wide_output", "convolutions", "char_transformer")]
+
+
+def tuned(workload, batch_size, capacities, **options):
+    return tune(workload, batch_size, capacities=capacities, emulate=True, **options)
 
 
 def try_all(workload, batch_size, num_devices):
@@ -33,18 +38,39 @@ def try_all(workload, batch_size, num_devices):
         return {g: meter.measure(batch_size, g).peak_bytes for g in range(even + 1)}
 
 
-@pytest.mark.parametrize(("name", "num_devices", "batch_size"), CASES)
-def test_the_plan_is_what_trying_everything_finds(name, num_devices, batch_size):
+def value_of_auto(workload, batch_size, num_devices):
+    """The value that training with gpu0_bsz="auto" ends with."""
+    with emulate_devices(num_devices, symbolic=True) as devices:
+        loop = Loop(workload, devices)
+        values = follow(loop, batch_size, 2 * (MAX_CHANGES + 1) + 1)
+        assert loop.balance.is_frozen
+        assert sum(a != b for a, b in itertools.pairwise(values)) <= MAX_CHANGES
+        del loop
+    return values[-1]
+
+
+@pytest.mark.parametrize(
+    ("name", "num_devices", "batch_size"),
+    [
+        (name, num_devices, batch_size)
+        for name in SMALL
+        for num_devices, batch_size in ((2, 9), (4, 24))
+    ]
+    + [(name, 8, 40) for name in ("wide_output", "convolutions", "char_transformer")]
+    + [("mlp", 3, 50), ("tied_transformer", 6, 14), ("loss_inside", 5, 33)],
+)
+def test_the_plan_and_auto_are_what_trying_everything_finds(name, num_devices, batch_size):
     workload = SMALL[name]()
     peaks = try_all(workload, batch_size, num_devices)
     best = min(max(values) for values in peaks.values())
-    tuning = plan_workload(workload, batch_size, [PLENTY] * num_devices)
-    plan = tuning.plan
+    report = tuned(workload, batch_size, [PLENTY] * num_devices)
+    plan = report.plan
     assert max(peaks[plan.gpu0_bsz]) <= best * 1.01
     assert plan.chunk_sizes == split_batch(batch_size, num_devices, plan.gpu0_bsz)
-    assert tuning.chosen.peak_bytes == peaks[plan.gpu0_bsz]
-    assert tuning.prediction_error <= 0.01
-    assert len(tuning.measurements) < 25
+    assert report.chosen.peak_bytes == peaks[plan.gpu0_bsz]
+    assert report.prediction_error <= 0.01
+    assert len(report.measurements) < 25
+    assert max(peaks[value_of_auto(workload, batch_size, num_devices)]) <= best * 1.01
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -52,17 +78,17 @@ def test_the_plan_is_what_trying_everything_finds(name, num_devices, batch_size)
 def test_predictions_hold_where_nothing_was_measured(name, num_devices):
     """Around what was planned, at batch sizes and splits that were not fitted."""
     workload, batch_size = SMALL[name](), 60
-    tuning = plan_workload(workload, batch_size, [PLENTY] * num_devices)
-    fitted = {(m.batch_size, m.gpu0_bsz) for m in tuning.measurements}
+    report = tuned(workload, batch_size, [PLENTY] * num_devices)
+    fitted = {(m.batch_size, m.gpu0_bsz) for m in report.measurements}
     with open_devices(num_devices, emulate=True) as devices, step_meter(workload, devices) as meter:
         for size in (batch_size, 90):
             even = -(-size // num_devices)
-            near = round(tuning.plan.gpu0_bsz * size / batch_size)
+            near = round(report.plan.gpu0_bsz * size / batch_size)
             for gpu0_bsz in {max(0, near - 2), min(even, near + 2), even - 1}:
                 if (size, gpu0_bsz) in fitted:
                     continue
                 measured = meter.measure(size, gpu0_bsz).peak_bytes
-                predicted = tuning.model.predict(split_batch(size, num_devices, gpu0_bsz))
+                predicted = report.model.predict(split_batch(size, num_devices, gpu0_bsz))
                 assert predicted == pytest.approx(measured, rel=0.01), (size, gpu0_bsz)
 
 
@@ -73,7 +99,7 @@ def test_the_largest_batch_is_the_largest_that_runs(name, num_devices):
     batch_size = 4 * num_devices
     with open_devices(num_devices, emulate=True) as devices:
         capacity = 3 * max(measure_step(workload, batch_size, 4, devices).peak_bytes)
-    plan = plan_workload(workload, batch_size, [capacity] * num_devices).plan
+    plan = tuned(workload, batch_size, [capacity] * num_devices).plan
 
     def runs(size: int, gpu0_bsz: int) -> bool:
         with open_devices(num_devices, memory=capacity, emulate=True) as devices:
@@ -91,25 +117,109 @@ def test_the_largest_batch_is_the_largest_that_runs(name, num_devices):
 
 def test_devices_of_unlike_capacity_are_filled_alike():
     workload = SMALL["char_transformer"]()
-    small = plan_workload(workload, 64, [2 * GIB, 8 * GIB, 8 * GIB]).plan
-    alike = plan_workload(workload, 64, [8 * GIB] * 3).plan
-    assert small.gpu0_bsz < alike.gpu0_bsz
-    assert small.capacity_bytes == (2 * GIB, 8 * GIB, 8 * GIB)
+    small = tuned(workload, 64, [2 * GIB, 8 * GIB, 8 * GIB])
+    alike = tuned(workload, 64, [8 * GIB] * 3)
+    assert small.plan.gpu0_bsz < alike.plan.gpu0_bsz
+    assert small.plan.capacity_bytes == (2 * GIB, 8 * GIB, 8 * GIB)
+    assert alike.plan.weighted is alike.weighted is alike.weighted_line is None
+
+
+def test_a_share_for_each_device_uses_what_gpu0_bsz_cannot():
+    capacities = [8 * GIB, 4 * GIB, 2 * GIB]
+    report = tuned(SMALL["char_transformer"](), 256, capacities)
+    weighted = report.plan.weighted
+    first, second, third = weighted.chunk_sizes
+    assert first > second > third > 0
+    assert report.weighted.chunk_sizes == weighted.chunk_sizes
+    assert report.weighted.peak_bytes == pytest.approx(weighted.predicted_bytes, rel=0.01)
+    assert weighted.max_batch_size > 1.3 * report.plan.max_batch_size
+    assert report.weighted_line.endswith(f"device_weights=[{first}, {second}, {third}])")
+
+    def fullest(measured):
+        pairs = zip(measured.peak_bytes, capacities, strict=True)
+        return max(held / capacity for held, capacity in pairs)
+
+    assert fullest(report.weighted) < 0.8 * fullest(report.chosen)
 
 
 def test_what_does_not_fit_says_what_is_lacking():
     workload = SMALL["wide_output"]()
     with pytest.raises(InfeasiblePlanError, match=r"device 0 needs .* and lacks .*; the largest"):
-        plan_workload(workload, 200, [GIB // 2] * 2)
+        tuned(workload, 200, [GIB // 2] * 2)
 
 
 def test_what_no_value_balances_is_told():
-    plan = plan_workload(SMALL["wide_output"](), 2000, [PLENTY] * 4).plan
+    report = tuned(SMALL["wide_output"](), 2000, [PLENTY] * 4)
+    plan = report.plan
     [sentence] = plan.advice
     assert sentence.startswith("no value of gpu0_bsz balances this: without any samples device 0")
     assert "Gathering the outputs of 2000 samples and their loss costs device 0" in sentence
     assert plan.predicted_bytes[0] == pytest.approx(plan.floor_bytes, rel=0.01)
-    assert plan_workload(SMALL["loss_inside"](), 64, [PLENTY] * 4).plan.advice == ()
+    assert report.advice[0] == sentence
+    assert report.advice[1].startswith("computing the loss on each device, inside the model, takes")
+    inside = report.loss_on_device
+    assert max(inside.peak_bytes) < 0.5 * max(report.chosen.peak_bytes)
+    assert max(inside.peak_bytes) < 1.2 * min(inside.peak_bytes)
+    assert tuned(SMALL["loss_inside"](), 64, [PLENTY] * 4).advice == ()
+
+
+def test_a_loss_that_is_one_for_the_whole_batch_is_not_advised_on_each_device():
+    workload = SMALL["wide_output"]()
+
+    def loss(output, target):
+        if output.device.index:
+            raise RuntimeError("for device 0 only")
+        return workload.loss(output, target)
+
+    report = tuned(replace(workload, loss=loss), 200, [PLENTY] * 2)
+    assert report.loss_on_device is None
+    assert len(report.advice) == 1
+
+
+def test_capacities_that_are_not_given_are_what_the_even_split_needs():
+    report = tune(SMALL["char_transformer"](), 24, emulate=True)
+    assert len(report.plan.chunk_sizes) == 4
+    [capacity] = set(report.plan.capacity_bytes)
+    assert 0 <= capacity - max(report.even.peak_bytes) < 2**20
+    assert report.plan.even_max_batch_size == 24 < report.plan.max_batch_size
+
+
+def test_a_sweep_measures_each_value():
+    report = tune(SMALL["mlp"](), 24, 3, sweep=range(3, 99), emulate=True)
+    swept = {m.gpu0_bsz for m in report.measurements if m.batch_size == 24}
+    assert swept >= set(range(3, 9))
+
+
+def test_devices_that_are_given_are_measured_on():
+    """As accelerators are: memory that runs out is a row, and the plan is of what ran."""
+    workload = SMALL["char_transformer"]()
+    free = tuned(workload, 36, [PLENTY] * 3)
+    capacity = (max(free.chosen.peak_bytes) + max(free.even.peak_bytes)) // 2
+    with emulate_devices(3, symbolic=True, memory=capacity) as devices:
+        report = tune(workload, 36, list(devices), [capacity] * 3)
+    assert {m.status for m in report.measurements} == {"ok", "oom"}
+    assert report.chosen.peak_bytes == free.chosen.peak_bytes
+    assert report.even.status == "oom"
+    with (
+        emulate_devices(3, symbolic=True, memory=capacity) as devices,
+        pytest.raises(InfeasiblePlanError, match="a batch of 360 does not fit: memory ran out"),
+    ):
+        tune(workload, 360, list(devices), [capacity] * 3)
+    with (
+        emulate_devices(3, symbolic=True, memory="24MiB") as devices,
+        pytest.raises(InfeasiblePlanError, match="not even a batch of 1 ran: CUDA out of memory"),
+    ):
+        tune(workload, 4, list(devices), [capacity] * 3)
+
+
+def test_half_precision_is_planned_with():
+    workload = SMALL["char_transformer"]()
+    full = tuned(workload, 64, [PLENTY] * 3)
+    half = tuned(replace(workload, precision=torch.bfloat16), 64, [PLENTY] * 3)
+    assert half.precision == "torch.bfloat16"
+    assert full.precision is None
+    assert max(half.even.peak_bytes) < 0.8 * max(full.even.peak_bytes)
+    assert half.prediction_error <= 0.01
 
 
 class Lawless(torch.nn.Module):
@@ -133,11 +243,11 @@ def lawless():
 
 def test_a_workload_without_a_law_is_measured_at_every_candidate():
     workload = lawless()
-    tuning = plan_workload(workload, 24, [GIB] * 3)
-    assert not tuning.model.is_lawful
-    assert {m.gpu0_bsz for m in tuning.measurements if m.batch_size == 24} == set(range(9))
+    report = tuned(workload, 24, [GIB] * 3)
+    assert not report.model.is_lawful
+    assert {m.gpu0_bsz for m in report.measurements if m.batch_size == 24} == set(range(9))
     peaks = try_all(workload, 24, 3)
-    assert max(peaks[tuning.plan.gpu0_bsz]) == min(map(max, peaks.values()))
+    assert max(peaks[report.plan.gpu0_bsz]) == min(map(max, peaks.values()))
 
 
 @pytest.mark.parametrize(
@@ -150,10 +260,17 @@ def test_a_workload_without_a_law_is_measured_at_every_candidate():
 )
 def test_what_cannot_be_planned(batch_size, capacities, reserve, message):
     with pytest.raises(ArgumentError, match=message):
-        plan_workload(SMALL["mlp"](), batch_size, capacities, reserve)
+        tuned(SMALL["mlp"](), batch_size, capacities, reserve=reserve)
 
 
 def test_measurements_are_told_as_they_come():
     seen = []
-    tuning = plan_workload(SMALL["mlp"](), 16, [GIB] * 2, on_measurement=seen.append)
-    assert tuple(seen) == tuning.measurements
+    report = tuned(SMALL["mlp"](), 16, [GIB] * 2, on_measurement=lambda *told: seen.append(told))
+    measurements, left = zip(*seen, strict=True)
+    assert measurements == report.measurements
+    assert list(left) == sorted(left, reverse=True)
+
+
+def test_a_capacity_is_wanted_for_each_device():
+    with pytest.raises(ArgumentError, match="one for each of 3 devices, got 2"):
+        tune(SMALL["mlp"](), 8, 3, [GIB] * 2, emulate=True)

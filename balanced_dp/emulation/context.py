@@ -120,7 +120,7 @@ def emulate_devices(
         stack.enter_context(contextmanager(machine_made_current)(machine))
         stack.enter_context(_parameters_keep_identity())
         stack.enter_context(_seeded_by_torch(machine))
-        stack.enter_context(_optimizers_use_foreach())
+        stack.enter_context(_optimizers_as_on_cuda())
         for handle in _labelling_hooks(machine):
             stack.callback(handle.remove)
         yield EmulatedDevices(machine)
@@ -173,17 +173,17 @@ def _parameters_keep_identity() -> Iterator[None]:
 
 
 @contextmanager
-def _optimizers_use_foreach() -> Iterator[None]:
-    # On CUDA optimizers compute on all parameters at once, which takes temporary memory for all.
+def _optimizers_as_on_cuda() -> Iterator[None]:
+    # There they compute on all parameters at once, which takes temporary memory for all of them,
+    # and can be told to run one fused kernel, which takes none.
     optimizer: Any = sys.modules[torch.optim.Optimizer.__module__]
-    types = [*optimizer._foreach_supported_types, EmulatedTensor]
-    device_types = [*optimizer._get_foreach_kernels_supported_devices(), DEVICE_TYPE]
-    with (
-        mock.patch.object(optimizer, "_foreach_supported_types", types),
-        mock.patch.object(
-            optimizer, "_get_foreach_kernels_supported_devices", lambda: device_types
-        ),
-    ):
+    with ExitStack() as stack:
+        types = [*optimizer._foreach_supported_types, EmulatedTensor]
+        stack.enter_context(mock.patch.object(optimizer, "_foreach_supported_types", types))
+        for kind in ("foreach", "fused"):
+            name = f"_get_{kind}_kernels_supported_devices"
+            device_types = [*getattr(optimizer, name)(), DEVICE_TYPE]
+            stack.enter_context(mock.patch.object(optimizer, name, lambda d=device_types: d))
         yield
 
 

@@ -115,6 +115,8 @@ def call(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, A
         return func(*args, **kwargs)
     except RuntimeError as error:
         if "meta" in str(error).lower() and not all(map(is_known, _tensors(args))):
+            if not func._schema.returns:  # it only writes values: a fused optimizer's step
+                return None
             raise SymbolicValueError(
                 f"{func} cannot run on shapes alone, which is all that "
                 "emulate_devices(symbolic=True) keeps; use symbolic=False"

@@ -174,6 +174,8 @@ def run(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, An
     if machine.symbolic:
         elem_args, elem_kwargs = symbolic_arguments(func, elem_args, elem_kwargs)
     out = call(func, elem_args, elem_kwargs)
+    if _writes_to_list(func):  # torch counts writes to single tensors itself
+        torch.autograd.graph.increment_version(t for t in args[0] if not t.is_inference())
     return wrapped.wrap(out, machine, device, *_labels(machine))
 
 
@@ -370,6 +372,15 @@ def _makes_parameter_gradients(node: Any) -> bool:
 def _is_composite(func: torch._ops.OpOverload) -> bool:
     key = torch._C.DispatchKey.CompositeImplicitAutograd
     return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key)
+
+
+@functools.cache
+def _writes_to_list(func: torch._ops.OpOverload) -> bool:
+    if not func._schema.arguments:
+        return False
+    first = func._schema.arguments[0]
+    is_written = first.alias_info is not None and first.alias_info.is_write
+    return is_written and isinstance(first.type, torch.ListType)
 
 
 @functools.cache

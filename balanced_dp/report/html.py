@@ -8,12 +8,13 @@ import jinja2
 from markupsafe import Markup
 
 from ..tuner import Report
-from . import plots
 from .tables import candidate_table, device_table, how_measured, origin_table, summary, title
 
 
 def report_html(reports: Sequence[Report]) -> str:
     """Returns a page with a section for each report: words, tables and plots, no network."""
+    from . import plots  # only where it is needed: it imports matplotlib, which takes a while
+
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("balanced_dp.report", "."),
         autoescape=True,

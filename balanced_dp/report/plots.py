@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
+from typing import Any
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
@@ -16,7 +17,7 @@ from ..tuner import Report
 from .tables import candidates
 
 GIB, MIB = 2**30, 2**20
-_STYLE = {
+_STYLE: Any = {
     "svg.fonttype": "none",  # text stays text
     "svg.hashsalt": "balanced-dp",  # the same plot gives the same file
     "font.family": "sans-serif",
@@ -48,13 +49,12 @@ def peaks_plot(report: Report) -> str:
         ]
         for device in range(min(num_devices, _MAX_LINES)):
             colour = _COLOURS[device]
-            style = {"linewidth": 2.5 if device == 0 else 1.2, "alpha": 0.9}
             axes.plot(
                 values,
                 [needs[device] / scale for needs in predicted],
                 color=colour,
                 label=f"device {device}",
-                **style,
+                linewidth=2.5 if device == 0 else 1.2,
             )
             ran = [m for m in swept if m.status == "ok"]
             axes.plot(
@@ -83,7 +83,8 @@ def peaks_plot(report: Report) -> str:
             markersize=15,
             label=f"chosen: gpu0_bsz={plan.gpu0_bsz}",
         )
-        axes.set(xlabel="gpu0_bsz", ylabel=f"peak, {unit}", ylim=(0, None))
+        axes.set(xlabel="gpu0_bsz", ylabel=f"peak, {unit}")
+        _from_zero(axes)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         _legend_below(axes)
 
@@ -131,14 +132,15 @@ def batch_plot(report: Report) -> str:
         values = sorted({*range(0, highest + 1, step), plan.max_batch_gpu0_bsz, plan.gpu0_bsz})
         axes.plot(
             values,
-            [planner.max_batch_size(lambda _, value=value: value) for value in values],
+            [planner.max_batch_size(lambda batch_size: value) for value in values],  # noqa: B023
             color=_COLOURS[1],
             label="largest batch that fits (predicted)",
         )
         axes.plot(
             plan.max_batch_gpu0_bsz, plan.max_batch_size, "*", color=_COLOURS[1], markersize=13
         )
-        axes.set(xlabel="gpu0_bsz", ylabel="samples in a batch", ylim=(0, None))
+        axes.set(xlabel="gpu0_bsz", ylabel="samples in a batch")
+        _from_zero(axes)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         speed = axes.twinx()
         ran = [m for m in candidates(report) if m.status == "ok"]
@@ -150,7 +152,8 @@ def batch_plot(report: Report) -> str:
             speeds = [even / max(m.chunk_sizes) for m in ran]
             label = "speed of the slowest device, even split = 1"
         speed.plot([m.chunk_sizes[0] for m in ran], speeds, "o", color=_COLOURS[0], label=label)
-        speed.set(ylabel=label, ylim=(0, None))
+        speed.set(ylabel=label)
+        _from_zero(speed)
         speed.grid(visible=False)
         speed.spines["right"].set_visible(True)
         handles = [*axes.get_legend_handles_labels()[0], *speed.get_legend_handles_labels()[0]]
@@ -191,6 +194,10 @@ def prediction_plot(report: Report) -> str:
 
 def _unit(largest: float) -> tuple[int, str]:
     return (GIB, "GiB") if largest >= GIB else (MIB, "MiB")
+
+
+def _from_zero(axes: Axes) -> None:
+    axes.set_ylim(0, axes.get_ylim()[1] * 1.04)
 
 
 def _legend_below(axes: Axes) -> None:

@@ -46,9 +46,7 @@ def how_measured(report: Report) -> str:
         f"{precision}."
     )
     if reserve:
-        sentence += (
-            f" {format_bytes(reserve)} of each device are left for contexts and workspaces."
-        )
+        sentence += f" {format_bytes(reserve)} of each device are left for contexts and workspaces."
     return sentence
 
 
@@ -146,9 +144,7 @@ def candidate_table(report: Report) -> TextTable:
 
 def candidates(report: Report) -> Sequence[Measurement]:
     """Returns the measurements of the planned batch, by ``gpu0_bsz``."""
-    swept = {
-        m.gpu0_bsz: m for m in report.measurements if m.batch_size == report.plan.batch_size
-    }
+    swept = {m.gpu0_bsz: m for m in report.measurements if m.batch_size == report.plan.batch_size}
     return [swept[value] for value in sorted(swept, key=lambda value: value or 0)]
 
 

@@ -537,3 +537,43 @@ def test_there_is_no_breakdown_of_a_device_that_is_not_there(
 ) -> None:
     with pytest.raises(EmulationError):
         devices.memory_breakdown(device)
+
+
+@pytest.mark.parametrize("symbolic", [False, True])
+@pytest.mark.parametrize(
+    ("make", "temporary"),
+    [
+        (torch.optim.AdamW, 1),
+        (partial(torch.optim.AdamW, foreach=False), 3 / 8),
+        (partial(torch.optim.AdamW, fused=True), 0),
+        (partial(torch.optim.SGD, lr=0.1, momentum=0.9), 0),
+        (partial(torch.optim.SGD, lr=0.1, fused=True), 0),
+    ],
+)
+def test_optimizers_take_the_temporary_memory_that_they_take_on_cuda(make, temporary, symbolic):
+    """All parameters at once by default, one after another on request, none when fused."""
+    with emulate_devices(1, symbolic=symbolic) as devices:
+        module = torch.get_device_module("lazy")
+        parameters = [
+            torch.nn.Parameter(torch.zeros(256, 256, device=devices[0])) for _ in range(8)
+        ]
+        optimizer = make(parameters)
+        for _ in range(2):
+            for parameter in parameters:
+                parameter.grad = torch.ones_like(parameter)
+            module.reset_peak_memory_stats()
+            held = module.memory_allocated()
+            versions = [parameter._version for parameter in parameters]
+            optimizer.step()
+        taken = module.max_memory_allocated() - held
+        assert taken == pytest.approx(temporary * 8 * 256 * 256 * 4, abs=4096)
+        if not symbolic:
+            reference = torch.nn.Parameter(torch.zeros(256, 256))
+            own = make([reference])
+            for _ in range(2):
+                reference.grad = torch.ones_like(reference)
+                own.step()
+            torch.testing.assert_close(parameters[0].detach().cpu(), reference.detach())
+        if "fused" not in getattr(make, "keywords", {}):
+            assert all(p._version > v for p, v in zip(parameters, versions, strict=True))
+        del parameters, parameter, optimizer

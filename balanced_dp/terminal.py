@@ -1,0 +1,204 @@
+"""What the commands show on the terminal: tables, sentences and progress."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+
+from . import demo as demos
+from .measurement import Measurement
+from .memory import DeviceMemory
+from .report.compare import Comparison
+from .report.tables import TextTable, candidate_table, device_table, how_measured, summary, title
+from .tuner import Report
+from .units import format_bytes, format_mib
+
+
+def stdout_console() -> Console:
+    """Returns the console that results are printed to."""
+    # A table that is not for a terminal is not cut to the width of one.
+    return Console(width=None if sys.stdout.isatty() else 160, highlight=False)
+
+
+@contextmanager
+def progress_bar(description: str, total: int | None = None) -> Iterator[Progress]:
+    """Gives a progress bar on stderr, with the time left, that is gone in the end."""
+    progress = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        transient=True,
+    )
+    with progress:
+        progress.add_task(description, total=total)
+        yield progress
+
+
+@contextmanager
+def measuring_progress() -> Iterator[Callable[[Measurement, int], None]]:
+    """Gives what to call with each measurement, which moves a progress bar."""
+    with progress_bar("measuring training steps") as progress:
+        [task] = progress.task_ids
+        num_done = 0
+
+        def show(measurement: Measurement, num_left: int) -> None:
+            nonlocal num_done
+            num_done += 1
+            progress.update(
+                task,
+                completed=num_done,
+                total=num_done + num_left,
+                description=f"measured a batch of {measurement.batch_size} with "
+                f"gpu0_bsz={measurement.gpu0_bsz}",
+            )
+
+        yield show
+
+
+def print_report(report: Report, candidates: bool) -> None:
+    """Prints the plan, and with ``candidates`` every measured value for its batch."""
+    console = stdout_console()
+    console.print(
+        _rich_table(device_table(report), title=title(report), caption=how_measured(report))
+    )
+    if candidates:
+        console.print(_rich_table(candidate_table(report), title="measured values of gpu0_bsz"))
+    console.print(f"model = {report.line}", soft_wrap=True)
+    for sentence in summary(report):
+        console.print(sentence, soft_wrap=True, markup=False)
+
+
+def print_comparison(comparisons: Sequence[Comparison]) -> None:
+    """Prints each metric of two reports, and whether it is worse than allowed."""
+    table = Table("metric", "before", "after", "worse by", "allowed", "")
+    for found in comparisons:
+        as_text = format_bytes if found.metric == "peak" else "{:.4g}".format
+        unit = "{:.1%}".format if found.is_relative else "{:.4g}".format
+        allowed = "" if found.limit is None else unit(found.limit)
+        outcome = "" if found.limit is None else "FAILED" if found.failed else "ok"
+        table.add_row(
+            found.metric,
+            as_text(found.before),
+            as_text(found.after),
+            unit(found.worsened),
+            allowed,
+            outcome,
+        )
+    stdout_console().print(table)
+
+
+def _rich_table(content: TextTable, title: str, caption: str | None = None) -> Table:
+    table = Table(title=escape(title), caption=caption and escape(caption))
+    for header in content.headers:
+        table.add_column(header, justify="right", overflow="fold")
+    for index, row in enumerate(content.rows):
+        table.add_row(*map(escape, row), style="bold" if index == content.marked else None)
+    return table
+
+
+def memory_table(memories: Sequence[DeviceMemory]) -> Table:
+    """Returns what each GPU holds as a table."""
+    versions = {memory.memory_info_version for memory in memories}
+    caption = "Used is by anybody: tensors, torch's cache, contexts, other processes."
+    if 1 in versions:
+        caption += " This driver counts its own reserve as used."
+    if any(memory.device is None for memory in memories):
+        caption += " Torch does not see the devices that have no torch number."
+    table = Table(caption=caption)
+    for header in ("device", "name", "UUID"):
+        table.add_column(header, overflow="fold")
+    for header in ("total", "used", "free", "ours", "other processes"):
+        table.add_column(header, justify="right")
+    for memory in memories:
+        sizes = (
+            memory.total_bytes,
+            memory.used_bytes,
+            memory.free_bytes,
+            memory.process_bytes,
+            memory.other_process_bytes,
+        )
+        name = memory.name or "?"
+        table.add_row(
+            memory.label,
+            name if memory.error is None else f"{name}: {memory.error}",
+            memory.uuid or "?",
+            *("?" if size is None else format_bytes(size) for size in sizes),
+        )
+    return table
+
+
+def print_demo(settings: demos.DemoSettings, runs: Sequence[demos.DemoRun]) -> None:
+    """Prints the demo's runs and what they come to."""
+    console = stdout_console()
+    kind = "emulated devices, on the CPU" if settings.emulated else "devices"
+    table = Table(
+        title=f"A character transformer, batches of {settings.batch_size}, "
+        f"{settings.num_devices} {kind}",
+        caption="Memory in MiB. Device 0 is the first one."
+        + " The speed is that of this CPU." * settings.emulated,
+    )
+    for header in ("run", "split", "peak of each device", "imbalance", "device 0 at its peak"):
+        table.add_column(header, overflow="fold")
+    for header in ("samples/s", "first loss", "last loss"):
+        table.add_column(header, justify="right")
+    for run in runs:
+        table.add_row(
+            run.name,
+            " ".join(map(str, run.chunk_sizes)),
+            *_describe_result(run),
+        )
+    console.print(table)
+    difference = demos.loss_difference(runs)
+    if difference is None:
+        console.print("Fewer than two runs fit, so there are no loss curves to compare.")
+    elif difference <= demos.LOSS_TOLERANCE:
+        console.print(
+            f"The loss curves agree: they differ by {difference:.1e} at most "
+            f"(allowed: {demos.LOSS_TOLERANCE:.0e})."
+        )
+    else:
+        console.print(
+            f"FAILED: the loss curves differ by {difference:.1e} "
+            f"(allowed: {demos.LOSS_TOLERANCE:.0e})."
+        )
+    _, even, balanced = runs
+    if even.out_of_memory is None and balanced.out_of_memory is None:
+        console.print(
+            f"The fullest device needs {format_bytes(max(even.peak_bytes))} with the even split "
+            f"and {format_bytes(max(balanced.peak_bytes))} with "
+            f"BalancedDataParallel({balanced.chunk_sizes[0]}, model)."
+        )
+
+
+def _describe_result(run: demos.DemoRun) -> list[str]:
+    if run.out_of_memory is not None:
+        return ["out of memory", "", _describe_breakdown(run.breakdown)]
+    return [
+        "  ".join(map(format_mib, run.peak_bytes)),
+        f"{run.imbalance:.0%}" if len(run.devices) > 1 else "",
+        _describe_breakdown(run.breakdown),
+        f"{run.samples_per_s:.1f}",
+        f"{run.losses[0]:.4f}",
+        f"{run.losses[-1]:.4f}",
+    ]
+
+
+def _describe_breakdown(breakdown: dict[str, int] | None) -> str:
+    if breakdown is None:
+        return ""
+    largest = sorted(breakdown.items(), key=lambda item: -item[1])
+    return ", ".join(f"{use} {format_mib(size)}" for use, size in largest if size >= 2**20 // 10)
