@@ -176,6 +176,7 @@ class StepMeter:
             self._module = workload.model()
         self._module.to(self.devices[0])
         self._optimizer = workload.make_optimizer(self._module.parameters())
+        self._has_state = False
 
     @property
     def num_parameters(self) -> int:
@@ -196,8 +197,9 @@ class StepMeter:
         first = None
         out_of_memory = None
         try:
-            if not self._optimizer.state:
+            if not self._has_state:
                 self._run(step, model, batch_size)
+                self._has_state = True
                 first = tuple(map(max, zip(*step.peaks, strict=True)))
                 step = _Step(self.devices)
             self._run(step, model, batch_size)
@@ -207,6 +209,8 @@ class StepMeter:
         if out_of_memory is not None:
             # What a failed backward pass had queued waits in this thread for the next one.
             torch.zeros(1, requires_grad=True).sum().backward()
+            if not self._has_state:
+                self._optimizer.state.clear()  # it may be there in part
         self._optimizer.zero_grad()
         gc.collect()  # an exception may have left cycles
         module = torch.get_device_module(self.devices[0])

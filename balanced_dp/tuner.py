@@ -193,7 +193,7 @@ def tune(
         check_batch(batch_size, capacities, reserve)
     with _opened(devices, capacities, emulate) as opened, step_meter(workload, opened) as meter:
         if capacities is None:
-            capacities = _capacities(meter, batch_size)
+            capacities = default_capacities(meter, batch_size)
         check_batch(batch_size, capacities, reserve)
         if len(capacities) != len(opened):
             raise ArgumentError(
@@ -240,7 +240,12 @@ def _opened(
     return open_devices(devices, emulate=emulate)
 
 
-def _capacities(meter: StepMeter, batch_size: int) -> list[int]:
+def default_capacities(meter: StepMeter, batch_size: int) -> list[int]:
+    """Returns what accelerators have; of emulated devices what the even split needs, in whole MiB.
+
+    Raises:
+        ArgumentError: there is no batch, or no second device.
+    """
     check_batch(batch_size, [1] * len(meter.devices), 0)
     even = -(-batch_size // len(meter.devices))
     measured = meter.measure(batch_size, even)

@@ -22,6 +22,9 @@ def no_thread_left_behind() -> Iterator[None]:
     before = set(threading.enumerate())
     yield
     left = set(threading.enumerate()) - before
+    for thread in left:  # one that was told to end may need a moment
+        thread.join(5)
+    left = {thread for thread in left if thread.is_alive()}
     assert not left, f"threads left behind: {left}"
 
 

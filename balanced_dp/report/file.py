@@ -121,6 +121,7 @@ def _of_benchmarks(path: str | Path, content: dict[str, Any]) -> tuple[Report, .
                 origin,
                 records[0]["capacities"],
                 num_parameters=records[0]["num_parameters"],
+                precision=records[0]["precision"],
             )
         )
     return tuple(reports)

@@ -1,0 +1,85 @@
+"""Which gpu0_bsz for each built-in workload: a training step at every value.
+
+    pytest benchmarks/test_sweep.py --benchmark-json=bench.json
+    balanced-dp report bench.json --html bench.html
+
+Runs on all GPUs where there are two or more, else on four emulated devices that keep shapes only;
+there the memory is that of real ones and the time is of no meaning. Each benchmark has its peaks in
+``extra_info``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+import torch
+
+from balanced_dp import Origin
+from balanced_dp.measurement import StepMeter, open_devices, step_meter, uses_emulation
+from balanced_dp.report.file import BENCHMARK_KEY
+from balanced_dp.tuner import default_capacities
+from balanced_dp.workloads import BUILT_IN, find_workload
+
+NUM_DEVICES = 4 if uses_emulation(False) else torch.accelerator.device_count()
+
+
+def cases() -> Iterator[tuple[str, int, int]]:
+    for name, make in BUILT_IN.items():
+        batch_size = make().batch_size
+        even = -(-batch_size // NUM_DEVICES)
+        for gpu0_bsz in range(even + 1):
+            yield name, batch_size, gpu0_bsz
+        for gpu0_bsz in (0, even):  # another batch size, to tell the laws apart
+            yield name, 2 * batch_size, gpu0_bsz
+
+
+@pytest.fixture(scope="module")
+def metered() -> Iterator[dict[str, Any]]:
+    """One model at a time: parameters come sorted by workload."""
+    current: dict[str, Any] = {}
+    with open_devices(NUM_DEVICES) as devices:
+        current["devices"] = devices
+        yield current
+        close(current)
+
+
+def close(current: dict[str, Any]) -> None:
+    if "context" in current:
+        current.pop("meter")
+        current.pop("context").__exit__(None, None, None)
+
+
+def meter_of(name: str, current: dict[str, Any]) -> StepMeter:
+    if current.get("name") != name:
+        close(current)
+        workload = find_workload(name)
+        context = step_meter(workload, current["devices"])
+        meter = context.__enter__()
+        current.update(name=name, context=context, meter=meter)
+        current["capacities"] = default_capacities(meter, workload.batch_size)
+    return current["meter"]
+
+
+@pytest.mark.parametrize(("name", "batch_size", "gpu0_bsz"), list(cases()))
+def test_training_step(benchmark, metered, name, batch_size, gpu0_bsz):
+    meter = meter_of(name, metered)
+    measured = benchmark.pedantic(meter.measure, args=(batch_size, gpu0_bsz))
+    devices = [torch.get_device_module(d).get_device_name(d) for d in metered["devices"]]
+    precision = meter.workload.precision
+    benchmark.extra_info.update(
+        peak_bytes=measured.peak_bytes,
+        chunk_sizes=measured.chunk_sizes,
+        mode=measured.mode,
+        status=measured.status,
+    )
+    benchmark.extra_info[BENCHMARK_KEY] = {
+        "measurement": asdict(measured),
+        "capacities": metered["capacities"],
+        "devices": ", ".join(devices),
+        "num_parameters": meter.num_parameters,
+        "precision": None if precision is None else str(precision),
+        "versions": Origin.of_this_process().versions,
+    }
