@@ -1,0 +1,178 @@
+"""``balanced-dp tune``, ``report`` and ``compare``, from the sweep to the page."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import balanced_dp
+from balanced_dp.cli import app
+from balanced_dp.report import load_reports
+
+ROOT = Path(balanced_dp.__file__).parents[1]
+WORKLOAD = """
+import torch
+from balanced_dp import Workload
+
+def make(width=512):
+    return Workload(
+        lambda: torch.nn.Sequential(torch.nn.Linear(64, width), torch.nn.Linear(width, 64)),
+        lambda n: ((torch.zeros(n, 64),), {}, torch.zeros(n, 64)),
+        torch.nn.functional.mse_loss,
+        name="mine",
+        batch_size=64,
+    )
+
+def other():
+    return make(2048)
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tune")
+    (folder / "mine.py").write_text(WORKLOAD)
+    return folder
+
+
+def run(folder, *arguments):
+    return subprocess.run(
+        [sys.executable, "-m", "balanced_dp", *arguments],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+
+
+@pytest.fixture(scope="module")
+def tuned(folder):
+    return run(
+        folder, "tune", "mine:make", "--sweep", "0:16", "-o", "a.json", "--html", "a.html", "--json"
+    )
+
+
+def test_tune_writes_the_report_and_prints_json_alone(folder, tuned):
+    assert tuned.returncode == 0, tuned.stderr
+    [report] = load_reports(folder / "a.json")
+    assert json.loads(tuned.stdout) == json.loads((folder / "a.json").read_text())
+    assert report.workload == "mine"
+    assert report.plan.batch_size == 64
+    assert {m.gpu0_bsz for m in report.measurements if m.batch_size == 64} == set(range(17))
+    assert report.origin.command.startswith("__main__.py tune mine:make --sweep 0:16")
+    assert "<!doctype html>" in (folder / "a.html").read_text()
+
+
+def test_report_shows_a_file_again_in_each_form(folder, tuned):
+    shown = run(folder, "report", "a.json")
+    [report] = load_reports(folder / "a.json")
+    assert shown.returncode == 0
+    assert f"model = BalancedDataParallel(gpu0_bsz={report.plan.gpu0_bsz}" in shown.stdout
+    assert "measured values of gpu0_bsz" in shown.stdout
+    written = run(folder, "report", "a.json", "--html", "b.html", "--markdown", "b.md", "--json")
+    assert written.returncode == 0
+    assert (folder / "b.html").read_text() == (folder / "a.html").read_text()
+    assert (folder / "b.md").read_text().startswith("# mine, batches of 64, 4 devices\n")
+    assert json.loads(written.stdout)["plan"]["gpu0_bsz"] == report.plan.gpu0_bsz
+
+
+def test_compare_ends_with_1_where_it_is_worse(folder, tuned):
+    assert run(folder, "tune", "mine:other", "-o", "c.json").returncode == 0
+    same = run(folder, "compare", "a.json", "a.json", "--fail", "peak:0%,imbalance:0")
+    assert same.returncode == 0
+    assert "ok" in same.stdout
+    worse = run(folder, "compare", "a.json", "c.json", "--fail", "peak:5%,imbalance:0.1")
+    assert worse.returncode == 1
+    assert "FAILED" in worse.stdout
+    assert run(folder, "compare", "a.json", "c.json").returncode == 0
+
+
+def test_devices_and_capacities_are_as_asked(folder):
+    done = run(
+        folder, "tune", "mine:make", "--memory", "8MiB,4MiB", "--reserve", "1MiB", "-o", "d.json"
+    )
+    assert done.returncode == 0, done.stderr
+    [report] = load_reports(folder / "d.json")
+    assert report.plan.capacity_bytes == (8 * 2**20, 4 * 2**20)
+    assert report.plan.reserve_bytes == 2**20
+    assert report.weighted is not None
+    assert "device_weights=[" in done.stdout
+    done = run(folder, "tune", "mine:make", "--devices", "3", "--json")
+    assert len(json.loads(done.stdout)["plan"]["chunk_sizes"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["tune", "none"], "there is no workload 'none'; built in are char-lm, gpt2-small"),
+        (["tune", "char-lm", "--sweep", "8"], "--sweep must be FIRST:LAST such as 0:8, got '8'"),
+        (["tune", "char-lm", "--sweep", "8:0"], "--sweep must be FIRST:LAST such as 0:8"),
+        (["tune", "char-lm", "--memory", "much"], "--memory must be bytes or a size in B, KiB"),
+        (["tune", "char-lm", "--memory", "1GiB,1GiB", "--devices", "3"], "--memory gives 2"),
+        (["tune", "char-lm", "--devices", "1"], "a plan is for two or more devices"),
+        (["tune", "char-lm", "--batch-size", "0"], "batch_size must be at least 1, got 0"),
+        (["tune", "char-lm", "-o", "none/a.json"], "there is no folder"),
+        (["tune", "char-lm", "--html", "."], "is a folder; name a file"),
+        (["report", "none.json"], "none.json cannot be read: No such file"),
+        (["report", "mine.py"], "mine.py is no report, or one that is cut off"),
+        (["compare", "a.json", "a.json", "--fail", "x"], "--fail takes METRIC:NUMBER"),
+    ],
+)
+def test_wrong_input_is_said_in_a_line_and_exit_code_2(
+    folder, tuned, monkeypatch, capsys, arguments, message
+):
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "argv", ["balanced-dp", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        balanced_dp.cli.main()
+    assert ended.value.code == 2
+    [line] = capsys.readouterr().err.strip().splitlines()
+    assert message in line
+
+
+def test_reports_of_other_workloads_are_not_compared(folder, tuned):
+    text = (folder / "a.json").read_text().replace('"workload": "mine"', '"workload": "yours"')
+    (folder / "e.json").write_text(text)
+    done = run(folder, "compare", "a.json", "e.json")
+    assert done.returncode == 2
+    assert "a.json has no report of yours; it has mine" in done.stderr
+
+
+def test_the_benchmark_sweep_gives_the_same_report(tmp_path):
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            str(ROOT / "benchmarks" / "test_sweep.py"),
+            "-q",
+            "-k",
+            "char-lm",
+            f"--benchmark-json={tmp_path / 'bench.json'}",
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 0, done.stdout
+    content = json.loads((tmp_path / "bench.json").read_text())
+    for benchmark in content["benchmarks"]:
+        assert len(benchmark["extra_info"]["peak_bytes"]) == 4
+    shown = CliRunner().invoke(app, ["report", str(tmp_path / "bench.json"), "--json"])
+    record = json.loads(shown.stdout)
+    tuned = json.loads(
+        CliRunner().invoke(app, ["tune", "char-lm", "--sweep", "0:8", "--json"]).stdout
+    )
+    for name in ("gpu0_bsz", "chunk_sizes", "capacity_bytes", "predicted_bytes", "even_bytes"):
+        assert record["plan"][name] == pytest.approx(tuned["plan"][name], rel=0.001)
+    assert record["chosen"]["backward_peak_bytes"] == tuned["chosen"]["backward_peak_bytes"]
+    assert record["origin"]["command"] == "pytest --benchmark-json (bench.json)"
