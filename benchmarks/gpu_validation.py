@@ -7,6 +7,9 @@ they differ, and what difference is allowed. The exit code is 1 if one check fai
 GPU. The parts so far:
 
 - ``probe``: the memory probe against torch.cuda, nvidia-smi and allocations of a known size.
+- ``emulation``: peaks of the built-in workloads on emulated devices against torch.cuda's, each at
+  three batch sizes, in float32 and under bfloat16 autocast, with one replica and with two that
+  share the GPU. A negative difference means that the emulated device was too low.
 """
 
 from __future__ import annotations
@@ -19,10 +22,11 @@ import os
 import platform
 import re
 import shlex
+import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -30,7 +34,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from balanced_dp import BalancedDataParallel, DeviceMemory, MemoryProbe, memory_breakdown
+from balanced_dp import (
+    BalancedDataParallel,
+    DeviceMemory,
+    MemoryProbe,
+    Workload,
+    emulate_devices,
+    measure_step,
+    memory_breakdown,
+)
+from balanced_dp.workloads import BUILT_IN
 
 MIB, GIB = 2**20, 2**30
 RESULTS = Path(__file__).parent / "results"
@@ -170,6 +183,71 @@ def _step_checks(device: torch.device) -> Iterator[Check]:
     yield Check("two moments of AdamW", state, 2 * parameters, parameters // 100, "and step counts")
 
 
+def emulation() -> Iterator[Check]:
+    """Part 2: what emulated devices predict."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    workspace = _workspace_bytes(device)
+    checks = []
+    for workload in (make() for make in BUILT_IN.values()):
+        for batch_size in (workload.batch_size // 4, workload.batch_size // 2, workload.batch_size):
+            for precision in (None, torch.bfloat16):
+                for num_replicas in (1, 2):
+                    varied = replace(workload, precision=precision)
+                    checks.append(
+                        compare_peaks(varied, batch_size, num_replicas, device, workspace)
+                    )
+                    yield checks[-1]
+    yield from summaries(checks)
+
+
+def _workspace_bytes(device: torch.device) -> int:
+    """Returns what cuBLAS keeps of the allocator's memory from the first product on."""
+    before = torch.cuda.memory_allocated(device)
+    for dtype in (torch.float32, torch.bfloat16):
+        factor = torch.ones(512, 512, device=device, dtype=dtype)
+        torch.nn.functional.linear(factor, factor, factor[0])
+        del factor
+    torch.cuda.synchronize(device)
+    return torch.cuda.memory_allocated(device) - before
+
+
+def compare_peaks(
+    workload: Workload,
+    batch_size: int,
+    num_replicas: int,
+    device: torch.device,
+    workspace_bytes: int,
+) -> Check:
+    """Returns the steady peak of a training step, emulated and on ``device``."""
+    even = -(-batch_size // num_replicas)
+    with emulate_devices(1, symbolic=True) as emulated:
+        devices = list(emulated) * num_replicas
+        predicted = measure_step(workload, batch_size, even, devices).peak_bytes[0]
+    measured = measure_step(workload, batch_size, even, [device] * num_replicas)
+    precision = "float32" if workload.precision is None else str(workload.precision)
+    name = f"{workload.name}, batch {batch_size}, {precision}, {[0] * num_replicas}"
+    if measured.status == "oom":
+        return Check(name, predicted, None, 0, "out of memory on the GPU")
+    held = measured.peak_bytes[0] - workspace_bytes
+    note = f"{predicted / held - 1:+.2%}; cuBLAS's {workspace_bytes / MIB:.0f} MiB left out"
+    return Check(name, predicted, held, round(0.10 * held), note)
+
+
+def summaries(checks: list[Check]) -> Iterator[Check]:
+    """Yields the checks of all errors together, in parts per million."""
+    errors = [c.measured / c.reference - 1 for c in checks if c.measured and c.reference]
+    if not errors:
+        yield Check("errors", None, 0, 0, "nothing could be compared")
+        return
+    sizes = sorted(map(abs, errors))
+    median, worst = (round(1e6 * size) for size in (statistics.median(sizes), sizes[-1]))
+    too_low = sum(error < 0 for error in errors)
+    yield Check("median error, ppm", median, 0, 30_000)
+    yield Check("worst error, ppm", worst, 0, 100_000)
+    note = f"of {len(errors)}, by {-min(*errors, 0):.2%} at most"
+    yield Check("how many were too low", too_low, None, 0, note)
+
+
 def _nvidia_smi(query: str) -> list[list[str]]:
     """Returns the rows that nvidia-smi answers, none where it is not there."""
     command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
@@ -184,7 +262,7 @@ def _mib(text: str) -> int | None:
     return int(text) * MIB if text.isdigit() else None
 
 
-PARTS: dict[str, Callable[[], Iterator[Check]]] = {"probe": probe}
+PARTS: dict[str, Callable[[], Iterator[Check]]] = {"probe": probe, "emulation": emulation}
 
 
 def write_report(part: str, checks: list[Check], hardware: str, folder: Path) -> list[Path]:

@@ -7,10 +7,16 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
+
+from balanced_dp import emulate_devices
+
+from .small_workloads import SMALL
 
 SCRIPT = Path(__file__).parents[1] / "benchmarks" / "gpu_validation.py"
 
@@ -41,7 +47,7 @@ def test_without_a_gpu_it_says_so_in_a_line():
 def test_an_unknown_part_is_refused():
     done = run("nonsense")
     assert done.returncode == 2
-    assert "there is no part nonsense; parts: probe" in done.stderr
+    assert "there is no part nonsense; parts: probe, emulation" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -73,3 +79,34 @@ def test_reports_say_where_and_how_they_came_about(validation, tmp_path):
     assert record["versions"]["torch"] == torch.__version__
     assert record["command"].startswith("python benchmarks/gpu_validation.py")
     assert [check["outcome"] for check in record["checks"]] == ["ok", "not run"]
+
+
+@pytest.mark.parametrize("precision", [None, torch.bfloat16])
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_peaks_are_compared_with_those_of_another_device(validation, num_replicas, precision):
+    """Here with an emulated one that computes numbers, which agrees to the byte."""
+    compare = validation.measure_step
+
+    def measure(workload, batch_size, gpu0_bsz, devices):
+        if devices[0].type == "lazy":
+            return compare(workload, batch_size, gpu0_bsz, devices)
+        with emulate_devices(1) as others:
+            return compare(workload, batch_size, gpu0_bsz, list(others) * len(devices))
+
+    workload = replace(SMALL["char_transformer"](), precision=precision)
+    with mock.patch.object(validation, "measure_step", measure):
+        check = validation.compare_peaks(workload, 6, num_replicas, torch.device("cpu"), 0)
+    assert check.name.startswith("char-transformer, batch 6, ")
+    assert check.name.endswith(str([0] * num_replicas))
+    assert check.measured == check.reference
+    assert check.note.startswith("+0.00%;")
+
+
+def test_errors_are_summed_up_with_their_sign(validation):
+    checks = [validation.Check("", 100 + error, 100, 10) for error in (-4, 1, 2, 3, 9)]
+    median, worst, too_low = validation.summaries([*checks, validation.Check("", 1, None, 0)])
+    assert (median.measured, median.outcome) == (30_000, "ok")
+    assert (worst.measured, worst.outcome) == (90_000, "ok")
+    assert (too_low.measured, too_low.note) == (1, "of 5, by 4.00% at most")
+    assert next(validation.summaries([validation.Check("", 120, 100, 10)])).outcome == "FAILED"
+    assert [c.outcome for c in validation.summaries([])] == ["FAILED"]
