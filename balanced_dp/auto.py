@@ -20,7 +20,7 @@ from .errors import ArgumentError, BalanceWarning
 from .memory.peaks import Peaks
 from .memory_model import Law, MemoryModel, fit
 from .plan import EQUAL, Planner
-from .split import split_batch
+from .split import even_share, split_batch
 
 MAX_CHANGES = 5
 """How often a value is changed to find the best one; running out of memory comes on top."""
@@ -172,7 +172,7 @@ class AutoBalance:
         )
 
     def _even_share(self, batch_size: int) -> int:
-        return -(-batch_size // len(self.capacities))
+        return even_share(batch_size, len(self.capacities))
 
     def _utilizations(self, batch_size: int, value: int) -> list[float]:
         peaks = self._observed[batch_size, value].peak_bytes

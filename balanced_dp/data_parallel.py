@@ -22,7 +22,7 @@ from .memory.probe import MemoryProbe
 from .parallel_apply import add_note, parallel_apply
 from .replicate import WrittenState, replicate
 from .scatter_gather import ScalarOutputs, find_batch_size, gather, scatter
-from .split import split_batch, split_by_weights
+from .split import even_share, split_batch, split_by_weights
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -343,7 +343,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
             return
         self._has_run = True
         num_devices = len(self.device_ids)
-        even = -(-batch_size // num_devices)
+        even = even_share(batch_size, num_devices)
         if self._gpu0_bsz >= even:
             warnings.warn(
                 f"gpu0_bsz={self.gpu0_bsz} balances nothing: the even share of this first batch "

@@ -20,7 +20,7 @@ from .errors import ArgumentError, BalanceWarning, SymbolicValueError
 from .measurement import open_devices, uses_emulation
 from .memory.step import spread
 from .models import CharTransformer
-from .split import split_batch
+from .split import even_share, split_batch
 from .units import parse_bytes
 from .workloads import encoded_text
 
@@ -84,7 +84,7 @@ class DemoSettings:
     @property
     def even_share(self) -> int:
         """Samples of device 0 in the even split."""
-        return -(-self.batch_size // self.num_devices)
+        return even_share(self.batch_size, self.num_devices)
 
     @property
     def emulated(self) -> bool:

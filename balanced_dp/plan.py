@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from .errors import ArgumentError, InfeasiblePlanError
 from .memory_model import Law, MemoryModel
-from .split import split_batch, split_by_weights
+from .split import even_share, split_batch, split_by_weights
 from .units import format_bytes
 
 
@@ -168,7 +168,7 @@ class Planner:
 
     def even_share(self, batch_size: int) -> int:
         """Returns the value that splits evenly."""
-        return -(-batch_size // len(self.budgets))
+        return even_share(batch_size, len(self.budgets))
 
     def tightest_gpu0_bsz(self, batch_size: int) -> int:
         """Returns the value whose fullest device is the least full.

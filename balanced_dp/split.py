@@ -51,11 +51,16 @@ def split_batch(
     gpu0_bsz = _integer("gpu0_bsz", gpu0_bsz, minimum=0)
     if num_devices == 1:
         return (batch_size,)
-    even = -(-batch_size // num_devices)
+    even = even_share(batch_size, num_devices)
     if gpu0_bsz >= even:
         return tuple(max(0, min(even, batch_size - i * even)) for i in range(num_devices))
     share, extra = divmod(batch_size - gpu0_bsz, num_devices - 1)
     return (gpu0_bsz, *(share + (i < extra) for i in range(num_devices - 1)))
+
+
+def even_share(batch_size: int, num_devices: int) -> int:
+    """Returns what each device but the last ones gets of an even split, as of ``torch.chunk``."""
+    return -(-batch_size // num_devices)
 
 
 def split_by_weights(

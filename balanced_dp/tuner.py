@@ -21,6 +21,7 @@ from .errors import ArgumentError, BalancedDataParallelError, InfeasiblePlanErro
 from .measurement import Measurement, StepMeter, open_devices, step_meter, uses_emulation
 from .memory_model import MemoryModel, fit
 from .plan import EQUAL, Plan, Planner, check_batch, plan
+from .split import even_share
 from .units import format_bytes
 from .workloads import Batch, Workload
 
@@ -247,8 +248,7 @@ def default_capacities(meter: StepMeter, batch_size: int) -> list[int]:
         ArgumentError: there is no batch, or no second device.
     """
     check_batch(batch_size, [1] * len(meter.devices), 0)
-    even = -(-batch_size // len(meter.devices))
-    measured = meter.measure(batch_size, even)
+    measured = meter.measure(batch_size, even_share(batch_size, len(meter.devices)))
     if measured.mode != "real":
         return [-(-max(measured.peak_bytes) // 2**20) * 2**20] * len(meter.devices)
     return [torch.get_device_module(d).get_device_properties(d).total_memory for d in meter.devices]
@@ -268,7 +268,7 @@ class _Search:
 
     def even_share(self, batch_size: int) -> int:
         """Returns the value that splits evenly."""
-        return -(-batch_size // len(self.budgets))
+        return even_share(batch_size, len(self.budgets))
 
     def run(self, batch_size: int, sweep: Iterable[int]) -> tuple[MemoryModel, Measurement]:
         """Returns the laws and the best split of the batch."""
@@ -427,11 +427,11 @@ def report_of_measurements(
         InfeasiblePlanError: no split of the batch fits.
     """
     batch_size = Counter(m.batch_size for m in measurements).most_common(1)[0][0]
-    even_share = -(-batch_size // len(capacities))
+    even = even_share(batch_size, len(capacities))
     swept = {m.chunk_sizes[0]: m for m in measurements if m.batch_size == batch_size}
-    if even_share not in swept:
+    if even not in swept:
         raise ArgumentError(
-            f"the sweep of {measurements[0].workload} lacks gpu0_bsz={even_share}, the even split "
+            f"the sweep of {measurements[0].workload} lacks gpu0_bsz={even}, the even split "
             f"of its batch of {batch_size}"
         )
     model = fit(m for m in measurements if m.status == "ok")
@@ -444,7 +444,7 @@ def report_of_measurements(
         precision=precision,
         plan=plan(model, batch_size, capacities, reserve, chosen.gpu0_bsz),
         chosen=chosen,
-        even=swept[even_share],
+        even=swept[even],
         weighted=None,
         loss_on_device=None,
         model=model,

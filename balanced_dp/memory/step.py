@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..errors import ArgumentError, ArgumentTypeError, ImbalanceWarning, ProbeError
-from ..split import split_batch
+from ..split import even_share, split_batch
 from ..units import format_bytes
 
 
@@ -228,7 +228,7 @@ def _best_gpu0_bsz(usage: StepMemory) -> int | None:
             for peak, chunk, old in zip(usage.devices, chunks, chunk_sizes, strict=True)
         )
 
-    even = -(-batch_size // num_devices)
+    even = even_share(batch_size, num_devices)
     full = [utilization_of_fullest(gpu0_bsz) for gpu0_bsz in range(even + 1)]
     as_good = [g for g, use in enumerate(full) if use <= min(full) * (1 + _AS_GOOD)]
     return chunk_sizes[0] if chunk_sizes[0] in as_good else as_good[-1]

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from ..plan import Planner
-from ..split import split_batch
+from ..split import even_share, split_batch
 from ..tuner import Report
 from .tables import candidates
 
@@ -40,7 +40,7 @@ def peaks_plot(report: Report) -> str:
         plan, swept = report.plan, candidates(report)
         scale, unit = _unit(max(report.even.peak_bytes + report.chosen.peak_bytes))
         num_devices = len(plan.chunk_sizes)
-        even = -(-plan.batch_size // num_devices)
+        even = even_share(plan.batch_size, num_devices)
         step = max(1, even // 200)
         values = [*range(0, even, step), even]
         predicted = [
@@ -127,7 +127,8 @@ def batch_plot(report: Report) -> str:
         plan = report.plan
         planner = Planner(report.model, [c - plan.reserve_bytes for c in plan.capacity_bytes])
         num_devices = len(plan.chunk_sizes)
-        highest = max(plan.max_batch_gpu0_bsz, -(-plan.batch_size // num_devices))
+        even = even_share(plan.batch_size, num_devices)
+        highest = max(plan.max_batch_gpu0_bsz, even)
         step = max(1, highest // 60)
         values = sorted({*range(0, highest + 1, step), plan.max_batch_gpu0_bsz, plan.gpu0_bsz})
         axes.plot(
@@ -148,7 +149,6 @@ def batch_plot(report: Report) -> str:
             speeds = [m.batch_size / m.seconds for m in ran]
             label = f"samples/s with batches of {plan.batch_size} (measured)"
         else:
-            even = -(-plan.batch_size // num_devices)
             speeds = [even / max(m.chunk_sizes) for m in ran]
             label = "speed of the slowest device, even split = 1"
         speed.plot([m.chunk_sizes[0] for m in ran], speeds, "o", color=_COLOURS[0], label=label)

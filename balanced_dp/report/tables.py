@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..measurement import Measurement
+from ..split import even_share
 from ..tuner import Report
 from ..units import format_bytes
 
@@ -111,8 +112,7 @@ def candidate_table(report: Report) -> TextTable:
     rows = []
     for measured in swept:
         fullest = max(p / b for p, b in zip(measured.peak_bytes, budgets, strict=True))
-        even = -(-measured.batch_size // len(budgets))
-        speed = f"{even / max(measured.chunk_sizes):.2f}"
+        speed = f"{even_share(measured.batch_size, len(budgets)) / max(measured.chunk_sizes):.2f}"
         if is_real:
             speed = f"{measured.batch_size / measured.seconds:.1f}"
         ran = measured.status == "ok"
