@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import functools
 import math
-import warnings
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
-from .errors import ArgumentError, BalanceWarning
+from .errors import ArgumentError
 from .memory.peaks import Peaks
 from .memory_model import Law, MemoryModel, fit
 from .plan import EQUAL, Planner
@@ -24,6 +23,9 @@ from .split import even_share, split_batch
 
 MAX_CHANGES = 5
 """How often a value is changed to find the best one; running out of memory comes on top."""
+
+_MAX_FITTED = 16
+"""How many observations the laws are fitted to, the latest."""
 
 _PATIENCE = 100
 """Calls without an optimizer step after which a warning says that there is nothing to go by."""
@@ -60,7 +62,9 @@ class AutoBalance:
         self._observed: dict[tuple[int, int], Observation] = {}
         self._model: MemoryModel | None = None
         self._values: dict[int, int] = {}
-        self._too_large: dict[int, int] = {}  # batch size -> value with which device 0 ran out
+        # Batch size -> value with which device 0, or another device, ran out of memory.
+        self._too_large: dict[int, int] = {}
+        self._too_small: dict[int, int] = {}
 
     def gpu0_bsz(self, batch_size: int) -> int:
         """Returns the value for a batch, by the laws if its size is new."""
@@ -77,13 +81,15 @@ class AutoBalance:
             replica_bytes: what another device holds of the model, at least.
         """
         batch_size, value = sum(observation.chunk_sizes), observation.chunk_sizes[0]
-        self._observed[batch_size, value] = observation
+        known = self._observed.get((batch_size, value), observation)
+        peaks = tuple(map(max, zip(known.peak_bytes, observation.peak_bytes, strict=True)))
+        self._observed[batch_size, value] = replace(observation, peak_bytes=peaks)
+        if batch_size < max(size for size, _ in self._observed):
+            return  # the largest batch decides: it is the one that fills the devices
         if len(self._observed) == 1:
             self._model = _cautious_model(observation, replica_bytes)
         else:
-            self._model = fit(self._observed.values(), empty_bytes)
-        if batch_size < max(size for size, _ in self._observed):
-            return  # the largest batch decides: it is the one that fills the devices
+            self._model = fit(list(self._observed.values())[-_MAX_FITTED:], empty_bytes)
         best = self._best_observed(batch_size)
         candidate = self._limited(batch_size, self._predicted(batch_size))
         if self._is_worth_trying(batch_size, candidate, best):
@@ -105,9 +111,10 @@ class AutoBalance:
             # What ran before will run again; where nothing did, half of it.
             value = max((chunk for chunk in ran if chunk < value), default=value // 2)
         else:
-            even = self._even_share(batch_size)
+            self._too_small[batch_size] = value
+            even = even_share(batch_size, len(self.capacities))
             above = (chunk for chunk in ran if chunk > value)
-            value = min(above, default=min(even, value + -(-(even - value) // 2)))
+            value = min(above, default=value + math.ceil((even - value) / 2))
         self._values = {batch_size: self._limited(batch_size, value)}
 
     def _may_try(self, batch_size: int, value: int) -> bool:
@@ -146,7 +153,7 @@ class AutoBalance:
         return max(v for v in values if self._utilization(batch_size, v) <= limit)
 
     def _predicted(self, batch_size: int) -> int:
-        even = self._even_share(batch_size)
+        even = even_share(batch_size, len(self.capacities))
         if self._model is None:
             return even
         if not self._model.is_lawful:
@@ -166,13 +173,14 @@ class AutoBalance:
         return max(value, min(1, even - 1))
 
     def _limited(self, batch_size: int, value: int) -> int:
-        """Returns the value, or the largest that is below those that ran out of memory."""
-        return max(
-            0, min([value, *(v - 1 for size, v in self._too_large.items() if size <= batch_size)])
-        )
+        """Returns the value, moved off those that ran out of memory; device 0's count more."""
 
-    def _even_share(self, batch_size: int) -> int:
-        return even_share(batch_size, len(self.capacities))
+        def bounds(ran_out: dict[int, int]) -> list[int]:
+            return [value for size, value in ran_out.items() if size <= batch_size]
+
+        value = max([value, *(v + 1 for v in bounds(self._too_small))])
+        value = min([value, *(v - 1 for v in bounds(self._too_large))])
+        return max(0, min(value, even_share(batch_size, len(self.capacities))))
 
     def _utilizations(self, batch_size: int, value: int) -> list[float]:
         peaks = self._observed[batch_size, value].peak_bytes
@@ -212,7 +220,7 @@ def _watch_optimizers() -> RemovableHandle:
     """Has every optimizer of torch tell, from now on, when it has made a step."""
 
     def note_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        for watcher in _watching:
+        for watcher in list(_watching):
             watcher.note_step(optimizer)
 
     return register_optimizer_step_post_hook(note_step)
@@ -247,12 +255,13 @@ class AutoSplit:
         self.devices = devices
         self.batch_size: int | None = None
         self.balance: AutoBalance | None = None
-        self._peaks: Peaks | None = None
         self._num_ooms: list[int] = []
-        self._parameter_id: int | None = None
-        self._has_stepped = True
-        self._batch_sizes: set[int] = set()
         self._is_settling = True
+        # Of the iteration that is under way:
+        self._batch_sizes: set[int] = set()
+        self._peaks: Peaks | None = None
+        self._parameter_ids: frozenset[int] = frozenset()
+        self._has_stepped = False
         self._num_calls = 0
 
     @property
@@ -260,6 +269,8 @@ class AutoSplit:
         """The value now, for batches of the size of the last one; None before the first."""
         if self.balance is None or self.batch_size is None:
             return None
+        if self._batch_sizes and not self._has_stepped:
+            self.look_for_out_of_memory()
         return self.balance.gpu0_bsz(self.batch_size)
 
     def split(self, batch_size: int) -> tuple[int, ...]:
@@ -267,72 +278,87 @@ class AutoSplit:
         value = batch_size if self.balance is None else self.balance.gpu0_bsz(batch_size)
         return split_batch(batch_size, max(1, len(self.devices)), value)
 
-    def begin_call(self, module: nn.Module, batch_size: int) -> None:
-        """Looks back at the iteration that ends where this call begins, if one does."""
+    def begin_call(self, module: nn.Module, batch_size: int) -> str | None:
+        """Looks back at the iteration that ends where this call begins, if one does.
+
+        Returns what the user is to be warned of.
+        """
         if self.balance is None:
-            modules = map(torch.get_device_module, self.devices)
             self.balance = AutoBalance(
                 [
-                    device_module.get_device_properties(device).total_memory
-                    for device_module, device in zip(modules, self.devices, strict=True)
+                    torch.get_device_module(device).get_device_properties(device).total_memory
+                    for device in self.devices
                 ]
             )
-            self._num_ooms = self._count_ooms()
-        if not torch.is_grad_enabled():  # not training: what this call takes does not count
-            self._batch_sizes.add(-1)
-            return
-        self.batch_size = batch_size
         if self._has_stepped:
             self._end_iteration(module)
-        else:
+        if not torch.is_grad_enabled():  # not training
+            return None
+        self.batch_size = batch_size
+        if self._batch_sizes:  # gradients accumulate, or the step before failed
             self.look_for_out_of_memory()
-            self._warn_if_there_are_no_steps()
+        if not self._batch_sizes:
+            self._begin_iteration(module)
         self._batch_sizes.add(batch_size)
-        self._has_stepped = False
-        self._parameter_id = next((id(p) for p in module.parameters() if p.requires_grad), None)
-        _watch_optimizers()
-        _watching.add(self)
+        self._num_calls += 1
+        if self._num_calls != _PATIENCE or self.balance.is_frozen:
+            return None
+        return (
+            f"gpu0_bsz='auto' has seen no optimizer step in {_PATIENCE} calls of forward, so it "
+            "has nothing to go by: it waits for a torch.optim.Optimizer of the model's parameters; "
+            "give gpu0_bsz a number"
+        )
 
     def note_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Takes note of an optimizer's step, if it is the model's optimizer."""
         groups = optimizer.param_groups
-        if any(id(p) == self._parameter_id for group in groups for p in group["params"]):
+        if any(id(p) in self._parameter_ids for group in groups for p in group["params"]):
             self._has_stepped = True
 
     def look_for_out_of_memory(self) -> bool:
-        """Moves if a device has run out of memory since it was last asked; returns whether."""
+        """Ends an iteration in which memory ran out; returns whether the next split differs."""
         before, self._num_ooms = self._num_ooms, self._count_ooms()
-        for index, (count, now) in enumerate(zip(before, self._num_ooms, strict=True)):
-            if now > count and len(self._batch_sizes) == 1:
-                assert self.balance is not None
-                [batch_size] = self._batch_sizes
-                self.balance.out_of_memory(batch_size, index)
-                self._begin_iteration()
-                return True
-        return False
+        pairs = enumerate(zip(before, self._num_ooms, strict=True))
+        ran_out = [index for index, (count, now) in pairs if now > count]
+        if not ran_out or not self._batch_sizes:
+            return False
+        assert self.balance is not None
+        batch_size = max(self._batch_sizes)
+        value = self.balance.gpu0_bsz(batch_size)
+        self.balance.out_of_memory(batch_size, ran_out[0])
+        self._batch_sizes, self._peaks, self._is_settling = set(), None, True
+        return self.balance.gpu0_bsz(batch_size) != value
+
+    def _begin_iteration(self, module: nn.Module) -> None:
+        assert self.balance is not None
+        self._parameter_ids = frozenset(id(p) for p in module.parameters() if p.requires_grad)
+        _watch_optimizers()
+        _watching.add(self)
+        if not self.balance.is_frozen or not self._num_ooms:
+            self._num_ooms = self._count_ooms()
+        if not self.balance.is_frozen:
+            self._peaks = Peaks(self.devices)
 
     def _end_iteration(self, module: nn.Module) -> None:
         assert self.balance is not None
-        if self._peaks is not None and len(self._batch_sizes) == 1:
-            if self._is_settling:
-                self._is_settling = False
-            else:
-                [batch_size] = self._batch_sizes
-                num_changes = self.balance.num_changes
-                peaks = tuple(self._peaks.of(device)[0] for device in self.devices)
-                self.balance.observe(
-                    Observation(self.split(batch_size), peaks),
-                    self._empty_bytes(module),
-                    sum(t.nbytes for t in chain(module.parameters(), module.buffers())),
-                )
-                self._is_settling = self.balance.num_changes > num_changes
-        self._begin_iteration()
-
-    def _begin_iteration(self) -> None:
-        assert self.balance is not None
-        self._batch_sizes = set()
-        self._num_calls = 0
-        self._peaks = None if self.balance.is_frozen else Peaks(self.devices)
+        sizes, peaks = self._batch_sizes, self._peaks
+        self._batch_sizes, self._peaks = set(), None
+        self._has_stepped, self._num_calls = False, 0
+        if peaks is None or len(sizes) != 1:
+            return
+        if self._is_settling:
+            self._is_settling = False
+            return
+        [batch_size] = sizes
+        num_changes = self.balance.num_changes
+        self.balance.observe(
+            Observation(
+                self.split(batch_size), tuple(peaks.of(device)[0] for device in self.devices)
+            ),
+            self._empty_bytes(module),
+            sum(tensor.nbytes for tensor in chain(module.parameters(), module.buffers())),
+        )
+        self._is_settling = self.balance.num_changes > num_changes
 
     def _empty_bytes(self, module: nn.Module) -> int:
         """Returns what device 0 holds between iterations, and gradients that will be there."""
@@ -346,15 +372,3 @@ class AutoSplit:
             torch.get_device_module(device).memory_stats(device).get("num_ooms", 0)
             for device in self.devices
         ]
-
-    def _warn_if_there_are_no_steps(self) -> None:
-        assert self.balance is not None
-        self._num_calls += 1
-        if self._num_calls == _PATIENCE and not self.balance.is_frozen:
-            warnings.warn(
-                f"gpu0_bsz='auto' has seen no optimizer step in {_PATIENCE} calls of forward, so "
-                "it has nothing to go by: it waits for a torch.optim.Optimizer of the model's "
-                "parameters; give gpu0_bsz a number",
-                BalanceWarning,
-                stacklevel=2,
-            )

@@ -71,6 +71,9 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         device_weights: for devices of unlike capacity, the share of each: the batch is split in
             proportion, by :func:`split_by_weights`.
 
+    Attributes:
+        chunk_sizes: how many samples of the last batch each device got; None before the first.
+
     Shape:
         - Input: tensors of :math:`(N, *)`, with N at ``dim``, on any device.
         - Output: as the module's on the whole batch, on ``output_device``.
@@ -118,8 +121,14 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         super(nn.DataParallel, self).__init__()
         self._device_type = default_device_type()
         devices = resolve_devices(device_ids, self._device_type)
+        self.device_ids = [self._stock_id(device) for device in devices]
         self.device_weights = None if device_weights is None else tuple(device_weights)
-        self._set_gpu0_bsz(gpu0_bsz, devices)
+        if isinstance(gpu0_bsz, nn.Module):  # assigned, it would become a submodule
+            raise ArgumentTypeError(
+                f"gpu0_bsz must be an integer, got a {type(gpu0_bsz).__name__}; the module is the "
+                "second argument"
+            )
+        self.gpu0_bsz = gpu0_bsz
         if not isinstance(module, nn.Module):
             raise ArgumentTypeError(f"module must be an nn.Module, got {module!r}")
         if scalar_outputs not in get_args(ScalarOutputs):
@@ -139,12 +148,11 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         self.scalar_outputs = scalar_outputs
         self.loss_weight = loss_weight
         self.src_device_obj = devices[0] if devices else None
-        self.device_ids = [self._stock_id(device) for device in devices]
         self.output_device = self.device_ids[0] if devices else None
         if devices and output_device is not None:
             self.output_device = self._stock_id(resolve_device(output_device, self._device_type))
         self.chunk_sizes: tuple[int, ...] | None = None
-        self._has_run = False
+        self._is_split_checked = False
         if len(devices) == 1:
             module.to(devices[0])
 
@@ -170,35 +178,38 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         With ``"auto"``, what it gets now; None before the first batch. Set it to a number or to
         ``"auto"`` at any time.
         """
-        return self._gpu0_bsz if self._auto is None else self._auto.gpu0_bsz
+        if self._auto is not None:
+            return self._auto.gpu0_bsz
+        return None if isinstance(self._gpu0_bsz, str) else self._gpu0_bsz
 
     @gpu0_bsz.setter
     def gpu0_bsz(self, value: int | Literal["auto"] | None) -> None:
-        self._set_gpu0_bsz(value, self.devices)
-
-    def _set_gpu0_bsz(
-        self, value: int | Literal["auto"] | None, devices: Sequence[torch.device]
-    ) -> None:
-        weights, num_devices = self.device_weights, max(1, len(devices))
-        if weights is not None and (value == "auto" or len(weights) != num_devices):
-            raise ArgumentError(
-                f"device_weights must be one number for each of {num_devices} devices, with a "
-                f"gpu0_bsz that is a number or None, got {len(weights)} and gpu0_bsz={value!r}"
+        weights, num_devices = self.device_weights, max(1, len(self.device_ids))
+        auto = None
+        split: Callable[[int], tuple[int, ...]]
+        if weights is not None:
+            if value == "auto" or len(weights) != num_devices:
+                raise ArgumentError(
+                    f"device_weights must be one number for each of {num_devices} devices, with a "
+                    f"gpu0_bsz that is a number or None, got {len(weights)} and gpu0_bsz={value!r}"
+                )
+            split = functools.partial(split_by_weights, device_weights=weights, gpu0_bsz=value)
+        elif value == "auto":
+            auto = AutoSplit(self.devices)
+            split = auto.split
+        elif value is None or isinstance(value, str):
+            raise ArgumentTypeError(
+                "gpu0_bsz must be an integer or 'auto', or None where device_weights are given, "
+                f"got {value!r}"
             )
-        self._auto = AutoSplit(devices) if value == "auto" else None
-        self._gpu0_bsz: Any = value
-        self._split(0, num_devices)  # raises where the value cannot be used
+        else:
+            split = functools.partial(split_batch, num_devices=num_devices, gpu0_bsz=value)
+        split(0)  # raises before anything has changed
+        self._gpu0_bsz, self._auto, self._split = value, auto, split
 
     def split(self, batch_size: int) -> tuple[int, ...]:
         """Returns how many samples of a batch of ``batch_size`` each device gets."""
-        return self._split(batch_size, max(1, len(self.device_ids)))
-
-    def _split(self, batch_size: int, num_devices: int) -> tuple[int, ...]:
-        if self._auto is not None:
-            return self._auto.split(batch_size)
-        if self.device_weights is not None:
-            return split_by_weights(batch_size, self.device_weights, self._gpu0_bsz)
-        return split_batch(batch_size, num_devices, self._gpu0_bsz)
+        return self._split(batch_size)
 
     @property
     def memory(self) -> MemoryProbe:
@@ -220,11 +231,9 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
             batch_size = find_batch_size(
                 _named(self.module, inputs, kwargs), self.dim, self.broadcast
             )
-            if batch_size and self._auto is not None:
-                self._auto.begin_call(self.module, batch_size)
-            self.chunk_sizes = split = self.split(batch_size or 0)
             if batch_size:
-                self._warn_if_even(batch_size)
+                self._check_split(batch_size)
+            self.chunk_sizes = split = self.split(batch_size or 0)
             # Without a tensor to cut there is one call to make. An empty batch is one, too.
             active = [i for i, size in enumerate(split) if size] or [0]
             sizes = None if batch_size is None else [split[i] for i in active]
@@ -338,31 +347,40 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
             for replica_inputs, replica_kwargs in zip(inputs, kwargs, strict=True)
         ]
 
-    def _warn_if_even(self, batch_size: int) -> None:
-        if self._has_run or self._auto is not None or self.device_weights is not None:
-            return
-        self._has_run = True
-        num_devices = len(self.device_ids)
-        even = even_share(batch_size, num_devices)
-        if self._gpu0_bsz >= even:
-            warnings.warn(
-                f"gpu0_bsz={self.gpu0_bsz} balances nothing: the even share of this first batch "
-                f"of {batch_size} on {num_devices} devices is {even}, so the split is that of "
-                f"nn.DataParallel, {self.split(batch_size)}; choose gpu0_bsz below {even}",
-                BalanceWarning,
-                stacklevel=_stacklevel_of_caller(),
-            )
+    def _check_split(self, batch_size: int) -> None:
+        """Has ``"auto"`` look back, and warns of what is of no use."""
+        message = None
+        if self._auto is not None:
+            message = self._auto.begin_call(self.module, batch_size)
+        elif not self._is_split_checked and isinstance(self._gpu0_bsz, int):
+            num_devices = len(self.device_ids)
+            even = even_share(batch_size, num_devices)
+            if self._gpu0_bsz >= even and self.device_weights is None:
+                message = (
+                    f"gpu0_bsz={self._gpu0_bsz} balances nothing: the even share of this first "
+                    f"batch of {batch_size} on {num_devices} devices is {even}, so the split is "
+                    f"that of nn.DataParallel, {self.split(batch_size)}; choose gpu0_bsz below "
+                    f"{even}"
+                )
+        self._is_split_checked = True
+        if message is not None:
+            warnings.warn(message, BalanceWarning, stacklevel=_stacklevel_of_caller())
 
     def _memory_advice(self, chunk_sizes: Sequence[int]) -> str:
         split = ", ".join(
             f"{device}: {size}" for device, size in zip(self.devices, chunk_sizes, strict=True)
         )
         fact = f"the batch of {sum(chunk_sizes)} was split {split}"
-        if self._auto is not None and self._auto.look_for_out_of_memory():
-            return f"{fact}. gpu0_bsz='auto' is now {self.gpu0_bsz}: the step may be repeated"
+        if self._auto is not None:
+            if self._auto.look_for_out_of_memory() and torch.is_grad_enabled():
+                return f"{fact}. gpu0_bsz='auto' is now {self.gpu0_bsz}: the step may be repeated"
+            return f"{fact}, and gpu0_bsz='auto' knows no better; lower the batch size"
+        remedy = f"lower gpu0_bsz (now {self.gpu0_bsz})"
+        if self.device_weights is not None:
+            remedy = f"lower its weight (device_weights={list(self.device_weights)})"
         return (
-            f"{fact}. If {self.devices[0]} ran out, lower gpu0_bsz (now {self.gpu0_bsz}); if "
-            "another device did, lower the batch size"
+            f"{fact}. If {self.devices[0]} ran out, {remedy}; if another device did, lower the "
+            "batch size"
         )
 
 

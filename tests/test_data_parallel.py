@@ -458,8 +458,8 @@ def test_device_weights_split_in_proportion(devices, gpu0_bsz, expected):
         (None, [1, 2, 3], r"one number for each of 2 devices.*got 3 and gpu0_bsz=None"),
         ("auto", [1, 2], r"a gpu0_bsz that is a number or None, got 2 and gpu0_bsz='auto'"),
         (None, [0, 0], "device_weights must not all be 0"),
-        (None, None, "gpu0_bsz must be an integer, got None"),
-        ("Auto", None, "gpu0_bsz must be an integer, got 'Auto'"),
+        (None, None, "an integer or 'auto', or None where device_weights are given, got None"),
+        ("Auto", None, "gpu0_bsz must be an integer or 'auto', or .*, got 'Auto'"),
     ],
 )
 def test_device_weights_that_cannot_be_used_are_refused(gpu0_bsz, weights, message):
