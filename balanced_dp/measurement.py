@@ -6,9 +6,9 @@ import gc
 import time
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -206,11 +206,8 @@ class StepMeter:
         except torch.OutOfMemoryError as error:
             out_of_memory = str(error)
             step.finish()
-        if out_of_memory is not None:
-            # What a failed backward pass had queued waits in this thread for the next one.
-            torch.zeros(1, requires_grad=True).sum().backward()
-            if not self._has_state:
-                self._optimizer.state.clear()  # it may be there in part
+        if not self._has_state:
+            self._optimizer.state.clear()  # it may be there in part
         self._optimizer.zero_grad()
         gc.collect()  # an exception may have left cycles
         module = torch.get_device_module(self.devices[0])
@@ -234,7 +231,9 @@ class StepMeter:
         args, kwargs, target = self.workload.make_batch(batch_size)
         self._optimizer.zero_grad()
         step.begin()
-        with warnings.catch_warnings(), _autocast(self.devices[0], self.workload.precision):
+        precision = self.workload.precision
+        autocast = torch.autocast(self.devices[0].type, precision, enabled=precision is not None)
+        with warnings.catch_warnings(), autocast:
             warnings.simplefilter("ignore", BalanceWarning)  # the even split is one to measure
             output = model(*args, **kwargs)
             target = tree_map_only(torch.Tensor, lambda t: t.to(self.devices[0]), target)
@@ -243,15 +242,6 @@ class StepMeter:
         step.end_phase(model, self._optimizer)
         self._optimizer.step()
         step.end_phase(model, self._optimizer)
-
-
-def _autocast(device: torch.device, precision: torch.dtype | None) -> AbstractContextManager[None]:
-    if precision is None:
-        return nullcontext()
-    module = torch.get_device_module(device)
-    if hasattr(module, "autocast"):  # emulated devices have their own
-        return cast("AbstractContextManager[None]", module.autocast(precision))
-    return torch.autocast(device.type, precision)
 
 
 class _Step:
@@ -270,6 +260,7 @@ class _Step:
     def end_phase(self, model: Any = None, optimizer: Any = None) -> None:
         for device in self.devices:
             torch.get_device_module(device).synchronize(device)
+        self.seconds += time.perf_counter() - self._started
         peaks = tuple(self._peaks.of(device)[0] for device in self.devices)
         if model is not None:
             for index, entry in enumerate(memory_breakdown(model, optimizer)):
@@ -277,7 +268,7 @@ class _Step:
                     self.breakdown[index] = entry.uses
         self.peaks.append(peaks)
         self._peaks = Peaks(self.devices)
-        self.seconds = time.perf_counter() - self._started
+        self._started = time.perf_counter()
 
     def finish(self) -> None:
         """Ends the phase in which memory ran out, and those that were not reached."""

@@ -453,3 +453,45 @@ def test_evaluation_with_device_0_left_out(emulated, mode):
     with mode():
         torch.testing.assert_close(model.eval()(x).cpu(), expected.detach().cpu())
     del expected, module, model
+
+
+def short_of_memory_in_backward(devices):
+    """A model whose backward pass needs twice what forward does, on a small device 0."""
+    layers = nn.Sequential(nn.Linear(64, 4096), nn.ReLU(inplace=True))
+    net = Lambda(lambda self, x: self.layers(x).sum(1), layers=layers).to(devices[0])
+    return net, torch.optim.SGD(net.parameters(), lr=0.1)
+
+
+def test_a_backward_pass_that_runs_out_of_memory_gives_all_back():
+    """The other devices' nodes waited for the next backward pass, with their memory."""
+    with emulate_devices(3, memory=["24MiB", "64MiB", "64MiB"]) as devices:
+        net, optimizer = short_of_memory_in_backward(devices)
+        model = BalancedDataParallel(999, net)
+        held = [torch.get_device_module(d).memory_allocated(d) for d in devices]
+        for _ in range(3):
+            loss = model(torch.ones(3000, 64)).mean()
+            with pytest.raises(torch.OutOfMemoryError):
+                loss.backward()
+            del loss
+            net.zero_grad()
+            assert [torch.get_device_module(d).memory_allocated(d) for d in devices] == held
+        del net, model, optimizer
+
+
+def test_auto_repeats_a_step_that_ran_out_in_backward():
+    with emulate_devices(3, memory=["24MiB", "64MiB", "64MiB"]) as devices:
+        net, optimizer = short_of_memory_in_backward(devices)
+        model = BalancedDataParallel("auto", net)
+        values = []
+        while len(values) < 12:
+            optimizer.zero_grad()
+            try:
+                model(torch.ones(3000, 64)).mean().backward()
+            except torch.OutOfMemoryError:
+                assert values == []
+                assert model.gpu0_bsz < 1000  # it has moved by now
+            else:
+                optimizer.step()
+                values.append(model.chunk_sizes[0])
+        assert model._auto.balance.is_frozen
+        del net, model, optimizer

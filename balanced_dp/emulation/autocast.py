@@ -1,8 +1,10 @@
-"""Autocast on emulated devices, with CUDA's lists of operators.
+"""``torch.autocast("lazy")``, with CUDA's lists of operators.
 
-``torch.autocast`` knows device types by name and "lazy" is none of them. But its dispatch keys work
-for any tensor that has one: emulated tensors have that of PrivateUse1, and this file registers its
-kernels, which cast the arguments above autograd, as torch's do.
+Torch refuses a device type that has no dispatch key for autocast, as "lazy" has none. But such a
+key works for any tensor that carries it: emulated tensors carry that of PrivateUse1, this file
+registers its kernels, which cast arguments above autograd as torch's do, and while emulate_devices
+is open torch's switches for "lazy" are those of "privateuseone". So all works that asks torch for
+them, activation checkpointing too.
 """
 
 from __future__ import annotations
@@ -10,79 +12,87 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass, field
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch._C import DispatchKeySet
 from torch.utils._pytree import tree_map_only
 
-from ..errors import ArgumentError
+from .machine import DEVICE_TYPE
 from .tensor import AUTOCAST_KEY, EmulatedTensor
 
+_STAND_IN = "privateuseone"
+
 # Source: AT_FORALL_LOWER_PRECISION_FP, AT_FORALL_FP32, AT_FORALL_FP32_SET_OPT_DTYPE and
-# AT_FORALL_PROMOTE of aten/src/ATen/autocast_mode.h, torch 2.13.
+# AT_FORALL_PROMOTE of aten/src/ATen/autocast_mode.h, torch 2.13. norm gets a dtype there.
 _LOWER_PRECISION = """_convolution conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d
     conv_transpose3d convolution prelu addmm addmv addr matmul einsum mm mv linalg_vecdot linear
-    addbmm baddbmm bmm chain_matmul linalg_multi_dot lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell
+    addbmm baddbmm bmm chain_matmul linalg_multi_dot _thnn_fused_lstm_cell _thnn_fused_gru_cell
+    lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell _scaled_dot_product_flash_attention
     scaled_dot_product_attention"""
 _FLOAT32 = """acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow
-    softplus layer_norm native_layer_norm group_norm cosine_similarity poisson_nll_loss
-    cosine_embedding_loss nll_loss nll_loss_nd nll_loss2d hinge_embedding_loss kl_div l1_loss
-    smooth_l1_loss huber_loss mse_loss margin_ranking_loss multilabel_margin_loss soft_margin_loss
-    triplet_margin_loss multi_margin_loss binary_cross_entropy_with_logits dist pdist cdist renorm
-    logsumexp"""
-_FLOAT32_RESULT = "prod softmax log_softmax cumprod cumsum sum"
-_WIDEST = "addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put scatter_add"
+    softplus layer_norm native_layer_norm rms_norm group_norm frobenius_norm nuclear_norm norm
+    cosine_similarity poisson_nll_loss cosine_embedding_loss nll_loss nll_loss2d
+    hinge_embedding_loss kl_div l1_loss smooth_l1_loss huber_loss mse_loss margin_ranking_loss
+    multilabel_margin_loss soft_margin_loss triplet_margin_loss multi_margin_loss
+    binary_cross_entropy_with_logits dist pdist cdist renorm logsumexp upsample_nearest1d
+    _upsample_nearest_exact1d upsample_nearest2d _upsample_nearest_exact2d upsample_nearest3d
+    _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d _upsample_bilinear2d_aa
+    upsample_trilinear3d upsample_bicubic2d _upsample_bicubic2d_aa"""
+_FLOAT32_RESULT = """prod softmax log_softmax cumprod cumsum linalg_vector_norm linalg_matrix_norm
+    sum"""
+_WIDEST = """addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot
+    scatter_add"""
 
-
-@dataclass
-class _State:
-    """An open context: the dtype, and the weights that were cast already."""
-
-    dtype: torch.dtype
-    casts: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = field(default_factory=dict)
-
-
-_state: ContextVar[_State | None] = ContextVar("autocast", default=None)
+# The weights that were cast already: torch has one such cache for all threads, too.
+_casts: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}
 
 
 @contextmanager
-def autocast(dtype: torch.dtype = torch.bfloat16, enabled: bool = True) -> Iterator[None]:
-    """Runs operators on emulated devices in ``dtype`` where ``torch.autocast("cuda")`` would.
+def autocast_for_emulated_devices() -> Iterator[None]:
+    """Makes torch's functions for autocast know emulated devices."""
 
-    Args:
-        dtype: ``torch.bfloat16`` or ``torch.float16``.
-        enabled: False leaves everything in the dtype it has, inside of another such context too.
+    def translated(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(device_type: str | None = None, *args: Any) -> Any:
+            if device_type is None:
+                return function()
+            return function(_STAND_IN if device_type == DEVICE_TYPE else device_type, *args)
 
-    Raises:
-        ArgumentError: autocast has no such dtype.
-    """
-    if dtype not in (torch.bfloat16, torch.float16):
-        raise ArgumentError(f"autocast has torch.bfloat16 and torch.float16, got {dtype}")
-    _register_kernels()
-    state = _State(dtype) if enabled else None
-    token = _state.set(state)
-    try:
-        with in_this_thread():
+        return call
+
+    set_enabled, clear_cache = torch.set_autocast_enabled, torch.clear_autocast_cache
+
+    def set_autocast_enabled(device_type: Any, enabled: bool | None = None) -> None:
+        if enabled is None:  # the old form, for CUDA
+            set_enabled(device_type)
+            return
+        if device_type == DEVICE_TYPE and enabled:
+            _register_kernels()
+        translated(set_enabled)(device_type, enabled)
+
+    def clear_autocast_cache() -> None:
+        _casts.clear()
+        clear_cache()
+
+    with ExitStack() as stack:
+        for owner, name, function in (
+            (torch._C, "_is_autocast_available", translated(torch._C._is_autocast_available)),
+            (torch, "is_autocast_enabled", translated(torch.is_autocast_enabled)),
+            (torch, "get_autocast_dtype", translated(torch.get_autocast_dtype)),
+            (torch, "set_autocast_dtype", translated(torch.set_autocast_dtype)),
+            (torch, "set_autocast_enabled", set_autocast_enabled),
+            (torch, "clear_autocast_cache", clear_autocast_cache),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, function))
+        dtype = torch.get_autocast_dtype(DEVICE_TYPE)
+        torch.set_autocast_dtype(DEVICE_TYPE, torch.float16)  # CUDA's default
+        try:
             yield
-    finally:
-        _state.reset(token)
-        if state is not None:
-            state.casts.clear()
-
-
-@contextmanager
-def in_this_thread() -> Iterator[None]:
-    """Gives this thread the autocast of its context variables: torch keeps a switch a thread."""
-    before = torch.is_autocast_enabled("privateuseone")
-    torch.set_autocast_enabled("privateuseone", _state.get() is not None)
-    try:
-        yield
-    finally:
-        torch.set_autocast_enabled("privateuseone", before)
+        finally:
+            torch.set_autocast_dtype(DEVICE_TYPE, dtype)
+            _casts.clear()
 
 
 @functools.cache
@@ -152,12 +162,11 @@ def _cast(tensor: EmulatedTensor, dtype: torch.dtype) -> torch.Tensor:
 
 def _lowered(tensor: EmulatedTensor) -> torch.Tensor:
     """Returns the tensor in lower precision; a weight is cast once in a context, as torch does."""
-    state = _state.get()
-    assert state is not None
+    dtype = torch.get_autocast_dtype(DEVICE_TYPE)
     is_weight = tensor.requires_grad and tensor.is_leaf and not tensor._is_view()
     if not (is_weight and tensor.dtype == torch.float32 and torch.is_autocast_cache_enabled()):
-        return _cast(tensor, state.dtype)
-    known = state.casts.get(id(tensor))
-    if known is None or known[0]() is not tensor:
-        known = state.casts[id(tensor)] = (weakref.ref(tensor), tensor.to(state.dtype))
+        return _cast(tensor, dtype)
+    known = _casts.get(id(tensor))
+    if known is None or known[0]() is not tensor or known[1].dtype != dtype:
+        known = _casts[id(tensor)] = (weakref.ref(tensor), tensor.to(dtype))
     return known[1]

@@ -22,6 +22,7 @@ from torch.optim.optimizer import (
 from ..errors import ArgumentError, ArgumentTypeError
 from ..units import format_bytes, parse_bytes
 from . import device_module
+from .autocast import autocast_for_emulated_devices
 from .kernels import register_kernels
 from .ledger import Label, MemoryBreakdown
 from .machine import DEVICE_TYPE, Machine, machine_made_current
@@ -121,6 +122,8 @@ def emulate_devices(
         stack.enter_context(_parameters_keep_identity())
         stack.enter_context(_seeded_by_torch(machine))
         stack.enter_context(_optimizers_as_on_cuda())
+        stack.enter_context(autocast_for_emulated_devices())
+        stack.enter_context(_failed_backward_leaves_nothing())
         for handle in _labelling_hooks(machine):
             stack.callback(handle.remove)
         yield EmulatedDevices(machine)
@@ -184,6 +187,25 @@ def _optimizers_as_on_cuda() -> Iterator[None]:
             name = f"_get_{kind}_kernels_supported_devices"
             device_types = [*getattr(optimizer, name)(), DEVICE_TYPE]
             stack.enter_context(mock.patch.object(optimizer, name, lambda d=device_types: d))
+        yield
+
+
+@contextmanager
+def _failed_backward_leaves_nothing() -> Iterator[None]:
+    # What a failed backward pass had queued waits in the thread that called it for the next one,
+    # and holds its memory. CUDA's devices have threads of their own, which go on to empty theirs.
+    autograd: Any = torch.autograd
+    run = autograd._engine_run_backward
+
+    def run_backward(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return run(*args, **kwargs)
+        except RuntimeError:
+            one = torch.ones((), requires_grad=True)
+            run((one.clone(),), (torch.ones(()),), False, False, (), accumulate_grad=True)
+            raise
+
+    with mock.patch.object(autograd, "_engine_run_backward", run_backward):
         yield
 
 

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 
 import torch
 
-from .autocast import autocast as autocast
-from .autocast import in_this_thread
 from .ledger import DeviceLedger, MemoryBreakdown
 from .machine import current_machine, has_machine
 
@@ -47,12 +45,8 @@ class device:  # named as torch.cuda.device
         machine = current_machine()
         self.previous = machine.current_index
         machine.current_index = self.index
-        # It is entered first thing in a replica's thread, which has the caller's context variables.
-        self.autocast = in_this_thread()
-        self.autocast.__enter__()
 
     def __exit__(self, *exc: object) -> None:
-        self.autocast.__exit__(None, None, None)
         current_machine().current_index = self.previous
 
 

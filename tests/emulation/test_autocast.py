@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
-from balanced_dp import ArgumentError, BalancedDataParallel, emulate_devices
+from balanced_dp import BalancedDataParallel, emulate_devices
+from balanced_dp.emulation import autocast as autocasting
 from balanced_dp.models import CharTransformer
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
 
-def autocast(*args, **kwargs):
-    return torch.get_device_module("lazy").autocast(*args, **kwargs)
+def autocast(dtype=BF16, **options):
+    return torch.autocast("lazy", dtype, **options)
 
 
 OPERATORS = {
@@ -127,10 +132,55 @@ def test_it_ends_with_the_block_also_when_that_fails():
     assert not torch.is_autocast_enabled("privateuseone")
 
 
-def test_other_dtypes_are_refused():
-    with (
-        emulate_devices(1),
-        pytest.raises(ArgumentError, match=r"has torch\.bfloat16 and torch\.float16, got"),
-        autocast(F32),
+def test_torch_knows_of_it_while_devices_are_open():
+    assert not torch.amp.is_autocast_available("lazy")
+    with emulate_devices(1):
+        assert torch.amp.is_autocast_available("lazy")
+        assert torch.get_autocast_dtype("lazy") == F16
+        with autocast():
+            assert torch.is_autocast_enabled("lazy")
+            assert not torch.is_autocast_enabled("cpu")
+            assert not torch.is_autocast_enabled()
+        with pytest.warns(UserWarning, match="only supports dtypes of torch.bfloat16"):
+            torch.autocast("lazy", F32)
+    with pytest.raises(RuntimeError, match="unsupported autocast device_type 'lazy'"):
+        autocast()
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("symbolic", [False, True])
+def test_checkpointing_computes_again_in_the_same_dtype(use_reentrant, symbolic):
+    with emulate_devices(2, symbolic=symbolic) as devices:
+
+        class Checkpointed(torch.nn.Sequential):
+            def forward(self, x):
+                for layer in self:
+                    x = checkpoint(layer, x, use_reentrant=use_reentrant)
+                    dtypes.append(x.dtype)
+                return x
+
+        dtypes = []
+        layers = [torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU()) for _ in range(3)]
+        module = Checkpointed(*layers).to(devices[0])
+        module[0][1].register_forward_hook(lambda *args: dtypes.append(args[-1].dtype))
+        x = torch.ones(6, 8, device=devices[0], requires_grad=True)
+        with autocast():
+            output = BalancedDataParallel(2, module)(x).float().sum()
+        output.backward()
+        assert set(dtypes) == {BF16}
+        assert len(dtypes) >= 8  # without reentry the last operators are not repeated
+        assert {p.grad.dtype for p in module.parameters()} == {F32}
+        del output, module, layers, x
+
+
+def test_the_lists_are_torchs():
+    header = Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h"
+    text = header.read_text()
+    for macro, names in (
+        ("LOWER_PRECISION_FP", autocasting._LOWER_PRECISION),
+        ("FP32", autocasting._FLOAT32.replace(" norm\n", "\n")),
+        ("FP32_SET_OPT_DTYPE", autocasting._FLOAT32_RESULT),
+        ("PROMOTE", autocasting._WIDEST),
     ):
-        pass
+        defined = re.search(rf"#define AT_FORALL_{macro}\(_\)((?:.*\\\n)*.*)", text)[1]
+        assert set(re.findall(r"_\((\w+)", defined)) == set(names.split()) - {"norm"}
