@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from .errors import ArgumentError
 from .memory.peaks import Peaks
 from .memory_model import Law, MemoryModel, fit
-from .plan import EQUAL, Planner
+from .plan import EQUAL, Planner, utilizations
 from .split import even_share, split_batch
 
 MAX_CHANGES = 5
@@ -183,8 +183,7 @@ class AutoBalance:
         return max(0, min(value, even_share(batch_size, len(self.capacities))))
 
     def _utilizations(self, batch_size: int, value: int) -> list[float]:
-        peaks = self._observed[batch_size, value].peak_bytes
-        return [peak / capacity for peak, capacity in zip(peaks, self.capacities, strict=True)]
+        return utilizations(self._observed[batch_size, value].peak_bytes, self.capacities)
 
     def _utilization(self, batch_size: int, value: int) -> float:
         return max(self._utilizations(batch_size, value))

@@ -7,6 +7,7 @@ import math
 import platform
 import sys
 import time
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -38,7 +39,7 @@ try:
         progress_bar,
         stdout_console,
     )
-except ImportError as error:  # the library itself needs neither
+except ImportError as error:  # the library itself needs none of these
     raise SystemExit(
         f"balanced-dp: the command line needs {error.name}, which is part of the extra 'cli': "
         "pip install 'balanced-dp[cli]'"
@@ -183,7 +184,7 @@ def plan_command(
 
     A few training steps are measured on emulated devices that keep shapes only.
     """
-    capacities = _capacities(memory, num_devices)
+    capacities = _capacities(memory, 4 if num_devices is None else num_devices, num_devices)
     report = _tuned(target, batch_size, capacities, reserve, emulate=True)
     if as_json:
         print(report_json(report), end="")
@@ -235,7 +236,8 @@ def tune_command(
     """
     capacities = None
     if memory is not None:
-        capacities = _capacities(memory, num_devices)
+        default = demos.default_num_devices(emulate) if num_devices is None else num_devices
+        capacities = _capacities(memory, default, num_devices)
     if reserve is None:
         is_known = memory is not None or not uses_emulation(emulate)
         reserve = "512MiB" if is_known else "0"
@@ -246,8 +248,9 @@ def tune_command(
     )
     if output is not None:
         save_report(report, output)
+        _say_written(output)
     if html is not None:
-        write_atomically(html, report_html([report]))
+        _write(html, report_html([report]))
     if as_json:
         print(report_json(report), end="")
     else:
@@ -274,9 +277,9 @@ def report_command(
     for path in (html, markdown):
         _check_writable(path)
     if html is not None:
-        write_atomically(html, report_html(reports))
+        _write(html, report_html(reports))
     if markdown is not None:
-        write_atomically(markdown, "\n".join(map(report_markdown, reports)))
+        _write(markdown, "\n".join(map(report_markdown, reports)))
     for report in reports:
         if as_json:
             print(json.dumps(json.loads(report_json(report))))
@@ -299,26 +302,24 @@ def compare_command(
     ] = "",
 ) -> None:
     """Compare the chosen splits of two reports, workload by workload."""
-    pairs = {report.workload: report for report in load_reports(before)}
+    earlier = {report.workload: report for report in load_reports(before)}
     failed = False
     for report in load_reports(after):
-        if report.workload not in pairs:
-            _fail(
-                f"{before} has no report of {report.workload}; it has {', '.join(pairs) or 'none'}"
-            )
-        comparisons = compare_reports(pairs[report.workload], report, limits)
-        print_comparison(comparisons)
+        if report.workload not in earlier:
+            _fail(f"{before} has no report of {report.workload}; it has {', '.join(earlier)}")
+        comparisons = compare_reports(earlier[report.workload], report, limits)
+        print_comparison(earlier[report.workload], report, comparisons)
         failed |= any(found.failed for found in comparisons)
     if failed:
         raise typer.Exit(1)
 
 
-def _capacities(memory: str, num_devices: int | None) -> list[int]:
+def _capacities(memory: str, num_devices: int, asked: int | None) -> list[int]:
     sizes = memory.split(",")
-    if len(sizes) > 1 and num_devices not in (None, len(sizes)):
-        _fail(f"--memory gives {len(sizes)} devices, but --devices is {num_devices}")
+    if len(sizes) > 1 and asked not in (None, len(sizes)):
+        _fail(f"--memory gives {len(sizes)} devices, but --devices is {asked}")
     if len(sizes) == 1:
-        sizes *= 4 if num_devices is None else num_devices
+        sizes *= num_devices
     return [parse_bytes(size, "--memory") for size in sizes]
 
 
@@ -329,6 +330,15 @@ def _values(sweep: str | None) -> range:
     if not (first.isdecimal() and last.isdecimal() and int(first) <= int(last)):
         _fail(f"--sweep must be FIRST:LAST such as 0:8, got {sweep!r}")
     return range(int(first), int(last) + 1)
+
+
+def _write(path: Path, text: str) -> None:
+    write_atomically(path, text)
+    _say_written(path)
+
+
+def _say_written(path: Path) -> None:
+    print(f"wrote {path}", file=sys.stderr)
 
 
 def _check_writable(path: Path | None) -> None:
@@ -352,16 +362,26 @@ def _tuned(
 ) -> Report:
     sys.path.insert(0, "")  # one's own workload may be in the current folder
     workload = find_workload(target)
-    with measuring_progress() as on_measurement:
-        return tune(
-            workload,
-            workload.batch_size if batch_size is None else batch_size,
-            num_devices,
-            capacities,
-            reserve=parse_bytes(reserve, "--reserve"),
-            sweep=sweep,
-            emulate=emulate,
-            on_measurement=on_measurement,
+    reserve_bytes = parse_bytes(reserve, "--reserve")
+    try:
+        with measuring_progress() as on_measurement:
+            return tune(
+                workload,
+                workload.batch_size if batch_size is None else batch_size,
+                num_devices,
+                capacities,
+                reserve=reserve_bytes,
+                sweep=sweep,
+                emulate=emulate,
+                on_measurement=on_measurement,
+            )
+    except BalancedDataParallelError:
+        raise
+    except Exception as error:  # the workload is somebody's code
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        _fail(
+            f"{target} failed at {frame.filename}:{frame.lineno} with {type(error).__name__}: "
+            f"{' '.join(str(error).split())[:300]}"
         )
 
 

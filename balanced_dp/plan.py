@@ -44,12 +44,12 @@ class Plan:
         headroom_bytes: what is left of each device's capacity beside need and reserve.
         limiting_device: the index of the fullest device.
         floor_bytes: what device 0 needs with ``gpu0_bsz=0``; no choice of it can lower that.
-        max_batch_size: the largest batch that fits, and ``max_batch_gpu0_bsz`` its value.
-        max_batch_gpu0_bsz: see there.
+        max_batch_size: the largest batch that fits.
+        max_batch_gpu0_bsz: the value with which that batch fits.
         even_bytes: what the even split of ``nn.DataParallel`` needs for the same batch.
         even_max_batch_size: the largest batch that fits with the even split.
         time_cost: the largest chunk over the even one: how much longer the replicas compute.
-        weighted: a share for each device, where the capacities differ.
+        weighted: a share for each device, where the capacities differ and that is better.
         advice: what else would help, in sentences.
     """
 
@@ -70,14 +70,13 @@ class Plan:
     weighted: WeightedSplit | None
     advice: tuple[str, ...]
 
+    @property
+    def budgets(self) -> list[int]:
+        """The bytes of each device that may be filled."""
+        return [capacity - self.reserve_bytes for capacity in self.capacity_bytes]
 
-def plan(
-    model: MemoryModel,
-    batch_size: int,
-    capacities: Sequence[int],
-    reserve: int = 0,
-    gpu0_bsz: int | None = None,
-) -> Plan:
+
+def plan(model: MemoryModel, batch_size: int, capacities: Sequence[int], reserve: int = 0) -> Plan:
     """Returns the ``gpu0_bsz`` with the lowest utilization of the fullest device.
 
     Args:
@@ -85,39 +84,39 @@ def plan(
         batch_size: samples of the whole batch, at least 1.
         capacities: what each device can hold, in bytes; they may differ.
         reserve: bytes of each that are not to be planned with.
-        gpu0_bsz: the value to describe, if it is not to be chosen.
 
     Raises:
         ArgumentError: a device has no capacity left beside the reserve, or there is no batch.
         InfeasiblePlanError: no value makes the batch fit.
     """
     check_batch(batch_size, capacities, reserve)
+    best = Planner(model, [c - reserve for c in capacities]).best_gpu0_bsz(batch_size)
+    found = describe(model, batch_size, capacities, reserve, best)
+    check_fits(found, found.predicted_bytes)
+    return found
+
+
+def describe(
+    model: MemoryModel,
+    batch_size: int,
+    capacities: Sequence[int],
+    reserve: int,
+    gpu0_bsz: int,
+) -> Plan:
+    """Returns the plan with a given value, whether it fits or not; arguments as of :func:`plan`."""
     budgets = [capacity - reserve for capacity in capacities]
     planner = Planner(model, budgets)
-    if gpu0_bsz is None:
-        gpu0_bsz = planner.best_gpu0_bsz(batch_size)
     chunk_sizes = split_batch(batch_size, len(budgets), gpu0_bsz)
     needs = model.predict(chunk_sizes)
     max_batch_size = planner.max_batch_size(planner.tightest_gpu0_bsz)
-    weighted = planner.weighted_split(batch_size) if len(set(budgets)) > 1 else None
-    if planner.utilization(batch_size, gpu0_bsz) > 1:
-        lacks = ", ".join(
-            f"device {i} needs {format_bytes(need)} and lacks {format_bytes(need - budget)}"
-            for i, (need, budget) in enumerate(zip(needs, budgets, strict=True))
-            if need > budget
-        )
-        raise InfeasiblePlanError(
-            f"a batch of {batch_size} does not fit with any gpu0_bsz: with the best, {gpu0_bsz}, "
-            f"{lacks}; the largest batch that fits is {max_batch_size}"
-            + (
-                f", or {weighted.max_batch_size} with "
-                f"device_weights={list(weighted.max_batch_chunk_sizes)}"
-                if weighted is not None and weighted.max_batch_size > max_batch_size
-                else ""
-            )
-        )
-    even = planner.even_share(batch_size)
-    utilization = [need / budget for need, budget in zip(needs, budgets, strict=True)]
+    weighted = planner.weighted_split(batch_size)
+    utilization = utilizations(needs, budgets)
+    is_better = (
+        max(utilizations(weighted.predicted_bytes, budgets)) < max(utilization) * (1 - EQUAL)
+        or weighted.max_batch_size > max_batch_size
+    )
+    even = even_share(batch_size, len(budgets))
+    floor_bytes = model.predict(split_batch(batch_size, len(budgets), 0))[0]
     return Plan(
         batch_size=batch_size,
         gpu0_bsz=gpu0_bsz,
@@ -127,15 +126,40 @@ def plan(
         reserve_bytes=reserve,
         headroom_bytes=tuple(b - need for b, need in zip(budgets, needs, strict=True)),
         limiting_device=utilization.index(max(utilization)),
-        floor_bytes=model.predict(split_batch(batch_size, len(budgets), 0))[0],
+        floor_bytes=floor_bytes,
         max_batch_size=max_batch_size,
         max_batch_gpu0_bsz=planner.tightest_gpu0_bsz(max_batch_size),
         even_bytes=model.predict(split_batch(batch_size, len(budgets), even)),
         even_max_batch_size=planner.max_batch_size(planner.even_share),
         time_cost=max(chunk_sizes) / even,
-        weighted=weighted,
-        advice=_advice(model, chunk_sizes, needs, utilization),
+        weighted=weighted if len(set(budgets)) > 1 and is_better else None,
+        advice=_advice(model, batch_size, needs, utilization, floor_bytes),
     )
+
+
+def check_fits(found: Plan, held_bytes: Sequence[int]) -> None:
+    """Raises InfeasiblePlanError where a device would hold more than it can beside the reserve."""
+    lacks = [
+        f"device {i} needs {format_bytes(held)} and lacks {format_bytes(held - budget)}"
+        for i, (held, budget) in enumerate(zip(held_bytes, found.budgets, strict=True))
+        if held > budget
+    ]
+    if not lacks:
+        return
+    remedy = f"the largest batch that fits is {found.max_batch_size}"
+    weighted = found.weighted
+    if weighted is not None and weighted.max_batch_size > found.max_batch_size:
+        weights = list(weighted.max_batch_chunk_sizes)
+        remedy += f", or {weighted.max_batch_size} with device_weights={weights}"
+    raise InfeasiblePlanError(
+        f"a batch of {found.batch_size} does not fit with any gpu0_bsz: with the best, "
+        f"{found.gpu0_bsz}, {', '.join(lacks)}; {remedy}"
+    )
+
+
+def utilizations(held_bytes: Sequence[int], budgets: Sequence[int]) -> list[float]:
+    """Returns what each device holds as a part of what it may hold."""
+    return [held / budget for held, budget in zip(held_bytes, budgets, strict=True)]
 
 
 def check_batch(batch_size: int, capacities: Sequence[int], reserve: int) -> None:
@@ -146,6 +170,8 @@ def check_batch(batch_size: int, capacities: Sequence[int], reserve: int) -> Non
         raise ArgumentError(
             "a plan is for two or more devices that can hold more than the reserve of "
             f"{format_bytes(reserve)}, got {', '.join(map(format_bytes, capacities))}"
+            + " (--reserve lowers it)"
+            * (len(capacities) > 1)
         )
 
 
@@ -159,7 +185,7 @@ class Planner:
     def utilizations(self, batch_size: int, gpu0_bsz: int) -> tuple[float, float]:
         """Returns that of device 0 and that of the fullest of the others."""
         needs = self.model.predict(split_batch(batch_size, len(self.budgets), gpu0_bsz))
-        first, *others = (need / budget for need, budget in zip(needs, self.budgets, strict=True))
+        first, *others = utilizations(needs, self.budgets)
         return first, max(others)
 
     def utilization(self, batch_size: int, gpu0_bsz: int) -> float:
@@ -225,6 +251,7 @@ class Planner:
             for _ in range(_BISECTIONS):
                 middle = (low + high) / 2
                 low, high = (low, middle) if holds(size, middle) else (middle, high)
+            # In proportion to what each could hold, none gets more than that.
             return split_by_weights(size, self.largest_chunks(size, high) or self.budgets)
 
         sizes, largest = chunk_sizes(batch_size), _largest(holds)
@@ -265,13 +292,12 @@ EQUAL = 0.001
 
 def _advice(
     model: MemoryModel,
-    chunk_sizes: Sequence[int],
+    batch_size: int,
     needs: Sequence[int],
     utilization: Sequence[float],
+    floor_bytes: int,
 ) -> tuple[str, ...]:
-    batch_size = sum(chunk_sizes)
     whole_bytes = model.whole_bytes_per_sample * batch_size
-    floor_bytes = model.predict(split_batch(batch_size, len(needs), 0))[0]
     is_balanced = utilization[0] <= max(utilization[1:]) * (1 + _BALANCED)
     if is_balanced or floor_bytes < needs[0] * (1 - _BALANCED):
         return ()

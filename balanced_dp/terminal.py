@@ -79,12 +79,21 @@ def print_report(report: Report, candidates: bool) -> None:
         console.print(_rich_table(candidate_table(report), title="measured values of gpu0_bsz"))
     console.print(f"model = {report.line}", soft_wrap=True)
     for sentence in summary(report):
-        console.print(sentence, soft_wrap=True, markup=False)
+        console.print(sentence, markup=False)
 
 
-def print_comparison(comparisons: Sequence[Comparison]) -> None:
+def print_comparison(before: Report, after: Report, comparisons: Sequence[Comparison]) -> None:
     """Prints each metric of two reports, and whether it is worse than allowed."""
-    table = Table("metric", "before", "after", "worse by", "allowed", "")
+    values = f"gpu0_bsz {before.plan.gpu0_bsz} and {after.plan.gpu0_bsz}"
+    table = Table(
+        "metric",
+        "before",
+        "after",
+        "worse by",
+        "allowed",
+        "outcome",
+        title=escape(f"{title(after)}, {values}"),
+    )
     for found in comparisons:
         as_text = format_bytes if found.metric == "peak" else "{:.4g}".format
         unit = "{:.1%}".format if found.is_relative else "{:.4g}".format

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch import nn
 from .errors import ArgumentError, BalancedDataParallelError, InfeasiblePlanError
 from .measurement import Measurement, StepMeter, open_devices, step_meter, uses_emulation
 from .memory_model import MemoryModel, fit
-from .plan import EQUAL, Plan, Planner, check_batch, plan
+from .plan import EQUAL, Plan, Planner, check_batch, check_fits, describe, utilizations
 from .split import even_share
 from .units import format_bytes
 from .workloads import Batch, Workload
@@ -33,6 +34,9 @@ _MAX_ROUNDS = 4
 
 _FEW = 12
 """About how many steps are measured."""
+
+_MOST_VALUES = 64
+"""How many values are measured, evenly spaced, where no laws say which."""
 
 _LARGEST_MEASURED_BATCH = 2**16
 """Batches are made on the CPU with their values, whatever the devices keep."""
@@ -63,7 +67,7 @@ class Origin:
         packages = ("balanced-dp", "torch", "nvidia-ml-py")
         return cls(
             created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            command=shlex.join([os.path.basename(sys.argv[0]), *sys.argv[1:]]),  # noqa: PTH119
+            command=" ".join([_program(), shlex.join(sys.argv[1:])]).strip(),
             versions={
                 "python": platform.python_version(),
                 **{name: _version(name) for name in packages},
@@ -74,6 +78,11 @@ class Origin:
                 "devices": ", ".join(devices),
             },
         )
+
+
+def _program() -> str:
+    path = Path(sys.argv[0])
+    return f"python -m {path.parent.name}" if path.name == "__main__.py" else path.name
 
 
 def _version(package: str) -> str:
@@ -149,8 +158,8 @@ class Report:
         if not self.model.is_lawful:
             found.append(
                 f"the predictions are off by up to {self.model.residual:.0%}: what this workload "
-                "needs does not grow evenly with the batch. So every gpu0_bsz was measured, and "
-                "the largest batch is a guess"
+                "needs does not grow evenly with the batch. So the choice is among the measured "
+                "values, and the largest batch is a guess"
             )
         return tuple(found)
 
@@ -192,6 +201,7 @@ def tune(
     """
     if capacities is not None:
         check_batch(batch_size, capacities, reserve)
+    swept = sorted(set(sweep))
     with _opened(devices, capacities, emulate) as opened, step_meter(workload, opened) as meter:
         if capacities is None:
             capacities = default_capacities(meter, batch_size)
@@ -201,9 +211,10 @@ def tune(
                 f"capacities must be one for each of {len(opened)} devices, got {len(capacities)}"
             )
         search = _Search(meter, [c - reserve for c in capacities], on_measurement)
-        model, chosen = search.run(batch_size, sweep)
+        model, chosen = search.run(batch_size, swept)
         assert chosen.gpu0_bsz is not None
-        planned = plan(model, batch_size, capacities, reserve, chosen.gpu0_bsz)
+        planned = describe(model, batch_size, capacities, reserve, chosen.gpu0_bsz)
+        check_fits(planned, chosen.peak_bytes)
         weighted = None
         if planned.weighted is not None:
             weighted = meter.measure(batch_size, None, planned.weighted.chunk_sizes)
@@ -270,10 +281,14 @@ class _Search:
         """Returns the value that splits evenly."""
         return even_share(batch_size, len(self.budgets))
 
-    def run(self, batch_size: int, sweep: Iterable[int]) -> tuple[MemoryModel, Measurement]:
+    def run(self, batch_size: int, swept: Sequence[int]) -> tuple[MemoryModel, Measurement]:
         """Returns the laws and the best split of the batch."""
         even = self.even_share(batch_size)
-        swept = sorted({min(value, even) for value in sweep})
+        if swept and not 0 <= swept[0] <= swept[-1] <= even:
+            raise ArgumentError(
+                f"sweep goes from {swept[0]} to {swept[-1]}, but for a batch of {batch_size} on "
+                f"{len(self.budgets)} devices gpu0_bsz is from 0 to {even}, the even split"
+            )
         self.num_expected += len(swept)
         self.measure_around(batch_size)
         for gpu0_bsz in swept:
@@ -289,8 +304,9 @@ class _Search:
         self.refine(batch_size)
         model = self.fit()
         if not model.is_lawful:
-            self.num_expected = len(self.measured) + even
-            for gpu0_bsz in range(even + 1):
+            values = range(0, even + 1, max(1, even // _MOST_VALUES))
+            self.num_expected = len(self.measured) + len(values)
+            for gpu0_bsz in values:
                 self.measure(batch_size, gpu0_bsz)
         return model, self.best(batch_size)
 
@@ -347,8 +363,7 @@ def best_measured(swept: Iterable[Measurement], budgets: Sequence[int]) -> Measu
     """
 
     def utilization(measurement: Measurement) -> float:
-        pairs = zip(measurement.peak_bytes, budgets, strict=True)
-        return max(peak / budget for peak, budget in pairs)
+        return max(utilizations(measurement.peak_bytes, budgets))
 
     measured = list(swept)
     ran = [m for m in measured if m.status == "ok"]
@@ -399,7 +414,7 @@ def _with_loss_on_device(
                 search.measure(batch_size, best)
             return search.best(batch_size)
     except (RuntimeError, BalancedDataParallelError):
-        return None  # the loss is one for the whole batch or for device 0 only
+        return None  # a loss for the whole batch or for device 0 only: there is nothing to advise
 
 
 def report_of_measurements(
@@ -424,7 +439,7 @@ def report_of_measurements(
 
     Raises:
         ArgumentError: the even split is not among them.
-        InfeasiblePlanError: no split of the batch fits.
+        InfeasiblePlanError: memory ran out with every split.
     """
     batch_size = Counter(m.batch_size for m in measurements).most_common(1)[0][0]
     even = even_share(batch_size, len(capacities))
@@ -436,13 +451,14 @@ def report_of_measurements(
         )
     model = fit(m for m in measurements if m.status == "ok")
     chosen = best_measured(swept.values(), [c - reserve for c in capacities])
+    planned = describe(model, batch_size, capacities, reserve, chosen.chunk_sizes[0])
     return Report(
         schema=SCHEMA,
         origin=origin,
         workload=measurements[0].workload,
         num_parameters=num_parameters,
         precision=precision,
-        plan=plan(model, batch_size, capacities, reserve, chosen.gpu0_bsz),
+        plan=planned,
         chosen=chosen,
         even=swept[even],
         weighted=None,

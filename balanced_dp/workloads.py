@@ -6,7 +6,7 @@ import functools
 import importlib
 import pydoc_data.topics
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,9 @@ from .models import CharTransformer, TokenTransformer, TransformerXL, resnet50
 
 Batch = tuple[tuple[Any, ...], dict[str, Any], Any]
 """Positional and keyword arguments of the model, and the target."""
+
+
+_UNNAMED = "workload"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +35,7 @@ class Workload:
         loss: gives the 0-dim loss of the model's output and the target.
         make_optimizer: gives the optimizer of the parameters.
         precision: the dtype of autocast, ``torch.bfloat16`` or ``torch.float16``; None for none.
-        name: what reports call it.
+        name: what reports call it; on the command line its target if this is left out.
         batch_size: a batch size that is usual for it.
     """
 
@@ -41,7 +44,7 @@ class Workload:
     loss: Callable[[Any, Any], torch.Tensor]
     make_optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = torch.optim.AdamW
     precision: torch.dtype | None = None
-    name: str = "workload"
+    name: str = _UNNAMED
     batch_size: int = 32
 
 
@@ -64,12 +67,17 @@ def find_workload(target: str) -> Workload:
         function = getattr(importlib.import_module(module_name), function_name)
     except (ImportError, AttributeError) as error:
         raise ArgumentError(f"workload {target!r} cannot be loaded: {error}") from error
-    workload = function() if callable(function) else function
+    try:
+        workload = function() if callable(function) else function
+    except Exception as error:
+        raise ArgumentError(
+            f"workload {target!r} cannot be made: {type(error).__name__}: {error}"
+        ) from error
     if not isinstance(workload, Workload):
         raise ArgumentTypeError(
             f"{target} must give a balanced_dp.Workload, but gave {type(workload).__name__}"
         )
-    return workload
+    return replace(workload, name=target) if workload.name == _UNNAMED else workload
 
 
 def _token_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

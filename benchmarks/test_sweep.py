@@ -69,6 +69,7 @@ def test_training_step(benchmark, metered, name, batch_size, gpu0_bsz):
     measured = benchmark.pedantic(meter.measure, args=(batch_size, gpu0_bsz))
     devices = [torch.get_device_module(d).get_device_name(d) for d in metered["devices"]]
     precision = meter.workload.precision
+    origin = Origin.of_this_process()
     benchmark.extra_info.update(
         peak_bytes=measured.peak_bytes,
         chunk_sizes=measured.chunk_sizes,
@@ -81,5 +82,6 @@ def test_training_step(benchmark, metered, name, batch_size, gpu0_bsz):
         "devices": ", ".join(devices),
         "num_parameters": meter.num_parameters,
         "precision": None if precision is None else str(precision),
-        "versions": Origin.of_this_process().versions,
+        "versions": origin.versions,
+        "command": origin.command,
     }

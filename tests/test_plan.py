@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from balanced_dp import InfeasiblePlanError, Law, MemoryModel, plan, split_batch
-from balanced_dp.plan import EQUAL, Planner
+from balanced_dp.plan import EQUAL, Planner, describe
 
 GIB = 2**30
 amounts = st.integers(0, GIB)
@@ -72,7 +72,8 @@ def test_a_plan_adds_up_or_says_what_is_lacking(model, capacities, batch_size, r
 def test_a_given_value_is_described_and_not_chosen():
     model = MemoryModel((Law(100, 10, 1),), (Law(100, 0, 1),), (Law(0, 10),), 3, 0.0)
     assert plan(model, 40, [10**6] * 4).gpu0_bsz != 3
-    assert plan(model, 40, [10**6] * 4, gpu0_bsz=3).chunk_sizes == (3, 13, 12, 12)
+    assert describe(model, 40, [10**6] * 4, 0, 3).chunk_sizes == (3, 13, 12, 12)
+    assert describe(model, 40, [10] * 4, 0, 3).headroom_bytes[0] < 0
 
 
 def test_advice_is_for_what_no_value_balances():

@@ -212,8 +212,11 @@ def test_limits_that_cannot_be_read_are_refused(report, limits):
 
 
 def test_different_workloads_are_not_compared(report, unlike):
-    with pytest.raises(ArgumentError, match="of different workloads, <script>"):
+    with pytest.raises(ArgumentError, match="cannot be compared: the workload is <script>"):
         compare_reports(report, unlike)
+    larger = replace(report, plan=replace(report.plan, batch_size=48))
+    with pytest.raises(ArgumentError, match="batch size is 24 in the first and 48 in the second"):
+        compare_reports(report, larger)
 
 
 @given(st.text(max_size=30))

@@ -31,6 +31,12 @@ def make(width=512):
 
 def other():
     return make(2048)
+
+def fails():
+    return Workload(torch.nn.Linear, lambda n: ((), {}, None), lambda output, _: output)
+
+def wants(width):
+    return make(width)
 """
 
 
@@ -66,7 +72,7 @@ def test_tune_writes_the_report_and_prints_json_alone(folder, tuned):
     assert report.workload == "mine"
     assert report.plan.batch_size == 64
     assert {m.gpu0_bsz for m in report.measurements if m.batch_size == 64} == set(range(17))
-    assert report.origin.command.startswith("__main__.py tune mine:make --sweep 0:16")
+    assert report.origin.command.startswith("python -m balanced_dp tune mine:make --sweep 0:16")
     assert "<!doctype html>" in (folder / "a.html").read_text()
 
 
@@ -113,6 +119,7 @@ def test_devices_and_capacities_are_as_asked(folder):
     [
         (["tune", "none"], "there is no workload 'none'; built in are char-lm, gpt2-small"),
         (["tune", "char-lm", "--sweep", "8"], "--sweep must be FIRST:LAST such as 0:8, got '8'"),
+        (["tune", "char-lm", "--sweep", "6:12"], "gpu0_bsz is from 0 to 8, the even split"),
         (["tune", "char-lm", "--sweep", "8:0"], "--sweep must be FIRST:LAST such as 0:8"),
         (["tune", "char-lm", "--memory", "much"], "--memory must be bytes or a size in B, KiB"),
         (["tune", "char-lm", "--memory", "1GiB,1GiB", "--devices", "3"], "--memory gives 2"),
@@ -120,6 +127,8 @@ def test_devices_and_capacities_are_as_asked(folder):
         (["tune", "char-lm", "--batch-size", "0"], "batch_size must be at least 1, got 0"),
         (["tune", "char-lm", "-o", "none/a.json"], "there is no folder"),
         (["tune", "char-lm", "--html", "."], "is a folder; name a file"),
+        (["tune", "mine:fails"], "mine:fails failed at"),
+        (["tune", "mine:wants"], "cannot be made: TypeError: wants() missing 1 required"),
         (["report", "none.json"], "none.json cannot be read: No such file"),
         (["report", "mine.py"], "mine.py is no report, or one that is cut off"),
         (["compare", "a.json", "a.json", "--fail", "x"], "--fail takes METRIC:NUMBER"),
@@ -175,4 +184,4 @@ def test_the_benchmark_sweep_gives_the_same_report(tmp_path):
     for name in ("gpu0_bsz", "chunk_sizes", "capacity_bytes", "predicted_bytes", "even_bytes"):
         assert record["plan"][name] == pytest.approx(tuned["plan"][name], rel=0.001)
     assert record["chosen"]["backward_peak_bytes"] == tuned["chosen"]["backward_peak_bytes"]
-    assert record["origin"]["command"] == "pytest --benchmark-json (bench.json)"
+    assert record["origin"]["command"].startswith("python -m pytest ")

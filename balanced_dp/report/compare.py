@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ..errors import ArgumentError
 from ..tuner import Report
-from .tables import imbalance
+from .tables import imbalance, speed
 
 METRICS = ("peak", "imbalance", "max_batch", "speed")
 """What can be compared: the fullest device's peak in bytes, (max - min) / max of the peaks, the
@@ -54,13 +54,16 @@ def compare_reports(before: Report, after: Report, limits: str = "") -> tuple[Co
             relative to the first report, else absolute.
 
     Raises:
-        ArgumentError: the limits cannot be read, or the reports are of different workloads.
+        ArgumentError: the limits cannot be read, or the reports are of different workloads, batch
+            sizes, numbers of devices, precisions or kinds of devices.
     """
     allowed = _parse(limits)
-    if before.workload != after.workload:
-        raise ArgumentError(
-            f"the reports are of different workloads, {before.workload} and {after.workload}"
-        )
+    for (name, old), (_, new) in zip(_settings(before), _settings(after), strict=True):
+        if old != new:
+            raise ArgumentError(
+                f"the reports cannot be compared: {name} is {old} in the first and {new} in the "
+                "second; tune both with the same"
+            )
     comparisons = []
     for metric in METRICS:
         old, new = _figure(before, metric), _figure(after, metric)
@@ -86,6 +89,17 @@ def _parse(limits: str) -> dict[str, tuple[float, bool]]:
     return allowed
 
 
+def _settings(report: Report) -> list[tuple[str, object]]:
+    plan = report.plan
+    return [
+        ("the workload", report.workload),
+        ("the batch size", plan.batch_size),
+        ("the number of devices", len(plan.chunk_sizes)),
+        ("the precision", report.precision),
+        ("measured on", report.chosen.mode),
+    ]
+
+
 def _figure(report: Report, metric: str) -> float:
     chosen = report.chosen
     if metric == "peak":
@@ -94,6 +108,4 @@ def _figure(report: Report, metric: str) -> float:
         return imbalance(chosen)
     if metric == "max_batch":
         return float(report.plan.max_batch_size)
-    if chosen.mode == "real":
-        return chosen.batch_size / chosen.seconds
-    return 1 / report.plan.time_cost
+    return speed(chosen)

@@ -107,7 +107,7 @@ def _of_benchmarks(path: str | Path, content: dict[str, Any]) -> tuple[Report, .
     for records in sweeps.values():
         origin = Origin(
             created=content["datetime"],
-            command=f"pytest --benchmark-json ({Path(path).name})",
+            command=records[0]["command"],
             versions=records[0]["versions"],
             machine={
                 "platform": f"{machine['system']} {machine['release']} {machine['machine']}",

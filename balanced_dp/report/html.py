@@ -35,7 +35,7 @@ def report_html(reports: Sequence[Report]) -> str:
             "plots": [
                 (heading, Markup(plot(report)))  # SVG that matplotlib escaped
                 for heading, plot in (
-                    ("How full each device is, for each gpu0_bsz", plots.peaks_plot),
+                    ("The peak of each device, for each gpu0_bsz", plots.peaks_plot),
                     ("What fills each device", plots.breakdown_plot),
                     ("Batch size and speed", plots.batch_plot),
                     ("Predicted and measured", plots.prediction_plot),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 from collections.abc import Callable
 from typing import Any
@@ -14,9 +15,8 @@ from matplotlib.ticker import MaxNLocator
 from ..plan import Planner
 from ..split import even_share, split_batch
 from ..tuner import Report
-from .tables import candidates
+from .tables import byte_scale, candidates, speed, speed_name
 
-GIB, MIB = 2**30, 2**20
 _STYLE: Any = {
     "svg.fonttype": "none",  # text stays text
     "svg.hashsalt": "balanced-dp",  # the same plot gives the same file
@@ -31,6 +31,18 @@ _STYLE: Any = {
 # Okabe and Ito's colours, which most colour-blind people can tell apart.
 _COLOURS = ("#d55e00", "#0072b2", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f", "#000000")
 _MAX_LINES = 8
+_USES = {
+    "parameter": "#d55e00",
+    "gradient": "#0072b2",
+    "optimizer state": "#009e73",
+    "buffer": "#f0e442",
+    "input": "#cc79a7",
+    "activation": "#e69f00",
+    "gathered output": "#56b4e9",
+    "activation and other": "#e69f00",
+    "other": "#7f7f7f",
+}
+"""A colour for each use, the same in each report."""
 
 
 def peaks_plot(report: Report) -> str:
@@ -38,7 +50,7 @@ def peaks_plot(report: Report) -> str:
 
     def draw(axes: Axes) -> None:
         plan, swept = report.plan, candidates(report)
-        scale, unit = _unit(max(report.even.peak_bytes + report.chosen.peak_bytes))
+        scale, unit = byte_scale(max(report.even.peak_bytes + report.chosen.peak_bytes))
         num_devices = len(plan.chunk_sizes)
         even = even_share(plan.batch_size, num_devices)
         step = max(1, even // 200)
@@ -68,8 +80,9 @@ def peaks_plot(report: Report) -> str:
         for capacity in sorted(set(plan.capacity_bytes)):
             if capacity < 3 * highest:
                 axes.axhline(capacity / scale, color="black", linestyle="--", linewidth=1)
+                whose = [str(i) for i, c in enumerate(plan.capacity_bytes) if c == capacity]
                 axes.annotate(
-                    "capacity",
+                    "capacity" if len(whose) == num_devices else f"capacity of {', '.join(whose)}",
                     (0.005, capacity / scale),
                     xycoords=("axes fraction", "data"),
                     va="bottom",
@@ -97,15 +110,19 @@ def breakdown_plot(report: Report) -> str:
     def draw(axes: Axes) -> None:
         pairs = list(zip(report.even.breakdown, report.chosen.breakdown, strict=True))
         totals = [sum(uses.values()) for pair in pairs for uses in pair]
-        scale, unit = _unit(max(totals))
-        names = list(dict.fromkeys(name for pair in pairs for uses in pair for name in uses))
-        names = [n for n in names if any(uses.get(n, 0) for pair in pairs for uses in pair)]
+        scale, unit = byte_scale(max(totals))
+        uses = list(dict.fromkeys(name for pair in pairs for uses in pair for name in uses))
+        visible = [
+            name
+            for name in uses
+            if max(u.get(name, 0) for pair in pairs for u in pair) > 0.005 * max(totals)
+        ]
         positions = [device + offset for device in range(len(pairs)) for offset in (-0.2, 0.2)]
         bars = [uses for pair in pairs for uses in pair]
         bottom = [0.0] * len(bars)
-        for index, name in enumerate(names):
-            heights = [uses.get(name, 0) / scale for uses in bars]
-            colour = _COLOURS[index % len(_COLOURS)]
+        for name in visible:
+            heights = [held.get(name, 0) / scale for held in bars]
+            colour = _USES.get(name, _COLOURS[-1])
             axes.bar(positions, heights, 0.36, bottom, color=colour, label=name)
             bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
         axes.set_xticks(
@@ -125,7 +142,7 @@ def batch_plot(report: Report) -> str:
 
     def draw(axes: Axes) -> None:
         plan = report.plan
-        planner = Planner(report.model, [c - plan.reserve_bytes for c in plan.capacity_bytes])
+        planner = Planner(report.model, plan.budgets)
         num_devices = len(plan.chunk_sizes)
         even = even_share(plan.batch_size, num_devices)
         highest = max(plan.max_batch_gpu0_bsz, even)
@@ -133,9 +150,9 @@ def batch_plot(report: Report) -> str:
         values = sorted({*range(0, highest + 1, step), plan.max_batch_gpu0_bsz, plan.gpu0_bsz})
         axes.plot(
             values,
-            [planner.max_batch_size(lambda batch_size: value) for value in values],  # noqa: B023
+            [planner.max_batch_size(functools.partial(min, value)) for value in values],
             color=_COLOURS[1],
-            label="largest batch that fits (predicted)",
+            label="largest batch that fits with this gpu0_bsz (predicted)",
         )
         axes.plot(
             plan.max_batch_gpu0_bsz, plan.max_batch_size, "*", color=_COLOURS[1], markersize=13
@@ -143,20 +160,16 @@ def batch_plot(report: Report) -> str:
         axes.set(xlabel="gpu0_bsz", ylabel="samples in a batch")
         _from_zero(axes)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        speed = axes.twinx()
+        right = axes.twinx()
         ran = [m for m in candidates(report) if m.status == "ok"]
-        if report.chosen.mode == "real":
-            speeds = [m.batch_size / m.seconds for m in ran]
-            label = f"samples/s with batches of {plan.batch_size} (measured)"
-        else:
-            speeds = [even / max(m.chunk_sizes) for m in ran]
-            label = "speed of the slowest device, even split = 1"
-        speed.plot([m.chunk_sizes[0] for m in ran], speeds, "o", color=_COLOURS[0], label=label)
-        speed.set(ylabel=label)
-        _from_zero(speed)
-        speed.grid(visible=False)
-        speed.spines["right"].set_visible(True)
-        handles = [*axes.get_legend_handles_labels()[0], *speed.get_legend_handles_labels()[0]]
+        label = f"{speed_name(report)}, batches of {plan.batch_size}"
+        values = [m.chunk_sizes[0] for m in ran]
+        right.plot(values, list(map(speed, ran)), "o", color=_COLOURS[0], label=label)
+        right.set(ylabel=speed_name(report))
+        _from_zero(right)
+        right.grid(visible=False)
+        right.spines["right"].set_visible(True)
+        handles = [*axes.get_legend_handles_labels()[0], *right.get_legend_handles_labels()[0]]
         axes.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=1)
 
     return _svg(draw)
@@ -167,7 +180,7 @@ def prediction_plot(report: Report) -> str:
 
     def draw(axes: Axes) -> None:
         ran = [m for m in report.measurements if m.status == "ok" and m.gpu0_bsz is not None]
-        scale, unit = _unit(max(max(m.peak_bytes) for m in ran))
+        scale, unit = byte_scale(max(max(m.peak_bytes) for m in ran))
         for name, colour, devices in (
             ("device 0", _COLOURS[0], slice(0, 1)),
             ("other devices", _COLOURS[1], slice(1, None)),
@@ -190,10 +203,6 @@ def prediction_plot(report: Report) -> str:
         _legend_below(axes)
 
     return _svg(draw)
-
-
-def _unit(largest: float) -> tuple[int, str]:
-    return (GIB, "GiB") if largest >= GIB else (MIB, "MiB")
 
 
 def _from_zero(axes: Axes) -> None:

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..measurement import Measurement
+from ..memory.step import spread
+from ..plan import utilizations
 from ..split import even_share
 from ..tuner import Report
 from ..units import format_bytes
@@ -19,7 +21,7 @@ _MODES = {
 
 @dataclass(frozen=True, slots=True)
 class TextTable:
-    """A table of text; all columns but the first ``num_left`` are figures.
+    """A table of text.
 
     Attributes:
         headers: one for each column.
@@ -54,14 +56,11 @@ def how_measured(report: Report) -> str:
 def summary(report: Report) -> tuple[str, ...]:
     """Returns what the plan comes to, in sentences."""
     plan = report.plan
+    even = "memory runs out"
+    if report.even.status == "ok":
+        even = f"it is {_fullest(report, report.even)}"
     sentences = [
-        f"Device {plan.limiting_device} is the fullest: "
-        f"{format_bytes(max(report.chosen.peak_bytes))}, "
-        + (
-            f"and {format_bytes(max(report.even.peak_bytes))} with the even split."
-            if report.even.status == "ok"
-            else "and with the even split memory runs out."
-        ),
+        f"The fullest is {_fullest(report, report.chosen)}; with the even split {even}.",
         f"The largest batch that fits is {plan.max_batch_size}, with "
         f"gpu0_bsz={plan.max_batch_gpu0_bsz}; with the even split it is "
         f"{plan.even_max_batch_size}.",
@@ -69,37 +68,32 @@ def summary(report: Report) -> tuple[str, ...]:
     ]
     if plan.weighted is not None and report.weighted is not None:
         sentences.append(
-            f"With a share for each device the fullest holds "
-            f"{format_bytes(max(report.weighted.peak_bytes))}, and the largest batch that fits is "
-            f"{plan.weighted.max_batch_size}: {report.weighted_line}"
+            f"With a share for each device the fullest is {_fullest(report, report.weighted)}, and "
+            f"the largest batch that fits is {plan.weighted.max_batch_size}: {report.weighted_line}"
         )
     return (*sentences, *(f"{text[0].upper()}{text[1:]}." for text in report.advice))
+
+
+def _fullest(report: Report, measured: Measurement) -> str:
+    full = utilizations(measured.peak_bytes, report.plan.budgets)
+    index = full.index(max(full))
+    return f"device {index} with {format_bytes(measured.peak_bytes[index])}, {max(full):.0%} full"
 
 
 def device_table(report: Report) -> TextTable:
     """Returns what each device gets, holds and has left."""
     plan = report.plan
     columns = (
-        plan.capacity_bytes,
-        plan.predicted_bytes,
-        report.chosen.peak_bytes,
-        plan.headroom_bytes,
-        report.even.peak_bytes,
+        map(str, plan.chunk_sizes),
+        map(format_bytes, plan.capacity_bytes),
+        map(format_bytes, plan.predicted_bytes),
+        map(format_bytes, report.chosen.peak_bytes),
+        map("{:.0%}".format, utilizations(report.chosen.peak_bytes, plan.budgets)),
+        map(format_bytes, report.even.peak_bytes),
     )
     return TextTable(
-        headers=(
-            "device",
-            "samples",
-            "capacity",
-            "predicted",
-            "measured",
-            "headroom",
-            "even split",
-        ),
-        rows=tuple(
-            (str(index), str(size), *map(format_bytes, amounts))
-            for index, (size, *amounts) in enumerate(zip(plan.chunk_sizes, *columns, strict=True))
-        ),
+        headers=("device", "samples", "capacity", "predicted", "measured", "full", "even split"),
+        rows=tuple((str(i), *cells) for i, cells in enumerate(zip(*columns, strict=True))),
         marked=plan.limiting_device,
     )
 
@@ -107,33 +101,33 @@ def device_table(report: Report) -> TextTable:
 def candidate_table(report: Report) -> TextTable:
     """Returns the measured values of ``gpu0_bsz`` for the planned batch."""
     swept = candidates(report)
-    budgets = [c - report.plan.reserve_bytes for c in report.plan.capacity_bytes]
-    is_real = report.chosen.mode == "real"
+    scale, unit = byte_scale(max(max(m.peak_bytes) for m in swept))
     rows = []
     for measured in swept:
-        fullest = max(p / b for p, b in zip(measured.peak_bytes, budgets, strict=True))
-        speed = f"{even_share(measured.batch_size, len(budgets)) / max(measured.chunk_sizes):.2f}"
-        if is_real:
-            speed = f"{measured.batch_size / measured.seconds:.1f}"
-        ran = measured.status == "ok"
-        rows.append(
-            (
-                str(measured.gpu0_bsz),
-                " ".join(map(str, measured.chunk_sizes)),
-                " ".join(map(format_bytes, measured.peak_bytes)) if ran else "out of memory",
-                f"{fullest:.1%}" if ran else "",
-                f"{imbalance(measured):.1%}" if ran else "",
-                speed if ran else "",
+        first, *others = (f"{peak / scale:.2f}" for peak in measured.peak_bytes)
+        cells: tuple[str, ...] = ("out of memory", "", "", "", "")
+        if measured.status == "ok":
+            cells = (
+                first,
+                others[0]
+                if len(set(others)) == 1
+                else f"{min(others, key=float)} to {max(others, key=float)}",
+                f"{max(utilizations(measured.peak_bytes, report.plan.budgets)):.1%}",
+                f"{imbalance(measured):.1%}",
+                f"{speed(measured):.4g}",
             )
+        rows.append(
+            (str(measured.chunk_sizes[0]), " ".join(map(str, measured.chunk_sizes)), *cells)
         )
     return TextTable(
         headers=(
             "gpu0_bsz",
             "split",
-            "peak of each device",
+            f"device 0, {unit}",
+            f"others, {unit}",
             "fullest",
             "imbalance",
-            "samples/s" if is_real else "speed, even = 1",
+            speed_name(report),
         ),
         rows=tuple(rows),
         marked=next(
@@ -142,15 +136,35 @@ def candidate_table(report: Report) -> TextTable:
     )
 
 
+def byte_scale(largest: float) -> tuple[int, str]:
+    """Returns the bytes of a unit that suits the amount, and its name."""
+    return (2**30, "GiB") if largest >= 2**30 else (2**20, "MiB")
+
+
 def candidates(report: Report) -> Sequence[Measurement]:
     """Returns the measurements of the planned batch, by ``gpu0_bsz``."""
-    swept = {m.gpu0_bsz: m for m in report.measurements if m.batch_size == report.plan.batch_size}
-    return [swept[value] for value in sorted(swept, key=lambda value: value or 0)]
+    swept = {
+        m.chunk_sizes[0]: m for m in report.measurements if m.batch_size == report.plan.batch_size
+    }
+    return [swept[value] for value in sorted(swept)]
+
+
+def speed(measured: Measurement) -> float:
+    """Returns samples a second, or the even chunk over the largest where devices are emulated."""
+    if measured.mode == "real":
+        return measured.batch_size / measured.seconds
+    even = even_share(measured.batch_size, len(measured.chunk_sizes))
+    return even / max(measured.chunk_sizes)
+
+
+def speed_name(report: Report) -> str:
+    """Returns what :func:`speed` is for this report."""
+    return "samples/s" if report.chosen.mode == "real" else "even / largest chunk"
 
 
 def imbalance(measured: Measurement) -> float:
     """Returns (max - min) / max of the peaks."""
-    return 1 - min(measured.peak_bytes) / max(measured.peak_bytes)
+    return spread(measured.peak_bytes)
 
 
 def origin_table(report: Report) -> TextTable:
@@ -162,8 +176,8 @@ def origin_table(report: Report) -> TextTable:
         *((f"version of {name}", version) for name, version in origin.versions.items()),
         *origin.machine.items(),
         ("parameters of the model", f"{report.num_parameters:,}"),
-        ("points that the laws are fitted to", str(report.model.num_points)),
-        ("farthest of them from the laws", f"{report.model.residual:.2%}"),
-        ("farthest prediction of the chosen split", f"{report.prediction_error:.2%}"),
+        ("measurements that predictions are fitted to", str(report.model.num_points)),
+        ("largest error among these", f"{report.model.residual:.2%}"),
+        ("largest error for the chosen split", f"{report.prediction_error:.2%}"),
     )
-    return TextTable(headers=("", ""), rows=rows)
+    return TextTable(headers=("what", "value"), rows=rows)
