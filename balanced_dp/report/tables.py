@@ -114,7 +114,7 @@ def candidate_table(report: Report) -> TextTable:
                 else f"{min(others, key=float)} to {max(others, key=float)}",
                 f"{max(utilizations(measured.peak_bytes, report.plan.budgets)):.1%}",
                 f"{imbalance(measured):.1%}",
-                f"{speed(measured):.4g}",
+                f"{speed(measured):.2f}",
             )
         rows.append(
             (str(measured.chunk_sizes[0]), " ".join(map(str, measured.chunk_sizes)), *cells)
