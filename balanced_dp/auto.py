@@ -95,7 +95,7 @@ class AutoBalance:
         if self._is_worth_trying(batch_size, candidate, best):
             pass
         elif self._is_idling_worth_trying(batch_size, best):
-            candidate = 0
+            candidate = 0  # no gradients are computed there, so no law tells what it holds
         else:
             self.is_frozen = True
             candidate = self._limited(batch_size, best)
@@ -135,7 +135,9 @@ class AutoBalance:
     def _is_idling_worth_trying(self, batch_size: int, best: int) -> bool:
         """Whether device 0 without samples, which no law tells, could be the best."""
         assert self._model is not None
-        if not (self._may_try(batch_size, 0) and self._first_is_fullest(batch_size, best)):
+        if self._limited(batch_size, 0) or not self._may_try(batch_size, 0):
+            return False
+        if not self._first_is_fullest(batch_size, best):
             return False
         _, others = Planner(self._model, self.capacities).utilizations(batch_size, 0)
         return others < self._utilization(batch_size, best) * (1 - EQUAL)

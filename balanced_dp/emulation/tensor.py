@@ -34,6 +34,7 @@ from .symbolic import (
 
 aten = torch.ops.aten
 
+# Torch's stub leaves this key out.
 AUTOCAST_KEY = torch._C.DispatchKey.AutocastPrivateUse1  # type: ignore[attr-defined]
 """A key that torch leaves to others and passes over unless autocast is on; see autocast.py."""
 
