@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
@@ -26,6 +27,9 @@ MAX_CHANGES = 5
 
 _MAX_FITTED = 16
 """How many observations the laws are fitted to, the latest."""
+
+_MAX_SMALLER = 100
+"""How many iterations with smaller batches are waited for the largest to come again."""
 
 _PATIENCE = 100
 """Calls without an optimizer step after which a warning says that there is nothing to go by."""
@@ -53,10 +57,12 @@ class AutoBalance:
 
     Args:
         capacities: bytes that each device can hold.
+        smallest: the fewest samples to give device 0, if it gets any.
     """
 
-    def __init__(self, capacities: Sequence[int]) -> None:
+    def __init__(self, capacities: Sequence[int], smallest: int = 1) -> None:
         self.capacities = capacities
+        self.smallest = smallest
         self.num_changes = 0
         self.is_frozen = False
         self._observed: dict[tuple[int, int], Observation] = {}
@@ -65,6 +71,7 @@ class AutoBalance:
         # Batch size -> value with which device 0, or another device, ran out of memory.
         self._too_large: dict[int, int] = {}
         self._too_small: dict[int, int] = {}
+        self._num_smaller = 0
 
     def gpu0_bsz(self, batch_size: int) -> int:
         """Returns the value for a batch, by the laws if its size is new."""
@@ -85,7 +92,10 @@ class AutoBalance:
         peaks = tuple(map(max, zip(known.peak_bytes, observation.peak_bytes, strict=True)))
         self._observed[batch_size, value] = replace(observation, peak_bytes=peaks)
         if batch_size < max(size for size, _ in self._observed):
-            return  # the largest batch decides: it is the one that fills the devices
+            # The largest batch decides: it is the one that fills the devices.
+            self._num_smaller += 1
+            self.is_frozen = self._num_smaller >= _MAX_SMALLER
+            return
         if len(self._observed) == 1:
             self._model = _cautious_model(observation, replica_bytes)
         else:
@@ -182,6 +192,8 @@ class AutoBalance:
 
         value = max([value, *(v + 1 for v in bounds(self._too_small))])
         value = min([value, *(v - 1 for v in bounds(self._too_large))])
+        if 0 < value < self.smallest:
+            value = self.smallest
         return max(0, min(value, even_share(batch_size, len(self.capacities))))
 
     def _utilizations(self, batch_size: int, value: int) -> list[float]:
@@ -211,6 +223,11 @@ def _cautious_model(observation: Observation, replica_bytes: int) -> MemoryModel
         num_points=1,
         residual=0.0,
     )
+
+
+def smallest_chunk(module: nn.Module) -> int:
+    """Returns the fewest samples that a replica trains on: batch norm refuses a single one."""
+    return 1 + any(isinstance(child, _BatchNorm) for child in module.modules())
 
 
 _watching: weakref.WeakSet[AutoSplit] = weakref.WeakSet()
@@ -270,7 +287,7 @@ class AutoSplit:
         """The value now, for batches of the size of the last one; None before the first."""
         if self.balance is None or self.batch_size is None:
             return None
-        if self._batch_sizes and not self._has_stepped:
+        if self._batch_sizes and not self._has_stepped and torch.is_grad_enabled():
             self.look_for_out_of_memory()
         return self.balance.gpu0_bsz(self.batch_size)
 
@@ -289,7 +306,8 @@ class AutoSplit:
                 [
                     torch.get_device_module(device).get_device_properties(device).total_memory
                     for device in self.devices
-                ]
+                ],
+                smallest_chunk(module),
             )
         if self._has_stepped:
             self._end_iteration(module)
@@ -317,11 +335,16 @@ class AutoSplit:
             self._has_stepped = True
 
     def look_for_out_of_memory(self) -> bool:
-        """Ends an iteration in which memory ran out; returns whether the next split differs."""
+        """Ends an iteration in which memory ran out; returns whether the next split differs.
+
+        What ran out in evaluation is nothing to learn from.
+        """
         before, self._num_ooms = self._num_ooms, self._count_ooms()
+        if not self._batch_sizes or not torch.is_grad_enabled():
+            return False
         pairs = enumerate(zip(before, self._num_ooms, strict=True))
         ran_out = [index for index, (count, now) in pairs if now > count]
-        if not ran_out or not self._batch_sizes:
+        if not ran_out:
             return False
         assert self.balance is not None
         batch_size = max(self._batch_sizes)
@@ -345,12 +368,12 @@ class AutoSplit:
         sizes, peaks = self._batch_sizes, self._peaks
         self._batch_sizes, self._peaks = set(), None
         self._has_stepped, self._num_calls = False, 0
-        if peaks is None or len(sizes) != 1:
+        if peaks is None:
             return
         if self._is_settling:
             self._is_settling = False
             return
-        [batch_size] = sizes
+        batch_size = max(sizes)  # of several that accumulate, it makes the peak
         num_changes = self.balance.num_changes
         self.balance.observe(
             Observation(

@@ -243,6 +243,8 @@ def tune_command(
         reserve = "512MiB" if is_known else "0"
     for path in (output, html):
         _check_writable(path)
+    if output is not None and output == html:
+        _fail(f"--output and --html both name {output}")
     report = _tuned(
         target, batch_size, capacities, reserve, num_devices, _values(sweep), emulate=emulate
     )

@@ -122,7 +122,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         self._device_type = default_device_type()
         devices = resolve_devices(device_ids, self._device_type)
         self.device_ids = [self._stock_id(device) for device in devices]
-        self.device_weights = None if device_weights is None else tuple(device_weights)
+        self._device_weights = None if device_weights is None else tuple(device_weights)
         if isinstance(gpu0_bsz, nn.Module):  # assigned, it would become a submodule
             raise ArgumentTypeError(
                 f"gpu0_bsz must be an integer, got a {type(gpu0_bsz).__name__}; the module is the "
@@ -170,6 +170,11 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
             return device_id
         assert self._device_type is not None and device_id is not None
         return torch.device(self._device_type, device_id)
+
+    @property
+    def device_weights(self) -> tuple[float, ...] | None:
+        """The share of each device, as it was given."""
+        return self._device_weights
 
     @property
     def gpu0_bsz(self) -> int | None:
@@ -372,7 +377,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         )
         fact = f"the batch of {sum(chunk_sizes)} was split {split}"
         if self._auto is not None:
-            if self._auto.look_for_out_of_memory() and torch.is_grad_enabled():
+            if self._auto.look_for_out_of_memory():
                 return f"{fact}. gpu0_bsz='auto' is now {self.gpu0_bsz}: the step may be repeated"
             return f"{fact}, and gpu0_bsz='auto' knows no better; lower the batch size"
         remedy = f"lower gpu0_bsz (now {self.gpu0_bsz})"

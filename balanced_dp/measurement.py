@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
+from .auto import smallest_chunk
 from .data_parallel import BalancedDataParallel
 from .emulation import emulate_devices
 from .emulation.machine import DEVICE_TYPE, current_machine
@@ -177,6 +178,11 @@ class StepMeter:
         self._module.to(self.devices[0])
         self._optimizer = workload.make_optimizer(self._module.parameters())
         self._has_state = False
+
+    @property
+    def smallest_chunk(self) -> int:
+        """The fewest samples that a replica trains on."""
+        return smallest_chunk(self._module)
 
     @property
     def num_parameters(self) -> int:

@@ -23,6 +23,7 @@ LARGEST_RESIDUAL = 0.05
 _GOOD_RESIDUAL = 0.001
 _MAX_LAWS = 3
 _MAX_ROUNDS = 10
+_MAX_STARTS = 16
 _WORTH_IT = 0.99
 """A law with one more number has to be better, or the simpler one stays."""
 
@@ -180,7 +181,8 @@ def _first_groups(points: Sequence[Point], num_laws: int) -> Iterator[list[list[
     """Yields ways to begin: the points in order of own chunk, batch or peak, cut in runs."""
     for axis in range(3) if num_laws > 1 else (0,):
         ordered = sorted(points, key=lambda point: point[axis])
-        for cuts in combinations(range(1, len(ordered)), num_laws - 1):
+        ways = list(combinations(range(1, len(ordered)), num_laws - 1))
+        for cuts in ways[:: -(-len(ways) // _MAX_STARTS) or 1]:
             yield [ordered[i:j] for i, j in pairwise([0, *cuts, len(ordered)])]
 
 

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from .errors import ArgumentError, InfeasiblePlanError
+from .errors import ArgumentError, ArgumentTypeError, InfeasiblePlanError
 from .memory_model import Law, MemoryModel
 from .split import even_share, split_batch, split_by_weights
 from .units import format_bytes
@@ -164,8 +164,11 @@ def utilizations(held_bytes: Sequence[int], budgets: Sequence[int]) -> list[floa
 
 def check_batch(batch_size: int, capacities: Sequence[int], reserve: int) -> None:
     """Raises ArgumentError where there is no batch, or not two devices that hold more than that."""
-    if batch_size < 1:
-        raise ArgumentError(f"batch_size must be at least 1, got {batch_size}")
+    for name, value, minimum in (("batch_size", batch_size, 1), ("reserve", reserve, 0)):
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise ArgumentTypeError(f"{name} must be an integer, got {value!r}")
+        if value < minimum:
+            raise ArgumentError(f"{name} must be at least {minimum}, got {value}")
     if len(capacities) < 2 or min(capacities) <= reserve:
         raise ArgumentError(
             "a plan is for two or more devices that can hold more than the reserve of "

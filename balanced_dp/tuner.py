@@ -311,7 +311,9 @@ class _Search:
         return model, self.best(batch_size)
 
     def measure(self, batch_size: int, gpu0_bsz: int) -> None:
-        """Measures the split unless it was measured before."""
+        """Measures the split, or the next that the model can train on, unless it was before."""
+        if 0 < gpu0_bsz < self.meter.smallest_chunk:
+            gpu0_bsz = min(self.meter.smallest_chunk, self.even_share(batch_size))
         if (batch_size, gpu0_bsz) not in self.measured:
             measurement = self.meter.measure(batch_size, gpu0_bsz)
             self.measured[batch_size, gpu0_bsz] = measurement

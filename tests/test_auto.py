@@ -381,3 +381,62 @@ def test_one_device_or_none_has_nothing_to_balance():
         model(torch.zeros(3, 4, dtype=torch.int64))
         assert model.split(3) == (3,)
         del model
+
+
+def test_batch_norm_never_gets_a_single_sample():
+    """It refuses one in training; with the even split the run would go on."""
+    workload = Workload(
+        lambda: torch.nn.Sequential(
+            torch.nn.Linear(64, 512), torch.nn.BatchNorm1d(512), torch.nn.Linear(512, 64)
+        ),
+        lambda n: ((torch.zeros(n, 64),), {}, torch.zeros(n, 64)),
+        functional.mse_loss,
+    )
+    with emulate_devices(4, symbolic=True) as devices:
+        loop = Loop(workload, devices)
+        values = follow(loop, 400)
+        assert loop.balance.is_frozen
+        assert 1 not in values
+        del loop
+
+
+def test_batches_of_any_size_end_frozen_and_cost_no_more_with_each():
+    with emulate_devices(4, symbolic=True) as devices:
+        loop = Loop(wide(), devices)
+        sizes = [800, 800, 800, *(100 + 37 * i % 700 for i in range(110))]
+        for size in sizes:
+            loop.step(size)
+        assert loop.balance.is_frozen
+        assert loop.balance.num_changes <= MAX_CHANGES
+        del loop
+
+
+def test_evaluation_in_each_iteration_and_unlike_parts_do_not_keep_it_from_learning():
+    with emulate_devices(4, symbolic=True) as devices:
+        loop = Loop(wide(), devices)
+        for _ in range(16):
+            with torch.no_grad():
+                loop.model(*loop.workload.make_batch(50)[0])
+            loop.optimizer.zero_grad()
+            for part in (1000, 1000, 400):
+                loop.forward_backward(part)
+            loop.optimizer.step()
+        assert loop.balance.is_frozen
+        assert loop.balance.num_changes > 0
+        del loop
+
+
+def test_running_out_in_evaluation_moves_nothing():
+    with emulate_devices(4, memory="4MiB", symbolic=True) as devices:
+        net = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.Linear(256, 64))
+        model = BalancedDataParallel("auto", net.to(devices[0]))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            with torch.no_grad(), pytest.raises(torch.OutOfMemoryError) as caught:
+                model(torch.zeros(60_000, 64))
+            assert "lower the batch size" in str(getattr(caught.value, "__notes__", caught.value))
+            del caught
+            assert model.split(400) == (100, 100, 100, 100)
+            model(torch.zeros(400, 64)).sum().backward()
+            optimizer.step()
+        del net, model, optimizer

@@ -452,6 +452,16 @@ def test_device_weights_split_in_proportion(devices, gpu0_bsz, expected):
     del module, model, output
 
 
+def test_a_value_that_is_refused_changes_nothing_and_weights_stay_as_given():
+    model = BalancedDataParallel(2, torch.nn.Linear(2, 2), ["cpu", "cpu"])
+    for value in (-1, None, "AUTO", 2.5):
+        with pytest.raises((ArgumentError, ArgumentTypeError)):
+            model.gpu0_bsz = value
+        assert model.gpu0_bsz == 2
+    with pytest.raises(AttributeError):
+        model.device_weights = [1, 1]
+
+
 @pytest.mark.parametrize(
     ("gpu0_bsz", "weights", "message"),
     [

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import subprocess
 from dataclasses import replace
 
 import pytest
@@ -14,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from playwright.sync_api import sync_playwright
 
-from balanced_dp import ArgumentError, ReportError, tune
+from balanced_dp import ArgumentError, Law, ReportError, tune
 from balanced_dp.report import (
     compare_reports,
     load_reports,
@@ -105,6 +106,52 @@ def test_a_file_that_cannot_be_read_is_told(tmp_path):
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ReportError, match="it is not text"):
         load_reports(tmp_path / "binary")
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda r: replace(r, plan=replace(r.plan, capacity_bytes=(1, 2))), "not every list has 4"),
+        (lambda r: replace(r, plan=replace(r.plan, reserve_bytes=2**50)), "it has no capacity"),
+        (lambda r: replace(r, measurements=()), "it has no measurement of its batch"),
+        (lambda r: replace(r, model=replace(r.model, other_laws=())), "it has no laws"),
+        (
+            lambda r: replace(r, model=replace(r.model, other_laws=(Law(float("inf"), 0),))),
+            "a law is not a finite number|Input should be a valid number",
+        ),
+    ],
+)
+def test_a_report_that_contradicts_itself_is_refused(report, tmp_path, change, problem):
+    path = tmp_path / "report.json"
+    path.write_text(report_json(change(report)))
+    with pytest.raises(ReportError, match=problem):
+        load_reports(path)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" * 100_000,
+        '{"benchmarks": ["a"], "machine_info": null}',
+        '{"benchmarks": [{"extra_info": {"balanced_dp": {"measurement": {}}}}], "machine_info": 1}',
+    ],
+)
+def test_hostile_files_are_refused(tmp_path, text):
+    (tmp_path / "report.json").write_text(text)
+    with pytest.raises(ReportError, match=r"report\.json is no"):
+        load_reports(tmp_path / "report.json")
+
+
+def test_a_link_stays_one_and_a_pipe_is_written_to(report, tmp_path):
+    (tmp_path / "link.json").symlink_to("real.json")
+    save_report(report, tmp_path / "link.json")
+    assert (tmp_path / "link.json").is_symlink()
+    assert load_reports(tmp_path / "real.json") == (report,)
+    os.mkfifo(tmp_path / "pipe")
+    read = subprocess.Popen(["cat", tmp_path / "pipe"], stdout=subprocess.PIPE, text=True)
+    save_report(report, tmp_path / "pipe")
+    assert read.communicate()[0] == report_json(report)
+    assert (tmp_path / "pipe").is_fifo()
 
 
 def test_a_write_that_fails_leaves_the_old_file(report, tmp_path, monkeypatch):

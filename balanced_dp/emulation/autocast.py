@@ -164,7 +164,8 @@ def _lowered(tensor: EmulatedTensor) -> torch.Tensor:
     """Returns the tensor in lower precision; a weight is cast once in a context, as torch does."""
     dtype = torch.get_autocast_dtype(DEVICE_TYPE)
     is_weight = tensor.requires_grad and tensor.is_leaf and not tensor._is_view()
-    if not (is_weight and tensor.dtype == torch.float32 and torch.is_autocast_cache_enabled()):
+    can_keep = torch.is_autocast_cache_enabled() and torch.is_grad_enabled()
+    if not (is_weight and can_keep and tensor.dtype == torch.float32):
         return _cast(tensor, dtype)
     known = _casts.get(id(tensor))
     if known is None or known[0]() is not tensor or known[1].dtype != dtype:

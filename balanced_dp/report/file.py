@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -36,8 +38,12 @@ def write_atomically(path: Path, text: str) -> None:
     Raises:
         ArgumentError: there is no such folder, or it cannot be written to.
     """
-    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    path = path.resolve()  # what a link points to, and not the link
+    beside = path.with_name(f".balanced-dp.{os.getpid()}.tmp")
     try:
+        if path.exists() and not path.is_file():  # a pipe or a terminal
+            path.write_text(text, encoding="utf-8")
+            return
         with beside.open("x", encoding="utf-8") as file:
             file.write(text)
             file.flush()
@@ -63,20 +69,53 @@ def load_reports(path: str | Path) -> tuple[Report, ...]:
         raise ReportError(f"{path} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
         raise ReportError(f"{path} is no report: it is not text") from None
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ReportError(f"{path} is no report, or one that is cut off: {error}") from None
     if isinstance(content, dict) and "benchmarks" in content and "machine_info" in content:
-        return _of_benchmarks(path, content)
+        try:
+            return _of_benchmarks(path, content)
+        except (AttributeError, KeyError, TypeError) as error:
+            raise ReportError(
+                f"{path} is no sweep of this version: {type(error).__name__} {error}"
+            ) from None
     if not isinstance(content, dict) or not {"schema", "plan", "measurements"} <= content.keys():
         raise ReportError(
             f"{path} is JSON, but no report of balanced-dp and none of pytest-benchmark"
         )
-    if content["schema"] != SCHEMA:
+    if type(content["schema"]) is not int or content["schema"] != SCHEMA:
         raise ReportError(
             f"{path} has version {content['schema']!r} of a report's fields, and this balanced-dp "
             f"reads version {SCHEMA}; read it with the balanced-dp that wrote it, or tune again"
         )
-    return (_validated(_REPORT, content, path),)
+    report: Report = _validated(_REPORT, content, path)
+    _check_consistent(report, path)
+    return (report,)
+
+
+def _check_consistent(report: Report, path: str | Path) -> None:
+    """Raises ReportError where figures contradict each other: words and plots rely on them."""
+    plan, num_devices = report.plan, len(report.plan.chunk_sizes)
+    measured = [m for m in (report.chosen, report.even, report.weighted, *report.measurements) if m]
+    lists = [plan.predicted_bytes, plan.capacity_bytes, plan.headroom_bytes, plan.even_bytes]
+    for m in measured:
+        lists += [m.chunk_sizes, *m.phase_peak_bytes]
+    laws = (*report.model.first_laws, *report.model.idle_laws, *report.model.other_laws)
+    figures = [figure for law in laws for figure in dataclasses.astuple(law)]
+    problem = None
+    if any(len(figures) != num_devices for figures in lists):
+        problem = f"not every list has {num_devices} entries, one for each device"
+    elif not all(0 <= figure < math.inf for figure in figures):
+        problem = "a law is not a finite number"
+    elif not (report.model.other_laws and (report.model.first_laws or report.model.idle_laws)):
+        problem = "it has no laws"
+    elif min(plan.budgets) <= 0 or plan.batch_size < 1 or not max(report.chosen.peak_bytes):
+        problem = "it has no capacity, no batch or no peak"
+    elif not any(m.batch_size == plan.batch_size for m in report.measurements):
+        problem = "it has no measurement of its batch"
+    elif any(m.mode == "real" and m.seconds <= 0 for m in measured):
+        problem = "a step took no time"
+    if problem is not None:
+        raise ReportError(f"{path} is no report: {problem}")
 
 
 def _validated(adapter: TypeAdapter[Any], content: Any, path: str | Path) -> Any:

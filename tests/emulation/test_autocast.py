@@ -99,7 +99,7 @@ def test_a_weight_is_cast_once_and_given_back_at_the_end():
         weight = torch.zeros(256, 256, device="lazy:0", requires_grad=True)
         x = torch.zeros(256, 256, device="lazy:0")
         held = module.memory_allocated()
-        with autocast(), torch.no_grad():
+        with autocast():
             x @ weight
             once = module.memory_allocated()
             x @ weight
@@ -108,6 +108,18 @@ def test_a_weight_is_cast_once_and_given_back_at_the_end():
                 weight.add_(1)
         assert module.memory_allocated() == held
         del weight, x
+
+
+def test_what_was_cast_without_gradients_is_cast_again_with_them():
+    with emulate_devices(1):
+        layer = torch.nn.Linear(4, 4).to("lazy:0")
+        x = torch.ones(2, 4, device="lazy:0")
+        with autocast():
+            with torch.no_grad():
+                layer(x)
+            layer(x).sum().backward()
+        assert layer.weight.grad is not None
+        del layer, x
 
 
 def test_half_precision_takes_half_of_the_activations():
