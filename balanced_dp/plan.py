@@ -109,12 +109,14 @@ def describe(
     chunk_sizes = split_batch(batch_size, len(budgets), gpu0_bsz)
     needs = model.predict(chunk_sizes)
     max_batch_size = planner.max_batch_size(planner.tightest_gpu0_bsz)
-    weighted = planner.weighted_split(batch_size)
     utilization = utilizations(needs, budgets)
-    is_better = (
-        max(utilizations(weighted.predicted_bytes, budgets)) < max(utilization) * (1 - EQUAL)
-        or weighted.max_batch_size > max_batch_size
-    )
+    weighted = planner.weighted_split(batch_size) if len(set(budgets)) > 1 else None
+    if (
+        weighted is not None
+        and weighted.max_batch_size <= max_batch_size
+        and max(utilizations(weighted.predicted_bytes, budgets)) >= max(utilization) * (1 - EQUAL)
+    ):
+        weighted = None
     even = even_share(batch_size, len(budgets))
     floor_bytes = model.predict(split_batch(batch_size, len(budgets), 0))[0]
     return Plan(
@@ -132,7 +134,7 @@ def describe(
         even_bytes=model.predict(split_batch(batch_size, len(budgets), even)),
         even_max_batch_size=planner.max_batch_size(planner.even_share),
         time_cost=max(chunk_sizes) / even,
-        weighted=weighted if len(set(budgets)) > 1 and is_better else None,
+        weighted=weighted,
         advice=_advice(model, batch_size, needs, utilization, floor_bytes),
     )
 
