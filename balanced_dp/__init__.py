@@ -29,7 +29,8 @@ from .memory import (
 from .memory_model import Law, MemoryModel
 from .plan import Plan, WeightedSplit, plan
 from .split import split_batch, split_by_weights
-from .tuner import Origin, Report, tune
+from .tuner import tune
+from .tuning import Origin, Report
 from .workloads import Workload
 
 __all__ = [

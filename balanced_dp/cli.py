@@ -50,7 +50,8 @@ import torch
 from . import demo as demos
 from .measurement import uses_emulation
 from .memory import DeviceMemory, MemoryProbe
-from .tuner import Report, tune
+from .tuner import tune
+from .tuning import Report
 from .units import parse_bytes
 from .workloads import BUILT_IN, find_workload
 

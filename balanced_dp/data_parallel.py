@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeVar, get_args
 import torch
 from torch import nn
 
-from .auto import AutoSplit
+from .auto_split import AutoSplit
 from .devices import Device, default_device_type, resolve_device, resolve_devices
 from .errors import ArgumentError, ArgumentTypeError, BalanceWarning
 from .memory.probe import MemoryProbe

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from .auto import smallest_chunk
+from .auto_split import smallest_chunk
 from .data_parallel import BalancedDataParallel
 from .emulation import emulate_devices
 from .emulation.machine import DEVICE_TYPE, current_machine

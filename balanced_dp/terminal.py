@@ -22,7 +22,7 @@ from .measurement import Measurement
 from .memory import DeviceMemory
 from .report.compare import Comparison
 from .report.tables import TextTable, candidate_table, device_table, how_measured, summary, title
-from .tuner import Report
+from .tuning import Report
 from .units import format_bytes, format_mib
 
 

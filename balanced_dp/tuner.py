@@ -2,17 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import os
-import platform
-import shlex
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from datetime import datetime, timezone
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,13 +13,10 @@ from torch import nn
 from .errors import ArgumentError, BalancedDataParallelError, InfeasiblePlanError
 from .measurement import Measurement, StepMeter, open_devices, step_meter, uses_emulation
 from .memory_model import MemoryModel, fit
-from .plan import EQUAL, Plan, Planner, check_batch, check_fits, describe, utilizations
+from .plan import EQUAL, Planner, check_batch, check_fits, describe, utilizations
 from .split import even_share
-from .units import format_bytes
+from .tuning import SCHEMA, Origin, Report
 from .workloads import Batch, Workload
-
-SCHEMA = 1
-"""The version of a report's fields."""
 
 _MAX_ROUNDS = 4
 """How often the laws are fitted anew to the plan that they led to."""
@@ -43,125 +32,6 @@ _LARGEST_MEASURED_BATCH = 2**16
 
 OnMeasurement = Callable[[Measurement, int], object]
 """Is called with each measurement and about how many are left."""
-
-
-@dataclass(frozen=True, slots=True)
-class Origin:
-    """Where and how figures came about.
-
-    Attributes:
-        created: when, in ISO 8601, UTC.
-        command: the command line.
-        versions: of Python and the packages that matter.
-        machine: the operating system, the number of CPUs, and the names of the devices.
-    """
-
-    created: str
-    command: str
-    versions: dict[str, str]
-    machine: dict[str, str]
-
-    @classmethod
-    def of_this_process(cls, devices: Iterable[str] = ()) -> Origin:
-        """Returns that of figures obtained here and now on devices of these names."""
-        packages = ("balanced-dp", "torch", "nvidia-ml-py")
-        return cls(
-            created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            command=" ".join([_program(), shlex.join(sys.argv[1:])]).strip(),
-            versions={
-                "python": platform.python_version(),
-                **{name: _version(name) for name in packages},
-            },
-            machine={
-                "platform": platform.platform(),
-                "num_cpus": str(os.cpu_count()),
-                "devices": ", ".join(devices),
-            },
-        )
-
-
-def _program() -> str:
-    path = Path(sys.argv[0])
-    return f"python -m {path.parent.name}" if path.name == "__main__.py" else path.name
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:  # imported from a folder
-        return "not installed"
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    """A plan and what it rests on.
-
-    Attributes:
-        schema: the version of these fields.
-        origin: where and how it came about.
-        workload: the workload's name.
-        num_parameters: how many numbers its model learns.
-        precision: the dtype of autocast, or None.
-        plan: the plan.
-        chosen: the planned split, measured.
-        even: the even split of ``nn.DataParallel``, measured.
-        weighted: the split of ``plan.weighted``, measured, where there is one.
-        loss_on_device: where no ``gpu0_bsz`` balances, the best split with the loss computed on
-            each device, measured.
-        model: the laws.
-        measurements: what they were fitted to, in the order of measuring.
-    """
-
-    schema: int
-    origin: Origin
-    workload: str
-    num_parameters: int
-    precision: str | None
-    plan: Plan
-    chosen: Measurement
-    even: Measurement
-    weighted: Measurement | None
-    loss_on_device: Measurement | None
-    model: MemoryModel
-    measurements: tuple[Measurement, ...]
-
-    @property
-    def prediction_error(self) -> float:
-        """How far the farthest device's prediction is off, as a part of what was measured."""
-        pairs = zip(self.plan.predicted_bytes, self.chosen.peak_bytes, strict=True)
-        return max(abs(predicted - held) / held for predicted, held in pairs if held)
-
-    @property
-    def line(self) -> str:
-        """What to write in a training script."""
-        return f"BalancedDataParallel(gpu0_bsz={self.plan.gpu0_bsz}, module=model)"
-
-    @property
-    def weighted_line(self) -> str | None:
-        """The same with a share for each device, where the capacities differ."""
-        if self.plan.weighted is None:
-            return None
-        weights = list(self.plan.weighted.chunk_sizes)
-        return f"BalancedDataParallel(gpu0_bsz=None, module=model, device_weights={weights})"
-
-    @property
-    def advice(self) -> tuple[str, ...]:
-        """What else would help, in sentences without their full stop."""
-        found = list(self.plan.advice)
-        if self.loss_on_device is not None:
-            found.append(
-                "computing the loss on each device, inside the model, takes the fullest device "
-                f"from {format_bytes(max(self.chosen.peak_bytes))} to "
-                f"{format_bytes(max(self.loss_on_device.peak_bytes))}, with "
-                f"gpu0_bsz={self.loss_on_device.gpu0_bsz} (measured)"
-            )
-        if not self.model.is_lawful:
-            found.append(
-                f"the predictions are off by up to {self.model.residual:.0%}: what this workload "
-                "needs does not grow evenly with the batch. So the choice is among the measured "
-                "values, and the largest batch is a guess"
-            )
-        return tuple(found)
 
 
 def tune(

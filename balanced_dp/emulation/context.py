@@ -167,6 +167,7 @@ def _parameters_keep_identity() -> Iterator[None]:
             before = future.get_swap_module_params_on_conversion()
             future.set_swap_module_params_on_conversion(True)
             try:
+                # torch gives Module._apply no types.
                 return apply(*args, **kwargs)  # type: ignore[no-untyped-call]
             finally:
                 future.set_swap_module_params_on_conversion(before)

@@ -62,7 +62,8 @@ class EmulatedTensor(torch.Tensor):
     _allocations: tuple[Allocation, ...]
     """The memory it views: one storage, or the indices and values of a sparse tensor."""
 
-    # Operators are seen below autograd, in __torch_dispatch__, so not above it as well.
+    # Operators are seen below autograd, in __torch_dispatch__, so not above it as well. Torch's
+    # stubs declare both for plain tensors: a method here, any callable and any types there.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
@@ -116,6 +117,7 @@ class EmulatedTensor(torch.Tensor):
     def __format__(self, spec: str) -> str:
         return format(self.item(), spec) if self.dim() == 0 else object.__format__(self, spec)
 
+    # Wider than object's, as torch.Tensor's is.
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         suffix = f", device='{self.device}'" + (", requires_grad=True" * self.requires_grad)
         if any(allocation.ledger.closed for allocation in self._allocations):
@@ -492,7 +494,7 @@ def _would_accumulate_in_place(self: Any, other: Any) -> bool:
         and (self.shape, self.dtype, self.layout) == (other.shape, other.dtype, torch.strided)
         and self._elem.nbytes == self._elem.untyped_storage().nbytes()
         # Nor has anybody in C++: the engine, the Python object and two for the call; and no other
-        # tensor views it: this tuple and the argument of getrefcount.
+        # tensor views it: this tuple and the argument of getrefcount. (The stubs lack _use_count.)
         and self._use_count() <= 4  # type: ignore[attr-defined]
         and sys.getrefcount(self._allocations[0]) == 2
     )

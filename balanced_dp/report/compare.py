@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 from ..errors import ArgumentError
-from ..tuner import Report
+from ..tuning import Report
 from .tables import imbalance, speed
 
 METRICS = ("peak", "imbalance", "max_batch", "speed")

@@ -13,7 +13,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from ..errors import ArgumentError, ReportError
 from ..measurement import Measurement
-from ..tuner import SCHEMA, Origin, Report, report_of_measurements
+from ..tuner import report_of_measurements
+from ..tuning import SCHEMA, Origin, Report
 
 _REPORT = TypeAdapter(Report)
 _MEASUREMENT = TypeAdapter(Measurement)

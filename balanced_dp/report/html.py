@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import jinja2
 from markupsafe import Markup
 
-from ..tuner import Report
+from ..tuning import Report
 from .tables import candidate_table, device_table, how_measured, origin_table, summary, title
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..tuner import Report
+from ..tuning import Report
 from .tables import (
     TextTable,
     candidate_table,

@@ -14,7 +14,7 @@ from matplotlib.ticker import MaxNLocator
 
 from ..plan import Planner
 from ..split import even_share, split_batch
-from ..tuner import Report
+from ..tuning import Report
 from .tables import byte_scale, candidates, speed, speed_name
 
 _STYLE: Any = {

@@ -9,7 +9,7 @@ from ..measurement import Measurement
 from ..memory.step import spread
 from ..plan import utilizations
 from ..split import even_share
-from ..tuner import Report
+from ..tuning import Report
 from ..units import format_bytes
 
 _MODES = {
