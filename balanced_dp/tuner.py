@@ -215,8 +215,9 @@ class _Search:
             for gpu0_bsz in range(max(0, best - 1), min(even, best + 1) + 1):
                 self.measure(batch_size, gpu0_bsz)
             for choose in (planner.tightest_gpu0_bsz, planner.even_share):
-                largest = planner.max_batch_size(choose)
-                if 0 < largest <= _LARGEST_MEASURED_BATCH:
+                # One that is too large to be made is planned from the largest that is not.
+                largest = min(planner.max_batch_size(choose), _LARGEST_MEASURED_BATCH)
+                if largest:
                     self.measure(largest, choose(largest))
             if len(self.measured) == before:
                 return

@@ -92,8 +92,9 @@ def test_predictions_hold_where_nothing_was_measured(name, num_devices):
                 assert predicted == pytest.approx(measured, rel=0.01), (size, gpu0_bsz)
 
 
-@pytest.mark.parametrize("name", SMALL)
-@pytest.mark.parametrize("num_devices", [3])
+@pytest.mark.parametrize(
+    ("name", "num_devices"), [*((name, 3) for name in SMALL), ("mlp", 8), ("wide_output", 2)]
+)
 def test_the_largest_batch_is_the_largest_that_runs(name, num_devices):
     workload = SMALL[name]()
     batch_size = 4 * num_devices
