@@ -1,5 +1,6 @@
 """A torch.nn.DataParallel that gives the first GPU a smaller share of the batch."""
 
+from .criterion import BalancedCriterion, ModuleWithLoss
 from .data_parallel import BalancedDataParallel, balanced_data_parallel
 from .emulation import EmulatedDevices, MemoryBreakdown, emulate_devices
 from .errors import (
@@ -27,6 +28,7 @@ from .memory import (
     memory_breakdown,
 )
 from .memory_model import Law, MemoryModel
+from .per_device import PerDevice
 from .plan import Plan, WeightedSplit, plan
 from .split import split_batch, split_by_weights
 from .tuner import tune
@@ -37,6 +39,7 @@ __all__ = [
     "ArgumentError",
     "ArgumentTypeError",
     "BalanceWarning",
+    "BalancedCriterion",
     "BalancedDataParallel",
     "BalancedDataParallelError",
     "DeviceBreakdown",
@@ -53,7 +56,9 @@ __all__ = [
     "MemoryLogger",
     "MemoryModel",
     "MemoryProbe",
+    "ModuleWithLoss",
     "Origin",
+    "PerDevice",
     "Plan",
     "ProbeError",
     "Report",

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import functools
-import inspect
-import math
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
-from numbers import Real
 from typing import Any, Literal, TypeVar, get_args
 
 import torch
 from torch import nn
 
+from .arguments import check_broadcast, named_arguments
 from .auto_split import AutoSplit
+from .criterion import ModuleWithLoss, how_losses_join, loss_weights
 from .devices import Device, default_device_type, resolve_device, resolve_devices
 from .errors import ArgumentError, ArgumentTypeError, BalanceWarning
 from .memory.probe import MemoryProbe
-from .parallel_apply import add_note, parallel_apply
+from .parallel_apply import add_note, describe_replicas, parallel_apply
+from .per_device import PerDevice
 from .replicate import WrittenState, replicate
 from .scatter_gather import ScalarOutputs, find_batch_size, gather, scatter
 from .split import even_share, split_batch, split_by_weights
@@ -58,6 +58,9 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
             ``emulate_devices``, ints and None mean the emulated ones.
         output_device: where outputs are gathered, by default ``device_ids[0]``; may be ``"cpu"``.
         dim: the batch dimension of inputs and outputs.
+        gather: whether outputs are joined on ``output_device``. If not, a call returns a
+            :class:`PerDevice` of them, for :class:`BalancedCriterion` to compute the loss where
+            they are. An attribute of the same meaning is ``gathers_outputs``.
         broadcast: dotted paths of inputs that go whole to each device, such as ``"mask"`` or
             ``"batch.mask"``; a path covers all below it. Positional arguments go by the name of
             ``module.forward``'s parameter.
@@ -112,6 +115,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         output_device: Device | None = None,
         dim: int = 0,
         *,
+        gather: bool = True,
         broadcast: Iterable[str] = (),
         scalar_outputs: ScalarOutputs = "mean",
         loss_weight: Callable[..., Any] | None = None,
@@ -137,14 +141,18 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
             )
         if isinstance(dim, bool) or not isinstance(dim, int):
             raise ArgumentTypeError(f"dim must be an integer, got {dim!r}")
+        if isinstance(module, ModuleWithLoss) and scalar_outputs == "mean":
+            scalar_outputs = how_losses_join(module.criterion, dim)
+            loss_weight = module.loss_weight if loss_weight is None else loss_weight
         if loss_weight is not None and scalar_outputs != "mean":
             raise ArgumentError(
                 f"loss_weight weighs a mean, but scalar_outputs is {scalar_outputs!r}"
             )
         self.module = module
         self.dim = dim
+        self.gathers_outputs = gather
         self.broadcast = frozenset([broadcast] if isinstance(broadcast, str) else broadcast)
-        _check_broadcast(self.broadcast, module)
+        check_broadcast(self.broadcast, module.forward)
         self.scalar_outputs = scalar_outputs
         self.loss_weight = loss_weight
         self.src_device_obj = devices[0] if devices else None
@@ -229,13 +237,11 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         """Runs the module on the batch, split over the devices, and gathers the output."""
         with torch.autograd.profiler.record_function("BalancedDataParallel.forward"):
             if not self.device_ids:
-                return self.module(*inputs, **kwargs)
+                return self._forward_where_module_is(inputs, kwargs)
             _check_on_device(self.module, self.devices[0])
             if len(self.device_ids) == 1:
                 return self._forward_on_one_device(inputs, kwargs)
-            batch_size = find_batch_size(
-                _named(self.module, inputs, kwargs), self.dim, self.broadcast
-            )
+            batch_size = self._batch_size(inputs, kwargs)
             if batch_size:
                 self._check_split(batch_size)
             self.chunk_sizes = split = self.split(batch_size or 0)
@@ -248,12 +254,47 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
                 add_note(error, self._memory_advice(split))
                 raise
 
+    def _batch_size(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+        named = named_arguments(self.module.forward, inputs, kwargs)
+        return find_batch_size(named, self.dim, self.broadcast)
+
+    def _forward_where_module_is(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        output = self.module(*inputs, **kwargs)
+        if self.gathers_outputs:
+            return output
+        tensors = chain(self.module.parameters(), self.module.buffers())
+        device = next((tensor.device for tensor in tensors), torch.device("cpu"))
+        return self._alone(output, device, self._batch_size(inputs, kwargs))
+
     def _forward_on_one_device(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         scattered_inputs, scattered_kwargs = self.scatter(inputs, kwargs, self.device_ids)
         output = self.module(*scattered_inputs[0], **scattered_kwargs[0])
+        if not self.gathers_outputs:
+            return self._alone(output, self.devices[0], self._batch_size(inputs, kwargs))
         if self.output_device == self.device_ids[0]:
             return output
         return self.gather([output], self.output_device)
+
+    def _alone(self, output: Any, device: torch.device, batch_size: int | None) -> PerDevice:
+        """Returns the output of a single device as one that is not gathered."""
+        return self._per_device([output], [device], None if batch_size is None else [batch_size])
+
+    def _per_device(
+        self,
+        outputs: Sequence[Any],
+        devices: Sequence[torch.device],
+        chunk_sizes: Sequence[int] | None,
+        weights: Sequence[float] | None = None,
+    ) -> PerDevice:
+        return PerDevice(
+            outputs,
+            devices,
+            chunk_sizes,
+            output_device=self._device(self.output_device) if self.device_ids else devices[0],
+            dim=self.dim,
+            scalar_outputs=self.scalar_outputs,
+            weights=weights,
+        )
 
     def _forward_in_parallel(
         self,
@@ -271,7 +312,10 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
             replicas, scattered_inputs, scattered_kwargs, device_ids, sizes
         )
         first_state.write_back()
-        return self.gather(outputs, self.output_device, weights)
+        if self.gathers_outputs:
+            return self.gather(outputs, self.output_device, weights)
+        devices = [self._device(device_id) for device_id in device_ids]
+        return self._per_device(outputs, devices, sizes, weights)
 
     # The steps, as in nn.DataParallel; device_ids and chunk_sizes are those of active devices.
 
@@ -288,7 +332,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         """
         kwargs = kwargs or {}
         chunks = scatter(
-            _named(self.module, inputs, kwargs),
+            named_arguments(self.module.forward, inputs, kwargs),
             [self._device(device_id) for device_id in device_ids],
             chunk_sizes,
             self.dim,
@@ -315,20 +359,13 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         """Returns the output of each replica on its arguments; by default on the first devices."""
         ids = self.device_ids[: len(replicas)] if device_ids is None else device_ids
         devices = [self._device(device_id) for device_id in ids]
-
-        def describe(index: int) -> str:
-            where = f"in replica {index} on {devices[index]}"
-            if chunk_sizes is None:
-                return where
-            return f"{where}, with {chunk_sizes[index]} of the batch's {sum(chunk_sizes)} samples"
-
         calls = [
             functools.partial(replica, *replica_inputs, **replica_kwargs)
             for replica, replica_inputs, replica_kwargs in zip(
                 replicas, inputs, kwargs, strict=True
             )
         ]
-        return parallel_apply(calls, devices, describe)
+        return parallel_apply(calls, devices, describe_replicas(devices, chunk_sizes))
 
     def gather(
         self,
@@ -347,10 +384,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
     ) -> Sequence[float] | None:
         if self.loss_weight is None:
             return chunk_sizes
-        return [
-            _weight(self.loss_weight(*replica_inputs, **replica_kwargs))
-            for replica_inputs, replica_kwargs in zip(inputs, kwargs, strict=True)
-        ]
+        return loss_weights(self.loss_weight, zip(inputs, kwargs, strict=True))
 
     def _check_split(self, batch_size: int) -> None:
         """Has ``"auto"`` look back, and warns of what is of no use."""
@@ -446,44 +480,3 @@ def _check_on_device(module: nn.Module, device: torch.device) -> None:
                 f"on device {device} (device_ids[0]) but found one of "
                 f"them on device: {tensor.device}"
             )
-
-
-def _named(
-    module: nn.Module, inputs: Sequence[Any], kwargs: dict[str, Any]
-) -> list[tuple[str, Any]]:
-    """Returns the arguments of a call with their names, which for positional ones forward knows."""
-    names: list[str] = []
-    for parameter in _parameters(module):
-        if parameter.kind is parameter.VAR_POSITIONAL:
-            names.extend(f"{parameter.name}.{i}" for i in range(len(inputs) - len(names)))
-        elif parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
-            names.append(parameter.name)
-    names.extend(f"inputs.{i}" for i in range(len(names), len(inputs)))
-    return [*zip(names, inputs, strict=False), *kwargs.items()]
-
-
-def _parameters(module: nn.Module) -> Iterable[inspect.Parameter]:
-    try:
-        return inspect.signature(module.forward).parameters.values()
-    except (TypeError, ValueError):  # a callable that does not tell
-        return ()
-
-
-def _check_broadcast(broadcast: Iterable[str], module: nn.Module) -> None:
-    parameters = list(_parameters(module))
-    if not parameters or any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return  # it may take any name
-    names = [parameter.name for parameter in parameters]
-    for path in broadcast:
-        if path.split(".")[0] not in (*names, "inputs"):
-            raise ArgumentError(
-                f"broadcast names {path!r}, but {type(module).__name__}.forward takes "
-                f"{', '.join(names)}"
-            )
-
-
-def _weight(value: Any) -> float:
-    number = value.item() if isinstance(value, torch.Tensor) else value
-    if not isinstance(number, Real) or not 0 <= float(number) < math.inf:
-        raise ArgumentError(f"loss_weight must return a number of at least 0, got {value!r}")
-    return float(number)

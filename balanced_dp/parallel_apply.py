@@ -96,6 +96,20 @@ def _work(
             return
 
 
+def describe_replicas(
+    devices: Sequence[torch.device], chunk_sizes: Sequence[int] | None
+) -> Callable[[int], str]:
+    """Returns a function of the index of a replica, which says where it is and what it has."""
+
+    def describe(index: int) -> str:
+        where = f"in replica {index} on {devices[index]}"
+        if chunk_sizes is None:
+            return where
+        return f"{where}, with {chunk_sizes[index]} of the batch's {sum(chunk_sizes)} samples"
+
+    return describe
+
+
 @dataclass(frozen=True, slots=True)
 class ThreadState:
     """What torch keeps for each thread, to be carried from one to another."""

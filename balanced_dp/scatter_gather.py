@@ -92,14 +92,19 @@ class _Cut:
         elif _size(tensor, self.dim, path) == sum(sizes):
             parts = self._parts(tensor, sizes)
         else:
-            name = ".".join(path)
-            raise ScatterError(
+            name, first = ".".join(path), self.first_name
+            fact = (
                 f"input {name} of shape {tuple(tensor.shape)} has size {tensor.size(self.dim)} "
-                f"along dim {self.dim}, but the batch has {sum(sizes)} samples by its first "
-                f"tensor, {self.first_name}; if {name} is not one entry a sample, "
-                f"broadcast=({name!r},) copies it whole to each device, and if {self.first_name} "
-                f"is not, broadcast=({self.first_name!r},) does"
+                f"along dim {self.dim}, but the batch has {sum(sizes)} samples"
             )
+            remedy = (
+                f"if {name} is not one entry a sample, broadcast=({name!r},) copies it whole to "
+                "each device"
+            )
+            if first != name:
+                fact += f" by its first tensor, {first}"
+                remedy += f", and if {first} is not, broadcast=({first!r},) does"
+            raise ScatterError(f"{fact}; {remedy}")
         return [move(part, device) for part, device in zip(parts, self.devices, strict=True)]
 
     def _parts(self, tensor: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:

@@ -1,0 +1,50 @@
+"""The arguments of a call and their names, by which ``broadcast`` and errors speak of them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from .errors import ArgumentError
+
+
+def named_arguments(
+    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> list[tuple[str, Any]]:
+    """Returns the arguments of a call with their names; positional ones have the parameters'."""
+    names: list[str] = []
+    for parameter in _parameters(function):
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            names.extend(f"{parameter.name}.{i}" for i in range(len(args) - len(names)))
+        elif parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
+            names.append(parameter.name)
+    names.extend(f"inputs.{i}" for i in range(len(names), len(args)))
+    return [*zip(names, args, strict=False), *kwargs.items()]
+
+
+def check_broadcast(broadcast: Iterable[str], function: Callable[..., Any]) -> None:
+    """Raises ArgumentError where a path begins with no parameter of ``function``."""
+    parameters = list(_parameters(function))
+    if not parameters or any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return  # it may take any name
+    names = [parameter.name for parameter in parameters]
+    for path in broadcast:
+        if path.split(".")[0] not in (*names, "inputs"):
+            raise ArgumentError(
+                f"broadcast names {path!r}, but {_qualified_name(function)} takes "
+                f"{', '.join(names)}"
+            )
+
+
+def _parameters(function: Callable[..., Any]) -> Iterable[inspect.Parameter]:
+    try:
+        return inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # a callable that does not tell
+        return ()
+
+
+def _qualified_name(function: Callable[..., Any]) -> str:
+    owner = getattr(function, "__self__", None)
+    name = getattr(function, "__name__", repr(function))
+    return name if owner is None else f"{type(owner).__name__}.{name}"

@@ -1,0 +1,119 @@
+"""The outputs of the replicas, left on the devices that computed them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, overload
+
+import torch
+
+from .arguments import named_arguments
+from .parallel_apply import describe_replicas, parallel_apply
+from .scatter_gather import ScalarOutputs, gather, scatter
+
+
+class PerDevice(Sequence[Any]):
+    """One output for each device that had samples: what a call returns with ``gather=False``.
+
+    A sequence: ``len``, indices, slices and loops give the outputs themselves.
+
+    Args:
+        outputs: the output of each replica, on its device.
+        devices: the device of each.
+        chunk_sizes: how many samples each had; None where nothing was cut.
+        output_device: where results are joined.
+        dim: the batch dimension.
+        scalar_outputs: what :meth:`gather` makes of 0-dim outputs.
+        weights: those of their mean; None for ``chunk_sizes``.
+
+    Attributes:
+        devices: the device of each output.
+        chunk_sizes: how many samples each had; None where nothing was cut.
+        output_device: where results are joined.
+        dim: the batch dimension.
+
+    Raises:
+        ScatterError, GatherError: its methods, where arguments cannot be cut or results not joined.
+
+    Example:
+        >>> from balanced_dp import BalancedDataParallel
+        >>> model = torch.nn.Linear(4, 2)
+        >>> outputs = BalancedDataParallel(2, model, ["cpu", "cpu"], gather=False)(torch.ones(8, 4))
+        >>> outputs.chunk_sizes, outputs[1].shape
+        ((2, 6), torch.Size([6, 2]))
+        >>> outputs.map(lambda logits: logits.argmax(-1)).shape
+        torch.Size([8])
+    """
+
+    def __init__(
+        self,
+        outputs: Sequence[Any],
+        devices: Sequence[torch.device],
+        chunk_sizes: Sequence[int] | None,
+        *,
+        output_device: torch.device,
+        dim: int = 0,
+        scalar_outputs: ScalarOutputs = "mean",
+        weights: Sequence[float] | None = None,
+    ) -> None:
+        self._outputs = tuple(outputs)
+        self.devices = tuple(devices)
+        self.chunk_sizes = None if chunk_sizes is None else tuple(chunk_sizes)
+        self.output_device = output_device
+        self.dim = dim
+        self._scalar_outputs: ScalarOutputs = scalar_outputs
+        self._weights = chunk_sizes if weights is None else weights
+
+    def __len__(self) -> int:
+        return len(self._outputs)
+
+    @overload
+    def __getitem__(self, index: int) -> Any: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Any]: ...
+    def __getitem__(self, index: int | slice) -> Any:
+        return self._outputs[index]
+
+    def __repr__(self) -> str:
+        devices = ", ".join(map(str, self.devices))
+        return f"PerDevice(devices=({devices}), chunk_sizes={self.chunk_sizes})"
+
+    def gather(self) -> Any:
+        """Returns the outputs joined on ``output_device``, as a call without ``gather=False``.
+
+        Raises:
+            GatherError: the outputs differ in structure.
+        """
+        return gather(
+            self._outputs, self.output_device, self.dim, self._scalar_outputs, self._weights
+        )
+
+    def map(
+        self, function: Callable[..., Any], *args: Any, scalar_outputs: ScalarOutputs = "mean"
+    ) -> Any:
+        """Returns ``function(output, *args)`` of each replica, computed there, and joined.
+
+        For metrics that are small where the outputs are large: ``outputs.map(token_accuracy,
+        labels)``. Without gradients, wrap it in ``torch.no_grad()``.
+
+        Args:
+            function: called in parallel, once for each output.
+            args: what else it takes; tensors are cut as the batch was.
+            scalar_outputs: what becomes of 0-dim results: their ``"mean"``, weighted by chunk
+                size, their ``"sum"``, or all of them, as a vector (``"stack"``).
+
+        Raises:
+            ScatterError: an argument cannot be cut as the batch was.
+            GatherError: the results differ in structure, or are unequal numbers without a mean.
+        """
+        names = [name for name, _ in named_arguments(function, (None, *args), {})][1:]
+        chunks = scatter([*zip(names, args, strict=True)], self.devices, self.chunk_sizes, self.dim)
+        calls = [
+            functools.partial(function, output, *chunk)
+            for output, chunk in zip(self, chunks, strict=True)
+        ]
+        results = parallel_apply(
+            calls, self.devices, describe_replicas(self.devices, self.chunk_sizes)
+        )
+        return gather(results, self.output_device, self.dim, scalar_outputs, self.chunk_sizes)

@@ -1,0 +1,646 @@
+"""The loss computed on each device: its value and its gradients are those of the whole batch."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional
+
+from balanced_dp import (
+    ArgumentError,
+    ArgumentTypeError,
+    BalancedCriterion,
+    BalancedDataParallel,
+    GatherError,
+    ModuleWithLoss,
+    PerDevice,
+    ScatterError,
+    emulate_devices,
+)
+
+from .devices import open_devices
+from .modules import Lambda
+
+TOLERANCE = {"rtol": 1e-10, "atol": 1e-10, "equal_nan": True}
+BATCH, WIDTH, CLASSES = 32, 6, 5
+WEIGHTS = torch.tensor([0.5, 2.0, 1.0, 0.0, 3.0], dtype=torch.double)
+
+
+def linear(*shape: int) -> nn.Module:
+    """A module of float64 with one output of ``shape`` a sample."""
+    size = int(torch.tensor(shape).prod())
+    return nn.Sequential(nn.Linear(WIDTH, size), nn.Unflatten(1, shape)).double()
+
+
+def classes(*shape: int, ignored: int | None = None) -> Tensor:
+    """Targets of which some are ignored: in any split into (1, 13, 13, 5) all of the first."""
+    targets = torch.randint(0, CLASSES, (BATCH, *shape))
+    if ignored is not None:
+        targets[0] = ignored
+        targets[5:12] = ignored
+        targets[20:].view(12, -1)[:, :1] = ignored
+    return targets
+
+
+def numbers(*shape: int) -> Tensor:
+    return torch.rand(BATCH, *shape, dtype=torch.double)
+
+
+def ctc(**options: Any) -> dict[str, Any]:
+    lengths = torch.arange(BATCH) % 4 + 1
+    return {
+        "criterion": nn.CTCLoss(**options),
+        # Log-probabilities are (T, N, C): the batch is their second dimension.
+        "module": Lambda(
+            lambda self, x: self.inner(x).transpose(0, 1).log_softmax(-1),
+            inner=linear(9, CLASSES),
+        ),
+        "targets": (
+            torch.randint(1, CLASSES, (BATCH, 4)),
+            torch.full((BATCH,), 9),
+            lengths,
+        ),
+    }
+
+
+def log_softmax(module: nn.Module) -> nn.Module:
+    return nn.Sequential(module, nn.LogSoftmax(1))
+
+
+class TokenLoss(nn.CrossEntropyLoss):
+    """A subclass that flattens."""
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        return super().forward(input.flatten(0, 1), target.flatten())
+
+
+def masked_mean(output: Tensor, target: Tensor, mask: Tensor) -> Tensor:
+    return ((output - target).square() * mask[:, None]).sum() / mask.sum()
+
+
+def make_cases() -> dict[str, Any]:
+    torch.manual_seed(0)
+    found: dict[str, Any] = {}
+    for reduction in ("mean", "sum", "none"):
+        named = {
+            "cross_entropy": (nn.CrossEntropyLoss, linear(CLASSES), classes()),
+            "cross_entropy ignored": (nn.CrossEntropyLoss, linear(CLASSES), classes(ignored=-100)),
+            "cross_entropy ignore_index": (
+                functools.partial(nn.CrossEntropyLoss, ignore_index=2),
+                linear(CLASSES),
+                classes(ignored=2),
+            ),
+            "cross_entropy weight": (
+                functools.partial(nn.CrossEntropyLoss, weight=WEIGHTS),
+                linear(CLASSES),
+                classes(ignored=3),  # by a weight of 0
+            ),
+            "cross_entropy label_smoothing": (
+                functools.partial(nn.CrossEntropyLoss, label_smoothing=0.1),
+                linear(CLASSES, 3),
+                classes(3, ignored=-100),
+            ),
+            "cross_entropy all options": (
+                functools.partial(
+                    nn.CrossEntropyLoss, weight=WEIGHTS, label_smoothing=0.2, ignore_index=1
+                ),
+                linear(CLASSES, 3, 2),
+                classes(3, 2, ignored=1),
+            ),
+            "cross_entropy probabilities": (
+                functools.partial(nn.CrossEntropyLoss, weight=WEIGHTS, label_smoothing=0.2),
+                linear(CLASSES, 3),
+                numbers(CLASSES, 3).softmax(1),
+            ),
+            "nll": (
+                functools.partial(nn.NLLLoss, weight=WEIGHTS),
+                log_softmax(linear(CLASSES, 3)),
+                classes(3, ignored=-100),
+            ),
+            "bce weights of samples": (
+                functools.partial(nn.BCELoss, weight=numbers(1)),
+                nn.Sequential(linear(CLASSES), nn.Sigmoid()),
+                numbers(CLASSES),
+            ),
+            "bce_with_logits": (nn.BCEWithLogitsLoss, linear(CLASSES), numbers(CLASSES)),
+            "bce_with_logits weights": (
+                functools.partial(nn.BCEWithLogitsLoss, weight=WEIGHTS, pos_weight=WEIGHTS),
+                linear(CLASSES),
+                numbers(CLASSES).round(),
+            ),
+            "bce_with_logits weights of samples": (
+                functools.partial(nn.BCEWithLogitsLoss, weight=numbers(1)),
+                linear(CLASSES),
+                numbers(CLASSES),
+            ),
+            "mse": (nn.MSELoss, linear(4), numbers(4)),
+            "l1": (nn.L1Loss, linear(4, 2), numbers(4, 2)),
+            "smooth_l1": (functools.partial(nn.SmoothL1Loss, beta=0.5), linear(4), numbers(4)),
+            "huber": (nn.HuberLoss, linear(4), numbers(4)),
+            "kl_div": (nn.KLDivLoss, log_softmax(linear(CLASSES)), numbers(CLASSES).softmax(1)),
+            "poisson": (nn.PoissonNLLLoss, linear(4), numbers(4)),
+            "multi_margin": (
+                functools.partial(nn.MultiMarginLoss, weight=WEIGHTS),
+                linear(CLASSES),
+                classes(),
+            ),
+        }
+        for name, (make, module, targets) in named.items():
+            found[f"{name} {reduction}"] = {
+                "criterion": make(reduction=reduction),
+                "module": module,
+                "targets": (targets,),
+            }
+        found[f"ctc {reduction}"] = ctc(reduction=reduction)
+        found[f"ctc zero_infinity {reduction}"] = ctc(
+            reduction=reduction, zero_infinity=True, blank=0
+        )
+    found["kl_div batchmean"] = {
+        "criterion": nn.KLDivLoss(reduction="batchmean", log_target=True),
+        "module": log_softmax(linear(CLASSES, 3)),
+        "targets": (numbers(CLASSES, 3).log_softmax(1),),
+    }
+    found["functional"] = {
+        "criterion": functional.cross_entropy,
+        "module": linear(CLASSES),
+        "targets": (classes(ignored=-100),),
+    }
+    found["partial"] = {
+        "criterion": functools.partial(
+            functional.cross_entropy, weight=WEIGHTS, ignore_index=4, label_smoothing=0.1
+        ),
+        "module": linear(CLASSES),
+        "targets": (classes(ignored=4),),
+    }
+    found["partial sum"] = {
+        "criterion": functools.partial(functional.soft_margin_loss, reduction="sum"),
+        "module": linear(4),
+        "targets": (numbers(4).round() * 2 - 1,),
+    }
+
+    found["subclass"] = {
+        "criterion": TokenLoss(weight=WEIGHTS),
+        "module": linear(7, CLASSES),
+        "targets": (classes(7, ignored=-100),),
+    }
+
+    found["loss_weight"] = {
+        "criterion": masked_mean,
+        "options": {"loss_weight": lambda output, target, mask: mask.sum()},
+        "module": linear(4),
+        "targets": (numbers(4), (torch.arange(BATCH) % 3 == 1).double()),
+    }
+    found["several"] = {
+        "criterion": lambda output, target, *, extra: {
+            "first": functional.mse_loss(output["a"], target["a"]),
+            "second": [functional.l1_loss(output["b"][0], extra), output["a"].square()],
+        },
+        "module": Lambda(
+            lambda self, x: {"a": self.first(x), "b": (self.second(x),)},
+            first=linear(4),
+            second=linear(2),
+        ),
+        "targets": ({"a": numbers(4)},),
+        "kwargs": {"extra": numbers(2)},
+    }
+    found["keyword"] = {
+        "criterion": nn.CrossEntropyLoss(),
+        "module": linear(CLASSES),
+        "targets": (),
+        "kwargs": {"target": classes(ignored=-100)},
+    }
+    found["with parameters"] = {
+        "criterion": Lambda(
+            lambda self, output, target: functional.mse_loss(self.head(output), target),
+            head=linear(4),
+        ),
+        "module": linear(WIDTH),
+        "targets": (numbers(4),),
+    }
+    if hasattr(nn, "LinearCrossEntropyLoss"):
+        found["linear_cross_entropy"] = {
+            "criterion": nn.LinearCrossEntropyLoss(
+                WIDTH, CLASSES, dtype=torch.double, weight=WEIGHTS
+            ),
+            "module": linear(WIDTH),
+            "targets": (classes(ignored=-100),),
+        }
+    return found
+
+
+CASES = make_cases()
+
+SPLITS: dict[tuple[int, ...], Any] = {
+    (1, 13, 13, 5): {"gpu0_bsz": None, "device_weights": [1, 13, 13, 5]},
+    (0, 11, 11, 10): {"gpu0_bsz": 0},
+    (8, 8, 8, 8): {"gpu0_bsz": 8},
+}
+
+
+def leaves(loss: Any) -> list[Tensor]:
+    return [t for t in torch.utils._pytree.tree_leaves(loss) if isinstance(t, Tensor)]
+
+
+def results(modules: list[nn.Module], run: Any, x: Tensor) -> list[Any]:
+    """The loss and the gradients of everything, on the CPU."""
+    for module in modules:
+        module.zero_grad()
+    x = x.clone().requires_grad_()
+    loss = leaves(run(x))
+    sum((part * (1 + i)).sum() for i, part in enumerate(loss)).backward()
+    found = [part.detach() for part in loss]
+    found += [x.grad, *(p.grad for module in modules for p in module.parameters())]
+    return [None if t is None else t.cpu() for t in found]
+
+
+def expected_of(case: Any, x: Tensor) -> list[Any]:
+    module, criterion = case["module"], case["criterion"]
+    modules = [m for m in (module, criterion) if isinstance(m, nn.Module)]
+    return results(
+        modules, lambda x: criterion(module(x), *case["targets"], **case.get("kwargs", {})), x
+    )
+
+
+@pytest.fixture
+def x() -> Tensor:
+    torch.manual_seed(0)
+    return torch.randn(BATCH, WIDTH, dtype=torch.double)
+
+
+def balanced(case: Any, x: Tensor, devices: Any, split: tuple[int, ...]) -> list[Any]:
+    model = BalancedDataParallel(
+        module=copy.deepcopy(case["module"]).to(devices[0]),
+        device_ids=devices,
+        gather=False,
+        **SPLITS[split],
+    )
+    criterion = BalancedCriterion(copy.deepcopy(case["criterion"]), **case.get("options", {}))
+    criterion.to(devices[0])
+    found = results(
+        [model, criterion],
+        lambda x: criterion(model(x), *case["targets"], **case.get("kwargs", {})),
+        x,
+    )
+    assert model.chunk_sizes == split
+    return found
+
+
+def balanced_inside(case: Any, x: Tensor, devices: Any, split: tuple[int, ...]) -> list[Any]:
+    with_loss = ModuleWithLoss(copy.deepcopy(case["module"]), copy.deepcopy(case["criterion"]))
+    model = BalancedDataParallel(
+        module=with_loss.to(devices[0]), device_ids=devices, **SPLITS[split]
+    )
+    found = results([model], lambda x: model(x, *case["targets"], **case.get("kwargs", {})), x)
+    assert model.chunk_sizes == split
+    return found
+
+
+# All but those whose criterion has to know the batch, and those that are no mean over samples.
+NOT_INSIDE = ("ctc", "bce weights", "bce_with_logits weights of", "loss_weight")
+
+
+@pytest.mark.filterwarnings("ignore:gpu0_bsz", "ignore:reduction. 'mean' divides")
+@pytest.mark.parametrize("split", SPLITS, ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_the_loss_is_that_of_the_whole_batch(name, split, kind, x):
+    expected = expected_of(CASES[name], x)
+    with open_devices(kind, 4) as devices:
+        for run in (balanced, balanced_inside):
+            if run is balanced or not name.startswith(NOT_INSIDE):
+                found = run(CASES[name], x, devices, split)
+                torch.testing.assert_close(found, expected, **TOLERANCE)
+                assert not any(t.isnan().any() for t in found if t is not None)
+
+
+@given(
+    st.lists(st.lists(st.sampled_from([-100, 0, 1, 2]), min_size=3, max_size=3), min_size=1),
+    st.integers(1, 5),
+    st.integers(0, 6),
+    st.sampled_from([None, torch.tensor([0.0, 0.5, 2.0], dtype=torch.double)]),
+    st.sampled_from([0.0, 0.3]),
+)
+@settings(max_examples=100)
+@pytest.mark.filterwarnings("ignore:gpu0_bsz")
+def test_any_targets_may_be_ignored_in_any_split(
+    targets, num_devices, gpu0_bsz, weight, label_smoothing
+):
+    targets = torch.tensor(targets)
+    logits = torch.randn(len(targets), 3, 3, dtype=torch.double, requires_grad=True)
+    criterion = nn.CrossEntropyLoss(weight=weight, label_smoothing=label_smoothing)
+    model = BalancedDataParallel(gpu0_bsz, nn.Identity(), ["cpu"] * num_devices, gather=False)
+    losses = [criterion(logits, targets), BalancedCriterion(criterion)(model(logits), targets)]
+    gradients = [torch.autograd.grad(loss, logits)[0] for loss in losses]
+    assert losses[1].isfinite() == losses[0].isfinite()  # it is not where nothing counts
+    if losses[0].isfinite():
+        torch.testing.assert_close(losses[1], losses[0], **TOLERANCE)
+        torch.testing.assert_close(gradients[1], gradients[0], **TOLERANCE)
+
+
+def make_model(devices: Any, gpu0_bsz: int = 1, **options: Any) -> Any:
+    torch.manual_seed(0)
+    module = linear(CLASSES).to(devices[0])
+    return BalancedDataParallel(gpu0_bsz, module, devices[:4], gather=False, **options)
+
+
+# Outputs that stay where they are.
+
+
+def test_outputs_stay_on_their_devices(devices, x):
+    model = make_model(devices)
+    outputs = model(x)
+    assert isinstance(outputs, PerDevice)
+    assert outputs.chunk_sizes == model.chunk_sizes == (1, 11, 10, 10)
+    assert outputs.devices == tuple(devices[:4])
+    assert [output.device for output in outputs] == list(devices[:4])
+    assert [len(output) for output in outputs] == [1, 11, 10, 10]
+    assert len(outputs) == 4
+    assert outputs[-1] is outputs[1:][-1]
+    torch.testing.assert_close(outputs.gather(), model.module(x.to(devices[0])), **TOLERANCE)
+    assert outputs.gather().device == devices[0]
+    del outputs
+
+
+def test_only_replicas_that_ran_have_an_output(devices, x):
+    outputs = make_model(devices, gpu0_bsz=0)(x[:2])
+    assert outputs.devices == tuple(devices[1:3])
+    assert outputs.chunk_sizes == (1, 1)
+    assert repr(outputs) == f"PerDevice(devices=({devices[1]}, {devices[2]}), chunk_sizes=(1, 1))"
+    loss = BalancedCriterion(nn.CrossEntropyLoss())(outputs, torch.tensor([1, 2]))
+    assert loss.device == devices[0]
+    loss.backward()
+    del outputs, loss
+
+
+@pytest.mark.parametrize("where", ["one device", "no device"])
+def test_the_same_lines_serve_a_single_device(where, x):
+    targets = classes(ignored=-100)
+    model = make_model(["cpu"])
+    if where == "no device":
+        model = BalancedDataParallel(1, model.module, gather=False)
+    outputs = model(x)
+    assert outputs.chunk_sizes == (BATCH,)
+    assert outputs.devices == (torch.device("cpu"),)
+    criterion = nn.CrossEntropyLoss()
+    expected = criterion(model.module(x), targets)
+    torch.testing.assert_close(BalancedCriterion(criterion)(outputs, targets), expected)
+    torch.testing.assert_close(BalancedCriterion(criterion)(model.module(x), targets), expected)
+
+
+def test_nothing_to_cut_is_one_call(devices):
+    module = Lambda(lambda self, scale: self.inner.weight * scale, inner=nn.Linear(3, 2))
+    model = BalancedDataParallel(1, module.to(devices[0]), devices, gather=False)
+    outputs = model(2.0)
+    assert (len(outputs), outputs.chunk_sizes) == (1, None)
+    loss = BalancedCriterion(nn.MSELoss())(outputs, torch.zeros(2, 3))
+    expected = (4 * module.inner.weight.square()).mean()
+    torch.testing.assert_close(loss, expected)
+    del outputs, loss, expected
+
+
+def test_outputs_go_to_the_output_device(devices, x):
+    outputs = make_model(devices, output_device="cpu")(x)
+    assert outputs.gather().device == torch.device("cpu")
+    loss = BalancedCriterion(nn.CrossEntropyLoss())(outputs, classes())
+    assert loss.device == torch.device("cpu")
+    del outputs, loss
+
+
+def test_metrics_are_gathered_and_logits_are_not(devices, x):
+    model = make_model(devices)
+    logits = model.module(x.to(devices[0])).detach()
+    targets = classes()
+    outputs = model(x)
+    predicted = outputs.map(lambda logits: logits.argmax(-1))
+    assert predicted.cpu().equal(logits.argmax(-1).cpu())
+
+    def accuracy(logits: Tensor, targets: Tensor) -> Tensor:
+        return (logits.argmax(-1) == targets).double().mean()
+
+    expected = accuracy(logits.cpu(), targets)
+    torch.testing.assert_close(outputs.map(accuracy, targets).cpu(), expected)
+    num_right = outputs.map(
+        lambda logits, targets: (logits.argmax(-1) == targets).sum(), targets, scalar_outputs="sum"
+    )
+    assert num_right.item() == round(expected.item() * BATCH)
+    both = outputs.map(lambda logits: {"min": logits.amin(1), "max": logits.amax(1)})
+    assert both["max"].shape == (BATCH,)
+    with pytest.raises(ScatterError, match=r"input targets of shape \(3,\) has size 3"):
+        outputs.map(accuracy, targets[:3])
+    with pytest.raises(ZeroDivisionError) as raised:
+        outputs.map(lambda logits: 1 // (len(logits) - 1))
+    assert f"in replica 0 on {devices[0]}, with 1 of the batch's 32" in raised.value.__notes__[0]
+    del outputs, predicted, num_right, both, logits, raised
+
+
+# What else a criterion meets.
+
+
+def test_targets_that_do_not_fit_are_named(devices, x):
+    outputs = make_model(devices)(x)
+    criterion = BalancedCriterion(nn.CrossEntropyLoss())
+    with pytest.raises(
+        ScatterError, match=r"input target of shape .* but the batch has 32 samples"
+    ):
+        criterion(outputs, classes()[:30])
+    whole = BalancedCriterion(lambda output, scale: (output * scale).mean(), broadcast="scale")
+    scale = torch.arange(CLASSES).double()
+    expected = (outputs.gather() * scale.to(devices[0])).mean()
+    torch.testing.assert_close(whole(outputs, scale), expected)
+    del outputs, expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"criterion": 3}, ArgumentTypeError, "must be a module or a function, got 3"),
+        (
+            {"criterion": nn.MSELoss(reduction="sum"), "loss_weight": len},
+            ArgumentError,
+            "weighs a mean, but the criterion's reduction is 'sum'",
+        ),
+        ({"criterion": nn.MSELoss(), "broadcast": "traget"}, ArgumentError, "MSELoss.forward"),
+    ],
+)
+def test_arguments_that_cannot_be_used_are_named_at_once(arguments, error, message):
+    with pytest.raises(error, match=message):
+        BalancedCriterion(**arguments)
+
+
+def test_weights_of_a_loss_must_be_numbers(x):
+    criterion = BalancedCriterion(nn.MSELoss(), loss_weight=lambda output, target: -1)
+    with pytest.raises(ArgumentError, match="must return a number of at least 0, got -1"):
+        criterion(make_model(["cpu"] * 2)(x), torch.zeros(BATCH, CLASSES))
+
+
+def test_a_mean_over_targets_needs_to_see_them(x):
+    class Nested(nn.CrossEntropyLoss):
+        def forward(self, input: Tensor, target: Any) -> Tensor:
+            return super().forward(input, target["labels"])
+
+    with pytest.raises(ArgumentError, match=r"Nested is over targets .* a dict; give loss_weight"):
+        BalancedCriterion(Nested())(make_model(["cpu"] * 2)(x), {"labels": classes()})
+
+
+def test_losses_of_unlike_structure_are_an_error(x):
+    criterion = BalancedCriterion(lambda output, target: output.sum() if len(output) > 1 else "?")
+    with pytest.raises(GatherError, match="different types"):
+        criterion(make_model(["cpu"] * 2)(x), classes())
+
+
+@pytest.mark.parametrize("dim", [1, -2])
+def test_batchmean_where_the_batch_is_another_dimension(dim, x):
+    """It divides by the first dimension, which is the same for all chunks."""
+    inputs = torch.randn(3, BATCH, CLASSES, dtype=torch.double).log_softmax(-1)
+    targets = torch.randn(3, BATCH, CLASSES, dtype=torch.double).softmax(-1)
+    criterion = nn.KLDivLoss(reduction="batchmean")
+    model = BalancedDataParallel(5, nn.Identity(), ["cpu"] * 3, dim=dim, gather=False)
+    loss = BalancedCriterion(criterion)(model(inputs), targets)
+    torch.testing.assert_close(loss, criterion(inputs, targets), **TOLERANCE)
+
+
+def test_ctc_takes_its_targets_in_a_row_and_its_lengths_as_numbers(devices, x):
+    case = CASES["ctc mean"]
+    targets, input_lengths, target_lengths = case["targets"]
+    expected = case["criterion"](case["module"](x), *case["targets"])
+    module = copy.deepcopy(case["module"]).to(devices[0])
+    model = BalancedDataParallel(1, module, devices, gather=False)
+    row = torch.cat([t[:n] for t, n in zip(targets, target_lengths, strict=True)])
+    loss = BalancedCriterion(functional.ctc_loss)(
+        model(x),
+        row,
+        input_lengths=tuple(input_lengths.tolist()),
+        target_lengths=tuple(target_lengths.tolist()),
+    )
+    torch.testing.assert_close(loss.cpu(), expected, **TOLERANCE)
+    del loss
+
+
+def test_buffers_of_a_criterion_are_kept(devices, x):
+    class Centered(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("center", torch.zeros(CLASSES))
+
+        def forward(self, output: Tensor, target: Tensor) -> Tensor:
+            self.center.add_(output.detach().mean(0))
+            return functional.mse_loss(output - self.center, target)
+
+    criterion = BalancedCriterion(Centered().to(devices[0]))
+    for gpu0_bsz in (4, 0):
+        outputs = make_model(devices, gpu0_bsz)(x)
+        before = criterion.criterion.center.clone()
+        criterion(outputs, numbers(CLASSES))
+        added = criterion.criterion.center - before
+        torch.testing.assert_close(added.cpu(), outputs[0].detach().mean(0).float().cpu())
+    del outputs, before, added, criterion
+
+
+def test_half_precision_holds_the_mean_of_many_tokens():
+    logits = torch.zeros(4, 3, 40_000, dtype=torch.half)
+    targets = torch.zeros(4, 40_000, dtype=torch.long)
+    model = BalancedDataParallel(1, nn.Identity(), ["cpu"] * 2, gather=False)
+    loss = BalancedCriterion(nn.CrossEntropyLoss())(model(logits), targets)
+    assert loss.dtype == torch.half
+    expected = nn.CrossEntropyLoss()(logits.float(), targets).half()  # torch's own is NaN here
+    torch.testing.assert_close(loss, expected, rtol=1e-3, atol=0)
+
+
+def test_second_derivatives(x):
+    model = make_model(["cpu"] * 3)
+    criterion = BalancedCriterion(nn.CrossEntropyLoss(ignore_index=2))
+    targets = classes()
+
+    def loss(x: Tensor) -> Any:
+        return criterion(model(x), targets[:4])
+
+    x = x[:4].clone().requires_grad_()
+    assert torch.autograd.gradcheck(loss, (x,))
+    assert torch.autograd.gradgradcheck(loss, (x,))
+
+
+def test_no_shape_is_too_large_for_symbolic_devices():
+    """Class weights have no values there, so what a mean divides by is never read."""
+    with emulate_devices(4, symbolic=True) as devices:
+        model = BalancedDataParallel(3, nn.Linear(8, 50_000).to(devices[0]), devices, gather=False)
+        weight = torch.rand(50_000, device=devices[0])
+        criterion = BalancedCriterion(nn.CrossEntropyLoss(weight=weight))
+        criterion(model(torch.zeros(4096, 8)), torch.arange(4096)).backward()
+        # Gathered, device 0 would hold 4096 x 50000 numbers, 780 MiB.
+        assert max(devices.memory_breakdown(devices[0]).peak.values()) < 10 * 2**20
+        del model, criterion, weight
+
+
+def test_a_step_leaves_nothing_behind(devices, x):
+    gc.collect()
+    gc.disable()
+    try:
+        model = make_model(devices)
+        outputs = model(x)
+        loss = BalancedCriterion(nn.CrossEntropyLoss())(outputs, classes())
+        loss.backward()
+        references = [weakref.ref(output) for output in outputs]
+        del outputs, loss
+        assert [reference() for reference in references] == [None] * 4
+    finally:
+        gc.enable()
+
+
+# ModuleWithLoss.
+
+
+def test_the_state_dict_is_that_of_the_bare_module():
+    bare = nn.Sequential(nn.Linear(WIDTH, 4), nn.BatchNorm1d(4))
+    criterion = nn.CrossEntropyLoss(weight=torch.rand(4))
+    with_loss = ModuleWithLoss(bare, criterion)
+    saved = with_loss.state_dict()
+    assert list(saved) == list(bare.state_dict())
+    assert saved._metadata == bare.state_dict()._metadata
+    parallel = BalancedDataParallel(1, with_loss, ["cpu", "cpu"])
+    plain = BalancedDataParallel(1, bare, ["cpu", "cpu"])
+    assert list(parallel.state_dict()) == list(plain.state_dict())
+    others = copy.deepcopy(bare)
+    nn.init.ones_(others[0].weight)
+    for target, source in (
+        (with_loss, others),
+        (parallel, BalancedDataParallel(1, others, ["cpu", "cpu"])),
+        (bare, with_loss),
+    ):
+        nn.init.zeros_(bare[0].weight)
+        if target is bare:
+            nn.init.ones_(bare[0].weight)
+        assert str(target.load_state_dict(source.state_dict())) == "<All keys matched successfully>"
+        assert bare[0].weight.eq(1).all()
+    assert criterion.weight.sum() > 0
+    with pytest.raises(RuntimeError, match="Missing key"):
+        with_loss.load_state_dict({})
+
+
+@pytest.mark.parametrize("inputs", [lambda x: x, lambda x: (x,), lambda x: {"input": x}])
+def test_inputs_of_a_module_with_loss(inputs, x):
+    module, criterion, targets = linear(CLASSES), nn.CrossEntropyLoss(), classes()
+    model = ModuleWithLoss(module, criterion)
+    torch.testing.assert_close(model(inputs(x), targets), criterion(module(x), targets))
+
+
+def test_a_module_with_loss_obeys_other_arguments(x):
+    with_loss = ModuleWithLoss(linear(CLASSES), nn.CrossEntropyLoss(reduction="sum"))
+    targets = classes()
+    stacked = BalancedDataParallel(1, with_loss, ["cpu"] * 4, scalar_outputs="stack")
+    assert stacked(x, targets).shape == (4,)
+    summed = BalancedDataParallel(1, with_loss, ["cpu"] * 4, gather=False)
+    torch.testing.assert_close(summed(x, targets).gather(), with_loss(x, targets))
+    mean = ModuleWithLoss(with_loss.module, masked_mean)
+    weighed = BalancedDataParallel(
+        1, mean, ["cpu"] * 4, loss_weight=lambda inputs, target, mask: mask.sum()
+    )
+    mask, target = (torch.arange(BATCH) % 3 == 1).double(), numbers(CLASSES)
+    torch.testing.assert_close(weighed(x, target, mask), mean(x, target, mask))
