@@ -65,6 +65,15 @@ app = typer.Typer(
 )
 
 
+_LossOnDevice = Annotated[
+    bool,
+    typer.Option(
+        "--loss-on-device",
+        help="Each device computes the loss of its chunk: gather=False and BalancedCriterion.",
+    ),
+]
+
+
 @app.command()
 def demo(
     num_devices: Annotated[
@@ -179,6 +188,7 @@ def plan_command(
     reserve: Annotated[
         str, typer.Option(help="Of each device, for CUDA's context and libraries' workspaces.")
     ] = "512MiB",
+    loss_on_device: _LossOnDevice = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Find gpu0_bsz for a workload on GPUs that need not be here.
@@ -186,7 +196,9 @@ def plan_command(
     A few training steps are measured on emulated devices that keep shapes only.
     """
     capacities = _capacities(memory, 4 if num_devices is None else num_devices, num_devices)
-    report = _tuned(target, batch_size, capacities, reserve, emulate=True)
+    report = _tuned(
+        target, batch_size, capacities, reserve, emulate=True, gather=not loss_on_device
+    )
     if as_json:
         print(report_json(report), end="")
     else:
@@ -229,6 +241,7 @@ def tune_command(
     emulate: Annotated[
         bool, typer.Option("--emulate", help="Emulated devices even where there are GPUs.")
     ] = False,
+    loss_on_device: _LossOnDevice = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Measure a workload at the values that matter, choose gpu0_bsz, and write the report.
@@ -247,7 +260,14 @@ def tune_command(
     if output is not None and output == html:
         _fail(f"--output and --html both name {output}")
     report = _tuned(
-        target, batch_size, capacities, reserve, num_devices, _values(sweep), emulate=emulate
+        target,
+        batch_size,
+        capacities,
+        reserve,
+        num_devices,
+        _values(sweep),
+        emulate=emulate,
+        gather=not loss_on_device,
     )
     if output is not None:
         save_report(report, output)
@@ -362,6 +382,7 @@ def _tuned(
     sweep: range = range(0),
     *,
     emulate: bool,
+    gather: bool,
 ) -> Report:
     sys.path.insert(0, "")  # one's own workload may be in the current folder
     workload = find_workload(target)
@@ -376,6 +397,7 @@ def _tuned(
                 reserve=reserve_bytes,
                 sweep=sweep,
                 emulate=emulate,
+                gather=gather,
                 on_measurement=on_measurement,
             )
     except BalancedDataParallelError:

@@ -321,8 +321,8 @@ def _ctc_targets(
 
 
 def _axis(outputs: PerDevice) -> int:
-    first = outputs[0]
-    return outputs.dim % first.dim() if isinstance(first, torch.Tensor) else outputs.dim
+    num_dims = outputs[0].dim() if isinstance(outputs[0], torch.Tensor) else 0
+    return outputs.dim % num_dims if num_dims else outputs.dim
 
 
 class _Function(nn.Module):

@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from .auto_split import smallest_chunk
+from .criterion import BalancedCriterion
 from .data_parallel import BalancedDataParallel
 from .emulation import emulate_devices
 from .emulation.machine import DEVICE_TYPE, current_machine
@@ -127,6 +128,8 @@ def measure_step(
     gpu0_bsz: int | None,
     devices: Sequence[torch.device],
     device_weights: Sequence[float] | None = None,
+    *,
+    gather: bool = True,
 ) -> Measurement:
     """Returns what the second of two training steps took, and the first one's peaks.
 
@@ -138,18 +141,22 @@ def measure_step(
         gpu0_bsz: what device 0 gets at most.
         devices: real or emulated devices.
         device_weights: the share of each device, as of ``BalancedDataParallel``.
+        gather: whether the loss is that of gathered outputs; else each device computes that of
+            its chunk.
 
     Raises:
         ArgumentError, ArgumentTypeError: there is no such split.
     """
-    with step_meter(workload, devices) as meter:
+    with step_meter(workload, devices, gather) as meter:
         return meter.measure(batch_size, gpu0_bsz, device_weights)
 
 
 @contextmanager
-def step_meter(workload: Workload, devices: Sequence[torch.device]) -> Iterator[StepMeter]:
+def step_meter(
+    workload: Workload, devices: Sequence[torch.device], gather: bool = True
+) -> Iterator[StepMeter]:
     """Gives a :class:`StepMeter` and at the end gives back what it holds."""
-    meter = StepMeter(workload, devices)
+    meter = StepMeter(workload, devices, gather)
     # Garbage is collected after each step: what was there before need not be looked at again.
     is_ours = gc.get_freeze_count() == 0
     if is_ours:
@@ -159,7 +166,7 @@ def step_meter(workload: Workload, devices: Sequence[torch.device]) -> Iterator[
     finally:
         if is_ours:
             gc.unfreeze()
-        del meter._module, meter._optimizer
+        del meter._module, meter._criterion, meter._optimizer
 
 
 class StepMeter:
@@ -168,14 +175,19 @@ class StepMeter:
     Args:
         workload: what is trained.
         devices: real or emulated devices.
+        gather: whether the loss is that of gathered outputs, or computed on each device.
     """
 
-    def __init__(self, workload: Workload, devices: Sequence[torch.device]) -> None:
+    def __init__(
+        self, workload: Workload, devices: Sequence[torch.device], gather: bool = True
+    ) -> None:
         self.workload = workload
         self.devices = list(devices)
+        self.gather = gather
         with torch.device(self.devices[0]):
             self._module = workload.model()
         self._module.to(self.devices[0])
+        self._criterion = BalancedCriterion(workload.loss).to(self.devices[0])
         self._optimizer = workload.make_optimizer(self._module.parameters())
         self._has_state = False
 
@@ -197,7 +209,11 @@ class StepMeter:
     ) -> Measurement:
         """Returns what a training step takes, as :func:`measure_step`."""
         model = BalancedDataParallel(
-            gpu0_bsz, self._module, self.devices, device_weights=device_weights
+            gpu0_bsz,
+            self._module,
+            self.devices,
+            gather=self.gather,
+            device_weights=device_weights,
         )
         step = _Step(self.devices)
         first = None
@@ -242,8 +258,9 @@ class StepMeter:
         with warnings.catch_warnings(), autocast:
             warnings.simplefilter("ignore", BalanceWarning)  # the even split is one to measure
             output = model(*args, **kwargs)
-            target = tree_map_only(torch.Tensor, lambda t: t.to(self.devices[0]), target)
-            loss = self.workload.loss(output, target)
+            if self.gather:
+                target = tree_map_only(torch.Tensor, lambda t: t.to(self.devices[0]), target)
+            loss = self._criterion(output, target)
         loss.backward()
         step.end_phase(model, self._optimizer)
         self._optimizer.step()

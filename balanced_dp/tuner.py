@@ -5,18 +5,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from dataclasses import replace
 
 import torch
-from torch import nn
 
 from .errors import ArgumentError, BalancedDataParallelError, InfeasiblePlanError
 from .measurement import Measurement, StepMeter, open_devices, step_meter, uses_emulation
 from .memory_model import MemoryModel, fit
 from .plan import EQUAL, Planner, check_batch, check_fits, describe, utilizations
 from .split import even_share
-from .tuning import SCHEMA, Origin, Report
-from .workloads import Batch, Workload
+from .tuning import SCHEMA, Alternative, Origin, Report
+from .workloads import Workload
 
 _MAX_ROUNDS = 4
 """How often the laws are fitted anew to the plan that they led to."""
@@ -43,6 +42,7 @@ def tune(
     reserve: int = 0,
     sweep: Iterable[int] = (),
     emulate: bool = False,
+    gather: bool = True,
     on_measurement: OnMeasurement = lambda measurement, num_left: None,
 ) -> Report:
     """Returns the best split of a batch, why it is the best, and what was measured to find it.
@@ -62,6 +62,8 @@ def tune(
         reserve: bytes of each device that are not to be planned with.
         sweep: values of ``gpu0_bsz`` to measure in any case.
         emulate: emulated devices even where there are accelerators.
+        gather: whether outputs are gathered and the loss computed on device 0; else each device
+            computes that of its chunk. The report compares the plan with the other way.
         on_measurement: called with each measurement when it is made, and about how many are left.
 
     Raises:
@@ -72,13 +74,42 @@ def tune(
     if capacities is not None:
         check_batch(batch_size, capacities, reserve)
     swept = sorted(set(sweep))
-    with _opened(devices, capacities, emulate) as opened, step_meter(workload, opened) as meter:
+
+    def alternative(capacities: Sequence[int]) -> Alternative | None:
+        with _opened(devices, capacities, emulate) as opened:
+            return _alternative(workload, batch_size, opened, capacities, reserve, not gather)
+
+    try:
+        with _opened(devices, capacities, emulate) as opened:
+            meter = step_meter(workload, opened, gather)
+            report = _tuned(meter, batch_size, capacities, reserve, swept, on_measurement)
+    except InfeasiblePlanError as error:
+        other = None if capacities is None else alternative(capacities)
+        if other is None:
+            raise
+        where = "computed on each device (gather=False)" if gather else "of gathered outputs"
+        raise InfeasiblePlanError(
+            f"{error}; with the loss {where} this batch fits, with gpu0_bsz={other.plan.gpu0_bsz}"
+        ) from None
+    return replace(report, alternative=alternative(report.plan.capacity_bytes))
+
+
+def _tuned(
+    opened_meter: AbstractContextManager[StepMeter],
+    batch_size: int,
+    capacities: Sequence[int] | None,
+    reserve: int,
+    swept: Sequence[int],
+    on_measurement: OnMeasurement,
+) -> Report:
+    with opened_meter as meter:
         if capacities is None:
             capacities = default_capacities(meter, batch_size)
         check_batch(batch_size, capacities, reserve)
-        if len(capacities) != len(opened):
+        if len(capacities) != len(meter.devices):
             raise ArgumentError(
-                f"capacities must be one for each of {len(opened)} devices, got {len(capacities)}"
+                f"capacities must be one for each of {len(meter.devices)} devices, got "
+                f"{len(capacities)}"
             )
         search = _Search(meter, [c - reserve for c in capacities], on_measurement)
         model, chosen = search.run(batch_size, swept)
@@ -88,26 +119,24 @@ def tune(
         weighted = None
         if planned.weighted is not None:
             weighted = meter.measure(batch_size, None, planned.weighted.chunk_sizes)
-        num_parameters = meter.num_parameters
-        names = [torch.get_device_module(d).get_device_name(d) for d in opened]
-    loss_on_device = None
-    if planned.advice:
-        with _opened(devices, capacities, emulate) as opened:
-            loss_on_device = _with_loss_on_device(workload, batch_size, opened, search.budgets)
-    return Report(
-        schema=SCHEMA,
-        origin=Origin.of_this_process(names),
-        workload=workload.name,
-        num_parameters=num_parameters,
-        precision=None if workload.precision is None else str(workload.precision),
-        plan=planned,
-        chosen=chosen,
-        even=search.measured[batch_size, search.even_share(batch_size)],
-        weighted=weighted,
-        loss_on_device=loss_on_device,
-        model=model,
-        measurements=tuple(search.measured.values()),
-    )
+        workload = meter.workload
+        return Report(
+            schema=SCHEMA,
+            origin=Origin.of_this_process(
+                torch.get_device_module(d).get_device_name(d) for d in meter.devices
+            ),
+            workload=workload.name,
+            num_parameters=meter.num_parameters,
+            precision=None if workload.precision is None else str(workload.precision),
+            gather=meter.gather,
+            plan=planned,
+            chosen=chosen,
+            even=search.measured[batch_size, search.even_share(batch_size)],
+            weighted=weighted,
+            alternative=None,
+            model=model,
+            measurements=tuple(search.measured.values()),
+        )
 
 
 def _opened(
@@ -249,45 +278,23 @@ def best_measured(swept: Iterable[Measurement], budgets: Sequence[int]) -> Measu
     return max((m for m in ran if utilization(m) <= limit), key=lambda m: m.chunk_sizes[0])
 
 
-class _WithLoss(nn.Module):
-    """A model that takes the target, too, and returns its loss."""
-
-    def __init__(self, module: nn.Module, loss: Callable[[Any, Any], torch.Tensor]) -> None:
-        super().__init__()
-        self.module = module
-        self.loss = loss
-
-    def forward(self, args: Any, kwargs: Any, target: Any) -> torch.Tensor:
-        return self.loss(self.module(*args, **kwargs), target)
-
-
-def _with_loss_on_device(
-    workload: Workload, batch_size: int, devices: Sequence[torch.device], budgets: Sequence[int]
-) -> Measurement | None:
-    """Returns the best split if each device computed the loss of its chunk, None if it cannot."""
-
-    def make_batch(batch_size: int) -> Batch:
-        return workload.make_batch(batch_size), {}, None
-
-    changed = Workload(
-        lambda: _WithLoss(workload.model(), workload.loss),
-        make_batch,
-        lambda loss, _: loss,
-        workload.make_optimizer,
-        workload.precision,
-    )
+def _alternative(
+    workload: Workload,
+    batch_size: int,
+    devices: Sequence[torch.device],
+    capacities: Sequence[int],
+    reserve: int,
+    gather: bool,
+) -> Alternative | None:
+    """Returns the best split with the loss computed elsewhere, None where there is none."""
     try:
-        with step_meter(changed, devices) as meter:
-            search = _Search(meter, budgets, lambda measurement, num_left: None)
-            even = search.even_share(batch_size)
-            for gpu0_bsz in {0, 1, even // 2, even}:
-                search.measure(batch_size, gpu0_bsz)
-            for _ in range(2):  # a first guess, and one that knows how far it was off
-                best = Planner(search.fit(), budgets).best_gpu0_bsz(batch_size)
-                search.measure(batch_size, best)
-            return search.best(batch_size)
+        with step_meter(workload, devices, gather) as meter:
+            search = _Search(meter, [c - reserve for c in capacities], lambda measured, left: None)
+            model, chosen = search.run(batch_size, ())
     except (RuntimeError, BalancedDataParallelError):
-        return None  # a loss for the whole batch or for device 0 only: there is nothing to advise
+        return None  # a loss for the whole batch or for device 0 only, or nothing fits
+    assert chosen.gpu0_bsz is not None
+    return Alternative(describe(model, batch_size, capacities, reserve, chosen.gpu0_bsz), chosen)
 
 
 def report_of_measurements(
@@ -331,11 +338,12 @@ def report_of_measurements(
         workload=measurements[0].workload,
         num_parameters=num_parameters,
         precision=precision,
+        gather=True,
         plan=planned,
         chosen=chosen,
         even=swept[even],
         weighted=None,
-        loss_on_device=None,
+        alternative=None,
         model=model,
         measurements=tuple(measurements),
     )

@@ -15,9 +15,8 @@ from pathlib import Path
 from .measurement import Measurement
 from .memory_model import MemoryModel
 from .plan import Plan
-from .units import format_bytes
 
-SCHEMA = 1
+SCHEMA = 2
 """The version of a report's fields."""
 
 
@@ -69,6 +68,19 @@ def _version(package: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
+class Alternative:
+    """The same batch, with the loss computed elsewhere.
+
+    Attributes:
+        plan: the plan for it.
+        chosen: the planned split, measured.
+    """
+
+    plan: Plan
+    chosen: Measurement
+
+
+@dataclass(frozen=True, slots=True)
 class Report:
     """A plan and what it rests on.
 
@@ -78,12 +90,14 @@ class Report:
         workload: the workload's name.
         num_parameters: how many numbers its model learns.
         precision: the dtype of autocast, or None.
+        gather: whether outputs are gathered on device 0 and their loss computed there; else it is
+            computed on each device, as with ``gather=False`` and ``BalancedCriterion``.
         plan: the plan.
         chosen: the planned split, measured.
         even: the even split of ``nn.DataParallel``, measured.
         weighted: the split of ``plan.weighted``, measured, where there is one.
-        loss_on_device: where no ``gpu0_bsz`` balances, the best split with the loss computed on
-            each device, measured.
+        alternative: the best split if ``gather`` were the other, None where that fails: where
+            the loss cannot be computed in chunks, or nothing fits.
         model: the laws.
         measurements: what they were fitted to, in the order of measuring.
     """
@@ -93,11 +107,12 @@ class Report:
     workload: str
     num_parameters: int
     precision: str | None
+    gather: bool
     plan: Plan
     chosen: Measurement
     even: Measurement
     weighted: Measurement | None
-    loss_on_device: Measurement | None
+    alternative: Alternative | None
     model: MemoryModel
     measurements: tuple[Measurement, ...]
 
@@ -110,7 +125,7 @@ class Report:
     @property
     def line(self) -> str:
         """What to write in a training script."""
-        return f"BalancedDataParallel(gpu0_bsz={self.plan.gpu0_bsz}, module=model)"
+        return self._line(f"gpu0_bsz={self.plan.gpu0_bsz}, module=model")
 
     @property
     def weighted_line(self) -> str | None:
@@ -118,23 +133,19 @@ class Report:
         if self.plan.weighted is None:
             return None
         weights = list(self.plan.weighted.chunk_sizes)
-        return f"BalancedDataParallel(gpu0_bsz=None, module=model, device_weights={weights})"
+        return self._line(f"gpu0_bsz=None, module=model, device_weights={weights}")
+
+    def _line(self, arguments: str) -> str:
+        return f"BalancedDataParallel({arguments}{'' if self.gather else ', gather=False'})"
 
     @property
     def advice(self) -> tuple[str, ...]:
         """What else would help, in sentences without their full stop."""
-        found = list(self.plan.advice)
-        if self.loss_on_device is not None:
-            found.append(
-                "computing the loss on each device, inside the model, takes the fullest device "
-                f"from {format_bytes(max(self.chosen.peak_bytes))} to "
-                f"{format_bytes(max(self.loss_on_device.peak_bytes))}, with "
-                f"gpu0_bsz={self.loss_on_device.gpu0_bsz} (measured)"
-            )
-        if not self.model.is_lawful:
-            found.append(
-                f"the predictions are off by up to {self.model.residual:.0%}: what this workload "
-                "needs does not grow evenly with the batch. So the choice is among the measured "
-                "values, and the largest batch is a guess"
-            )
-        return tuple(found)
+        if self.model.is_lawful:
+            return self.plan.advice
+        return (
+            *self.plan.advice,
+            f"the predictions are off by up to {self.model.residual:.0%}: what this workload "
+            "needs does not grow evenly with the batch. So the choice is among the measured "
+            "values, and the largest batch is a guess",
+        )

@@ -544,6 +544,12 @@ def test_buffers_of_a_criterion_are_kept(devices, x):
     del outputs, before, added, criterion
 
 
+def test_losses_may_come_from_the_module(x):
+    module = Lambda(lambda self, x: self.inner(x).square().mean(), inner=linear(4))
+    model = BalancedDataParallel(1, module, ["cpu"] * 4, gather=False)
+    torch.testing.assert_close(BalancedCriterion(lambda loss: loss * 2)(model(x)), 2 * module(x))
+
+
 def test_half_precision_holds_the_mean_of_many_tokens():
     logits = torch.zeros(4, 3, 40_000, dtype=torch.half)
     targets = torch.zeros(4, 40_000, dtype=torch.long)

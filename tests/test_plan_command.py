@@ -39,7 +39,7 @@ def test_json_has_what_scripts_read():
     done = CliRunner().invoke(app, ["plan", "char-lm", "--memory", "1GiB", "--json"])
     record = json.loads(done.stdout)
     plan = record["plan"]
-    assert record["schema"] == 1
+    assert record["schema"] == 2
     assert record["workload"] == "char-lm"
     assert plan["batch_size"] == 32
     assert sum(plan["chunk_sizes"]) == 32

@@ -55,7 +55,7 @@ def test_a_file_gives_back_what_was_saved(report, unlike, tmp_path):
 
 def test_json_names_what_scripts_read(report):
     record = json.loads(report_json(report))
-    assert record["schema"] == 1
+    assert record["schema"] == 2
     assert {"created", "command", "versions", "machine"} == record["origin"].keys()
     assert {"python", "torch", "balanced-dp", "nvidia-ml-py"} == record["origin"]["versions"].keys()
     plan = record["plan"]
@@ -73,8 +73,8 @@ def test_json_names_what_scripts_read(report):
         (lambda text: "", "is no report, or one that is cut off: "),
         (lambda text: '{"a": 1}', "is JSON, but no report of balanced-dp and none of pytest"),
         (lambda text: "[]", "is JSON, but no report"),
-        (lambda text: text.replace('"schema": 1', '"schema": 2'), "has version 2 of a report's"),
-        (lambda text: text.replace('"schema": 1', '"schema": "x"'), "has version 'x' of a"),
+        (lambda text: text.replace('"schema": 2', '"schema": 1'), "has version 1 of a report's"),
+        (lambda text: text.replace('"schema": 2', '"schema": "x"'), "has version 'x' of a"),
         (
             lambda text: text.replace('"max_batch_size"', '"other"', 1),
             r"is no report: plan\.max_batch_size: Field required",

@@ -19,6 +19,7 @@ from balanced_dp import (
 )
 from balanced_dp.auto import MAX_CHANGES
 from balanced_dp.measurement import open_devices, step_meter
+from balanced_dp.workloads import BUILT_IN
 
 from .small_workloads import SMALL
 from .test_auto import Loop, follow
@@ -157,8 +158,7 @@ def test_what_no_value_balances_is_told():
     assert "Gathering the outputs of 2000 samples and their loss costs device 0" in sentence
     assert plan.predicted_bytes[0] == pytest.approx(plan.floor_bytes, rel=0.01)
     assert report.advice[0] == sentence
-    assert report.advice[1].startswith("computing the loss on each device, inside the model, takes")
-    inside = report.loss_on_device
+    inside = report.alternative.chosen
     assert max(inside.peak_bytes) < 0.5 * max(report.chosen.peak_bytes)
     assert max(inside.peak_bytes) < 1.2 * min(inside.peak_bytes)
     assert tuned(SMALL["loss_inside"](), 64, [PLENTY] * 4).advice == ()
@@ -173,7 +173,7 @@ def test_a_loss_that_is_one_for_the_whole_batch_is_not_advised_on_each_device():
         return workload.loss(output, target)
 
     report = tuned(replace(workload, loss=loss), 200, [PLENTY] * 2)
-    assert report.loss_on_device is None
+    assert report.alternative is None
     assert len(report.advice) == 1
 
 
@@ -275,3 +275,19 @@ def test_measurements_are_told_as_they_come():
 def test_a_capacity_is_wanted_for_each_device():
     with pytest.raises(ArgumentError, match="one for each of 3 devices, got 2"):
         tune(SMALL["mlp"](), 8, 3, [GIB] * 2, emulate=True)
+
+
+def test_gpt2_fits_where_its_loss_is_computed_on_each_device():
+    """Gathered, logits fill device 0 whatever its share; left where they are, peaks are level."""
+    report = tuned(BUILT_IN["gpt2-small"](), 32, [11 * 2**30] * 4, gather=False)
+    peaks = report.chosen.peak_bytes
+    _, more, _, fewer = report.chosen.chunk_sizes
+    sample_bytes = (peaks[1] - peaks[3]) / (more - fewer)
+    assert max(peaks) <= 5.5 * 2**30
+    assert max(peaks) - min(peaks) <= 1.5 * sample_bytes
+    gathered = report.alternative
+    assert max(gathered.chosen.peak_bytes) > 2 * max(peaks)
+    assert gathered.plan.max_batch_size < 0.5 * report.plan.max_batch_size
+    assert report.line == (
+        f"BalancedDataParallel(gpu0_bsz={report.plan.gpu0_bsz}, module=model, gather=False)"
+    )

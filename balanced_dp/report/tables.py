@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ..measurement import Measurement
 from ..memory.step import spread
-from ..plan import utilizations
+from ..plan import EQUAL, utilizations
 from ..split import even_share
 from ..tuning import Report
 from ..units import format_bytes
@@ -44,9 +44,10 @@ def how_measured(report: Report) -> str:
     """Returns what the figures rest on."""
     reserve = report.plan.reserve_bytes
     precision = f"autocast to {report.precision}" if report.precision else "no autocast"
+    loss = "outputs gathered" if report.gather else "loss on each device"
     sentence = (
         f"From {len(report.measurements)} splits measured on {_MODES[report.chosen.mode]}; "
-        f"{precision}."
+        f"{precision}, {loss}."
     )
     if reserve:
         sentence += f" {format_bytes(reserve)} of each device are left for contexts and workspaces."
@@ -71,7 +72,29 @@ def summary(report: Report) -> tuple[str, ...]:
             f"With a share for each device the fullest is {_fullest(report, report.weighted)}, and "
             f"the largest batch that fits is {plan.weighted.max_batch_size}: {report.weighted_line}"
         )
+    sentences += _alternative(report)
     return (*sentences, *(f"{text[0].upper()}{text[1:]}." for text in report.advice))
+
+
+def _alternative(report: Report) -> list[str]:
+    """Returns how the loss computed elsewhere compares, where it makes a difference."""
+    other = report.alternative
+    if other is None:
+        return []
+    ours, theirs = (
+        max(utilizations(measured.peak_bytes, report.plan.budgets))
+        for measured in (report.chosen, other.chosen)
+    )
+    if abs(ours - theirs) <= EQUAL * ours:
+        return []
+    where = "the outputs gathered and their loss computed on device 0"
+    if report.gather:
+        where = "the loss computed on each device (gather=False and BalancedCriterion)"
+    return [
+        f"With {where} and gpu0_bsz={other.plan.gpu0_bsz} the fullest is "
+        f"{_fullest(report, other.chosen)}, and the largest batch that fits is "
+        f"{other.plan.max_batch_size}."
+    ]
 
 
 def _fullest(report: Report, measured: Measurement) -> str:
