@@ -34,7 +34,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(PIP) install --constraint constraints.txt pip
 	$(PIP) install --constraint constraints.txt --build-constraint constraints.txt \
-		--group dev --editable '.[cli]'
+		--group dev --editable '.[cli,hf]'
 	touch $@
 
 # uv, because it resolves for every supported Python and platform at once, from metadata alone.
@@ -44,7 +44,7 @@ constraints:  ## Resolve constraints.txt anew (torch keeps its version)
 	$(PYTHON) -m venv .venv/uv
 	.venv/uv/bin/python -m pip install --quiet --upgrade uv
 	(grep '^torch==' constraints.txt; printf '%s\n' pip hatchling editables) | \
-		.venv/uv/bin/uv pip compile - pyproject.toml --group dev --extra cli \
+		.venv/uv/bin/uv pip compile - pyproject.toml --group dev --extra cli --extra hf \
 		--universal --python-version 3.10 --no-python-downloads --upgrade --no-annotate --quiet \
 		--custom-compile-command 'make constraints' --output-file constraints.txt
 

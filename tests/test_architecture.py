@@ -54,6 +54,8 @@ ORDER = [
     "tuning.py",
     "tuner.py",
     "__init__.py",
+    "integrations/__init__.py",
+    "integrations/transformers.py",
     "report/tables.py",
     "report/plots.py",
     "report/html.py",

@@ -1,0 +1,1 @@
+"""The balanced split in other people's training loops; each needs its own package."""

@@ -1,0 +1,321 @@
+"""A ``Trainer`` of Hugging Face's transformers that gives device 0 a smaller share.
+
+``Trainer`` wraps the model in ``nn.DataParallel`` where it sees several GPUs and no launcher. Here
+it takes ``BalancedDataParallel`` instead; nothing else in a script changes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+try:
+    from accelerate.utils import convert_to_fp32
+    from transformers import Cache, Trainer, TrainerCallback
+    from transformers.training_args import ParallelMode
+    from transformers.utils import ModelOutput
+except ImportError as error:  # the library itself needs none of these
+    raise ImportError(
+        f"balanced_dp.integrations.transformers needs {error.name}, which is part of the extra "
+        "'hf': pip install 'balanced-dp[hf]'"
+    ) from error
+
+from ..data_parallel import BalancedDataParallel
+from ..devices import Device, default_device_type, resolve_devices
+from ..emulation.machine import has_machine
+from ..errors import ArgumentError
+from ..memory.logger import MemoryLogger
+
+_NUM_ITEMS = "num_items_in_batch"
+
+
+class _TrainerParallel(BalancedDataParallel[nn.Module]):
+    """A model as ``Trainer`` calls it: with the batch as keywords, ``labels`` among them.
+
+    A model's loss is the mean over the labels of its chunk that count, or, where it is told
+    ``num_items_in_batch``, their sum divided by that. Both become the batch's if each replica is
+    told its own part of that number, and the losses are averaged by how many labels they are of.
+    """
+
+    shifts_labels = False
+    """Whether the first label of each sample is no target, as in causal language models."""
+
+    is_loss_enough = False
+    """Whether outputs but the loss stay where they are."""
+
+    def scatter(
+        self,
+        inputs: tuple[Any, ...],
+        kwargs: dict[str, Any] | None,
+        device_ids: Sequence[int | torch.device],
+        chunk_sizes: Sequence[int] | None = None,
+    ) -> tuple[list[tuple[Any, ...]], list[dict[str, Any]]]:
+        """Returns each device's arguments, with its own ``num_items_in_batch``."""
+        all_inputs, chunks = super().scatter(inputs, kwargs, device_ids, chunk_sizes)
+        counts = [self.num_labels(chunk) for chunk in chunks]
+        if chunks[0].get(_NUM_ITEMS) is None or any(count is None for count in counts):
+            return all_inputs, chunks
+        first, *others = (count.double() for count in counts if count is not None)
+        whole = sum((count.to(first.device) for count in others), first)
+        for chunk, count in zip(chunks, (first, *others), strict=True):
+            total = whole.to(count.device)
+            # Of a batch without labels that count each replica's loss is 0, whatever divides it.
+            share = torch.where(total > 0, count / total, 1.0)
+            chunk[_NUM_ITEMS] = chunk[_NUM_ITEMS] * share
+        return all_inputs, chunks
+
+    def num_labels(self, chunk: Mapping[str, Any]) -> torch.Tensor | None:
+        """Returns how many labels count, as ``Trainer`` does, None where there are none."""
+        labels = chunk.get("labels")
+        if isinstance(chunk.get("shift_labels"), torch.Tensor):
+            labels = chunk["shift_labels"]
+        elif isinstance(labels, torch.Tensor) and self.shifts_labels:
+            labels = labels[..., 1:]
+        return labels.ne(-100).sum() if isinstance(labels, torch.Tensor) else None
+
+    def gather(
+        self,
+        outputs: Sequence[Any],
+        output_device: int | torch.device | None,
+        weights: Sequence[float] | None = None,
+    ) -> Any:
+        """Returns the joined outputs, in float32 as without a wrapper."""
+        wanted = _loss_alone if self.is_loss_enough else _without_caches
+        outputs = [wanted(output) for output in outputs]
+        joined = super().gather(outputs, output_device, weights)
+        is_autocast = torch.is_autocast_enabled(self.devices[0].type)
+        return convert_to_fp32(joined) if is_autocast else joined
+
+    def _weights(
+        self,
+        inputs: Sequence[tuple[Any, ...]],
+        kwargs: Sequence[dict[str, Any]],
+        chunk_sizes: Sequence[int] | None,
+    ) -> Sequence[float] | None:
+        counts = [self.num_labels(chunk) for chunk in kwargs]
+        counted = [float(count) for count in counts if count is not None]
+        return counted if len(counted) == len(counts) else chunk_sizes
+
+
+def _loss_alone(output: Any) -> Any:
+    if isinstance(output, Mapping):
+        return {"loss": output["loss"]} if "loss" in output else output
+    return output[:1] if isinstance(output, tuple) else output
+
+
+def _without_caches(output: Any) -> Any:
+    """Returns the output without the keys and values of a replica, which the Trainer ignores."""
+    if not isinstance(output, ModelOutput):
+        return output
+    return type(output)(
+        **{name: value for name, value in output.items() if not isinstance(value, Cache)}
+    )
+
+
+class BalancedTrainerMixin:
+    """Makes a ``Trainer`` class of anybody's split each batch unevenly over the devices.
+
+    ``class MyBalancedTrainer(BalancedTrainerMixin, MyTrainer): ...`` takes the arguments of
+    ``MyTrainer`` and those below. A batch has ``per_device_train_batch_size`` samples for each
+    device, as ``Trainer`` has it; at most ``gpu0_bsz`` of them go to the first. Loss and gradients
+    are those of the whole batch on one device, also if the model divides by
+    ``num_items_in_batch``, of which each replica is told its part. In training nothing but the
+    loss is gathered, if ``compute_loss`` is ``Trainer``'s own and needs nothing else. Autocast
+    reaches the replicas.
+
+    With one device, a model that is spread over several (``device_map``), a quantised one, or in a
+    process of a distributed launch, it is the bare ``Trainer``.
+
+    Args:
+        gpu0_bsz: the most samples of a batch that the first device gets, or ``"auto"``, as of
+            :class:`BalancedDataParallel`.
+        device_ids: the devices, as of :class:`BalancedDataParallel`; None means those that
+            ``Trainer`` would use. The model goes to the first one.
+        device_weights: a share for each device, as of :class:`BalancedDataParallel`.
+        broadcast: inputs that go whole to each device, as of :class:`BalancedDataParallel`.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: the devices or the split cannot be used.
+    """
+
+    # Of the Trainer:
+    args: Any
+    model: Any
+    accelerator: Any
+    label_smoother: Any
+    compute_loss_func: Any
+    _loss_shifts_labels: bool
+
+    def __init__(
+        self,
+        *args: Any,
+        gpu0_bsz: int | Literal["auto"] | None,
+        device_ids: Sequence[Device] | None = None,
+        device_weights: Sequence[float] | None = None,
+        broadcast: Iterable[str] = (),
+        **kwargs: Any,
+    ) -> None:
+        self._split: dict[str, Any] = {
+            "gpu0_bsz": gpu0_bsz,
+            "device_weights": device_weights,
+            "broadcast": broadcast,
+        }
+        self._parallel: _TrainerParallel | None = None
+        super().__init__(*args, **kwargs)
+        self._devices = self._choose_devices(device_ids)
+        if self._devices:
+            self._use_devices()
+
+    def _choose_devices(self, device_ids: Sequence[Device] | None) -> list[torch.device]:
+        """Returns the devices to use, none for those that the Trainer has chosen."""
+        trainer: Any = self
+        if trainer.is_model_parallel or self.args.parallel_mode == ParallelMode.DISTRIBUTED:
+            if device_ids is not None:
+                raise ArgumentError(
+                    "device_ids are for one process that holds the whole model on each device, but "
+                    "this one is part of a distributed launch, or its model is spread over devices"
+                )
+            return []
+        if device_ids is None and self.args.n_gpu < 2 and not has_machine():
+            return []
+        return resolve_devices(device_ids, default_device_type())
+
+    def _use_devices(self) -> None:
+        trainer: Any = self
+        self.args._n_gpu = len(self._devices)
+        trainer._train_batch_size = self.args.train_batch_size
+        if self.args.device != self._devices[0]:
+            self.args.__dict__["_setup_devices"] = self._devices[0]
+            if trainer.place_model_on_device:
+                trainer._move_model_to_device(self.model, self._devices[0])
+        # Once, for arguments that cannot be used to say so here.
+        BalancedDataParallel(
+            module=nn.Identity(), device_ids=self._devices, **{**self._split, "broadcast": ()}
+        )
+
+    @property
+    def parallel_model(self) -> BalancedDataParallel[nn.Module] | None:
+        """The wrapped model, None until it is first called and where nothing is wrapped."""
+        return self._parallel
+
+    def _wrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        """Returns what training and evaluation call: the same wrapper for both."""
+        if self._parallel is not None and model in (self._parallel, self._parallel.module):
+            return self._parallel
+        trainer: Any = super()
+        with warnings.catch_warnings():
+            # It advises to leave out the smaller GPU.
+            warnings.filterwarnings("ignore", message=r"\s*There is an imbalance between your GPUs")
+            wrapped: nn.Module = trainer._wrap_model(model, *args, **kwargs)
+        if type(wrapped) is not nn.DataParallel:
+            return wrapped
+        self._parallel = _TrainerParallel(module=model, device_ids=self._devices, **self._split)
+        self._parallel.shifts_labels = self._loss_shifts_labels
+        return self._parallel
+
+    def _get_num_items_in_batch(self, *args: Any, **kwargs: Any) -> Any:
+        with self._as_on_one_device():  # else a copy for each device, or the number divided by them
+            return super()._get_num_items_in_batch(*args, **kwargs)  # type: ignore[misc]
+
+    def compute_loss(
+        self, model: nn.Module, inputs: Any, return_outputs: bool = False, **kwargs: Any
+    ) -> Any:
+        """Returns the loss of the whole batch, as ``Trainer.compute_loss``."""
+        compute_loss = super().compute_loss  # type: ignore[misc]
+        with self._as_on_one_device(), self._gathering(compute_loss, loss_only=not return_outputs):
+            return compute_loss(model, inputs, return_outputs=return_outputs, **kwargs)
+
+    def prediction_step(
+        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Returns loss, logits and labels, as ``Trainer.prediction_step``."""
+        prediction_step = super().prediction_step  # type: ignore[misc]
+        with self._gathering(prediction_step, loss_only=prediction_loss_only):
+            return prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)
+
+    @contextlib.contextmanager
+    def _as_on_one_device(self) -> Iterator[None]:
+        """Has the Trainer leave out what makes up for an even split."""
+        num_devices, self.args._n_gpu = self.args.n_gpu, 1
+        try:
+            yield
+        finally:
+            self.args._n_gpu = num_devices
+
+    @contextlib.contextmanager
+    def _gathering(self, method: Any, loss_only: bool) -> Iterator[None]:
+        """Leaves outputs but the loss where they are, if ``method`` is known to need no other."""
+        is_trainers = method.__func__ is getattr(Trainer, method.__name__)
+        needs_logits = self.label_smoother is not None or self.compute_loss_func is not None
+        parallel = self._parallel
+        if parallel is None or needs_logits or not is_trainers or not loss_only:
+            yield
+            return
+        before, parallel.is_loss_enough = parallel.is_loss_enough, True
+        try:
+            yield
+        finally:
+            parallel.is_loss_enough = before
+
+    def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> Any:
+        """Returns autocast in the precision that was asked for, where the model is wrapped."""
+        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(
+            self.accelerator.mixed_precision
+        )
+        if self._parallel is None or dtype is None:
+            return super().autocast_smart_context_manager(cache_enabled)  # type: ignore[misc]
+        return torch.autocast(self.args.device.type, dtype, cache_enabled=cache_enabled)
+
+
+class BalancedTrainer(BalancedTrainerMixin, Trainer):  # type: ignore[misc]
+    """``transformers.Trainer`` with a smaller share of each batch for the first device.
+
+    Args:
+        args, kwargs: those of ``transformers.Trainer``; and, by keyword, ``gpu0_bsz``,
+            ``device_ids``, ``device_weights`` and ``broadcast``, as of
+            :class:`BalancedTrainerMixin`, which says what differs.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: the devices or the split cannot be used.
+    """
+
+
+class MemoryCallback(TrainerCallback):
+    """Logs what each device held at most, where and whenever the Trainer logs.
+
+    ``memory/cuda:0 (gpu:3)/peak_MiB`` is the most that tensors held since the last record, one for
+    each device, and ``memory/imbalance`` is (max - min) / max of them: :class:`MemoryLogger`'s.
+
+    Args:
+        trainer: a :class:`BalancedTrainer`, or any that has a :class:`BalancedTrainerMixin`.
+
+    Raises:
+        ProbeError: when training begins, if the devices do not count their memory.
+
+    Example:
+        ``trainer.add_callback(MemoryCallback(trainer))``
+    """
+
+    def __init__(self, trainer: BalancedTrainerMixin) -> None:
+        self._trainer: Any = trainer
+        self._logger: MemoryLogger | None = None
+        self._figures: dict[str, float] = {}
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Takes note of the peaks, and logs them if it is time to log."""
+        parallel = self._trainer.parallel_model
+        if parallel is None:
+            return
+        if self._logger is None:
+            self._logger = MemoryLogger(parallel, self._keep, every=1)
+        if control.should_log:
+            self._logger.step()
+            self._trainer.log(dict(self._figures))
+
+    def _keep(self, tag: str, value: float, step: int) -> None:
+        self._figures[tag] = value
