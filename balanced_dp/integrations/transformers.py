@@ -17,8 +17,9 @@ from torch import nn
 try:
     from accelerate.utils import convert_to_fp32
     from transformers import Cache, Trainer, TrainerCallback
+    from transformers.loss.loss_utils import ForCausalLMLoss
     from transformers.training_args import ParallelMode
-    from transformers.utils import ModelOutput
+    from transformers.utils.generic import ModelOutput
 except ImportError as error:  # the library itself needs none of these
     raise ImportError(
         f"balanced_dp.integrations.transformers needs {error.name}, which is part of the extra "
@@ -74,7 +75,7 @@ class _TrainerParallel(BalancedDataParallel[nn.Module]):
         labels = chunk.get("labels")
         if isinstance(chunk.get("shift_labels"), torch.Tensor):
             labels = chunk["shift_labels"]
-        elif isinstance(labels, torch.Tensor) and self.shifts_labels:
+        elif isinstance(labels, torch.Tensor) and self.shifts_labels and labels.dim() > 1:
             labels = labels[..., 1:]
         return labels.ne(-100).sum() if isinstance(labels, torch.Tensor) else None
 
@@ -100,6 +101,12 @@ class _TrainerParallel(BalancedDataParallel[nn.Module]):
         counts = [self.num_labels(chunk) for chunk in kwargs]
         counted = [float(count) for count in counts if count is not None]
         return counted if len(counted) == len(counts) else chunk_sizes
+
+
+def _shifts_labels(model: Any) -> bool:
+    """Returns whether the first label of each sample is no target of the model's own loss."""
+    is_encoder_decoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    return not is_encoder_decoder and getattr(model, "loss_function", None) is ForCausalLMLoss
 
 
 def _loss_alone(output: Any) -> Any:
@@ -149,7 +156,6 @@ class BalancedTrainerMixin:
     accelerator: Any
     label_smoother: Any
     compute_loss_func: Any
-    _loss_shifts_labels: bool
 
     def __init__(
         self,
@@ -215,7 +221,7 @@ class BalancedTrainerMixin:
         if type(wrapped) is not nn.DataParallel:
             return wrapped
         self._parallel = _TrainerParallel(module=model, device_ids=self._devices, **self._split)
-        self._parallel.shifts_labels = self._loss_shifts_labels
+        self._parallel.shifts_labels = _shifts_labels(model)
         return self._parallel
 
     def _get_num_items_in_batch(self, *args: Any, **kwargs: Any) -> Any:
@@ -316,6 +322,7 @@ class MemoryCallback(TrainerCallback):
         if control.should_log:
             self._logger.step()
             self._trainer.log(dict(self._figures))
+            control.should_log = True  # which that has reset
 
     def _keep(self, tag: str, value: float, step: int) -> None:
         self._figures[tag] = value

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import json
 from typing import Any
 
 import numpy as np
@@ -28,6 +26,7 @@ FOUR = ["cpu"] * 4
 @pytest.fixture(autouse=True)
 def quiet(monkeypatch):
     hf.logging.set_verbosity_error()
+    hf.logging.disable_progress_bar()  # tqdm would leave a thread
     # Trainer prints its logs; a process that does not print needs no such callback.
     monkeypatch.setattr(hf.PrinterCallback, "on_log", lambda *args, **kwargs: None)
 
@@ -223,7 +222,8 @@ class LogitLossOnTop(BalancedTrainer):
 @pytest.mark.parametrize("trainer_class", [BalancedLogitLoss, LogitLossOnTop])
 def test_a_trainer_of_ones_own_has_the_logits(trainer_class, tmp_path):
     one = make_trainer(tmp_path, BalancedLogitLoss, batch_size=16, device_ids=None)
-    assert_same_training(one, make_trainer(tmp_path, trainer_class))
+    # The model's own loss is in float32.
+    assert_same_training(one, make_trainer(tmp_path, trainer_class), tolerance=1e-6)
     assert one.parallel_model is None
 
 
@@ -250,27 +250,191 @@ def test_logits_gather_only_where_they_are_needed(gathered, tmp_path):
     trainer.train()
     assert gathered == [{"loss"}] * 4
     gathered.clear()
-    trainer.evaluate()
-    trainer.predict(trainer.eval_dataset)
-    assert gathered == [{"loss", "logits"}] * 4
-    gathered.clear()
-    trainer.args.prediction_loss_only = True
-    trainer.evaluate()
+    trainer.evaluate()  # without compute_metrics, the loss is all
     assert gathered == [{"loss"}] * 2
+    gathered.clear()
+    trainer.predict(trainer.eval_dataset)
+    assert gathered == [{"loss", "logits"}] * 2
 
 
-def test_the_logits_of_training_stay_on_their_devices(tmp_path):
-    """On emulated devices: device 0 has the weights, gradients and state of the others' model."""
-    with emulate_devices(4, symbolic=False):
+def test_each_devices_memory_is_logged(tmp_path):
+    with emulate_devices(4):
         trainer = make_trainer(tmp_path, device_ids=None, dtype=torch.float)
         trainer.add_callback(MemoryCallback(trainer))
         trainer.train()
         assert trainer.parallel_model.chunk_sizes == (1, 2, 1, 1)
-        [*_, record] = [e for e in trainer.state.log_history if "memory/imbalance" in e]
-        peaks = [record[f"memory/lazy:{i}/peak_MiB"] for i in range(4)]
-        assert record["memory/imbalance"] == pytest.approx((max(peaks) - min(peaks)) / max(peaks))
-        assert record["step"] == 4
-        assert len(history(trainer, "memory/imbalance")) == 4
-        one = alone(tmp_path, dtype=torch.float)
-        one.args._n_gpu = 1
+        assert trainer.args.device == torch.device("lazy", 0)
+        records = [e for e in trainer.state.log_history if "memory/imbalance" in e]
+        assert [record["step"] for record in records] == [1, 2, 3, 4]
+        peaks = [records[-1][f"memory/lazy:{i}/peak_MiB"] for i in range(4)]
+        spread = (max(peaks) - min(peaks)) / max(peaks)
+        assert records[-1]["memory/imbalance"] == pytest.approx(spread)
+        several = history(trainer, "loss")
         del trainer
+    one = alone(tmp_path, dtype=torch.float)
+    one.train()
+    torch.testing.assert_close(several, history(one, "loss"), rtol=1e-5, atol=1e-5)
+
+
+# Precision.
+
+
+def test_replicas_run_in_the_precision_that_was_asked_for(tmp_path):
+    seen = []
+    arguments = {"bf16": True}
+    options = {"arguments": arguments, "dtype": torch.float}
+    several = make_trainer(tmp_path, **options)
+    layer = several.model.transformer.h[0].mlp
+    layer.register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
+    one = alone(tmp_path, **options)
+    for trainer in (one, several):
+        trainer.train()
+    assert set(seen) == {torch.bfloat16}
+    torch.testing.assert_close(history(several, "loss"), history(one, "loss"), rtol=1e-2, atol=1e-2)
+    seen.clear()
+    predictions = several.predict(several.eval_dataset).predictions
+    assert set(seen) == {torch.bfloat16}
+    assert predictions.dtype == np.float32
+
+
+def test_half_precision_on_devices_that_have_it(tmp_path):
+    """fp16 needs an accelerator, so only autocast is looked at."""
+    trainer = make_trainer(tmp_path, dtype=torch.float)
+    trainer.evaluate()
+    trainer.accelerator.state._mixed_precision = "fp16"
+    with trainer.autocast_smart_context_manager():
+        assert torch.get_autocast_dtype("cpu") == torch.float16
+        assert torch.is_autocast_enabled("cpu")
+    trainer.accelerator.state._mixed_precision = "no"
+
+
+def test_evaluation_in_bfloat16_throughout(tmp_path):
+    options = {"arguments": {"bf16_full_eval": True}, "dtype": torch.float}
+    one, several = alone(tmp_path, **options), make_trainer(tmp_path, **options)
+    losses = [trainer.evaluate()["eval_loss"] for trainer in (one, several)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-2)
+
+
+# Checkpoints.
+
+
+def checkpointing(**more: Any) -> dict[str, Any]:
+    return {
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "max_steps": 6,
+        **more,
+    }
+
+
+def test_checkpoints_load_without_the_wrapper_and_resume(tmp_path):
+    whole = make_trainer(tmp_path / "whole", arguments=checkpointing())
+    whole.train()
+    checkpoint = tmp_path / "whole" / "checkpoint-4"
+    assert (checkpoint / "model.safetensors").exists()
+    model = hf.GPT2LMHeadModel.from_pretrained(checkpoint)
+    assert not any(name.startswith("module.") for name in model.state_dict())
+    resumed = make_trainer(tmp_path / "resumed", arguments=checkpointing())
+    resumed.train(resume_from_checkpoint=str(checkpoint))
+    torch.testing.assert_close(history(resumed, "loss"), history(whole, "loss"), rtol=0, atol=1e-9)
+    torch.testing.assert_close(resumed.model.state_dict(), whole.model.state_dict())
+    # And on one device, where the other left off.
+    one = alone(tmp_path / "one", arguments=checkpointing())
+    one.train(resume_from_checkpoint=str(checkpoint))
+    torch.testing.assert_close(history(one, "loss"), history(whole, "loss"), rtol=1e-6, atol=1e-6)
+
+
+def test_the_best_model_is_loaded_at_the_end(tmp_path):
+    arguments = checkpointing(
+        load_best_model_at_end=True, metric_for_best_model="loss", greater_is_better=True
+    )
+    trainer = make_trainer(tmp_path, arguments=arguments)
+    trainer.train()
+    losses = history(trainer, "eval_loss")
+    assert losses.index(max(losses)) < 2  # so the last one is not the "best"
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(max(losses))
+    trainer.save_model(tmp_path / "saved")
+    hf.GPT2LMHeadModel.from_pretrained(tmp_path / "saved")
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated")
+def test_gradient_checkpointing(tmp_path):
+    arguments = {"gradient_checkpointing": True}
+    several = make_trainer(tmp_path, arguments=arguments, dtype=torch.double)
+    assert_same_training(alone(tmp_path), several)
+
+
+# What is wrapped.
+
+
+def test_one_wrapper_serves_training_and_evaluation(tmp_path):
+    trainer = make_trainer(tmp_path, arguments={"eval_strategy": "epoch"})
+    assert trainer.parallel_model is None
+    trainer.evaluate()
+    wrapper = trainer.parallel_model
+    assert isinstance(wrapper, BalancedDataParallel)
+    trainer.train()
+    trainer.train()
+    trainer.evaluate()
+    assert trainer.parallel_model is wrapper
+    assert wrapper.module is trainer.model
+    assert trainer.model_wrapped is wrapper
+    assert not isinstance(trainer.model, nn.DataParallel)
+
+
+def test_the_batch_size_is_that_of_all_devices(tmp_path):
+    trainer = make_trainer(tmp_path, gpu0_bsz=2)
+    assert trainer.args.n_gpu == 4
+    trainer.train()
+    assert len(next(iter(trainer.get_train_dataloader()))["labels"]) == 16
+    trainer.evaluate(samples("gpt2", 16))
+    assert trainer.parallel_model.chunk_sizes == (2, 5, 5, 4)
+
+
+@pytest.mark.parametrize("device_ids", [None, ["cpu"]])
+def test_one_device_is_not_wrapped(device_ids, tmp_path):
+    trainer = make_trainer(tmp_path, batch_size=16, device_ids=device_ids)
+    assert_same_training(alone(tmp_path), trainer)
+    assert trainer.parallel_model is None
+    assert trainer.evaluate()["eval_loss"] > 0
+
+
+def test_a_quantised_model_is_not_wrapped(tmp_path):
+    trainer = make_trainer(tmp_path)
+    trainer.model.is_loaded_in_8bit = True
+    trainer.evaluate()
+    assert trainer.parallel_model is None
+
+
+def test_a_model_that_is_wrapped_already_is_not_wrapped_again(tmp_path):
+    trainer = make_trainer(tmp_path)
+    wrapped = BalancedDataParallel(2, trainer.model, FOUR)
+    assert trainer._wrap_model(wrapped) is wrapped
+
+
+def test_arguments_that_cannot_be_used_are_named_at_once(tmp_path):
+    with pytest.raises(ArgumentError, match="gpu0_bsz must be at least 0, got -1"):
+        make_trainer(tmp_path, gpu0_bsz=-1)
+    with pytest.raises(ArgumentError, match="device 0 does not exist"):
+        make_trainer(tmp_path, device_ids=[0, 1])
+    with pytest.raises(ArgumentError, match="device_weights must be one number for each of 4"):
+        make_trainer(tmp_path, device_weights=[1, 2])
+
+
+def test_devices_of_a_model_that_is_spread_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(hf.GPT2LMHeadModel, "hf_device_map", {"a": 0, "b": 1}, raising=False)
+    with pytest.raises(ArgumentError, match="its model is spread over devices"):
+        make_trainer(tmp_path)
+
+
+def test_weights_and_broadcast_reach_the_wrapper(tmp_path):
+    trainer = make_trainer(
+        tmp_path, gpu0_bsz=None, device_weights=[1, 1, 2, 4], broadcast="position_ids"
+    )
+    positions = torch.arange(12)[None]
+    collate = trainer.data_collator
+    trainer.data_collator = lambda rows: {**collate(rows), "position_ids": positions}
+    trainer.train()
+    assert trainer.parallel_model.chunk_sizes == (1, 1, 1, 2)
