@@ -167,13 +167,13 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
     @property
     def devices(self) -> list[torch.device]:
         """The devices of ``device_ids``, in order."""
-        return [self._device(device_id) for device_id in self.device_ids]
+        return [self._device_of(device_id) for device_id in self.device_ids]
 
     def _stock_id(self, device: torch.device) -> int | torch.device:
         """Returns what nn.DataParallel keeps of a device: its index, if it is an accelerator."""
         return device.index if device.type == self._device_type else device
 
-    def _device(self, device_id: int | torch.device | None) -> torch.device:
+    def _device_of(self, device_id: int | torch.device | None) -> torch.device:
         if isinstance(device_id, torch.device):
             return device_id
         assert self._device_type is not None and device_id is not None
@@ -290,7 +290,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
             outputs,
             devices,
             chunk_sizes,
-            output_device=self._device(self.output_device) if self.device_ids else devices[0],
+            output_device=self._device_of(self.output_device) if self.device_ids else devices[0],
             dim=self.dim,
             scalar_outputs=self.scalar_outputs,
             weights=weights,
@@ -314,7 +314,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         first_state.write_back()
         if self.gathers_outputs:
             return self.gather(outputs, self.output_device, weights)
-        devices = [self._device(device_id) for device_id in device_ids]
+        devices = [self._device_of(device_id) for device_id in device_ids]
         return self._per_device(outputs, devices, sizes, weights)
 
     # The steps, as in nn.DataParallel; device_ids and chunk_sizes are those of active devices.
@@ -333,7 +333,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         kwargs = kwargs or {}
         chunks = scatter(
             named_arguments(self.module.forward, inputs, kwargs),
-            [self._device(device_id) for device_id in device_ids],
+            [self._device_of(device_id) for device_id in device_ids],
             chunk_sizes,
             self.dim,
             self.broadcast,
@@ -346,7 +346,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
 
     def replicate(self, module: ModuleT, device_ids: Sequence[int | torch.device]) -> list[ModuleT]:
         """Returns a replica of ``module`` for each device."""
-        return replicate(module, [self._device(device_id) for device_id in device_ids])
+        return replicate(module, [self._device_of(device_id) for device_id in device_ids])
 
     def parallel_apply(
         self,
@@ -358,7 +358,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
     ) -> list[Any]:
         """Returns the output of each replica on its arguments; by default on the first devices."""
         ids = self.device_ids[: len(replicas)] if device_ids is None else device_ids
-        devices = [self._device(device_id) for device_id in ids]
+        devices = [self._device_of(device_id) for device_id in ids]
         calls = [
             functools.partial(replica, *replica_inputs, **replica_kwargs)
             for replica, replica_inputs, replica_kwargs in zip(
@@ -374,7 +374,9 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         weights: Sequence[float] | None = None,
     ) -> Any:
         """Returns the outputs joined on ``output_device``; ``weights`` are those of a mean."""
-        return gather(outputs, self._device(output_device), self.dim, self.scalar_outputs, weights)
+        return gather(
+            outputs, self._device_of(output_device), self.dim, self.scalar_outputs, weights
+        )
 
     def _weights(
         self,

@@ -11,7 +11,7 @@ import transformers as hf
 from torch import nn
 from transformers import Trainer, TrainingArguments
 
-from balanced_dp import ArgumentError, BalancedDataParallel, emulate_devices
+from balanced_dp import ArgumentError, BalancedDataParallel, ScatterError, emulate_devices
 from balanced_dp.integrations.transformers import (
     BalancedTrainer,
     BalancedTrainerMixin,
@@ -26,7 +26,6 @@ FOUR = ["cpu"] * 4
 @pytest.fixture(autouse=True)
 def quiet(monkeypatch):
     hf.logging.set_verbosity_error()
-    hf.logging.disable_progress_bar()  # tqdm would leave a thread
     # Trainer prints its logs; a process that does not print needs no such callback.
     monkeypatch.setattr(hf.PrinterCallback, "on_log", lambda *args, **kwargs: None)
 
@@ -179,6 +178,29 @@ def test_a_batch_without_labels_that_count_in_an_accumulated_step(tmp_path):
         trainer.train_dataset = [*first, *([first[0]] * 16)]
         trainers.append(trainer)
     assert_same_training(*trainers)
+
+
+def test_experts_are_balanced_within_each_chunk(tmp_path):
+    """It is a loss of another kind, which is not that of the whole batch: the rest is exact."""
+    one, several = (
+        make(tmp_path, family="mixtral", arguments={"max_steps": 1})
+        for make in (alone, make_trainer)
+    )
+    for trainer in (one, several):
+        trainer.model.config.output_router_logits = True
+        trainer.model.router_aux_loss_coef = 1.0
+        trainer.train()
+    expected, found = history(one, "loss"), history(several, "loss")
+    assert found == pytest.approx(expected, rel=0.1)
+    assert found != pytest.approx(expected, rel=1e-5)
+
+
+def test_labels_that_cannot_be_cut_are_named(tmp_path):
+    """Of detection models: a list with one dictionary of unlike tensors for each image."""
+    parallel = BalancedDataParallel(1, nn.Linear(4, 4), FOUR)
+    labels = [{"boxes": torch.zeros(number, 4)} for number in (1, 2, 3, 4, 5, 6)]
+    with pytest.raises(ScatterError, match=r"labels.0.boxes of shape \(1, 4\) has size 1 along"):
+        parallel(torch.zeros(6, 4), labels=labels)
 
 
 # Losses that the Trainer computes itself.

@@ -1,0 +1,97 @@
+"""Training loops of Lightning Fabric and accelerate, over real text: the curve of one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from lightning_fabric import Fabric
+from torch import Tensor, nn
+
+from balanced_dp import BalancedCriterion, BalancedDataParallel, ModuleWithLoss
+
+from .families import gpt2, text
+
+NUM_STEPS = 50
+
+
+class TokenLoss(nn.CrossEntropyLoss):
+    def forward(self, output: Any, targets: Tensor) -> Tensor:
+        return super().forward(output.logits[:, :-1].flatten(0, 1), targets[:, 1:].flatten())
+
+
+def batches() -> list[tuple[Tensor, Tensor]]:
+    """Batches of 16 and, as every fifth, one of 5; some characters do not count."""
+    found = []
+    for step in range(NUM_STEPS):
+        size = 5 if step % 5 == 4 else 16
+        tokens = torch.stack([text(16 * step + index, 24) for index in range(size)])
+        targets = tokens.where(torch.arange(24) > torch.arange(size)[:, None] % 20, -100)
+        found.append((tokens, targets))
+    return found
+
+
+def with_fabric(model: nn.Module) -> list[float]:
+    fabric = Fabric(accelerator="cpu", devices=1)
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model, optimizer = fabric.setup(model, optimizer)
+    losses = []
+    for tokens, targets in batches():
+        optimizer.zero_grad()
+        loss = model(tokens, targets)
+        fabric.backward(loss)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def with_accelerate(model: nn.Module, criterion: Callable[..., Tensor]) -> list[float]:
+    AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    optimizer = accelerator.prepare(torch.optim.AdamW(model.parameters(), lr=1e-3))
+    losses = []
+    for tokens, targets in batches():
+        with accelerator.accumulate(model), accelerator.autocast():
+            loss = criterion(model(tokens), targets)
+            accelerator.backward(loss)
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def assert_same(several: list[float], one: list[float]) -> None:
+    assert len(one) == NUM_STEPS
+    torch.testing.assert_close(several, one, rtol=0, atol=1e-4)
+    assert sum(one[-5:]) < sum(one[:5])
+
+
+def models() -> tuple[nn.Module, nn.Module]:
+    found = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        found.append(gpt2())
+        found[-1].config.use_cache = False
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("gpu0_bsz", [0, 1])
+def test_a_loop_of_lightning_fabric(gpu0_bsz):
+    one, several = models()
+    parallel = BalancedDataParallel(gpu0_bsz, ModuleWithLoss(several, TokenLoss()), ["cpu"] * 4)
+    assert_same(with_fabric(parallel), with_fabric(ModuleWithLoss(one, TokenLoss())))
+    assert parallel.chunk_sizes == ((0, 2, 2, 1) if gpu0_bsz == 0 else (1, 2, 1, 1))
+
+
+@pytest.mark.parametrize("gpu0_bsz", [0, 1])
+def test_a_loop_with_the_optimizer_of_accelerate(gpu0_bsz):
+    one, several = models()
+    parallel = BalancedDataParallel(gpu0_bsz, several, ["cpu"] * 4, gather=False)
+    assert_same(
+        with_accelerate(parallel, BalancedCriterion(TokenLoss())), with_accelerate(one, TokenLoss())
+    )
