@@ -191,10 +191,12 @@ def emulation() -> Iterator[Check]:
     for workload in (make() for make in BUILT_IN.values()):
         for batch_size in (workload.batch_size // 4, workload.batch_size // 2, workload.batch_size):
             for precision in (None, torch.bfloat16):
-                for num_replicas in (1, 2):
-                    varied = replace(workload, precision=precision)
+                varied = replace(workload, precision=precision)
+                for num_replicas, gather in ((1, True), (2, True), (2, False)):
                     checks.append(
-                        compare_peaks(varied, batch_size, num_replicas, device, workspace)
+                        compare_peaks(
+                            varied, batch_size, num_replicas, device, workspace, gather=gather
+                        )
                     )
                     yield checks[-1]
     yield from summaries(checks)
@@ -217,15 +219,19 @@ def compare_peaks(
     num_replicas: int,
     device: torch.device,
     workspace_bytes: int,
+    *,
+    gather: bool = True,
 ) -> Check:
     """Returns the steady peak of a training step, emulated and on ``device``."""
     even = -(-batch_size // num_replicas)
     with emulate_devices(1, symbolic=True) as emulated:
         devices = list(emulated) * num_replicas
-        predicted = measure_step(workload, batch_size, even, devices).peak_bytes[0]
-    measured = measure_step(workload, batch_size, even, [device] * num_replicas)
+        step = measure_step(workload, batch_size, even, devices, gather=gather)
+        predicted = step.peak_bytes[0]
+    measured = measure_step(workload, batch_size, even, [device] * num_replicas, gather=gather)
     precision = "float32" if workload.precision is None else str(workload.precision)
     name = f"{workload.name}, batch {batch_size}, {precision}, {[0] * num_replicas}"
+    name += ", gathered" if gather else ", loss on each device"
     if measured.status == "oom":
         return Check(name, predicted, None, 0, "out of memory on the GPU")
     held = measured.peak_bytes[0] - workspace_bytes

@@ -82,22 +82,28 @@ def test_reports_say_where_and_how_they_came_about(validation, tmp_path):
 
 
 @pytest.mark.parametrize("precision", [None, torch.bfloat16])
-@pytest.mark.parametrize("num_replicas", [1, 2])
-def test_peaks_are_compared_with_those_of_another_device(validation, num_replicas, precision):
+@pytest.mark.parametrize(("num_replicas", "gather"), [(1, True), (2, True), (2, False)])
+def test_peaks_are_compared_with_those_of_another_device(
+    validation, num_replicas, gather, precision
+):
     """Here with an emulated one that computes numbers, which agrees to the byte."""
     compare = validation.measure_step
 
-    def measure(workload, batch_size, gpu0_bsz, devices):
+    def measure(workload, batch_size, gpu0_bsz, devices, *, gather):
         if devices[0].type == "lazy":
-            return compare(workload, batch_size, gpu0_bsz, devices)
+            return compare(workload, batch_size, gpu0_bsz, devices, gather=gather)
         with emulate_devices(1) as others:
-            return compare(workload, batch_size, gpu0_bsz, list(others) * len(devices))
+            repeated = list(others) * len(devices)
+            return compare(workload, batch_size, gpu0_bsz, repeated, gather=gather)
 
     workload = replace(SMALL["char_transformer"](), precision=precision)
     with mock.patch.object(validation, "measure_step", measure):
-        check = validation.compare_peaks(workload, 6, num_replicas, torch.device("cpu"), 0)
+        check = validation.compare_peaks(
+            workload, 6, num_replicas, torch.device("cpu"), 0, gather=gather
+        )
     assert check.name.startswith("char-transformer, batch 6, ")
-    assert check.name.endswith(str([0] * num_replicas))
+    how = "gathered" if gather else "loss on each device"
+    assert check.name.endswith(f"{[0] * num_replicas}, {how}")
     assert check.measured == check.reference
     assert check.note.startswith("+0.00%;")
 
