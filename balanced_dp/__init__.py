@@ -32,10 +32,11 @@ from .per_device import PerDevice
 from .plan import Plan, WeightedSplit, plan
 from .split import split_batch, split_by_weights
 from .tuner import tune
-from .tuning import Origin, Report
+from .tuning import Alternative, Origin, Report
 from .workloads import Workload
 
 __all__ = [
+    "Alternative",
     "ArgumentError",
     "ArgumentTypeError",
     "BalanceWarning",

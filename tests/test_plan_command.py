@@ -33,6 +33,21 @@ def test_the_plan_of_gpt2_small_says_what_gathering_costs():
     assert "model = BalancedDataParallel(gpu0_bsz=0, module=model)" in done.stdout
     assert "No value of gpu0_bsz balances this: without any samples device 0" in done.stdout
     assert "costs device 0 6.13 GiB" in done.stdout
+    told = " ".join(done.stdout.split())
+    assert "(gather=False and BalancedCriterion) and gpu0_bsz=6 the fullest is device 1" in told
+    assert "3.51 GiB, 33% full, and the largest batch that fits is 113." in told
+
+
+WIDE = ["tests.small_workloads:wide_output", "--batch-size", "2000", "--devices", "4"]
+
+
+def test_the_loss_on_each_device_is_planned():
+    done = CliRunner().invoke(app, ["plan", *WIDE, "--memory", "100GiB", "--loss-on-device"])
+    told = " ".join(done.stdout.split())
+    assert "loss on each device. 512.00 MiB" in told
+    assert ", module=model, gather=False) The fullest is device" in told
+    assert "With the outputs gathered and their loss computed on device 0 and gpu0_bsz=" in told
+
 
 
 def test_json_has_what_scripts_read():
@@ -85,6 +100,10 @@ def test_predictions_that_cannot_be_trusted_are_told():
         (["char-lm", "--memory", "400MiB"], "more than the reserve of 512.00 MiB"),
         (["char-lm", "--memory", "1GiB", "--batch-size", "0"], "batch_size must be at least 1"),
         (["char-lm", "--memory", "520MiB"], "a batch of 32 does not fit with any gpu0_bsz: with"),
+        (
+            [*WIDE, "--memory", "8GiB"],
+            "with the loss computed on each device (gather=False) this batch fits, with gpu0_bsz=",
+        ),
     ],
 )
 def test_one_line_says_what_to_change(monkeypatch, capsys, arguments, message):
