@@ -3,36 +3,33 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from numbers import Real
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional
-from torch.nn.utils.rnn import pad_sequence
 
 from .arguments import check_broadcast, named_arguments
-from .errors import ArgumentError, ArgumentTypeError
+from .errors import ArgumentError, ArgumentTypeError, ScatterError
+from .losses import (
+    as_module,
+    count_targets,
+    counts_targets,
+    ctc_targets,
+    cut_weights_of_samples,
+    how_losses_join,
+    loss_weights,
+    reduction_of,
+    shares_of,
+    warn_of_hidden_counts,
+)
 from .parallel_apply import describe_replicas, parallel_apply
 from .per_device import PerDevice
 from .replicate import WrittenState, replicate
-from .scatter_gather import ScalarOutputs, gather, scatter
+from .scatter_gather import Weights, gather, scatter
 
-_MODULES: dict[Any, type[nn.Module]] = {
-    functional.binary_cross_entropy: nn.BCELoss,
-    functional.binary_cross_entropy_with_logits: nn.BCEWithLogitsLoss,
-    functional.cross_entropy: nn.CrossEntropyLoss,
-    functional.ctc_loss: nn.CTCLoss,
-    functional.huber_loss: nn.HuberLoss,
-    functional.kl_div: nn.KLDivLoss,
-    functional.l1_loss: nn.L1Loss,
-    functional.mse_loss: nn.MSELoss,
-    functional.nll_loss: nn.NLLLoss,
-    functional.smooth_l1_loss: nn.SmoothL1Loss,
-}
-"""Torch's losses as functions, and the modules that take the same keyword arguments."""
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional and keyword arguments of a call."""
 
 
 class BalancedCriterion(nn.Module):
@@ -46,11 +43,12 @@ class BalancedCriterion(nn.Module):
     ``"sum"`` adds up, ``"none"`` joins. Anything but a :class:`PerDevice` goes to ``criterion`` as
     it is, so that the same line serves a bare model.
 
-    Exact without a word are the losses of ``torch.nn``, their subclasses, and the functions of
-    ``torch.nn.functional`` that have such a twin, alone or in a ``functools.partial``. **Any other
-    callable is taken for a mean over samples** if it returns a 0-dim tensor and has no attribute
-    ``reduction`` that says ``"sum"``; if it is a mean over anything else, give ``loss_weight``.
-    Outputs, targets and losses may be nested: tuples, dictionaries, dataclasses.
+    Exact without a word are the losses of ``torch.nn``, subclasses that change what they hand to
+    ``super().forward``, and ``torch.nn.functional``'s in a ``functools.partial`` or alone. **Any
+    other callable is taken for a mean over samples** if it returns a 0-dim tensor and has no
+    attribute ``reduction`` that says ``"sum"``, also one that uses a loss of torch; if it is a mean
+    over anything else, give ``loss_weight``. Outputs, targets and losses may be nested: tuples,
+    dictionaries, dataclasses; a target may be another :class:`PerDevice`.
 
     Args:
         criterion: the loss of output and targets, a module or a function. A module's parameters
@@ -88,47 +86,71 @@ class BalancedCriterion(nn.Module):
         broadcast: Iterable[str] = (),
     ) -> None:
         super().__init__()
-        self.criterion = _as_module(criterion)
+        self.criterion = as_module(criterion)
         self.loss_weight = loss_weight
         self.broadcast = frozenset([broadcast] if isinstance(broadcast, str) else broadcast)
         check_broadcast(self.broadcast, self.criterion.forward)
-        if loss_weight is not None and how_losses_join(self.criterion) != "mean":
+        if loss_weight is None:
+            warn_of_hidden_counts(self.criterion)
+            return
+        if not callable(loss_weight):
+            raise ArgumentTypeError(f"loss_weight must be a function, got {loss_weight!r}")
+        if reduction_of(self.criterion) == "sum":
             raise ArgumentError("loss_weight weighs a mean, but the criterion's reduction is 'sum'")
 
     def forward(self, outputs: Any, *targets: Any, **kwargs: Any) -> Any:
         """Returns the loss of the whole batch."""
         if not isinstance(outputs, PerDevice):
             return self.criterion(outputs, *targets, **kwargs)
+        if "reduction" in kwargs:
+            raise ArgumentError(
+                "reduction is given with the call, but has to be known before: give it to the "
+                "criterion, or in a functools.partial"
+            )
         dim = outputs.dim
-        if isinstance(self.criterion, nn.CTCLoss):
-            targets, kwargs, dim = _ctc_targets(*targets, **kwargs), {}, 0
+        if type(self.criterion).forward is nn.CTCLoss.forward:
+            targets, kwargs, dim = ctc_targets(*targets, **kwargs), {}, 0
         arguments = self._scatter(outputs, targets, kwargs, dim)
-        weights: Sequence[float] | None = outputs.chunk_sizes
-        joined_by = how_losses_join(self.criterion, _axis(outputs))
         replicas = replicate(self.criterion, outputs.devices)
         first_state = WrittenState(self.criterion, replicas[0])
-        _cut_weights_of_samples(replicas, outputs)
-        functions: Sequence[Callable[..., Any]] = replicas
+        cut_weights_of_samples(replicas, outputs, outputs.devices, outputs.chunk_sizes, outputs.dim)
+        weights: Weights | None = outputs.chunk_sizes
+        is_counting = self.loss_weight is None and counts_targets(self.criterion)
         if self.loss_weight is not None:
             weights = loss_weights(self.loss_weight, arguments)
-        elif (count := count_of_mean(self.criterion, *targets, **kwargs)) is not None:
-            functions, joined_by = _shares_of_mean(replicas, outputs.devices, count), "sum"
+        elif is_counting:
+            for replica in replicas:
+                count_targets(replica)
         calls = [
-            functools.partial(function, *args, **named)
-            for function, (args, named) in zip(functions, arguments, strict=True)
+            functools.partial(replica, *args, **named)
+            for replica, (args, named) in zip(replicas, arguments, strict=True)
         ]
         losses = parallel_apply(
             calls, outputs.devices, describe_replicas(outputs.devices, outputs.chunk_sizes)
         )
         first_state.write_back()
+        if is_counting:
+            weights = shares_of(replicas, outputs.output_device) or weights
+        elif self.loss_weight is None and reduction_of(self.criterion) == "none":
+            _check_not_reduced(self.criterion, losses[0])
+        joined_by = how_losses_join(self.criterion, _axis(outputs))
         return gather(losses, outputs.output_device, dim, joined_by, weights)
 
     def _scatter(
         self, outputs: PerDevice, targets: Sequence[Any], kwargs: Mapping[str, Any], dim: int
-    ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+    ) -> list[Arguments]:
         """Returns the criterion's arguments for each device."""
         _, *named = named_arguments(self.criterion.forward, (None, *targets), kwargs)
-        chunks = scatter(named, outputs.devices, outputs.chunk_sizes, dim, self.broadcast)
+        # Other outputs that stay where they are need no cutting.
+        stays = {name: value for name, value in named if isinstance(value, PerDevice)}
+        for name, value in stays.items():
+            if (value.devices, value.chunk_sizes) != (outputs.devices, outputs.chunk_sizes):
+                raise ScatterError(f"{name} is {value!r}, but the output is {outputs!r}")
+        cut = [(name, None if name in stays else value) for name, value in named]
+        chunks = scatter(cut, outputs.devices, outputs.chunk_sizes, dim, self.broadcast)
+        for index, (name, _) in enumerate(named):
+            for chunk, own in zip(chunks, stays.get(name, ()), strict=False):
+                chunk[index] = own
         count = len(targets)
         return [
             ((output, *chunk[:count]), dict(zip(kwargs, chunk[count:], strict=True)))
@@ -136,14 +158,30 @@ class BalancedCriterion(nn.Module):
         ]
 
 
+def _check_not_reduced(criterion: nn.Module, loss: Any) -> None:
+    if isinstance(loss, torch.Tensor) and loss.dim() == 0:
+        name = type(criterion).__name__
+        raise ArgumentError(
+            f"{name} has reduction='none', but returns a single loss, and what that is a mean or "
+            "sum of is not known; give loss_weight, or reduction='sum'"
+        )
+
+
+def _axis(outputs: PerDevice) -> int:
+    num_dims = outputs[0].dim() if isinstance(outputs[0], torch.Tensor) else 0
+    return outputs.dim % num_dims if num_dims else outputs.dim
+
+
 class ModuleWithLoss(nn.Module):
     """A module and its criterion in one, so that the loss is computed inside the forward pass.
 
-    Wrapped in a ``BalancedDataParallel`` it gives what :class:`BalancedCriterion` gives of outputs
-    that are not gathered: the loss of the whole batch, and its gradients.
+    Wrapped in a ``BalancedDataParallel`` it gives the loss of the whole batch, as
+    :class:`BalancedCriterion` does of outputs that are not gathered. What a criterion holds for
+    each sample, as a weight of ``BCELoss``, is not cut here, nor are ``CTCLoss``'s targets if they
+    are one after the other.
 
-    The state dict is the bare module's: the same keys, and nothing of the criterion. Save the state
-    of a criterion that has parameters by itself.
+    The state dict is the bare module's: the same keys, and **nothing of the criterion**. One that
+    has parameters is trained, and its state is to be saved by itself.
 
     Args:
         module: gives the output of the inputs.
@@ -167,9 +205,11 @@ class ModuleWithLoss(nn.Module):
     def __init__(self, module: nn.Module, criterion: Callable[..., Any]) -> None:
         super().__init__()
         self.module = module
-        self.criterion = _as_module(criterion)
+        self.criterion = as_module(criterion)
         self.register_state_dict_post_hook(_to_bare_keys)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_pre_hook(_from_bare_keys)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_post_hook(_name_bare_keys)  # type: ignore[no-untyped-call]
+        self._loaded_prefix = ""
 
     def forward(self, inputs: Any, *targets: Any, **kwargs: Any) -> Any:
         """Returns the loss.
@@ -188,181 +228,36 @@ class ModuleWithLoss(nn.Module):
             output = self.module(inputs)
         return self.criterion(output, *targets, **kwargs)
 
-    @property
-    def loss_weight(self) -> Callable[..., torch.Tensor | int] | None:
-        """What a chunk weighs, as a function of :meth:`forward`'s arguments; None for samples."""
-        if not _counts_targets(self.criterion):
-            return None
-
-        def weight(inputs: Any, *targets: Any, **kwargs: Any) -> torch.Tensor | int:
-            count = count_of_mean(self.criterion, *targets, **kwargs)
-            # Probabilities of classes are as many for each sample.
-            return [*targets, *kwargs.values()][0].numel() if count is None else count
-
-        return weight
-
-
-def how_losses_join(criterion: nn.Module, dim: int = 0) -> ScalarOutputs:
-    """Returns what makes one loss of those of the chunks, which were cut along ``dim``."""
-    reduction = getattr(criterion, "reduction", "mean")
-    # Where the batch is not the first dimension, "batchmean" divides all chunks by the same.
-    return "sum" if reduction == "sum" or (reduction == "batchmean" and dim != 0) else "mean"
-
-
-def loss_weights(
-    loss_weight: Callable[..., Any], arguments: Iterable[tuple[Sequence[Any], Mapping[str, Any]]]
-) -> list[float]:
-    """Returns what ``loss_weight`` says of each chunk's arguments.
-
-    Raises:
-        ArgumentError: it is no number of at least 0.
-    """
-    return [_number(loss_weight(*args, **kwargs)) for args, kwargs in arguments]
-
-
-def _number(value: Any) -> float:
-    number = value.item() if isinstance(value, torch.Tensor) else value
-    if not isinstance(number, Real) or not 0 <= float(number) < math.inf:
-        raise ArgumentError(f"loss_weight must return a number of at least 0, got {value!r}")
-    return float(number)
-
-
-_COUNTING = (
-    nn.CrossEntropyLoss,
-    nn.NLLLoss,
-    *filter(None, [getattr(nn, "LinearCrossEntropyLoss", None)]),  # from torch 2.13
-)
-
-
-def _counts_targets(criterion: nn.Module) -> bool:
-    return isinstance(criterion, _COUNTING) and criterion.reduction == "mean"
-
-
-def count_of_mean(criterion: nn.Module, *targets: Any, **kwargs: Any) -> torch.Tensor | None:
-    """Returns what the mean of a loss is divided by, None where that is the number of samples.
-
-    Targets that are class indices may be ignored, and weigh as their class does; so it is the sum
-    of the weights of those that are not ignored.
-
-    Source:
-        The formulas of ``torch.nn.CrossEntropyLoss`` and ``torch.nn.NLLLoss``, torch 2.13.
-
-    Raises:
-        ArgumentError: the target is no tensor.
-    """
-    if not _counts_targets(criterion):
-        return None
-    target = targets[0] if targets else kwargs.get("target")
-    if not isinstance(target, torch.Tensor):
-        raise ArgumentError(
-            f"the mean of {type(criterion).__name__} is over targets that are not ignored, but "
-            f"its target is a {type(target).__name__}; give loss_weight"
-        )
-    if target.is_floating_point():  # probabilities of classes
-        return None
-    ignore_index = -100 if criterion.ignore_index is None else criterion.ignore_index
-    is_counted = torch.ne(target, cast(int, ignore_index))
-    weight = criterion.weight
-    if not isinstance(weight, torch.Tensor):
-        return is_counted.sum()
-    classes = target.where(is_counted, 0).to(weight.device)
-    weights: torch.Tensor = weight[classes] * is_counted.to(weight.device)
-    return weights.sum()
-
-
-def _shares_of_mean(
-    replicas: Sequence[nn.Module], devices: Sequence[torch.device], count: torch.Tensor
-) -> list[Callable[..., torch.Tensor]]:
-    """Returns for each device what computes its share of the mean; the shares add up to it.
-
-    A chunk of which nothing counts gives 0, where its own mean would be 0 / 0.
-    """
-
-    def share(replica: nn.Module, count: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        losses = replica(*args, **kwargs)
-        # Half precision could neither hold the sum nor the count.
-        dtype = torch.promote_types(losses.dtype, torch.float32)
-        mean: torch.Tensor = losses.sum(dtype=dtype) / count.to(dtype)
-        return mean.to(losses.dtype)
-
-    for replica in replicas:
-        # Fused with its linear layer, cross entropy has its savings in a sum only.
-        cast(Any, replica).reduction = "none" if isinstance(replica, _COUNTING[:2]) else "sum"
-    return [
-        functools.partial(share, replica, on_device)
-        for replica, [on_device] in zip(
-            replicas, scatter([("count", count)], devices, None), strict=True
-        )
-    ]
-
-
-def _cut_weights_of_samples(replicas: Sequence[nn.Module], outputs: PerDevice) -> None:
-    """Gives each replica its part of a weight that binary cross entropy has for each sample."""
-    criterion, sizes = replicas[0], outputs.chunk_sizes
-    if not isinstance(criterion, nn.BCELoss | nn.BCEWithLogitsLoss) or sizes is None:
-        return
-    weight = criterion.weight
-    if weight is None or weight.dim() != outputs[0].dim():
-        return
-    if weight.size(outputs.dim) == sum(sizes):
-        parts = scatter([("weight", weight)], outputs.devices, sizes, outputs.dim)
-        for replica, [part] in zip(replicas, parts, strict=True):
-            replica.weight = part
-
-
-def _ctc_targets(
-    targets: torch.Tensor, input_lengths: Any, target_lengths: Any
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns the arguments of ``CTCLoss`` after its first, as tensors of one row a sample."""
-    lengths = torch.as_tensor(target_lengths)
-    if targets.dim() == 1:
-        targets = pad_sequence(targets.split(lengths.tolist()), batch_first=True)
-    return targets, torch.as_tensor(input_lengths), lengths
-
-
-def _axis(outputs: PerDevice) -> int:
-    num_dims = outputs[0].dim() if isinstance(outputs[0], torch.Tensor) else 0
-    return outputs.dim % num_dims if num_dims else outputs.dim
-
-
-class _Function(nn.Module):
-    """A function as a module."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__()
-        self.forward = function
-        options = getattr(function, "keywords", {})  # of a functools.partial
-        self.reduction = getattr(function, "reduction", options.get("reduction", "mean"))
-
-
-def _as_module(criterion: Any) -> nn.Module:
-    if isinstance(criterion, nn.Module):
-        return criterion
-    function, options = criterion, {}
-    if isinstance(criterion, functools.partial) and not criterion.args:
-        function, options = criterion.func, criterion.keywords
-    if function in _MODULES:
-        return _MODULES[function](**options)
-    if not callable(criterion):
-        raise ArgumentTypeError(f"criterion must be a module or a function, got {criterion!r}")
-    return _Function(criterion)
-
 
 def _to_bare_keys(
     module: ModuleWithLoss, state_dict: Any, prefix: str, local_metadata: Any
 ) -> None:
     """Gives a state dict that was just made the keys of the bare module, and nothing else."""
     own, others = f"{prefix}module.", f"{prefix}criterion."
-    for keys in (state_dict, getattr(state_dict, "_metadata", {})):
-        for key in [key for key in keys if f"{key}.".startswith(others)]:
-            del keys[key]
-        for key in [key for key in keys if f"{key}.".startswith(own)]:
-            keys[(prefix + key[len(own) :]).removesuffix(".")] = keys.pop(key)
+    for key in [key for key in state_dict if key.startswith(others)]:
+        del state_dict[key]
+    for key in [key for key in state_dict if key.startswith(own)]:
+        state_dict[prefix + key.removeprefix(own)] = state_dict.pop(key)
+    # Versions of modules are looked up by the bare names, and by ours when we load it.
+    versions = getattr(state_dict, "_metadata", {})
+    for key in [key for key in versions if f"{key}.".startswith(own)]:
+        versions[(prefix + f"{key}.".removeprefix(own)).removesuffix(".")] = versions[key]
 
 
 def _from_bare_keys(module: ModuleWithLoss, state_dict: Any, prefix: str, *_: Any) -> None:
     """Gives a state dict that is about to be loaded the keys of the modules that take it."""
+    module._loaded_prefix = prefix
     for key in [key for key in state_dict if key.startswith(prefix)]:
         state_dict[f"{prefix}module.{key.removeprefix(prefix)}"] = state_dict.pop(key)
     for key, value in module.criterion.state_dict().items():  # stays as it is
         state_dict[f"{prefix}criterion.{key}"] = value
+
+
+def _name_bare_keys(module: ModuleWithLoss, incompatible_keys: Any) -> None:
+    """Has errors of loading name the keys that the state dict has."""
+    own = f"{module._loaded_prefix}module."
+    for keys in incompatible_keys:
+        keys[:] = [
+            module._loaded_prefix + key.removeprefix(own) if key.startswith(own) else key
+            for key in keys
+        ]

@@ -7,21 +7,29 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar, cast, get_args
 
 import torch
 from torch import nn
 
 from .arguments import check_broadcast, named_arguments
 from .auto_split import AutoSplit
-from .criterion import ModuleWithLoss, how_losses_join, loss_weights
+from .criterion import ModuleWithLoss
 from .devices import Device, default_device_type, resolve_device, resolve_devices
 from .errors import ArgumentError, ArgumentTypeError, BalanceWarning
+from .losses import (
+    count_targets,
+    counts_targets,
+    how_losses_join,
+    loss_weights,
+    shares_of,
+    warn_of_hidden_counts,
+)
 from .memory.probe import MemoryProbe
 from .parallel_apply import add_note, describe_replicas, parallel_apply
 from .per_device import PerDevice
 from .replicate import WrittenState, replicate
-from .scatter_gather import ScalarOutputs, find_batch_size, gather, scatter
+from .scatter_gather import ScalarOutputs, Weights, find_batch_size, gather, scatter
 from .split import even_share, split_batch, split_by_weights
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -60,7 +68,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         dim: the batch dimension of inputs and outputs.
         gather: whether outputs are joined on ``output_device``. If not, a call returns a
             :class:`PerDevice` of them, for :class:`BalancedCriterion` to compute the loss where
-            they are. An attribute of the same meaning is ``gathers_outputs``.
+            they are.
         broadcast: dotted paths of inputs that go whole to each device, such as ``"mask"`` or
             ``"batch.mask"``; a path covers all below it. Positional arguments go by the name of
             ``module.forward``'s parameter.
@@ -76,10 +84,12 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
 
     Attributes:
         chunk_sizes: how many samples of the last batch each device got; None before the first.
+        gathers_outputs: what ``gather`` said.
 
     Shape:
         - Input: tensors of :math:`(N, *)`, with N at ``dim``, on any device.
-        - Output: as the module's on the whole batch, on ``output_device``.
+        - Output: as the module's on the whole batch, on ``output_device``; with ``gather=False`` a
+          :class:`PerDevice`.
 
     Raises:
         ArgumentError, ArgumentTypeError: an argument cannot be used.
@@ -141,9 +151,8 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
             )
         if isinstance(dim, bool) or not isinstance(dim, int):
             raise ArgumentTypeError(f"dim must be an integer, got {dim!r}")
-        if isinstance(module, ModuleWithLoss) and scalar_outputs == "mean":
-            scalar_outputs = how_losses_join(module.criterion, dim)
-            loss_weight = module.loss_weight if loss_weight is None else loss_weight
+        if isinstance(module, ModuleWithLoss) and loss_weight is None:
+            warn_of_hidden_counts(module.criterion)
         if loss_weight is not None and scalar_outputs != "mean":
             raise ArgumentError(
                 f"loss_weight weighs a mean, but scalar_outputs is {scalar_outputs!r}"
@@ -234,7 +243,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         return MemoryProbe(model=self)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Runs the module on the batch, split over the devices, and gathers the output."""
+        """Runs the module on the batch, split over the devices, and gathers what is to be."""
         with torch.autograd.profiler.record_function("BalancedDataParallel.forward"):
             if not self.device_ids:
                 return self._forward_where_module_is(inputs, kwargs)
@@ -284,7 +293,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         outputs: Sequence[Any],
         devices: Sequence[torch.device],
         chunk_sizes: Sequence[int] | None,
-        weights: Sequence[float] | None = None,
+        weights: Weights | None = None,
     ) -> PerDevice:
         return PerDevice(
             outputs,
@@ -292,7 +301,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
             chunk_sizes,
             output_device=self._device_of(self.output_device) if self.device_ids else devices[0],
             dim=self.dim,
-            scalar_outputs=self.scalar_outputs,
+            scalar_outputs=self._joined_by(),
             weights=weights,
         )
 
@@ -308,10 +317,13 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         weights = self._weights(scattered_inputs, scattered_kwargs, sizes)
         replicas = self.replicate(self.module, device_ids)
         first_state = WrittenState(self.module, replicas[0])
+        criteria = self._counting_criteria(replicas)
         outputs = self.parallel_apply(
             replicas, scattered_inputs, scattered_kwargs, device_ids, sizes
         )
         first_state.write_back()
+        if criteria:
+            weights = shares_of(criteria, self._device_of(self.output_device)) or weights
         if self.gathers_outputs:
             return self.gather(outputs, self.output_device, weights)
         devices = [self._device_of(device_id) for device_id in device_ids]
@@ -371,19 +383,35 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         self,
         outputs: Sequence[Any],
         output_device: int | torch.device | None,
-        weights: Sequence[float] | None = None,
+        weights: Weights | None = None,
     ) -> Any:
         """Returns the outputs joined on ``output_device``; ``weights`` are those of a mean."""
-        return gather(
-            outputs, self._device_of(output_device), self.dim, self.scalar_outputs, weights
-        )
+        return gather(outputs, self._device_of(output_device), self.dim, self._joined_by(), weights)
+
+    def _joined_by(self) -> ScalarOutputs:
+        """Returns what becomes of 0-dim outputs, of which a criterion in the module knows more."""
+        if isinstance(self.module, ModuleWithLoss) and self.scalar_outputs == "mean":
+            return how_losses_join(self.module.criterion, self.dim)
+        return self.scalar_outputs
+
+    def _counting_criteria(self, replicas: Sequence[nn.Module]) -> list[nn.Module]:
+        """Returns the replicas of a criterion whose mean is over targets, which it will count."""
+        module = self.module
+        if not isinstance(module, ModuleWithLoss) or self.loss_weight is not None:
+            return []
+        if self.scalar_outputs != "mean" or not counts_targets(module.criterion):
+            return []
+        criteria = [cast(ModuleWithLoss, replica).criterion for replica in replicas]
+        for criterion in criteria:
+            count_targets(criterion)
+        return criteria
 
     def _weights(
         self,
         inputs: Sequence[tuple[Any, ...]],
         kwargs: Sequence[dict[str, Any]],
         chunk_sizes: Sequence[int] | None,
-    ) -> Sequence[float] | None:
+    ) -> Weights | None:
         if self.loss_weight is None:
             return chunk_sizes
         return loss_weights(self.loss_weight, zip(inputs, kwargs, strict=True))

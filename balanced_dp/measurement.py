@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import time
 import warnings
@@ -187,7 +188,7 @@ class StepMeter:
         with torch.device(self.devices[0]):
             self._module = workload.model()
         self._module.to(self.devices[0])
-        self._criterion = BalancedCriterion(workload.loss).to(self.devices[0])
+        self._criterion = BalancedCriterion(copy.deepcopy(workload.loss)).to(self.devices[0])
         self._optimizer = workload.make_optimizer(self._module.parameters())
         self._has_state = False
 

@@ -207,19 +207,19 @@ def _residual(laws: Sequence[Law], points: Sequence[Point]) -> float:
     )
 
 
-_NUMBERS = ((0,), (1,), (2,), (0, 1), (0, 2), (1, 2), (0, 1, 2))
+_TERMS: tuple[tuple[int, ...], ...] = ((0,), (1,), (2,), (0, 1), (0, 2), (1, 2), (0, 1, 2))
 
 
 def _fit_law(points: Sequence[Point]) -> Law:
     """Returns the law with the least squared error and nothing negative in it.
 
-    Of the three numbers, each set that may be other than zero is tried, the smallest first. What
-    is known of one point only grows from nothing: as a constant it would be the highest anywhere.
+    Of the three numbers, each set that may be other than zero is tried, the smallest first. One
+    point is taken for proportional: as a constant, it would be above all smaller ones.
     """
     best, best_error = Law(0.0, 0.0), math.inf
     held = torch.tensor([[float(held)] for _, _, held in points], dtype=torch.float64)
     columns = torch.tensor([[1.0, own, whole] for own, whole, _ in points], dtype=torch.float64)
-    sets = _NUMBERS if len(points) > 1 else _NUMBERS[2::-1]
+    sets = _TERMS if len(points) > 1 else ((2,), (1,), (0,))
     for names in sets:
         rows = columns[:, list(names)]
         found = torch.linalg.lstsq(rows, held, driver="gelsd").solution

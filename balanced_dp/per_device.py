@@ -10,7 +10,12 @@ import torch
 
 from .arguments import named_arguments
 from .parallel_apply import describe_replicas, parallel_apply
-from .scatter_gather import ScalarOutputs, gather, scatter
+from .scatter_gather import ScalarOutputs, Weights, gather, scatter
+
+_REMEDY = (
+    "it holds one output for each device; compute the loss with BalancedCriterion, use map, or "
+    "gather() it"
+)
 
 
 class PerDevice(Sequence[Any]):
@@ -55,7 +60,7 @@ class PerDevice(Sequence[Any]):
         output_device: torch.device,
         dim: int = 0,
         scalar_outputs: ScalarOutputs = "mean",
-        weights: Sequence[float] | None = None,
+        weights: Weights | None = None,
     ) -> None:
         self._outputs = tuple(outputs)
         self.devices = tuple(devices)
@@ -73,7 +78,17 @@ class PerDevice(Sequence[Any]):
     @overload
     def __getitem__(self, index: slice) -> Sequence[Any]: ...
     def __getitem__(self, index: int | slice) -> Any:
+        if isinstance(index, str):
+            raise TypeError(f"PerDevice has no item {index!r}: {_REMEDY}")
         return self._outputs[index]
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"PerDevice has no attribute {name!r}: {_REMEDY}")
+
+    @classmethod
+    def __torch_function__(cls, function: Any, *_: Any) -> Any:
+        """Refuses to be taken for a tensor."""
+        raise TypeError(f"{function.__name__} takes tensors, but got a PerDevice: {_REMEDY}")
 
     def __repr__(self) -> str:
         devices = ", ".join(map(str, self.devices))
@@ -90,16 +105,22 @@ class PerDevice(Sequence[Any]):
         )
 
     def map(
-        self, function: Callable[..., Any], *args: Any, scalar_outputs: ScalarOutputs = "mean"
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        scalar_outputs: ScalarOutputs = "mean",
+        **kwargs: Any,
     ) -> Any:
-        """Returns ``function(output, *args)`` of each replica, computed there, and joined.
+        """Returns ``function(output, *args, **kwargs)``, computed for each output, and joined.
 
-        For metrics that are small where the outputs are large: ``outputs.map(token_accuracy,
-        labels)``. Without gradients, wrap it in ``torch.no_grad()``.
+        For metrics that are small where the outputs are large: ``outputs.map(num_right, labels,
+        scalar_outputs="sum")``. Without gradients, wrap it in ``torch.no_grad()``.
 
         Args:
-            function: called in parallel, once for each output.
-            args: what else it takes; tensors are cut as the batch was.
+            function: called in parallel, once for each output. What it returns for ``n`` samples
+                has a batch dimension of ``n``, or is 0-dim.
+            *args: what else it takes; tensors are cut as the batch was.
+            **kwargs: the same by keyword.
             scalar_outputs: what becomes of 0-dim results: their ``"mean"``, weighted by chunk
                 size, their ``"sum"``, or all of them, as a vector (``"stack"``).
 
@@ -107,10 +128,13 @@ class PerDevice(Sequence[Any]):
             ScatterError: an argument cannot be cut as the batch was.
             GatherError: the results differ in structure, or are unequal numbers without a mean.
         """
-        names = [name for name, _ in named_arguments(function, (None, *args), {})][1:]
-        chunks = scatter([*zip(names, args, strict=True)], self.devices, self.chunk_sizes, self.dim)
+        _, *named = named_arguments(function, (None, *args), kwargs)
+        chunks = scatter(named, self.devices, self.chunk_sizes, self.dim)
+        count = len(args)
         calls = [
-            functools.partial(function, output, *chunk)
+            functools.partial(
+                function, output, *chunk[:count], **dict(zip(kwargs, chunk[count:], strict=True))
+            )
             for output, chunk in zip(self, chunks, strict=True)
         ]
         results = parallel_apply(

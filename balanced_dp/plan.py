@@ -102,8 +102,13 @@ def describe(
     capacities: Sequence[int],
     reserve: int,
     gpu0_bsz: int,
+    *,
+    gather: bool = True,
 ) -> Plan:
-    """Returns the plan with a given value, whether it fits or not; arguments as of :func:`plan`."""
+    """Returns the plan with a given value, whether it fits or not; arguments as of :func:`plan`.
+
+    Where outputs are not gathered, there is no advice to leave them where they are.
+    """
     budgets = [capacity - reserve for capacity in capacities]
     planner = Planner(model, budgets)
     chunk_sizes = split_batch(batch_size, len(budgets), gpu0_bsz)
@@ -135,7 +140,7 @@ def describe(
         even_max_batch_size=planner.max_batch_size(planner.even_share),
         time_cost=max(chunk_sizes) / even,
         weighted=weighted,
-        advice=_advice(model, batch_size, needs, utilization, floor_bytes),
+        advice=_advice(model, batch_size, needs, utilization, floor_bytes, gather),
     )
 
 
@@ -301,15 +306,20 @@ def _advice(
     needs: Sequence[int],
     utilization: Sequence[float],
     floor_bytes: int,
+    gather: bool,
 ) -> tuple[str, ...]:
     whole_bytes = model.whole_bytes_per_sample * batch_size
     is_balanced = utilization[0] <= max(utilization[1:]) * (1 + _BALANCED)
     if is_balanced or floor_bytes < needs[0] * (1 - _BALANCED):
         return ()
-    return (
+    fact = (
         f"no value of gpu0_bsz balances this: without any samples device 0 needs "
-        f"{format_bytes(floor_bytes)}, the fullest of the others {format_bytes(max(needs[1:]))}. "
-        f"Gathering the outputs of {batch_size} samples and their loss costs device 0 "
+        f"{format_bytes(floor_bytes)}, the fullest of the others {format_bytes(max(needs[1:]))}"
+    )
+    if not gather or whole_bytes == 0:
+        return (f"{fact}: parameters, gradients and optimizer state, which a larger batch dwarfs",)
+    return (
+        f"{fact}. Gathering the outputs of {batch_size} samples and their loss costs device 0 "
         f"{format_bytes(whole_bytes)} ({format_bytes(model.whole_bytes_per_sample)} a sample). "
         "A loss computed on each device spares it that",
     )

@@ -16,6 +16,8 @@ from .errors import GatherError, ScatterError
 
 ScalarOutputs = Literal["mean", "sum", "stack"]
 Path = tuple[str, ...]
+Weights = Sequence[float] | Sequence[torch.Tensor]
+"""Of a mean: numbers, or 0-dim tensors that add up to 1."""
 
 
 def find_batch_size(
@@ -188,15 +190,14 @@ def gather(
     device: torch.device,
     dim: int = 0,
     scalar_outputs: ScalarOutputs = "mean",
-    weights: Sequence[float] | None = None,
+    weights: Weights | None = None,
 ) -> Any:
     """Joins the outputs of the replicas into one on ``device``. Differentiable.
 
     Tensors are concatenated along ``dim``. 0-dim tensors become one 0-dim tensor, their mean
     weighted by ``weights`` (integers and bools have none, and must be equal), or their sum, or a
-    vector of them. Mappings,
-    dataclasses, named tuples, tuples and lists are joined item by item. Anything else must be
-    equal on every replica and is passed on.
+    vector of them. Mappings, dataclasses, named tuples, tuples and lists are joined item by item.
+    Anything else must be equal on every replica and is passed on.
 
     Args:
         outputs: one output a replica, at least one.
@@ -204,7 +205,8 @@ def gather(
         dim: the batch dimension.
         scalar_outputs: what becomes of 0-dim tensors: ``"mean"``, ``"sum"`` or ``"stack"``.
         weights: one non-negative number a replica, by default all equal. A replica of weight 0 has
-            no part in the mean, even if its value is NaN; if all are 0 they count as equal.
+            no part in the mean, even if its value is NaN; if all are 0 they count as equal. 0-dim
+            tensors are parts of the whole already, and are not read.
 
     Raises:
         GatherError: the outputs differ in structure, or in a value that is not a tensor.
@@ -218,7 +220,7 @@ class _Join:
     device: torch.device
     dim: int
     scalar_outputs: ScalarOutputs
-    weights: Sequence[float]
+    weights: Weights
 
     def __call__(self, tensors: Sequence[torch.Tensor], path: Path) -> torch.Tensor:
         if all(tensor.dim() == 0 for tensor in tensors):
@@ -243,7 +245,12 @@ class _Join:
                 "that differs between the replicas, and a count has no mean; return it as a "
                 "tensor of one entry, or choose scalar_outputs='sum' or 'stack'"
             )
-        weights = self.weights if any(self.weights) else [1.0] * len(tensors)
+        shares = [weight for weight in self.weights if isinstance(weight, torch.Tensor)]
+        if shares:
+            pairs = zip(tensors, shares, strict=True)
+            return functools.reduce(torch.add, [t * share.to(t.dtype) for t, share in pairs])
+        weights = [float(weight) for weight in self.weights]
+        weights = weights if any(weights) else [1.0] * len(tensors)
         total = sum(weights)
         parts = [t * (weight / total) for t, weight in zip(tensors, weights, strict=True) if weight]
         return functools.reduce(torch.add, parts)

@@ -21,7 +21,15 @@ from . import demo as demos
 from .measurement import Measurement
 from .memory import DeviceMemory
 from .report.compare import Comparison
-from .report.tables import TextTable, candidate_table, device_table, how_measured, summary, title
+from .report.tables import (
+    TextTable,
+    candidate_table,
+    device_table,
+    how_measured,
+    lines,
+    summary,
+    title,
+)
 from .tuning import Report
 from .units import format_bytes, format_mib
 
@@ -77,7 +85,7 @@ def print_report(report: Report, candidates: bool) -> None:
     )
     if candidates:
         console.print(_rich_table(candidate_table(report), title="measured values of gpu0_bsz"))
-    console.print(f"model = {report.line}", soft_wrap=True)
+    console.print(lines(report), soft_wrap=True)
     for sentence in summary(report):
         console.print(sentence, markup=False)
 

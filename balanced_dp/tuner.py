@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import torch
 
-from .errors import ArgumentError, BalancedDataParallelError, InfeasiblePlanError
+from .errors import ArgumentError, InfeasiblePlanError
 from .measurement import Measurement, StepMeter, open_devices, step_meter, uses_emulation
 from .memory_model import MemoryModel, fit
 from .plan import EQUAL, Planner, check_batch, check_fits, describe, utilizations
@@ -75,23 +75,34 @@ def tune(
         check_batch(batch_size, capacities, reserve)
     swept = sorted(set(sweep))
 
-    def alternative(capacities: Sequence[int]) -> Alternative | None:
+    def alternative(capacities: Sequence[int]) -> Alternative | str:
         with _opened(devices, capacities, emulate) as opened:
-            return _alternative(workload, batch_size, opened, capacities, reserve, not gather)
+            meter = step_meter(workload, opened, not gather)
+            return _alternative(meter, batch_size, capacities, reserve, on_measurement)
 
     try:
         with _opened(devices, capacities, emulate) as opened:
             meter = step_meter(workload, opened, gather)
-            report = _tuned(meter, batch_size, capacities, reserve, swept, on_measurement)
+            report = _tuned(
+                meter,
+                batch_size,
+                capacities,
+                reserve,
+                swept,
+                lambda measured, num_left: on_measurement(measured, num_left + _FEW),
+            )
     except InfeasiblePlanError as error:
-        other = None if capacities is None else alternative(capacities)
-        if other is None:
+        other = "" if capacities is None else alternative(capacities)
+        if isinstance(other, str) or min(other.plan.headroom_bytes) < 0:
             raise
         where = "computed on each device (gather=False)" if gather else "of gathered outputs"
         raise InfeasiblePlanError(
             f"{error}; with the loss {where} this batch fits, with gpu0_bsz={other.plan.gpu0_bsz}"
         ) from None
-    return replace(report, alternative=alternative(report.plan.capacity_bytes))
+    other = alternative(report.plan.capacity_bytes)
+    if isinstance(other, str):
+        return replace(report, no_alternative=other)
+    return replace(report, alternative=other)
 
 
 def _tuned(
@@ -114,7 +125,9 @@ def _tuned(
         search = _Search(meter, [c - reserve for c in capacities], on_measurement)
         model, chosen = search.run(batch_size, swept)
         assert chosen.gpu0_bsz is not None
-        planned = describe(model, batch_size, capacities, reserve, chosen.gpu0_bsz)
+        planned = describe(
+            model, batch_size, capacities, reserve, chosen.gpu0_bsz, gather=meter.gather
+        )
         check_fits(planned, chosen.peak_bytes)
         weighted = None
         if planned.weighted is not None:
@@ -134,6 +147,7 @@ def _tuned(
             even=search.measured[batch_size, search.even_share(batch_size)],
             weighted=weighted,
             alternative=None,
+            no_alternative=None,
             model=model,
             measurements=tuple(search.measured.values()),
         )
@@ -279,22 +293,23 @@ def best_measured(swept: Iterable[Measurement], budgets: Sequence[int]) -> Measu
 
 
 def _alternative(
-    workload: Workload,
+    opened_meter: AbstractContextManager[StepMeter],
     batch_size: int,
-    devices: Sequence[torch.device],
     capacities: Sequence[int],
     reserve: int,
-    gather: bool,
-) -> Alternative | None:
-    """Returns the best split with the loss computed elsewhere, None where there is none."""
+    on_measurement: OnMeasurement,
+) -> Alternative | str:
+    """Returns the best split with the loss computed elsewhere, or why there is none."""
     try:
-        with step_meter(workload, devices, gather) as meter:
-            search = _Search(meter, [c - reserve for c in capacities], lambda measured, left: None)
+        with opened_meter as meter:
+            search = _Search(meter, [c - reserve for c in capacities], on_measurement)
             model, chosen = search.run(batch_size, ())
-    except (RuntimeError, BalancedDataParallelError):
-        return None  # a loss for the whole batch or for device 0 only, or nothing fits
+            gather = meter.gather
+    except Exception as error:  # the loss is somebody's, and may be one for the whole batch only
+        return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
     assert chosen.gpu0_bsz is not None
-    return Alternative(describe(model, batch_size, capacities, reserve, chosen.gpu0_bsz), chosen)
+    planned = describe(model, batch_size, capacities, reserve, chosen.gpu0_bsz, gather=gather)
+    return Alternative(planned, chosen)
 
 
 def report_of_measurements(
@@ -344,6 +359,7 @@ def report_of_measurements(
         even=swept[even],
         weighted=None,
         alternative=None,
+        no_alternative=None,
         model=model,
         measurements=tuple(measurements),
     )

@@ -96,8 +96,8 @@ class Report:
         chosen: the planned split, measured.
         even: the even split of ``nn.DataParallel``, measured.
         weighted: the split of ``plan.weighted``, measured, where there is one.
-        alternative: the best split if ``gather`` were the other, None where that fails: where
-            the loss cannot be computed in chunks, or nothing fits.
+        alternative: the best split if ``gather`` were the other, None where that was not measured.
+        no_alternative: why it was not, or None.
         model: the laws.
         measurements: what they were fitted to, in the order of measuring.
     """
@@ -113,6 +113,7 @@ class Report:
     even: Measurement
     weighted: Measurement | None
     alternative: Alternative | None
+    no_alternative: str | None
     model: MemoryModel
     measurements: tuple[Measurement, ...]
 

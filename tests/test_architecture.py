@@ -31,6 +31,7 @@ ORDER = [
     "replicate.py",
     "parallel_apply.py",
     "per_device.py",
+    "losses.py",
     "criterion.py",
     "devices.py",
     "memory/nvml.py",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import pickle
 import weakref
 from typing import Any
 
@@ -20,6 +21,7 @@ from balanced_dp import (
     ArgumentTypeError,
     BalancedCriterion,
     BalancedDataParallel,
+    BalanceWarning,
     GatherError,
     ModuleWithLoss,
     PerDevice,
@@ -468,6 +470,7 @@ def test_targets_that_do_not_fit_are_named(devices, x):
             "weighs a mean, but the criterion's reduction is 'sum'",
         ),
         ({"criterion": nn.MSELoss(), "broadcast": "traget"}, ArgumentError, "MSELoss.forward"),
+        ({"criterion": nn.MSELoss(), "loss_weight": 3}, ArgumentTypeError, "must be a function"),
     ],
 )
 def test_arguments_that_cannot_be_used_are_named_at_once(arguments, error, message):
@@ -479,15 +482,172 @@ def test_weights_of_a_loss_must_be_numbers(x):
     criterion = BalancedCriterion(nn.MSELoss(), loss_weight=lambda output, target: -1)
     with pytest.raises(ArgumentError, match="must return a number of at least 0, got -1"):
         criterion(make_model(["cpu"] * 2)(x), torch.zeros(BATCH, CLASSES))
+    criterion.loss_weight = lambda output, target: target[0]
+    with pytest.raises(ArgumentError, match="must return a number of at least 0, got tensor"):
+        criterion(make_model(["cpu"] * 2)(x), torch.zeros(BATCH, CLASSES))
 
 
-def test_a_mean_over_targets_needs_to_see_them(x):
-    class Nested(nn.CrossEntropyLoss):
-        def forward(self, input: Tensor, target: Any) -> Tensor:
-            return super().forward(input, target["labels"])
+class Shifted(nn.CrossEntropyLoss):
+    """As of a causal language model: what torch's loss sees is not what the subclass gets."""
 
-    with pytest.raises(ArgumentError, match=r"Nested is over targets .* a dict; give loss_weight"):
-        BalancedCriterion(Nested())(make_model(["cpu"] * 2)(x), {"labels": classes()})
+    def forward(self, input: Tensor, target: Any) -> Tensor:
+        labels = target["labels"][:, 1:]
+        return super().forward(input[:, :-1].flatten(0, 1), labels.flatten())
+
+
+class Masked(nn.NLLLoss):
+    def forward(self, input: Tensor, mask: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        loss = super().forward(input.log_softmax(-1), target.masked_fill(mask, -100))
+        return loss, input.argmax(-1)
+
+
+@pytest.mark.parametrize("is_inside", [False, True])
+def test_what_counts_is_what_a_subclass_hands_to_torch(is_inside, x):
+    mask = torch.arange(BATCH) % 3 > 0
+    mask[:2] = True
+    cases = [
+        (linear(7, CLASSES), Shifted(), ({"labels": classes(7, ignored=-100)},)),
+        (linear(CLASSES), Masked(weight=WEIGHTS), (mask, classes())),
+    ]
+    for module, criterion, targets in cases:
+        expected = leaves(criterion(module(x), *targets))
+        if is_inside:
+            model = BalancedDataParallel(1, ModuleWithLoss(module, criterion), ["cpu"] * 4)
+            found = leaves(model(x, *targets))
+        else:
+            model = BalancedDataParallel(1, module, ["cpu"] * 4, gather=False)
+            found = leaves(BalancedCriterion(criterion)(model(x), *targets))
+        torch.testing.assert_close(found, expected, **TOLERANCE)
+        assert criterion.reduction == "mean"
+
+
+class Focal(nn.CrossEntropyLoss):
+    """It does not ask torch's forward, so what it is a mean over is not known."""
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        losses = functional.cross_entropy(input, target, reduction="none")
+        return ((1 - (-losses).exp()) ** 2 * losses).mean()
+
+
+class SelfReduced(nn.CrossEntropyLoss):
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        return super().forward(input, target).mean()
+
+
+def test_a_mean_over_what_is_not_known_needs_a_weight(x):
+    outputs, targets = make_model(["cpu"] * 4)(x), classes()
+    for criterion in (Focal(), SelfReduced(reduction="none")):
+        with pytest.raises(ArgumentError, match=r"is not known.*; give loss_weight"):
+            BalancedCriterion(criterion)(outputs, targets)
+        weighed = BalancedCriterion(criterion, loss_weight=lambda output, target: len(target))
+        torch.testing.assert_close(weighed(outputs, targets), criterion(outputs.gather(), targets))
+
+
+def test_a_loss_that_is_part_of_another_is_warned_of(x):
+    class Held(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.CrossEntropyLoss()
+
+    message = "Held is taken for a mean over samples, but it holds a CrossEntropyLoss"
+    with pytest.warns(BalanceWarning, match=message):
+        BalancedCriterion(Held())
+    with pytest.warns(BalanceWarning, match=message):
+        BalancedDataParallel(1, ModuleWithLoss(nn.Linear(2, 2), Held()), ["cpu"] * 2)
+    BalancedCriterion(Held(), loss_weight=lambda *_: 1)
+    BalancedCriterion(nn.Sequential(nn.CrossEntropyLoss(reduction="sum")))
+
+
+def test_modules_and_their_methods_are_the_same(x):
+    criterion = nn.CrossEntropyLoss(ignore_index=0)
+    assert BalancedCriterion(criterion.forward).criterion is criterion
+
+
+def test_options_of_a_call_are_refused_where_they_change_what_is_meant(x):
+    outputs = make_model(["cpu"] * 2)(x)
+    with pytest.raises(ArgumentError, match="reduction is given with the call"):
+        BalancedCriterion(functional.soft_margin_loss)(outputs, classes(), reduction="sum")
+
+
+def test_targets_of_any_integer_type(x):
+    targets = classes().byte()
+    for weight in (None, WEIGHTS.float()):
+        criterion = nn.CrossEntropyLoss(weight=weight)
+        outputs = make_model(["cpu"] * 4)(x)
+        logits = [logits.float() for logits in outputs]
+        outputs = PerDevice(
+            logits, outputs.devices, outputs.chunk_sizes, output_device=outputs.output_device
+        )
+        torch.testing.assert_close(
+            BalancedCriterion(criterion)(outputs, targets), criterion(outputs.gather(), targets)
+        )
+
+
+def test_outputs_of_several_calls_are_compared(devices, x):
+    model = make_model(devices)
+    criterion = BalancedCriterion(nn.TripletMarginLoss())
+    outputs = [model(x + shift) for shift in range(3)]
+    expected = nn.TripletMarginLoss()(*(output.gather() for output in outputs))
+    torch.testing.assert_close(criterion(*outputs), expected, **TOLERANCE)
+    with pytest.raises(ScatterError, match=r"positive is PerDevice\(.*but the output is"):
+        criterion(outputs[0], model(x[:5]), outputs[2])
+    del outputs, expected
+
+
+def test_what_an_output_of_several_devices_is_not(x):
+    outputs = make_model(["cpu"] * 2)(x)
+    remedy = "it holds one output for each device; compute the loss with BalancedCriterion"
+    with pytest.raises(AttributeError, match=f"has no attribute 'logits': {remedy}"):
+        _ = outputs.logits
+    with pytest.raises(TypeError, match=f"has no item 'logits': {remedy}"):
+        _ = outputs["logits"]
+    with pytest.raises(TypeError, match=f"cross_entropy takes tensors, .* PerDevice: {remedy}"):
+        nn.CrossEntropyLoss()(outputs, classes())
+
+
+def test_gathering_later_knows_the_weights(x):
+    module = Lambda(lambda self, x: self.inner(x).mean(), inner=linear(4))
+    model = BalancedDataParallel(
+        1, module, ["cpu"] * 4, gather=False, loss_weight=lambda x: 1 + len(x) % 2
+    )
+    outputs = model(x)
+    weights = [1 + size % 2 for size in outputs.chunk_sizes]
+    expected = sum(w * loss for w, loss in zip(weights, outputs, strict=True)) / sum(weights)
+    torch.testing.assert_close(outputs.gather(), expected)
+
+
+def test_a_wrapper_with_its_loss_can_be_pickled():
+    model = BalancedDataParallel(
+        1, ModuleWithLoss(nn.Linear(2, 2), nn.CrossEntropyLoss()), ["cpu"] * 2
+    )
+    assert pickle.loads(pickle.dumps(model)).device_ids == model.device_ids
+
+
+def test_errors_of_loading_name_the_keys_of_the_bare_module():
+    with_loss = ModuleWithLoss(nn.Linear(2, 2), nn.MSELoss())
+    for model, prefix in ((with_loss, ""), (nn.Sequential(with_loss), "0.")):
+        found = model.load_state_dict(
+            {f"{prefix}weight": torch.ones(2, 2), f"{prefix}other": torch.ones(1)}, strict=False
+        )
+        assert (found.missing_keys, found.unexpected_keys) == (
+            [f"{prefix}bias"],
+            [f"{prefix}other"],
+        )
+
+
+def test_versions_of_modules_survive_a_round_trip():
+    class Versioned(nn.Linear):
+        _version = 2
+
+        def _load_from_state_dict(self, state_dict, prefix, local_metadata, *args):
+            assert local_metadata["version"] == 2
+            super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+
+    bare = Versioned(2, 2)
+    with_loss = ModuleWithLoss(bare, nn.MSELoss())
+    for model in (with_loss, nn.Sequential(with_loss)):
+        model.load_state_dict(model.state_dict())
+    bare.load_state_dict(with_loss.state_dict())
 
 
 def test_losses_of_unlike_structure_are_an_error(x):
@@ -609,7 +769,7 @@ def test_the_state_dict_is_that_of_the_bare_module():
     with_loss = ModuleWithLoss(bare, criterion)
     saved = with_loss.state_dict()
     assert list(saved) == list(bare.state_dict())
-    assert saved._metadata == bare.state_dict()._metadata
+    assert saved._metadata.items() >= bare.state_dict()._metadata.items()
     parallel = BalancedDataParallel(1, with_loss, ["cpu", "cpu"])
     plain = BalancedDataParallel(1, bare, ["cpu", "cpu"])
     assert list(parallel.state_dict()) == list(plain.state_dict())

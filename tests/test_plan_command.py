@@ -49,7 +49,6 @@ def test_the_loss_on_each_device_is_planned():
     assert "With the outputs gathered and their loss computed on device 0 and gpu0_bsz=" in told
 
 
-
 def test_json_has_what_scripts_read():
     done = CliRunner().invoke(app, ["plan", "char-lm", "--memory", "1GiB", "--json"])
     record = json.loads(done.stdout)

@@ -174,6 +174,7 @@ def test_a_loss_that_is_one_for_the_whole_batch_is_not_advised_on_each_device():
 
     report = tuned(replace(workload, loss=loss), 200, [PLENTY] * 2)
     assert report.alternative is None
+    assert report.no_alternative == "RuntimeError: for device 0 only"
     assert len(report.advice) == 1
 
 
@@ -291,3 +292,20 @@ def test_gpt2_fits_where_its_loss_is_computed_on_each_device():
     assert report.line == (
         f"BalancedDataParallel(gpu0_bsz={report.plan.gpu0_bsz}, module=model, gather=False)"
     )
+
+
+def test_a_workload_whose_loss_is_a_module_keeps_it():
+    weight = torch.ones(1000)
+    workload = replace(SMALL["mlp"](), loss=torch.nn.CrossEntropyLoss(weight=weight))
+    reports = [tuned(workload, 8, [PLENTY] * 2) for _ in range(2)]
+    assert workload.loss.weight is weight
+    assert reports[0].chosen.peak_bytes == reports[1].chosen.peak_bytes
+    assert reports[0].alternative is not None
+
+
+def test_only_what_fits_is_recommended():
+    workload = SMALL["wide_output"]()
+    for gather in (True, False):
+        with pytest.raises(InfeasiblePlanError) as raised:
+            tuned(workload, 64, [150 * 2**20] * 4, gather=gather)
+        assert "this batch fits" not in str(raised.value)

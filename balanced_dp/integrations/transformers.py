@@ -7,8 +7,10 @@ it takes ``BalancedDataParallel`` instead; nothing else in a script changes.
 from __future__ import annotations
 
 import contextlib
+import copy
+import inspect
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -31,6 +33,7 @@ from ..devices import Device, default_device_type, resolve_devices
 from ..emulation.machine import has_machine
 from ..errors import ArgumentError
 from ..memory.logger import MemoryLogger
+from ..scatter_gather import ScalarOutputs, Weights
 
 _NUM_ITEMS = "num_items_in_batch"
 
@@ -43,10 +46,13 @@ class _TrainerParallel(BalancedDataParallel[nn.Module]):
     told its own part of that number, and the losses are averaged by how many labels they are of.
     """
 
+    label_name = "labels"
+    """What the targets are called."""
+
     shifts_labels = False
     """Whether the first label of each sample is no target, as in causal language models."""
 
-    is_loss_enough = False
+    gathers_loss_only = False
     """Whether outputs but the loss stay where they are."""
 
     def scatter(
@@ -61,6 +67,8 @@ class _TrainerParallel(BalancedDataParallel[nn.Module]):
         counts = [self.num_labels(chunk) for chunk in chunks]
         if chunks[0].get(_NUM_ITEMS) is None or any(count is None for count in counts):
             return all_inputs, chunks
+        if self.scalar_outputs != "mean":  # each divides by the whole, and they add up
+            return all_inputs, chunks
         first, *others = (count.double() for count in counts if count is not None)
         whole = sum((count.to(first.device) for count in others), first)
         for chunk, count in zip(chunks, (first, *others), strict=True):
@@ -72,21 +80,25 @@ class _TrainerParallel(BalancedDataParallel[nn.Module]):
 
     def num_labels(self, chunk: Mapping[str, Any]) -> torch.Tensor | None:
         """Returns how many labels count, as ``Trainer`` does, None where there are none."""
-        labels = chunk.get("labels")
+        if self.loss_weight is not None:
+            return torch.as_tensor(self.loss_weight(**chunk))
+        labels = chunk.get(self.label_name)
         if isinstance(chunk.get("shift_labels"), torch.Tensor):
             labels = chunk["shift_labels"]
-        elif isinstance(labels, torch.Tensor) and self.shifts_labels and labels.dim() > 1:
+        if not isinstance(labels, torch.Tensor) or labels.is_floating_point():
+            return None
+        if "shift_labels" not in chunk and self.shifts_labels and labels.dim() > 1:
             labels = labels[..., 1:]
-        return labels.ne(-100).sum() if isinstance(labels, torch.Tensor) else None
+        return labels.ne(-100).sum()
 
     def gather(
         self,
         outputs: Sequence[Any],
         output_device: int | torch.device | None,
-        weights: Sequence[float] | None = None,
+        weights: Weights | None = None,
     ) -> Any:
         """Returns the joined outputs, in float32 as without a wrapper."""
-        wanted = _loss_alone if self.is_loss_enough else _without_caches
+        wanted = _loss_alone if self.gathers_loss_only else _without_caches
         outputs = [wanted(output) for output in outputs]
         joined = super().gather(outputs, output_device, weights)
         is_autocast = torch.is_autocast_enabled(self.devices[0].type)
@@ -99,17 +111,22 @@ class _TrainerParallel(BalancedDataParallel[nn.Module]):
         chunk_sizes: Sequence[int] | None,
     ) -> Sequence[float] | None:
         counts = [self.num_labels(chunk) for chunk in kwargs]
-        counted = [float(count) for count in counts if count is not None]
-        return counted if len(counted) == len(counts) else chunk_sizes
+        known = [count.to(self.devices[0]) for count in counts if count is not None]
+        return torch.stack(known).tolist() if len(known) == len(counts) else chunk_sizes
 
 
 def _shifts_labels(model: Any) -> bool:
     """Returns whether the first label of each sample is no target of the model's own loss."""
-    is_encoder_decoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
-    return not is_encoder_decoder and getattr(model, "loss_function", None) is ForCausalLMLoss
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        return False
+    # Every model has one, which many do not use.
+    uses_it = "loss_function" in inspect.unwrap(model.forward).__code__.co_names
+    return uses_it and getattr(model, "loss_function", None) is ForCausalLMLoss
 
 
 def _loss_alone(output: Any) -> Any:
+    if isinstance(output, ModelOutput):
+        return type(output)(loss=output["loss"]) if "loss" in output else output
     if isinstance(output, Mapping):
         return {"loss": output["loss"]} if "loss" in output else output
     return output[:1] if isinstance(output, tuple) else output
@@ -130,10 +147,11 @@ class BalancedTrainerMixin:
     ``class MyBalancedTrainer(BalancedTrainerMixin, MyTrainer): ...`` takes the arguments of
     ``MyTrainer`` and those below. A batch has ``per_device_train_batch_size`` samples for each
     device, as ``Trainer`` has it; at most ``gpu0_bsz`` of them go to the first. Loss and gradients
-    are those of the whole batch on one device, also if the model divides by
-    ``num_items_in_batch``, of which each replica is told its part. In training nothing but the
-    loss is gathered, if ``compute_loss`` is ``Trainer``'s own and needs nothing else. Autocast
-    reaches the replicas.
+    are those of the whole batch on one device if the model's loss is a mean over the labels that
+    count, whether or not it divides by ``num_items_in_batch``, of which each replica is told its
+    part; for a mean over anything else, give ``loss_weight``. In training nothing but the loss is
+    gathered, if ``compute_loss`` is ``Trainer``'s own and needs nothing else. Autocast reaches the
+    replicas.
 
     With one device, a model that is spread over several (``device_map``), a quantised one, or in a
     process of a distributed launch, it is the bare ``Trainer``.
@@ -145,6 +163,10 @@ class BalancedTrainerMixin:
             ``Trainer`` would use. The model goes to the first one.
         device_weights: a share for each device, as of :class:`BalancedDataParallel`.
         broadcast: inputs that go whole to each device, as of :class:`BalancedDataParallel`.
+        loss_weight: how much the loss of a chunk weighs, called with the chunk's inputs as
+            keywords. By default integer labels that are not -100 count, those of causal models but
+            the first of each sample; where labels are no such tensor, the samples.
+        scalar_outputs: ``"sum"`` for a model whose loss is a sum, else ``"mean"``.
 
     Raises:
         ArgumentError, ArgumentTypeError: the devices or the split cannot be used.
@@ -156,6 +178,7 @@ class BalancedTrainerMixin:
     accelerator: Any
     label_smoother: Any
     compute_loss_func: Any
+    label_names: list[str]
 
     def __init__(
         self,
@@ -164,12 +187,16 @@ class BalancedTrainerMixin:
         device_ids: Sequence[Device] | None = None,
         device_weights: Sequence[float] | None = None,
         broadcast: Iterable[str] = (),
+        loss_weight: Callable[..., Any] | None = None,
+        scalar_outputs: ScalarOutputs = "mean",
         **kwargs: Any,
     ) -> None:
         self._split: dict[str, Any] = {
             "gpu0_bsz": gpu0_bsz,
             "device_weights": device_weights,
             "broadcast": broadcast,
+            "loss_weight": loss_weight,
+            "scalar_outputs": scalar_outputs,
         }
         self._parallel: _TrainerParallel | None = None
         super().__init__(*args, **kwargs)
@@ -193,6 +220,7 @@ class BalancedTrainerMixin:
 
     def _use_devices(self) -> None:
         trainer: Any = self
+        self.args = copy.copy(self.args)  # the caller may use them for another Trainer
         self.args._n_gpu = len(self._devices)
         trainer._train_batch_size = self.args.train_batch_size
         if self.args.device != self._devices[0]:
@@ -222,30 +250,46 @@ class BalancedTrainerMixin:
             return wrapped
         self._parallel = _TrainerParallel(module=model, device_ids=self._devices, **self._split)
         self._parallel.shifts_labels = _shifts_labels(model)
+        if len(self.label_names) == 1:
+            self._parallel.label_name = self.label_names[0]
         return self._parallel
 
     def _get_num_items_in_batch(self, *args: Any, **kwargs: Any) -> Any:
-        with self._as_on_one_device():  # else a copy for each device, or the number divided by them
+        with self._with_one_gpu():  # else a copy for each device, or the number divided by them
             return super()._get_num_items_in_batch(*args, **kwargs)  # type: ignore[misc]
 
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, **kwargs: Any
     ) -> Any:
         """Returns the loss of the whole batch, as ``Trainer.compute_loss``."""
-        compute_loss = super().compute_loss  # type: ignore[misc]
-        with self._as_on_one_device(), self._gathering(compute_loss, loss_only=not return_outputs):
-            return compute_loss(model, inputs, return_outputs=return_outputs, **kwargs)
+        is_enough = not return_outputs and self._is_trainers("compute_loss")
+        with self._with_one_gpu(), self._gathering(loss_only=is_enough):
+            return super().compute_loss(  # type: ignore[misc]
+                model, inputs, return_outputs=return_outputs, **kwargs
+            )
 
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any
     ) -> Any:
         """Returns loss, logits and labels, as ``Trainer.prediction_step``."""
-        prediction_step = super().prediction_step  # type: ignore[misc]
-        with self._gathering(prediction_step, loss_only=prediction_loss_only):
-            return prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)
+        is_enough = (
+            prediction_loss_only
+            and self._is_trainers("prediction_step")
+            and self._is_trainers("compute_loss")
+            and type(self).compute_loss is BalancedTrainerMixin.compute_loss
+        )
+        with self._gathering(loss_only=is_enough):
+            return super().prediction_step(  # type: ignore[misc]
+                model, inputs, prediction_loss_only, *args, **kwargs
+            )
+
+    def _is_trainers(self, name: str) -> bool:
+        """Returns whether the method below this class is that of ``Trainer``, which is known."""
+        method: Any = getattr(super(), name)
+        return method.__func__ is getattr(Trainer, name)
 
     @contextlib.contextmanager
-    def _as_on_one_device(self) -> Iterator[None]:
+    def _with_one_gpu(self) -> Iterator[None]:
         """Has the Trainer leave out what makes up for an even split."""
         num_devices, self.args._n_gpu = self.args.n_gpu, 1
         try:
@@ -254,19 +298,18 @@ class BalancedTrainerMixin:
             self.args._n_gpu = num_devices
 
     @contextlib.contextmanager
-    def _gathering(self, method: Any, loss_only: bool) -> Iterator[None]:
-        """Leaves outputs but the loss where they are, if ``method`` is known to need no other."""
-        is_trainers = method.__func__ is getattr(Trainer, method.__name__)
+    def _gathering(self, loss_only: bool) -> Iterator[None]:
+        """Leaves outputs but the loss where they are, unless the loss is made of them here."""
         needs_logits = self.label_smoother is not None or self.compute_loss_func is not None
         parallel = self._parallel
-        if parallel is None or needs_logits or not is_trainers or not loss_only:
+        if parallel is None or needs_logits or not loss_only:
             yield
             return
-        before, parallel.is_loss_enough = parallel.is_loss_enough, True
+        before, parallel.gathers_loss_only = parallel.gathers_loss_only, True
         try:
             yield
         finally:
-            parallel.is_loss_enough = before
+            parallel.gathers_loss_only = before
 
     def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> Any:
         """Returns autocast in the precision that was asked for, where the model is wrapped."""
@@ -283,8 +326,8 @@ class BalancedTrainer(BalancedTrainerMixin, Trainer):  # type: ignore[misc]
 
     Args:
         args, kwargs: those of ``transformers.Trainer``; and, by keyword, ``gpu0_bsz``,
-            ``device_ids``, ``device_weights`` and ``broadcast``, as of
-            :class:`BalancedTrainerMixin`, which says what differs.
+            ``device_ids``, ``device_weights``, ``broadcast``, ``loss_weight`` and
+            ``scalar_outputs``, as of :class:`BalancedTrainerMixin`, which says what differs.
 
     Raises:
         ArgumentError, ArgumentTypeError: the devices or the split cannot be used.
@@ -312,17 +355,19 @@ class MemoryCallback(TrainerCallback):
         self._logger: MemoryLogger | None = None
         self._figures: dict[str, float] = {}
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Takes note of the peaks, and logs them if it is time to log."""
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Begins to watch the devices, if the model is on several."""
         parallel = self._trainer.parallel_model
-        if parallel is None:
-            return
-        if self._logger is None:
-            self._logger = MemoryLogger(parallel, self._keep, every=1)
-        if control.should_log:
+        self._logger = None if parallel is None else MemoryLogger(parallel, self._keep, every=1)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Logs the peaks if it is time to log."""
+        if self._logger is not None and control.should_log:
             self._logger.step()
             self._trainer.log(dict(self._figures))
             control.should_log = True  # which that has reset
+
+    on_epoch_end = on_step_end
 
     def _keep(self, tag: str, value: float, step: int) -> None:
         self._figures[tag] = value

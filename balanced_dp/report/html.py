@@ -8,7 +8,15 @@ import jinja2
 from markupsafe import Markup
 
 from ..tuning import Report
-from .tables import candidate_table, device_table, how_measured, origin_table, summary, title
+from .tables import (
+    candidate_table,
+    device_table,
+    how_measured,
+    lines,
+    origin_table,
+    summary,
+    title,
+)
 
 
 def report_html(reports: Sequence[Report]) -> str:
@@ -26,7 +34,7 @@ def report_html(reports: Sequence[Report]) -> str:
         {
             "title": title(report),
             "gpu0_bsz": report.plan.gpu0_bsz,
-            "line": f"model = {report.line}",
+            "line": lines(report),
             "summary": summary(report),
             "how_measured": how_measured(report),
             "devices": device_table(report),

@@ -8,6 +8,7 @@ from .tables import (
     candidate_table,
     device_table,
     how_measured,
+    lines,
     origin_table,
     summary,
     title,
@@ -18,7 +19,7 @@ def report_markdown(report: Report) -> str:
     """Returns the report's words and tables as Markdown."""
     parts = [
         f"# {_escaped(title(report))}",
-        f"```python\nmodel = {report.line}\n```",
+        f"```python\n{lines(report)}\n```",
         "\n".join(f"- {_escaped(sentence)}" for sentence in summary(report)),
         "## What each device holds",
         _table(device_table(report)),

@@ -54,6 +54,12 @@ def how_measured(report: Report) -> str:
     return sentence
 
 
+def lines(report: Report) -> str:
+    """Returns what to write in a training script."""
+    criterion = "" if report.gather else "\ncriterion = BalancedCriterion(criterion)"
+    return f"model = {report.line}{criterion}"
+
+
 def summary(report: Report) -> tuple[str, ...]:
     """Returns what the plan comes to, in sentences."""
     plan = report.plan
@@ -79,17 +85,18 @@ def summary(report: Report) -> tuple[str, ...]:
 def _alternative(report: Report) -> list[str]:
     """Returns how the loss computed elsewhere compares, where it makes a difference."""
     other = report.alternative
+    where = "the outputs gathered and their loss computed on device 0"
+    if report.gather:
+        where = "the loss computed on each device (gather=False and BalancedCriterion)"
     if other is None:
-        return []
+        reason = report.no_alternative
+        return [] if reason is None else [f"With {where} it cannot be measured: {reason}"]
     ours, theirs = (
         max(utilizations(measured.peak_bytes, report.plan.budgets))
         for measured in (report.chosen, other.chosen)
     )
     if abs(ours - theirs) <= EQUAL * ours:
         return []
-    where = "the outputs gathered and their loss computed on device 0"
-    if report.gather:
-        where = "the loss computed on each device (gather=False and BalancedCriterion)"
     return [
         f"With {where} and gpu0_bsz={other.plan.gpu0_bsz} the fullest is "
         f"{_fullest(report, other.chosen)}, and the largest batch that fits is "

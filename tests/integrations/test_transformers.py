@@ -203,6 +203,94 @@ def test_labels_that_cannot_be_cut_are_named(tmp_path):
         parallel(torch.zeros(6, 4), labels=labels)
 
 
+class Scorer(nn.Module):
+    """A model of one's own: neither its labels nor its loss are as usual."""
+
+    def __init__(self, loss: Any) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 4)
+        self.loss = loss
+
+    def forward(self, x: Any, target: Any) -> tuple[Any, Any]:
+        logits = self.layer(x)
+        return self.loss(logits, target), logits
+
+
+def token_mean(logits: Any, target: Any) -> Any:
+    return nn.functional.cross_entropy(logits, target)
+
+
+def sample_mean(logits: Any, target: Any) -> Any:
+    losses = nn.functional.cross_entropy(logits, target, reduction="none")
+    return losses.sum() / len(logits)
+
+
+def summed(logits: Any, target: Any) -> Any:
+    return nn.functional.cross_entropy(logits, target, reduction="sum")
+
+
+def squared(logits: Any, target: Any) -> Any:
+    return (logits - target[:, None]).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("loss", "options"),
+    [
+        (token_mean, {}),
+        (sample_mean, {"loss_weight": lambda x, target: len(x)}),
+        (summed, {"scalar_outputs": "sum"}),
+        (squared, {}),  # of floats each counts, -100 as well
+    ],
+)
+def test_labels_and_losses_of_ones_own(loss, options, tmp_path):
+    trainers = []
+    for trainer_class in (Trainer, BalancedTrainer):
+        torch.manual_seed(0)
+        data = [
+            {"x": torch.randn(3), "target": torch.tensor(-100 if i % 3 == 0 else i % 4)}
+            for i in range(21)
+        ]
+        if loss is squared:
+            data = [{**row, "target": row["target"].float() / 50} for row in data]
+        args = TrainingArguments(
+            str(tmp_path),
+            per_device_train_batch_size=16 if trainer_class is Trainer else 4,
+            max_steps=4,
+            logging_steps=1,
+            label_names=["target"],
+            logging_nan_inf_filter=False,
+            report_to=[],
+            use_cpu=True,
+            disable_tqdm=True,
+            save_strategy="no",
+        )
+        split = {} if trainer_class is Trainer else {"gpu0_bsz": 1, "device_ids": FOUR, **options}
+        trainers.append(trainer_class(model=Scorer(loss), args=args, train_dataset=data, **split))
+    assert_same_training(*trainers, tolerance=1e-5)
+    assert trainers[1].args is not args
+    assert args.n_gpu == 0  # the caller's are as they were
+
+
+@pytest.mark.parametrize(
+    ("strategy", "steps"), [("steps", [2, 4]), ("epoch", [2, 4])], ids=["steps", "epoch"]
+)
+def test_memory_is_logged_when_the_trainer_logs(strategy, steps, tmp_path):
+    with emulate_devices(2):
+        trainer = make_trainer(
+            tmp_path,
+            device_ids=None,
+            dtype=torch.float,
+            num_samples=16,
+            arguments={"logging_strategy": strategy, "logging_steps": 2},
+        )
+        trainer.add_callback(MemoryCallback(trainer))
+        trainer.train()
+        log = trainer.state.log_history
+        assert [e["step"] for e in log if "memory/imbalance" in e] == steps
+        assert [e["step"] for e in log if "loss" in e] == steps
+        del trainer, log
+
+
 # Losses that the Trainer computes itself.
 
 
@@ -245,7 +333,11 @@ class LogitLossOnTop(BalancedTrainer):
 def test_a_trainer_of_ones_own_has_the_logits(trainer_class, tmp_path):
     one = make_trainer(tmp_path, BalancedLogitLoss, batch_size=16, device_ids=None)
     # The model's own loss is in float32.
-    assert_same_training(one, make_trainer(tmp_path, trainer_class), tolerance=1e-6)
+    several = make_trainer(tmp_path, trainer_class)
+    assert_same_training(one, several, tolerance=1e-6)
+    for trainer in (one, several):
+        trainer.evaluate()
+    torch.testing.assert_close(history(several, "eval_loss"), history(one, "eval_loss"))
     assert one.parallel_model is None
 
 
@@ -288,6 +380,7 @@ def test_each_devices_memory_is_logged(tmp_path):
         assert trainer.args.device == torch.device("lazy", 0)
         records = [e for e in trainer.state.log_history if "memory/imbalance" in e]
         assert [record["step"] for record in records] == [1, 2, 3, 4]
+        assert all(value > 0 for value in records[0].values())  # of the first step, too
         peaks = [records[-1][f"memory/lazy:{i}/peak_MiB"] for i in range(4)]
         spread = (max(peaks) - min(peaks)) / max(peaks)
         assert records[-1]["memory/imbalance"] == pytest.approx(spread)
