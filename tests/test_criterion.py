@@ -594,6 +594,43 @@ def test_outputs_of_several_calls_are_compared(devices, x):
     del outputs, expected
 
 
+def test_a_function_may_say_that_it_is_a_sum(x):
+    def total(output: Tensor, target: Tensor) -> Tensor:
+        return (output - target).square().sum()
+
+    outputs, targets = make_model(["cpu"] * 4)(x), numbers(CLASSES)
+    total.reduction = "sum"
+    torch.testing.assert_close(
+        BalancedCriterion(total)(outputs, targets), total(outputs.gather(), targets)
+    )
+
+
+def test_a_weight_of_classes_is_none_of_samples(x):
+    """Where there are as many classes as samples."""
+    outputs = make_model(["cpu"] * 4)(x[:CLASSES])
+    criterion = nn.BCEWithLogitsLoss(weight=WEIGHTS)
+    targets = numbers(CLASSES)[:CLASSES]
+    torch.testing.assert_close(
+        BalancedCriterion(criterion)(outputs, targets), criterion(outputs.gather(), targets)
+    )
+
+
+def test_a_weight_that_is_given_replaces_the_count_of_targets(x):
+    module, targets = linear(CLASSES), classes(ignored=-100)
+    model = BalancedDataParallel(
+        None,
+        ModuleWithLoss(module, nn.CrossEntropyLoss()),
+        ["cpu"] * 2,
+        device_weights=[1, 3],
+        loss_weight=lambda x, target: 1 + len(target) // 10,
+    )
+    losses = [
+        nn.functional.cross_entropy(module(part), target)
+        for part, target in zip(x.split([8, 24]), targets.split([8, 24]), strict=True)
+    ]
+    torch.testing.assert_close(model(x, targets), (losses[0] + 3 * losses[1]) / 4)
+
+
 def test_what_an_output_of_several_devices_is_not(x):
     outputs = make_model(["cpu"] * 2)(x)
     remedy = "it holds one output for each device; compute the loss with BalancedCriterion"

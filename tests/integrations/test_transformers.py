@@ -10,6 +10,7 @@ import torch
 import transformers as hf
 from torch import nn
 from transformers import Trainer, TrainingArguments
+from transformers.training_args import ParallelMode
 
 from balanced_dp import ArgumentError, BalancedDataParallel, ScatterError, emulate_devices
 from balanced_dp.integrations.transformers import (
@@ -203,6 +204,21 @@ def test_labels_that_cannot_be_cut_are_named(tmp_path):
         parallel(torch.zeros(6, 4), labels=labels)
 
 
+@pytest.fixture
+def gathered(monkeypatch) -> list[Any]:
+    """The names, or number, of what a step brought to the output device."""
+    names: list[Any] = []
+    call = BalancedDataParallel.forward
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = call(self, *args, **kwargs)
+        names.append(set(output) if isinstance(output, dict) else len(output))
+        return output
+
+    monkeypatch.setattr(BalancedDataParallel, "forward", forward)
+    return names
+
+
 class Scorer(nn.Module):
     """A model of one's own: neither its labels nor its loss are as usual."""
 
@@ -242,7 +258,7 @@ def squared(logits: Any, target: Any) -> Any:
         (squared, {}),  # of floats each counts, -100 as well
     ],
 )
-def test_labels_and_losses_of_ones_own(loss, options, tmp_path):
+def test_labels_and_losses_of_ones_own(loss, options, gathered, tmp_path):
     trainers = []
     for trainer_class in (Trainer, BalancedTrainer):
         torch.manual_seed(0)
@@ -267,8 +283,46 @@ def test_labels_and_losses_of_ones_own(loss, options, tmp_path):
         split = {} if trainer_class is Trainer else {"gpu0_bsz": 1, "device_ids": FOUR, **options}
         trainers.append(trainer_class(model=Scorer(loss), args=args, train_dataset=data, **split))
     assert_same_training(*trainers, tolerance=1e-5)
+    assert gathered == [1] * 4  # of a tuple the loss
     assert trainers[1].args is not args
     assert args.n_gpu == 0  # the caller's are as they were
+
+
+def test_which_labels_count(tmp_path):
+    trainer = make_trainer(tmp_path)
+    trainer.evaluate()
+    count = trainer.parallel_model.num_labels
+    labels = torch.tensor([[3, -100, 5], [7, 8, -100]])
+    assert count({"labels": labels}) == 2  # GPT-2's loss leaves out the first of each sample
+    assert count({"labels": labels, "shift_labels": labels}) == 4
+    assert count({"labels": labels[0]}) == 2  # one for each sample
+    assert count({"labels": labels.float()}) is None
+    assert count({"labels": [labels]}) is None
+    assert count({}) is None
+
+
+def test_processes_of_a_launch_are_not_wrapped(tmp_path, monkeypatch):
+    monkeypatch.setattr(TrainingArguments, "parallel_mode", ParallelMode.DISTRIBUTED)
+    trainer = make_trainer(tmp_path, device_ids=None)
+    trainer.evaluate()
+    assert trainer.parallel_model is None
+    with pytest.raises(ArgumentError, match="part of a distributed launch"):
+        make_trainer(tmp_path)
+
+
+def test_answers_beyond_the_text_count_nothing(tmp_path):
+    def weight(start_positions: Any, **_: Any) -> Any:
+        return (start_positions < 12).sum()
+
+    trainers = []
+    for make, options in ((alone, {}), (make_trainer, {"loss_weight": weight})):
+        trainer = make(tmp_path, family="bert answers", **options)
+        trainer.args.logging_nan_inf_filter = False
+        beyond = {"start_positions": 99, "end_positions": 99}
+        for index, row in enumerate(trainer.train_dataset):
+            row.update(beyond if index % 2 else {})
+        trainers.append(trainer)
+    assert_same_training(*trainers)
 
 
 @pytest.mark.parametrize(
@@ -342,21 +396,6 @@ def test_a_trainer_of_ones_own_has_the_logits(trainer_class, tmp_path):
 
 
 # What is gathered.
-
-
-@pytest.fixture
-def gathered(monkeypatch) -> list[set[str]]:
-    """The names of what a step of training or evaluation brought to the output device."""
-    names: list[set[str]] = []
-    call = BalancedDataParallel.forward
-
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        output = call(self, *args, **kwargs)
-        names.append(set(output))
-        return output
-
-    monkeypatch.setattr(BalancedDataParallel, "forward", forward)
-    return names
 
 
 def test_logits_gather_only_where_they_are_needed(gathered, tmp_path):
