@@ -43,6 +43,7 @@ def tune(
     sweep: Iterable[int] = (),
     emulate: bool = False,
     gather: bool = True,
+    with_alternative: bool = True,
     on_measurement: OnMeasurement = lambda measurement, num_left: None,
 ) -> Report:
     """Returns the best split of a batch, why it is the best, and what was measured to find it.
@@ -63,7 +64,8 @@ def tune(
         sweep: values of ``gpu0_bsz`` to measure in any case.
         emulate: emulated devices even where there are accelerators.
         gather: whether outputs are gathered and the loss computed on device 0; else each device
-            computes that of its chunk. The report compares the plan with the other way.
+            computes that of its chunk.
+        with_alternative: whether the other way is measured, too, for the report to compare.
         on_measurement: called with each measurement when it is made, and about how many are left.
 
     Raises:
@@ -89,16 +91,21 @@ def tune(
                 capacities,
                 reserve,
                 swept,
-                lambda measured, num_left: on_measurement(measured, num_left + _FEW),
+                lambda measured, num_left: on_measurement(
+                    measured, num_left + _FEW * with_alternative
+                ),
             )
     except InfeasiblePlanError as error:
-        other = "" if capacities is None else alternative(capacities)
+        is_possible = with_alternative and capacities is not None
+        other = alternative(capacities or ()) if is_possible else ""
         if isinstance(other, str) or min(other.plan.headroom_bytes) < 0:
             raise
         where = "computed on each device (gather=False)" if gather else "of gathered outputs"
         raise InfeasiblePlanError(
             f"{error}; with the loss {where} this batch fits, with gpu0_bsz={other.plan.gpu0_bsz}"
         ) from None
+    if not with_alternative:
+        return report
     other = alternative(report.plan.capacity_bytes)
     if isinstance(other, str):
         return replace(report, no_alternative=other)

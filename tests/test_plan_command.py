@@ -45,7 +45,7 @@ def test_the_loss_on_each_device_is_planned():
     done = CliRunner().invoke(app, ["plan", *WIDE, "--memory", "100GiB", "--loss-on-device"])
     told = " ".join(done.stdout.split())
     assert "loss on each device. 512.00 MiB" in told
-    assert ", module=model, gather=False) The fullest is device" in told
+    assert ", module=model, gather=False) criterion = BalancedCriterion(criterion) The" in told
     assert "With the outputs gathered and their loss computed on device 0 and gpu0_bsz=" in told
 
 

@@ -28,8 +28,15 @@ GIB = 2**30
 PLENTY = 1000 * GIB
 
 
-def tuned(workload, batch_size, capacities, **options):
-    return tune(workload, batch_size, capacities=capacities, emulate=True, **options)
+def tuned(workload, batch_size, capacities, *, with_alternative=False, **options):
+    return tune(
+        workload,
+        batch_size,
+        capacities=capacities,
+        emulate=True,
+        with_alternative=with_alternative,
+        **options,
+    )
 
 
 def try_all(workload, batch_size, num_devices):
@@ -151,7 +158,7 @@ def test_what_does_not_fit_says_what_is_lacking():
 
 
 def test_what_no_value_balances_is_told():
-    report = tuned(SMALL["wide_output"](), 2000, [PLENTY] * 4)
+    report = tuned(SMALL["wide_output"](), 2000, [PLENTY] * 4, with_alternative=True)
     plan = report.plan
     [sentence] = plan.advice
     assert sentence.startswith("no value of gpu0_bsz balances this: without any samples device 0")
@@ -162,6 +169,7 @@ def test_what_no_value_balances_is_told():
     assert max(inside.peak_bytes) < 0.5 * max(report.chosen.peak_bytes)
     assert max(inside.peak_bytes) < 1.2 * min(inside.peak_bytes)
     assert tuned(SMALL["loss_inside"](), 64, [PLENTY] * 4).advice == ()
+    assert tuned(SMALL["loss_inside"](), 64, [PLENTY] * 4).alternative is None
 
 
 def test_a_loss_that_is_one_for_the_whole_batch_is_not_advised_on_each_device():
@@ -172,14 +180,14 @@ def test_a_loss_that_is_one_for_the_whole_batch_is_not_advised_on_each_device():
             raise RuntimeError("for device 0 only")
         return workload.loss(output, target)
 
-    report = tuned(replace(workload, loss=loss), 200, [PLENTY] * 2)
+    report = tuned(replace(workload, loss=loss), 200, [PLENTY] * 2, with_alternative=True)
     assert report.alternative is None
     assert report.no_alternative == "RuntimeError: for device 0 only"
     assert len(report.advice) == 1
 
 
 def test_capacities_that_are_not_given_are_what_the_even_split_needs():
-    report = tune(SMALL["char_transformer"](), 24, emulate=True)
+    report = tune(SMALL["char_transformer"](), 24, emulate=True, with_alternative=False)
     assert len(report.plan.chunk_sizes) == 4
     [capacity] = set(report.plan.capacity_bytes)
     assert 0 <= capacity - max(report.even.peak_bytes) < 2**20
@@ -187,7 +195,7 @@ def test_capacities_that_are_not_given_are_what_the_even_split_needs():
 
 
 def test_a_sweep_measures_each_value():
-    report = tune(SMALL["mlp"](), 24, 3, sweep=range(3, 9), emulate=True)
+    report = tune(SMALL["mlp"](), 24, 3, sweep=range(3, 9), emulate=True, with_alternative=False)
     swept = {m.gpu0_bsz for m in report.measurements if m.batch_size == 24}
     assert swept >= set(range(3, 9))
 
@@ -198,7 +206,7 @@ def test_devices_that_are_given_are_measured_on():
     free = tuned(workload, 36, [PLENTY] * 3)
     capacity = (max(free.chosen.peak_bytes) + max(free.even.peak_bytes)) // 2
     with emulate_devices(3, symbolic=True, memory=capacity) as devices:
-        report = tune(workload, 36, list(devices), [capacity] * 3)
+        report = tune(workload, 36, list(devices), [capacity] * 3, with_alternative=False)
     assert {m.status for m in report.measurements} == {"ok", "oom"}
     assert report.chosen.peak_bytes == free.chosen.peak_bytes
     assert report.even.status == "oom"
@@ -206,12 +214,12 @@ def test_devices_that_are_given_are_measured_on():
         emulate_devices(3, symbolic=True, memory=capacity) as devices,
         pytest.raises(InfeasiblePlanError, match="a batch of 360 does not fit: memory ran out"),
     ):
-        tune(workload, 360, list(devices), [capacity] * 3)
+        tune(workload, 360, list(devices), [capacity] * 3, with_alternative=False)
     with (
         emulate_devices(3, symbolic=True, memory="24MiB") as devices,
         pytest.raises(InfeasiblePlanError, match="not even a batch of 1 ran: CUDA out of memory"),
     ):
-        tune(workload, 4, list(devices), [capacity] * 3)
+        tune(workload, 4, list(devices), [capacity] * 3, with_alternative=False)
 
 
 def test_half_precision_is_planned_with():
@@ -265,11 +273,19 @@ def test_what_cannot_be_planned(batch_size, capacities, reserve, message):
         tuned(SMALL["mlp"](), batch_size, capacities, reserve=reserve)
 
 
-def test_measurements_are_told_as_they_come():
+@pytest.mark.parametrize("with_alternative", [False, True])
+def test_measurements_are_told_as_they_come(with_alternative):
     seen = []
-    report = tuned(SMALL["mlp"](), 16, [GIB] * 2, on_measurement=lambda *told: seen.append(told))
+    report = tuned(
+        SMALL["mlp"](),
+        16,
+        [GIB] * 2,
+        with_alternative=with_alternative,
+        on_measurement=lambda *told: seen.append(told),
+    )
     measurements, left = zip(*seen, strict=True)
-    assert measurements == report.measurements
+    assert measurements[: len(report.measurements)] == report.measurements
+    assert (len(measurements) > len(report.measurements)) == with_alternative
     assert list(left) == sorted(left, reverse=True)
 
 
@@ -280,7 +296,9 @@ def test_a_capacity_is_wanted_for_each_device():
 
 def test_gpt2_fits_where_its_loss_is_computed_on_each_device():
     """Gathered, logits fill device 0 whatever its share; left where they are, peaks are level."""
-    report = tuned(BUILT_IN["gpt2-small"](), 32, [11 * 2**30] * 4, gather=False)
+    report = tuned(
+        BUILT_IN["gpt2-small"](), 32, [11 * 2**30] * 4, gather=False, with_alternative=True
+    )
     peaks = report.chosen.peak_bytes
     _, more, _, fewer = report.chosen.chunk_sizes
     sample_bytes = (peaks[1] - peaks[3]) / (more - fewer)
@@ -297,7 +315,7 @@ def test_gpt2_fits_where_its_loss_is_computed_on_each_device():
 def test_a_workload_whose_loss_is_a_module_keeps_it():
     weight = torch.ones(1000)
     workload = replace(SMALL["mlp"](), loss=torch.nn.CrossEntropyLoss(weight=weight))
-    reports = [tuned(workload, 8, [PLENTY] * 2) for _ in range(2)]
+    reports = [tuned(workload, 8, [PLENTY] * 2, with_alternative=True) for _ in range(2)]
     assert workload.loss.weight is weight
     assert reports[0].chosen.peak_bytes == reports[1].chosen.peak_bytes
     assert reports[0].alternative is not None
@@ -307,5 +325,5 @@ def test_only_what_fits_is_recommended():
     workload = SMALL["wide_output"]()
     for gather in (True, False):
         with pytest.raises(InfeasiblePlanError) as raised:
-            tuned(workload, 64, [150 * 2**20] * 4, gather=gather)
+            tuned(workload, 64, [150 * 2**20] * 4, gather=gather, with_alternative=True)
         assert "this batch fits" not in str(raised.value)

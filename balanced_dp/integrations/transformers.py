@@ -117,10 +117,13 @@ class _TrainerParallel(BalancedDataParallel[nn.Module]):
 
 def _shifts_labels(model: Any) -> bool:
     """Returns whether the first label of each sample is no target of the model's own loss."""
+    if hasattr(model, "get_base_model"):  # of peft
+        model = model.get_base_model()
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         return False
-    # Every model has one, which many do not use.
-    uses_it = "loss_function" in inspect.unwrap(model.forward).__code__.co_names
+    # Every model of transformers has a loss_function, which many do not use.
+    code = getattr(inspect.unwrap(model.forward), "__code__", None)
+    uses_it = code is not None and "loss_function" in code.co_names
     return uses_it and getattr(model, "loss_function", None) is ForCausalLMLoss
 
 
