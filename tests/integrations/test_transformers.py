@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -145,6 +147,11 @@ def test_the_number_of_items_is_that_of_the_whole_batch(is_averaged, tmp_path):
     assert_same_training(
         alone(tmp_path, arguments=arguments), make_trainer(tmp_path, arguments=arguments)
     )
+
+
+def test_losses_that_are_told_the_number_of_items_may_be_summed(tmp_path):
+    several = make_trainer(tmp_path, gpu0_bsz=0, scalar_outputs="sum")
+    assert_same_training(alone(tmp_path), several, tolerance=1e-6)
 
 
 def test_a_chunk_of_which_no_label_counts(tmp_path):
@@ -446,7 +453,10 @@ def test_replicas_run_in_the_precision_that_was_asked_for(tmp_path):
     assert set(seen) == {torch.bfloat16}
     torch.testing.assert_close(history(several, "loss"), history(one, "loss"), rtol=1e-2, atol=1e-2)
     seen.clear()
+    logits = []
+    several.preprocess_logits_for_metrics = lambda given, labels: logits.append(given) or given
     predictions = several.predict(several.eval_dataset).predictions
+    assert {given.dtype for given in logits} == {torch.float32}  # as without a wrapper
     assert set(seen) == {torch.bfloat16}
     assert predictions.dtype == np.float32
 
@@ -592,3 +602,13 @@ def test_weights_and_broadcast_reach_the_wrapper(tmp_path):
     trainer.data_collator = lambda rows: {**collate(rows), "position_ids": positions}
     trainer.train()
     assert trainer.parallel_model.chunk_sizes == (1, 1, 1, 2)
+
+
+@pytest.mark.parametrize("package", ["accelerate", "transformers"])
+def test_without_its_packages_it_names_the_extra(package):
+    statements = (
+        f"import sys; sys.modules[{package!r}] = None; import balanced_dp.integrations.transformers"
+    )
+    done = subprocess.run([sys.executable, "-c", statements], capture_output=True, text=True)
+    assert "ImportError: balanced_dp.integrations.transformers needs " + package in done.stderr
+    assert "pip install 'balanced-dp[hf]'" in done.stderr
