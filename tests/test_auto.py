@@ -29,6 +29,7 @@ from balanced_dp.auto import MAX_CHANGES, AutoBalance, Observation
 from balanced_dp.models import CharTransformer
 from balanced_dp.plan import Planner
 
+from .notes import notes_of
 from .small_workloads import SMALL
 from .test_plan import budgets, models
 
@@ -311,9 +312,7 @@ def test_running_out_in_forward_says_that_the_step_may_be_repeated():
         x = torch.zeros(2000, 64)
         with pytest.raises(torch.OutOfMemoryError) as caught:
             model(x)
-        assert "gpu0_bsz='auto' is now 500: the step may be repeated" in str(
-            getattr(caught.value, "__notes__", caught.value)
-        )
+        assert "gpu0_bsz='auto' is now 500: the step may be repeated" in str(notes_of(caught.value))
         del caught
         model(x)
         assert model.chunk_sizes == (500, 1500)
@@ -434,7 +433,7 @@ def test_running_out_in_evaluation_moves_nothing():
         for _ in range(2):
             with torch.no_grad(), pytest.raises(torch.OutOfMemoryError) as caught:
                 model(torch.zeros(60_000, 64))
-            assert "lower the batch size" in str(getattr(caught.value, "__notes__", caught.value))
+            assert "lower the batch size" in str(notes_of(caught.value))
             del caught
             assert model.split(400) == (100, 100, 100, 100)
             model(torch.zeros(400, 64)).sum().backward()

@@ -31,6 +31,7 @@ from balanced_dp import (
 
 from .devices import open_devices
 from .modules import Lambda
+from .notes import notes_of
 
 TOLERANCE = {"rtol": 1e-10, "atol": 1e-10, "equal_nan": True}
 BATCH, WIDTH, CLASSES = 32, 6, 5
@@ -439,7 +440,7 @@ def test_metrics_are_gathered_and_logits_are_not(devices, x):
         outputs.map(accuracy, targets[:3])
     with pytest.raises(ZeroDivisionError) as raised:
         outputs.map(lambda logits: 1 // (len(logits) - 1))
-    assert f"in replica 0 on {devices[0]}, with 1 of the batch's 32" in raised.value.__notes__[0]
+    assert f"in replica 0 on {devices[0]}, with 1 of the batch's 32" in notes_of(raised.value)[0]
     del outputs, predicted, num_right, both, logits, raised
 
 

@@ -19,6 +19,7 @@ from balanced_dp import (
 )
 
 from .modules import Lambda
+from .notes import notes_of
 
 no_accelerator = pytest.mark.skipif(
     torch.accelerator.is_available(), reason="there is an accelerator here"
@@ -367,7 +368,7 @@ def test_an_exception_says_replica_device_and_chunk(emulated, gpu0_bsz):
     size = parallel.split(8)[2]
     with pytest.raises(LookupError, match=r"^no such word") as caught:
         parallel(torch.randn(8, 4))
-    assert caught.value.__notes__ == [
+    assert notes_of(caught.value) == [
         f"in replica {2 - (gpu0_bsz == 0)} on lazy:2, with {size} of the batch's 8 samples"
     ]
 
@@ -384,7 +385,7 @@ def check_out_of_memory(devices, index, chunk):
     module = Lambda(lambda m, x: x.repeat(1, 100), a=nn.Linear(2, 2))
     with pytest.raises(torch.OutOfMemoryError, match=r"^CUDA out of memory\. Tried") as caught:
         wrap(devices, 2, module)(torch.randn(8, 4))
-    assert caught.value.__notes__ == [
+    assert notes_of(caught.value) == [
         f"in replica {index} on lazy:{index}, with {chunk} of the batch's 8 samples",
         "the batch of 8 was split lazy:0: 2, lazy:1: 6. If lazy:0 ran out, lower gpu0_bsz (now "
         "2); if another device did, lower the batch size",

@@ -14,6 +14,8 @@ import torch
 
 from balanced_dp.parallel_apply import add_note, parallel_apply
 
+from .notes import notes_of
+
 CPUS = [torch.device("cpu")] * 3
 
 
@@ -123,7 +125,7 @@ def test_an_exception_is_raised_as_it_is_with_a_note(num_calls, emulated):
         parallel_apply(calls, emulated[:num_calls], describe)
     assert caught.value is error
     assert caught.value.detail == "x"
-    assert caught.value.__notes__ == [f"in replica {num_calls - 1}"]
+    assert notes_of(caught.value) == [f"in replica {num_calls - 1}"]
     assert "fail" in [entry.name for entry in caught.traceback]
 
 
