@@ -56,6 +56,7 @@ ORDER = [
     "tuner.py",
     "__init__.py",
     "integrations/__init__.py",
+    "integrations/trainer_parallel.py",
     "integrations/transformers.py",
     "report/tables.py",
     "report/plots.py",

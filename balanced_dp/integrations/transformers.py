@@ -8,20 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import inspect
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
 try:
-    from accelerate.utils import convert_to_fp32
-    from transformers import Cache, Trainer, TrainerCallback
-    from transformers.loss.loss_utils import ForCausalLMLoss
+    from transformers import Trainer, TrainerCallback
     from transformers.training_args import ParallelMode
-    from transformers.utils.generic import ModelOutput
+
+    from .trainer_parallel import TrainerParallel, shifts_labels_of
 except ImportError as error:  # the library itself needs none of these
     raise ImportError(
         f"balanced_dp.integrations.transformers needs {error.name}, which is part of the extra "
@@ -33,115 +31,7 @@ from ..devices import Device, default_device_type, resolve_devices
 from ..emulation.machine import has_machine
 from ..errors import ArgumentError
 from ..memory.logger import MemoryLogger
-from ..scatter_gather import ScalarOutputs, Weights
-
-_NUM_ITEMS = "num_items_in_batch"
-
-
-class _TrainerParallel(BalancedDataParallel[nn.Module]):
-    """A model as ``Trainer`` calls it: with the batch as keywords, ``labels`` among them.
-
-    A model's loss is the mean over the labels of its chunk that count, or, where it is told
-    ``num_items_in_batch``, their sum divided by that. Both become the batch's if each replica is
-    told its own part of that number, and the losses are averaged by how many labels they are of.
-    """
-
-    label_name = "labels"
-    """What the targets are called."""
-
-    shifts_labels = False
-    """Whether the first label of each sample is no target, as in causal language models."""
-
-    gathers_loss_only = False
-    """Whether outputs but the loss stay where they are."""
-
-    def scatter(
-        self,
-        inputs: tuple[Any, ...],
-        kwargs: dict[str, Any] | None,
-        device_ids: Sequence[int | torch.device],
-        chunk_sizes: Sequence[int] | None = None,
-    ) -> tuple[list[tuple[Any, ...]], list[dict[str, Any]]]:
-        """Returns each device's arguments, with its own ``num_items_in_batch``."""
-        all_inputs, chunks = super().scatter(inputs, kwargs, device_ids, chunk_sizes)
-        counts = [self.num_labels(chunk) for chunk in chunks]
-        if chunks[0].get(_NUM_ITEMS) is None or any(count is None for count in counts):
-            return all_inputs, chunks
-        if self.scalar_outputs != "mean":  # each divides by the whole, and they add up
-            return all_inputs, chunks
-        first, *others = (count.double() for count in counts if count is not None)
-        whole = sum((count.to(first.device) for count in others), first)
-        for chunk, count in zip(chunks, (first, *others), strict=True):
-            total = whole.to(count.device)
-            # Of a batch without labels that count each replica's loss is 0, whatever divides it.
-            share = torch.where(total > 0, count / total, 1.0)
-            chunk[_NUM_ITEMS] = chunk[_NUM_ITEMS] * share
-        return all_inputs, chunks
-
-    def num_labels(self, chunk: Mapping[str, Any]) -> torch.Tensor | None:
-        """Returns how many labels count, as ``Trainer`` does, None where there are none."""
-        if self.loss_weight is not None:
-            return torch.as_tensor(self.loss_weight(**chunk))
-        labels = chunk.get(self.label_name)
-        if isinstance(chunk.get("shift_labels"), torch.Tensor):
-            labels = chunk["shift_labels"]
-        if not isinstance(labels, torch.Tensor) or labels.is_floating_point():
-            return None
-        if "shift_labels" not in chunk and self.shifts_labels and labels.dim() > 1:
-            labels = labels[..., 1:]
-        return labels.ne(-100).sum()
-
-    def gather(
-        self,
-        outputs: Sequence[Any],
-        output_device: int | torch.device | None,
-        weights: Weights | None = None,
-    ) -> Any:
-        """Returns the joined outputs, in float32 as without a wrapper."""
-        wanted = _loss_alone if self.gathers_loss_only else _without_caches
-        outputs = [wanted(output) for output in outputs]
-        joined = super().gather(outputs, output_device, weights)
-        is_autocast = torch.is_autocast_enabled(self.devices[0].type)
-        return convert_to_fp32(joined) if is_autocast else joined
-
-    def _weights(
-        self,
-        inputs: Sequence[tuple[Any, ...]],
-        kwargs: Sequence[dict[str, Any]],
-        chunk_sizes: Sequence[int] | None,
-    ) -> Sequence[float] | None:
-        counts = [self.num_labels(chunk) for chunk in kwargs]
-        known = [count.to(self.devices[0]) for count in counts if count is not None]
-        return torch.stack(known).tolist() if len(known) == len(counts) else chunk_sizes
-
-
-def _shifts_labels(model: Any) -> bool:
-    """Returns whether the first label of each sample is no target of the model's own loss."""
-    if hasattr(model, "get_base_model"):  # of peft
-        model = model.get_base_model()
-    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-        return False
-    # Every model of transformers has a loss_function, which many do not use.
-    code = getattr(inspect.unwrap(model.forward), "__code__", None)
-    uses_it = code is not None and "loss_function" in code.co_names
-    return uses_it and getattr(model, "loss_function", None) is ForCausalLMLoss
-
-
-def _loss_alone(output: Any) -> Any:
-    if isinstance(output, ModelOutput):
-        return type(output)(loss=output["loss"]) if "loss" in output else output
-    if isinstance(output, Mapping):
-        return {"loss": output["loss"]} if "loss" in output else output
-    return output[:1] if isinstance(output, tuple) else output
-
-
-def _without_caches(output: Any) -> Any:
-    """Returns the output without the keys and values of a replica, which the Trainer ignores."""
-    if not isinstance(output, ModelOutput):
-        return output
-    return type(output)(
-        **{name: value for name, value in output.items() if not isinstance(value, Cache)}
-    )
+from ..scatter_gather import ScalarOutputs
 
 
 class BalancedTrainerMixin:
@@ -175,7 +65,8 @@ class BalancedTrainerMixin:
         ArgumentError, ArgumentTypeError: the devices or the split cannot be used.
     """
 
-    # Of the Trainer:
+    # Of the Trainer. It is beside this class and not above it, so that mypy does not know the
+    # methods that super() finds, which the ignored "misc" errors below are.
     args: Any
     model: Any
     accelerator: Any
@@ -201,7 +92,7 @@ class BalancedTrainerMixin:
             "loss_weight": loss_weight,
             "scalar_outputs": scalar_outputs,
         }
-        self._parallel: _TrainerParallel | None = None
+        self._parallel: TrainerParallel | None = None
         super().__init__(*args, **kwargs)
         self._devices = self._choose_devices(device_ids)
         if self._devices:
@@ -251,8 +142,8 @@ class BalancedTrainerMixin:
             wrapped: nn.Module = trainer._wrap_model(model, *args, **kwargs)
         if type(wrapped) is not nn.DataParallel:
             return wrapped
-        self._parallel = _TrainerParallel(module=model, device_ids=self._devices, **self._split)
-        self._parallel.shifts_labels = _shifts_labels(model)
+        self._parallel = TrainerParallel(module=model, device_ids=self._devices, **self._split)
+        self._parallel.shifts_labels = shifts_labels_of(model)
         if len(self.label_names) == 1:
             self._parallel.label_name = self.label_names[0]
         return self._parallel
@@ -324,6 +215,7 @@ class BalancedTrainerMixin:
         return torch.autocast(self.args.device.type, dtype, cache_enabled=cache_enabled)
 
 
+# compute_loss passes on what it does not know by name, and Trainer's names all.
 class BalancedTrainer(BalancedTrainerMixin, Trainer):  # type: ignore[misc]
     """``transformers.Trainer`` with a smaller share of each batch for the first device.
 
