@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import functools
-import weakref
 from collections.abc import Sequence
 from itertools import chain
-from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils.hooks import RemovableHandle
 
 from .auto import AutoBalance, Observation
 from .errors import ArgumentError
 from .memory.peaks import Peaks
+from .optimizer_steps import watch_optimizer_steps
 from .split import split_batch
 
 _PATIENCE = 100
@@ -26,20 +22,6 @@ _PATIENCE = 100
 def smallest_chunk(module: nn.Module) -> int:
     """Returns the fewest samples that a replica trains on: batch norm refuses a single one."""
     return 1 + any(isinstance(child, _BatchNorm) for child in module.modules())
-
-
-_watching: weakref.WeakSet[AutoSplit] = weakref.WeakSet()
-
-
-@functools.cache
-def _watch_optimizers() -> RemovableHandle:
-    """Has every optimizer of torch tell, from now on, when it has made a step."""
-
-    def note_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        for watcher in list(_watching):
-            watcher.note_step(optimizer)
-
-    return register_optimizer_step_post_hook(note_step)
 
 
 class AutoSplit:
@@ -154,8 +136,7 @@ class AutoSplit:
     def _begin_iteration(self, module: nn.Module) -> None:
         assert self.balance is not None
         self._parameter_ids = frozenset(id(p) for p in module.parameters() if p.requires_grad)
-        _watch_optimizers()
-        _watching.add(self)
+        watch_optimizer_steps(self)
         if not self.balance.is_frozen or not self._num_ooms:
             self._num_ooms = self._count_ooms()
         if not self.balance.is_frozen:

@@ -125,9 +125,8 @@ class BalancedCriterion(nn.Module):
             functools.partial(replica, *args, **named)
             for replica, (args, named) in zip(replicas, arguments, strict=True)
         ]
-        losses = parallel_apply(
-            calls, outputs.devices, describe_replicas(outputs.devices, outputs.chunk_sizes)
-        )
+        description = describe_replicas(outputs.devices, outputs.chunk_sizes)
+        losses = parallel_apply(calls, outputs.devices, description, outputs.workers)
         first_state.write_back()
         if is_counting:
             weights = shares_of(replicas, outputs.output_device) or weights

@@ -6,6 +6,7 @@ import functools
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from itertools import chain
 from typing import Any, Literal, TypeVar, cast, get_args
 
@@ -26,9 +27,9 @@ from .losses import (
     warn_of_hidden_counts,
 )
 from .memory.probe import MemoryProbe
-from .parallel_apply import add_note, describe_replicas, parallel_apply
+from .parallel_apply import Workers, add_note, describe_replicas, parallel_apply
 from .per_device import PerDevice
-from .replicate import WrittenState, replicate
+from .replicate import Replicas, Replicator, WrittenState, check_on_device
 from .scatter_gather import ScalarOutputs, Weights, find_batch_size, gather, scatter
 from .split import even_share, split_batch, split_by_weights
 
@@ -170,6 +171,8 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
             self.output_device = self._stock_id(resolve_device(output_device, self._device_type))
         self.chunk_sizes: tuple[int, ...] | None = None
         self._is_split_checked = False
+        self._replicator = Replicator()
+        self._workers = Workers()
         if len(devices) == 1:
             module.to(devices[0])
 
@@ -247,7 +250,6 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         with torch.autograd.profiler.record_function("BalancedDataParallel.forward"):
             if not self.device_ids:
                 return self._forward_where_module_is(inputs, kwargs)
-            _check_on_device(self.module, self.devices[0])
             if len(self.device_ids) == 1:
                 return self._forward_on_one_device(inputs, kwargs)
             batch_size = self._batch_size(inputs, kwargs)
@@ -276,6 +278,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         return self._alone(output, device, self._batch_size(inputs, kwargs))
 
     def _forward_on_one_device(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        check_on_device(chain(self.module.parameters(), self.module.buffers()), self.devices[0])
         scattered_inputs, scattered_kwargs = self.scatter(inputs, kwargs, self.device_ids)
         output = self.module(*scattered_inputs[0], **scattered_kwargs[0])
         if not self.gathers_outputs:
@@ -303,6 +306,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
             dim=self.dim,
             scalar_outputs=self._joined_by(),
             weights=weights,
+            workers=self._workers,
         )
 
     def _forward_in_parallel(
@@ -316,18 +320,62 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         scattered_inputs, scattered_kwargs = self.scatter(inputs, kwargs, device_ids, sizes)
         weights = self._weights(scattered_inputs, scattered_kwargs, sizes)
         replicas = self.replicate(self.module, device_ids)
-        first_state = WrittenState(self.module, replicas[0])
+        # Where the first device runs, its replica has the module's own state.
+        first_state = None if active[0] == 0 else WrittenState(self.module, replicas[0])
         criteria = self._counting_criteria(replicas)
         outputs = self.parallel_apply(
             replicas, scattered_inputs, scattered_kwargs, device_ids, sizes
         )
-        first_state.write_back()
+        if first_state is not None:
+            first_state.write_back()
         if criteria:
             weights = shares_of(criteria, self._device_of(self.output_device)) or weights
+        del first_state, criteria
+        if isinstance(replicas, Replicas):
+            replicas.give_back()
         if self.gathers_outputs:
             return self.gather(outputs, self.output_device, weights)
         devices = [self._device_of(device_id) for device_id in device_ids]
         return self._per_device(outputs, devices, sizes, weights)
+
+    def accumulate(self) -> AbstractContextManager[None]:
+        """Has the passes of a ``with`` block share one broadcast of the weights and one reduction.
+
+        For gradient accumulation: each device adds up the gradients of its own chunks, and when
+        the block ends they are added to those of the parameters, as without it. Until then
+        ``.grad`` holds those of the first device only. The optimizer's step comes after the block.
+
+        What is differentiated by ``torch.autograd.grad`` in the block lacks other devices'
+        gradients; what is with ``create_graph=True`` is complete at once.
+
+        Raises:
+            RuntimeError: on a call in the block, a parameter was changed there.
+
+        Example:
+            >>> model = BalancedDataParallel(1, torch.nn.Linear(4, 1), ["cpu", "cpu"])
+            >>> with model.accumulate():
+            ...     for batch in torch.ones(3, 8, 4):
+            ...         model(batch).mean().backward()
+            >>> model.module.bias.grad
+            tensor([3.])
+        """
+        return self._replicator.copies.accumulate()
+
+    no_sync = accumulate
+    """The name that ``DistributedDataParallel`` has for it."""
+
+    def release_replicas(self) -> None:
+        """Gives back the memory of weights that evaluation keeps on other devices.
+
+        Training does so by itself. After writing to weights through ``.data``, which nobody can
+        see, this has the next call copy them.
+        """
+        self._replicator.release()
+
+    def close(self) -> None:
+        """Ends the threads and gives back what is kept between calls. A later call starts anew."""
+        self._workers.close()
+        self.release_replicas()
 
     # The steps, as in nn.DataParallel; device_ids and chunk_sizes are those of active devices.
 
@@ -358,7 +406,8 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
 
     def replicate(self, module: ModuleT, device_ids: Sequence[int | torch.device]) -> list[ModuleT]:
         """Returns a replica of ``module`` for each device."""
-        return replicate(module, [self._device_of(device_id) for device_id in device_ids])
+        devices = [self._device_of(device_id) for device_id in device_ids]
+        return self._replicator.replicate(module, devices, home=self.devices[0])
 
     def parallel_apply(
         self,
@@ -377,7 +426,8 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
                 replicas, inputs, kwargs, strict=True
             )
         ]
-        return parallel_apply(calls, devices, describe_replicas(devices, chunk_sizes))
+        description = describe_replicas(devices, chunk_sizes)
+        return parallel_apply(calls, devices, description, self._workers)
 
     def gather(
         self,
@@ -486,7 +536,7 @@ def balanced_data_parallel(
     """
     devices = resolve_devices(device_ids, default_device_type())
     if devices:
-        _check_on_device(module, devices[0])
+        check_on_device(chain(module.parameters(), module.buffers()), devices[0])
     if not isinstance(inputs, tuple):
         inputs = () if inputs is None else (inputs,)
     parallel = BalancedDataParallel(gpu0_bsz, module, device_ids, output_device, dim)
@@ -500,13 +550,3 @@ def _stacklevel_of_caller() -> int:
     while frame.f_code.co_filename in internal and frame.f_back is not None:
         level, frame = level + 1, frame.f_back
     return level
-
-
-def _check_on_device(module: nn.Module, device: torch.device) -> None:
-    for tensor in chain(module.parameters(), module.buffers()):
-        if tensor.device != device:
-            raise RuntimeError(
-                "module must have its parameters and buffers "
-                f"on device {device} (device_ids[0]) but found one of "
-                f"them on device: {tensor.device}"
-            )

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,12 +19,15 @@ def parallel_apply(
     calls: Sequence[Callable[[], Any]],
     devices: Sequence[torch.device],
     describe: Callable[[int], str],
+    workers: Workers | None = None,
 ) -> list[Any]:
     """Runs ``calls[i]`` with ``devices[i]`` current and returns the results.
 
-    Each device has a thread, and calls on one device run in it one after another: they share its
-    random number generator, which activation checkpointing rewinds. Calls that are all on one
-    device run in the calling thread.
+    The first device's calls run in the calling thread, those of each other device in a thread of
+    its own, and calls on one device one after another: they share its random number generator,
+    which activation checkpointing rewinds. (Where autograd has one thread for all devices, it
+    begins with what the thread that made the most nodes made last: with the first device, which is
+    to have its gradients before the others' arrive.)
 
     The threads have what torch keeps for each thread of its own as the caller has it: grad mode,
     inference mode, autocast (device type, dtype and cache setting) and the current stream of each
@@ -31,6 +37,7 @@ def parallel_apply(
         calls: what to run.
         devices: one for each call; a device may repeat.
         describe: gives the note that is added to the exception of call ``i``.
+        workers: the threads; without, the call has threads of its own.
 
     Raises:
         BaseException: what the first of the failed calls raised, itself, when all have ended.
@@ -39,30 +46,21 @@ def parallel_apply(
     state = ThreadState.of_caller(devices)
     results: dict[int, Any] = {}
     errors: dict[int, BaseException] = {}
-    indices: dict[torch.device, list[int]] = {}
-    for index, device in enumerate(devices):
-        indices.setdefault(device, []).append(index)
-    if len(indices) == 1:
-        _work(range(len(calls)), calls, devices[0], state, results, errors)
-    else:
-        threads = [
-            threading.Thread(
-                # Each thread runs in its own copy: a context cannot be entered twice at a time.
-                target=contextvars.copy_context().run,
-                args=(_work, on_device, calls, device, state, results, errors),
-                name=f"replicas on {device}",
-            )
-            for device, on_device in indices.items()
-        ]
+    jobs: dict[torch.device, dict[int, Callable[[], Any]]] = {}
+    for index, (device, call) in enumerate(zip(devices, calls, strict=True)):
+        jobs.setdefault(device, {})[index] = call
+    (first, first_job), *others = jobs.items()
+    with _reserved(workers) as threads:
+        futures: list[Future[None]] = []
         try:
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-        except KeyboardInterrupt:  # the replicas still work on the caller's tensors
-            for thread in threads:
-                if thread.ident is not None:  # it has started
-                    thread.join()
+            for device, job in others:
+                work = functools.partial(_work, job, device, state, results, errors)
+                # Each in its own copy: a context cannot be entered twice at a time.
+                futures.append(threads.of(device).submit(contextvars.copy_context().run, work))
+            contextvars.copy_context().run(_work, first_job, first, state, results, errors)
+            wait(futures)
+        except BaseException:  # the replicas still work on the caller's tensors
+            wait(futures)
             raise
     if errors:
         index = min(errors)
@@ -76,24 +74,79 @@ def parallel_apply(
             errors.clear()
             results.clear()
             del error
-    return [results[index] for index in range(len(calls))]
+    outputs = [results[index] for index in range(len(calls))]
+    results.clear()  # a thread may refer to it a moment longer
+    return outputs
 
 
 def _work(
-    indices: Sequence[int],
-    calls: Sequence[Callable[[], Any]],
+    job: dict[int, Callable[[], Any]],
     device: torch.device,
     state: ThreadState,
     results: dict[int, Any],
     errors: dict[int, BaseException],
 ) -> None:
-    for index in indices:
+    try:
+        for index, call in job.items():
+            try:
+                with state.restored(device):
+                    results[index] = call()
+            except BaseException as error:
+                errors[index] = error
+                return
+    finally:
+        job.clear()
+
+
+class Workers:
+    """Threads that wait for calls: one for each device, started when it is first needed.
+
+    They end with :meth:`close`, or when nobody refers to this object any more. A process that was
+    forked starts its own.
+    """
+
+    def __init__(self) -> None:
+        self._executors: dict[torch.device, ThreadPoolExecutor] = {}
+        self._pid = os.getpid()
+        self.in_use = threading.Lock()
+        """Held by the call that uses them."""
+
+    def __reduce__(self) -> tuple[type[Workers], tuple[()]]:
+        return Workers, ()  # a copy of the model has its own
+
+    def of(self, device: torch.device) -> ThreadPoolExecutor:
+        """Returns the thread of a device.
+
+        Always the same one: torch keeps library handles, and their memory, for each of a device's
+        threads.
+        """
+        if self._pid != os.getpid():  # forked, without the threads
+            self._executors, self._pid = {}, os.getpid()
+        if device not in self._executors:
+            self._executors[device] = ThreadPoolExecutor(1, f"replicas on {device}")
+        return self._executors[device]
+
+    def close(self) -> None:
+        """Ends the threads. A later call starts new ones."""
+        while self._executors:
+            _, executor = self._executors.popitem()
+            executor.shutdown()
+
+
+@contextlib.contextmanager
+def _reserved(workers: Workers | None) -> Iterator[Workers]:
+    """Gives threads that no other call uses: ``workers``, unless one does."""
+    if workers is not None and workers.in_use.acquire(blocking=False):
         try:
-            with state.restored(device):
-                results[index] = calls[index]()
-        except BaseException as error:
-            errors[index] = error
-            return
+            yield workers
+        finally:
+            workers.in_use.release()
+    else:
+        own = Workers()
+        try:
+            yield own
+        finally:
+            own.close()
 
 
 def describe_replicas(

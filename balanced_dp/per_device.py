@@ -9,7 +9,7 @@ from typing import Any, overload
 import torch
 
 from .arguments import named_arguments
-from .parallel_apply import describe_replicas, parallel_apply
+from .parallel_apply import Workers, describe_replicas, parallel_apply
 from .scatter_gather import ScalarOutputs, Weights, gather, scatter
 
 _REMEDY = (
@@ -31,12 +31,14 @@ class PerDevice(Sequence[Any]):
         dim: the batch dimension.
         scalar_outputs: what :meth:`gather` makes of 0-dim outputs.
         weights: those of their mean; None for ``chunk_sizes``.
+        workers: the threads of the model, for what is computed next.
 
     Attributes:
         devices: the device of each output.
         chunk_sizes: how many samples each had; None where nothing was cut.
         output_device: where results are joined.
         dim: the batch dimension.
+        workers: the threads of the model.
 
     Raises:
         ScatterError, GatherError: its methods, where arguments cannot be cut or results not joined.
@@ -61,12 +63,14 @@ class PerDevice(Sequence[Any]):
         dim: int = 0,
         scalar_outputs: ScalarOutputs = "mean",
         weights: Weights | None = None,
+        workers: Workers | None = None,
     ) -> None:
         self._outputs = tuple(outputs)
         self.devices = tuple(devices)
         self.chunk_sizes = None if chunk_sizes is None else tuple(chunk_sizes)
         self.output_device = output_device
         self.dim = dim
+        self.workers = workers
         self._scalar_outputs: ScalarOutputs = scalar_outputs
         self._weights = chunk_sizes if weights is None else weights
 
@@ -137,7 +141,6 @@ class PerDevice(Sequence[Any]):
             )
             for output, chunk in zip(self, chunks, strict=True)
         ]
-        results = parallel_apply(
-            calls, self.devices, describe_replicas(self.devices, self.chunk_sizes)
-        )
+        description = describe_replicas(self.devices, self.chunk_sizes)
+        results = parallel_apply(calls, self.devices, description, self.workers)
         return gather(results, self.output_device, self.dim, scalar_outputs, self.chunk_sizes)

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import functools
+import operator
+import sys
 import types
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
 
+from .buckets import copy_to, fill_buckets
+from .parameter_copies import ParameterCopies
 from .scatter_gather import move
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_DICTIONARIES = ("_modules", "_parameters", "_buffers", *_HOOKS)
 
 
 def replicate(network: ModuleT, devices: Sequence[torch.device]) -> list[ModuleT]:
@@ -27,9 +34,9 @@ def replicate(network: ModuleT, devices: Sequence[torch.device]) -> list[ModuleT
     say) are bound to the replica; and a parameter that was not used gets no gradient rather than
     zeros.
 
-    Parameters are copied differentiably, so backward adds each replica's gradient to the
-    parameter's as soon as it is there. The first replica shares the buffers that are on its
-    device, so that in-place updates are kept; every other replica has copies of its own.
+    Parameters are copied differentiably, so backward adds each replica's gradients to the
+    parameters' as soon as a bucket of them is there. The first replica shares the buffers that are
+    on its device, so that in-place updates are kept; every other replica has copies of its own.
 
     Args:
         network: the module; its parameters and buffers are on one device.
@@ -38,44 +45,94 @@ def replicate(network: ModuleT, devices: Sequence[torch.device]) -> list[ModuleT
     Raises:
         RuntimeError: ``network`` holds lazy modules, scripted ones or compiled ones.
     """
-    modules = list(network.modules())
-    for module in modules:
-        _check_replicable(module)
-    parameters = {
-        device: {p: _on_device(p, device) for p in network.parameters()}
-        for device in dict.fromkeys(devices)
-    }
-    return [
-        _replica(
-            modules,
-            parameters[device],
-            {b: move(b, device, copy=index > 0) for b in network.buffers()},
+    return Replicator().replicate(network, devices)
+
+
+class Replicator:
+    """Makes replicas for one call after the other, and uses again what did not change.
+
+    Attributes:
+        copies: the parameters on other devices.
+    """
+
+    def __init__(self) -> None:
+        self.copies = ParameterCopies()
+        self._blueprint: _Blueprint | None = None
+
+    def __reduce__(self) -> tuple[type[Replicator], tuple[()]]:
+        return Replicator, ()  # a copy of the model makes its own
+
+    def replicate(
+        self,
+        network: ModuleT,
+        devices: Sequence[torch.device],
+        home: torch.device | None = None,
+    ) -> Replicas[ModuleT]:
+        """Returns one replica for each device; see :func:`replicate`.
+
+        Args:
+            network: the module.
+            devices: where the replicas go.
+            home: where its parameters and buffers must be.
+
+        Raises:
+            RuntimeError: one of them is elsewhere, or the module cannot be replicated.
+        """
+        blueprint = self._blueprint
+        if blueprint is None or not blueprint.is_of(network):
+            self._blueprint = blueprint = _Blueprint(network)
+        if home is not None:
+            check_on_device(chain(blueprint.parameters, blueprint.buffers), home)
+        parameters = self.copies.on(devices, blueprint.parameters)
+        return Replicas(
+            blueprint,
+            [
+                blueprint.replica(parameters[d], _buffers_on(d, blueprint.buffers, shared=i == 0))
+                for i, d in enumerate(devices)
+            ],
         )
-        for index, device in enumerate(devices)
+
+    def release(self) -> None:
+        """Gives up all that is kept for the next call."""
+        self.copies.release()
+        self._blueprint = None
+
+
+def check_on_device(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
+    """Raises RuntimeError, in the words of ``nn.DataParallel``, where a tensor is elsewhere."""
+    for tensor in tensors:
+        if tensor.device != device:
+            raise RuntimeError(
+                "module must have its parameters and buffers "
+                f"on device {device} (device_ids[0]) but found one of "
+                f"them on device: {tensor.device}"
+            )
+
+
+class Replicas(list[ModuleT]):
+    """The replicas of one call."""
+
+    def __init__(self, blueprint: _Blueprint, replicas: Sequence[_Replica]) -> None:
+        super().__init__(replica.root for replica in replicas)
+        self._blueprint = blueprint
+        self._replicas = list(replicas)
+
+    def give_back(self) -> None:
+        """Lets the next call use what nobody else refers to. The list is empty afterwards."""
+        self.clear()
+        while self._replicas:
+            self._blueprint.take_back(self._replicas.pop())
+
+
+def _buffers_on(
+    device: torch.device, buffers: Sequence[torch.Tensor], shared: bool
+) -> Sequence[torch.Tensor]:
+    """Returns buffers of a replica: copies of its own, unless they are there and may be shared."""
+    to_copy = [
+        i for i, b in enumerate(buffers) if not (b.requires_grad or (shared and b.device == device))
     ]
-
-
-def _on_device(parameter: nn.Parameter, device: torch.device) -> torch.Tensor:
-    if parameter.device == device:
-        return parameter
-    copy: torch.Tensor = CopyTo.apply(parameter, device)  # type: ignore[no-untyped-call]
-    return copy
-
-
-class CopyTo(torch.autograd.Function):
-    """``Tensor.to(device)`` whose gradient may be sparse, which that of ``to`` may not."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """Returns a copy on ``device``."""
-        ctx.device = tensor.device
-        ctx.set_materialize_grads(False)  # what was not used gets no gradient
-        return move(tensor, device)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
-        """Returns the gradient on the tensor's own device."""
-        return None if grad is None else grad.to(ctx.device), None
+    copies = copy_to([device], buffers, fill_buckets(buffers, to_copy))[device]
+    return [move(copy, device, copy=not shared) if copy.requires_grad else copy for copy in copies]
 
 
 class WrittenState:
@@ -118,6 +175,183 @@ def _is_expanded(tensor: torch.Tensor) -> bool:
     )
 
 
+class _Blueprint:
+    """What all replicas of a module have in common, and those that wait for another call."""
+
+    def __init__(self, network: nn.Module) -> None:
+        self._modules = _Slots("_modules", [network])
+        self._parameters = _Slots("_parameters")
+        self._buffers = _Slots("_buffers")
+        for index, module in enumerate(self._modules.values):  # which grow on the way
+            _check_replicable(module)
+            for slots in (self._modules, self._parameters, self._buffers):
+                slots.add(index, module.__dict__[slots.kind])
+        self._contents = _contents(self._modules.values)
+        self._waiting: list[_Replica] = []
+
+    @property
+    def parameters(self) -> list[torch.Tensor]:
+        """The parameters, each once."""
+        return self._parameters.values
+
+    @property
+    def buffers(self) -> list[torch.Tensor]:
+        """The buffers, each once."""
+        return self._buffers.values
+
+    def is_of(self, network: nn.Module) -> bool:
+        """Returns whether ``network`` holds what it held, to the last attribute."""
+        if self._modules.values[0] is not network:
+            return False
+        *before, values_before = self._contents
+        *now, values_now = _contents(self._modules.values)
+        return before == now and all(map(operator.is_, values_before, values_now))
+
+    def replica(
+        self, parameters: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor]
+    ) -> _Replica:
+        """Returns a replica that has these parameters and buffers."""
+        try:
+            replica = self._waiting.pop()
+        except IndexError:
+            replica = _Replica(self._modules, self._parameters, self._buffers)
+        replica.begin(parameters, buffers)
+        return replica
+
+    def take_back(self, replica: _Replica) -> None:
+        """Keeps a replica for another call, if it may be used again."""
+        if replica.may_be_used_again():
+            replica.end()
+            self._waiting.append(replica)
+
+
+def _contents(modules: Sequence[nn.Module]) -> tuple[list[type], list[int], list[str], list[Any]]:
+    """Returns all that modules hold: their types, and the sizes, keys and values of dictionaries.
+
+    The values are to be compared by identity: not all of them know equality.
+    """
+    own = [module.__dict__ for module in modules]
+    dictionaries = [*own, *chain.from_iterable(map(operator.itemgetter(*_DICTIONARIES), own))]
+    filled = list(filter(None, dictionaries))
+    return (
+        list(map(type, modules)),
+        list(map(len, dictionaries)),
+        list(chain.from_iterable(filled)),
+        list(chain.from_iterable([dictionary.values() for dictionary in filled])),
+    )
+
+
+class _Slots:
+    """All submodules, parameters or buffers, each once, and who has which by which name."""
+
+    def __init__(
+        self, kind: Literal["_modules", "_parameters", "_buffers"], values: Iterable[Any] = ()
+    ) -> None:
+        self.kind = kind
+        self.values = list(values)
+        self._positions = {id(value): position for position, value in enumerate(self.values)}
+        self._slots: list[tuple[int, str, int]] = []  # index of the module, name, position
+
+    def add(self, index: int, members: Mapping[str, Any]) -> None:
+        """Adds the members of the module of that index."""
+        for name, value in members.items():
+            if value is not None:
+                position = self._positions.setdefault(id(value), len(self.values))
+                if position == len(self.values):
+                    self.values.append(value)
+                self._slots.append((index, name, position))
+
+    def of(
+        self, attributes: Sequence[Mapping[str, dict[str, Any]]]
+    ) -> list[tuple[dict[str, Any], str, int]]:
+        """Returns dictionary, name and position of each member, in the attributes of a replica.
+
+        ``Module.__setattr__``, which would find the dictionary, takes nothing but an
+        ``nn.Parameter`` for a parameter.
+        """
+        return [(attributes[i][self.kind], name, position) for i, name, position in self._slots]
+
+
+class _Replica:
+    """The modules of a replica, which another call may use once nobody else refers to them."""
+
+    def __init__(self, originals: _Slots, parameters: _Slots, buffers: _Slots) -> None:
+        self.modules: list[nn.Module] = list(map(_shallow_copy, originals.values))
+        for members, name, position in originals.of([copy.__dict__ for copy in self.modules]):
+            members[name] = self.modules[position]
+        has_bound = _bind(originals.values, self.modules)
+        self._is_reusable = not has_bound and all(map(_is_copied_as_stock, originals.values))
+        self._types = list(map(type, self.modules))
+        # The modules get copies of these, with the same dictionaries of members.
+        self._attributes = [copy.__dict__.copy() for copy in self.modules]
+        self._parameters = parameters.of(self._attributes)
+        self._buffers = buffers.of(self._attributes)
+        self._tensors = [a[kind] for a in self._attributes for kind in ("_parameters", "_buffers")]
+        self._children = [a["_modules"] for a in self._attributes]
+        self._members = self._all_members()
+        self._num_references = list(map(sys.getrefcount, self.modules))
+
+    @property
+    def root(self) -> Any:
+        """The replica of the network itself."""
+        return self.modules[0]
+
+    def begin(self, parameters: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor]) -> None:
+        """Gives the modules their attributes, and these parameters and buffers."""
+        for module, attributes in zip(self.modules, self._attributes, strict=True):
+            object.__setattr__(module, "__dict__", attributes.copy())
+        for members, name, position in self._parameters:
+            members[name] = parameters[position]
+        for members, name, position in self._buffers:
+            members[name] = buffers[position]
+
+    def may_be_used_again(self) -> bool:
+        """Returns whether its modules are nobody else's, and have the members they had.
+
+        Activation checkpointing, for one, keeps modules to call them in backward.
+        """
+        return (
+            self._is_reusable
+            and list(map(sys.getrefcount, self.modules)) == self._num_references
+            and self._all_members() == self._members
+        )
+
+    def _all_members(self) -> tuple[list[str], list[str], list[Any]]:
+        """Returns the names of parameters and buffers, those of children, and the children."""
+        return (
+            list(chain.from_iterable(self._tensors)),
+            list(chain.from_iterable(self._children)),
+            list(chain.from_iterable([members.values() for members in self._children])),
+        )
+
+    def end(self) -> None:
+        """Takes all away, with what the call has left there."""
+        for module, kind in zip(self.modules, self._types, strict=True):
+            object.__setattr__(module, "__dict__", {})
+            if type(module) is not kind:
+                module.__class__ = kind
+        for members, name, _ in chain(self._parameters, self._buffers):
+            members[name] = None
+
+
+def _shallow_copy(module: nn.Module) -> nn.Module:
+    if not _is_copied_as_stock(module):
+        replica: nn.Module = module._replicate_for_data_parallel()
+        replica._parameters = module._parameters.copy()
+        return replica
+    copy: nn.Module = type(module).__new__(type(module))
+    attributes = module.__dict__ | {"_is_replica": True}
+    for kind in ("_modules", "_parameters", "_buffers"):
+        attributes[kind] = attributes[kind].copy()
+    object.__setattr__(copy, "__dict__", attributes)  # Module.__setattr__ takes its time
+    return copy
+
+
+def _is_copied_as_stock(module: nn.Module) -> bool:
+    stock = nn.Module._replicate_for_data_parallel
+    return type(module)._replicate_for_data_parallel is stock
+
+
 def _check_replicable(module: nn.Module) -> None:
     if isinstance(module, torch.jit.ScriptModule):
         raise RuntimeError(
@@ -132,56 +366,49 @@ def _check_replicable(module: nn.Module) -> None:
         )
 
 
-def _replica(
-    modules: Sequence[nn.Module],
-    parameters: Mapping[nn.Parameter, torch.Tensor],
-    buffers: Mapping[torch.Tensor, torch.Tensor],
-) -> Any:
-    copies = {module: module._replicate_for_data_parallel() for module in modules}
-    references = {module: weakref.ref(copy) for module, copy in copies.items()}
-    for module, copy in copies.items():
-        # Into the dictionaries: Module.__setattr__ takes nothing but an nn.Parameter for one.
-        for name, child in module._modules.items():
-            copy._modules[name] = None if child is None else copies[child]
-        for name, parameter in module._parameters.items():
-            copy._parameters[name] = None if parameter is None else parameters[parameter]
-        for name, buffer in module._buffers.items():
-            copy._buffers[name] = None if buffer is None else buffers[buffer]
-        _bind_methods(module, copy, references)
-        _bind_hooks(copy, references)
-    return copies[modules[0]]
-
-
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 # The replicas of modules. A strong reference from within a replica would make a cycle, and the
 # replica's memory would wait for the garbage collector.
 _References = Mapping[nn.Module, "weakref.ref[nn.Module]"]
 
 
-def _bind_methods(module: nn.Module, copy: nn.Module, references: _References) -> None:
-    """Binds to the replica what the module keeps in its own dictionary and was bound to modules."""
+def _bind(modules: Sequence[nn.Module], copies: Sequence[nn.Module]) -> bool:
+    """Binds to the replica what was bound to the modules; returns whether anything was."""
+    references = {m: weakref.ref(copy) for m, copy in zip(modules, copies, strict=True)}
+    bound = [
+        _bind_methods(module, copy, references) | _bind_hooks(copy, references)
+        for module, copy in zip(modules, copies, strict=True)
+    ]
+    return any(bound)
+
+
+def _bind_methods(module: nn.Module, copy: nn.Module, references: _References) -> bool:
+    """Binds what the module keeps in its own dictionary."""
     bound: dict[str, Any] = {
         name: _Rebound(value, references)
         for name, value in module.__dict__.items()
         if _is_bound(value, references)
     }
     if not bound:
-        return
+        return False
     for name in bound:
         del copy.__dict__[name]
     kind = type(copy)
     bound |= {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
     copy.__class__ = types.new_class(kind.__name__, (kind,), exec_body=lambda ns: ns.update(bound))
+    return True
 
 
-def _bind_hooks(copy: nn.Module, references: _References) -> None:
+def _bind_hooks(copy: nn.Module, references: _References) -> bool:
+    has_bound = False
     for name in _HOOKS:
         hooks = copy.__dict__[name]
         if any(_is_bound(hook, references) for hook in hooks.values()):
+            has_bound = True
             copy.__dict__[name] = OrderedDict(
                 (key, _Rebound(hook, references) if _is_bound(hook, references) else hook)
                 for key, hook in hooks.items()
             )
+    return has_bound
 
 
 def _is_bound(value: Any, references: _References) -> bool:

@@ -9,6 +9,7 @@ from itertools import accumulate
 from typing import Any, Literal
 
 import torch
+from torch.nn.parallel._functions import Scatter
 from torch.nn.utils.rnn import PackedSequence
 
 from . import containers
@@ -58,7 +59,8 @@ def scatter(
 
     Tensors of batch size along ``dim`` are cut; 0-dim tensors and those named in ``broadcast`` go
     whole to each device; what is not a tensor is passed on, its containers as shallow copies. A
-    tensor goes straight from where it is to each device.
+    tensor goes straight from where it is to each device. A chunk that is there already is a view
+    if that keeps no more memory than the chunks do, else a copy.
 
     Args:
         inputs: the arguments of the call and their names.
@@ -109,13 +111,25 @@ class _Cut:
             raise ScatterError(f"{fact}; {remedy}")
         return [move(part, device) for part, device in zip(parts, self.devices, strict=True)]
 
-    def _parts(self, tensor: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
+    def _parts(self, tensor: torch.Tensor, sizes: Sequence[int]) -> Sequence[torch.Tensor]:
+        types = {device.type for device in self.devices}
+        if tensor.device.type == "cpu" and types == {"cuda"}:
+            # In streams of their own, so that what is queued already does not hold them up.
+            on_devices: Sequence[torch.Tensor]
+            indices = [device.index for device in self.devices]
+            on_devices = Scatter.apply(indices, list(sizes), self.dim, tensor)
+            return on_devices
         parts = list(tensor.split(list(sizes), self.dim))
-        if tensor.requires_grad:
+        staying = [i for i, device in enumerate(self.devices) if device == tensor.device]
+        if tensor.untyped_storage().nbytes() > sum(parts[i].nbytes for i in staying):
+            # As views they would keep the whole batch there for as long as autograd needs them.
+            for i in staying:
+                parts[i] = move(parts[i], tensor.device, copy=True)
+        elif tensor.requires_grad:
             # One of several views of a call cannot be written in place, and a module may begin so.
-            for index, start in enumerate(accumulate(sizes[:-1], initial=0)):
-                if self.devices[index] == tensor.device:
-                    parts[index] = tensor.narrow(self.dim, start, sizes[index])
+            starts = list(accumulate(sizes, initial=0))
+            for i in staying:
+                parts[i] = tensor.narrow(self.dim, starts[i], sizes[i])
         return parts
 
 

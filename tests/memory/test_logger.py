@@ -32,7 +32,7 @@ def write_steps(num_steps, every, writer, write=None):
         model = BalancedDataParallel(1, nn.Linear(100, 50).to(devices[0]))
         logger = MemoryLogger(model, write or writer, every=every)
         for step in range(num_steps):
-            model(torch.randn(10 * (step + 1), 100)).sum().backward()
+            model(torch.randn(100 * (step + 1), 100)).sum().backward()
             logger.step()
         peaks = [torch.lazy.max_memory_allocated(device) for device in devices]
         del model, logger
