@@ -11,11 +11,11 @@ from torch.nn.parallel import comm
 
 from .scatter_gather import move
 
-SMALLEST_BUCKET_BYTES = 2**17
-"""Copying as many between devices takes about as long as beginning to (5 us at 25 GB/s)."""
+BUCKET_BYTES = 25 * 2**20
+"""What a bucket holds at most, unless it is a single tensor.
 
-LARGEST_BUCKET_BYTES = 25 * 2**20
-"""Source: ``bucket_cap_mb`` of torch 2.13's ``DistributedDataParallel``."""
+Source: ``bucket_cap_mb`` of torch 2.13's ``DistributedDataParallel``.
+"""
 
 Copies = Mapping[torch.device, Sequence[torch.Tensor]]
 """For each device, copies of the same tensors in the same order."""
@@ -24,16 +24,15 @@ Copies = Mapping[torch.device, Sequence[torch.Tensor]]
 def fill_buckets(tensors: Sequence[torch.Tensor], order: Iterable[int]) -> list[list[int]]:
     """Returns the positions of the tensors of each bucket.
 
-    The tensors of a bucket are alike in device, dtype and ``requires_grad``, and are an eighth of
-    all together, within the limits above. One whose memory is not its elements in order has a
-    bucket of its own, and so has one that is larger.
+    The tensors of a bucket are alike in device, dtype and ``requires_grad``, and at most an eighth
+    of all. One whose memory is not its elements in order has a bucket of its own, and so has one
+    that is larger.
 
     Args:
         tensors: what is to be sent.
         order: positions, in the order in which they go into buckets.
     """
-    eighth = sum(tensor.nbytes for tensor in tensors) // 8
-    bucket_bytes = min(max(eighth, SMALLEST_BUCKET_BYTES), LARGEST_BUCKET_BYTES)
+    bucket_bytes = min(sum(tensor.nbytes for tensor in tensors) // 8, BUCKET_BYTES)
     buckets: list[list[int]] = []
     filling: dict[Any, list[int]] = {}
     free_bytes: dict[Any, int] = {}
@@ -53,67 +52,71 @@ def fill_buckets(tensors: Sequence[torch.Tensor], order: Iterable[int]) -> list[
 
 
 def copy_to(
-    devices: Sequence[torch.device],
-    tensors: Sequence[torch.Tensor],
-    buckets: Iterable[Sequence[int]],
+    devices: Sequence[torch.device], tensors: Sequence[torch.Tensor]
 ) -> dict[torch.device, list[torch.Tensor]]:
-    """Returns copies of the tensors on each device, none of which is theirs.
+    """Returns copies of the tensors on each device, in order, none of which is theirs.
+
+    Between CUDA devices they travel in few pieces, by NCCL where torch has it.
 
     Args:
         devices: where the copies go; none twice.
-        tensors: those of a bucket are on one device.
-        buckets: the positions of those that travel together.
+        tensors: what is to be copied; differentiably, unless gradients are off.
     """
+    is_recorded = torch.is_grad_enabled()
+    together = [
+        i
+        for i, tensor in enumerate(tensors)
+        if _is_between_gpus(tensor, devices)
+        and _is_plain(tensor)
+        and not (tensor.is_complex() or (is_recorded and tensor.requires_grad))
+    ]
     copies = {device: list(tensors) for device in devices}
-    for positions in buckets:
-        sent = _send([tensors[position] for position in positions], devices)
-        for device, parts in zip(devices, sent, strict=True):
-            for position, part in zip(positions, parts, strict=True):
-                copies[device][position] = part
+    if together:
+        everywhere = [tensors[together[0]].device, *devices]
+        sent = comm.broadcast_coalesced([tensors[i] for i in together], everywhere, BUCKET_BYTES)
+        for device, parts in zip(devices, sent[1:], strict=True):
+            for i, part in zip(together, parts, strict=True):
+                copies[device][i] = part
+    alone = sorted(set(range(len(tensors))).difference(together))
+    for device in devices:
+        for i in alone:
+            copies[device][i] = move(tensors[i], device, copy=True)
     return copies
 
 
 def bring_to(
     device: torch.device, gradients: Sequence[torch.Tensor | None]
 ) -> list[torch.Tensor | None]:
-    """Returns the gradients of a bucket on ``device``, dense ones in one piece."""
-    is_dense = [g is not None and g.layout is torch.strided for g in gradients]
-    dense = [g for g in gradients if g is not None and g.layout is torch.strided]
-    parts = iter(_send(dense, [device])[0] if dense else ())
+    """Returns the gradients of a bucket on ``device``. Differentiable.
+
+    Between CUDA devices dense ones travel in one piece.
+    """
+    together = [g for g in gradients if g is not None and _is_between_gpus(g, [device])]
+    arrived = dict(zip(map(id, together), in_one_piece(together, device), strict=True))
     return [
-        next(parts) if is_dense else None if g is None else move(g, device)
-        for g, is_dense in zip(gradients, is_dense, strict=True)
+        None if g is None else arrived[id(g)] if id(g) in arrived else move(g, device)
+        for g in gradients
     ]
+
+
+def in_one_piece(tensors: Sequence[torch.Tensor], device: torch.device) -> Sequence[torch.Tensor]:
+    """Returns the dense tensors, alike in dtype, on ``device``; they share memory there."""
+    if len(tensors) < 2:
+        return [move(tensor, device) for tensor in tensors]
+    flat = move(_flatten_dense_tensors(tensors), device)
+    parts: Sequence[torch.Tensor] = _unflatten_dense_tensors(flat, tensors)
+    if torch.is_grad_enabled():
+        return parts
+    # They are tensors of their own: what is written to one leaves the version of others alone.
+    return [part.data for part in parts]
+
+
+def _is_between_gpus(tensor: torch.Tensor, devices: Sequence[torch.device]) -> bool:
+    types = {tensor.device.type, *(device.type for device in devices)}
+    is_dense = tensor.layout is torch.strided and not hasattr(tensor, "__tensor_flatten__")
+    return types == {"cuda"} and tensor.device not in devices and is_dense
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
     is_wrapper = hasattr(tensor, "__tensor_flatten__")
     return tensor.layout is torch.strided and tensor.is_contiguous() and not is_wrapper
-
-
-def _send(
-    tensors: Sequence[torch.Tensor], devices: Sequence[torch.device]
-) -> list[Sequence[torch.Tensor]]:
-    if len(tensors) == 1:
-        return [[copy] for copy in _send_one(tensors[0], devices, copy=True)]
-    flat = _flatten_dense_tensors(tensors)
-    return [_parts(arrived, tensors) for arrived in _send_one(flat, devices)]
-
-
-def _send_one(
-    tensor: torch.Tensor, devices: Sequence[torch.device], copy: bool = False
-) -> Sequence[torch.Tensor]:
-    types = {tensor.device.type, *(device.type for device in devices)}
-    if len(devices) > 1 and types == {"cuda"} and _is_plain(tensor) and not tensor.is_complex():
-        everywhere: Sequence[torch.Tensor]
-        everywhere = comm.broadcast(tensor, [tensor.device, *devices])  # by NCCL, where it can
-        return everywhere[1:]
-    return [move(tensor, device, copy) for device in devices]
-
-
-def _parts(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    parts: Sequence[torch.Tensor] = _unflatten_dense_tensors(flat, like)
-    if torch.is_grad_enabled():
-        return parts
-    # They are tensors of their own: what is written to one leaves the version of others alone.
-    return [part.data for part in parts]

@@ -100,8 +100,7 @@ class ParameterCopies:
         missing = [d for d, k in kept.items() if k is None or len(k.copies) != len(parameters)]
         stamps = [_stamp(p) for p in parameters]
         if missing:
-            buckets = fill_buckets(parameters, range(len(parameters)))
-            for device, copies in copy_to(missing, parameters, buckets).items():
+            for device, copies in copy_to(missing, parameters).items():
                 self._kept[device] = _Kept(device, copies, parameters, stamps)
             self._watch(parameters)
         for device in away:
@@ -131,7 +130,7 @@ class ParameterCopies:
         """Returns copies, and for each bucket the nodes that bring its gradients back."""
         buckets = fill_buckets(parameters, reversed(range(len(parameters))))
         with torch.no_grad():
-            copies = copy_to(away, parameters, buckets)
+            copies = copy_to(away, parameters)
         nodes: list[list[Any]] = []
         for bucket in buckets:
             originals = [parameters[i] for i in bucket]

@@ -15,9 +15,8 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import nn
 
-from .buckets import copy_to, fill_buckets
+from .buckets import copy_to
 from .parameter_copies import ParameterCopies
-from .scatter_gather import move
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -128,11 +127,11 @@ def _buffers_on(
     device: torch.device, buffers: Sequence[torch.Tensor], shared: bool
 ) -> Sequence[torch.Tensor]:
     """Returns buffers of a replica: copies of its own, unless they are there and may be shared."""
-    to_copy = [
-        i for i, b in enumerate(buffers) if not (b.requires_grad or (shared and b.device == device))
-    ]
-    copies = copy_to([device], buffers, fill_buckets(buffers, to_copy))[device]
-    return [move(copy, device, copy=not shared) if copy.requires_grad else copy for copy in copies]
+    if shared and all(buffer.device == device for buffer in buffers):
+        return buffers
+    copies = copy_to([device], buffers)[device]
+    pairs = zip(buffers, copies, strict=True)
+    return [b if shared and b.device == device else copy for b, copy in pairs]
 
 
 class WrittenState:

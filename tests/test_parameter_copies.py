@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
 
-from balanced_dp import BalancedCriterion, BalancedDataParallel, emulate_devices
+from balanced_dp import BalancedCriterion, BalancedDataParallel, emulate_devices, parameter_copies
 from balanced_dp import buckets as buckets_of
 from balanced_dp.emulation.machine import current_machine
 from balanced_dp.workloads import gpt2_small
@@ -293,10 +293,10 @@ def test_every_tensor_is_in_one_bucket(sizes, random):
     random.shuffle(order)
     filled = buckets_of.fill_buckets(tensors, order)
     assert sorted(i for bucket in filled for i in bucket) == sorted(order)
-    limit = max(buckets_of.SMALLEST_BUCKET_BYTES, 4 * sum(sizes) // 8)
+    limit = min(buckets_of.BUCKET_BYTES, 4 * sum(sizes) // 8)
     for bucket in filled:
         num_bytes = sum(4 * sizes[i] for i in bucket)
-        assert len(bucket) == 1 or num_bytes <= min(limit, buckets_of.LARGEST_BUCKET_BYTES)
+        assert len(bucket) == 1 or num_bytes <= limit
 
 
 def test_memory_formats_survive(emulated):
@@ -327,23 +327,26 @@ def peaks_of_gpt2(batch_size, length, retain_graph=False):
 
 @pytest.mark.parametrize(
     ("batch_size", "length", "retain_graph", "part"),
-    [(8, 256, True, 0.8), (8, 16, False, 0.55), (8, 256, False, 0.0), (32, 256, False, 0.0)],
+    [(8, 256, True, 1.0), (8, 16, False, 0.3), (8, 256, False, 0.0), (32, 256, False, 0.0)],
 )
 def test_gradients_leave_the_other_devices_while_backward_runs(
     monkeypatch, batch_size, length, retain_graph, part
 ):
-    """The peak falls by all gradients where nothing else leaves during backward.
+    """The peak falls by all gradients where nothing else leaves during backward, but for that of
+    the tied embedding: it is 31 % of them, and complete at the very end.
 
     Else activations and copies of weights leave while gradients come, so that the peak is at the
-    beginning of backward unless the chunks are tiny.
+    beginning of backward unless chunks are tiny.
     """
     bucketed, num_bytes = peaks_of_gpt2(batch_size, length, retain_graph)
-    monkeypatch.setattr(buckets_of, "SMALLEST_BUCKET_BYTES", 2**40)
-    monkeypatch.setattr(buckets_of, "LARGEST_BUCKET_BYTES", 2**40)
+    monkeypatch.setattr(
+        parameter_copies, "fill_buckets", lambda tensors, order: [list(range(len(tensors)))]
+    )
     unbucketed, _ = peaks_of_gpt2(batch_size, length, retain_graph)
     assert bucketed[0] <= unbucketed[0]
+    embedding = 50257 * 768 * 4
     for mine, other in zip(bucketed[1:], unbucketed[1:], strict=True):
-        assert other - mine >= part * num_bytes
+        assert other - mine >= part * (num_bytes - embedding)
 
 
 # Accumulation.
