@@ -9,7 +9,7 @@ import torch
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.nn.parallel import comm
 
-from .scatter_gather import move
+from .scatter_gather import move, move_all
 
 BUCKET_BYTES = 25 * 2**20
 """What a bucket holds at most, unless it is a single tensor.
@@ -62,25 +62,27 @@ def copy_to(
         devices: where the copies go; none twice.
         tensors: what is to be copied; differentiably, unless gradients are off.
     """
+    if not _are_gpus(devices):
+        return {device: move_all(tensors, device, copy=True) for device in devices}
     is_recorded = torch.is_grad_enabled()
     together = [
         i
-        for i, tensor in enumerate(tensors)
-        if _is_between_gpus(tensor, devices)
-        and _is_plain(tensor)
-        and not (tensor.is_complex() or (is_recorded and tensor.requires_grad))
+        for i, t in enumerate(tensors)
+        if _is_plain(t) and t.device.type == "cuda" and t.device not in devices
+        if not (t.is_complex() or (is_recorded and t.requires_grad))
     ]
-    copies = {device: list(tensors) for device in devices}
-    if together:
-        everywhere = [tensors[together[0]].device, *devices]
-        sent = comm.broadcast_coalesced([tensors[i] for i in together], everywhere, BUCKET_BYTES)
-        for device, parts in zip(devices, sent[1:], strict=True):
-            for i, part in zip(together, parts, strict=True):
-                copies[device][i] = part
     alone = sorted(set(range(len(tensors))).difference(together))
+    copies = {device: list(tensors) for device in devices}
     for device in devices:
         for i in alone:
             copies[device][i] = move(tensors[i], device, copy=True)
+    if together:
+        everywhere = [tensors[together[0]].device, *devices]
+        sources = [tensors[i] for i in together]
+        sent = comm.broadcast_coalesced(sources, everywhere, BUCKET_BYTES)
+        for device, parts in zip(devices, sent[1:], strict=True):
+            for i, part in zip(together, parts, strict=True):
+                copies[device][i] = part
     return copies
 
 
@@ -91,10 +93,10 @@ def bring_to(
 
     Between CUDA devices dense ones travel in one piece.
     """
-    together = [g for g in gradients if g is not None and _is_between_gpus(g, [device])]
-    arrived = dict(zip(map(id, together), in_one_piece(together, device), strict=True))
+    dense = [g for g in gradients if g is not None and g.layout is torch.strided]
+    parts = iter((in_one_piece if _are_gpus([device]) else move_all)(dense, device))
     return [
-        None if g is None else arrived[id(g)] if id(g) in arrived else move(g, device)
+        None if g is None else next(parts) if g.layout is torch.strided else move(g, device)
         for g in gradients
     ]
 
@@ -102,7 +104,7 @@ def bring_to(
 def in_one_piece(tensors: Sequence[torch.Tensor], device: torch.device) -> Sequence[torch.Tensor]:
     """Returns the dense tensors, alike in dtype, on ``device``; they share memory there."""
     if len(tensors) < 2:
-        return [move(tensor, device) for tensor in tensors]
+        return move_all(tensors, device)
     flat = move(_flatten_dense_tensors(tensors), device)
     parts: Sequence[torch.Tensor] = _unflatten_dense_tensors(flat, tensors)
     if torch.is_grad_enabled():
@@ -111,10 +113,8 @@ def in_one_piece(tensors: Sequence[torch.Tensor], device: torch.device) -> Seque
     return [part.data for part in parts]
 
 
-def _is_between_gpus(tensor: torch.Tensor, devices: Sequence[torch.device]) -> bool:
-    types = {tensor.device.type, *(device.type for device in devices)}
-    is_dense = tensor.layout is torch.strided and not hasattr(tensor, "__tensor_flatten__")
-    return types == {"cuda"} and tensor.device not in devices and is_dense
+def _are_gpus(devices: Iterable[torch.device]) -> bool:
+    return all(device.type == "cuda" for device in devices)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

@@ -236,7 +236,7 @@ def _contents(modules: Sequence[nn.Module]) -> tuple[list[type], list[int], list
         list(map(type, modules)),
         list(map(len, dictionaries)),
         list(chain.from_iterable(filled)),
-        list(chain.from_iterable([dictionary.values() for dictionary in filled])),
+        list(chain.from_iterable(map(dict.values, filled))),
     )
 
 
@@ -281,12 +281,12 @@ class _Replica:
         has_bound = _bind(originals.values, self.modules)
         self._is_reusable = not has_bound and all(map(_is_copied_as_stock, originals.values))
         self._types = list(map(type, self.modules))
-        # The modules get copies of these, with the same dictionaries of members.
-        self._attributes = [copy.__dict__.copy() for copy in self.modules]
-        self._parameters = parameters.of(self._attributes)
-        self._buffers = buffers.of(self._attributes)
-        self._tensors = [a[kind] for a in self._attributes for kind in ("_parameters", "_buffers")]
-        self._children = [a["_modules"] for a in self._attributes]
+        self._attributes = [copy.__dict__ for copy in self.modules]
+        self._as_made = [attributes.copy() for attributes in self._attributes]
+        self._parameters = parameters.of(self._as_made)
+        self._buffers = buffers.of(self._as_made)
+        self._tensors = [a[kind] for a in self._as_made for kind in ("_parameters", "_buffers")]
+        self._children = [a["_modules"] for a in self._as_made]
         self._members = self._all_members()
         self._num_references = list(map(sys.getrefcount, self.modules))
 
@@ -296,9 +296,7 @@ class _Replica:
         return self.modules[0]
 
     def begin(self, parameters: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor]) -> None:
-        """Gives the modules their attributes, and these parameters and buffers."""
-        for module, attributes in zip(self.modules, self._attributes, strict=True):
-            object.__setattr__(module, "__dict__", attributes.copy())
+        """Gives the modules these parameters and buffers."""
         for members, name, position in self._parameters:
             members[name] = parameters[position]
         for members, name, position in self._buffers:
@@ -312,6 +310,7 @@ class _Replica:
         return (
             self._is_reusable
             and list(map(sys.getrefcount, self.modules)) == self._num_references
+            and all(map(operator.is_, map(vars, self.modules), self._attributes))
             and self._all_members() == self._members
         )
 
@@ -320,15 +319,22 @@ class _Replica:
         return (
             list(chain.from_iterable(self._tensors)),
             list(chain.from_iterable(self._children)),
-            list(chain.from_iterable([members.values() for members in self._children])),
+            list(chain.from_iterable(map(dict.values, self._children))),
         )
 
     def end(self) -> None:
-        """Takes all away, with what the call has left there."""
-        for module, kind in zip(self.modules, self._types, strict=True):
-            object.__setattr__(module, "__dict__", {})
-            if type(module) is not kind:
+        """Takes the tensors away, and whatever the call has left."""
+        for attributes, as_made in zip(self._attributes, self._as_made, strict=True):
+            attributes.update(as_made)  # faster than a new dictionary
+            if len(attributes) > len(as_made):
+                for name in attributes.keys() - as_made.keys():
+                    del attributes[name]
+        for module, kind, attributes in zip(
+            self.modules, self._types, self._attributes, strict=True
+        ):
+            if type(module) is not kind or module.__dict__ is not attributes:
                 module.__class__ = kind
+                object.__setattr__(module, "__dict__", attributes)
         for members, name, _ in chain(self._parameters, self._buffers):
             members[name] = None
 

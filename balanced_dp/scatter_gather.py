@@ -195,8 +195,16 @@ def _size(tensor: torch.Tensor, dim: int, path: Path) -> int:
 
 def move(tensor: torch.Tensor, device: torch.device, copy: bool = False) -> torch.Tensor:
     """Returns the tensor on ``device``, a new one if ``copy`` is set. Waits for nothing it may."""
+    return move_all([tensor], device, copy)[0]
+
+
+def move_all(
+    tensors: Iterable[torch.Tensor], device: torch.device, copy: bool = False
+) -> list[torch.Tensor]:
+    """Returns each tensor as :func:`move` does."""
     # A copy to the CPU that does not block could be read before it is there.
-    return tensor.to(device, non_blocking=device.type != "cpu", copy=copy)
+    non_blocking = device.type != "cpu"
+    return [tensor.to(device, non_blocking=non_blocking, copy=copy) for tensor in tensors]
 
 
 def gather(

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Iterator
 
@@ -23,6 +24,8 @@ def no_thread_left_behind() -> Iterator[None]:
     yield
     # tqdm's monitor, which transformers starts, lives as long as the process.
     left = {t for t in threading.enumerate() if t not in before and t.name != "tqdm_monitor"}
+    if left:
+        gc.collect()  # a model's threads end with it, and it may be part of a cycle
     for thread in left:  # one that was told to end may need a moment
         thread.join(5)
     left = {thread for thread in left if thread.is_alive()}
