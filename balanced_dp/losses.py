@@ -6,6 +6,7 @@ import functools
 import math
 import types
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Real
 from typing import Any, cast
@@ -156,13 +157,19 @@ def _divisor(count: torch.Tensor) -> torch.Tensor:
     return torch.where(count == 0, 1, count)
 
 
-@functools.lru_cache(maxsize=64)
+# Weakly, since a class made of the user's keeps that alive, and all that its functions refer to.
+_counting_classes: weakref.WeakValueDictionary[Any, type[nn.Module]] = weakref.WeakValueDictionary()
+
+
 def _counting_class(kind: Any) -> type[nn.Module]:
     """Returns the class with :class:`_Counting` right above that of torch, below all others."""
-    base = next(base for base in _COUNTING if issubclass(kind, base))
-    above_torch = types.new_class(base.__name__, (_Counting, base))
-    bases = (above_torch,) if kind is base else (kind, above_torch)
-    return types.new_class(kind.__name__, bases)
+    counting = _counting_classes.get(kind)
+    if counting is None:
+        base = next(base for base in _COUNTING if issubclass(kind, base))
+        above_torch = types.new_class(base.__name__, (_Counting, base))
+        bases = (above_torch,) if kind is base else (kind, above_torch)
+        counting = _counting_classes[kind] = types.new_class(kind.__name__, bases)
+    return counting
 
 
 class _Counting(nn.Module):

@@ -10,6 +10,9 @@ GPU. The parts so far:
 - ``emulation``: peaks of the built-in workloads on emulated devices against torch.cuda's, each at
   three batch sizes, in float32 and under bfloat16 autocast, with one replica and with two that
   share the GPU. A negative difference means that the emulated device was too low.
+- ``speed``: steps of BERT-base and GPT-2 small against ``nn.DataParallel`` and against the bare
+  module on one GPU, in turns; on four replicas that share the first GPU and, where there are more,
+  on all GPUs. Figures are thousandths of the time of ``nn.DataParallel``.
 """
 
 from __future__ import annotations
@@ -25,6 +28,8 @@ import shlex
 import statistics
 import subprocess
 import sys
+import time
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
@@ -36,6 +41,7 @@ from torch import nn
 
 from balanced_dp import (
     BalancedDataParallel,
+    BalanceWarning,
     DeviceMemory,
     MemoryProbe,
     Workload,
@@ -67,6 +73,16 @@ class Check:
             return "FAILED"
         agrees = abs(self.measured - self.reference) <= self.allowed_difference
         return "ok" if agrees else "FAILED"
+
+
+@dataclass(frozen=True, slots=True)
+class AtMost(Check):
+    """A ratio in thousandths that should not exceed ``reference``."""
+
+    @property
+    def outcome(self) -> str:
+        assert self.measured is not None and self.reference is not None
+        return "ok" if self.measured <= self.reference else "FAILED"
 
 
 def probe() -> Iterator[Check]:
@@ -254,6 +270,70 @@ def summaries(checks: list[Check]) -> Iterator[Check]:
     yield Check("how many were too low", too_low, None, 0, note)
 
 
+SMALL_BATCH, LARGE_BATCH = 8, 64
+ROUNDS = 20
+
+
+def speed() -> Iterator[Check]:
+    """Part 3: how long steps take."""
+    count = torch.cuda.device_count()
+    for name in ("bert-base", "gpt2-small"):
+        workload = BUILT_IN[name]()
+        module = workload.model().to("cuda:0")
+        for device_ids in ([0] * 4, *([list(range(count))] if count > 1 else [])):
+            for batch_size in (SMALL_BATCH, LARGE_BATCH):
+                gpu0_bsz = batch_size // len(device_ids)
+                models = {
+                    "ours": BalancedDataParallel(gpu0_bsz, module, device_ids),
+                    "nn.DataParallel": nn.DataParallel(module, device_ids),
+                    "one GPU": module,
+                }
+                for training in (True, False):
+                    goal = 1000
+                    if batch_size == SMALL_BATCH:
+                        goal = 700 if training else 500
+                    times = step_times(workload, batch_size, models, training)
+                    what = "training" if training else "evaluation"
+                    yield speed_check(
+                        f"{name}, batch {batch_size}, {device_ids}, {what}", times, goal
+                    )
+                models["ours"].close()
+
+
+def step_times(
+    workload: Workload,
+    batch_size: int,
+    models: dict[str, nn.Module],
+    training: bool,
+    rounds: int = ROUNDS,
+) -> dict[str, float]:
+    """Returns the median seconds of a step of each model, which take turns."""
+    times: dict[str, list[float]] = {name: [] for name in models}
+    for index in range(3 + rounds):
+        for name, model in models.items():
+            args, kwargs, target = workload.make_batch(batch_size)
+            model.zero_grad()
+            device = next(model.parameters()).device
+            torch.get_device_module(device).synchronize(device)
+            start = time.perf_counter()
+            with torch.set_grad_enabled(training), warnings.catch_warnings():
+                warnings.simplefilter("ignore", BalanceWarning)  # the even split is compared
+                moved = [value.to(device) if name == "one GPU" else value for value in args]
+                loss = workload.loss(model(*moved, **kwargs), target.to(device))
+                if training:
+                    loss.backward()
+            torch.get_device_module(device).synchronize(device)
+            if index >= 3:  # the first ones tune kernels and take memory
+                times[name].append(time.perf_counter() - start)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def speed_check(name: str, times: dict[str, float], goal: int) -> Check:
+    """Returns whether our time is at most ``goal`` thousandths of nn.DataParallel's."""
+    note = ", ".join(f"{model} {1e3 * seconds:.2f} ms" for model, seconds in times.items())
+    return AtMost(name, round(1000 * times["ours"] / times["nn.DataParallel"]), goal, 0, note)
+
+
 def _nvidia_smi(query: str) -> list[list[str]]:
     """Returns the rows that nvidia-smi answers, none where it is not there."""
     command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
@@ -268,7 +348,11 @@ def _mib(text: str) -> int | None:
     return int(text) * MIB if text.isdigit() else None
 
 
-PARTS: dict[str, Callable[[], Iterator[Check]]] = {"probe": probe, "emulation": emulation}
+PARTS: dict[str, Callable[[], Iterator[Check]]] = {
+    "probe": probe,
+    "emulation": emulation,
+    "speed": speed,
+}
 
 
 def write_report(part: str, checks: list[Check], hardware: str, folder: Path) -> list[Path]:
@@ -299,7 +383,7 @@ def write_report(part: str, checks: list[Check], hardware: str, folder: Path) ->
         "",
         versions,
         "",
-        "Figures are bytes, or 1 for true.",
+        "Figures are bytes, or 1 for true; of speed, thousandths.",
         "",
         "| check | measured | reference | allowed difference | outcome | note |",
         "|---|---:|---:|---:|---|---|",

@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 import torch
 
-from balanced_dp import emulate_devices
+from balanced_dp import BalancedDataParallel, emulate_devices
 
 from .small_workloads import SMALL
 
@@ -47,7 +47,7 @@ def test_without_a_gpu_it_says_so_in_a_line():
 def test_an_unknown_part_is_refused():
     done = run("nonsense")
     assert done.returncode == 2
-    assert "there is no part nonsense; parts: probe, emulation" in done.stderr
+    assert "there is no part nonsense; parts: probe, emulation, speed" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -116,3 +116,23 @@ def test_errors_are_summed_up_with_their_sign(validation):
     assert (too_low.measured, too_low.note) == (1, "of 5, by 4.00% at most")
     assert next(validation.summaries([validation.Check("", 120, 100, 10)])).outcome == "FAILED"
     assert [c.outcome for c in validation.summaries([])] == ["FAILED"]
+
+
+def test_speed_is_a_ratio_of_steps_that_take_turns(validation):
+    workload = SMALL["mlp"]()
+    module = workload.model()
+    models = {
+        "ours": BalancedDataParallel(1, module, ["cpu", "cpu"]),
+        "nn.DataParallel": torch.nn.Sequential(module),
+        "one GPU": module,
+    }
+    for training in (True, False):
+        times = validation.step_times(workload, 4, models, training, rounds=2)
+        assert list(times) == list(models)
+        assert min(times.values()) > 0
+        assert (next(module.parameters()).grad is not None) == training
+    times = {"ours": 0.0035, "nn.DataParallel": 0.005, "one GPU": 0.003}
+    check = validation.speed_check("a step", times, 700)
+    assert (check.measured, check.outcome) == (700, "ok")
+    assert check.note == "ours 3.50 ms, nn.DataParallel 5.00 ms, one GPU 3.00 ms"
+    assert validation.speed_check("a step", times, 699).outcome == "FAILED"
