@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from .auto import AutoBalance, Observation
 from .errors import ArgumentError
 from .memory.peaks import Peaks
-from .optimizer_steps import watch_optimizer_steps
+from .optimizer_steps import has_any, watch_optimizer_steps
 from .split import split_batch
 
 _PATIENCE = 100
@@ -110,8 +110,7 @@ class AutoSplit:
 
     def note_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Takes note of an optimizer's step, if it is the model's optimizer."""
-        groups = optimizer.param_groups
-        if any(id(p) in self._parameter_ids for group in groups for p in group["params"]):
+        if has_any(optimizer, self._parameter_ids):
             self._has_stepped = True
 
     def look_for_out_of_memory(self) -> bool:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from itertools import compress
 
 import torch
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
@@ -21,27 +21,28 @@ Copies = Mapping[torch.device, Sequence[torch.Tensor]]
 """For each device, copies of the same tensors in the same order."""
 
 
-def fill_buckets(tensors: Sequence[torch.Tensor], order: Iterable[int]) -> list[list[int]]:
+def fill_buckets(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
     """Returns the positions of the tensors of each bucket.
 
-    The tensors of a bucket are alike in device, dtype and ``requires_grad``, and at most an eighth
-    of all. One whose memory is not its elements in order has a bucket of its own, and so has one
-    that is larger.
+    The tensors of a bucket have one dtype, and at most an eighth of all bytes or ``BUCKET_BYTES``.
+    One that is larger has a bucket of its own, and so has one whose memory is not its elements in
+    order, and one with hooks: autograd would call them with None where a bucket has gradients for
+    others only.
 
     Args:
-        tensors: what is to be sent.
-        order: positions, in the order in which they go into buckets.
+        tensors: all on one device.
     """
-    bucket_bytes = min(sum(tensor.nbytes for tensor in tensors) // 8, BUCKET_BYTES)
+    plain = [_is_plain(tensor) for tensor in tensors]
+    num_bytes = sum(tensor.nbytes for tensor in compress(tensors, plain))
+    bucket_bytes = min(num_bytes // 8, BUCKET_BYTES)
     buckets: list[list[int]] = []
-    filling: dict[Any, list[int]] = {}
-    free_bytes: dict[Any, int] = {}
-    for position in order:
-        tensor = tensors[position]
-        if not _is_plain(tensor):
+    filling: dict[torch.dtype, list[int]] = {}
+    free_bytes: dict[torch.dtype, int] = {}
+    for position, tensor in enumerate(tensors):
+        kind = tensor.dtype
+        if not plain[position] or has_hooks(tensor):
             buckets.append([position])
             continue
-        kind = tensor.device, tensor.dtype, tensor.requires_grad
         if free_bytes.get(kind, -1) < tensor.nbytes:
             filling[kind] = []
             free_bytes[kind] = bucket_bytes
@@ -54,7 +55,7 @@ def fill_buckets(tensors: Sequence[torch.Tensor], order: Iterable[int]) -> list[
 def copy_to(
     devices: Sequence[torch.device], tensors: Sequence[torch.Tensor]
 ) -> dict[torch.device, list[torch.Tensor]]:
-    """Returns copies of the tensors on each device, in order, none of which is theirs.
+    """Returns, for each device, copies of the tensors in their order, also of those already there.
 
     Between CUDA devices they travel in few pieces, by NCCL where torch has it.
 
@@ -62,14 +63,16 @@ def copy_to(
         devices: where the copies go; none twice.
         tensors: what is to be copied; differentiably, unless gradients are off.
     """
-    if not _are_gpus(devices):
+    if any(device.type != "cuda" for device in devices):
         return {device: move_all(tensors, device, copy=True) for device in devices}
     is_recorded = torch.is_grad_enabled()
     together = [
         i
         for i, t in enumerate(tensors)
-        if _is_plain(t) and t.device.type == "cuda" and t.device not in devices
-        if not (t.is_complex() or (is_recorded and t.requires_grad))
+        if _is_plain(t)
+        and t.device.type == "cuda"
+        and t.device not in devices
+        and not (t.is_complex() or (is_recorded and t.requires_grad))  # torch's gives real ones
     ]
     alone = sorted(set(range(len(tensors))).difference(together))
     copies = {device: list(tensors) for device in devices}
@@ -91,10 +94,12 @@ def bring_to(
 ) -> list[torch.Tensor | None]:
     """Returns the gradients of a bucket on ``device``. Differentiable.
 
-    Between CUDA devices dense ones travel in one piece.
+    Dense ones travel to a CUDA device in one piece.
     """
+    if device.type != "cuda":
+        return [None if g is None else move(g, device) for g in gradients]
     dense = [g for g in gradients if g is not None and g.layout is torch.strided]
-    parts = iter((in_one_piece if _are_gpus([device]) else move_all)(dense, device))
+    parts = iter(in_one_piece(dense, device))
     return [
         None if g is None else next(parts) if g.layout is torch.strided else move(g, device)
         for g in gradients
@@ -107,14 +112,15 @@ def in_one_piece(tensors: Sequence[torch.Tensor], device: torch.device) -> Seque
         return move_all(tensors, device)
     flat = move(_flatten_dense_tensors(tensors), device)
     parts: Sequence[torch.Tensor] = _unflatten_dense_tensors(flat, tensors)
-    if torch.is_grad_enabled():
+    if flat.requires_grad:  # under create_graph
         return parts
     # They are tensors of their own: what is written to one leaves the version of others alone.
     return [part.data for part in parts]
 
 
-def _are_gpus(devices: Iterable[torch.device]) -> bool:
-    return all(device.type == "cuda" for device in devices)
+def has_hooks(tensor: torch.Tensor) -> bool:
+    """Returns whether anybody is told of the gradient of a tensor."""
+    return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

@@ -52,6 +52,8 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
     - A tensor that is not one entry a sample is an error that says so; stock cuts it anyway.
     - Outputs may hold dataclasses, strings and numbers, if those are equal on every replica.
     - Worker threads keep autocast's dtype, inference mode and context variables.
+    - Evaluation keeps the weights on the devices from call to call. What is written to them through
+      ``.data`` is not seen before :meth:`release_replicas`.
     - An exception from a replica is raised as it is, with a note that names the replica.
 
     Args:
@@ -95,7 +97,8 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
     Raises:
         ArgumentError, ArgumentTypeError: an argument cannot be used.
         ScatterError, GatherError: on a call, an input cannot be split or the outputs not joined.
-        RuntimeError: on a call, a parameter or buffer is not on ``device_ids[0]``.
+        RuntimeError: on a call, a parameter or buffer is not on ``device_ids[0]``, the module is
+            scripted, compiled or lazy, or weights were changed inside :meth:`accumulate`.
 
     Warns:
         BalanceWarning: once, where ``gpu0_bsz`` is not below the even share of the first batch.
@@ -330,8 +333,8 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
             first_state.write_back()
         if criteria:
             weights = shares_of(criteria, self._device_of(self.output_device)) or weights
-        del first_state, criteria
-        if isinstance(replicas, Replicas):
+        del criteria  # a module that somebody refers to is not used again
+        if isinstance(replicas, Replicas):  # a subclass may make others
             replicas.give_back()
         if self.gathers_outputs:
             return self.gather(outputs, self.output_device, weights)
@@ -343,13 +346,16 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
 
         For gradient accumulation: each device adds up the gradients of its own chunks, and when
         the block ends they are added to those of the parameters, as without it. Until then
-        ``.grad`` holds those of the first device only. The optimizer's step comes after the block.
+        ``.grad`` holds those of the first device only: ``zero_grad()`` comes before the block, the
+        optimizer's step after it. Gradients of parameters with hooks are not put off, nor are those
+        of ``backward(create_graph=True)``.
 
-        What is differentiated by ``torch.autograd.grad`` in the block lacks other devices'
-        gradients; what is with ``create_graph=True`` is complete at once.
+        ``torch.autograd.grad`` of the parameters is not for this block: it gives the first device's
+        part, and the others' are added to ``.grad`` at the end. What is written to frozen
+        parameters in the block is not seen before it ends.
 
         Raises:
-            RuntimeError: on a call in the block, a parameter was changed there.
+            RuntimeError: on a call in the block, a parameter that is trained was changed there.
 
         Example:
             >>> model = BalancedDataParallel(1, torch.nn.Linear(4, 1), ["cpu", "cpu"])
@@ -540,7 +546,10 @@ def balanced_data_parallel(
     if not isinstance(inputs, tuple):
         inputs = () if inputs is None else (inputs,)
     parallel = BalancedDataParallel(gpu0_bsz, module, device_ids, output_device, dim)
-    return parallel(*inputs, **(module_kwargs or {}))
+    try:
+        return parallel(*inputs, **(module_kwargs or {}))
+    finally:
+        parallel.close()
 
 
 def _stacklevel_of_caller() -> int:

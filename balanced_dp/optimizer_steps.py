@@ -1,14 +1,14 @@
-"""Who wants to know that an optimizer has made a step is told here."""
+"""Tells watchers when an optimizer has made a step."""
 
 from __future__ import annotations
 
 import functools
 import weakref
+from collections.abc import Set
 from typing import Any, Protocol
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils.hooks import RemovableHandle
 
 
 class Watcher(Protocol):
@@ -27,10 +27,15 @@ def watch_optimizer_steps(watcher: Watcher) -> None:
     _register_hook()
 
 
+def has_any(optimizer: torch.optim.Optimizer, parameter_ids: Set[int]) -> bool:
+    """Returns whether the optimizer has one of the parameters with these ids."""
+    return any(id(p) in parameter_ids for group in optimizer.param_groups for p in group["params"])
+
+
 @functools.cache
-def _register_hook() -> RemovableHandle:
+def _register_hook() -> None:
     def note_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         for watcher in list(_watchers):
             watcher.note_step(optimizer)
 
-    return register_optimizer_step_post_hook(note_step)
+    register_optimizer_step_post_hook(note_step)

@@ -7,9 +7,11 @@ import contextvars
 import functools
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -25,13 +27,9 @@ def parallel_apply(
 
     The first device's calls run in the calling thread, those of each other device in a thread of
     its own, and calls on one device one after another: they share its random number generator,
-    which activation checkpointing rewinds. (Where autograd has one thread for all devices, it
-    begins with what the thread that made the most nodes made last: with the first device, which is
-    to have its gradients before the others' arrive.)
-
-    The threads have what torch keeps for each thread of its own as the caller has it: grad mode,
-    inference mode, autocast (device type, dtype and cache setting) and the current stream of each
-    device; and the caller's context variables.
+    which activation checkpointing rewinds. Each call has the caller's grad mode, inference mode,
+    autocast (device type, dtype and cache setting) and current streams, and with several devices a
+    copy of its context variables.
 
     Args:
         calls: what to run.
@@ -41,7 +39,7 @@ def parallel_apply(
 
     Raises:
         BaseException: what the first of the failed calls raised, itself, when all have ended.
-        KeyboardInterrupt: when all have ended; a second one does not wait for them.
+        KeyboardInterrupt: when all have ended; a second one does not wait for ``workers``.
     """
     state = ThreadState.of_caller(devices)
     results: dict[int, Any] = {}
@@ -55,9 +53,11 @@ def parallel_apply(
         try:
             for device, job in others:
                 work = functools.partial(_work, job, device, state, results, errors)
-                # Each in its own copy: a context cannot be entered twice at a time.
-                futures.append(threads.of(device).submit(contextvars.copy_context().run, work))
-            contextvars.copy_context().run(_work, first_job, first, state, results, errors)
+                # Each in a copy of its own: a context cannot be entered twice at a time.
+                run = functools.partial(contextvars.copy_context().run, work)
+                futures.append(threads.submit(device, run))
+            work = functools.partial(_work, first_job, first, state, results, errors)
+            contextvars.copy_context().run(work) if others else work()
             wait(futures)
         except BaseException:  # the replicas still work on the caller's tensors
             wait(futures)
@@ -106,7 +106,7 @@ class Workers:
     """
 
     def __init__(self) -> None:
-        self._executors: dict[torch.device, ThreadPoolExecutor] = {}
+        self._workers: dict[torch.device, _Worker] = {}
         self._pid = os.getpid()
         self.in_use = threading.Lock()
         """Held by the call that uses them."""
@@ -114,23 +114,56 @@ class Workers:
     def __reduce__(self) -> tuple[type[Workers], tuple[()]]:
         return Workers, ()  # a copy of the model has its own
 
-    def of(self, device: torch.device) -> ThreadPoolExecutor:
-        """Returns the thread of a device.
+    def submit(self, device: torch.device, work: Callable[[], None]) -> Future[None]:
+        """Has the thread of ``device`` do ``work``, and returns what tells when it is done.
 
-        Always the same one: torch keeps library handles, and their memory, for each of a device's
-        threads.
+        It is always the same thread: torch keeps library handles, and their memory, for each of a
+        device's threads.
         """
         if self._pid != os.getpid():  # forked, without the threads
-            self._executors, self._pid = {}, os.getpid()
-        if device not in self._executors:
-            self._executors[device] = ThreadPoolExecutor(1, f"replicas on {device}")
-        return self._executors[device]
+            self._workers, self._pid = {}, os.getpid()
+        if device not in self._workers:
+            self._workers[device] = _Worker(f"replicas on {device}")
+        return self._workers[device].submit(work)
 
     def close(self) -> None:
         """Ends the threads. A later call starts new ones."""
-        while self._executors:
-            _, executor = self._executors.popitem()
-            executor.shutdown()
+        while self._workers:
+            _, worker = self._workers.popitem()
+            worker.close()
+
+
+class _Worker:
+    """A thread that does one piece of work after the other.
+
+    A ``ThreadPoolExecutor`` refuses work once the main thread has ended, while others still train.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._queue: SimpleQueue[Any] = SimpleQueue()
+        self._thread = threading.Thread(target=_serve, args=(self._queue,), name=name, daemon=True)
+        self._thread.start()
+        weakref.finalize(self, self._queue.put, None).atexit = False
+
+    def submit(self, work: Callable[[], None]) -> Future[None]:
+        """Has the thread do ``work``, and returns what tells when it is done."""
+        done: Future[None] = Future()
+        self._queue.put((work, done))
+        return done
+
+    def close(self) -> None:
+        """Ends the thread when it has done what it has to."""
+        self._queue.put(None)
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+
+
+def _serve(queue: SimpleQueue[Any]) -> None:
+    while (item := queue.get()) is not None:
+        work, done = item
+        work()
+        done.set_result(None)
+        del item, work, done
 
 
 @contextlib.contextmanager

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from .buckets import Copies, bring_to, copy_to, fill_buckets
-from .optimizer_steps import watch_optimizer_steps
+from .buckets import Copies, bring_to, copy_to, fill_buckets, has_hooks
+from .optimizer_steps import has_any, watch_optimizer_steps
 from .scatter_gather import move
 
 _AT_ONCE = 2**64 - 2
@@ -25,10 +25,9 @@ class ParameterCopies:
     """Copies of a module's parameters for the devices that need them, from call to call.
 
     With gradients the parameters are copied each time, with an autograd node for each bucket and
-    device. Its backward brings the bucket's gradients back in one piece, as soon as they are all
-    there, and autograd adds up those of all devices. Nodes do not wait for each other, so what
-    matters is that a bucket's parameters are used one soon after the other, as are those that were
-    registered so.
+    device. Its backward brings the bucket's gradients back as soon as they are all there, and
+    autograd adds up those of all devices. Nodes do not wait for each other, so what matters is that
+    a bucket's parameters are used one soon after the other, as are those that were registered so.
 
     Without gradients the copies are kept, and renewed in place where a parameter has another
     version or storage since, or where its optimizer has made a step: a fused one writes without a
@@ -40,9 +39,6 @@ class ParameterCopies:
         self._shared: _Shared | None = None
         self._watched_ids: frozenset[int] = frozenset()
 
-    def __reduce__(self) -> tuple[type[ParameterCopies], tuple[()]]:
-        return ParameterCopies, ()  # a copy of the model makes its own
-
     def on(self, devices: Iterable[torch.device], parameters: Sequence[torch.Tensor]) -> Copies:
         """Returns the parameters on each device; where they are already, themselves.
 
@@ -51,16 +47,17 @@ class ParameterCopies:
             parameters: all on one device, none twice.
 
         Raises:
-            RuntimeError: inside :meth:`accumulate`, a parameter has changed.
+            RuntimeError: inside :meth:`accumulate`, a parameter that is trained has changed.
         """
         result: dict[torch.device, Sequence[torch.Tensor]] = dict.fromkeys(devices, parameters)
         away = [device for device in result if parameters and device != parameters[0].device]
         if not away:
             return result
-        if not torch.is_grad_enabled() or not any(p.requires_grad for p in parameters):
+        if not torch.is_grad_enabled():
             return {**result, **self._renewed(away, parameters)}
+        self.release()
+        # Gathered gradients are given to leaves: what others were computed from is gone by then.
         if self._shared is None or not all(p.is_leaf for p in parameters):
-            self.release()
             return {**result, **self._differentiable(away, parameters)[0]}
         return {**result, **self._of_all_passes(self._shared, away, parameters)}
 
@@ -83,8 +80,7 @@ class ParameterCopies:
 
     def note_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Takes note that an optimizer may have written to the parameters."""
-        groups = optimizer.param_groups
-        if any(id(p) in self._watched_ids for group in groups for p in group["params"]):
+        if has_any(optimizer, self._watched_ids):
             for made in (*self._kept.values(), self._shared):
                 if made is not None:
                     made.stamps = []
@@ -96,20 +92,21 @@ class ParameterCopies:
     @torch.inference_mode(False)  # tensors of inference mode could not be written to outside it
     @torch.no_grad()
     def _renewed(self, away: Sequence[torch.device], parameters: Sequence[torch.Tensor]) -> Copies:
-        kept = {device: self._kept.get(device) for device in away}
-        missing = [d for d, k in kept.items() if k is None or len(k.copies) != len(parameters)]
+        self._watch(parameters)
         stamps = [_stamp(p) for p in parameters]
-        if missing:
-            for device, copies in copy_to(missing, parameters).items():
-                self._kept[device] = _Kept(device, copies, parameters, stamps)
-            self._watch(parameters)
-        for device in away:
-            self._kept[device].renew(parameters, stamps)
-        return {device: self._kept[device].copies for device in away}
+        made = {device: self._kept.get(device) for device in away}
+        kept = {d: k for d, k in made.items() if k is not None and len(k.copies) == len(stamps)}
+        for copies_there in kept.values():
+            copies_there.renew(parameters, stamps)
+        missing = [device for device in away if device not in kept]
+        for device, copies in copy_to(missing, parameters).items():
+            self._kept[device] = kept[device] = _Kept(device, copies, parameters, stamps)
+        return {device: kept[device].copies for device in away}
 
     def _of_all_passes(
         self, shared: _Shared, away: Sequence[torch.device], parameters: Sequence[torch.Tensor]
     ) -> Copies:
+        # Frozen ones may be written to by forward itself, see WrittenState.
         stamps = [_stamp(p) for p in parameters if p.requires_grad]
         if shared.copies and shared.stamps != stamps:
             raise RuntimeError(
@@ -118,7 +115,6 @@ class ParameterCopies:
             )
         missing = [device for device in away if device not in shared.copies]
         if missing:
-            self.release()
             shared.add(*self._differentiable(missing, parameters))
             shared.stamps = stamps
             self._watch(parameters)
@@ -128,27 +124,27 @@ class ParameterCopies:
         self, away: Sequence[torch.device], parameters: Sequence[torch.Tensor]
     ) -> tuple[Copies, list[list[Any]]]:
         """Returns copies, and for each bucket the nodes that bring its gradients back."""
-        buckets = fill_buckets(parameters, reversed(range(len(parameters))))
         with torch.no_grad():
             copies = copy_to(away, parameters)
+        trained = [i for i, p in enumerate(parameters) if p.requires_grad]
         nodes: list[list[Any]] = []
-        for bucket in buckets:
-            originals = [parameters[i] for i in bucket]
-            if originals[0].requires_grad:
-                nodes.append([])
-                for device in away:
-                    parts = [copies[device][i] for i in bucket]
-                    parts = Broadcast.apply(parts, *originals)  # type: ignore[no-untyped-call]
-                    node: Any = parts[0].grad_fn
-                    node._set_sequence_nr(_AT_ONCE)
-                    nodes[-1].append(node)
-                    for i, part in zip(bucket, parts, strict=True):
-                        copies[device][i] = part
+        for bucket in fill_buckets([parameters[i] for i in trained]):
+            positions = [trained[i] for i in bucket]
+            originals = [parameters[i] for i in positions]
+            nodes.append([])
+            for device in away:
+                parts = [copies[device][i] for i in positions]
+                parts = Broadcast.apply(parts, *originals)  # type: ignore[no-untyped-call]
+                node: Any = parts[0].grad_fn
+                node._set_sequence_nr(_AT_ONCE)
+                nodes[-1].append(node)
+                for i, part in zip(positions, parts, strict=True):
+                    copies[device][i] = part
         return copies, nodes
 
 
 class Broadcast(torch.autograd.Function):
-    """Hands on copies, whose gradients come back to where the originals are, in one piece."""
+    """Hands on a bucket's copies, whose gradients come back to where the originals are."""
 
     @staticmethod
     def forward(
@@ -185,22 +181,26 @@ class _Shared:
         self.copies.update(copies)
         self._nodes += nodes
         for node in chain.from_iterable(nodes):
-            node.gathered = [None] * len(node.originals)
+            if not any(map(has_hooks, node.originals)):  # they are to see whole gradients
+                node.gathered = [None] * len(node.originals)
 
     def bring_back(self) -> None:
         """Adds what was gathered to the gradients of the parameters, through autograd."""
         for nodes in self._nodes:
-            parameters: list[torch.Tensor] = []
-            gradients: list[torch.Tensor] = []
+            brought: list[tuple[torch.Tensor, torch.Tensor]] = []
             for node in nodes:
-                gathered, node.gathered = node.gathered, None
-                brought = bring_to(node.originals[0].device, gathered)
-                for parameter, gradient in zip(node.originals, brought, strict=True):
-                    if gradient is not None:
-                        parameters.append(parameter)
-                        gradients.append(gradient)
-            if parameters:
-                torch.autograd.backward(parameters, gradients)
+                if node.gathered is not None:
+                    gradients = bring_to(node.originals[0].device, node.gathered)
+                    pairs = zip(node.originals, gradients, strict=True)
+                    brought += [(p, g) for p, g in pairs if g is not None]
+                    node.gathered = None
+            for parameter, gradient in brought:
+                if not parameter.requires_grad:  # it was frozen since
+                    old = parameter.grad
+                    parameter.grad = gradient if old is None else old + gradient
+            learning = [(p, g) for p, g in brought if p.requires_grad]
+            if learning:
+                torch.autograd.backward([p for p, _ in learning], [g for _, g in learning])
 
 
 class _Kept:
@@ -244,7 +244,7 @@ def _stamp(tensor: torch.Tensor) -> Any:
         return object()  # it does not tell
     is_strided = tensor.layout is torch.strided
     return (
-        (tensor.untyped_storage()._cdata, tensor.storage_offset()) if is_strided else None,
+        (tensor.untyped_storage()._cdata, tensor.storage_offset()) if is_strided else id(tensor),
         tensor.stride() if is_strided else None,
         tensor.shape,
         tensor.dtype,
@@ -252,5 +252,5 @@ def _stamp(tensor: torch.Tensor) -> Any:
     )
 
 
-def _storage(tensor: torch.Tensor) -> StorageWeakRef | None:
-    return StorageWeakRef(tensor.untyped_storage()) if tensor.layout is torch.strided else None
+def _storage(tensor: torch.Tensor) -> StorageWeakRef | torch.Tensor:
+    return StorageWeakRef(tensor.untyped_storage()) if tensor.layout is torch.strided else tensor

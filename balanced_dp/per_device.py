@@ -31,14 +31,15 @@ class PerDevice(Sequence[Any]):
         dim: the batch dimension.
         scalar_outputs: what :meth:`gather` makes of 0-dim outputs.
         weights: those of their mean; None for ``chunk_sizes``.
-        workers: the threads of the model, for what is computed next.
+        workers: the model's threads, which compute the loss and :meth:`map`; without, these calls
+            have threads of their own.
 
     Attributes:
         devices: the device of each output.
         chunk_sizes: how many samples each had; None where nothing was cut.
         output_device: where results are joined.
         dim: the batch dimension.
-        workers: the threads of the model.
+        workers: the model's threads.
 
     Raises:
         ScatterError, GatherError: its methods, where arguments cannot be cut or results not joined.

@@ -72,10 +72,14 @@ class Replicator:
         Args:
             network: the module.
             devices: where the replicas go.
-            home: where its parameters and buffers must be.
+            home: where its parameters and buffers must be; None for anywhere.
+
+        Returns:
+            The replicas. Given back when they have run, they serve the next call.
 
         Raises:
-            RuntimeError: one of them is elsewhere, or the module cannot be replicated.
+            RuntimeError: one of them is elsewhere, the module cannot be replicated, or a parameter
+                was changed inside ``copies.accumulate()``.
         """
         blueprint = self._blueprint
         if blueprint is None or not blueprint.is_of(network):
@@ -178,10 +182,10 @@ class _Blueprint:
     """What all replicas of a module have in common, and those that wait for another call."""
 
     def __init__(self, network: nn.Module) -> None:
-        self._modules = _Slots("_modules", [network])
+        self._modules = _Slots("_modules", network.modules())
         self._parameters = _Slots("_parameters")
         self._buffers = _Slots("_buffers")
-        for index, module in enumerate(self._modules.values):  # which grow on the way
+        for index, module in enumerate(self._modules.values):
             _check_replicable(module)
             for slots in (self._modules, self._parameters, self._buffers):
                 slots.add(index, module.__dict__[slots.kind])
@@ -276,12 +280,12 @@ class _Replica:
 
     def __init__(self, originals: _Slots, parameters: _Slots, buffers: _Slots) -> None:
         self.modules: list[nn.Module] = list(map(_shallow_copy, originals.values))
-        for members, name, position in originals.of([copy.__dict__ for copy in self.modules]):
+        self._attributes = [copy.__dict__ for copy in self.modules]
+        for members, name, position in originals.of(self._attributes):
             members[name] = self.modules[position]
         has_bound = _bind(originals.values, self.modules)
         self._is_reusable = not has_bound and all(map(_is_copied_as_stock, originals.values))
         self._types = list(map(type, self.modules))
-        self._attributes = [copy.__dict__ for copy in self.modules]
         self._as_made = [attributes.copy() for attributes in self._attributes]
         self._parameters = parameters.of(self._as_made)
         self._buffers = buffers.of(self._as_made)
@@ -323,18 +327,15 @@ class _Replica:
         )
 
     def end(self) -> None:
-        """Takes the tensors away, and whatever the call has left."""
+        """Takes the tensors away, and whatever else a call has left that may be used again."""
         for attributes, as_made in zip(self._attributes, self._as_made, strict=True):
             attributes.update(as_made)  # faster than a new dictionary
             if len(attributes) > len(as_made):
                 for name in attributes.keys() - as_made.keys():
                     del attributes[name]
-        for module, kind, attributes in zip(
-            self.modules, self._types, self._attributes, strict=True
-        ):
-            if type(module) is not kind or module.__dict__ is not attributes:
+        for module, kind in zip(self.modules, self._types, strict=True):
+            if type(module) is not kind:  # a criterion that counted targets
                 module.__class__ = kind
-                object.__setattr__(module, "__dict__", attributes)
         for members, name, _ in chain(self._parameters, self._buffers):
             members[name] = None
 
@@ -345,10 +346,10 @@ def _shallow_copy(module: nn.Module) -> nn.Module:
         replica._parameters = module._parameters.copy()
         return replica
     copy: nn.Module = type(module).__new__(type(module))
-    attributes = module.__dict__ | {"_is_replica": True}
+    attributes = copy.__dict__
+    attributes.update(module.__dict__, _is_replica=True)
     for kind in ("_modules", "_parameters", "_buffers"):
         attributes[kind] = attributes[kind].copy()
-    object.__setattr__(copy, "__dict__", attributes)  # Module.__setattr__ takes its time
     return copy
 
 
@@ -380,7 +381,7 @@ def _bind(modules: Sequence[nn.Module], copies: Sequence[nn.Module]) -> bool:
     """Binds to the replica what was bound to the modules; returns whether anything was."""
     references = {m: weakref.ref(copy) for m, copy in zip(modules, copies, strict=True)}
     bound = [
-        _bind_methods(module, copy, references) | _bind_hooks(copy, references)
+        _bind_methods(module, copy, references) | _bind_hooks(copy, references)  # both are to run
         for module, copy in zip(modules, copies, strict=True)
     ]
     return any(bound)

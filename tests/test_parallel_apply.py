@@ -25,7 +25,7 @@ def describe(index):
 
 def thread_names(num_devices):
     """The first device's calls run in the calling thread."""
-    others = [f"replicas on lazy:{i}_0" for i in range(1, num_devices)]
+    others = [f"replicas on lazy:{i}" for i in range(1, num_devices)]
     return [threading.current_thread().name, *others]
 
 

@@ -258,3 +258,42 @@ def test_gathering_needs_no_second_copy_of_the_chunks(emulated):
 
 def test_gather_promotes_types_as_cat_does():
     assert gather([torch.zeros(1), torch.zeros(1, dtype=torch.double)], CPU).dtype == torch.double
+
+
+# What a chunk keeps alive.
+
+
+def test_a_chunk_that_stays_does_not_keep_the_batch_alive(emulated):
+    batch = torch.randn(32, 1000, device=emulated[0])
+    [[first], _] = scatter([("x", batch)], emulated[:2], [2, 30])
+    torch.testing.assert_close(first, batch[:2])
+    del batch
+    assert torch.lazy.memory_allocated(emulated[0]) == 8192  # 2 x 1000 x 4 bytes, in blocks of 512
+    del first
+
+
+def test_chunks_that_are_all_of_a_batch_are_views():
+    batch = torch.randn(8, 3)
+    devices = [torch.device("cpu")] * 2
+    [[first], [second]] = scatter([("x", batch)], devices, [2, 6])
+    assert first.data_ptr() == batch.data_ptr()
+    assert second.data_ptr() == batch[2:].data_ptr()
+    [[whole]] = scatter([("x", batch)], devices[:1], [8])
+    assert whole.data_ptr() == batch.data_ptr()
+
+
+def test_what_is_expanded_stays_so(emulated):
+    """A copy would take more than what the view keeps."""
+    mask = torch.ones(1, 64, 64, device=emulated[0]).expand(32, 64, 64)
+    [[first], _] = scatter([("mask", mask)], emulated[:2], [2, 30])
+    assert first.stride(0) == 0
+    del mask, first
+
+
+def test_a_chunk_that_was_copied_leads_gradients_back(emulated):
+    batch = torch.randn(9, 2, device=emulated[0], requires_grad=True)
+    [[first], [second]] = scatter([("x", batch)], emulated[:2], [2, 7])
+    first.mul_(3)  # it is a tensor of its own
+    (first.sum() + 2 * second.sum().to(emulated[0])).backward()
+    assert batch.grad[:, 0].tolist() == [3, 3, 2, 2, 2, 2, 2, 2, 2]
+    del first, second, batch

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
+import subprocess
 import sys
+import textwrap
 import threading
 
 import pytest
@@ -184,3 +186,38 @@ def test_the_same_threads_serve_whatever_is_called():
     alone = parallel_apply(calls, devices, describe)
     assert alone[0] == first[0] == threading.get_ident()
     workers.close()
+
+
+def test_close_inside_forward_is_no_error(emulated):
+    class Closes(Threads):
+        def forward(self, x):
+            models[0].close()
+            return super().forward(x)
+
+    models = [BalancedDataParallel(1, Closes().to(emulated[0]), emulated[:3])]
+    assert models[0](X).shape == X.shape
+    models.clear()
+
+
+def test_a_thread_may_train_when_the_main_thread_has_ended():
+    """What concurrent.futures refuses."""
+    script = textwrap.dedent(
+        """
+        import threading
+        import torch
+        from balanced_dp import BalancedDataParallel, emulate_devices
+
+        def train():
+            with emulate_devices(3) as devices:
+                model = BalancedDataParallel(1, torch.nn.Linear(4, 2).to(devices[0]))
+                print(model(torch.ones(8, 4)).shape, flush=True)
+                threading.main_thread().join()
+                print(model(torch.ones(8, 4)).shape, flush=True)
+
+        threading.Thread(target=train).start()
+        """
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60
+    )
+    assert (done.stdout, done.stderr) == ("torch.Size([8, 2])\n" * 2, "")
