@@ -330,11 +330,12 @@ class _Replica:
         """Takes the tensors away, and whatever else a call has left that may be used again."""
         for attributes, as_made in zip(self._attributes, self._as_made, strict=True):
             attributes.update(as_made)  # faster than a new dictionary
-            if len(attributes) > len(as_made):
+        if list(map(len, self._attributes)) != list(map(len, self._as_made)):
+            for attributes, as_made in zip(self._attributes, self._as_made, strict=True):
                 for name in attributes.keys() - as_made.keys():
                     del attributes[name]
-        for module, kind in zip(self.modules, self._types, strict=True):
-            if type(module) is not kind:  # a criterion that counted targets
+        if list(map(type, self.modules)) != self._types:  # a criterion that counted targets
+            for module, kind in zip(self.modules, self._types, strict=True):
                 module.__class__ = kind
         for members, name, _ in chain(self._parameters, self._buffers):
             members[name] = None

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch._utils import _unflatten_dense_tensors
 from torch.nn import parallel
 from transformers import (
     BertConfig,
@@ -27,16 +27,17 @@ from transformers import (
     ResNetModel,
 )
 
-from balanced_dp import BalancedDataParallel
+from balanced_dp import BalancedDataParallel, parameter_copies
 from balanced_dp import replicate as replicate_module
+from balanced_dp.buckets import in_one_piece
 from balanced_dp.replicate import Replicas, Replicator
 
-from .stock_on_cpu import stock_on_cpu, stock_steps
+from .stock_on_cpu import broadcast_coalesced_reshape, stock_on_cpu, stock_steps
 from .tables import hardware, write_table
 
 NOTE = (
-    "Milliseconds; median of rounds in which both sides take turns. The copies are those of tiny "
-    "CPU tensors on both sides (replicate: none at all)."
+    "Milliseconds; median of rounds in which both sides take turns. Copies are those of tiny CPU "
+    "tensors, made by the same functions on both sides (replicate: none at all)."
 )
 
 
@@ -74,17 +75,18 @@ TREES = {"BERT-base": bert, "GPT, 48 layers": gpt, "ResNet-50": resnet}
 
 
 class UsesAll(torch.autograd.Function):
-    """Hands on its input, and gives every parameter a gradient."""
+    """Hands on its input, and gives every parameter a gradient that was made before."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
-        ctx.parameters = parameters
+    def forward(
+        ctx: Any, x: torch.Tensor, zeros: Sequence[torch.Tensor], *parameters: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.zeros = zeros
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        zeros = torch.zeros(sum(p.numel() for p in ctx.parameters))
-        return gradient, *_unflatten_dense_tensors(zeros, ctx.parameters)
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return gradient, None, *ctx.zeros
 
 
 class Overhead(nn.Module):
@@ -93,17 +95,19 @@ class Overhead(nn.Module):
     def __init__(self, tree: nn.Module) -> None:
         super().__init__()
         self.tree = tree
+        self.zeros = [torch.zeros_like(p) for p in self._parameters_of_all()]
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        parameters = []
+    def _parameters_of_all(self) -> list[torch.Tensor]:
         modules: list[nn.Module] = [self]
         for module in modules:
-            attributes = module.__dict__
-            # Torch's replicas have no parameters, but remember them.
-            own = attributes.get("_former_parameters") or attributes["_parameters"]
-            parameters += own.values()
-            modules += attributes["_modules"].values()
-        return UsesAll.apply(x, *(p for p in parameters if p is not None))
+            modules += module.__dict__["_modules"].values()
+        attributes = [module.__dict__ for module in modules]
+        # Torch's replicas have no parameters, but remember them.
+        own = [a.get("_former_parameters") or a["_parameters"] for a in attributes]
+        return [p for p in chain.from_iterable(map(dict.values, own)) if p is not None]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return UsesAll.apply(x, self.zeros, *self._parameters_of_all())
 
 
 def on_cpus(module: nn.Module, num_devices: int) -> BalancedDataParallel:
@@ -122,6 +126,14 @@ def seconds(function: Callable[[], Any]) -> float:
     elapsed = time.perf_counter() - start
     del result
     return elapsed
+
+
+def copies_in_pieces(
+    devices: Sequence[torch.device], tensors: Sequence[torch.Tensor]
+) -> dict[torch.device, list[torch.Tensor]]:
+    """Copies as the stand-in for torch's broadcast does."""
+    everywhere = broadcast_coalesced_reshape(tensors, range(1 + len(devices)), detach=True)
+    return dict(zip(devices, everywhere[1:], strict=True))
 
 
 def in_turns(
@@ -205,7 +217,13 @@ def test_replicate(benchmark, monkeypatch, table, what, name, num_replicas):
 @pytest.mark.parametrize("num_devices", [2, 4, 8])
 @pytest.mark.parametrize("name", TREES)
 @pytest.mark.parametrize("what", ["training step", "evaluation"])
-def test_step(benchmark, table, what, name, num_devices):
+def test_step(benchmark, monkeypatch, table, what, name, num_devices):
+    """Copies are made by the same functions on both sides, in pieces as between GPUs."""
+    for module_with_copies in (replicate_module, parameter_copies):
+        monkeypatch.setattr(module_with_copies, "copy_to", copies_in_pieces)
+    monkeypatch.setattr(
+        parameter_copies, "bring_to", lambda device, gradients: in_one_piece(gradients, device)
+    )
     module, x = Overhead(TREES[name]()), torch.ones(2 * num_devices, 2)
     model, stock = on_cpus(module, num_devices), stock_steps(module, num_devices)
 
@@ -214,10 +232,9 @@ def test_step(benchmark, table, what, name, num_devices):
             with torch.no_grad():
                 forward(x)
         else:
-            module.zero_grad()
             forward(x).sum().backward()
 
-    figures = in_turns(benchmark, lambda: step(model), lambda: step(stock))
+    figures = in_turns(benchmark, lambda: step(model), lambda: step(stock), module.zero_grad)
     model.close()
     table.append({"what": what, "tree": name, "devices": str(num_devices), **figures})
 
