@@ -260,6 +260,35 @@ def test_weights_that_forward_writes_to_are_copied_again(emulated):
             torch.testing.assert_close(model(indices).cpu(), expected(indices))
 
 
+def test_a_fused_step_is_seen_though_it_makes_no_version():
+    parameter, other = nn.Parameter(torch.ones(3)), torch.device("cpu", 1)
+    copies = ParameterCopies()
+    with torch.no_grad():
+        copies.on([other], [parameter])
+        version = parameter._version
+        parameter.grad = torch.ones(3)
+        torch.optim.SGD([parameter], lr=0.5, fused=True).step()
+        assert parameter._version == version
+        assert copies.on([other], [parameter])[other][0].tolist() == parameter.tolist() == [0.5] * 3
+
+
+def test_what_a_replica_writes_to_its_weights_is_gone_in_the_next_call(emulated):
+    class Grows(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(1))
+
+        def forward(self, x):
+            self.weight.add_(1)
+            return x * self.weight
+
+    model = wrapped(emulated, Grows())
+    model.gpu0_bsz = 0  # or the first replica would write to the module's own
+    with torch.no_grad():
+        for _ in range(3):
+            assert model(torch.ones(9, 1)).unique().tolist() == [2]
+
+
 def test_data_is_not_seen_until_the_replicas_are_released(emulated):
     """As the docstring says: autograd does not see it either."""
     model, x = wrapped(emulated), torch.randn(9, 5)
@@ -431,6 +460,23 @@ def test_sparse_gradients_accumulate(emulated):
     torch.testing.assert_close(
         embedding.weight.grad.cpu().to_dense(), reference.weight.grad.to_dense(), **TOLERANCE
     )
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+def test_with_create_graph_gradients_are_complete_at_once(emulated):
+    module = mlp().double()
+    reference = copy.deepcopy(module)
+    model, x = wrapped(emulated, module), torch.randn(9, 5, dtype=torch.double)
+    reference(x).backward()
+    with model.accumulate():
+        model(x).backward(create_graph=True)
+        inside = gradients_of(module)
+    for ours, theirs, at_the_end in zip(
+        inside, gradients_of(reference), gradients_of(module), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs, **TOLERANCE)
+        torch.testing.assert_close(at_the_end, theirs, **TOLERANCE)
+    module.zero_grad()  # gradients with a history are a cycle
 
 
 def test_second_derivatives_are_exact_inside_accumulate(emulated):
