@@ -114,7 +114,12 @@ def describe(
     chunk_sizes = split_batch(batch_size, len(budgets), gpu0_bsz)
     needs = model.predict(chunk_sizes)
     max_batch_size = planner.max_batch_size(planner.tightest_gpu0_bsz)
+    max_batch_gpu0_bsz = planner.tightest_gpu0_bsz(max_batch_size)
     utilization = utilizations(needs, budgets)
+    if max_batch_size < batch_size and max(utilization) <= 1:
+        # With unlike capacities a batch may fit though a smaller one does not: the last device of
+        # a split gets what is left over.
+        max_batch_size, max_batch_gpu0_bsz = batch_size, gpu0_bsz
     weighted = planner.weighted_split(batch_size) if len(set(budgets)) > 1 else None
     if (
         weighted is not None
@@ -135,7 +140,7 @@ def describe(
         limiting_device=utilization.index(max(utilization)),
         floor_bytes=floor_bytes,
         max_batch_size=max_batch_size,
-        max_batch_gpu0_bsz=planner.tightest_gpu0_bsz(max_batch_size),
+        max_batch_gpu0_bsz=max_batch_gpu0_bsz,
         even_bytes=model.predict(split_batch(batch_size, len(budgets), even)),
         even_max_batch_size=planner.max_batch_size(planner.even_share),
         time_cost=max(chunk_sizes) / even,

@@ -1,13 +1,14 @@
 """``nn.DataParallel``'s own steps without GPUs, for what they cost in Python.
 
 ``torch.nn.parallel``'s replicate, scatter, parallel_apply and gather run as they are. What they
-need of CUDA has a stand-in: copies are made on the CPU, by the cheapest means that torch has, and
-streams and current devices are nothing.
+need of CUDA has a stand-in: weights are handed on instead of copied, their gradients are added up
+by the cheapest means that torch has, and streams and current devices are nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
@@ -16,7 +17,6 @@ from unittest import mock
 
 import torch
 from torch import nn
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.nn import parallel
 
 _replicate = importlib.import_module("torch.nn.parallel.replicate")
@@ -37,41 +37,23 @@ class Broadcast(torch.autograd.Function):
         first, *others = (
             gradients[i : i + ctx.num_inputs] for i in range(0, len(gradients), ctx.num_inputs)
         )
-        total = _flatten_dense_tensors(first)
-        for other in others:
-            total.add_(_flatten_dense_tensors(other))
-        return None, *(part.data for part in _unflatten_dense_tensors(total, first))
+        total = functools.reduce(torch._foreach_add, map(list, others), list(first))
+        return None, *total
 
 
 def broadcast(tensors: Sequence[torch.Tensor], devices: Sequence[int]) -> list[list[torch.Tensor]]:
-    """Returns the tensors and their copies, as ``comm.broadcast_coalesced`` does."""
-    copies = [[tensor.detach() for tensor in tensors]]
-    flat = _flatten_dense_tensors(tensors)
-    for _ in devices[1:]:
-        parts = _unflatten_dense_tensors(flat.clone(), tensors)
-        copies.append([part.data for part in parts])
-    return copies
+    """Returns for each device what stands for its copies: the tensors without their history."""
+    return [[tensor.detach() for tensor in tensors] for _ in devices]
 
 
 def broadcast_coalesced_reshape(
     tensors: Sequence[torch.Tensor], devices: Sequence[int], detach: bool = False
 ) -> list[list[torch.Tensor]]:
     """Stands in for the function of this name in torch's replicate."""
-    groups: dict[torch.dtype, list[int]] = {}
-    for i, tensor in enumerate(tensors):
-        groups.setdefault(tensor.dtype, []).append(i)
-    result: list[list[Any]] = [[None] * len(tensors) for _ in devices]
-    for indices in groups.values():
-        group = [tensors[i] for i in indices]
-        if detach:
-            copies = broadcast(group, devices)
-        else:
-            flat = Broadcast.apply(devices, *group)
-            copies = [flat[i : i + len(group)] for i in range(0, len(flat), len(group))]
-        for device, tensors_there in zip(result, copies, strict=True):
-            for i, tensor in zip(indices, tensors_there, strict=True):
-                device[i] = tensor
-    return result
+    if detach or not tensors:
+        return broadcast(tensors, devices)
+    flat = Broadcast.apply(devices, *tensors)
+    return [list(flat[i : i + len(tensors)]) for i in range(0, len(flat), len(tensors))]
 
 
 class Scatter(torch.autograd.Function):

@@ -29,15 +29,14 @@ from transformers import (
 
 from balanced_dp import BalancedDataParallel, parameter_copies
 from balanced_dp import replicate as replicate_module
-from balanced_dp.buckets import in_one_piece
 from balanced_dp.replicate import Replicas, Replicator
 
-from .stock_on_cpu import broadcast_coalesced_reshape, stock_on_cpu, stock_steps
+from .stock_on_cpu import broadcast, stock_on_cpu, stock_steps
 from .tables import hardware, write_table
 
 NOTE = (
-    "Milliseconds; median of rounds in which both sides take turns. Copies are those of tiny CPU "
-    "tensors, made by the same functions on both sides (replicate: none at all)."
+    "Milliseconds; median of rounds in which both sides take turns. Weights and gradients are "
+    "handed on instead of copied, on both sides."
 )
 
 
@@ -128,12 +127,11 @@ def seconds(function: Callable[[], Any]) -> float:
     return elapsed
 
 
-def copies_in_pieces(
+def handed_on(
     devices: Sequence[torch.device], tensors: Sequence[torch.Tensor]
 ) -> dict[torch.device, list[torch.Tensor]]:
-    """Copies as the stand-in for torch's broadcast does."""
-    everywhere = broadcast_coalesced_reshape(tensors, range(1 + len(devices)), detach=True)
-    return dict(zip(devices, everywhere[1:], strict=True))
+    """What stands for copies, as on torch's side."""
+    return dict(zip(devices, broadcast(tensors, range(len(devices))), strict=True))
 
 
 def in_turns(
@@ -172,7 +170,7 @@ def table(request: pytest.FixtureRequest) -> Iterator[list[dict[str, Any]]]:
     """Rows that are printed at the end, and written where ``--results`` says."""
     rows: list[dict[str, Any]] = []
     yield rows
-    _show(rows, request, "overhead")
+    _show(rows, request, "overhead", NOTE)
 
 
 @pytest.mark.parametrize("num_replicas", [2, 4, 8])
@@ -218,12 +216,10 @@ def test_replicate(benchmark, monkeypatch, table, what, name, num_replicas):
 @pytest.mark.parametrize("name", TREES)
 @pytest.mark.parametrize("what", ["training step", "evaluation"])
 def test_step(benchmark, monkeypatch, table, what, name, num_devices):
-    """Copies are made by the same functions on both sides, in pieces as between GPUs."""
+    """Weights and gradients are handed on instead of copied, on both sides."""
     for module_with_copies in (replicate_module, parameter_copies):
-        monkeypatch.setattr(module_with_copies, "copy_to", copies_in_pieces)
-    monkeypatch.setattr(
-        parameter_copies, "bring_to", lambda device, gradients: in_one_piece(gradients, device)
-    )
+        monkeypatch.setattr(module_with_copies, "copy_to", handed_on)
+    monkeypatch.setattr(parameter_copies, "bring_to", lambda device, gradients: gradients)
     module, x = Overhead(TREES[name]()), torch.ones(2 * num_devices, 2)
     model, stock = on_cpus(module, num_devices), stock_steps(module, num_devices)
 
@@ -308,12 +304,15 @@ def test_growth(benchmark, growth, request, make, counts):
 def growth(request: pytest.FixtureRequest) -> Iterator[list[dict[str, Any]]]:
     rows: list[dict[str, Any]] = []
     yield rows
-    _show(rows, request, "overhead-growth")
+    note = "Milliseconds of a training step, medians; copies are those of tiny CPU tensors."
+    _show(rows, request, "overhead-growth", note)
 
 
-def _show(rows: list[dict[str, Any]], request: pytest.FixtureRequest, question: str) -> None:
+def _show(
+    rows: list[dict[str, Any]], request: pytest.FixtureRequest, question: str, note: str
+) -> None:
     for row in rows:
         print("\n" + ", ".join(f"{k} {v:.3g}" if type(v) is float else v for k, v in row.items()))
     folder = request.config.getoption("--results")
     if folder is not None and rows:
-        write_table(question, rows, folder, on=hardware(), note=NOTE)
+        write_table(question, rows, folder, on=hardware(), note=note)
