@@ -71,8 +71,8 @@ def test_a_plan_adds_up_or_says_what_is_lacking(model, capacities, batch_size, r
 
 def test_a_batch_that_fits_is_not_larger_than_the_largest_that_does():
     """166 samples leave 30 for the last device, which 163 to 165 do not."""
-    model = MemoryModel((Law(0, 16384),), (Law(0),), (Law(0, 6932734),), 9, 0.0)
-    found = plan(model, 166, [134217728, 259279118, 235712956, 235712956, 207982020])
+    model = MemoryModel((Law(0, 16384, 0),), (Law(0, 0, 0),), (Law(0, 6932734, 0),), 9, 0.0)
+    found = plan(model, 166, [134217728, 259279118, 235712956, 235712956, 207982020], 0)
     assert found.chunk_sizes == (34, 34, 34, 34, 30)
     assert (found.max_batch_size, found.max_batch_gpu0_bsz) == (166, 34)
 
