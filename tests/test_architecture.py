@@ -31,6 +31,7 @@ ORDER = [
     "buckets.py",
     "optimizer_steps.py",
     "parameter_copies.py",
+    "rebind.py",
     "replicate.py",
     "parallel_apply.py",
     "per_device.py",
