@@ -43,6 +43,10 @@ class InfeasiblePlanError(BalancedDataParallelError, ValueError):
     """No ``gpu0_bsz`` makes the batch fit; the message says what each device lacks."""
 
 
+class DistributedError(BalancedDataParallelError, RuntimeError):
+    """Ranks cannot go on together: one does not answer, or has not told what its loss weighs."""
+
+
 class ReportError(BalancedDataParallelError, ValueError):
     """A file is not a report that this version reads; the message says what it is instead."""
 

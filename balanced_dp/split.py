@@ -46,9 +46,9 @@ def split_batch(
         (Dai et al. 2019, https://arxiv.org/abs/1901.02860). Its fallback to the even split could
         give device 0 more than was asked for, and it divided by zero on one device.
     """
-    batch_size = _integer("batch_size", batch_size, minimum=0)
-    num_devices = _integer("num_devices", num_devices, minimum=1)
-    gpu0_bsz = _integer("gpu0_bsz", gpu0_bsz, minimum=0)
+    batch_size = as_integer("batch_size", batch_size, minimum=0)
+    num_devices = as_integer("num_devices", num_devices, minimum=1)
+    gpu0_bsz = as_integer("gpu0_bsz", gpu0_bsz, minimum=0)
     if num_devices == 1:
         return (batch_size,)
     even = even_share(batch_size, num_devices)
@@ -92,7 +92,7 @@ def split_by_weights(
     Source:
         Largest remainders: Hamilton's method, https://en.wikipedia.org/wiki/Quota_method.
     """
-    batch_size = _integer("batch_size", batch_size, minimum=0)
+    batch_size = as_integer("batch_size", batch_size, minimum=0)
     weights = [_weight(index, weight) for index, weight in enumerate(device_weights)]
     if not any(weights):
         raise ArgumentError(f"device_weights must not all be 0, got {list(device_weights)}")
@@ -100,7 +100,7 @@ def split_by_weights(
     chunk_sizes = (first, *others)
     if gpu0_bsz is None:
         return chunk_sizes
-    gpu0_bsz = _integer("gpu0_bsz", gpu0_bsz, minimum=0)
+    gpu0_bsz = as_integer("gpu0_bsz", gpu0_bsz, minimum=0)
     if chunk_sizes[0] <= gpu0_bsz or len(weights) == 1:
         return chunk_sizes
     if not any(weights[1:]):
@@ -134,10 +134,16 @@ def _weight(index: int, value: object) -> Fraction:
     return Fraction(number)
 
 
-def _integer(name: str, value: object, minimum: int) -> int:
+def as_integer(name: str, value: object, minimum: int | None = None) -> int:
+    """Returns the integer that an argument is.
+
+    Raises:
+        ArgumentTypeError: it is not an integer (a bool is none).
+        ArgumentError: it is below the minimum.
+    """
     if isinstance(value, bool) or not isinstance(value, SupportsIndex):
         raise ArgumentTypeError(f"{name} must be an integer, got {reprlib.repr(value)}")
     number = operator.index(value)
-    if number < minimum:
+    if minimum is not None and number < minimum:
         raise ArgumentError(f"{name} must be at least {minimum}, got {number}")
     return number

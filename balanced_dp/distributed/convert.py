@@ -1,0 +1,88 @@
+"""From a ``BalancedDataParallel`` to ``DistributedDataParallel``."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from ..data_parallel import BalancedDataParallel
+from ..devices import default_device_type
+from ..errors import ArgumentTypeError
+from .weights import weight_gradients
+
+_WRAPPER_HOOKS = (
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_backward_pre_hooks",
+    "_backward_hooks",
+    "_state_dict_pre_hooks",
+    "_state_dict_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+
+
+def convert(
+    model: BalancedDataParallel[Any],
+    device: torch.device | str | None = None,
+    *,
+    timeout: timedelta | None = None,
+    **ddp_arguments: Any,
+) -> DistributedDataParallel:
+    """Returns the model's module in ``DistributedDataParallel``, with weighted gradients.
+
+    Each process calls it, after ``init_process_group``. The module moves to this rank's device and
+    is the same object, so its parameters, buffers and hooks stay; hooks of the wrapper move on to
+    the new one, and so does ``training``. The state dict has the same keys, so checkpoints load
+    both ways. Gradients are those of the whole batch, as of :func:`weight_gradients`, once
+    ``local_weight(n)`` tells each rank's share; ``model.split(batch_size)`` still says what that
+    was to be, where there are as many ranks as there were devices.
+
+    What the wrapper did to outputs is no more: each rank has those of its own samples.
+
+    Args:
+        model: what trained in one process. It gives up its replicas and threads.
+        device: where this rank trains. By default the one of ``model.devices`` with this rank's
+            number on its machine (``LOCAL_RANK``, which torchrun sets), or where the module is if
+            ``model`` has none.
+        timeout: as of :func:`weight_gradients`.
+        **ddp_arguments: as of ``DistributedDataParallel``. Unless said otherwise, gradients are
+            views of its buckets (``gradient_as_bucket_view=True``), which spares a copy of them,
+            and inputs are moved to an accelerator (``device_ids=[device]``).
+
+    Raises:
+        ArgumentTypeError: ``model`` is no ``BalancedDataParallel``.
+        ValueError, RuntimeError: as of ``DistributedDataParallel``: there is no process group, or
+            nothing to train.
+    """
+    if not isinstance(model, BalancedDataParallel):
+        raise ArgumentTypeError(
+            f"model must be a BalancedDataParallel, got a {type(model).__name__}"
+        )
+    model.close()
+    module = model.module
+    devices = model.devices
+    if device is None and devices:
+        local_rank = int(os.environ.get("LOCAL_RANK", dist.get_rank()))
+        device = devices[local_rank % len(devices)]
+    arguments: dict[str, Any] = {"gradient_as_bucket_view": True}
+    if device is not None:
+        device = torch.device(device)
+        module.to(device)
+        if device.type == default_device_type():
+            arguments["device_ids"] = [device]  # so that inputs are moved there, as before
+    ddp = DistributedDataParallel(module, **{**arguments, **ddp_arguments})
+    ddp.train(model.training)
+    ddp._is_full_backward_hook = model._is_full_backward_hook
+    for name in _WRAPPER_HOOKS:  # the same dictionaries, so that their handles still remove them
+        getattr(model, name).update(getattr(ddp, name))
+        setattr(ddp, name, getattr(model, name))
+    return weight_gradients(ddp, timeout=timeout)

@@ -1,0 +1,470 @@
+"""Is run by torchrun: trains on several ranks and compares with one process on whole batches.
+
+Rank 0 writes a JSON object: the name of each case, and how far it was off or what it raised.
+"""
+
+from __future__ import annotations
+
+import copy
+import datetime
+import json
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.distributed.fsdp import fully_shard
+from torch.nn.functional import cross_entropy, mse_loss
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+
+from balanced_dp import BalancedDataParallel, DistributedError
+from balanced_dp.distributed import (
+    BalancedBatchSampler,
+    EmptyBatches,
+    convert,
+    split_ranks,
+    weight_gradients,
+)
+
+# Zero samples for one rank where there are three or four.
+CHUNK_SIZES = {1: (9,), 2: (2, 7), 3: (1, 0, 8), 4: (2, 4, 0, 3)}
+BATCH_SIZE = 9
+IGNORED = -100
+
+CASES: dict[str, Callable[[], float]] = {}
+
+
+def case(function: Callable[[], float]) -> Callable[[], float]:
+    CASES[function.__name__] = function
+    return function
+
+
+class Branches(nn.Module):
+    """Leaves one of two layers out, another one at each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(6, 3), nn.Linear(6, 3)])
+        self.num_calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_calls += 1
+        return self.layers[self.num_calls % 2](x)
+
+
+class Twice(nn.Module):
+    """Uses a layer twice, the way static_graph is needed for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = torch.utils.checkpoint.checkpoint(self.layer, x, use_reentrant=True)
+        return self.head(x)
+
+
+def network() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def tagger() -> nn.Module:
+    return nn.Sequential(nn.Embedding(11, 6), nn.Linear(6, 5))
+
+
+def regression_data(num_samples: int) -> TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    return TensorDataset(
+        torch.randn(num_samples, 6, generator=generator),
+        torch.randn(num_samples, 3, generator=generator),
+    )
+
+
+def tagging_data(num_samples: int) -> TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    labels = torch.randint(5, (num_samples, 4), generator=generator)
+    labels[torch.rand(labels.shape, generator=generator) < 0.4] = IGNORED
+    labels[: num_samples // 2] = IGNORED
+    labels[0, 0] = 1
+    return TensorDataset(torch.randint(11, (num_samples, 4), generator=generator), labels)
+
+
+def samples(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
+    return mse_loss(output, target), len(target)
+
+
+def tokens(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
+    loss = cross_entropy(output.flatten(0, 1), target.flatten(), ignore_index=IGNORED)
+    return loss, int((target != IGNORED).sum())
+
+
+Loss = Callable[[Tensor, Tensor], tuple[Tensor, int]]
+
+
+def batches(data: TensorDataset, rank: int, sizes: tuple[int, ...]) -> Iterator[list[Tensor]]:
+    """Two epochs of one rank's batches; the last ones are smaller."""
+    sampler = BalancedBatchSampler(
+        data, BATCH_SIZE, sizes, rank=rank, world_size=len(sizes), seed=3
+    )
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        yield from DataLoader(data, batch_sampler=sampler, collate_fn=EmptyBatches(data))
+
+
+def trained(
+    model: nn.Module,
+    own: Iterator[list[Tensor]],
+    loss_of: Loss,
+    accumulation: int = 1,
+) -> tuple[list[float], list[Tensor]]:
+    """Returns the losses and everything that gradients and weights were."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    losses: list[float] = []
+    tensors: list[Tensor] = []
+    is_distributed = hasattr(model, "local_weight")
+    for step, (x, target) in enumerate(own):
+        is_last = (step + 1) % accumulation == 0
+        model.require_backward_grad_sync = is_last  # what no_sync() sets
+        with torch.set_grad_enabled(True):
+            loss, n = loss_of(model(x), target)
+        if is_distributed:
+            model.local_weight(n)
+        (loss / accumulation).backward()
+        losses.append(mean_loss(loss, n) if is_distributed else loss.item())
+        if is_last:
+            tensors += [whole(p.grad) for p in model.parameters() if p.grad is not None]
+            optimizer.step()
+            optimizer.zero_grad()
+    return losses, tensors + [whole(p) for p in model.parameters()]
+
+
+def whole(tensor: Tensor) -> Tensor:
+    tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return tensor.detach().clone()
+
+
+def mean_loss(loss: Tensor, n: int) -> float:
+    total = torch.tensor([loss.item() * n if n else 0.0, n], dtype=torch.float64)
+    dist.all_reduce(total)
+    return float(total[0] / total[1])
+
+
+def compared(
+    make: Callable[[], nn.Module],
+    data: TensorDataset,
+    loss_of: Loss,
+    wrap: Callable[[nn.Module], nn.Module],
+    accumulation: int = 1,
+) -> float:
+    """Returns how far ranks are off one process: in losses, gradients and weights."""
+    torch.manual_seed(0)
+    reference = make()
+    model = wrap(copy.deepcopy(reference))
+    world_size = dist.get_world_size()
+    found = trained(
+        model, batches(data, dist.get_rank(), CHUNK_SIZES[world_size]), loss_of, accumulation
+    )
+    expected = trained(reference, batches(data, 0, (BATCH_SIZE,)), loss_of, accumulation)
+    return difference(found, expected)
+
+
+def difference(
+    found: tuple[list[float], list[Tensor]], expected: tuple[list[float], list[Tensor]]
+) -> float:
+    assert len(found[0]) == len(expected[0])
+    assert len(found[1]) == len(expected[1])
+    pairs = zip(found[1], expected[1], strict=True)
+    return max(
+        max(abs(a - b) for a, b in zip(found[0], expected[0], strict=True)),
+        max(float((a - b).abs().max()) for a, b in pairs),
+    )
+
+
+def weighted(**arguments: Any) -> Callable[[nn.Module], nn.Module]:
+    return lambda net: weight_gradients(DistributedDataParallel(net, **arguments))
+
+
+@case
+def uneven_chunks() -> float:
+    return compared(network, regression_data(27), samples, weighted())
+
+
+@case
+def ragged_epochs() -> float:
+    return max(compared(network, regression_data(n), samples, weighted()) for n in (10, 22, 26))
+
+
+@case
+def token_means() -> float:
+    return compared(tagger, tagging_data(31), tokens, weighted())
+
+
+@case
+def accumulation() -> float:
+    return max(
+        compared(network, regression_data(27), samples, weighted(), accumulation=3),
+        compared(tagger, tagging_data(31), tokens, weighted(), accumulation=2),
+    )
+
+
+@case
+def bucket_views() -> float:
+    wrap = weighted(gradient_as_bucket_view=True)
+    return max(
+        compared(network, regression_data(26), samples, wrap),
+        compared(tagger, tagging_data(31), tokens, wrap, accumulation=2),
+    )
+
+
+@case
+def unused_parameters() -> float:
+    return compared(
+        Branches, regression_data(26), samples, weighted(find_unused_parameters=True)
+    )
+
+
+@case
+def static_graph() -> float:
+    def with_input_gradients(data: TensorDataset) -> TensorDataset:
+        x, y = data.tensors
+        return TensorDataset(x.requires_grad_(), y)
+
+    return compared(
+        Twice, with_input_gradients(regression_data(26)), samples, weighted(static_graph=True)
+    )
+
+
+@case
+def nothing_left_for_a_rank() -> float:
+    """A loss that is NaN, with gradients that are NaN, where a rank counts nothing."""
+
+    def masked(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
+        mask = (target != IGNORED).to(output.dtype)
+        labels = target.clamp(min=0)
+        each = cross_entropy(output.transpose(1, 2), labels, reduction="none")
+        return (each * mask).sum() / mask.sum(), int(mask.sum())
+
+    return max(
+        compared(tagger, tagging_data(31), masked, weighted()),
+        compared(tagger, tagging_data(31), masked, weighted(), accumulation=2),
+    )
+
+
+@case
+def sparse_gradients() -> float:
+    def sparse() -> nn.Module:
+        return nn.Sequential(nn.Embedding(11, 6, sparse=True), nn.Linear(6, 5))
+
+    torch.manual_seed(0)
+    reference = sparse()
+    model = weight_gradients(DistributedDataParallel(copy.deepcopy(reference)))
+    data = tagging_data(9)
+    sizes = CHUNK_SIZES[dist.get_world_size()]
+    x, y = next(batches(data, dist.get_rank(), sizes))
+    loss, n = tokens(model(x), y)
+    model.local_weight(n)
+    loss.backward()
+    x, y = next(batches(data, 0, (BATCH_SIZE,)))
+    tokens(reference(x), y)[0].backward()
+    pairs = zip(model.parameters(), reference.parameters(), strict=True)
+    return max(float((a.grad - b.grad).to_dense().abs().max()) for a, b in pairs)
+
+
+@case
+def converted() -> float:
+    def wrap(net: nn.Module) -> nn.Module:
+        return convert(BalancedDataParallel(1, net, device_ids=["cpu"] * 4))
+
+    return compared(network, regression_data(26), samples, wrap)
+
+
+@case
+def converted_keeps_what_there_is() -> float:
+    net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+    balanced = BalancedDataParallel(1, net, device_ids=["cpu"] * 4)
+    calls: list[str] = []
+    handle = balanced.register_forward_hook(lambda *_: calls.append("wrapper"))
+    net.register_forward_pre_hook(lambda *_: calls.append("module"))
+    net[0].weight.register_hook(lambda gradient: calls.append("parameter"))
+    parameters = list(balanced.parameters())
+    balanced.eval()
+    before = copy.deepcopy(balanced.state_dict())
+    ddp = convert(balanced, bucket_cap_mb=1)
+    assert not ddp.training and ddp.bucket_bytes_cap == 2**20 and ddp.gradient_as_bucket_view
+    assert all(a is b for a, b in zip(parameters, ddp.parameters(), strict=True))
+    ddp.train()
+    ddp.local_weight(4)
+    ddp(torch.randn(4, 6)).sum().backward()
+    assert sorted(calls) == ["module", "parameter", "wrapper"], calls
+    handle.remove()
+    with torch.no_grad():
+        ddp(torch.randn(4, 6))
+    assert calls.count("wrapper") == 1
+    # Checkpoints, both ways.
+    ddp.load_state_dict(before)
+    other = BalancedDataParallel(1, copy.deepcopy(net), device_ids=["cpu"] * 4)
+    other.load_state_dict(ddp.state_dict())
+    assert balanced(torch.randn(8, 6)).shape == (8, 3)  # the old wrapper still runs
+    return 0.0
+
+
+@case
+def compression_before_and_after() -> float:
+    """bf16 rounds to 8 bits; a wrong weight would be off by a multiple."""
+
+    def compress(state, bucket):  # under its own name, DDP refuses it on the CPU
+        return bf16_compress_hook(None, bucket)
+
+    def before(net: nn.Module) -> nn.Module:
+        ddp = DistributedDataParallel(net)
+        ddp.register_comm_hook(None, compress)
+        return weight_gradients(ddp)
+
+    def after(net: nn.Module) -> nn.Module:
+        ddp = weight_gradients(DistributedDataParallel(net))
+        ddp.register_comm_hook(None, compress)
+        return ddp
+
+    def built_in(net: nn.Module) -> nn.Module:
+        ddp = DistributedDataParallel(net)
+        ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
+        return weight_gradients(ddp)
+
+    exact = compared(network, regression_data(26), samples, built_in)
+    rounded = [compared(network, regression_data(26), samples, w) for w in (before, after)]
+    assert all(1e-6 < off < 0.05 for off in rounded), rounded
+    return exact
+
+
+@case
+def sharded() -> float:
+    def wrap(net: nn.Module) -> nn.Module:
+        fully_shard(net[0])
+        fully_shard(net)
+        return weight_gradients(net)
+
+    return max(
+        compared(network, regression_data(26), samples, wrap),
+        compared(tagger, tagging_data(31), tokens, wrap),
+    )
+
+
+@case
+def sharded_accumulation() -> float:
+    """Equal shares are exact; unlike ones are refused on every rank."""
+    torch.manual_seed(0)
+    reference = network()
+    net = copy.deepcopy(reference)
+    weight_gradients(fully_shard(net))
+    rank, sizes = dist.get_rank(), CHUNK_SIZES[dist.get_world_size()]
+    for is_last in (False, True):
+        x, y = next(batches(regression_data(9), rank, sizes))
+        net.set_requires_gradient_sync(is_last)
+        net.local_weight(sizes[rank])
+        mse_loss(net(x), y).backward()
+        x, y = next(batches(regression_data(9), 0, (BATCH_SIZE,)))
+        mse_loss(reference(x), y).backward()
+    pairs = zip(net.parameters(), reference.parameters(), strict=True)
+    off = max(float((whole(a.grad) - b.grad).abs().max()) for a, b in pairs)
+    for is_last, n in ((False, rank + 1), (True, 2 * rank + 1)):
+        net.set_requires_gradient_sync(is_last)
+        net.local_weight(n)
+        try:
+            mse_loss(net(torch.randn(2, 6)), torch.randn(2, 3)).backward()
+        except DistributedError as error:
+            assert "set_requires_gradient_sync(True)" in str(error)
+        else:
+            assert not is_last or dist.get_world_size() == 1
+    return off
+
+
+@case
+def nothing_counts() -> float:
+    """All ranks without samples: gradients of zero, not NaN."""
+    ddp = weight_gradients(DistributedDataParallel(network()))
+    ddp.local_weight(0)
+    mse_loss(ddp(torch.zeros(0, 6)), torch.zeros(0, 3)).backward()
+    return max(float(p.grad.abs().max()) for p in ddp.parameters())
+
+
+@case
+def weights_that_cannot_be_used() -> float:
+    plain = DistributedDataParallel(network())
+    ddp = weight_gradients(DistributedDataParallel(network()))
+    try:
+        ddp(torch.ones(2, 6)).sum().backward()
+    except DistributedError as error:
+        assert "call model.local_weight(n) before backward" in str(error)
+    else:
+        raise AssertionError("no weight was told")
+    for n, kind in ((-1, ValueError), (float("nan"), ValueError), ("3", TypeError)):
+        try:
+            ddp.local_weight(n)
+        except kind as error:
+            assert "n must be" in str(error)
+        else:
+            raise AssertionError(n)
+    for model in (network(), torch.compile(plain), nn.DataParallel(network())):
+        try:
+            weight_gradients(model)
+        except TypeError as error:
+            assert "DistributedDataParallel or fully_shard" in str(error)
+        else:
+            raise AssertionError(type(model))
+    try:
+        weight_gradients(ddp)
+    except ValueError as error:
+        assert "weights already" in str(error)
+    else:
+        raise AssertionError("weighted twice")
+    dist.barrier()
+    return 0.0
+
+
+@case
+def defaults_from_the_process_group() -> float:
+    sizes = split_ranks(9, rank0_bsz=1)
+    assert len(sizes) == dist.get_world_size()
+    sampler = BalancedBatchSampler(range(9), 9, sizes, shuffle=False)
+    assert (sampler.rank, sampler.world_size) == (dist.get_rank(), dist.get_world_size())
+    start = sum(sizes[: dist.get_rank()])
+    assert list(sampler) == [list(range(start, start + sizes[dist.get_rank()]))]
+    return 0.0
+
+
+def main() -> None:
+    warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", category=DeprecationWarning)  # torch.compile's own
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
+    torch.set_default_dtype(torch.float64)
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+    results: dict[str, float | str] = {}
+    names = sys.argv[2].split(",") if len(sys.argv) > 2 else list(CASES)
+    for name in names:
+        try:
+            off: float | str = CASES[name]()
+        except Exception:
+            off = traceback.format_exc()
+        everywhere: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everywhere, off)
+        said = [f"rank {rank}: {text}" for rank, text in enumerate(everywhere) if isinstance(text, str)]
+        results[name] = "\n".join(said) or max(everywhere)
+    if dist.get_rank() == 0:
+        results["master"] = os.environ["MASTER_ADDR"]
+        Path(sys.argv[1]).write_text(json.dumps(results))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
