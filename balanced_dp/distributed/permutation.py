@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import random
 
-import torch
 from torch import Tensor
 
 _NUM_ROUNDS = 8

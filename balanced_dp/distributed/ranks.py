@@ -57,7 +57,9 @@ def split_ranks(
             raise ArgumentError("give rank0_bsz, weights or capacities")
         return split_batch(batch_size, num_ranks(world_size), rank0_bsz)
     if world_size is not None and world_size != len(weights):
-        raise ArgumentError(f"world_size={world_size}, but there are shares of {len(weights)} ranks")
+        raise ArgumentError(
+            f"world_size={world_size}, but there are shares of {len(weights)} ranks"
+        )
     return split_by_weights(batch_size, weights, rank0_bsz)
 
 

@@ -105,12 +105,10 @@ class BalancedBatchSampler(Sampler[list[int]]):
         return (self.num_samples + rounded_up) // self.batch_size
 
     def __iter__(self) -> Iterator[list[int]]:
+        # From the first batch on: a DataLoader with workers makes an iterator that it never uses.
         self._began, self._first = self._first, 0
         self._num_handed_out = 0
-        return self._counted(self._batches(self._began))
-
-    def _counted(self, batches: Iterator[list[int]]) -> Iterator[list[int]]:
-        for batch in batches:
+        for batch in self._batches(self._began):
             self._num_handed_out += 1
             yield batch
 
@@ -212,7 +210,9 @@ class EmptyBatches:
     """
 
     def __init__(
-        self, dataset: Dataset[Any] | Sequence[Any], collate_fn: Callable[..., Any] = default_collate
+        self,
+        dataset: Dataset[Any] | Sequence[Any],
+        collate_fn: Callable[..., Any] = default_collate,
     ) -> None:
         self.dataset = dataset
         self.collate_fn = collate_fn

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 import weakref
 from collections.abc import Sequence
@@ -222,9 +223,7 @@ class _WeightedReduceScatter:
     def __init__(self, weight: _LocalWeight) -> None:
         self._weight = weight
 
-    def allocate(
-        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
-    ) -> Tensor:
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
@@ -248,9 +247,11 @@ def _who_is_lost(group: dist.ProcessGroup) -> str:
     ranks = dist.get_process_group_ranks(group)
     try:
         store = group.get_group_store()
-        store.set(f"balanced_dp/{dist.get_rank()}", "answers")
+        # Attempts of torchrun may share a store.
+        prefix = f"balanced_dp/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
+        store.set(f"{prefix}/{dist.get_rank()}", "answers")
         deadline = time.monotonic() + _SEARCH_TIME_S
-        lost = [rank for rank in ranks if not _answers(store, rank, deadline)]
+        lost = [rank for rank in ranks if not _is_there(store, f"{prefix}/{rank}", deadline)]
     except RuntimeError as error:
         return f"a rank does not answer, nor does the store that could tell which: {error}"
     if not lost:
@@ -258,8 +259,7 @@ def _who_is_lost(group: dist.ProcessGroup) -> str:
     return f"no answer from rank {', '.join(map(str, lost))} of {ranks}"
 
 
-def _answers(store: dist.Store, rank: int, deadline: float) -> bool:
-    key = f"balanced_dp/{rank}"
+def _is_there(store: dist.Store, key: str, deadline: float) -> bool:
     while not store.check([key]):
         if time.monotonic() > deadline:
             return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from .launch import finished, torchrun
 from .worker import CASES
 
 TOLERANCE = 1e-10
+ADDRESSES = ("10.77.0.1", "10.77.0.2")
 
 Results = dict[str, float | str]
 
@@ -34,21 +36,22 @@ def test_ranks_train_as_one_process_does(results, case):
 
 
 @pytest.fixture(scope="module")
-def hosts() -> Iterator[tuple[str, str]]:
+def hosts() -> Iterator[list[tuple[str, str]]]:
     """Two network namespaces that reach each other, and nothing else."""
-    names = ("balanced-dp-0", "balanced-dp-1")
+    pid = os.getpid()
+    names, links = [f"bdp-{i}-{pid}" for i in range(2)], [f"bdp{i}-{pid}" for i in range(2)]
     if shutil.which("ip") is None:
         pytest.skip("did not run: there is no ip command to make network namespaces with")
     try:
         for name in names:
             ip("netns", "add", name)
-        ip("link", "add", "bdp0", "netns", names[0], "type", "veth", "peer", "bdp1", "netns", names[1])
-        for index, name in enumerate(names):
-            inside = ("-n", name)
-            ip(*inside, "address", "add", f"10.77.0.{index + 1}/24", "dev", f"bdp{index}")
-            ip(*inside, "link", "set", f"bdp{index}", "up")
-            ip(*inside, "link", "set", "lo", "up")
-        yield names
+        pair = ("type", "veth", "peer", links[1], "netns", names[1])
+        ip("link", "add", links[0], "netns", names[0], *pair)
+        for name, link, address in zip(names, links, ADDRESSES, strict=True):
+            ip("-n", name, "address", "add", f"{address}/24", "dev", link)
+            ip("-n", name, "link", "set", link, "up")
+            ip("-n", name, "link", "set", "lo", "up")
+        yield list(zip(names, links, strict=True))
     except subprocess.CalledProcessError as error:
         pytest.skip(f"did not run: network namespaces are not to be had here: {error.stderr}")
     finally:
@@ -62,10 +65,10 @@ def ip(*arguments: str) -> None:
 
 @pytest.fixture(scope="module")
 def results_of_two_hosts(
-    hosts: tuple[str, str], tmp_path_factory: pytest.TempPathFactory
+    hosts: list[tuple[str, str]], tmp_path_factory: pytest.TempPathFactory
 ) -> Results:
     path = Path(tmp_path_factory.mktemp("hosts")) / "results.json"
-    meeting = ("--nnodes", "2", "--master-addr", "10.77.0.1", "--master-port", "29511")
+    meeting = ("--nnodes", "2", "--master-addr", ADDRESSES[0], "--master-port", "29511")
     processes = [
         torchrun(
             "worker.py",
@@ -73,9 +76,9 @@ def results_of_two_hosts(
             (*meeting, "--node-rank", str(index)),
             num_processes=2,
             prefix=("ip", "netns", "exec", name),
-            GLOO_SOCKET_IFNAME=f"bdp{index}",
+            GLOO_SOCKET_IFNAME=link,
         )
-        for index, name in enumerate(hosts)
+        for index, (name, link) in enumerate(hosts)
     ]
     for process in processes:
         exit_code, output = finished(process)
@@ -87,4 +90,4 @@ def results_of_two_hosts(
 def test_ranks_on_two_hosts_train_as_one_process_does(results_of_two_hosts, case):
     assert isinstance(results_of_two_hosts[case], float), results_of_two_hosts[case]
     assert results_of_two_hosts[case] < TOLERANCE
-    assert results_of_two_hosts["master"] == "10.77.0.1"
+    assert results_of_two_hosts["master"] == ADDRESSES[0]

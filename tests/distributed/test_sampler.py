@@ -1,0 +1,285 @@
+from __future__ import annotations
+
+import math
+import re
+import tracemalloc
+from itertools import chain, islice
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, TensorDataset
+
+from balanced_dp import ArgumentError, ArgumentTypeError
+from balanced_dp.distributed import BalancedBatchSampler, EmptyBatches, split_ranks
+
+
+@st.composite
+def splits(draw):
+    sizes = draw(st.lists(st.integers(0, 9), min_size=1, max_size=6).filter(any))
+    return {
+        "num_samples": draw(st.integers(0, 200)),
+        "sizes": tuple(sizes),
+        "shuffle": draw(st.booleans()),
+        "seed": draw(st.integers(0, 2**40)),
+        "drop_last": draw(st.booleans()),
+    }
+
+
+def samplers(num_samples, sizes, **options):
+    return [
+        BalancedBatchSampler(
+            range(num_samples), sum(sizes), sizes, rank=rank, world_size=len(sizes), **options
+        )
+        for rank in range(len(sizes))
+    ]
+
+
+def epoch_of(made, epoch=0):
+    for sampler in made:
+        sampler.set_epoch(epoch)
+    return [list(sampler) for sampler in made]
+
+
+@given(split=splits(), epoch=st.integers(0, 2**40))
+def test_each_sample_comes_once_an_epoch(split, epoch):
+    made = samplers(**split)
+    batches = epoch_of(made, epoch)
+    num_samples, sizes = split["num_samples"], split["sizes"]
+    seen = list(chain.from_iterable(chain.from_iterable(batches)))
+    assert len(set(seen)) == len(seen)
+    if not split["drop_last"]:
+        assert sorted(seen) == list(range(num_samples))
+    assert {len(own) for own in batches} == {len(made[0])}
+    assert len(made[0]) == (
+        num_samples // sum(sizes) if split["drop_last"] else math.ceil(num_samples / sum(sizes))
+    )
+
+
+@given(split=splits())
+def test_shares_are_those_asked_for_and_the_last_in_proportion(split):
+    for batch in zip(*epoch_of(samplers(**split)), strict=True):
+        found = [len(own) for own in batch]
+        for size, share in zip(found, split["sizes"], strict=True):
+            assert size <= share
+            assert abs(size - sum(found) * share / sum(split["sizes"])) < 1
+
+
+@given(split=splits())
+def test_whole_batches_do_not_depend_on_the_shares(split):
+    """So that curves of runs with unlike splits can be compared."""
+    alone = {**split, "sizes": (sum(split["sizes"]),)}
+    [whole] = epoch_of(samplers(**alone), 1)
+    parts = zip(*epoch_of(samplers(**split), 1), strict=True)
+    assert [list(chain.from_iterable(batch)) for batch in parts] == whole
+
+
+@given(split=splits(), epoch=st.integers(0, 100))
+def test_the_same_seed_gives_the_same_epoch(split, epoch):
+    assert epoch_of(samplers(**split), epoch) == epoch_of(samplers(**split), epoch)
+
+
+def test_epochs_and_seeds_differ():
+    epochs = [
+        epoch_of(samplers(1000, (10,), seed=seed), epoch)
+        for seed, epoch in ((0, 0), (0, 1), (1, 0))
+    ]
+    assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
+    assert epoch_of(samplers(5, (2,), shuffle=False), 7) == [[[0, 1], [2, 3], [4]]]
+
+
+@given(split=splits(), epoch=st.integers(0, 9), data=st.data())
+def test_a_state_resumes_in_the_middle_with_other_ranks_and_batches(split, epoch, data):
+    made = samplers(**split)
+    for sampler in made:
+        sampler.set_epoch(epoch)
+    num_batches = data.draw(st.integers(0, len(made[0])))
+    ahead = data.draw(st.integers(0, 3))
+    before = [list(islice(iter(sampler), num_batches + ahead))[:num_batches] for sampler in made]
+    states = [sampler.state_dict(num_batches) for sampler in made]
+    assert all(state == states[0] for state in states)
+
+    other = data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=6).filter(any))
+    resumed = samplers(**{**split, "sizes": tuple(other), "drop_last": False})
+    for sampler in resumed:
+        sampler.load_state_dict(states[0])
+    again = data.draw(st.booleans())
+    rest = epoch_of(resumed, epoch) if again else [list(sampler) for sampler in resumed]
+    seen = list(chain.from_iterable(chain.from_iterable(before + rest)))
+    assert sorted(seen) == list(range(split["num_samples"]))
+    assert len({len(own) for own in rest}) == 1
+    # The epoch after it is a whole one.
+    assert epoch_of(resumed, epoch + 1) == epoch_of(
+        samplers(**{**split, "sizes": tuple(other), "drop_last": False}), epoch + 1
+    )
+
+
+def test_states_at_every_moment():
+    [sampler] = samplers(10, (4,), shuffle=False)
+    assert sampler.state_dict()["num_samples_done"] == 0
+    handed_out = iter(sampler)
+    next(handed_out)
+    assert sampler.state_dict()["num_samples_done"] == 4
+    state = sampler.state_dict()
+    assert len(list(handed_out)) == 2
+    assert sampler.state_dict()["num_samples_done"] == 10
+    sampler.load_state_dict(state)
+    assert sampler.state_dict() == state
+    resumed = iter(sampler)
+    assert sampler.state_dict() == state
+    assert next(resumed) == [4, 5, 6, 7]
+    assert sampler.state_dict()["num_samples_done"] == 8
+    assert list(sampler) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]  # begun anew, not resumed twice
+    sampler.load_state_dict(sampler.state_dict())  # an epoch that is over
+    assert list(sampler) == []
+    sampler.set_epoch(1)
+    assert len(list(sampler)) == 3
+
+
+def test_states_that_do_not_fit_are_refused():
+    [sampler] = samplers(10, (4,))
+    state = sampler.state_dict()
+    for other in (
+        samplers(11, (4,)),
+        samplers(10, (4,), seed=1),
+        samplers(10, (4,), shuffle=False),
+    ):
+        with pytest.raises(
+            ArgumentError, match=r"the state is of a sampler with (num_samples|seed)|shuffle"
+        ):
+            other[0].load_state_dict(state)
+    with pytest.raises(ArgumentError, match=r"num_batches must be from 0 to 0"):
+        sampler.state_dict(1)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_in_a_data_loader(num_workers):
+    """The batches that training has had, not those that workers have been asked for."""
+    data = TensorDataset(torch.arange(23), torch.randn(23, 3, 2))
+    seen = []
+    for rank, sampler in enumerate(samplers(23, (1, 0, 7))):
+        loader = DataLoader(
+            data, batch_sampler=sampler, collate_fn=EmptyBatches(data), num_workers=num_workers
+        )
+        assert len(loader) == 3
+        for num_batches, (index, x) in enumerate(loader, 1):
+            assert x.shape == (len(index), 3, 2)
+            assert x.dtype == torch.float32
+            assert (index.dtype, len(index) == 0) == (torch.int64, rank == 1)
+            seen += index.tolist()
+            if num_batches == 2:
+                state = sampler.state_dict(num_batches)
+                break
+        assert state["num_samples_done"] == 16
+        sampler.load_state_dict(state)
+        for index, _ in loader:
+            seen += index.tolist()
+    assert sorted(seen) == list(range(23))
+
+
+def test_empty_batches_of_other_kinds():
+    class Data:
+        def __getitem__(self, index):
+            return {"x": torch.ones(3), "y": (1, 2.5), "text": "a"}
+
+    empty = EmptyBatches(Data())([])
+    assert empty["x"].shape == (0, 3)
+    assert [part.shape for part in empty["y"]] == [(0,), (0,)]
+    own = EmptyBatches([torch.ones(2), torch.ones(5)], torch.nn.utils.rnn.pad_sequence)
+    assert own([]).shape == (0, 1)
+
+
+RANKS, SAMPLES, BATCH = 4096, 10_000_000, 65_536
+
+
+@given(rank=st.integers(0, RANKS - 1), rank0_bsz=st.integers(0, 16), epoch=st.integers(0, 9))
+def test_thousands_of_ranks_and_millions_of_samples(rank, rank0_bsz, epoch):
+    """A few batches anywhere, of neighbours that must not share a sample."""
+    sizes = split_ranks(BATCH, RANKS, rank0_bsz=rank0_bsz)
+    pair = [
+        BalancedBatchSampler(range(SAMPLES), BATCH, sizes, rank=r, world_size=RANKS)
+        for r in {rank, (rank + 1) % RANKS}
+    ]
+    firsts = []
+    for sampler in pair:
+        sampler.set_epoch(epoch)
+        assert len(sampler) == -(-SAMPLES // BATCH)
+        batches = list(islice(sampler, 3))
+        assert [len(batch) for batch in batches] == [sizes[sampler.rank]] * 3
+        firsts += chain.from_iterable(batches)
+    assert len(set(firsts)) == len(firsts)
+    assert all(0 <= index < SAMPLES for index in firsts)
+
+
+def test_all_ranks_together_have_every_one_of_millions():
+    sizes = split_ranks(BATCH, 64, rank0_bsz=100)
+    seen = torch.zeros(SAMPLES, dtype=torch.bool)
+    num_seen = 0
+    for rank in range(64):
+        sampler = BalancedBatchSampler(range(SAMPLES), BATCH, sizes, rank=rank, world_size=64)
+        for batch in sampler:
+            seen[torch.tensor(batch, dtype=torch.int64)] = True
+            num_seen += len(batch)
+    assert num_seen == SAMPLES
+    assert seen.all()
+
+
+def test_an_order_is_not_held_in_memory():
+    """Of ten million samples, whose indices would take 80 MB."""
+    sizes = split_ranks(BATCH, RANKS, rank0_bsz=3)
+    sampler = BalancedBatchSampler(range(SAMPLES), BATCH, sizes, rank=1, world_size=RANKS)
+    list(islice(sampler, 2))  # what torch and this package keep from the first time
+    tracemalloc.start()
+    largest = max(map(len, sampler))
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert largest == 17
+    assert peak_bytes < 2 * 2**20
+
+
+def test_the_work_is_in_proportion_to_the_own_share(monkeypatch):
+    """Counted in indices that are computed, which is all that an epoch costs."""
+    from balanced_dp.distributed import sampler as module
+
+    computed = []
+    original = module.Permutation.__call__
+
+    def counting(self, positions):
+        computed.append(positions.numel())
+        return original(self, positions)
+
+    monkeypatch.setattr(module.Permutation, "__call__", counting)
+    totals = []
+    for share in (1, 10, 100):
+        sampler = BalancedBatchSampler(
+            range(SAMPLES), 10_000, (10_000 - share, share), rank=1, world_size=2
+        )
+        computed.clear()
+        assert sum(map(len, sampler)) == sum(computed) == share * 1000
+        totals.append(len(computed))
+    assert totals[0] <= 2  # blocks, and the last batch
+    assert totals[2] <= 26
+
+
+@pytest.mark.parametrize(
+    ("changed", "kind", "message"),
+    [
+        ({"rank": 2}, ArgumentError, "rank must be from 0 to 1 of world_size=2, got 2"),
+        ({"rank": -1}, ArgumentError, "rank must be from 0 to 1"),
+        ({"rank": None}, ArgumentTypeError, "rank must be an integer, got None"),
+        ({"chunk_sizes": (4,)}, ArgumentError, "one for each of 2 ranks, got 1"),
+        ({"chunk_sizes": (1, 2)}, ArgumentError, "add up to batch_size=4, got (1, 2), in all 3"),
+        ({"chunk_sizes": (5, -1)}, ArgumentError, "chunk_sizes must be at least 0, got -1"),
+        ({"chunk_sizes": (1, 3.0)}, ArgumentTypeError, "chunk_sizes must be an integer, got 3.0"),
+        ({"batch_size": 0, "chunk_sizes": (0, 0)}, ArgumentError, "batch_size must be at least 1"),
+        ({"seed": "0"}, ArgumentTypeError, "seed must be an integer"),
+        ({"world_size": None, "rank": None}, ArgumentError, "there is no process group"),
+    ],
+)
+def test_what_cannot_be_sampled_is_said(changed, kind, message):
+    arguments = {"batch_size": 4, "chunk_sizes": (1, 3), "rank": 0, "world_size": 2, **changed}
+    with pytest.raises(kind, match=re.escape(message)):
+        BalancedBatchSampler(range(10), **arguments)
+    with pytest.raises(ArgumentTypeError, match=r"epoch must be an integer, got 1.5"):
+        BalancedBatchSampler(range(4), 4, (4,), rank=0, world_size=1).set_epoch(1.5)
