@@ -6,10 +6,10 @@ import copy
 import gc
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import nn
@@ -26,6 +26,16 @@ from .memory.peaks import Peaks
 from .workloads import Workload
 
 Mode = Literal["symbolic", "emulated", "real"]
+
+
+class SplittingModule(Protocol):
+    """A model that says how many samples of a batch each device gets."""
+
+    def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Runs the model on a batch."""
+
+    def split(self, batch_size: int) -> tuple[int, ...]:
+        """Returns the chunk size of each device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,10 +164,13 @@ def measure_step(
 
 @contextmanager
 def step_meter(
-    workload: Workload, devices: Sequence[torch.device], gather: bool = True
+    workload: Workload,
+    devices: Sequence[torch.device],
+    gather: bool = True,
+    wrap: Callable[[nn.Module], SplittingModule] | None = None,
 ) -> Iterator[StepMeter]:
     """Gives a :class:`StepMeter` and at the end gives back what it holds."""
-    meter = StepMeter(workload, devices, gather)
+    meter = StepMeter(workload, devices, gather, wrap)
     # Garbage is collected after each step: what was there before need not be looked at again.
     is_ours = gc.get_freeze_count() == 0
     if is_ours:
@@ -167,7 +180,7 @@ def step_meter(
     finally:
         if is_ours:
             gc.unfreeze()
-        del meter._module, meter._criterion, meter._optimizer
+        del meter._module, meter._wrapped, meter._criterion, meter._optimizer
 
 
 class StepMeter:
@@ -177,10 +190,15 @@ class StepMeter:
         workload: what is trained.
         devices: real or emulated devices.
         gather: whether the loss is that of gathered outputs, or computed on each device.
+        wrap: what takes the place of ``BalancedDataParallel``, made once.
     """
 
     def __init__(
-        self, workload: Workload, devices: Sequence[torch.device], gather: bool = True
+        self,
+        workload: Workload,
+        devices: Sequence[torch.device],
+        gather: bool = True,
+        wrap: Callable[[nn.Module], SplittingModule] | None = None,
     ) -> None:
         self.workload = workload
         self.devices = list(devices)
@@ -188,6 +206,7 @@ class StepMeter:
         with torch.device(self.devices[0]):
             self._module = workload.model()
         self._module.to(self.devices[0])
+        self._wrapped = None if wrap is None else wrap(self._module)
         self._criterion = BalancedCriterion(copy.deepcopy(workload.loss)).to(self.devices[0])
         self._optimizer = workload.make_optimizer(self._module.parameters())
         self._has_state = False
@@ -200,16 +219,24 @@ class StepMeter:
     @property
     def num_parameters(self) -> int:
         """How many numbers the model learns."""
-        return sum(p.numel() for p in self._module.parameters() if p.requires_grad)
+        return sum(p.numel() for p in self._trained())
+
+    @property
+    def gradient_bytes(self) -> int:
+        """What the gradients of all of them take."""
+        return sum(p.numel() * p.element_size() for p in self._trained())
+
+    def _trained(self) -> list[nn.Parameter]:
+        return [p for p in self._module.parameters() if p.requires_grad]
 
     def measure(
         self,
         batch_size: int,
-        gpu0_bsz: int | None,
+        gpu0_bsz: int | None = None,
         device_weights: Sequence[float] | None = None,
     ) -> Measurement:
         """Returns what a training step takes, as :func:`measure_step`."""
-        model = BalancedDataParallel(
+        model: SplittingModule = self._wrapped or BalancedDataParallel(
             gpu0_bsz,
             self._module,
             self.devices,
@@ -250,7 +277,7 @@ class StepMeter:
             out_of_memory=out_of_memory,
         )
 
-    def _run(self, step: _Step, model: nn.Module, batch_size: int) -> None:
+    def _run(self, step: _Step, model: SplittingModule, batch_size: int) -> None:
         args, kwargs, target = self.workload.make_batch(batch_size)
         self._optimizer.zero_grad()
         step.begin()

@@ -6,7 +6,7 @@ import math
 import os
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import cached_property
 from numbers import Real
@@ -24,7 +24,9 @@ _ROUNDING = 1e-9
 """By how much factors may differ that are to be equal."""
 
 # Its name from torch 2.13 on, where the older one warns.
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_reduce_scatter: Callable[..., dist.Work | None] = (
+    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+)
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -141,13 +143,14 @@ class _LocalWeight:
         number: object = n.item() if isinstance(n, Tensor) and n.numel() == 1 else n
         if isinstance(number, bool) or not isinstance(number, Real):
             raise ArgumentTypeError(f"n must be a number, got {n!r}")
-        if not 0 <= number < math.inf:
-            raise ArgumentError(f"n must be at least 0 and finite, got {number}")
+        own = float(number)
+        if not 0 <= own < math.inf:
+            raise ArgumentError(f"n must be at least 0 and finite, got {own}")
         if self._share is None or self._is_used:
             self._unused.clear()
         else:
             self._unused.append(self._share)
-        self._share = _Share(float(number), self._group)
+        self._share = _Share(own, self._group)
         self._is_used = False
 
     def factor(self) -> float:
@@ -259,7 +262,7 @@ def _who_is_lost(group: dist.ProcessGroup) -> str:
     return f"no answer from rank {', '.join(map(str, lost))} of {ranks}"
 
 
-def _is_there(store: dist.Store, key: str, deadline: float) -> bool:
+def _is_there(store: Any, key: str, deadline: float) -> bool:
     while not store.check([key]):
         if time.monotonic() > deadline:
             return False

@@ -1,7 +1,7 @@
 """Reports as files, Markdown and HTML. Needs the extra ``report``: pydantic, jinja2, matplotlib."""
 
 from .compare import Comparison, compare_reports
-from .file import load_reports, report_json, save_report
+from .file import load_reports, rank_report_json, report_json, save_report
 from .html import report_html
 from .markdown import report_markdown
 
@@ -9,6 +9,7 @@ __all__ = [
     "Comparison",
     "compare_reports",
     "load_reports",
+    "rank_report_json",
     "report_html",
     "report_json",
     "report_markdown",
