@@ -11,9 +11,13 @@ from typer.testing import CliRunner
 from balanced_dp.cli import app
 from balanced_dp.demo import DemoSettings, run_demo
 
+from .distributed.launch import finished, torchrun
+
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text("utf-8")
-BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+SHOWN = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+OF_RANKS = [block for block in SHOWN if "torchrun" in block.splitlines()[0]]
+BLOCKS = [block for block in SHOWN if block not in OF_RANKS]
 
 
 def test_there_are_blocks_to_run():
@@ -24,6 +28,15 @@ def test_there_are_blocks_to_run():
 @pytest.mark.filterwarnings("ignore:tensors outlive:ResourceWarning")
 def test_python_blocks_run(block):
     exec(block, {})
+
+
+def test_the_script_of_ranks_runs(tmp_path):
+    [script] = OF_RANKS
+    path = tmp_path / "train.py"
+    path.write_text(script)
+    exit_code, output = finished(torchrun(path, [], num_processes=4))
+    assert exit_code == 0, output
+    assert output.strip() == ""
 
 
 @pytest.mark.filterwarnings("ignore:tensors outlive:ResourceWarning")

@@ -51,7 +51,8 @@ def rank_table(report: RankReport) -> TextTable:
 
 def rank_lines(report: RankReport) -> str:
     """Returns what to write in a training script."""
-    return f"sampler = BalancedBatchSampler(dataset, {report.plan.batch_size}, {report.plan.chunk_sizes})"
+    plan = report.plan
+    return f"sampler = BalancedBatchSampler(dataset, {plan.batch_size}, {plan.chunk_sizes})"
 
 
 def rank_summary(report: RankReport) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ TIMEOUT_S = 300
 
 
 def torchrun(
-    script: str,
+    script: str | Path,
     arguments: Sequence[str | Path],
     options: Sequence[str] = ("--standalone",),
     *,

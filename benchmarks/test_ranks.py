@@ -1,0 +1,47 @@
+"""What ranks cost: the weights of gradients, and one process next to several.
+
+``ranks.py`` runs under torchrun with two processes of one thread each; all sides of a comparison
+take turns there, in one run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import balanced_dp
+
+from .tables import hardware, write_table
+
+NOTES = {
+    "hook": "Two ranks on gloo, forward and backward pass; medians of rounds in which both sides "
+    "take turns. Rank 0 counts 1 sample and rank 1 counts 3. Whole steps vary by a fifth on this "
+    "machine; the time in the hooks hardly does.",
+    "engines": "A transformer with 3.7M parameters, 16 samples of T=64, shares 7 and 9; forward "
+    "and backward pass, medians of rounds in which all take turns. Two threads of one process (the "
+    "first three) or two processes on gloo. nn.DataParallel's own steps hand weights on instead of "
+    "copying them; the others copy.",
+    "state": "GPT-2 small and AdamW on two ranks, after a step: the bytes of each rank's tensors.",
+}
+
+
+@pytest.mark.parametrize("what", NOTES)
+def test_ranks(benchmark, request, tmp_path, what):
+    path = tmp_path / "rows.json"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", "2", str(Path(__file__).with_name("ranks.py")), what, str(path)]
+    package = str(Path(balanced_dp.__file__).parents[1])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": package}
+    benchmark.pedantic(subprocess.run, ([*command],), {"check": True, "env": environment}, rounds=1)
+    rows = json.loads(path.read_text())
+    benchmark.extra_info["rows"] = rows
+    for row in rows:
+        print("\n" + ", ".join(f"{name}: {value}" for name, value in row.items()))
+    folder = request.config.getoption("--results")
+    if folder is not None:
+        write_table(f"ranks-{what}", rows, folder, on=hardware(), note=NOTES[what])
