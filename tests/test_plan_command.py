@@ -132,7 +132,7 @@ DDP = ["plan", "tests.small_workloads:wide_output", "--batch-size", "256", "--en
 
 
 def test_shares_of_ranks_are_planned():
-    done = CliRunner().invoke(app, [*DDP, "--memory", "600MiB,300MiB,300MiB", "--reserve", "0"])
+    done = CliRunner().invoke(app, [*DDP, "--memory", "6GiB,3GiB,3GiB", "--reserve", "0"])
     told = " ".join(done.stdout.split())
     assert "batches of 256, 3 ranks of DistributedDataParallel" in told
     assert "sampler = BalancedBatchSampler(dataset, 256, (" in told
@@ -154,7 +154,7 @@ def test_the_figures_of_ranks_in_the_readme():
 
 
 def test_a_plan_for_ranks_as_json():
-    done = CliRunner().invoke(app, [*DDP, "--memory", "300MiB", "--devices", "2", "--json"])
+    done = CliRunner().invoke(app, [*DDP, "--memory", "3GiB", "--devices", "2", "--json"])
     record = json.loads(done.stdout)
     assert sum(record["plan"]["chunk_sizes"]) == 256
     assert len(record["measured_bytes"]) == 2
@@ -164,8 +164,8 @@ def test_a_plan_for_ranks_as_json():
 def test_what_ranks_cannot_have_is_one_line(capsys, monkeypatch):
     for arguments, message in (
         (["--memory", "1GiB", "--loss-on-device"], "--loss-on-device is for --engine dp"),
-        (["--memory", "600KiB", "--reserve", "0"], "whatever its share"),
-        (["--memory", "513MiB"], "does not fit"),
+        (["--memory", "1GiB"], "whatever its share"),
+        (["--memory", "2500MiB"], "does not fit"),
     ):
         monkeypatch.setattr(sys, "argv", ["balanced-dp", *DDP, *arguments])
         with pytest.raises(SystemExit) as ended:

@@ -50,7 +50,7 @@ def test_buckets_are_held_from_the_beginning(measured_share):
 
 @pytest.mark.parametrize("workload", [layers, wide_output, char_transformer])
 def test_predictions_are_what_is_measured(measured_share, workload):
-    capacity = 1024 * MiB
+    capacity = 4096 * MiB
     report = tune_ranks(workload(), 96, [2 * capacity, capacity, capacity])
     others = (5, 17, 61, 200)
     found, _ = measured_share(workload(), *others)
@@ -79,7 +79,7 @@ def test_unused_and_frozen_parameters_and_unlike_ranks():
 
 
 def test_both_engines_are_held_together():
-    report = tune_ranks(wide_output(), 64, [64 * MiB] * 4)
+    report = tune_ranks(wide_output(), 64, [3000 * MiB] * 4)
     gathered, on_device = report.balanced
     assert (gathered.gather, on_device.gather) == (True, False)
     assert gathered.plan.max_batch_size < report.plan.max_batch_size
@@ -88,7 +88,7 @@ def test_both_engines_are_held_together():
 
 def test_what_one_process_cannot_do_is_said():
     """The gathered outputs do not fit."""
-    report = tune_ranks(wide_output(), 700, [10 * MiB] * 8)
+    report = tune_ranks(wide_output(), 1600, [2600 * MiB] * 8)
     assert any("InfeasiblePlanError" in reason for reason in report.no_balanced)
 
 
