@@ -145,7 +145,7 @@ def test_the_figures_of_ranks_in_the_readme():
     options = ("--devices", "4", "--memory", "11GiB", "--batch-size", "32", "--engine", "ddp")
     done = run("plan", "gpt2-small", *options)
     assert done.returncode == 0
-    assert done.stderr == ""
+    assert done.stderr.strip() == ""
     assert "4.56 GiB" in done.stdout
     told = " ".join(done.stdout.split())
     assert "The largest batch that fits is 100, with shares (25, 25, 25, 25)" in told
@@ -154,7 +154,7 @@ def test_the_figures_of_ranks_in_the_readme():
 
 
 def test_a_plan_for_ranks_as_json():
-    done = CliRunner().invoke(app, [*DDP, "--memory", "3GiB", "--devices", "2", "--json"])
+    done = CliRunner().invoke(app, [*DDP, "--memory", "6GiB", "--devices", "2", "--json"])
     record = json.loads(done.stdout)
     assert sum(record["plan"]["chunk_sizes"]) == 256
     assert len(record["measured_bytes"]) == 2

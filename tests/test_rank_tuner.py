@@ -72,7 +72,7 @@ def test_unused_and_frozen_parameters_and_unlike_ranks():
             return self.frozen(self.used(x))
 
     workload = Workload(Partly, lambda n: ((torch.zeros(n, 64),), {}, torch.zeros(n, 64)), mse_loss)
-    report = tune_ranks(workload, 50, [4 * MiB, MiB])
+    report = tune_ranks(workload, 2000, [4 * MiB, 2 * MiB])
     assert report.bucket_bytes == 2 * (64 * 64 + 64) * 4
     assert report.plan.chunk_sizes[0] > report.plan.chunk_sizes[1] > 0
     assert report.plan.max_batch_size > report.plan.even_max_batch_size
@@ -88,7 +88,7 @@ def test_both_engines_are_held_together():
 
 def test_what_one_process_cannot_do_is_said():
     """The gathered outputs do not fit."""
-    report = tune_ranks(wide_output(), 1600, [2600 * MiB] * 8)
+    report = tune_ranks(wide_output(), 1300, [2600 * MiB] * 8)
     assert any("InfeasiblePlanError" in reason for reason in report.no_balanced)
 
 

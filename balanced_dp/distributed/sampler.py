@@ -38,7 +38,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
     ...     for rank in range(2)
     ... ]
     >>> [list(sampler) for sampler in samplers]
-    [[[0], [4], [8]], [[1, 2, 3], [5, 6, 7], [9]]]
+    [[[0], [4], []], [[1, 2, 3], [5, 6, 7], [8, 9]]]
 
     Args:
         dataset: what is sampled; only its length is asked for.
