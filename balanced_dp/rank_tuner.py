@@ -26,6 +26,9 @@ from .tuning import SCHEMA, Origin, Report
 from .units import format_bytes
 from .workloads import Workload
 
+_FEW = 9
+"""About how many shares are measured."""
+
 _MAX_ROUNDS = 4
 """How often the laws are fitted anew to the plan that they led to."""
 
@@ -41,7 +44,8 @@ class RankReport:
         num_parameters: how many numbers its model learns.
         precision: the dtype of autocast, or None.
         plan: the plan.
-        measured_bytes: what each rank's share takes, measured; in the order of ranks.
+        measured_bytes: what each rank's share takes, measured, in the order of ranks; of a share
+            that cannot be measured (none, or too many samples for this machine), the prediction.
         bucket_bytes: of what each rank holds, ``DistributedDataParallel``'s buckets, which the
             gradients are views of.
         model: the laws.
@@ -101,8 +105,8 @@ def tune_ranks(
         num_parameters = meter.num_parameters
         bucket_bytes = meter.gradient_bytes
     measured_bytes = tuple(
-        search.measured[size].peak_bytes[0] if size else planned.fixed_bytes
-        for size in planned.chunk_sizes
+        search.peak_bytes(size) or planned.predicted_bytes[rank]
+        for rank, size in enumerate(planned.chunk_sizes)
     )
     if max(utilizations(measured_bytes, planned.budgets)) > 1:
         raise InfeasiblePlanError(
@@ -162,14 +166,22 @@ class _Search:
                 self.measure(size)
             if len(self.measured) == before:
                 break
-        return plan_ranks(self.fit(), batch_size, capacities, reserve)
+        planned = plan_ranks(self.fit(), batch_size, capacities, reserve)
+        for size in planned.chunk_sizes:
+            self.measure(size)
+        return planned
+
+    def peak_bytes(self, size: int) -> int | None:
+        """Returns what a share took, if it was measured."""
+        found = self.measured.get(size)
+        return None if found is None else found.peak_bytes[0]
 
     def measure(self, size: int) -> None:
         """Measures a share, unless it was before or cannot be trained on."""
         is_possible = self.meter.smallest_chunk <= size <= LARGEST_MEASURED_BATCH
         if is_possible and size not in self.measured:
             self.measured[size] = self.meter.measure(size)
-            self.on_measurement(self.measured[size], 1)
+            self.on_measurement(self.measured[size], max(0, _FEW - len(self.measured)))
 
     def fit(self) -> RankModel:
         """Returns the laws of what was measured so far."""

@@ -24,7 +24,7 @@ from .rank_tuner import RankReport
 from .report.compare import Comparison
 from .report.rank_tables import (
     rank_caption,
-    rank_lines,
+    rank_line,
     rank_summary,
     rank_table,
     rank_title,
@@ -74,12 +74,13 @@ def measuring_progress() -> Iterator[Callable[[Measurement, int], None]]:
         def show(measurement: Measurement, num_left: int) -> None:
             nonlocal num_done
             num_done += 1
+            is_rank = len(measurement.chunk_sizes) == 1
+            value = "" if is_rank else f" with gpu0_bsz={measurement.gpu0_bsz}"
             progress.update(
                 task,
                 completed=num_done,
                 total=num_done + num_left,
-                description=f"measured a batch of {measurement.batch_size}"
-                + f" with gpu0_bsz={measurement.gpu0_bsz}" * (len(measurement.chunk_sizes) > 1),
+                description=f"measured a batch of {measurement.batch_size}{value}",
             )
 
         yield show
@@ -104,7 +105,7 @@ def print_rank_report(report: RankReport) -> None:
     console.print(
         _rich_table(rank_table(report), title=rank_title(report), caption=rank_caption(report))
     )
-    console.print(rank_lines(report), soft_wrap=True)
+    console.print(rank_line(report), soft_wrap=True)
     for sentence in rank_summary(report):
         console.print(sentence, markup=False)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -151,6 +152,28 @@ def test_the_figures_of_ranks_in_the_readme():
     assert "The largest batch that fits is 100, with shares (25, 25, 25, 25)" in told
     assert "474.70 MiB of buckets" in told
     assert "holds the larger batch, 113 instead of 100: only device 0 keeps" in told
+    options = (*options[:-2], "--json")
+    record = json.loads(run("plan", "gpt2-small", *options).stdout)
+    peaks = {
+        name: [
+            round(max(phases) / 2**30, 2)
+            for phases in zip(m["backward_peak_bytes"], m["optimizer_peak_bytes"], strict=True)
+        ]
+        for name, m in (
+            ("nn.DataParallel", record["even"]),
+            ("BalancedDataParallel", record["chosen"]),
+            ("the same, loss on each device", record["alternative"]["chosen"]),
+        )
+    }
+    sizes = (
+        record["plan"]["even_max_batch_size"],
+        record["plan"]["max_batch_size"],
+        record["alternative"]["plan"]["max_batch_size"],
+    )
+    readme = (Path(__file__).parent.parent / "README.md").read_text("utf-8")
+    for (name, (first, *others)), size in zip(peaks.items(), sizes, strict=True):
+        [row] = re.findall(rf"^\| `?{name}`? \| (.*)", readme, re.MULTILINE)
+        assert row.startswith(f"{first:.2f} GiB | {max(others):.2f} GiB | {size} |")
 
 
 def test_a_plan_for_ranks_as_json():

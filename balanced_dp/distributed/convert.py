@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..data_parallel import BalancedDataParallel
 from ..devices import default_device_type
-from ..errors import ArgumentTypeError
+from ..errors import ArgumentError, ArgumentTypeError
 from .weights import weight_gradients
 
 _WRAPPER_HOOKS = (
@@ -60,6 +61,7 @@ def convert(
 
     Raises:
         ArgumentTypeError: ``model`` is no ``BalancedDataParallel``.
+        ArgumentError: there are more processes than devices.
         ValueError, RuntimeError: as of ``DistributedDataParallel``: there is no process group, or
             nothing to train.
     """
@@ -71,8 +73,7 @@ def convert(
     module = model.module
     devices = model.devices
     if device is None and devices:
-        local_rank = int(os.environ.get("LOCAL_RANK", dist.get_rank()))
-        device = devices[local_rank % len(devices)]
+        device = _own(devices)
     arguments: dict[str, Any] = {"gradient_as_bucket_view": True}
     if device is not None:
         device = torch.device(device)
@@ -80,9 +81,22 @@ def convert(
         if device.type == default_device_type():
             arguments["device_ids"] = [device]  # so that inputs are moved there, as before
     ddp = DistributedDataParallel(module, **{**arguments, **ddp_arguments})
-    ddp.train(model.training)
+    ddp.training = model.training  # of the module and what is in it, nothing changes
     ddp._is_full_backward_hook = model._is_full_backward_hook
     for name in _WRAPPER_HOOKS:  # the same dictionaries, so that their handles still remove them
         getattr(model, name).update(getattr(ddp, name))
         setattr(ddp, name, getattr(model, name))
     return weight_gradients(ddp, timeout=timeout)
+
+
+def _own(devices: Sequence[torch.device]) -> torch.device:
+    """Returns the device of this rank."""
+    local_rank = int(os.environ.get("LOCAL_RANK", dist.get_rank()))
+    if len(set(devices)) == 1:  # a repeated CPU, or one accelerator that each process sees
+        return devices[0]
+    if local_rank >= len(devices):
+        raise ArgumentError(
+            f"this is process {local_rank} of its machine, but the model has {len(devices)} "
+            "devices; start as many processes, or give device"
+        )
+    return devices[local_rank]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch.distributed as dist
 
 from ..errors import ArgumentError
-from ..split import split_batch, split_by_weights
+from ..split import as_integer, split_batch, split_by_weights
 from ..units import format_bytes
 
 
@@ -55,6 +55,7 @@ def split_ranks(
     if weights is None:
         if rank0_bsz is None:
             raise ArgumentError("give rank0_bsz, weights or capacities")
+        rank0_bsz = as_integer("rank0_bsz", rank0_bsz, minimum=0)
         return split_batch(batch_size, num_ranks(world_size), rank0_bsz)
     if world_size is not None and world_size != len(weights):
         raise ArgumentError(
@@ -81,9 +82,14 @@ def num_ranks(world_size: int | None) -> int:
 
 def _room(capacities: Sequence[int], fixed_bytes: int) -> list[int]:
     for rank, capacity in enumerate(capacities):
-        if capacity < fixed_bytes:
+        if as_integer("capacities", capacity) < fixed_bytes:
             raise ArgumentError(
                 f"rank {rank} can hold {format_bytes(capacity)}, but {format_bytes(fixed_bytes)} "
-                "are taken whatever its share"
+                "are taken whatever its share; leave the rank out, or shard the model"
             )
+    if max(capacities) == fixed_bytes:
+        raise ArgumentError(
+            f"no rank can hold more than the {format_bytes(fixed_bytes)} that are taken whatever "
+            "its share; shard the model"
+        )
     return [capacity - fixed_bytes for capacity in capacities]

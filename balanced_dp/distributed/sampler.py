@@ -116,16 +116,16 @@ class BalancedBatchSampler(Sampler[list[int]]):
         """Yields the batches of this rank, from a sample of the order on."""
         order = Permutation(self.num_samples, self.seed, self.epoch) if self.shuffle else _identity
         offset = sum(self.chunk_sizes[: self.rank])
-        own = torch.arange(offset, offset + self.chunk_sizes[self.rank])
+        own = _range(offset, offset + self.chunk_sizes[self.rank])
         end = first + (self.num_samples - first) // self.batch_size * self.batch_size
         step = max(1, _BLOCK // max(1, len(own))) * self.batch_size
         for start in range(first, end, step):
-            batches = torch.arange(start, min(start + step, end), self.batch_size)
+            batches = _range(start, min(start + step, end), self.batch_size)
             yield from order(batches[:, None] + own).tolist()
         if end < self.num_samples and not self.drop_last:
             sizes = split_by_weights(self.num_samples - end, self.chunk_sizes)
             start = end + sum(sizes[: self.rank])
-            yield order(torch.arange(start, start + sizes[self.rank])).tolist()
+            yield order(_range(start, start + sizes[self.rank])).tolist()
 
     def set_epoch(self, epoch: int) -> None:
         """Chooses the order of the next iteration; the same on all ranks, before each epoch.
@@ -186,6 +186,10 @@ class BalancedBatchSampler(Sampler[list[int]]):
         self.epoch = state["epoch"]
         self._first = self._began = state["num_samples_done"]
         self._num_handed_out = 0
+
+
+def _range(*bounds: int) -> Tensor:
+    return torch.arange(*bounds, device="cpu")  # whatever the default device is
 
 
 def _identity(positions: Tensor) -> Tensor:

@@ -16,12 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import ArgumentError, ArgumentTypeError, DistributedError
 
 _ROUNDING = 1e-9
-"""By how much factors may differ that are to be equal."""
+"""By which part factors may differ that are to be equal."""
 
 # Its name from torch 2.13 on, where the older one warns.
 _reduce_scatter: Callable[..., dist.Work | None] = (
@@ -56,21 +57,23 @@ def weight_gradients(
       over whole batches would have accumulated on one device.
     - Communication hooks, such as bf16 compression, stay in place, and may be registered before or
       after: gradients are weighted before they reach any.
-    - Of ``fully_shard``, each call of it is weighted where gradients are reduced, with all that
-      accumulated since. So all passes in between must have the same weight.
+    - Of ``fully_shard``, gradients are weighted where they are reduced, with all that has
+      accumulated. So each rank must have the same share of all passes in between.
 
     Args:
         model: of ``DistributedDataParallel`` or ``fully_shard``, not yet compiled.
         process_group: the ranks that share a batch; by default those of
             ``DistributedDataParallel``, or all.
         timeout: how long to wait for another rank's weight; by default that of torch for gloo,
-            half an hour.
+            half an hour. A rank that is stuck later is noticed by the group that averages.
 
     Raises:
         ArgumentTypeError: the model is of another kind.
-        ArgumentError: it has weights already, or a weight is no number of at least 0.
-        DistributedError: in ``local_weight`` or backward: a rank does not answer, and which; no
-            weight was told; or weights differ where ``fully_shard`` cannot tell them apart.
+        ArgumentError: it has weights already, gradients that are averaged past the weights
+            (``delay_all_reduce_named_params``, or a mesh of ``fully_shard`` that does not shard),
+            or a weight is no number of at least 0.
+        DistributedError: in backward: a rank has not told its weight in time, and which; no weight
+            was told at all; or weights differ where ``fully_shard`` cannot tell them apart.
 
     Source:
         ``DistributedDataParallel`` divides by the world size
@@ -80,18 +83,14 @@ def weight_gradients(
     if isinstance(getattr(model, "local_weight", None), _LocalWeight):
         raise ArgumentError("this model has weights already")
     if isinstance(model, DistributedDataParallel):
-        ranks = dist.get_process_group_ranks(process_group or model.process_group)
-        weight = _LocalWeight(ranks, timeout)
-        reduced = dict(model.module.named_parameters())
-        for name in set(reduced) - set(model.parameters_to_ignore):
-            if reduced[name].requires_grad:
-                _WeightedGradient(weight).attach(reduced[name])
+        weight = _LocalWeight(process_group or model.process_group, timeout)
+        _attach(model, weight)
     elif isinstance(model, FSDPModule):
-        ranks = None if process_group is None else dist.get_process_group_ranks(process_group)
-        weight = _LocalWeight(ranks, timeout)
+        _check_sharded(model)
+        weight = _LocalWeight(process_group, timeout)
         for module in model.modules():
             if isinstance(module, FSDPModule):
-                module.set_custom_reduce_scatter(_WeightedReduceScatter(weight))
+                module.set_custom_reduce_scatter(weight.reduce_scatter())
     else:
         remedy = "wrap it in one of them first, and compile it last"
         if isinstance(model, FullyShardedDataParallel):
@@ -104,22 +103,43 @@ def weight_gradients(
     return model
 
 
+def _attach(model: DistributedDataParallel, weight: _LocalWeight) -> None:
+    if model._delay_all_reduce_params:
+        raise ArgumentError(
+            "DistributedDataParallel averages delay_all_reduce_named_params by itself, without "
+            "weights; leave that argument out"
+        )
+    for name, parameter in model.module.named_parameters():
+        if parameter.requires_grad and name not in model.parameters_to_ignore:
+            _WeightedGradient(weight).attach(parameter)
+
+
+def _check_sharded(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if not isinstance(parameter, DTensor) or parameter.device_mesh.size() == 1:
+            continue
+        mesh = parameter.device_mesh
+        shards = [mesh.size(i) for i, p in enumerate(parameter.placements) if p.is_shard()]
+        if 1 in shards:
+            raise ArgumentError(
+                f"{name} is replicated over {mesh.size()} ranks and not sharded, so fully_shard "
+                "never scatters its gradient; use DistributedDataParallel, or a mesh that shards"
+            )
+
+
 class _Share:
     """What this rank counts of one batch, and when all ranks have told theirs, of how much."""
 
     def __init__(self, own: float, group: dist.ProcessGroup) -> None:
         self.own = own
         self._group = group
-        self._total = torch.tensor(own, dtype=torch.float64)
+        self._total = torch.tensor(own, dtype=torch.float64, device="cpu")
         self._work = dist.all_reduce(self._total, group=group, async_op=True)
 
     @cached_property
     def factor(self) -> float:
         """What gradients are multiplied by before ranks average them; waits for all counts."""
-        try:
-            self._work.wait()
-        except RuntimeError as error:
-            raise DistributedError(f"{_who_is_lost(self._group)} ({error})") from error
+        _wait(self._work, self._group)
         total = float(self._total)
         return self.own * self._group.size() / total if total else 0.0
 
@@ -131,13 +151,15 @@ class _LocalWeight:
     to wait for them, and they cannot get between the gradients.
     """
 
-    def __init__(self, ranks: list[int] | None, timeout: timedelta | None) -> None:
-        self._group = dist.new_group(
-            ranks, timeout, backend="gloo", use_local_synchronization=ranks is not None
+    def __init__(self, group: dist.ProcessGroup | None, timeout: timedelta | None) -> None:
+        self.group = dist.new_group(
+            None if group is None else dist.get_process_group_ranks(group),
+            timeout,
+            backend="gloo",
+            use_local_synchronization=group is not None,
         )
         self._share: _Share | None = None
-        self._is_used = False
-        self._unused: list[_Share] = []
+        self._reduce_scatters: list[_WeightedReduceScatter] = []
 
     def __call__(self, n: float | Tensor) -> None:
         number: object = n.item() if isinstance(n, Tensor) and n.numel() == 1 else n
@@ -146,12 +168,9 @@ class _LocalWeight:
         own = float(number)
         if not 0 <= own < math.inf:
             raise ArgumentError(f"n must be at least 0 and finite, got {own}")
-        if self._share is None or self._is_used:
-            self._unused.clear()
-        else:
-            self._unused.append(self._share)
-        self._share = _Share(own, self._group)
-        self._is_used = False
+        self._share = _Share(own, self.group)
+        for reduce_scatter in self._reduce_scatters:
+            reduce_scatter.shares.append(self._share)
 
     def factor(self) -> float:
         """Returns what the gradients of the present pass are multiplied by."""
@@ -160,29 +179,12 @@ class _LocalWeight:
                 "gradients are to be weighted, but no weight was told; call model.local_weight(n) "
                 "before backward"
             )
-        self._is_used = True
         return self._share.factor
 
-    def common_factor(self) -> float:
-        """Returns the same for all passes whose gradients were not asked about.
-
-        Raises:
-            DistributedError: there is no such factor, here or on another rank.
-        """
-        factor = self.factor()
-        if self._unused:
-            unlike = max(abs(share.factor - factor) for share in self._unused)
-            largest = torch.tensor(unlike)
-            dist.all_reduce(largest, dist.ReduceOp.MAX, self._group)  # all raise, or none
-            if largest > _ROUNDING:
-                raise DistributedError(
-                    "fully_shard reduces accumulated gradients at once, but shares of the ranks "
-                    f"differ between their passes: this one counts {factor:.6g} times the mean of "
-                    f"all ranks, and differs by {unlike:.3g} in another pass; reduce after each "
-                    "(set_requires_gradient_sync(True)), or give each rank the same share of all"
-                )
-            self._unused.clear()
-        return factor
+    def reduce_scatter(self) -> _WeightedReduceScatter:
+        """Returns a new one, which is told each share."""
+        self._reduce_scatters.append(_WeightedReduceScatter(self))
+        return self._reduce_scatters[-1]
 
 
 class _WeightedGradient:
@@ -225,8 +227,10 @@ class _WeightedReduceScatter:
 
     def __init__(self, weight: _LocalWeight) -> None:
         self._weight = weight
+        self.shares: list[_Share] = []  # of the passes since the last reduction, and this one
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Returns memory for gradients."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
@@ -237,12 +241,37 @@ class _WeightedReduceScatter:
         op: Any,
         async_op: bool = False,
     ) -> dist.Work | None:
-        factor = self._weight.common_factor()
-        if factor == 0:
+        factor = self._weight.factor()
+        if len(self.shares) > 1:
+            self._check_alike(factor)
+        self.shares.clear()
+        if factor == 0:  # what a rank without samples has computed may be NaN
             input_tensor.zero_()
         elif factor != 1:
             input_tensor.mul_(factor)
         return _reduce_scatter(output_tensor, input_tensor, op, group, async_op)
+
+    def _check_alike(self, factor: float) -> None:
+        unlike = max(abs(share.factor - factor) for share in self.shares)
+        ratio = unlike / factor if factor else unlike
+        largest = torch.tensor(ratio, dtype=torch.float64, device="cpu")
+        group = self._weight.group
+        work = dist.all_reduce(largest, dist.ReduceOp.MAX, group, async_op=True)
+        _wait(work, group)  # all raise, or none
+        if largest > _ROUNDING:
+            raise DistributedError(
+                "fully_shard reduces accumulated gradients at once, but shares of the ranks differ "
+                f"between their passes: this one counts {factor:.6g} times the mean of all ranks, "
+                f"and {unlike:.3g} more or less in another pass; reduce after each "
+                "(set_requires_gradient_sync(True)), or give each rank the same share of all"
+            )
+
+
+def _wait(work: dist.Work, group: dist.ProcessGroup) -> None:
+    try:
+        work.wait()
+    except RuntimeError as error:
+        raise DistributedError(f"{_who_is_lost(group)} ({error})") from error
 
 
 def _who_is_lost(group: dist.ProcessGroup) -> str:

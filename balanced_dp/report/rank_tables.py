@@ -49,7 +49,7 @@ def rank_table(report: RankReport) -> TextTable:
     )
 
 
-def rank_lines(report: RankReport) -> str:
+def rank_line(report: RankReport) -> str:
     """Returns what to write in a training script."""
     plan = report.plan
     return f"sampler = BalancedBatchSampler(dataset, {plan.batch_size}, {plan.chunk_sizes})"
@@ -105,14 +105,13 @@ def _what_balanced_holds(report: Report) -> str:
 
 def _verdict(report: RankReport) -> str:
     ours = report.plan.max_batch_size
-    line, size = max(map(_largest, report.balanced), key=lambda found: found[1])
+    best = max(report.balanced, key=lambda found: _largest(found)[1])
+    line, size = _largest(best)
     if ours == size:
         return f"Both engines hold batches of {ours}."
     if ours > size:
-        return (
-            f"DistributedDataParallel holds the larger batch, {ours} instead of {size}: no rank "
-            "gathers for others."
-        )
+        reason = ": no rank gathers for others" if best.gather else ""
+        return f"DistributedDataParallel holds the larger batch, {ours} instead of {size}{reason}."
     return (
         f"{line} holds the larger batch, {size} instead of {ours}: only device 0 keeps optimizer "
         "state and all gradients."
