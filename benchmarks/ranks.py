@@ -25,8 +25,8 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from balanced_dp import BalancedCriterion, BalancedDataParallel
-from balanced_dp.distributed import split_ranks, weight_gradients
-from balanced_dp.distributed.weights import _LocalWeight, _WeightedGradient
+from balanced_dp.distributed import split_ranks, weight_gradients, weights
+from balanced_dp.distributed.weights import _LocalWeight, _WeightedGradients
 from balanced_dp.models import TokenTransformer
 from balanced_dp.workloads import find_workload
 
@@ -129,8 +129,8 @@ def timed_hooks() -> Iterator[list[float]]:
 
     with (
         mock.patch.object(_LocalWeight, "__call__", timed(_LocalWeight.__call__, is_new_step=True)),
-        mock.patch.object(_WeightedGradient, "_before", timed(_WeightedGradient._before)),
-        mock.patch.object(_WeightedGradient, "_after", timed(_WeightedGradient._after)),
+        mock.patch.object(_WeightedGradients, "_weighted", timed(_WeightedGradients._weighted)),
+        mock.patch.object(weights, "_scale", timed(weights._scale)),
     ):
         yield spent
 

@@ -44,8 +44,9 @@ def convert(
     is the same object, so its parameters, buffers and hooks stay; hooks of the wrapper move on to
     the new one, and so does ``training``. The state dict has the same keys, so checkpoints load
     both ways. Gradients are those of the whole batch, as of :func:`weight_gradients`, once
-    ``local_weight(n)`` tells each rank's share; ``model.split(batch_size)`` still says what that
-    was to be, where there are as many ranks as there were devices.
+    ``local_weight(n)`` tells each rank's share; ``split_ranks(batch_size,
+    rank0_bsz=model.gpu0_bsz)`` says what that is to be for any number of ranks. An optimizer that
+    has state stays valid if the device is the same; else load its state dict anew.
 
     What the wrapper did to outputs is no more: each rank has those of its own samples.
 
@@ -67,7 +68,8 @@ def convert(
     """
     if not isinstance(model, BalancedDataParallel):
         raise ArgumentTypeError(
-            f"model must be a BalancedDataParallel, got a {type(model).__name__}"
+            f"model must be a BalancedDataParallel, got a {type(model).__name__}; any other module "
+            "goes into weight_gradients(DistributedDataParallel(module))"
         )
     model.close()
     module = model.module

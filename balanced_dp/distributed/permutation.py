@@ -8,7 +8,7 @@ import random
 from torch import Tensor
 
 _NUM_ROUNDS = 8
-"""With fewer, the orders of seven indices are not equally frequent."""
+"""With fewer, the orders of a few indices are not equally frequent."""
 
 
 class Permutation:

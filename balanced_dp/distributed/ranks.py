@@ -81,6 +81,7 @@ def num_ranks(world_size: int | None) -> int:
 
 
 def _room(capacities: Sequence[int], fixed_bytes: int) -> list[int]:
+    fixed_bytes = as_integer("fixed_bytes", fixed_bytes, minimum=0)
     for rank, capacity in enumerate(capacities):
         if as_integer("capacities", capacity) < fixed_bytes:
             raise ArgumentError(

@@ -27,8 +27,8 @@ class BalancedBatchSampler(Sampler[list[int]]):
     It is the ``batch_sampler`` of a ``DataLoader``, with workers or without. Over all ranks every
     sample comes exactly once an epoch: the last batch, if it is smaller, is split in the same
     proportion, without repeating or dropping any (but for ``drop_last``). All ranks have the same
-    number of batches. A rank whose share of one is 0 gets an empty list, and :class:`EmptyBatches`
-    makes a batch of it.
+    number of batches. A rank whose share of one is 0 gets an empty list; give the ``DataLoader``
+    :class:`EmptyBatches`, which makes a batch of it, since a small last batch has such shares, too.
 
     An order is computed where it is needed and never held, so that neither memory nor time depend
     on how many samples the other ranks have.
@@ -145,15 +145,17 @@ class BalancedBatchSampler(Sampler[list[int]]):
         batch sizes.
 
         Args:
-            num_batches: how many batches training has done since the iteration began. By default
-                those that were handed out, which is right for a ``DataLoader`` without workers:
-                workers are handed batches in advance.
+            num_batches: how many batches training has done since this iteration began, as of
+                ``enumerate(loader, 1)``; after a resumption it counts from there. By default those
+                that were handed out, which is wrong for a ``DataLoader`` with workers: they are
+                handed batches in advance.
 
         Raises:
             ArgumentError: more batches than were handed out.
         """
         if num_batches is None:
             num_batches = self._num_handed_out
+        num_batches = as_integer("num_batches", num_batches)
         if not 0 <= num_batches <= self._num_handed_out:
             raise ArgumentError(
                 f"num_batches must be from 0 to {self._num_handed_out}, the batches that this "
@@ -175,16 +177,21 @@ class BalancedBatchSampler(Sampler[list[int]]):
             state: of :meth:`state_dict`.
 
         Raises:
-            ArgumentError: it is of another dataset or order.
+            ArgumentError: it is of another dataset or order, or no such state.
+            ArgumentTypeError: a number in it is none.
         """
+        names = {"epoch", "num_samples_done", "num_samples", "shuffle", "seed"}
+        if not names <= set(state):
+            raise ArgumentError(f"the state has no {', '.join(sorted(names - set(state)))}")
         for name in ("num_samples", "shuffle", "seed"):
             if state[name] != getattr(self, name):
                 raise ArgumentError(
                     f"the state is of a sampler with {name}={state[name]}, this one has "
                     f"{name}={getattr(self, name)}: its samples would not be the ones that are left"
                 )
-        self.epoch = state["epoch"]
-        self._first = self._began = state["num_samples_done"]
+        done = as_integer("num_samples_done", state["num_samples_done"], minimum=0)
+        self.epoch = as_integer("epoch", state["epoch"])
+        self._first = self._began = min(done, self.num_samples)
         self._num_handed_out = 0
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import cached_property
 from numbers import Real
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_type_hints
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..errors import ArgumentError, ArgumentTypeError, DistributedError
 
@@ -55,15 +56,16 @@ def weight_gradients(
 
     - Passes in ``no_sync()`` are weighted each by its own. Gradients are then what the same passes
       over whole batches would have accumulated on one device.
-    - Communication hooks, such as bf16 compression, stay in place, and may be registered before or
-      after: gradients are weighted before they reach any.
+    - A communication hook that was registered before, such as bf16 compression, stays in place, and
+      gradients are weighted before they reach it. Where there is none, this registers one, and
+      torch takes no other.
     - Of ``fully_shard``, gradients are weighted where they are reduced, with all that has
-      accumulated. So each rank must have the same share of all passes in between.
+      accumulated. So each rank must have the same share of all passes in between, and tell none
+      for a pass without backward.
 
     Args:
         model: of ``DistributedDataParallel`` or ``fully_shard``, not yet compiled.
-        process_group: the ranks that share a batch; by default those of
-            ``DistributedDataParallel``, or all.
+        process_group: the ranks that share a batch; by default those that average gradients.
         timeout: how long to wait for another rank's weight; by default that of torch for gloo,
             half an hour. A rank that is stuck later is noticed by the group that averages.
 
@@ -83,14 +85,9 @@ def weight_gradients(
     if isinstance(getattr(model, "local_weight", None), _LocalWeight):
         raise ArgumentError("this model has weights already")
     if isinstance(model, DistributedDataParallel):
-        weight = _LocalWeight(process_group or model.process_group, timeout)
-        _attach(model, weight)
+        weight = _weight_buckets(model, process_group, timeout)
     elif isinstance(model, FSDPModule):
-        _check_sharded(model)
-        weight = _LocalWeight(process_group, timeout)
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.set_custom_reduce_scatter(weight.reduce_scatter())
+        weight = _weight_shards(model, process_group, timeout)
     else:
         remedy = "wrap it in one of them first, and compile it last"
         if isinstance(model, FullyShardedDataParallel):
@@ -103,15 +100,41 @@ def weight_gradients(
     return model
 
 
-def _attach(model: DistributedDataParallel, weight: _LocalWeight) -> None:
+def _weight_buckets(
+    model: DistributedDataParallel, group: dist.ProcessGroup | None, timeout: timedelta | None
+) -> _LocalWeight:
     if model._delay_all_reduce_params:
         raise ArgumentError(
             "DistributedDataParallel averages delay_all_reduce_named_params by itself, without "
             "weights; leave that argument out"
         )
+    ranks = dist.get_process_group_ranks(group or model.process_group)
+    weight = _LocalWeight(ranks, timeout)
+    has_hook = "comm_hook" in model._get_ddp_logging_data()
+    gradients = _WeightedGradients(weight, model, takes_all=has_hook)
     for name, parameter in model.module.named_parameters():
         if parameter.requires_grad and name not in model.parameters_to_ignore:
-            _WeightedGradient(weight).attach(parameter)
+            gradients.attach(parameter)
+    if not has_hook:
+        model.register_comm_hook(gradients, _average)
+    return weight
+
+
+def _weight_shards(
+    model: nn.Module, group: dist.ProcessGroup | None, timeout: timedelta | None
+) -> _LocalWeight:
+    _check_sharded(model)
+    if group is not None:
+        ranks = dist.get_process_group_ranks(group)
+    else:
+        meshes = (p.device_mesh for p in model.parameters() if isinstance(p, DTensor))
+        ranks = sorted(next(meshes).mesh.flatten().tolist())
+    weight = _LocalWeight(ranks, timeout)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            reduce_scatter: Any = weight.reduce_scatter()  # as torch asks for, not derived
+            module.set_custom_reduce_scatter(reduce_scatter)
+    return weight
 
 
 def _check_sharded(model: nn.Module) -> None:
@@ -151,13 +174,8 @@ class _LocalWeight:
     to wait for them, and they cannot get between the gradients.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, timeout: timedelta | None) -> None:
-        self.group = dist.new_group(
-            None if group is None else dist.get_process_group_ranks(group),
-            timeout,
-            backend="gloo",
-            use_local_synchronization=group is not None,
-        )
+    def __init__(self, ranks: list[int], timeout: timedelta | None) -> None:
+        self.group = dist.new_group(ranks, timeout, backend="gloo", use_local_synchronization=True)
         self._share: _Share | None = None
         self._reduce_scatters: list[_WeightedReduceScatter] = []
 
@@ -172,14 +190,18 @@ class _LocalWeight:
         for reduce_scatter in self._reduce_scatters:
             reduce_scatter.shares.append(self._share)
 
-    def factor(self) -> float:
-        """Returns what the gradients of the present pass are multiplied by."""
+    @property
+    def share(self) -> _Share:
+        """That of the present pass."""
         if self._share is None:
             raise DistributedError(
                 "gradients are to be weighted, but no weight was told; call model.local_weight(n) "
                 "before backward"
             )
-        return self._share.factor
+        return self._share
+
+    def __reduce__(self) -> Any:
+        return _copied_weight, ()  # a process group cannot be copied
 
     def reduce_scatter(self) -> _WeightedReduceScatter:
         """Returns a new one, which is told each share."""
@@ -187,36 +209,90 @@ class _LocalWeight:
         return self._reduce_scatters[-1]
 
 
-class _WeightedGradient:
-    """Weights the gradient of a parameter as soon as it is there.
+class _WeightedGradients:
+    """Weights gradients of ``DistributedDataParallel`` where no memory is somebody else's.
 
-    A fresh one in place, once the parameter has it; one that is added to others before that, and
-    then it takes memory.
+    A gradient may share memory with one that still flows, so it cannot be weighted in place before
+    it is in its bucket. There it can, if what the bucket holds is of one pass. Gradients that add
+    up in ``no_sync()``, and all where another communication hook sees the buckets, are weighted
+    one by one on their way, which takes memory for each.
     """
 
-    def __init__(self, weight: _LocalWeight) -> None:
+    def __init__(
+        self, weight: _LocalWeight, model: DistributedDataParallel, *, takes_all: bool
+    ) -> None:
         self._weight = weight
-        self._is_fresh = False
+        self._model = weakref.ref(model)
+        self._takes_all = takes_all
+        self._has_accumulated = False
+        self._decided: _Share | None = None
+        self._is_by_bucket = False
 
     def attach(self, parameter: Tensor) -> None:
-        """Has autograd call it, before the gradient is added up and after."""
-        parameter.register_hook(self._before)
-        parameter.register_post_accumulate_grad_hook(self._after)
-        self._parameter = weakref.ref(parameter)
+        """Has autograd call it with each gradient, and nobody who did this for another model."""
+        if parameter in _HANDLES:
+            _HANDLES[parameter].remove()
+        _HANDLES[parameter] = parameter.register_hook(self._weighted)
 
-    def _before(self, gradient: Tensor) -> Tensor | None:
-        factor = self._weight.factor()
-        parameter = self._parameter()
-        self._is_fresh = factor != 0 and (parameter is None or parameter.grad is None)
-        if factor == 0:  # what a rank without samples has computed may be NaN
-            return torch.zeros_like(gradient)
-        return None if self._is_fresh or factor == 1 else gradient * factor
+    def _weighted(self, gradient: Tensor) -> Tensor | None:
+        model = self._model()
+        if model is None:  # its parameters are used without it
+            return None
+        share = self._weight.share
+        if self._decided is not share:
+            # What the last forward pass prepared for.
+            is_reduced = model.require_forward_param_sync
+            self._is_by_bucket = is_reduced and not (self._takes_all or self._has_accumulated)
+            self._has_accumulated = not is_reduced
+            self._decided = share
+        if self._is_by_bucket or share.factor == 1:
+            return None
+        return gradient * share.factor if share.factor else torch.zeros_like(gradient)
 
-    def _after(self, parameter: Tensor) -> None:
-        factor = self._weight.factor()
-        if self._is_fresh and factor != 1 and parameter.grad is not None:
-            parameter.grad.mul_(factor)
-        self._is_fresh = False
+    def __reduce__(self) -> Any:
+        return _copied_weight, ()
+
+    def bucket_factor(self) -> float:
+        """Returns by what a bucket is still to be multiplied."""
+        share = self._weight.share
+        return share.factor if self._decided is not share or self._is_by_bucket else 1.0
+
+
+_HANDLES = WeakTensorKeyDictionary()
+"""The hooks of parameters."""
+
+
+def _average(
+    state: _WeightedGradients,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]  # public, but not in the stubs
+) -> torch.futures.Future[Tensor]:
+    """Is the communication hook: the average over ranks, each bucket weighted."""
+    model = state._model()
+    assert model is not None
+    buffer = bucket.buffer()
+    _scale(buffer, state.bucket_factor() / model.process_group.size())
+    work = dist.all_reduce(buffer, group=model.process_group, async_op=True)
+    averaged: torch.futures.Future[Tensor] = work.get_future().then(lambda done: done.value()[0])
+    return averaged
+
+
+_average.__annotations__ = get_type_hints(_average)  # DDP looks at them, and not as text
+
+
+def _scale(gradients: Tensor, factor: float) -> None:
+    if factor == 0:  # what a rank without samples has computed may be NaN
+        gradients.zero_()
+    elif factor != 1:
+        gradients.mul_(factor)
+
+
+def _copied_weight() -> Callable[[float], None]:
+    """Returns what a copy of a model has for ``local_weight``."""
+
+    def local_weight(n: float | Tensor) -> None:
+        raise DistributedError("copies of a model have no weights; call weight_gradients with it")
+
+    return local_weight
 
 
 class _WeightedReduceScatter:
@@ -241,14 +317,11 @@ class _WeightedReduceScatter:
         op: Any,
         async_op: bool = False,
     ) -> dist.Work | None:
-        factor = self._weight.factor()
+        factor = self._weight.share.factor
         if len(self.shares) > 1:
             self._check_alike(factor)
         self.shares.clear()
-        if factor == 0:  # what a rank without samples has computed may be NaN
-            input_tensor.zero_()
-        elif factor != 1:
-            input_tensor.mul_(factor)
+        _scale(input_tensor, factor)
         return _reduce_scatter(output_tensor, input_tensor, op, group, async_op)
 
     def _check_alike(self, factor: float) -> None:
