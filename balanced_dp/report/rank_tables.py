@@ -62,8 +62,8 @@ def rank_summary(report: RankReport) -> tuple[str, ...]:
         f"The largest batch that fits is {plan.max_batch_size}, with shares "
         f"{plan.max_batch_chunk_sizes}; with equal shares it is {plan.even_max_batch_size}.",
         f"Each rank holds {format_bytes(plan.fixed_bytes)} whatever its share: parameters, "
-        f"optimizer state, what its step takes, and {format_bytes(report.bucket_bytes)} of buckets, "
-        "which the gradients are views of.",
+        f"optimizer state, what its step takes, and {format_bytes(report.bucket_bytes)} of "
+        "buckets, which the gradients are views of.",
     ]
     for found in report.balanced:
         line, size = _largest(found)
