@@ -238,24 +238,28 @@ class _WeightedGradients:
         model = self._model()
         if model is None:  # its parameters are used without it
             return None
-        share = self._weight.share
-        if self._decided is not share:
-            # What the last forward pass prepared for.
-            is_reduced = model.require_forward_param_sync
-            self._is_by_bucket = is_reduced and not (self._takes_all or self._has_accumulated)
-            self._has_accumulated = not is_reduced
-            self._decided = share
+        share = self._decide(model)
         if self._is_by_bucket or share.factor == 1:
             return None
         return gradient * share.factor if share.factor else torch.zeros_like(gradient)
 
+    def _decide(self, model: DistributedDataParallel) -> _Share:
+        """Returns the share of this pass, once it is known where that is applied."""
+        share = self._weight.share
+        if self._decided is not share:
+            is_reduced = model.require_forward_param_sync  # what the last forward prepared for
+            self._is_by_bucket = is_reduced and not (self._takes_all or self._has_accumulated)
+            self._has_accumulated = not is_reduced
+            self._decided = share
+        return share
+
     def __reduce__(self) -> Any:
         return _copied_weight, ()
 
-    def bucket_factor(self) -> float:
+    def bucket_factor(self, model: DistributedDataParallel) -> float:
         """Returns by what a bucket is still to be multiplied."""
-        share = self._weight.share
-        return share.factor if self._decided is not share or self._is_by_bucket else 1.0
+        share = self._decide(model)
+        return share.factor if self._is_by_bucket else 1.0
 
 
 _HANDLES = WeakTensorKeyDictionary()
@@ -270,7 +274,7 @@ def _average(
     model = state._model()
     assert model is not None
     buffer = bucket.buffer()
-    _scale(buffer, state.bucket_factor() / model.process_group.size())
+    _scale(buffer, state.bucket_factor(model) / model.process_group.size())
     work = dist.all_reduce(buffer, group=model.process_group, async_op=True)
     averaged: torch.futures.Future[Tensor] = work.get_future().then(lambda done: done.value()[0])
     return averaged
