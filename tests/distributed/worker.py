@@ -267,6 +267,26 @@ def nothing_left_for_a_rank() -> float:
 
 
 @case
+def nothing_left_in_a_pass_that_accumulates() -> float:
+    """Gradients that are NaN on one rank, before those of all are reduced."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    reference = network()
+    model = weighted()(copy.deepcopy(reference))
+    x, y = regression_data(2 * world_size).tensors
+    own = slice(2 * rank, 2 * rank + 2)
+    for is_last in (False, True):
+        counts = is_last or rank > 0
+        with nullcontext() if is_last else model.no_sync():
+            model.local_weight(2 if counts else 0)
+            error = mse_loss(model(x[own]), y[own], reduction="none")
+            (error * counts).sum().div(6 * counts).backward()  # 0 / 0 where nothing counts
+        start = 0 if is_last else 2
+        mse_loss(reference(x[start:]), y[start:]).backward()
+    return furthest(gradients(model), gradients(reference))
+
+
+@case
 def sparse_gradients() -> float:
     def sparse() -> nn.Module:
         return nn.Sequential(nn.Embedding(11, 6, sparse=True), nn.Linear(6, 5))
@@ -503,7 +523,8 @@ def gradients_that_share_memory() -> float:
 
 @case
 def wrapped_again() -> float:
-    """As after unfreezing layers: the old wrapper's weights are gone."""
+    """As after unfreezing layers: old wrappers' weights are gone, whether they are still there."""
+    kept: list[nn.Module] = []
 
     def wrap(net: nn.Module) -> nn.Module:
         for _ in range(2):
@@ -512,9 +533,10 @@ def wrapped_again() -> float:
             with old.no_sync():
                 old(torch.randn(2, 6)).sum().backward()
             old.zero_grad()
+            kept[:] = [old]
         return weighted()(net)
 
-    return compared(network, regression_data(26), samples, wrap)
+    return compared(network, regression_data(26), samples, wrap, accumulation=2)
 
 
 @case
