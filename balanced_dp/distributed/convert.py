@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..data_parallel import BalancedDataParallel
@@ -84,11 +85,15 @@ def convert(
             arguments["device_ids"] = [device]  # so that inputs are moved there, as before
     ddp = DistributedDataParallel(module, **{**arguments, **ddp_arguments})
     ddp.training = model.training  # of the module and what is in it, nothing changes
+    _move_hooks(model, ddp)
+    return weight_gradients(ddp, timeout=timeout)
+
+
+def _move_hooks(model: nn.Module, ddp: nn.Module) -> None:
     ddp._is_full_backward_hook = model._is_full_backward_hook
     for name in _WRAPPER_HOOKS:  # the same dictionaries, so that their handles still remove them
         getattr(model, name).update(getattr(ddp, name))
         setattr(ddp, name, getattr(model, name))
-    return weight_gradients(ddp, timeout=timeout)
 
 
 def _own(devices: Sequence[torch.device]) -> torch.device:
