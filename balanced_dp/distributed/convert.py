@@ -98,7 +98,7 @@ def _move_hooks(model: nn.Module, ddp: nn.Module) -> None:
 
 def _own(devices: Sequence[torch.device]) -> torch.device:
     """Returns the device of this rank."""
-    local_rank = int(os.environ.get("LOCAL_RANK", dist.get_rank()))
+    local_rank = int(os.environ.get("LOCAL_RANK") or dist.get_rank())
     if len(set(devices)) == 1:  # a repeated CPU, or one accelerator that each process sees
         return devices[0]
     if local_rank >= len(devices):
