@@ -48,7 +48,8 @@ def in_turns(steps: dict[str, Step], rounds: int, reset: Step) -> dict[str, list
     """Returns the seconds of each step: all take turns, in changing order."""
     times: dict[str, list[float]] = {name: [] for name in steps}
     for index in range(rounds + 2):
-        names = list(steps)[:: 1 if index % 2 else -1]
+        names = list(steps)
+        names = names[index % len(names) :] + names[: index % len(names)]
         for name in names:
             reset()
             dist.barrier()
@@ -91,22 +92,31 @@ def hook_row(what: str, module: nn.Module, rounds: int) -> dict[str, Any]:
     with timed_hooks() as spent:
         weight_gradients(weighted)
         times = in_turns(
-            {"weighted": weighted_step, "plain": lambda: backward(plain)},
+            {
+                "weighted": weighted_step,
+                "plain": lambda: backward(plain),
+                "plain again": lambda: backward(plain),  # what the noise alone makes of it
+            },
             rounds,
             lambda: (plain.zero_grad(), weighted.zero_grad()),
         )
-    ratios = [a / b for a, b in zip(times["weighted"], times["plain"], strict=True)]
-    quarters = statistics.quantiles(ratios, n=4)
     medians = {side: statistics.median(found) for side, found in times.items()}
     in_hooks = statistics.median(spent[-rounds:])
     return {
         "what": what,
         "weighted, s": medians["weighted"],
         "plain, s": medians["plain"],
+        "plain again, s": medians["plain again"],
         "ratio": medians["weighted"] / medians["plain"],
-        "quarters of the ratios": f"{quarters[0]:.3f}, {quarters[1]:.3f}, {quarters[2]:.3f}",
+        "ratio to plain again": medians["weighted"] / medians["plain again"],
+        "noise: plain to plain": medians["plain again"] / medians["plain"],
+        "quarters of the pairs": ", ".join(
+            f"{quarter:.3f}"
+            for quarter in statistics.quantiles(
+                [a / b for a, b in zip(times["weighted"], times["plain"], strict=True)], n=4
+            )
+        ),
         "in hooks, s": in_hooks,
-        "1 + hooks / plain": 1 + in_hooks / medians["plain"],
         "rounds": rounds,
     }
 
