@@ -3,7 +3,7 @@ BIN = .venv/bin
 PIP = $(BIN)/python -m pip --disable-pip-version-check
 INSTALLED = .venv/.installed
 
-.PHONY: help demo test check format bench constraints clean
+.PHONY: help demo test check format docs notebooks bench wheel constraints clean
 
 help:  ## List these targets (the default)
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -12,7 +12,7 @@ demo: $(INSTALLED)  ## Run the demo; ARGS="..." is passed on
 	$(BIN)/balanced-dp demo $(ARGS)
 
 test: $(INSTALLED)  ## Run the tests; ARGS="..." goes to pytest
-	$(BIN)/pytest $(ARGS)
+	$(BIN)/pytest -n auto --maxprocesses 8 $(ARGS)
 
 check: $(INSTALLED)  ## Lint, check the formatting and the types
 	$(BIN)/ruff check
@@ -22,6 +22,28 @@ check: $(INSTALLED)  ## Lint, check the formatting and the types
 format: $(INSTALLED)  ## Format the code and sort its imports
 	$(BIN)/ruff check --select I --fix
 	$(BIN)/ruff format
+
+# Pages link to files of the repository, so all of them lie there as they do here.
+docs: $(INSTALLED)  ## Build the guide and the API reference into build/site; links are checked
+	rm -rf build/docs build/site
+	mkdir -p build/docs
+	cp -r *.md LICENSE benchmarks docs notebooks build/docs
+	$(BIN)/mkdocs build --strict
+
+notebooks: $(INSTALLED)  ## Run the notebooks anew and keep their outputs
+	$(BIN)/pytest --overwrite notebooks
+
+# Away from the sources, which would be imported in its place.
+wheel: $(INSTALLED)  ## Build the wheel, and test it where nothing but its dependencies is installed
+	rm -rf build/wheel
+	$(PIP) wheel --no-deps --constraint constraints.txt --build-constraint constraints.txt \
+		--wheel-dir build/wheel .
+	$(PYTHON) -m venv build/wheel/venv
+	build/wheel/venv/bin/python -m pip install --quiet --constraint constraints.txt pip
+	build/wheel/venv/bin/python -m pip install --quiet --constraint constraints.txt \
+		--group core-test build/wheel/*.whl
+	cp -r *.md Makefile pyproject.toml benchmarks docs notebooks tests build/wheel
+	cd build/wheel && venv/bin/pytest -o addopts= -n auto tests $(ARGS)
 
 bench: $(INSTALLED)  ## Run the benchmarks; ARGS="..." goes to pytest
 	$(BIN)/pytest benchmarks --benchmark-only $(ARGS)

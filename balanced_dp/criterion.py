@@ -35,12 +35,12 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 class BalancedCriterion(nn.Module):
     """A criterion whose value and gradients are those of the whole batch, computed in chunks.
 
-    It is called with the :class:`PerDevice` that a model with ``gather=False`` returns, and the
+    It is called with the ``PerDevice`` that a model with ``gather=False`` returns, and the
     targets of the whole batch. Each device computes the loss of its own chunk, so that what the
     model returns, such as the logits of a vocabulary, never gathers on one device. A reduction
     ``"mean"`` divides by what the mean over the whole batch would: by samples, or, for cross
     entropy and ``NLLLoss``, by the targets that are not ignored, with their class weights.
-    ``"sum"`` adds up, ``"none"`` joins. Anything but a :class:`PerDevice` goes to ``criterion`` as
+    ``"sum"`` adds up, ``"none"`` joins. Anything but a ``PerDevice`` goes to ``criterion`` as
     it is, so that the same line serves a bare model.
 
     Exact without a word are the losses of ``torch.nn``, subclasses that change what they hand to
@@ -48,7 +48,7 @@ class BalancedCriterion(nn.Module):
     other callable is taken for a mean over samples** if it returns a 0-dim tensor and has no
     attribute ``reduction`` that says ``"sum"``, also one that uses a loss of torch; if it is a mean
     over anything else, give ``loss_weight``. Outputs, targets and losses may be nested: tuples,
-    dictionaries, dataclasses; a target may be another :class:`PerDevice`.
+    dictionaries, dataclasses; a target may be another ``PerDevice``.
 
     Args:
         criterion: the loss of output and targets, a module or a function. A module's parameters
@@ -61,8 +61,8 @@ class BalancedCriterion(nn.Module):
             criterion's parameters.
 
     Shape:
-        - Outputs: a :class:`PerDevice` of what ``criterion`` takes for a chunk.
-        - Targets: tensors of :math:`(N, *)`, with N at the model's ``dim``, on any device; for
+        - Outputs: a ``PerDevice`` of what ``criterion`` takes for a chunk.
+        - Targets: tensors of ``(N, *)``, with N at the model's ``dim``, on any device; for
           ``CTCLoss`` with N first, or one after the other, as it takes them.
         - Loss: 0-dim, or what ``criterion`` gives of the batch, on the model's output device.
 
@@ -70,7 +70,7 @@ class BalancedCriterion(nn.Module):
         ArgumentError, ArgumentTypeError: an argument cannot be used.
         ScatterError, GatherError: on a call, a target cannot be cut or the losses not joined.
 
-    Example:
+    Examples:
         >>> from balanced_dp import BalancedDataParallel
         >>> model = BalancedDataParallel(1, torch.nn.Linear(4, 3), ["cpu", "cpu"], gather=False)
         >>> criterion = BalancedCriterion(torch.nn.CrossEntropyLoss(ignore_index=0))
@@ -175,7 +175,7 @@ class ModuleWithLoss(nn.Module):
     """A module and its criterion in one, so that the loss is computed inside the forward pass.
 
     Wrapped in a ``BalancedDataParallel`` it gives the loss of the whole batch, as
-    :class:`BalancedCriterion` does of outputs that are not gathered. What a criterion holds for
+    ``BalancedCriterion`` does of outputs that are not gathered. What a criterion holds for
     each sample, as a weight of ``BCELoss``, is not cut here, nor are ``CTCLoss``'s targets if they
     are one after the other.
 
@@ -184,14 +184,14 @@ class ModuleWithLoss(nn.Module):
 
     Args:
         module: gives the output of the inputs.
-        criterion: gives the loss of output and targets, as of :class:`BalancedCriterion`. For a
+        criterion: gives the loss of output and targets, as of ``BalancedCriterion``. For a
             mean over anything but samples that is no loss of torch, give the
             ``BalancedDataParallel`` a ``loss_weight``.
 
     Raises:
         ArgumentTypeError: ``criterion`` is neither a module nor a function.
 
-    Example:
+    Examples:
         >>> from balanced_dp import BalancedDataParallel
         >>> with_loss = ModuleWithLoss(torch.nn.Linear(4, 3), torch.nn.CrossEntropyLoss())
         >>> model = BalancedDataParallel(1, with_loss, ["cpu", "cpu"])

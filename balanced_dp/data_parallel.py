@@ -41,7 +41,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
 
     The first device also holds the gathered outputs, the loss, the reduced gradients and the
     optimizer state; a smaller share of the batch evens that out. The batch is split by
-    :func:`split_batch`, and gradients are those of the whole batch on one device, whatever the
+    ``split_batch``, and gradients are those of the whole batch on one device, whatever the
     split: a 0-dim output, such as a loss, is averaged with the chunk sizes as weights.
 
     It is an ``nn.DataParallel``: ``module``, ``device_ids``, ``output_device``, ``dim`` and the
@@ -53,7 +53,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
     - Outputs may hold dataclasses, strings and numbers, if those are equal on every replica.
     - Worker threads keep autocast's dtype, inference mode and context variables.
     - Evaluation keeps the weights on the devices from call to call. What is written to them through
-      ``.data`` is not seen before :meth:`release_replicas`.
+      ``.data`` is not seen before ``release_replicas``.
     - An exception from a replica is raised as it is, with a note that names the replica.
 
     Args:
@@ -70,7 +70,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         output_device: where outputs are gathered, by default ``device_ids[0]``; may be ``"cpu"``.
         dim: the batch dimension of inputs and outputs.
         gather: whether outputs are joined on ``output_device``. If not, a call returns a
-            :class:`PerDevice` of them, for :class:`BalancedCriterion` to compute the loss where
+            ``PerDevice`` of them, for ``BalancedCriterion`` to compute the loss where
             they are.
         broadcast: dotted paths of inputs that go whole to each device, such as ``"mask"`` or
             ``"batch.mask"``; a path covers all below it. Positional arguments go by the name of
@@ -83,22 +83,23 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
             returns replaces the chunk size as the weight of its 0-dim outputs. For a mean over
             tokens it counts them: ``lambda ids, labels: (labels != -100).sum()``.
         device_weights: for devices of unlike capacity, the share of each: the batch is split in
-            proportion, by :func:`split_by_weights`.
+            proportion, by ``split_by_weights``.
 
     Attributes:
-        chunk_sizes: how many samples of the last batch each device got; None before the first.
+        chunk_sizes: how many samples of the last batch each device got; None before the first, and
+            with a single device.
         gathers_outputs: what ``gather`` said.
 
     Shape:
-        - Input: tensors of :math:`(N, *)`, with N at ``dim``, on any device.
+        - Input: tensors of ``(N, *)``, with N at ``dim``, on any device.
         - Output: as the module's on the whole batch, on ``output_device``; with ``gather=False`` a
-          :class:`PerDevice`.
+          ``PerDevice``.
 
     Raises:
         ArgumentError, ArgumentTypeError: an argument cannot be used.
         ScatterError, GatherError: on a call, an input cannot be split or the outputs not joined.
         RuntimeError: on a call, a parameter or buffer is not on ``device_ids[0]``, the module is
-            scripted, compiled or lazy, or weights were changed inside :meth:`accumulate`.
+            scripted, compiled or lazy, or weights were changed inside ``accumulate``.
 
     Warns:
         BalanceWarning: once, where ``gpu0_bsz`` is not below the even share of the first batch.
@@ -107,7 +108,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         Transformer-XL's ``BalancedDataParallel`` (Dai et al. 2019,
         https://arxiv.org/abs/1901.02860) and ``torch.nn.parallel.data_parallel`` of torch 2.13.
 
-    Example:
+    Examples:
         >>> model = torch.nn.Linear(4, 2)
         >>> parallel = BalancedDataParallel(2, model, device_ids=["cpu", "cpu"])
         >>> parallel(torch.ones(8, 4)).shape
@@ -148,7 +149,10 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
             )
         self.gpu0_bsz = gpu0_bsz
         if not isinstance(module, nn.Module):
-            raise ArgumentTypeError(f"module must be an nn.Module, got {module!r}")
+            raise ArgumentTypeError(
+                f"module must be an nn.Module, got {type(module).__name__}; an optimizer, for "
+                "example, is not wrapped"
+            )
         if scalar_outputs not in get_args(ScalarOutputs):
             raise ArgumentError(
                 f"scalar_outputs must be one of {get_args(ScalarOutputs)}, got {scalar_outputs!r}"
@@ -357,7 +361,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         Raises:
             RuntimeError: on a call in the block, a parameter that is trained was changed there.
 
-        Example:
+        Examples:
             >>> model = BalancedDataParallel(1, torch.nn.Linear(4, 1), ["cpu", "cpu"])
             >>> with model.accumulate():
             ...     for batch in torch.ones(3, 8, 4):
@@ -520,22 +524,22 @@ def balanced_data_parallel(
 ) -> Any:
     """Returns ``module(*inputs, **module_kwargs)``, evaluated in parallel with a smaller chunk 0.
 
-    The functional form of :class:`BalancedDataParallel`, as ``torch.nn.parallel.data_parallel`` is
+    The functional form of ``BalancedDataParallel``, as ``torch.nn.parallel.data_parallel`` is
     of ``nn.DataParallel``. It never moves the module.
 
     Args:
         gpu0_bsz: the most samples that the first device gets.
         module: the module to evaluate; its parameters and buffers are on ``device_ids[0]``.
         inputs: a tuple of positional arguments, or the only one, or None.
-        device_ids: as in :class:`BalancedDataParallel`.
+        device_ids: as in ``BalancedDataParallel``.
         output_device: where the output goes, by default ``device_ids[0]``; may be ``"cpu"``.
         dim: the batch dimension.
         module_kwargs: keyword arguments.
 
     Raises:
-        As :class:`BalancedDataParallel`.
+        BalancedDataParallelError: where ``BalancedDataParallel`` does, of the kinds named there.
 
-    Example:
+    Examples:
         >>> model = torch.nn.Linear(4, 2)
         >>> balanced_data_parallel(1, model, torch.ones(8, 4), ["cpu", "cpu"]).shape
         torch.Size([8, 2])

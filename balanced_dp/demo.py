@@ -250,12 +250,12 @@ def _train(
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for batch in batches:
+        optimizer.zero_grad()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", BalanceWarning)  # the even split is one of the runs
             logits = model(batch[:, :-1])
         targets = batch[:, 1:].to(devices[0])
         loss = functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
-        optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         with contextlib.suppress(SymbolicValueError):

@@ -1,6 +1,6 @@
 """The errors and warnings of balanced_dp.
 
-Every error derives from :class:`BalancedDataParallelError` and from the builtin that fits it, so
+Every error derives from ``BalancedDataParallelError`` and from the builtin that fits it, so
 that both ``except BalancedDataParallelError`` and ``except ValueError`` work.
 """
 

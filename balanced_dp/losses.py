@@ -124,7 +124,7 @@ def warn_of_hidden_counts(criterion: nn.Module) -> None:
 
 
 def count_targets(replica: nn.Module) -> None:
-    """Has a replica of a criterion that counts targets keep their number, for :func:`shares_of`."""
+    """Has a replica of a criterion that counts targets keep their number, for ``shares_of``."""
     cast(Any, replica).counts = []
     replica.__class__ = _counting_class(cast(Any, type(replica)))
 
@@ -162,7 +162,7 @@ _counting_classes: weakref.WeakValueDictionary[Any, type[nn.Module]] = weakref.W
 
 
 def _counting_class(kind: Any) -> type[nn.Module]:
-    """Returns the class with :class:`_Counting` right above that of torch, below all others."""
+    """Returns the class with ``_Counting`` right above that of torch, below all others."""
     counting = _counting_classes.get(kind)
     if counting is None:
         base = next(base for base in _COUNTING if issubclass(kind, base))

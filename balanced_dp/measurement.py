@@ -169,7 +169,7 @@ def step_meter(
     gather: bool = True,
     wrap: Callable[[nn.Module], SplittingModule] | None = None,
 ) -> Iterator[StepMeter]:
-    """Gives a :class:`StepMeter` and at the end gives back what it holds."""
+    """Gives a ``StepMeter`` and at the end gives back what it holds."""
     meter = StepMeter(workload, devices, gather, wrap)
     # Garbage is collected after each step: what was there before need not be looked at again.
     is_ours = gc.get_freeze_count() == 0
@@ -235,7 +235,7 @@ class StepMeter:
         gpu0_bsz: int | None = None,
         device_weights: Sequence[float] | None = None,
     ) -> Measurement:
-        """Returns what a training step takes, as :func:`measure_step`."""
+        """Returns what a training step takes, as ``measure_step``."""
         model: SplittingModule = self._wrapped or BalancedDataParallel(
             gpu0_bsz,
             self._module,

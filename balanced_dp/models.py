@@ -13,8 +13,8 @@ class CharTransformer(nn.Module):
     """A causal transformer over characters.
 
     Shape:
-        - Input: character indices, :math:`(N, T)`, with T at most ``context``.
-        - Output: logits, :math:`(N, T, vocabulary)`.
+        - Input: character indices, ``(N, T)``, with T at most ``context``.
+        - Output: logits, ``(N, T, vocabulary)``.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Block(nn.Module):
     """A transformer layer as in GPT-2 (norm first) or BERT (norm last).
 
     Shape:
-        - Input and output: :math:`(N, T, width)`.
+        - Input and output: ``(N, T, width)``.
     """
 
     def __init__(self, width: int, num_heads: int, causal: bool, dropout: float = 0.1) -> None:
@@ -103,8 +103,8 @@ class TokenTransformer(nn.Module):
     """Token and position embeddings, layers, and a head that is tied to the embeddings.
 
     Shape:
-        - Input: token indices, :math:`(N, T)`.
-        - Output: logits, :math:`(N, T, vocabulary)`.
+        - Input: token indices, ``(N, T)``.
+        - Output: logits, ``(N, T, vocabulary)``.
     """
 
     def __init__(
@@ -146,8 +146,8 @@ class RelativeAttention(nn.Module):
     """Transformer-XL's attention over the memory and the segment, by relative position.
 
     Shape:
-        - Input: x :math:`(N, T, D)`, memory :math:`(N, M, D)`, positions :math:`(M + T, D)`, the
-          two biases :math:`(heads, D / heads)`; output :math:`(N, T, D)`.
+        - Input: x ``(N, T, D)``, memory ``(N, M, D)``, positions ``(M + T, D)``, the
+          two biases ``(heads, D / heads)``; output ``(N, T, D)``.
 
     Source:
         Dai et al. 2019, https://arxiv.org/abs/1901.02860, section 3.3.
@@ -200,8 +200,8 @@ class TransformerXL(nn.Module):
     It returns its loss for each token, and the memory for the next segment, as there.
 
     Shape:
-        - Input: tokens and targets :math:`(N, T)`, and for each layer memory :math:`(N, M, width)`.
-        - Output: losses :math:`(N, T)`, and the new memories.
+        - Input: tokens and targets ``(N, T)``, and for each layer memory ``(N, M, width)``.
+        - Output: losses ``(N, T)``, and the new memories.
     """
 
     def __init__(
@@ -280,7 +280,7 @@ class Bottleneck(nn.Module):
     """ResNet's bottleneck block.
 
     Shape:
-        - Input: :math:`(N, C, H, W)`; output: :math:`(N, 4 width, H/stride, W/stride)`.
+        - Input: ``(N, C, H, W)``; output: ``(N, 4 width, H/stride, W/stride)``.
     """
 
     def __init__(self, channels: int, width: int, stride: int) -> None:
@@ -309,7 +309,7 @@ class Bottleneck(nn.Module):
 
 
 def resnet50() -> nn.Module:
-    """Returns ResNet-50's layers; images :math:`(N, 3, H, W)` to logits :math:`(N, 1000)`."""
+    """Returns ResNet-50's layers; images ``(N, 3, H, W)`` to logits ``(N, 1000)``."""
     stages: list[nn.Module] = [
         nn.Conv2d(3, 64, 7, 2, 3, bias=False),
         nn.BatchNorm2d(64),

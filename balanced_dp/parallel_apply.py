@@ -101,7 +101,7 @@ def _work(
 class Workers:
     """Threads that wait for calls: one for each device, started when it is first needed.
 
-    They end with :meth:`close`, or when nobody refers to this object any more. A process that was
+    They end with ``close``, or when nobody refers to this object any more. A process that was
     forked starts its own.
     """
 

@@ -47,7 +47,7 @@ class ParameterCopies:
             parameters: all on one device, none twice.
 
         Raises:
-            RuntimeError: inside :meth:`accumulate`, a parameter that is trained has changed.
+            RuntimeError: inside ``accumulate``, a parameter that is trained has changed.
         """
         result: dict[torch.device, Sequence[torch.Tensor]] = dict.fromkeys(devices, parameters)
         away = [device for device in result if parameters and device != parameters[0].device]

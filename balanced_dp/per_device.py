@@ -29,9 +29,9 @@ class PerDevice(Sequence[Any]):
         chunk_sizes: how many samples each had; None where nothing was cut.
         output_device: where results are joined.
         dim: the batch dimension.
-        scalar_outputs: what :meth:`gather` makes of 0-dim outputs.
+        scalar_outputs: what ``gather`` makes of 0-dim outputs.
         weights: those of their mean; None for ``chunk_sizes``.
-        workers: the model's threads, which compute the loss and :meth:`map`; without, these calls
+        workers: the model's threads, which compute the loss and ``map``; without, these calls
             have threads of their own.
 
     Attributes:
@@ -44,7 +44,7 @@ class PerDevice(Sequence[Any]):
     Raises:
         ScatterError, GatherError: its methods, where arguments cannot be cut or results not joined.
 
-    Example:
+    Examples:
         >>> from balanced_dp import BalancedDataParallel
         >>> model = torch.nn.Linear(4, 2)
         >>> outputs = BalancedDataParallel(2, model, ["cpu", "cpu"], gather=False)(torch.ones(8, 4))

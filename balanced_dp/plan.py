@@ -105,7 +105,7 @@ def describe(
     *,
     gather: bool = True,
 ) -> Plan:
-    """Returns the plan with a given value, whether it fits or not; arguments as of :func:`plan`.
+    """Returns the plan with a given value, whether it fits or not; arguments as of ``plan``.
 
     Where outputs are not gathered, there is no advice to leave them where they are.
     """

@@ -113,23 +113,9 @@ def tune_ranks(
             f"a batch of {batch_size} does not fit: measured, its best shares "
             f"{planned.chunk_sizes} need {', '.join(map(format_bytes, measured_bytes))}"
         )
-    balanced: list[Report] = []
-    no_balanced: list[str] = []
-    for gather in (True, False):
-        try:
-            found = tune(
-                workload,
-                batch_size,
-                capacities=capacities,
-                reserve=reserve,
-                emulate=True,
-                gather=gather,
-                with_alternative=False,
-                on_measurement=on_measurement,
-            )
-            balanced.append(found)
-        except Exception as error:  # the loss is somebody's, and may be one for a whole batch only
-            no_balanced.append(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
+    balanced, no_balanced = _balanced_plans(
+        workload, batch_size, capacities, reserve, on_measurement
+    )
     return RankReport(
         schema=SCHEMA,
         origin=Origin.of_this_process(),
@@ -141,9 +127,37 @@ def tune_ranks(
         bucket_bytes=bucket_bytes,
         model=search.fit(),
         measurements=tuple(search.measured.values()),
-        balanced=tuple(balanced),
-        no_balanced=tuple(no_balanced),
+        balanced=balanced,
+        no_balanced=no_balanced,
     )
+
+
+def _balanced_plans(
+    workload: Workload,
+    batch_size: int,
+    capacities: Sequence[int],
+    reserve: int,
+    on_measurement: OnMeasurement,
+) -> tuple[tuple[Report, ...], tuple[str, ...]]:
+    """Returns one process's plans, gathering and not, and why there are not both."""
+    found = []
+    reasons = []
+    for gather in (True, False):
+        try:
+            report = tune(
+                workload,
+                batch_size,
+                capacities=capacities,
+                reserve=reserve,
+                emulate=True,
+                gather=gather,
+                with_alternative=False,
+                on_measurement=on_measurement,
+            )
+            found.append(report)
+        except Exception as error:  # the loss is somebody's, and may be one for a whole batch only
+            reasons.append(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
+    return tuple(found), tuple(reasons)
 
 
 class _Search:

@@ -63,7 +63,7 @@ class Replicator:
         devices: Sequence[torch.device],
         home: torch.device | None = None,
     ) -> Replicas[ModuleT]:
-        """Returns one replica for each device; see :func:`replicate`.
+        """Returns one replica for each device; see ``replicate``.
 
         Args:
             network: the module.

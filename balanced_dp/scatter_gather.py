@@ -201,7 +201,7 @@ def move(tensor: torch.Tensor, device: torch.device, copy: bool = False) -> torc
 def move_all(
     tensors: Iterable[torch.Tensor], device: torch.device, copy: bool = False
 ) -> list[torch.Tensor]:
-    """Returns each tensor as :func:`move` does."""
+    """Returns each tensor as ``move`` does."""
     # A copy to the CPU that does not block could be read before it is there.
     non_blocking = device.type != "cpu"
     return [tensor.to(device, non_blocking=non_blocking, copy=copy) for tensor in tensors]

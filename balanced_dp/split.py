@@ -27,10 +27,11 @@ def split_batch(
     2. Otherwise device 0 gets ``gpu0_bsz`` and the others share the rest as evenly as integers
        can, the larger chunks first.
 
-    >>> split_batch(32, 4, 2)
-    (2, 10, 10, 10)
-    >>> split_batch(10, 8, 99)
-    (2, 2, 2, 2, 2, 0, 0, 0)
+    Examples:
+        >>> split_batch(32, 4, 2)
+        (2, 10, 10, 10)
+        >>> split_batch(10, 8, 99)
+        (2, 2, 2, 2, 2, 0, 0, 0)
 
     Args:
         batch_size: samples in the whole batch, at least 0.
@@ -75,10 +76,11 @@ def split_by_weights(
     device 0 last. Where device 0 would get more than ``gpu0_bsz``, the others share what is left
     in the same way.
 
-    >>> split_by_weights(32, [11, 24, 24])
-    (6, 13, 13)
-    >>> split_by_weights(32, [11, 24, 24], gpu0_bsz=2)
-    (2, 15, 15)
+    Examples:
+        >>> split_by_weights(32, [11, 24, 24])
+        (6, 13, 13)
+        >>> split_by_weights(32, [11, 24, 24], gpu0_bsz=2)
+        (2, 15, 15)
 
     Args:
         batch_size: samples in the whole batch, at least 0.

@@ -42,7 +42,7 @@ class Origin:
         packages = ("balanced-dp", "torch", "nvidia-ml-py")
         return cls(
             created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            command=" ".join([_program(), shlex.join(sys.argv[1:])]).strip(),
+            command=_command(),
             versions={
                 "python": platform.python_version(),
                 **{name: _version(name) for name in packages},
@@ -55,9 +55,12 @@ class Origin:
         )
 
 
-def _program() -> str:
+def _command() -> str:
     path = Path(sys.argv[0])
-    return f"python -m {path.parent.name}" if path.name == "__main__.py" else path.name
+    if path.name == "ipykernel_launcher.py":
+        return "a notebook"
+    program = f"python -m {path.parent.name}" if path.name == "__main__.py" else path.name
+    return " ".join([program, shlex.join(sys.argv[1:])]).strip()
 
 
 def _version(package: str) -> str:

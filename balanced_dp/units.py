@@ -47,8 +47,9 @@ def parse_bytes(size: int | str, argument: str = "memory") -> int:
 def format_bytes(num_bytes: float) -> str:
     """Returns ``num_bytes`` as people read it, in the largest binary unit that is at least one.
 
-    >>> format_bytes(11 * 2**30), format_bytes(3_500_000), format_bytes(512)
-    ('11.00 GiB', '3.34 MiB', '512 B')
+    Examples:
+        >>> format_bytes(11 * 2**30), format_bytes(3_500_000), format_bytes(512)
+        ('11.00 GiB', '3.34 MiB', '512 B')
     """
     for unit, factor in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if abs(num_bytes) >= factor:
@@ -59,7 +60,8 @@ def format_bytes(num_bytes: float) -> str:
 def format_mib(num_bytes: float) -> str:
     """Returns ``num_bytes`` in MiB without the unit, for a table column that is headed by it.
 
-    >>> format_mib(47 * 2**20 + 2**19)
-    '47.5'
+    Examples:
+        >>> format_mib(47 * 2**20 + 2**19)
+        '47.5'
     """
     return f"{num_bytes / 2**20:,.1f}"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import json
+import random
 import statistics
 import sys
 import time
@@ -25,8 +26,9 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from balanced_dp import BalancedCriterion, BalancedDataParallel
-from balanced_dp.distributed import split_ranks, weight_gradients, weights
-from balanced_dp.distributed.weights import _LocalWeight, _WeightedGradients
+from balanced_dp.distributed import split_ranks, weight_gradients, weighted_buckets
+from balanced_dp.distributed.local_weight import LocalWeight
+from balanced_dp.distributed.weighted_buckets import _WeightedGradients
 from balanced_dp.models import TokenTransformer
 from balanced_dp.workloads import find_workload
 
@@ -45,12 +47,11 @@ class Parameters(nn.Module):
 
 
 def in_turns(steps: dict[str, Step], rounds: int, reset: Step) -> dict[str, list[float]]:
-    """Returns the seconds of each step: all take turns, in changing order."""
+    """Returns the seconds of each step: all take turns, in an order that chance changes."""
     times: dict[str, list[float]] = {name: [] for name in steps}
+    chance = random.Random(0)  # the same on all ranks
     for index in range(rounds + 2):
-        names = list(steps)
-        names = names[index % len(names) :] + names[: index % len(names)]
-        for name in names:
+        for name in chance.sample(list(steps), len(steps)):
             reset()
             dist.barrier()
             started = time.perf_counter()
@@ -64,18 +65,21 @@ def in_turns(steps: dict[str, Step], rounds: int, reset: Step) -> dict[str, list
 def hook() -> list[dict[str, Any]]:
     """A weighted step next to one of plain DistributedDataParallel."""
     workload = find_workload("gpt2-small")
+    gradients = "GPT-2 small's gradients alone"
+    step = "GPT-2 small's step, 1 and 3 samples of T=64"
     return [
-        hook_row("GPT-2 small's gradients alone", Parameters(workload.model()), rounds=30),
-        hook_row("GPT-2 small's step, 1 and 3 samples of T=128", workload.model(), rounds=8),
+        hook_row(f"{gradients}, as views of buckets", Parameters(workload.model()), True, 100),
+        hook_row(f"{gradients}, copied from buckets", Parameters(workload.model()), False, 100),
+        hook_row(step, workload.model(), True, 20),
     ]
 
 
-def hook_row(what: str, module: nn.Module, rounds: int) -> dict[str, Any]:
+def hook_row(what: str, module: nn.Module, as_views: bool, rounds: int) -> dict[str, Any]:
     rank = dist.get_rank()
-    plain = DistributedDataParallel(copy.deepcopy(module), gradient_as_bucket_view=True)
-    weighted = DistributedDataParallel(module, gradient_as_bucket_view=True)
+    plain = DistributedDataParallel(copy.deepcopy(module), gradient_as_bucket_view=as_views)
+    weighted = DistributedDataParallel(module, gradient_as_bucket_view=as_views)
     sizes = split_ranks(2 * dist.get_world_size(), rank0_bsz=1)
-    tokens = torch.randint(50257, (sizes[rank], 129))
+    tokens = torch.randint(50257, (sizes[rank], 65))
 
     def backward(model: nn.Module) -> None:
         if isinstance(model.module, Parameters):
@@ -93,32 +97,47 @@ def hook_row(what: str, module: nn.Module, rounds: int) -> dict[str, Any]:
         weight_gradients(weighted)
         times = in_turns(
             {
-                "weighted": weighted_step,
                 "plain": lambda: backward(plain),
+                "weighted": weighted_step,
                 "plain again": lambda: backward(plain),  # what the noise alone makes of it
             },
             rounds,
             lambda: (plain.zero_grad(), weighted.zero_grad()),
         )
     medians = {side: statistics.median(found) for side, found in times.items()}
-    in_hooks = statistics.median(spent[-rounds:])
+    low, high = interval(times, overhead)
+    fastest = {side: statistics.quantiles(found, n=10)[0] for side, found in times.items()}
+    both = statistics.quantiles(times["plain"] + times["plain again"], n=10)[0]
     return {
         "what": what,
-        "weighted, s": medians["weighted"],
-        "plain, s": medians["plain"],
-        "plain again, s": medians["plain again"],
-        "ratio": medians["weighted"] / medians["plain"],
-        "ratio to plain again": medians["weighted"] / medians["plain again"],
-        "noise: plain to plain": medians["plain again"] / medians["plain"],
-        "quarters of the pairs": ", ".join(
-            f"{quarter:.3f}"
-            for quarter in statistics.quantiles(
-                [a / b for a, b in zip(times["weighted"], times["plain"], strict=True)], n=4
-            )
-        ),
-        "in hooks, s": in_hooks,
+        **{f"{side}, s": median for side, median in medians.items()},
+        "ratio": overhead(times),
+        "95 % interval": f"{low:.3f} to {high:.3f}",
+        "plain again to plain": medians["plain again"] / medians["plain"],
+        "ratio, fastest tenth": fastest["weighted"] / both,
+        "plain again to plain, fastest tenth": fastest["plain again"] / fastest["plain"],
+        "in hooks, s": statistics.median(spent[-rounds:]),
         "rounds": rounds,
     }
+
+
+def overhead(times: dict[str, list[float]]) -> float:
+    plain = statistics.median(times["plain"] + times["plain again"])
+    return statistics.median(times["weighted"]) / plain
+
+
+def interval(
+    times: dict[str, list[float]], statistic: Callable[[dict[str, list[float]]], float]
+) -> tuple[float, float]:
+    """Returns the middle 95 % of the statistic, of rounds drawn again from these (bootstrap)."""
+    chance = random.Random(0)
+    rounds = range(len(next(iter(times.values()))))
+    found = []
+    for _ in range(1000):
+        drawn = chance.choices(rounds, k=len(rounds))
+        found.append(statistic({side: [all_[i] for i in drawn] for side, all_ in times.items()}))
+    cuts = statistics.quantiles(found, n=40)
+    return cuts[0], cuts[-1]
 
 
 @contextmanager
@@ -138,9 +157,9 @@ def timed_hooks() -> Iterator[list[float]]:
         return run
 
     with (
-        mock.patch.object(_LocalWeight, "__call__", timed(_LocalWeight.__call__, is_new_step=True)),
+        mock.patch.object(LocalWeight, "__call__", timed(LocalWeight.__call__, is_new_step=True)),
         mock.patch.object(_WeightedGradients, "_weighted", timed(_WeightedGradients._weighted)),
-        mock.patch.object(weights, "_scale", timed(weights._scale)),
+        mock.patch.object(weighted_buckets, "scale", timed(weighted_buckets.scale)),
     ):
         yield spent
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
 import threading
 from collections.abc import Iterator
 
@@ -9,6 +10,31 @@ import pytest
 import torch
 
 from .devices import KINDS, open_devices
+
+NEEDS = {
+    "typer": [
+        "test_demo.py",
+        "test_documentation.py",
+        "test_plan_command.py",
+        "test_report.py",
+        "test_tune_command.py",
+        "memory/test_command.py",
+    ],
+    "transformers": ["integrations"],
+    "accelerate": ["integrations"],
+    "lightning_fabric": ["integrations"],
+}
+"""What an extra, or a package of the group dev, is needed for."""
+
+MISSING = [name for name in NEEDS if importlib.util.find_spec(name) is None]
+collect_ignore = sorted({file for name in MISSING for file in NEEDS[name]})
+
+
+def pytest_report_header() -> str | None:
+    if not MISSING:
+        return None
+    return f"not run, for want of {', '.join(MISSING)}: {', '.join(collect_ignore)}"
+
 
 # Torch's first call of an operator is slow, and speed is not what these tests are about.
 hypothesis.settings.register_profile("project", deadline=None)

@@ -15,10 +15,25 @@ import torch
 import balanced_dp
 from balanced_dp import distributed
 
+from .conftest import MISSING
+
+NEEDS_AN_EXTRA = ("cli", "terminal", "report", "integrations.")
+"""What of the package cannot be imported without one."""
+
+
+def can_be_imported(name: str) -> bool:
+    if name.endswith("__main__"):
+        return False
+    needs = name.removeprefix("balanced_dp.").startswith(NEEDS_AN_EXTRA)
+    return not needs or not MISSING
+
+
 MODULES = [
     importlib.import_module(info.name)
-    for info in pkgutil.walk_packages(balanced_dp.__path__, "balanced_dp.")
-    if not info.name.endswith("__main__")
+    for info in pkgutil.walk_packages(
+        balanced_dp.__path__, "balanced_dp.", onerror=lambda name: None
+    )
+    if can_be_imported(info.name)
 ]
 NAMES = [*balanced_dp.__all__, *distributed.__all__]
 PUBLIC = [
@@ -94,6 +109,26 @@ def test_importing_costs_nothing():
 
 
 def test_the_test_above_can_fail():
+    pytest.importorskip("typer")
     assert "typer" in in_new_process(PROBE.format(statement="import balanced_dp.cli"))
     opened = "from balanced_dp import emulate_devices; emulate_devices(1).__enter__()"
     assert "True" in in_new_process(PROBE.format(statement=opened))
+
+
+@pytest.mark.parametrize(
+    ("module", "package", "extra"),
+    [
+        ("cli", "typer", "cli"),
+        ("report", "pydantic", "report"),
+        ("integrations.transformers", "transformers", "hf"),
+    ],
+)
+def test_what_is_not_installed_is_named_with_its_extra(module, package, extra):
+    statements = f"import sys; sys.modules['{package}'] = None; import balanced_dp.{module}"
+    done = subprocess.run(
+        [sys.executable, "-c", statements], check=False, capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    told = done.stderr.strip().splitlines()[-1]
+    assert f"needs {package}" in told
+    assert f"extra '{extra}': pip install 'balanced-dp[{extra}]'" in told

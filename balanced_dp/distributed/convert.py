@@ -44,7 +44,7 @@ def convert(
     Each process calls it, after ``init_process_group``. The module moves to this rank's device and
     is the same object, so its parameters, buffers and hooks stay; hooks of the wrapper move on to
     the new one, and so does ``training``. The state dict has the same keys, so checkpoints load
-    both ways. Gradients are those of the whole batch, as of :func:`weight_gradients`, once
+    both ways. Gradients are those of the whole batch, as of ``weight_gradients``, once
     ``local_weight(n)`` tells each rank's share; ``split_ranks(batch_size,
     rank0_bsz=model.gpu0_bsz)`` says what that is to be for any number of ranks. An optimizer that
     has state stays valid if the device is the same; else load its state dict anew.
@@ -56,7 +56,7 @@ def convert(
         device: where this rank trains. By default the one of ``model.devices`` with this rank's
             number on its machine (``LOCAL_RANK``, which torchrun sets), or where the module is if
             ``model`` has none.
-        timeout: as of :func:`weight_gradients`.
+        timeout: as of ``weight_gradients``.
         **ddp_arguments: as of ``DistributedDataParallel``. Unless said otherwise, gradients are
             views of its buckets (``gradient_as_bucket_view=True``), which spares a copy of them,
             and inputs are moved to an accelerator (``device_ids=[device]``).

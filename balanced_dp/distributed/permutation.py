@@ -17,8 +17,9 @@ class Permutation:
     ``torch.randperm`` has to make all of it; this takes no memory, and time only for the positions
     that are asked for.
 
-    >>> Permutation(10, 0, 1)(torch.arange(10)).sort().values.tolist()
-    [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
+    Examples:
+        >>> Permutation(10, 0, 1)(torch.arange(10)).sort().values.tolist()
+        [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
 
     Args:
         size: how many indices, at least 0.
@@ -46,7 +47,7 @@ class Permutation:
             positions: int64, each at least 0 and below ``size``.
 
         Shape:
-            - positions and result: :math:`(*)`, the same.
+            - positions and result: ``(*)``, the same.
         """
         indices = self._in_table(positions)
         while (outside := indices >= self.size).any():

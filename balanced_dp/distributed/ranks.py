@@ -27,10 +27,11 @@ def split_ranks(
     rank can hold beside ``fixed_bytes``; where ``balanced-dp plan --engine ddp`` has measured the
     model, take its line instead.
 
-    >>> split_ranks(32, 4, rank0_bsz=2)
-    (2, 10, 10, 10)
-    >>> split_ranks(32, capacities=[24 * 2**30, 11 * 2**30, 11 * 2**30], fixed_bytes=3 * 2**30)
-    (18, 7, 7)
+    Examples:
+        >>> split_ranks(32, 4, rank0_bsz=2)
+        (2, 10, 10, 10)
+        >>> split_ranks(32, capacities=[24 * 2**30, 11 * 2**30, 11 * 2**30], fixed_bytes=3 * 2**30)
+        (18, 7, 7)
 
     Args:
         batch_size: samples in the whole batch, at least 0.

@@ -28,30 +28,32 @@ class BalancedBatchSampler(Sampler[list[int]]):
     sample comes exactly once an epoch: the last batch, if it is smaller, is split in the same
     proportion, without repeating or dropping any (but for ``drop_last``). All ranks have the same
     number of batches. A rank whose share of one is 0 gets an empty list; give the ``DataLoader``
-    :class:`EmptyBatches`, which makes a batch of it, since a small last batch has such shares, too.
+    ``EmptyBatches``, which makes a batch of it, since a small last batch has such shares, too.
 
     An order is computed where it is needed and never held, so that neither memory nor time depend
     on how many samples the other ranks have.
 
-    >>> samplers = [
-    ...     BalancedBatchSampler(range(10), 4, (1, 3), rank=rank, world_size=2, shuffle=False)
-    ...     for rank in range(2)
-    ... ]
-    >>> [list(sampler) for sampler in samplers]
-    [[[0], [4], []], [[1, 2, 3], [5, 6, 7], [8, 9]]]
+    Examples:
+        >>> samplers = [
+        ...     BalancedBatchSampler(range(10), 4, (1, 3), rank=rank, world_size=2, shuffle=False)
+        ...     for rank in range(2)
+        ... ]
+        >>> [list(sampler) for sampler in samplers]
+        [[[0], [4], []], [[1, 2, 3], [5, 6, 7], [8, 9]]]
 
     Args:
         dataset: what is sampled; only its length is asked for.
         batch_size: samples in the whole batch, at least 1.
-        chunk_sizes: how many of them each rank gets, as of :func:`split_ranks`.
-        rank: whose samples these are; by default that of the default process group.
+        chunk_sizes: how many of them each rank gets, as of ``split_ranks``.
+        rank: whose samples these are; by default, without ``world_size``, that of the default
+            process group.
         world_size: how many ranks there are; by default those of the default process group.
         shuffle: whether each epoch has an order of its own.
         seed: chooses the orders, the same on all ranks.
         drop_last: whether a smaller last batch is left out.
 
     Attributes:
-        epoch: the epoch of the next iteration; :meth:`set_epoch` sets it.
+        epoch: the epoch of the next iteration; ``set_epoch`` sets it.
 
     Raises:
         ArgumentError: an argument is out of its range, or the chunks are not those of the batch.
@@ -174,7 +176,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
         """Has the next iteration begin where that of the state was.
 
         Args:
-            state: of :meth:`state_dict`.
+            state: of ``state_dict``.
 
         Raises:
             ArgumentError: it is of another dataset or order, or no such state.
@@ -209,11 +211,12 @@ class EmptyBatches:
     Their tensors have no rows, and the other dimensions and the dtypes of a batch of the dataset's
     first sample; what is no tensor is that batch's.
 
-    >>> loader = torch.utils.data.DataLoader(
-    ...     range(3), batch_sampler=[[0, 1], [], [2]], collate_fn=EmptyBatches(range(3))
-    ... )
-    >>> [batch.tolist() for batch in loader]
-    [[0, 1], [], [2]]
+    Examples:
+        >>> loader = torch.utils.data.DataLoader(
+        ...     range(3), batch_sampler=[[0, 1], [], [2]], collate_fn=EmptyBatches(range(3))
+        ... )
+        >>> [batch.tolist() for batch in loader]
+        [[0, 1], [], [2]]
 
     Args:
         dataset: whose samples are collated.

@@ -106,7 +106,7 @@ def emulate_devices(
         ResourceWarning: tensors outlive the context. Their memory is given back all the same, and
             using them raises ``EmulationError``.
 
-    Example:
+    Examples:
         >>> with emulate_devices(2, memory="1MiB") as devices:
         ...     x = torch.ones(1000, device=devices[1])
         ...     torch.get_device_module(x.device).memory_allocated(devices[1])

@@ -82,12 +82,12 @@ def max_memory_allocated(device: Device = None) -> int:
 
 
 def memory_reserved(device: Device = None) -> int:
-    """Returns the same as :func:`memory_allocated`: this allocator keeps no reserve."""
+    """Returns the same as ``memory_allocated``: this allocator keeps no reserve."""
     return memory_allocated(device)
 
 
 def max_memory_reserved(device: Device = None) -> int:
-    """Returns the same as :func:`max_memory_allocated`."""
+    """Returns the same as ``max_memory_allocated``."""
     return max_memory_allocated(device)
 
 

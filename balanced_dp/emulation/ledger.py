@@ -1,6 +1,6 @@
 """What each emulated device holds, to the byte. Pure bookkeeping, no torch.
 
-A :class:`Block` is the entry of one storage. The :class:`Allocation` of the same storage is held
+A ``Block`` is the entry of one storage. The ``Allocation`` of the same storage is held
 by every tensor that views it; when the last one dies, so does the allocation, and the block leaves
 the ledger. Nothing here waits for the garbage collector.
 
@@ -153,7 +153,7 @@ class DeviceLedger:
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes held at one time since the last :meth:`reset_peak`."""
+        """The most bytes held at one time since the last ``reset_peak``."""
         with self._lock:
             return self._peak_bytes
 

@@ -505,4 +505,4 @@ HANDLERS: dict[torch._ops.OpOverload, Callable[..., Any]] = {
     aten.add.Tensor: _add,
     aten.copy_.default: copy_,
 }
-"""Operators with a kernel of their own; everything else goes through :func:`run`."""
+"""Operators with a kernel of their own; everything else goes through ``run``."""

@@ -51,11 +51,11 @@ class BalancedTrainerMixin:
 
     Args:
         gpu0_bsz: the most samples of a batch that the first device gets, or ``"auto"``, as of
-            :class:`BalancedDataParallel`.
-        device_ids: the devices, as of :class:`BalancedDataParallel`; None means those that
+            ``BalancedDataParallel``.
+        device_ids: the devices, as of ``BalancedDataParallel``; None means those that
             ``Trainer`` would use. The model goes to the first one.
-        device_weights: a share for each device, as of :class:`BalancedDataParallel`.
-        broadcast: inputs that go whole to each device, as of :class:`BalancedDataParallel`.
+        device_weights: a share for each device, as of ``BalancedDataParallel``.
+        broadcast: inputs that go whole to each device, as of ``BalancedDataParallel``.
         loss_weight: how much the loss of a chunk weighs, called with the chunk's inputs as
             keywords. By default integer labels that are not -100 count, those of causal models but
             the first of each sample; where labels are no such tensor, the samples.
@@ -220,9 +220,10 @@ class BalancedTrainer(BalancedTrainerMixin, Trainer):  # type: ignore[misc]
     """``transformers.Trainer`` with a smaller share of each batch for the first device.
 
     Args:
-        args, kwargs: those of ``transformers.Trainer``; and, by keyword, ``gpu0_bsz``,
-            ``device_ids``, ``device_weights``, ``broadcast``, ``loss_weight`` and
-            ``scalar_outputs``, as of :class:`BalancedTrainerMixin`, which says what differs.
+        *args: those of ``transformers.Trainer``.
+        **kwargs: those of ``transformers.Trainer``, and ``gpu0_bsz``, ``device_ids``,
+            ``device_weights``, ``broadcast``, ``loss_weight`` and ``scalar_outputs``, as of
+            ``BalancedTrainerMixin``, which says what differs.
 
     Raises:
         ArgumentError, ArgumentTypeError: the devices or the split cannot be used.
@@ -233,15 +234,15 @@ class MemoryCallback(TrainerCallback):
     """Logs what each device held at most, where and whenever the Trainer logs.
 
     ``memory/cuda:0 (gpu:3)/peak_MiB`` is the most that tensors held since the last record, one for
-    each device, and ``memory/imbalance`` is (max - min) / max of them: :class:`MemoryLogger`'s.
+    each device, and ``memory/imbalance`` is (max - min) / max of them: ``MemoryLogger``'s.
 
     Args:
-        trainer: a :class:`BalancedTrainer`, or any that has a :class:`BalancedTrainerMixin`.
+        trainer: a ``BalancedTrainer``, or any that has a ``BalancedTrainerMixin``.
 
     Raises:
         ProbeError: when training begins, if the devices do not count their memory.
 
-    Example:
+    Examples:
         ``trainer.add_callback(MemoryCallback(trainer))``
     """
 

@@ -32,7 +32,7 @@ class MemoryLogger:
             neither of the two.
         ProbeError: the model's devices do not count their memory.
 
-    Example:
+    Examples:
         >>> with emulate_devices(2) as devices:
         ...     model = BalancedDataParallel(1, torch.nn.Linear(4, 2).to(devices[0]), list(devices))
         ...     logger = MemoryLogger(model, lambda tag, value, step: print(step, tag), every=2)

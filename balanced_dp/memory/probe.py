@@ -44,7 +44,7 @@ class MemoryProbe:
         ArgumentError, ArgumentTypeError: ``devices`` names no device, or one that counts nothing.
         ProbeError: there is no device, or it is not clear which NVML device one is.
 
-    Example:
+    Examples:
         >>> with emulate_devices(2, memory="1GiB") as devices:
         ...     x = torch.ones(1000, device=devices[1])
         ...     [memory.allocated_bytes for memory in MemoryProbe().snapshot()]
@@ -201,7 +201,7 @@ class MemoryProbe:
         is NVML, a process of its own samples it every 10 ms. Whatever happens in the block, that
         process ends with it, and the figures are there, marked as not valid after an exception.
 
-        Example:
+        Examples:
             >>> with emulate_devices(2, memory="1GiB") as devices:
             ...     with MemoryProbe().measure() as usage:
             ...         x = torch.ones(1000, device=devices[1])

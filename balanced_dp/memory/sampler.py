@@ -37,11 +37,11 @@ class Samples:
 
 
 class Sampler:
-    """A process that samples from :meth:`begin` to :meth:`stop`.
+    """A process that samples from ``begin`` to ``stop``.
 
     It ends by a byte on its stdin or by the end of that, and when this process is gone. It has a
     session of its own, so that Ctrl-C in the terminal does not reach it. Whatever goes wrong with
-    it is told by :meth:`stop`, and not raised.
+    it is told by ``stop``, and not raised.
 
     Args:
         boards: what to sample.

@@ -115,7 +115,7 @@ class StepMemory:
     def floor_bytes(self) -> float | None:
         """What the first device would hold with ``gpu0_bsz=0``: no choice of it can lower that.
 
-        Its peak less what its own chunk takes by :attr:`bytes_per_sample`. None where that is
+        Its peak less what its own chunk takes by ``bytes_per_sample``. None where that is
         not known.
         """
         first = self._ended()[0]
@@ -135,7 +135,7 @@ class StepMemory:
         Args:
             tolerance: by how much they may differ, as a part of the fullest one's utilization,
                 from 0 to below 1.
-            warn: also give the sentence as an :class:`ImbalanceWarning`.
+            warn: also give the sentence as an ``ImbalanceWarning``.
 
         Raises:
             ArgumentError, ArgumentTypeError: the tolerance is no such number.

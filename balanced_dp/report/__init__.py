@@ -1,9 +1,16 @@
 """Reports as files, Markdown and HTML. Needs the extra ``report``: pydantic, jinja2, matplotlib."""
 
-from .compare import Comparison, compare_reports
-from .file import load_reports, rank_report_json, report_json, save_report
-from .html import report_html
-from .markdown import report_markdown
+try:
+    from .compare import Comparison, compare_reports
+    from .file import load_reports, rank_report_json, report_json, save_report
+    from .html import report_html
+    from .markdown import report_markdown
+except ImportError as error:  # the library itself needs none of these
+    raise ImportError(
+        f"balanced_dp.report needs {error.name}, which is part of the extra 'report': "
+        "pip install 'balanced-dp[report]'",
+        name=error.name,
+    ) from error
 
 __all__ = [
     "Comparison",

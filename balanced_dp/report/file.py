@@ -30,7 +30,7 @@ def report_json(report: Report) -> str:
 
 
 def rank_report_json(report: RankReport) -> str:
-    """Returns a plan for ranks as JSON, as :func:`report_json`."""
+    """Returns a plan for ranks as JSON, as ``report_json``."""
     return TypeAdapter(RankReport).dump_json(report, indent=2).decode() + "\n"
 
 
@@ -65,7 +65,7 @@ def load_reports(path: str | Path) -> tuple[Report, ...]:
     """Returns the reports of a file: one, or of pytest-benchmark's JSON one for each workload.
 
     Args:
-        path: a file that :func:`save_report` or ``pytest --benchmark-json`` wrote.
+        path: a file that ``save_report`` or ``pytest --benchmark-json`` wrote.
 
     Raises:
         ReportError: the file cannot be read, is cut off, is of another kind or another version.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import matplotlib as mpl
@@ -28,8 +28,9 @@ _STYLE: Any = {
     "grid.alpha": 0.25,
     "legend.frameon": False,
 }
+_OTHERS = "#7f7f7f"
 # Okabe and Ito's colours, which most colour-blind people can tell apart.
-_COLOURS = ("#d55e00", "#0072b2", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f", "#000000")
+_COLOURS = ("#d55e00", "#0072b2", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", _OTHERS, "#000000")
 _MAX_LINES = 8
 _USES = {
     "parameter": "#d55e00",
@@ -40,7 +41,7 @@ _USES = {
     "activation": "#e69f00",
     "gathered output": "#56b4e9",
     "activation and other": "#e69f00",
-    "other": "#7f7f7f",
+    "other": _OTHERS,
 }
 """A colour for each use, the same in each report."""
 
@@ -109,22 +110,10 @@ def breakdown_plot(report: Report) -> str:
 
     def draw(axes: Axes) -> None:
         pairs = list(zip(report.even.breakdown, report.chosen.breakdown, strict=True))
-        totals = [sum(uses.values()) for pair in pairs for uses in pair]
-        scale, unit = byte_scale(max(totals))
-        uses = list(dict.fromkeys(name for pair in pairs for uses in pair for name in uses))
-        visible = [
-            name
-            for name in uses
-            if max(u.get(name, 0) for pair in pairs for u in pair) > 0.005 * max(totals)
-        ]
         positions = [device + offset for device in range(len(pairs)) for offset in (-0.2, 0.2)]
         bars = [uses for pair in pairs for uses in pair]
-        bottom = [0.0] * len(bars)
-        for name in visible:
-            heights = [held.get(name, 0) / scale for held in bars]
-            colour = _USES.get(name, _COLOURS[-1])
-            axes.bar(positions, heights, 0.36, bottom, color=colour, label=name)
-            bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
+        scale, unit = byte_scale(max(sum(uses.values()) for uses in bars))
+        stacked_bars(axes, positions, bars, 0.36, scale)
         axes.set_xticks(
             positions,
             [f"{device}\n{split}" for device in range(len(pairs)) for split in ("even", "chosen")],
@@ -135,6 +124,24 @@ def breakdown_plot(report: Report) -> str:
         _legend_below(axes)
 
     return _svg(draw)
+
+
+def stacked_bars(
+    axes: Axes,
+    positions: Sequence[float],
+    bars: Sequence[dict[str, int]],
+    width: float,
+    scale: float,
+) -> None:
+    """Draws bytes by use in units of ``scale``, as far as they are visible."""
+    highest = max(sum(uses.values()) for uses in bars)
+    bottom = [0.0] * len(bars)
+    for name in dict.fromkeys(name for uses in bars for name in uses):
+        if max(uses.get(name, 0) for uses in bars) <= 0.005 * highest:
+            continue
+        heights = [uses.get(name, 0) / scale for uses in bars]
+        axes.bar(positions, heights, width, bottom, color=_USES.get(name, _OTHERS), label=name)
+        bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
 
 
 def batch_plot(report: Report) -> str:
@@ -214,9 +221,14 @@ def _legend_below(axes: Axes) -> None:
 
 
 def _svg(draw: Callable[[Axes], None]) -> str:
+    return svg(lambda figure: draw(figure.subplots()))
+
+
+def svg(draw: Callable[[Figure], None], size: tuple[float, float] = (6.4, 4.8)) -> str:
+    """Returns a figure of this size in inches, in the style of the reports."""
     with mpl.rc_context(_STYLE):
-        figure = Figure(figsize=(6.4, 4.8), layout="constrained")
-        draw(figure.subplots())
+        figure = Figure(figsize=size, layout="constrained")
+        draw(figure)
         buffer = io.StringIO()
         figure.savefig(buffer, format="svg", metadata={"Date": None}, transparent=True)
     text = buffer.getvalue()

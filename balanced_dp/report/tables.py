@@ -188,7 +188,7 @@ def speed(measured: Measurement) -> float:
 
 
 def speed_name(report: Report) -> str:
-    """Returns what :func:`speed` is for this report."""
+    """Returns what ``speed`` is for this report."""
     return "samples/s" if report.chosen.mode == "real" else "even / largest chunk"
 
 

@@ -522,6 +522,73 @@ def gradients_that_share_memory() -> float:
 
 
 @case
+def what_no_sync_leaves() -> float:
+    """Weighted, not yet divided by the number of ranks; as for an average by hand."""
+    rank, sizes = dist.get_rank(), CHUNK_SIZES[dist.get_world_size()]
+    torch.manual_seed(0)
+    reference = network()
+    model = weighted()(copy.deepcopy(reference))
+    x, y = next(batches(regression_data(9), 0, (BATCH_SIZE,)))
+    mse_loss(reference(x), y).backward()
+    x, y = next(batches(regression_data(9), rank, sizes))
+    for number in range(4):
+        model.zero_grad()
+        model.local_weight(sizes[rank])
+        with model.no_sync() if number == 3 else nullcontext():
+            mse_loss(model(x), y).backward()
+    found = gradients(model)
+    for gradient in found:
+        dist.all_reduce(gradient)
+        gradient /= dist.get_world_size()
+    return furthest(found, gradients(reference))
+
+
+@case
+def gradients_that_are_there_already() -> float:
+    """Gradients are written where the bucket is, unless they add up or somebody else has a hand."""
+    return max(
+        furthest_of_passes(as_views, between, meddle)
+        for as_views in (False, True)
+        for between, meddle in (
+            *(("none", meddle) for meddle in (None, "hook", "clone", "post")),
+            ("zeros", None),
+            ("kept", None),
+        )
+    )
+
+
+def double(parameter: Tensor) -> None:
+    parameter.grad.mul_(2)
+
+
+def furthest_of_passes(as_views: bool, between: str, meddle: str | None) -> float:
+    rank, sizes = dist.get_rank(), CHUNK_SIZES[dist.get_world_size()]
+    start = sum(sizes[:rank])
+    torch.manual_seed(0)
+    reference = network()
+    model = weighted(gradient_as_bucket_view=as_views)(copy.deepcopy(reference))
+    for net in (reference, model):
+        for parameter in net.parameters():
+            if meddle == "hook":
+                parameter.register_hook(lambda gradient: 2 * gradient)
+            elif meddle == "clone":
+                parameter.register_hook(lambda gradient: gradient.clone())
+            elif meddle == "post":
+                parameter.register_post_accumulate_grad_hook(double)
+    off = 0.0
+    for number in range(5):
+        x, y = (tensor[9 * number : 9 * number + 9] for tensor in regression_data(45).tensors)
+        own = slice(start, start + sizes[rank])
+        model.local_weight(sizes[rank])
+        for net, inputs, targets in ((reference, x, y), (model, x[own], y[own])):
+            if between != "kept" or number < 3:
+                net.zero_grad(set_to_none=between == "none" or number < 3)
+            mse_loss(net(inputs), targets).backward()
+        off = max(off, furthest(gradients(model), gradients(reference)))
+    return off
+
+
+@case
 def wrapped_again() -> float:
     """As after unfreezing layers: old wrappers' weights are gone, whether they are still there."""
     kept: list[nn.Module] = []

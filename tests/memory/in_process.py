@@ -25,7 +25,6 @@ from balanced_dp import (
     MemoryProbe,
     StepMemory,
 )
-from balanced_dp.cli import main
 from balanced_dp.memory import sampler
 
 from .cuda_stand_in import CudaStandIn
@@ -267,6 +266,8 @@ def command_with_cuda(*arguments: str) -> Any:
     exit_code = 0
     with redirect_stdout(StringIO()) as output:
         try:
+            from balanced_dp.cli import main
+
             main()
         except SystemExit as error:
             exit_code = error.code or 0

@@ -1,0 +1,71 @@
+"""Draws the README's picture: what each device holds, before and after.
+
+`python benchmarks/before_and_after.py` writes docs/before_and_after.svg. It measures GPT-2 small on
+emulated devices that keep shapes only.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+from balanced_dp import Measurement, Report, tune
+from balanced_dp.report.plots import stacked_bars, svg
+from balanced_dp.units import format_bytes
+from balanced_dp.workloads import find_workload
+
+PATH = Path(__file__).parent.parent / "docs" / "before_and_after.svg"
+
+
+def measured() -> Report:
+    """Returns the report of 32 samples on four devices of 11 GiB, as the command has it."""
+    capacities = [11 * 2**30] * 4
+    return tune(
+        find_workload("gpt2-small"), 32, capacities=capacities, reserve=512 * 2**20, emulate=True
+    )
+
+
+def picture(report: Report) -> str:
+    """Returns the picture: the even split, the best one, and the loss on each device."""
+    assert report.alternative is not None
+    panels = {
+        "nn.DataParallel's split": report.even,
+        f"BalancedDataParallel({report.plan.gpu0_bsz}, model)": report.chosen,
+        f"({report.alternative.plan.gpu0_bsz}, model, gather=False)\n"
+        "and the loss on each device": report.alternative.chosen,
+    }
+
+    def draw(figure: Figure) -> None:
+        figure.patch.set(facecolor="white", alpha=1)
+        all_axes = figure.subplots(1, len(panels), sharey=True)
+        for axes, (title, found) in zip(all_axes, panels.items(), strict=True):
+            draw_devices(axes, title, found)
+        shown = {}
+        for axes in all_axes:
+            handles, labels = axes.get_legend_handles_labels()
+            shown |= dict(zip(labels, handles, strict=True))
+        figure.legend(shown.values(), shown, loc="outside lower center", ncols=len(shown))
+
+    return svg(draw, size=(10, 4.4))
+
+
+def draw_devices(axes, title: str, found: Measurement) -> None:
+    devices = range(len(found.chunk_sizes))
+    bars = [dict(uses) for uses in found.breakdown]
+    stacked_bars(axes, list(devices), bars, 0.7, 2**30)
+    for device, peak in enumerate(found.peak_bytes):
+        place = (device, peak / 2**30)
+        axes.annotate(format_bytes(peak), place, ha="center", va="bottom", fontsize=8)
+    axes.set_title(title, fontsize=10)
+    axes.set_xticks(
+        list(devices),
+        [f"GPU {device}\n{n} samples" for device, n in enumerate(found.chunk_sizes)],
+        fontsize=8,
+    )
+    axes.set(ylabel="held at the peak, GiB" if axes.get_subplotspec().is_first_col() else "")
+    axes.grid(visible=False, axis="x")
+
+
+if __name__ == "__main__":
+    PATH.write_text(picture(measured()))
