@@ -134,6 +134,7 @@ class ParameterCopies:
             nodes.append([])
             for device in away:
                 parts = [copies[device][i] for i in positions]
+                # torch gives its own autograd functions no types.
                 parts = Broadcast.apply(parts, *originals)  # type: ignore[no-untyped-call]
                 node: Any = parts[0].grad_fn
                 node._set_sequence_nr(_AT_ONCE)

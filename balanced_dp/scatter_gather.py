@@ -137,6 +137,7 @@ def _scatter(value: Any, path: Path, cut: _Cut) -> list[Any]:
     if isinstance(value, torch.Tensor):
         return cut(value, path)
     if isinstance(value, PackedSequence) and cut.chunk_sizes is None:
+        # Torch's stubs know PackedSequence.to with a dtype only.
         return [value.to(device) for device in cut.devices]  # type: ignore[arg-type]
     children = _items(value, path, ScatterError)
     if children is None:
@@ -251,6 +252,7 @@ class _Join:
             return tensors[0].to(self.device)
         if not _differ_along_only(self.dim, tensors):
             raise _differ(path, tensors, f"shapes that cannot be joined along dim {self.dim}")
+        # torch gives its own autograd functions no types.
         joined: torch.Tensor = Gather.apply(self.device, self.dim, *tensors)  # type: ignore[no-untyped-call]
         return joined
 

@@ -150,6 +150,7 @@ class BalancedTrainerMixin:
 
     def _get_num_items_in_batch(self, *args: Any, **kwargs: Any) -> Any:
         with self._with_one_gpu():  # else a copy for each device, or the number divided by them
+            # The mixin stands before a Trainer, which has what super() is asked for in this class.
             return super()._get_num_items_in_batch(*args, **kwargs)  # type: ignore[misc]
 
     def compute_loss(

@@ -318,6 +318,7 @@ def _has_context(device: torch.device | None) -> bool:
     """Returns whether this process may have touched the device."""
     if device is not None and device.type == "cuda":
         # Only builds with CUDA have it, so that the stubs do not. It opens no context by asking.
+        # In torch, and not in its stubs.
         has_context: bool = torch._C._cuda_hasPrimaryContext(device.index)  # type: ignore[attr-defined]
         return has_context
     return device is not None
