@@ -72,6 +72,7 @@ def main(checkpoint: Path, fault: str) -> None:
             }
             torch.save(state, checkpoint.with_suffix(".new"))
             checkpoint.with_suffix(".new").replace(checkpoint)
+    del ddp  # before its group, so that gloo's threads end while Python runs
     dist.destroy_process_group()
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import datetime
+import gc
 import json
 import os
 import pickle
@@ -727,6 +728,7 @@ def main() -> None:
     if dist.get_rank() == 0:
         results["master"] = os.environ["MASTER_ADDR"]
         Path(sys.argv[1]).write_text(json.dumps(results))
+    gc.collect()  # no model outlives its group, so that gloo's threads end while Python runs
     dist.destroy_process_group()
 
 
