@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import weakref
 from datetime import timedelta
-from typing import Any, get_type_hints
+from functools import partial
+from operator import attrgetter
+from typing import Any, TypeAlias, get_type_hints
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..errors import ArgumentError
 from .local_weight import LocalWeight, Share, copied_weight, scale
+
+_Bucket: TypeAlias = dist.GradBucket  # type: ignore[name-defined,attr-defined]  # public, not in the stubs
 
 
 def weight_buckets(
@@ -40,10 +46,10 @@ def weight_buckets(
 class _WeightedGradients:
     """Weights gradients of ``DistributedDataParallel`` where no memory is somebody else's.
 
-    A gradient may share memory with one that still flows, so it cannot be weighted in place before
-    it is in its bucket. There it can, if what the bucket holds is of one pass. Gradients that add
-    up in ``no_sync()``, and all where another communication hook sees the buckets, are weighted
-    one by one on their way, which takes memory for each.
+    A gradient may share memory with one that still flows, so it is not weighted in place. Torch
+    copies it to its bucket, and there this multiplies in the same pass, if what has accumulated is
+    of one weight. Gradients that add up in ``no_sync()``, and all where another communication hook
+    sees the buckets, are weighted one by one before, which takes memory for each.
     """
 
     def __init__(
@@ -55,12 +61,16 @@ class _WeightedGradients:
         self._has_accumulated = False
         self._decided: Share | None = None
         self._is_by_bucket = False
+        self._weighted_parts: set[int] = set()  # addresses
 
     def attach(self, parameter: Tensor) -> None:
         """Has autograd call it with each gradient, and nobody who did this for another model."""
-        if parameter in _HANDLES:
-            _HANDLES[parameter].remove()
-        _HANDLES[parameter] = parameter.register_hook(self._weighted)
+        for handle in _HANDLES.get(parameter, ()):
+            handle.remove()
+        handles = [parameter.register_hook(self._weighted)]
+        if not self._takes_all:
+            handles.append(parameter.register_post_accumulate_grad_hook(self._weight_when_copied))
+        _HANDLES[parameter] = handles
 
     def _weighted(self, gradient: Tensor) -> Tensor | None:
         model = self._model()
@@ -70,6 +80,39 @@ class _WeightedGradients:
         if self._is_by_bucket or share.factor == 1:
             return None
         return gradient * share.factor if share.factor else torch.zeros_like(gradient)
+
+    def _weight_when_copied(self, parameter: Tensor) -> None:
+        model, gradient = self._model(), parameter.grad
+        if model is None or gradient is None:
+            return
+        if gradient.layout != torch.strided or gradient.requires_grad or not gradient.numel():
+            return  # weighted in its bucket
+        parameter.grad = _WeightedWhenCopied(
+            gradient, self._factor_in_bucket(model), self._weighted_parts
+        )
+        # For whoever called backward() it is what it was.
+        Variable._execution_engine.queue_callback(partial(_unwrap, parameter))
+
+    def average(self, bucket: _Bucket) -> torch.futures.Future[Tensor]:
+        """Returns the average over ranks of a bucket, whose parts are weighted or are so here."""
+        model = self._model()
+        assert model is not None
+        factor, buffer = self._factor_in_bucket(model), bucket.buffer()
+        if buffer.is_sparse:
+            scale(buffer, factor)
+        else:
+            for part in bucket.gradients():
+                if part.data_ptr() not in self._weighted_parts:
+                    scale(part, factor)
+        if bucket.is_last():
+            self._weighted_parts.clear()
+        work = dist.all_reduce(buffer, group=model.process_group, async_op=True)
+        averaged: torch.futures.Future[Tensor] = work.get_future().then(lambda d: d.value()[0])
+        return averaged
+
+    def _factor_in_bucket(self, model: DistributedDataParallel) -> float:
+        share = self._decide(model)
+        return (share.factor if self._is_by_bucket else 1.0) / model.process_group.size()
 
     def _decide(self, model: DistributedDataParallel) -> Share:
         """Returns the share of this pass, once it is known where that is applied."""
@@ -84,28 +127,65 @@ class _WeightedGradients:
     def __reduce__(self) -> Any:
         return copied_weight, ()
 
-    def bucket_factor(self, model: DistributedDataParallel) -> float:
-        """Returns by what a bucket is still to be multiplied."""
-        share = self._decide(model)
-        return share.factor if self._is_by_bucket else 1.0
-
 
 _HANDLES = WeakTensorKeyDictionary()
 """The hooks of parameters."""
 
 
-def _average(
-    state: _WeightedGradients,
-    bucket: dist.GradBucket,  # type: ignore[name-defined]  # public, but not in the stubs
-) -> torch.futures.Future[Tensor]:
-    """Is the communication hook: the average over ranks, each bucket weighted."""
-    model = state._model()
-    assert model is not None
-    buffer = bucket.buffer()
-    scale(buffer, state.bucket_factor(model) / model.process_group.size())
-    work = dist.all_reduce(buffer, group=model.process_group, async_op=True)
-    averaged: torch.futures.Future[Tensor] = work.get_future().then(lambda done: done.value()[0])
-    return averaged
+class _WeightedWhenCopied(Tensor):
+    """A gradient on its way to a bucket, and for all but a copy of it just that gradient."""
+
+    _gradient: Tensor
+    _factor: float
+    _weighted_parts: set[int]
+
+    @staticmethod
+    def __new__(
+        cls, gradient: Tensor, factor: float, weighted_parts: set[int]
+    ) -> _WeightedWhenCopied:
+        self: _WeightedWhenCopied = Tensor._make_wrapper_subclass(
+            cls,
+            gradient.size(),
+            strides=gradient.stride(),
+            dtype=gradient.dtype,
+            device=gradient.device,
+        )
+        self._gradient = gradient
+        self._factor = factor
+        self._weighted_parts = weighted_parts
+        return self
+
+    # Torch's stubs declare both for plain tensors: a method here, any callable and any types there.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: torch._ops.OpOverload,
+        types: tuple[type, ...],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func is torch.ops.aten.copy_.default and not isinstance(args[0], cls):
+            return args[1]._copy_to(args[0])
+        args, kwargs = tree_map_only(cls, attrgetter("_gradient"), (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def _copy_to(self, part: Tensor) -> Tensor:
+        self._weighted_parts.add(part.data_ptr())
+        if self._factor == 0:  # what a rank without samples has computed may be NaN
+            return part.zero_()
+        return torch.mul(self._gradient, self._factor, out=part)
+
+
+def _unwrap(parameter: Tensor) -> None:
+    if isinstance(parameter.grad, _WeightedWhenCopied):
+        parameter.grad = parameter.grad._gradient
+
+
+def _average(state: _WeightedGradients, bucket: _Bucket) -> torch.futures.Future[Tensor]:
+    """Is the communication hook."""
+    return state.average(bucket)
 
 
 _average.__annotations__ = get_type_hints(_average)  # DDP looks at them, and not as text
