@@ -12,11 +12,9 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -27,9 +25,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from balanced_dp import BalancedCriterion, BalancedDataParallel
-from balanced_dp.distributed import split_ranks, weight_gradients, weighted_buckets
-from balanced_dp.distributed.local_weight import LocalWeight
-from balanced_dp.distributed.weighted_buckets import _WeightedGradients
+from balanced_dp.distributed import split_ranks, weight_gradients
 from balanced_dp.models import TokenTransformer
 from balanced_dp.workloads import find_workload
 
@@ -69,8 +65,8 @@ def hook() -> list[dict[str, Any]]:
     gradients = "GPT-2 small's gradients alone"
     step = "GPT-2 small's step, 1 and 3 samples of T=64"
     return [
-        hook_row(f"{gradients}, as views of buckets", Parameters(workload.model()), True, 100),
-        hook_row(f"{gradients}, copied from buckets", Parameters(workload.model()), False, 100),
+        hook_row(f"{gradients}, as views of buckets", Parameters(workload.model()), True, 200),
+        hook_row(f"{gradients}, copied from buckets", Parameters(workload.model()), False, 200),
         hook_row(step, workload.model(), True, 20),
     ]
 
@@ -94,30 +90,24 @@ def hook_row(what: str, module: nn.Module, as_views: bool, rounds: int) -> dict[
         weighted.local_weight(sizes[rank])
         backward(weighted)
 
-    with timed_hooks() as spent:
-        weight_gradients(weighted)
-        times = in_turns(
-            {
-                "plain": lambda: backward(plain),
-                "weighted": weighted_step,
-                "plain again": lambda: backward(plain),  # what the noise alone makes of it
-            },
-            rounds,
-            lambda: (plain.zero_grad(), weighted.zero_grad()),
-        )
+    weight_gradients(weighted)
+    times = in_turns(
+        {
+            "plain": lambda: backward(plain),
+            "weighted": weighted_step,
+            "plain again": lambda: backward(plain),  # what the noise alone makes of it
+        },
+        rounds,
+        lambda: (plain.zero_grad(), weighted.zero_grad()),
+    )
     medians = {side: statistics.median(found) for side, found in times.items()}
-    low, high = interval(times, overhead)
-    fastest = {side: statistics.quantiles(found, n=10)[0] for side, found in times.items()}
-    both = statistics.quantiles(times["plain"] + times["plain again"], n=10)[0]
+    low, high = interval(times)
     return {
         "what": what,
         **{f"{side}, s": median for side, median in medians.items()},
         "ratio": overhead(times),
         "95 % interval": f"{low:.3f} to {high:.3f}",
         "plain again to plain": medians["plain again"] / medians["plain"],
-        "ratio, fastest tenth": fastest["weighted"] / both,
-        "plain again to plain, fastest tenth": fastest["plain again"] / fastest["plain"],
-        "in hooks, s": statistics.median(spent[-rounds:]),
         "rounds": rounds,
     }
 
@@ -127,42 +117,16 @@ def overhead(times: dict[str, list[float]]) -> float:
     return statistics.median(times["weighted"]) / plain
 
 
-def interval(
-    times: dict[str, list[float]], statistic: Callable[[dict[str, list[float]]], float]
-) -> tuple[float, float]:
-    """Returns the middle 95 % of the statistic, of rounds drawn again from these (bootstrap)."""
+def interval(times: dict[str, list[float]]) -> tuple[float, float]:
+    """Returns the middle 95 % of the overhead, of rounds drawn again from these (bootstrap)."""
     chance = random.Random(0)
     rounds = range(len(next(iter(times.values()))))
     found = []
     for _ in range(1000):
         drawn = chance.choices(rounds, k=len(rounds))
-        found.append(statistic({side: [all_[i] for i in drawn] for side, all_ in times.items()}))
+        found.append(overhead({side: [all_[i] for i in drawn] for side, all_ in times.items()}))
     cuts = statistics.quantiles(found, n=40)
     return cuts[0], cuts[-1]
-
-
-@contextmanager
-def timed_hooks() -> Iterator[list[float]]:
-    """Gives the seconds that each step spends on weighting: they vary less than whole steps."""
-    spent = [0.0]
-
-    def timed(function: Callable[..., Any], *, is_new_step: bool = False) -> Callable[..., Any]:
-        def run(*arguments: Any) -> Any:
-            if is_new_step:
-                spent.append(0.0)
-            started = time.perf_counter()
-            result = function(*arguments)
-            spent[-1] += time.perf_counter() - started
-            return result
-
-        return run
-
-    with (
-        mock.patch.object(LocalWeight, "__call__", timed(LocalWeight.__call__, is_new_step=True)),
-        mock.patch.object(_WeightedGradients, "_weighted", timed(_WeightedGradients._weighted)),
-        mock.patch.object(weighted_buckets, "scale", timed(weighted_buckets.scale)),
-    ):
-        yield spent
 
 
 def engines() -> list[dict[str, Any]]:

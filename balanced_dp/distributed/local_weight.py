@@ -48,7 +48,7 @@ class LocalWeight:
     def __init__(self, ranks: list[int], timeout: timedelta | None) -> None:
         self.group = dist.new_group(ranks, timeout, backend="gloo", use_local_synchronization=True)
         self._share: Share | None = None
-        self._followers: list[list[Share]] = []
+        self._followers: list[tuple[Callable[[], bool], list[Share]]] = []
 
     def __call__(self, n: float | Tensor) -> None:
         """Tells all ranks that this one's loss is a mean over ``n``."""
@@ -59,8 +59,9 @@ class LocalWeight:
         if not 0 <= own < math.inf:
             raise ArgumentError(f"n must be at least 0 and finite, got {own}")
         self._share = Share(own, self.group)
-        for shares in self._followers:
-            shares.append(self._share)
+        for counts, shares in self._followers:
+            if counts():
+                shares.append(self._share)
 
     @property
     def share(self) -> Share:
@@ -75,10 +76,11 @@ class LocalWeight:
     def __reduce__(self) -> Any:
         return copied_weight, ()  # a process group cannot be copied
 
-    def follow(self) -> list[Share]:
-        """Returns a list that grows by each share that is told from now on."""
-        self._followers.append([])
-        return self._followers[-1]
+    def follow(self, counts: Callable[[], bool]) -> list[Share]:
+        """Returns a list that grows by each share that is told from now on, while it counts."""
+        shares: list[Share] = []
+        self._followers.append((counts, shares))
+        return shares
 
 
 def copied_weight() -> Callable[[float], None]:
@@ -90,12 +92,14 @@ def copied_weight() -> Callable[[float], None]:
     return local_weight
 
 
-def scale(gradients: Tensor, factor: float) -> None:
+def scale(gradients: list[Tensor], factor: float) -> None:
     """Multiplies gradients in place."""
+    if not gradients or factor == 1:
+        return
     if factor == 0:  # what a rank without samples has computed may be NaN
-        gradients.zero_()
-    elif factor != 1:
-        gradients.mul_(factor)
+        torch._foreach_zero_(gradients)
+    else:
+        torch._foreach_mul_(gradients, factor)
 
 
 def wait(work: dist.Work, group: dist.ProcessGroup) -> None:

@@ -19,7 +19,11 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ..errors import ArgumentError
 from .local_weight import LocalWeight, Share, copied_weight, scale
 
-_Bucket: TypeAlias = dist.GradBucket  # type: ignore[name-defined,attr-defined]  # public, not in the stubs
+# Public, but not in the stubs.
+_Bucket: TypeAlias = dist.GradBucket  # type: ignore[name-defined,attr-defined]
+
+_FEW = 2**14
+"""Up to as many elements are weighted in their bucket, sooner than Python is asked on their way."""
 
 
 def weight_buckets(
@@ -60,8 +64,8 @@ class _WeightedGradients:
         self._takes_all = takes_all
         self._has_accumulated = False
         self._decided: Share | None = None
-        self._is_by_bucket = False
-        self._weighted_parts: set[int] = set()  # addresses
+        self._factor_before = self._factor_in_bucket = 1.0
+        self._weighted_parts: set[int] = set()  # their addresses in buckets
 
     def attach(self, parameter: Tensor) -> None:
         """Has autograd call it with each gradient, and nobody who did this for another model."""
@@ -76,53 +80,53 @@ class _WeightedGradients:
         model = self._model()
         if model is None:  # its parameters are used without it
             return None
-        share = self._decide(model)
-        if self._is_by_bucket or share.factor == 1:
+        self._decide(model)
+        factor = self._factor_before
+        if factor == 1:
             return None
-        return gradient * share.factor if share.factor else torch.zeros_like(gradient)
+        return gradient * factor if factor else torch.zeros_like(gradient)
 
     def _weight_when_copied(self, parameter: Tensor) -> None:
+        _unwrap(parameter)  # it may come here again before it is copied
         model, gradient = self._model(), parameter.grad
-        if model is None or gradient is None:
+        if model is None or gradient is None or gradient.numel() <= _FEW:
             return
-        if gradient.layout != torch.strided or gradient.requires_grad or not gradient.numel():
-            return  # weighted in its bucket
-        parameter.grad = _WeightedWhenCopied(
-            gradient, self._factor_in_bucket(model), self._weighted_parts
-        )
+        if gradient.is_sparse or gradient.requires_grad:
+            return
+        self._decide(model)
+        parameter.grad = _WeightedWhenCopied(gradient, self._factor_in_bucket, self._weighted_parts)
         # For whoever called backward() it is what it was.
         Variable._execution_engine.queue_callback(partial(_unwrap, parameter))
 
     def average(self, bucket: _Bucket) -> torch.futures.Future[Tensor]:
-        """Returns the average over ranks of a bucket, whose parts are weighted or are so here."""
+        """Returns the average over ranks of a bucket, once all of its parts are weighted."""
         model = self._model()
         assert model is not None
-        factor, buffer = self._factor_in_bucket(model), bucket.buffer()
+        self._decide(model)
+        buffer, done = bucket.buffer(), self._weighted_parts
         if buffer.is_sparse:
-            scale(buffer, factor)
+            scale([buffer], self._factor_in_bucket)
         else:
-            for part in bucket.gradients():
-                if part.data_ptr() not in self._weighted_parts:
-                    scale(part, factor)
+            parts = [part for part in bucket.gradients() if part.data_ptr() not in done]
+            scale(parts, self._factor_in_bucket)
         if bucket.is_last():
             self._weighted_parts.clear()
         work = dist.all_reduce(buffer, group=model.process_group, async_op=True)
         averaged: torch.futures.Future[Tensor] = work.get_future().then(lambda d: d.value()[0])
         return averaged
 
-    def _factor_in_bucket(self, model: DistributedDataParallel) -> float:
-        share = self._decide(model)
-        return (share.factor if self._is_by_bucket else 1.0) / model.process_group.size()
-
-    def _decide(self, model: DistributedDataParallel) -> Share:
-        """Returns the share of this pass, once it is known where that is applied."""
+    def _decide(self, model: DistributedDataParallel) -> None:
+        """Sets where the share of this pass is applied, once that is known."""
         share = self._weight.share
-        if self._decided is not share:
-            is_reduced = model.require_forward_param_sync  # what the last forward prepared for
-            self._is_by_bucket = is_reduced and not (self._takes_all or self._has_accumulated)
-            self._has_accumulated = not is_reduced
-            self._decided = share
-        return share
+        if self._decided is share:
+            return
+        is_reduced = model.require_forward_param_sync  # what the last forward prepared for
+        is_by_bucket = is_reduced and not (self._takes_all or self._has_accumulated)
+        self._factor_before = 1.0 if is_by_bucket else share.factor
+        in_bucket = share.factor if is_by_bucket else 1.0
+        self._factor_in_bucket = in_bucket / model.process_group.size()
+        self._has_accumulated = not is_reduced
+        self._decided = share
 
     def __reduce__(self) -> Any:
         return copied_weight, ()

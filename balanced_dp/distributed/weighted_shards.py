@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -37,7 +37,9 @@ def weight_shards(
     weight = LocalWeight(ranks, timeout)
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            reduce_scatter: Any = _WeightedReduceScatter(weight)  # as torch asks for, not derived
+            reduce_scatter: Any = _WeightedReduceScatter(
+                weight, module
+            )  # as torch asks for, not derived
             module.set_custom_reduce_scatter(reduce_scatter)
     return weight
 
@@ -55,15 +57,28 @@ def _check_sharded(model: nn.Module) -> None:
             )
 
 
+def _modules_sharded_with(module: nn.Module) -> Iterator[nn.Module]:
+    yield module
+    for child in module.children():
+        if not isinstance(child, FSDPModule):
+            yield from _modules_sharded_with(child)
+
+
 class _WeightedReduceScatter:
     """Reduces and scatters weighted gradients, as ``FSDPModule.set_custom_reduce_scatter`` has it.
 
     The gradients are in memory that is nobody else's.
     """
 
-    def __init__(self, weight: LocalWeight) -> None:
+    def __init__(self, weight: LocalWeight, module: nn.Module) -> None:
+        own = list(_modules_sharded_with(module))
+
+        def has_gradients() -> bool:
+            return any(p.requires_grad for m in own for p in m.parameters(recurse=False))
+
         self._weight = weight
-        self._shares = weight.follow()  # of the passes since the last reduction, and this one
+        # Of the passes since the last reduction, and this one.
+        self._shares = weight.follow(has_gradients)
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Returns memory for gradients."""
@@ -81,7 +96,7 @@ class _WeightedReduceScatter:
         if len(self._shares) > 1:
             self._check_alike(factor)
         self._shares.clear()
-        scale(input_tensor, factor)
+        scale([input_tensor], factor)
         return _reduce_scatter(output_tensor, input_tensor, op, group, async_op)
 
     def _check_alike(self, factor: float) -> None:

@@ -36,6 +36,7 @@ from balanced_dp.distributed import (
     convert,
     split_ranks,
     weight_gradients,
+    weighted_buckets,
 )
 
 # Zero samples for one rank where there are three or four.
@@ -430,6 +431,31 @@ def sharded_layers_that_accumulate_alone() -> float:
 
 
 @case
+def sharded_layers_that_are_frozen_for_a_while() -> float:
+    """What was told meanwhile is no part of what they reduce later, and is not kept for it."""
+    torch.manual_seed(0)
+    reference = network()
+    net = copy.deepcopy(reference)
+    for layer in net:
+        fully_shard(layer)
+    weight_gradients(fully_shard(net))  # which has no parameters of its own
+    net[0].requires_grad_(False)
+    rank = dist.get_rank()
+    for number in range(4):
+        net[0].requires_grad_(number == 3)
+        sizes = split_ranks(9, rank0_bsz=number)
+        start = sum(sizes[:rank])
+        x, y = regression_data(9).tensors
+        own = slice(start, start + sizes[rank])
+        net.zero_grad()
+        net.local_weight(sizes[rank])
+        mse_loss(net(x[own]), y[own]).nan_to_num().backward()
+    mse_loss(reference(x), y).backward()
+    assert sum(len(shares) for _, shares in net.local_weight._followers) == 0
+    return furthest(gradients(net), gradients(reference))
+
+
+@case
 def replicas_of_shards() -> float:
     """Weighted where gradients are scattered, refused where they never are."""
     world_size = dist.get_world_size()
@@ -556,6 +582,44 @@ def gradients_that_are_there_already() -> float:
             ("kept", None),
         )
     )
+
+
+@case
+def what_a_backward_pass_leaves() -> float:
+    """Tensors as without weights, if it is past the model, asks for no .grad, or fails."""
+    rank, sizes = dist.get_rank(), CHUNK_SIZES[dist.get_world_size()]
+    torch.manual_seed(0)
+    reference = network()
+    model = weighted(gradient_as_bucket_view=True)(copy.deepcopy(reference))
+    x, y = (part[2 * rank : 2 * rank + 2] for part in regression_data(9).tensors)
+    for _ in range(3):
+        model.local_weight(sizes[rank])
+        mse_loss(model(x), y).backward()
+    model.zero_grad()
+    mse_loss(reference(x), y).backward()
+    mse_loss(model.module(x), y).backward()
+    assert {type(parameter.grad) for parameter in model.parameters()} == {Tensor}
+    off = furthest(gradients(model), gradients(reference))
+    model.zero_grad()
+    model.local_weight(sizes[rank])
+    loss = mse_loss(model(x), y)
+    found = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+    before = [gradient.clone() for gradient in found]
+    loss.backward()
+    off = max(off, furthest(found, before), furthest(found, gradients(reference)))
+    assert {type(parameter.grad) for parameter in model.parameters()} == {Tensor}
+    expected = gradients(model)
+    handle = model.module[0].weight.register_hook(lambda _: 1 / 0)
+    model.local_weight(sizes[rank])
+    try:
+        with model.no_sync():
+            mse_loss(model(x), y).backward()
+    except ZeroDivisionError:
+        handle.remove()
+    model.zero_grad()
+    model.local_weight(sizes[rank])
+    mse_loss(model(x), y).backward()
+    return max(off, furthest(gradients(model), expected))
 
 
 def double(parameter: Tensor) -> None:
@@ -713,6 +777,7 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
     results: dict[str, float | str] = {}
+    weighted_buckets._FEW = 8  # most biases are weighted in buckets, and the rest on its way there
     for name, measure in CASES.items():
         try:
             off: float | str = measure()
