@@ -184,7 +184,7 @@ def check_batch(batch_size: int, capacities: Sequence[int], reserve: int) -> Non
     if len(capacities) < 2 or min(capacities) <= reserve:
         raise ArgumentError(
             "a plan is for two or more devices that can hold more than the reserve of "
-            f"{format_bytes(reserve)}, got {', '.join(map(format_bytes, capacities))}"
+            f"{format_bytes(reserve)}, got {', '.join(map(format_bytes, capacities)) or 'none'}"
             + " (--reserve lowers it)"
             * (len(capacities) > 1)
         )

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import (
@@ -182,23 +184,21 @@ def print_demo(settings: demos.DemoSettings, runs: Sequence[demos.DemoRun]) -> N
     """Prints the demo's runs and what they come to."""
     console = stdout_console()
     kind = "emulated devices, on the CPU" if settings.emulated else "devices"
-    table = Table(
-        title=f"A character transformer, batches of {settings.batch_size}, "
-        f"{settings.num_devices} {kind}",
-        caption="Memory in MiB. Device 0 is the first one."
+    table = _narrow_table(
+        f"A character transformer, batches of {settings.batch_size}, {settings.num_devices} {kind}",
+        "Memory in MiB. Device 0 is the first one."
         + " The speed is that of this CPU." * settings.emulated,
     )
-    for header in ("run", "split", "peak of each device", "imbalance", "device 0 at its peak"):
+    for header in ("run", "split", "peak of each device"):
         table.add_column(header, overflow="fold")
-    for header in ("samples/s", "first loss", "last loss"):
+    for header in ("imbalance", "samples/s", "last loss"):
         table.add_column(header, justify="right")
     for run in runs:
-        table.add_row(
-            run.name,
-            " ".join(map(str, run.chunk_sizes)),
-            *_describe_result(run),
-        )
+        table.add_row(run.name, " ".join(map(str, run.chunk_sizes)), *_describe_result(run))
     console.print(table)
+    breakdowns = {run.name: run.breakdown for run in runs if run.breakdown is not None}
+    if breakdowns:
+        console.print(_breakdown_table("Device 0 at its peak", breakdowns))
     difference = demos.loss_difference(runs)
     if difference is None:
         console.print("Fewer than two runs fit, so there are no loss curves to compare.")
@@ -223,19 +223,30 @@ def print_demo(settings: demos.DemoSettings, runs: Sequence[demos.DemoRun]) -> N
 
 def _describe_result(run: demos.DemoRun) -> list[str]:
     if run.out_of_memory is not None:
-        return ["out of memory", "", _describe_breakdown(run.breakdown)]
+        return ["out of memory"]
     return [
         "  ".join(map(format_mib, run.peak_bytes)),
         f"{run.imbalance:.0%}" if len(run.devices) > 1 else "",
-        _describe_breakdown(run.breakdown),
         f"{run.samples_per_s:.1f}",
-        f"{run.losses[0]:.4f}",
         f"{run.losses[-1]:.4f}",
     ]
 
 
-def _describe_breakdown(breakdown: dict[str, int] | None) -> str:
-    if breakdown is None:
-        return ""
-    largest = sorted(breakdown.items(), key=lambda item: -item[1])
-    return ", ".join(f"{use} {format_mib(size)}" for use, size in largest if size >= 2**20 // 10)
+def _breakdown_table(title: str, breakdowns: dict[str, dict[str, int]]) -> Table:
+    largest = Counter[str]()
+    for sizes in breakdowns.values():
+        largest |= Counter(sizes)
+    uses = [use for use, size in largest.most_common() if size >= 2**20 // 10]
+    table = _narrow_table(title)
+    table.add_column("run")
+    for use in uses:
+        table.add_column(use, justify="right")
+    for name, sizes in breakdowns.items():
+        table.add_row(name, *(format_mib(sizes.get(use, 0)) for use in uses))
+    return table
+
+
+def _narrow_table(title: str, caption: str | None = None) -> Table:
+    return Table(
+        title=title, caption=caption, box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True
+    )
