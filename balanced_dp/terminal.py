@@ -196,12 +196,20 @@ def print_demo(settings: demos.DemoSettings, runs: Sequence[demos.DemoRun]) -> N
     for run in runs:
         table.add_row(run.name, " ".join(map(str, run.chunk_sizes)), *_describe_result(run))
     console.print(table)
-    breakdowns = {run.name: run.breakdown for run in runs if run.breakdown is not None}
+    breakdowns = {
+        run.name: run.breakdown for run in runs if run.breakdown and run.out_of_memory is None
+    }
     if breakdowns:
         console.print(_breakdown_table("Device 0 at its peak", breakdowns))
+    for run in runs:
+        if run.out_of_memory is not None:
+            console.print(f"{run.name}: {run.out_of_memory}", markup=False)
     difference = demos.loss_difference(runs)
     if difference is None:
-        console.print("Fewer than two runs fit, so there are no loss curves to compare.")
+        console.print(
+            "Fewer than two runs fit, so there are no loss curves to compare. More --memory or "
+            "--devices help, or a smaller --batch-size."
+        )
     elif difference <= demos.LOSS_TOLERANCE:
         console.print(
             f"The loss curves agree: they differ by {difference:.1e} at most "

@@ -128,7 +128,10 @@ def _who_is_lost(group: dist.ProcessGroup) -> str:
         return f"a rank does not answer, nor does the store that could tell which: {error}"
     if not lost:
         return "the weights of the ranks could not be added up, though all of them answer"
-    return f"no answer from rank {', '.join(map(str, lost))} of {ranks}"
+    return (
+        f"no answer from rank {', '.join(map(str, lost))} of {ranks}; every rank calls "
+        "model.local_weight(n) for each backward pass, with 0 where it has no samples"
+    )
 
 
 def _is_there(store: Any, key: str, deadline: float) -> bool:

@@ -52,7 +52,7 @@ def weight_gradients(
             half an hour. A rank that is stuck later is noticed by the group that averages.
 
     Raises:
-        ArgumentTypeError: the model is of another kind.
+        ArgumentTypeError: the model is of another kind, or the timeout no ``timedelta``.
         ArgumentError: it has weights already, gradients that are averaged past the weights
             (``delay_all_reduce_named_params``, or a mesh of ``fully_shard`` that does not shard),
             or a weight is no number of at least 0.
@@ -64,6 +64,10 @@ def weight_gradients(
         (https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html):
         the mean of ``world_size * n_r / sum(n) * gradient_r`` is that of the whole batch.
     """
+    if timeout is not None and not isinstance(timeout, timedelta):
+        raise ArgumentTypeError(
+            f"timeout must be a datetime.timedelta, such as timedelta(minutes=5), got {timeout!r}"
+        )
     if isinstance(getattr(model, "local_weight", None), LocalWeight):
         raise ArgumentError("this model has weights already")
     if isinstance(model, DistributedDataParallel):

@@ -749,6 +749,12 @@ def weights_that_cannot_be_used() -> float:
         else:
             raise AssertionError(type(model))
     try:
+        weight_gradients(plain, timeout=300)
+    except TypeError as error:
+        assert "timedelta(minutes=5), got 300" in str(error)
+    else:
+        raise AssertionError("a timeout of some unit")
+    try:
         weight_gradients(ddp)
     except ValueError as error:
         assert "weights already" in str(error)
