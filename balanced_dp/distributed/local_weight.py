@@ -59,8 +59,8 @@ class LocalWeight:
         if not 0 <= own < math.inf:
             raise ArgumentError(f"n must be at least 0 and finite, got {own}")
         self._share = Share(own, self.group)
-        for counts, shares in self._followers:
-            if counts():
+        for has_gradients, shares in self._followers:
+            if has_gradients():
                 shares.append(self._share)
 
     @property
@@ -76,10 +76,10 @@ class LocalWeight:
     def __reduce__(self) -> Any:
         return copied_weight, ()  # a process group cannot be copied
 
-    def follow(self, counts: Callable[[], bool]) -> list[Share]:
-        """Returns a list that grows by each share that is told from now on, while it counts."""
+    def follow(self, has_gradients: Callable[[], bool]) -> list[Share]:
+        """Returns a list that grows by each share that is told from now on with gradients."""
         shares: list[Share] = []
-        self._followers.append((counts, shares))
+        self._followers.append((has_gradients, shares))
         return shares
 
 

@@ -23,7 +23,10 @@ from .local_weight import LocalWeight, Share, copied_weight, scale
 _Bucket: TypeAlias = dist.GradBucket  # type: ignore[name-defined,attr-defined]
 
 _FEW = 2**14
-"""Up to as many elements are weighted in their bucket, sooner than Python is asked on their way."""
+"""Gradients of at most as many elements are weighted in their bucket, with one call for them all.
+
+A call for each on its way there costs more than the pass over memory that it saves.
+"""
 
 
 def weight_buckets(
@@ -50,10 +53,12 @@ def weight_buckets(
 class _WeightedGradients:
     """Weights gradients of ``DistributedDataParallel`` where no memory is somebody else's.
 
-    A gradient may share memory with one that still flows, so it is not weighted in place. Torch
-    copies it to its bucket, and there this multiplies in the same pass, if what has accumulated is
-    of one weight. Gradients that add up in ``no_sync()``, and all where another communication hook
-    sees the buckets, are weighted one by one before, which takes memory for each.
+    A gradient may share memory with one that still flows, so it is not weighted in place, but
+
+    - where torch copies it to its bucket, in the same pass over memory;
+    - in its bucket, if it is small, or of a kind that is not copied like that;
+    - before all that and each in memory of its own, where it adds up with others in ``no_sync()``,
+      or where another communication hook sees the buckets.
     """
 
     def __init__(
@@ -65,7 +70,8 @@ class _WeightedGradients:
         self._has_accumulated = False
         self._decided: Share | None = None
         self._factor_before = self._factor_in_bucket = 1.0
-        self._weighted_parts: set[int] = set()  # their addresses in buckets
+        # Their addresses in buckets; as tensors, torch gives out new ones each time.
+        self._weighted_parts: set[int] = set()
 
     def attach(self, parameter: Tensor) -> None:
         """Has autograd call it with each gradient, and nobody who did this for another model."""
@@ -87,15 +93,18 @@ class _WeightedGradients:
         return gradient * factor if factor else torch.zeros_like(gradient)
 
     def _weight_when_copied(self, parameter: Tensor) -> None:
-        _unwrap(parameter)  # it may come here again before it is copied
+        _unwrap(parameter)  # reentrant checkpoints come here again before it is copied
         model, gradient = self._model(), parameter.grad
-        if model is None or gradient is None or gradient.numel() <= _FEW:
+        if model is None or not model.require_forward_param_sync:  # nothing is going to be copied
             return
-        if gradient.is_sparse or gradient.requires_grad:
+        if type(gradient) is not Tensor or gradient.layout != torch.strided:
+            return
+        if gradient.is_complex() or gradient.requires_grad or gradient.numel() <= _FEW:
             return
         self._decide(model)
         parameter.grad = _WeightedWhenCopied(gradient, self._factor_in_bucket, self._weighted_parts)
-        # For whoever called backward() it is what it was.
+        # For whoever called backward() it is what it was. This comes before torch copies from
+        # buckets, which it queues when the last gradient is there.
         Variable._execution_engine.queue_callback(partial(_unwrap, parameter))
 
     def average(self, bucket: _Bucket) -> torch.futures.Future[Tensor]:
@@ -103,14 +112,15 @@ class _WeightedGradients:
         model = self._model()
         assert model is not None
         self._decide(model)
-        buffer, done = bucket.buffer(), self._weighted_parts
-        if buffer.is_sparse:
+        buffer = bucket.buffer()
+        # Torch cuts a complex bucket, which it keeps as real numbers, into wrong parts.
+        if buffer.is_sparse or bucket.parameters()[0].is_complex():
             scale([buffer], self._factor_in_bucket)
         else:
-            parts = [part for part in bucket.gradients() if part.data_ptr() not in done]
-            scale(parts, self._factor_in_bucket)
-        if bucket.is_last():
-            self._weighted_parts.clear()
+            parts = {part.data_ptr(): part for part in bucket.gradients()}
+            rest = [part for address, part in parts.items() if address not in self._weighted_parts]
+            scale(rest, self._factor_in_bucket)
+            self._weighted_parts.difference_update(parts)
         work = dist.all_reduce(buffer, group=model.process_group, async_op=True)
         averaged: torch.futures.Future[Tensor] = work.get_future().then(lambda d: d.value()[0])
         return averaged
@@ -137,7 +147,11 @@ _HANDLES = WeakTensorKeyDictionary()
 
 
 class _WeightedWhenCopied(Tensor):
-    """A gradient on its way to a bucket, and for all but a copy of it just that gradient."""
+    """A gradient on its way to a bucket.
+
+    ``tensor.copy_(it)`` multiplies, as torch's reducer does to a bucket if there is a communication
+    hook. For all else it is just that gradient.
+    """
 
     _gradient: Tensor
     _factor: float
@@ -175,6 +189,9 @@ class _WeightedWhenCopied(Tensor):
         args, kwargs = tree_map_only(cls, attrgetter("_gradient"), (args, kwargs or {}))
         return func(*args, **kwargs)
 
+    def __repr__(self) -> str:  # type: ignore[override]  # torch's has an argument of its own
+        return repr(self._gradient)
+
     def _copy_to(self, part: Tensor) -> Tensor:
         self._weighted_parts.add(part.data_ptr())
         if self._factor == 0:  # what a rank without samples has computed may be NaN
@@ -188,8 +205,8 @@ def _unwrap(parameter: Tensor) -> None:
 
 
 def _average(state: _WeightedGradients, bucket: _Bucket) -> torch.futures.Future[Tensor]:
-    """Is the communication hook."""
+    """Is the communication hook: torch looks at its annotations, which a method cannot change."""
     return state.average(bucket)
 
 
-_average.__annotations__ = get_type_hints(_average)  # DDP looks at them, and not as text
+_average.__annotations__ = get_type_hints(_average)  # and not as text

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -35,12 +36,15 @@ def weight_shards(
         meshes = (p.device_mesh for p in model.parameters() if isinstance(p, DTensor))
         ranks = sorted(next(meshes).mesh.flatten().tolist())
     weight = LocalWeight(ranks, timeout)
+    groups: dict[Any, list[nn.Module]] = {}  # several modules are one group where torch got a list
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            reduce_scatter: Any = _WeightedReduceScatter(
-                weight, module
-            )  # as torch asks for, not derived
-            module.set_custom_reduce_scatter(reduce_scatter)
+            groups.setdefault(module._get_fsdp_state(), []).append(module)
+    for modules in groups.values():
+        reduce_scatter: Any = _WeightedReduceScatter(
+            weight, modules
+        )  # torch asks for these methods
+        cast(FSDPModule, modules[0]).set_custom_reduce_scatter(reduce_scatter)
     return weight
 
 
@@ -70,8 +74,8 @@ class _WeightedReduceScatter:
     The gradients are in memory that is nobody else's.
     """
 
-    def __init__(self, weight: LocalWeight, module: nn.Module) -> None:
-        own = list(_modules_sharded_with(module))
+    def __init__(self, weight: LocalWeight, modules: list[nn.Module]) -> None:
+        own = WeakSet(part for module in modules for part in _modules_sharded_with(module))
 
         def has_gradients() -> bool:
             return any(p.requires_grad for m in own for p in m.parameters(recurse=False))

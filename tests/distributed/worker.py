@@ -456,6 +456,27 @@ def sharded_layers_that_are_frozen_for_a_while() -> float:
 
 
 @case
+def sharded_layers_of_one_group() -> float:
+    """Layers that are reduced together, of which the last one is frozen, accumulate together."""
+    torch.manual_seed(0)
+    net = network()
+    fully_shard([net[0], net[2]])
+    weight_gradients(fully_shard(net))
+    net[2].requires_grad_(False)
+    rank = dist.get_rank()
+    for is_last, n in ((False, rank + 1), (True, 2 * rank + 1)):
+        net.set_requires_gradient_sync(is_last)
+        net.local_weight(n)
+        try:
+            mse_loss(net(torch.randn(2, 6)), torch.randn(2, 3)).backward()
+        except DistributedError:
+            assert is_last
+        else:
+            assert not is_last
+    return 0.0
+
+
+@case
 def replicas_of_shards() -> float:
     """Weighted where gradients are scattered, refused where they never are."""
     world_size = dist.get_world_size()
@@ -548,6 +569,66 @@ def gradients_that_share_memory() -> float:
     return off
 
 
+class Complex(nn.Module):
+    """Weights that are complex, of which torch keeps the gradients as real numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 3, dtype=torch.complex128))
+        self.bias = nn.Parameter(torch.randn(3, dtype=torch.complex128))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.to(self.weight.dtype) @ self.weight + self.bias).abs()
+
+
+@case
+def complex_parameters() -> float:
+    return max(
+        compared(Complex, regression_data(26), samples, weighted(gradient_as_bucket_view=as_views))
+        for as_views in (False, True)
+    )
+
+
+class TwoTypes(nn.Module):
+    """Gradients of two types are in buckets of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6).float()
+        self.second = nn.Linear(6, 3).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x.float()).double())
+
+
+@case
+def gradients_that_a_hook_replaces() -> float:
+    """What is somebody's copy is weighted in its bucket, even if it was not the pass before."""
+    rank, sizes = dist.get_rank(), CHUNK_SIZES[dist.get_world_size()]
+    start = sum(sizes[:rank])
+    torch.manual_seed(0)
+    reference = TwoTypes()
+    model = weighted(static_graph=True)(copy.deepcopy(reference))
+    x, y = regression_data(9).tensors
+    own = slice(start, start + sizes[rank])
+    mse_loss(reference(x), y).backward()
+    off = 0.0
+    for number in range(3):
+        if number == 1:
+            for parameter in model.parameters():
+                parameter.register_post_accumulate_grad_hook(replace)
+        model.zero_grad()
+        model.local_weight(sizes[rank])
+        mse_loss(model(x[own]), y[own]).backward()
+        off = max(off, furthest(gradients(model), gradients(reference)))
+    assert off < 1e-5, off  # half of them are of single precision
+    return 0.0
+
+
+def replace(parameter: Tensor) -> None:
+    parameter.grad = parameter.grad.clone()
+
+
 @case
 def what_no_sync_leaves() -> float:
     """Weighted, not yet divided by the number of ranks; as for an average by hand."""
@@ -616,6 +697,7 @@ def what_a_backward_pass_leaves() -> float:
             mse_loss(model(x), y).backward()
     except ZeroDivisionError:
         handle.remove()
+    assert {type(parameter.grad) for parameter in model.parameters()} == {Tensor}
     model.zero_grad()
     model.local_weight(sizes[rank])
     mse_loss(model(x), y).backward()
