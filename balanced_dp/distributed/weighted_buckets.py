@@ -205,8 +205,9 @@ def _unwrap(parameter: Tensor) -> None:
 
 
 def _average(state: _WeightedGradients, bucket: _Bucket) -> torch.futures.Future[Tensor]:
-    """Is the communication hook: torch looks at its annotations, which a method cannot change."""
+    """Is the communication hook."""
     return state.average(bucket)
 
 
-_average.__annotations__ = get_type_hints(_average)  # and not as text
+# Torch compares them with types, and not as text; those of a method cannot be set.
+_average.__annotations__ = get_type_hints(_average)

@@ -41,9 +41,7 @@ def weight_shards(
         if isinstance(module, FSDPModule):
             groups.setdefault(module._get_fsdp_state(), []).append(module)
     for modules in groups.values():
-        reduce_scatter: Any = _WeightedReduceScatter(
-            weight, modules
-        )  # torch asks for these methods
+        reduce_scatter: Any = _WeightedReduceScatter(weight, modules)  # has what torch asks for
         cast(FSDPModule, modules[0]).set_custom_reduce_scatter(reduce_scatter)
     return weight
 
