@@ -205,8 +205,7 @@ class ModuleWithLoss(nn.Module):
         super().__init__()
         self.module = module
         self.criterion = as_module(criterion)
-        # Torch gives these methods no types.
-        # torch gives these three methods no types.
+        # Torch gives these three methods no types.
         self.register_state_dict_post_hook(_to_bare_keys)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_pre_hook(_from_bare_keys)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_post_hook(_name_bare_keys)  # type: ignore[no-untyped-call]

@@ -34,7 +34,6 @@ from .symbolic import (
 
 aten = torch.ops.aten
 
-# Torch's stub leaves this key out.
 # In torch, and not in its stubs, as are the other names of torch._C and of data below.
 AUTOCAST_KEY = torch._C.DispatchKey.AutocastPrivateUse1  # type: ignore[attr-defined]
 """A key that torch leaves to others and passes over unless autocast is on; see autocast.py."""

@@ -398,15 +398,7 @@ def sharded_accumulation() -> float:
         x, y = next(batches(regression_data(9), 0, (BATCH_SIZE,)))
         mse_loss(reference(x), y).backward()
     off = furthest(gradients(net), gradients(reference))
-    for is_last, n in ((False, rank + 1), (True, 2 * rank + 1)):
-        net.set_requires_gradient_sync(is_last)
-        net.local_weight(n)
-        try:
-            mse_loss(net(torch.randn(2, 6)), torch.randn(2, 3)).backward()
-        except DistributedError as error:
-            assert "set_requires_gradient_sync(True)" in str(error)
-        else:
-            assert not is_last
+    check_unlike_shares_are_refused(net, net.set_requires_gradient_sync)
     return off
 
 
@@ -417,17 +409,24 @@ def sharded_layers_that_accumulate_alone() -> float:
     net = network()
     fully_shard(net[0])
     weight_gradients(fully_shard(net))
+    check_unlike_shares_are_refused(
+        net, lambda is_last: net[0].set_requires_gradient_sync(is_last, recurse=False)
+    )
+    return 0.0
+
+
+def check_unlike_shares_are_refused(net: nn.Module, set_sync: Callable[[bool], None]) -> None:
+    """Accumulates two passes, in which ranks have other shares; the second one reduces both."""
     rank = dist.get_rank()
     for is_last, n in ((False, rank + 1), (True, 2 * rank + 1)):
-        net[0].set_requires_gradient_sync(is_last, recurse=False)
+        set_sync(is_last)
         net.local_weight(n)
         try:
             mse_loss(net(torch.randn(2, 6)), torch.randn(2, 3)).backward()
-        except DistributedError:
-            assert is_last
+        except DistributedError as error:
+            assert is_last and "set_requires_gradient_sync(True)" in str(error)
         else:
             assert not is_last
-    return 0.0
 
 
 @case
@@ -463,16 +462,7 @@ def sharded_layers_of_one_group() -> float:
     fully_shard([net[0], net[2]])
     weight_gradients(fully_shard(net))
     net[2].requires_grad_(False)
-    rank = dist.get_rank()
-    for is_last, n in ((False, rank + 1), (True, 2 * rank + 1)):
-        net.set_requires_gradient_sync(is_last)
-        net.local_weight(n)
-        try:
-            mse_loss(net(torch.randn(2, 6)), torch.randn(2, 3)).backward()
-        except DistributedError:
-            assert is_last
-        else:
-            assert not is_last
+    check_unlike_shares_are_refused(net, net.set_requires_gradient_sync)
     return 0.0
 
 
