@@ -348,7 +348,7 @@ def converted_keeps_what_there_is() -> float:
 
 @case
 def compression_in_place() -> float:
-    """bf16 rounds to 8 bits; a wrong weight would be off by a multiple."""
+    """Before the weights and after; bf16 rounds to 8 bits, a wrong weight is off by a multiple."""
 
     def compress(state, bucket):  # under its own name, DDP refuses it on the CPU
         return bf16_compress_hook(None, bucket)
@@ -358,14 +358,20 @@ def compression_in_place() -> float:
         ddp.register_comm_hook(None, compress)
         return weight_gradients(ddp)
 
+    def after(net: nn.Module) -> nn.Module:
+        ddp = weight_gradients(DistributedDataParallel(net))
+        ddp.register_comm_hook(None, compress)
+        return ddp
+
     def built_in(net: nn.Module) -> nn.Module:
         ddp = DistributedDataParallel(net)
         ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
         return weight_gradients(ddp)
 
     exact = compared(network, regression_data(26), samples, built_in)
-    rounded = compared(network, regression_data(26), samples, before)
-    assert 1e-6 < rounded < 0.05, rounded
+    for wrap in (before, after):
+        rounded = compared(network, regression_data(26), samples, wrap)
+        assert 1e-6 < rounded < 0.05, rounded
     return max(exact, compared(tagger, tagging_data(31), tokens, built_in, accumulation=2))
 
 
@@ -593,7 +599,7 @@ class TwoTypes(nn.Module):
 
 @case
 def gradients_that_a_hook_replaces() -> float:
-    """What is somebody's copy is weighted in its bucket, even if it was not the pass before."""
+    """A copy is weighted like what was copied, before the weights or after."""
     rank, sizes = dist.get_rank(), CHUNK_SIZES[dist.get_world_size()]
     start = sum(sizes[:rank])
     torch.manual_seed(0)
@@ -657,7 +663,7 @@ def gradients_that_are_there_already() -> float:
 
 @case
 def what_a_backward_pass_leaves() -> float:
-    """Tensors as without weights, if it is past the model, asks for no .grad, or fails."""
+    """Plain tensors, also past the model or if it fails; none weighted that is not in .grad."""
     rank, sizes = dist.get_rank(), CHUNK_SIZES[dist.get_world_size()]
     torch.manual_seed(0)
     reference = network()
@@ -670,14 +676,17 @@ def what_a_backward_pass_leaves() -> float:
     mse_loss(reference(x), y).backward()
     mse_loss(model.module(x), y).backward()
     assert {type(parameter.grad) for parameter in model.parameters()} == {Tensor}
-    off = furthest(gradients(model), gradients(reference))
-    model.zero_grad()
-    model.local_weight(sizes[rank])
-    loss = mse_loss(model(x), y)
-    found = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
-    before = [gradient.clone() for gradient in found]
-    loss.backward()
-    off = max(off, furthest(found, before), furthest(found, gradients(reference)))
+    factor = sizes[rank] * dist.get_world_size() / BATCH_SIZE
+    off = furthest(gradients(model), [gradient * factor for gradient in gradients(reference)])
+    for is_reduced in (False, True):  # .grad is there, and is not
+        model.local_weight(sizes[rank])
+        with nullcontext() if is_reduced else model.no_sync():
+            loss = mse_loss(model(x), y)
+            found = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+            before = [gradient.clone() for gradient in found]
+            model.zero_grad(set_to_none=is_reduced)
+            loss.backward()
+        off = max(off, furthest(found, before), furthest(found, gradients(reference)))
     assert {type(parameter.grad) for parameter in model.parameters()} == {Tensor}
     expected = gradients(model)
     handle = model.module[0].weight.register_hook(lambda _: 1 / 0)
@@ -696,6 +705,48 @@ def what_a_backward_pass_leaves() -> float:
 
 def double(parameter: Tensor) -> None:
     parameter.grad.mul_(2)
+
+
+@case
+def gradients_that_hooks_see() -> float:
+    """Hooks of before see what this rank computed; later ones see that weighted, as they use it."""
+    rank, sizes = dist.get_rank(), CHUNK_SIZES[dist.get_world_size()]
+    factor = sizes[rank] * dist.get_world_size() / BATCH_SIZE
+    torch.manual_seed(0)
+    reference = network()
+    net = copy.deepcopy(reference)
+    x, y = (part[2 * rank : 2 * rank + 2] for part in regression_data(9).tensors)
+    mse_loss(reference(x), y).backward()
+    before: list[Tensor] = []
+    after: list[Tensor] = []
+    kept: list[Tensor] = []
+
+    def look(parameter: Tensor) -> None:
+        kept.append(parameter.grad)
+        after.append(torch.empty_like(parameter).copy_(parameter.grad))
+        after.append(torch.mul(parameter.grad, 1, out=torch.empty_like(parameter)))
+        assert str(parameter.grad) == str(after[-1])
+
+    parameters = list(net.parameters())[::-1]  # as their gradients come
+    for parameter in parameters:
+        parameter.register_post_accumulate_grad_hook(lambda p: before.append(p.grad.clone()))
+    model = weighted()(net)
+    for parameter in parameters:
+        parameter.register_post_accumulate_grad_hook(look)
+    expected = gradients(reference)[::-1]
+    off = 0.0
+    for is_reduced in (False, True):
+        for found in (before, after, kept):
+            found.clear()
+        model.zero_grad()
+        model.local_weight(sizes[rank])
+        with nullcontext() if is_reduced else model.no_sync():
+            mse_loss(model(x), y).backward()
+        off = max(off, furthest(before, expected))
+        for found in (after[::2], after[1::2], *([] if is_reduced else [gradients(model)[::-1]])):
+            off = max(off, furthest(found, [gradient * factor for gradient in expected]))
+        off = max(off, furthest(kept, gradients(model)[::-1]))
+    return off
 
 
 def furthest_of_passes(as_views: bool, between: str, meddle: str | None) -> float:
@@ -855,7 +906,7 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
     results: dict[str, float | str] = {}
-    weighted_buckets._FEW = 8  # most biases are weighted in buckets, and the rest on its way there
+    weighted_buckets._FEW = 8  # most biases are weighted at once, the rest on its way to a bucket
     for name, measure in CASES.items():
         try:
             off: float | str = measure()
