@@ -62,25 +62,24 @@ class _Hooks:
 
     def before(self, gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
         """Weights what is added to another gradient, and leaves the rest to ``after``."""
-        self._is_left = False
         parameter = self._parameter()
         if parameter is None or self._model() is None:  # it is used without the model
             return None
-        _unwrap(parameter)  # reentrant checkpoints come here more than once
         self._is_left = parameter.grad is None
         factor = self._weight.share.factor
         return None if self._is_left or factor == 1 else (_times(gradients[0], factor),)
 
     def after(self, parameter: Tensor) -> None:
         """Weights a gradient that is alone, or has that done on its way to the bucket."""
+        is_left, self._is_left = self._is_left, False
         gradient = parameter.grad
-        if not self._is_left or gradient is None:
+        if not is_left or gradient is None:
             return
         factor = self._weight.share.factor
         if factor == 1:
             return
-        is_plain = type(gradient) is Tensor and gradient.layout == torch.strided
-        if is_plain and not gradient.requires_grad and gradient.numel() > _FEW:
+        is_plain = gradient.layout == torch.strided and not gradient.requires_grad
+        if is_plain and gradient.numel() > _FEW:
             parameter.grad = _WeightedGradient(gradient, factor)
             # This comes before torch copies from buckets, which it queues with the last gradient.
             Variable._execution_engine.queue_callback(partial(_unwrap, parameter))

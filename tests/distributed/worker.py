@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -749,6 +750,69 @@ def gradients_that_hooks_see() -> float:
     return off
 
 
+@case
+def gradients_of_gradients() -> float:
+    """Torch refuses them in its own words."""
+    alone, _ = dist.new_subgroups(group_size=1)  # nobody waits for what is left undone
+    said = []
+    for is_weighted in (False, True):
+        model = DistributedDataParallel(network(), process_group=alone)
+        if is_weighted:
+            weight_gradients(model, dist.group.WORLD).local_weight(3 if dist.get_rank() else 1)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                model(torch.randn(2, 6)).sum().backward(create_graph=True)
+            except RuntimeError as error:
+                said.append(str(error))
+    assert len(said) == 2 and said[0] == said[1], said
+    return 0.0
+
+
+@case
+def gradients_that_are_left_out() -> float:
+    """By DistributedDataParallel, or by a hook that has used them."""
+    torch.manual_seed(0)
+    reference = network()
+    net = copy.deepcopy(reference)
+    x, y = regression_data(9).tensors
+    mse_loss(reference(x), y).backward()
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, ["0.weight"])
+    node = get_gradient_edge(net[0].weight).node
+    used: list[Tensor] = []
+
+    def use(parameter: Tensor) -> None:
+        used.append(parameter.grad)
+        parameter.grad = None
+
+    net[2].weight.register_post_accumulate_grad_hook(use)
+    model = weighted()(net)
+    model.local_weight(1 if dist.get_rank() else 2)
+    with model.no_sync():
+        mse_loss(model(x), y).backward()
+    assert net[2].weight.grad is None and node.variable is net[0].weight
+    found = [net[0].weight.grad, *used]
+    return furthest(found, [reference[0].weight.grad, reference[2].weight.grad])
+
+
+@case
+def memory_of_gradients() -> float:
+    """What is multiplied on its way to a bucket has no copy, and its memory takes the average."""
+    net = network()
+    memory: dict[Tensor, int] = {}
+    for parameter in net.parameters():
+        parameter.register_post_accumulate_grad_hook(
+            lambda parameter: memory.update({parameter: parameter.grad.data_ptr()})
+        )
+    model = weighted()(net)
+    model.local_weight(dist.get_rank())
+    model(torch.randn(2, 6)).sum().backward()
+    large = [p for p in net.parameters() if p.numel() > weighted_buckets._FEW]
+    assert len(large) == 2
+    assert all(parameter.grad.data_ptr() == memory[parameter] for parameter in large)
+    return 0.0
+
+
 def furthest_of_passes(as_views: bool, between: str, meddle: str | None) -> float:
     rank, sizes = dist.get_rank(), CHUNK_SIZES[dist.get_world_size()]
     start = sum(sizes[:rank])
@@ -808,12 +872,23 @@ def copies_and_the_bare_module() -> float:
     else:
         raise AssertionError("a copy with weights")
     weight_gradients(other)
-    del ddp, other
     x = torch.randn(3, 6)
     expected = copy.deepcopy(net)
-    for module in (net, expected):
-        module(x).square().sum().backward()
-    return furthest(gradients(net), gradients(expected))
+    expected(x).square().sum().backward()
+    ddp.local_weight(dist.get_rank() + 5)
+    with ddp.no_sync():
+        ddp(x).square().sum().backward()
+    net.zero_grad()
+    kept = [DistributedDataParallel(net)]  # has the same nodes
+    del ddp, other
+    off = 0.0
+    for _ in range(2):
+        gc.collect()
+        net(x).square().sum().backward()
+        off = max(off, furthest(gradients(net), gradients(expected)))
+        net.zero_grad()
+        kept.clear()  # nobody has them
+    return off
 
 
 @case
