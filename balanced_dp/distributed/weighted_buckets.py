@@ -20,7 +20,7 @@ from ..errors import ArgumentError
 from .local_weight import LocalWeight
 
 _FEW = 2**14
-"""A gradient of at most as many elements is multiplied at once.
+"""A gradient of at most as many elements is weighted at once.
 
 To have it multiplied on its way to the bucket costs more than the pass over memory that this saves.
 """
@@ -49,7 +49,7 @@ class _Hooks:
     A gradient may share memory with one that still flows, so it is not weighted in place, but
 
     - where torch divides it into its bucket, in the same pass over memory;
-    - by itself, if it is small, adds up with others, or is not copied like that.
+    - before, if it is small, adds up with others, or is not divided like that.
     """
 
     def __init__(
@@ -61,30 +61,29 @@ class _Hooks:
         self._is_left = False
 
     def before(self, gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
-        """Weights what is added to another gradient, and leaves the rest to ``after``."""
+        """Weights a gradient, or leaves that to ``after``."""
         parameter = self._parameter()
         if parameter is None or self._model() is None:  # it is used without the model
             return None
-        self._is_left = parameter.grad is None
-        factor = self._weight.share.factor
-        return None if self._is_left or factor == 1 else (_times(gradients[0], factor),)
-
-    def after(self, parameter: Tensor) -> None:
-        """Weights a gradient that is alone, or has that done on its way to the bucket."""
-        is_left, self._is_left = self._is_left, False
-        gradient = parameter.grad
-        if not is_left or gradient is None:
-            return
         factor = self._weight.share.factor
         if factor == 1:
-            return
-        is_plain = gradient.layout == torch.strided and not gradient.requires_grad
-        if is_plain and gradient.numel() > _FEW:
-            parameter.grad = _WeightedGradient(gradient, factor)
+            return None
+        (gradient,) = gradients
+        self._is_left = (
+            gradient.numel() > _FEW
+            and parameter.grad is None
+            and gradient.layout == torch.strided
+            and not gradient.requires_grad
+        )
+        return None if self._is_left else (_times(gradient, factor),)
+
+    def after(self, parameter: Tensor) -> None:
+        """Has a gradient weighted on its way to the bucket."""
+        is_left, self._is_left = self._is_left, False
+        if is_left and parameter.grad is not None:
+            parameter.grad = _WeightedGradient(parameter.grad, self._weight.share.factor)
             # This comes before torch copies from buckets, which it queues with the last gradient.
             Variable._execution_engine.queue_callback(partial(_unwrap, parameter))
-        else:
-            parameter.grad = _times(gradient, factor)
 
 
 def _attach(parameter: Tensor, hooks: _Hooks) -> None:
@@ -93,10 +92,10 @@ def _attach(parameter: Tensor, hooks: _Hooks) -> None:
         handle.remove()
     # A hook of the node, which the model keeps: torch.autograd.grad calls those of the parameter.
     node = get_gradient_edge(parameter).node
-    _HANDLES[parameter] = (
-        node.register_prehook(hooks.before),
-        parameter.register_post_accumulate_grad_hook(hooks.after),
-    )
+    handles = [node.register_prehook(hooks.before)]
+    if parameter.numel() > _FEW:
+        handles.append(parameter.register_post_accumulate_grad_hook(hooks.after))
+    _HANDLES[parameter] = handles
 
 
 _HANDLES = WeakTensorKeyDictionary()

@@ -39,8 +39,8 @@ def weight_gradients(
     - Passes in ``no_sync()`` are weighted each by its own. Gradients are then what the same passes
       over whole batches would have accumulated on one device.
     - Whatever comes to ``.grad`` is weighted, also if ``model.module`` was called and nothing is
-      reduced. Hooks that parameters have before see what this rank computed; later ones see that
-      weighted.
+      reduced. Hooks on parameters see what this rank has computed; post-accumulate hooks that are
+      registered later see it weighted.
     - A communication hook, such as bf16 compression, gets gradients that are weighted.
     - Of ``fully_shard``, gradients are weighted where they are reduced, with all that has
       accumulated. So each rank must have the same share of all passes in between, and tell none

@@ -710,7 +710,7 @@ def double(parameter: Tensor) -> None:
 
 @case
 def gradients_that_hooks_see() -> float:
-    """Hooks of before see what this rank computed; later ones see that weighted, as they use it."""
+    """Parameters' see what this rank has computed; later ones on .grad see that weighted."""
     rank, sizes = dist.get_rank(), CHUNK_SIZES[dist.get_world_size()]
     factor = sizes[rank] * dist.get_world_size() / BATCH_SIZE
     torch.manual_seed(0)
@@ -730,7 +730,7 @@ def gradients_that_hooks_see() -> float:
 
     parameters = list(net.parameters())[::-1]  # as their gradients come
     for parameter in parameters:
-        parameter.register_post_accumulate_grad_hook(lambda p: before.append(p.grad.clone()))
+        parameter.register_hook(lambda gradient: before.append(gradient.clone()))
     model = weighted()(net)
     for parameter in parameters:
         parameter.register_post_accumulate_grad_hook(look)
