@@ -13,6 +13,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,26 +60,56 @@ def in_turns(steps: dict[str, Step], rounds: int, reset: Step) -> dict[str, list
     return times
 
 
+SIDES = ("plain", "weighted", "plain again")
+Times = dict[str, list[float]]
+
+
 def hook() -> list[dict[str, Any]]:
     """A weighted step next to one of plain DistributedDataParallel."""
     workload = find_workload("gpt2-small")
     gradients = "GPT-2 small's gradients alone"
     step = "GPT-2 small's step, 1 and 3 samples of T=64"
     return [
-        hook_row(f"{gradients}, as views of buckets", Parameters(workload.model()), True, 200),
-        hook_row(f"{gradients}, copied from buckets", Parameters(workload.model()), False, 200),
-        hook_row(step, workload.model(), True, 20),
+        hook_row(f"{gradients}, as views of buckets", Parameters(workload.model()), True, 25),
+        hook_row(f"{gradients}, copied from buckets", Parameters(workload.model()), False, 25),
+        hook_row(step, workload.model(), True, 4),
     ]
 
 
 def hook_row(what: str, module: nn.Module, as_views: bool, rounds: int) -> dict[str, Any]:
+    """Compares models that are made anew 8 times: where their memory lies is worth a percent."""
+    chance = random.Random(0)  # the same on all ranks
+    groups = []
+    for _ in range(8):
+        models = {
+            side: DistributedDataParallel(copy.deepcopy(module), gradient_as_bucket_view=as_views)
+            for side in chance.sample(SIDES, len(SIDES))
+        }
+        weight_gradients(models["weighted"])
+        groups.append(hook_times(models, rounds))
+        del models
+        gc.collect()
+    pooled = together(groups)
+    medians = {side: statistics.median(pooled[side]) for side in SIDES}
+    low, high = interval(groups)
+    return {
+        "what": what,
+        **{f"{side}, s": median for side, median in medians.items()},
+        "ratio": overhead(pooled),
+        "95 % interval": f"{low:.3f} to {high:.3f}",
+        "plain again to plain": medians["plain again"] / medians["plain"],
+        "rounds": len(groups) * rounds,
+    }
+
+
+def hook_times(models: dict[str, nn.Module], rounds: int) -> Times:
     rank = dist.get_rank()
-    plain = DistributedDataParallel(copy.deepcopy(module), gradient_as_bucket_view=as_views)
-    weighted = DistributedDataParallel(module, gradient_as_bucket_view=as_views)
     sizes = split_ranks(2 * dist.get_world_size(), rank0_bsz=1)
     tokens = torch.randint(50257, (sizes[rank], 65))
 
-    def backward(model: nn.Module) -> None:
+    def step(model: nn.Module) -> None:
+        if hasattr(model, "local_weight"):
+            model.local_weight(sizes[rank])
         if isinstance(model.module, Parameters):
             loss = model(torch.tensor(1.0))
         else:
@@ -86,45 +117,33 @@ def hook_row(what: str, module: nn.Module, as_views: bool, rounds: int) -> dict[
             loss = cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
         loss.backward()
 
-    def weighted_step() -> None:
-        weighted.local_weight(sizes[rank])
-        backward(weighted)
-
-    weight_gradients(weighted)
-    times = in_turns(
-        {
-            "plain": lambda: backward(plain),
-            "weighted": weighted_step,
-            "plain again": lambda: backward(plain),  # what the noise alone makes of it
-        },
+    return in_turns(
+        {side: partial(step, model) for side, model in models.items()},
         rounds,
-        lambda: (plain.zero_grad(), weighted.zero_grad()),
+        lambda: [model.zero_grad() for model in models.values()],
     )
-    medians = {side: statistics.median(found) for side, found in times.items()}
-    low, high = interval(times)
-    return {
-        "what": what,
-        **{f"{side}, s": median for side, median in medians.items()},
-        "ratio": overhead(times),
-        "95 % interval": f"{low:.3f} to {high:.3f}",
-        "plain again to plain": medians["plain again"] / medians["plain"],
-        "rounds": rounds,
-    }
 
 
-def overhead(times: dict[str, list[float]]) -> float:
+def together(groups: list[Times]) -> Times:
+    return {side: [time for times in groups for time in times[side]] for side in SIDES}
+
+
+def overhead(times: Times) -> float:
     plain = statistics.median(times["plain"] + times["plain again"])
     return statistics.median(times["weighted"]) / plain
 
 
-def interval(times: dict[str, list[float]]) -> tuple[float, float]:
-    """Returns the middle 95 % of the overhead, of rounds drawn again from these (bootstrap)."""
+def interval(groups: list[Times]) -> tuple[float, float]:
+    """Returns the middle 95 % of the overhead, of models and their rounds drawn again."""
     chance = random.Random(0)
-    rounds = range(len(next(iter(times.values()))))
+    rounds = len(groups[0]["plain"])
     found = []
     for _ in range(1000):
-        drawn = chance.choices(rounds, k=len(rounds))
-        found.append(overhead({side: [all_[i] for i in drawn] for side, all_ in times.items()}))
+        drawn = []
+        for times in chance.choices(groups, k=len(groups)):
+            indices = chance.choices(range(rounds), k=rounds)
+            drawn.append({side: [times[side][i] for i in indices] for side in SIDES})
+        found.append(overhead(together(drawn)))
     cuts = statistics.quantiles(found, n=40)
     return cuts[0], cuts[-1]
 

@@ -21,7 +21,9 @@ from .tables import hardware, write_table
 NOTES = {
     "hook": "Two ranks on gloo, forward and backward pass; medians of rounds in which all sides "
     "take turns. Rank 0 counts 1 sample and rank 1 counts 3. The ratio is to both plain sides "
-    "together, and theirs to each other is the noise. The interval is that of rounds drawn again.",
+    "together, and theirs to each other is the noise. Each side has a model of its own, made anew "
+    "8 times: where its memory lies is worth a percent. The interval is that of models and rounds "
+    "drawn again.",
     "engines": "A transformer with 3.7M parameters, 16 samples of T=64, shares 7 and 9; forward "
     "and backward pass, medians of rounds in which all take turns. Two threads of one process (the "
     "first three) or two processes on gloo. nn.DataParallel's own steps hand weights on instead of "
