@@ -1,6 +1,6 @@
 """Is run by torchrun for ``test_ranks.py``: steps of ranks, of which rank 0 writes the times.
 
-Arguments: what to run, and the JSON file. One process that trains alone is rank 0; the others wait.
+Arguments: which part, and the JSON file. One process that trains alone is rank 0; the others wait.
 """
 
 from __future__ import annotations
@@ -64,16 +64,19 @@ SIDES = ("plain", "weighted", "plain again")
 Times = dict[str, list[float]]
 
 
-def hook() -> list[dict[str, Any]]:
+# What it is called, whether it is only gradients, whether those are views of buckets, and rounds.
+COMPARISONS = {
+    "views": ("GPT-2 small's gradients alone, as views of buckets", True, True, 25),
+    "copies": ("GPT-2 small's gradients alone, copied from buckets", True, False, 25),
+    "step": ("GPT-2 small's step, 1 and 3 samples of T=64", False, True, 4),
+}
+
+
+def hook(part: str) -> list[dict[str, Any]]:
     """A weighted step next to one of plain DistributedDataParallel."""
-    workload = find_workload("gpt2-small")
-    gradients = "GPT-2 small's gradients alone"
-    step = "GPT-2 small's step, 1 and 3 samples of T=64"
-    return [
-        hook_row(f"{gradients}, as views of buckets", Parameters(workload.model()), True, 25),
-        hook_row(f"{gradients}, copied from buckets", Parameters(workload.model()), False, 25),
-        hook_row(step, workload.model(), True, 4),
-    ]
+    what, is_bare, as_views, rounds = COMPARISONS[part]
+    module = find_workload("gpt2-small").model()
+    return [hook_row(what, Parameters(module) if is_bare else module, as_views, rounds)]
 
 
 def hook_row(what: str, module: nn.Module, as_views: bool, rounds: int) -> dict[str, Any]:
@@ -253,7 +256,7 @@ def local_bytes(tensor: Tensor) -> int:
 def main(what: str, path: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    rows = {"hook": hook, "engines": engines, "state": state}[what]()
+    rows = {"engines": engines, "state": state}.get(what, partial(hook, what))()
     if dist.get_rank() == 0:
         path.write_text(json.dumps(rows))
     dist.barrier()

@@ -32,11 +32,20 @@ NOTES = {
 }
 
 
+PARTS = {"hook": ("views", "copies", "step"), "engines": ("engines",), "state": ("state",)}
+
+
 @pytest.mark.parametrize("what", NOTES)
 def test_ranks(benchmark, request, tmp_path, what):
-    path = tmp_path / "rows.json"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", "2", str(Path(__file__).with_name("ranks.py")), what, str(path)]
+    rows = benchmark.pedantic(measured, (PARTS[what], tmp_path / "rows.json"), rounds=1)
+    benchmark.extra_info["rows"] = rows
+    folder = request.config.getoption("--results")
+    if folder is not None:
+        write_table(f"ranks-{what}", rows, folder, on=hardware(), note=NOTES[what])
+
+
+def measured(parts, path):
+    """Returns the rows of all parts, each of which has processes of its own."""
     package = str(Path(balanced_dp.__file__).parents[1])
     environment = {
         **os.environ,
@@ -46,11 +55,12 @@ def test_ranks(benchmark, request, tmp_path, what):
         "MALLOC_MMAP_MAX_": "0",
         "MALLOC_TRIM_THRESHOLD_": str(2**40),
     }
-    benchmark.pedantic(subprocess.run, ([*command],), {"check": True, "env": environment}, rounds=1)
-    rows = json.loads(path.read_text())
-    benchmark.extra_info["rows"] = rows
-    for row in rows:
-        print("\n" + ", ".join(f"{name}: {value}" for name, value in row.items()))
-    folder = request.config.getoption("--results")
-    if folder is not None:
-        write_table(f"ranks-{what}", rows, folder, on=hardware(), note=NOTES[what])
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", "2", str(Path(__file__).with_name("ranks.py"))]
+    rows = []
+    for part in parts:
+        subprocess.run([*command, part, str(path)], check=True, env=environment)
+        for row in json.loads(path.read_text()):
+            print("\n" + ", ".join(f"{name}: {value}" for name, value in row.items()))
+            rows.append(row)
+    return rows
