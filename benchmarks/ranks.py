@@ -73,14 +73,14 @@ COMPARISONS = {
 
 
 def hook(part: str) -> list[dict[str, Any]]:
-    """A weighted step next to one of plain DistributedDataParallel."""
+    """A weighted step next to one of plain DistributedDataParallel.
+
+    Models are made anew 8 times: where their memory lies is worth a percent.
+    """
     what, is_bare, as_views, rounds = COMPARISONS[part]
     module = find_workload("gpt2-small").model()
-    return [hook_row(what, Parameters(module) if is_bare else module, as_views, rounds)]
-
-
-def hook_row(what: str, module: nn.Module, as_views: bool, rounds: int) -> dict[str, Any]:
-    """Compares models that are made anew 8 times: where their memory lies is worth a percent."""
+    if is_bare:
+        module = Parameters(module)
     chance = random.Random(0)  # the same on all ranks
     groups = []
     for _ in range(8):
@@ -95,7 +95,7 @@ def hook_row(what: str, module: nn.Module, as_views: bool, rounds: int) -> dict[
     pooled = together(groups)
     medians = {side: statistics.median(pooled[side]) for side in SIDES}
     low, high = interval(groups)
-    return {
+    row = {
         "what": what,
         **{f"{side}, s": median for side, median in medians.items()},
         "ratio": overhead(pooled),
@@ -103,6 +103,7 @@ def hook_row(what: str, module: nn.Module, as_views: bool, rounds: int) -> dict[
         "plain again to plain": medians["plain again"] / medians["plain"],
         "rounds": len(groups) * rounds,
     }
+    return [row]
 
 
 def hook_times(models: dict[str, nn.Module], rounds: int) -> Times:

@@ -74,7 +74,7 @@ class LocalWeight:
         return self._share
 
     def __reduce__(self) -> Any:
-        return copied_weight, ()  # a process group cannot be copied
+        return _copied_weight, ()  # a process group cannot be copied
 
     def follow(self, has_gradients: Callable[[], bool]) -> list[Share]:
         """Returns a list that grows by each share that is told from now on with gradients."""
@@ -83,23 +83,13 @@ class LocalWeight:
         return shares
 
 
-def copied_weight() -> Callable[[float], None]:
+def _copied_weight() -> Callable[[float], None]:
     """Returns what a copy of a model has for ``local_weight``."""
 
     def local_weight(n: float | Tensor) -> None:
         raise DistributedError("copies of a model have no weights; call weight_gradients with it")
 
     return local_weight
-
-
-def scale(gradients: list[Tensor], factor: float) -> None:
-    """Multiplies gradients in place."""
-    if not gradients or factor == 1:
-        return
-    if factor == 0:  # what a rank without samples has computed may be NaN
-        torch._foreach_zero_(gradients)
-    else:
-        torch._foreach_mul_(gradients, factor)
 
 
 def wait(work: dist.Work, group: dist.ProcessGroup) -> None:

@@ -14,12 +14,13 @@ from torch.autograd import Variable
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
+from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..errors import ArgumentError
 from .local_weight import LocalWeight
 
-_FEW = 2**14
+_SMALL_NUMEL = 2**14
 """A gradient of at most as many elements is weighted at once.
 
 To have it multiplied on its way to the bucket costs more than the pass over memory that this saves.
@@ -30,26 +31,43 @@ def weight_buckets(
     model: DistributedDataParallel, group: dist.ProcessGroup | None, timeout: timedelta | None
 ) -> LocalWeight:
     """Weights the gradients of ``model`` from now on, and returns what is told the weights."""
+    _check(model)
+    ranks = dist.get_process_group_ranks(group or model.process_group)
+    weight = LocalWeight(ranks, timeout)
+    parameters, _ = model._build_params_for_reducer()
+    for parameter in parameters:
+        for handle in _HANDLES.get(parameter, ()):
+            handle.remove()
+        _HANDLES[parameter] = _WeightedParameter(parameter, model, weight).register(parameter)
+    return weight
+
+
+def _check(model: DistributedDataParallel) -> None:
+    """Raises an error if gradients are averaged past the weights."""
     if model._delay_all_reduce_params:
         raise ArgumentError(
             "DistributedDataParallel averages delay_all_reduce_named_params by itself, without "
             "weights; leave that argument out"
         )
-    ranks = dist.get_process_group_ranks(group or model.process_group)
-    weight = LocalWeight(ranks, timeout)
-    for name, parameter in model.module.named_parameters():
-        if parameter.requires_grad and name not in model.parameters_to_ignore:
-            _attach(parameter, _Hooks(parameter, model, weight))
-    return weight
+    if model.mixed_precision is not None:
+        raise ArgumentError(
+            "DistributedDataParallel(mixed_precision=...) makes other parameters for each pass, "
+            "whose gradients have no weights; use torch.autocast"
+        )
+    if model._use_python_reducer:
+        raise ArgumentError(
+            'torch._dynamo.config.optimize_ddp = "python_reducer" averages gradients before they '
+            "have weights; set another mode before you make the DistributedDataParallel"
+        )
 
 
-class _Hooks:
+class _WeightedParameter:
     """Weights the gradients of one parameter, as autograd adds them to ``.grad``.
 
     A gradient may share memory with one that still flows, so it is not weighted in place, but
 
     - where torch divides it into its bucket, in the same pass over memory;
-    - before, if it is small, adds up with others, or is not divided like that.
+    - before, if it is small, adds up with others, or is sparse.
     """
 
     def __init__(
@@ -58,48 +76,49 @@ class _Hooks:
         self._parameter = weakref.ref(parameter)
         self._model = weakref.ref(model)
         self._weight = weight
-        self._is_left = False
+        self._is_small = parameter.numel() <= _SMALL_NUMEL
+        self._left: float | None = None
 
-    def before(self, gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
-        """Weights a gradient, or leaves that to ``after``."""
-        parameter = self._parameter()
-        if parameter is None or self._model() is None:  # it is used without the model
-            return None
+    def register(self, parameter: Tensor) -> list[RemovableHandle]:
+        """Has autograd call the hooks, and returns what removes them."""
+        # Of the node, which the model keeps: torch.autograd.grad calls those of the parameter, too.
+        handles = [get_gradient_edge(parameter).node.register_prehook(self._before)]
+        if not self._is_small:
+            handles.append(parameter.register_post_accumulate_grad_hook(self._after))
+        return handles
+
+    def _before(self, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor, ...] | None:
+        """Weights a gradient, or leaves a factor to ``_after``."""
+        self._left = None
+        parameter, model, (gradient,) = self._parameter(), self._model(), gradients
+        if parameter is None or model is None or gradient is None:
+            return None  # used without the model, or not used
         factor = self._weight.share.factor
         if factor == 1:
             return None
-        (gradient,) = gradients
-        self._is_left = (
-            gradient.numel() > _FEW
-            and parameter.grad is None
-            and gradient.layout == torch.strided
-            and not gradient.requires_grad
-        )
-        return None if self._is_left else (_times(gradient, factor),)
+        if (
+            self._is_small
+            or not model.require_forward_param_sync  # it is not going to be averaged
+            or parameter.grad is not None
+            or gradient.layout != torch.strided
+            or gradient.requires_grad
+        ):
+            return (_times(gradient, factor),)
+        self._left = factor
+        return None
 
-    def after(self, parameter: Tensor) -> None:
+    def _after(self, parameter: Tensor) -> None:
         """Has a gradient weighted on its way to the bucket."""
-        is_left, self._is_left = self._is_left, False
-        if is_left and parameter.grad is not None:
-            parameter.grad = _WeightedGradient(parameter.grad, self._weight.share.factor)
-            # This comes before torch copies from buckets, which it queues with the last gradient.
+        factor, self._left = self._left, None
+        if factor is not None and parameter.grad is not None:
+            parameter.grad = _WeightedGradient(parameter.grad, factor)
+            # That is before torch copies averages to gradients, but in the first pass of a static
+            # graph and in reentrant checkpoints.
             Variable._execution_engine.queue_callback(partial(_unwrap, parameter))
 
 
-def _attach(parameter: Tensor, hooks: _Hooks) -> None:
-    """Has autograd call them, and none that did this for another model."""
-    for handle in _HANDLES.get(parameter, ()):
-        handle.remove()
-    # A hook of the node, which the model keeps: torch.autograd.grad calls those of the parameter.
-    node = get_gradient_edge(parameter).node
-    handles = [node.register_prehook(hooks.before)]
-    if parameter.numel() > _FEW:
-        handles.append(parameter.register_post_accumulate_grad_hook(hooks.after))
-    _HANDLES[parameter] = handles
-
-
 _HANDLES = WeakTensorKeyDictionary()
-"""The hooks of parameters."""
+"""What removes the hooks of parameters, once they are another model's."""
 
 
 class _WeightedGradient(Tensor):
@@ -137,30 +156,30 @@ class _WeightedGradient(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if func is torch.ops.aten.mul.out and isinstance(args[0], cls):
-            return args[0]._divide_into(*args[1:], **(kwargs or {}))
-        args, kwargs = tree_map_only(cls, cls.multiplied, (args, kwargs or {}))
+        if func is torch.ops.aten.mul.out and list(map(type, args)) == [cls, float]:
+            return args[0]._multiply_into(args[1], **(kwargs or {}))
+        args, kwargs = tree_map_only(cls, cls._multiplied, (args, kwargs or {}))
         return func(*args, **kwargs)
 
     def __repr__(self) -> str:  # type: ignore[override]  # torch's has an argument of its own
-        return repr(self.multiplied())
+        return repr(self._multiplied())
 
-    def multiplied(self) -> Tensor:
+    def _multiplied(self) -> Tensor:
         if self._factor != 1:
             self._gradient = _times(self._gradient, self._factor)
             self._factor = 1.0
         return self._gradient
 
-    def _divide_into(self, by: Tensor, out: Tensor) -> Tensor:
+    def _multiply_into(self, by: float, out: Tensor) -> Tensor:
         self._is_in_bucket = True
-        factor = self._factor * float(by)
+        factor = self._factor * by
         return torch.mul(self._gradient, factor, out=out) if factor else out.zero_()
 
     def unwrapped(self) -> Tensor:
         """Returns a plain tensor of the same value, or memory for the average over ranks."""
         if self._is_in_bucket:
             self._factor = 1.0
-        return self.multiplied()
+        return self._multiplied()
 
 
 def _unwrap(parameter: Tensor) -> None:

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from ..errors import ArgumentError, DistributedError
-from .local_weight import LocalWeight, scale, wait
+from .local_weight import LocalWeight, wait
 
 _ROUNDING = 1e-9
 """By which part factors may differ that are to be equal."""
@@ -98,7 +98,10 @@ class _WeightedReduceScatter:
         if len(self._shares) > 1:
             self._check_alike(factor)
         self._shares.clear()
-        scale([input_tensor], factor)
+        if factor == 0:  # what a rank without samples has computed may be NaN
+            input_tensor.zero_()
+        elif factor != 1:
+            input_tensor.mul_(factor)
         return _reduce_scatter(output_tensor, input_tensor, op, group, async_op)
 
     def _check_alike(self, factor: float) -> None:

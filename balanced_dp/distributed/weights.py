@@ -38,9 +38,9 @@ def weight_gradients(
 
     - Passes in ``no_sync()`` are weighted each by its own. Gradients are then what the same passes
       over whole batches would have accumulated on one device.
-    - Whatever comes to ``.grad`` is weighted, also if ``model.module`` was called and nothing is
-      reduced. Hooks on parameters see what this rank has computed; post-accumulate hooks that are
-      registered later see it weighted.
+    - What comes to ``.grad`` is weighted, also of ``model.module``, which reduces nothing. Hooks on
+      parameters see what this rank has computed; post-accumulate hooks that are registered later
+      see it weighted, as a tensor without memory of its own (``.detach()`` has some).
     - A communication hook, such as bf16 compression, gets gradients that are weighted.
     - Of ``fully_shard``, gradients are weighted where they are reduced, with all that has
       accumulated. So each rank must have the same share of all passes in between, and tell none
@@ -55,8 +55,9 @@ def weight_gradients(
     Raises:
         ArgumentTypeError: the model is of another kind, or the timeout no ``timedelta``.
         ArgumentError: it has weights already, gradients that are averaged past the weights
-            (``delay_all_reduce_named_params``, or a mesh of ``fully_shard`` that does not shard),
-            or a weight is no number of at least 0.
+            (``delay_all_reduce_named_params``, ``mixed_precision``, the "python_reducer" of
+            ``torch.compile``, or a mesh of ``fully_shard`` that does not shard), or a weight is no
+            number of at least 0.
         DistributedError: in backward: a rank has not told its weight in time, and which; no weight
             was told at all; or weights differ where ``fully_shard`` cannot tell them apart.
 
