@@ -911,8 +911,7 @@ def copies_and_the_bare_module() -> float:
     expected = copy.deepcopy(net)
     expected(x).square().sum().backward()
     ddp.local_weight(dist.get_rank() + 5)
-    with ddp.no_sync():
-        ddp(x).square().sum().backward()
+    ddp(x).square().sum().backward()
     net.zero_grad()
     kept = [DistributedDataParallel(net)]  # has the same nodes
     del ddp, other
