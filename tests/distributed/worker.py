@@ -910,18 +910,20 @@ def copies_and_the_bare_module() -> float:
     x = torch.randn(3, 6)
     expected = copy.deepcopy(net)
     expected(x).square().sum().backward()
-    ddp.local_weight(dist.get_rank() + 5)
-    ddp(x).square().sum().backward()
-    net.zero_grad()
-    kept = [DistributedDataParallel(net)]  # has the same nodes
     del ddp, other
     off = 0.0
-    for _ in range(2):
+    for has_nodes in (False, True):
+        old = weighted()(net)
+        old.local_weight(dist.get_rank() + 5)
+        old(x).square().sum().backward()
+        net.zero_grad()
+        others = [DistributedDataParallel(net)] if has_nodes else []  # keep those of autograd
+        del old
         gc.collect()
         net(x).square().sum().backward()
         off = max(off, furthest(gradients(net), gradients(expected)))
         net.zero_grad()
-        kept.clear()  # nobody has them
+        others.clear()
     return off
 
 
