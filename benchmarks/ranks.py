@@ -66,9 +66,9 @@ Times = dict[str, list[float]]
 
 # What it is called, whether it is only gradients, whether those are views of buckets, and rounds.
 COMPARISONS = {
-    "views": ("GPT-2 small's gradients alone, as views of buckets", True, True, 25),
-    "copies": ("GPT-2 small's gradients alone, copied from buckets", True, False, 25),
-    "step": ("GPT-2 small's step, 1 and 3 samples of T=64", False, True, 4),
+    "views": ("GPT-2 small's gradients alone, as views of buckets", True, True, 16),
+    "copies": ("GPT-2 small's gradients alone, copied from buckets", True, False, 16),
+    "step": ("GPT-2 small's step, 1 and 3 samples of T=64", False, True, 3),
 }
 
 

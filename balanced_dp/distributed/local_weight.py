@@ -47,11 +47,17 @@ class LocalWeight:
 
     def __init__(self, ranks: list[int], timeout: timedelta | None) -> None:
         self.group = dist.new_group(ranks, timeout, backend="gloo", use_local_synchronization=True)
+        self.is_replaced = False
         self._share: Share | None = None
         self._followers: list[tuple[Callable[[], bool], list[Share]]] = []
 
     def __call__(self, n: float | Tensor) -> None:
         """Tells all ranks that this one's loss is a mean over ``n``."""
+        if self.is_replaced:
+            raise DistributedError(
+                "parameters of this model are weighted by another one, which was given to "
+                "weight_gradients later; use that, or one model for both"
+            )
         number: object = n.item() if isinstance(n, Tensor) and n.numel() == 1 else n
         if isinstance(number, bool) or not isinstance(number, Real):
             raise ArgumentTypeError(f"n must be a number, got {n!r}")

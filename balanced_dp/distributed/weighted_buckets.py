@@ -14,7 +14,6 @@ from torch.autograd import Variable
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
-from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..errors import ArgumentError
@@ -36,9 +35,9 @@ def weight_buckets(
     weight = LocalWeight(ranks, timeout)
     parameters, _ = model._build_params_for_reducer()
     for parameter in parameters:
-        for handle in _HANDLES.get(parameter, ()):
-            handle.remove()
-        _HANDLES[parameter] = _WeightedParameter(parameter, model, weight).register(parameter)
+        if parameter in _WEIGHTED:
+            _WEIGHTED[parameter].remove()
+        _WEIGHTED[parameter] = _WeightedParameter(parameter, model, weight)
     return weight
 
 
@@ -67,7 +66,7 @@ class _WeightedParameter:
     A gradient may share memory with one that still flows, so it is not weighted in place, but
 
     - where torch divides it into its bucket, in the same pass over memory;
-    - before, if it is small, adds up with others, or is sparse.
+    - before, if it is small, adds up with others, is sparse, or has hooks that look at ``.grad``.
     """
 
     def __init__(
@@ -76,16 +75,19 @@ class _WeightedParameter:
         self._parameter = weakref.ref(parameter)
         self._model = weakref.ref(model)
         self._weight = weight
-        self._is_small = parameter.numel() <= _SMALL_NUMEL
         self._left: float | None = None
-
-    def register(self, parameter: Tensor) -> list[RemovableHandle]:
-        """Has autograd call the hooks, and returns what removes them."""
         # Of the node, which the model keeps: torch.autograd.grad calls those of the parameter, too.
-        handles = [get_gradient_edge(parameter).node.register_prehook(self._before)]
-        if not self._is_small:
-            handles.append(parameter.register_post_accumulate_grad_hook(self._after))
-        return handles
+        self._handles = [get_gradient_edge(parameter).node.register_prehook(self._before)]
+        hooks = parameter._post_accumulate_grad_hooks  # whose order cannot be changed
+        self._is_early = parameter.numel() <= _SMALL_NUMEL or bool(hooks)
+        if not self._is_early:
+            self._handles.append(parameter.register_post_accumulate_grad_hook(self._after))
+
+    def remove(self) -> None:
+        """Leaves the parameter to another model."""
+        for handle in self._handles:
+            handle.remove()
+        self._weight.is_replaced = True
 
     def _before(self, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor, ...] | None:
         """Weights a gradient, or leaves a factor to ``_after``."""
@@ -97,7 +99,7 @@ class _WeightedParameter:
         if factor == 1:
             return None
         if (
-            self._is_small
+            self._is_early
             or not model.require_forward_param_sync  # it is not going to be averaged
             or parameter.grad is not None
             or gradient.layout != torch.strided
@@ -110,15 +112,16 @@ class _WeightedParameter:
     def _after(self, parameter: Tensor) -> None:
         """Has a gradient weighted on its way to the bucket."""
         factor, self._left = self._left, None
-        if factor is not None and parameter.grad is not None:
+        if factor is not None:
+            assert parameter.grad is not None  # no hook comes before this one
             parameter.grad = _WeightedGradient(parameter.grad, factor)
             # That is before torch copies averages to gradients, but in the first pass of a static
             # graph and in reentrant checkpoints.
             Variable._execution_engine.queue_callback(partial(_unwrap, parameter))
 
 
-_HANDLES = WeakTensorKeyDictionary()
-"""What removes the hooks of parameters, once they are another model's."""
+_WEIGHTED = WeakTensorKeyDictionary()
+"""The ``_WeightedParameter`` of parameters."""
 
 
 class _WeightedGradient(Tensor):

@@ -39,8 +39,9 @@ def weight_gradients(
     - Passes in ``no_sync()`` are weighted each by its own. Gradients are then what the same passes
       over whole batches would have accumulated on one device.
     - What comes to ``.grad`` is weighted, also of ``model.module``, which reduces nothing. Hooks on
-      parameters see what this rank has computed; post-accumulate hooks that are registered later
-      see it weighted, as a tensor without memory of its own (``.detach()`` has some).
+      parameters see what this rank has computed; post-accumulate hooks see it weighted, and if they
+      are registered later, as a tensor without memory of its own (``.detach()`` has some).
+    - A parameter is weighted by one model, the last that was given.
     - A communication hook, such as bf16 compression, gets gradients that are weighted.
     - Of ``fully_shard``, gradients are weighted where they are reduced, with all that has
       accumulated. So each rank must have the same share of all passes in between, and tell none
@@ -59,7 +60,8 @@ def weight_gradients(
             ``torch.compile``, or a mesh of ``fully_shard`` that does not shard), or a weight is no
             number of at least 0.
         DistributedError: in backward: a rank has not told its weight in time, and which; no weight
-            was told at all; or weights differ where ``fully_shard`` cannot tell them apart.
+            was told at all; or weights differ where ``fully_shard`` cannot tell them apart. In
+            ``local_weight``: another model weights parameters of this one.
 
     Source:
         ``DistributedDataParallel`` divides by the world size

@@ -742,7 +742,11 @@ def double(parameter: Tensor) -> None:
 
 @case
 def gradients_that_hooks_see() -> float:
-    """Those on parameters see what this rank has computed; later ones on .grad see it weighted."""
+    """Those on parameters see what this rank has computed; those on .grad see it weighted."""
+    return max(furthest_that_hooks_see(is_early) for is_early in (False, True))
+
+
+def furthest_that_hooks_see(is_early: bool) -> float:
     rank, sizes = dist.get_rank(), CHUNK_SIZES[dist.get_world_size()]
     factor = sizes[rank] * dist.get_world_size() / BATCH_SIZE
     torch.manual_seed(0)
@@ -764,8 +768,10 @@ def gradients_that_hooks_see() -> float:
     parameters = list(net.parameters())[::-1]  # as their gradients come
     for parameter in parameters:
         parameter.register_hook(lambda gradient: before.append(gradient.clone()))
+        if is_early:
+            parameter.register_post_accumulate_grad_hook(look)
     model = weighted()(net)
-    for parameter in parameters:
+    for parameter in [] if is_early else parameters:
         parameter.register_post_accumulate_grad_hook(look)
     expected = gradients(reference)[::-1]
     off = 0.0
@@ -818,8 +824,8 @@ def gradients_that_are_left_out() -> float:
         used.append(parameter.grad)
         parameter.grad = None
 
-    net[2].weight.register_post_accumulate_grad_hook(use)
     model = weighted()(net)
+    net[2].weight.register_post_accumulate_grad_hook(use)
     model.local_weight(1 if dist.get_rank() else 2)
     with model.no_sync():
         mse_loss(model(x), y).backward()
@@ -836,8 +842,8 @@ def memory_of_gradients() -> float:
     net = network()
     memory: dict[Tensor, int] = {}
     for parameter in net.parameters():
-        parameter.register_post_accumulate_grad_hook(
-            lambda parameter: memory.update({parameter: parameter.grad.data_ptr()})
+        parameter.register_hook(
+            lambda gradient, key=parameter: memory.update({key: gradient.data_ptr()})
         )
     model = weighted()(net)
     model.local_weight(dist.get_rank())
@@ -891,6 +897,19 @@ def wrapped_again() -> float:
         return weighted()(net)
 
     return compared(network, regression_data(26), samples, wrap, accumulation=2)
+
+
+@case
+def parameters_of_two_models() -> float:
+    shared = nn.Linear(6, 3)
+    first, second = (weighted()(nn.Sequential(shared, nn.Tanh())) for _ in range(2))
+    second.local_weight(1)
+    try:
+        first.local_weight(1)
+    except DistributedError as error:
+        assert "weighted by another one" in str(error)
+        return 0.0
+    raise AssertionError("two models with weights of their own")
 
 
 @case
