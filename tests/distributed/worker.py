@@ -900,6 +900,25 @@ def wrapped_again() -> float:
 
 
 @case
+def a_pass_after_one_that_fails() -> float:
+    """What the one has left to do is not done to the other's gradients."""
+    alone, _ = dist.new_subgroups(group_size=1)  # nobody waits for what is left undone
+    net = nn.Linear(6, 3, bias=False)
+    x = torch.randn(2, 6)
+    expected = torch.autograd.grad(net(x).sum(), net.weight)[0]
+    model = DistributedDataParallel(net, process_group=alone)
+    weight_gradients(model, dist.group.WORLD).local_weight(3 if dist.get_rank() else 1)
+    handle = get_gradient_edge(net.weight).node.register_prehook(lambda _: 1 / 0)
+    try:
+        model(x).sum().backward()
+    except ZeroDivisionError:
+        handle.remove()
+    net.weight.grad = torch.zeros_like(net.weight)
+    net(x).sum().backward()
+    return furthest([net.weight.grad], [model.local_weight.share.factor * expected])
+
+
+@case
 def parameters_of_two_models() -> float:
     shared = nn.Linear(6, 3)
     first, second = (weighted()(nn.Sequential(shared, nn.Tanh())) for _ in range(2))
