@@ -23,18 +23,30 @@ def named_arguments(
     return [*zip(names, args, strict=False), *kwargs.items()]
 
 
-def check_broadcast(broadcast: Iterable[str], function: Callable[..., Any]) -> None:
-    """Raises ArgumentError where a path begins with no parameter of ``function``."""
+def check_paths(
+    option: str, paths: str | Iterable[str], function: Callable[..., Any]
+) -> frozenset[str]:
+    """Returns dotted paths of arguments, of which one may be given by itself.
+
+    Args:
+        option: what the paths were given for.
+        paths: each begins with a parameter of ``function``.
+        function: whose arguments they name.
+
+    Raises:
+        ArgumentError: a path begins with something else.
+    """
+    paths = frozenset([paths] if isinstance(paths, str) else paths)
     parameters = list(_parameters(function))
     if not parameters or any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return  # it may take any name
+        return paths  # it may take any name
     names = [parameter.name for parameter in parameters]
-    for path in broadcast:
+    for path in paths:
         if path.split(".")[0] not in (*names, "inputs"):
             raise ArgumentError(
-                f"broadcast names {path!r}, but {_qualified_name(function)} takes "
-                f"{', '.join(names)}"
+                f"{option} names {path!r}, but {_qualified_name(function)} takes {', '.join(names)}"
             )
+    return paths
 
 
 def _parameters(function: Callable[..., Any]) -> Iterable[inspect.Parameter]:

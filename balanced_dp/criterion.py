@@ -3,33 +3,23 @@
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
+from torch.nn.utils.rnn import pad_sequence
 
-from .arguments import check_broadcast, named_arguments
-from .errors import ArgumentError, ArgumentTypeError, ScatterError
-from .losses import (
-    as_module,
-    count_targets,
-    counts_targets,
-    ctc_targets,
-    cut_weights_of_samples,
-    how_losses_join,
-    loss_weights,
-    reduction_of,
-    shares_of,
-    warn_of_hidden_counts,
-)
+from .arguments import check_paths, named_arguments
+from .errors import ArgumentTypeError, ScatterError
+from .loss_calls import noted
+from .losses import Arguments, ChunkLosses, Looks
 from .parallel_apply import describe_replicas, parallel_apply
 from .per_device import PerDevice
 from .replicate import WrittenState, replicate
-from .scatter_gather import Weights, gather, scatter
-
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-"""Positional and keyword arguments of a call."""
+from .scatter_gather import gather, scatter
 
 
 class BalancedCriterion(nn.Module):
@@ -37,28 +27,22 @@ class BalancedCriterion(nn.Module):
 
     It is called with the ``PerDevice`` that a model with ``gather=False`` returns, and the
     targets of the whole batch. Each device computes the loss of its own chunk, so that what the
-    model returns, such as the logits of a vocabulary, never gathers on one device. A reduction
-    ``"mean"`` divides by what the mean over the whole batch would: by samples, or, for cross
-    entropy and ``NLLLoss``, by the targets that are not ignored, with their class weights.
-    ``"sum"`` adds up, ``"none"`` joins. Anything but a ``PerDevice`` goes to ``criterion`` as
-    it is, so that the same line serves a bare model.
+    model returns, such as the logits of a vocabulary, never gathers on one device. How the losses
+    of the chunks join is read from how they were computed: a mean is weighted by what it is over
+    (entries, or the targets that cross entropy counts), sums add up, rows are joined. What that
+    cannot make exact, such as the square root of a mean, is warned of. Anything but a
+    ``PerDevice`` goes to ``criterion`` as it is, so that the same line serves a bare model.
 
-    Exact without a word are the losses of ``torch.nn``, subclasses that change what they hand to
-    ``super().forward``, and ``torch.nn.functional``'s in a ``functools.partial`` or alone. **Any
-    other callable is taken for a mean over samples** if it returns a 0-dim tensor and has no
-    attribute ``reduction`` that says ``"sum"``, also one that uses a loss of torch; if it is a mean
-    over anything else, give ``loss_weight``. Outputs, targets and losses may be nested: tuples,
-    dictionaries, dataclasses; a target may be another ``PerDevice``.
+    Outputs, targets and losses may be nested: tuples, dictionaries, dataclasses; a target may be
+    another ``PerDevice``.
 
     Args:
         criterion: the loss of output and targets, a module or a function. A module's parameters
             are trained and its buffers kept, as those of a replicated model.
-        loss_weight: called for each chunk with the criterion's arguments; the number it returns
-            replaces the chunk's number of samples as the weight of its loss. It is read before the
-            loss is computed, which waits for the device. A chunk of weight 0 has no part in the
-            loss, even if its own is NaN.
+        loss_weight: what the loss of a chunk weighs, as in ``BalancedDataParallel``.
         broadcast: dotted paths of targets that go whole to each device, by the names of the
             criterion's parameters.
+        split: dotted paths of lists, tuples and arrays with an entry for each sample.
 
     Shape:
         - Outputs: a ``PerDevice`` of what ``criterion`` takes for a chunk.
@@ -69,6 +53,9 @@ class BalancedCriterion(nn.Module):
     Raises:
         ArgumentError, ArgumentTypeError: an argument cannot be used.
         ScatterError, GatherError: on a call, a target cannot be cut or the losses not joined.
+
+    Warns:
+        BalanceWarning: once for each output, where its value need not be that of the whole batch.
 
     Examples:
         >>> from balanced_dp import BalancedDataParallel
@@ -82,58 +69,54 @@ class BalancedCriterion(nn.Module):
         self,
         criterion: Callable[..., Any],
         *,
-        loss_weight: Callable[..., Any] | None = None,
+        loss_weight: Callable[..., Any] | str | None = None,
         broadcast: Iterable[str] = (),
+        split: Iterable[str] = (),
     ) -> None:
         super().__init__()
         self.criterion = as_module(criterion)
+        if (
+            loss_weight is not None
+            and not callable(loss_weight)
+            and not isinstance(loss_weight, str)
+        ):
+            raise ArgumentTypeError(
+                f"loss_weight must be a function or the name of an argument, got {loss_weight!r}"
+            )
         self.loss_weight = loss_weight
-        self.broadcast = frozenset([broadcast] if isinstance(broadcast, str) else broadcast)
-        check_broadcast(self.broadcast, self.criterion.forward)
-        if loss_weight is None:
-            warn_of_hidden_counts(self.criterion)
-            return
-        if not callable(loss_weight):
-            raise ArgumentTypeError(f"loss_weight must be a function, got {loss_weight!r}")
-        if reduction_of(self.criterion) == "sum":
-            raise ArgumentError("loss_weight weighs a mean, but the criterion's reduction is 'sum'")
+        self.broadcast = check_paths("broadcast", broadcast, self.criterion.forward)
+        self.split = check_paths("split", split, self.criterion.forward)
+        self._looks = Looks()
 
     def forward(self, outputs: Any, *targets: Any, **kwargs: Any) -> Any:
         """Returns the loss of the whole batch."""
         if not isinstance(outputs, PerDevice):
             return self.criterion(outputs, *targets, **kwargs)
-        if "reduction" in kwargs:
-            raise ArgumentError(
-                "reduction is given with the call, but has to be known before: give it to the "
-                "criterion, or in a functools.partial"
-            )
         dim = outputs.dim
-        if type(self.criterion).forward is nn.CTCLoss.forward:
-            targets, kwargs, dim = ctc_targets(*targets, **kwargs), {}, 0
+        if isinstance(self.criterion, nn.CTCLoss):
+            targets, kwargs, dim = _ctc_targets(*targets, **kwargs), {}, 0
         arguments = self._scatter(outputs, targets, kwargs, dim)
         replicas = replicate(self.criterion, outputs.devices)
         first_state = WrittenState(self.criterion, replicas[0])
-        cut_weights_of_samples(replicas, outputs, outputs.devices, outputs.chunk_sizes, outputs.dim)
-        weights: Weights | None = outputs.chunk_sizes
-        is_counting = self.loss_weight is None and counts_targets(self.criterion)
-        if self.loss_weight is not None:
-            weights = loss_weights(self.loss_weight, arguments)
-        elif is_counting:
-            for replica in replicas:
-                count_targets(replica)
+        _cut_weights_of_samples(replicas, outputs)
         calls = [
-            functools.partial(replica, *args, **named)
+            noted(functools.partial(replica, *args, **named))
             for replica, (args, named) in zip(replicas, arguments, strict=True)
         ]
         description = describe_replicas(outputs.devices, outputs.chunk_sizes)
-        losses = parallel_apply(calls, outputs.devices, description, outputs.workers)
+        losses = ChunkLosses(
+            self._looks,
+            self.criterion.forward,
+            outputs.chunk_sizes or [1] * len(outputs),
+            outputs.dim,
+            arguments,
+            self.loss_weight,
+        )
+        with losses.observed():
+            results = parallel_apply(calls, outputs.devices, description, outputs.workers)
+        losses.settle(results)
         first_state.write_back()
-        if is_counting:
-            weights = shares_of(replicas, outputs.output_device) or weights
-        elif self.loss_weight is None and reduction_of(self.criterion) == "none":
-            _check_not_reduced(self.criterion, losses[0])
-        joined_by = how_losses_join(self.criterion, _axis(outputs))
-        return gather(losses, outputs.output_device, dim, joined_by, weights)
+        return gather(results, outputs.output_device, dim, "auto", outputs.chunk_sizes, losses)
 
     def _scatter(
         self, outputs: PerDevice, targets: Sequence[Any], kwargs: Mapping[str, Any], dim: int
@@ -146,7 +129,15 @@ class BalancedCriterion(nn.Module):
             if (value.devices, value.chunk_sizes) != (outputs.devices, outputs.chunk_sizes):
                 raise ScatterError(f"{name} is {value!r}, but the output is {outputs!r}")
         cut = [(name, None if name in stays else value) for name, value in named]
-        chunks = scatter(cut, outputs.devices, outputs.chunk_sizes, dim, self.broadcast)
+        chunks = scatter(
+            cut,
+            outputs.devices,
+            outputs.chunk_sizes,
+            dim,
+            self.broadcast,
+            self.split,
+            self._looks.warned,
+        )
         for index, (name, _) in enumerate(named):
             for chunk, own in zip(chunks, stays.get(name, ()), strict=False):
                 chunk[index] = own
@@ -157,18 +148,58 @@ class BalancedCriterion(nn.Module):
         ]
 
 
-def _check_not_reduced(criterion: nn.Module, loss: Any) -> None:
-    if isinstance(loss, torch.Tensor) and loss.dim() == 0:
-        name = type(criterion).__name__
-        raise ArgumentError(
-            f"{name} has reduction='none', but returns a single loss, and what that is a mean or "
-            "sum of is not known; give loss_weight, or reduction='sum'"
-        )
+_WITH_OTHER_ARGUMENTS: dict[Callable[..., Any], type[nn.Module]] = {
+    functional.binary_cross_entropy: nn.BCELoss,
+    functional.binary_cross_entropy_with_logits: nn.BCEWithLogitsLoss,
+    functional.ctc_loss: nn.CTCLoss,
+}
+"""Functions whose arguments are not all cut alike, and modules that do the same."""
 
 
-def _axis(outputs: PerDevice) -> int:
-    num_dims = outputs[0].dim() if isinstance(outputs[0], torch.Tensor) else 0
-    return outputs.dim % num_dims if num_dims else outputs.dim
+def as_module(criterion: Any) -> nn.Module:
+    """Returns a criterion as a module.
+
+    Raises:
+        ArgumentTypeError: it is neither a module nor a function.
+    """
+    if isinstance(criterion, types.MethodType) and criterion.__name__ == "forward":
+        criterion = criterion.__self__
+    if isinstance(criterion, nn.Module):
+        return criterion
+    if not callable(criterion):
+        raise ArgumentTypeError(f"criterion must be a module or a function, got {criterion!r}")
+    function, options = criterion, {}
+    if isinstance(criterion, functools.partial) and not criterion.args:
+        function, options = criterion.func, criterion.keywords
+    if isinstance(function, types.FunctionType) and function in _WITH_OTHER_ARGUMENTS:
+        return _WITH_OTHER_ARGUMENTS[function](**options)
+    module = nn.Module()
+    module.forward = criterion
+    return module
+
+
+def _cut_weights_of_samples(replicas: Sequence[nn.Module], outputs: PerDevice) -> None:
+    """Gives each replica its part of a weight that binary cross entropy has for each sample."""
+    criterion, output, sizes = replicas[0], outputs[0], outputs.chunk_sizes
+    if not isinstance(criterion, nn.BCELoss | nn.BCEWithLogitsLoss) or sizes is None:
+        return
+    weight, dim = criterion.weight, outputs.dim
+    if weight is None or not isinstance(output, torch.Tensor) or weight.dim() != output.dim():
+        return
+    if weight.dim() and weight.size(dim) == sum(sizes):
+        parts = scatter([("weight", weight)], outputs.devices, sizes, dim)
+        for replica, [part] in zip(replicas, parts, strict=True):
+            replica.weight = part
+
+
+def _ctc_targets(
+    targets: torch.Tensor, input_lengths: Any, target_lengths: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns the arguments of ``CTCLoss`` after its first, as tensors of one row a sample."""
+    lengths = torch.as_tensor(target_lengths)
+    if targets.dim() == 1:
+        targets = pad_sequence(targets.split(lengths.tolist()), batch_first=True)
+    return targets, torch.as_tensor(input_lengths), lengths
 
 
 class ModuleWithLoss(nn.Module):
@@ -184,9 +215,7 @@ class ModuleWithLoss(nn.Module):
 
     Args:
         module: gives the output of the inputs.
-        criterion: gives the loss of output and targets, as of ``BalancedCriterion``. For a
-            mean over anything but samples that is no loss of torch, give the
-            ``BalancedDataParallel`` a ``loss_weight``.
+        criterion: gives the loss of output and targets, as of ``BalancedCriterion``.
 
     Raises:
         ArgumentTypeError: ``criterion`` is neither a module nor a function.

@@ -8,29 +8,22 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from itertools import chain
-from typing import Any, Literal, TypeVar, cast, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 from torch import nn
 
-from .arguments import check_broadcast, named_arguments
+from .arguments import check_paths, named_arguments
 from .auto_split import AutoSplit
-from .criterion import ModuleWithLoss
 from .devices import Device, default_device_type, resolve_device, resolve_devices
 from .errors import ArgumentError, ArgumentTypeError, BalanceWarning
-from .losses import (
-    count_targets,
-    counts_targets,
-    how_losses_join,
-    loss_weights,
-    shares_of,
-    warn_of_hidden_counts,
-)
+from .loss_calls import noted
+from .losses import ChunkLosses, Looks
 from .memory.probe import MemoryProbe
 from .parallel_apply import Workers, add_note, describe_replicas, parallel_apply
 from .per_device import PerDevice
 from .replicate import Replicas, Replicator, WrittenState, check_on_device
-from .scatter_gather import ScalarOutputs, Weights, find_batch_size, gather, scatter
+from .scatter_gather import ScalarOutputs, find_batch_size, gather, scatter
 from .split import even_share, split_batch, split_by_weights
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -132,8 +125,9 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         *,
         gather: bool = True,
         broadcast: Iterable[str] = (),
-        scalar_outputs: ScalarOutputs = "mean",
-        loss_weight: Callable[..., Any] | None = None,
+        split: Iterable[str] = (),
+        scalar_outputs: ScalarOutputs = "auto",
+        loss_weight: Callable[..., Any] | str | None = None,
         device_weights: Sequence[float] | None = None,
     ) -> None:
         # nn.DataParallel.__init__ refuses the CPU, and may advise to leave out the smaller GPU.
@@ -159,17 +153,15 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
             )
         if isinstance(dim, bool) or not isinstance(dim, int):
             raise ArgumentTypeError(f"dim must be an integer, got {dim!r}")
-        if isinstance(module, ModuleWithLoss) and loss_weight is None:
-            warn_of_hidden_counts(module.criterion)
-        if loss_weight is not None and scalar_outputs != "mean":
+        if loss_weight is not None and scalar_outputs not in ("auto", "mean"):
             raise ArgumentError(
                 f"loss_weight weighs a mean, but scalar_outputs is {scalar_outputs!r}"
             )
         self.module = module
         self.dim = dim
         self.gathers_outputs = gather
-        self.broadcast = frozenset([broadcast] if isinstance(broadcast, str) else broadcast)
-        check_broadcast(self.broadcast, module.forward)
+        self.broadcast = check_paths("broadcast", broadcast, module.forward)
+        self.split_inputs = check_paths("split", split, module.forward)
         self.scalar_outputs = scalar_outputs
         self.loss_weight = loss_weight
         self.src_device_obj = devices[0] if devices else None
@@ -178,6 +170,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
             self.output_device = self._stock_id(resolve_device(output_device, self._device_type))
         self.chunk_sizes: tuple[int, ...] | None = None
         self._is_split_checked = False
+        self._looks = Looks()
         self._replicator = Replicator()
         self._workers = Workers()
         if len(devices) == 1:
@@ -274,7 +267,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
 
     def _batch_size(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
         named = named_arguments(self.module.forward, inputs, kwargs)
-        return find_batch_size(named, self.dim, self.broadcast)
+        return find_batch_size(named, self.dim, self.broadcast, self.split_inputs)
 
     def _forward_where_module_is(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         output = self.module(*inputs, **kwargs)
@@ -303,7 +296,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         outputs: Sequence[Any],
         devices: Sequence[torch.device],
         chunk_sizes: Sequence[int] | None,
-        weights: Weights | None = None,
+        losses: ChunkLosses | None = None,
     ) -> PerDevice:
         return PerDevice(
             outputs,
@@ -311,8 +304,8 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
             chunk_sizes,
             output_device=self._device_of(self.output_device) if self.device_ids else devices[0],
             dim=self.dim,
-            scalar_outputs=self._joined_by(),
-            weights=weights,
+            scalar_outputs=self.scalar_outputs,
+            losses=losses,
             workers=self._workers,
         )
 
@@ -325,25 +318,30 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
     ) -> Any:
         device_ids = [self.device_ids[i] for i in active]
         scattered_inputs, scattered_kwargs = self.scatter(inputs, kwargs, device_ids, sizes)
-        weights = self._weights(scattered_inputs, scattered_kwargs, sizes)
+        losses = ChunkLosses(
+            self._looks,
+            self.module.forward,
+            sizes or [1],
+            self.dim,
+            list(zip(scattered_inputs, scattered_kwargs, strict=True)),
+            self.loss_weight,
+        )
         replicas = self.replicate(self.module, device_ids)
         # Where the first device runs, its replica has the module's own state.
         first_state = None if active[0] == 0 else WrittenState(self.module, replicas[0])
-        criteria = self._counting_criteria(replicas)
-        outputs = self.parallel_apply(
-            replicas, scattered_inputs, scattered_kwargs, device_ids, sizes
-        )
+        with losses.observed():
+            outputs = self.parallel_apply(
+                replicas, scattered_inputs, scattered_kwargs, device_ids, sizes
+            )
+        losses.settle(outputs)
         if first_state is not None:
             first_state.write_back()
-        if criteria:
-            weights = shares_of(criteria, self._device_of(self.output_device)) or weights
-        del criteria  # a module that somebody refers to is not used again
         if isinstance(replicas, Replicas):  # a subclass may make others
             replicas.give_back()
         if self.gathers_outputs:
-            return self.gather(outputs, self.output_device, weights)
+            return self.gather(outputs, self.output_device, losses)
         devices = [self._device_of(device_id) for device_id in device_ids]
-        return self._per_device(outputs, devices, sizes, weights)
+        return self._per_device(outputs, devices, sizes, losses)
 
     def accumulate(self) -> AbstractContextManager[None]:
         """Has the passes of a ``with`` block share one broadcast of the weights and one reduction.
@@ -407,6 +405,8 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
             chunk_sizes,
             self.dim,
             self.broadcast,
+            self.split_inputs,
+            self._looks.warned,
         )
         count = len(inputs)
         return (
@@ -431,7 +431,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         ids = self.device_ids[: len(replicas)] if device_ids is None else device_ids
         devices = [self._device_of(device_id) for device_id in ids]
         calls = [
-            functools.partial(replica, *replica_inputs, **replica_kwargs)
+            noted(functools.partial(replica, *replica_inputs, **replica_kwargs))
             for replica, replica_inputs, replica_kwargs in zip(
                 replicas, inputs, kwargs, strict=True
             )
@@ -443,38 +443,12 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         self,
         outputs: Sequence[Any],
         output_device: int | torch.device | None,
-        weights: Weights | None = None,
+        losses: ChunkLosses | None = None,
     ) -> Any:
-        """Returns the outputs joined on ``output_device``; ``weights`` are those of a mean."""
-        return gather(outputs, self._device_of(output_device), self.dim, self._joined_by(), weights)
-
-    def _joined_by(self) -> ScalarOutputs:
-        """Returns what becomes of 0-dim outputs, of which a criterion in the module knows more."""
-        if isinstance(self.module, ModuleWithLoss) and self.scalar_outputs == "mean":
-            return how_losses_join(self.module.criterion, self.dim)
-        return self.scalar_outputs
-
-    def _counting_criteria(self, replicas: Sequence[nn.Module]) -> list[nn.Module]:
-        """Returns the replicas of a criterion whose mean is over targets, which it will count."""
-        module = self.module
-        if not isinstance(module, ModuleWithLoss) or self.loss_weight is not None:
-            return []
-        if self.scalar_outputs != "mean" or not counts_targets(module.criterion):
-            return []
-        criteria = [cast(ModuleWithLoss, replica).criterion for replica in replicas]
-        for criterion in criteria:
-            count_targets(criterion)
-        return criteria
-
-    def _weights(
-        self,
-        inputs: Sequence[tuple[Any, ...]],
-        kwargs: Sequence[dict[str, Any]],
-        chunk_sizes: Sequence[int] | None,
-    ) -> Weights | None:
-        if self.loss_weight is None:
-            return chunk_sizes
-        return loss_weights(self.loss_weight, zip(inputs, kwargs, strict=True))
+        """Returns the outputs joined on ``output_device``; ``losses`` knows of 0-dim ones."""
+        sizes = None if losses is None else losses.chunk_sizes
+        device = self._device_of(output_device)
+        return gather(outputs, device, self.dim, self.scalar_outputs, sizes, losses)
 
     def _check_split(self, batch_size: int) -> None:
         """Has ``"auto"`` look back, and warns of what is of no use."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, overload
@@ -9,8 +10,10 @@ from typing import Any, overload
 import torch
 
 from .arguments import named_arguments
+from .loss_calls import noted
+from .losses import ChunkLosses, Looks
 from .parallel_apply import Workers, describe_replicas, parallel_apply
-from .scatter_gather import ScalarOutputs, Weights, gather, scatter
+from .scatter_gather import ScalarOutputs, gather, scatter
 
 _REMEDY = (
     "it holds one output for each device; compute the loss with BalancedCriterion, use map, or "
@@ -30,7 +33,7 @@ class PerDevice(Sequence[Any]):
         output_device: where results are joined.
         dim: the batch dimension.
         scalar_outputs: what ``gather`` makes of 0-dim outputs.
-        weights: those of their mean; None for ``chunk_sizes``.
+        losses: what is known of them.
         workers: the model's threads, which compute the loss and ``map``; without, these calls
             have threads of their own.
 
@@ -62,8 +65,8 @@ class PerDevice(Sequence[Any]):
         *,
         output_device: torch.device,
         dim: int = 0,
-        scalar_outputs: ScalarOutputs = "mean",
-        weights: Weights | None = None,
+        scalar_outputs: ScalarOutputs = "auto",
+        losses: ChunkLosses | None = None,
         workers: Workers | None = None,
     ) -> None:
         self._outputs = tuple(outputs)
@@ -73,7 +76,7 @@ class PerDevice(Sequence[Any]):
         self.dim = dim
         self.workers = workers
         self._scalar_outputs: ScalarOutputs = scalar_outputs
-        self._weights = chunk_sizes if weights is None else weights
+        self._losses = losses
 
     def __len__(self) -> int:
         return len(self._outputs)
@@ -106,14 +109,19 @@ class PerDevice(Sequence[Any]):
             GatherError: the outputs differ in structure.
         """
         return gather(
-            self._outputs, self.output_device, self.dim, self._scalar_outputs, self._weights
+            self._outputs,
+            self.output_device,
+            self.dim,
+            self._scalar_outputs,
+            self.chunk_sizes,
+            self._losses,
         )
 
     def map(
         self,
         function: Callable[..., Any],
         *args: Any,
-        scalar_outputs: ScalarOutputs = "mean",
+        scalar_outputs: ScalarOutputs = "auto",
         **kwargs: Any,
     ) -> Any:
         """Returns ``function(output, *args, **kwargs)``, computed for each output, and joined.
@@ -126,8 +134,9 @@ class PerDevice(Sequence[Any]):
                 has a batch dimension of ``n``, or is 0-dim.
             *args: what else it takes; tensors are cut as the batch was.
             **kwargs: the same by keyword.
-            scalar_outputs: what becomes of 0-dim results: their ``"mean"``, weighted by chunk
-                size, their ``"sum"``, or all of them, as a vector (``"stack"``).
+            scalar_outputs: what becomes of 0-dim results: the value of the whole batch
+                (``"auto"``), their ``"mean"``, weighted by chunk size, their ``"sum"``, or all of
+                them, as a vector (``"stack"``).
 
         Raises:
             ScatterError: an argument cannot be cut as the batch was.
@@ -136,12 +145,17 @@ class PerDevice(Sequence[Any]):
         _, *named = named_arguments(function, (None, *args), kwargs)
         chunks = scatter(named, self.devices, self.chunk_sizes, self.dim)
         count = len(args)
-        calls = [
-            functools.partial(
-                function, output, *chunk[:count], **dict(zip(kwargs, chunk[count:], strict=True))
-            )
+        arguments = [
+            ((output, *chunk[:count]), dict(zip(kwargs, chunk[count:], strict=True)))
             for output, chunk in zip(self, chunks, strict=True)
         ]
+        calls = [noted(functools.partial(function, *args, **named)) for args, named in arguments]
         description = describe_replicas(self.devices, self.chunk_sizes)
-        results = parallel_apply(calls, self.devices, description, self.workers)
-        return gather(results, self.output_device, self.dim, scalar_outputs, self.chunk_sizes)
+        losses = None
+        if self.chunk_sizes is not None:
+            losses = ChunkLosses(Looks(), function, self.chunk_sizes, self.dim, arguments)
+        with contextlib.nullcontext() if losses is None else losses.observed():
+            results = parallel_apply(calls, self.devices, description, self.workers)
+        return gather(
+            results, self.output_device, self.dim, scalar_outputs, self.chunk_sizes, losses
+        )

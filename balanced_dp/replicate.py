@@ -281,7 +281,6 @@ class _Replica:
             members[name] = self.modules[position]
         has_bound = rebind(originals.values, self.modules)
         self._is_reusable = not has_bound and all(map(_is_copied_as_stock, originals.values))
-        self._types = list(map(type, self.modules))
         self._as_made = [attributes.copy() for attributes in self._attributes]
         self._parameters = parameters.of(self._as_made)
         self._buffers = buffers.of(self._as_made)
@@ -330,9 +329,6 @@ class _Replica:
             for attributes, as_made in zip(self._attributes, self._as_made, strict=True):
                 for name in attributes.keys() - as_made.keys():
                     del attributes[name]
-        if list(map(type, self.modules)) != self._types:  # a criterion that counted targets
-            for module, kind in zip(self.modules, self._types, strict=True):
-                module.__class__ = kind
         for members, name, _ in chain(self._parameters, self._buffers):
             members[name] = None
 

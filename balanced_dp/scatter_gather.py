@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
+import sys
+import warnings
+from collections.abc import (
+    Collection,
+    Iterable,
+    Mapping,
+    MutableMapping,
+    MutableSequence,
+    Sequence,
+    Set,
+)
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, Literal
 
 import torch
@@ -13,16 +23,18 @@ from torch.nn.parallel._functions import Scatter
 from torch.nn.utils.rnn import PackedSequence
 
 from . import containers
-from .errors import GatherError, ScatterError
+from .errors import BalanceWarning, GatherError, ScatterError
+from .losses import ChunkLosses, is_loss, weighted_mean
 
-ScalarOutputs = Literal["mean", "sum", "stack"]
+ScalarOutputs = Literal["auto", "mean", "sum", "stack"]
 Path = tuple[str, ...]
-Weights = Sequence[float] | Sequence[torch.Tensor]
-"""Of a mean: numbers, or 0-dim tensors that add up to 1."""
 
 
 def find_batch_size(
-    inputs: Iterable[tuple[str, Any]], dim: int = 0, broadcast: Collection[str] = ()
+    inputs: Iterable[tuple[str, Any]],
+    dim: int = 0,
+    broadcast: Collection[str] = (),
+    split: Collection[str] = (),
 ) -> int | None:
     """Returns the size along ``dim`` of the first tensor that is to be cut, None if none is.
 
@@ -30,22 +42,35 @@ def find_batch_size(
         inputs: the arguments of the call and their names, positional ones first.
         dim: the batch dimension.
         broadcast: dotted paths of tensors, or of containers of tensors, that go whole.
+        split: dotted paths of sequences with an entry for each sample; the first of them counts
+            where there is no tensor.
 
     Raises:
         ScatterError: that tensor has no dimension ``dim``.
     """
-    path, tensor = _first_to_cut(inputs, broadcast)
-    return None if tensor is None else _size(tensor, dim, path)
+    path, value = _first_to_cut(inputs, broadcast, split)
+    if value is None or not isinstance(value, torch.Tensor):
+        return None if value is None else len(value)
+    return _size(value, dim, path)
 
 
 def _first_to_cut(
-    inputs: Iterable[tuple[str, Any]], broadcast: Collection[str]
-) -> tuple[Path, torch.Tensor | None]:
-    for name, value in inputs:
-        for path, tensor in _tensors(value, tuple(name.split("."))):
-            if tensor.dim() > 0 and not _is_broadcast(path, broadcast):
-                return path, tensor
-    return (), None
+    inputs: Iterable[tuple[str, Any]], broadcast: Collection[str], split: Collection[str]
+) -> tuple[Path, Any]:
+    sequences: list[tuple[Path, Any]] = []
+    for name, argument in inputs:
+        routes: list[tuple[Path, Any]] = [(tuple(name.split(".")), argument)]
+        while routes:
+            path, value = routes.pop(0)
+            if ".".join(path) in split and not isinstance(value, torch.Tensor):
+                sequences.append((path, value))
+            elif isinstance(value, torch.Tensor):
+                if value.dim() > 0 and not _is_broadcast(path, broadcast):
+                    return path, value
+            else:
+                items = _items(value, path, ScatterError) or ()
+                routes[:0] = [((*path, name), child) for name, child in items]
+    return sequences[0] if sequences else ((), None)
 
 
 def scatter(
@@ -54,13 +79,16 @@ def scatter(
     chunk_sizes: Sequence[int] | None,
     dim: int = 0,
     broadcast: Collection[str] = (),
+    split: Collection[str] = (),
+    warned: set[str] | None = None,
 ) -> list[list[Any]]:
     """Returns the values of the arguments for each device, in order. Differentiable.
 
-    Tensors of batch size along ``dim`` are cut; 0-dim tensors and those named in ``broadcast`` go
-    whole to each device; what is not a tensor is passed on, its containers as shallow copies. A
-    tensor goes straight from where it is to each device. A chunk that is there already is a view
-    if that keeps no more memory than the chunks do, else a copy.
+    Tensors of batch size along ``dim`` are cut, and so are the sequences named in ``split``; 0-dim
+    tensors and those named in ``broadcast`` go whole to each device; what is not a tensor is passed
+    on, its containers as shallow copies. A tensor goes straight from where it is to each device. A
+    chunk that is there already is a view if that keeps no more memory than the chunks do, else a
+    copy.
 
     Args:
         inputs: the arguments of the call and their names.
@@ -69,13 +97,20 @@ def scatter(
             every tensor goes whole to each device.
         dim: the batch dimension.
         broadcast: dotted paths of tensors, or of containers of tensors, that go whole.
+        split: dotted paths of sequences (lists, tuples, arrays) with an entry for each sample.
+        warned: paths that have been warned of, to which others are added.
 
     Raises:
-        ScatterError: the size of a tensor along ``dim`` is not the batch size.
+        ScatterError: the size of a tensor along ``dim`` is not the batch size, nor is the length of
+            a sequence in ``split``.
+
+    Warns:
+        BalanceWarning: another sequence is as long as the batch, so it may have an entry a sample.
     """
     inputs = list(inputs)
-    first_path, _ = ((), None) if chunk_sizes is None else _first_to_cut(inputs, broadcast)
-    cut = _Cut(devices, chunk_sizes, dim, broadcast, ".".join(first_path))
+    first_path, _ = ((), None) if chunk_sizes is None else _first_to_cut(inputs, broadcast, split)
+    warned = set() if warned is None else warned
+    cut = _Cut(devices, chunk_sizes, dim, broadcast, split, warned, ".".join(first_path))
     columns = [_scatter(value, tuple(name.split(".")), cut) for name, value in inputs]
     return [[column[i] for column in columns] for i in range(len(devices))]
 
@@ -86,6 +121,8 @@ class _Cut:
     chunk_sizes: Sequence[int] | None
     dim: int
     broadcast: Collection[str]
+    split: Collection[str]
+    warned: set[str]
     first_name: str
     """The tensor that said what the batch size is."""
 
@@ -97,6 +134,15 @@ class _Cut:
             parts = self._parts(tensor, sizes)
         else:
             name, first = ".".join(path), self.first_name
+            *parent, last = path
+            if last.isdigit() and parent:
+                listed = ".".join(parent)
+                of_list = (
+                    f"; if {listed} is a list with a tensor for each sample, stack or pad them to "
+                    f"one tensor, or give split=({listed!r},)"
+                )
+            else:
+                of_list = ""
             fact = (
                 f"input {name} of shape {tuple(tensor.shape)} has size {tensor.size(self.dim)} "
                 f"along dim {self.dim}, but the batch has {sum(sizes)} samples"
@@ -108,8 +154,48 @@ class _Cut:
             if first != name:
                 fact += f" by its first tensor, {first}"
                 remedy += f", and if {first} is not, broadcast=({first!r},) does"
-            raise ScatterError(f"{fact}; {remedy}")
+            raise ScatterError(f"{fact}; {remedy}{of_list}")
         return [move(part, device) for part, device in zip(parts, self.devices, strict=True)]
+
+    def is_sequence_of_samples(self, value: Any, path: Path) -> bool:
+        """Returns whether a sequence is to be cut; warns where it may have been meant to be."""
+        name = ".".join(path)
+        if self.chunk_sizes is None or isinstance(value, torch.Tensor):
+            return False
+        if name in self.split:
+            return True
+        batch_size = sum(self.chunk_sizes)
+        if (
+            batch_size > 1
+            and _length(value) == batch_size
+            and not any(isinstance(item, torch.Tensor) for item in value)
+            and not _is_broadcast(path, self.broadcast)
+            and name not in self.warned
+        ):
+            self.warned.add(name)
+            warnings.warn(
+                f"input {name} is a {type(value).__name__} as long as the batch, {batch_size}, but "
+                f"goes whole to each device; split=({name!r},) gives each device the entries of "
+                f"its samples, and broadcast=({name!r},) says that all of it is meant",
+                BalanceWarning,
+                stacklevel=2,
+            )
+        return False
+
+    def entries(self, sequence: Any, path: Path) -> list[Any]:
+        """Returns each device's part of a sequence with an entry for each sample."""
+        assert self.chunk_sizes is not None
+        if _length(sequence) != sum(self.chunk_sizes):
+            raise ScatterError(
+                f"input {'.'.join(path)} is in split, but it is a {type(sequence).__name__} of "
+                f"length {_length(sequence)}, and the batch has {sum(self.chunk_sizes)} samples"
+            )
+        starts = list(accumulate(self.chunk_sizes, initial=0))
+        whole = _Cut(self.devices, None, self.dim, (), (), set(), "")
+        return [
+            _scatter(sequence[start:end], path, whole)[index]
+            for index, (start, end) in enumerate(pairwise(starts))
+        ]
 
     def _parts(self, tensor: torch.Tensor, sizes: Sequence[int]) -> Sequence[torch.Tensor]:
         types = {device.type for device in self.devices}
@@ -136,6 +222,8 @@ class _Cut:
 def _scatter(value: Any, path: Path, cut: _Cut) -> list[Any]:
     if isinstance(value, torch.Tensor):
         return cut(value, path)
+    if cut.is_sequence_of_samples(value, path):
+        return cut.entries(value, path)
     if isinstance(value, PackedSequence) and cut.chunk_sizes is None:
         # Torch's stubs know PackedSequence.to with a dtype only.
         return [value.to(device) for device in cut.devices]  # type: ignore[arg-type]
@@ -149,12 +237,13 @@ def _scatter(value: Any, path: Path, cut: _Cut) -> list[Any]:
     ]
 
 
-def _tensors(value: Any, path: Path) -> Iterator[tuple[Path, torch.Tensor]]:
-    if isinstance(value, torch.Tensor):
-        yield path, value
-    else:
-        for name, child in _items(value, path, ScatterError) or ():
-            yield from _tensors(child, (*path, name))
+def _length(value: Any) -> int | None:
+    """Returns the length of a list, tuple or array; None for anything else."""
+    if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
+        return len(value)
+    numpy = sys.modules.get("numpy")  # torch may be installed without
+    is_array = numpy is not None and isinstance(value, numpy.ndarray) and value.ndim > 0
+    return len(value) if is_array else None
 
 
 def _items(value: Any, path: Path, error: type[Exception]) -> list[tuple[str, Any]] | None:
@@ -212,30 +301,32 @@ def gather(
     outputs: Sequence[Any],
     device: torch.device,
     dim: int = 0,
-    scalar_outputs: ScalarOutputs = "mean",
-    weights: Weights | None = None,
+    scalar_outputs: ScalarOutputs = "auto",
+    chunk_sizes: Sequence[int] | None = None,
+    losses: ChunkLosses | None = None,
 ) -> Any:
     """Joins the outputs of the replicas into one on ``device``. Differentiable.
 
-    Tensors are concatenated along ``dim``. 0-dim tensors become one 0-dim tensor, their mean
-    weighted by ``weights`` (integers and bools have none, and must be equal), or their sum, or a
-    vector of them. Mappings, dataclasses, named tuples, tuples and lists are joined item by item.
-    Anything else must be equal on every replica and is passed on.
+    Tensors are concatenated along ``dim``, or, where their samples are along exactly one other
+    dimension, along that. 0-dim tensors become one 0-dim tensor or a vector; integers and bools
+    must be equal, or added up. Mappings, dataclasses, named tuples, tuples and lists are joined
+    item by item. Anything else must be equal on every replica and is passed on.
 
     Args:
         outputs: one output a replica, at least one.
         device: where the joined tensors go.
         dim: the batch dimension.
-        scalar_outputs: what becomes of 0-dim tensors: ``"mean"``, ``"sum"`` or ``"stack"``.
-        weights: one non-negative number a replica, by default all equal. A replica of weight 0 has
-            no part in the mean, even if its value is NaN; if all are 0 they count as equal. 0-dim
-            tensors are parts of the whole already, and are not read.
+        scalar_outputs: what becomes of 0-dim tensors: ``"auto"``, the value of the whole batch, as
+            ``losses`` finds it; their ``"mean"``, weighted by chunk size or what ``losses`` was
+            given; their ``"sum"``; or all of them (``"stack"``).
+        chunk_sizes: how many samples each replica had, None where nothing was cut.
+        losses: what is known of the 0-dim ones.
 
     Raises:
-        GatherError: the outputs differ in structure, or in a value that is not a tensor.
+        GatherError: the outputs differ in structure, or in a value that is not a tensor; or a
+            tensor does not have its samples along a dimension.
     """
-    weights = [1.0] * len(outputs) if weights is None else weights
-    return _gather(list(outputs), (), _Join(device, dim, scalar_outputs, weights))
+    return _gather(list(outputs), (), _Join(device, dim, scalar_outputs, chunk_sizes, losses))
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,53 +334,87 @@ class _Join:
     device: torch.device
     dim: int
     scalar_outputs: ScalarOutputs
-    weights: Weights
+    chunk_sizes: Sequence[int] | None
+    losses: ChunkLosses | None
 
     def __call__(self, tensors: Sequence[torch.Tensor], path: Path) -> torch.Tensor:
         if all(tensor.dim() == 0 for tensor in tensors):
-            return self._scalars([tensor.to(self.device) for tensor in tensors], path)
+            if self.scalar_outputs == "stack":
+                return torch.stack([tensor.to(self.device) for tensor in tensors])
+            if len(tensors) == 1:
+                return tensors[0].to(self.device)
+            return self._scalars(tensors, path)
         if len(tensors) == 1:
             return tensors[0].to(self.device)
-        if not _differ_along_only(self.dim, tensors):
-            raise _differ(path, tensors, f"shapes that cannot be joined along dim {self.dim}")
         # torch gives its own autograd functions no types.
-        joined: torch.Tensor = Gather.apply(self.device, self.dim, *tensors)  # type: ignore[no-untyped-call]
+        joined: torch.Tensor = Gather.apply(self.device, self._axis(tensors, path), *tensors)  # type: ignore[no-untyped-call]
         return joined
 
-    def _scalars(self, tensors: Sequence[torch.Tensor], path: Path) -> torch.Tensor:
-        if self.scalar_outputs == "stack":
-            return torch.stack(list(tensors))
-        if self.scalar_outputs == "sum":
-            return functools.reduce(torch.add, tensors)
-        if not all(tensor.is_floating_point() or tensor.is_complex() for tensor in tensors):
-            if all(bool(tensor == tensors[0]) for tensor in tensors):
-                return tensors[0]
+    def _axis(self, tensors: Sequence[torch.Tensor], path: Path) -> int:
+        """Returns the dimension along which the tensors have their samples."""
+        shapes, sizes = [tensor.shape for tensor in tensors], self.chunk_sizes
+        known = {} if self.losses is None else self.losses.looks.axes
+        name = ".".join(path)
+        fits = [d for d in range(-tensors[0].dim(), 0) if _differ_along_only(d, tensors)]
+        along_dim = [d for d in fits if d in (self.dim, self.dim - tensors[0].dim())]
+        if sizes is None:
+            found = along_dim
+        else:
+            entries = [
+                d for d in fits if all(s[d] == c for s, c in zip(shapes, sizes, strict=True))
+            ]
+            found = [d for d in along_dim if _is_of_rows([s[d] for s in shapes], sizes)] or entries
+            if known.get(name) in fits:
+                found = [known[name]]
+            elif found and len(fits) == 1:  # the shapes leave no choice
+                known[name] = found[0]
+        if len(found) == 1:
+            return found[0]
+        if along_dim:
             raise GatherError(
-                f"output {'.'.join(path) or '(the whole)'} is a number of type {tensors[0].dtype} "
-                "that differs between the replicas, and a count has no mean; return it as a "
-                "tensor of one entry, or choose scalar_outputs='sum' or 'stack'"
+                f"output {_named(path)} has shape {tuple(shapes[0])} on every replica, though "
+                f"these have {', '.join(map(str, sizes or ()))} samples, so it has no row for each "
+                "of them: reduce it to one 0-dim mean a chunk, compute statistics outside, from "
+                "gathered rows, and read parameters from model.module"
             )
-        shares = [weight for weight in self.weights if isinstance(weight, torch.Tensor)]
-        if shares:
-            pairs = zip(tensors, shares, strict=True)
-            return functools.reduce(torch.add, [t * share.to(t.dtype) for t, share in pairs])
-        weights = [float(weight) for weight in self.weights]
-        weights = weights if any(weights) else [1.0] * len(tensors)
-        total = sum(weights)
-        parts = [t * (weight / total) for t, weight in zip(tensors, weights, strict=True) if weight]
-        return functools.reduce(torch.add, parts)
+        raise _differ(path, tensors, f"shapes that cannot be joined along dim {self.dim}")
+
+    def _scalars(self, tensors: Sequence[torch.Tensor], path: Path) -> torch.Tensor:
+        if self.scalar_outputs == "sum":
+            return weighted_mean(tensors, None, self.device)
+        if all(map(is_loss, tensors)):
+            if self.losses is not None:
+                is_auto = self.scalar_outputs == "auto"
+                return self.losses.join(tensors, ".".join(path), self.device, is_auto)
+            return weighted_mean(tensors, self.chunk_sizes or [1] * len(tensors), self.device)
+        moved = [tensor.to(self.device) for tensor in tensors]
+        if all(bool(tensor == moved[0]) for tensor in moved):
+            return moved[0]
+        raise GatherError(
+            f"output {_named(path)} is a number of type {tensors[0].dtype} that differs between "
+            "the replicas, and a count has no mean; return it as a tensor of one entry, or choose "
+            "scalar_outputs='sum' or 'stack'"
+        )
+
+
+def _named(path: Path) -> str:
+    return ".".join(path) or "(the whole)"
 
 
 def _differ_along_only(dim: int, tensors: Sequence[torch.Tensor]) -> bool:
-    first = tensors[0]
-    if not -first.dim() <= dim < first.dim():
-        return False
-    axis = dim % first.dim()
+    first, axis = tensors[0], dim % tensors[0].dim()
     return all(
         tensor.dim() == first.dim()
         and tensor.shape[:axis] == first.shape[:axis]
         and tensor.shape[axis + 1 :] == first.shape[axis + 1 :]
         for tensor in tensors
+    )
+
+
+def _is_of_rows(lengths: Sequence[int], chunk_sizes: Sequence[int]) -> bool:
+    """Returns whether lengths are as many rows a sample for each chunk, or differ otherwise."""
+    return len(set(lengths)) > 1 or (
+        len(set(chunk_sizes)) == 1 and lengths[0] % chunk_sizes[0] == 0
     )
 
 
@@ -301,6 +426,16 @@ def _gather(outputs: list[Any], path: Path, join: _Join) -> Any:
         raise _differ(path, outputs, "different types")
     if isinstance(first, torch.Tensor):
         return join(outputs, path)
+    if (
+        len(outputs) > 1
+        and isinstance(first, MutableMapping | MutableSequence)
+        and len(first)
+        and all(output is first for output in outputs)
+    ):
+        raise GatherError(
+            f"output {_named(path)} is the same {type(first).__name__} on every replica, which "
+            "holds what the last one wrote to it; return a new one from each forward"
+        )
     children = [_items(output, path, GatherError) for output in outputs]
     if children[0] is None:
         if not all(_equal(first, other) for other in outputs[1:]):
@@ -331,7 +466,7 @@ def _differ(path: Path, values: Sequence[Any], what: str) -> GatherError:
     if len(shown) > 200:
         shown = shown[:200] + " ..."
     return GatherError(
-        f"output {'.'.join(path) or '(the whole)'} cannot be joined: the replicas returned {what} "
+        f"output {_named(path)} cannot be joined: the replicas returned {what} "
         f"({shown}); return tensors, or what is equal on every replica"
     )
 

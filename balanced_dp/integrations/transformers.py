@@ -19,7 +19,7 @@ try:
     from transformers import Trainer, TrainerCallback
     from transformers.training_args import ParallelMode
 
-    from .trainer_parallel import TrainerParallel, shifts_labels_of
+    from .trainer_parallel import TrainerParallel
 except ImportError as error:  # the library itself needs none of these
     raise ImportError(
         f"balanced_dp.integrations.transformers needs {error.name}, which is part of the extra "
@@ -81,14 +81,16 @@ class BalancedTrainerMixin:
         device_ids: Sequence[Device] | None = None,
         device_weights: Sequence[float] | None = None,
         broadcast: Iterable[str] = (),
-        loss_weight: Callable[..., Any] | None = None,
-        scalar_outputs: ScalarOutputs = "mean",
+        split: Iterable[str] = (),
+        loss_weight: Callable[..., Any] | str | None = None,
+        scalar_outputs: ScalarOutputs = "auto",
         **kwargs: Any,
     ) -> None:
         self._split: dict[str, Any] = {
             "gpu0_bsz": gpu0_bsz,
             "device_weights": device_weights,
             "broadcast": broadcast,
+            "split": split,
             "loss_weight": loss_weight,
             "scalar_outputs": scalar_outputs,
         }
@@ -123,7 +125,9 @@ class BalancedTrainerMixin:
                 trainer._move_model_to_device(self.model, self._devices[0])
         # Once, for arguments that cannot be used to say so here.
         BalancedDataParallel(
-            module=nn.Identity(), device_ids=self._devices, **{**self._split, "broadcast": ()}
+            module=nn.Identity(),
+            device_ids=self._devices,
+            **{**self._split, "broadcast": (), "split": ()},
         )
 
     @property
@@ -143,9 +147,6 @@ class BalancedTrainerMixin:
         if type(wrapped) is not nn.DataParallel:
             return wrapped
         self._parallel = TrainerParallel(module=model, device_ids=self._devices, **self._split)
-        self._parallel.shifts_labels = shifts_labels_of(model)
-        if len(self.label_names) == 1:
-            self._parallel.label_name = self.label_names[0]
         return self._parallel
 
     def _get_num_items_in_batch(self, *args: Any, **kwargs: Any) -> Any:

@@ -1,0 +1,370 @@
+"""Losses as people write them, each a function of a module, its output and what it is given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+BATCH, WIDTH, CLASSES, LENGTH = 13, 6, 5, 4
+
+
+class Net(nn.Module):
+    """One row of ``CLASSES`` numbers a sample, ``LENGTH`` such rows by ``tokens``, and a loss."""
+
+    def __init__(self, loss: Callable[..., Any]) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, CLASSES)
+        self.token_head = nn.Linear(WIDTH, LENGTH * CLASSES)
+        self.scale = nn.Parameter(torch.tensor(0.3))
+        self.loss = loss
+
+    def tokens(self, x: Tensor) -> Tensor:
+        return self.token_head(x).view(-1, LENGTH, CLASSES)
+
+    def forward(self, x: Tensor, **given: Any) -> Any:
+        return self.loss(self, x, self.head(x), **given)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A loss and its inputs for the whole batch."""
+
+    loss: Callable[..., Any]
+    given: dict[str, Any] = field(default_factory=dict)
+
+
+_generator = torch.Generator().manual_seed(0)
+X = torch.randn(BATCH, WIDTH, generator=_generator, dtype=torch.double)
+Y = torch.randint(0, CLASSES, (BATCH,), generator=_generator)
+IGNORED = Y.clone()
+IGNORED[0] = -100
+IGNORED[5:9] = -100  # all of a chunk
+TOKENS = torch.randint(0, CLASSES, (BATCH, LENGTH), generator=_generator)
+TOKENS[0] = -100
+TOKENS[5:7] = -100
+TOKENS[:, 2] = -100
+REAL = torch.randn(BATCH, CLASSES, generator=_generator, dtype=torch.double)
+PART = torch.rand(BATCH, CLASSES, generator=_generator, dtype=torch.double)
+SIGN = torch.where(PART > 0.5, 1.0, -1.0).double()
+WEIGHT = torch.rand(BATCH, generator=_generator, dtype=torch.double)
+MASK = (torch.arange(BATCH) % 3 == 1).double()
+HOLES = MASK.clone()
+HOLES[1:5] = 0  # nothing of a chunk counts
+TOKEN_MASK = (torch.rand(BATCH, LENGTH, generator=_generator) > 0.4).double()
+TOKEN_MASK[1] = 0
+CLASS_WEIGHT = torch.tensor([0.5, 0.0, 0.0, 2.0, 1.0], dtype=torch.double)
+
+
+def rows(output: Tensor) -> Tensor:
+    """A number for each sample."""
+    return output.square().mean(1)
+
+
+def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
+    return (values * mask).sum() / mask.sum()
+
+
+def cross_entropy_of_tokens(net: Net, x: Tensor, y: Tensor, **options: Any) -> Tensor:
+    return F.cross_entropy(net.tokens(x).flatten(0, 1), y.flatten(), **options)
+
+
+class Smoothed(nn.CrossEntropyLoss):
+    """A subclass that adds a term."""
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        return super().forward(input, target) + 0.1 * input.square().mean()
+
+
+class Masked(nn.MSELoss):
+    def forward(self, input: Tensor, target: Tensor, mask: Tensor) -> Tensor:
+        return super().forward(input[mask > 0], target[mask > 0])
+
+
+def focal(net: Net, x: Tensor, o: Tensor, y: Tensor) -> Tensor:
+    losses = F.cross_entropy(o, y, reduction="none")
+    return ((1 - (-losses).exp()) ** 2 * losses).mean()
+
+
+def in_place(net: Net, x: Tensor, o: Tensor, y: Tensor, r: Tensor) -> Tensor:
+    loss = F.cross_entropy(o, y)
+    loss += 0.5 * F.mse_loss(o, r)
+    return loss
+
+
+def over_all(net: Net, x: Tensor, o: Tensor, y: Tensor, r: Tensor) -> dict[str, Tensor]:
+    class_loss, box_loss = F.cross_entropy(o, y), F.smooth_l1_loss(o, r)
+    return {"loss": class_loss + 2 * box_loss, "class": class_loss, "box": box_loss.detach()}
+
+
+EXACT: dict[str, Case] = {
+    # Means over entries.
+    "mse": Case(lambda n, x, o, r: F.mse_loss(o, r), {"r": REAL}),
+    "l1": Case(lambda n, x, o, r: F.l1_loss(o, r), {"r": REAL}),
+    "smooth l1": Case(lambda n, x, o, r: F.smooth_l1_loss(o, r), {"r": REAL}),
+    "huber": Case(lambda n, x, o, r: F.huber_loss(o, r, delta=0.5), {"r": REAL}),
+    "bce": Case(lambda n, x, o, p: F.binary_cross_entropy(o.sigmoid(), p), {"p": PART}),
+    "bce with logits": Case(
+        lambda n, x, o, p: F.binary_cross_entropy_with_logits(o, p), {"p": PART}
+    ),
+    "kl batchmean": Case(
+        lambda n, x, o, p: F.kl_div(o.log_softmax(1), p.softmax(1), reduction="batchmean"),
+        {"p": PART},
+    ),
+    "kl sum": Case(
+        lambda n, x, o, p: nn.KLDivLoss(reduction="sum")(o.log_softmax(1), p), {"p": PART}
+    ),
+    "poisson": Case(lambda n, x, o, p: F.poisson_nll_loss(o, p), {"p": PART}),
+    "gaussian": Case(lambda n, x, o, r: F.gaussian_nll_loss(o, r, o.exp()), {"r": REAL}),
+    "soft margin": Case(lambda n, x, o, s: F.soft_margin_loss(o, s), {"s": SIGN}),
+    "multi margin": Case(lambda n, x, o, y: F.multi_margin_loss(o, y), {"y": Y}),
+    "hinge": Case(lambda n, x, o, s: (1 - o * s).clamp(min=0).mean(), {"s": SIGN}),
+    "hinge embedding": Case(lambda n, x, o, s: F.hinge_embedding_loss(o, s), {"s": SIGN}),
+    "multilabel soft margin": Case(
+        lambda n, x, o, p: F.multilabel_soft_margin_loss(o, p.round()), {"p": PART}
+    ),
+    "margin ranking": Case(
+        lambda n, x, o, s: F.margin_ranking_loss(o, o.roll(1, 1), s, margin=0.1), {"s": SIGN}
+    ),
+    "cosine embedding": Case(
+        lambda n, x, o, r, s: F.cosine_embedding_loss(o, r, s[:, 0]), {"r": REAL, "s": SIGN}
+    ),
+    "triplet": Case(lambda n, x, o, r: F.triplet_margin_loss(o, r, r.flip(1)), {"r": REAL}),
+    "cosine similarity": Case(lambda n, x, o, r: 1 - F.cosine_similarity(o, r).mean(), {"r": REAL}),
+    "log cosh": Case(lambda n, x, o, r: (o - r).cosh().log().mean(), {"r": REAL}),
+    "charbonnier": Case(lambda n, x, o, r: ((o - r) ** 2 + 1e-6).sqrt().mean(), {"r": REAL}),
+    "quantile": Case(
+        lambda n, x, o, r: torch.maximum(0.9 * (r - o), -0.1 * (r - o)).mean(), {"r": REAL}
+    ),
+    "mean of sums": Case(lambda n, x, o: o.square().sum(1).mean()),
+    "sum of means": Case(lambda n, x, o: o.square().mean(0).sum()),
+    "mean along the batch": Case(
+        lambda n, x, o: torch.mean(-0.5 * torch.sum(1 + o - o**2 - o.exp(), dim=1), dim=0)
+    ),
+    "mean of means": Case(lambda n, x, o: o.square().mean(1).mean()),
+    "focal": Case(focal, {"y": Y}),
+    "entropy": Case(lambda n, x, o: -(o.softmax(1) * o.log_softmax(1)).sum(1).mean()),
+    "distillation": Case(
+        lambda n, x, o, y, r: (
+            0.5 * F.cross_entropy(o, y)
+            + 2 * F.kl_div((o / 2).log_softmax(1), r.softmax(1), reduction="batchmean")
+        ),
+        {"y": Y, "r": REAL},
+    ),
+    "wasserstein": Case(lambda n, x, o: o[:, 0].mean() - o[:, 1].mean()),
+    "gan": Case(lambda n, x, o: F.softplus(-o[:, 0]).mean() + F.softplus(o[:, 1]).mean()),
+    "mixup": Case(
+        lambda n, x, o, y, z: 0.3 * F.cross_entropy(o, y) + 0.7 * F.cross_entropy(o, z),
+        {"y": Y, "z": Y.flip(0)},
+    ),
+    "soft targets": Case(lambda n, x, o, p: F.cross_entropy(o, p.softmax(1)), {"p": PART}),
+    "uncertainty": Case(
+        lambda n, x, o, y, r: (
+            (-n.scale).exp() * F.cross_entropy(o, y)
+            + F.mse_loss(o, r) / (2 * n.scale.exp())
+            + n.scale
+        ),
+        {"y": Y, "r": REAL},
+    ),
+    "penalty": Case(
+        lambda n, x, o, r: F.mse_loss(o, r) + 0.01 * sum(p.square().sum() for p in n.parameters()),
+        {"r": REAL},
+    ),
+    "norms of weights": Case(
+        lambda n, x, o, r: F.mse_loss(o, r) + 0.01 * sum(p.norm() for p in n.parameters()),
+        {"r": REAL},
+    ),
+    "orthogonality": Case(
+        lambda n, x, o, r: (
+            F.mse_loss(o, r)
+            + (n.head.weight @ n.head.weight.T - torch.eye(CLASSES).to(o)).square().sum()
+        ),
+        {"r": REAL},
+    ),
+    "perceptual": Case(
+        lambda n, x, o, r: (
+            F.mse_loss(o, r) + 0.1 * F.l1_loss(n.head.weight @ x.T, n.head.weight @ x.T + 1)
+        ),
+        {"r": REAL},
+    ),
+    "gradient penalty on rows": Case(lambda n, x, o: (o.norm(dim=1) - 1).square().mean()),
+    "total variation": Case(lambda n, x, o: (o[:, 1:] - o[:, :-1]).abs().mean()),
+    "stacked": Case(
+        lambda n, x, o, r: torch.stack([F.mse_loss(o, r), F.l1_loss(o, r)]).mean(), {"r": REAL}
+    ),
+    "logits regularised": Case(
+        lambda n, x, o, y: F.cross_entropy(o, y) + 1e-3 * o.logsumexp(1).square().mean(), {"y": Y}
+    ),
+    "mean times length": Case(lambda n, x, o, r: F.mse_loss(o, r) * len(x), {"r": REAL}),
+    # Sums.
+    "sum": Case(lambda n, x, o, r: F.mse_loss(o, r, reduction="sum"), {"r": REAL}),
+    "half a sum": Case(lambda n, x, o, r: 0.5 * (o - r).square().sum(), {"r": REAL}),
+    "variational": Case(
+        lambda n, x, o, p: (
+            F.binary_cross_entropy(o.sigmoid(), p, reduction="sum")
+            - 0.5 * torch.sum(1 + o - o.square() - o.exp())
+        ),
+        {"p": PART},
+    ),
+    "sum by length": Case(lambda n, x, o, r: (o - r).square().sum() / len(x), {"r": REAL}),
+    "sum by size": Case(lambda n, x, o, r: (o - r).square().sum() / o.numel(), {"r": REAL}),
+    "sum times 1 / length": Case(
+        lambda n, x, o, r: (o - r).square().sum() * (1 / x.size(0)), {"r": REAL}
+    ),
+    "sum by a number": Case(
+        lambda n, x, o, y, n_items: F.cross_entropy(o, y, reduction="sum") / n_items,
+        {"y": IGNORED, "n_items": 8},
+    ),
+    "sum by a tensor": Case(
+        lambda n, x, o, y, n_items: F.cross_entropy(o, y, reduction="sum") / n_items,
+        {"y": IGNORED, "n_items": torch.tensor(8)},
+    ),
+    # Means over what counts.
+    "cross entropy": Case(lambda n, x, o, y: F.cross_entropy(o, y), {"y": Y}),
+    "ignored": Case(lambda n, x, o, y: F.cross_entropy(o, y), {"y": IGNORED}),
+    "nll": Case(lambda n, x, o, y: F.nll_loss(o.log_softmax(1), y), {"y": IGNORED}),
+    "tokens": Case(lambda n, x, o, y: cross_entropy_of_tokens(n, x, y), {"y": TOKENS}),
+    "all options": Case(
+        lambda n, x, o, y: cross_entropy_of_tokens(
+            n, x, y, weight=CLASS_WEIGHT.to(o.device), label_smoothing=0.1, ignore_index=3
+        ),
+        {"y": TOKENS.where(TOKENS >= 0, 3)},
+    ),
+    "images": Case(
+        lambda n, x, o, y: nn.NLLLoss(weight=CLASS_WEIGHT.to(o.device))(
+            n.tokens(x).transpose(1, 2)[..., None].log_softmax(1), y[..., None]
+        ),
+        {"y": TOKENS},
+    ),
+    "scaled": Case(lambda n, x, o, y: (2 * F.cross_entropy(o, y) - 1) / 4, {"y": IGNORED}),
+    "subclass": Case(lambda n, x, o, y: Smoothed()(o, y), {"y": IGNORED}),
+    "in place": Case(in_place, {"y": IGNORED, "r": REAL}),
+    "two counts": Case(
+        lambda n, x, o, y, t: (F.cross_entropy(o, y) + cross_entropy_of_tokens(n, x, t)) / 2,
+        {"y": IGNORED, "t": TOKENS},
+    ),
+    "two counts, stacked": Case(
+        lambda n, x, o, y, t: torch.stack(
+            [F.cross_entropy(o, y), cross_entropy_of_tokens(n, x, t)]
+        ).sum(),
+        {"y": IGNORED, "t": TOKENS},
+    ),
+    "count and mean": Case(
+        lambda n, x, o, y, r: 2 * F.mse_loss(o, r) - (F.cross_entropy(o, y) + 1) / 3,
+        {"y": IGNORED, "r": REAL},
+    ),
+    "count and sum": Case(
+        lambda n, x, o, y, r: F.cross_entropy(o, y) + F.mse_loss(o, r, reduction="sum"),
+        {"y": IGNORED, "r": REAL},
+    ),
+    "count and masked mean": Case(
+        lambda n, x, o, y, m: F.cross_entropy(o, y) + masked_mean(rows(o), m),
+        {"y": IGNORED, "m": WEIGHT},
+    ),
+    "count and penalty": Case(
+        lambda n, x, o, y: F.cross_entropy(o, y) + 0.1 * n.head.weight.abs().sum(), {"y": IGNORED}
+    ),
+    "counts of unlike weights": Case(
+        lambda n, x, o, y, t: (
+            (-n.scale).exp() * F.cross_entropy(o, y) + n.scale * cross_entropy_of_tokens(n, x, t)
+        ),
+        {"y": IGNORED, "t": TOKENS},
+    ),
+    "several outputs": Case(over_all, {"y": IGNORED, "r": REAL}),
+    "checkpointed": Case(
+        lambda n, x, o, y: checkpoint(F.cross_entropy, o, y, use_reentrant=False), {"y": IGNORED}
+    ),
+    "checkpointed, reentrant": Case(
+        lambda n, x, o, y: (
+            checkpoint(F.cross_entropy, o, y, use_reentrant=True)
+            if o.requires_grad
+            else F.cross_entropy(o, y)
+        ),
+        {"y": IGNORED},
+    ),
+    "masked": Case(lambda n, x, o, m: masked_mean(rows(o), m), {"m": MASK}),
+    "masked, holes": Case(lambda n, x, o, m: masked_mean(rows(o), m), {"m": HOLES}),
+    "masked, twice": Case(
+        lambda n, x, o, m: masked_mean(rows(o), m) + 0.1 * masked_mean(o.abs().mean(1), m),
+        {"m": MASK},
+    ),
+    "masked bce": Case(
+        lambda n, x, o, p, m: masked_mean(
+            F.binary_cross_entropy_with_logits(o, p, reduction="none").sum(1), m
+        ),
+        {"p": PART, "m": MASK},
+    ),
+    "masked tokens": Case(
+        lambda n, x, o, m: masked_mean(n.tokens(x).square().mean(-1), m), {"m": TOKEN_MASK}
+    ),
+    "masked by sample": Case(
+        lambda n, x, o, m: ((n.tokens(x).square().mean(-1) * m).sum(1) / (m.sum(1) + 1)).mean(),
+        {"m": TOKEN_MASK},
+    ),
+    "mean of masked by mean": Case(lambda n, x, o, m: (rows(o) * m).mean() / m.mean(), {"m": MASK}),
+    "clamped count": Case(
+        lambda n, x, o, m: (rows(o) * m).sum() / m.sum().clamp(min=1), {"m": HOLES}
+    ),
+    "smoothed count": Case(lambda n, x, o, m: (rows(o) * m).sum() / (m.sum() + 1), {"m": HOLES}),
+    "selected": Case(lambda n, x, o, r, m: F.mse_loss(o[m > 0], r[m > 0]), {"r": REAL, "m": MASK}),
+    "selected, holes": Case(lambda n, x, o, r, m: Masked()(o, r, m), {"r": REAL, "m": HOLES}),
+    "mean of selected": Case(lambda n, x, o, m: rows(o)[m > 0].mean(), {"m": MASK}),
+    "sum of selected by number": Case(
+        lambda n, x, o, m: rows(o)[m > 0].sum() / (m > 0).sum().item(), {"m": MASK}
+    ),
+    "where": Case(
+        lambda n, x, o, m: torch.where(m > 0, rows(o), 0).sum() / (m > 0).sum(), {"m": MASK}
+    ),
+    "weighted": Case(lambda n, x, o, w: (w * rows(o)).sum() / w.sum(), {"w": WEIGHT}),
+    "focal over positives": Case(
+        lambda n, x, o, m: (((1 - o.sigmoid()) ** 2 * F.softplus(-o)).sum(1) * m).sum() / m.sum(),
+        {"m": HOLES},
+    ),
+}
+"""Their values and gradients are those of the whole batch, and nothing is warned of."""
+
+UNCLEAR: dict[str, tuple[Case, str]] = {
+    "dice": (
+        Case(
+            lambda n, x, o, m: (
+                1 - 2 * (o[:, 0].sigmoid() * m).sum() / (o[:, 0].sigmoid().sum() + m.sum())
+            ),
+            {"m": MASK},
+        ),
+        "divided by what has a gradient",
+    ),
+    "rmse": (Case(lambda n, x, o, r: F.mse_loss(o, r).sqrt(), {"r": REAL}), "but a Sqrt"),
+    "perplexity": (Case(lambda n, x, o, y: F.cross_entropy(o, y).exp(), {"y": Y}), "but a Exp"),
+    "norm": (Case(lambda n, x, o, r: (o - r).norm(), {"r": REAL}), "LinalgVectorNorm"),
+    "product": (
+        Case(lambda n, x, o, r: F.mse_loss(o, r) * o.abs().mean(), {"r": REAL}),
+        "the product of two means",
+    ),
+    "statistics": (Case(lambda n, x, o: o.mean(0).square().sum()), "but a Pow"),
+    "two masks": (
+        Case(
+            lambda n, x, o, m, w: masked_mean(rows(o), m) + masked_mean(rows(o), w),
+            {"m": MASK, "w": WEIGHT},
+        ),
+        "unlike numbers of entries",
+    ),
+    "sum and mean": (
+        Case(lambda n, x, o, r: F.mse_loss(o, r, reduction="sum") + o.mean(), {"r": REAL}),
+        "a mean and a sum",
+    ),
+    "sum and penalty": (
+        Case(lambda n, x, o: o.square().sum() + n.head.weight.square().sum()),
+        "the same on every replica to a sum",
+    ),
+    "one sample": (Case(lambda n, x, o: rows(o)[0]), "an entry of a single sample"),
+    "branch": (
+        Case(lambda n, x, o: o.mean() if len(x) < 4 else o.square().mean().mul(2)),
+        "in different ways",
+    ),
+}
+"""Their values are not known; with each, a part of the warning."""
