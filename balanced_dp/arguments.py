@@ -60,3 +60,10 @@ def _qualified_name(function: Callable[..., Any]) -> str:
     owner = getattr(function, "__self__", None)
     name = getattr(function, "__name__", repr(function))
     return name if owner is None else f"{type(owner).__name__}.{name}"
+
+
+def described(function: Callable[..., Any]) -> str:
+    """Returns the name of a function, and where it is written."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    name = getattr(function, "__qualname__", type(function).__name__)
+    return name if code is None else f"{name} ({code.co_filename}:{code.co_firstlineno})"

@@ -26,7 +26,8 @@ class CountedLoss:
         divisor: what its sum was divided by, 0-dim: the count, or 1 for a sum that is not 0 though
             nothing counts.
         value: its value, whatever is added to ``loss`` in place.
-        node: what has computed it: the node of autograd, or a ``Call``.
+        node: the node of autograd that has computed it, None where it recorded nothing.
+        call: the call that has, if it was noted.
     """
 
     loss: torch.Tensor
@@ -34,6 +35,7 @@ class CountedLoss:
     divisor: torch.Tensor
     value: torch.Tensor
     node: Any
+    call: Any = None
 
 
 _counted: ContextVar[list[CountedLoss] | None] = ContextVar("counted", default=None)

@@ -15,7 +15,8 @@ from torch.nn.utils.rnn import pad_sequence
 from .arguments import check_paths, named_arguments
 from .errors import ArgumentTypeError, ScatterError
 from .loss_calls import noted
-from .losses import Arguments, ChunkLosses, Looks
+from .loss_weight import Arguments
+from .losses import ChunkLosses, Looks
 from .parallel_apply import describe_replicas, parallel_apply
 from .per_device import PerDevice
 from .replicate import WrittenState, replicate

@@ -325,6 +325,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
             self.dim,
             list(zip(scattered_inputs, scattered_kwargs, strict=True)),
             self.loss_weight,
+            self.scalar_outputs == "auto",
         )
         replicas = self.replicate(self.module, device_ids)
         # Where the first device runs, its replica has the module's own state.

@@ -124,8 +124,8 @@ class _Notes(TorchFunctionMode):
                 call = Call(operator, output.shape, inputs, output=output, **saved)
                 self._calls[id(output)] = call
                 counted = counted_loss(output)
-                if counted is not None and counted.node is None:
-                    counted.node = call
+                if counted is not None and counted.call is None:  # not what is added in place
+                    counted.call = call
         return output
 
     def _inputs(self, operator: str, args: Any, kwargs: Any) -> list[Call | None]:

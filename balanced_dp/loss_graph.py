@@ -17,7 +17,8 @@ from .loss_calls import Calls
 Edge = tuple[Any, int]
 """A node of the graph, and which of its outputs is meant."""
 
-Value = float | torch.Tensor
+Value = Any
+"""A number or a tensor."""
 
 _VIEWS = {
     *("Alias", "Clone", "ToCopy", "View", "ViewAs", "UnsafeView", "ReshapeAlias", "Squeeze"),
@@ -231,12 +232,11 @@ class LossGraph:
                 _multiply(
                     factors, _Scale([_numel(reduction, s) for s in reduction.sizes], divides=True)
                 )
-        return Term(
-            [item.divisor for item in counted],
-            factors,
-            [item.value for item in counted],
-            counts=([item.count for item in counted], lambda whole: whole),
-        )
+        divisors = [item.divisor for item in counted]
+        losses, counts = [item.value for item in counted], [item.count for item in counted]
+        if all(one is other for one, other in zip(divisors, counts, strict=True)):
+            return Term(divisors, factors, losses)
+        return Term(divisors, factors, losses, counts=(counts, lambda whole: whole))
 
     def _sample_term(
         self, edges: Sequence[Edge], scales: Sequence[_Scale], reductions: Sequence[_Reduction]

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
-import math
+import functools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from numbers import Real
@@ -13,14 +12,12 @@ from typing import Any
 import torch
 
 from . import containers
-from .arguments import named_arguments
+from .arguments import described
 from .counted_losses import CountedLoss, counting
-from .errors import ArgumentError, BalanceWarning
+from .errors import BalanceWarning
 from .loss_calls import Call, Calls, noting
 from .loss_graph import LossGraph, Term, UnclearError, Value, are_proportional
-
-Arguments = tuple[Sequence[Any], Mapping[str, Any]]
-"""Positional and keyword arguments of a call."""
+from .loss_weight import Arguments, loss_weights
 
 
 class Looks:
@@ -45,7 +42,7 @@ class Looks:
             return
         self.warned.add(name)
         warnings.warn(
-            f"output {name or '(the whole)'} of {_described(function)} is averaged by samples, and "
+            f"output {name or '(the whole)'} of {described(function)} is averaged by samples, and "
             f"that need not be its value for the whole batch: {reason}. Compute it outside, from "
             "gathered outputs, or only what is linear inside; give loss_weight if it is a mean "
             "over something else, or scalar_outputs='mean' if this is right",
@@ -64,6 +61,7 @@ class ChunkLosses:
         dim: their dimension.
         arguments: of each replica.
         loss_weight: tells what each replica's losses weigh; by default their graphs do.
+        is_auto: whether their graphs are asked; if not, losses weigh as many samples as they had.
     """
 
     def __init__(
@@ -74,6 +72,7 @@ class ChunkLosses:
         dim: int = 0,
         arguments: Sequence[Arguments] = (),
         loss_weight: Callable[..., Any] | str | None = None,
+        is_auto: bool = True,
     ) -> None:
         self.looks = looks
         self._function = function
@@ -81,16 +80,18 @@ class ChunkLosses:
         self._dim = dim
         self._arguments = arguments
         self._loss_weight = loss_weight
+        self._is_auto = is_auto
         self._whole_batch = list(_scalars(arguments))
         self._adds_up = any(kwargs.get("num_items_in_batch") is not None for _, kwargs in arguments)
         self._weights: list[Any] | None = None
+        self._results: dict[tuple[int, ...], torch.Tensor] = {}
         self._counted: list[CountedLoss] = []
         self._calls: Calls = {}
 
     @contextlib.contextmanager
     def observed(self) -> Iterator[None]:
         """Count and note what the replicas compute in this context."""
-        if len(self.chunk_sizes) < 2:
+        if len(self.chunk_sizes) < 2 or not self._is_auto:
             yield
             return
         is_recorded = torch.is_grad_enabled()
@@ -101,16 +102,12 @@ class ChunkLosses:
 
     def settle(self, outputs: Sequence[Any]) -> None:
         """Ask ``loss_weight``, if there is a loss in the outputs, and let go of the arguments."""
-        if self._loss_weight is not None and any(map(is_loss, tensors_in(outputs[0]))):
+        if self._loss_weight is not None and any(map(is_loss, _tensors(outputs[0]))):
             self._weights = loss_weights(self._loss_weight, self._function, self._arguments)
         self._arguments = ()
 
     def join(
-        self,
-        outputs: Sequence[torch.Tensor],
-        name: str,
-        device: torch.device,
-        looks: bool = True,
+        self, outputs: Sequence[torch.Tensor], name: str, device: torch.device
     ) -> torch.Tensor:
         """Return the value that the whole batch has, on ``device``. Differentiable.
 
@@ -118,13 +115,13 @@ class ChunkLosses:
             outputs: of each replica, 0-dim floating.
             name: of the output.
             device: where the result goes.
-            looks: whether to find out what they are means over; if not, it is the samples.
         """
         if self._weights is not None:
+            weights: list[Any]
             weights = [w.get(name) if isinstance(w, Mapping) else w for w in self._weights]
-            if all(weight is not None for weight in weights):
+            if not any(weight is None for weight in weights):
                 return weighted_mean(outputs, weights, device)
-        if not looks:
+        if not self._is_auto:
             return weighted_mean(outputs, self.chunk_sizes, device)
         try:
             return self._joined(outputs, name, device)
@@ -135,9 +132,12 @@ class ChunkLosses:
     def _joined(
         self, outputs: Sequence[torch.Tensor], name: str, device: torch.device
     ) -> torch.Tensor:
-        counted = {_node_of(item): item for item in self._counted}
-        nodes = [self._node(output, counted) for output in outputs]
         is_recorded = outputs[0].grad_fn is not None
+        alias = tuple(map(_storage, outputs))
+        if not is_recorded and alias in self._results:  # it was detached from another output
+            return self._results[alias].detach()
+        counted = dict(pair for item in self._counted for pair in _nodes_of(item))
+        nodes = [self._node(output, counted) for output in outputs]
         if not is_recorded and not all(node in counted for node in nodes):
             self.looks.notes_calls[False] = True
             if None in nodes:
@@ -153,21 +153,22 @@ class ChunkLosses:
             self.looks.counts.setdefault(name, set()),
         )
         terms = graph.terms(nodes)
-        if any(term.counts and not term.losses for term in terms):
-            self.looks.notes_calls[is_recorded] = True
         own = [term for term in terms if not term.losses and not term.is_constant]
         known = [term for term in terms if term.losses]
         base = (own or known or [Term(self.chunk_sizes)])[0]
         self._check(own, (name, *graph.names))
         if base.weights is None and any(term.is_constant for term in terms):
             raise UnclearError("it adds what is the same on every replica to a sum over samples")
-        if base.weights is None and not is_recorded:
-            self.looks.sums.add(name)
+        if any(term.counts for term in own):
+            self.looks.notes_calls[is_recorded] = True
+        if not is_recorded and torch.is_grad_enabled():
+            self._remember(name, base)
         shares = _shares(base, device, len(outputs))
-        joined = _weighted_sum(outputs, shares, device)
+        joined = _weighted_sum(outputs, shares, device, may_be_nan=not base.losses)
         for term in known:
             if term is not base:
                 joined = joined + _correction(term, shares, device)
+        self._results[alias] = joined
         return joined
 
     def _node(self, output: torch.Tensor, counted: Mapping[Any, CountedLoss]) -> Any:
@@ -176,7 +177,23 @@ class ChunkLosses:
             return output.grad_fn
         if id(output) in self._calls:
             return self._calls[id(output)]
-        return next((node for node, item in counted.items() if item.loss is output), None)
+        storage = _storage(output)
+        for node, item in counted.items():
+            if _storage(item.loss) == storage:
+                return node
+        return None
+
+    def _remember(self, name: str, term: Term) -> None:
+        """Keep what notes have shown of an output that autograd tells nothing of."""
+        if term.weights is None:
+            self.looks.sums.add(name)
+        elif not term.losses and not are_proportional(term.weights, self.chunk_sizes):
+            self.looks.warn(
+                name,
+                self._function,
+                "it is a mean over what counts, and has no graph to read that from; return it "
+                "without detach()",
+            )
 
     def _check(self, terms: Sequence[Term], graph: tuple[str, ...]) -> None:
         """Raise UnclearError where terms do not share what they are a mean over."""
@@ -195,14 +212,17 @@ class ChunkLosses:
                 self.looks.agreeing.add(graph)
 
 
-def _node_of(counted: CountedLoss) -> Any:
-    is_of_autograd = counted.node is not None and not isinstance(counted.node, Call)
-    if not is_of_autograd and counted.loss.grad_fn is not None:
+def _nodes_of(counted: CountedLoss) -> Iterator[tuple[Any, CountedLoss]]:
+    if counted.node is None and counted.loss.grad_fn is not None:
         # A function of autograd that computed it without a graph has a node by now.
-        counted.node, counted.value = counted.loss.grad_fn, counted.loss
-    elif counted.node is None:
-        counted.node = Call("counted", counted.loss.shape)
-    return counted.node
+        counted.value, counted.node = counted.loss, counted.loss.grad_fn
+    for node in (counted.node, counted.call or Call("counted", counted.loss.shape)):
+        if node is not None:
+            yield node, counted
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
 
 
 def weighted_mean(
@@ -216,76 +236,74 @@ def weighted_mean(
     return _weighted_sum(outputs, shares, device)
 
 
-def _shares(term: Term, device: torch.device, count: int) -> Sequence[Value]:
+def _shares(term: Term, device: torch.device, count: int) -> torch.Tensor | list[float]:
     """Return what each replica's value is multiplied by to add up to that of the whole batch."""
     weights = term.weights
     if weights is None:
         return [1.0] * count
     if not any(isinstance(weight, torch.Tensor) for weight in weights):
         numbers = [float(weight) for weight in weights]
-        total = sum(numbers)
-        return [number / total for number in numbers] if total else [1 / count] * count
+        whole = sum(numbers)
+        return [number / whole for number in numbers] if whole else [1 / count] * count
     tensors = _on(device, weights)
-    total = sum(tensors)
-    if term.counts is not None:
-        counts, finish = term.counts
-        total = finish(sum(_on(device, counts)))
-    return [weight / total for weight in tensors]
+    if term.counts is None:
+        return tensors / tensors.sum()
+    counts, finish = term.counts
+    return tensors / finish(_on(device, counts).sum())
 
 
-def _on(device: torch.device, weights: Iterable[Any]) -> list[Any]:
+def _on(device: torch.device, weights: Iterable[Any]) -> torch.Tensor:
     # In float64, where a count of tokens is exact.
-    return [torch.as_tensor(weight).detach().to(device, torch.double) for weight in weights]
+    tensors = [torch.as_tensor(weight).detach().to(device) for weight in weights]
+    return torch.stack(tensors).double()
 
 
 def _weighted_sum(
-    outputs: Sequence[torch.Tensor], shares: Sequence[Value], device: torch.device
+    outputs: Sequence[torch.Tensor],
+    shares: torch.Tensor | list[float],
+    device: torch.device,
+    may_be_nan: bool = True,
 ) -> torch.Tensor:
-    parts = []
-    for output, share in zip(outputs, shares, strict=True):
-        moved = output.to(device)
-        if isinstance(share, torch.Tensor):
-            # 0 / 0 where nothing counts
-            moved = torch.where((share == 0) & moved.isnan(), 0, moved)
-            parts.append(moved * share.to(moved.dtype))
-        elif share:
-            parts.append(moved * share if share != 1 else moved)
-    return _total(parts)
+    moved = [output.to(device) for output in outputs]
+    if isinstance(shares, torch.Tensor):
+        values = torch.stack(moved)
+        if may_be_nan:  # 0 / 0 where nothing counts
+            values = values.masked_fill((shares == 0) & values.isnan(), 0)
+        return _dot(values, shares)
+    pairs = zip(moved, shares, strict=True)
+    return functools.reduce(torch.add, [output * share for output, share in pairs if share])
 
 
-def _correction(term: Term, shares: Sequence[Value], device: torch.device) -> torch.Tensor:
+def _dot(values: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+    dtype = torch.promote_types(values.dtype, torch.float32)
+    return (values.to(dtype) * shares.to(dtype)).sum().to(values.dtype)
+
+
+def _correction(
+    term: Term, shares: torch.Tensor | list[float], device: torch.device
+) -> torch.Tensor:
     """Return what a counted term lacks where it is weighted by the shares of others."""
-    own = _shares(term, device, len(shares))
-    parts = []
-    for loss, factor, right, used in zip(term.losses or (), term.factors, own, shares, strict=True):
-        if factor is None:
-            raise UnclearError("it weighs several cross entropies by a vector")
-        loss = loss.to(device)
-        if isinstance(factor, torch.Tensor):
-            factor = factor.to(device)
-        parts.append(loss * (right - used).to(loss.dtype) * factor)
-    return _total(parts)
-
-
-def _total(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    total, *others = parts
-    for part in others:
-        total = total + part
-    return total
+    losses = [loss.to(device) for loss in term.losses or ()]
+    if any(factor is None for factor in term.factors):
+        raise UnclearError("it weighs several cross entropies by a vector")
+    factors: list[Any] = [f.to(device) if isinstance(f, torch.Tensor) else f for f in term.factors]
+    own: Any = _shares(term, device, len(losses))
+    values = torch.stack([loss * factor for loss, factor in zip(losses, factors, strict=True)])
+    return _dot(values, own - torch.as_tensor(shares, dtype=torch.double, device=device))
 
 
 def is_loss(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor has a single value and no dimension, as losses do."""
+    """Return whether a tensor is a number that has a mean, as losses are."""
     return not tensor.dim() and (tensor.is_floating_point() or tensor.is_complex())
 
 
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors in nested containers."""
     if isinstance(value, torch.Tensor):
         yield value
     else:
         for _, child in containers.items(value) or ():
-            yield from tensors_in(child)
+            yield from _tensors(child)
 
 
 def _scalars(value: Any) -> Iterator[Any]:
@@ -298,87 +316,3 @@ def _scalars(value: Any) -> Iterator[Any]:
     elif not isinstance(value, str):
         for _, child in containers.items(value) or ():
             yield from _scalars(child)
-
-
-def _described(function: Callable[..., Any]) -> str:
-    code = getattr(inspect.unwrap(function), "__code__", None)
-    name = getattr(function, "__qualname__", type(function).__name__)
-    return name if code is None else f"{name} ({code.co_filename}:{code.co_firstlineno})"
-
-
-# Weights that the caller gives.
-
-
-def loss_weights(
-    loss_weight: Callable[..., Any] | str,
-    function: Callable[..., Any],
-    arguments: Iterable[Arguments],
-) -> list[Any]:
-    """Return what ``loss_weight`` says of each chunk: numbers, tensors or dictionaries of them.
-
-    Args:
-        loss_weight: a function, which gets the arguments that it names, or the name of one.
-        function: whose arguments they are.
-        arguments: of each chunk.
-
-    Raises:
-        ArgumentError: the call lacks an argument, or the result is no number of at least 0.
-    """
-    return [_weight(loss_weight, function, args, kwargs) for args, kwargs in arguments]
-
-
-def _weight(
-    loss_weight: Callable[..., Any] | str,
-    function: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-) -> Any:
-    named = dict(named_arguments(function, args, kwargs))
-    if isinstance(loss_weight, str):
-        if not isinstance(named.get(loss_weight), torch.Tensor):
-            raise ArgumentError(
-                f"loss_weight is {loss_weight!r}, but the arguments of the call are "
-                f"{', '.join(named) or 'none'}; name a tensor among them"
-            )
-        return (named[loss_weight] != -100).sum()
-    weight = _call_with_named(loss_weight, named, args, kwargs)
-    if isinstance(weight, Mapping):
-        return {name: _checked(value) for name, value in weight.items()}
-    return _checked(weight)
-
-
-def _call_with_named(
-    loss_weight: Callable[..., Any],
-    named: Mapping[str, Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-) -> Any:
-    """Return what ``loss_weight`` says of the arguments that it names, or takes in their order."""
-    parameters = inspect.signature(loss_weight).parameters.values()
-    kinds = {parameter.kind for parameter in parameters}
-    if inspect.Parameter.VAR_POSITIONAL in kinds or inspect.Parameter.VAR_KEYWORD in kinds:
-        return loss_weight(*args, **kwargs)
-    required = [parameter.name for parameter in parameters if parameter.default is parameter.empty]
-    if all(name in named for name in required):
-        return loss_weight(**{p.name: named[p.name] for p in parameters if p.name in named})
-    by_order = [name for name in required if name not in kwargs]
-    if len(by_order) > len(args):
-        missing = [name for name in required if name not in named]
-        raise ArgumentError(
-            f"loss_weight ({_described(loss_weight)}) takes {', '.join(required)}, but the call "
-            f"has no {', '.join(missing)}: its arguments are {', '.join(named) or 'none'}; give "
-            f"{missing[-1]} a default"
-        )
-    return loss_weight(*args[: len(by_order)], **{n: kwargs[n] for n in required if n in kwargs})
-
-
-def _checked(weight: Any) -> Value:
-    """Return a weight, which is not read where that would wait for a device."""
-    if isinstance(weight, torch.Tensor) and weight.numel() == 1:
-        return weight.detach().reshape(())
-    if not isinstance(weight, Real) or not 0 <= float(weight) < math.inf:
-        raise ArgumentError(
-            f"loss_weight must return a number of at least 0, a tensor with one, or a dictionary "
-            f"of such by the names of outputs, got {weight!r}"
-        )
-    return float(weight)

@@ -153,7 +153,14 @@ class PerDevice(Sequence[Any]):
         description = describe_replicas(self.devices, self.chunk_sizes)
         losses = None
         if self.chunk_sizes is not None:
-            losses = ChunkLosses(Looks(), function, self.chunk_sizes, self.dim, arguments)
+            losses = ChunkLosses(
+                Looks(),
+                function,
+                self.chunk_sizes,
+                self.dim,
+                arguments,
+                is_auto=scalar_outputs == "auto",
+            )
         with contextlib.nullcontext() if losses is None else losses.observed():
             results = parallel_apply(calls, self.devices, description, self.workers)
         return gather(

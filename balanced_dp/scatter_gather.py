@@ -384,8 +384,7 @@ class _Join:
             return weighted_mean(tensors, None, self.device)
         if all(map(is_loss, tensors)):
             if self.losses is not None:
-                is_auto = self.scalar_outputs == "auto"
-                return self.losses.join(tensors, ".".join(path), self.device, is_auto)
+                return self.losses.join(tensors, ".".join(path), self.device)
             return weighted_mean(tensors, self.chunk_sizes or [1] * len(tensors), self.device)
         moved = [tensor.to(self.device) for tensor in tensors]
         if all(bool(tensor == moved[0]) for tensor in moved):
