@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import deque
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 from typing import Any, cast
+
+import torch
 
 
 def items(container: object) -> list[tuple[str, Any]] | None:
@@ -27,6 +29,15 @@ def items(container: object) -> list[tuple[str, Any]] | None:
     if isinstance(container, tuple | list | deque):
         return [(str(index), value) for index, value in enumerate(container)]
     return None
+
+
+def tensors(value: object) -> Iterator[torch.Tensor]:
+    """Yields the tensors in nested containers."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    else:
+        for _, child in items(value) or ():
+            yield from tensors(child)
 
 
 def rebuild(container: Any, values: Sequence[Any]) -> Any:

@@ -18,21 +18,24 @@ _FUNCTIONS = ("cross_entropy_loss", "nll_loss_nd")
 
 @dataclass(slots=True)
 class CountedLoss:
-    """A mean that torch has computed.
+    """A mean or a sum that torch has computed.
 
     Attributes:
         loss: what torch returned, 0-dim; 0 where it is a mean over nothing.
+        size: how many targets there were.
         count: what it is a mean over, 0-dim: the targets that are not ignored, or their weights.
+            None for a sum.
         divisor: what its sum was divided by, 0-dim: the count, or 1 for a sum that is not 0 though
-            nothing counts.
+            nothing counts. None for a sum.
         value: its value, whatever is added to ``loss`` in place.
         node: the node of autograd that has computed it, None where it recorded nothing.
         call: the call that has, if it was noted.
     """
 
     loss: torch.Tensor
-    count: torch.Tensor
-    divisor: torch.Tensor
+    size: int
+    count: torch.Tensor | None
+    divisor: torch.Tensor | None
     value: torch.Tensor
     node: Any
     call: Any = None
@@ -46,7 +49,7 @@ _originals: dict[str, Callable[..., torch.Tensor]] = {}
 
 @contextlib.contextmanager
 def counting() -> Iterator[list[CountedLoss]]:
-    """Yield a list to which each mean cross entropy that is computed in this context is added.
+    """Yield a list to which each cross entropy of this context is added, if it is a mean or a sum.
 
     Threads that run in a copy of the context count as well. But for labels that are smoothed and
     weighted, autograd saves what it would have saved, so that activation checkpointing, which
@@ -85,18 +88,22 @@ def _counting_version(function: Callable[..., torch.Tensor]) -> Callable[..., to
         found = _counted.get()
         if (
             found is None
-            or reduction != _MEAN
+            or reduction not in (_MEAN, _SUM)
             or target.is_floating_point()  # probabilities of classes: all count
             or torch.compiler.is_compiling()
             or torch._C._functorch.peek_interpreter_stack() is not None
         ):
             return function(input, target, weight, reduction, ignore_index, *args, **kwargs)
+        if reduction == _SUM:
+            loss = function(input, target, weight, reduction, ignore_index, *args, **kwargs)
+            found.append(CountedLoss(loss, target.numel(), None, None, loss.clone(), loss.grad_fn))
+            return loss
         is_counted = target != ignore_index
         if weight is None:
-            count = is_counted.sum()
+            count = torch.count_nonzero(is_counted)
         else:
             count = (weight.detach()[target.where(is_counted, 0).long()] * is_counted).sum()
-        is_empty, divisor = count == 0, count
+        is_empty, divisor = count.logical_not(), count
         if weight is not None and any((*args, *kwargs.values())):
             # Smoothed labels have a loss even where their weights are 0.
             divisor = count.where(~is_empty, 1)
@@ -109,7 +116,7 @@ def _counting_version(function: Callable[..., torch.Tensor]) -> Callable[..., to
                 input.register_hook(lambda gradient: gradient.masked_fill(is_empty, 0))
             loss = function(input, target, weight, reduction, ignore_index, *args, **kwargs)
             loss.data.masked_fill_(is_empty, 0)  # instead of 0 / 0
-        found.append(CountedLoss(loss, count, divisor, loss.clone(), loss.grad_fn))
+        found.append(CountedLoss(loss, target.numel(), count, divisor, loss.clone(), loss.grad_fn))
         return loss
 
     return compute

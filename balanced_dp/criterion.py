@@ -174,9 +174,26 @@ def as_module(criterion: Any) -> nn.Module:
         function, options = criterion.func, criterion.keywords
     if isinstance(function, types.FunctionType) and function in _WITH_OTHER_ARGUMENTS:
         return _WITH_OTHER_ARGUMENTS[function](**options)
-    module = nn.Module()
-    module.forward = criterion
-    return module
+    return _Function(function, options) if options else _Function(criterion, {})
+
+
+class _Function(nn.Module):
+    """A function as a module; tensors among its options go to each device, as buffers do."""
+
+    def __init__(self, function: Callable[..., Any], options: Mapping[str, Any]) -> None:
+        super().__init__()
+        self._options = {n: v for n, v in options.items() if not isinstance(v, torch.Tensor)}
+        self._tensors = [name for name in options if name not in self._options]
+        for name in self._tensors:
+            self.register_buffer(f"_{name}", options[name], persistent=False)
+        self.function = function
+        if not options:
+            object.__setattr__(self, "forward", function)  # its parameters have its names
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns what the function does of these arguments and its options."""
+        tensors = {name: getattr(self, f"_{name}") for name in self._tensors}
+        return self.function(*args, **{**self._options, **tensors, **kwargs})
 
 
 def _cut_weights_of_samples(replicas: Sequence[nn.Module], outputs: PerDevice) -> None:

@@ -34,8 +34,8 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
 
     The first device also holds the gathered outputs, the loss, the reduced gradients and the
     optimizer state; a smaller share of the batch evens that out. The batch is split by
-    ``split_batch``, and gradients are those of the whole batch on one device, whatever the
-    split: a 0-dim output, such as a loss, is averaged with the chunk sizes as weights.
+    ``split_batch``. Where samples do not mix in the module, outputs and gradients are those of the
+    whole batch on one device, whatever the split.
 
     It is an ``nn.DataParallel``: ``module``, ``device_ids``, ``output_device``, ``dim`` and the
     keys of its state dict mean the same. What differs on purpose:
@@ -68,13 +68,20 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         broadcast: dotted paths of inputs that go whole to each device, such as ``"mask"`` or
             ``"batch.mask"``; a path covers all below it. Positional arguments go by the name of
             ``module.forward``'s parameter.
-        scalar_outputs: what becomes of 0-dim outputs. ``"mean"``: one 0-dim tensor, their mean
-            weighted by chunk size, so that ``loss.backward()`` gives the gradient of the whole
-            batch; integers must be equal, since a count has no mean. ``"sum"``: one 0-dim tensor.
-            ``"stack"``: a vector of one a replica, as stock.
-        loss_weight: called once for each replica with that replica's arguments; the number it
-            returns replaces the chunk size as the weight of its 0-dim outputs. For a mean over
-            tokens it counts them: ``lambda ids, labels: (labels != -100).sum()``.
+        split: dotted paths of lists, tuples and arrays with an entry for each sample, such as
+            ``"texts"``; each device gets the entries of its samples.
+        scalar_outputs: what becomes of 0-dim outputs. ``"auto"``: the value that the whole batch
+            has, with its gradient. What a loss is a mean over, or that it is a sum, is read from
+            how it was computed; what cannot be made exact, such as the square root of a mean, is
+            averaged by chunk size and warned of. Integers must be equal, since a count has no
+            mean. ``"mean"``: their mean, weighted by chunk size. ``"sum"``: their sum.
+            ``"stack"``: a vector of one a replica, as ``nn.DataParallel`` returns.
+        loss_weight: for a mean over what cannot be read: a function of a chunk's arguments, of
+            which it gets those that it names, as ``lambda mask: mask.sum()``. It returns a number
+            of at least 0, or a tensor with one, that the chunk's 0-dim outputs weigh, or a
+            dictionary of such by the names of outputs. Or the name of an argument, such as
+            ``"labels"``: the entries that are not -100 count. It is asked if an output is a 0-dim
+            floating tensor.
         device_weights: for devices of unlike capacity, the share of each: the batch is split in
             proportion, by ``split_by_weights``.
 
@@ -95,7 +102,9 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
             scripted, compiled or lazy, or weights were changed inside ``accumulate``.
 
     Warns:
-        BalanceWarning: once, where ``gpu0_bsz`` is not below the even share of the first batch.
+        BalanceWarning: once each, where ``gpu0_bsz`` is not below the even share of the first
+            batch; where the value of a 0-dim output need not be that of the whole batch; and where
+            a sequence that goes whole to each device is as long as the batch.
 
     Source:
         Transformer-XL's ``BalancedDataParallel`` (Dai et al. 2019,

@@ -38,7 +38,8 @@ _TINY = 1e-6
 
 _ARITHMETIC = ("Add", "Sub", "Rsub", "Mul", "Div")
 _JOINING = ("Sum", "Mean", "Stack", "Index")
-_REDUCTIONS = {"none": 0, "mean": 1, "batchmean": 1, "sum": 2}
+_MEAN, _SUM, _BATCHMEAN = 1, 2, 3
+_REDUCTIONS = {"mean": _MEAN, "sum": _SUM, "batchmean": _BATCHMEAN}
 
 
 class Call:
@@ -121,6 +122,10 @@ class _Notes(TorchFunctionMode):
             if not output.dim() or (operator in _JOINING and _joins_rows(operator, args, kwargs)):
                 inputs = self._inputs(operator, args, kwargs)
                 saved = _saved(operator, function, args, kwargs)
+                if saved.get("_saved_reduction") == _BATCHMEAN:
+                    saved = {"_saved_other": float(args[0].size(0))}
+                    inputs = [Call(operator, output.shape, inputs, _saved_reduction=_SUM), None]
+                    operator = "Div"
                 call = Call(operator, output.shape, inputs, output=output, **saved)
                 self._calls[id(output)] = call
                 counted = counted_loss(output)
@@ -185,7 +190,6 @@ def _saved(operator: str, function: Any, args: Any, kwargs: Any) -> dict[str, An
     if operator in ("clamp", "clamp_min", "clip"):
         return _finished(function, *args, **kwargs)
     reduction = _reduction(function, args, kwargs)
-    # "batchmean" divides by the number of samples, so it weighs as the mean does.
     return {} if reduction is None else {"_saved_reduction": _REDUCTIONS.get(reduction, 0)}
 
 

@@ -115,6 +115,10 @@ class LossGraph:
         self._whole_numbers = [item for item in whole_batch if not isinstance(item, torch.Tensor)]
         self.names: list[str] = []
         """The operators that were met, in order: what tells one kind of graph from another."""
+        self.multipliers: list[Sequence[torch.Tensor]] = []
+        """Tensors that it is multiplied by, which should be the same on every replica."""
+        self.reasons: list[str] = []
+        """Why the terms are not exact."""
 
     def terms(self, nodes: Sequence[Any]) -> list[Term]:
         """Return the parts that add up to the loss.
@@ -122,13 +126,18 @@ class LossGraph:
         Args:
             nodes: the node of the loss on each replica.
 
-        Raises:
-            UnclearError: it is no sum of means and sums over samples, or not known to be.
+        Returns:
+            The terms. What is no mean or sum over samples, or not known to be, is taken for a mean
+            over samples, and the reason added to ``reasons``.
         """
         routes: list[_Route] = [([(node, 0) for node in nodes], (), ())]
         terms = []
         while routes:
-            term = self._follow(routes.pop(), routes)
+            try:
+                term = self._follow(routes.pop(), routes)
+            except UnclearError as error:
+                self.reasons.append(str(error))
+                term = Term(self._chunk_sizes)
             if term is not None:
                 terms.append(term)
         return terms
@@ -222,21 +231,19 @@ class LossGraph:
         reductions: Sequence[_Reduction],
     ) -> Term:
         self.names.append("counted")
-        factors: list[Value | None] = [1.0] * len(counted)
-        for scale in scales:
-            if _are_numbers(scale.values) and not _are_equal(scale.values):
-                raise UnclearError("it is multiplied by a number that differs between the replicas")
-            _multiply(factors, scale)
-        for reduction in reductions:
-            if reduction.is_mean:
-                _multiply(
-                    factors, _Scale([_numel(reduction, s) for s in reduction.sizes], divides=True)
-                )
+        lengths = [[_numel(r, size) for size in r.sizes] for r in reductions if r.is_mean]
+        scales = [*scales, *(_Scale(length, divides=True) for length in lengths)]
+        sizes = [float(item.size) for item in counted]
         divisors = [item.divisor for item in counted]
-        losses, counts = [item.value for item in counted], [item.count for item in counted]
-        if all(one is other for one, other in zip(divisors, counts, strict=True)):
-            return Term(divisors, factors, losses)
-        return Term(divisors, factors, losses, counts=(counts, lambda whole: whole))
+        if divisors[0] is None:
+            term = self._scaled(None, sizes, scales)
+        else:
+            term = self._scaled(divisors, sizes, scales)
+            counts = [item.count for item in counted]
+            if any(one is not other for one, other in zip(divisors, counts, strict=True)):
+                term.counts = counts, torch.clone
+        term.losses = [item.value for item in counted]
+        return term
 
     def _sample_term(
         self, edges: Sequence[Edge], scales: Sequence[_Scale], reductions: Sequence[_Reduction]
@@ -274,9 +281,15 @@ class LossGraph:
         counts = None
         for position, scale in enumerate(scales):
             values = scale.values
+            _multiply(factors, scale)
             if not _are_numbers(values):
-                if not scale.divides or scale.is_constant or self._is_whole(values):
+                if scale.is_constant or (scale.divides and self._is_whole(values)):
                     continue
+                if not scale.divides:
+                    self.multipliers.append(values)
+                    continue
+                if any(value.dim() for value in values):
+                    raise UnclearError("it is divided by a tensor with several entries")
                 _guard(scale)
                 counts = self._counts(values) if weights is None else None
                 weights = values if weights is None else _products(weights, values)
@@ -284,9 +297,7 @@ class LossGraph:
                 weights = values if scale.divides else [1 / value for value in values]
             elif weights is not None and self._is_chunk_size(scale, weights):
                 weights = None
-            elif _are_equal(values):
-                _multiply(factors, scale)
-            else:
+            elif not _are_equal(values):
                 raise UnclearError("it is scaled by a number that differs between the replicas")
         return Term(weights, factors, counts=counts)
 
@@ -374,7 +385,7 @@ class LossGraph:
             shape = _shape(edge)
             inputs = [item for item in node.next_functions if item[0] is not None]
             if operator == "data":
-                return shape[self._dim % len(shape)] % self._chunk_sizes[0] == 0
+                return bool(shape[self._dim % len(shape)] % self._chunk_sizes[0] == 0)
             hidden = len(inputs) < len(node.next_functions)
             if not inputs or operator in _LOOKUPS or len(seen) > 64:
                 return True
@@ -468,7 +479,8 @@ def _multiply(factors: list[Value | None], scale: _Scale) -> None:
         if factor is None or (isinstance(value, torch.Tensor) and value.dim()):
             factors[i] = None  # it differs between entries
         else:
-            factors[i] = factor / value if scale.divides else factor * value
+            divisor = math.nan if isinstance(value, float) and not value else value
+            factors[i] = factor / divisor if scale.divides else factor * value
 
 
 def _products(ones: Sequence[Any], others: Sequence[Any]) -> list[Any]:

@@ -16,7 +16,7 @@ from .arguments import described
 from .counted_losses import CountedLoss, counting
 from .errors import BalanceWarning
 from .loss_calls import Call, Calls, noting
-from .loss_graph import LossGraph, Term, UnclearError, Value, are_proportional
+from .loss_graph import LossGraph, Term, Value, are_proportional
 from .loss_weight import Arguments, loss_weights
 
 
@@ -34,6 +34,8 @@ class Looks:
         """Of each output, where its graph divides by a number that counts entries."""
         self.agreeing: set[tuple[str, ...]] = set()
         """Graphs with several denominators that are known to be the same."""
+        self.seen: set[tuple[str, ...]] = set()
+        """Graphs of which it was checked that what they multiply by is the same everywhere."""
         self.warned: set[str] = set()
 
     def warn(self, name: str, function: Callable[..., Any], reason: str) -> None:
@@ -102,7 +104,7 @@ class ChunkLosses:
 
     def settle(self, outputs: Sequence[Any]) -> None:
         """Ask ``loss_weight``, if there is a loss in the outputs, and let go of the arguments."""
-        if self._loss_weight is not None and any(map(is_loss, _tensors(outputs[0]))):
+        if self._loss_weight is not None and any(map(is_loss, containers.tensors(outputs[0]))):
             self._weights = loss_weights(self._loss_weight, self._function, self._arguments)
         self._arguments = ()
 
@@ -120,14 +122,13 @@ class ChunkLosses:
             weights: list[Any]
             weights = [w.get(name) if isinstance(w, Mapping) else w for w in self._weights]
             if not any(weight is None for weight in weights):
+                counted, nodes = self._nodes(outputs)
+                if None not in nodes:
+                    self._graph(name, counted).terms(nodes)  # keeps 0 / 0 off the gradients
                 return weighted_mean(outputs, weights, device)
         if not self._is_auto:
             return weighted_mean(outputs, self.chunk_sizes, device)
-        try:
-            return self._joined(outputs, name, device)
-        except UnclearError as error:
-            self.looks.warn(name, self._function, str(error))
-            return weighted_mean(outputs, self.chunk_sizes, device)
+        return self._joined(outputs, name, device)
 
     def _joined(
         self, outputs: Sequence[torch.Tensor], name: str, device: torch.device
@@ -136,14 +137,47 @@ class ChunkLosses:
         alias = tuple(map(_storage, outputs))
         if not is_recorded and alias in self._results:  # it was detached from another output
             return self._results[alias].detach()
-        counted = dict(pair for item in self._counted for pair in _nodes_of(item))
-        nodes = [self._node(output, counted) for output in outputs]
+        counted, nodes = self._nodes(outputs)
         if not is_recorded and not all(node in counted for node in nodes):
             self.looks.notes_calls[False] = True
             if None in nodes:
                 is_sum = name in self.looks.sums
                 return weighted_mean(outputs, None if is_sum else self.chunk_sizes, device)
-        graph = LossGraph(
+        graph = self._graph(name, counted)
+        terms = graph.terms(nodes)
+        own = [term for term in terms if not term.losses and not term.is_constant]
+        known = [term for term in terms if term.losses]
+        seen = (name, *graph.names)
+        reasons = [*graph.reasons, *self._disagreement(own, seen)]
+        if seen not in self.looks.seen:
+            self.looks.seen.add(seen)
+            if not all(map(_are_equal, graph.multipliers)):
+                reasons.append("it is multiplied by a tensor that differs between the replicas")
+        base = (own or known or [Term(self.chunk_sizes)])[0]
+        if base.weights is None and any(term.is_constant for term in terms):
+            if own:
+                reasons.append("it adds what is the same on every replica to a sum over samples")
+            base = Term(self.chunk_sizes)
+        if any(any(f is None for f in term.factors) for term in known if term is not base):
+            reasons.append("it weighs several cross entropies by a vector")
+            known = []
+        if reasons:
+            base = Term(self.chunk_sizes)
+            self.looks.warn(name, self._function, reasons[0])
+        if any(term.counts for term in own):
+            self.looks.notes_calls[is_recorded] = True
+        if not is_recorded and torch.is_grad_enabled():
+            self._remember(name, base)
+        shares = _shares(base, device, len(outputs))
+        joined = _weighted_sum(outputs, shares, device, may_be_nan=base not in known)
+        for term in known:
+            if term is not base:
+                joined = joined + _correction(term, shares, device)
+        self._results[alias] = joined
+        return joined
+
+    def _graph(self, name: str, counted: Mapping[Any, CountedLoss]) -> LossGraph:
+        return LossGraph(
             self.chunk_sizes,
             self._dim,
             counted,
@@ -152,24 +186,11 @@ class ChunkLosses:
             self._adds_up,
             self.looks.counts.setdefault(name, set()),
         )
-        terms = graph.terms(nodes)
-        own = [term for term in terms if not term.losses and not term.is_constant]
-        known = [term for term in terms if term.losses]
-        base = (own or known or [Term(self.chunk_sizes)])[0]
-        self._check(own, (name, *graph.names))
-        if base.weights is None and any(term.is_constant for term in terms):
-            raise UnclearError("it adds what is the same on every replica to a sum over samples")
-        if any(term.counts for term in own):
-            self.looks.notes_calls[is_recorded] = True
-        if not is_recorded and torch.is_grad_enabled():
-            self._remember(name, base)
-        shares = _shares(base, device, len(outputs))
-        joined = _weighted_sum(outputs, shares, device, may_be_nan=not base.losses)
-        for term in known:
-            if term is not base:
-                joined = joined + _correction(term, shares, device)
-        self._results[alias] = joined
-        return joined
+
+    def _nodes(self, outputs: Sequence[torch.Tensor]) -> tuple[dict[Any, CountedLoss], list[Any]]:
+        """Return counted losses by their nodes, and the node of each output, None if unknown."""
+        counted = dict(pair for item in self._counted for pair in _nodes_of(item))
+        return counted, [self._node(output, counted) for output in outputs]
 
     def _node(self, output: torch.Tensor, counted: Mapping[Any, CountedLoss]) -> Any:
         """Return the node that has computed an output, None where nothing is known of it."""
@@ -195,20 +216,21 @@ class ChunkLosses:
                 "without detach()",
             )
 
-    def _check(self, terms: Sequence[Term], graph: tuple[str, ...]) -> None:
-        """Raise UnclearError where terms do not share what they are a mean over."""
+    def _disagreement(self, terms: Sequence[Term], graph: tuple[str, ...]) -> Iterator[str]:
+        """Yield why terms do not share what they are a mean over."""
         for term in terms[1:]:
             one, other = terms[0].weights, term.weights
             if one is None and other is None:
                 continue
             if one is None or other is None:
-                raise UnclearError("it adds a mean and a sum over samples")
+                yield "it adds a mean and a sum over samples"
+                continue
             if are_proportional(one, other) or graph in self.looks.agreeing:
                 continue
             one, other = ([float(weight) for weight in weights] for weights in (one, other))
             if not are_proportional(one, other):
-                raise UnclearError("it adds means over unlike numbers of entries")
-            if not are_proportional(one, self.chunk_sizes):  # nor is that by chance
+                yield "it adds means over unlike numbers of entries"
+            elif not are_proportional(one, self.chunk_sizes):  # nor is that by chance
                 self.looks.agreeing.add(graph)
 
 
@@ -219,6 +241,11 @@ def _nodes_of(counted: CountedLoss) -> Iterator[tuple[Any, CountedLoss]]:
     for node in (counted.node, counted.call or Call("counted", counted.loss.shape)):
         if node is not None:
             yield node, counted
+
+
+def _are_equal(tensors: Sequence[torch.Tensor]) -> bool:
+    first, *others = (tensor.detach().cpu() for tensor in tensors)
+    return all(other.shape == first.shape and other.allclose(first) for other in others)
 
 
 def _storage(tensor: torch.Tensor) -> int:
@@ -246,16 +273,15 @@ def _shares(term: Term, device: torch.device, count: int) -> torch.Tensor | list
         whole = sum(numbers)
         return [number / whole for number in numbers] if whole else [1 / count] * count
     tensors = _on(device, weights)
-    if term.counts is None:
-        return tensors / tensors.sum()
-    counts, finish = term.counts
-    return tensors / finish(_on(device, counts).sum())
+    counts, finish = term.counts or (weights, torch.clone)
+    total: torch.Tensor = finish(_on(device, counts).sum())
+    return tensors / total
 
 
 def _on(device: torch.device, weights: Iterable[Any]) -> torch.Tensor:
     # In float64, where a count of tokens is exact.
-    tensors = [torch.as_tensor(weight).detach().to(device) for weight in weights]
-    return torch.stack(tensors).double()
+    with torch.no_grad():
+        return torch.stack([torch.as_tensor(weight, device=device) for weight in weights]).double()
 
 
 def _weighted_sum(
@@ -284,10 +310,8 @@ def _correction(
 ) -> torch.Tensor:
     """Return what a counted term lacks where it is weighted by the shares of others."""
     losses = [loss.to(device) for loss in term.losses or ()]
-    if any(factor is None for factor in term.factors):
-        raise UnclearError("it weighs several cross entropies by a vector")
     factors: list[Any] = [f.to(device) if isinstance(f, torch.Tensor) else f for f in term.factors]
-    own: Any = _shares(term, device, len(losses))
+    own = torch.as_tensor(_shares(term, device, len(losses)), dtype=torch.double, device=device)
     values = torch.stack([loss * factor for loss, factor in zip(losses, factors, strict=True)])
     return _dot(values, own - torch.as_tensor(shares, dtype=torch.double, device=device))
 
@@ -295,15 +319,6 @@ def _correction(
 def is_loss(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is a number that has a mean, as losses are."""
     return not tensor.dim() and (tensor.is_floating_point() or tensor.is_complex())
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in nested containers."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    else:
-        for _, child in containers.items(value) or ():
-            yield from _tensors(child)
 
 
 def _scalars(value: Any) -> Iterator[Any]:

@@ -134,15 +134,6 @@ class _Cut:
             parts = self._parts(tensor, sizes)
         else:
             name, first = ".".join(path), self.first_name
-            *parent, last = path
-            if last.isdigit() and parent:
-                listed = ".".join(parent)
-                of_list = (
-                    f"; if {listed} is a list with a tensor for each sample, stack or pad them to "
-                    f"one tensor, or give split=({listed!r},)"
-                )
-            else:
-                of_list = ""
             fact = (
                 f"input {name} of shape {tuple(tensor.shape)} has size {tensor.size(self.dim)} "
                 f"along dim {self.dim}, but the batch has {sum(sizes)} samples"
@@ -154,7 +145,7 @@ class _Cut:
             if first != name:
                 fact += f" by its first tensor, {first}"
                 remedy += f", and if {first} is not, broadcast=({first!r},) does"
-            raise ScatterError(f"{fact}; {remedy}{of_list}")
+            raise ScatterError(f"{fact}; {remedy}")
         return [move(part, device) for part, device in zip(parts, self.devices, strict=True)]
 
     def is_sequence_of_samples(self, value: Any, path: Path) -> bool:
@@ -164,23 +155,25 @@ class _Cut:
             return False
         if name in self.split:
             return True
-        batch_size = sum(self.chunk_sizes)
         if (
-            batch_size > 1
-            and _length(value) == batch_size
-            and not any(isinstance(item, torch.Tensor) for item in value)
+            self.is_as_long_as_the_batch(value)
+            and next(containers.tensors(value), None) is None
             and not _is_broadcast(path, self.broadcast)
             and name not in self.warned
         ):
             self.warned.add(name)
             warnings.warn(
-                f"input {name} is a {type(value).__name__} as long as the batch, {batch_size}, but "
-                f"goes whole to each device; split=({name!r},) gives each device the entries of "
+                f"input {name} is a {type(value).__name__} as long as the batch, {_length(value)}, "
+                f"but goes whole to each device; split=({name!r},) gives each the entries of "
                 f"its samples, and broadcast=({name!r},) says that all of it is meant",
                 BalanceWarning,
                 stacklevel=2,
             )
         return False
+
+    def is_as_long_as_the_batch(self, value: Any) -> bool:
+        """Returns whether a list, tuple or array may have an entry for each sample."""
+        return self.chunk_sizes is not None and 1 < sum(self.chunk_sizes) == _length(value)
 
     def entries(self, sequence: Any, path: Path) -> list[Any]:
         """Returns each device's part of a sequence with an entry for each sample."""
@@ -230,7 +223,16 @@ def _scatter(value: Any, path: Path, cut: _Cut) -> list[Any]:
     children = _items(value, path, ScatterError)
     if children is None:
         return [value] * len(cut.devices)
-    columns = [_scatter(child, (*path, name), cut) for name, child in children]
+    try:
+        columns = [_scatter(child, (*path, name), cut) for name, child in children]
+    except ScatterError as error:
+        if not cut.is_as_long_as_the_batch(value):
+            raise
+        name = ".".join(path)
+        raise ScatterError(
+            f"{error}; if {name} has an entry for each sample, split=({name!r},) cuts it, or stack "
+            "or pad its tensors to one"
+        ) from None
     return [
         containers.rebuild(value, [column[i] for column in columns])
         for i in range(len(cut.devices))
@@ -374,8 +376,8 @@ class _Join:
             raise GatherError(
                 f"output {_named(path)} has shape {tuple(shapes[0])} on every replica, though "
                 f"these have {', '.join(map(str, sizes or ()))} samples, so it has no row for each "
-                "of them: reduce it to one 0-dim mean a chunk, compute statistics outside, from "
-                "gathered rows, and read parameters from model.module"
+                "of them: return a mean without dimensions (no unsqueeze), compute statistics "
+                "outside, from gathered rows, and read parameters from model.module"
             )
         raise _differ(path, tensors, f"shapes that cannot be joined along dim {self.dim}")
 

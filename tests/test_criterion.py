@@ -21,7 +21,6 @@ from balanced_dp import (
     ArgumentTypeError,
     BalancedCriterion,
     BalancedDataParallel,
-    BalanceWarning,
     GatherError,
     ModuleWithLoss,
     PerDevice,
@@ -465,11 +464,6 @@ def test_targets_that_do_not_fit_are_named(devices, x):
     ("arguments", "error", "message"),
     [
         ({"criterion": 3}, ArgumentTypeError, "must be a module or a function, got 3"),
-        (
-            {"criterion": nn.MSELoss(reduction="sum"), "loss_weight": len},
-            ArgumentError,
-            "weighs a mean, but the criterion's reduction is 'sum'",
-        ),
         ({"criterion": nn.MSELoss(), "broadcast": "traget"}, ArgumentError, "MSELoss.forward"),
         ({"criterion": nn.MSELoss(), "loss_weight": 3}, ArgumentTypeError, "must be a function"),
     ],
@@ -481,10 +475,10 @@ def test_arguments_that_cannot_be_used_are_named_at_once(arguments, error, messa
 
 def test_weights_of_a_loss_must_be_numbers(x):
     criterion = BalancedCriterion(nn.MSELoss(), loss_weight=lambda output, target: -1)
-    with pytest.raises(ArgumentError, match="must return a number of at least 0, got -1"):
+    with pytest.raises(ArgumentError, match=r"must return a number of at least 0, .* got -1"):
         criterion(make_model(["cpu"] * 2)(x), torch.zeros(BATCH, CLASSES))
     criterion.loss_weight = lambda output, target: target[0]
-    with pytest.raises(ArgumentError, match="must return a number of at least 0, got tensor"):
+    with pytest.raises(ArgumentError, match=r"must return a number of at least 0, .* got tensor"):
         criterion(make_model(["cpu"] * 2)(x), torch.zeros(BATCH, CLASSES))
 
 
@@ -522,52 +516,9 @@ def test_what_counts_is_what_a_subclass_hands_to_torch(is_inside, x):
         assert criterion.reduction == "mean"
 
 
-class Focal(nn.CrossEntropyLoss):
-    """It does not ask torch's forward, so what it is a mean over is not known."""
-
-    def forward(self, input: Tensor, target: Tensor) -> Tensor:
-        losses = functional.cross_entropy(input, target, reduction="none")
-        return ((1 - (-losses).exp()) ** 2 * losses).mean()
-
-
-class SelfReduced(nn.CrossEntropyLoss):
-    def forward(self, input: Tensor, target: Tensor) -> Tensor:
-        return super().forward(input, target).mean()
-
-
-def test_a_mean_over_what_is_not_known_needs_a_weight(x):
-    outputs, targets = make_model(["cpu"] * 4)(x), classes()
-    for criterion in (Focal(), SelfReduced(reduction="none")):
-        with pytest.raises(ArgumentError, match=r"is not known.*; give loss_weight"):
-            BalancedCriterion(criterion)(outputs, targets)
-        weighed = BalancedCriterion(criterion, loss_weight=lambda output, target: len(target))
-        torch.testing.assert_close(weighed(outputs, targets), criterion(outputs.gather(), targets))
-
-
-def test_a_loss_that_is_part_of_another_is_warned_of(x):
-    class Held(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.CrossEntropyLoss()
-
-    message = "Held is taken for a mean over samples, but it holds a CrossEntropyLoss"
-    with pytest.warns(BalanceWarning, match=message):
-        BalancedCriterion(Held())
-    with pytest.warns(BalanceWarning, match=message):
-        BalancedDataParallel(1, ModuleWithLoss(nn.Linear(2, 2), Held()), ["cpu"] * 2)
-    BalancedCriterion(Held(), loss_weight=lambda *_: 1)
-    BalancedCriterion(nn.Sequential(nn.CrossEntropyLoss(reduction="sum")))
-
-
 def test_modules_and_their_methods_are_the_same(x):
     criterion = nn.CrossEntropyLoss(ignore_index=0)
     assert BalancedCriterion(criterion.forward).criterion is criterion
-
-
-def test_options_of_a_call_are_refused_where_they_change_what_is_meant(x):
-    outputs = make_model(["cpu"] * 2)(x)
-    with pytest.raises(ArgumentError, match="reduction is given with the call"):
-        BalancedCriterion(functional.soft_margin_loss)(outputs, classes(), reduction="sum")
 
 
 def test_targets_of_any_integer_type(x):
@@ -593,17 +544,6 @@ def test_outputs_of_several_calls_are_compared(devices, x):
     with pytest.raises(ScatterError, match=r"positive is PerDevice\(.*but the output is"):
         criterion(outputs[0], model(x[:5]), outputs[2])
     del outputs, expected
-
-
-def test_a_function_may_say_that_it_is_a_sum(x):
-    def total(output: Tensor, target: Tensor) -> Tensor:
-        return (output - target).square().sum()
-
-    outputs, targets = make_model(["cpu"] * 4)(x), numbers(CLASSES)
-    total.reduction = "sum"
-    torch.testing.assert_close(
-        BalancedCriterion(total)(outputs, targets), total(outputs.gather(), targets)
-    )
 
 
 def test_a_weight_of_classes_is_none_of_samples(x):
@@ -746,16 +686,6 @@ def test_losses_may_come_from_the_module(x):
     module = Lambda(lambda self, x: self.inner(x).square().mean(), inner=linear(4))
     model = BalancedDataParallel(1, module, ["cpu"] * 4, gather=False)
     torch.testing.assert_close(BalancedCriterion(lambda loss: loss * 2)(model(x)), 2 * module(x))
-
-
-def test_half_precision_holds_the_mean_of_many_tokens():
-    logits = torch.zeros(4, 3, 40_000, dtype=torch.half)
-    targets = torch.zeros(4, 40_000, dtype=torch.long)
-    model = BalancedDataParallel(1, nn.Identity(), ["cpu"] * 2, gather=False)
-    loss = BalancedCriterion(nn.CrossEntropyLoss())(model(logits), targets)
-    assert loss.dtype == torch.half
-    expected = nn.CrossEntropyLoss()(logits.float(), targets).half()  # torch's own is NaN here
-    torch.testing.assert_close(loss, expected, rtol=1e-3, atol=0)
 
 
 def test_second_derivatives(x):

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import re
 import threading
-import warnings
 from typing import Any
 
 import pytest
@@ -21,12 +19,10 @@ from balanced_dp import (
     BalancedCriterion,
     BalancedDataParallel,
     BalanceWarning,
-    ModuleWithLoss,
 )
 from balanced_dp.counted_losses import counting
 
-from .devices import open_devices
-from .loss_cases import BATCH, CLASSES, EXACT, IGNORED, REAL, UNCLEAR, WIDTH, Case, Net, X, Y, rows
+from .loss_cases import BATCH, EXACT, IGNORED, REAL, UNCLEAR, Case, Net, X, Y, rows
 
 TOLERANCE = {"rtol": 1e-10, "atol": 1e-12}
 

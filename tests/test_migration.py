@@ -22,6 +22,7 @@ from balanced_dp import (
     ArgumentTypeError,
     BalancedCriterion,
     BalancedDataParallel,
+    GatherError,
     balanced_data_parallel,
     emulate_devices,
     split_batch,
@@ -186,14 +187,14 @@ def test_data_parallel(batch_size, num_devices):
         assert_same(step, whole)
 
 
-def test_a_vector_of_losses_is_that_of_chunks_there_and_here():
-    """Torch's gather makes one of 0-dim losses, and ours only of those that are vectors already."""
+def test_a_vector_of_losses_is_refused_since_its_mean_would_not_be_weighted():
     x, y = data(10)
     net = Net()
     vector_of = lambda model: model(x, y, keepdim=True).mean()  # noqa: E731
     whole = one_device(net, vector_of)
-    for step in (stock(net, 4, vector_of)[1], ours(net, 4, 1, vector_of)[1]):
-        assert not torch.isclose(step[0], whole[0], rtol=1e-3)
+    assert not torch.isclose(stock(net, 4, vector_of)[1][0], whole[0], rtol=1e-3)
+    with pytest.raises(GatherError, match=r"return a mean without dimensions \(no unsqueeze\)"):
+        ours(net, 4, 1, vector_of)
     assert_same(ours(net, 4, 1, inner_loss(x, y))[1], whole)
 
 

@@ -3,11 +3,12 @@ from __future__ import annotations
 import dataclasses
 from collections import OrderedDict, UserDict, defaultdict, namedtuple
 
+import numpy as np
 import pytest
 import torch
 from torch.nn.utils.rnn import pack_sequence
 
-from balanced_dp import GatherError, ScatterError
+from balanced_dp import BalanceWarning, GatherError, ScatterError
 from balanced_dp.scatter_gather import find_batch_size, gather, scatter
 
 CPU = torch.device("cpu")
@@ -215,37 +216,93 @@ SCALARS = [torch.tensor(1.0), torch.tensor(4.0)]
 
 
 @pytest.mark.parametrize(
-    ("scalar_outputs", "weights", "expected"),
+    ("scalar_outputs", "chunk_sizes", "expected"),
     [
         ("mean", None, 2.5),
         ("mean", [3, 1], 1.75),
-        ("mean", [0, 2], 4.0),
-        ("mean", [0, 0], 2.5),
         ("sum", [3, 1], 5.0),
         ("stack", [3, 1], [1.0, 4.0]),
     ],
 )
-def test_scalars(scalar_outputs, weights, expected):
-    joined = gather(SCALARS, CPU, scalar_outputs=scalar_outputs, weights=weights)
+def test_scalars(scalar_outputs, chunk_sizes, expected):
+    joined = gather(SCALARS, CPU, scalar_outputs=scalar_outputs, chunk_sizes=chunk_sizes)
     assert joined.tolist() == expected
 
 
 def test_integers_have_no_mean_unless_they_are_equal():
     with pytest.raises(GatherError, match="a count has no mean"):
-        gather([torch.tensor(1), torch.tensor(2)], CPU, weights=[1, 1])
+        gather([torch.tensor(1), torch.tensor(2)], CPU, chunk_sizes=[1, 1])
     assert gather([torch.tensor(2), torch.tensor(2)], CPU).item() == 2
 
 
-def test_a_replica_of_weight_0_does_not_spread_its_nan():
-    x = torch.ones(2, requires_grad=True)
-    nothing = torch.nn.functional.cross_entropy(
-        x.expand(3, 2), torch.full((3,), -100), ignore_index=-100
-    )
-    assert nothing.isnan()
-    loss = gather([nothing, x.sum()], CPU, weights=[0, 3])
-    loss.backward()
-    assert loss.item() == 2
-    assert x.grad.tolist() == [1, 1]
+def test_rows_are_joined_along_the_dimension_of_the_samples():
+    def joined(*shapes, chunk_sizes=(1, 4), dim=0):
+        parts = [torch.zeros(shape) for shape in shapes]
+        return tuple(gather(parts, CPU, dim, chunk_sizes=chunk_sizes).shape)
+
+    assert joined((1, 3), (4, 3)) == (5, 3)
+    assert joined((2, 3), (8, 3)) == (10, 3)  # two tokens a sample
+    assert joined((3, 3), (2, 3)) == (5, 3)  # of each sample another number of rows
+    assert joined((2, 1, 3), (2, 4, 3)) == (2, 5, 3)  # states of an RNN
+    assert joined((6, 2, 1), (6, 2, 4), dim=1) == (6, 2, 5)
+    assert joined((4, 3), (4, 3), chunk_sizes=(4, 4)) == (8, 3)
+    assert joined((2, 4, 3), (2, 4, 3), chunk_sizes=(4, 4)) == (2, 8, 3)
+
+
+@pytest.mark.parametrize("shape", [(3,), (1, 5), (5, 4)])
+def test_what_is_no_row_for_each_sample_is_an_error(shape):
+    parts = [torch.zeros(shape)] * 2
+    with pytest.raises(GatherError, match=r"output logits has shape .* on every replica, though "):
+        gather([{"logits": part} for part in parts], CPU, chunk_sizes=[1, 4])
+    if shape != (5, 4):  # along its other dimension
+        with pytest.raises(GatherError, match="it has no row for each of them"):
+            gather(parts, CPU, chunk_sizes=[4, 4])
+
+
+def test_a_container_that_all_replicas_return_is_an_error():
+    shared = {"hits": torch.zeros(())}
+    with pytest.raises(GatherError, match="output 1 is the same dict on every replica"):
+        gather([(torch.zeros(2), shared), (torch.zeros(2), shared)], CPU)
+    assert gather([shared], CPU) == shared
+
+
+# Sequences with an entry for each sample.
+
+
+def test_sequences_are_cut_where_that_is_asked_for():
+    inputs = [
+        ("x", torch.zeros(3, 2)),
+        ("texts", ["a", "b", "c"]),
+        ("given", {"boxes": (torch.zeros(1), torch.ones(2), torch.ones(3))}),
+        ("array", np.arange(3)),
+    ]
+    first, second = scatter(inputs, [CPU, CPU], [1, 2], split=("texts", "given.boxes", "array"))
+    assert (first[1], second[1]) == (["a"], ["b", "c"])
+    assert [len(box) for box in second[2]["boxes"]] == [2, 3]
+    assert (first[3].tolist(), second[3].tolist()) == ([0], [1, 2])
+    assert find_batch_size([("texts", ["a", "b"]), ("x", torch.zeros(5))], split=["texts"]) == 5
+    assert find_batch_size([("texts", ["a", "b"])], split=["texts"]) == 2
+    with pytest.raises(ScatterError, match="texts is in split, but it is a list of length 3"):
+        scatter([("x", torch.zeros(4)), *inputs[1:2]], [CPU, CPU], [2, 2], split=("texts",))
+
+
+@pytest.mark.parametrize("value", [["a", "b", "c"], (1, 2, 3), [[1], [2], [3]], np.arange(3)])
+def test_a_sequence_as_long_as_the_batch_is_warned_of_once(value):
+    warned: set[str] = set()
+    inputs = [("x", torch.zeros(3, 2)), ("texts", value)]
+    with pytest.warns(
+        BalanceWarning, match=r"texts is .* as long as the batch, 3.*split=\('texts',\)"
+    ):
+        scatter(inputs, [CPU, CPU], [1, 2], warned=warned)
+    scatter(inputs, [CPU, CPU], [1, 2], warned=warned)
+    scatter(inputs, [CPU, CPU], [1, 2], broadcast=("texts",))
+    scatter([("x", torch.zeros(4, 2)), ("texts", value)], [CPU, CPU], [1, 3])
+
+
+def test_lists_of_images_are_told_what_to_do():
+    images = [torch.zeros(3, 4, size) for size in (5, 6)]
+    with pytest.raises(ScatterError, match=r"images has an entry .*\('images',\) cuts it, or"):
+        scatter([("y", torch.zeros(2)), ("images", images)], [CPU, CPU], [1, 1])
 
 
 def test_gathering_needs_no_second_copy_of_the_chunks(emulated):

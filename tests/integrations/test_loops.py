@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from balanced_dp import BalancedCriterion, BalancedDataParallel, ModuleWithLoss
 
-from .families import gpt2, text
+from .families import FAMILIES, gpt2, text
 
 NUM_STEPS = 50
 
@@ -95,3 +96,35 @@ def test_a_loop_with_the_optimizer_of_accelerate(gpu0_bsz):
     assert_same(
         with_accelerate(parallel, BalancedCriterion(TokenLoss())), with_accelerate(one, TokenLoss())
     )
+
+
+@pytest.mark.parametrize("gpu0_bsz", [0, 1, 3])
+@pytest.mark.parametrize("counted_by", ["model", "number", "tensor"])
+@pytest.mark.parametrize("name", ["gpt2", "bert masked", "bert answers", "t5"])
+def test_models_in_a_plain_loop_with_padding(name, counted_by, gpu0_bsz, monkeypatch):
+    """Steps with and without gradients, in which some chunks have no label that counts."""
+    monkeypatch.setattr(Tensor, "float", Tensor.double)  # their losses would be in float32
+    family = FAMILIES[name]
+    torch.manual_seed(0)
+    bare = family.make_model().double()
+    samples = [family.sample(index) for index in range(13)]
+    batch = {key: torch.stack([torch.as_tensor(s[key]) for s in samples]) for key in samples[0]}
+    if counted_by != "model":
+        if "bert" in name:
+            pytest.skip("it takes no num_items_in_batch")
+        count = batch["labels"].ne(-100).sum()
+        batch["num_items_in_batch"] = count if counted_by == "tensor" else int(count)
+    if "bert" not in name:
+        batch["use_cache"] = False
+    model = BalancedDataParallel(gpu0_bsz, copy.deepcopy(bare), ["cpu"] * 4)
+    for has_gradients in (True, False, True):
+        found = []
+        for each in (model, bare):
+            each.zero_grad()
+            with torch.set_grad_enabled(has_gradients):
+                loss = each(**batch).loss
+            if has_gradients:
+                loss.backward()
+            gradients = [p.grad for p in each.parameters() if p.grad is not None]
+            found.append([loss.detach(), *gradients])
+        torch.testing.assert_close(*found, rtol=1e-9, atol=1e-12)
