@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,13 +39,23 @@ class UnclearError(Exception):
     """What a loss is a mean over cannot be told; the text completes "its value is not exact: "."""
 
 
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """A multiplication by a number or a tensor for each replica, or a division."""
+
+    values: Sequence[Value]
+    divides: bool = False
+    nodes: Sequence[Any] = ()
+    is_constant: bool = False
+
+
 @dataclass(slots=True)
 class Term:
     """A part of a loss, on all replicas.
 
     Attributes:
         weights: what its mean is over, one for each replica; None where it is a sum.
-        factors: what it is multiplied by in the loss, one for each replica.
+        scales: what it is multiplied and divided by in the loss.
         losses: its own value on each replica, where that is known.
         is_constant: whether it has nothing to do with the samples, like a penalty on weights.
         counts: what the weights were made of, if those are not sums over samples themselves, and
@@ -52,20 +63,24 @@ class Term:
     """
 
     weights: Sequence[Value] | None = None
-    factors: list[Value | None] = field(default_factory=list)
+    scales: Sequence[Scale] = ()
     losses: Sequence[torch.Tensor] | None = None
     is_constant: bool = False
     counts: tuple[Sequence[Value], Callable[[Any], Any]] | None = None
 
-
-@dataclass(frozen=True, slots=True)
-class _Scale:
-    """A multiplication by a number or a tensor for each replica, or a division."""
-
-    values: Sequence[Value]
-    divides: bool = False
-    nodes: Sequence[Any] = ()
-    is_constant: bool = False
+    def scaled_losses(self, device: torch.device) -> torch.Tensor:
+        """Return what each replica's own value adds to its loss, on ``device``."""
+        values = torch.stack([loss.to(device) for loss in self.losses or ()])
+        for scale in self.scales:
+            by: Any = scale.values
+            if not _are_numbers(by):
+                by = torch.stack([value.to(device) for value in by])
+            elif not _are_equal(by):
+                by = values.new_tensor(by)
+            else:
+                by = by[0]
+            values = values / by if scale.divides else values * by
+        return values
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +91,7 @@ class _Reduction:
     dims: tuple[int, ...]
 
 
-_Route = tuple[Sequence[Edge], tuple[_Scale, ...], tuple[_Reduction, ...]]
+_Route = tuple[Sequence[Edge], tuple[Scale, ...], tuple[_Reduction, ...]]
 """Where a walk is, and the operators between there and the loss."""
 
 
@@ -176,12 +191,12 @@ class LossGraph:
         if operator in _VIEWS:
             routes.append((inputs[0], scales, reductions))
         elif operator == "Neg":
-            routes.append((inputs[0], (*scales, _Scale([-1.0] * len(nodes))), reductions))
+            routes.append((inputs[0], (*scales, Scale([-1.0] * len(nodes))), reductions))
         elif operator in ("Add", "Sub", "Rsub"):
             for position, edges in enumerate(inputs):
                 if edges[0][0] is not None:
                     sign = -1.0 if operator == ("Sub", "Rsub")[position == 0] else 1.0
-                    scale = _Scale([sign * _alpha(node, position) for node in nodes])
+                    scale = Scale([sign * _alpha(node, position) for node in nodes])
                     routes.append((edges, (*scales, scale), reductions))
         elif operator in ("Stack", "Cat"):
             routes.extend(
@@ -197,7 +212,7 @@ class LossGraph:
             saved = "_saved_self" if other == 0 else "_saved_other"
             values = [_value(getattr(node, saved)) for node in nodes]
             is_constant = len(inputs) == 2 and inputs[other][0][0] is not None
-            scale = _Scale(values, operator == "Div", nodes, is_constant)
+            scale = Scale(values, operator == "Div", nodes, is_constant)
             routes.append((inputs[position], (*scales, scale), reductions))
         else:
             return False
@@ -209,14 +224,12 @@ class LossGraph:
             edges[0][0] is not None and (len(inputs) == 1 or self._depends_on_samples(edges))
             for edges in inputs
         ]
-        if all(follows) and len(inputs) == 2:
+        if len(inputs) == 2 and follows[1] and (follows[0] or operator == "Div"):
             raise UnclearError(
                 "it is the product of two means or sums"
                 if operator == "Mul"
                 else "it is divided by what has a gradient of its own"
             )
-        if operator == "Div" and follows[-1] and len(inputs) == 2:
-            raise UnclearError("it is divided by what has a gradient of its own")
         if not any(follows):  # a constant, whichever is followed
             follows = [edges[0][0] is not None for edges in inputs]
         position = follows.index(True)
@@ -227,12 +240,12 @@ class LossGraph:
     def _counted_term(
         self,
         counted: Sequence[CountedLoss],
-        scales: Sequence[_Scale],
+        scales: Sequence[Scale],
         reductions: Sequence[_Reduction],
     ) -> Term:
         self.names.append("counted")
         lengths = [[_numel(r, size) for size in r.sizes] for r in reductions if r.is_mean]
-        scales = [*scales, *(_Scale(length, divides=True) for length in lengths)]
+        scales = [*scales, *(Scale(length, divides=True) for length in lengths)]
         sizes = [float(item.size) for item in counted]
         divisors = [item.divisor for item in counted]
         if divisors[0] is None:
@@ -242,11 +255,13 @@ class LossGraph:
             counts = [item.count for item in counted]
             if any(one is not other for one, other in zip(divisors, counts, strict=True)):
                 term.counts = counts, torch.clone
+        if any(isinstance(v, torch.Tensor) and v.dim() for scale in scales for v in scale.values):
+            raise UnclearError("it weighs several cross entropies by a vector")
         term.losses = [item.value for item in counted]
         return term
 
     def _sample_term(
-        self, edges: Sequence[Edge], scales: Sequence[_Scale], reductions: Sequence[_Reduction]
+        self, edges: Sequence[Edge], scales: Sequence[Scale], reductions: Sequence[_Reduction]
     ) -> Term:
         """Return the term of what has an entry for each sample, or for some of them."""
         if not reductions:
@@ -256,7 +271,7 @@ class LossGraph:
         return self._scaled(sizes if reduction.is_mean else None, sizes, scales)
 
     def _reduced_by_loss(
-        self, operator: str, edges: Sequence[Edge], scales: Sequence[_Scale]
+        self, operator: str, edges: Sequence[Edge], scales: Sequence[Scale]
     ) -> Term:
         """Return the term of a loss function of torch, which has reduced what samples gave."""
         nodes = [node for node, _ in edges]
@@ -275,13 +290,11 @@ class LossGraph:
         return self._scaled(sizes, sizes, scales)
 
     def _scaled(
-        self, weights: Sequence[Value] | None, sizes: Sequence[Value], scales: Sequence[_Scale]
+        self, weights: Sequence[Value] | None, sizes: Sequence[Value], scales: Sequence[Scale]
     ) -> Term:
-        factors: list[Value | None] = [1.0] * len(sizes)
         counts = None
         for position, scale in enumerate(scales):
             values = scale.values
-            _multiply(factors, scale)
             if not _are_numbers(values):
                 if scale.is_constant or (scale.divides and self._is_whole(values)):
                     continue
@@ -299,7 +312,7 @@ class LossGraph:
                 weights = None
             elif not _are_equal(values):
                 raise UnclearError("it is scaled by a number that differs between the replicas")
-        return Term(weights, factors, counts=counts)
+        return Term(weights, scales, counts=counts)
 
     def _counts(self, values: Sequence[Value]) -> Any:
         """Return what the notes tell of denominators like ``mask.sum().clamp(min=1)``."""
@@ -313,7 +326,7 @@ class LossGraph:
         """Return whether a denominator is the same for all replicas, which were given it."""
         return self._adds_up or all(id(value) in self._whole_tensors for value in values)
 
-    def _is_count(self, scale: _Scale, sizes: Sequence[Value], place: tuple[int, int]) -> bool:
+    def _is_count(self, scale: Scale, sizes: Sequence[Value], place: tuple[int, int]) -> bool:
         """Return whether a sum is divided by how much was added up in each chunk."""
         numbers = [v if scale.divides else 1 / v if v else 0.0 for v in scale.values]
         if not _are_equal(numbers):
@@ -330,7 +343,7 @@ class LossGraph:
         is_multiple = size % number == 0 and number % chunk_size == 0
         return is_multiple and (scale.divides or chunk_size > 2)
 
-    def _is_chunk_size(self, scale: _Scale, weights: Sequence[Value]) -> bool:
+    def _is_chunk_size(self, scale: Scale, weights: Sequence[Value]) -> bool:
         """Return whether a mean is multiplied by what it is over, or the size of its chunk."""
         if scale.divides:
             return False
@@ -413,9 +426,12 @@ class LossGraph:
 
 
 def _operator(edge: Edge) -> str:
-    if edge[0] is None:
-        return "data"
-    return re.sub(r"Backward(s|\d*)$", "", edge[0].name().rpartition("::")[2])
+    return "data" if edge[0] is None else _operator_named(edge[0].name())
+
+
+@functools.cache
+def _operator_named(name: str) -> str:
+    return re.sub(r"Backward(s|\d*)$", "", name.rpartition("::")[2])
 
 
 def _shape(edge: Edge) -> Any:
@@ -473,21 +489,11 @@ def are_proportional(ones: Sequence[Any], others: Sequence[Any]) -> bool:
     )
 
 
-def _multiply(factors: list[Value | None], scale: _Scale) -> None:
-    for i, value in enumerate(scale.values):
-        factor = factors[i]
-        if factor is None or (isinstance(value, torch.Tensor) and value.dim()):
-            factors[i] = None  # it differs between entries
-        else:
-            divisor = math.nan if isinstance(value, float) and not value else value
-            factors[i] = factor / divisor if scale.divides else factor * value
-
-
 def _products(ones: Sequence[Any], others: Sequence[Any]) -> list[Any]:
     return [one * other for one, other in zip(ones, others, strict=True)]
 
 
-def _guard(scale: _Scale) -> None:
+def _guard(scale: Scale) -> None:
     """Let no 0 / 0 of a chunk in which nothing counts into the gradients."""
     for node, count in zip(scale.nodes, scale.values, strict=True):
         if hasattr(node, "register_hook"):

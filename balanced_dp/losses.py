@@ -158,9 +158,6 @@ class ChunkLosses:
             if own:
                 reasons.append("it adds what is the same on every replica to a sum over samples")
             base = Term(self.chunk_sizes)
-        if any(any(f is None for f in term.factors) for term in known if term is not base):
-            reasons.append("it weighs several cross entropies by a vector")
-            known = []
         if reasons:
             base = Term(self.chunk_sizes)
             self.looks.warn(name, self._function, reasons[0])
@@ -309,10 +306,8 @@ def _correction(
     term: Term, shares: torch.Tensor | list[float], device: torch.device
 ) -> torch.Tensor:
     """Return what a counted term lacks where it is weighted by the shares of others."""
-    losses = [loss.to(device) for loss in term.losses or ()]
-    factors: list[Any] = [f.to(device) if isinstance(f, torch.Tensor) else f for f in term.factors]
-    own = torch.as_tensor(_shares(term, device, len(losses)), dtype=torch.double, device=device)
-    values = torch.stack([loss * factor for loss, factor in zip(losses, factors, strict=True)])
+    values = term.scaled_losses(device)
+    own = torch.as_tensor(_shares(term, device, len(values)), dtype=torch.double, device=device)
     return _dot(values, own - torch.as_tensor(shares, dtype=torch.double, device=device))
 
 
