@@ -157,6 +157,7 @@ class _Cut:
             return True
         if (
             self.is_as_long_as_the_batch(value)
+            and any(item is not None for item in value)
             and next(containers.tensors(value), None) is None
             and not _is_broadcast(path, self.broadcast)
             and name not in self.warned
@@ -362,10 +363,12 @@ class _Join:
         if sizes is None:
             found = along_dim
         else:
-            entries = [
-                d for d in fits if all(s[d] == c for s, c in zip(shapes, sizes, strict=True))
-            ]
-            found = [d for d in along_dim if _is_of_rows([s[d] for s in shapes], sizes)] or entries
+            exact = [d for d in fits if all(s[d] == c for s, c in zip(shapes, sizes, strict=True))]
+            found = [d for d in along_dim if d in exact]
+            if not found and (len(shapes[0]) > 2 or not along_dim):  # states of an RNN
+                found = exact[:1]
+            if not found:
+                found = [d for d in along_dim if _is_of_rows([s[d] for s in shapes], sizes)]
             if known.get(name) in fits:
                 found = [known[name]]
             elif found and len(fits) == 1:  # the shapes leave no choice

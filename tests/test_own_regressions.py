@@ -8,6 +8,7 @@ import functools
 import gc
 import types
 from collections import deque
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from balanced_dp import (
     ArgumentError,
     ArgumentTypeError,
+    BalancedCriterion,
     BalancedDataParallel,
     BalanceWarning,
     GatherError,
@@ -497,3 +499,55 @@ def test_auto_repeats_a_step_that_ran_out_in_backward():
                 values.append(model.chunk_sizes[0])
         assert model._auto.balance.is_frozen
         del net, model, optimizer
+
+
+class Statistics(nn.Module):
+    """Each replica writes to the one dictionary that all share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.statistics: dict[str, Any] = {}
+
+    def forward(self, x: Any) -> Any:
+        self.statistics["mean"] = x.mean()
+        return x, self.statistics
+
+
+def test_a_dictionary_of_the_module_is_no_output():
+    """It held what the last replica had written, and was returned as that of the batch."""
+    model = BalancedDataParallel(1, Statistics(), ["cpu"] * 3)
+    with pytest.raises(GatherError, match="output 1 is the same dict on every replica"):
+        model(torch.randn(7, 2))
+
+
+@pytest.mark.parametrize(
+    "reduce",
+    [
+        lambda x: x.mean(0),
+        lambda x: x.mean(0, keepdim=True),
+        lambda x: x.topk(1, dim=0).values,
+        lambda x: x.new_ones(3),
+    ],
+)
+def test_what_has_no_row_for_each_sample_is_no_output(reduce):
+    """It was joined to three times the size."""
+    model = BalancedDataParallel(1, Lambda(lambda m, x: reduce(x)), ["cpu"] * 3)
+    with pytest.raises(GatherError, match="it has no row for each of them"):
+        model(torch.randn(7, 3))
+    outputs = BalancedDataParallel(1, nn.Identity(), ["cpu"] * 3, gather=False)(torch.randn(7, 3))
+    with pytest.raises(GatherError, match="it has no row for each of them"):
+        BalancedCriterion(reduce)(outputs)
+
+
+def test_texts_beside_the_tensors_are_cut_or_warned_of():
+    """Each replica got the texts of all samples."""
+
+    def forward(module: Any, x: Any, texts: Any) -> Any:
+        return x + torch.tensor([len(text) for text in texts[: len(x)]])
+
+    x, texts = torch.zeros(5), ["a", "bb", "ccc", "dddd", "eeeee"]
+    model = BalancedDataParallel(1, Lambda(forward), ["cpu"] * 3)
+    with pytest.warns(BalanceWarning, match=r"split=\('args.1',\)"):
+        assert model(x, texts).tolist() == [1, 1, 2, 1, 2]
+    model = BalancedDataParallel(1, Lambda(forward), ["cpu"] * 3, split=("args.1",))
+    assert model(x, texts).tolist() == [1, 2, 3, 4, 5]

@@ -144,7 +144,7 @@ class Echo(nn.Module):
         return args, kwargs
 
 
-@pytest.mark.filterwarnings("ignore:gpu0_bsz")
+@pytest.mark.filterwarnings("ignore:gpu0_bsz", "ignore:input .* as long as the batch")
 @given(
     st.sampled_from(KINDS),
     structures,

@@ -40,11 +40,9 @@ class BalancedTrainerMixin:
     ``class MyBalancedTrainer(BalancedTrainerMixin, MyTrainer): ...`` takes the arguments of
     ``MyTrainer`` and those below. A batch has ``per_device_train_batch_size`` samples for each
     device, as ``Trainer`` has it; at most ``gpu0_bsz`` of them go to the first. Loss and gradients
-    are those of the whole batch on one device if the model's loss is a mean over the labels that
-    count, whether or not it divides by ``num_items_in_batch``, of which each replica is told its
-    part; for a mean over anything else, give ``loss_weight``. In training nothing but the loss is
-    gathered, if ``compute_loss`` is ``Trainer``'s own and needs nothing else. Autocast reaches the
-    replicas.
+    are those of the whole batch on one device, as of any ``BalancedDataParallel``. In training
+    nothing but the loss is gathered, if ``compute_loss`` is ``Trainer``'s own and needs nothing
+    else. Autocast reaches the replicas.
 
     With one device, a model that is spread over several (``device_map``), a quantised one, or in a
     process of a distributed launch, it is the bare ``Trainer``.
@@ -56,10 +54,9 @@ class BalancedTrainerMixin:
             ``Trainer`` would use. The model goes to the first one.
         device_weights: a share for each device, as of ``BalancedDataParallel``.
         broadcast: inputs that go whole to each device, as of ``BalancedDataParallel``.
-        loss_weight: how much the loss of a chunk weighs, called with the chunk's inputs as
-            keywords. By default integer labels that are not -100 count, those of causal models but
-            the first of each sample; where labels are no such tensor, the samples.
-        scalar_outputs: ``"sum"`` for a model whose loss is a sum, else ``"mean"``.
+        split: lists with an entry for each sample, as of ``BalancedDataParallel``.
+        loss_weight: what the loss of a chunk weighs, as of ``BalancedDataParallel``.
+        scalar_outputs: how losses join, as of ``BalancedDataParallel``.
 
     Raises:
         ArgumentError, ArgumentTypeError: the devices or the split cannot be used.
