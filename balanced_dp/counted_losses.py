@@ -82,9 +82,12 @@ def _counting_version(function: Callable[..., torch.Tensor]) -> Callable[..., to
         weight: torch.Tensor | None = None,
         reduction: int = _MEAN,
         ignore_index: int = -100,
-        *args: Any,
+        *smoothing: float,
         **kwargs: Any,
     ) -> torch.Tensor:
+        def loss_of(input: torch.Tensor, reduction: int) -> torch.Tensor:
+            return function(input, target, weight, reduction, ignore_index, *smoothing, **kwargs)
+
         found = _counted.get()
         if (
             found is None
@@ -93,33 +96,38 @@ def _counting_version(function: Callable[..., torch.Tensor]) -> Callable[..., to
             or torch.compiler.is_compiling()
             or torch._C._functorch.peek_interpreter_stack() is not None
         ):
-            return function(input, target, weight, reduction, ignore_index, *args, **kwargs)
+            return loss_of(input, reduction)
+        count = divisor = None
         if reduction == _SUM:
-            loss = function(input, target, weight, reduction, ignore_index, *args, **kwargs)
-            found.append(CountedLoss(loss, target.numel(), None, None, loss.clone(), loss.grad_fn))
-            return loss
-        is_counted = target != ignore_index
-        if weight is None:
-            count = torch.count_nonzero(is_counted)
+            loss = loss_of(input, reduction)
+        elif weight is None:
+            loss = loss_of(input, reduction)
+            count = divisor = torch.count_nonzero(target != ignore_index)
+            loss.data.masked_fill_(count.logical_not(), 0)  # instead of 0 / 0
         else:
-            count = (weight.detach()[target.where(is_counted, 0).long()] * is_counted).sum()
-        is_empty, divisor = count.logical_not(), count
-        if weight is not None and any((*args, *kwargs.values())):
-            # Smoothed labels have a loss even where their weights are 0.
-            divisor = count.where(~is_empty, 1)
-            total = function(input, target, weight, _SUM, ignore_index, *args, **kwargs)
-            loss = total / divisor
-        else:
-            if weight is not None and input.requires_grad and torch.is_grad_enabled():
-                # The gradient of targets that weigh nothing is 0 / 0.
-                input = input.view_as(input)
-                input.register_hook(lambda gradient: gradient.masked_fill(is_empty, 0))
-            loss = function(input, target, weight, reduction, ignore_index, *args, **kwargs)
-            loss.data.masked_fill_(is_empty, 0)  # instead of 0 / 0
+            is_counted = target != ignore_index
+            weights = weight.detach()[target.where(is_counted, 0).long()]
+            count = divisor = (weights * is_counted).sum()
+            is_empty = count.logical_not()
+            if any(smoothing) or any(kwargs.values()):
+                # Smoothed labels have a loss even where their weights are 0.
+                divisor = count.where(~is_empty, 1)
+                loss = loss_of(input, _SUM) / divisor
+            else:
+                loss = loss_of(_with_gradient_0_where(is_empty, input), reduction)
+                loss.data.masked_fill_(is_empty, 0)
         found.append(CountedLoss(loss, target.numel(), count, divisor, loss.clone(), loss.grad_fn))
         return loss
 
     return compute
+
+
+def _with_gradient_0_where(is_empty: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
+    """Return the input, whose gradient would be 0 / 0 where all targets weigh nothing."""
+    if input.requires_grad and torch.is_grad_enabled():
+        input = input.view_as(input)
+        input.register_hook(lambda gradient: gradient.masked_fill(is_empty, 0))
+    return input
 
 
 def counted_loss(loss: torch.Tensor) -> CountedLoss | None:

@@ -235,7 +235,9 @@ def _nodes_of(counted: CountedLoss) -> Iterator[tuple[Any, CountedLoss]]:
     if counted.node is None and counted.loss.grad_fn is not None:
         # A function of autograd that computed it without a graph has a node by now.
         counted.value, counted.node = counted.loss, counted.loss.grad_fn
-    for node in (counted.node, counted.call or Call("counted", counted.loss.shape)):
+    elif counted.node is None and counted.call is None:
+        counted.node = Call("counted", counted.loss.shape)
+    for node in (counted.node, counted.call):
         if node is not None:
             yield node, counted
 
