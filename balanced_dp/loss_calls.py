@@ -74,6 +74,13 @@ class Call:
         """Return the name of the operator."""
         return self.operator
 
+    def without_views(self) -> Call:
+        """Return the call whose value this one has in another type or shape."""
+        call = self
+        while call.operator in ("ToCopy", "Clone", "View") and call.next_functions[0][0]:
+            call = call.next_functions[0][0]
+        return call
+
 
 Calls = dict[int, Call]
 """By the identity of its output, which it keeps alive: each call that may be part of a loss."""
@@ -171,7 +178,8 @@ def _joins_rows(operator: str, args: Any, kwargs: Any) -> bool:
         tensors = args[0] if args else kwargs["tensors"]
         return not any(tensor.dim() for tensor in tensors)
     if operator == "Index":
-        return isinstance(args[1], torch.Tensor) and args[1].dtype == torch.bool
+        index = args[1] if isinstance(args[1], tuple) else (args[1],)
+        return any(isinstance(item, torch.Tensor) for item in index)
     return 0 in (_dims(args, kwargs) or ())
 
 
@@ -184,10 +192,16 @@ def _saved(operator: str, function: Any, args: Any, kwargs: Any) -> dict[str, An
         return {"_saved_self": operands[0], "_saved_other": operands[1]}
     if operator in _ARITHMETIC:
         saved = {"_saved_alpha": kwargs.get("alpha", 1)}
-        if operator == "Add" and isinstance(operands[1], float | int) and operands[1] > _TINY:
+        is_in_place = getattr(function, "__name__", "") in ("add_", "__iadd__")
+        if (
+            operator == "Add"
+            and not is_in_place
+            and isinstance(operands[1], float | int)
+            and operands[1] > _TINY
+        ):
             saved |= _finished(function, operands[0], operands[1])
         return saved
-    if operator in ("clamp", "clamp_min", "clip"):
+    if getattr(function, "__name__", "") in ("clamp", "clamp_min", "clip"):  # not in place
         return _finished(function, *args, **kwargs)
     reduction = _reduction(function, args, kwargs)
     return {} if reduction is None else {"_saved_reduction": _REDUCTIONS.get(reduction, 0)}

@@ -105,8 +105,8 @@ class LossGraph:
         calls: those that were noted, by their outputs' identities.
         whole_batch: the numbers and 0-dim tensors that every replica was given: what is divided by
             one of them is divided by the same for all.
-        adds_up: whether all sums are divided by what is the same for all.
-        counts: which divisions by numbers have been by counts in earlier graphs.
+        adds_up: whether sums are divided by what is the same for all, unless that is known.
+        places: whether divisions of earlier graphs were by counts, or by what is the same for all.
     """
 
     def __init__(
@@ -117,23 +117,27 @@ class LossGraph:
         calls: Calls,
         whole_batch: Sequence[Any] = (),
         adds_up: bool = False,
-        counts: set[tuple[int, int]] | None = None,
+        places: dict[tuple[int, int], bool] | None = None,
     ) -> None:
         self._chunk_sizes = chunk_sizes
         self._dim = dim
         self._counted = counted
         self._calls = calls
         self._adds_up = adds_up
-        self._counts_before = set() if counts is None else counts
+        self._places = {} if places is None else places
         self._is_even = len(set(chunk_sizes)) == 1
         self._whole_tensors = {id(item) for item in whole_batch if isinstance(item, torch.Tensor)}
-        self._whole_numbers = [item for item in whole_batch if not isinstance(item, torch.Tensor)]
+        # A number that is also the size of a chunk tells nothing.
+        numbers = [item for item in whole_batch if isinstance(item, int | float)]
+        self._whole_numbers = set(numbers) - {True, *chunk_sizes}
         self.names: list[str] = []
         """The operators that were met, in order: what tells one kind of graph from another."""
         self.multipliers: list[Sequence[torch.Tensor]] = []
         """Tensors that it is multiplied by, which should be the same on every replica."""
         self.reasons: list[str] = []
         """Why the terms are not exact."""
+        self.doubts: list[str] = []
+        """Why they need not be."""
 
     def terms(self, nodes: Sequence[Any]) -> list[Term]:
         """Return the parts that add up to the loss.
@@ -294,62 +298,105 @@ class LossGraph:
     ) -> Term:
         counts = None
         for position, scale in enumerate(scales):
-            values = scale.values
-            if not _are_numbers(values):
-                if scale.is_constant or (scale.divides and self._is_whole(values)):
+            values, place = scale.values, (len(self.names), position)
+            if any(isinstance(value, torch.Tensor) for value in values):
+                if scale.is_constant or (scale.divides and self._is_whole(values, place)):
                     continue
                 if not scale.divides:
-                    self.multipliers.append(values)
+                    self.multipliers.append([v for v in values if isinstance(v, torch.Tensor)])
                     continue
+                if not all(isinstance(value, torch.Tensor) for value in values):
+                    raise UnclearError("it is divided by a tensor in some chunks only")
                 if any(value.dim() for value in values):
                     raise UnclearError("it is divided by a tensor with several entries")
+                counts = self._counts(values, weights is not None)
                 _guard(scale)
-                counts = self._counts(values) if weights is None else None
                 weights = values if weights is None else _products(weights, values)
-            elif weights is None and self._is_count(scale, sizes, (len(self.names), position)):
+            elif weights is None and self._is_count(scale, sizes, place):
                 weights = values if scale.divides else [1 / value for value in values]
-            elif weights is not None and self._is_chunk_size(scale, weights):
+            elif weights is not None and self._is_chunk_size(scale, weights, place):
                 weights = None
             elif not _are_equal(values):
                 raise UnclearError("it is scaled by a number that differs between the replicas")
         return Term(weights, scales, counts=counts)
 
-    def _counts(self, values: Sequence[Value]) -> Any:
-        """Return what the notes tell of denominators like ``mask.sum().clamp(min=1)``."""
+    def _is_whole(self, values: Sequence[Value], place: tuple[int, int]) -> bool:
+        """Return whether a denominator is the same for all replicas: it was given, or is kept."""
+        if all(id(value) in self._whole_tensors for value in values):
+            return True
+        if self._calls:  # what is not computed from samples is the same everywhere
+            calls = [self._calls.get(id(value)) for value in values]
+            is_computed = None not in calls and self._is_of_samples([(call, 0) for call in calls])
+            self._places[place] = is_computed
+        return not self._places.get(place, not self._adds_up)
+
+    def _is_of_samples(self, edges: Sequence[Edge]) -> bool:
+        """Return whether a noted 0-dim tensor was computed from anything with dimensions."""
+        calls, seen = [edges[0][0]], set()
+        while calls:
+            call = calls.pop()
+            if call is not None and id(call) not in seen:
+                seen.add(id(call))
+                if call.operator == "data" or (call.operator in _LEAVES and call.shape):
+                    return True
+                calls += [item for item, _ in call.next_functions]
+        return False
+
+    def _counts(self, values: Sequence[Value], is_mean: bool) -> Any:
+        """Return what the notes tell of denominators like ``mask.sum().clamp(min=1)``.
+
+        Raises:
+            UnclearError: they are not known to add up to the denominator of the whole batch.
+        """
         calls = [self._calls.get(id(value)) for value in values]
-        known = [call for call in calls if call is not None and call.finish is not None]
+        known = [call.without_views() for call in calls if call is not None]
         if len(known) < len(calls):
             return None
-        return [call.made_of for call in known], known[0].finish
-
-    def _is_whole(self, values: Sequence[Value]) -> bool:
-        """Return whether a denominator is the same for all replicas, which were given it."""
-        return self._adds_up or all(id(value) in self._whole_tensors for value in values)
+        if all(call.finish is not None for call in known) and not is_mean:
+            return [call.made_of for call in known], known[0].finish
+        operator = known[0].operator
+        if operator not in (("Mean",) if is_mean else ("Sum", "count_nonzero")):
+            raise UnclearError(f"it is divided by a {operator}, which need not add up")
+        return None
 
     def _is_count(self, scale: Scale, sizes: Sequence[Value], place: tuple[int, int]) -> bool:
         """Return whether a sum is divided by how much was added up in each chunk."""
         numbers = [v if scale.divides else 1 / v if v else 0.0 for v in scale.values]
-        if not _are_equal(numbers):
-            self._counts_before.add(place)
-            return True
-        number, size, chunk_size = numbers[0], sizes[0], self._chunk_sizes[0]
-        if self._adds_up or number in self._whole_numbers:
+        number, chunk_size = numbers[0], self._chunk_sizes[0]
+        if all(size == n for size, n in zip(sizes, numbers, strict=True)):
+            self._places[place] = True
+        elif not _are_equal(numbers):
+            if 1 in numbers and not are_proportional(numbers, self._chunk_sizes):
+                self.doubts.append(
+                    "it is divided by 1 in a chunk, which may stand for a count of 0; divide by "
+                    "the tensor mask.sum().clamp(min=1)"
+                )
+            self._places[place] = True
+        elif number in self._whole_numbers:
             return False
-        if place in self._counts_before or all(size == number for size in sizes):
-            return True
-        if not self._is_even or isinstance(size, torch.Tensor) or number < 1:
-            return False
-        # Not half of the sum, where chunks have two samples.
-        is_multiple = size % number == 0 and number % chunk_size == 0
-        return is_multiple and (scale.divides or chunk_size > 2)
+        elif not self._is_even:
+            self._places.setdefault(place, False)
+        elif place not in self._places:
+            # Not half of the sum, where chunks have two samples, nor the size of the whole batch.
+            is_multiple = number % chunk_size == 0 and number != sum(self._chunk_sizes)
+            return number >= 1 and is_multiple and (scale.divides or chunk_size > 2)
+        return self._places[place]
 
-    def _is_chunk_size(self, scale: Scale, weights: Sequence[Value]) -> bool:
-        """Return whether a mean is multiplied by what it is over, or the size of its chunk."""
+    def _is_chunk_size(
+        self, scale: Scale, weights: Sequence[Value], place: tuple[int, int]
+    ) -> bool:
+        """Return whether a mean is multiplied by what it is over."""
+        values = scale.values
         if scale.divides:
             return False
-        if not _are_equal(scale.values):
-            return are_proportional(scale.values, weights)
-        return self._is_even and scale.values[0] == self._chunk_sizes[0] > 2
+        if not _are_equal(values):
+            self._places[place] = are_proportional(values, weights)
+        elif self._is_even and place not in self._places and values[0] == self._chunk_sizes[0] > 1:
+            self.doubts.append(
+                f"it is multiplied by {values[0]:g}, which is also the number of samples in each "
+                "chunk, and is taken for a constant"
+            )
+        return self._places.get(place, False)
 
     # Samples.
 
@@ -379,6 +426,9 @@ class LossGraph:
                 if dim in dims and size[dim] % self._chunk_sizes[0] == 0:
                     return True
             followed = [edge for edge in node.next_functions if edge[0] is not None]
+            if len(followed) > 1 and operator in ("Add", "Sub", "Mul", "Div"):
+                with_data = [edge for edge in followed if self._has_data(edge)]
+                return bool(with_data) and all(map(self._is_reduced, with_data))
             if len(followed) != 1:
                 return False
             edge = followed[0]
@@ -413,7 +463,11 @@ class LossGraph:
         while routes:
             edges = routes.pop()
             node = edges[0][0]
-            if node is None or node in seen or any(_operator(edge) in _LEAVES for edge in edges):
+            if any(edge[0] is None for edge in edges):
+                if any(edge[0] is not None for edge in edges):
+                    return True  # the replicas have computed it in different ways
+                continue
+            if node in seen or any(_operator(edge) in _LEAVES for edge in edges):
                 continue
             seen.add(node)
             if any(edge[0] in self._counted for edge in edges) or self._holds_samples(edges):

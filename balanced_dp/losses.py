@@ -30,8 +30,8 @@ class Looks:
         """Outputs without a graph that are sums."""
         self.axes: dict[str, int] = {}
         """Outputs whose shapes have shown along which dimension their samples are."""
-        self.counts: dict[str, set[tuple[int, int]]] = {}
-        """Of each output, where its graph divides by a number that counts entries."""
+        self.places: dict[str, dict[tuple[int, int], bool]] = {}
+        """Of each output, where its graph divides, and whether by what counts entries."""
         self.agreeing: set[tuple[str, ...]] = set()
         """Graphs with several denominators that are known to be the same."""
         self.seen: set[tuple[str, ...]] = set()
@@ -151,6 +151,8 @@ class ChunkLosses:
         reasons = [*graph.reasons, *self._disagreement(own, seen)]
         if seen not in self.looks.seen:
             self.looks.seen.add(seen)
+            if not self._calls:  # a look that was not close enough
+                self.looks.notes_calls[torch.is_grad_enabled()] = True
             if not all(map(_are_equal, graph.multipliers)):
                 reasons.append("it is multiplied by a tensor that differs between the replicas")
         base = (own or known or [Term(self.chunk_sizes)])[0]
@@ -160,7 +162,8 @@ class ChunkLosses:
             base = Term(self.chunk_sizes)
         if reasons:
             base = Term(self.chunk_sizes)
-            self.looks.warn(name, self._function, reasons[0])
+        for text in [*reasons, *graph.doubts][:1]:
+            self.looks.warn(name, self._function, text)
         if any(term.counts for term in own):
             self.looks.notes_calls[is_recorded] = True
         if not is_recorded and torch.is_grad_enabled():
@@ -181,7 +184,7 @@ class ChunkLosses:
             self._calls,
             self._whole_batch,
             self._adds_up,
-            self.looks.counts.setdefault(name, set()),
+            self.looks.places.setdefault(name, {}),
         )
 
     def _nodes(self, outputs: Sequence[torch.Tensor]) -> tuple[dict[Any, CountedLoss], list[Any]]:

@@ -22,6 +22,7 @@ class Net(nn.Module):
         self.head = nn.Linear(WIDTH, CLASSES)
         self.token_head = nn.Linear(WIDTH, LENGTH * CLASSES)
         self.scale = nn.Parameter(torch.tensor(0.3))
+        self.register_buffer("temperature", torch.tensor(0.7))
         self.loss = loss
 
     def tokens(self, x: Tensor) -> Tensor:
@@ -224,6 +225,16 @@ EXACT: dict[str, Case] = {
         lambda n, x, o, y, n_items: F.cross_entropy(o, y, reduction="sum") / n_items,
         {"y": IGNORED, "n_items": torch.tensor(8)},
     ),
+    "sum by a buffer": Case(
+        lambda n, x, o, r: (o - r).square().sum() / (2 * n.temperature**2), {"r": REAL}
+    ),
+    "mean by a buffer": Case(lambda n, x, o, r: F.mse_loss(o, r) / n.temperature, {"r": REAL}),
+    "sum by a tensor, floored": Case(
+        lambda n, x, o, y, n_items: (
+            F.cross_entropy(o, y, reduction="sum") / n_items.clamp(min=1).double()
+        ),
+        {"y": IGNORED, "n_items": torch.tensor(8)},
+    ),
     # Means over what counts.
     "cross entropy": Case(lambda n, x, o, y: F.cross_entropy(o, y), {"y": Y}),
     "ignored": Case(lambda n, x, o, y: F.cross_entropy(o, y), {"y": IGNORED}),
@@ -313,6 +324,7 @@ EXACT: dict[str, Case] = {
     "smoothed count": Case(lambda n, x, o, m: (rows(o) * m).sum() / (m.sum() + 1), {"m": HOLES}),
     "selected": Case(lambda n, x, o, r, m: F.mse_loss(o[m > 0], r[m > 0]), {"r": REAL, "m": MASK}),
     "selected, holes": Case(lambda n, x, o, r, m: Masked()(o, r, m), {"r": REAL, "m": HOLES}),
+    "selected by index": Case(lambda n, x, o, m: rows(o)[m.nonzero()[:, 0]].mean(), {"m": MASK}),
     "mean of selected": Case(lambda n, x, o, m: rows(o)[m > 0].mean(), {"m": MASK}),
     "sum of selected by number": Case(
         lambda n, x, o, m: rows(o)[m > 0].sum() / (m > 0).sum().item(), {"m": MASK}
@@ -360,6 +372,14 @@ UNCLEAR: dict[str, tuple[Case, str]] = {
     "sum and penalty": (
         Case(lambda n, x, o: o.square().sum() + n.head.weight.square().sum()),
         "the same on every replica to a sum",
+    ),
+    "where of a count": (
+        Case(lambda n, x, o, m: (rows(o) * m).sum() / m.sum().where(m.any(), 1), {"m": HOLES}),
+        "divided by a where, which need not add up",
+    ),
+    "mean of a mask": (
+        Case(lambda n, x, o, m: (rows(o) * m).sum() / m.mean(), {"m": MASK}),
+        "divided by a Mean, which need not add up",
     ),
     "one sample": (Case(lambda n, x, o: rows(o)[0]), "an entry of a single sample"),
     "branch": (

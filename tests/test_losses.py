@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+import warnings
 from typing import Any
 
 import pytest
@@ -77,10 +78,22 @@ def test_losses_in_the_module_are_those_of_the_whole_batch(name, gpu0_bsz, devic
 
 
 @pytest.mark.filterwarnings("ignore:gpu0_bsz")
-@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("name", [name for name in EXACT if name != "mean times length"])
 def test_chunks_of_one_size(name):
     """Shapes do not tell then what is over the batch."""
     check(EXACT[name], ["cpu"] * 4, 3, size=12)
+
+
+def test_a_number_that_may_be_the_size_of_a_chunk_is_warned_of_unless_that_was_seen():
+    case = EXACT["mean times length"]
+    model, bare = make(case, ["cpu"] * 4, 0)
+    given = first(case.given, 12)
+    with pytest.warns(BalanceWarning, match="multiplied by 4, which is also the number of samples"):
+        results(model, model.module, given, True)
+    model, bare = make(case, ["cpu"] * 4, 0)
+    results(model, model.module, case.given, True)  # 13 samples
+    found, expected = results(model, model.module, given, True), results(bare, bare, given, True)
+    torch.testing.assert_close(found, expected, **TOLERANCE)
 
 
 @pytest.mark.parametrize("gpu0_bsz", [0, 1, 3])
@@ -95,6 +108,32 @@ def test_what_is_not_exact_is_warned_of_once(name, gpu0_bsz):
             results(model, model.module, case.given, True)
     assert len(seen) == 1
     assert "<lambda>" in str(seen[0].message) or "Net.forward" in str(seen[0].message)
+
+
+def test_a_count_of_1_that_may_be_a_floor_is_warned_of():
+    mask = (torch.arange(BATCH) % 3 > 0).double()  # none in the first chunk
+    case = Case(lambda n, x, o, m: (rows(o) * m).sum() / max(int(m.sum()), 1), {"m": mask})
+    model, _ = make(case, ["cpu"] * 4, 1)
+    with pytest.warns(BalanceWarning, match="by 1 in a chunk, which may stand for a count of 0"):
+        results(model, model.module, case.given, True)
+
+
+@pytest.mark.parametrize("gpu0_bsz", [0, 1, 3])
+def test_losses_of_single_samples_in_a_loop(gpu0_bsz):
+    """The graphs differ in size, which is warned of; their mean is one over samples."""
+
+    def loop(net: Net, x: Tensor, o: Tensor, r: Tensor) -> Tensor:
+        return sum(functional.mse_loss(a, b) for a, b in zip(o, r, strict=True)) / len(o)
+
+    case = Case(loop, {"r": REAL})
+    model, bare = make(case, ["cpu"] * 4, gpu0_bsz)
+    for has_gradients in (True, False):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", BalanceWarning)
+            found = results(model, model.module, case.given, has_gradients)
+        torch.testing.assert_close(
+            found, results(bare, bare, case.given, has_gradients), **TOLERANCE
+        )
 
 
 def test_the_warning_is_silenced_by_saying_how_losses_join():
