@@ -126,11 +126,12 @@ class _Notes(TorchFunctionMode):
             name = getattr(function, "__name__", "").strip("_")
             operator = _OPERATORS.get(name, name)
             # Only what may be part of a loss, since it is kept alive.
-            if not output.dim() or (operator in _JOINING and _joins_rows(operator, args, kwargs)):
-                inputs = self._inputs(operator, args, kwargs)
-                saved = _saved(operator, function, args, kwargs)
+            operands = _operands(args, kwargs)
+            if not output.dim() or (operator in _JOINING and _joins_rows(operator, operands)):
+                inputs = self._inputs(operator, operands)
+                saved = _saved(operator, function, operands, args, kwargs)
                 if saved.get("_saved_reduction") == _BATCHMEAN:
-                    saved = {"_saved_other": float(args[0].size(0))}
+                    saved = {"_saved_other": float(operands[0].size(0))}
                     inputs = [Call(operator, output.shape, inputs, _saved_reduction=_SUM), None]
                     operator = "Div"
                 call = Call(operator, output.shape, inputs, output=output, **saved)
@@ -140,8 +141,7 @@ class _Notes(TorchFunctionMode):
                     counted.call = call
         return output
 
-    def _inputs(self, operator: str, args: Any, kwargs: Any) -> list[Call | None]:
-        operands = [*args, *kwargs.values()]
+    def _inputs(self, operator: str, operands: list[Any]) -> list[Call | None]:
         if operator == "Stack":
             operands = operands[0]
         elif operator in _ARITHMETIC:
@@ -166,28 +166,36 @@ def _finished(function: Any, count: Any, *args: Any, **kwargs: Any) -> dict[str,
     return {"made_of": count, "finish": lambda whole: function(whole, *args, **kwargs)}
 
 
-def _dims(args: Any, kwargs: Any) -> tuple[int, ...] | None:
-    dims = kwargs.get("dim", kwargs.get("axis", args[1] if len(args) > 1 else None))
-    if isinstance(dims, int):
+def _operands(args: Any, kwargs: Mapping[str, Any]) -> list[Any]:
+    """Return the arguments, tensors by the names of operands before what else has a name."""
+    names = [
+        name for name in ("input", "tensors", "other", "dim", "axis", "mask") if name in kwargs
+    ]
+    return [*args, *(kwargs[name] for name in names), *(kwargs[n] for n in kwargs.keys() - names)]
+
+
+def _dims(operands: list[Any]) -> tuple[int, ...] | None:
+    dims = operands[1] if len(operands) > 1 else None
+    if isinstance(dims, int) and not isinstance(dims, bool):
         return (dims,)
     return tuple(dims) if isinstance(dims, list | tuple) else None
 
 
-def _joins_rows(operator: str, args: Any, kwargs: Any) -> bool:
+def _joins_rows(operator: str, operands: list[Any]) -> bool:
     if operator == "Stack":
-        tensors = args[0] if args else kwargs["tensors"]
-        return not any(tensor.dim() for tensor in tensors)
+        return not any(tensor.dim() for tensor in operands[0])
     if operator == "Index":
-        index = args[1] if isinstance(args[1], tuple) else (args[1],)
+        index = operands[1] if isinstance(operands[1], tuple) else (operands[1],)
         return any(isinstance(item, torch.Tensor) for item in index)
-    return 0 in (_dims(args, kwargs) or ())
+    return 0 in (_dims(operands) or ())
 
 
-def _saved(operator: str, function: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+def _saved(
+    operator: str, function: Any, operands: list[Any], args: Any, kwargs: Any
+) -> dict[str, Any]:
     """Return what autograd would have saved."""
-    operands = [*args, *kwargs.values()]
     if operator in ("Sum", "Mean"):
-        return {"_saved_self_sym_sizes": operands[0].shape, "_saved_dim": _dims(args, kwargs)}
+        return {"_saved_self_sym_sizes": operands[0].shape, "_saved_dim": _dims(operands)}
     if operator in ("Mul", "Div"):
         return {"_saved_self": operands[0], "_saved_other": operands[1]}
     if operator in _ARITHMETIC:
@@ -201,8 +209,8 @@ def _saved(operator: str, function: Any, args: Any, kwargs: Any) -> dict[str, An
         ):
             saved |= _finished(function, operands[0], operands[1])
         return saved
-    if getattr(function, "__name__", "") in ("clamp", "clamp_min", "clip"):  # not in place
-        return _finished(function, *args, **kwargs)
+    if args and getattr(function, "__name__", "") in ("clamp", "clamp_min", "clip"):
+        return _finished(function, *args, **kwargs)  # in place, the count would be gone
     reduction = _reduction(function, args, kwargs)
     return {} if reduction is None else {"_saved_reduction": _REDUCTIONS.get(reduction, 0)}
 

@@ -262,6 +262,28 @@ def test_what_one_thread_counts_is_not_anothers():
     assert isinstance(torch._C._nn.cross_entropy_loss, type(torch._C._nn.nll_loss))
 
 
+def test_functions_are_noted_however_their_arguments_are_given():
+    def loss(net: Net, x: Tensor, o: Tensor, r: Tensor) -> Any:
+        return {
+            "mean": torch.mean(dim=0, input=rows(o)),
+            "sum": torch.sum(input=rows(o)),
+            "stack": torch.stack(tensors=[rows(o).mean(), rows(r).mean()]).mean(dim=0),
+            "kl": functional.kl_div(
+                target=r.softmax(1), reduction="batchmean", input=o.log_softmax(1)
+            ),
+            "selected": torch.masked_select(input=o, mask=o > 0).mean(),
+            "clamped": torch.div(other=torch.clamp(min=1, input=(o > 0).sum()), input=o.sum()),
+        }
+
+    model, bare = make(Case(loss, {"r": REAL}), ["cpu"] * 4, 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", BalanceWarning)
+        found = [results(model, model.module, {"r": REAL}, False) for _ in range(2)]
+    expected = results(bare, bare, {"r": REAL}, False)
+    torch.testing.assert_close(found[0][:5], expected[:5], **TOLERANCE)
+    torch.testing.assert_close(found[1][:5], expected[:5], **TOLERANCE)
+
+
 # What the caller says of weights.
 
 
