@@ -298,8 +298,12 @@ def _weighted_sum(
         if may_be_nan:  # 0 / 0 where nothing counts
             values = values.masked_fill((shares == 0) & values.isnan(), 0)
         return _dot(values, shares)
-    pairs = zip(moved, shares, strict=True)
-    return functools.reduce(torch.add, [output * share for output, share in pairs if share])
+    parts = [
+        output if share == 1 else output * share  # a sum of integers is one
+        for output, share in zip(moved, shares, strict=True)
+        if share
+    ]
+    return functools.reduce(torch.add, parts)
 
 
 def _dot(values: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:

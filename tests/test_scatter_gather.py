@@ -233,6 +233,8 @@ def test_integers_have_no_mean_unless_they_are_equal():
     with pytest.raises(GatherError, match="a count has no mean"):
         gather([torch.tensor(1), torch.tensor(2)], CPU, chunk_sizes=[1, 1])
     assert gather([torch.tensor(2), torch.tensor(2)], CPU).item() == 2
+    total = gather([torch.tensor(1), torch.tensor(2)], CPU, scalar_outputs="sum")
+    assert (total.item(), total.dtype) == (3, torch.long)
 
 
 def test_rows_are_joined_along_the_dimension_of_the_samples():
