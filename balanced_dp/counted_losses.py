@@ -16,7 +16,7 @@ _FUNCTIONS = ("cross_entropy_loss", "nll_loss_nd")
 """What ``F.cross_entropy`` and ``F.nll_loss`` look up in ``torch._C._nn`` at each call."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class CountedLoss:
     """A mean or a sum that torch has computed.
 

@@ -49,7 +49,7 @@ class Scale:
     is_constant: bool = False
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Term:
     """A part of a loss, on all replicas.
 
