@@ -31,6 +31,7 @@ _SELECTIONS = {"Gather", "Index", "IndexSelect", "MaskedSelect", "Take"}
 _LOOKUPS = {*_SELECTIONS, "Embedding", "EmbeddingBag"}
 """Operators whose indices are no nodes of the graph."""
 
+_DOT_PRODUCTS = {"Dot", "dot", "matmul"}
 _LEAVES = {"AccumulateGrad", "Broadcast"}
 _MEAN, _SUM = 1, 2  # torch.nn._reduction.get_enum
 
@@ -281,7 +282,7 @@ class LossGraph:
         nodes = [node for node, _ in edges]
         inputs = zip(*(node.next_functions for node in nodes), strict=True)
         held = [i for i in inputs if i[0][0] is not None and self._has_entries(i)]
-        reduction = getattr(nodes[0], "_saved_reduction", None)
+        reduction = getattr(nodes[0], "_saved_reduction", _SUM * (operator in _DOT_PRODUCTS))
         if not held:
             raise UnclearError(f"it is not linear in means or sums over samples, but a {operator}")
         if reduction not in (_MEAN, _SUM):

@@ -225,6 +225,7 @@ EXACT: dict[str, Case] = {
         lambda n, x, o, y, n_items: F.cross_entropy(o, y, reduction="sum") / n_items,
         {"y": IGNORED, "n_items": torch.tensor(8)},
     ),
+    "dot product": Case(lambda n, x, o, w: w @ rows(o) / w.sum(), {"w": WEIGHT}),
     "sum by a buffer": Case(
         lambda n, x, o, r: (o - r).square().sum() / (2 * n.temperature**2), {"r": REAL}
     ),
