@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,12 +14,10 @@ from torch import nn
 
 from .counted_losses import CountedLoss
 from .loss_calls import Calls
+from .loss_terms import Scale, Term, Value, are_equal, are_proportional
 
 Edge = tuple[Any, int]
 """A node of the graph, and which of its outputs is meant."""
-
-Value = Any
-"""A number or a tensor."""
 
 _VIEWS = {
     *("Alias", "Clone", "ToCopy", "View", "ViewAs", "UnsafeView", "ReshapeAlias", "Squeeze"),
@@ -38,50 +36,6 @@ _MEAN, _SUM = 1, 2  # torch.nn._reduction.get_enum
 
 class UnclearError(Exception):
     """What a loss is a mean over cannot be told; the text completes "its value is not exact: "."""
-
-
-@dataclass(frozen=True, slots=True)
-class Scale:
-    """A multiplication by a number or a tensor for each replica, or a division."""
-
-    values: Sequence[Value]
-    divides: bool = False
-    nodes: Sequence[Any] = ()
-    is_constant: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class Term:
-    """A part of a loss, on all replicas.
-
-    Attributes:
-        weights: what its mean is over, one for each replica; None where it is a sum.
-        scales: what it is multiplied and divided by in the loss.
-        losses: its own value on each replica, where that is known.
-        is_constant: whether it has nothing to do with the samples, like a penalty on weights.
-        counts: what the weights were made of, if those are not sums over samples themselves, and
-            what makes the denominator of the whole batch of their sum.
-    """
-
-    weights: Sequence[Value] | None = None
-    scales: Sequence[Scale] = ()
-    losses: Sequence[torch.Tensor] | None = None
-    is_constant: bool = False
-    counts: tuple[Sequence[Value], Callable[[Any], Any]] | None = None
-
-    def scaled_losses(self, device: torch.device) -> torch.Tensor:
-        """Return what each replica's own value adds to its loss, on ``device``."""
-        values = torch.stack([loss.to(device) for loss in self.losses or ()])
-        for scale in self.scales:
-            by: Any = scale.values
-            if not _are_numbers(by):
-                by = torch.stack([value.to(device) for value in by])
-            elif not _are_equal(by):
-                by = values.new_tensor(by)
-            else:
-                by = by[0]
-            values = values / by if scale.divides else values * by
-        return values
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,7 +271,7 @@ class LossGraph:
                 weights = values if scale.divides else [1 / value for value in values]
             elif weights is not None and self._is_chunk_size(scale, weights, place):
                 weights = None
-            elif not _are_equal(values):
+            elif not are_equal(values):
                 raise UnclearError("it is scaled by a number that differs between the replicas")
         return Term(weights, scales, counts=counts)
 
@@ -366,7 +320,7 @@ class LossGraph:
         number, chunk_size = numbers[0], self._chunk_sizes[0]
         if all(size == n for size, n in zip(sizes, numbers, strict=True)):
             self._places[place] = True
-        elif not _are_equal(numbers):
+        elif not are_equal(numbers):
             if 1 in numbers and not are_proportional(numbers, self._chunk_sizes):
                 self.doubts.append(
                     "it is divided by 1 in a chunk, which may stand for a count of 0; divide by "
@@ -390,7 +344,7 @@ class LossGraph:
         values = scale.values
         if scale.divides:
             return False
-        if not _are_equal(values):
+        if not are_equal(values):
             self._places[place] = are_proportional(values, weights)
         elif self._is_even and place not in self._places and values[0] == self._chunk_sizes[0] > 1:
             self.doubts.append(
@@ -523,25 +477,6 @@ def is_number(tensor: torch.Tensor) -> bool:
     # A number gives way to any tensor of its kind, a 0-dim tensor to none of less precision.
     other = torch.half if tensor.is_floating_point() else torch.int8
     return torch.result_type(tensor, torch.empty((), dtype=other)) != tensor.dtype
-
-
-def _are_numbers(values: Sequence[Value]) -> bool:
-    return not any(isinstance(value, torch.Tensor) for value in values)
-
-
-def _are_equal(values: Sequence[Any]) -> bool:
-    return all(value == values[0] for value in values)
-
-
-def are_proportional(ones: Sequence[Any], others: Sequence[Any]) -> bool:
-    """Return whether two sequences of numbers are the same but for one factor."""
-    if not _are_numbers(ones) or not _are_numbers(others):
-        return all(one is other for one, other in zip(ones, others, strict=True))
-    total, other_total = sum(ones), sum(others)
-    return all(
-        math.isclose(one * other_total, other * total, rel_tol=1e-12, abs_tol=0.0)
-        for one, other in zip(ones, others, strict=True)
-    )
 
 
 def _products(ones: Sequence[Any], others: Sequence[Any]) -> list[Any]:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
@@ -16,7 +15,15 @@ from .arguments import described
 from .counted_losses import CountedLoss, counting
 from .errors import BalanceWarning
 from .loss_calls import Call, Calls, noting
-from .loss_graph import LossGraph, Term, Value, are_proportional
+from .loss_graph import LossGraph
+from .loss_terms import (
+    Term,
+    are_proportional,
+    correction,
+    shares_of,
+    weighted_mean,
+    weighted_sum,
+)
 from .loss_weight import Arguments, loss_weights
 
 
@@ -168,11 +175,11 @@ class ChunkLosses:
             self.looks.notes_calls[is_recorded] = True
         if not is_recorded and torch.is_grad_enabled():
             self._remember(name, base)
-        shares = _shares(base, device, len(outputs))
-        joined = _weighted_sum(outputs, shares, device, may_be_nan=base not in known)
+        shares = shares_of(base, device, len(outputs))
+        joined = weighted_sum(outputs, shares, device, may_be_nan=base not in known)
         for term in known:
             if term is not base:
-                joined = joined + _correction(term, shares, device)
+                joined = joined + correction(term, shares, device)
         self._results[alias] = joined
         return joined
 
@@ -252,72 +259,6 @@ def _are_equal(tensors: Sequence[torch.Tensor]) -> bool:
 
 def _storage(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
-
-
-def weighted_mean(
-    outputs: Sequence[torch.Tensor], weights: Sequence[Value] | None, device: torch.device
-) -> torch.Tensor:
-    """Return the mean of 0-dim outputs on ``device``, or their sum where there are no weights.
-
-    A weight of 0 leaves out a NaN. If all numbers are 0, they count as equal.
-    """
-    shares = _shares(Term(weights), device, len(outputs))
-    return _weighted_sum(outputs, shares, device)
-
-
-def _shares(term: Term, device: torch.device, count: int) -> torch.Tensor | list[float]:
-    """Return what each replica's value is multiplied by to add up to that of the whole batch."""
-    weights = term.weights
-    if weights is None:
-        return [1.0] * count
-    if not any(isinstance(weight, torch.Tensor) for weight in weights):
-        numbers = [float(weight) for weight in weights]
-        whole = sum(numbers)
-        return [number / whole for number in numbers] if whole else [1 / count] * count
-    tensors = _on(device, weights)
-    counts, finish = term.counts or (weights, torch.clone)
-    total: torch.Tensor = finish(_on(device, counts).sum())
-    return tensors / total
-
-
-def _on(device: torch.device, weights: Iterable[Any]) -> torch.Tensor:
-    # In float64, where a count of tokens is exact.
-    with torch.no_grad():
-        return torch.stack([torch.as_tensor(weight, device=device) for weight in weights]).double()
-
-
-def _weighted_sum(
-    outputs: Sequence[torch.Tensor],
-    shares: torch.Tensor | list[float],
-    device: torch.device,
-    may_be_nan: bool = True,
-) -> torch.Tensor:
-    moved = [output.to(device) for output in outputs]
-    if isinstance(shares, torch.Tensor):
-        values = torch.stack(moved)
-        if may_be_nan:  # 0 / 0 where nothing counts
-            values = values.masked_fill((shares == 0) & values.isnan(), 0)
-        return _dot(values, shares)
-    parts = [
-        output if share == 1 else output * share  # a sum of integers is one
-        for output, share in zip(moved, shares, strict=True)
-        if share
-    ]
-    return functools.reduce(torch.add, parts)
-
-
-def _dot(values: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
-    dtype = torch.promote_types(values.dtype, torch.float32)
-    return (values.to(dtype) * shares.to(dtype)).sum().to(values.dtype)
-
-
-def _correction(
-    term: Term, shares: torch.Tensor | list[float], device: torch.device
-) -> torch.Tensor:
-    """Return what a counted term lacks where it is weighted by the shares of others."""
-    values = term.scaled_losses(device)
-    own = torch.as_tensor(_shares(term, device, len(values)), dtype=torch.double, device=device)
-    return _dot(values, own - torch.as_tensor(shares, dtype=torch.double, device=device))
 
 
 def is_loss(tensor: torch.Tensor) -> bool:

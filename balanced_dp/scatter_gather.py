@@ -24,7 +24,8 @@ from torch.nn.utils.rnn import PackedSequence
 
 from . import containers
 from .errors import BalanceWarning, GatherError, ScatterError
-from .losses import ChunkLosses, is_loss, weighted_mean
+from .loss_terms import weighted_mean
+from .losses import ChunkLosses, is_loss
 
 ScalarOutputs = Literal["auto", "mean", "sum", "stack"]
 Path = tuple[str, ...]

@@ -29,6 +29,7 @@ ORDER = [
     "arguments.py",
     "counted_losses.py",
     "loss_calls.py",
+    "loss_terms.py",
     "loss_graph.py",
     "loss_weight.py",
     "losses.py",
