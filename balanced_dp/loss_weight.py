@@ -64,11 +64,14 @@ def _call_with_named(
     """Return what ``loss_weight`` says of the arguments that it names, or takes in their order."""
     parameters = inspect.signature(loss_weight).parameters.values()
     kinds = {parameter.kind for parameter in parameters}
-    if inspect.Parameter.VAR_POSITIONAL in kinds or inspect.Parameter.VAR_KEYWORD in kinds:
+    if inspect.Parameter.VAR_POSITIONAL in kinds:
         return loss_weight(*args, **kwargs)
-    required = [parameter.name for parameter in parameters if parameter.default is parameter.empty]
+    own = [p for p in parameters if p.kind is not p.VAR_KEYWORD]
+    required = [parameter.name for parameter in own if parameter.default is parameter.empty]
     if all(name in named for name in required):
-        return loss_weight(**{p.name: named[p.name] for p in parameters if p.name in named})
+        takes_all = inspect.Parameter.VAR_KEYWORD in kinds
+        wanted = named if takes_all else [p.name for p in own if p.name in named]
+        return loss_weight(**{name: named[name] for name in wanted})
     by_order = [name for name in required if name not in kwargs]
     if len(by_order) > len(args):
         missing = [name for name in required if name not in named]

@@ -311,6 +311,7 @@ class Labelled(nn.Module):
         "labels",
         lambda x, labels: (labels != -100).sum(),
         lambda labels: (labels != -100).sum().item(),
+        lambda labels, **others: (labels != -100).sum() * len(others),
         lambda a, b: (b != -100).sum(),
         lambda *args: (args[1] != -100).sum(),
         lambda labels: {"loss": (labels != -100).sum()},
