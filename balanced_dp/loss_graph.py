@@ -35,7 +35,7 @@ _MEAN, _SUM = 1, 2  # torch.nn._reduction.get_enum
 
 
 class UnclearError(Exception):
-    """What a loss is a mean over cannot be told; the text completes "its value is not exact: "."""
+    """What a loss is a mean over cannot be told; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,8 +51,8 @@ class Looks:
             return
         self.warned.add(name)
         warnings.warn(
-            f"output {name or '(the whole)'} of {described(function)} is averaged by samples, and "
-            f"that need not be its value for the whole batch: {reason}. Compute it outside, from "
+            f"output {name or '(the whole)'} of {described(function)} need not have the value of "
+            f"the whole batch: {reason}. Compute it outside, from "
             "gathered outputs, or only what is linear inside; give loss_weight if it is a mean "
             "over something else, or scalar_outputs='mean' if this is right",
             BalanceWarning,

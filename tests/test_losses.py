@@ -104,7 +104,7 @@ def test_a_number_that_may_be_the_size_of_a_chunk_is_warned_of_unless_that_was_s
 def test_what_is_not_exact_is_warned_of_once(name, gpu0_bsz):
     case, reason = UNCLEAR[name]
     model, _ = make(case, ["cpu"] * 4, gpu0_bsz)
-    with pytest.warns(BalanceWarning, match=f"averaged by samples.*{reason}.*loss_weight") as seen:
+    with pytest.warns(BalanceWarning, match=f"the whole batch: .*{reason}.*loss_weight") as seen:
         for _ in range(3):
             results(model, model.module, case.given, True)
     assert len(seen) == 1
