@@ -9,6 +9,7 @@ import torch
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.nn.parallel import comm
 
+from .devices import is_cuda
 from .scatter_gather import move, move_all
 
 BUCKET_BYTES = 25 * 2**20
@@ -63,14 +64,14 @@ def copy_to(
         devices: where the copies go; none twice.
         tensors: what is to be copied; differentiably, unless gradients are off.
     """
-    if any(device.type != "cuda" for device in devices):
+    if not all(map(is_cuda, devices)):
         return {device: move_all(tensors, device, copy=True) for device in devices}
     is_recorded = torch.is_grad_enabled()
     together = [
         i
         for i, t in enumerate(tensors)
         if _is_plain(t)
-        and t.device.type == "cuda"
+        and is_cuda(t.device)
         and t.device not in devices
         and not (t.is_complex() or (is_recorded and t.requires_grad))  # torch's gives real ones
     ]
@@ -96,7 +97,7 @@ def bring_to(
 
     Dense ones travel to a CUDA device in one piece.
     """
-    if device.type != "cuda":
+    if not is_cuda(device):
         return [None if g is None else move(g, device) for g in gradients]
     dense = [g for g in gradients if g is not None and g.layout is torch.strided]
     parts = iter(in_one_piece(dense, device))

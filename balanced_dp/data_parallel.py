@@ -15,7 +15,13 @@ from torch import nn
 
 from .arguments import check_paths, named_arguments
 from .auto_split import AutoSplit
-from .devices import Device, default_device_type, resolve_device, resolve_devices
+from .devices import (
+    Device,
+    default_device_type,
+    is_out_of_memory,
+    resolve_device,
+    resolve_devices,
+)
 from .errors import ArgumentError, ArgumentTypeError, BalanceWarning
 from .loss_calls import noted
 from .losses import ChunkLosses, Looks
@@ -270,8 +276,9 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
             sizes = None if batch_size is None else [split[i] for i in active]
             try:
                 return self._forward_in_parallel(inputs, kwargs, active, sizes)
-            except torch.OutOfMemoryError as error:
-                add_note(error, self._memory_advice(split))
+            except RuntimeError as error:
+                if is_out_of_memory(error):
+                    add_note(error, self._memory_advice(split))
                 raise
 
     def _batch_size(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:

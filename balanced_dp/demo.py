@@ -15,9 +15,11 @@ import torch
 from torch.nn import functional
 
 from .data_parallel import BalancedDataParallel
+from .devices import is_out_of_memory
 from .emulation import EmulatedDevices
 from .errors import ArgumentError, BalanceWarning, SymbolicValueError
 from .measurement import open_devices, uses_emulation
+from .memory.peaks import reset_peaks
 from .memory.step import spread
 from .models import CharTransformer
 from .split import even_share, split_batch
@@ -204,7 +206,9 @@ def _run(
         start = time.perf_counter()
         try:
             _train(settings, devices, gpu0_bsz, batches, losses, on_step)
-        except torch.OutOfMemoryError as error:
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
             out_of_memory = str(error)
         return DemoRun(
             name=name,
@@ -228,7 +232,7 @@ def _open_devices(
         num_devices, memory=memory, symbolic=symbolic, emulate=settings.emulate
     ) as devices:
         for device in devices:
-            torch.get_device_module(device).reset_peak_memory_stats(device)
+            reset_peaks(device)
         yield devices
 
 

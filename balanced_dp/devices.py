@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -10,6 +11,23 @@ from .emulation.machine import DEVICE_TYPE, has_machine
 from .errors import ArgumentError, ArgumentTypeError
 
 Device = int | str | torch.device
+
+OUT_OF_MEMORY = (
+    "CUDA error: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+)
+"""What a device without memory says where it is not torch's allocator that asks for some.
+
+Source: an H100 with 2 MiB to spare, where the first matrix product is a plain RuntimeError.
+"""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Returns whether a device had no memory left, whoever says so."""
+    return isinstance(error, torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and any(text in str(error) for text in OUT_OF_MEMORY)
+    )
 
 
 def default_device_type() -> str | None:
@@ -78,3 +96,15 @@ def resolve_device(device_id: Device, device_type: str | None) -> torch.device:
     if device.index is None:
         return torch.device(device.type, module.current_device())
     return device
+
+
+def is_cuda(device: torch.device) -> bool:
+    """Returns whether the device has CUDA's streams, caching allocator and communicators."""
+    return device.type == "cuda"
+
+
+@functools.cache
+def copy_stream(device: torch.device) -> torch.Stream:
+    """Returns the stream of a CUDA device on which it gets tensors from the CPU."""
+    stream: torch.Stream = torch.get_device_module(device).Stream(device)
+    return stream

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map_only
 from .auto_split import smallest_chunk
 from .criterion import BalancedCriterion
 from .data_parallel import BalancedDataParallel
+from .devices import is_out_of_memory
 from .emulation import emulate_devices
 from .emulation.machine import DEVICE_TYPE, current_machine
 from .errors import ArgumentError, BalanceWarning
@@ -253,7 +254,9 @@ class StepMeter:
                 first = tuple(map(max, zip(*step.peaks, strict=True)))
                 step = _Step(self.devices)
             self._run(step, model, batch_size)
-        except torch.OutOfMemoryError as error:
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
             out_of_memory = str(error)
             step.finish()
         if not self._has_state:

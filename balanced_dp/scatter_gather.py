@@ -19,10 +19,10 @@ from itertools import accumulate, pairwise
 from typing import Any, Literal
 
 import torch
-from torch.nn.parallel._functions import Scatter
 from torch.nn.utils.rnn import PackedSequence
 
 from . import containers
+from .devices import copy_stream, is_cuda
 from .errors import BalanceWarning, GatherError, ScatterError
 from .loss_terms import weighted_mean
 from .losses import ChunkLosses, is_loss
@@ -193,13 +193,6 @@ class _Cut:
         ]
 
     def _parts(self, tensor: torch.Tensor, sizes: Sequence[int]) -> Sequence[torch.Tensor]:
-        types = {device.type for device in self.devices}
-        if tensor.device.type == "cpu" and types == {"cuda"}:
-            # In streams of their own, so that what is queued already does not hold them up.
-            on_devices: Sequence[torch.Tensor]
-            indices = [device.index for device in self.devices]
-            on_devices = Scatter.apply(indices, list(sizes), self.dim, tensor)
-            return on_devices
         parts = list(tensor.split(list(sizes), self.dim))
         staying = [i for i, device in enumerate(self.devices) if device == tensor.device]
         if tensor.untyped_storage().nbytes() > sum(parts[i].nbytes for i in staying):
@@ -296,9 +289,24 @@ def move_all(
     tensors: Iterable[torch.Tensor], device: torch.device, copy: bool = False
 ) -> list[torch.Tensor]:
     """Returns each tensor as ``move`` does."""
-    # A copy to the CPU that does not block could be read before it is there.
-    non_blocking = device.type != "cpu"
-    return [tensor.to(device, non_blocking=non_blocking, copy=copy) for tensor in tensors]
+    return [
+        _upload(tensor, device)
+        if is_cuda(device) and tensor.device.type == "cpu"
+        # A copy to the CPU that does not block could be read before it is there.
+        else tensor.to(device, non_blocking=device.type != "cpu", copy=copy)
+        for tensor in tensors
+    ]
+
+
+def _upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Returns a copy on a CUDA device that does not wait for what is queued there already."""
+    stream, module = copy_stream(device), torch.get_device_module(device)
+    with module.stream(stream):
+        copied = tensor.to(device, non_blocking=True)
+    current = module.current_stream(device)
+    current.wait_stream(stream)
+    copied.record_stream(current)
+    return copied
 
 
 def gather(
@@ -476,6 +484,15 @@ def _differ(path: Path, values: Sequence[Any], what: str) -> GatherError:
     )
 
 
+def _memory_format(tensors: Sequence[torch.Tensor]) -> torch.memory_format:
+    """Returns how all of the tensors lie in memory: with their channels last, or in order."""
+    if not all(tensor.is_contiguous() for tensor in tensors):
+        for memory_format in (torch.channels_last, torch.channels_last_3d):
+            if all(tensor.is_contiguous(memory_format=memory_format) for tensor in tensors):
+                return memory_format
+    return torch.contiguous_format
+
+
 class Gather(torch.autograd.Function):
     """Concatenates on one device. Unlike ``torch.cat`` it needs no copy of each chunk there."""
 
@@ -488,7 +505,9 @@ class Gather(torch.autograd.Function):
         shape = list(tensors[0].shape)
         shape[dim] = sum(ctx.sizes)
         dtype = functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
-        output = torch.empty(shape, dtype=dtype, device=device)
+        output = torch.empty(
+            shape, dtype=dtype, device=device, memory_format=_memory_format(tensors)
+        )
         for part, tensor in zip(output.split(ctx.sizes, dim), tensors, strict=True):
             part.copy_(tensor)
         return output

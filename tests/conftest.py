@@ -76,6 +76,14 @@ def devices(kind: str) -> Iterator[list[torch.device]]:
 
 
 @pytest.fixture
+def no_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hides GPUs where there are any."""
+    monkeypatch.setattr(
+        torch.accelerator, "current_accelerator", lambda check_available=False: None
+    )
+
+
+@pytest.fixture
 def emulated() -> Iterator[list[torch.device]]:
     """Eight emulated devices, for what only distinct devices or an exact ledger can show."""
     with open_devices("emulated", 8) as opened:

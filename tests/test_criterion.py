@@ -357,7 +357,7 @@ def test_only_replicas_that_ran_have_an_output(devices, x):
 
 
 @pytest.mark.parametrize("where", ["one device", "no device"])
-def test_the_same_lines_serve_a_single_device(where, x):
+def test_the_same_lines_serve_a_single_device(where, x, no_accelerator):
     targets = classes(ignored=-100)
     model = make_model(["cpu"])
     if where == "no device":

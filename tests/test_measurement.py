@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
 from balanced_dp import ArgumentError, MemoryModel, measure_step, split_batch
 from balanced_dp.measurement import open_devices
@@ -48,6 +49,22 @@ def test_memory_that_runs_out_is_an_answer_and_is_given_back():
         assert out.status == "oom"
         assert "out of memory" in out.out_of_memory
         assert measure_step(workload, 4, 1, devices).status == "ok"
+
+
+def test_libraries_that_run_out_say_it_in_their_own_words(monkeypatch):
+    """CuBLAS's handle did on a full H100, as a RuntimeError that ended the search."""
+
+    def forward(self, x):
+        raise RuntimeError(text)
+
+    monkeypatch.setattr(nn.Linear, "forward", forward)
+    text = "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
+    with open_devices(2, emulate=True) as devices:
+        measured = measure_step(SMALL["mlp"](), 8, 2, devices)
+        assert (measured.status, measured.out_of_memory) == ("oom", text)
+        text = "CUDA error: an illegal memory access was encountered"
+        with pytest.raises(RuntimeError, match="illegal memory access"):
+            measure_step(SMALL["mlp"](), 8, 2, devices)
 
 
 def point(chunk_sizes, first, other):

@@ -341,6 +341,52 @@ def test_chunks_that_are_all_of_a_batch_are_views():
     assert whole.data_ptr() == batch.data_ptr()
 
 
+COMPLEX = torch.randn(6, 6, dtype=torch.cdouble, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("dim", [0, 1, -1])
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        COMPLEX,
+        COMPLEX.conj(),
+        COMPLEX.conj().imag,
+        COMPLEX.real.t(),
+        COMPLEX.real > 0,
+        COMPLEX.real.clone().requires_grad_(),
+    ],
+    ids=["complex", "conjugated", "negated", "transposed", "bool", "requires grad"],
+)
+def test_tensors_of_any_kind_travel(tensor, dim, devices):
+    """On CUDA some were an error, and the gradient of an input on the CPU came with a warning."""
+    if devices[0].type == "lazy" and tensor.dtype.is_complex:
+        pytest.skip("emulated devices have no complex numbers")
+    chunks = scatter([("x", tensor)], devices[:3], [1, 3, 2], dim)
+    joined = gather([chunk for [chunk] in chunks], torch.device("cpu"), dim)
+    torch.testing.assert_close(joined.detach(), tensor.detach())
+    if tensor.requires_grad:
+        (grad,) = torch.autograd.grad(joined.square().sum(), tensor)
+        torch.testing.assert_close(grad, 2 * tensor.detach())
+    del chunks, joined
+
+
+@pytest.mark.parametrize(
+    ("shape", "memory_format"),
+    [
+        ((6, 3, 4, 5), torch.channels_last),
+        ((6, 3, 2, 4, 5), torch.channels_last_3d),
+        ((6, 3, 4, 5), torch.contiguous_format),
+        ((6, 3), torch.contiguous_format),
+    ],
+)
+def test_channels_that_are_last_stay_so(shape, memory_format):
+    """They were put first, and the next convolution had to copy them."""
+    x = torch.randn(shape).contiguous(memory_format=memory_format)
+    joined = gather(x.split([1, 5]), torch.device("cpu"))
+    assert joined.is_contiguous(memory_format=memory_format)
+    torch.testing.assert_close(joined, x)
+
+
 def test_what_is_expanded_stays_so(emulated):
     """A copy would take more than what the view keeps."""
     mask = torch.ones(1, 64, 64, device=emulated[0]).expand(32, 64, 64)

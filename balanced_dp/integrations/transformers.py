@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
@@ -137,11 +136,11 @@ class BalancedTrainerMixin:
         if self._parallel is not None and model in (self._parallel, self._parallel.module):
             return self._parallel
         trainer: Any = super()
-        with warnings.catch_warnings():
-            # It advises to leave out the smaller GPU.
-            warnings.filterwarnings("ignore", message=r"\s*There is an imbalance between your GPUs")
+        with self._with_one_gpu():  # an nn.DataParallel would move the model to a GPU that is alone
             wrapped: nn.Module = trainer._wrap_model(model, *args, **kwargs)
-        if type(wrapped) is not nn.DataParallel:
+        is_bare = self.accelerator.unwrap_model(model, keep_torch_compile=False) is model is wrapped
+        is_quantized = any(getattr(model, f"is_loaded_in_{bits}bit", False) for bits in (4, 8))
+        if self.args.n_gpu < 2 or not is_bare or is_quantized:
             return wrapped
         self._parallel = TrainerParallel(module=model, device_ids=self._devices, **self._split)
         return self._parallel

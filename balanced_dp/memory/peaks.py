@@ -8,8 +8,18 @@ from collections.abc import Sequence
 
 import torch
 
+from ..devices import is_cuda
+
 _open: weakref.WeakSet[Peaks] = weakref.WeakSet()
 _lock = threading.Lock()
+
+
+def reset_peaks(device: torch.device) -> None:
+    """Has a device count its peaks anew."""
+    module = torch.get_device_module(device)
+    if is_cuda(device):
+        module.init()  # before, torch has no counters, and says "Invalid device argument"
+    module.reset_peak_memory_stats(device)
 
 
 class Peaks:
@@ -29,7 +39,7 @@ class Peaks:
             for device in devices:
                 for other in _open:
                     other._keep(device)
-                torch.get_device_module(device).reset_peak_memory_stats(device)
+                reset_peaks(device)
             _open.add(self)
 
     def _keep(self, device: torch.device) -> None:

@@ -195,4 +195,6 @@ def test_the_lists_are_torchs():
         ("PROMOTE", autocasting._WIDEST),
     ):
         defined = re.search(rf"#define AT_FORALL_{macro}\(_\)((?:.*\\\n)*.*)", text)[1]
-        assert set(re.findall(r"_\((\w+)", defined)) == set(names.split()) - {"norm"}
+        found = set(re.findall(r"_\((\w+)", defined))
+        assert found | {"norm"} >= set(names.split()) - {"rms_norm"}  # torch 2.11 has it not
+        assert found <= set(names.split())

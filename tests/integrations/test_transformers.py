@@ -570,13 +570,19 @@ def test_a_model_that_is_wrapped_already_is_not_wrapped_again(tmp_path):
     assert trainer._wrap_model(wrapped) is wrapped
 
 
-def test_arguments_that_cannot_be_used_are_named_at_once(tmp_path):
+def test_arguments_that_cannot_be_used_are_named_at_once(tmp_path, no_accelerator):
     with pytest.raises(ArgumentError, match="gpu0_bsz must be at least 0, got -1"):
         make_trainer(tmp_path, gpu0_bsz=-1)
     with pytest.raises(ArgumentError, match="device 0 does not exist"):
         make_trainer(tmp_path, device_ids=[0, 1])
     with pytest.raises(ArgumentError, match="device_weights must be one number for each of 4"):
         make_trainer(tmp_path, device_weights=[1, 2])
+
+
+def test_the_model_stays_where_it_is(tmp_path, monkeypatch):
+    """The Trainer's own nn.DataParallel moved it to the GPU where there is exactly one."""
+    monkeypatch.setattr(torch.nn.DataParallel, "__init__", lambda *_: pytest.fail("made one"))
+    make_trainer(tmp_path).train()
 
 
 def test_devices_of_a_model_that_is_spread_are_refused(tmp_path, monkeypatch):

@@ -5,6 +5,7 @@ They are the boards of the NVML stand-in in whatever order a test says, as CUDA'
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -30,7 +31,10 @@ class CudaStandIn:
         self.synchronized: list[int] = []
         self.reserved_bytes = [0] * len(units)
         self.num_alloc_retries = 0
+        if os.environ.get("CUDA_VISIBLE_DEVICES") == "":  # which hides the real ones
+            del os.environ["CUDA_VISIBLE_DEVICES"]
         cuda: Any = torch.cuda
+        cuda.init = lambda: None
         cuda.device_count = lambda: len(units)
         cuda.is_initialized = lambda: self.initialized
         torch._C._cuda_hasPrimaryContext = lambda index: self.has_context

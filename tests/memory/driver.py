@@ -70,9 +70,9 @@ class Driver:
         self.state.reserved = RESERVED
 
     def environ(self, **variables: str) -> dict[str, str]:
-        cleared = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER")
         return {
-            **{name: value for name, value in os.environ.items() if name not in cleared},
+            **{name: value for name, value in os.environ.items() if name != "CUDA_DEVICE_ORDER"},
+            "CUDA_VISIBLE_DEVICES": "",  # torch sees no real ones
             "LD_LIBRARY_PATH": str(self.folder),
             "NVML_STAND_IN_STATE": str(self.state_file),
             "PYTHONPATH": str(ROOT),

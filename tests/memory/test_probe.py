@@ -178,7 +178,7 @@ def test_batches_that_are_split_differently_have_no_chunk_sizes():
         del model
 
 
-def test_a_model_has_its_own_devices():
+def test_a_model_has_its_own_devices(no_accelerator):
     with emulate_devices(2) as devices:
         model = BalancedDataParallel(2, small_model().to(devices[0]))
         with pytest.raises(ArgumentError, match="give devices or a model"):
