@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 try:
+    import accelerate  # noqa: F401 - the Trainer needs it, and its error does not name it
     from transformers import Trainer, TrainerCallback
     from transformers.training_args import ParallelMode
 
