@@ -100,9 +100,11 @@ def shares_of(term: Term, device: torch.device, count: int) -> torch.Tensor | li
         whole = sum(numbers)
         return [number / whole for number in numbers] if whole else [1 / count] * count
     tensors = _on(device, weights)
-    counts, finish = term.counts or (weights, torch.clone)
-    total: torch.Tensor = finish(_on(device, counts).sum())
-    return tensors / total
+    if term.counts is None:
+        return tensors / tensors.sum()
+    counts, finish = term.counts
+    whole: torch.Tensor = finish(_on(device, counts).sum())
+    return tensors / whole
 
 
 def _on(device: torch.device, weights: Iterable[Any]) -> torch.Tensor:
@@ -141,7 +143,7 @@ def weighted_sum(
 
 def _dot(values: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
     dtype = torch.promote_types(values.dtype, torch.float32)
-    return (values.to(dtype) * shares.to(dtype)).sum().to(values.dtype)
+    return torch.dot(values.to(dtype), shares.to(dtype)).to(values.dtype)
 
 
 def correction(

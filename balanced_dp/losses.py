@@ -90,7 +90,8 @@ class ChunkLosses:
         self._arguments = arguments
         self._loss_weight = loss_weight
         self._is_auto = is_auto
-        self._whole_batch = list(_scalars(arguments))
+        has_scalars = any(True for _ in _scalars(arguments[:1]))
+        self._whole_batch = list(_scalars(arguments)) if has_scalars else []
         self._adds_up = any(kwargs.get("num_items_in_batch") is not None for _, kwargs in arguments)
         self._weights: list[Any] | None = None
         self._results: dict[tuple[int, ...], torch.Tensor] = {}
