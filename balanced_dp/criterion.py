@@ -98,7 +98,7 @@ class BalancedCriterion(nn.Module):
             targets, kwargs, dim = _ctc_targets(*targets, **kwargs), {}, 0
         arguments = self._scatter(outputs, targets, kwargs, dim)
         replicas = replicate(self.criterion, outputs.devices)
-        first_state = WrittenState(self.criterion, replicas[0])
+        first_state = WrittenState(self.criterion, replicas[0], silently=frozenset())
         _cut_weights_of_samples(replicas, outputs)
         calls = [
             noted(functools.partial(replica, *args, **named))

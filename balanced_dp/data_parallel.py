@@ -51,8 +51,6 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
     - A tensor that is not one entry a sample is an error that says so; stock cuts it anyway.
     - Outputs may hold dataclasses, strings and numbers, if those are equal on every replica.
     - Worker threads keep autocast's dtype, inference mode and context variables.
-    - Evaluation keeps the weights on the devices from call to call. What is written to them through
-      ``.data`` is not seen before ``release_replicas``.
     - An exception from a replica is raised as it is, with a note that names the replica.
 
     Args:
@@ -105,7 +103,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         ArgumentError, ArgumentTypeError: an argument cannot be used.
         ScatterError, GatherError: on a call, an input cannot be split or the outputs not joined.
         RuntimeError: on a call, a parameter or buffer is not on ``device_ids[0]``, the module is
-            scripted, compiled or lazy, or weights were changed inside ``accumulate``.
+            scripted, compiled or lazy, or weights were changed inside ``shared_weights``.
 
     Warns:
         BalanceWarning: once each, where ``gpu0_bsz`` is not below the even share of the first
@@ -146,7 +144,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         device_weights: Sequence[float] | None = None,
     ) -> None:
         # nn.DataParallel.__init__ refuses the CPU, and may advise to leave out the smaller GPU.
-        super(nn.DataParallel, self).__init__()
+        nn.Module.__init__(self)
         self._device_type = default_device_type()
         devices = resolve_devices(device_ids, self._device_type)
         self.device_ids = [self._stock_id(device) for device in devices]
@@ -186,6 +184,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         self.chunk_sizes: tuple[int, ...] | None = None
         self._is_split_checked = False
         self._looks = Looks()
+        self._written_silently: dict[bool, frozenset[int]] = {}
         self._replicator = Replicator()
         self._workers = Workers()
         if len(devices) == 1:
@@ -344,63 +343,56 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
             self.scalar_outputs == "auto",
         )
         replicas = self.replicate(self.module, device_ids)
-        # Where the first device runs, its replica has the module's own state.
-        first_state = None if active[0] == 0 else WrittenState(self.module, replicas[0])
+        first_state, has_gradients = None, torch.is_grad_enabled()
+        if active[0] != 0:  # where the first device runs, its replica has the module's own state
+            silently = self._written_silently.get(has_gradients)
+            first_state = WrittenState(self.module, replicas[0], silently)
         with losses.observed():
             outputs = self.parallel_apply(
                 replicas, scattered_inputs, scattered_kwargs, device_ids, sizes
             )
         losses.settle(outputs)
         if first_state is not None:
-            first_state.write_back()
+            self._written_silently[has_gradients] = first_state.write_back()
         if isinstance(replicas, Replicas):  # a subclass may make others
+            self._warn_of_lost(replicas.lost_attributes())
             replicas.give_back()
         if self.gathers_outputs:
             return self.gather(outputs, self.output_device, losses)
         devices = [self._device_of(device_id) for device_id in device_ids]
         return self._per_device(outputs, devices, sizes, losses)
 
-    def accumulate(self) -> AbstractContextManager[None]:
-        """Has the passes of a ``with`` block share one broadcast of the weights and one reduction.
+    def shared_weights(self) -> AbstractContextManager[None]:
+        """Has the calls of a ``with`` block share one broadcast of the weights and one reduction.
 
-        For gradient accumulation: each device adds up the gradients of its own chunks, and when
-        the block ends they are added to those of the parameters, as without it. Until then
-        ``.grad`` holds those of the first device only: ``zero_grad()`` comes before the block, the
-        optimizer's step after it. Gradients of parameters with hooks are not put off, nor are those
-        of ``backward(create_graph=True)``.
-
-        ``torch.autograd.grad`` of the parameters is not for this block: it gives the first device's
-        part, and the others' are added to ``.grad`` at the end. What is written to frozen
-        parameters in the block is not seen before it ends.
+        For loops that do not change the weights: evaluation, and gradient accumulation. Each device
+        adds up the gradients of its own chunks, and when the block ends they are added to those of
+        the parameters. Until then ``.grad`` is an error to use: ``zero_grad()`` comes before the
+        block, clipping and the optimizer's step after it. Parameters with hooks are exempt: their
+        gradients come at each call. What is written to weights through ``.data``, or to frozen ones
+        by the module itself, is not seen before the block ends.
 
         Raises:
-            RuntimeError: on a call in the block, a parameter that is trained was changed there.
+            RuntimeError: where a gradient is used in the block, or at its end if one was replaced;
+                on a call, if a parameter that is trained was changed.
 
         Examples:
             >>> model = BalancedDataParallel(1, torch.nn.Linear(4, 1), ["cpu", "cpu"])
-            >>> with model.accumulate():
+            >>> with model.shared_weights():
             ...     for batch in torch.ones(3, 8, 4):
             ...         model(batch).mean().backward()
             >>> model.module.bias.grad
             tensor([3.])
         """
-        return self._replicator.copies.accumulate()
+        return self._replicator.copies.shared()
 
-    no_sync = accumulate
-    """The name that ``DistributedDataParallel`` has for it."""
-
-    def release_replicas(self) -> None:
-        """Gives back the memory of weights that evaluation keeps on other devices.
-
-        Training does so by itself. After writing to weights through ``.data``, which nobody can
-        see, this has the next call copy them.
-        """
-        self._replicator.release()
+    accumulate = no_sync = shared_weights
+    """Its name in loops that accumulate, and the one that ``DistributedDataParallel`` has."""
 
     def close(self) -> None:
         """Ends the threads and gives back what is kept between calls. A later call starts anew."""
         self._workers.close()
-        self.release_replicas()
+        self._replicator.release()
 
     # The steps, as in nn.DataParallel; device_ids and chunk_sizes are those of active devices.
 
@@ -485,6 +477,18 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         self._is_split_checked = True
         if message is not None:
             warnings.warn(message, BalanceWarning, stacklevel=_stacklevel_of_caller())
+
+    def _warn_of_lost(self, names: Sequence[str]) -> None:
+        new = [name for name in names if f"self.{name}" not in self._looks.warned]
+        if new:
+            self._looks.warned.update(f"self.{name}" for name in new)
+            warnings.warn(
+                f"{type(self.module).__name__} sets {', '.join(new)} in forward, but a call runs "
+                "copies of the module, so that this is lost, or counts a chunk for the batch; "
+                "return it from forward (under nn.DataParallel it is lost, too)",
+                BalanceWarning,
+                stacklevel=2,
+            )
 
     def _memory_advice(self, chunk_sizes: Sequence[int]) -> str:
         split = ", ".join(

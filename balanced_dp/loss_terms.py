@@ -103,8 +103,8 @@ def shares_of(term: Term, device: torch.device, count: int) -> torch.Tensor | li
     if term.counts is None:
         return tensors / tensors.sum()
     counts, finish = term.counts
-    whole: torch.Tensor = finish(_on(device, counts).sum())
-    return tensors / whole
+    divisor: torch.Tensor = finish(_on(device, counts).sum())
+    return tensors / divisor
 
 
 def _on(device: torch.device, weights: Iterable[Any]) -> torch.Tensor:

@@ -8,11 +8,8 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from .buckets import Copies, bring_to, copy_to, fill_buckets, has_hooks
-from .optimizer_steps import has_any, watch_optimizer_steps
-from .scatter_gather import move
 
 _AT_ONCE = 2**64 - 2
 """The sequence number of a node that runs as soon as it can; only ``AccumulateGrad``'s is higher.
@@ -22,22 +19,16 @@ Its own would be lower than those of the forward pass, and autograd takes the hi
 
 
 class ParameterCopies:
-    """Copies of a module's parameters for the devices that need them, from call to call.
+    """Copies of a module's parameters for the devices that need them, made anew for each call.
 
-    With gradients the parameters are copied each time, with an autograd node for each bucket and
-    device. Its backward brings the bucket's gradients back as soon as they are all there, and
-    autograd adds up those of all devices. Nodes do not wait for each other, so what matters is that
-    a bucket's parameters are used one soon after the other, as are those that were registered so.
-
-    Without gradients the copies are kept, and renewed in place where a parameter has another
-    version or storage since, or where its optimizer has made a step: a fused one writes without a
-    new version. What is written through ``.data`` is not seen.
+    With gradients there is an autograd node for each bucket and device. Its backward brings the
+    bucket's gradients back as soon as they are all there, and autograd adds up those of all
+    devices. Nodes do not wait for each other, so what matters is that a bucket's parameters are
+    used one soon after the other, as are those that were registered so.
     """
 
     def __init__(self) -> None:
-        self._kept: dict[torch.device, _Kept] = {}
-        self._shared: _Shared | None = None
-        self._watched_ids: frozenset[int] = frozenset()
+        self._block: _Block | None = None
 
     def on(self, devices: Iterable[torch.device], parameters: Sequence[torch.Tensor]) -> Copies:
         """Returns the parameters on each device; where they are already, themselves.
@@ -47,101 +38,27 @@ class ParameterCopies:
             parameters: all on one device, none twice.
 
         Raises:
-            RuntimeError: inside ``accumulate``, a parameter that is trained has changed.
+            RuntimeError: inside ``shared``, a parameter that is trained has changed.
         """
         result: dict[torch.device, Sequence[torch.Tensor]] = dict.fromkeys(devices, parameters)
         away = [device for device in result if parameters and device != parameters[0].device]
-        if not away:
-            return result
-        if not torch.is_grad_enabled():
-            return {**result, **self._renewed(away, parameters)}
-        self.release()
         # Gathered gradients are given to leaves: what others were computed from is gone by then.
-        if self._shared is None or not all(p.is_leaf for p in parameters):
-            return {**result, **self._differentiable(away, parameters)[0]}
-        return {**result, **self._of_all_passes(self._shared, away, parameters)}
-
-    def release(self) -> None:
-        """Gives up the copies that are kept."""
-        self._kept.clear()
+        is_shared = self._block is not None and all(p.is_leaf for p in parameters)
+        block = self._block if self._block is not None and is_shared else _Block()
+        return {**result, **block.on(away, parameters, puts_off=is_shared)} if away else result
 
     @contextlib.contextmanager
-    def accumulate(self) -> Iterator[None]:
+    def shared(self) -> Iterator[None]:
         """Has all passes use the same copies, and brings their gradients back at the end."""
-        if self._shared is not None:
+        if self._block is not None:
             yield
             return
-        self._shared = shared = _Shared()
+        self._block = block = _Block()
         try:
             yield
         finally:
-            self._shared = None
-            shared.bring_back()
-
-    def note_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Takes note that an optimizer may have written to the parameters."""
-        if has_any(optimizer, self._watched_ids):
-            for made in (*self._kept.values(), self._shared):
-                if made is not None:
-                    made.stamps = []
-
-    def _watch(self, parameters: Sequence[torch.Tensor]) -> None:
-        self._watched_ids = frozenset(map(id, parameters))
-        watch_optimizer_steps(self)
-
-    @torch.inference_mode(False)  # tensors of inference mode could not be written to outside it
-    @torch.no_grad()
-    def _renewed(self, away: Sequence[torch.device], parameters: Sequence[torch.Tensor]) -> Copies:
-        self._watch(parameters)
-        stamps = [_stamp(p) for p in parameters]
-        made = {device: self._kept.get(device) for device in away}
-        kept = {d: k for d, k in made.items() if k is not None and len(k.copies) == len(stamps)}
-        for copies_there in kept.values():
-            copies_there.renew(parameters, stamps)
-        missing = [device for device in away if device not in kept]
-        for device, copies in copy_to(missing, parameters).items():
-            self._kept[device] = kept[device] = _Kept(device, copies, parameters, stamps)
-        return {device: kept[device].copies for device in away}
-
-    def _of_all_passes(
-        self, shared: _Shared, away: Sequence[torch.device], parameters: Sequence[torch.Tensor]
-    ) -> Copies:
-        # Frozen ones may be written to by forward itself, see WrittenState.
-        stamps = [_stamp(p) for p in parameters if p.requires_grad]
-        if shared.copies and shared.stamps != stamps:
-            raise RuntimeError(
-                "a parameter was changed inside accumulate(), whose passes all use the same "
-                "weights; step the optimizer after the block"
-            )
-        missing = [device for device in away if device not in shared.copies]
-        if missing:
-            shared.add(*self._differentiable(missing, parameters))
-            shared.stamps = stamps
-            self._watch(parameters)
-        return {device: shared.copies[device] for device in away}
-
-    def _differentiable(
-        self, away: Sequence[torch.device], parameters: Sequence[torch.Tensor]
-    ) -> tuple[Copies, list[list[Any]]]:
-        """Returns copies, and for each bucket the nodes that bring its gradients back."""
-        with torch.no_grad():
-            copies = copy_to(away, parameters)
-        trained = [i for i, p in enumerate(parameters) if p.requires_grad]
-        nodes: list[list[Any]] = []
-        for bucket in fill_buckets([parameters[i] for i in trained]):
-            positions = [trained[i] for i in bucket]
-            originals = [parameters[i] for i in positions]
-            nodes.append([])
-            for device in away:
-                parts = [copies[device][i] for i in positions]
-                # torch gives its own autograd functions no types.
-                parts = Broadcast.apply(parts, *originals)  # type: ignore[no-untyped-call]
-                node: Any = parts[0].grad_fn
-                node._set_sequence_nr(_AT_ONCE)
-                nodes[-1].append(node)
-                for i, part in zip(positions, parts, strict=True):
-                    copies[device][i] = part
-        return copies, nodes
+            self._block = None
+            block.end()
 
 
 class Broadcast(torch.autograd.Function):
@@ -169,89 +86,189 @@ class Broadcast(torch.autograd.Function):
         return (None,) * (1 + len(gradients))
 
 
-class _Shared:
-    """What the passes inside accumulate() share: copies, and nodes that gather gradients."""
+class _Block:
+    """Calls that use the same copies, and nodes that gather their gradients."""
 
     def __init__(self) -> None:
-        self.copies: dict[torch.device, Sequence[torch.Tensor]] = {}
-        self.stamps: list[Any] = []
+        self._copies: dict[torch.device, Sequence[torch.Tensor]] = {}
+        self._trained: dict[torch.device, list[torch.Tensor]] = {}
+        """The same copies, as outputs of nodes."""
         self._nodes: list[list[Any]] = []
+        self._versions: list[tuple[torch.Tensor, int]] = []
+        self._put_off: list[tuple[torch.Tensor, _PutOff]] = []
 
-    def add(self, copies: Copies, nodes: list[list[Any]]) -> None:
-        """Adds the copies on some devices, and the nodes of each bucket."""
-        self.copies.update(copies)
-        self._nodes += nodes
+    def on(
+        self, devices: Sequence[torch.device], parameters: Sequence[torch.Tensor], puts_off: bool
+    ) -> Copies:
+        """Returns the copies on each device, which lead gradients back if these are enabled.
+
+        Args:
+            devices: where they are needed, none twice.
+            parameters: what they are copies of, elsewhere.
+            puts_off: whether gradients come back when the block ends, not when they are there.
+        """
+        # Tensors of inference mode could not be used outside it.
+        with torch.inference_mode(False), torch.no_grad():
+            missing = [device for device in devices if device not in self._copies]
+            self._copies.update(copy_to(missing, parameters))
+            for device in missing:
+                for original, copy in zip(parameters, self._copies[device], strict=True):
+                    _give_attributes(original, copy)
+        if not torch.is_grad_enabled():
+            return {device: self._copies[device] for device in devices}
+        missing = [device for device in devices if device not in self._trained]
+        if puts_off:
+            self._check(parameters)
+        if missing:
+            nodes = self._lead_back(missing, parameters)
+            if puts_off:
+                self._put_off_gradients(parameters, nodes)
+        return {device: self._trained[device] for device in devices}
+
+    def _lead_back(
+        self, devices: Sequence[torch.device], parameters: Sequence[torch.Tensor]
+    ) -> list[list[Any]]:
+        """Makes nodes of the copies, and returns those of each bucket."""
+        for device in devices:
+            self._trained[device] = list(self._copies[device])
+        trained = [i for i, p in enumerate(parameters) if p.requires_grad]
+        nodes: list[list[Any]] = []
+        for bucket in fill_buckets([parameters[i] for i in trained]):
+            positions = [trained[i] for i in bucket]
+            originals = [parameters[i] for i in positions]
+            nodes.append([])
+            for device in devices:
+                copies = self._trained[device]
+                parts = [copies[i].requires_grad_(False) for i in positions]
+                # torch gives its own autograd functions no types.
+                parts = Broadcast.apply(parts, *originals)  # type: ignore[no-untyped-call]
+                node: Any = parts[0].grad_fn
+                node._set_sequence_nr(_AT_ONCE)
+                nodes[-1].append(node)
+                for i, part in zip(positions, parts, strict=True):
+                    copies[i] = part
+        return nodes
+
+    def _check(self, parameters: Sequence[torch.Tensor]) -> None:
+        # Frozen ones may be written to by forward itself, see WrittenState.
+        versions = [(p, p._version) for p in parameters if p.requires_grad]
+        if not self._trained:
+            self._versions = versions
+        before = [(id(parameter), version) for parameter, version in self._versions]
+        if before != [(id(parameter), version) for parameter, version in versions]:
+            raise RuntimeError(
+                "a parameter was changed inside shared_weights() or accumulate(), whose calls all "
+                "use the same weights; step the optimizer after the block"
+            )
+
+    def _put_off_gradients(
+        self, parameters: Sequence[torch.Tensor], nodes: Sequence[Sequence[Any]]
+    ) -> None:
+        self._nodes += map(list, nodes)
         for node in chain.from_iterable(nodes):
             if not any(map(has_hooks, node.originals)):  # they are to see whole gradients
                 node.gathered = [None] * len(node.originals)
+        known = {id(parameter) for parameter, _ in self._put_off}
+        for parameter in parameters:
+            if parameter.requires_grad and id(parameter) not in known and not has_hooks(parameter):
+                gradient = _PutOff(parameter)
+                self._put_off.append((parameter, gradient))
+                parameter.grad = gradient
 
-    def bring_back(self) -> None:
-        """Adds what was gathered to the gradients of the parameters, through autograd."""
+    def end(self) -> None:
+        """Adds what was put off to the gradients of the parameters, through autograd.
+
+        Raises:
+            RuntimeError: before anything is added, if gradients were replaced in the block.
+        """
+        is_replaced = any(parameter.grad is not g for parameter, g in self._put_off)
+        for parameter, gradient in self._put_off:
+            if parameter.grad is gradient:
+                parameter.grad = gradient.before
+        if is_replaced:
+            raise RuntimeError(
+                "gradients were replaced inside shared_weights() or accumulate(), where they are "
+                f"put off until the block ends; {_REMEDY}"
+            )
+        _add([(parameter, gradient.added) for parameter, gradient in self._put_off])
         for nodes in self._nodes:
-            brought: list[tuple[torch.Tensor, torch.Tensor]] = []
+            brought: list[tuple[torch.Tensor, torch.Tensor | None]] = []
             for node in nodes:
                 if node.gathered is not None:
                     gradients = bring_to(node.originals[0].device, node.gathered)
-                    pairs = zip(node.originals, gradients, strict=True)
-                    brought += [(p, g) for p, g in pairs if g is not None]
+                    brought += zip(node.originals, gradients, strict=True)
                     node.gathered = None
-            for parameter, gradient in brought:
-                if not parameter.requires_grad:  # it was frozen since
-                    old = parameter.grad
-                    parameter.grad = gradient if old is None else old + gradient
-            learning = [(p, g) for p, g in brought if p.requires_grad]
-            if learning:
-                torch.autograd.backward([p for p, _ in learning], [g for _, g in learning])
+            _add(brought)
 
 
-class _Kept:
-    """Copies that stay on a device from call to call."""
-
-    def __init__(
-        self,
-        device: torch.device,
-        copies: Sequence[torch.Tensor],
-        originals: Sequence[torch.Tensor],
-        stamps: Sequence[Any],
-    ) -> None:
-        self._device = device
-        self.copies = list(copies)
-        self.stamps = list(stamps)
-        self._versions = [copy._version for copy in copies]
-        # While they are referenced, nothing else has their address, which is part of a stamp.
-        self._storages = [_storage(original) for original in originals]
-
-    def renew(self, originals: Sequence[torch.Tensor], stamps: Sequence[Any]) -> None:
-        """Copies again what has changed since, here or there."""
-        versions = [copy._version for copy in self.copies]
-        if self.stamps == stamps and self._versions == versions:
-            return
-        before = self.stamps or [None] * len(stamps)
-        for i, original in enumerate(originals):
-            if before[i] != stamps[i] or self._versions[i] != versions[i]:
-                copy = self.copies[i]
-                if (copy.shape, copy.dtype) == (original.shape, original.dtype):
-                    copy.copy_(original)
-                else:
-                    self.copies[i] = move(original, self._device, copy=True)
-                self._versions[i] = self.copies[i]._version
-                self._storages[i] = _storage(original)
-        self.stamps = list(stamps)
+def _give_attributes(original: torch.Tensor, copy: torch.Tensor) -> None:
+    """Gives a copy what the original has beside its values."""
+    copy.requires_grad_(original.requires_grad)
+    if vars(original):
+        vars(copy).update({k: v for k, v in vars(original).items() if k not in vars(copy)})
 
 
-def _stamp(tensor: torch.Tensor) -> Any:
-    """Returns what stays equal while nothing writes to the tensor or gives it other memory."""
-    if tensor.is_inference():
-        return object()  # it does not tell
-    is_strided = tensor.layout is torch.strided
-    return (
-        (tensor.untyped_storage()._cdata, tensor.storage_offset()) if is_strided else id(tensor),
-        tensor.stride() if is_strided else None,
-        tensor.shape,
-        tensor.dtype,
-        tensor._version,
-    )
+def _add(pairs: Iterable[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
+    """Adds to the gradient of each parameter, as autograd does."""
+    learning = []
+    for parameter, gradient in pairs:
+        if gradient is None:
+            continue
+        if parameter.requires_grad:
+            learning.append((parameter, gradient))
+        else:  # it was frozen since
+            old = parameter.grad
+            parameter.grad = gradient if old is None else old + gradient
+    if learning:
+        torch.autograd.backward([p for p, _ in learning], [g for _, g in learning])
 
 
-def _storage(tensor: torch.Tensor) -> StorageWeakRef | torch.Tensor:
-    return StorageWeakRef(tensor.untyped_storage()) if tensor.layout is torch.strided else tensor
+_REMEDY = "clip, read or zero gradients and step the optimizer outside of it"
+
+
+class _PutOff(torch.Tensor):
+    """Is the gradient of a parameter until a block ends: autograd may add to it, and that is all.
+
+    Attributes:
+        before: the gradient that there was.
+        added: what the first device has added since.
+    """
+
+    before: torch.Tensor | None
+    added: torch.Tensor | None
+
+    @staticmethod
+    def __new__(cls, parameter: torch.Tensor) -> _PutOff:
+        self: _PutOff = torch.Tensor._make_wrapper_subclass(
+            cls,
+            parameter.size(),
+            strides=parameter.stride(),
+            dtype=parameter.dtype,
+            device=parameter.device,
+        )
+        self.before, self.added = parameter.grad, None
+        return self
+
+    # Torch's stubs declare both for plain tensors: a method here, any callable and any types there.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.ops.aten.add_.Tensor and isinstance(args[0], cls) and not kwargs:
+            self, gradient = args
+            self.added = gradient.clone() if self.added is None else _add_up(self.added, gradient)
+            return self
+        raise RuntimeError(
+            "a gradient was used inside shared_weights() or accumulate(), where gradients are put "
+            f"off until the block ends; {_REMEDY}"
+        )
+
+    def __repr__(self) -> str:  # type: ignore[override]  # torch's has an argument of its own
+        return "<a gradient that is put off until shared_weights() ends>"
+
+
+def _add_up(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    # Torch adds a sparse gradient to a dense one, and not the other way round.
+    return other + one if one.is_sparse and not other.is_sparse else one.add_(other)

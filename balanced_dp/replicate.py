@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import sys
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, Literal, TypeVar
@@ -14,6 +15,7 @@ from torch import nn
 from .buckets import copy_to
 from .parameter_copies import ParameterCopies
 from .rebind import HOOKS, rebind
+from .scatter_gather import move
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -75,7 +77,7 @@ class Replicator:
 
         Raises:
             RuntimeError: one of them is elsewhere, the module cannot be replicated, or a parameter
-                was changed inside ``copies.accumulate()``.
+                was changed inside ``copies.shared()``.
         """
         blueprint = self._blueprint
         if blueprint is None or not blueprint.is_of(network):
@@ -93,7 +95,6 @@ class Replicator:
 
     def release(self) -> None:
         """Gives up all that is kept for the next call."""
-        self.copies.release()
         self._blueprint = None
 
 
@@ -115,12 +116,45 @@ class Replicas(list[ModuleT]):
         super().__init__(replica.root for replica in replicas)
         self._blueprint = blueprint
         self._replicas = list(replicas)
+        self._before = replicas[0].state() if blueprint.num_calls < _NUM_LOOKS else None
+        blueprint.num_calls += 1
+
+    def lost_attributes(self) -> list[str]:
+        """Returns what forward has set on the modules, if this is one of the first calls."""
+        if self._before is None:
+            return []
+        replica = self._replicas[0]
+        looks = zip(
+            self._blueprint.names, replica.modules, self._before, replica.state(), strict=True
+        )
+        return [
+            f"{name}.{attribute}".lstrip(".")
+            for name, module, before, after in looks
+            # Torch's modules know what they do, and so do hooks that set a weight.
+            if not type(module).__module__.startswith("torch.") and not module._forward_pre_hooks
+            for attribute, value in after.items()
+            if not _is_same(before.get(attribute, _NOTHING), value)
+        ]
 
     def give_back(self) -> None:
         """Lets the next call use what nobody else refers to. The list is empty afterwards."""
+        self._before = None
         self.clear()
         while self._replicas:
             self._blueprint.take_back(self._replicas.pop())
+
+
+_NUM_LOOKS = 3
+"""In how many calls it is looked for attributes that forward sets."""
+
+_NOTHING = (object(), 0)
+
+
+def _is_same(before: tuple[Any, int], after: tuple[Any, int]) -> bool:
+    """Returns whether an attribute is the object that it was, of the same length, or its equal."""
+    (old, old_length), (new, length) = before, after
+    is_plain = isinstance(new, int | float | str | bool | None) and type(new) is type(old)
+    return (old is new or (is_plain and old == new)) and old_length == length
 
 
 def _buffers_on(
@@ -135,37 +169,64 @@ def _buffers_on(
 
 
 class WrittenState:
-    """Buffers and frozen parameters of a replica, as they were before it ran.
+    """The parameters and buffers of a replica, as they were before it ran.
 
     Where the replica is on the network's device it shares them. Where the network's device runs
     nothing, what the first replica writes to its copies is to be kept all the same.
+
+    Args:
+        network: the module.
+        replica: its first replica, on another device.
+        silently: indices of what was written without a sign, such as through ``.data``; None if
+            that is to be found out.
     """
 
-    def __init__(self, network: nn.Module, replica: nn.Module) -> None:
+    def __init__(
+        self, network: nn.Module, replica: nn.Module, silently: frozenset[int] | None
+    ) -> None:
         def state(module: nn.Module) -> Iterator[torch.Tensor]:
             return chain(module.buffers(), module.parameters())
 
         self._copies = [
-            (original, copy, _version(copy))
+            (original, copy, _signs(copy))
             for original, copy in zip(state(network), state(replica), strict=True)
-            if copy is not original
-            and not (isinstance(original, nn.Parameter) and original.requires_grad)
         ]
+        self._silently = silently
 
     @torch.no_grad()
-    def write_back(self) -> None:
-        """Copies to the network what was written since."""
-        for original, copy, version in self._copies:
-            if version is None or version != _version(copy):
+    def write_back(self) -> frozenset[int]:
+        """Copies to the network what was written since, and returns what was silently."""
+        found = set()
+        for index, (original, copy, before) in enumerate(self._copies):
+            if copy is original:
+                continue
+            if copy.shape != original.shape:
+                original.data = move(copy.detach(), original.device)
+            elif copy.is_inference() or before != _signs(copy):
                 original.copy_(copy)
             elif not isinstance(original, nn.Parameter) and not _is_expanded(original):
                 # Batch norm's kernels write statistics without a new version, so a buffer may be
                 # new all the same; to autograd it is not, here as there.
                 original.data.copy_(copy)
+            elif self._silently is None or index in self._silently:
+                written = move(copy.detach(), original.device)
+                if not _are_equal(original, written):
+                    found.add(index)
+                    original.data.copy_(written)
+        return frozenset(found | (self._silently or set()))
 
 
-def _version(tensor: torch.Tensor) -> int | None:
-    return None if tensor.is_inference() else tensor._version
+def _signs(tensor: torch.Tensor) -> tuple[int, int]:
+    """Returns what a write changes, but for one through ``.data``."""
+    storage = tensor.untyped_storage()._cdata if tensor.layout is torch.strided else 0
+    return (0 if tensor.is_inference() else tensor._version, storage)
+
+
+def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    try:
+        return torch.equal(one, other)
+    except RuntimeError:  # sparse ones do not tell, nor do emulated ones without values
+        return True
 
 
 def _is_expanded(tensor: torch.Tensor) -> bool:
@@ -187,6 +248,8 @@ class _Blueprint:
                 slots.add(index, module.__dict__[slots.kind])
         self._contents = _contents(self._modules.values)
         self._waiting: list[_Replica] = []
+        self.names = [name for name, _ in network.named_modules()]
+        self.num_calls = 0
 
     @property
     def parameters(self) -> list[torch.Tensor]:
@@ -282,12 +345,16 @@ class _Replica:
         has_bound = rebind(originals.values, self.modules)
         self._is_reusable = not has_bound and all(map(_is_copied_as_stock, originals.values))
         self._as_made = [attributes.copy() for attributes in self._attributes]
+        self._hooks = [a[kind] for a in self._as_made for kind in HOOKS]
+        self._num_hooks = list(map(len, self._hooks))
         self._parameters = parameters.of(self._as_made)
         self._buffers = buffers.of(self._as_made)
         self._tensors = [a[kind] for a in self._as_made for kind in ("_parameters", "_buffers")]
         self._children = [a["_modules"] for a in self._as_made]
+        self._rnns = [module for module in self.modules if isinstance(module, nn.RNNBase)]
         self._members = self._all_members()
-        self._num_references = list(map(sys.getrefcount, self.modules))
+        self._objects = [*self.modules, *self._attributes, *self._tensors, *self._children]
+        self._num_references = self._count_references()
 
     @property
     def root(self) -> Any:
@@ -300,18 +367,38 @@ class _Replica:
             members[name] = parameters[position]
         for members, name, position in self._buffers:
             members[name] = buffers[position]
+        for rnn in self._rnns:  # or flatten_parameters() in forward would be that of the original
+            rnn._flat_weights = [getattr(rnn, name) for name in rnn._flat_weights_names]
 
     def may_be_used_again(self) -> bool:
-        """Returns whether its modules are nobody else's, and have the members they had.
+        """Returns whether nobody else can see its modules, and they have the members they had.
 
-        Activation checkpointing, for one, keeps modules to call them in backward.
+        Activation checkpointing, for one, keeps modules, or dictionaries of them, until backward.
         """
         return (
             self._is_reusable
-            and list(map(sys.getrefcount, self.modules)) == self._num_references
+            and self._count_references() == self._num_references
             and all(map(operator.is_, map(vars, self.modules), self._attributes))
             and self._all_members() == self._members
+            and list(map(len, self._hooks)) == self._num_hooks
         )
+
+    def _count_references(self) -> list[int]:
+        """Returns how many references there are to modules and their dictionaries, also weak."""
+        return [
+            *map(sys.getrefcount, self._objects),
+            *map(weakref.getweakrefcount, self.modules),
+        ]
+
+    def state(self) -> list[dict[str, tuple[Any, int]]]:
+        """Returns the attributes of each module, and how long those are that can grow."""
+        return [
+            {
+                name: (value, len(value) if isinstance(value, list | dict | set) else 0)
+                for name, value in chain(attributes.items(), attributes["_buffers"].items())
+            }
+            for attributes in self._attributes
+        ]
 
     def _all_members(self) -> tuple[list[str], list[str], list[Any]]:
         """Returns the names of parameters and buffers, those of children, and the children."""
@@ -341,7 +428,7 @@ def _shallow_copy(module: nn.Module) -> nn.Module:
     copy: nn.Module = type(module).__new__(type(module))
     attributes = copy.__dict__
     attributes.update(module.__dict__, _is_replica=True)
-    for kind in ("_modules", "_parameters", "_buffers"):
+    for kind in _DICTIONARIES:
         attributes[kind] = attributes[kind].copy()
     return copy
 

@@ -8,6 +8,7 @@ their ratio.
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -230,7 +231,8 @@ def test_step(benchmark, monkeypatch, table, what, name, num_devices):
         else:
             forward(x).sum().backward()
 
-    figures = in_turns(benchmark, lambda: step(model), lambda: step(stock), module.zero_grad)
+    with model.shared_weights() if what == "evaluation" else contextlib.nullcontext():
+        figures = in_turns(benchmark, lambda: step(model), lambda: step(stock), module.zero_grad)
     model.close()
     table.append({"what": what, "tree": name, "devices": str(num_devices), **figures})
 

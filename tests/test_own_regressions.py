@@ -6,7 +6,9 @@ import copy
 import dataclasses
 import functools
 import gc
+import operator
 import types
+import weakref
 from collections import deque
 from typing import Any
 
@@ -180,6 +182,7 @@ def test_a_stored_method_outlives_its_replica_in_a_checkpoint(emulated):
     torch.testing.assert_close(module.layer.weight.grad.cpu(), bare.layer.weight.grad.cpu())
 
 
+@pytest.mark.filterwarnings("ignore:.* in forward, but a call runs copies")
 def test_methods_that_are_hooks_are_bound_to_the_replica(emulated):
     """They wrote to the original, and replicas read what an older batch had left there."""
 
@@ -260,6 +263,46 @@ def test_a_frozen_parameter_that_forward_writes_is_kept(emulated, gpu0_bsz):
     module = Module().to(emulated[0])
     assert BalancedDataParallel(gpu0_bsz, module, emulated[:3])(torch.ones(8)).sum() == 4
     assert module.momentum.item() == 0.5
+
+
+class Writes(nn.Module):
+    """Writes to a parameter in forward, in one of the ways that are about."""
+
+    def __init__(self, how, trained):
+        super().__init__()
+        self.how = how
+        self.weight = nn.Parameter(torch.ones(2, dtype=torch.double), requires_grad=trained)
+        self.register_buffer("seen", torch.zeros(1))
+
+    def forward(self, x):
+        with torch.no_grad():
+            if self.how == "in place":
+                self.weight.mul_(0.5)
+            elif self.how == "data":
+                self.weight.data.mul_(0.5)
+            elif self.how == "data assigned":
+                self.weight.data = self.weight.data * 0.5
+            elif self.how == "detached":
+                self.weight.detach().mul_(0.5)
+            else:
+                self.seen.resize_(len(self.seen) + 1).fill_(len(self.seen))
+        return x * self.weight * self.seen.sum().clamp(1)
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("gpu0_bsz", [0, 2])
+@pytest.mark.parametrize("how", ["in place", "data", "data assigned", "detached", "resized"])
+def test_what_forward_writes_is_kept_though_device_0_runs_nothing(emulated, how, gpu0_bsz, trained):
+    """Encoders that follow others, normalized weights and first statistics were lost."""
+    reference = Writes(how, trained)
+    module = copy.deepcopy(reference).to(emulated[0])
+    model = BalancedDataParallel(gpu0_bsz, module, emulated[:3])
+    x = torch.randn(8, 2, dtype=torch.double)
+    for has_gradients in (True, False, True, True, False):
+        with torch.set_grad_enabled(has_gradients):
+            torch.testing.assert_close(model(x).cpu(), reference(x))
+        torch.testing.assert_close(module.weight.cpu(), reference.weight)
+        torch.testing.assert_close(module.seen.cpu(), reference.seen)
 
 
 def test_a_cache_of_transformers_is_refused_with_the_remedy():
@@ -513,6 +556,7 @@ class Statistics(nn.Module):
         return x, self.statistics
 
 
+@pytest.mark.filterwarnings("ignore:.* in forward, but a call runs copies")
 def test_a_dictionary_of_the_module_is_no_output():
     """It held what the last replica had written, and was returned as that of the batch."""
     model = BalancedDataParallel(1, Statistics(), ["cpu"] * 3)
@@ -551,3 +595,170 @@ def test_texts_beside_the_tensors_are_cut_or_warned_of():
         assert model(x, texts).tolist() == [1, 1, 2, 1, 2]
     model = BalancedDataParallel(1, Lambda(forward), ["cpu"] * 3, split=("args.1",))
     assert model(x, texts).tolist() == [1, 2, 3, 4, 5]
+
+
+class Sets(nn.Module):
+    """Sets attributes in forward, which copies of a module lose."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.how, self.step, self.losses = how, 0, []
+        self.register_buffer("mean", torch.zeros(2))
+
+    def forward(self, x):
+        if self.how == "new":
+            self.aux = x.mean()
+        elif self.how == "number":
+            self.step += 1
+        elif self.how == "list":
+            self.losses.append(x.mean())
+        elif self.how == "buffer":
+            self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        elif self.how == "same":
+            self.step, self.how = 0, "same"
+        elif self.how == "in place":
+            self.mean.add_(1)
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("gpu0_bsz", [0, 1])
+@pytest.mark.parametrize(
+    ("how", "name"),
+    [("new", "aux"), ("number", "step"), ("list", "losses"), ("buffer", "mean")],
+)
+def test_attributes_that_forward_sets_are_warned_of_once(devices, how, name, gpu0_bsz):
+    module = nn.Sequential(nn.Linear(2, 2), Sets(how)).to(devices[0])
+    model = BalancedDataParallel(gpu0_bsz, module, devices[:4])
+    with pytest.warns(BalanceWarning, match=rf"sets 1\.{name} in forward.*return it") as caught:
+        for _ in range(4):
+            model(torch.ones(8, 2)).sum().backward()
+    assert len(caught) == 1
+
+
+@pytest.mark.parametrize("how", ["same", "in place"])
+def test_attributes_that_stay_as_they_were_are_not_warned_of(devices, how):
+    module = nn.Sequential(nn.utils.spectral_norm(nn.Linear(2, 2)), Sets(how)).to(devices[0])
+    model = BalancedDataParallel(1, module, devices[:4])
+    for _ in range(4):
+        model(torch.ones(8, 2)).sum().backward()
+
+
+def test_hooks_that_forward_registers_are_of_one_replica(emulated):
+    """Replicas had the module's own dictionaries: 0.24 off, or a race."""
+
+    class Hooked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(2, 2).double()
+
+        def forward(self, x):
+            self.layer.register_forward_hook(lambda module, inputs, output: 2 * output)
+            return self.layer(x)
+
+    module = Hooked().to(emulated[0])
+    reference = copy.deepcopy(module)
+    model = BalancedDataParallel(0, module, emulated[:3])
+    x = torch.randn(6, 2, dtype=torch.double)
+    expected = reference(x.to(emulated[0]))
+    for _ in range(3):
+        torch.testing.assert_close(model(x), expected)
+    assert not module.layer._forward_hooks
+    del expected
+
+
+def test_a_replica_whose_members_somebody_keeps_is_not_used_again(emulated):
+    """Checkpoints over values() or items() found None there in backward; a cache was stale."""
+
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleDict({name: nn.Linear(2, 2) for name in "abc"})
+            self.cache = weakref.WeakKeyDictionary()
+
+        def forward(self, x):
+            layers = self.layers.values()
+            key = self.layers["a"]
+            cached = self.cache.setdefault(key, (key.weight._version, key.weight.detach().clone()))
+            if cached[0] == key.weight._version:
+                assert cached[1].equal(key.weight)
+
+            def run(x):
+                for layer in layers:
+                    x = layer(x)
+                return x
+
+            return checkpoint(run, x, use_reentrant=False)
+
+    module = Checkpointed().to(emulated[0])
+    reference = copy.deepcopy(module)
+    model = BalancedDataParallel(1, module, emulated[:3])
+    for _ in range(3):
+        with torch.no_grad():
+            for net in (module, reference):
+                net.layers["a"].weight.add_(1)
+        x = torch.randn(7, 2)
+        losses = [model(x).sum(), reference(x.to(emulated[0])).sum()]
+        for loss in losses:
+            loss.backward()
+        for ours, theirs in zip(module.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, theirs.grad)
+    del losses, loss
+
+
+def test_attributes_of_parameters_travel_with_their_copies(emulated):
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(2))
+
+        def forward(self, x):
+            return x * self.weight * self.weight.scale
+
+    module = Scaled().to(emulated[0])
+    module.weight.scale = 3.0
+    model = BalancedDataParallel(0, module, emulated[:3])
+    for has_gradients in (True, False):
+        with torch.set_grad_enabled(has_gradients):
+            assert model(torch.ones(6, 2)).unique().tolist() == [3]
+
+
+def test_gradients_inside_forward_need_none_outside(emulated):
+    """Adaptation to a task in forward, evaluated: "does not require grad"."""
+
+    class Adapts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(2, 1)
+
+        def forward(self, x):
+            with torch.enable_grad():
+                loss = self.layer(x).square().mean()
+                (slope,) = torch.autograd.grad(loss, [self.layer.weight])
+            return x @ (self.layer.weight - 0.1 * slope).T
+
+    model = BalancedDataParallel(1, Adapts().to(emulated[0]), emulated[:3])
+    with torch.no_grad():
+        assert model(torch.randn(7, 2)).shape == (7, 1)
+
+
+def test_flat_weights_of_an_rnn_are_those_of_the_replica(emulated):
+    """flatten_parameters() in forward, as advised, was of the original's, by all threads."""
+
+    def forward(self, x):
+        self.rnn.flatten_parameters()
+        seen.append(all(map(operator.is_, self.rnn._flat_weights, self.rnn.parameters())))
+        return self.rnn(x)[0]
+
+    seen = []
+    module = Lambda(forward, rnn=nn.GRU(2, 3, batch_first=True)).to(emulated[0])
+    model = BalancedDataParallel(1, module, emulated[:3])
+    for _ in range(2):
+        model(torch.randn(7, 4, 2)).sum().backward()
+    assert seen == [True] * 6
+
+
+def test_the_class_may_take_the_place_of_its_base(monkeypatch):
+    """To change scripts that one cannot edit; super() found a partial instead of a class."""
+    monkeypatch.setattr(nn, "DataParallel", functools.partial(BalancedDataParallel, 1))
+    assert nn.DataParallel(nn.Linear(2, 2), ["cpu", "cpu"])(torch.ones(4, 2)).shape == (4, 2)

@@ -85,38 +85,28 @@ def test_a_training_step_copies_each_weight_out_and_each_gradient_back(emulated)
         assert copied() == out(SCALAR) | back(NUM_BYTES)  # the loss's gradient goes out
 
 
-def test_evaluation_copies_weights_once(emulated):
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_evaluation_copies_weights_once_where_calls_share_them(emulated, mode):
     model, copied, x = wrapped(emulated), Copied(), torch.randn(9, 5)
-    with torch.no_grad():
+    with mode():
         first = model(x)
         assert copied() == out(NUM_BYTES) | back(SCALAR)
-        for _ in range(3):
+        with model.shared_weights():
             assert model(x) == first
-            assert copied() == back(SCALAR)
-    with torch.inference_mode():
+            assert copied() == out(NUM_BYTES) | back(SCALAR)
+            assert torch.lazy.memory_allocated(emulated[1]) >= NUM_BYTES
+            for _ in range(3):
+                assert model(x) == first
+                assert copied() == back(SCALAR)
+        assert torch.lazy.memory_allocated(emulated[1]) == 0
         assert model(x) == first
-    assert copied() == back(SCALAR)
-
-
-def test_only_what_changed_is_copied_again_and_in_place(emulated):
-    model, copied, x = wrapped(emulated), Copied(), torch.randn(9, 5)
-    with torch.no_grad():
-        model(x)
-        copied()
-        held = [torch.lazy.memory_allocated(device) for device in emulated[:4]]
-        model.module.layers[0].bias.add_(1)
-        expected = model.module(x.to(emulated[0]))
-        copied()
-        torch.testing.assert_close(model(x), expected)
-        assert copied() == out(4 * 16) | back(SCALAR)
-        del expected
-        assert [torch.lazy.memory_allocated(device) for device in emulated[:4]] == held
+    assert copied() == out(NUM_BYTES) | back(SCALAR)
 
 
 def test_a_device_that_had_no_samples_before_gets_its_copies_when_it_has(emulated):
     model, copied = wrapped(emulated), Copied()
     model.gpu0_bsz = 0
-    with torch.no_grad():
+    with torch.no_grad(), model.shared_weights():
         model(torch.randn(2, 5))
         assert model.chunk_sizes == (0, 1, 1, 0)
         assert copied() == out(NUM_BYTES, (1, 2)) | back(SCALAR, (1, 2))
@@ -124,22 +114,24 @@ def test_a_device_that_had_no_samples_before_gets_its_copies_when_it_has(emulate
         assert copied() == out(NUM_BYTES, (3,)) | back(SCALAR)
 
 
-def test_training_gives_up_what_evaluation_kept(emulated):
-    model, x = wrapped(emulated), torch.randn(9, 5)
-    with torch.no_grad():
-        model(x)
-    kept = torch.lazy.memory_allocated(emulated[1])
-    assert kept >= NUM_BYTES
-    model(x).backward()
-    assert torch.lazy.memory_allocated(emulated[1]) == 0
-    with torch.no_grad():
-        model(x)
-    assert torch.lazy.memory_allocated(emulated[1]) == kept
-    model.release_replicas()
-    assert torch.lazy.memory_allocated(emulated[1]) == 0
+def test_evaluation_and_training_share_copies(emulated):
+    module = mlp().double()
+    reference = copy.deepcopy(module)
+    model, copied, x = wrapped(emulated, module), Copied(), torch.randn(9, 5, dtype=torch.double)
+    with model.shared_weights():
+        for mode in (torch.inference_mode, torch.no_grad, contextlib.nullcontext) * 2:
+            with mode():
+                loss = model(x)
+                if loss.requires_grad:
+                    loss.backward()
+                    reference(x).backward()
+    sent = sum(count for (sender, _), count in copied().items() if not sender)
+    assert sent == 3 * (2 * NUM_BYTES + 2 * 2 * SCALAR)
+    for ours, theirs in zip(gradients_of(module), gradients_of(reference), strict=True):
+        torch.testing.assert_close(ours, theirs, **TOLERANCE)
 
 
-def test_what_is_kept_dies_with_the_model_without_the_garbage_collector(emulated):
+def test_copies_die_with_the_model_without_the_garbage_collector(emulated):
     gc.collect()
     gc.disable()
     try:
@@ -161,6 +153,12 @@ def test_what_is_kept_dies_with_the_model_without_the_garbage_collector(emulated
 def add(module, optimizers):
     with torch.no_grad():
         module.layers[0].weight.add_(1)
+
+
+def data(module, optimizers):
+    """Weights averaged over steps, as many scripts write them; no version tells of it."""
+    for parameter in module.parameters():
+        parameter.data.copy_(torch.randn_like(parameter))
 
 
 def other_memory(module, optimizers):
@@ -214,6 +212,7 @@ def nothing(module, optimizers):
 
 CHANGES = [
     add,
+    data,
     other_memory,
     part_of_the_same_memory,
     other_parameter,
@@ -260,18 +259,6 @@ def test_weights_that_forward_writes_to_are_copied_again(emulated):
             torch.testing.assert_close(model(indices).cpu(), expected(indices))
 
 
-def test_a_fused_step_is_seen_though_it_makes_no_version():
-    parameter, other = nn.Parameter(torch.ones(3)), torch.device("cpu", 1)
-    copies = ParameterCopies()
-    with torch.no_grad():
-        copies.on([other], [parameter])
-        version = parameter._version
-        parameter.grad = torch.ones(3)
-        torch.optim.SGD([parameter], lr=0.5, fused=True).step()
-        assert parameter._version == version
-        assert copies.on([other], [parameter])[other][0].tolist() == parameter.tolist() == [0.5] * 3
-
-
 def test_what_a_replica_writes_to_its_weights_is_gone_in_the_next_call(emulated):
     class Grows(nn.Module):
         def __init__(self):
@@ -287,19 +274,6 @@ def test_what_a_replica_writes_to_its_weights_is_gone_in_the_next_call(emulated)
     with torch.no_grad():
         for _ in range(3):
             assert model(torch.ones(9, 1)).unique().tolist() == [2]
-
-
-def test_data_is_not_seen_until_the_replicas_are_released(emulated):
-    """As the docstring says: autograd does not see it either."""
-    model, x = wrapped(emulated), torch.randn(9, 5)
-    with torch.no_grad():
-        before = model(x)
-        for parameter in model.parameters():
-            parameter.data.mul_(2)
-        expected = model.module(x.to(emulated[0]))
-        model.release_replicas()
-        torch.testing.assert_close(model(x), expected)
-        assert expected != before
 
 
 # Buckets.
@@ -462,23 +436,6 @@ def test_sparse_gradients_accumulate(emulated):
     )
 
 
-@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
-def test_with_create_graph_gradients_are_complete_at_once(emulated):
-    module = mlp().double()
-    reference = copy.deepcopy(module)
-    model, x = wrapped(emulated, module), torch.randn(9, 5, dtype=torch.double)
-    reference(x).backward()
-    with model.accumulate():
-        model(x).backward(create_graph=True)
-        inside = gradients_of(module)
-    for ours, theirs, at_the_end in zip(
-        inside, gradients_of(reference), gradients_of(module), strict=True
-    ):
-        torch.testing.assert_close(ours, theirs, **TOLERANCE)
-        torch.testing.assert_close(at_the_end, theirs, **TOLERANCE)
-    module.zero_grad()  # gradients with a history are a cycle
-
-
 def test_second_derivatives_are_exact_inside_accumulate(emulated):
     module = mlp().double()
     reference = copy.deepcopy(module)
@@ -509,14 +466,80 @@ def test_accumulate_may_be_nested_and_left_by_an_exception(emulated):
     assert copied() == out(NUM_BYTES + SCALAR) | back(NUM_BYTES + SCALAR)
 
 
-@pytest.mark.parametrize("change", [add, other_memory, step, fused_step])
-def test_weights_must_not_change_inside_accumulate(emulated, change):
+MISUSED = "put off until the block ends; clip, read or zero"
+
+
+def clip(model, optimizer):
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
+def log(model, optimizer):
+    torch.stack([p.grad.norm() for p in model.parameters()])
+
+
+def zero(model, optimizer):
+    optimizer.zero_grad(set_to_none=False)
+
+
+def do_step(model, optimizer):
+    optimizer.step()
+
+
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.AdamW])
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize("misuse", [clip, log, zero, do_step])
+def test_gradients_that_are_put_off_cannot_be_used(emulated, misuse, foreach, make):
+    """The step was one of the first device's gradients; the others' came into the next."""
+    module = mlp().double()
+    reference = copy.deepcopy(module)
+    model, x = wrapped(emulated, module), torch.randn(9, 5, dtype=torch.double)
+    optimizer = make(model.parameters(), lr=0.1, foreach=foreach)
+    with pytest.raises(RuntimeError, match=MISUSED), model.accumulate():
+        model(x).backward()
+        misuse(model, optimizer)
+    reference(x).backward()  # what was computed is there
+    for ours, theirs in zip(gradients_of(module), gradients_of(reference), strict=True):
+        torch.testing.assert_close(ours, theirs, **TOLERANCE)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+@pytest.mark.parametrize("how", ["zero_grad", "assigned", "create_graph"])
+def test_gradients_that_were_replaced_are_an_error_before_anything_is_added(emulated, how):
+    model, x = wrapped(emulated), torch.randn(9, 5)
+    model(x).backward()
+    before = gradients_of(model.module)
+    with pytest.raises(RuntimeError, match=MISUSED), model.accumulate():
+        model(x).backward(create_graph=how == "create_graph")
+        if how == "zero_grad":
+            model.zero_grad()
+        else:
+            model.module.layers[0].bias.grad = torch.zeros(16, device=emulated[0])
+    if how == "assigned":
+        after = gradients_of(model.module)
+        assert [ours.equal(old) for ours, old in zip(after, before, strict=True)] == [1, 0, 1]
+
+
+def test_weights_must_not_change_between_calls_that_share_them(emulated):
     model = wrapped(emulated)
-    with model.accumulate():
+    with model.shared_weights():
         model(torch.randn(9, 5)).backward()
-        change(model.module, {})
-        with pytest.raises(RuntimeError, match=r"changed inside accumulate\(\).*after the block"):
+        add(model.module, {})
+        with pytest.raises(
+            RuntimeError, match=r"changed inside shared_weights\(\).*after the block"
+        ):
             model(torch.randn(9, 5))
+
+
+def test_penalties_on_weights_are_added_as_well(emulated):
+    module = mlp().double()
+    reference = copy.deepcopy(module)
+    model = wrapped(emulated, module)
+    with model.accumulate():
+        for x in torch.randn(2, 9, 5, dtype=torch.double):
+            for net in (model, reference):
+                (net(x) + 0.1 * sum(p.square().sum() for p in net.parameters()).cpu()).backward()
+    for ours, theirs in zip(gradients_of(module), gradients_of(reference), strict=True):
+        torch.testing.assert_close(ours, theirs, **TOLERANCE)
 
 
 def test_evaluation_inside_accumulate_is_that_of_the_weights_now(emulated):
@@ -579,23 +602,6 @@ def test_hooks_see_whole_gradients_and_only_of_what_was_used(emulated, gpu0_bsz,
             torch.testing.assert_close(ours, theirs, **TOLERANCE)
 
 
-@pytest.mark.parametrize("assign", [False, True])
-def test_steps_on_parameters_that_were_replaced_are_seen(emulated, assign):
-    model, x = wrapped(emulated), torch.randn(9, 5)
-    module = model.module
-    with torch.no_grad():
-        model(x)
-        if assign:
-            state = {key: torch.randn_like(value) for key, value in module.state_dict().items()}
-            module.load_state_dict(state, assign=True)
-        else:
-            module.layers[0] = nn.Linear(5, 16).to(emulated[0])
-        model(x)
-    fused_step(module, {})
-    with torch.no_grad():
-        torch.testing.assert_close(model(x), module(x.to(emulated[0])))
-
-
 class Graph(nn.Module):
     def __init__(self, edges: torch.Tensor) -> None:
         super().__init__()
@@ -632,22 +638,6 @@ def test_freezing_inside_accumulate_keeps_what_was_learned_before(emulated):
         torch.testing.assert_close(ours, theirs, **TOLERANCE)
 
 
-def test_an_optimizer_of_frozen_weights_does_not_break_a_graph(emulated):
-    module = mlp().to(emulated[0]).requires_grad_(False)
-    model = wrapped(emulated, module)
-    image = torch.randn(9, 5, device=emulated[0], requires_grad=True)
-    other = nn.Parameter(torch.ones(1, device=emulated[0]))
-    optimizer = torch.optim.SGD([*module.parameters(), other], lr=0.1)
-    first = model(image)
-    optimizer.step()
-    with torch.no_grad():
-        model(image)
-    optimizer.step()
-    (first + model(image * 2)).backward()
-    assert image.grad is not None
-    del model, module, image, other, optimizer, first
-
-
 def test_buckets_hold_what_was_registered_together():
     """Not all norms of all layers: such a bucket is complete when backward is over."""
     blocks = [
@@ -665,8 +655,9 @@ def test_frozen_weights_do_not_count_for_the_buckets():
     """Beside large ones the adapters would all be in one."""
     layers = [nn.Linear(256, 256, bias=False).requires_grad_(False), *map(adapter, range(16))]
     parameters = [p for layer in layers for p in layer.parameters()]
-    _, nodes = ParameterCopies()._differentiable([torch.device("cpu", 1)], parameters)
-    assert len(nodes) == 8
+    other = torch.device("cpu", 1)
+    copies = ParameterCopies().on([other], parameters)[other]
+    assert len({c.grad_fn for c in copies if c.requires_grad}) == 8
 
 
 def adapter(_: int) -> nn.Module:

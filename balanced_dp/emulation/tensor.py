@@ -74,6 +74,8 @@ class EmulatedTensor(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        if not all(issubclass(kind, cls) for kind in types):
+            return NotImplemented  # the other kind of tensor may know what to do
         kwargs = kwargs or {}
         handler = HANDLERS.get(func)
         if handler is not None:

@@ -176,6 +176,12 @@ class BalancedTrainerMixin:
                 model, inputs, prediction_loss_only, *args, **kwargs
             )
 
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns what ``Trainer.evaluation_loop`` does; batches share a copy of the weights."""
+        parallel = self._parallel
+        with contextlib.nullcontext() if parallel is None else parallel.shared_weights():
+            return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
+
     def _is_trainers(self, name: str) -> bool:
         """Returns whether the method below this class is that of ``Trainer``, which is known."""
         method: Any = getattr(super(), name)
