@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from itertools import chain
+from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
 import torch
@@ -131,7 +132,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
     def __init__(
         self,
         gpu0_bsz: int | Literal["auto"] | None,
-        module: ModuleT,
+        module: ModuleT = None,  # type: ignore[assignment]  # to say so below
         device_ids: Sequence[Device] | None = None,
         output_device: Device | None = None,
         dim: int = 0,
@@ -151,8 +152,8 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         self._device_weights = None if device_weights is None else tuple(device_weights)
         if isinstance(gpu0_bsz, nn.Module):  # assigned, it would become a submodule
             raise ArgumentTypeError(
-                f"gpu0_bsz must be an integer, got a {type(gpu0_bsz).__name__}; the module is the "
-                "second argument"
+                f"gpu0_bsz comes first and must be an integer, got a {type(gpu0_bsz).__name__}: "
+                "BalancedDataParallel(gpu0_bsz, module)"
             )
         self.gpu0_bsz = gpu0_bsz
         if not isinstance(module, nn.Module):
@@ -259,6 +260,8 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         """
         return MemoryProbe(model=self)
 
+    # Compiled, it runs as it is: threads cannot be compiled. Torch's stubs do not export it.
+    @torch._disable_dynamo  # type: ignore[attr-defined]
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Runs the module on the batch, split over the devices, and gathers what is to be."""
         with torch.autograd.profiler.record_function("BalancedDataParallel.forward"):
@@ -487,7 +490,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
                 "copies of the module, so that this is lost, or counts a chunk for the batch; "
                 "return it from forward (under nn.DataParallel it is lost, too)",
                 BalanceWarning,
-                stacklevel=2,
+                stacklevel=_stacklevel_of_caller(),
             )
 
     def _memory_advice(self, chunk_sizes: Sequence[int]) -> str:
@@ -553,8 +556,8 @@ def balanced_data_parallel(
 
 def _stacklevel_of_caller() -> int:
     """Returns, for a warning given in the caller, the level of the code that called the module."""
-    internal = {__file__, torch.nn.modules.module.__file__}
+    internal = (__file__, str(Path(torch.__file__).parent))
     level, frame = 1, sys._getframe(1)
-    while frame.f_code.co_filename in internal and frame.f_back is not None:
+    while frame.f_code.co_filename.startswith(internal) and frame.f_back is not None:
         level, frame = level + 1, frame.f_back
     return level

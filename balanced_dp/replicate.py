@@ -130,10 +130,11 @@ class Replicas(list[ModuleT]):
         return [
             f"{name}.{attribute}".lstrip(".")
             for name, module, before, after in looks
-            # Torch's modules know what they do, and so do hooks that set a weight.
+            # Torch's modules know what they do, and so do hooks that set a weight. What is private
+            # is a cache or a flag: transformers installs its hooks in the first call.
             if not type(module).__module__.startswith("torch.") and not module._forward_pre_hooks
             for attribute, value in after.items()
-            if not _is_same(before.get(attribute, _NOTHING), value)
+            if attribute[0] != "_" and not _is_same(before.get(attribute, _NOTHING), value)
         ]
 
     def give_back(self) -> None:
@@ -340,13 +341,14 @@ class _Replica:
     def __init__(self, originals: _Slots, parameters: _Slots, buffers: _Slots) -> None:
         self.modules: list[nn.Module] = list(map(_shallow_copy, originals.values))
         self._attributes = [copy.__dict__ for copy in self.modules]
-        for members, name, position in originals.of(self._attributes):
-            members[name] = self.modules[position]
+        self._give_children(originals)
         has_bound = rebind(originals.values, self.modules)
         self._is_reusable = not has_bound and all(map(_is_copied_as_stock, originals.values))
         self._as_made = [attributes.copy() for attributes in self._attributes]
-        self._hooks = [a[kind] for a in self._as_made for kind in HOOKS]
-        self._num_hooks = list(map(len, self._hooks))
+        hooks = [a[kind] for a in self._as_made for kind in HOOKS]
+        self._without_hooks = [dictionary for dictionary in hooks if not dictionary]
+        self._with_hooks = [dictionary for dictionary in hooks if dictionary]
+        self._num_hooks = list(map(len, self._with_hooks))
         self._parameters = parameters.of(self._as_made)
         self._buffers = buffers.of(self._as_made)
         self._tensors = [a[kind] for a in self._as_made for kind in ("_parameters", "_buffers")]
@@ -355,6 +357,10 @@ class _Replica:
         self._members = self._all_members()
         self._objects = [*self.modules, *self._attributes, *self._tensors, *self._children]
         self._num_references = self._count_references()
+
+    def _give_children(self, originals: _Slots) -> None:
+        for members, name, position in originals.of(self._attributes):
+            members[name] = self.modules[position]
 
     @property
     def root(self) -> Any:
@@ -378,9 +384,9 @@ class _Replica:
         return (
             self._is_reusable
             and self._count_references() == self._num_references
-            and all(map(operator.is_, map(vars, self.modules), self._attributes))
             and self._all_members() == self._members
-            and list(map(len, self._hooks)) == self._num_hooks
+            and not any(self._without_hooks)
+            and list(map(len, self._with_hooks)) == self._num_hooks
         )
 
     def _count_references(self) -> list[int]:

@@ -242,7 +242,7 @@ def test_arguments_that_cannot_be_used_are_refused(options, error, message):
 
 
 def test_swapped_arguments_are_named_without_the_whole_module():
-    with pytest.raises(ArgumentTypeError, match="gpu0_bsz must be an integer") as caught:
+    with pytest.raises(ArgumentTypeError, match="gpu0_bsz comes first and must be") as caught:
         BalancedDataParallel(nn.Sequential(*(nn.Linear(4, 4) for _ in range(50))), 4)
     assert len(str(caught.value)) < 200
 
@@ -478,3 +478,21 @@ def test_device_weights_that_cannot_be_used_are_refused(gpu0_bsz, weights, messa
         BalancedDataParallel(
             gpu0_bsz, torch.nn.Linear(2, 2), ["cpu", "cpu"], device_weights=weights
         )
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo's
+def test_compiled_it_runs_as_it_is():
+    module = nn.Sequential(nn.Linear(4, 3), nn.Tanh())
+    model = BalancedDataParallel(1, module, ["cpu"] * 3)
+    x = torch.randn(7, 4)
+    torch.testing.assert_close(torch.compile(model, backend="eager")(x), module(x))
+    compiled = torch.compile(lambda x: 2 * model(x + 1), backend="eager")
+    torch.testing.assert_close(compiled(x), 2 * module(x + 1))
+
+
+@pytest.mark.parametrize(
+    "arguments", [(nn.Identity(),), (nn.Identity(), ["cpu"]), (nn.Identity(), 2)]
+)
+def test_without_gpu0_bsz_the_error_says_where_it_belongs(arguments):
+    with pytest.raises(ArgumentTypeError, match=r"comes first .*DataParallel\(gpu0_bsz, module\)"):
+        BalancedDataParallel(*arguments)

@@ -40,6 +40,8 @@ PAIRS: set[str] = set()
 batch_sizes = st.integers(1, 500)
 device_counts = st.integers(2, 16)
 
+pytestmark = pytest.mark.filterwarnings("ignore:.* sets (net.)?seen in forward")
+
 
 def pair(name):
     """Marks the test of a row of the page's table."""

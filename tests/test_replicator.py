@@ -331,6 +331,7 @@ def test_activation_checkpointing_calls_replicas_in_backward(emulated, use_reent
     del outputs, model, module
 
 
+@pytest.mark.filterwarnings("ignore:Remembers sets memory in forward")
 def test_a_call_leaves_no_activations_behind(emulated):
     class Remembers(nn.Module):
         def __init__(self):

@@ -10,6 +10,7 @@ them, activation checkpointing too.
 from __future__ import annotations
 
 import functools
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -69,7 +70,8 @@ def autocast_for_emulated_devices() -> Iterator[None]:
             set_enabled(device_type)
             return
         if device_type == DEVICE_TYPE and enabled:
-            _register_kernels()
+            with _registering:
+                _register_kernels()
         translated(set_enabled)(device_type, enabled)
 
     def clear_autocast_cache() -> None:
@@ -93,6 +95,9 @@ def autocast_for_emulated_devices() -> Iterator[None]:
         finally:
             torch.set_autocast_dtype(DEVICE_TYPE, dtype)
             _casts.clear()
+
+
+_registering = threading.Lock()  # replicas may enter autocast at once, and torch takes one fallback
 
 
 @functools.cache

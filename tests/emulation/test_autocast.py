@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -198,3 +200,31 @@ def test_the_lists_are_torchs():
         found = set(re.findall(r"_\((\w+)", defined))
         assert found | {"norm"} >= set(names.split()) - {"rms_norm"}  # torch 2.11 has it not
         assert found <= set(names.split())
+
+
+AT_ONCE = """
+import threading, torch
+from balanced_dp import emulate_devices
+
+barrier, errors = threading.Barrier(8), []
+
+def enter():
+    barrier.wait()
+    try:
+        with torch.autocast("lazy"):
+            torch.ones(2, 2, device="lazy") @ torch.ones(2, 2, device="lazy")
+    except RuntimeError as error:
+        errors.append(error)
+
+with emulate_devices(1):
+    threads = [threading.Thread(target=enter) for _ in range(8)]
+    for thread in threads: thread.start()
+    for thread in threads: thread.join()
+print(errors)
+"""
+
+
+def test_the_first_contexts_of_a_process_may_be_entered_at_once():
+    """Each tried to register the kernels: "multiple backend fallbacks"."""
+    done = subprocess.run([sys.executable, "-c", AT_ONCE], capture_output=True, text=True)
+    assert done.stdout == "[]\n", done.stderr
