@@ -8,11 +8,11 @@ import platform
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn, TypeVar
+from typing import Annotated, Any, NoReturn
 
 from .errors import BalancedDataParallelError, ProbeError
 
@@ -24,7 +24,6 @@ try:
     from .report import (
         compare_reports,
         load_reports,
-        rank_report_json,
         report_html,
         report_json,
         report_markdown,
@@ -36,7 +35,6 @@ try:
         memory_table,
         print_comparison,
         print_demo,
-        print_rank_report,
         print_report,
         progress_bar,
         stdout_console,
@@ -52,11 +50,10 @@ import torch
 from . import demo as demos
 from .measurement import uses_emulation
 from .memory import DeviceMemory, MemoryProbe
-from .rank_tuner import RankReport, tune_ranks
-from .tuner import OnMeasurement, tune
+from .tuner import tune
 from .tuning import Report
 from .units import parse_bytes
-from .workloads import BUILT_IN, Workload, find_workload
+from .workloads import BUILT_IN, find_workload
 
 app = typer.Typer(
     name="balanced-dp",
@@ -66,9 +63,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-
-
-ReportT = TypeVar("ReportT", Report, RankReport)
 
 
 _LossOnDevice = Annotated[
@@ -195,22 +189,13 @@ def plan_command(
         str, typer.Option(help="Of each device, for CUDA's context and libraries' workspaces.")
     ] = "512MiB",
     loss_on_device: _LossOnDevice = False,
-    engine: Annotated[
-        Literal["dp", "ddp"],
-        typer.Option(help="One process (dp), or a process for each device (ddp): shares of ranks."),
-    ] = "dp",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Find gpu0_bsz, or the share of each rank, for a workload on GPUs that need not be here.
+    """Find gpu0_bsz for a workload on GPUs that need not be here.
 
     A few training steps are measured on emulated devices that keep shapes only.
     """
     capacities = _capacities(memory, 4 if num_devices is None else num_devices, num_devices)
-    if engine == "ddp":
-        if loss_on_device:
-            _fail("--loss-on-device is for --engine dp: with ddp each rank has its own loss")
-        _plan_ranks(target, batch_size, capacities, reserve, as_json)
-        return
     report = _tuned(
         target, batch_size, capacities, reserve, emulate=True, gather=not loss_on_device
     )
@@ -399,53 +384,22 @@ def _tuned(
     emulate: bool,
     gather: bool,
 ) -> Report:
-    reserve_bytes = parse_bytes(reserve, "--reserve")
-    return _measured(
-        target,
-        batch_size,
-        lambda workload, size, on_measurement: tune(
-            workload,
-            size,
-            num_devices,
-            capacities,
-            reserve=reserve_bytes,
-            sweep=sweep,
-            emulate=emulate,
-            gather=gather,
-            on_measurement=on_measurement,
-        ),
-    )
-
-
-def _plan_ranks(
-    target: str, batch_size: int | None, capacities: list[int], reserve: str, as_json: bool
-) -> None:
-    reserve_bytes = parse_bytes(reserve, "--reserve")
-    report = _measured(
-        target,
-        batch_size,
-        lambda workload, size, on_measurement: tune_ranks(
-            workload, size, capacities, reserve=reserve_bytes, on_measurement=on_measurement
-        ),
-    )
-    if as_json:
-        print(rank_report_json(report), end="")
-    else:
-        print_rank_report(report)
-
-
-def _measured(
-    target: str,
-    batch_size: int | None,
-    measure: Callable[[Workload, int, OnMeasurement], ReportT],
-) -> ReportT:
-    """Returns what a workload's measurements come to, with a progress bar meanwhile."""
     sys.path.insert(0, "")  # one's own workload may be in the current folder
     workload = find_workload(target)
-    size = workload.batch_size if batch_size is None else batch_size
+    reserve_bytes = parse_bytes(reserve, "--reserve")
     try:
         with measuring_progress() as on_measurement:
-            return measure(workload, size, on_measurement)
+            return tune(
+                workload,
+                workload.batch_size if batch_size is None else batch_size,
+                num_devices,
+                capacities,
+                reserve=reserve_bytes,
+                sweep=sweep,
+                emulate=emulate,
+                gather=gather,
+                on_measurement=on_measurement,
+            )
     except BalancedDataParallelError:
         raise
     except Exception as error:  # the workload is somebody's code

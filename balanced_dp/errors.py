@@ -44,7 +44,7 @@ class InfeasiblePlanError(BalancedDataParallelError, ValueError):
 
 
 class DistributedError(BalancedDataParallelError, RuntimeError):
-    """Ranks cannot go on together: one does not answer, or has not told what its loss weighs."""
+    """Ranks cannot go on together: one does not answer, and the message says which."""
 
 
 class ReportError(BalancedDataParallelError, ValueError):

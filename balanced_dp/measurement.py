@@ -6,10 +6,10 @@ import copy
 import gc
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -27,16 +27,6 @@ from .memory.peaks import Peaks
 from .workloads import Workload
 
 Mode = Literal["symbolic", "emulated", "real"]
-
-
-class SplittingModule(Protocol):
-    """A model that says how many samples of a batch each device gets."""
-
-    def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Runs the model on a batch."""
-
-    def split(self, batch_size: int) -> tuple[int, ...]:
-        """Returns the chunk size of each device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,13 +155,10 @@ def measure_step(
 
 @contextmanager
 def step_meter(
-    workload: Workload,
-    devices: Sequence[torch.device],
-    gather: bool = True,
-    wrap: Callable[[nn.Module], SplittingModule] | None = None,
+    workload: Workload, devices: Sequence[torch.device], gather: bool = True
 ) -> Iterator[StepMeter]:
     """Gives a ``StepMeter`` and at the end gives back what it holds."""
-    meter = StepMeter(workload, devices, gather, wrap)
+    meter = StepMeter(workload, devices, gather)
     # Garbage is collected after each step: what was there before need not be looked at again.
     is_ours = gc.get_freeze_count() == 0
     if is_ours:
@@ -181,7 +168,7 @@ def step_meter(
     finally:
         if is_ours:
             gc.unfreeze()
-        del meter._module, meter._wrapped, meter._criterion, meter._optimizer
+        del meter._module, meter._criterion, meter._optimizer
 
 
 class StepMeter:
@@ -191,15 +178,10 @@ class StepMeter:
         workload: what is trained.
         devices: real or emulated devices.
         gather: whether the loss is that of gathered outputs, or computed on each device.
-        wrap: what takes the place of ``BalancedDataParallel``, made once.
     """
 
     def __init__(
-        self,
-        workload: Workload,
-        devices: Sequence[torch.device],
-        gather: bool = True,
-        wrap: Callable[[nn.Module], SplittingModule] | None = None,
+        self, workload: Workload, devices: Sequence[torch.device], gather: bool = True
     ) -> None:
         self.workload = workload
         self.devices = list(devices)
@@ -207,7 +189,6 @@ class StepMeter:
         with torch.device(self.devices[0]):
             self._module = workload.model()
         self._module.to(self.devices[0])
-        self._wrapped = None if wrap is None else wrap(self._module)
         self._criterion = BalancedCriterion(copy.deepcopy(workload.loss)).to(self.devices[0])
         self._optimizer = workload.make_optimizer(self._module.parameters())
         self._has_state = False
@@ -220,24 +201,16 @@ class StepMeter:
     @property
     def num_parameters(self) -> int:
         """How many numbers the model learns."""
-        return sum(p.numel() for p in self._trained())
-
-    @property
-    def gradient_bytes(self) -> int:
-        """What the gradients of all of them take."""
-        return sum(p.numel() * p.element_size() for p in self._trained())
-
-    def _trained(self) -> list[nn.Parameter]:
-        return [p for p in self._module.parameters() if p.requires_grad]
+        return sum(p.numel() for p in self._module.parameters() if p.requires_grad)
 
     def measure(
         self,
         batch_size: int,
-        gpu0_bsz: int | None = None,
+        gpu0_bsz: int | None,
         device_weights: Sequence[float] | None = None,
     ) -> Measurement:
         """Returns what a training step takes, as ``measure_step``."""
-        model: SplittingModule = self._wrapped or BalancedDataParallel(
+        model = BalancedDataParallel(
             gpu0_bsz,
             self._module,
             self.devices,
@@ -280,7 +253,7 @@ class StepMeter:
             out_of_memory=out_of_memory,
         )
 
-    def _run(self, step: _Step, model: SplittingModule, batch_size: int) -> None:
+    def _run(self, step: _Step, model: nn.Module, batch_size: int) -> None:
         args, kwargs, target = self.workload.make_batch(batch_size)
         self._optimizer.zero_grad()
         step.begin()

@@ -137,9 +137,9 @@ def fit(splits: Iterable[MeasuredSplit], empty_bytes: int | None = None) -> Memo
             (working if own else idle).append((own, sum(split.chunk_sizes), first))
             sized_peaks = zip(other_sizes, other_peaks, strict=True)
             others += [(size, 0, held) for size, held in sized_peaks if size]
-        first_laws += fit_laws(working and working + empty)
-        idle_laws += fit_laws(idle and idle + empty)
-        other_laws += fit_laws(others)
+        first_laws += _fit_laws(working and working + empty)
+        idle_laws += _fit_laws(idle and idle + empty)
+        other_laws += _fit_laws(others)
     model = MemoryModel(
         tuple(first_laws), tuple(idle_laws), tuple(other_laws), len(points), residual=0.0
     )
@@ -158,7 +158,7 @@ def _highest(laws: Iterable[Law], chunk_size: int, batch_size: int) -> float:
     return max(law(chunk_size, batch_size) for law in laws)
 
 
-def fit_laws(points: Sequence[Point]) -> list[Law]:
+def _fit_laws(points: Sequence[Point]) -> list[Law]:
     """Returns as few laws as describe the points, none for none: a peak has several moments.
 
     Source: alternating least squares for max-affine functions, Magnani and Boyd 2009,

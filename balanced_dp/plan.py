@@ -247,12 +247,12 @@ class Planner:
         """
         first, *others = (budget * utilization for budget in self.budgets)
         model = self.model
-        size = largest_chunk(model.first_laws or model.idle_laws, first, batch_size)
+        size = _largest_chunk(model.first_laws or model.idle_laws, first, batch_size)
         if size < 1 and model.predict((0, batch_size))[0] > first:
             return None
         return (
             max(0, size),
-            *(max(0, largest_chunk(model.other_laws, limit, batch_size)) for limit in others),
+            *(max(0, _largest_chunk(model.other_laws, limit, batch_size)) for limit in others),
         )
 
     def weighted_split(self, batch_size: int) -> WeightedSplit:
@@ -286,7 +286,7 @@ def _largest(fits: Callable[[int], bool]) -> int:
     return bisect.bisect_left(range(1, limit + 1), True, key=lambda size: not fits(size))
 
 
-def largest_chunk(laws: Sequence[Law], limit: float, batch_size: int) -> int:
+def _largest_chunk(laws: Sequence[Law], limit: float, batch_size: int) -> int:
     """Returns the largest chunk of a batch for which no law is above the limit, or -1."""
     size = batch_size
     for law in laws:

@@ -22,15 +22,7 @@ from rich.table import Table
 from . import demo as demos
 from .measurement import Measurement
 from .memory import DeviceMemory
-from .rank_tuner import RankReport
 from .report.compare import Comparison
-from .report.rank_tables import (
-    rank_caption,
-    rank_line,
-    rank_summary,
-    rank_table,
-    rank_title,
-)
 from .report.tables import (
     TextTable,
     candidate_table,
@@ -76,13 +68,12 @@ def measuring_progress() -> Iterator[Callable[[Measurement, int], None]]:
         def show(measurement: Measurement, num_left: int) -> None:
             nonlocal num_done
             num_done += 1
-            is_rank = len(measurement.chunk_sizes) == 1
-            value = "" if is_rank else f" with gpu0_bsz={measurement.gpu0_bsz}"
             progress.update(
                 task,
                 completed=num_done,
                 total=num_done + num_left,
-                description=f"measured a batch of {measurement.batch_size}{value}",
+                description=f"measured a batch of {measurement.batch_size} with "
+                f"gpu0_bsz={measurement.gpu0_bsz}",
             )
 
         yield show
@@ -98,17 +89,6 @@ def print_report(report: Report, candidates: bool) -> None:
         console.print(_rich_table(candidate_table(report), title="measured values of gpu0_bsz"))
     console.print(lines(report), soft_wrap=True)
     for sentence in summary(report):
-        console.print(sentence, markup=False)
-
-
-def print_rank_report(report: RankReport) -> None:
-    """Prints the plan for ranks."""
-    console = stdout_console()
-    console.print(
-        _rich_table(rank_table(report), title=rank_title(report), caption=rank_caption(report))
-    )
-    console.print(rank_line(report), soft_wrap=True)
-    for sentence in rank_summary(report):
         console.print(sentence, markup=False)
 
 

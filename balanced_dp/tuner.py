@@ -26,7 +26,7 @@ _FEW = 12
 _MOST_VALUES = 64
 """How many values are measured, evenly spaced, where no laws say which."""
 
-LARGEST_MEASURED_BATCH = 2**16
+_LARGEST_MEASURED_BATCH = 2**16
 """Batches are made on the CPU with their values, whatever the devices keep."""
 
 OnMeasurement = Callable[[Measurement, int], object]
@@ -266,7 +266,7 @@ class _Search:
                 self.measure(batch_size, gpu0_bsz)
             for choose in (planner.tightest_gpu0_bsz, planner.even_share):
                 # One that is too large to be made is planned from the largest that is not.
-                largest = min(planner.max_batch_size(choose), LARGEST_MEASURED_BATCH)
+                largest = min(planner.max_batch_size(choose), _LARGEST_MEASURED_BATCH)
                 if largest:
                     self.measure(largest, choose(largest))
             if len(self.measured) == before:

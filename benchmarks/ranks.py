@@ -13,7 +13,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,22 +25,11 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from balanced_dp import BalancedCriterion, BalancedDataParallel
-from balanced_dp.distributed import split_ranks, weight_gradients
+from balanced_dp.distributed import count_all_ranks, scale_loss, split_ranks
 from balanced_dp.models import TokenTransformer
 from balanced_dp.workloads import find_workload
 
 Step = Callable[[], Any]
-
-
-class Parameters(nn.Module):
-    """Parameters whose gradients take next to no work."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.all = nn.ParameterList(list(module.parameters()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return sum((parameter * x).sum() for parameter in reversed(list(self.all)))
 
 
 def in_turns(steps: dict[str, Step], rounds: int, reset: Step) -> dict[str, list[float]]:
@@ -60,94 +48,54 @@ def in_turns(steps: dict[str, Step], rounds: int, reset: Step) -> dict[str, list
     return times
 
 
-SIDES = ("plain", "weighted", "plain again")
-Times = dict[str, list[float]]
+ROUNDS = 120
 
 
-# What it is called, whether it is only gradients, whether those are views of buckets, and rounds.
-COMPARISONS = {
-    "views": ("GPT-2 small's gradients alone, as views of buckets", True, True, 16),
-    "copies": ("GPT-2 small's gradients alone, copied from buckets", True, False, 16),
-    "step": ("GPT-2 small's step, 1 and 3 samples of T=64", False, True, 3),
-}
-
-
-def hook(part: str) -> list[dict[str, Any]]:
-    """A weighted step next to one of plain DistributedDataParallel.
-
-    Models are made anew 8 times: where their memory lies is worth a percent.
-    """
-    what, is_bare, as_views, rounds = COMPARISONS[part]
-    module = find_workload("gpt2-small").model()
-    if is_bare:
-        module = Parameters(module)
-    chance = random.Random(0)  # the same on all ranks
-    groups = []
-    for _ in range(8):
-        models = {
-            side: DistributedDataParallel(copy.deepcopy(module), gradient_as_bucket_view=as_views)
-            for side in chance.sample(SIDES, len(SIDES))
-        }
-        weight_gradients(models["weighted"])
-        groups.append(hook_times(models, rounds))
-        del models
-        gc.collect()
-    pooled = together(groups)
-    medians = {side: statistics.median(pooled[side]) for side in SIDES}
-    low, high = interval(groups)
-    row = {
-        "what": what,
-        **{f"{side}, s": median for side, median in medians.items()},
-        "ratio": overhead(pooled),
-        "95 % interval": f"{low:.3f} to {high:.3f}",
-        "plain again to plain": medians["plain again"] / medians["plain"],
-        "rounds": len(groups) * rounds,
-    }
-    return [row]
-
-
-def hook_times(models: dict[str, nn.Module], rounds: int) -> Times:
+def scaling() -> list[dict[str, Any]]:
+    """Steps with ``scale_loss`` next to steps without, of the same model."""
     rank = dist.get_rank()
-    sizes = split_ranks(2 * dist.get_world_size(), rank0_bsz=1)
-    tokens = torch.randint(50257, (sizes[rank], 65))
+    sizes = split_ranks(16, rank0_bsz=4)
+    torch.manual_seed(0)
+    module = TokenTransformer(2000, 64, causal=True, width=256, num_heads=4, num_layers=4)
+    model = DistributedDataParallel(module, gradient_as_bucket_view=True)
+    tokens = torch.randint(2000, (sizes[rank], 65))
 
-    def step(model: nn.Module) -> None:
-        if hasattr(model, "local_weight"):
-            model.local_weight(sizes[rank])
-        if isinstance(model.module, Parameters):
-            loss = model(torch.tensor(1.0))
-        else:
-            logits = model(tokens[:, :-1])
-            loss = cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-        loss.backward()
+    def loss() -> Tensor:
+        return cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
-    return in_turns(
-        {side: partial(step, model) for side, model in models.items()},
-        rounds,
-        lambda: [model.zero_grad() for model in models.values()],
-    )
+    def ahead() -> None:
+        total = count_all_ranks(sizes[rank])
+        scale_loss(loss(), sizes[rank], total=total).backward()
+
+    steps: dict[str, Step] = {
+        "plain": lambda: loss().backward(),
+        "plain again": lambda: loss().backward(),
+        "scale_loss": lambda: scale_loss(loss(), sizes[rank]).backward(),
+        "counted ahead": ahead,
+    }
+    times = in_turns(steps, ROUNDS, model.zero_grad)
+    plain = [(a + b) / 2 for a, b in zip(times["plain"], times["plain again"], strict=True)]
+    rows = []
+    for side in list(steps)[1:]:
+        ratios = [a / b for a, b in zip(times[side], plain, strict=True)]
+        if side == "plain again":
+            ratios = [a / b for a, b in zip(times[side], times["plain"], strict=True)]
+        low, high = interval(ratios)
+        rows.append(
+            {
+                "step": side,
+                "ms": 1e3 * statistics.median(times[side]),
+                "ratio to plain": statistics.median(ratios),
+                "95 % interval": f"{low:.3f} to {high:.3f}",
+            }
+        )
+    return rows
 
 
-def together(groups: list[Times]) -> Times:
-    return {side: [time for times in groups for time in times[side]] for side in SIDES}
-
-
-def overhead(times: Times) -> float:
-    plain = statistics.median(times["plain"] + times["plain again"])
-    return statistics.median(times["weighted"]) / plain
-
-
-def interval(groups: list[Times]) -> tuple[float, float]:
-    """Returns the middle 95 % of the overhead, of models and their rounds drawn again."""
+def interval(ratios: list[float]) -> tuple[float, float]:
+    """Returns the middle 95 % of the median, of rounds drawn again."""
     chance = random.Random(0)
-    rounds = len(groups[0]["plain"])
-    found = []
-    for _ in range(1000):
-        drawn = []
-        for times in chance.choices(groups, k=len(groups)):
-            indices = chance.choices(range(rounds), k=rounds)
-            drawn.append({side: [times[side][i] for i in indices] for side in SIDES})
-        found.append(overhead(together(drawn)))
+    found = [statistics.median(chance.choices(ratios, k=len(ratios))) for _ in range(1000)]
     cuts = statistics.quantiles(found, n=40)
     return cuts[0], cuts[-1]
 
@@ -184,24 +132,20 @@ def engines() -> list[dict[str, Any]]:
 
     gathered, ungathered = on_cpus("gathered"), on_cpus("loss", gather=False)
     on_device = BalancedCriterion(token_loss)
-    ddp = weight_gradients(DistributedDataParallel(modules["ddp"], gradient_as_bucket_view=True))
+    ddp = DistributedDataParallel(modules["ddp"], gradient_as_bucket_view=True)
     for layer in modules["fsdp"].layers:
         fully_shard(layer)
-    sharded = weight_gradients(fully_shard(modules["fsdp"]))
+    sharded = fully_shard(modules["fsdp"])
 
     def ranks(model: nn.Module) -> Step:
-        def step() -> None:
-            model.local_weight(sizes[rank])
-            token_loss(model(own_x), own_y).backward()
-
-        return step
+        return lambda: scale_loss(token_loss(model(own_x), own_y), sizes[rank]).backward()
 
     steps = {
         "nn.DataParallel's own steps": lambda: stock_step() if rank == 0 else None,
         "BalancedDataParallel": alone(lambda: token_loss(gathered(x), y)),
         "BalancedDataParallel, loss on each device": alone(lambda: on_device(ungathered(x), y)),
-        "DistributedDataParallel, weighted": ranks(ddp),
-        "fully_shard, weighted": ranks(sharded),
+        "DistributedDataParallel, scale_loss": ranks(ddp),
+        "fully_shard, scale_loss": ranks(sharded),
     }
     times = in_turns(steps, 20, lambda: [m.zero_grad() for m in modules.values()])
     first = statistics.median(times["BalancedDataParallel"])
@@ -257,7 +201,7 @@ def local_bytes(tensor: Tensor) -> int:
 def main(what: str, path: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    rows = {"engines": engines, "state": state}.get(what, partial(hook, what))()
+    rows = {"scaling": scaling, "engines": engines, "state": state}[what]()
     if dist.get_rank() == 0:
         path.write_text(json.dumps(rows))
     dist.barrier()

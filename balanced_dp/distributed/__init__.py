@@ -1,12 +1,19 @@
 """The same balance with a process for each device: ``DistributedDataParallel`` and ``fully_shard``.
 
 torch.distributed, torchrun and these two do the work. Here is what they lack: shares of unlike
-size, and gradients that stay exact with them.
+size, and a loss that keeps gradients exact with them.
 """
 
 from .convert import convert
+from .loss_scaling import count_all_ranks, scale_loss
 from .ranks import split_ranks
 from .sampler import BalancedBatchSampler, EmptyBatches
-from .weights import weight_gradients
 
-__all__ = ["BalancedBatchSampler", "EmptyBatches", "convert", "split_ranks", "weight_gradients"]
+__all__ = [
+    "BalancedBatchSampler",
+    "EmptyBatches",
+    "convert",
+    "count_all_ranks",
+    "scale_loss",
+    "split_ranks",
+]

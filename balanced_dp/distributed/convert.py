@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -15,7 +14,6 @@ from torch.nn.parallel import DistributedDataParallel
 from ..data_parallel import BalancedDataParallel
 from ..devices import default_device_type
 from ..errors import ArgumentError, ArgumentTypeError
-from .weights import weight_gradients
 
 _WRAPPER_HOOKS = (
     "_forward_pre_hooks",
@@ -35,19 +33,17 @@ _WRAPPER_HOOKS = (
 def convert(
     model: BalancedDataParallel[Any],
     device: torch.device | str | None = None,
-    *,
-    timeout: timedelta | None = None,
     **ddp_arguments: Any,
 ) -> DistributedDataParallel:
-    """Returns the model's module in ``DistributedDataParallel``, with weighted gradients.
+    """Returns the model's module in ``DistributedDataParallel``.
 
     Each process calls it, after ``init_process_group``. The module moves to this rank's device and
     is the same object, so its parameters, buffers and hooks stay; hooks of the wrapper move on to
     the new one, and so does ``training``. The state dict has the same keys, so checkpoints load
-    both ways. Gradients are those of the whole batch, as of ``weight_gradients``, once
-    ``local_weight(n)`` tells each rank's share; ``split_ranks(batch_size,
-    rank0_bsz=model.gpu0_bsz)`` says what that is to be for any number of ranks. An optimizer that
-    has state stays valid if the device is the same; else load its state dict anew.
+    both ways. Gradients are those of the whole batch if losses go through ``scale_loss``, since
+    ranks have unlike shares; ``split_ranks(batch_size, rank0_bsz=model.gpu0_bsz)`` says what those
+    are to be for any number of ranks. An optimizer that has state stays valid if the device is the
+    same; else load its state dict anew.
 
     What the wrapper did to outputs is no more: each rank has those of its own samples.
 
@@ -56,7 +52,6 @@ def convert(
         device: where this rank trains. By default the one of ``model.devices`` with this rank's
             number on its machine (``LOCAL_RANK``, which torchrun sets), or where the module is if
             ``model`` has none.
-        timeout: as of ``weight_gradients``.
         **ddp_arguments: as of ``DistributedDataParallel``. Unless said otherwise, gradients are
             views of its buckets (``gradient_as_bucket_view=True``), which spares a copy of them,
             and inputs are moved to an accelerator (``device_ids=[device]``).
@@ -70,7 +65,7 @@ def convert(
     if not isinstance(model, BalancedDataParallel):
         raise ArgumentTypeError(
             f"model must be a BalancedDataParallel, got a {type(model).__name__}; any other module "
-            "goes into weight_gradients(DistributedDataParallel(module))"
+            "goes into DistributedDataParallel(module)"
         )
     model.close()
     module = model.module
@@ -86,7 +81,7 @@ def convert(
     ddp = DistributedDataParallel(module, **{**arguments, **ddp_arguments})
     ddp.training = model.training  # of the module and what is in it, nothing changes
     _move_hooks(model, ddp)
-    return weight_gradients(ddp, timeout=timeout)
+    return ddp
 
 
 def _move_hooks(model: nn.Module, ddp: nn.Module) -> None:

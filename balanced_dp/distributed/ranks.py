@@ -24,8 +24,7 @@ def split_ranks(
 
     One of three things says how. ``rank0_bsz`` alone: rank 0 gets that many and the others share
     the rest evenly. ``weights``: in proportion to them. ``capacities``: in proportion to what each
-    rank can hold beside ``fixed_bytes``; where ``balanced-dp plan --engine ddp`` has measured the
-    model, take its line instead.
+    rank can hold beside ``fixed_bytes``, which ``measure_step`` tells on one emulated device.
 
     Examples:
         >>> split_ranks(32, 4, rank0_bsz=2)

@@ -2,7 +2,7 @@
 
 try:
     from .compare import Comparison, compare_reports
-    from .file import load_reports, rank_report_json, report_json, save_report
+    from .file import load_reports, report_json, save_report
     from .html import report_html
     from .markdown import report_markdown
 except ImportError as error:  # the library itself needs none of these
@@ -16,7 +16,6 @@ __all__ = [
     "Comparison",
     "compare_reports",
     "load_reports",
-    "rank_report_json",
     "report_html",
     "report_json",
     "report_markdown",

@@ -13,7 +13,6 @@ from pydantic import TypeAdapter, ValidationError
 
 from ..errors import ArgumentError, ReportError
 from ..measurement import Measurement
-from ..rank_tuner import RankReport
 from ..tuner import report_of_measurements
 from ..tuning import SCHEMA, Origin, Report
 
@@ -27,11 +26,6 @@ BENCHMARK_KEY = "balanced_dp"
 def report_json(report: Report) -> str:
     """Returns the report as JSON; sizes are integers in bytes, lists in the order of devices."""
     return _REPORT.dump_json(report, indent=2).decode() + "\n"
-
-
-def rank_report_json(report: RankReport) -> str:
-    """Returns a plan for ranks as JSON, as ``report_json``."""
-    return TypeAdapter(RankReport).dump_json(report, indent=2).decode() + "\n"
 
 
 def save_report(report: Report, path: str | Path) -> None:

@@ -20,12 +20,10 @@ def torchrun(
     options: Sequence[str] = ("--standalone",),
     *,
     num_processes: int,
-    prefix: Sequence[str] = (),
     **environment: str,
 ) -> subprocess.Popen[str]:
     """Starts as many processes of a script; what they print is in ``stdout``."""
     command = [
-        *prefix,
         *(sys.executable, "-m", "torch.distributed.run", *options),
         *("--nproc-per-node", str(num_processes), str(HERE / script), *map(str, arguments)),
     ]

@@ -20,5 +20,5 @@ def test_each_process_has_the_device_of_its_number(emulated, monkeypatch):
 
 
 def test_other_models_are_refused():
-    with pytest.raises(ArgumentTypeError, match=r"got a Linear; any other module goes into weight"):
+    with pytest.raises(ArgumentTypeError, match=r"got a Linear; any other module goes into Distr"):
         convert(torch.nn.Linear(2, 2))

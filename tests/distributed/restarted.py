@@ -1,8 +1,4 @@
-"""Is run by torchrun: trains one epoch, and one rank is lost in the middle of it.
-
-Arguments: the checkpoint, and how rank 1 is lost in its third step: "killed" while it computes
-gradients, "stuck" before it tells its weight, "restarted" (killed, the first time only), "not".
-"""
+"""Is run by torchrun: trains one epoch; rank 1 is killed in its third step, the first time only."""
 
 from __future__ import annotations
 
@@ -19,28 +15,33 @@ from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
-from balanced_dp.distributed import (
-    BalancedBatchSampler,
-    EmptyBatches,
-    split_ranks,
-    weight_gradients,
-)
+from balanced_dp.distributed import BalancedBatchSampler, EmptyBatches, scale_loss, split_ranks
 
 NUM_SAMPLES = 61
-PATIENCE_S = {"stuck": 5}  # for weights; elsewhere as long as processes take to start
+BATCH_SIZE = 8
+SEED = 5
 
 
-def main(checkpoint: Path, fault: str) -> None:
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+def start() -> tuple[TensorDataset, nn.Module]:
+    """Returns the data and the model, which are the same everywhere."""
     torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)
+    x = torch.randn(NUM_SAMPLES, 4, dtype=torch.float64)
+    return TensorDataset(torch.arange(NUM_SAMPLES), x), nn.Linear(4, 4, dtype=torch.float64)
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def main(checkpoint: Path) -> None:
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    data = TensorDataset(torch.arange(NUM_SAMPLES), torch.randn(NUM_SAMPLES, 4))
-    timeout = datetime.timedelta(seconds=PATIENCE_S.get(fault, 60))
-    ddp = weight_gradients(DistributedDataParallel(nn.Linear(4, 4)), timeout=timeout)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
-    sizes = split_ranks(8, world_size, rank0_bsz=1)
-    sampler = BalancedBatchSampler(data, 8, sizes, seed=5)
+    data, net = start()
+    ddp = DistributedDataParallel(net)
+    optimizer = sgd(ddp)
+    sampler = BalancedBatchSampler(
+        data, BATCH_SIZE, split_ranks(BATCH_SIZE, rank0_bsz=1), seed=SEED
+    )
     loader = DataLoader(data, batch_sampler=sampler, collate_fn=EmptyBatches(data), num_workers=1)
     seen: list[int] = []
     if checkpoint.exists():
@@ -49,14 +50,11 @@ def main(checkpoint: Path, fault: str) -> None:
         optimizer.load_state_dict(state["optimizer"])
         sampler.load_state_dict(state["sampler"])
         seen = state["seen"]
-    is_faulty = fault != "not" and rank == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+    is_faulty = rank == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
     for num_batches, (index, x) in enumerate(loader, 1):
         if is_faulty and num_batches == 3:
-            if fault == "stuck":
-                signal.pause()
-            ddp.module.weight.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
-        ddp.local_weight(len(x))
-        loss = mse_loss(ddp(x), x.roll(1, dims=1))
+            net.weight.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
+        loss = scale_loss(mse_loss(ddp(x), x.roll(1, dims=1)), len(x))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -77,4 +75,4 @@ def main(checkpoint: Path, fault: str) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])
+    main(Path(sys.argv[1]))

@@ -1,0 +1,101 @@
+"""Training on several ranks is training on one with the whole batch."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.functional import cross_entropy
+
+from balanced_dp import ArgumentError, ArgumentTypeError
+from balanced_dp.distributed import count_all_ranks, scale_loss
+
+from .launch import finished, torchrun
+from .worker import IGNORED, NUM_RANKS, cases
+
+TOLERANCE = 1e-10
+
+
+def test_ranks_train_as_one_process_does(tmp_path):
+    """All cases of ``worker.py``, whose processes are started once."""
+    path = tmp_path / "results.json"
+    exit_code, output = finished(torchrun("worker.py", [path], num_processes=NUM_RANKS))
+    assert exit_code == 0, output
+    results = json.loads(path.read_text())
+    assert len(results) == len(list(cases()))
+    wrong = {name: off for name, off in results.items() if not isinstance(off, float)}
+    assert not wrong, "\n".join(f"{name}: {error}" for name, error in wrong.items())
+    # Not-a-number is not below either.
+    assert {name: off for name, off in results.items() if not off < TOLERANCE} == {}
+
+
+@pytest.fixture
+def alone():
+    """A group of this process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+NOTHING = {
+    "ignored labels": lambda x: cross_entropy(x, torch.full((4,), IGNORED)),
+    "a mask": lambda x: (x * torch.zeros(4, 1)).sum() / torch.zeros(4).sum(),
+    "no rows": lambda x: x[:0].mean(),
+    "infinite": lambda x: (x / 0).exp().sum(),
+    "a sparse step": lambda x: (x.to_sparse() * 0).sum() / torch.zeros(()),
+}
+
+
+@pytest.mark.parametrize("loss_of", NOTHING.values(), ids=NOTHING)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_loss_of_nothing_has_gradients_of_zeros(alone, loss_of, dtype):
+    net = torch.nn.Sequential(torch.nn.Embedding(7, 5, sparse=True), torch.nn.Linear(5, 3)).to(
+        dtype
+    )
+    loss = loss_of(net(torch.arange(4)))
+    assert not loss.isfinite()
+    scaled = scale_loss(loss, 0)
+    assert scaled == 0
+    assert scaled.dtype == loss.dtype
+    scaled.backward()
+    for parameter in net.parameters():
+        assert not parameter.grad.to_dense().count_nonzero()
+
+
+def test_the_dtype_of_the_loss_stays(alone):
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        scaled = scale_loss(torch.tensor(3.0, dtype=dtype), 2.0, total=torch.tensor(4))
+        assert scaled == 1.5
+        assert scaled.dtype == dtype
+    assert scale_loss(torch.tensor(3.0), torch.tensor(2), total=count_all_ranks(3)) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "message"),
+    [
+        ((1.0, 2), ArgumentTypeError, "loss must be a tensor, got 1.0; give it before .item()"),
+        ((torch.ones(3), 2), ArgumentError, "loss must be one number, got shape (3,); give the"),
+        ((torch.ones(()), "2"), ArgumentTypeError, "count must be a number or a tensor with one"),
+        ((torch.ones(()), True), ArgumentTypeError, "got True; give how many samples or tokens"),
+        ((torch.ones(()), torch.ones(2)), ArgumentTypeError, "count must be a number or a tensor"),
+        ((torch.ones(()), -1), ArgumentError, "count must be at least 0 and finite, got -1; for"),
+        ((torch.ones(()), float("nan")), ArgumentError, "count must be at least 0 and finite, got"),
+        ((torch.ones(()), 2, float("inf")), ArgumentError, "total must be at least 0 and finite"),
+        ((torch.ones(()), 2, "4"), ArgumentTypeError, "total must be a number"),
+        ((torch.ones(()), 2, 1), ArgumentError, "count is 2, but total is 1; a total is of all"),
+    ],
+)
+def test_what_cannot_be_scaled_is_said(alone, arguments, kind, message):
+    loss, count, *total = arguments
+    with pytest.raises(kind, match=re.escape(message)):
+        scale_loss(loss, count, total=total[0] if total else None)
+
+
+def test_a_group_is_needed():
+    with pytest.raises(ValueError, match="init_process_group"):
+        scale_loss(torch.ones(()), 2)
+    with pytest.raises(ArgumentError, match="count must be at least 0"):
+        count_all_ranks(-1)
