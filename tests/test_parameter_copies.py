@@ -250,6 +250,37 @@ def check_changes(devices, changes):
                 torch.testing.assert_close(model(x).cpu(), expected)
 
 
+def add_in_memory(module):
+    """Through NumPy, as some scripts merge adapters and evolve weights."""
+    for parameter in module.parameters():
+        parameter.detach().numpy()[...] += 1
+
+
+def swap(module):
+    for parameter in module.parameters():
+        parameter.data.copy_(torch.randn_like(parameter))
+
+
+def scale(module):
+    for parameter in module.parameters():
+        parameter.data.mul_(2)
+
+
+@pytest.mark.parametrize("change", [add_in_memory, swap, scale])
+@pytest.mark.parametrize("gpu0_bsz", [0, 1, 3])
+@pytest.mark.parametrize("home", ["repeated", "beside emulated devices"])
+def test_no_write_is_missed_with_a_home_on_the_cpu(emulated, home, gpu0_bsz, change):
+    """Emulated weights are copied where others share memory, which hid what a merge did."""
+    devices = [torch.device("cpu")] * 4 if home == "repeated" else ["cpu", *emulated[:3]]
+    module = mlp().double()
+    model = BalancedDataParallel(gpu0_bsz, module, devices, output_device="cpu")
+    x = torch.randn(13, 5, dtype=torch.double)
+    for has_gradients in (False, False, True, False, True):
+        with torch.set_grad_enabled(has_gradients):
+            torch.testing.assert_close(model(x), module(x), **TOLERANCE)
+        change(module)
+
+
 def test_weights_that_forward_writes_to_are_copied_again(emulated):
     """An embedding with max_norm scales its weights in forward, in evaluation, too."""
     torch.manual_seed(0)
