@@ -76,6 +76,7 @@ def write_table(
         *(f"| {' | '.join(_cell(row[column]) for column in columns)} |" for row in rows),
     ]
     paths = [Path(f"{stem}.md"), Path(f"{stem}.json")]
+    folder.mkdir(parents=True, exist_ok=True)
     paths[0].write_text("\n".join(lines) + "\n")
     paths[1].write_text(json.dumps(record, indent=2) + "\n")
     return paths
