@@ -29,7 +29,7 @@ from .losses import ChunkLosses, Looks
 from .memory.probe import MemoryProbe
 from .parallel_apply import Workers, add_note, describe_replicas, parallel_apply
 from .per_device import PerDevice
-from .replicate import Replicas, Replicator, WrittenState, check_on_device
+from .replicate import Replicas, Replicator, WrittenState, check_on_device, is_compiled
 from .scatter_gather import ScalarOutputs, find_batch_size, gather, scatter
 from .split import even_share, split_batch, split_by_weights
 
@@ -104,7 +104,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         ArgumentError, ArgumentTypeError: an argument cannot be used.
         ScatterError, GatherError: on a call, an input cannot be split or the outputs not joined.
         RuntimeError: on a call, a parameter or buffer is not on ``device_ids[0]``, the module is
-            scripted, compiled or lazy, or weights were changed inside ``shared_weights``.
+            scripted, compiled in place or lazy, or weights were changed in ``shared_weights``.
 
     Warns:
         BalanceWarning: once each, where ``gpu0_bsz`` is not below the even share of the first
@@ -184,7 +184,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
             self.output_device = self._stock_id(resolve_device(output_device, self._device_type))
         self.chunk_sizes: tuple[int, ...] | None = None
         self._is_split_checked = False
-        self._looks = Looks()
+        self._looks = Looks(may_note=not any(map(is_compiled, module.modules())))
         self._written_silently: dict[bool, frozenset[int]] = {}
         self._replicator = Replicator()
         self._workers = Workers()

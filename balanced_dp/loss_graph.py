@@ -139,6 +139,8 @@ class LossGraph:
                 if self._has_entries(edges):
                     return self._sample_term(edges, scales, reductions)
                 return self._reduced_by_loss(operator, edges, scales)
+            if isinstance(edges[0][0], torch.autograd.function.BackwardCFunction):
+                raise UnclearError(f"it is computed by {operator}, which does not tell what from")
             return Term(is_constant=True)
         return None
 

@@ -28,9 +28,15 @@ from .loss_weight import Arguments, loss_weights
 
 
 class Looks:
-    """What a model remembers of the outputs that it has seen."""
+    """What a model remembers of the outputs that it has seen.
 
-    def __init__(self) -> None:
+    Args:
+        may_note: whether calls may be noted. Those of compiled modules may not: Dynamo would
+            compile the notes.
+    """
+
+    def __init__(self, may_note: bool = True) -> None:
+        self.may_note = may_note
         self.notes_calls = {True: True, False: True}
         """With and without gradients: whether the next call needs more than autograd tells."""
         self.sums: set[str] = set()
@@ -106,7 +112,10 @@ class ChunkLosses:
             return
         is_recorded = torch.is_grad_enabled()
         notes_calls = self.looks.notes_calls[is_recorded] and self._loss_weight is None
-        with counting() as self._counted, noting(notes_calls) as self._calls:
+        with (
+            counting() as self._counted,
+            noting(notes_calls and self.looks.may_note) as self._calls,
+        ):
             yield
         self.looks.notes_calls[is_recorded] = False  # unless join finds that it is needed
 

@@ -40,7 +40,7 @@ def replicate(network: ModuleT, devices: Sequence[torch.device]) -> list[ModuleT
         devices: where the replicas go; of any type, and a device may repeat.
 
     Raises:
-        RuntimeError: ``network`` holds lazy modules, scripted ones or compiled ones.
+        RuntimeError: ``network`` holds modules that are lazy, scripted or compiled in place.
     """
     return Replicator().replicate(network, devices)
 
@@ -361,6 +361,9 @@ class _Replica:
     def _give_children(self, originals: _Slots) -> None:
         for members, name, position in originals.of(self._attributes):
             members[name] = self.modules[position]
+        for module in self.modules:
+            if is_compiled(module):
+                module._initialize()  # type: ignore[operator]  # has it call its own module
 
     @property
     def root(self) -> Any:
@@ -444,15 +447,19 @@ def _is_copied_as_stock(module: nn.Module) -> bool:
     return type(module)._replicate_for_data_parallel is stock
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Returns whether a module is what ``torch.compile(module)`` returns."""
+    return "_orig_mod" in module._modules
+
+
 def _check_replicable(module: nn.Module) -> None:
     if isinstance(module, torch.jit.ScriptModule):
         raise RuntimeError(
             f"{type(module).__name__} is a torch.jit.ScriptModule, which cannot be replicated; "
             "wrap the Python module instead"
         )
-    if module._compiled_call_impl is not None or "_orig_mod" in module._modules:
+    if module._compiled_call_impl is not None:
         raise RuntimeError(
-            f"a compiled {type(module).__name__} cannot be replicated, because the compiled code "
-            "is bound to the original's parameters; wrap the module before torch.compile saw it, "
-            "or use torch.nn.parallel.DistributedDataParallel"
+            f"a {type(module).__name__} that was compiled in place cannot be replicated, because "
+            "the compiled code is bound to the original; wrap what torch.compile(module) returns"
         )

@@ -5,15 +5,18 @@ import inspect
 import io
 import pickle
 import threading
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 
 from balanced_dp import (
     ArgumentError,
     ArgumentTypeError,
     BalancedDataParallel,
+    BalanceWarning,
     balanced_data_parallel,
     emulate_devices,
 )
@@ -496,3 +499,55 @@ def test_compiled_it_runs_as_it_is():
 def test_without_gpu0_bsz_the_error_says_where_it_belongs(arguments):
     with pytest.raises(ArgumentTypeError, match=r"comes first .*DataParallel\(gpu0_bsz, module\)"):
         BalancedDataParallel(*arguments)
+
+
+class Classifies(nn.Module):
+    def __init__(self, with_loss):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 8).double(), nn.Linear(8, 3).double()
+        self.with_loss = with_loss
+
+    def forward(self, x, labels):
+        logits = self.last(torch.relu(self.first(x)))
+        return functional.cross_entropy(logits, labels) if self.with_loss else logits
+
+
+def compile_all(module, backend):
+    return torch.compile(module, backend=backend)
+
+
+def compile_a_part(module, backend):
+    module.first = torch.compile(module.first, backend=backend)
+    return module
+
+
+@pytest.mark.parametrize("with_loss", [False, True])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("compiled", [compile_all, compile_a_part])
+def test_compiled_modules_are_replicated(compiled, backend, with_loss):
+    torch._dynamo.reset()
+    module = Classifies(with_loss)
+    reference = copy.deepcopy(module)
+    model = BalancedDataParallel(1, compiled(module, backend), ["cpu"] * 3)
+    hides_its_loss = with_loss and (compiled, backend) == (compile_all, "aot_eager")
+    num_graphs = []
+    for step in range(5):
+        size = 10 + step % 3
+        x, labels = torch.randn(size, 4, dtype=torch.double), torch.randint(0, 3, (size,))
+        labels[::3] = -100
+        losses = []
+        for net in (model, reference):
+            net.zero_grad()
+            warns = hides_its_loss and net is model and not step
+            message = "computed by CompiledFunction, which does not tell"
+            with pytest.warns(BalanceWarning, match=message) if warns else nullcontext():
+                output = net(x, labels)
+            losses.append(output if with_loss else functional.cross_entropy(output, labels))
+            losses[-1].backward()
+        num_graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+        if hides_its_loss:
+            continue
+        torch.testing.assert_close(*losses, rtol=1e-10, atol=1e-10)
+        for ours, theirs in zip(module.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-10, atol=1e-10)
+    assert num_graphs[1] == num_graphs[-1]  # no step compiles anew

@@ -667,7 +667,8 @@ def test_hooks_that_forward_registers_are_of_one_replica(emulated):
     del expected
 
 
-def test_a_replica_whose_members_somebody_keeps_is_not_used_again(emulated):
+@pytest.mark.parametrize("keeps", ["children", "parameters"])
+def test_a_replica_whose_members_somebody_keeps_is_not_used_again(emulated, keeps):
     """Checkpoints over values() or items() found None there in backward; a cache was stale."""
 
     class Checkpointed(nn.Module):
@@ -683,12 +684,21 @@ def test_a_replica_whose_members_somebody_keeps_is_not_used_again(emulated):
             if cached[0] == key.weight._version:
                 assert cached[1].equal(key.weight)
 
+            members = [layer._parameters for layer in layers]
+
             def run(x):
                 for layer in layers:
                     x = layer(x)
                 return x
 
-            return checkpoint(run, x, use_reentrant=False)
+            def run_with_parameters(x):
+                for member in members:
+                    x = torch.nn.functional.linear(x, member["weight"], member["bias"])
+                return x
+
+            return checkpoint(
+                run if keeps == "children" else run_with_parameters, x, use_reentrant=False
+            )
 
     module = Checkpointed().to(emulated[0])
     reference = copy.deepcopy(module)
