@@ -29,7 +29,7 @@ from .losses import ChunkLosses, Looks
 from .memory.probe import MemoryProbe
 from .parallel_apply import Workers, add_note, describe_replicas, parallel_apply
 from .per_device import PerDevice
-from .replicate import Replicas, Replicator, WrittenState, check_on_device, is_compiled
+from .replicate import Replicator, check_on_device, is_compiled
 from .scatter_gather import ScalarOutputs, find_batch_size, gather, scatter
 from .split import even_share, split_batch, split_by_weights
 
@@ -185,7 +185,6 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         self.chunk_sizes: tuple[int, ...] | None = None
         self._is_split_checked = False
         self._looks = Looks(may_note=not any(map(is_compiled, module.modules())))
-        self._written_silently: dict[bool, frozenset[int]] = {}
         self._replicator = Replicator()
         self._workers = Workers()
         if len(devices) == 1:
@@ -346,20 +345,12 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
             self.scalar_outputs == "auto",
         )
         replicas = self.replicate(self.module, device_ids)
-        first_state, has_gradients = None, torch.is_grad_enabled()
-        if active[0] != 0:  # where the first device runs, its replica has the module's own state
-            silently = self._written_silently.get(has_gradients)
-            first_state = WrittenState(self.module, replicas[0], silently)
-        with losses.observed():
+        with losses.observed(), self._replicator.running(self.module, replicas) as lost:
             outputs = self.parallel_apply(
                 replicas, scattered_inputs, scattered_kwargs, device_ids, sizes
             )
         losses.settle(outputs)
-        if first_state is not None:
-            self._written_silently[has_gradients] = first_state.write_back()
-        if isinstance(replicas, Replicas):  # a subclass may make others
-            self._warn_of_lost(replicas.lost_attributes())
-            replicas.give_back()
+        self._warn_of_lost(lost)
         if self.gathers_outputs:
             return self.gather(outputs, self.output_device, losses)
         devices = [self._device_of(device_id) for device_id in device_ids]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import sys
 import weakref
@@ -55,6 +56,7 @@ class Replicator:
     def __init__(self) -> None:
         self.copies = ParameterCopies()
         self._blueprint: _Blueprint | None = None
+        self._written_silently: dict[bool, frozenset[int] | None] = {}
 
     def __reduce__(self) -> tuple[type[Replicator], tuple[()]]:
         return Replicator, ()  # a copy of the model makes its own
@@ -92,6 +94,25 @@ class Replicator:
                 for i, d in enumerate(devices)
             ],
         )
+
+    @contextlib.contextmanager
+    def running(self, network: nn.Module, replicas: Sequence[nn.Module]) -> Iterator[list[str]]:
+        """Keeps what the replicas write to parameters and buffers while they run in this context.
+
+        Afterwards the replicas are given back. Where somebody else has made them, they are not.
+
+        Yields:
+            A list, which has the attributes afterwards that forward has set, in the first calls.
+        """
+        lost: list[str] = []
+        has_gradients = torch.is_grad_enabled()
+        silently = self._written_silently.get(has_gradients)
+        state = WrittenState(network, replicas[0], silently)
+        yield lost
+        self._written_silently[has_gradients] = state.write_back()
+        if isinstance(replicas, Replicas):
+            lost += replicas.lost_attributes()
+            replicas.give_back()
 
     def release(self) -> None:
         """Gives up all that is kept for the next call."""
@@ -188,15 +209,19 @@ class WrittenState:
         def state(module: nn.Module) -> Iterator[torch.Tensor]:
             return chain(module.buffers(), module.parameters())
 
-        self._copies = [
-            (original, copy, _signs(copy))
-            for original, copy in zip(state(network), state(replica), strict=True)
-        ]
+        self._copies: list[tuple[torch.Tensor, torch.Tensor, Any]] = []
         self._silently = silently
+        if next(state(network), None) is not next(state(replica), None):
+            self._copies = [
+                (original, copy, _signs(copy))
+                for original, copy in zip(state(network), state(replica), strict=True)
+            ]
 
     @torch.no_grad()
-    def write_back(self) -> frozenset[int]:
+    def write_back(self) -> frozenset[int] | None:
         """Copies to the network what was written since, and returns what was silently."""
+        if not self._copies:
+            return self._silently
         found = set()
         for index, (original, copy, before) in enumerate(self._copies):
             if copy is original:
