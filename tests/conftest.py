@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import hypothesis
 import pytest
 import torch
+import torch._dynamo  # or the first call of a model does, and leaves cycles with its frames
 
 from .devices import KINDS, open_devices
 
