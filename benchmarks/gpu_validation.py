@@ -24,7 +24,6 @@ import json
 import os
 import platform
 import re
-import shlex
 import statistics
 import subprocess
 import sys
@@ -350,7 +349,7 @@ def write_report(part: str, checks: list[Check], hardware: str, folder: Path) ->
         "part": part,
         "hardware": hardware,
         "date": now.isoformat(timespec="seconds"),
-        "command": shlex.join(["python", "benchmarks/gpu_validation.py", *sys.argv[1:]]),
+        "command": f"python benchmarks/gpu_validation.py {part}",
         "versions": {
             "python": platform.python_version(),
             "torch": torch.__version__,
