@@ -234,11 +234,11 @@ class WrittenState:
                 # Batch norm's kernels write statistics without a new version, so a buffer may be
                 # new all the same; to autograd it is not, here as there.
                 original.data.copy_(copy)
-            elif self._silently is None or index in self._silently:
-                written = move(copy.detach(), original.device)
-                if not _are_equal(original, written):
-                    found.add(index)
-                    original.data.copy_(written)
+            elif (self._silently is None or index in self._silently) and not _are_equal(
+                original, copy
+            ):
+                found.add(index)
+                original.data.copy_(copy)
         return frozenset(found | (self._silently or set()))
 
 
@@ -250,7 +250,7 @@ def _signs(tensor: torch.Tensor) -> tuple[int, int]:
 
 def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     try:
-        return torch.equal(one, other)
+        return torch.equal(one.cpu(), other.cpu())  # where there is memory for both
     except RuntimeError:  # sparse ones do not tell, nor do emulated ones without values
         return True
 
