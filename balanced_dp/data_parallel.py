@@ -132,7 +132,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
     def __init__(
         self,
         gpu0_bsz: int | Literal["auto"] | None,
-        module: ModuleT = None,  # type: ignore[assignment]  # to say so below
+        module: ModuleT = None,  # type: ignore[assignment]  # required: see the errors below
         device_ids: Sequence[Device] | None = None,
         output_device: Device | None = None,
         dim: int = 0,
@@ -357,7 +357,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         return self._per_device(outputs, devices, sizes, losses)
 
     def shared_weights(self) -> AbstractContextManager[None]:
-        """Has the calls of a ``with`` block share one broadcast of the weights and one reduction.
+        """Context manager in which calls share one broadcast of the weights and one reduction.
 
         For loops that do not change the weights: evaluation, and gradient accumulation. Each device
         adds up the gradients of its own chunks, and when the block ends they are added to those of
@@ -454,7 +454,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         return gather(outputs, device, self.dim, self.scalar_outputs, sizes, losses)
 
     def _check_split(self, batch_size: int) -> None:
-        """Has ``"auto"`` look back, and warns of what is of no use."""
+        """Updates ``"auto"`` from the last iteration, and warns if the split balances nothing."""
         message = None
         if self._auto is not None:
             message = self._auto.begin_call(self.module, batch_size)

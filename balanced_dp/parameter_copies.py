@@ -49,7 +49,7 @@ class ParameterCopies:
 
     @contextlib.contextmanager
     def shared(self) -> Iterator[None]:
-        """Has all passes use the same copies, and brings their gradients back at the end."""
+        """Context manager in which all passes use the same copies; reduces gradients at its end."""
         if self._block is not None:
             yield
             return
@@ -227,7 +227,9 @@ _REMEDY = "clip, read or zero gradients and step the optimizer outside of it"
 
 
 class _PutOff(torch.Tensor):
-    """Is the gradient of a parameter until a block ends: autograd may add to it, and that is all.
+    """Placeholder for ``.grad`` while gradients are deferred: autograd may accumulate into it.
+
+    Any other operation on it raises a RuntimeError.
 
     Attributes:
         before: the gradient that there was.

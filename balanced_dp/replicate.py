@@ -388,7 +388,7 @@ class _Replica:
             members[name] = self.modules[position]
         for module in self.modules:
             if is_compiled(module):
-                module._initialize()  # type: ignore[operator]  # has it call its own module
+                module._initialize()  # type: ignore[operator]  # rebinds forward to the replica
 
     @property
     def root(self) -> Any:

@@ -29,7 +29,7 @@ def devices() -> list[torch.device]:
 
 @pytest.fixture
 def no_waiting() -> Iterator[None]:
-    """Has torch raise where the host would wait for the device."""
+    """Makes synchronizing CUDA operations raise an error."""
     torch.cuda.set_sync_debug_mode("error")
     yield
     torch.cuda.set_sync_debug_mode("default")

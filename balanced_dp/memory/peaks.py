@@ -15,7 +15,7 @@ _lock = threading.Lock()
 
 
 def reset_peaks(device: torch.device) -> None:
-    """Has a device count its peaks anew."""
+    """Resets the peak memory statistics of a device, also before CUDA is initialized."""
     module = torch.get_device_module(device)
     if is_cuda(device):
         module.init()  # before, torch has no counters, and says "Invalid device argument"

@@ -1,4 +1,4 @@
-"""Is run by torchrun: trains one epoch; rank 1 is killed in its third step, the first time only."""
+"""Script for torchrun: trains one epoch; rank 1 is killed in its third step, once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Is run by torchrun with four processes: trains on two, three and four ranks.
+"""Script for torchrun with four processes: trains on two, three and four ranks.
 
 Rank 0 writes a JSON object: the name of each case, and how far ranks were off one process that has
 the whole batch, or what was raised.
@@ -80,7 +80,7 @@ def sparse_tagger() -> nn.Module:
 
 
 class Partly(nn.Sequential):
-    """Has parameters that it does not use."""
+    """A module with unused parameters."""
 
     def __init__(self) -> None:
         super().__init__(nn.Embedding(11, 6), nn.Linear(6, 5), nn.Linear(5, 5))
@@ -128,7 +128,7 @@ def sharded(net: nn.Module, group: Group) -> nn.Module:
 
 
 def is_reduced(model: nn.Module, is_last: bool):
-    """Has the next backward pass reduce gradients, or only add them up."""
+    """Sets whether the next backward pass reduces gradients or only accumulates them."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(is_last)
     elif isinstance(model, DistributedDataParallel) and not is_last:
