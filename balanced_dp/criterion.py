@@ -19,8 +19,9 @@ from .loss_weight import Arguments
 from .losses import ChunkLosses, Looks
 from .parallel_apply import describe_replicas, parallel_apply
 from .per_device import PerDevice
-from .replicate import WrittenState, replicate
+from .replicate import replicate
 from .scatter_gather import gather, scatter
+from .written_state import WrittenState
 
 
 class BalancedCriterion(nn.Module):

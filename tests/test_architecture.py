@@ -39,6 +39,7 @@ ORDER = [
     "optimizer_steps.py",
     "parameter_copies.py",
     "rebind.py",
+    "written_state.py",
     "replicate.py",
     "parallel_apply.py",
     "per_device.py",
