@@ -52,7 +52,7 @@ class ReportError(BalancedDataParallelError, ValueError):
 
 
 class BalanceWarning(UserWarning):
-    """``gpu0_bsz`` is not below the even share, so the split stays as even as stock's."""
+    """The split balances nothing, or a result need not be that of the whole batch."""
 
 
 class ImbalanceWarning(UserWarning):
