@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import importlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
@@ -15,7 +16,8 @@ import torch
 from torch import nn
 
 try:
-    import accelerate  # noqa: F401 - the Trainer needs it, and its error does not name it
+    for package in ("transformers", "accelerate"):  # without it, Trainer's own error has no name
+        importlib.import_module(package)
     from transformers import Trainer, TrainerCallback
     from transformers.training_args import ParallelMode
 
