@@ -1,6 +1,6 @@
 """A torch.nn.DataParallel that gives the first GPU a smaller share of the batch."""
 
-from .criterion import BalancedCriterion, ModuleWithLoss
+from .criterion import BalancedCriterion
 from .data_parallel import BalancedDataParallel, balanced_data_parallel
 from .emulation import EmulatedDevices, MemoryBreakdown, emulate_devices
 from .errors import (
@@ -59,7 +59,6 @@ __all__ = [
     "MemoryLogger",
     "MemoryModel",
     "MemoryProbe",
-    "ModuleWithLoss",
     "Origin",
     "PerDevice",
     "Plan",

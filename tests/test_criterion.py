@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import gc
-import pickle
 import weakref
 from typing import Any
 
@@ -20,7 +19,6 @@ from balanced_dp import (
     BalancedCriterion,
     BalancedDataParallel,
     GatherError,
-    ModuleWithLoss,
     PerDevice,
     ScatterError,
     emulate_devices,
@@ -33,6 +31,17 @@ from .notes import notes_of
 TOLERANCE = {"rtol": 1e-10, "atol": 1e-10, "equal_nan": True}
 BATCH, WIDTH, CLASSES = 32, 6, 5
 WEIGHTS = torch.tensor([0.5, 2.0, 1.0, 0.0, 3.0], dtype=torch.double)
+
+
+def with_loss(module: nn.Module, criterion: Any) -> nn.Module:
+    """A module that computes its own loss."""
+
+    def forward(self: Any, x: Tensor, *targets: Any, **kwargs: Any) -> Any:
+        return self.criterion(self.module(x), *targets, **kwargs)
+
+    model = Lambda(forward, module=module)
+    model.criterion = criterion
+    return model
 
 
 def linear(*shape: int) -> nn.Module:
@@ -295,17 +304,16 @@ def balanced(case: Any, x: Tensor, devices: Any, split: tuple[int, ...]) -> list
 
 
 def balanced_inside(case: Any, x: Tensor, devices: Any, split: tuple[int, ...]) -> list[Any]:
-    with_loss = ModuleWithLoss(copy.deepcopy(case["module"]), copy.deepcopy(case["criterion"]))
-    model = BalancedDataParallel(
-        module=with_loss.to(devices[0]), device_ids=devices, **SPLITS[split]
-    )
+    module = with_loss(copy.deepcopy(case["module"]), copy.deepcopy(case["criterion"]))
+    model = BalancedDataParallel(module=module.to(devices[0]), device_ids=devices, **SPLITS[split])
     found = results([model], lambda x: model(x, *case["targets"], **case.get("kwargs", {})), x)
     assert model.chunk_sizes == split
     return found
 
 
-# All but those whose criterion has to know the batch, and those that are no mean over samples.
-NOT_INSIDE = ("ctc", "bce weights", "bce_with_logits weights of", "loss_weight")
+# All but those whose criterion has to know the batch, that are no mean over samples, or that hold a
+# tensor that no module moves.
+NOT_INSIDE = ("partial", "ctc", "bce weights", "bce_with_logits weights of", "loss_weight")
 
 
 @pytest.mark.filterwarnings("ignore:gpu0_bsz", "ignore:reduction. 'mean' divides")
@@ -481,7 +489,7 @@ def test_what_counts_is_what_a_subclass_hands_to_torch(is_inside, x):
     for module, criterion, targets in cases:
         expected = leaves(criterion(module(x), *targets))
         if is_inside:
-            model = BalancedDataParallel(1, ModuleWithLoss(module, criterion), ["cpu"] * 4)
+            model = BalancedDataParallel(1, with_loss(module, criterion), ["cpu"] * 4)
             found = leaves(model(x, *targets))
         else:
             model = BalancedDataParallel(1, module, ["cpu"] * 4, gather=False)
@@ -534,7 +542,7 @@ def test_a_weight_that_is_given_replaces_the_count_of_targets(x):
     module, targets = linear(CLASSES), classes(ignored=-100)
     model = BalancedDataParallel(
         None,
-        ModuleWithLoss(module, nn.CrossEntropyLoss()),
+        with_loss(module, nn.CrossEntropyLoss()),
         ["cpu"] * 2,
         device_weights=[1, 3],
         loss_weight=lambda x, target: 1 + len(target) // 10,
@@ -566,40 +574,6 @@ def test_gathering_later_knows_the_weights(x):
     weights = [1 + size % 2 for size in outputs.chunk_sizes]
     expected = sum(w * loss for w, loss in zip(weights, outputs, strict=True)) / sum(weights)
     torch.testing.assert_close(outputs.gather(), expected)
-
-
-def test_a_wrapper_with_its_loss_can_be_pickled():
-    model = BalancedDataParallel(
-        1, ModuleWithLoss(nn.Linear(2, 2), nn.CrossEntropyLoss()), ["cpu"] * 2
-    )
-    assert pickle.loads(pickle.dumps(model)).device_ids == model.device_ids
-
-
-def test_errors_of_loading_name_the_keys_of_the_bare_module():
-    with_loss = ModuleWithLoss(nn.Linear(2, 2), nn.MSELoss())
-    for model, prefix in ((with_loss, ""), (nn.Sequential(with_loss), "0.")):
-        found = model.load_state_dict(
-            {f"{prefix}weight": torch.ones(2, 2), f"{prefix}other": torch.ones(1)}, strict=False
-        )
-        assert (found.missing_keys, found.unexpected_keys) == (
-            [f"{prefix}bias"],
-            [f"{prefix}other"],
-        )
-
-
-def test_versions_of_modules_survive_a_round_trip():
-    class Versioned(nn.Linear):
-        _version = 2
-
-        def _load_from_state_dict(self, state_dict, prefix, local_metadata, *args):
-            assert local_metadata["version"] == 2
-            super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
-
-    bare = Versioned(2, 2)
-    with_loss = ModuleWithLoss(bare, nn.MSELoss())
-    for model in (with_loss, nn.Sequential(with_loss)):
-        model.load_state_dict(model.state_dict())
-    bare.load_state_dict(with_loss.state_dict())
 
 
 def test_losses_of_unlike_structure_are_an_error(x):
@@ -702,53 +676,17 @@ def test_a_step_leaves_nothing_behind(devices, x):
         gc.enable()
 
 
-# ModuleWithLoss.
-
-
-def test_the_state_dict_is_that_of_the_bare_module():
-    bare = nn.Sequential(nn.Linear(WIDTH, 4), nn.BatchNorm1d(4))
-    criterion = nn.CrossEntropyLoss(weight=torch.rand(4))
-    with_loss = ModuleWithLoss(bare, criterion)
-    saved = with_loss.state_dict()
-    assert list(saved) == list(bare.state_dict())
-    assert saved._metadata.items() >= bare.state_dict()._metadata.items()
-    parallel = BalancedDataParallel(1, with_loss, ["cpu", "cpu"])
-    plain = BalancedDataParallel(1, bare, ["cpu", "cpu"])
-    assert list(parallel.state_dict()) == list(plain.state_dict())
-    others = copy.deepcopy(bare)
-    nn.init.ones_(others[0].weight)
-    for target, source in (
-        (with_loss, others),
-        (parallel, BalancedDataParallel(1, others, ["cpu", "cpu"])),
-        (bare, with_loss),
-    ):
-        nn.init.zeros_(bare[0].weight)
-        if target is bare:
-            nn.init.ones_(bare[0].weight)
-        assert str(target.load_state_dict(source.state_dict())) == "<All keys matched successfully>"
-        assert bare[0].weight.eq(1).all()
-    assert criterion.weight.sum() > 0
-    with pytest.raises(RuntimeError, match="Missing key"):
-        with_loss.load_state_dict({})
-
-
-@pytest.mark.parametrize("inputs", [lambda x: x, lambda x: (x,), lambda x: {"input": x}])
-def test_inputs_of_a_module_with_loss(inputs, x):
-    module, criterion, targets = linear(CLASSES), nn.CrossEntropyLoss(), classes()
-    model = ModuleWithLoss(module, criterion)
-    torch.testing.assert_close(model(inputs(x), targets), criterion(module(x), targets))
-
-
 def test_a_module_with_loss_obeys_other_arguments(x):
-    with_loss = ModuleWithLoss(linear(CLASSES), nn.CrossEntropyLoss(reduction="sum"))
+    module = linear(CLASSES)
+    total = with_loss(module, nn.CrossEntropyLoss(reduction="sum"))
     targets = classes()
-    stacked = BalancedDataParallel(1, with_loss, ["cpu"] * 4, scalar_outputs="stack")
+    stacked = BalancedDataParallel(1, total, ["cpu"] * 4, scalar_outputs="stack")
     assert stacked(x, targets).shape == (4,)
-    summed = BalancedDataParallel(1, with_loss, ["cpu"] * 4, gather=False)
-    torch.testing.assert_close(summed(x, targets).gather(), with_loss(x, targets))
-    mean = ModuleWithLoss(with_loss.module, masked_mean)
-    weighed = BalancedDataParallel(
-        1, mean, ["cpu"] * 4, loss_weight=lambda inputs, target, mask: mask.sum()
+    summed = BalancedDataParallel(1, total, ["cpu"] * 4, gather=False)
+    torch.testing.assert_close(summed(x, targets).gather(), total(x, targets))
+    mean = Lambda(
+        lambda self, x, target, mask: masked_mean(self.inner(x), target, mask), inner=module
     )
+    weighed = BalancedDataParallel(1, mean, ["cpu"] * 4, loss_weight=lambda x, _, mask: mask.sum())
     mask, target = (torch.arange(BATCH) % 3 == 1).double(), numbers(CLASSES)
     torch.testing.assert_close(weighed(x, target, mask), mean(x, target, mask))

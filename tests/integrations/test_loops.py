@@ -13,7 +13,7 @@ from accelerate.state import AcceleratorState
 from lightning_fabric import Fabric
 from torch import Tensor, nn
 
-from balanced_dp import BalancedCriterion, BalancedDataParallel, ModuleWithLoss
+from balanced_dp import BalancedCriterion, BalancedDataParallel
 
 from .families import FAMILIES, gpt2, text
 
@@ -34,6 +34,18 @@ def batches() -> list[tuple[Tensor, Tensor]]:
         targets = tokens.where(torch.arange(24) > torch.arange(size)[:, None] % 20, -100)
         found.append((tokens, targets))
     return found
+
+
+class WithLoss(nn.Module):
+    """Fabric looks into a model's outputs, so the loss is computed inside."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.criterion = TokenLoss()
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        return self.criterion(self.model(tokens), targets)
 
 
 def with_fabric(model: nn.Module) -> list[float]:
@@ -84,8 +96,8 @@ def models() -> tuple[nn.Module, nn.Module]:
 @pytest.mark.parametrize("gpu0_bsz", [0, 1])
 def test_a_loop_of_lightning_fabric(gpu0_bsz):
     one, several = models()
-    parallel = BalancedDataParallel(gpu0_bsz, ModuleWithLoss(several, TokenLoss()), ["cpu"] * 4)
-    assert_same(with_fabric(parallel), with_fabric(ModuleWithLoss(one, TokenLoss())))
+    parallel = BalancedDataParallel(gpu0_bsz, WithLoss(several), ["cpu"] * 4)
+    assert_same(with_fabric(parallel), with_fabric(WithLoss(one)))
     assert parallel.chunk_sizes == ((0, 2, 2, 1) if gpu0_bsz == 0 else (1, 2, 1, 1))
 
 
