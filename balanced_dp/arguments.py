@@ -8,6 +8,9 @@ from typing import Any
 
 from .errors import ArgumentError
 
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional and keyword arguments of a call."""
+
 
 def named_arguments(
     function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]

@@ -12,16 +12,13 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
-from .arguments import check_paths, named_arguments
-from .errors import ArgumentTypeError, ScatterError
-from .loss_calls import noted
-from .loss_weight import Arguments
+from .arguments import check_paths
+from .errors import ArgumentTypeError
 from .losses import ChunkLosses, Looks
-from .parallel_apply import describe_replicas, parallel_apply
+from .parallel_apply import parallel_apply
 from .per_device import PerDevice
-from .replicate import replicate
-from .scatter_gather import gather, scatter
-from .written_state import WrittenState
+from .replicate import Replicator
+from .scatter_gather import gather, scatter, scatter_arguments
 
 
 class BalancedCriterion(nn.Module):
@@ -89,6 +86,7 @@ class BalancedCriterion(nn.Module):
         self.broadcast = check_paths("broadcast", broadcast, self.criterion.forward)
         self.split = check_paths("split", split, self.criterion.forward)
         self._looks = Looks()
+        self._replicator = Replicator()
 
     def forward(self, outputs: Any, *targets: Any, **kwargs: Any) -> Any:
         """Returns the loss of the whole batch."""
@@ -97,42 +95,11 @@ class BalancedCriterion(nn.Module):
         dim = outputs.dim
         if isinstance(self.criterion, nn.CTCLoss):
             targets, kwargs, dim = _ctc_targets(*targets, **kwargs), {}, 0
-        arguments = self._scatter(outputs, targets, kwargs, dim)
-        replicas = replicate(self.criterion, outputs.devices)
-        first_state = WrittenState(self.criterion, replicas[0], silently=frozenset())
-        _cut_weights_of_samples(replicas, outputs)
-        calls = [
-            noted(functools.partial(replica, *args, **named))
-            for replica, (args, named) in zip(replicas, arguments, strict=True)
-        ]
-        description = describe_replicas(outputs.devices, outputs.chunk_sizes)
-        losses = ChunkLosses(
-            self._looks,
-            self.criterion.forward,
-            outputs.chunk_sizes or [1] * len(outputs),
-            outputs.dim,
-            arguments,
-            self.loss_weight,
-        )
-        with losses.observed():
-            results = parallel_apply(calls, outputs.devices, description, outputs.workers)
-        losses.settle(results)
-        first_state.write_back()
-        return gather(results, outputs.output_device, dim, "auto", outputs.chunk_sizes, losses)
-
-    def _scatter(
-        self, outputs: PerDevice, targets: Sequence[Any], kwargs: Mapping[str, Any], dim: int
-    ) -> list[Arguments]:
-        """Returns the criterion's arguments for each device."""
-        _, *named = named_arguments(self.criterion.forward, (None, *targets), kwargs)
-        # Other outputs that stay where they are need no cutting.
-        stays = {name: value for name, value in named if isinstance(value, PerDevice)}
-        for name, value in stays.items():
-            if (value.devices, value.chunk_sizes) != (outputs.devices, outputs.chunk_sizes):
-                raise ScatterError(f"{name} is {value!r}, but the output is {outputs!r}")
-        cut = [(name, None if name in stays else value) for name, value in named]
-        chunks = scatter(
-            cut,
+        forward = self.criterion.forward
+        arguments = scatter_arguments(
+            forward,
+            (outputs, *targets),
+            kwargs,
             outputs.devices,
             outputs.chunk_sizes,
             dim,
@@ -140,14 +107,22 @@ class BalancedCriterion(nn.Module):
             self.split,
             self._looks.warned,
         )
-        for index, (name, _) in enumerate(named):
-            for chunk, own in zip(chunks, stays.get(name, ()), strict=False):
-                chunk[index] = own
-        count = len(targets)
-        return [
-            ((output, *chunk[:count]), dict(zip(kwargs, chunk[count:], strict=True)))
-            for output, chunk in zip(outputs, chunks, strict=True)
-        ]
+        losses = ChunkLosses(
+            self._looks,
+            forward,
+            outputs.chunk_sizes or [1],
+            outputs.dim,
+            arguments,
+            self.loss_weight,
+        )
+        replicas = self._replicator.replicate(self.criterion, outputs.devices)
+        _cut_weights_of_samples(replicas, outputs)
+        with losses.observed(), self._replicator.running(self.criterion, replicas):
+            results = parallel_apply(
+                replicas, arguments, outputs.devices, outputs.chunk_sizes, outputs.workers
+            )
+        losses.settle(results)
+        return gather(results, outputs.output_device, dim, "auto", outputs.chunk_sizes, losses)
 
 
 _WITH_OTHER_ARGUMENTS: dict[Callable[..., Any], type[nn.Module]] = {

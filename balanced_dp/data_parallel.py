@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import functools
-import sys
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from itertools import chain
-from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
 import torch
@@ -23,14 +20,13 @@ from .devices import (
     resolve_device,
     resolve_devices,
 )
-from .errors import ArgumentError, ArgumentTypeError, BalanceWarning
-from .loss_calls import noted
+from .errors import ArgumentError, ArgumentTypeError, warn
 from .losses import ChunkLosses, Looks
 from .memory.probe import MemoryProbe
-from .parallel_apply import Workers, add_note, describe_replicas, parallel_apply
+from .parallel_apply import Workers, add_note, parallel_apply
 from .per_device import PerDevice
 from .replicate import Replicator, check_on_device, is_compiled
-from .scatter_gather import ScalarOutputs, find_batch_size, gather, scatter
+from .scatter_gather import ScalarOutputs, find_batch_size, gather, scatter_arguments
 from .split import even_share, split_batch, split_by_weights
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -402,8 +398,10 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         ``chunk_sizes`` of None means that nothing is cut: each device gets every tensor whole.
         """
         kwargs = kwargs or {}
-        chunks = scatter(
-            named_arguments(self.module.forward, inputs, kwargs),
+        arguments = scatter_arguments(
+            self.module.forward,
+            inputs,
+            kwargs,
             [self._device_of(device_id) for device_id in device_ids],
             chunk_sizes,
             self.dim,
@@ -411,11 +409,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
             self.split_inputs,
             self._looks.warned,
         )
-        count = len(inputs)
-        return (
-            [tuple(chunk[:count]) for chunk in chunks],
-            [dict(zip(kwargs, chunk[count:], strict=True)) for chunk in chunks],
-        )
+        return [args for args, _ in arguments], [kwargs for _, kwargs in arguments]
 
     def replicate(self, module: ModuleT, device_ids: Sequence[int | torch.device]) -> list[ModuleT]:
         """Returns a replica of ``module`` for each device."""
@@ -433,14 +427,8 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         """Returns the output of each replica on its arguments; by default on the first devices."""
         ids = self.device_ids[: len(replicas)] if device_ids is None else device_ids
         devices = [self._device_of(device_id) for device_id in ids]
-        calls = [
-            noted(functools.partial(replica, *replica_inputs, **replica_kwargs))
-            for replica, replica_inputs, replica_kwargs in zip(
-                replicas, inputs, kwargs, strict=True
-            )
-        ]
-        description = describe_replicas(devices, chunk_sizes)
-        return parallel_apply(calls, devices, description, self._workers)
+        arguments = list(zip(inputs, kwargs, strict=True))
+        return parallel_apply(replicas, arguments, devices, chunk_sizes, self._workers)
 
     def gather(
         self,
@@ -470,18 +458,16 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
                 )
         self._is_split_checked = True
         if message is not None:
-            warnings.warn(message, BalanceWarning, stacklevel=_stacklevel_of_caller())
+            warn(message)
 
     def _warn_of_lost(self, names: Sequence[str]) -> None:
         new = [name for name in names if f"self.{name}" not in self._looks.warned]
         if new:
             self._looks.warned.update(f"self.{name}" for name in new)
-            warnings.warn(
+            warn(
                 f"{type(self.module).__name__} sets {', '.join(new)} in forward, but a call runs "
                 "copies of the module, so that this is lost, or counts a chunk for the batch; "
-                "return it from forward (under nn.DataParallel it is lost, too)",
-                BalanceWarning,
-                stacklevel=_stacklevel_of_caller(),
+                "return it from forward (under nn.DataParallel it is lost, too)"
             )
 
     def _memory_advice(self, chunk_sizes: Sequence[int]) -> str:
@@ -543,12 +529,3 @@ def balanced_data_parallel(
         return parallel(*inputs, **(module_kwargs or {}))
     finally:
         parallel.close()
-
-
-def _stacklevel_of_caller() -> int:
-    """Returns, for a warning given in the caller, the level of the code that called the module."""
-    internal = (__file__, str(Path(torch.__file__).parent))
-    level, frame = 1, sys._getframe(1)
-    while frame.f_code.co_filename.startswith(internal) and frame.f_back is not None:
-        level, frame = level + 1, frame.f_back
-    return level

@@ -6,6 +6,9 @@ that both ``except BalancedDataParallelError`` and ``except ValueError`` work.
 
 from __future__ import annotations
 
+import sys
+import warnings
+
 
 class BalancedDataParallelError(Exception):
     """Base of all errors that balanced_dp raises itself."""
@@ -57,3 +60,11 @@ class BalanceWarning(UserWarning):
 
 class ImbalanceWarning(UserWarning):
     """The devices were filled unequally in a measured step; the message says what to change."""
+
+
+def warn(message: str) -> None:
+    """Gives a ``BalanceWarning`` for the user's line that led here: not torch's, nor ours."""
+    level, frame = 2, sys._getframe(1)
+    while frame.f_globals["__name__"].split(".")[0] in ("torch", __package__) and frame.f_back:
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, BalanceWarning, stacklevel=level)

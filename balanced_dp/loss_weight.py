@@ -10,11 +10,8 @@ from typing import Any
 
 import torch
 
-from .arguments import described, named_arguments
+from .arguments import Arguments, described, named_arguments
 from .errors import ArgumentError
-
-Arguments = tuple[Sequence[Any], Mapping[str, Any]]
-"""Positional and keyword arguments of a call."""
 
 
 def loss_weights(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from numbers import Real
 from typing import Any
@@ -11,9 +10,9 @@ from typing import Any
 import torch
 
 from . import containers
-from .arguments import described
+from .arguments import Arguments, described
 from .counted_losses import CountedLoss, counting
-from .errors import BalanceWarning
+from .errors import warn
 from .loss_calls import Call, Calls, noting
 from .loss_graph import LossGraph
 from .loss_terms import (
@@ -24,7 +23,7 @@ from .loss_terms import (
     weighted_mean,
     weighted_sum,
 )
-from .loss_weight import Arguments, loss_weights
+from .loss_weight import loss_weights
 
 
 class Looks:
@@ -56,13 +55,11 @@ class Looks:
         if name in self.warned:
             return
         self.warned.add(name)
-        warnings.warn(
+        warn(
             f"output {name or '(the whole)'} of {described(function)} need not have the value of "
             f"the whole batch: {reason}. Compute it outside, from "
             "gathered outputs, or only what is linear inside; give loss_weight if it is a mean "
-            "over something else, or scalar_outputs='mean' if this is right",
-            BalanceWarning,
-            stacklevel=2,
+            "over something else, or scalar_outputs='mean' if this is right"
         )
 
 

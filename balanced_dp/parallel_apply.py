@@ -16,14 +16,18 @@ from typing import Any
 
 import torch
 
+from .arguments import Arguments
+from .loss_calls import noted
+
 
 def parallel_apply(
-    calls: Sequence[Callable[[], Any]],
+    functions: Sequence[Callable[..., Any]],
+    arguments: Sequence[Arguments],
     devices: Sequence[torch.device],
-    describe: Callable[[int], str],
+    chunk_sizes: Sequence[int] | None = None,
     workers: Workers | None = None,
 ) -> list[Any]:
-    """Runs ``calls[i]`` with ``devices[i]`` current and returns the results.
+    """Calls ``functions[i]`` with ``arguments[i]`` and ``devices[i]`` current; returns the results.
 
     The first device's calls run in the calling thread, those of each other device in a thread of
     its own, and calls on one device one after another: they share its random number generator,
@@ -32,9 +36,10 @@ def parallel_apply(
     copy of its context variables.
 
     Args:
-        calls: what to run.
+        functions: what to call.
+        arguments: of each.
         devices: one for each call; a device may repeat.
-        describe: gives the note that is added to the exception of call ``i``.
+        chunk_sizes: how many samples each has; an exception gets a note with that.
         workers: the threads; without, the call has threads of its own.
 
     Raises:
@@ -45,7 +50,9 @@ def parallel_apply(
     results: dict[int, Any] = {}
     errors: dict[int, BaseException] = {}
     jobs: dict[torch.device, dict[int, Callable[[], Any]]] = {}
-    for index, (device, call) in enumerate(zip(devices, calls, strict=True)):
+    for index, (device, function) in enumerate(zip(devices, functions, strict=True)):
+        args, kwargs = arguments[index]
+        call = noted(functools.partial(function, *args, **kwargs))
         jobs.setdefault(device, {})[index] = call
     (first, first_job), *others = jobs.items()
     with _reserved(workers) as threads:
@@ -65,7 +72,7 @@ def parallel_apply(
     if errors:
         index = min(errors)
         error = errors[index]
-        add_note(error, describe(index))
+        add_note(error, _describe(index, devices, chunk_sizes))
         try:
             raise error
         finally:
@@ -74,7 +81,7 @@ def parallel_apply(
             errors.clear()
             results.clear()
             del error
-    outputs = [results[index] for index in range(len(calls))]
+    outputs = [results[index] for index in range(len(functions))]
     results.clear()  # a thread may refer to it a moment longer
     return outputs
 
@@ -182,18 +189,14 @@ def _reserved(workers: Workers | None) -> Iterator[Workers]:
             own.close()
 
 
-def describe_replicas(
-    devices: Sequence[torch.device], chunk_sizes: Sequence[int] | None
-) -> Callable[[int], str]:
-    """Returns a function of the index of a replica, which says where it is and what it has."""
-
-    def describe(index: int) -> str:
-        where = f"in replica {index} on {devices[index]}"
-        if chunk_sizes is None:
-            return where
-        return f"{where}, with {chunk_sizes[index]} of the batch's {sum(chunk_sizes)} samples"
-
-    return describe
+def _describe(
+    index: int, devices: Sequence[torch.device], chunk_sizes: Sequence[int] | None
+) -> str:
+    """Returns where a replica is, and what it has."""
+    where = f"in replica {index} on {devices[index]}"
+    if chunk_sizes is None:
+        return where
+    return f"{where}, with {chunk_sizes[index]} of the batch's {sum(chunk_sizes)} samples"
 
 
 @dataclass(frozen=True, slots=True)

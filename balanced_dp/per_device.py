@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, overload
 
 import torch
 
-from .arguments import named_arguments
-from .loss_calls import noted
 from .losses import ChunkLosses, Looks
-from .parallel_apply import Workers, describe_replicas, parallel_apply
-from .scatter_gather import ScalarOutputs, gather, scatter
+from .parallel_apply import Workers, parallel_apply
+from .scatter_gather import ScalarOutputs, Scattered, gather, scatter_arguments
 
 _REMEDY = (
     "it holds one output for each device; compute the loss with BalancedCriterion, use map, or "
@@ -21,7 +17,7 @@ _REMEDY = (
 )
 
 
-class PerDevice(Sequence[Any]):
+class PerDevice(Scattered):
     """One output for each device that had samples: what a call returns with ``gather=False``.
 
     A sequence: ``len``, indices, slices and loops give the outputs themselves.
@@ -142,27 +138,21 @@ class PerDevice(Sequence[Any]):
             ScatterError: an argument cannot be cut as the batch was.
             GatherError: the results differ in structure, or are unequal numbers without a mean.
         """
-        _, *named = named_arguments(function, (None, *args), kwargs)
-        chunks = scatter(named, self.devices, self.chunk_sizes, self.dim)
-        count = len(args)
-        arguments = [
-            ((output, *chunk[:count]), dict(zip(kwargs, chunk[count:], strict=True)))
-            for output, chunk in zip(self, chunks, strict=True)
-        ]
-        calls = [noted(functools.partial(function, *args, **named)) for args, named in arguments]
-        description = describe_replicas(self.devices, self.chunk_sizes)
-        losses = None
-        if self.chunk_sizes is not None:
-            losses = ChunkLosses(
-                Looks(),
-                function,
-                self.chunk_sizes,
-                self.dim,
-                arguments,
-                is_auto=scalar_outputs == "auto",
+        arguments = scatter_arguments(
+            function, (self, *args), kwargs, self.devices, self.chunk_sizes, self.dim
+        )
+        losses = ChunkLosses(
+            Looks(),
+            function,
+            self.chunk_sizes or [1],
+            self.dim,
+            arguments,
+            is_auto=scalar_outputs == "auto",
+        )
+        with losses.observed():
+            results = parallel_apply(
+                [function] * len(self), arguments, self.devices, self.chunk_sizes, self.workers
             )
-        with contextlib.nullcontext() if losses is None else losses.observed():
-            results = parallel_apply(calls, self.devices, description, self.workers)
         return gather(
             results, self.output_device, self.dim, scalar_outputs, self.chunk_sizes, losses
         )

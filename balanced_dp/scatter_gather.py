@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import sys
-import warnings
 from collections.abc import (
+    Callable,
     Collection,
     Iterable,
     Mapping,
@@ -22,13 +22,26 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from . import containers
+from .arguments import Arguments, named_arguments
 from .devices import copy_stream, is_cuda
-from .errors import BalanceWarning, GatherError, ScatterError
+from .errors import GatherError, ScatterError, warn
 from .loss_terms import weighted_mean
 from .losses import ChunkLosses, is_loss
 
 ScalarOutputs = Literal["auto", "mean", "sum", "stack"]
 Path = tuple[str, ...]
+
+
+class Scattered(Sequence[Any]):
+    """A value with an entry for each device, cut already.
+
+    Attributes:
+        devices: where the entries are.
+        chunk_sizes: how many samples each has; None where nothing was cut.
+    """
+
+    devices: tuple[torch.device, ...]
+    chunk_sizes: tuple[int, ...] | None
 
 
 def find_batch_size(
@@ -43,16 +56,18 @@ def find_batch_size(
         inputs: the arguments of the call and their names, positional ones first.
         dim: the batch dimension.
         broadcast: dotted paths of tensors, or of containers of tensors, that go whole.
-        split: dotted paths of sequences with an entry for each sample; the first of them counts
-            where there is no tensor.
+        split: dotted paths of sequences with an entry for each sample; the first of them, or of
+            what is cut already, counts where there is no tensor.
 
     Raises:
         ScatterError: that tensor has no dimension ``dim``.
     """
     path, value = _first_to_cut(inputs, broadcast, split)
-    if value is None or not isinstance(value, torch.Tensor):
-        return None if value is None else len(value)
-    return _size(value, dim, path)
+    if isinstance(value, torch.Tensor):
+        return _size(value, dim, path)
+    if isinstance(value, Scattered):
+        return None if value.chunk_sizes is None else sum(value.chunk_sizes)
+    return None if value is None else len(value)
 
 
 def _first_to_cut(
@@ -63,7 +78,8 @@ def _first_to_cut(
         routes: list[tuple[Path, Any]] = [(tuple(name.split(".")), argument)]
         while routes:
             path, value = routes.pop(0)
-            if ".".join(path) in split and not isinstance(value, torch.Tensor):
+            is_named = ".".join(path) in split and not isinstance(value, torch.Tensor)
+            if is_named or isinstance(value, Scattered):
                 sequences.append((path, value))
             elif isinstance(value, torch.Tensor):
                 if value.dim() > 0 and not _is_broadcast(path, broadcast):
@@ -116,6 +132,26 @@ def scatter(
     return [[column[i] for column in columns] for i in range(len(devices))]
 
 
+def scatter_arguments(
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    devices: Sequence[torch.device],
+    chunk_sizes: Sequence[int] | None,
+    dim: int = 0,
+    broadcast: Collection[str] = (),
+    split: Collection[str] = (),
+    warned: set[str] | None = None,
+) -> list[Arguments]:
+    """Returns what ``function`` is called with on each device; see ``scatter``."""
+    named = named_arguments(function, args, kwargs)
+    chunks = scatter(named, devices, chunk_sizes, dim, broadcast, split, warned)
+    count = len(args)
+    return [
+        (tuple(chunk[:count]), dict(zip(kwargs, chunk[count:], strict=True))) for chunk in chunks
+    ]
+
+
 @dataclass(frozen=True, slots=True)
 class _Cut:
     devices: Sequence[torch.device]
@@ -149,6 +185,16 @@ class _Cut:
             raise ScatterError(f"{fact}; {remedy}")
         return [move(part, device) for part, device in zip(parts, self.devices, strict=True)]
 
+    def check_scattered(self, value: Scattered, path: Path) -> list[Any]:
+        """Returns the entries of what is cut already, if that is as here."""
+        sizes = None if self.chunk_sizes is None else tuple(self.chunk_sizes)
+        if (value.devices, value.chunk_sizes) != (tuple(self.devices), sizes):
+            raise ScatterError(
+                f"input {'.'.join(path)} is {value!r}, but this call splits {sizes} on "
+                f"{', '.join(map(str, self.devices))}; gather() it first"
+            )
+        return list(value)
+
     def is_sequence_of_samples(self, value: Any, path: Path) -> bool:
         """Returns whether a sequence is to be cut; warns where it may have been meant to be."""
         name = ".".join(path)
@@ -164,12 +210,10 @@ class _Cut:
             and name not in self.warned
         ):
             self.warned.add(name)
-            warnings.warn(
+            warn(
                 f"input {name} is a {type(value).__name__} as long as the batch, {_length(value)}, "
                 f"but goes whole to each device; split=({name!r},) gives each the entries of "
-                f"its samples, and broadcast=({name!r},) says that all of it is meant",
-                BalanceWarning,
-                stacklevel=2,
+                f"its samples, and broadcast=({name!r},) says that all of it is meant"
             )
         return False
 
@@ -210,6 +254,8 @@ class _Cut:
 def _scatter(value: Any, path: Path, cut: _Cut) -> list[Any]:
     if isinstance(value, torch.Tensor):
         return cut(value, path)
+    if isinstance(value, Scattered):
+        return cut.check_scattered(value, path)
     if cut.is_sequence_of_samples(value, path):
         return cut.entries(value, path)
     if isinstance(value, PackedSequence) and cut.chunk_sizes is None:

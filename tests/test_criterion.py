@@ -523,9 +523,29 @@ def test_outputs_of_several_calls_are_compared(devices, x):
     outputs = [model(x + shift) for shift in range(3)]
     expected = nn.TripletMarginLoss()(*(output.gather() for output in outputs))
     torch.testing.assert_close(criterion(*outputs), expected, **TOLERANCE)
-    with pytest.raises(ScatterError, match=r"positive is PerDevice\(.*but the output is"):
+    with pytest.raises(
+        ScatterError, match=r"positive is PerDevice\(.*but this call splits \(1, 11"
+    ):
         criterion(outputs[0], model(x[:5]), outputs[2])
+    same = outputs[0].map(lambda one, other: (one == other["x"]).all(1), {"x": outputs[0]})
+    assert same.shape == (BATCH,) and same.all()
     del outputs, expected
+
+
+def test_outputs_of_one_model_go_into_another_where_they_are(devices, x):
+    first, second = linear(WIDTH), linear(3)
+    expected = second(first(x))
+    models = [
+        BalancedDataParallel(3, module.to(devices[0]), devices[:4], gather=False)
+        for module in (first, second)
+    ]
+    outputs = models[1](models[0](x))
+    assert outputs.chunk_sizes == models[0].chunk_sizes == (3, 10, 10, 9)
+    torch.testing.assert_close(outputs.gather(), expected.to(devices[0]), **TOLERANCE)
+    models[1].gpu0_bsz = 2
+    with pytest.raises(ScatterError, match=r"input input is PerDevice\(.*\(2, 10, 10, 10\) on"):
+        models[1](models[0](x))
+    del outputs
 
 
 def test_a_weight_of_classes_is_none_of_samples(x):

@@ -104,11 +104,11 @@ def test_a_number_that_may_be_the_size_of_a_chunk_is_warned_of_unless_that_was_s
 def test_what_is_not_exact_is_warned_of_once(name, gpu0_bsz):
     case, reason = UNCLEAR[name]
     model, _ = make(case, ["cpu"] * 4, gpu0_bsz)
-    with pytest.warns(BalanceWarning, match=f"the whole batch: .*{reason}.*loss_weight") as seen:
+    with pytest.warns(BalanceWarning, match=f"the whole batch: .*{reason}.*loss_weight") as warned:
         for _ in range(3):
             results(model, model.module, case.given, True)
-    assert len(seen) == 1
-    assert "<lambda>" in str(seen[0].message) or "Net.forward" in str(seen[0].message)
+    assert len(warned) == 1 and warned[0].filename == __file__
+    assert "<lambda>" in str(warned[0].message) or "Net.forward" in str(warned[0].message)
 
 
 def test_a_count_of_1_that_may_be_a_floor_is_warned_of():

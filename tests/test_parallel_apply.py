@@ -19,8 +19,8 @@ from .notes import notes_of
 CPUS = [torch.device("cpu")] * 3
 
 
-def describe(index):
-    return f"in replica {index}"
+def run(calls, devices):
+    return parallel_apply(calls, [((), {})] * len(calls), devices)
 
 
 def thread_names(num_devices):
@@ -36,7 +36,7 @@ def test_results_come_in_order_each_device_s_from_its_own_thread(emulated):
         barrier.wait(timeout=60)
         return index, threading.current_thread().name
 
-    results = parallel_apply([lambda i=i: call(i) for i in range(3)], emulated[:3], describe)
+    results = run([lambda i=i: call(i) for i in range(3)], emulated[:3])
     assert results == list(enumerate(thread_names(3)))
 
 
@@ -49,7 +49,7 @@ def test_calls_on_one_device_run_one_after_another(emulated):
         log.append((index % 2, index, "ends"))
         return threading.current_thread().name
 
-    names = parallel_apply([lambda i=i: call(i) for i in range(4)], devices, describe)
+    names = run([lambda i=i: call(i) for i in range(4)], devices)
     assert names == thread_names(2) * 2
     for device in range(2):
         assert [entry[1:] for entry in log if entry[0] == device] == [
@@ -59,7 +59,7 @@ def test_calls_on_one_device_run_one_after_another(emulated):
 
 @pytest.mark.parametrize("num_calls", [1, 3])
 def test_calls_on_a_single_device_run_in_the_calling_thread(num_calls):
-    threads = parallel_apply([threading.current_thread] * num_calls, CPUS[:num_calls], describe)
+    threads = run([threading.current_thread] * num_calls, CPUS[:num_calls])
     assert threads == [threading.current_thread()] * num_calls
 
 
@@ -90,9 +90,7 @@ def test_threads_have_the_caller_s_modes(context, num_calls, emulated):
     before = state()
     with context:
         expected = state()
-        assert parallel_apply([state] * num_calls, emulated[:num_calls], describe) == (
-            [expected] * num_calls
-        )
+        assert run([state] * num_calls, emulated[:num_calls]) == ([expected] * num_calls)
     assert state() == before
 
 
@@ -100,14 +98,14 @@ def test_threads_have_the_caller_s_context_variables(emulated):
     variable = contextvars.ContextVar("variable", default="unset")
     token = variable.set("set")
     try:
-        assert parallel_apply([variable.get] * 3, emulated[:3], describe) == ["set"] * 3
+        assert run([variable.get] * 3, emulated[:3]) == ["set"] * 3
     finally:
         variable.reset(token)
 
 
 def test_each_thread_has_its_device_current(emulated):
     module = torch.get_device_module(emulated[0])
-    assert parallel_apply([module.current_device] * 3, emulated[2:5], describe) == [2, 3, 4]
+    assert run([module.current_device] * 3, emulated[2:5]) == [2, 3, 4]
     assert module.current_device() == 0
 
 
@@ -128,10 +126,10 @@ def test_an_exception_is_raised_as_it_is_with_a_note(num_calls, emulated):
 
     calls = [lambda: 1, lambda: 2, fail][3 - num_calls :]
     with pytest.raises(Unusual) as caught:
-        parallel_apply(calls, emulated[:num_calls], describe)
+        run(calls, emulated[:num_calls])
     assert caught.value is error
     assert caught.value.detail == "x"
-    assert notes_of(caught.value) == [f"in replica {num_calls - 1}"]
+    assert notes_of(caught.value) == [f"in replica {num_calls - 1} on lazy:{num_calls - 1}"]
     assert "fail" in [entry.name for entry in caught.traceback]
 
 
@@ -143,7 +141,7 @@ def test_the_first_of_several_failures_is_raised_when_all_have_ended(emulated):
         raise ValueError(index)
 
     with pytest.raises(ValueError, match="1"):
-        parallel_apply([lambda: 0, lambda: fail(1), lambda: fail(2)], emulated[:3], describe)
+        run([lambda: 0, lambda: fail(1), lambda: fail(2)], emulated[:3])
     assert sorted(ended) == [1, 2]
 
 
@@ -159,7 +157,7 @@ def test_a_failure_holds_no_memory_once_it_is_handled(emulated):
     try:
         calls = [lambda: torch.zeros(1000, device=emulated[0]), lambda: fail(emulated[1])]
         with pytest.raises(ValueError, match="1000") as caught:
-            parallel_apply(calls, emulated[:2], describe)
+            run(calls, emulated[:2])
         del caught
         assert [memory.memory_allocated(device) for device in emulated[:2]] == [0, 0]
     finally:

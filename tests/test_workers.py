@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from balanced_dp import BalancedCriterion, BalancedDataParallel
-from balanced_dp.parallel_apply import Workers, describe_replicas, parallel_apply
+from balanced_dp.parallel_apply import Workers, parallel_apply
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* sets seen in forward")
 
@@ -180,11 +180,10 @@ def test_a_replica_may_call_the_model_it_is_of(emulated):
 
 def test_the_same_threads_serve_whatever_is_called():
     workers, devices = Workers(), [torch.device("cpu"), torch.device("cpu", 1)]
-    describe = describe_replicas(devices, None)
-    calls = [threading.get_ident] * 2
-    first = parallel_apply(calls, devices, describe, workers)
-    assert parallel_apply(calls, devices, describe, workers) == first
-    alone = parallel_apply(calls, devices, describe)
+    calls = [threading.get_ident] * 2, [((), {})] * 2, devices
+    first = parallel_apply(*calls, workers=workers)
+    assert parallel_apply(*calls, workers=workers) == first
+    alone = parallel_apply(*calls)
     assert alone[0] == first[0] == threading.get_ident()
     workers.close()
 
