@@ -104,8 +104,10 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
 
     Warns:
         BalanceWarning: once each, where ``gpu0_bsz`` is not below the even share of the first
-            batch; where the value of a 0-dim output need not be that of the whole batch; and where
-            a sequence that goes whole to each device is as long as the batch.
+            batch; where the value of a 0-dim output need not be that of the whole batch; where a
+            sequence that goes whole to each device is as long as the batch; for what ``forward``
+            sets on the module, which is lost; and for parameters that it writes where a device
+            repeats.
 
     Source:
         Transformer-XL's ``BalancedDataParallel`` (Dai et al. 2019,
@@ -341,12 +343,11 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
             self.scalar_outputs == "auto",
         )
         replicas = self.replicate(self.module, device_ids)
-        with losses.observed(), self._replicator.running(self.module, replicas) as lost:
+        with losses.observed(), self._replicator.running(self.module, replicas):
             outputs = self.parallel_apply(
                 replicas, scattered_inputs, scattered_kwargs, device_ids, sizes
             )
         losses.settle(outputs)
-        self._warn_of_lost(lost)
         if self.gathers_outputs:
             return self.gather(outputs, self.output_device, losses)
         devices = [self._device_of(device_id) for device_id in device_ids]
@@ -459,16 +460,6 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         self._is_split_checked = True
         if message is not None:
             warn(message)
-
-    def _warn_of_lost(self, names: Sequence[str]) -> None:
-        new = [name for name in names if f"self.{name}" not in self._looks.warned]
-        if new:
-            self._looks.warned.update(f"self.{name}" for name in new)
-            warn(
-                f"{type(self.module).__name__} sets {', '.join(new)} in forward, but a call runs "
-                "copies of the module, so that this is lost, or counts a chunk for the batch; "
-                "return it from forward (under nn.DataParallel it is lost, too)"
-            )
 
     def _memory_advice(self, chunk_sizes: Sequence[int]) -> str:
         split = ", ".join(

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from .buckets import copy_to
+from .errors import warn
 from .parameter_copies import ParameterCopies
 from .rebind import HOOKS, rebind
 from .written_state import WrittenState
@@ -57,6 +58,7 @@ class Replicator:
         self.copies = ParameterCopies()
         self._blueprint: _Blueprint | None = None
         self._written_silently: dict[bool, frozenset[int] | None] = {}
+        self._warned: set[str] = set()
 
     def __reduce__(self) -> tuple[type[Replicator], tuple[()]]:
         return Replicator, ()  # a copy of the model makes its own
@@ -96,23 +98,40 @@ class Replicator:
         )
 
     @contextlib.contextmanager
-    def running(self, network: nn.Module, replicas: Sequence[nn.Module]) -> Iterator[list[str]]:
+    def running(self, network: nn.Module, replicas: Sequence[nn.Module]) -> Iterator[None]:
         """Keeps what the replicas write to parameters and buffers while they run in this context.
 
         Afterwards the replicas are given back. Where somebody else has made them, they are not.
 
-        Yields:
-            A list, which has the attributes afterwards that forward has set, in the first calls.
+        Warns:
+            BalanceWarning: once for each attribute that forward sets, and each parameter that
+                replicas on one device write, found in the first calls.
         """
-        lost: list[str] = []
         has_gradients = torch.is_grad_enabled()
-        silently = self._written_silently.get(has_gradients)
-        state = WrittenState(network, replicas[0], silently)
-        yield lost
+        state = WrittenState(network, replicas, self._written_silently.get(has_gradients))
+        yield
         self._written_silently[has_gradients] = state.write_back()
+        name = type(network).__name__
+        self._warn(
+            f"{name} writes {{}} in forward, which replicas on one device share, so that each of "
+            "them writes it; name each device once, unless the order and number of the writes "
+            "make no difference",
+            state.written_by_several(),
+        )
         if isinstance(replicas, Replicas):
-            lost += replicas.lost_attributes()
+            self._warn(
+                f"{name} sets {{}} in forward, but a call runs copies of the module, so that this "
+                "is lost, or counts a chunk for the batch; return it from forward (under "
+                "nn.DataParallel it is lost, too)",
+                replicas.lost_attributes(),
+            )
             replicas.give_back()
+
+    def _warn(self, message: str, names: Sequence[str]) -> None:
+        new = [name for name in names if name not in self._warned]
+        self._warned.update(new)
+        if new:
+            warn(message.format(", ".join(new)))
 
     def release(self) -> None:
         """Gives up all that is kept for the next call."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any
 
@@ -13,31 +13,51 @@ from .scatter_gather import move
 
 
 class WrittenState:
-    """The parameters and buffers of a replica, as they were before it ran.
+    """The parameters and buffers of replicas, as they were before these ran.
 
-    Where the replica is on the network's device it shares them. Where the network's device runs
-    nothing, what the first replica writes to its copies is to be kept all the same.
+    Where the first replica is on the network's device it shares them. Where the network's device
+    runs nothing, what it writes to its copies is to be kept all the same.
 
     Args:
         network: the module.
-        replica: its first replica, on another device.
+        replicas: of one call.
         silently: indices of what was written without a sign, such as through ``.data``; None if
             that is to be found out.
     """
 
     def __init__(
-        self, network: nn.Module, replica: nn.Module, silently: frozenset[int] | None
+        self,
+        network: nn.Module,
+        replicas: Sequence[nn.Module],
+        silently: frozenset[int] | None,
     ) -> None:
         def state(module: nn.Module) -> Iterator[torch.Tensor]:
             return chain(module.buffers(), module.parameters())
 
+        replica = replicas[0]
         self._copies: list[tuple[torch.Tensor, torch.Tensor, Any]] = []
         self._silently = silently
+        self._shared: list[tuple[str, torch.Tensor, Any, Any]] = []
+        if silently is None:
+            shared = [r for i, r in enumerate(replicas) if _shares_parameters(r, replicas[:i])]
+            parameters = {id(p): (name, p) for r in shared for name, p in r.named_parameters()}
+            self._shared = [(n, p, _signs(p), _values(p)) for n, p in parameters.values()]
         if next(state(network), None) is not next(state(replica), None):
             self._copies = [
                 (original, copy, _signs(copy))
                 for original, copy in zip(state(network), state(replica), strict=True)
             ]
+
+    def written_by_several(self) -> list[str]:
+        """Returns the names of parameters that replicas on one device share and have written.
+
+        Only where ``silently`` is None.
+        """
+        return [
+            name
+            for name, parameter, signs, values in self._shared
+            if signs != _signs(parameter) or not _are_equal(parameter, values)
+        ]
 
     @torch.no_grad()
     def write_back(self) -> frozenset[int] | None:
@@ -70,9 +90,19 @@ def _signs(tensor: torch.Tensor) -> tuple[int, int]:
     return (0 if tensor.is_inference() else tensor._version, storage)
 
 
+def _shares_parameters(replica: nn.Module, others: Sequence[nn.Module]) -> bool:
+    first = next(replica.parameters(), None)
+    return first is not None and any(next(other.parameters()) is first for other in others)
+
+
+def _values(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a copy on the CPU, where there is memory for it."""
+    return tensor.detach().to("cpu", copy=True)
+
+
 def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     try:
-        return torch.equal(one.cpu(), other.cpu())  # where there is memory for both
+        return torch.equal(one.cpu(), other.cpu())
     except RuntimeError:  # sparse ones do not tell, nor do emulated ones without values
         return True
 

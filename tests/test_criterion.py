@@ -534,7 +534,7 @@ def test_outputs_of_several_calls_are_compared(devices, x):
 
 def test_outputs_of_one_model_go_into_another_where_they_are(devices, x):
     first, second = linear(WIDTH), linear(3)
-    expected = second(first(x))
+    expected = second(first(x)).detach()
     models = [
         BalancedDataParallel(3, module.to(devices[0]), devices[:4], gather=False)
         for module in (first, second)
