@@ -203,7 +203,8 @@ class _Block:
 
 def _give_attributes(original: torch.Tensor, copy: torch.Tensor) -> None:
     """Gives a copy what the original has beside its values."""
-    copy.requires_grad_(original.requires_grad)
+    if original.requires_grad:
+        copy.requires_grad_()
     if vars(original):
         vars(copy).update({k: v for k, v in vars(original).items() if k not in vars(copy)})
 

@@ -318,6 +318,8 @@ class _Replica:
         has_bound = rebind(originals.values, self.modules)
         self._is_reusable = not has_bound and all(map(_is_copied_as_stock, originals.values))
         self._as_made = [attributes.copy() for attributes in self._attributes]
+        self._sizes = list(map(len, self._as_made))
+        self._values = list(chain.from_iterable(map(dict.values, self._as_made)))
         hooks = [a[kind] for a in self._as_made for kind in HOOKS]
         self._without_hooks = [dictionary for dictionary in hooks if not dictionary]
         self._with_hooks = [dictionary for dictionary in hooks if dictionary]
@@ -392,12 +394,12 @@ class _Replica:
 
     def end(self) -> None:
         """Takes the tensors away, and whatever else a call has left that may be used again."""
-        for attributes, as_made in zip(self._attributes, self._as_made, strict=True):
-            attributes.update(as_made)  # faster than a new dictionary
-        if list(map(len, self._attributes)) != list(map(len, self._as_made)):
+        values = chain.from_iterable(map(dict.values, self._attributes))
+        has_grown = list(map(len, self._attributes)) != self._sizes
+        if has_grown or not all(map(operator.is_, values, self._values)):
             for attributes, as_made in zip(self._attributes, self._as_made, strict=True):
-                for name in attributes.keys() - as_made.keys():
-                    del attributes[name]
+                attributes.clear()
+                attributes.update(as_made)
         for members, name, _ in chain(self._parameters, self._buffers):
             members[name] = None
 
