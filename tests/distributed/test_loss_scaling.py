@@ -32,6 +32,15 @@ def test_ranks_train_as_one_process_does(tmp_path):
     assert {name: off for name, off in results.items() if not off < TOLERANCE} == {}
 
 
+def test_the_loop_of_accelerate():
+    """It divides each loss by the number of micro-batches."""
+    pytest.importorskip("accelerate")
+    exit_code, output = finished(torchrun("accelerated.py", [], num_processes=2))
+    assert exit_code == 0, output
+    off = [float(number) for number in re.findall("off by (.*)", output)]
+    assert len(off) == 2 and max(off) < TOLERANCE
+
+
 @pytest.fixture
 def alone():
     """A group of this process."""
