@@ -65,7 +65,6 @@ ORDER = [
     "tuning.py",
     "tuner.py",
     "__init__.py",
-    "distributed/permutation.py",
     "distributed/ranks.py",
     "distributed/sampler.py",
     "distributed/loss_scaling.py",

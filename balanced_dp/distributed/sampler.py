@@ -14,11 +14,7 @@ from torch.utils.data import Dataset, Sampler, default_collate
 from ..containers import items, rebuild
 from ..errors import ArgumentError
 from ..split import as_integer, split_by_weights
-from .permutation import Permutation
 from .ranks import num_ranks
-
-_BLOCK = 4096
-"""About how many indices are computed at a time."""
 
 
 class BalancedBatchSampler(Sampler[list[int]]):
@@ -29,9 +25,6 @@ class BalancedBatchSampler(Sampler[list[int]]):
     proportion, without repeating or dropping any (but for ``drop_last``). All ranks have the same
     number of batches. A rank whose share of one is 0 gets an empty list; give the ``DataLoader``
     ``EmptyBatches``, which makes a batch of it, since a small last batch has such shares, too.
-
-    An order is computed where it is needed and never held, so that neither memory nor time depend
-    on how many samples the other ranks have.
 
     Examples:
         >>> samplers = [
@@ -49,7 +42,8 @@ class BalancedBatchSampler(Sampler[list[int]]):
             process group.
         world_size: how many ranks there are; by default those of the default process group.
         shuffle: whether each epoch has an order of its own.
-        seed: chooses the orders, the same on all ranks.
+        seed: chooses the orders, the same on all ranks; that of an epoch is ``torch.randperm``'s of
+            ``seed + epoch``, as in ``DistributedSampler``.
         drop_last: whether a smaller last batch is left out.
 
     Attributes:
@@ -116,18 +110,17 @@ class BalancedBatchSampler(Sampler[list[int]]):
 
     def _batches(self, first: int) -> Iterator[list[int]]:
         """Yields the batches of this rank, from a sample of the order on."""
-        order = Permutation(self.num_samples, self.seed, self.epoch) if self.shuffle else _identity
-        offset = sum(self.chunk_sizes[: self.rank])
-        own = _range(offset, offset + self.chunk_sizes[self.rank])
-        end = first + (self.num_samples - first) // self.batch_size * self.batch_size
-        step = max(1, _BLOCK // max(1, len(own))) * self.batch_size
-        for start in range(first, end, step):
-            batches = _range(start, min(start + step, end), self.batch_size)
-            yield from order(batches[:, None] + own).tolist()
-        if end < self.num_samples and not self.drop_last:
-            sizes = split_by_weights(self.num_samples - end, self.chunk_sizes)
-            start = end + sum(sizes[: self.rank])
-            yield order(_range(start, start + sizes[self.rank])).tolist()
+        order = torch.arange(self.num_samples, device="cpu")  # whatever the default device is
+        if self.shuffle:
+            generator = torch.Generator().manual_seed(self.seed + self.epoch)
+            order = torch.randperm(self.num_samples, generator=generator, device="cpu")
+        for start in range(first, self.num_samples, self.batch_size):
+            batch, sizes = order[start : start + self.batch_size], self.chunk_sizes
+            if len(batch) < self.batch_size:
+                if self.drop_last:
+                    return
+                sizes = split_by_weights(len(batch), sizes)
+            yield batch.split(list(sizes))[self.rank].tolist()
 
     def set_epoch(self, epoch: int) -> None:
         """Chooses the order of the next iteration; the same on all ranks, before each epoch.
@@ -195,14 +188,6 @@ class BalancedBatchSampler(Sampler[list[int]]):
         self.epoch = as_integer("epoch", state["epoch"])
         self._first = self._began = min(done, self.num_samples)
         self._num_handed_out = 0
-
-
-def _range(*bounds: int) -> Tensor:
-    return torch.arange(*bounds, device="cpu")  # whatever the default device is
-
-
-def _identity(positions: Tensor) -> Tensor:
-    return positions
 
 
 class EmptyBatches:
