@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 SAMPLING_INTERVAL_S = 0.010
@@ -42,11 +42,9 @@ class Board:
     nvml_index: int
     mig_index: int | None = None
     uuid: str | None = None
-    board_uuid: str | None = None
     name: str | None = None
     pci_bus_id: tuple[int, int, int] | None = None
-    """Domain, bus and device."""
-    total_bytes: int | None = None
+    """Domain, bus and device; a slice has those of its board."""
     handle: Any = None
     error: str | None = None
     """Why there is no handle."""
@@ -166,35 +164,24 @@ class Nvml:
             handle = nvml.nvmlDeviceGetHandleByIndex(index)
         except nvml.NVMLError as error:
             return [Board(index, error=self._reason(error))]
-        uuid = self._ask(nvml.nvmlDeviceGetUUID, handle)
-        num_slices = self._ask(nvml.nvmlDeviceGetMaxMigDeviceCount, handle) or 0
-        slices = [
-            self._board(index, mig_index, slice_handle, uuid)
-            for mig_index in range(num_slices)
-            if (
-                slice_handle := self._ask(
-                    nvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, mig_index
-                )
-            )
-        ]
-        return slices or [self._board(index, None, handle, uuid)]
-
-    def _board(self, index: int, mig_index: int | None, handle: Any, board_uuid: str) -> Board:
-        nvml = self._nvml
         pci = self._ask(nvml.nvmlDeviceGetPciInfo, handle)
-        board = Board(
-            nvml_index=index,
-            mig_index=mig_index,
-            uuid=self._ask(nvml.nvmlDeviceGetUUID, handle),
-            board_uuid=board_uuid,
-            name=self._ask(nvml.nvmlDeviceGetName, handle),
-            pci_bus_id=(pci.domain, pci.bus, pci.device) if pci else None,
-            handle=handle,
-        )
-        try:
-            return replace(board, total_bytes=self.memory(board).total_bytes)
-        except NvmlError:
-            return board
+        num_slices = self._ask(nvml.nvmlDeviceGetMaxMigDeviceCount, handle) or 0
+        slices: dict[int | None, Any] = {
+            mig_index: self._ask(nvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, mig_index)
+            for mig_index in range(num_slices)
+        }
+        return [
+            Board(
+                nvml_index=index,
+                mig_index=mig_index,
+                uuid=self._ask(nvml.nvmlDeviceGetUUID, part),
+                name=self._ask(nvml.nvmlDeviceGetName, part),
+                pci_bus_id=(pci.domain, pci.bus, pci.device) if pci else None,
+                handle=part,
+            )
+            for mig_index, part in (slices if any(slices.values()) else {None: handle}).items()
+            if part is not None
+        ]
 
     def _ask(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Returns the answer, or None where there is none."""

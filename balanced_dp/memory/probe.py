@@ -97,8 +97,10 @@ class MemoryProbe:
             return
         for device in filter(_has_nvml, self.devices):
             module = torch.get_device_module(device)
-            described = _describe(device.index, module.get_device_properties(device))
-            self._boards[device] = find_board(described, module.device_count(), boards, os.environ)
+            found = module.get_device_properties(device)
+            pci_bus_id = (found.pci_domain_id, found.pci_bus_id, found.pci_device_id)
+            described = CudaDevice(device.index, str(found.uuid), pci_bus_id)
+            self._boards[device] = find_board(described, boards, os.environ)
         if wants_all:
             seen = list(self._boards.values())
             self._unseen = [board for board in boards if board not in seen]
@@ -333,11 +335,3 @@ def _num_alloc_retries(device: torch.device) -> int | None:
         torch.get_device_module(device).memory_stats(device).get("num_alloc_retries")
     )
     return retries
-
-
-def _describe(cuda_index: int, properties: Any) -> CudaDevice:
-    uuid = getattr(properties, "uuid", None)
-    pci_bus_id = None
-    if hasattr(properties, "pci_bus_id"):
-        pci_bus_id = (properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id)
-    return CudaDevice(cuda_index, None if uuid is None else str(uuid), pci_bus_id)
