@@ -26,8 +26,8 @@ from .symbolic import (
     CPU,
     META,
     call,
-    has_unknown_dtype,
     is_known,
+    is_unknown_dtype,
     require_known,
     symbolic_arguments,
 )
@@ -157,8 +157,8 @@ class EmulatedTensor(torch.Tensor):
 
 def run(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Runs ``func`` on the wrapped tensors of its arguments and wraps what it returns."""
-    machine = current_machine()
     wrapped = Wrapped(func)
+    machine = wrapped.machine
     refused = _refused_cpu_dims(func)
     elem_args = tuple(map(wrapped.unwrap, args, refused))
     elem_kwargs = {name: wrapped.unwrap(value, 0) for name, value in kwargs.items()}
@@ -181,16 +181,17 @@ def run(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, An
     out = call(func, elem_args, elem_kwargs)
     if _writes_to_list(func):  # torch counts writes to single tensors itself
         torch.autograd.graph.increment_version(t for t in args[0] if not t.is_inference())
-    return wrapped.wrap(out, machine, device, *_labels(machine))
+    return wrapped.wrap(out, device, *_labels(machine))
 
 
 class Wrapped:
     """The emulated tensors of one call: their device, and which wrapper a CPU tensor belongs to."""
 
-    __slots__ = ("by_elem", "cpu_tensor", "func")
+    __slots__ = ("by_elem", "cpu_tensor", "func", "machine")
 
     def __init__(self, func: torch._ops.OpOverload) -> None:
         self.func = func
+        self.machine = current_machine()
         self.by_elem: dict[int, EmulatedTensor] = {}
         self.cpu_tensor: torch.Tensor | None = None
 
@@ -224,23 +225,36 @@ class Wrapped:
             )
         return devices[0]
 
+    @property
+    def generator(self) -> torch.Generator:
+        """The generator of that device."""
+        return self.machine.generators[self.device.index]
+
     def wrap(
-        self, out: Any, machine: Machine, device: torch.device, label: Label, relabel: bool
+        self,
+        out: Any,
+        device: torch.device | None = None,
+        label: Label = Label.ACTIVATION,
+        relabel: bool = False,
     ) -> Any:
-        """Returns ``out`` with emulated tensors for wrapped ones, known wrappers among them."""
+        """Returns ``out`` with emulated tensors for wrapped ones, known wrappers among them.
+
+        New ones are on ``device``, by default that of the others.
+        """
+        device = device or self.device
         if isinstance(out, torch.Tensor):
             wrapper = self.by_elem.get(id(out))
             if wrapper is None:
                 aliased = self._aliased_normal_tensor(out)
                 with torch.inference_mode(False) if aliased else nullcontext():
-                    wrapper = wrap_elem(out, machine, device, label)
+                    wrapper = wrap_elem(out, self.machine, device, label)
             else:
-                _renew(wrapper, machine, device, label)
+                _renew(wrapper, self.machine, device, label)
             if relabel:
                 set_label(wrapper, label)
             return wrapper
         if type(out) in (tuple, list):
-            return type(out)(self.wrap(item, machine, device, label, relabel) for item in out)
+            return type(out)(self.wrap(item, device, label, relabel) for item in out)
         return out
 
     def _aliased_normal_tensor(self, out: torch.Tensor) -> bool:
@@ -260,7 +274,7 @@ def wrap_elem(
     Raises:
         torch.OutOfMemoryError: it does not fit on the device.
     """
-    if machine.symbolic and has_unknown_dtype(elem) and is_known(elem):
+    if machine.symbolic and is_unknown_dtype(elem.dtype) and is_known(elem):
         elem = torch.empty_strided(elem.size(), elem.stride(), dtype=elem.dtype, device=META)
     return _wrapper(elem, device, _enter(elem, machine, device, label))
 
