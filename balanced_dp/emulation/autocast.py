@@ -13,7 +13,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -78,16 +78,18 @@ def autocast_for_emulated_devices() -> Iterator[None]:
         _casts.clear()
         clear_cache()
 
-    with ExitStack() as stack:
-        for owner, name, function in (
-            (torch._C, "_is_autocast_available", translated(torch._C._is_autocast_available)),
-            (torch, "is_autocast_enabled", translated(torch.is_autocast_enabled)),
-            (torch, "get_autocast_dtype", translated(torch.get_autocast_dtype)),
-            (torch, "set_autocast_dtype", translated(torch.set_autocast_dtype)),
-            (torch, "set_autocast_enabled", set_autocast_enabled),
-            (torch, "clear_autocast_cache", clear_autocast_cache),
-        ):
-            stack.enter_context(mock.patch.object(owner, name, function))
+    is_available = translated(torch._C._is_autocast_available)
+    with (
+        mock.patch.object(torch._C, "_is_autocast_available", is_available),
+        mock.patch.multiple(
+            torch,
+            is_autocast_enabled=translated(torch.is_autocast_enabled),
+            get_autocast_dtype=translated(torch.get_autocast_dtype),
+            set_autocast_dtype=translated(torch.set_autocast_dtype),
+            set_autocast_enabled=set_autocast_enabled,
+            clear_autocast_cache=clear_autocast_cache,
+        ),
+    ):
         dtype = torch.get_autocast_dtype(DEVICE_TYPE)
         torch.set_autocast_dtype(DEVICE_TYPE, torch.float16)  # CUDA's default
         try:

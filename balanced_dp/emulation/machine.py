@@ -7,6 +7,7 @@ import uuid
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -20,6 +21,14 @@ DEVICE_TYPE = "lazy"
 It has a dispatch key of its own, any number of indices, and autograd runs it in the CPU queue.
 PrivateUse1 in Python knows index 0 only, and fake CUDA tensors abort in backward without a GPU.
 """
+
+
+class _PerThread(threading.local):
+    """What each thread has of its own."""
+
+    current_index = 0
+    """Index of the current device, as in torch.cuda."""
+    in_optimizer_step = False
 
 
 class Machine:
@@ -42,25 +51,7 @@ class Machine:
         )
         self._copied_bytes: Counter[tuple[torch.device, torch.device]] = Counter()
         self._lock = threading.Lock()
-        self._thread = threading.local()
-
-    @property
-    def current_index(self) -> int:
-        """Index of the current device, for each thread its own, as in torch.cuda."""
-        return getattr(self._thread, "index", 0)
-
-    @current_index.setter
-    def current_index(self, index: int) -> None:
-        self._thread.index = self.index_of(index)
-
-    @property
-    def in_optimizer_step(self) -> bool:
-        """Whether this thread is inside ``Optimizer.step``."""
-        return getattr(self._thread, "in_optimizer_step", False)
-
-    @in_optimizer_step.setter
-    def in_optimizer_step(self, value: bool) -> None:
-        self._thread.in_optimizer_step = value
+        self.thread = _PerThread()
 
     def index_of(self, device: torch.device | str | int | None) -> int:
         """Returns the index of ``device``; None and a device without index mean the current one.
@@ -75,7 +66,7 @@ class Machine:
                 raise EmulationError(f"{device} is not an emulated device")
             device = device.index
         if device is None:
-            return self.current_index
+            return self.thread.current_index
         if not 0 <= device < len(self.devices):
             raise EmulationError(
                 f"there is no emulated device {DEVICE_TYPE}:{device}: "
@@ -179,8 +170,9 @@ def has_machine() -> bool:
     return _current is not None
 
 
-def machine_made_current(machine: Machine) -> Iterator[Machine]:
-    """Makes ``machine`` current for the length of a ``with`` block (see contextlib)."""
+@contextmanager
+def machine_made_current(machine: Machine) -> Iterator[None]:
+    """Makes ``machine`` current for the length of a ``with`` block."""
     global _current
     if _current is not None:
         raise EmulationError(
@@ -189,7 +181,7 @@ def machine_made_current(machine: Machine) -> Iterator[Machine]:
         )
     _current = machine
     try:
-        yield machine
+        yield
     finally:
         _current = None
         machine.close()

@@ -373,7 +373,7 @@ def _labels(machine: Machine) -> tuple[Label, bool]:
     node = torch._C._current_autograd_node()
     if node is not None and _makes_parameter_gradients(node):
         return Label.GRADIENT, True
-    return (Label.OTHER if machine.in_optimizer_step else Label.ACTIVATION), False
+    return (Label.OTHER if machine.thread.in_optimizer_step else Label.ACTIVATION), False
 
 
 def _makes_parameter_gradients(node: Any) -> bool:
