@@ -225,7 +225,6 @@ class MemoryProbe:
             block = _Block(self, sampler)
             if self._model is not None:
                 stack.callback(self._model.register_forward_hook(block.note_split).remove)
-            block.begin()
             try:
                 yield usage
             except BaseException as error:
@@ -238,35 +237,32 @@ class MemoryProbe:
 
 
 class _Block:
-    """A block that is being measured."""
+    """A block that is being measured, from now on: it waits for the devices and starts."""
 
     def __init__(self, probe: MemoryProbe, sampler: Sampler | None) -> None:
         self.probe = probe
         self.sampler = sampler
         self.splits: set[tuple[int, ...] | None] = set()
-
-    def note_split(self, model: Any, inputs: Any, output: Any) -> None:
-        """Remembers how the model split a batch, as a forward hook."""
-        self.splits.add(model.chunk_sizes)
-
-    def begin(self) -> None:
-        """Waits for the devices and starts."""
-        devices = self.probe.devices
+        devices = probe.devices
         _synchronize(devices)
         self.peaks = Peaks(devices)
         self.allocated_bytes = [torch.get_device_module(d).memory_allocated(d) for d in devices]
         self.num_alloc_retries = list(map(_num_alloc_retries, devices))
-        if self.sampler is not None:
-            self.sampler.begin()
+        if sampler is not None:
+            sampler.begin()
         self.time_s = time.perf_counter()
+
+    def note_split(self, model: Any, inputs: Any, output: Any) -> None:
+        """Remembers how the model split a batch, as a forward hook."""
+        self.splits.add(model.chunk_sizes)
 
     def finish(self, usage: StepMemory) -> None:
         """Waits for the devices and completes ``usage``."""
         devices = self.probe.devices
         _synchronize(devices)
         usage.elapsed_s = time.perf_counter() - self.time_s
-        no_samples = Samples(error=self.probe.nvml_error)
-        samples = no_samples if self.sampler is None else self.sampler.stop()
+        nvml_error = self.probe.nvml_error
+        samples = self.sampler.stop() if self.sampler else Samples(error=nvml_error)
         usage.num_samples, usage.sampling_error = samples.num_samples, samples.error
         # Batches that were split differently have no one number of samples a device.
         chunk_sizes = samples_by_device(self.probe._model) if len(self.splits) == 1 else None
