@@ -86,8 +86,10 @@ class DeviceLedger:
         self._next_number = 0
         self._peak_number = -1
         self._allocated_bytes = 0
-        self._peak_bytes = 0
-        self._total_bytes = 0
+        self.peak_bytes = 0
+        """The most bytes held at one time since the last ``reset_peak``."""
+        self.total_bytes = 0
+        """Bytes allocated so far, freed ones included."""
 
     def allocate(self, num_bytes: int, label: Label) -> Allocation:
         """Enters a new block of ``num_bytes``, rounded up as CUDA does.
@@ -120,8 +122,8 @@ class DeviceLedger:
             self._next_number += 1
             self._live[block.number] = block
             self._allocated_bytes += size
-            self._total_bytes += size
-            if self._allocated_bytes > self._peak_bytes:
+            self.total_bytes += size
+            if self._allocated_bytes > self.peak_bytes:
                 self._mark_peak()
         return block
 
@@ -134,7 +136,7 @@ class DeviceLedger:
                 self._dead_at_peak[block.label] += block.num_bytes
 
     def _mark_peak(self) -> None:
-        self._peak_bytes = self._allocated_bytes
+        self.peak_bytes = self._allocated_bytes
         self._peak_number = self._next_number - 1
         self._dead_at_peak.clear()
 
@@ -150,18 +152,6 @@ class DeviceLedger:
         with self._lock:
             self._settle()
             return self._allocated_bytes
-
-    @property
-    def peak_bytes(self) -> int:
-        """The most bytes held at one time since the last ``reset_peak``."""
-        with self._lock:
-            return self._peak_bytes
-
-    @property
-    def total_bytes(self) -> int:
-        """Bytes allocated so far, freed ones included."""
-        with self._lock:
-            return self._total_bytes
 
     @property
     def num_blocks(self) -> int:

@@ -49,7 +49,7 @@ def symbolic_arguments(
     func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Makes the arguments agree: all values known, or shapes throughout."""
-    tensors = [t for t in _tensors((args, tuple(kwargs.values()))) if isinstance(t, torch.Tensor)]
+    tensors = _tensors((args, tuple(kwargs.values())))
     if _is_factory(func):
         dtype = kwargs.get("dtype") or tensors[0].dtype
         if is_unknown_dtype(dtype):
