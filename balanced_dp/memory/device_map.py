@@ -8,38 +8,35 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from ..errors import ProbeError
 from .nvml import Board
 
 
-@dataclass(frozen=True, slots=True)
-class CudaDevice:
-    """A device as torch describes it."""
-
-    cuda_index: int
-    uuid: str
-    pci_bus_id: tuple[int, int, int]
-    """Domain, bus and device."""
-
-
-def find_board(device: CudaDevice, boards: Sequence[Board], environ: Mapping[str, str]) -> Board:
-    """Returns the board that is ``device``: by UUID, then by PCI bus id.
+def find_board(
+    cuda_index: int,
+    uuid: str,
+    pci_bus_id: tuple[int, int, int],
+    boards: Sequence[Board],
+    environ: Mapping[str, str],
+) -> Board:
+    """Returns the board that is ``cuda:i``: by UUID, then by PCI bus id.
 
     The slices of a board have its PCI bus id, and CUDA may give them its UUID; then it is the one
     that ``CUDA_VISIBLE_DEVICES`` names, whose UUID may be shortened there.
 
     Args:
-        device: the device looked for.
+        cuda_index: the ``i``, for the error.
+        uuid: as torch gives it.
+        pci_bus_id: domain, bus and device, as torch gives them.
         boards: what NVML lists.
         environ: the environment that CUDA read when it started.
 
     Raises:
         ProbeError: it cannot be known; the message says why.
     """
-    with_uuid = [board for board in boards if _bare(board.uuid) == _bare(device.uuid)]
-    on_bus = [board for board in boards if board.pci_bus_id == device.pci_bus_id]
+    with_uuid = [board for board in boards if _bare(board.uuid) == _bare(uuid)]
+    on_bus = [board for board in boards if board.pci_bus_id == pci_bus_id]
     visible = environ.get("CUDA_VISIBLE_DEVICES", "")
     prefixes = tuple(name for entry in visible.split(",") if (name := entry.strip()))
     named = [board for board in on_bus if board.uuid and board.uuid.startswith(prefixes)]
@@ -47,8 +44,8 @@ def find_board(device: CudaDevice, boards: Sequence[Board], environ: Mapping[str
         if len(found) == 1:
             return found[0]
     raise ProbeError(
-        f"cannot tell which NVML device is cuda:{device.cuda_index}: neither its UUID "
-        f"({device.uuid}) nor its PCI bus id is that of one of NVML's {_labels(boards)}, and "
+        f"cannot tell which NVML device is cuda:{cuda_index}: neither its UUID "
+        f"({uuid}) nor its PCI bus id is that of one of NVML's {_labels(boards)}, and "
         f"CUDA_VISIBLE_DEVICES is {environ.get('CUDA_VISIBLE_DEVICES', 'not set')!r}; name the "
         "UUID of a single MIG slice there before the program starts"
     )

@@ -58,13 +58,13 @@ class Board:
 
 @dataclass(frozen=True, slots=True)
 class MemoryInfo:
-    """Bytes of one board; ``version`` is that of the query, 1 or 2."""
+    """Bytes of one board; the version is that of the query, 1 or 2."""
 
     total_bytes: int
     used_bytes: int
     free_bytes: int
     reserved_by_driver_bytes: int | None
-    version: int
+    memory_info_version: int
 
 
 class Nvml:

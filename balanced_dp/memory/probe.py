@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ import torch
 from ..devices import Device, default_device_type, resolve_devices
 from ..errors import ArgumentError, ArgumentTypeError, ProbeError
 from .breakdown import replica_bytes, samples_by_device
-from .device_map import CudaDevice, find_board
+from .device_map import find_board
 from .device_memory import DeviceMemory, ProcessBytesSource
 from .nvml import Board, MemoryInfo, Nvml, NvmlError
 from .peaks import Peaks
@@ -99,8 +99,9 @@ class MemoryProbe:
             module = torch.get_device_module(device)
             found = module.get_device_properties(device)
             pci_bus_id = (found.pci_domain_id, found.pci_bus_id, found.pci_device_id)
-            described = CudaDevice(device.index, str(found.uuid), pci_bus_id)
-            self._boards[device] = find_board(described, boards, os.environ)
+            self._boards[device] = find_board(
+                device.index, str(found.uuid), pci_bus_id, boards, os.environ
+            )
         if wants_all:
             seen = list(self._boards.values())
             self._unseen = [board for board in boards if board not in seen]
@@ -161,11 +162,7 @@ class MemoryProbe:
             others = None if None in sizes else sum(size or 0 for size in sizes)
         return replace(
             memory,
-            total_bytes=info.total_bytes,
-            used_bytes=info.used_bytes,
-            free_bytes=info.free_bytes,
-            reserved_by_driver_bytes=info.reserved_by_driver_bytes,
-            memory_info_version=info.version,
+            **asdict(info),
             process_bytes=ours,
             process_bytes_source=source,
             other_process_bytes=others,
@@ -316,7 +313,6 @@ def _has_context(device: torch.device | None) -> bool:
     """Returns whether this process may have touched the device."""
     if device is not None and device.type == "cuda":
         # Only builds with CUDA have it, so that the stubs do not. It opens no context by asking.
-        # In torch, and not in its stubs.
         has_context: bool = torch._C._cuda_hasPrimaryContext(device.index)  # type: ignore[attr-defined]
         return has_context
     return device is not None

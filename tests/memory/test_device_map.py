@@ -7,7 +7,7 @@ import json
 import pytest
 
 from balanced_dp import ProbeError
-from balanced_dp.memory.device_map import CudaDevice, find_board
+from balanced_dp.memory.device_map import find_board
 from balanced_dp.memory.nvml import Board
 
 from .driver import A100, BUSES, GTX, H100, UUIDS
@@ -25,8 +25,9 @@ def boards(mig: bool = False) -> list[Board]:
     return listed
 
 
-def cuda_device(unit: int, uuid: str = "of nothing", index: int = 0) -> CudaDevice:
-    return CudaDevice(index, uuid.split("-", 1)[-1], (0, BUSES[unit], 0))
+def cuda_device(unit: int, uuid: str = "of nothing") -> tuple[int, str, tuple[int, int, int]]:
+    """What torch says of a device with the bus of a unit of the driver."""
+    return 3, uuid.split("-", 1)[-1], (0, BUSES[unit], 0)
 
 
 def visible(names: str) -> dict[str, str]:
@@ -37,29 +38,29 @@ def visible(names: str) -> dict[str, str]:
 def test_by_uuid_or_pci_bus_id(unit):
     other_bus = cuda_device((unit + 1) % 3, UUIDS[unit])
     for device in (cuda_device(unit), other_bus):  # a virtual machine may number buses anew
-        assert find_board(device, boards(), {}).nvml_index == unit
+        assert find_board(*device, boards(), {}).nvml_index == unit
 
 
 def test_a_mig_slice_by_its_uuid():
-    found = find_board(cuda_device(A100, UUIDS[SLICE + 1]), boards(mig=True), {})
+    found = find_board(*cuda_device(A100, UUIDS[SLICE + 1]), boards(mig=True), {})
     assert found.label == "gpu:1 mig:1"
 
 
 @pytest.mark.parametrize("names", [UUIDS[SLICE + 1], f" {UUIDS[SLICE + 1][:12]} , 7"])
 def test_a_mig_slice_by_its_name_in_the_environment(names):
     device = cuda_device(A100, UUIDS[A100])
-    assert find_board(device, boards(mig=True), visible(names)).label == "gpu:1 mig:1"
+    assert find_board(*device, boards(mig=True), visible(names)).label == "gpu:1 mig:1"
 
 
 def test_the_only_slice_of_a_board():
     listed = [board for board in boards(mig=True) if board.mig_index != 1]
-    assert find_board(cuda_device(A100, UUIDS[A100]), listed, {}).label == "gpu:1 mig:0"
+    assert find_board(*cuda_device(A100, UUIDS[A100]), listed, {}).label == "gpu:1 mig:0"
 
 
 @pytest.mark.parametrize("environ", [{}, visible(""), visible("0"), visible("MIG-"), visible(",")])
 def test_an_unnamed_slice_of_several(environ):
     with pytest.raises(ProbeError, match="name the UUID of a single MIG slice there"):
-        find_board(cuda_device(A100, UUIDS[A100]), boards(mig=True), environ)
+        find_board(*cuda_device(A100, UUIDS[A100]), boards(mig=True), environ)
 
 
 def test_a_device_that_nvml_does_not_list():
@@ -68,7 +69,7 @@ def test_a_device_that_nvml_does_not_list():
         r"cuda:3: neither its UUID \(of nothing\) .* NVML's gpu:0 \(GPU is lost\), gpu:1 \(GPU"
     )
     with pytest.raises(ProbeError, match=refused):
-        find_board(cuda_device(GTX, index=3), listed, {})
+        find_board(*cuda_device(GTX), listed, {})
 
 
 def test_through_the_real_bindings(driver):
