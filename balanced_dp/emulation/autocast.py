@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,7 +18,8 @@ from unittest import mock
 
 import torch
 from torch._C import DispatchKeySet
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from .machine import DEVICE_TYPE
 from .tensor import AUTOCAST_KEY, EmulatedTensor
@@ -48,7 +48,7 @@ _WIDEST = """addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_pu
     scatter_add"""
 
 # The weights that were cast already: torch has one such cache for all threads, too.
-_casts: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}
+_casts = WeakTensorKeyDictionary()
 
 
 @contextmanager
@@ -147,9 +147,7 @@ def _to_float32_result(operator: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _to_widest(operator: Any, args: Any, kwargs: Any) -> Any:
-    tensors: list[EmulatedTensor] = []
-    tree_map_only(EmulatedTensor, tensors.append, (args, kwargs))
-    dtypes = {t.dtype for t in tensors if _is_eligible(t)}
+    dtypes = {t.dtype for t in tree_leaves((args, kwargs)) if _is_eligible(t)}
     if torch.float32 not in dtypes or len(dtypes) < 2:
         return args, kwargs
     return _to_float32(operator, args, kwargs)
@@ -174,7 +172,7 @@ def _lowered(tensor: EmulatedTensor) -> torch.Tensor:
     can_keep = torch.is_autocast_cache_enabled() and torch.is_grad_enabled()
     if not (is_weight and can_keep and tensor.dtype == torch.float32):
         return _cast(tensor, dtype)
-    known = _casts.get(id(tensor))
-    if known is None or known[0]() is not tensor or known[1].dtype != dtype:
-        known = _casts[id(tensor)] = (weakref.ref(tensor), tensor.to(dtype))
-    return known[1]
+    known: torch.Tensor | None = _casts.get(tensor)
+    if known is None or known.dtype != dtype:
+        known = _casts[tensor] = tensor.to(dtype)
+    return known

@@ -28,7 +28,8 @@ def register_kernels() -> torch.library.Library:
     library = torch.library.Library("aten", "IMPL")
     library.impl("empty.memory_format", functools.partial(_make, torch.empty), "Lazy")
     library.impl("empty_strided", functools.partial(_make, torch.empty_strided), "Lazy")
-    library.impl("_copy_from", _copy_from, "Lazy")
+    # What torch.tensor(..., device="lazy:0") copies by.
+    library.impl("_copy_from", lambda source, target, *_: copy_(target, source), "Lazy")
     for triangle in (torch.tril_indices, torch.triu_indices):
         kernel = functools.partial(_make, triangle, dtype=torch.int64)
         library.impl(triangle.__name__, kernel, "Lazy")
@@ -71,13 +72,6 @@ def _make(
     backing = META if machine.symbolic and is_unknown_dtype(dtype) else CPU
     elem = factory(*args, device=backing, **kwargs)
     return wrap_elem(elem, machine, machine.devices[machine.index_of(device)], Label.OTHER)
-
-
-def _copy_from(
-    source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False
-) -> torch.Tensor:
-    """Copies below the Python key, as ``torch.tensor(..., device="lazy:0")`` does."""
-    return copy_(target, source, non_blocking)
 
 
 # Random numbers come from the device's own generator, so that replicas in threads repeat exactly.
@@ -157,14 +151,7 @@ def _attention(
 ) -> Any:
     if not _is_fusable(query, key, value, attn_mask, is_causal, enable_gqa):
         return aten._scaled_dot_product_attention_math.default(
-            query,
-            key,
-            value,
-            attn_mask,
-            dropout_p,
-            is_causal,
-            scale=scale,
-            enable_gqa=enable_gqa,
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )[0]
     if enable_gqa:
         key, value = (kv.repeat_interleave(query.size(1) // kv.size(1), 1) for kv in (key, value))

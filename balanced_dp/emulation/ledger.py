@@ -15,6 +15,7 @@ import threading
 from collections import Counter, deque
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 ROUND_BYTES = 512
 """CUDA's caching allocator rounds each request up to this many bytes.
@@ -58,13 +59,12 @@ class MemoryBreakdown:
     peak: dict[str, int]
 
 
+@dataclass(eq=False)
 class OverCapacityError(Exception):
     """An allocation does not fit; carries the figures in bytes."""
 
-    def __init__(self, requested_bytes: int, free_bytes: int) -> None:
-        super().__init__(requested_bytes, free_bytes)
-        self.requested_bytes = requested_bytes
-        self.free_bytes = free_bytes
+    requested_bytes: int
+    free_bytes: int
 
 
 class DeviceLedger:
@@ -184,7 +184,7 @@ class Allocation:
     def __init__(self, ledger: DeviceLedger, block: Block) -> None:
         self.ledger = ledger
         self.block = block
-        self.storage: object = None
+        self.storage: Any = None
         """Whatever must live as long as the block; set by who allocates."""
 
     def __del__(self) -> None:

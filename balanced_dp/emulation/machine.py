@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import threading
 import uuid
-import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -46,9 +46,7 @@ class Machine:
         self.uuids = [uuid.uuid4() for _ in self.devices]
         self.generators = [torch.Generator() for _ in self.devices]
         self.manual_seed_all(torch.initial_seed())
-        self._allocations: weakref.WeakValueDictionary[int, Allocation] = (
-            weakref.WeakValueDictionary()
-        )
+        self._allocations: WeakValueDictionary[int, Allocation] = WeakValueDictionary()
         self._copied_bytes: Counter[tuple[torch.device, torch.device]] = Counter()
         self._lock = threading.Lock()
         self.thread = _PerThread()
@@ -79,17 +77,17 @@ class Machine:
         for generator in self.generators:
             generator.manual_seed(seed)
 
-    def allocation_of(self, storage: torch.UntypedStorage) -> Allocation | None:
-        """Returns the allocation of a storage that is entered already, as a view's is."""
-        return self._allocations.get(storage._cdata)
-
-    def allocate(self, device: torch.device, elem: torch.Tensor, label: Label) -> Allocation:
-        """Enters the storage of ``elem`` on ``device``.
+    def enter(
+        self, device: torch.device, storage: torch.UntypedStorage, label: Label
+    ) -> Allocation:
+        """Returns the allocation of a storage, a new one unless it has one, as a view's has.
 
         Raises:
-            torch.OutOfMemoryError: it does not fit.
+            torch.OutOfMemoryError: it does not fit on ``device``.
         """
-        storage = elem.untyped_storage()
+        known = self._allocations.get(storage._cdata)
+        if known is not None:
+            return known
         try:
             allocation = self.ledgers[device.index].allocate(storage.nbytes(), label)
         except OverCapacityError as error:
@@ -99,7 +97,6 @@ class Machine:
 
     def move(self, allocation: Allocation, elem: torch.Tensor) -> None:
         """Makes an allocation that of the storage of ``elem``, of the same size."""
-        assert isinstance(allocation.storage, torch.UntypedStorage)
         del self._allocations[allocation.storage._cdata]
         self._bind(allocation, elem.untyped_storage())
 
@@ -110,7 +107,6 @@ class Machine:
 
     def resize(self, device: torch.device, allocation: Allocation) -> None:
         """Enters the new size of a storage that an operation may have resized."""
-        assert isinstance(allocation.storage, torch.UntypedStorage)
         try:
             allocation.ledger.resize(allocation, allocation.storage.nbytes())
         except OverCapacityError as error:
@@ -143,9 +139,8 @@ class Machine:
         for ledger in self.ledgers:
             ledger.closed = True
         for allocation in list(self._allocations.values()):
-            storage = allocation.storage
-            if isinstance(storage, torch.UntypedStorage) and storage.device.type == "cpu":
-                storage.resize_(0)
+            if allocation.storage.device.type == "cpu":
+                allocation.storage.resize_(0)
 
 
 _current: Machine | None = None

@@ -166,11 +166,10 @@ def run(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, An
     target = kwargs.get("device")
     if target is not None:
         target = torch.device(target)
-        elem_kwargs["device"] = CPU
-        if target.type == "meta":
-            elem_kwargs["device"] = META
+        elem_kwargs["device"] = target
         if target.type in ("cpu", "meta"):
             return func(*elem_args, **elem_kwargs)
+        elem_kwargs["device"] = CPU
         device = machine.devices[machine.index_of(target)]
     if "pin_memory" in kwargs:
         elem_kwargs["pin_memory"] = False
@@ -282,10 +281,7 @@ def wrap_elem(
 def _enter(
     elem: torch.Tensor, machine: Machine, device: torch.device, label: Label
 ) -> tuple[Allocation, ...]:
-    return tuple(
-        machine.allocation_of(part.untyped_storage()) or machine.allocate(device, part, label)
-        for part in _parts(elem)
-    )
+    return tuple(machine.enter(device, part.untyped_storage(), label) for part in _parts(elem))
 
 
 def _renew(wrapper: EmulatedTensor, machine: Machine, device: torch.device, label: Label) -> None:
@@ -360,11 +356,6 @@ def set_label(tensor: object, label: Label, over: set[Label] = _PROVISIONAL) -> 
                 allocation.block.label = label
 
 
-def label_of(tensor: EmulatedTensor) -> Label:
-    """Returns what the memory of ``tensor`` is used for."""
-    return tensor._allocations[0].block.label
-
-
 # Which label.
 
 
@@ -437,13 +428,13 @@ def _to_copy(self: EmulatedTensor, **kwargs: Any) -> torch.Tensor:
         return torch.empty_strided(elem.size(), elem.stride(), dtype=dtype, device=META)
     if target.type == "cpu":
         require_known(elem, "copying it to the CPU")
-        machine.record_copy(self.device, target, _num_bytes(elem, kwargs.get("dtype")))
-        on_cpu: torch.Tensor = aten._to_copy(elem, **kwargs)
-        return on_cpu
-    target = machine.devices[machine.index_of(target)]
+    else:
+        target = machine.devices[machine.index_of(target)]
     machine.record_copy(self.device, target, _num_bytes(elem, kwargs.get("dtype")))
-    label = _copy_label(self, target, machine)
-    return wrap_elem(aten._to_copy(elem, **kwargs), machine, target, label)
+    copied: torch.Tensor = aten._to_copy(elem, **kwargs)
+    if target.type == "cpu":
+        return copied
+    return wrap_elem(copied, machine, target, _copy_label(self, target, machine))
 
 
 def copy_(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
@@ -475,8 +466,9 @@ def _copy_label(source: EmulatedTensor, target: torch.device, machine: Machine) 
         set_label(source, label)
         return label
     in_backward = torch._C._current_autograd_node() is not None
-    if label_of(source) not in _PROVISIONAL:
-        return label if source.device == target else label_of(source)
+    known = source._allocations[0].block.label
+    if known not in _PROVISIONAL:
+        return label if source.device == target else known
     if source.device != target and not in_backward:
         return Label.GATHERED_OUTPUT
     return label
