@@ -11,7 +11,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,10 +77,8 @@ class Nvml:
 
     def __init__(self) -> None:
         self._nvml = _import_pynvml()
-        try:
+        with self._telling_why():
             self._nvml.nvmlInit()
-        except self._nvml.NVMLError as error:
-            raise NvmlError(self._reason(error)) from None
 
     def boards(self) -> list[Board]:
         """Returns all boards by index; one that is split by MIG is given as its slices.
@@ -87,10 +86,8 @@ class Nvml:
         Raises:
             NvmlError: NVML cannot count them.
         """
-        try:
+        with self._telling_why():
             count = self._nvml.nvmlDeviceGetCount()
-        except self._nvml.NVMLError as error:
-            raise NvmlError(self._reason(error)) from None
         return [board for index in range(count) for board in self._boards_at(index)]
 
     def memory(self, board: Board) -> MemoryInfo:
@@ -108,7 +105,7 @@ class Nvml:
         if board.error is not None:
             raise NvmlError(board.error)
         nvml = self._nvml
-        try:
+        with self._telling_why():
             try:
                 info = nvml.nvmlDeviceGetMemoryInfo(board.handle, nvml.nvmlMemory_v2)
                 return MemoryInfo(info.total, info.used, info.free, info.reserved, 2)
@@ -119,8 +116,6 @@ class Nvml:
             ):
                 info = nvml.nvmlDeviceGetMemoryInfo(board.handle)
                 return MemoryInfo(info.total, info.used, info.free, None, 1)
-        except nvml.NVMLError as error:
-            raise NvmlError(self._reason(error)) from None
 
     def processes(self, board: Board) -> dict[int, int | None] | None:
         """Returns bytes by PID of the processes that use the board, None if it won't tell.
@@ -189,6 +184,13 @@ class Nvml:
             return function(*arguments)
         except self._nvml.NVMLError:
             return None
+
+    @contextmanager
+    def _telling_why(self) -> Iterator[None]:
+        try:
+            yield
+        except self._nvml.NVMLError as error:
+            raise NvmlError(self._reason(error)) from None
 
     def _reason(self, error: Any) -> str:
         for name, reason in _REASONS.items():

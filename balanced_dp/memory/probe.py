@@ -221,7 +221,7 @@ class MemoryProbe:
                 stack.callback(sampler.stop)
             block = _Block(self, sampler)
             if self._model is not None:
-                stack.callback(self._model.register_forward_hook(block.note_split).remove)
+                stack.enter_context(self._model.register_forward_hook(block.note_split))
             try:
                 yield usage
             except BaseException as error:
@@ -243,8 +243,8 @@ class _Block:
         devices = probe.devices
         _synchronize(devices)
         self.peaks = Peaks(devices)
-        self.allocated_bytes = [torch.get_device_module(d).memory_allocated(d) for d in devices]
-        self.num_alloc_retries = list(map(_num_alloc_retries, devices))
+        self.allocated_bytes = {d: torch.get_device_module(d).memory_allocated(d) for d in devices}
+        self.num_alloc_retries = {d: _num_alloc_retries(d) for d in devices}
         if sampler is not None:
             sampler.begin()
         self.time_s = time.perf_counter()
@@ -263,9 +263,7 @@ class _Block:
         usage.num_samples, usage.sampling_error = samples.num_samples, samples.error
         # Batches that were split differently have no one number of samples a device.
         chunk_sizes = samples_by_device(self.probe._model) if len(self.splits) == 1 else None
-        usage.devices = tuple(
-            self._peak(index, samples, chunk_sizes) for index in range(len(devices))
-        )
+        usage.devices = tuple(self._peak(device, samples, chunk_sizes) for device in devices)
         retried = [peak.device for peak in usage.devices if (peak.num_alloc_retries or 0) > 0]
         usage.valid = not retried
         usage.reason = None
@@ -276,18 +274,17 @@ class _Block:
             )
 
     def _peak(
-        self, index: int, samples: Samples, chunk_sizes: Mapping[torch.device, int] | None
+        self, device: torch.device, samples: Samples, chunk_sizes: Mapping[torch.device, int] | None
     ) -> DevicePeak:
-        device = self.probe.devices[index]
         module = torch.get_device_module(device)
         board = self.probe._boards.get(device)
-        earlier, retries = self.num_alloc_retries[index], _num_alloc_retries(device)
+        earlier, retries = self.num_alloc_retries[device], _num_alloc_retries(device)
         chunk_size = None if chunk_sizes is None else chunk_sizes[device]
         allocated_bytes, reserved_bytes = self.peaks.of(device)
         return DevicePeak(
             device=str(device),
             capacity_bytes=module.get_device_properties(device).total_memory,
-            start_allocated_bytes=self.allocated_bytes[index],
+            start_allocated_bytes=self.allocated_bytes[device],
             peak_allocated_bytes=allocated_bytes,
             peak_reserved_bytes=reserved_bytes,
             peak_used_bytes=None if board is None else samples.peak_used_bytes.get(board.label),
@@ -323,7 +320,5 @@ def _has_nvml(device: torch.device) -> bool:
 
 
 def _num_alloc_retries(device: torch.device) -> int | None:
-    retries: int | None = (
-        torch.get_device_module(device).memory_stats(device).get("num_alloc_retries")
-    )
-    return retries
+    stats: dict[str, int] = torch.get_device_module(device).memory_stats(device)
+    return stats.get("num_alloc_retries")
