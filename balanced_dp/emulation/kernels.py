@@ -5,9 +5,9 @@ Registered with torch's dispatcher once, when the first ``emulate_devices`` cont
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -22,17 +22,16 @@ _fused = aten._scaled_dot_product_fused_attention_overrideable.default
 _fused_backward = aten._scaled_dot_product_fused_attention_overrideable_backward.default
 
 
-@functools.cache
+@cache
 def register_kernels() -> torch.library.Library:
     """Registers the kernels; torch keeps them for as long as the returned library lives."""
     library = torch.library.Library("aten", "IMPL")
-    library.impl("empty.memory_format", functools.partial(_make, torch.empty), "Lazy")
-    library.impl("empty_strided", functools.partial(_make, torch.empty_strided), "Lazy")
+    library.impl("empty.memory_format", partial(_make, torch.empty), "Lazy")
+    library.impl("empty_strided", partial(_make, torch.empty_strided), "Lazy")
     # What torch.tensor(..., device="lazy:0") copies by.
     library.impl("_copy_from", lambda source, target, *_: copy_(target, source), "Lazy")
     for triangle in (torch.tril_indices, torch.triu_indices):
-        kernel = functools.partial(_make, triangle, dtype=torch.int64)
-        library.impl(triangle.__name__, kernel, "Lazy")
+        library.impl(triangle.__name__, partial(_make, triangle, dtype=torch.int64), "Lazy")
     library.impl("scaled_dot_product_attention", _attention, "AutogradLazy")
     library.impl("ctc_loss.Tensor", _ctc_loss, "AutogradLazy")
     HANDLERS.update(
@@ -44,12 +43,10 @@ def register_kernels() -> torch.library.Library:
             aten._pack_padded_sequence.default: _pack_padded_sequence,
             aten.native_dropout.default: _native_dropout,
             aten.native_batch_norm.default: _native_batch_norm,
-            aten.rand_like.default: functools.partial(_seeded, aten.rand_like.generator),
-            aten.randn_like.default: functools.partial(_seeded, aten.randn_like.generator),
-            aten.randint_like.default: functools.partial(_seeded, aten.randint_like.generator),
-            aten.randint_like.low_dtype: functools.partial(
-                _seeded, aten.randint_like.low_generator_dtype
-            ),
+            aten.rand_like.default: partial(_seeded, aten.rand_like.generator),
+            aten.randn_like.default: partial(_seeded, aten.randn_like.generator),
+            aten.randint_like.default: partial(_seeded, aten.randint_like.generator),
+            aten.randint_like.low_dtype: partial(_seeded, aten.randint_like.low_generator_dtype),
         }
     )
     return library
@@ -208,12 +205,10 @@ def _fused_attention(
         seed.random_(generator=wrapped.generator)
     output = torch.empty_like(q)
     logsumexp = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
-    if not is_known(q):
-        pass
-    elif dropout_p:
+    if is_known(q) and dropout_p:
         weights, kept = _attention_weights(q, k, bias, dropout_p, is_causal, scale, seed)
         output.copy_(torch.matmul(weights * kept, v))
-    else:
+    elif is_known(q):
         result, lse = aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, is_causal, attn_mask=bias, scale=scale
         )
