@@ -67,22 +67,21 @@ def copy_to(
     if not all(map(is_cuda, devices)):
         return {device: move_all(tensors, device, copy=True) for device in devices}
     is_recorded = torch.is_grad_enabled()
-    together = [
-        i
+    together = {
+        i: t
         for i, t in enumerate(tensors)
         if _is_plain(t)
         and is_cuda(t.device)
         and t.device not in devices
         and not (t.is_complex() or (is_recorded and t.requires_grad))  # torch's gives real ones
-    ]
-    alone = sorted(set(range(len(tensors))).difference(together))
-    copies = {device: list(tensors) for device in devices}
-    for device in devices:
-        for i in alone:
-            copies[device][i] = move(tensors[i], device, copy=True)
+    }
+    copies = {
+        device: [t if i in together else move(t, device, copy=True) for i, t in enumerate(tensors)]
+        for device in devices
+    }
     if together:
-        everywhere = [tensors[together[0]].device, *devices]
-        sources = [tensors[i] for i in together]
+        sources = list(together.values())
+        everywhere = [sources[0].device, *devices]
         sent = comm.broadcast_coalesced(sources, everywhere, BUCKET_BYTES)
         for device, parts in zip(devices, sent[1:], strict=True):
             for i, part in zip(together, parts, strict=True):

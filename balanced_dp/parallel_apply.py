@@ -182,11 +182,8 @@ def _reserved(workers: Workers | None) -> Iterator[Workers]:
         finally:
             workers.in_use.release()
     else:
-        own = Workers()
-        try:
+        with contextlib.closing(Workers()) as own:
             yield own
-        finally:
-            own.close()
 
 
 def _describe(

@@ -15,6 +15,7 @@ ROOT = Path(balanced_dp.__file__).parent
 ORDER = [
     "errors.py",
     "units.py",
+    "split.py",
     "emulation/ledger.py",
     "emulation/machine.py",
     "emulation/symbolic.py",
@@ -24,7 +25,6 @@ ORDER = [
     "emulation/device_module.py",
     "emulation/context.py",
     "emulation/__init__.py",
-    "split.py",
     "devices.py",
     "containers.py",
     "arguments.py",

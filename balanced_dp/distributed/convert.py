@@ -15,20 +15,6 @@ from ..data_parallel import BalancedDataParallel
 from ..devices import default_device_type
 from ..errors import ArgumentError, ArgumentTypeError
 
-_WRAPPER_HOOKS = (
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_backward_pre_hooks",
-    "_backward_hooks",
-    "_state_dict_pre_hooks",
-    "_state_dict_hooks",
-    "_load_state_dict_pre_hooks",
-    "_load_state_dict_post_hooks",
-)
-
 
 def convert(
     model: BalancedDataParallel[Any],
@@ -86,9 +72,10 @@ def convert(
 
 def _move_hooks(model: nn.Module, ddp: nn.Module) -> None:
     ddp._is_full_backward_hook = model._is_full_backward_hook
-    for name in _WRAPPER_HOOKS:  # the same dictionaries, so that their handles still remove them
-        getattr(model, name).update(getattr(ddp, name))
-        setattr(ddp, name, getattr(model, name))
+    for name in vars(nn.Module()):
+        if "_hooks" in name:  # the same dictionaries, so that their handles still remove them
+            getattr(model, name).update(getattr(ddp, name))
+            setattr(ddp, name, getattr(model, name))
 
 
 def _own(devices: Sequence[torch.device]) -> torch.device:

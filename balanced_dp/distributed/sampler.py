@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Callable, Iterator, Sequence, Sized
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -190,6 +191,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
         self._num_handed_out = 0
 
 
+@dataclass(repr=False, eq=False)
 class EmptyBatches:
     """A ``collate_fn`` that also makes batches of no samples, for ranks without a share.
 
@@ -208,13 +210,8 @@ class EmptyBatches:
         collate_fn: makes a batch of samples.
     """
 
-    def __init__(
-        self,
-        dataset: Dataset[Any] | Sequence[Any],
-        collate_fn: Callable[..., Any] = default_collate,
-    ) -> None:
-        self.dataset = dataset
-        self.collate_fn = collate_fn
+    dataset: Dataset[Any] | Sequence[Any]
+    collate_fn: Callable[..., Any] = default_collate
 
     def __call__(self, samples: list[Any]) -> Any:
         """Returns a batch of the samples."""

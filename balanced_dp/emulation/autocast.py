@@ -11,15 +11,15 @@ from __future__ import annotations
 
 import functools
 import threading
-import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
 import torch
 from torch._C import DispatchKeySet
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from .machine import DEVICE_TYPE
 from .tensor import AUTOCAST_KEY, EmulatedTensor
@@ -48,7 +48,7 @@ _WIDEST = """addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_pu
     scatter_add"""
 
 # The weights that were cast already: torch has one such cache for all threads, too.
-_casts: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}
+_casts = WeakTensorKeyDictionary()
 
 
 @contextmanager
@@ -78,16 +78,18 @@ def autocast_for_emulated_devices() -> Iterator[None]:
         _casts.clear()
         clear_cache()
 
-    with ExitStack() as stack:
-        for owner, name, function in (
-            (torch._C, "_is_autocast_available", translated(torch._C._is_autocast_available)),
-            (torch, "is_autocast_enabled", translated(torch.is_autocast_enabled)),
-            (torch, "get_autocast_dtype", translated(torch.get_autocast_dtype)),
-            (torch, "set_autocast_dtype", translated(torch.set_autocast_dtype)),
-            (torch, "set_autocast_enabled", set_autocast_enabled),
-            (torch, "clear_autocast_cache", clear_autocast_cache),
-        ):
-            stack.enter_context(mock.patch.object(owner, name, function))
+    is_available = translated(torch._C._is_autocast_available)
+    with (
+        mock.patch.object(torch._C, "_is_autocast_available", is_available),
+        mock.patch.multiple(
+            torch,
+            is_autocast_enabled=translated(torch.is_autocast_enabled),
+            get_autocast_dtype=translated(torch.get_autocast_dtype),
+            set_autocast_dtype=translated(torch.set_autocast_dtype),
+            set_autocast_enabled=set_autocast_enabled,
+            clear_autocast_cache=clear_autocast_cache,
+        ),
+    ):
         dtype = torch.get_autocast_dtype(DEVICE_TYPE)
         torch.set_autocast_dtype(DEVICE_TYPE, torch.float16)  # CUDA's default
         try:
@@ -145,9 +147,7 @@ def _to_float32_result(operator: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _to_widest(operator: Any, args: Any, kwargs: Any) -> Any:
-    tensors: list[EmulatedTensor] = []
-    tree_map_only(EmulatedTensor, tensors.append, (args, kwargs))
-    dtypes = {t.dtype for t in tensors if _is_eligible(t)}
+    dtypes = {t.dtype for t in tree_leaves((args, kwargs)) if _is_eligible(t)}
     if torch.float32 not in dtypes or len(dtypes) < 2:
         return args, kwargs
     return _to_float32(operator, args, kwargs)
@@ -172,7 +172,7 @@ def _lowered(tensor: EmulatedTensor) -> torch.Tensor:
     can_keep = torch.is_autocast_cache_enabled() and torch.is_grad_enabled()
     if not (is_weight and can_keep and tensor.dtype == torch.float32):
         return _cast(tensor, dtype)
-    known = _casts.get(id(tensor))
-    if known is None or known[0]() is not tensor or known[1].dtype != dtype:
-        known = _casts[id(tensor)] = (weakref.ref(tensor), tensor.to(dtype))
-    return known[1]
+    known: torch.Tensor | None = _casts.get(tensor)
+    if known is None or known.dtype != dtype:
+        known = _casts[tensor] = tensor.to(dtype)
+    return known

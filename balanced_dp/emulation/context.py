@@ -8,7 +8,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, overload
 from unittest import mock
 
@@ -20,6 +20,7 @@ from torch.optim.optimizer import (
 )
 
 from ..errors import ArgumentError, ArgumentTypeError
+from ..split import as_integer
 from ..units import format_bytes, parse_bytes
 from . import device_module
 from .autocast import autocast_for_emulated_devices
@@ -27,6 +28,8 @@ from .kernels import register_kernels
 from .ledger import Label, MemoryBreakdown
 from .machine import DEVICE_TYPE, Machine, machine_made_current
 from .tensor import EmulatedTensor, set_label
+
+Patch = AbstractContextManager[object]
 
 
 class EmulatedDevices(Sequence[torch.device]):
@@ -117,24 +120,21 @@ def emulate_devices(
     register_kernels()
     if not hasattr(torch, DEVICE_TYPE):
         torch._register_device_module(DEVICE_TYPE, device_module)
-    with ExitStack() as stack:
-        stack.enter_context(contextmanager(machine_made_current)(machine))
-        stack.enter_context(_parameters_keep_identity())
-        stack.enter_context(_seeded_by_torch(machine))
-        stack.enter_context(_optimizers_as_on_cuda())
-        stack.enter_context(autocast_for_emulated_devices())
-        stack.enter_context(_failed_backward_leaves_nothing())
-        for handle in _labelling_hooks(machine):
-            stack.callback(handle.remove)
+    with (
+        machine_made_current(machine),
+        _parameters_keep_identity(),
+        _seeded_by_torch(machine),
+        _optimizers_as_on_cuda(),
+        autocast_for_emulated_devices(),
+        _failed_backward_leaves_nothing(),
+        _labels_from_hooks(machine),
+    ):
         yield EmulatedDevices(machine)
         _report_leaks(machine)
 
 
 def _capacities(num_devices: int, memory: int | str | Sequence[int | str] | None) -> list[int]:
-    if isinstance(num_devices, bool) or not isinstance(num_devices, int):
-        raise ArgumentTypeError(f"num_devices must be an integer, got {num_devices!r}")
-    if num_devices < 1:
-        raise ArgumentError(f"num_devices must be at least 1, got {num_devices}")
+    num_devices = as_integer("num_devices", num_devices, minimum=1)
     if memory is None:
         return [sys.maxsize] * num_devices
     if isinstance(memory, int | str):
@@ -152,8 +152,7 @@ def _capacities(num_devices: int, memory: int | str | Sequence[int | str] | None
     return capacities
 
 
-@contextmanager
-def _parameters_keep_identity() -> Iterator[None]:
+def _parameters_keep_identity() -> Patch:
     # Module.to would otherwise replace parameters, one module at a time, and so untie tied ones:
     # `param.data = ...` cannot change a plain tensor into a subclass. Only there: load_state_dict
     # would swap, too, and fail where a graph holds a parameter.
@@ -172,27 +171,24 @@ def _parameters_keep_identity() -> Iterator[None]:
             finally:
                 future.set_swap_module_params_on_conversion(before)
 
-    with mock.patch.object(torch.nn.Module, "_apply", swapping_apply):
-        yield
+    return mock.patch.object(torch.nn.Module, "_apply", swapping_apply)
 
 
-@contextmanager
-def _optimizers_as_on_cuda() -> Iterator[None]:
+def _optimizers_as_on_cuda() -> Patch:
     # There they compute on all parameters at once, which takes temporary memory for all of them,
     # and can be told to run one fused kernel, which takes none.
     optimizer: Any = sys.modules[torch.optim.Optimizer.__module__]
-    with ExitStack() as stack:
-        types = [*optimizer._foreach_supported_types, EmulatedTensor]
-        stack.enter_context(mock.patch.object(optimizer, "_foreach_supported_types", types))
-        for kind in ("foreach", "fused"):
-            name = f"_get_{kind}_kernels_supported_devices"
-            device_types = [*getattr(optimizer, name)(), DEVICE_TYPE]
-            stack.enter_context(mock.patch.object(optimizer, name, lambda d=device_types: d))
-        yield
+    foreach = [*optimizer._get_foreach_kernels_supported_devices(), DEVICE_TYPE]
+    fused = [*optimizer._get_fused_kernels_supported_devices(), DEVICE_TYPE]
+    return mock.patch.multiple(
+        optimizer,
+        _foreach_supported_types=[*optimizer._foreach_supported_types, EmulatedTensor],
+        _get_foreach_kernels_supported_devices=lambda: foreach,
+        _get_fused_kernels_supported_devices=lambda: fused,
+    )
 
 
-@contextmanager
-def _failed_backward_leaves_nothing() -> Iterator[None]:
+def _failed_backward_leaves_nothing() -> Patch:
     # What a failed backward pass had queued waits in the thread that called it for the next one,
     # and holds its memory. CUDA's devices have threads of their own, which go on to empty theirs.
     autograd: Any = torch.autograd
@@ -206,12 +202,10 @@ def _failed_backward_leaves_nothing() -> Iterator[None]:
             run((one.clone(),), (torch.ones(()),), False, False, (), accumulate_grad=True)
             raise
 
-    with mock.patch.object(autograd, "_engine_run_backward", run_backward):
-        yield
+    return mock.patch.object(autograd, "_engine_run_backward", run_backward)
 
 
-@contextmanager
-def _seeded_by_torch(machine: Machine) -> Iterator[None]:
+def _seeded_by_torch(machine: Machine) -> Patch:
     # torch.manual_seed seeds the devices that are not torch's own through this function, but asks
     # for those of PrivateUse1 only.
     seed_other_devices = torch.random._seed_custom_device
@@ -220,30 +214,33 @@ def _seeded_by_torch(machine: Machine) -> Iterator[None]:
         machine.manual_seed_all(seed)
         seed_other_devices(seed)
 
-    with mock.patch.object(torch.random, "_seed_custom_device", seed_custom_device):
-        yield
+    return mock.patch.object(torch.random, "_seed_custom_device", seed_custom_device)
 
 
-def _labelling_hooks(machine: Machine) -> Iterator[Any]:
+@contextmanager
+def _labels_from_hooks(machine: Machine) -> Iterator[None]:
     """Labels what only modules and optimizers know: buffers and optimizer state."""
 
     def label_buffers(module: torch.nn.Module, args: tuple[Any, ...]) -> None:
-        machine.in_optimizer_step = False
+        machine.thread.in_optimizer_step = False
         for buffer in module._buffers.values():
             set_label(buffer, Label.BUFFER, over=_MAYBE_BUFFER)
 
     def begin_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        machine.in_optimizer_step = True
+        machine.thread.in_optimizer_step = True
 
     def end_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        machine.in_optimizer_step = False
+        machine.thread.in_optimizer_step = False
         for state in optimizer.state.values():
             for value in state.values():
                 set_label(value, Label.OPTIMIZER_STATE)
 
-    yield register_module_forward_pre_hook(label_buffers)
-    yield register_optimizer_step_pre_hook(begin_step)
-    yield register_optimizer_step_post_hook(end_step)
+    with (
+        register_module_forward_pre_hook(label_buffers),
+        register_optimizer_step_pre_hook(begin_step),
+        register_optimizer_step_post_hook(end_step),
+    ):
+        yield
 
 
 _MAYBE_BUFFER = {Label.ACTIVATION, Label.OTHER, Label.INPUT, Label.GATHERED_OUTPUT}

@@ -42,12 +42,11 @@ class device:  # named as torch.cuda.device
         self.index = current_machine().index_of(device)
 
     def __enter__(self) -> None:
-        machine = current_machine()
-        self.previous = machine.current_index
-        machine.current_index = self.index
+        self.previous = current_device()
+        set_device(self.index)
 
     def __exit__(self, *exc: object) -> None:
-        current_machine().current_index = self.previous
+        set_device(self.previous)
 
 
 def is_available() -> bool:
@@ -62,13 +61,13 @@ def device_count() -> int:
 
 def current_device() -> int:
     """Returns the index of this thread's current device."""
-    return current_machine().current_index
+    return current_machine().thread.current_index
 
 
 def set_device(device: Device) -> None:
     """Makes ``device`` the current one of this thread."""
     machine = current_machine()
-    machine.current_index = machine.index_of(device)
+    machine.thread.current_index = machine.index_of(device)
 
 
 def memory_allocated(device: Device = None) -> int:
@@ -145,8 +144,7 @@ def empty_cache() -> None:
 
 def manual_seed(seed: int) -> None:
     """Seeds the current device's generator."""
-    machine = current_machine()
-    machine.generators[machine.current_index].manual_seed(seed)
+    _generator(None).manual_seed(seed)
 
 
 def manual_seed_all(seed: int) -> None:
@@ -156,16 +154,19 @@ def manual_seed_all(seed: int) -> None:
 
 def get_rng_state(device: Device = None) -> torch.Tensor:
     """Returns the state of the device's generator."""
-    machine = current_machine()
-    return machine.generators[machine.index_of(device)].get_state()
+    return _generator(device).get_state()
 
 
 def set_rng_state(new_state: torch.Tensor, device: Device = None) -> None:
     """Sets the state of the device's generator."""
-    machine = current_machine()
-    machine.generators[machine.index_of(device)].set_state(new_state)
+    _generator(device).set_state(new_state)
 
 
 def _ledger(device: Device) -> DeviceLedger:
     machine = current_machine()
     return machine.ledgers[machine.index_of(device)]
+
+
+def _generator(device: Device) -> torch.Generator:
+    machine = current_machine()
+    return machine.generators[machine.index_of(device)]

@@ -5,39 +5,33 @@ Registered with torch's dispatcher once, when the first ``emulate_devices`` cont
 
 from __future__ import annotations
 
-import functools
 import math
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 
 import torch
 
 from .ledger import Label
-from .machine import Machine, current_machine
-from .symbolic import is_known
-from .tensor import (
-    HANDLERS,
-    EmulatedTensor,
-    Wrapped,
-    copy_,
-    elem_of,
-    run,
-    wrap_elem,
-)
+from .machine import current_machine
+from .symbolic import CPU, META, is_known, is_unknown_dtype
+from .tensor import HANDLERS, EmulatedTensor, Wrapped, copy_, elem_of, run, wrap_elem
 
 aten = torch.ops.aten
 _fused = aten._scaled_dot_product_fused_attention_overrideable.default
 _fused_backward = aten._scaled_dot_product_fused_attention_overrideable_backward.default
 
 
-@functools.cache
+@cache
 def register_kernels() -> torch.library.Library:
     """Registers the kernels; torch keeps them for as long as the returned library lives."""
     library = torch.library.Library("aten", "IMPL")
-    library.impl("empty.memory_format", _empty, "Lazy")
-    library.impl("empty_strided", _empty_strided, "Lazy")
-    library.impl("_copy_from", _copy_from, "Lazy")
-    for triangle in (aten.tril_indices.default, aten.triu_indices.default):
-        library.impl(triangle, functools.partial(_indices, triangle), "Lazy")
+    library.impl("empty.memory_format", partial(_make, torch.empty), "Lazy")
+    library.impl("empty_strided", partial(_make, torch.empty_strided), "Lazy")
+    # What torch.tensor(..., device="lazy:0") copies by.
+    library.impl("_copy_from", lambda source, target, *_: copy_(target, source), "Lazy")
+    for triangle in (torch.tril_indices, torch.triu_indices):
+        library.impl(triangle.__name__, partial(_make, triangle, dtype=torch.int64), "Lazy")
     library.impl("scaled_dot_product_attention", _attention, "AutogradLazy")
     library.impl("ctc_loss.Tensor", _ctc_loss, "AutogradLazy")
     HANDLERS.update(
@@ -49,12 +43,10 @@ def register_kernels() -> torch.library.Library:
             aten._pack_padded_sequence.default: _pack_padded_sequence,
             aten.native_dropout.default: _native_dropout,
             aten.native_batch_norm.default: _native_batch_norm,
-            aten.rand_like.default: functools.partial(_random_like, aten.uniform_.default),
-            aten.randn_like.default: functools.partial(_random_like, aten.normal_.default),
-            aten.randint_like.default: functools.partial(_random_like, aten.random_.to),
-            aten.randint_like.low_dtype: functools.partial(
-                _random_like, getattr(aten.random_, "from")
-            ),
+            aten.rand_like.default: partial(_seeded, aten.rand_like.generator),
+            aten.randn_like.default: partial(_seeded, aten.randn_like.generator),
+            aten.randint_like.default: partial(_seeded, aten.randint_like.generator),
+            aten.randint_like.low_dtype: partial(_seeded, aten.randint_like.low_generator_dtype),
         }
     )
     return library
@@ -63,110 +55,51 @@ def register_kernels() -> torch.library.Library:
 # Factories and copies.
 
 
-def _place(device: torch.device | None) -> tuple[Machine, torch.device]:
-    machine = current_machine()
-    return machine, machine.devices[machine.index_of(device)]
-
-
-def _backing(machine: Machine, dtype: torch.dtype | None) -> str:
-    dtype = dtype or torch.get_default_dtype()
-    unknown = machine.symbolic and (dtype.is_floating_point or dtype.is_complex)
-    return "meta" if unknown else "cpu"
-
-
-def _empty(
-    size: list[int],
-    *,
-    dtype: torch.dtype | None = None,
+def _make(
+    factory: Callable[..., torch.Tensor],
+    *args: Any,
+    device: torch.device | None = None,
     layout: torch.layout | None = None,
-    device: torch.device | None = None,
-    pin_memory: bool | None = None,
-    memory_format: torch.memory_format | None = None,
-) -> EmulatedTensor:
-    machine, device = _place(device)
-    elem = torch.empty(
-        size,
-        dtype=dtype,
-        device=_backing(machine, dtype),
-        memory_format=memory_format or torch.contiguous_format,
-    )
-    return wrap_elem(elem, machine, device, Label.OTHER)
-
-
-def _empty_strided(
-    size: list[int],
-    stride: list[int],
-    *,
-    dtype: torch.dtype | None = None,
-    layout: torch.layout | None = None,
-    device: torch.device | None = None,
-    pin_memory: bool | None = None,
-) -> EmulatedTensor:
-    machine, device = _place(device)
-    elem = torch.empty_strided(size, stride, dtype=dtype, device=_backing(machine, dtype))
-    return wrap_elem(elem, machine, device, Label.OTHER)
-
-
-def _indices(
-    func: Any,
-    *args: int,
-    device: torch.device | None = None,
     pin_memory: bool | None = None,
     **kwargs: Any,
 ) -> EmulatedTensor:
-    machine, device = _place(device)
-    return wrap_elem(func(*args, device="cpu", **kwargs), machine, device, Label.OTHER)
-
-
-def _copy_from(
-    source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False
-) -> torch.Tensor:
-    """Copies below the Python key, as ``torch.tensor(..., device="lazy:0")`` does."""
-    return copy_(target, source, non_blocking)
+    """Makes a tensor where torch asks below the Python key."""
+    machine = current_machine()
+    dtype = kwargs.get("dtype") or torch.get_default_dtype()
+    backing = META if machine.symbolic and is_unknown_dtype(dtype) else CPU
+    elem = factory(*args, device=backing, **kwargs)
+    return wrap_elem(elem, machine, machine.devices[machine.index_of(device)], Label.OTHER)
 
 
 # Random numbers come from the device's own generator, so that replicas in threads repeat exactly.
 
 
-def _random_like(fill: Any, input: EmulatedTensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    out: torch.Tensor = run(aten.empty_like.default, (input,), kwargs)
-    result: torch.Tensor = fill(out, *args)
-    return result
+def _seeded(func: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
+    return run(func, args, {"generator": None, **kwargs})
 
 
-def _native_dropout(
-    input: EmulatedTensor, p: float, train: bool | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _native_dropout(input: EmulatedTensor, p: float, train: bool | None) -> Any:
     """Dropout with a mask of one byte an element, as CUDA's fused kernel keeps it."""
+    func = aten.native_dropout.default
     if train is False or p == 0:
-        out: tuple[torch.Tensor, torch.Tensor] = run(
-            aten.native_dropout.default, (input, p, train), {}
-        )
-        return out
-    machine = current_machine()
-    wrapped = Wrapped(aten.native_dropout.default)
+        return run(func, (input, p, train), {})
+    wrapped = Wrapped(func)
     elem = wrapped.unwrap(input)
     mask = torch.empty_like(elem, dtype=torch.bool)
     if is_known(elem):
-        mask.bernoulli_(1 - p, generator=machine.generators[wrapped.device.index])
-    output = (elem * mask).mul_(1 / (1 - p) if p < 1 else 0.0)
-    result: tuple[torch.Tensor, torch.Tensor] = wrapped.wrap(
-        (output, mask), machine, wrapped.device, Label.ACTIVATION, False
-    )
-    return result
+        mask.bernoulli_(1 - p, generator=wrapped.generator)
+    return wrapped.wrap(((elem * mask).mul_(1 / (1 - p) if p < 1 else 0.0), mask))
 
 
 def _native_batch_norm(*args: Any) -> Any:
     """Keeps no statistics in evaluation, as CUDA and the CPU; torch's shapes for it do."""
     func = aten.native_batch_norm.default
-    machine = current_machine()
     training = args[5]
-    if training or not machine.symbolic:
+    if training or not current_machine().symbolic:
         return run(func, args, {})
     wrapped = Wrapped(func)
     output = func(*map(wrapped.unwrap, args))[0]
-    results = output, output.new_empty(0), output.new_empty(0)
-    return wrapped.wrap(results, machine, wrapped.device, Label.ACTIVATION, False)
+    return wrapped.wrap((output, output.new_empty(0), output.new_empty(0)))
 
 
 def _pack_padded_sequence(
@@ -181,8 +114,7 @@ def _pack_padded_sequence(
         )
     wrapped = Wrapped(func)
     data, batch_sizes = func(wrapped.unwrap(input), lengths, batch_first)
-    machine = current_machine()
-    return wrapped.wrap(data, machine, wrapped.device, Label.ACTIVATION, False), batch_sizes
+    return wrapped.wrap(data), batch_sizes
 
 
 def _ctc_loss(
@@ -213,21 +145,11 @@ def _attention(
     *,
     scale: float | None = None,
     enable_gqa: bool = False,
-) -> torch.Tensor:
+) -> Any:
     if not _is_fusable(query, key, value, attn_mask, is_causal, enable_gqa):
-        math_kernel = aten._scaled_dot_product_attention_math.default
-        output: torch.Tensor = math_kernel(
-            query,
-            key,
-            value,
-            attn_mask,
-            dropout_p,
-            is_causal,
-            None,
-            scale=scale,
-            enable_gqa=enable_gqa,
+        return aten._scaled_dot_product_attention_math.default(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )[0]
-        return output
     if enable_gqa:
         key, value = (kv.repeat_interleave(query.size(1) // kv.size(1), 1) for kv in (key, value))
     if attn_mask is not None:
@@ -235,10 +157,8 @@ def _attention(
             zero = torch.zeros_like(attn_mask, dtype=query.dtype)
             attn_mask = zero.masked_fill_(attn_mask.logical_not(), -math.inf)
         attn_mask = attn_mask.expand(*query.shape[:3], key.size(2))
-    result: torch.Tensor = _fused(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)[
-        0
-    ]
-    return result
+    output, *_ = _fused(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)
+    return output
 
 
 def _is_fusable(
@@ -278,21 +198,17 @@ def _fused_attention(
     *,
     scale: float | None = None,
 ) -> Any:
-    machine = current_machine()
     wrapped = Wrapped(_fused)
     q, k, v, bias = map(wrapped.unwrap, (query, key, value, attn_bias))
-    device = wrapped.device
     seed = torch.empty(1, dtype=torch.int64)
     if dropout_p:
-        seed.random_(generator=machine.generators[device.index])
+        seed.random_(generator=wrapped.generator)
     output = torch.empty_like(q)
-    logsumexp = q.new_empty(q.shape[:3], dtype=_accumulation_dtype(q))
-    if not is_known(q):
-        pass
-    elif dropout_p:
+    logsumexp = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
+    if is_known(q) and dropout_p:
         weights, kept = _attention_weights(q, k, bias, dropout_p, is_causal, scale, seed)
         output.copy_(torch.matmul(weights * kept, v))
-    else:
+    elif is_known(q):
         result, lse = aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, is_causal, attn_mask=bias, scale=scale
         )
@@ -301,13 +217,7 @@ def _fused_attention(
     nothing, no_mask = q.new_empty(0), q.new_empty(0)
     offset = torch.zeros(1, dtype=torch.int64)
     lengths = q.size(2), k.size(2)
-    return wrapped.wrap(
-        (output, logsumexp, nothing, nothing, *lengths, seed, offset, no_mask),
-        machine,
-        device,
-        Label.ACTIVATION,
-        False,
-    )
+    return wrapped.wrap((output, logsumexp, nothing, nothing, *lengths, seed, offset, no_mask))
 
 
 def _fused_attention_backward(
@@ -343,8 +253,8 @@ def _fused_attention_backward(
         seed = elem_of(philox_seed)
         weights, kept = _attention_weights(q, k, bias, dropout_p, is_causal, scale, seed)
         grad_weights = torch.matmul(grad, v.transpose(-2, -1)) * kept
-        inner = (grad_weights * weights).sum(-1, keepdim=True)
-        grad_scores = weights * (grad_weights - inner) * _scale(q, scale)
+        grad_scores = aten._softmax_backward_data(grad_weights, weights, -1, weights.dtype)
+        grad_scores *= _scale(q, scale)
         results = (
             torch.matmul(grad_scores, k),
             torch.matmul(grad_scores.transpose(-2, -1), q),
@@ -356,8 +266,7 @@ def _fused_attention_backward(
         )
     for target, result in zip(grads, results, strict=True):
         target.copy_(result)
-    machine = current_machine()
-    return wrapped.wrap((*grads, None), machine, wrapped.device, Label.ACTIVATION, False)
+    return wrapped.wrap((*grads, None))
 
 
 def _attention_weights(
@@ -386,7 +295,3 @@ def _attention_weights(
 
 def _scale(q: torch.Tensor, scale: float | None) -> float:
     return 1 / math.sqrt(q.size(-1)) if scale is None else scale
-
-
-def _accumulation_dtype(q: torch.Tensor) -> torch.dtype:
-    return torch.float64 if q.dtype == torch.float64 else torch.float32

@@ -15,6 +15,7 @@ import threading
 from collections import Counter, deque
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 ROUND_BYTES = 512
 """CUDA's caching allocator rounds each request up to this many bytes.
@@ -58,13 +59,12 @@ class MemoryBreakdown:
     peak: dict[str, int]
 
 
+@dataclass(eq=False)
 class OverCapacityError(Exception):
     """An allocation does not fit; carries the figures in bytes."""
 
-    def __init__(self, requested_bytes: int, free_bytes: int) -> None:
-        super().__init__(requested_bytes, free_bytes)
-        self.requested_bytes = requested_bytes
-        self.free_bytes = free_bytes
+    requested_bytes: int
+    free_bytes: int
 
 
 class DeviceLedger:
@@ -86,8 +86,10 @@ class DeviceLedger:
         self._next_number = 0
         self._peak_number = -1
         self._allocated_bytes = 0
-        self._peak_bytes = 0
-        self._total_bytes = 0
+        self.peak_bytes = 0
+        """The most bytes held at one time since the last ``reset_peak``."""
+        self.total_bytes = 0
+        """Bytes allocated so far, freed ones included."""
 
     def allocate(self, num_bytes: int, label: Label) -> Allocation:
         """Enters a new block of ``num_bytes``, rounded up as CUDA does.
@@ -120,8 +122,8 @@ class DeviceLedger:
             self._next_number += 1
             self._live[block.number] = block
             self._allocated_bytes += size
-            self._total_bytes += size
-            if self._allocated_bytes > self._peak_bytes:
+            self.total_bytes += size
+            if self._allocated_bytes > self.peak_bytes:
                 self._mark_peak()
         return block
 
@@ -134,7 +136,7 @@ class DeviceLedger:
                 self._dead_at_peak[block.label] += block.num_bytes
 
     def _mark_peak(self) -> None:
-        self._peak_bytes = self._allocated_bytes
+        self.peak_bytes = self._allocated_bytes
         self._peak_number = self._next_number - 1
         self._dead_at_peak.clear()
 
@@ -150,18 +152,6 @@ class DeviceLedger:
         with self._lock:
             self._settle()
             return self._allocated_bytes
-
-    @property
-    def peak_bytes(self) -> int:
-        """The most bytes held at one time since the last ``reset_peak``."""
-        with self._lock:
-            return self._peak_bytes
-
-    @property
-    def total_bytes(self) -> int:
-        """Bytes allocated so far, freed ones included."""
-        with self._lock:
-            return self._total_bytes
 
     @property
     def num_blocks(self) -> int:
@@ -194,7 +184,7 @@ class Allocation:
     def __init__(self, ledger: DeviceLedger, block: Block) -> None:
         self.ledger = ledger
         self.block = block
-        self.storage: object = None
+        self.storage: Any = None
         """Whatever must live as long as the block; set by who allocates."""
 
     def __del__(self) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import threading
 import uuid
-import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -20,6 +21,14 @@ DEVICE_TYPE = "lazy"
 It has a dispatch key of its own, any number of indices, and autograd runs it in the CPU queue.
 PrivateUse1 in Python knows index 0 only, and fake CUDA tensors abort in backward without a GPU.
 """
+
+
+class _PerThread(threading.local):
+    """What each thread has of its own."""
+
+    current_index = 0
+    """Index of the current device, as in torch.cuda."""
+    in_optimizer_step = False
 
 
 class Machine:
@@ -37,30 +46,10 @@ class Machine:
         self.uuids = [uuid.uuid4() for _ in self.devices]
         self.generators = [torch.Generator() for _ in self.devices]
         self.manual_seed_all(torch.initial_seed())
-        self._allocations: weakref.WeakValueDictionary[int, Allocation] = (
-            weakref.WeakValueDictionary()
-        )
+        self._allocations: WeakValueDictionary[int, Allocation] = WeakValueDictionary()
         self._copied_bytes: Counter[tuple[torch.device, torch.device]] = Counter()
         self._lock = threading.Lock()
-        self._thread = threading.local()
-
-    @property
-    def current_index(self) -> int:
-        """Index of the current device, for each thread its own, as in torch.cuda."""
-        return getattr(self._thread, "index", 0)
-
-    @current_index.setter
-    def current_index(self, index: int) -> None:
-        self._thread.index = self.index_of(index)
-
-    @property
-    def in_optimizer_step(self) -> bool:
-        """Whether this thread is inside ``Optimizer.step``."""
-        return getattr(self._thread, "in_optimizer_step", False)
-
-    @in_optimizer_step.setter
-    def in_optimizer_step(self, value: bool) -> None:
-        self._thread.in_optimizer_step = value
+        self.thread = _PerThread()
 
     def index_of(self, device: torch.device | str | int | None) -> int:
         """Returns the index of ``device``; None and a device without index mean the current one.
@@ -75,7 +64,7 @@ class Machine:
                 raise EmulationError(f"{device} is not an emulated device")
             device = device.index
         if device is None:
-            return self.current_index
+            return self.thread.current_index
         if not 0 <= device < len(self.devices):
             raise EmulationError(
                 f"there is no emulated device {DEVICE_TYPE}:{device}: "
@@ -88,17 +77,17 @@ class Machine:
         for generator in self.generators:
             generator.manual_seed(seed)
 
-    def allocation_of(self, storage: torch.UntypedStorage) -> Allocation | None:
-        """Returns the allocation of a storage that is entered already, as a view's is."""
-        return self._allocations.get(storage._cdata)
-
-    def allocate(self, device: torch.device, elem: torch.Tensor, label: Label) -> Allocation:
-        """Enters the storage of ``elem`` on ``device``.
+    def enter(
+        self, device: torch.device, storage: torch.UntypedStorage, label: Label
+    ) -> Allocation:
+        """Returns the allocation of a storage, a new one unless it has one, as a view's has.
 
         Raises:
-            torch.OutOfMemoryError: it does not fit.
+            torch.OutOfMemoryError: it does not fit on ``device``.
         """
-        storage = elem.untyped_storage()
+        known = self._allocations.get(storage._cdata)
+        if known is not None:
+            return known
         try:
             allocation = self.ledgers[device.index].allocate(storage.nbytes(), label)
         except OverCapacityError as error:
@@ -108,7 +97,6 @@ class Machine:
 
     def move(self, allocation: Allocation, elem: torch.Tensor) -> None:
         """Makes an allocation that of the storage of ``elem``, of the same size."""
-        assert isinstance(allocation.storage, torch.UntypedStorage)
         del self._allocations[allocation.storage._cdata]
         self._bind(allocation, elem.untyped_storage())
 
@@ -119,7 +107,6 @@ class Machine:
 
     def resize(self, device: torch.device, allocation: Allocation) -> None:
         """Enters the new size of a storage that an operation may have resized."""
-        assert isinstance(allocation.storage, torch.UntypedStorage)
         try:
             allocation.ledger.resize(allocation, allocation.storage.nbytes())
         except OverCapacityError as error:
@@ -152,9 +139,8 @@ class Machine:
         for ledger in self.ledgers:
             ledger.closed = True
         for allocation in list(self._allocations.values()):
-            storage = allocation.storage
-            if isinstance(storage, torch.UntypedStorage) and storage.device.type == "cpu":
-                storage.resize_(0)
+            if allocation.storage.device.type == "cpu":
+                allocation.storage.resize_(0)
 
 
 _current: Machine | None = None
@@ -179,8 +165,9 @@ def has_machine() -> bool:
     return _current is not None
 
 
-def machine_made_current(machine: Machine) -> Iterator[Machine]:
-    """Makes ``machine`` current for the length of a ``with`` block (see contextlib)."""
+@contextmanager
+def machine_made_current(machine: Machine) -> Iterator[None]:
+    """Makes ``machine`` current for the length of a ``with`` block."""
     global _current
     if _current is not None:
         raise EmulationError(
@@ -189,7 +176,7 @@ def machine_made_current(machine: Machine) -> Iterator[Machine]:
         )
     _current = machine
     try:
-        yield machine
+        yield
     finally:
         _current = None
         machine.close()

@@ -31,9 +31,9 @@ def is_known(elem: torch.Tensor) -> bool:
     return elem.device.type != "meta"
 
 
-def has_unknown_dtype(elem: torch.Tensor) -> bool:
+def is_unknown_dtype(dtype: torch.dtype) -> bool:
     """Returns whether tensors of this type keep their shape only in symbolic mode."""
-    return elem.is_floating_point() or elem.is_complex()
+    return dtype.is_floating_point or dtype.is_complex
 
 
 def require_known(elem: torch.Tensor, doing: str) -> None:
@@ -49,10 +49,10 @@ def symbolic_arguments(
     func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Makes the arguments agree: all values known, or shapes throughout."""
-    tensors = [t for t in _tensors((args, tuple(kwargs.values()))) if isinstance(t, torch.Tensor)]
+    tensors = _tensors((args, tuple(kwargs.values())))
     if _is_factory(func):
         dtype = kwargs.get("dtype") or tensors[0].dtype
-        if dtype.is_floating_point or dtype.is_complex:
+        if is_unknown_dtype(dtype):
             return _to_meta(args), {**kwargs, "device": META}
         return args, {**kwargs, "device": CPU}
     if all(map(is_known, tensors)):
@@ -63,7 +63,7 @@ def symbolic_arguments(
         if argument.alias_info is not None and argument.alias_info.is_write:
             written = args[i] if i < len(args) else kwargs.get(argument.name)
             for tensor in _tensors((written,)):
-                if is_known(tensor) and not has_unknown_dtype(tensor):
+                if is_known(tensor) and not is_unknown_dtype(tensor.dtype):
                     raise SymbolicValueError(
                         f"{func} would write unknown values into a {tensor.dtype} tensor; "
                         "emulate_devices(symbolic=True) keeps shapes only of floating-point "

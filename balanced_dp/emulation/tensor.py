@@ -26,8 +26,8 @@ from .symbolic import (
     CPU,
     META,
     call,
-    has_unknown_dtype,
     is_known,
+    is_unknown_dtype,
     require_known,
     symbolic_arguments,
 )
@@ -157,8 +157,8 @@ class EmulatedTensor(torch.Tensor):
 
 def run(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Runs ``func`` on the wrapped tensors of its arguments and wraps what it returns."""
-    machine = current_machine()
     wrapped = Wrapped(func)
+    machine = wrapped.machine
     refused = _refused_cpu_dims(func)
     elem_args = tuple(map(wrapped.unwrap, args, refused))
     elem_kwargs = {name: wrapped.unwrap(value, 0) for name, value in kwargs.items()}
@@ -166,11 +166,10 @@ def run(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, An
     target = kwargs.get("device")
     if target is not None:
         target = torch.device(target)
-        elem_kwargs["device"] = CPU
-        if target.type == "meta":
-            elem_kwargs["device"] = META
+        elem_kwargs["device"] = target
         if target.type in ("cpu", "meta"):
             return func(*elem_args, **elem_kwargs)
+        elem_kwargs["device"] = CPU
         device = machine.devices[machine.index_of(target)]
     if "pin_memory" in kwargs:
         elem_kwargs["pin_memory"] = False
@@ -181,16 +180,17 @@ def run(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, An
     out = call(func, elem_args, elem_kwargs)
     if _writes_to_list(func):  # torch counts writes to single tensors itself
         torch.autograd.graph.increment_version(t for t in args[0] if not t.is_inference())
-    return wrapped.wrap(out, machine, device, *_labels(machine))
+    return wrapped.wrap(out, device, *_labels(machine))
 
 
 class Wrapped:
     """The emulated tensors of one call: their device, and which wrapper a CPU tensor belongs to."""
 
-    __slots__ = ("by_elem", "cpu_tensor", "func")
+    __slots__ = ("by_elem", "cpu_tensor", "func", "machine")
 
     def __init__(self, func: torch._ops.OpOverload) -> None:
         self.func = func
+        self.machine = current_machine()
         self.by_elem: dict[int, EmulatedTensor] = {}
         self.cpu_tensor: torch.Tensor | None = None
 
@@ -224,23 +224,36 @@ class Wrapped:
             )
         return devices[0]
 
+    @property
+    def generator(self) -> torch.Generator:
+        """The generator of that device."""
+        return self.machine.generators[self.device.index]
+
     def wrap(
-        self, out: Any, machine: Machine, device: torch.device, label: Label, relabel: bool
+        self,
+        out: Any,
+        device: torch.device | None = None,
+        label: Label = Label.ACTIVATION,
+        relabel: bool = False,
     ) -> Any:
-        """Returns ``out`` with emulated tensors for wrapped ones, known wrappers among them."""
+        """Returns ``out`` with emulated tensors for wrapped ones, known wrappers among them.
+
+        New ones are on ``device``, by default that of the others.
+        """
+        device = device or self.device
         if isinstance(out, torch.Tensor):
             wrapper = self.by_elem.get(id(out))
             if wrapper is None:
                 aliased = self._aliased_normal_tensor(out)
                 with torch.inference_mode(False) if aliased else nullcontext():
-                    wrapper = wrap_elem(out, machine, device, label)
+                    wrapper = wrap_elem(out, self.machine, device, label)
             else:
-                _renew(wrapper, machine, device, label)
+                _renew(wrapper, self.machine, device, label)
             if relabel:
                 set_label(wrapper, label)
             return wrapper
         if type(out) in (tuple, list):
-            return type(out)(self.wrap(item, machine, device, label, relabel) for item in out)
+            return type(out)(self.wrap(item, device, label, relabel) for item in out)
         return out
 
     def _aliased_normal_tensor(self, out: torch.Tensor) -> bool:
@@ -260,7 +273,7 @@ def wrap_elem(
     Raises:
         torch.OutOfMemoryError: it does not fit on the device.
     """
-    if machine.symbolic and has_unknown_dtype(elem) and is_known(elem):
+    if machine.symbolic and is_unknown_dtype(elem.dtype) and is_known(elem):
         elem = torch.empty_strided(elem.size(), elem.stride(), dtype=elem.dtype, device=META)
     return _wrapper(elem, device, _enter(elem, machine, device, label))
 
@@ -268,10 +281,7 @@ def wrap_elem(
 def _enter(
     elem: torch.Tensor, machine: Machine, device: torch.device, label: Label
 ) -> tuple[Allocation, ...]:
-    return tuple(
-        machine.allocation_of(part.untyped_storage()) or machine.allocate(device, part, label)
-        for part in _parts(elem)
-    )
+    return tuple(machine.enter(device, part.untyped_storage(), label) for part in _parts(elem))
 
 
 def _renew(wrapper: EmulatedTensor, machine: Machine, device: torch.device, label: Label) -> None:
@@ -346,11 +356,6 @@ def set_label(tensor: object, label: Label, over: set[Label] = _PROVISIONAL) -> 
                 allocation.block.label = label
 
 
-def label_of(tensor: EmulatedTensor) -> Label:
-    """Returns what the memory of ``tensor`` is used for."""
-    return tensor._allocations[0].block.label
-
-
 # Which label.
 
 
@@ -359,7 +364,7 @@ def _labels(machine: Machine) -> tuple[Label, bool]:
     node = torch._C._current_autograd_node()
     if node is not None and _makes_parameter_gradients(node):
         return Label.GRADIENT, True
-    return (Label.OTHER if machine.in_optimizer_step else Label.ACTIVATION), False
+    return (Label.OTHER if machine.thread.in_optimizer_step else Label.ACTIVATION), False
 
 
 def _makes_parameter_gradients(node: Any) -> bool:
@@ -423,13 +428,13 @@ def _to_copy(self: EmulatedTensor, **kwargs: Any) -> torch.Tensor:
         return torch.empty_strided(elem.size(), elem.stride(), dtype=dtype, device=META)
     if target.type == "cpu":
         require_known(elem, "copying it to the CPU")
-        machine.record_copy(self.device, target, _num_bytes(elem, kwargs.get("dtype")))
-        on_cpu: torch.Tensor = aten._to_copy(elem, **kwargs)
-        return on_cpu
-    target = machine.devices[machine.index_of(target)]
+    else:
+        target = machine.devices[machine.index_of(target)]
     machine.record_copy(self.device, target, _num_bytes(elem, kwargs.get("dtype")))
-    label = _copy_label(self, target, machine)
-    return wrap_elem(aten._to_copy(elem, **kwargs), machine, target, label)
+    copied: torch.Tensor = aten._to_copy(elem, **kwargs)
+    if target.type == "cpu":
+        return copied
+    return wrap_elem(copied, machine, target, _copy_label(self, target, machine))
 
 
 def copy_(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
@@ -461,8 +466,9 @@ def _copy_label(source: EmulatedTensor, target: torch.device, machine: Machine) 
         set_label(source, label)
         return label
     in_backward = torch._C._current_autograd_node() is not None
-    if label_of(source) not in _PROVISIONAL:
-        return label if source.device == target else label_of(source)
+    known = source._allocations[0].block.label
+    if known not in _PROVISIONAL:
+        return label if source.device == target else known
     if source.device != target and not in_backward:
         return Label.GATHERED_OUTPUT
     return label

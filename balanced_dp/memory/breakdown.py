@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -64,33 +64,29 @@ def memory_breakdown(
     Raises:
         ProbeError: no device of the model counts its memory.
     """
-    devices = _devices_of(model)
-    counted = {device: _uses(device, model, optimizer) for device in devices}
+    counted = {device: _uses(device, model, optimizer) for device in _devices_of(model)}
     chunk_sizes = samples_by_device(model)
-    peaks = [
+    peaks = tuple(
         DevicePeak(
             device=str(device),
             capacity_bytes=None,
-            start_allocated_bytes=sum(counted[device].get(use, 0) for use in _KEPT),
-            peak_allocated_bytes=sum(counted[device].values()),
+            start_allocated_bytes=sum(uses.get(use, 0) for use in _KEPT),
+            peak_allocated_bytes=sum(uses.values()),
             chunk_size=None if chunk_sizes is None else chunk_sizes[device],
         )
-        for device in devices
-    ]
-    usage = StepMemory(devices=tuple(peaks))
-    floor_bytes = None
-    if usage.floor_bytes is not None:
-        movable_bytes = sum(counted[devices[0]].get(use, 0) for use in _OF_THE_CHUNK)
-        floor_bytes = max(usage.floor_bytes, peaks[0].peak_allocated_bytes - movable_bytes)
-    return tuple(
-        DeviceBreakdown(
-            device=peak.device,
-            peak_bytes=peak.peak_allocated_bytes,
-            uses=uses,
-            floor_bytes=round(floor_bytes) if floor_bytes is not None and not index else None,
-        )
-        for index, (peak, uses) in enumerate(zip(peaks, counted.values(), strict=True))
+        for device, uses in counted.items()
     )
+    found = [
+        DeviceBreakdown(peak.device, peak.peak_allocated_bytes, uses)
+        for peak, uses in zip(peaks, counted.values(), strict=True)
+    ]
+    floor_bytes = StepMemory(devices=peaks).floor_bytes
+    if floor_bytes is not None:
+        first = found[0]
+        movable_bytes = sum(first.uses.get(use, 0) for use in _OF_THE_CHUNK)
+        floor_bytes = round(max(floor_bytes, first.peak_bytes - movable_bytes))
+        found[0] = replace(first, floor_bytes=floor_bytes)
+    return tuple(found)
 
 
 def samples_by_device(model: Any) -> Counter[torch.device] | None:

@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from ..errors import ArgumentError, ArgumentTypeError
+from ..errors import ArgumentTypeError
+from ..split import as_integer
 from .peaks import Peaks
 from .probe import MemoryProbe
 from .step import spread
@@ -46,16 +47,12 @@ class MemoryLogger:
     """
 
     def __init__(self, model: nn.Module, writer: Any, every: int = 100) -> None:
-        if isinstance(every, bool) or not isinstance(every, int):
-            raise ArgumentTypeError(f"every must be an integer, got {every!r}")
-        if every < 1:
-            raise ArgumentError(f"every must be at least 1, got {every}")
+        self.every = as_integer("every", every, minimum=1)
         write = getattr(writer, "add_scalar", writer)
         if not callable(write):
             raise ArgumentTypeError(
                 f"writer must have add_scalar(tag, value, step) or be a function, got {writer!r}"
             )
-        self.every = every
         self.num_steps = 0
         self._write: Callable[[str, float, int], object] = write
         probe = MemoryProbe(model=model)

@@ -11,8 +11,9 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 SAMPLING_INTERVAL_S = 0.010
@@ -42,11 +43,9 @@ class Board:
     nvml_index: int
     mig_index: int | None = None
     uuid: str | None = None
-    board_uuid: str | None = None
     name: str | None = None
     pci_bus_id: tuple[int, int, int] | None = None
-    """Domain, bus and device."""
-    total_bytes: int | None = None
+    """Domain, bus and device; a slice has those of its board."""
     handle: Any = None
     error: str | None = None
     """Why there is no handle."""
@@ -60,13 +59,13 @@ class Board:
 
 @dataclass(frozen=True, slots=True)
 class MemoryInfo:
-    """Bytes of one board; ``version`` is that of the query, 1 or 2."""
+    """Bytes of one board; the version is that of the query, 1 or 2."""
 
     total_bytes: int
     used_bytes: int
     free_bytes: int
     reserved_by_driver_bytes: int | None
-    version: int
+    memory_info_version: int
 
 
 class Nvml:
@@ -78,10 +77,8 @@ class Nvml:
 
     def __init__(self) -> None:
         self._nvml = _import_pynvml()
-        try:
+        with self._telling_why():
             self._nvml.nvmlInit()
-        except self._nvml.NVMLError as error:
-            raise NvmlError(self._reason(error)) from None
 
     def boards(self) -> list[Board]:
         """Returns all boards by index; one that is split by MIG is given as its slices.
@@ -89,10 +86,8 @@ class Nvml:
         Raises:
             NvmlError: NVML cannot count them.
         """
-        try:
+        with self._telling_why():
             count = self._nvml.nvmlDeviceGetCount()
-        except self._nvml.NVMLError as error:
-            raise NvmlError(self._reason(error)) from None
         return [board for index in range(count) for board in self._boards_at(index)]
 
     def memory(self, board: Board) -> MemoryInfo:
@@ -110,7 +105,7 @@ class Nvml:
         if board.error is not None:
             raise NvmlError(board.error)
         nvml = self._nvml
-        try:
+        with self._telling_why():
             try:
                 info = nvml.nvmlDeviceGetMemoryInfo(board.handle, nvml.nvmlMemory_v2)
                 return MemoryInfo(info.total, info.used, info.free, info.reserved, 2)
@@ -121,8 +116,6 @@ class Nvml:
             ):
                 info = nvml.nvmlDeviceGetMemoryInfo(board.handle)
                 return MemoryInfo(info.total, info.used, info.free, None, 1)
-        except nvml.NVMLError as error:
-            raise NvmlError(self._reason(error)) from None
 
     def processes(self, board: Board) -> dict[int, int | None] | None:
         """Returns bytes by PID of the processes that use the board, None if it won't tell.
@@ -166,35 +159,24 @@ class Nvml:
             handle = nvml.nvmlDeviceGetHandleByIndex(index)
         except nvml.NVMLError as error:
             return [Board(index, error=self._reason(error))]
-        uuid = self._ask(nvml.nvmlDeviceGetUUID, handle)
-        num_slices = self._ask(nvml.nvmlDeviceGetMaxMigDeviceCount, handle) or 0
-        slices = [
-            self._board(index, mig_index, slice_handle, uuid)
-            for mig_index in range(num_slices)
-            if (
-                slice_handle := self._ask(
-                    nvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, mig_index
-                )
-            )
-        ]
-        return slices or [self._board(index, None, handle, uuid)]
-
-    def _board(self, index: int, mig_index: int | None, handle: Any, board_uuid: str) -> Board:
-        nvml = self._nvml
         pci = self._ask(nvml.nvmlDeviceGetPciInfo, handle)
-        board = Board(
-            nvml_index=index,
-            mig_index=mig_index,
-            uuid=self._ask(nvml.nvmlDeviceGetUUID, handle),
-            board_uuid=board_uuid,
-            name=self._ask(nvml.nvmlDeviceGetName, handle),
-            pci_bus_id=(pci.domain, pci.bus, pci.device) if pci else None,
-            handle=handle,
-        )
-        try:
-            return replace(board, total_bytes=self.memory(board).total_bytes)
-        except NvmlError:
-            return board
+        num_slices = self._ask(nvml.nvmlDeviceGetMaxMigDeviceCount, handle) or 0
+        slices: dict[int | None, Any] = {
+            mig_index: self._ask(nvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, mig_index)
+            for mig_index in range(num_slices)
+        }
+        return [
+            Board(
+                nvml_index=index,
+                mig_index=mig_index,
+                uuid=self._ask(nvml.nvmlDeviceGetUUID, part),
+                name=self._ask(nvml.nvmlDeviceGetName, part),
+                pci_bus_id=(pci.domain, pci.bus, pci.device) if pci else None,
+                handle=part,
+            )
+            for mig_index, part in (slices if any(slices.values()) else {None: handle}).items()
+            if part is not None
+        ]
 
     def _ask(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Returns the answer, or None where there is none."""
@@ -202,6 +184,13 @@ class Nvml:
             return function(*arguments)
         except self._nvml.NVMLError:
             return None
+
+    @contextmanager
+    def _telling_why(self) -> Iterator[None]:
+        try:
+            yield
+        except self._nvml.NVMLError as error:
+            raise NvmlError(self._reason(error)) from None
 
     def _reason(self, error: Any) -> str:
         for name, reason in _REASONS.items():

@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ import torch
 from ..devices import Device, default_device_type, resolve_devices
 from ..errors import ArgumentError, ArgumentTypeError, ProbeError
 from .breakdown import replica_bytes, samples_by_device
-from .device_map import CudaDevice, find_board
+from .device_map import find_board
 from .device_memory import DeviceMemory, ProcessBytesSource
 from .nvml import Board, MemoryInfo, Nvml, NvmlError
 from .peaks import Peaks
@@ -97,8 +97,11 @@ class MemoryProbe:
             return
         for device in filter(_has_nvml, self.devices):
             module = torch.get_device_module(device)
-            described = _describe(device.index, module.get_device_properties(device))
-            self._boards[device] = find_board(described, module.device_count(), boards, os.environ)
+            found = module.get_device_properties(device)
+            pci_bus_id = (found.pci_domain_id, found.pci_bus_id, found.pci_device_id)
+            self._boards[device] = find_board(
+                device.index, str(found.uuid), pci_bus_id, boards, os.environ
+            )
         if wants_all:
             seen = list(self._boards.values())
             self._unseen = [board for board in boards if board not in seen]
@@ -159,11 +162,7 @@ class MemoryProbe:
             others = None if None in sizes else sum(size or 0 for size in sizes)
         return replace(
             memory,
-            total_bytes=info.total_bytes,
-            used_bytes=info.used_bytes,
-            free_bytes=info.free_bytes,
-            reserved_by_driver_bytes=info.reserved_by_driver_bytes,
-            memory_info_version=info.version,
+            **asdict(info),
             process_bytes=ours,
             process_bytes_source=source,
             other_process_bytes=others,
@@ -222,8 +221,7 @@ class MemoryProbe:
                 stack.callback(sampler.stop)
             block = _Block(self, sampler)
             if self._model is not None:
-                stack.callback(self._model.register_forward_hook(block.note_split).remove)
-            block.begin()
+                stack.enter_context(self._model.register_forward_hook(block.note_split))
             try:
                 yield usage
             except BaseException as error:
@@ -236,41 +234,36 @@ class MemoryProbe:
 
 
 class _Block:
-    """A block that is being measured."""
+    """A block that is being measured, from now on: it waits for the devices and starts."""
 
     def __init__(self, probe: MemoryProbe, sampler: Sampler | None) -> None:
         self.probe = probe
         self.sampler = sampler
         self.splits: set[tuple[int, ...] | None] = set()
+        devices = probe.devices
+        _synchronize(devices)
+        self.peaks = Peaks(devices)
+        self.allocated_bytes = {d: torch.get_device_module(d).memory_allocated(d) for d in devices}
+        self.num_alloc_retries = {d: _num_alloc_retries(d) for d in devices}
+        if sampler is not None:
+            sampler.begin()
+        self.time_s = time.perf_counter()
 
     def note_split(self, model: Any, inputs: Any, output: Any) -> None:
         """Remembers how the model split a batch, as a forward hook."""
         self.splits.add(model.chunk_sizes)
-
-    def begin(self) -> None:
-        """Waits for the devices and starts."""
-        devices = self.probe.devices
-        _synchronize(devices)
-        self.peaks = Peaks(devices)
-        self.allocated_bytes = [torch.get_device_module(d).memory_allocated(d) for d in devices]
-        self.num_alloc_retries = list(map(_num_alloc_retries, devices))
-        if self.sampler is not None:
-            self.sampler.begin()
-        self.time_s = time.perf_counter()
 
     def finish(self, usage: StepMemory) -> None:
         """Waits for the devices and completes ``usage``."""
         devices = self.probe.devices
         _synchronize(devices)
         usage.elapsed_s = time.perf_counter() - self.time_s
-        no_samples = Samples(error=self.probe.nvml_error)
-        samples = no_samples if self.sampler is None else self.sampler.stop()
+        nvml_error = self.probe.nvml_error
+        samples = self.sampler.stop() if self.sampler else Samples(error=nvml_error)
         usage.num_samples, usage.sampling_error = samples.num_samples, samples.error
         # Batches that were split differently have no one number of samples a device.
         chunk_sizes = samples_by_device(self.probe._model) if len(self.splits) == 1 else None
-        usage.devices = tuple(
-            self._peak(index, samples, chunk_sizes) for index in range(len(devices))
-        )
+        usage.devices = tuple(self._peak(device, samples, chunk_sizes) for device in devices)
         retried = [peak.device for peak in usage.devices if (peak.num_alloc_retries or 0) > 0]
         usage.valid = not retried
         usage.reason = None
@@ -281,18 +274,17 @@ class _Block:
             )
 
     def _peak(
-        self, index: int, samples: Samples, chunk_sizes: Mapping[torch.device, int] | None
+        self, device: torch.device, samples: Samples, chunk_sizes: Mapping[torch.device, int] | None
     ) -> DevicePeak:
-        device = self.probe.devices[index]
         module = torch.get_device_module(device)
         board = self.probe._boards.get(device)
-        earlier, retries = self.num_alloc_retries[index], _num_alloc_retries(device)
+        earlier, retries = self.num_alloc_retries[device], _num_alloc_retries(device)
         chunk_size = None if chunk_sizes is None else chunk_sizes[device]
         allocated_bytes, reserved_bytes = self.peaks.of(device)
         return DevicePeak(
             device=str(device),
             capacity_bytes=module.get_device_properties(device).total_memory,
-            start_allocated_bytes=self.allocated_bytes[index],
+            start_allocated_bytes=self.allocated_bytes[device],
             peak_allocated_bytes=allocated_bytes,
             peak_reserved_bytes=reserved_bytes,
             peak_used_bytes=None if board is None else samples.peak_used_bytes.get(board.label),
@@ -318,7 +310,6 @@ def _has_context(device: torch.device | None) -> bool:
     """Returns whether this process may have touched the device."""
     if device is not None and device.type == "cuda":
         # Only builds with CUDA have it, so that the stubs do not. It opens no context by asking.
-        # In torch, and not in its stubs.
         has_context: bool = torch._C._cuda_hasPrimaryContext(device.index)  # type: ignore[attr-defined]
         return has_context
     return device is not None
@@ -329,15 +320,5 @@ def _has_nvml(device: torch.device) -> bool:
 
 
 def _num_alloc_retries(device: torch.device) -> int | None:
-    retries: int | None = (
-        torch.get_device_module(device).memory_stats(device).get("num_alloc_retries")
-    )
-    return retries
-
-
-def _describe(cuda_index: int, properties: Any) -> CudaDevice:
-    uuid = getattr(properties, "uuid", None)
-    pci_bus_id = None
-    if hasattr(properties, "pci_bus_id"):
-        pci_bus_id = (properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id)
-    return CudaDevice(cuda_index, None if uuid is None else str(uuid), pci_bus_id)
+    stats: dict[str, int] = torch.get_device_module(device).memory_stats(device)
+    return stats.get("num_alloc_retries")

@@ -54,7 +54,7 @@ class Sampler:
         if self._error is not None:
             return
         try:
-            self._process = subprocess.Popen(
+            process = self._process = subprocess.Popen(
                 [sys.executable, nvml.__file__, *(board.label for board in boards)],
                 bufsize=0,
                 stdin=subprocess.PIPE,
@@ -63,27 +63,26 @@ class Sampler:
                 env={**os.environ, _MARK: "1", "PYTHONPATH": os.pathsep.join(sys.path)},
                 start_new_session=True,
             )
-            self._wait_until_ready()
+            self._wait_until_ready(process)
         except OSError as error:
             self._error = f"the sampling process did not start: {error}"
         except BaseException:
             self.stop()
             raise
 
-    def _wait_until_ready(self) -> None:
-        assert self._process is not None
-        assert self._process.stdout is not None
+    def _wait_until_ready(self, process: subprocess.Popen[bytes]) -> None:
+        assert process.stdout is not None
         deadline = time.monotonic() + _START_PATIENCE_S
         line = b"-"
         # What else it prints is not ours: an interpreter's start may say something.
         while line and line.strip() != nvml.READY.encode():
             if os.name == "posix":  # elsewhere pipes cannot be waited for
                 left = max(0.0, deadline - time.monotonic())
-                if not select.select([self._process.stdout], [], [], left)[0]:
-                    self._process.kill()
+                if not select.select([process.stdout], [], [], left)[0]:
+                    process.kill()
                     self._error = f"the sampling process was not ready in {_START_PATIENCE_S:.0f} s"
                     return
-            line = self._process.stdout.readline()
+            line = process.stdout.readline()
 
     def begin(self) -> None:
         """Forgets what was before and samples from now on."""

@@ -20,12 +20,10 @@ class CudaStandIn:
 
     Args:
         units: the stand-in driver's units, in CUDA's order.
-        tells: which of "uuid" and "pci" the devices' properties have.
     """
 
-    def __init__(self, units: Sequence[int], tells: Sequence[str] = ("uuid", "pci")) -> None:
+    def __init__(self, units: Sequence[int]) -> None:
         self.units = units
-        self.tells = tells
         self.initialized = False
         self.has_context = True
         self.synchronized: list[int] = []
@@ -65,10 +63,11 @@ class CudaStandIn:
     def properties(self, cuda_index: int) -> SimpleNamespace:
         self.initialized = True  # to describe a device initializes CUDA
         unit = self.units[cuda_index]
-        properties = SimpleNamespace(name=f"a GPU, says CUDA ({unit})", total_memory=7 * GIB)
-        if "uuid" in self.tells:
-            properties.uuid = UUIDS[unit].split("-", 1)[1]  # as torch gives it
-        if "pci" in self.tells:
-            properties.pci_domain_id, properties.pci_bus_id = 0, BUSES[unit]
-            properties.pci_device_id = 0
-        return properties
+        return SimpleNamespace(
+            name=f"a GPU, says CUDA ({unit})",
+            total_memory=7 * GIB,
+            uuid=UUIDS[unit].split("-", 1)[1],  # as torch gives it
+            pci_domain_id=0,
+            pci_bus_id=BUSES[unit],
+            pci_device_id=0,
+        )

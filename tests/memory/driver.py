@@ -41,7 +41,6 @@ class State(ctypes.Structure):
         ("name_error", ctypes.c_uint32),
         ("process_error", ctypes.c_uint32),
         ("has_mig", ctypes.c_uint32),
-        ("alike", ctypes.c_uint32),
         ("num_processes", ctypes.c_uint32),
         ("process_bytes", ctypes.c_uint64 * MAX_PROCESSES),
         ("process_pid", ctypes.c_uint32 * MAX_PROCESSES),
@@ -71,7 +70,7 @@ class Driver:
 
     def environ(self, **variables: str) -> dict[str, str]:
         return {
-            **{name: value for name, value in os.environ.items() if name != "CUDA_DEVICE_ORDER"},
+            **os.environ,
             "CUDA_VISIBLE_DEVICES": "",  # torch sees no real ones
             "LD_LIBRARY_PATH": str(self.folder),
             "NVML_STAND_IN_STATE": str(self.state_file),

@@ -50,14 +50,12 @@ def boards() -> Any:
     return attempt(lambda: snapshot(MemoryProbe()))
 
 
-def cuda(units: str, tells: str) -> Any:
-    """The snapshot of CUDA devices which are these units of the driver."""
-    stand_in = CudaStandIn(json.loads(units), tells.split())
-    return attempt(lambda: snapshot(MemoryProbe(stand_in.devices)))
-
-
-def cuda_cases(cases: str, tells: str) -> Any:
-    return {units: cuda(units, tells) for units in json.loads(cases)}
+def cuda(cases: str) -> Any:
+    """The snapshots of CUDA devices which are these units of the driver."""
+    return [
+        attempt(lambda units=units: snapshot(MemoryProbe(CudaStandIn(units).devices)))
+        for units in json.loads(cases)
+    ]
 
 
 def process_bytes() -> Any:
@@ -133,6 +131,7 @@ def measured() -> Any:
         time.sleep(60)
 
     def kill_the_sampler() -> None:
+        wait_for_queries(1)
         os.kill(STATE.last_asking_pid, signal.SIGKILL)
 
     def lose_a_board() -> None:
@@ -144,6 +143,7 @@ def measured() -> Any:
         stand_in.num_alloc_retries += 2
 
     def stop_the_sampler() -> None:
+        wait_for_queries(1)
         os.kill(STATE.last_asking_pid, signal.SIGSTOP)
 
     def break_the_device() -> None:
@@ -244,6 +244,7 @@ def die_while_measuring() -> None:
             with suppress(BaseException):
                 time.sleep(120)
             os._exit(0)
+        wait_for_queries(1)
         print(STATE.last_asking_pid, flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
 

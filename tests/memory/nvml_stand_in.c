@@ -39,7 +39,6 @@ struct state {
     uint32_t name_error;
     uint32_t process_error;
     uint32_t has_mig;              /* board 1 is split into two slices */
-    uint32_t alike;                /* all boards have the name and size of board 0 */
     uint32_t num_processes;        /* on each unit */
     uint64_t process_bytes[MAX_PROCESSES];
     uint32_t process_pid[MAX_PROCESSES]; /* 0 stands for the process that asks */
@@ -77,11 +76,6 @@ static struct state *state(void)
 static int index_of(const struct unit *unit)
 {
     return (int)(unit - units);
-}
-
-static const struct unit *looks(const struct unit *unit)
-{
-    return state()->alike && index_of(unit) < NUM_BOARDS ? &units[0] : unit;
 }
 
 int nvmlInitWithFlags(unsigned flags)
@@ -131,7 +125,7 @@ int nvmlDeviceGetMigDeviceHandleByIndex(struct unit *unit, unsigned index, struc
 
 int nvmlDeviceGetName(struct unit *unit, char *name, unsigned size)
 {
-    snprintf(name, size, "%s", looks(unit)->name);
+    snprintf(name, size, "%s", unit->name);
     return (int)state()->name_error;
 }
 
@@ -167,7 +161,7 @@ struct memory_v1 {
 
 int nvmlDeviceGetMemoryInfo(struct unit *unit, struct memory_v1 *memory)
 {
-    memory->total = looks(unit)->total;
+    memory->total = unit->total;
     memory->used = state()->used[index_of(unit)] + state()->reserved;
     memory->free = memory->total - memory->used;
     return count_query(unit);
@@ -183,7 +177,7 @@ int nvmlDeviceGetMemoryInfo_v2(struct unit *unit, struct memory_v2 *memory)
 {
     if (memory->version != (sizeof *memory | 2u << 24))
         return VERSION_MISMATCH;
-    memory->total = looks(unit)->total;
+    memory->total = unit->total;
     memory->used = state()->used[index_of(unit)];
     memory->reserved = state()->reserved;
     memory->free = memory->total - memory->used - memory->reserved;
