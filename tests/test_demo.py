@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -19,6 +17,8 @@ from balanced_dp.demo import (
 )
 from balanced_dp.models import CharTransformer
 from balanced_dp.workloads import load_text
+
+from .processes import python
 
 SMALL = DemoSettings(num_devices=3, batch_size=7, steps=3, context=16, emulate=True)
 
@@ -113,28 +113,10 @@ def test_settings_that_cannot_be_used_are_refused(options, message):
 # The command line.
 
 
-def balanced_dp(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "balanced_dp", *arguments], capture_output=True, text=True
-    )
-
-
 def test_the_command_prints_a_table_and_writes_json(tmp_path):
     file = tmp_path / "demo.json"
-    done = balanced_dp(
-        "demo",
-        "--emulate",
-        "--devices",
-        "3",
-        "--batch-size",
-        "9",
-        "--steps",
-        "2",
-        "--gpu0-bsz",
-        "2",
-        "--json",
-        str(file),
-    )
+    options = "--emulate --devices 3 --batch-size 9 --steps 2 --gpu0-bsz 2 --json"
+    done = python("-m", "balanced_dp", "demo", *options.split(), str(file))
     assert done.returncode == 0, done.stderr
     record = json.loads(file.read_text())
     assert record["emulated"] is True
@@ -148,7 +130,8 @@ def test_the_command_prints_a_table_and_writes_json(tmp_path):
 
 
 def test_the_command_says_where_memory_ran_out():
-    done = balanced_dp("demo", "--emulate", "--steps", "1", "--gpu0-bsz", "5", "--memory", "20 MiB")
+    options = "--emulate --steps 1 --gpu0-bsz 5 --memory"
+    done = python("-m", "balanced_dp", "demo", *options.split(), "20 MiB")
     assert done.returncode == 0, done.stderr
     assert len(re.findall(" out of memory *\n", done.stdout)) == 3
     assert done.stdout.count("CUDA out of memory. Tried to allocate") == 3
@@ -167,7 +150,7 @@ def test_the_command_says_where_memory_ran_out():
     ],
 )
 def test_wrong_input_is_said_in_a_line_and_exit_code_2(arguments, message):
-    done = balanced_dp("demo", "--emulate", *arguments)
+    done = python("-m", "balanced_dp", "demo", "--emulate", *arguments)
     assert done.returncode == 2
     assert message in done.stderr
     assert "Traceback" not in done.stderr
@@ -176,14 +159,8 @@ def test_wrong_input_is_said_in_a_line_and_exit_code_2(arguments, message):
 
 
 def test_without_the_extra_the_command_names_it():
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            "import sys; sys.modules['typer'] = None; from balanced_dp.cli import main; main()",
-        ],
-        capture_output=True,
-        text=True,
+    done = python(
+        "-c", "import sys; sys.modules['typer'] = None; from balanced_dp.cli import main; main()"
     )
     assert done.returncode == 1
     assert re.fullmatch(
