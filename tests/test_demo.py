@@ -40,6 +40,7 @@ def test_three_runs_of_the_same_training(small_runs):
     assert [run.name for run in runs] == ["one device", "even split", "balanced"]
     assert [run.chunk_sizes for run in runs[:2]] == [(7,), (3, 3, 1)]
     assert [len(run.losses) for run in runs] == [3, 3, 3]
+    assert all(run.losses[-1] < run.losses[0] for run in runs)
     assert loss_difference(runs) < LOSS_TOLERANCE
     assert num_steps == SMALL.num_steps
 
@@ -59,11 +60,6 @@ def test_the_balanced_split_needs_least_of_all_values(small_runs):
 def test_the_breakdown_adds_up_to_the_peak(small_runs):
     for run in small_runs[0]:
         assert sum(run.breakdown.values()) == run.peak_bytes[0]
-
-
-def test_losses_fall(small_runs):
-    run = run_demo(DemoSettings(num_devices=2, batch_size=8, steps=12, gpu0_bsz=2, emulate=True))[2]
-    assert run.losses[-1] < run.losses[0] - 1
 
 
 def test_what_does_not_fit_is_a_row_and_not_an_end():
