@@ -20,9 +20,18 @@ def plan(*arguments, **options):
     return python("-m", "balanced_dp", "plan", *arguments, **options)
 
 
-def test_the_plan_of_gpt2_small_says_what_gathering_costs():
-    done = plan("gpt2-small", "--devices", "4", "--memory", "11GiB", "--batch-size", "32")
-    assert done.returncode == 0
+@pytest.fixture(scope="module")
+def gpt2_small():
+    options = ("--devices", "4", "--memory", "11GiB", "--batch-size", "32", "--json")
+    done = plan("gpt2-small", *options)
+    assert (done.returncode, done.stderr.strip()) == (0, "")
+    return done
+
+
+def test_the_plan_of_gpt2_small_says_what_gathering_costs(gpt2_small, tmp_path):
+    (tmp_path / "plan.json").write_text(gpt2_small.stdout)
+    done = CliRunner().invoke(app, ["report", str(tmp_path / "plan.json")])
+    assert done.exit_code == 0
     assert "model = BalancedDataParallel(gpu0_bsz=0, module=model)" in done.stdout
     assert "No value of gpu0_bsz balances this: without any samples device 0" in done.stdout
     assert "costs device 0 6.13 GiB" in done.stdout
@@ -120,12 +129,8 @@ def test_the_built_in_workloads_are_listed():
     assert all(name in table for name in BUILT_IN)
 
 
-def test_the_figures_in_the_readme():
-    options = ("--devices", "4", "--memory", "11GiB", "--batch-size", "32", "--json")
-    done = plan("gpt2-small", *options)
-    assert done.returncode == 0
-    assert done.stderr.strip() == ""
-    record = json.loads(done.stdout)
+def test_the_figures_in_the_readme(gpt2_small):
+    record = json.loads(gpt2_small.stdout)
     peaks = {
         name: [
             round(max(phases) / 2**30, 2)
