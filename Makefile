@@ -12,7 +12,7 @@ demo: $(INSTALLED)  ## Run the demo; ARGS="..." is passed on
 	$(BIN)/balanced-dp demo $(ARGS)
 
 test: $(INSTALLED)  ## Run the tests; ARGS="..." goes to pytest
-	$(BIN)/pytest -n auto --maxprocesses 8 $(ARGS)
+	$(BIN)/pytest -n auto --maxprocesses 8 --dist worksteal $(ARGS)
 
 check: $(INSTALLED)  ## Lint, check the formatting and the types
 	$(BIN)/ruff check
@@ -43,7 +43,7 @@ wheel: $(INSTALLED)  ## Build the wheel, and test it where nothing but its depen
 	build/wheel/venv/bin/python -m pip install --quiet --constraint constraints.txt \
 		--group core-test build/wheel/*.whl
 	cp -r *.md Makefile pyproject.toml benchmarks docs notebooks tests build/wheel
-	cd build/wheel && venv/bin/pytest -o addopts= -n auto tests $(ARGS)
+	cd build/wheel && venv/bin/pytest -o addopts= -n auto --dist worksteal tests $(ARGS)
 
 bench: $(INSTALLED)  ## Run the benchmarks; ARGS="..." goes to pytest
 	$(BIN)/pytest benchmarks --benchmark-only $(ARGS)

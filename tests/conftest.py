@@ -45,6 +45,11 @@ hypothesis.settings.load_profile("project")
 torch.set_num_threads(1)
 
 
+def pytest_collection_finish() -> None:
+    """Takes what was imported from the garbage collector, which would look at it each time."""
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def no_thread_left_behind() -> Iterator[None]:
     before = set(threading.enumerate())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from pathlib import Path
 
 import pytest
@@ -100,6 +101,7 @@ WITHOUT_TORCH = {
 PRINTS = {"cli.py", "memory/nvml.py"}  # the latter as the sampling process, to its parent
 
 
+@functools.cache
 def trees() -> dict[str, ast.Module]:
     return {
         path.relative_to(ROOT).as_posix(): ast.parse(path.read_text("utf-8"))

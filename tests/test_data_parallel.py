@@ -91,49 +91,6 @@ def test_a_deep_copy_on_emulated_devices_is_independent(emulated):
     assert twin(torch.randn(7, 4)).device == emulated[0]
 
 
-def test_it_is_unwrapped_as_an_nn_data_parallel_is():
-    """As accelerate's and transformers' helpers do: by class and by the attribute ``module``."""
-    parallel = BalancedDataParallel(1, nn.Linear(4, 2), ["cpu"] * 2)
-    wrappers = (nn.parallel.DistributedDataParallel, nn.DataParallel)
-    assert isinstance(parallel, wrappers)
-    assert type(parallel.module) is nn.Linear
-
-
-def test_transformers_models_train_and_unwrap(emulated):
-    transformers = pytest.importorskip("transformers")
-    from transformers.modeling_utils import unwrap_model
-
-    config = transformers.GPT2Config(
-        n_layer=2,
-        n_embd=16,
-        n_head=2,
-        vocab_size=11,
-        n_positions=8,
-        bos_token_id=0,
-        eos_token_id=0,
-        resid_pdrop=0,
-        embd_pdrop=0,
-        attn_pdrop=0,
-        use_cache=False,
-        loss_type="ForCausalLM",
-    )
-    model = transformers.GPT2LMHeadModel(config).double()
-    reference = copy.deepcopy(model)
-    parallel = wrap(emulated[:3], 2, model)
-    assert unwrap_model(parallel) is model
-    ids = torch.randint(0, 11, (7, 8))
-    output, expected = parallel(input_ids=ids, labels=ids), reference(input_ids=ids, labels=ids)
-    assert type(output) is type(expected)
-    assert list(output) == list(expected)
-    torch.testing.assert_close(output.logits.cpu(), expected.logits)
-    torch.testing.assert_close(output.loss.cpu(), expected.loss)
-    output.loss.backward()
-    expected.loss.backward()
-    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-        # The model computes its loss in float32, whatever its own precision.
-        torch.testing.assert_close(ours.grad.cpu(), theirs.grad, rtol=1e-4, atol=1e-6)
-
-
 def test_the_steps_can_be_called_one_by_one(devices):
     """As code does that strings nn.DataParallel's steps together itself."""
     parallel = wrap(devices[:3])
@@ -236,6 +193,13 @@ def test_parameters_on_another_device_raise_stock_s_error(emulated):
             ArgumentError,
             "loss_weight weighs a mean, but scalar_outputs is 'sum'",
         ),
+        ({"module": lambda x: x}, ArgumentTypeError, "module must be an nn.Module, got function"),
+        ({"dim": "0"}, ArgumentTypeError, "dim must be an integer, got '0'"),
+        ({"dim": True}, ArgumentTypeError, "dim must be an integer, got True"),
+        ({"broadcast": "maks"}, ArgumentError, "broadcast names 'maks', but Linear.forward takes"),
+        ({"device_ids": ["gpu:0"]}, ArgumentError, "there is no device 'gpu:0': "),
+        ({"device_ids": ["meta", "meta"]}, ArgumentError, "there is no device 'meta': "),
+        ({"device_ids": ["xpu"]}, ArgumentError, "device xpu does not exist: there are 0"),
     ],
 )
 def test_arguments_that_cannot_be_used_are_refused(options, error, message):
@@ -350,11 +314,6 @@ def test_a_loss_weight_that_is_no_weight_is_refused(value):
     )
     with pytest.raises((ArgumentError, RuntimeError)):
         parallel(torch.zeros(4, 3, 4, dtype=torch.double), torch.zeros(4, 3, dtype=torch.long))
-
-
-def test_stack_gives_stock_s_vector(devices):
-    module = Lambda(lambda m, x: m.a(x).mean(), a=nn.Linear(4, 2))
-    assert wrap(devices[:3], 1, module, scalar_outputs="stack")(torch.randn(7, 4)).shape == (3,)
 
 
 # What goes wrong in a replica.

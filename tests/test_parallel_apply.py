@@ -87,6 +87,9 @@ def state():
     ids=["no_grad", "enable_grad", "inference_mode", "bfloat16", "float16", "disabled"],
 )
 def test_threads_have_the_caller_s_modes(context, num_calls, emulated):
+    """Threads of nn.DataParallel enter autocast without its dtype, so that bfloat16 becomes
+    float16, and do not take over inference mode.
+    """
     before = state()
     with context:
         expected = state()

@@ -3,34 +3,35 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-import balanced_dp
 from balanced_dp.cli import app, main
 from balanced_dp.workloads import BUILT_IN
 
-
-def run(*arguments, **options):
-    return subprocess.run(
-        [sys.executable, "-m", "balanced_dp", *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "PYTHONPATH": str(Path(balanced_dp.__file__).parents[1])},
-        **options,
-    )
+from .processes import python
 
 
-def test_the_plan_of_gpt2_small_says_what_gathering_costs():
-    done = run("plan", "gpt2-small", "--devices", "4", "--memory", "11GiB", "--batch-size", "32")
-    assert done.returncode == 0
+def plan(*arguments, **options):
+    return python("-m", "balanced_dp", "plan", *arguments, **options)
+
+
+@pytest.fixture(scope="module")
+def gpt2_small():
+    options = ("--devices", "4", "--memory", "11GiB", "--batch-size", "32", "--json")
+    done = plan("gpt2-small", *options)
+    assert (done.returncode, done.stderr.strip()) == (0, "")
+    return done
+
+
+def test_the_plan_of_gpt2_small_says_what_gathering_costs(gpt2_small, tmp_path):
+    (tmp_path / "plan.json").write_text(gpt2_small.stdout)
+    done = CliRunner().invoke(app, ["report", str(tmp_path / "plan.json")])
+    assert done.exit_code == 0
     assert "model = BalancedDataParallel(gpu0_bsz=0, module=model)" in done.stdout
     assert "No value of gpu0_bsz balances this: without any samples device 0" in done.stdout
     assert "costs device 0 6.13 GiB" in done.stdout
@@ -73,18 +74,17 @@ def test_a_workload_of_ones_own_is_found_in_the_current_folder(tmp_path):
         "    return Workload(lambda: torch.nn.Linear(64, 64), lambda n: ((torch.ones(n, 64),),"
         " {}, None), lambda output, _: output.sum(), name='<script>')\n"
     )
-    arguments = ("plan", "mine:make", "--memory", "1GiB,2GiB", "--batch-size", "10")
-    done = run(*arguments, cwd=tmp_path)
+    options = ("--memory", "1GiB,2GiB", "--batch-size", "10")
+    done = plan("mine:make", *options, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "<script>, batches of 10, 2 devices" in done.stdout
 
 
 def test_predictions_that_cannot_be_trusted_are_told():
-    arguments = ("tests.test_tuner:lawless", "--memory", "1GiB", "--batch-size", "24")
-    done = run("plan", *arguments)
+    done = plan("tests.test_tuner:lawless", "--memory", "1GiB", "--batch-size", "24")
     assert done.returncode == 0, done.stderr
     assert "So the choice is among the measured values" in done.stdout
-    lawful = run("plan", "tests.small_workloads:mlp", "--memory", "2GiB", "--batch-size", "24")
+    lawful = plan("tests.small_workloads:mlp", "--memory", "2GiB", "--batch-size", "24")
     assert "is a guess" not in lawful.stdout
 
 
@@ -129,12 +129,8 @@ def test_the_built_in_workloads_are_listed():
     assert all(name in table for name in BUILT_IN)
 
 
-def test_the_figures_in_the_readme():
-    options = ("--devices", "4", "--memory", "11GiB", "--batch-size", "32", "--json")
-    done = run("plan", "gpt2-small", *options)
-    assert done.returncode == 0
-    assert done.stderr.strip() == ""
-    record = json.loads(done.stdout)
+def test_the_figures_in_the_readme(gpt2_small):
+    record = json.loads(gpt2_small.stdout)
     peaks = {
         name: [
             round(max(phases) / 2**30, 2)

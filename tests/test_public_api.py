@@ -16,6 +16,7 @@ import balanced_dp
 from balanced_dp import distributed
 
 from .conftest import MISSING
+from .processes import python
 
 NEEDS_AN_EXTRA = ("cli", "terminal", "report", "integrations.")
 """What of the package cannot be imported without one."""
@@ -91,28 +92,30 @@ def test_there_are_examples_in_docstrings():
     assert len(tests) >= 5
 
 
-def in_new_process(statements: str) -> str:
-    return subprocess.run(
-        [sys.executable, "-c", statements], check=True, capture_output=True, text=True
-    ).stdout.strip()
+PROBE = """
+import sys, torch
 
-
-PROBE = (
-    "import sys, torch; before = set(sys.modules); {statement}; "
-    "print(sorted({{'pynvml', 'typer', 'rich', 'transformers'}} & set(sys.modules) - before), "
-    "hasattr(torch, 'lazy'), torch.cuda.is_initialized())"
-)
+before = set(sys.modules)
+for statement in sys.argv[1:]:
+    exec(statement)
+    imported = {"pynvml", "typer", "rich", "transformers"} & set(sys.modules) - before
+    print(sorted(imported), hasattr(torch, "lazy"), torch.cuda.is_initialized())
+"""
 
 
 def test_importing_costs_nothing():
-    assert in_new_process(PROBE.format(statement="import balanced_dp")) == "[] False False"
-
-
-def test_the_test_above_can_fail():
-    pytest.importorskip("typer")
-    assert "typer" in in_new_process(PROBE.format(statement="import balanced_dp.cli"))
-    opened = "from balanced_dp import emulate_devices; emulate_devices(1).__enter__()"
-    assert "True" in in_new_process(PROBE.format(statement=opened))
+    """Other statements show that the test can fail."""
+    opening = "balanced_dp.emulate_devices(1).__enter__()"
+    command = [
+        sys.executable,
+        "-c",
+        PROBE,
+        "import balanced_dp",
+        opening,
+        "sys.modules['rich'] = sys",
+    ]
+    found = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
+    assert found == ["[] False False", "[] True False", "['rich'] True False"]
 
 
 @pytest.mark.parametrize(
@@ -121,13 +124,11 @@ def test_the_test_above_can_fail():
         ("cli", "typer", "cli"),
         ("report", "pydantic", "report"),
         ("integrations.transformers", "transformers", "hf"),
+        ("integrations.transformers", "accelerate", "hf"),
     ],
 )
 def test_what_is_not_installed_is_named_with_its_extra(module, package, extra):
-    statements = f"import sys; sys.modules['{package}'] = None; import balanced_dp.{module}"
-    done = subprocess.run(
-        [sys.executable, "-c", statements], check=False, capture_output=True, text=True
-    )
+    done = python("-c", f"import sys; sys.modules['{package}'] = None; import balanced_dp.{module}")
     assert done.returncode == 1
     told = done.stderr.strip().splitlines()[-1]
     assert f"needs {package}" in told

@@ -129,6 +129,9 @@ def test_broadcast_takes_no_other_path(path):
 
 
 def test_a_tensor_of_another_size_is_named_with_the_remedy():
+    """One fork caught everything around scatter, printed "error" and called quit(). We blamed the
+    tensor that was right.
+    """
     with pytest.raises(ScatterError) as caught:
         cut([torch.zeros(5), {"mask": torch.zeros(3, 4)}], 2, 3)
     assert str(caught.value) == (
@@ -230,6 +233,7 @@ def test_scalars(scalar_outputs, chunk_sizes, expected):
 
 
 def test_integers_have_no_mean_unless_they_are_equal():
+    """The number of right answers was made a mean, and a bool a fraction."""
     with pytest.raises(GatherError, match="a count has no mean"):
         gather([torch.tensor(1), torch.tensor(2)], CPU, chunk_sizes=[1, 1])
     assert gather([torch.tensor(2), torch.tensor(2)], CPU).item() == 2
@@ -262,6 +266,7 @@ def test_what_is_no_row_for_each_sample_is_an_error(shape):
 
 
 def test_a_container_that_all_replicas_return_is_an_error():
+    """It held what the last replica had written, and was returned as that of the batch."""
     shared = {"hits": torch.zeros(())}
     with pytest.raises(GatherError, match="output 1 is the same dict on every replica"):
         gather([(torch.zeros(2), shared), (torch.zeros(2), shared)], CPU)

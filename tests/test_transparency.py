@@ -102,6 +102,11 @@ def check_transparent(
 @pytest.mark.filterwarnings("ignore:gpu0_bsz")
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_outputs_and_gradients_are_those_of_the_module(case, kind):
+    """What failed before, in balanced forks or in nn.DataParallel: batches smaller than the number
+    of devices or of fewer chunks, a first device without samples, a single device, calls with
+    keywords only, a list as first argument, a keyword that is no tensor (9 samples on 4 devices),
+    and 0-dim outputs with ``dim=1``.
+    """
     for num_devices in (1, 2, 4):
         with open_devices(kind, num_devices) as devices:
             for batch_size in (1, 4, 9):

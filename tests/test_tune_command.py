@@ -15,6 +15,8 @@ import balanced_dp
 from balanced_dp.cli import app
 from balanced_dp.report import load_reports
 
+from .processes import python
+
 ROOT = Path(balanced_dp.__file__).parents[1]
 WORKLOAD = """
 import torch
@@ -47,17 +49,6 @@ def folder(tmp_path_factory):
     return folder
 
 
-def run(folder, *arguments):
-    return subprocess.run(
-        [sys.executable, "-m", "balanced_dp", *arguments],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
-
-
 @pytest.fixture
 def invoke(folder, monkeypatch):
     """Runs a command in the folder and in this process, which saves importing torch again."""
@@ -70,9 +61,8 @@ def invoke(folder, monkeypatch):
 
 @pytest.fixture(scope="module")
 def tuned(folder):
-    return run(
-        folder, "tune", "mine:make", "--sweep", "0:16", "-o", "a.json", "--html", "a.html", "--json"
-    )
+    options = "--sweep 0:16 -o a.json --html a.html --json"
+    return python("-m", "balanced_dp", "tune", "mine:make", *options.split(), cwd=folder)
 
 
 def test_tune_writes_the_report_and_prints_json_alone(folder, tuned):
@@ -157,7 +147,7 @@ def test_wrong_input_is_said_in_a_line_and_exit_code_2(
 def test_reports_of_other_workloads_are_not_compared(folder, tuned):
     text = (folder / "a.json").read_text().replace('"workload": "mine"', '"workload": "yours"')
     (folder / "e.json").write_text(text)
-    done = run(folder, "compare", "a.json", "e.json")
+    done = python("-m", "balanced_dp", "compare", "a.json", "e.json", cwd=folder)
     assert done.returncode == 2
     assert "a.json has no report of yours; it has mine" in done.stderr
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import subprocess
 import sys
 import textwrap
 import threading
@@ -15,6 +14,8 @@ from torch import nn
 
 from balanced_dp import BalancedCriterion, BalancedDataParallel
 from balanced_dp.parallel_apply import Workers, parallel_apply
+
+from .processes import python
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* sets seen in forward")
 
@@ -217,7 +218,5 @@ def test_a_thread_may_train_when_the_main_thread_has_ended():
         threading.Thread(target=train).start()
         """
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60
-    )
+    done = python("-c", script)
     assert (done.stdout, done.stderr) == ("torch.Size([8, 2])\n" * 2, "")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +13,8 @@ from torch.utils.checkpoint import checkpoint
 from balanced_dp import BalancedDataParallel, emulate_devices
 from balanced_dp.emulation import autocast as autocasting
 from balanced_dp.models import CharTransformer
+
+from ..processes import python
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
@@ -226,5 +226,5 @@ print(errors)
 
 def test_the_first_contexts_of_a_process_may_be_entered_at_once():
     """Each tried to register the kernels: "multiple backend fallbacks"."""
-    done = subprocess.run([sys.executable, "-c", AT_ONCE], capture_output=True, text=True)
+    done = python("-c", AT_ONCE)
     assert done.stdout == "[]\n", done.stderr

@@ -17,7 +17,7 @@ from balanced_dp import BalancedCriterion, BalancedDataParallel
 
 from .families import FAMILIES, gpt2, text
 
-NUM_STEPS = 50
+NUM_STEPS = 20
 
 
 class TokenLoss(nn.CrossEntropyLoss):

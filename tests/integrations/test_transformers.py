@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from typing import Any
 
 import numpy as np
@@ -123,28 +121,28 @@ def leaves(predictions: Any) -> list[Any]:
 
 @pytest.mark.filterwarnings("ignore:gpu0_bsz")
 @pytest.mark.parametrize("accumulation", [1, 4])
-@pytest.mark.parametrize("gpu0_bsz", [0, 1, 4])
-def test_fifty_steps_over_real_text(gpu0_bsz, accumulation, tmp_path):
+def test_twenty_steps_over_real_text(accumulation, tmp_path):
     """In float32, evaluated on the way: 70 samples are four batches of 16 and one of 6."""
     arguments = {
-        "max_steps": 50,
+        "max_steps": 20,
         "learning_rate": 1e-3,
         "gradient_accumulation_steps": accumulation,
         "eval_strategy": "steps",
-        "eval_steps": 25,
+        "eval_steps": 10,
     }
     options = {"arguments": arguments, "num_samples": 70, "dtype": torch.float}
     one = alone(tmp_path, **options)
-    several = make_trainer(tmp_path, gpu0_bsz=gpu0_bsz, **options)
-    for name, count in (("loss", 50), ("eval_loss", 2)):
-        curves = []
-        for trainer in (one, several):
-            if not trainer.state.log_history:
-                trainer.train()
-            curves.append(history(trainer, name))
-        assert len(curves[0]) == count
-        torch.testing.assert_close(curves[1], curves[0], rtol=0, atol=1e-4)
-    assert history(one, "loss")[-1] < history(one, "loss")[0]
+    one.train()
+    losses = history(one, "loss")
+    assert (len(losses), len(history(one, "eval_loss"))) == (20, 2)
+    assert losses[-1] < losses[0]
+    for gpu0_bsz in (0, 1, 4):
+        several = make_trainer(tmp_path, gpu0_bsz=gpu0_bsz, **options)
+        several.train()
+        for name in ("loss", "eval_loss"):
+            torch.testing.assert_close(
+                history(several, name), history(one, name), rtol=0, atol=1e-4
+            )
 
 
 @pytest.mark.parametrize("is_averaged", [True, False])
@@ -600,13 +598,3 @@ def test_weights_and_broadcast_reach_the_wrapper(tmp_path):
     trainer.data_collator = lambda rows: {**collate(rows), "position_ids": positions}
     trainer.train()
     assert trainer.parallel_model.chunk_sizes == (1, 1, 1, 2)
-
-
-@pytest.mark.parametrize("package", ["accelerate", "transformers"])
-def test_without_its_packages_it_names_the_extra(package):
-    statements = (
-        f"import sys; sys.modules[{package!r}] = None; import balanced_dp.integrations.transformers"
-    )
-    done = subprocess.run([sys.executable, "-c", statements], capture_output=True, text=True)
-    assert "ImportError: balanced_dp.integrations.transformers needs " + package in done.stderr
-    assert "pip install 'balanced-dp[hf]'" in done.stderr

@@ -7,9 +7,10 @@ import json
 import mmap
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
+
+from ..processes import python
 
 ROOT = Path(__file__).parents[2]
 SOURCE = Path(__file__).with_name("nvml_stand_in.c")
@@ -81,33 +82,20 @@ class Driver:
 
     def run(self, script: str, *arguments: str, **variables: str) -> Any:
         """Runs ``tests.memory.in_process`` and returns the JSON that it prints."""
-        done = subprocess.run(
-            [sys.executable, "-m", "tests.memory.in_process", script, *arguments],
-            env=self.environ(**variables),
-            capture_output=True,
-            text=True,
-            cwd=ROOT,
-            check=False,
-            start_new_session=True,  # some send signals to their process group
-        )
+        program = "tests.memory.in_process"
+        done = python("-m", program, script, *arguments, environ=self.environ(**variables))
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)
 
     def command(self, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
         """Runs the command line."""
-        return subprocess.run(
-            [sys.executable, "-m", "balanced_dp", *arguments],
-            env=self.environ(**variables),
-            capture_output=True,
-            text=True,
-            cwd=ROOT,
-            check=False,
-        )
+        return python("-m", "balanced_dp", *arguments, environ=self.environ(**variables))
 
 
 def build(folder: Path, *flags: str) -> Path:
     folder.mkdir()
     library = folder / "libnvidia-ml.so.1"
     options = ["-shared", "-fPIC", "-Wall", "-Wextra", "-Wno-unused-function", "-Werror"]
+    options += [f"-Wl,-soname,{library.name}"]  # what is loaded already is found by this name
     subprocess.run(["gcc", *options, *flags, "-o", str(library), str(SOURCE)], check=True)
     return folder

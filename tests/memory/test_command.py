@@ -75,7 +75,13 @@ def test_one_line_where_nvml_does_not_answer(driver, error, reason, options):
 
 def test_one_line_without_a_library(driver, tmp_path):
     (tmp_path / "libnvidia-ml.so.1").touch()  # before a real one, and cannot be loaded
-    done = driver.command("probe", LD_LIBRARY_PATH=str(tmp_path))
+    done = subprocess.run(
+        [sys.executable, "-m", "balanced_dp", "probe"],
+        env=driver.environ(LD_LIBRARY_PATH=str(tmp_path)),
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.count("\n") == 1
     assert "there is no NVML library (libnvidia-ml.so.1)" in done.stderr
