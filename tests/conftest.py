@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import signal
 import threading
 from collections.abc import Iterator
 
@@ -43,6 +44,10 @@ hypothesis.settings.load_profile("project")
 
 # Tensors here are tiny, and threads that wait for each other in spinning are slow on busy machines.
 torch.set_num_threads(1)
+
+
+# A shell that starts the tests in the background lets them ignore it, and so would their processes.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_finish() -> None:
