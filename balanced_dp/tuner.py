@@ -12,8 +12,8 @@ import torch
 from .errors import ArgumentError, InfeasiblePlanError
 from .measurement import Measurement, StepMeter, open_devices, step_meter, uses_emulation
 from .memory_model import MemoryModel, fit
-from .plan import EQUAL, Planner, check_batch, check_fits, describe, utilizations
-from .split import even_share
+from .plan import Planner, check_batch, check_fits, describe, utilizations
+from .split import EQUAL, even_share
 from .tuning import SCHEMA, Alternative, Origin, Report
 from .workloads import Workload
 
