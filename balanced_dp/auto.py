@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from .memory_model import Law, MemoryModel, fit
-from .plan import EQUAL, Planner, utilizations
-from .split import even_share
+from .plan import Planner, utilizations
+from .split import EQUAL, best_values, even_share
 
 MAX_CHANGES = 5
 """How often a value is changed to find the best one; running out of memory comes on top."""
@@ -51,7 +51,7 @@ class AutoBalance:
         self.num_changes = 0
         self.is_frozen = False
         self._observed: dict[tuple[int, int], Observation] = {}
-        self._model: MemoryModel | None = None
+        self._planner: Planner | None = None
         self._values: dict[int, int] = {}
         # Batch size -> value with which device 0, or another device, ran out of memory.
         self._too_large: dict[int, int] = {}
@@ -82,9 +82,10 @@ class AutoBalance:
             self.is_frozen = self._num_smaller >= _MAX_SMALLER
             return
         if len(self._observed) == 1:
-            self._model = _cautious_model(observation, replica_bytes)
+            model = _cautious_model(observation, replica_bytes)
         else:
-            self._model = fit(list(self._observed.values())[-_MAX_FITTED:], empty_bytes)
+            model = fit(list(self._observed.values())[-_MAX_FITTED:], empty_bytes)
+        self._planner = Planner(model, self.capacities)
         best = self._best_observed(batch_size)
         candidate = self._limited(batch_size, self._predicted(batch_size))
         if self._is_worth_trying(batch_size, candidate, best):
@@ -117,50 +118,49 @@ class AutoBalance:
         return is_new and self.num_changes < MAX_CHANGES - 1  # one is left to go back
 
     def _is_worth_trying(self, batch_size: int, candidate: int, best: int) -> bool:
-        assert self._model is not None
+        assert self._planner is not None
         if not self._may_try(batch_size, candidate):
             return False
-        if not self._model.is_lawful:
+        if not self._planner.model.is_lawful:
             return True
-        expected = Planner(self._model, self.capacities).utilization(batch_size, candidate)
+        expected = self._planner.utilization(batch_size, candidate)
         if len(self._observed) == 1:  # the most that there can be
             return expected <= 1
         return expected < self._utilization(batch_size, best) * (1 - EQUAL)
 
     def _is_idling_worth_trying(self, batch_size: int, best: int) -> bool:
         """Whether device 0 without samples, which no law tells, could be the best."""
-        assert self._model is not None
+        assert self._planner is not None
         if self._limited(batch_size, 0) or not self._may_try(batch_size, 0):
             return False
         if not self._first_is_fullest(batch_size, best):
             return False
-        _, others = Planner(self._model, self.capacities).utilizations(batch_size, 0)
+        _, others = self._planner.utilizations(batch_size, 0)
         return others < self._utilization(batch_size, best) * (1 - EQUAL)
 
     def _best_observed(self, batch_size: int) -> int:
         """Returns the largest of the values that were observed to be the best."""
         values = [value for size, value in self._observed if size == batch_size]
-        if self._model is not None and not self._model.is_lawful:
+        if self._planner is not None and not self._planner.model.is_lawful:
             # Batches that differ in more than their size: compare devices in the same iteration.
             return min(
                 (v for v in values if self._first_is_fullest(batch_size, v)),
                 default=max(values),
             )
-        limit = min(self._utilization(batch_size, value) for value in values) * (1 + EQUAL)
-        return max(v for v in values if self._utilization(batch_size, v) <= limit)
+        return best_values({v: self._utilization(batch_size, v) for v in values})[-1]
 
     def _predicted(self, batch_size: int) -> int:
         even = even_share(batch_size, len(self.capacities))
-        if self._model is None:
+        if self._planner is None:
             return even
-        if not self._model.is_lawful:
+        if not self._planner.model.is_lawful:
             shares = [
                 value / size
                 for size, value in self._observed
                 if self._first_is_fullest(size, value)
             ]
             return min(even, math.ceil(batch_size * min(shares, default=1.0)))
-        value = Planner(self._model, self.capacities).best_gpu0_bsz(batch_size)
+        value = self._planner.best_gpu0_bsz(batch_size)
         if len(self._observed) > 1:
             return value
         [(size, observed_value)] = self._observed

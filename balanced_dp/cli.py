@@ -27,7 +27,6 @@ try:
         report_html,
         report_json,
         report_markdown,
-        save_report,
     )
     from .report.file import write_atomically
     from .terminal import (
@@ -48,7 +47,7 @@ except ImportError as error:  # the library itself needs none of these
 import torch
 
 from . import demo as demos
-from .measurement import uses_emulation
+from .measurement import default_num_devices, uses_emulation
 from .memory import DeviceMemory, MemoryProbe
 from .tuner import tune
 from .tuning import Report
@@ -65,6 +64,17 @@ app = typer.Typer(
 )
 
 
+_Target = Annotated[str, typer.Argument(help="A built-in workload, or package.module:function.")]
+_BatchSize = Annotated[
+    int | None, typer.Option(help="Samples in a batch; default: the workload's.")
+]
+_NumDevices = Annotated[
+    int | None, typer.Option("--devices", help="Default: all GPUs, or 4 emulated devices.")
+]
+_Emulate = Annotated[
+    bool, typer.Option("--emulate", help="Emulated devices even where there are GPUs.")
+]
+_Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 _LossOnDevice = Annotated[
     bool,
     typer.Option(
@@ -76,9 +86,7 @@ _LossOnDevice = Annotated[
 
 @app.command()
 def demo(
-    num_devices: Annotated[
-        int | None, typer.Option("--devices", help="Default: all GPUs, or 4 emulated devices.")
-    ] = None,
+    num_devices: _NumDevices = None,
     batch_size: Annotated[int, typer.Option(help="Samples in a batch.")] = 32,
     steps: Annotated[int, typer.Option(help="Training steps of each run.")] = 24,
     gpu0_bsz: Annotated[
@@ -90,16 +98,14 @@ def demo(
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Also write the results there.")
     ] = None,
-    emulate: Annotated[
-        bool, typer.Option("--emulate", help="Emulated devices even where there are GPUs.")
-    ] = False,
+    emulate: _Emulate = False,
 ) -> None:
     """Train a small transformer on real text: on one device, split evenly, and balanced.
 
     Runs on all devices of this machine if it has two or more GPUs, else on emulated ones.
     """
     if num_devices is None:
-        num_devices = demos.default_num_devices(emulate)
+        num_devices = default_num_devices(emulate)
     settings = demos.DemoSettings(num_devices, batch_size, steps, gpu0_bsz, memory, emulate)
     _check_writable(json_file)
     with progress_bar("training steps", settings.num_steps) as progress:
@@ -152,7 +158,7 @@ def _show_memory(memory_probe: MemoryProbe, as_json: bool, watch_s: float | None
 
 @app.command()
 def workloads(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: _Json = False,
 ) -> None:
     """List the built-in workloads, with their parameters and a usual batch size."""
     listed = []
@@ -176,20 +182,18 @@ def workloads(
 
 @app.command("plan")
 def plan_command(
-    target: Annotated[str, typer.Argument(help="A built-in workload, or package.module:function.")],
+    target: _Target,
     memory: Annotated[
         str,
         typer.Option(help="Capacity of each device, such as 11GiB, or one for each: 24GiB,11GiB."),
     ],
     num_devices: Annotated[int | None, typer.Option("--devices", help="Default: 4.")] = None,
-    batch_size: Annotated[
-        int | None, typer.Option(help="Samples in a batch; default: the workload's.")
-    ] = None,
+    batch_size: _BatchSize = None,
     reserve: Annotated[
         str, typer.Option(help="Of each device, for CUDA's context and libraries' workspaces.")
     ] = "512MiB",
     loss_on_device: _LossOnDevice = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: _Json = False,
 ) -> None:
     """Find gpu0_bsz for a workload on GPUs that need not be here.
 
@@ -207,17 +211,13 @@ def plan_command(
 
 @app.command("tune")
 def tune_command(
-    target: Annotated[str, typer.Argument(help="A built-in workload, or package.module:function.")],
-    batch_size: Annotated[
-        int | None, typer.Option(help="Samples in a batch; default: the workload's.")
-    ] = None,
+    target: _Target,
+    batch_size: _BatchSize = None,
     sweep: Annotated[
         str | None,
         typer.Option(metavar="FIRST:LAST", help="Measure each gpu0_bsz of these, such as 0:8."),
     ] = None,
-    num_devices: Annotated[
-        int | None, typer.Option("--devices", help="Default: all GPUs, or 4 emulated devices.")
-    ] = None,
+    num_devices: _NumDevices = None,
     memory: Annotated[
         str | None,
         typer.Option(
@@ -238,11 +238,9 @@ def tune_command(
     html: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write it as a page, too.")
     ] = None,
-    emulate: Annotated[
-        bool, typer.Option("--emulate", help="Emulated devices even where there are GPUs.")
-    ] = False,
+    emulate: _Emulate = False,
     loss_on_device: _LossOnDevice = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: _Json = False,
 ) -> None:
     """Measure a workload at the values that matter, choose gpu0_bsz, and write the report.
 
@@ -250,7 +248,7 @@ def tune_command(
     """
     capacities = None
     if memory is not None:
-        default = demos.default_num_devices(emulate) if num_devices is None else num_devices
+        default = default_num_devices(emulate) if num_devices is None else num_devices
         capacities = _capacities(memory, default, num_devices)
     if reserve is None:
         is_known = memory is not None or not uses_emulation(emulate)
@@ -270,8 +268,7 @@ def tune_command(
         gather=not loss_on_device,
     )
     if output is not None:
-        save_report(report, output)
-        _say_written(output)
+        _write(output, report_json(report))
     if html is not None:
         _write(html, report_html([report]))
     if as_json:
@@ -357,10 +354,6 @@ def _values(sweep: str | None) -> range:
 
 def _write(path: Path, text: str) -> None:
     write_atomically(path, text)
-    _say_written(path)
-
-
-def _say_written(path: Path) -> None:
     print(f"wrote {path}", file=sys.stderr)
 
 

@@ -5,36 +5,23 @@ It prints nothing (``cli`` does); it measures, and hands back what it measured.
 
 from __future__ import annotations
 
-import contextlib
-import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
-from torch.nn import functional
 
-from .data_parallel import BalancedDataParallel
-from .devices import is_out_of_memory
-from .emulation import EmulatedDevices
-from .errors import ArgumentError, BalanceWarning, SymbolicValueError
-from .measurement import open_devices, uses_emulation
-from .memory.peaks import reset_peaks
+from .measurement import StepRecord, check_devices, open_devices, step_meter, uses_emulation
 from .memory.step import spread
 from .models import CharTransformer
-from .split import even_share, split_batch
+from .split import as_integer, even_share, split_batch
+from .tuner import best_measured
 from .units import parse_bytes
-from .workloads import encoded_text
+from .workloads import Batch, Workload, char_lm, encoded_text
 
 LOSS_TOLERANCE = 1e-4
 """How far the loss curves of the runs may lie apart at any step: float32 sums in another order."""
 
 Step = Callable[[], None]
-
-
-def default_num_devices(emulate: bool) -> int:
-    """Returns all accelerators of this machine, or four emulated devices."""
-    return 4 if uses_emulation(emulate) else torch.accelerator.device_count()
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,24 +51,12 @@ class DemoSettings:
     def __post_init__(self) -> None:
         """Raises ArgumentError where a value cannot be used."""
         for name, minimum in (("num_devices", 2), ("batch_size", 1), ("steps", 1)):
-            if getattr(self, name) < minimum:
-                raise ArgumentError(f"{name} must be at least {minimum}, got {getattr(self, name)}")
-        split_batch(self.batch_size, self.num_devices, self.gpu0_bsz or 0)
+            as_integer(name, getattr(self, name), minimum)
+        if self.gpu0_bsz is not None:
+            as_integer("gpu0_bsz", self.gpu0_bsz, minimum=0)
         if self.memory is not None:
             parse_bytes(self.memory)
-        if self.emulated:
-            return
-        if self.memory is not None:
-            raise ArgumentError(
-                f"memory={self.memory!r} limits emulated devices, but the accelerators of this "
-                "machine are used; set emulate (--emulate), or leave memory out"
-            )
-        if self.num_devices > torch.accelerator.device_count():
-            raise ArgumentError(
-                f"num_devices={self.num_devices}, but there are "
-                f"{torch.accelerator.device_count()} accelerators; emulated devices can be any "
-                "number (--emulate)"
-            )
+        check_devices(self.num_devices, self.memory, self.emulate)
 
     @property
     def even_share(self) -> int:
@@ -95,9 +70,9 @@ class DemoSettings:
 
     @property
     def num_steps(self) -> int:
-        """Steps in all, for a progress bar."""
+        """Steps and tried values in all, for a progress bar."""
         tries = 0 if self.gpu0_bsz is not None else self.even_share + 1
-        return 3 * self.steps + _STEPS_TO_TRY * tries
+        return 3 * self.steps + tries
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +84,8 @@ class DemoRun:
         devices: names of the devices.
         chunk_sizes: samples of each device.
         peak_bytes: the most that was allocated on each device at one time.
-        breakdown: bytes on device 0 at its peak for each use; None on real devices.
+        breakdown: bytes on device 0 at its peak for each use; None on real devices, and where
+            memory ran out.
         losses: the loss of each step, fewer than asked for if memory ran out.
         seconds: wall time of the steps.
         out_of_memory: what ran out, or None.
@@ -140,19 +116,18 @@ def run_demo(settings: DemoSettings, on_step: Step = lambda: None) -> list[DemoR
 
     Args:
         settings: what to train on.
-        on_step: called after each training step, ``settings.num_steps`` times in all if nothing
-            runs out of memory.
+        on_step: called after each training step and each value that was tried,
+            ``settings.num_steps`` times in all if nothing runs out of memory.
     """
-    batches = _batches(settings, settings.steps)
     even = settings.even_share
     runs = [
-        _run("one device", settings, 1, settings.batch_size, batches, on_step),
-        _run("even split", settings, settings.num_devices, even, batches, on_step),
+        _run("one device", settings, 1, settings.batch_size, on_step),
+        _run("even split", settings, settings.num_devices, even, on_step),
     ]
     gpu0_bsz = settings.gpu0_bsz
     if gpu0_bsz is None:
         gpu0_bsz = find_gpu0_bsz(settings, on_step)
-    runs.append(_run("balanced", settings, settings.num_devices, gpu0_bsz, batches, on_step))
+    runs.append(_run("balanced", settings, settings.num_devices, gpu0_bsz, on_step))
     return runs
 
 
@@ -161,16 +136,15 @@ def find_gpu0_bsz(settings: DemoSettings, on_step: Step = lambda: None) -> int:
 
     Emulated devices are tried with shapes only. The values are all up to the even share.
     """
-    batches = _batches(settings, _STEPS_TO_TRY)
-    peaks = {}
-    for gpu0_bsz in range(settings.even_share + 1):
-        with _open_devices(settings, settings.num_devices, symbolic=True, memory=None) as devices:
-            _train(settings, devices, gpu0_bsz, batches, [], on_step)
-            peaks[gpu0_bsz] = max(_peak_bytes(devices))
-    return min(peaks, key=lambda gpu0_bsz: peaks[gpu0_bsz])
-
-
-_STEPS_TO_TRY = 2  # the optimizer has its state from the second step on
+    measured = []
+    with (
+        open_devices(settings.num_devices, emulate=settings.emulate) as devices,
+        step_meter(_workload(settings), devices) as meter,
+    ):
+        for gpu0_bsz in range(settings.even_share + 1):
+            measured.append(meter.measure(settings.batch_size, gpu0_bsz))
+            on_step()
+    return best_measured(measured, [1] * settings.num_devices).chunk_sizes[0]
 
 
 def loss_difference(runs: Sequence[DemoRun]) -> float | None:
@@ -182,90 +156,53 @@ def loss_difference(runs: Sequence[DemoRun]) -> float | None:
     return difference
 
 
-def _batches(settings: DemoSettings, count: int) -> list[torch.Tensor]:
-    encoded, _ = encoded_text()
+def _workload(settings: DemoSettings) -> Workload:
+    """Returns the workload whose weights and batches are those of the seed."""
+    encoded, vocabulary = encoded_text()
     generator = torch.Generator().manual_seed(settings.seed)
     length = settings.context + 1
-    starts = torch.randint(
-        len(encoded) - length, (count, settings.batch_size, 1), generator=generator
-    )
-    return list(encoded[starts + torch.arange(length)])
+
+    def model() -> CharTransformer:
+        torch.manual_seed(settings.seed)
+        return CharTransformer(vocabulary, settings.context)
+
+    def make_batch(batch_size: int) -> Batch:
+        starts = torch.randint(len(encoded) - length, (batch_size, 1), generator=generator)
+        samples = encoded[starts + torch.arange(length)]
+        return (samples[:, :-1],), {}, samples[:, 1:]
+
+    return replace(char_lm(), model=model, make_batch=make_batch)
+
+
+def _train(settings: DemoSettings, record: StepRecord, gpu0_bsz: int) -> Iterator[float]:
+    """Yields the loss of each step."""
+    with step_meter(_workload(settings), record.devices) as meter:
+        model = meter.parallel(gpu0_bsz)
+        for _ in range(settings.steps):
+            yield meter.train(record, model, settings.batch_size).item()
 
 
 def _run(
-    name: str,
-    settings: DemoSettings,
-    num_devices: int,
-    gpu0_bsz: int,
-    batches: Sequence[torch.Tensor],
-    on_step: Step,
+    name: str, settings: DemoSettings, num_devices: int, gpu0_bsz: int, on_step: Step
 ) -> DemoRun:
-    with _open_devices(settings, num_devices, symbolic=False, memory=settings.memory) as devices:
-        losses: list[float] = []
-        out_of_memory = None
-        start = time.perf_counter()
-        try:
-            _train(settings, devices, gpu0_bsz, batches, losses, on_step)
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            out_of_memory = str(error)
-        return DemoRun(
-            name=name,
-            devices=tuple(map(str, devices)),
-            chunk_sizes=split_batch(settings.batch_size, num_devices, gpu0_bsz),
-            peak_bytes=_peak_bytes(devices),
-            breakdown=(
-                devices.memory_breakdown(0).peak if isinstance(devices, EmulatedDevices) else None
-            ),
-            losses=tuple(losses),
-            seconds=time.perf_counter() - start,
-            out_of_memory=out_of_memory,
-        )
-
-
-@contextlib.contextmanager
-def _open_devices(
-    settings: DemoSettings, num_devices: int, *, symbolic: bool, memory: str | None
-) -> Iterator[Sequence[torch.device]]:
     with open_devices(
-        num_devices, memory=memory, symbolic=symbolic, emulate=settings.emulate
-    ) as devices:
-        for device in devices:
-            reset_peaks(device)
-        yield devices
-
-
-def _train(
-    settings: DemoSettings,
-    devices: Sequence[torch.device],
-    gpu0_bsz: int,
-    batches: Sequence[torch.Tensor],
-    losses: list[float],
-    on_step: Step,
-) -> None:
-    """Trains, and adds each step's loss to ``losses``, unless the devices keep shapes only."""
-    torch.manual_seed(settings.seed)
-    _, vocabulary = encoded_text()
-    model = BalancedDataParallel(
-        gpu0_bsz,
-        CharTransformer(vocabulary, settings.context).to(devices[0]),
-        device_ids=devices,
+        settings.num_devices, memory=settings.memory, symbolic=False, emulate=settings.emulate
+    ) as all_devices:
+        devices = all_devices[:num_devices]
+        losses: list[float] = []
+        record = StepRecord(devices)
+        with record.up_to_out_of_memory():
+            for loss in _train(settings, record, gpu0_bsz):
+                losses.append(loss)
+                on_step()
+    has_uses = settings.emulated and record.out_of_memory is None
+    return DemoRun(
+        name=name,
+        devices=tuple(map(str, devices)),
+        chunk_sizes=split_batch(settings.batch_size, num_devices, gpu0_bsz),
+        peak_bytes=record.peak_bytes,
+        breakdown=record.breakdown[0] if has_uses else None,
+        losses=tuple(losses),
+        seconds=record.seconds,
+        out_of_memory=record.out_of_memory,
     )
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    for batch in batches:
-        optimizer.zero_grad()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", BalanceWarning)  # the even split is one of the runs
-            logits = model(batch[:, :-1])
-        targets = batch[:, 1:].to(devices[0])
-        loss = functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
-        loss.backward()
-        optimizer.step()
-        with contextlib.suppress(SymbolicValueError):
-            losses.append(loss.item())
-        on_step()
-
-
-def _peak_bytes(devices: Sequence[torch.device]) -> tuple[int, ...]:
-    return tuple(torch.get_device_module(device).max_memory_allocated(device) for device in devices)

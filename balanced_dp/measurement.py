@@ -92,6 +92,7 @@ def open_devices(
     Raises:
         ArgumentError: there are fewer accelerators, or ``memory`` is to limit them.
     """
+    check_devices(num_devices, memory, emulate)
     if uses_emulation(emulate):
         # Each replica has a thread already: more in each operator only get in each other's way.
         num_threads = torch.get_num_threads()
@@ -104,6 +105,14 @@ def open_devices(
         return
     accelerator = torch.accelerator.current_accelerator()
     assert accelerator is not None
+    yield [torch.device(accelerator.type, index) for index in range(num_devices)]
+    torch.get_device_module(accelerator).empty_cache()
+
+
+def check_devices(num_devices: int, memory: object, emulate: bool) -> None:
+    """Raises ArgumentError where ``open_devices`` cannot give that; arguments as there."""
+    if uses_emulation(emulate):
+        return
     count = torch.accelerator.device_count()
     if num_devices > count:
         raise ArgumentError(
@@ -115,13 +124,16 @@ def open_devices(
             f"memory={memory!r} limits emulated devices, but the accelerators of this machine are "
             "used; set emulate (--emulate), or leave memory out"
         )
-    yield [torch.device(accelerator.type, index) for index in range(num_devices)]
-    torch.get_device_module(accelerator).empty_cache()
 
 
 def uses_emulation(emulate: bool) -> bool:
     """Returns whether devices are emulated: on request, or for want of two accelerators."""
     return emulate or torch.accelerator.device_count() < 2
+
+
+def default_num_devices(emulate: bool) -> int:
+    """Returns all accelerators of this machine, or four emulated devices."""
+    return 4 if uses_emulation(emulate) else torch.accelerator.device_count()
 
 
 def measure_step(
@@ -199,6 +211,11 @@ class StepMeter:
         return smallest_chunk(self._module)
 
     @property
+    def precision(self) -> str | None:
+        """The dtype of autocast, as reports name it."""
+        return None if self.workload.precision is None else str(self.workload.precision)
+
+    @property
     def num_parameters(self) -> int:
         """How many numbers the model learns."""
         return sum(p.numel() for p in self._module.parameters() if p.requires_grad)
@@ -210,50 +227,54 @@ class StepMeter:
         device_weights: Sequence[float] | None = None,
     ) -> Measurement:
         """Returns what a training step takes, as ``measure_step``."""
-        model = BalancedDataParallel(
-            gpu0_bsz,
-            self._module,
-            self.devices,
-            gather=self.gather,
-            device_weights=device_weights,
-        )
-        step = _Step(self.devices)
+        model = self.parallel(gpu0_bsz, device_weights)
         first = None
-        out_of_memory = None
-        try:
-            if not self._has_state:
-                self._run(step, model, batch_size)
-                self._has_state = True
-                first = tuple(map(max, zip(*step.peaks, strict=True)))
-                step = _Step(self.devices)
-            self._run(step, model, batch_size)
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            out_of_memory = str(error)
-            step.finish()
+        step = self._record(model, batch_size)
+        if not self._has_state and step.out_of_memory is None:
+            self._has_state = True
+            first = step.peak_bytes
+            step = self._record(model, batch_size)
         if not self._has_state:
             self._optimizer.state.clear()  # it may be there in part
         self._optimizer.zero_grad()
         gc.collect()  # an exception may have left cycles
-        module = torch.get_device_module(self.devices[0])
-        module.empty_cache()
+        torch.get_device_module(self.devices[0]).empty_cache()
+        backward, optimizer = (*step.phases, (0,) * len(self.devices))[:2]
         return Measurement(
             workload=self.workload.name,
             mode=_mode(self.devices[0]),
             batch_size=batch_size,
             gpu0_bsz=gpu0_bsz,
             chunk_sizes=model.split(batch_size),
-            status="ok" if out_of_memory is None else "oom",
-            backward_peak_bytes=step.peaks[0],
-            optimizer_peak_bytes=step.peaks[1],
+            status="ok" if step.out_of_memory is None else "oom",
+            backward_peak_bytes=backward,
+            optimizer_peak_bytes=optimizer,
             first_peak_bytes=first,
             breakdown=tuple(step.breakdown),
             seconds=step.seconds,
-            out_of_memory=out_of_memory,
+            out_of_memory=step.out_of_memory,
         )
 
-    def _run(self, step: _Step, model: nn.Module, batch_size: int) -> None:
+    def _record(self, model: nn.Module, batch_size: int) -> StepRecord:
+        step = StepRecord(self.devices)
+        with step.up_to_out_of_memory():
+            self.train(step, model, batch_size)
+        return step
+
+    def parallel(
+        self, gpu0_bsz: int | None, device_weights: Sequence[float] | None = None
+    ) -> BalancedDataParallel[nn.Module]:
+        """Returns the model, wrapped to be split like that."""
+        return BalancedDataParallel(
+            gpu0_bsz,
+            self._module,
+            self.devices,
+            gather=self.gather,
+            device_weights=device_weights,
+        )
+
+    def train(self, step: StepRecord, model: nn.Module, batch_size: int) -> torch.Tensor:
+        """Trains for one step, which is added to the record, and returns the loss."""
         args, kwargs, target = self.workload.make_batch(batch_size)
         self._optimizer.zero_grad()
         step.begin()
@@ -264,43 +285,67 @@ class StepMeter:
             output = model(*args, **kwargs)
             if self.gather:
                 target = tree_map_only(torch.Tensor, lambda t: t.to(self.devices[0]), target)
-            loss = self._criterion(output, target)
+            loss: torch.Tensor = self._criterion(output, target)
         loss.backward()
         step.end_phase(model, self._optimizer)
         self._optimizer.step()
         step.end_phase(model, self._optimizer)
+        return loss
 
 
-class _Step:
-    """The peaks of a step's two phases, as far as it came."""
+class StepRecord:
+    """What training steps took of each device, as far as they came.
+
+    Attributes:
+        devices: the devices.
+        phases: peaks of allocated bytes, for each step one tuple of forward and backward pass and
+            loss, and one of the optimizer.
+        breakdown: bytes by use of each device at its peak, as of ``memory_breakdown``.
+        seconds: the steps' wall time.
+        out_of_memory: what ran out, or None.
+    """
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self.devices = devices
-        self.peaks: list[tuple[int, ...]] = []
+        self.phases: list[tuple[int, ...]] = []
         self.breakdown: list[dict[str, int]] = [{} for _ in devices]
         self.seconds = 0.0
+        self.out_of_memory: str | None = None
+        self.begin()
+
+    @property
+    def peak_bytes(self) -> tuple[int, ...]:
+        """The most that was allocated on each device in any phase."""
+        return tuple(map(max, zip(*self.phases, strict=True)))
 
     def begin(self) -> None:
+        """Begins a phase; what was allocated since the last one ended is not counted."""
         self._started = time.perf_counter()
         self._peaks = Peaks(self.devices)
 
+    @contextmanager
+    def up_to_out_of_memory(self) -> Iterator[None]:
+        """Takes note of memory that runs out, and of the phase in which it did, and goes on."""
+        try:
+            yield
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            self.out_of_memory = str(error)
+            self.end_phase()
+
     def end_phase(self, model: Any = None, optimizer: Any = None) -> None:
+        """Ends a phase, and begins the next."""
         for device in self.devices:
             torch.get_device_module(device).synchronize(device)
         self.seconds += time.perf_counter() - self._started
         peaks = tuple(self._peaks.of(device)[0] for device in self.devices)
         if model is not None:
             for index, entry in enumerate(memory_breakdown(model, optimizer)):
-                if entry.peak_bytes >= max((p[index] for p in self.peaks), default=0):
+                if entry.peak_bytes >= max((p[index] for p in self.phases), default=0):
                     self.breakdown[index] = entry.uses
-        self.peaks.append(peaks)
-        self._peaks = Peaks(self.devices)
-        self._started = time.perf_counter()
-
-    def finish(self) -> None:
-        """Ends the phase in which memory ran out, and those that were not reached."""
-        self.end_phase()
-        self.peaks += [(0,) * len(self.devices)] * (2 - len(self.peaks))
+        self.phases.append(peaks)
+        self.begin()
 
 
 def _mode(device: torch.device) -> Mode:

@@ -93,14 +93,11 @@ class MemoryModel:
         """Returns the peak bytes of each device for a split."""
         batch_size = sum(chunk_sizes)
         first, *others = chunk_sizes
+        first_laws = (self.first_laws if first else self.idle_laws) or self.first_laws
         return (
-            self._predict_first(first, batch_size),
+            round(_highest(first_laws or self.idle_laws, first, batch_size)),
             *(round(_highest(self.other_laws, size, batch_size)) if size else 0 for size in others),
         )
-
-    def _predict_first(self, chunk_size: int, batch_size: int) -> int:
-        laws = (self.first_laws if chunk_size else self.idle_laws) or self.first_laws
-        return round(_highest(laws or self.idle_laws, chunk_size, batch_size))
 
     @property
     def whole_bytes_per_sample(self) -> float:

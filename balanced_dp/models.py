@@ -276,6 +276,11 @@ class TransformerXL(nn.Module):
         return losses
 
 
+def _normed_conv(channels: int, width: int, size: int, stride: int = 1) -> nn.Module:
+    conv = nn.Conv2d(channels, width, size, stride, padding=size // 2, bias=False)
+    return nn.Sequential(conv, nn.BatchNorm2d(width))
+
+
 class Bottleneck(nn.Module):
     """ResNet's bottleneck block.
 
@@ -286,21 +291,16 @@ class Bottleneck(nn.Module):
     def __init__(self, channels: int, width: int, stride: int) -> None:
         super().__init__()
         self.layers = nn.Sequential(
-            nn.Conv2d(channels, width, 1, bias=False),
-            nn.BatchNorm2d(width),
+            _normed_conv(channels, width, 1),
             nn.ReLU(inplace=True),
-            nn.Conv2d(width, width, 3, stride, 1, bias=False),
-            nn.BatchNorm2d(width),
+            _normed_conv(width, width, 3, stride),
             nn.ReLU(inplace=True),
-            nn.Conv2d(width, 4 * width, 1, bias=False),
-            nn.BatchNorm2d(4 * width),
+            _normed_conv(width, 4 * width, 1),
         )
         self.shortcut = (
             nn.Identity()
             if channels == 4 * width and stride == 1
-            else nn.Sequential(
-                nn.Conv2d(channels, 4 * width, 1, stride, bias=False), nn.BatchNorm2d(4 * width)
-            )
+            else _normed_conv(channels, 4 * width, 1, stride)
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -311,8 +311,7 @@ class Bottleneck(nn.Module):
 def resnet50() -> nn.Module:
     """Returns ResNet-50's layers; images ``(N, 3, H, W)`` to logits ``(N, 1000)``."""
     stages: list[nn.Module] = [
-        nn.Conv2d(3, 64, 7, 2, 3, bias=False),
-        nn.BatchNorm2d(64),
+        _normed_conv(3, 64, 7, 2),
         nn.ReLU(inplace=True),
         nn.MaxPool2d(3, 2, 1),
     ]

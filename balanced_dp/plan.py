@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import bisect
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from .errors import ArgumentError, ArgumentTypeError, InfeasiblePlanError
-from .memory_model import Law, MemoryModel
-from .split import even_share, split_batch, split_by_weights
+from .errors import ArgumentError, InfeasiblePlanError
+from .memory_model import MemoryModel
+from .split import EQUAL, as_integer, even_share, split_batch, split_by_weights
 from .units import format_bytes
 
 
@@ -176,11 +175,8 @@ def utilizations(held_bytes: Sequence[int], budgets: Sequence[int]) -> list[floa
 
 def check_batch(batch_size: int, capacities: Sequence[int], reserve: int) -> None:
     """Raises ArgumentError where there is no batch, or not two devices that hold more than that."""
-    for name, value, minimum in (("batch_size", batch_size, 1), ("reserve", reserve, 0)):
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise ArgumentTypeError(f"{name} must be an integer, got {value!r}")
-        if value < minimum:
-            raise ArgumentError(f"{name} must be at least {minimum}, got {value}")
+    as_integer("batch_size", batch_size, minimum=1)
+    as_integer("reserve", reserve, minimum=0)
     if len(capacities) < 2 or min(capacities) <= reserve:
         raise ArgumentError(
             "a plan is for two or more devices that can hold more than the reserve of "
@@ -231,14 +227,12 @@ class Planner:
         """Returns the largest value that is as good as the tightest."""
         best = self.tightest_gpu0_bsz(batch_size)
         limit = self.utilization(batch_size, best) * (1 + EQUAL)
-        beyond = range(best + 1, self.even_share(batch_size) + 1)
-        return best + bisect.bisect_left(
-            beyond, True, key=lambda value: self.utilization(batch_size, value) > limit
-        )
+        most = self.even_share(batch_size) - best
+        return best + _largest(lambda n: self.utilization(batch_size, best + n) <= limit, most)
 
     def max_batch_size(self, choose: Callable[[int], int]) -> int:
         """Returns the largest batch, to 2**24, that fits with the value ``choose`` gives, or 0."""
-        return _largest(lambda size: self.utilization(size, choose(size)) <= 1)
+        return _largest_batch(lambda size: self.utilization(size, choose(size)) <= 1)
 
     def largest_chunks(self, batch_size: int, utilization: float = 1.0) -> tuple[int, ...] | None:
         """Returns the most samples that each device holds up to a utilization.
@@ -246,14 +240,18 @@ class Planner:
         None where device 0 is fuller without any, by what it gathers of the batch.
         """
         first, *others = (budget * utilization for budget in self.budgets)
-        model = self.model
-        size = _largest_chunk(model.first_laws or model.idle_laws, first, batch_size)
-        if size < 1 and model.predict((0, batch_size))[0] > first:
+
+        def largest(limit: float, index: int) -> int:
+            def fits(size: int) -> bool:
+                chunk_sizes = (size, batch_size - size) if index == 0 else (batch_size - size, size)
+                return self.model.predict(chunk_sizes)[index] <= limit
+
+            return _largest(fits, batch_size)
+
+        size = largest(first, 0)
+        if not size and self.model.predict((0, batch_size))[0] > first:
             return None
-        return (
-            max(0, size),
-            *(max(0, _largest_chunk(model.other_laws, limit, batch_size)) for limit in others),
-        )
+        return size, *(largest(limit, 1) for limit in others)
 
     def weighted_split(self, batch_size: int) -> WeightedSplit:
         """Returns the split whose fullest device is the least full of all splits."""
@@ -269,7 +267,7 @@ class Planner:
             # In proportion to what each could hold, none gets more than that.
             return split_by_weights(size, self.largest_chunks(size, high) or self.budgets)
 
-        sizes, largest = chunk_sizes(batch_size), _largest(holds)
+        sizes, largest = chunk_sizes(batch_size), _largest_batch(holds)
         return WeightedSplit(
             chunk_sizes=sizes,
             predicted_bytes=self.model.predict(sizes),
@@ -278,31 +276,21 @@ class Planner:
         )
 
 
-def _largest(fits: Callable[[int], bool]) -> int:
+def _largest(fits: Callable[[int], bool], limit: int) -> int:
+    """Returns the largest number from 1 to the limit that fits, as smaller ones do, or 0."""
+    return bisect.bisect_left(range(1, limit + 1), True, key=lambda number: not fits(number))
+
+
+def _largest_batch(fits: Callable[[int], bool]) -> int:
     """Returns the largest batch size, to 2**24, that fits, or 0."""
     limit = 1
     while limit < _LARGEST_BATCH and fits(limit):
         limit *= 2
-    return bisect.bisect_left(range(1, limit + 1), True, key=lambda size: not fits(size))
-
-
-def _largest_chunk(laws: Sequence[Law], limit: float, batch_size: int) -> int:
-    """Returns the largest chunk of a batch for which no law is above the limit, or -1."""
-    size = batch_size
-    for law in laws:
-        room = limit + 0.5 - law(0, batch_size)  # predictions are rounded
-        if room < 0:
-            return -1
-        if law.own_bytes_per_sample:
-            size = min(size, math.floor(room / law.own_bytes_per_sample))
-    return size
+    return _largest(fits, limit)
 
 
 _LARGEST_BATCH = 2**24
 _BISECTIONS = 50
-
-EQUAL = 0.001
-"""Utilizations that differ by less are equal; of those the larger gpu0_bsz is the faster."""
 
 
 def _advice(

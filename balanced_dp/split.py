@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 import operator
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from numbers import Real
 from typing import SupportsIndex
 
 from .errors import ArgumentError, ArgumentTypeError
+
+EQUAL = 0.001
+"""Utilizations that differ by less are equal; of those the larger gpu0_bsz is the faster."""
 
 
 def split_batch(
@@ -62,6 +65,19 @@ def split_batch(
 def even_share(batch_size: int, num_devices: int) -> int:
     """Returns what each device but the last ones gets of an even split, as of ``torch.chunk``."""
     return -(-batch_size // num_devices)
+
+
+def best_values(utilizations: Mapping[int, float]) -> list[int]:
+    """Returns the values of ``gpu0_bsz`` with which the fullest device is the least full.
+
+    Args:
+        utilizations: for each value how full the fullest device is.
+
+    Returns:
+        All that are equally good, in ascending order: the last is the fastest.
+    """
+    limit = min(utilizations.values()) * (1 + EQUAL)
+    return sorted(value for value, utilization in utilizations.items() if utilization <= limit)
 
 
 def split_by_weights(

@@ -22,16 +22,8 @@ from rich.table import Table
 from . import demo as demos
 from .measurement import Measurement
 from .memory import DeviceMemory
+from .report import tables
 from .report.compare import Comparison
-from .report.tables import (
-    TextTable,
-    candidate_table,
-    device_table,
-    how_measured,
-    lines,
-    summary,
-    title,
-)
 from .tuning import Report
 from .units import format_bytes, format_mib
 
@@ -83,12 +75,18 @@ def print_report(report: Report, candidates: bool) -> None:
     """Prints the plan, and with ``candidates`` every measured value for its batch."""
     console = stdout_console()
     console.print(
-        _rich_table(device_table(report), title=title(report), caption=how_measured(report))
+        _rich_table(
+            tables.device_table(report),
+            title=tables.title(report),
+            caption=tables.how_measured(report),
+        )
     )
     if candidates:
-        console.print(_rich_table(candidate_table(report), title="measured values of gpu0_bsz"))
-    console.print(lines(report), soft_wrap=True)
-    for sentence in summary(report):
+        console.print(
+            _rich_table(tables.candidate_table(report), title="measured values of gpu0_bsz")
+        )
+    console.print(tables.lines(report), soft_wrap=True)
+    for sentence in tables.summary(report):
         console.print(sentence, markup=False)
 
 
@@ -102,7 +100,7 @@ def print_comparison(before: Report, after: Report, comparisons: Sequence[Compar
         "worse by",
         "allowed",
         "outcome",
-        title=escape(f"{title(after)}, {values}"),
+        title=escape(f"{tables.title(after)}, {values}"),
     )
     for found in comparisons:
         as_text = format_bytes if found.metric == "peak" else "{:.4g}".format
@@ -120,7 +118,7 @@ def print_comparison(before: Report, after: Report, comparisons: Sequence[Compar
     stdout_console().print(table)
 
 
-def _rich_table(content: TextTable, title: str, caption: str | None = None) -> Table:
+def _rich_table(content: tables.TextTable, title: str, caption: str | None = None) -> Table:
     table = Table(title=escape(title), caption=caption and escape(caption))
     for header in content.headers:
         table.add_column(header, justify="right", overflow="fold")
@@ -176,9 +174,7 @@ def print_demo(settings: demos.DemoSettings, runs: Sequence[demos.DemoRun]) -> N
     for run in runs:
         table.add_row(run.name, " ".join(map(str, run.chunk_sizes)), *_describe_result(run))
     console.print(table)
-    breakdowns = {
-        run.name: run.breakdown for run in runs if run.breakdown and run.out_of_memory is None
-    }
+    breakdowns = {run.name: run.breakdown for run in runs if run.breakdown}
     if breakdowns:
         console.print(_breakdown_table("Device 0 at its peak", breakdowns))
     for run in runs:

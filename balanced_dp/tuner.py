@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
 import torch
 
 from .errors import ArgumentError, InfeasiblePlanError
-from .measurement import Measurement, StepMeter, open_devices, step_meter, uses_emulation
+from .measurement import Measurement, StepMeter, default_num_devices, open_devices, step_meter
 from .memory_model import MemoryModel, fit
-from .plan import EQUAL, Planner, check_batch, check_fits, describe, utilizations
-from .split import even_share
+from .plan import Planner, check_batch, check_fits, describe, utilizations
+from .split import best_values, even_share
 from .tuning import SCHEMA, Alternative, Origin, Report
 from .workloads import Workload
 
@@ -75,26 +75,34 @@ def tune(
     """
     if capacities is not None:
         check_batch(batch_size, capacities, reserve)
-    swept = sorted(set(sweep))
 
     def alternative(capacities: Sequence[int]) -> Alternative | str:
-        with _opened(devices, capacities, emulate) as opened:
-            meter = step_meter(workload, opened, not gather)
-            return _alternative(meter, batch_size, capacities, reserve, on_measurement)
+        """Returns the best split with the loss computed elsewhere, or why there is none."""
+        try:
+            with _opened_meter(workload, devices, capacities, emulate, not gather) as meter:
+                other = _measured(meter, batch_size, capacities, reserve, (), on_measurement)
+        except Exception as error:  # the loss is somebody's, and may be one for the batch only
+            return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        return Alternative(other.plan, other.chosen)
+
+    def on_first(measured: Measurement, num_left: int) -> None:
+        on_measurement(measured, num_left + _FEW * with_alternative)
 
     try:
-        with _opened(devices, capacities, emulate) as opened:
-            meter = step_meter(workload, opened, gather)
-            report = _tuned(
-                meter,
-                batch_size,
-                capacities,
-                reserve,
-                swept,
-                lambda measured, num_left: on_measurement(
-                    measured, num_left + _FEW * with_alternative
-                ),
-            )
+        with _opened_meter(workload, devices, capacities, emulate, gather) as meter:
+            known = default_capacities(meter, batch_size) if capacities is None else capacities
+            check_batch(batch_size, known, reserve)
+            if len(known) != len(meter.devices):
+                raise ArgumentError(
+                    f"capacities must be one for each of {len(meter.devices)} devices, got "
+                    f"{len(known)}"
+                )
+            swept = sorted(set(sweep))
+            report = _measured(meter, batch_size, known, reserve, swept, on_first)
+            check_fits(report.plan, report.chosen.peak_bytes)
+            if report.plan.weighted is not None:
+                weights = report.plan.weighted.chunk_sizes
+                report = replace(report, weighted=meter.measure(batch_size, None, weights))
     except InfeasiblePlanError as error:
         is_possible = with_alternative and capacities is not None
         other = alternative(capacities or ()) if is_possible else ""
@@ -112,64 +120,46 @@ def tune(
     return replace(report, alternative=other)
 
 
-def _tuned(
-    opened_meter: AbstractContextManager[StepMeter],
+def _measured(
+    meter: StepMeter,
     batch_size: int,
-    capacities: Sequence[int] | None,
+    capacities: Sequence[int],
     reserve: int,
     swept: Sequence[int],
     on_measurement: OnMeasurement,
 ) -> Report:
-    with opened_meter as meter:
-        if capacities is None:
-            capacities = default_capacities(meter, batch_size)
-        check_batch(batch_size, capacities, reserve)
-        if len(capacities) != len(meter.devices):
-            raise ArgumentError(
-                f"capacities must be one for each of {len(meter.devices)} devices, got "
-                f"{len(capacities)}"
-            )
-        search = _Search(meter, [c - reserve for c in capacities], on_measurement)
-        model, chosen = search.run(batch_size, swept)
-        assert chosen.gpu0_bsz is not None
-        planned = describe(
-            model, batch_size, capacities, reserve, chosen.gpu0_bsz, gather=meter.gather
-        )
-        check_fits(planned, chosen.peak_bytes)
-        weighted = None
-        if planned.weighted is not None:
-            weighted = meter.measure(batch_size, None, planned.weighted.chunk_sizes)
-        workload = meter.workload
-        return Report(
-            schema=SCHEMA,
-            origin=Origin.of_this_process(
-                torch.get_device_module(d).get_device_name(d) for d in meter.devices
-            ),
-            workload=workload.name,
-            num_parameters=meter.num_parameters,
-            precision=None if workload.precision is None else str(workload.precision),
-            gather=meter.gather,
-            plan=planned,
-            chosen=chosen,
-            even=search.measured[batch_size, search.even_share(batch_size)],
-            weighted=weighted,
-            alternative=None,
-            no_alternative=None,
-            model=model,
-            measurements=tuple(search.measured.values()),
-        )
+    """Returns the report of the best split, whether it fits or not."""
+    search = _Search(meter, [c - reserve for c in capacities], on_measurement)
+    model = search.run(batch_size, swept)
+    return report_of_measurements(
+        list(search.measured.values()),
+        Origin.of_this_process(
+            torch.get_device_module(d).get_device_name(d) for d in meter.devices
+        ),
+        capacities,
+        reserve,
+        batch_size=batch_size,
+        model=model,
+        num_parameters=meter.num_parameters,
+        precision=meter.precision,
+        gather=meter.gather,
+    )
 
 
-def _opened(
-    devices: int | Sequence[torch.device] | None, capacities: Sequence[int] | None, emulate: bool
-) -> AbstractContextManager[Sequence[torch.device]]:
-    if devices is not None and not isinstance(devices, int):
-        return nullcontext(devices)
-    if devices is None and capacities is not None:
-        devices = len(capacities)
-    elif devices is None:
-        devices = 4 if uses_emulation(emulate) else torch.accelerator.device_count()
-    return open_devices(devices, emulate=emulate)
+@contextmanager
+def _opened_meter(
+    workload: Workload,
+    devices: int | Sequence[torch.device] | None,
+    capacities: Sequence[int] | None,
+    emulate: bool,
+    gather: bool,
+) -> Iterator[StepMeter]:
+    if devices is None:
+        devices = default_num_devices(emulate) if capacities is None else len(capacities)
+    with ExitStack() as stack:
+        if isinstance(devices, int):
+            devices = stack.enter_context(open_devices(devices, emulate=emulate))
+        yield stack.enter_context(step_meter(workload, devices, gather))
 
 
 def default_capacities(meter: StepMeter, batch_size: int) -> list[int]:
@@ -201,8 +191,8 @@ class _Search:
         """Returns the value that splits evenly."""
         return even_share(batch_size, len(self.budgets))
 
-    def run(self, batch_size: int, swept: Sequence[int]) -> tuple[MemoryModel, Measurement]:
-        """Returns the laws and the best split of the batch."""
+    def run(self, batch_size: int, swept: Sequence[int]) -> MemoryModel:
+        """Measures the splits that the choice depends on, and returns the laws."""
         even = self.even_share(batch_size)
         if swept and not 0 <= swept[0] <= swept[-1] <= even:
             raise ArgumentError(
@@ -228,7 +218,7 @@ class _Search:
             self.num_expected = len(self.measured) + len(values)
             for gpu0_bsz in values:
                 self.measure(batch_size, gpu0_bsz)
-        return model, self.best(batch_size)
+        return model
 
     def measure(self, batch_size: int, gpu0_bsz: int) -> None:
         """Measures the split, or the next that the model can train on, unless it was before."""
@@ -272,51 +262,26 @@ class _Search:
             if len(self.measured) == before:
                 return
 
-    def best(self, batch_size: int) -> Measurement:
-        """Returns the measured split of the batch that is the best."""
-        swept = [m for m in self.measured.values() if m.batch_size == batch_size]
-        return best_measured(swept, self.budgets)
-
 
 def best_measured(swept: Iterable[Measurement], budgets: Sequence[int]) -> Measurement:
     """Returns the measurement with the least full device, of equal ones the fastest.
 
+    Args:
+        swept: of one batch size.
+        budgets: the bytes of each device that may be filled.
+
     Raises:
         InfeasiblePlanError: memory ran out in all of them.
     """
-
-    def utilization(measurement: Measurement) -> float:
-        return max(utilizations(measurement.peak_bytes, budgets))
-
     measured = list(swept)
-    ran = [m for m in measured if m.status == "ok"]
+    ran = {m.chunk_sizes[0]: m for m in measured if m.status == "ok"}
     if not ran:
         raise InfeasiblePlanError(
             f"a batch of {measured[0].batch_size} does not fit: memory ran out with each of the "
             f"{len(measured)} splits that were measured; choose a smaller batch"
         )
-    limit = min(map(utilization, ran)) * (1 + EQUAL)
-    return max((m for m in ran if utilization(m) <= limit), key=lambda m: m.chunk_sizes[0])
-
-
-def _alternative(
-    opened_meter: AbstractContextManager[StepMeter],
-    batch_size: int,
-    capacities: Sequence[int],
-    reserve: int,
-    on_measurement: OnMeasurement,
-) -> Alternative | str:
-    """Returns the best split with the loss computed elsewhere, or why there is none."""
-    try:
-        with opened_meter as meter:
-            search = _Search(meter, [c - reserve for c in capacities], on_measurement)
-            model, chosen = search.run(batch_size, ())
-            gather = meter.gather
-    except Exception as error:  # the loss is somebody's, and may be one for the whole batch only
-        return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-    assert chosen.gpu0_bsz is not None
-    planned = describe(model, batch_size, capacities, reserve, chosen.gpu0_bsz, gather=gather)
-    return Alternative(planned, chosen)
+    full = {value: max(utilizations(m.peak_bytes, budgets)) for value, m in ran.items()}
+    return ran[best_values(full)[-1]]
 
 
 def report_of_measurements(
@@ -325,10 +290,13 @@ def report_of_measurements(
     capacities: Sequence[int],
     reserve: int = 0,
     *,
+    batch_size: int | None = None,
+    model: MemoryModel | None = None,
     num_parameters: int = 0,
     precision: str | None = None,
+    gather: bool = True,
 ) -> Report:
-    """Returns the report of a sweep that was measured elsewhere.
+    """Returns the report of the best of the measured splits, whether it fits or not.
 
     Args:
         measurements: of one workload: the even split of a batch and other splits, and of another
@@ -336,14 +304,20 @@ def report_of_measurements(
         origin: where and how they came about.
         capacities: bytes that each device can hold.
         reserve: bytes of each device that are not to be planned with.
+        batch_size: of the batch to plan for; by default the one that most were measured with.
+        model: the laws, by default those of all measurements.
         num_parameters: how many numbers the model learns.
         precision: the dtype of autocast.
+        gather: whether outputs were gathered and their loss computed on device 0.
 
     Raises:
         ArgumentError: the even split is not among them.
         InfeasiblePlanError: memory ran out with every split.
     """
-    batch_size = Counter(m.batch_size for m in measurements).most_common(1)[0][0]
+    if batch_size is None:
+        batch_size = Counter(m.batch_size for m in measurements).most_common(1)[0][0]
+    if model is None:
+        model = fit(m for m in measurements if m.status == "ok")
     even = even_share(batch_size, len(capacities))
     swept = {m.chunk_sizes[0]: m for m in measurements if m.batch_size == batch_size}
     if even not in swept:
@@ -351,17 +325,16 @@ def report_of_measurements(
             f"the sweep of {measurements[0].workload} lacks gpu0_bsz={even}, the even split "
             f"of its batch of {batch_size}"
         )
-    model = fit(m for m in measurements if m.status == "ok")
     chosen = best_measured(swept.values(), [c - reserve for c in capacities])
-    planned = describe(model, batch_size, capacities, reserve, chosen.chunk_sizes[0])
+    value = chosen.chunk_sizes[0]
     return Report(
         schema=SCHEMA,
         origin=origin,
         workload=measurements[0].workload,
         num_parameters=num_parameters,
         precision=precision,
-        gather=True,
-        plan=planned,
+        gather=gather,
+        plan=describe(model, batch_size, capacities, reserve, value, gather=gather),
         chosen=chosen,
         even=swept[even],
         weighted=None,

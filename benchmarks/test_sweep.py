@@ -18,12 +18,12 @@ import pytest
 import torch
 
 from balanced_dp import Origin
-from balanced_dp.measurement import StepMeter, open_devices, step_meter, uses_emulation
+from balanced_dp.measurement import StepMeter, default_num_devices, open_devices, step_meter
 from balanced_dp.report.file import BENCHMARK_KEY
 from balanced_dp.tuner import default_capacities
 from balanced_dp.workloads import BUILT_IN, find_workload
 
-NUM_DEVICES = 4 if uses_emulation(False) else torch.accelerator.device_count()
+NUM_DEVICES = default_num_devices(emulate=False)
 
 
 def cases() -> Iterator[tuple[str, int, int]]:
@@ -68,7 +68,6 @@ def test_training_step(benchmark, metered, name, batch_size, gpu0_bsz):
     meter = meter_of(name, metered)
     measured = benchmark.pedantic(meter.measure, args=(batch_size, gpu0_bsz))
     devices = [torch.get_device_module(d).get_device_name(d) for d in metered["devices"]]
-    precision = meter.workload.precision
     origin = Origin.of_this_process()
     benchmark.extra_info.update(
         peak_bytes=measured.peak_bytes,
@@ -81,7 +80,7 @@ def test_training_step(benchmark, metered, name, batch_size, gpu0_bsz):
         "capacities": metered["capacities"],
         "devices": ", ".join(devices),
         "num_parameters": meter.num_parameters,
-        "precision": None if precision is None else str(precision),
+        "precision": meter.precision,
         "versions": origin.versions,
         "command": origin.command,
     }

@@ -54,7 +54,8 @@ def test_the_balanced_split_needs_least_of_all_values(small_runs):
         )
         peaks[gpu0_bsz] = max(run_demo(settings)[2].peak_bytes)
     assert max(balanced.peak_bytes) == min(peaks.values())
-    assert find_gpu0_bsz(SMALL) == balanced.chunk_sizes[0] == min(peaks, key=peaks.get)
+    best = [value for value, peak in peaks.items() if peak == min(peaks.values())]
+    assert find_gpu0_bsz(SMALL) == balanced.chunk_sizes[0] == best[-1]  # the fastest
 
 
 def test_the_breakdown_adds_up_to_the_peak(small_runs):

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from balanced_dp import InfeasiblePlanError, Law, MemoryModel, plan, split_batch
-from balanced_dp.plan import EQUAL, Planner, describe
+from balanced_dp.plan import Planner, describe
+from balanced_dp.split import EQUAL
 
 GIB = 2**30
 amounts = st.integers(0, GIB)

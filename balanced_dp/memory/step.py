@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..errors import ArgumentError, ArgumentTypeError, ImbalanceWarning, ProbeError
-from ..split import even_share, split_batch
+from ..split import best_values, even_share, split_batch
 from ..units import format_bytes
 
 
@@ -229,9 +229,5 @@ def _best_gpu0_bsz(usage: StepMemory) -> int | None:
         )
 
     even = even_share(batch_size, num_devices)
-    full = [utilization_of_fullest(gpu0_bsz) for gpu0_bsz in range(even + 1)]
-    as_good = [g for g, use in enumerate(full) if use <= min(full) * (1 + _AS_GOOD)]
-    return chunk_sizes[0] if chunk_sizes[0] in as_good else as_good[-1]
-
-
-_AS_GOOD = 0.005
+    best = best_values({value: utilization_of_fullest(value) for value in range(even + 1)})
+    return chunk_sizes[0] if chunk_sizes[0] in best else best[-1]

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..errors import ArgumentError
+from ..memory.step import spread
 from ..tuning import Report
-from .tables import imbalance, speed
+from .tables import speed
 
-METRICS = ("peak", "imbalance", "max_batch", "speed")
+METRICS: dict[str, Callable[[Report], float]] = {
+    "peak": lambda report: max(report.chosen.peak_bytes),
+    "imbalance": lambda report: spread(report.chosen.peak_bytes),
+    "max_batch": lambda report: report.plan.max_batch_size,
+    "speed": lambda report: speed(report.chosen),
+}
 """What can be compared: the fullest device's peak in bytes, (max - min) / max of the peaks, the
 largest batch that fits, and samples a second (measured on accelerators; elsewhere the even chunk
 over the largest)."""
@@ -65,8 +72,8 @@ def compare_reports(before: Report, after: Report, limits: str = "") -> tuple[Co
                 "second; tune both with the same"
             )
     comparisons = []
-    for metric in METRICS:
-        old, new = _figure(before, metric), _figure(after, metric)
+    for metric, figure in METRICS.items():
+        old, new = float(figure(before)), float(figure(after))
         limit, is_relative = allowed.get(metric, (None, True))
         worsened = old - new if metric in _HIGHER_IS_BETTER else new - old
         if is_relative:
@@ -98,14 +105,3 @@ def _settings(report: Report) -> list[tuple[str, object]]:
         ("the precision", report.precision),
         ("measured on", report.chosen.mode),
     ]
-
-
-def _figure(report: Report, metric: str) -> float:
-    chosen = report.chosen
-    if metric == "peak":
-        return float(max(chosen.peak_bytes))
-    if metric == "imbalance":
-        return imbalance(chosen)
-    if metric == "max_batch":
-        return float(report.plan.max_batch_size)
-    return speed(chosen)

@@ -5,23 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import jinja2
-from markupsafe import Markup
 
 from ..tuning import Report
-from .tables import (
-    candidate_table,
-    device_table,
-    how_measured,
-    lines,
-    origin_table,
-    summary,
-    title,
-)
+from . import tables
 
 
 def report_html(reports: Sequence[Report]) -> str:
     """Returns a page with a section for each report: words, tables and plots, no network."""
-    from . import plots  # only where it is needed: it imports matplotlib, which takes a while
+    from .plots import report_plots  # only where it is needed: matplotlib takes a while to import
 
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("balanced_dp.report", "."),
@@ -30,26 +21,5 @@ def report_html(reports: Sequence[Report]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    sections = [
-        {
-            "title": title(report),
-            "gpu0_bsz": report.plan.gpu0_bsz,
-            "line": lines(report),
-            "summary": summary(report),
-            "how_measured": how_measured(report),
-            "devices": device_table(report),
-            "candidates": candidate_table(report),
-            "origin": origin_table(report),
-            "plots": [
-                (heading, Markup(plot(report)))  # SVG that matplotlib escaped
-                for heading, plot in (
-                    ("The peak of each device, for each gpu0_bsz", plots.peaks_plot),
-                    ("What fills each device", plots.breakdown_plot),
-                    ("Batch size and speed", plots.batch_plot),
-                    ("Predicted and measured", plots.prediction_plot),
-                )
-            ],
-        }
-        for report in reports
-    ]
-    return environment.get_template("page.html").render(sections=sections)
+    page = environment.get_template("page.html")
+    return page.render(reports=reports, tables=tables, report_plots=report_plots)

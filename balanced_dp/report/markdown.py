@@ -3,36 +3,27 @@
 from __future__ import annotations
 
 from ..tuning import Report
-from .tables import (
-    TextTable,
-    candidate_table,
-    device_table,
-    how_measured,
-    lines,
-    origin_table,
-    summary,
-    title,
-)
+from . import tables
 
 
 def report_markdown(report: Report) -> str:
     """Returns the report's words and tables as Markdown."""
     parts = [
-        f"# {_escaped(title(report))}",
-        f"```python\n{lines(report)}\n```",
-        "\n".join(f"- {_escaped(sentence)}" for sentence in summary(report)),
+        f"# {_escaped(tables.title(report))}",
+        f"```python\n{tables.lines(report)}\n```",
+        "\n".join(f"- {_escaped(sentence)}" for sentence in tables.summary(report)),
         "## What each device holds",
-        _table(device_table(report)),
-        _escaped(how_measured(report)),
+        _table(tables.device_table(report)),
+        _escaped(tables.how_measured(report)),
         "## Which gpu0_bsz",
-        _table(candidate_table(report)),
+        _table(tables.candidate_table(report)),
         "## Where this comes from",
-        _table(origin_table(report)),
+        _table(tables.origin_table(report)),
     ]
     return "\n\n".join(parts) + "\n"
 
 
-def _table(table: TextTable) -> str:
+def _table(table: tables.TextTable) -> str:
     def line(cells: tuple[str, ...]) -> str:
         return f"| {' | '.join(cells)} |"
 

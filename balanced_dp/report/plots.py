@@ -46,84 +46,87 @@ _USES = {
 """A colour for each use, the same in each report."""
 
 
-def peaks_plot(report: Report) -> str:
-    """Returns the peak of each device against ``gpu0_bsz``: lines predicted, points measured."""
+def _as_svg(draw: Callable[[Axes, Report], None]) -> Callable[[Report], str]:
+    """Makes a function that returns as SVG what the decorated one draws."""
 
-    def draw(axes: Axes) -> None:
-        plan, swept = report.plan, candidates(report)
-        scale, unit = byte_scale(max(report.even.peak_bytes + report.chosen.peak_bytes))
-        num_devices = len(plan.chunk_sizes)
-        even = even_share(plan.batch_size, num_devices)
-        step = max(1, even // 200)
-        values = [*range(0, even, step), even]
-        predicted = [
-            report.model.predict(split_batch(plan.batch_size, num_devices, value))
-            for value in values
-        ]
-        for device in range(min(num_devices, _MAX_LINES)):
-            colour = _COLOURS[device]
-            axes.plot(
-                values,
-                [needs[device] / scale for needs in predicted],
-                color=colour,
-                label=f"device {device}",
-                linewidth=2.5 if device == 0 else 1.2,
-            )
-            ran = [m for m in swept if m.status == "ok"]
-            axes.plot(
-                [m.chunk_sizes[0] for m in ran],
-                [m.peak_bytes[device] / scale for m in ran],
-                "o",
-                color=colour,
-                markersize=5 if device == 0 else 3.5,
-            )
-        highest = max(max(needs) for needs in predicted)
-        for capacity in sorted(set(plan.capacity_bytes)):
-            if capacity < 3 * highest:
-                axes.axhline(capacity / scale, color="black", linestyle="--", linewidth=1)
-                whose = [str(i) for i, c in enumerate(plan.capacity_bytes) if c == capacity]
-                axes.annotate(
-                    "capacity" if len(whose) == num_devices else f"capacity of {', '.join(whose)}",
-                    (0.005, capacity / scale),
-                    xycoords=("axes fraction", "data"),
-                    va="bottom",
-                )
-        axes.axvline(plan.gpu0_bsz, color="black", linewidth=1, linestyle=":")
+    @functools.wraps(draw)
+    def plot(report: Report) -> str:
+        return svg(lambda figure: draw(figure.subplots(), report))
+
+    return plot
+
+
+@_as_svg
+def peaks_plot(axes: Axes, report: Report) -> None:
+    """Draws the peak of each device against ``gpu0_bsz``: lines predicted, points measured."""
+    plan, swept = report.plan, candidates(report)
+    scale, unit = byte_scale(max(report.even.peak_bytes + report.chosen.peak_bytes))
+    num_devices = len(plan.chunk_sizes)
+    even = even_share(plan.batch_size, num_devices)
+    step = max(1, even // 200)
+    values = [*range(0, even, step), even]
+    predicted = [
+        report.model.predict(split_batch(plan.batch_size, num_devices, value)) for value in values
+    ]
+    for device in range(min(num_devices, _MAX_LINES)):
+        colour = _COLOURS[device]
         axes.plot(
-            plan.gpu0_bsz,
-            max(report.chosen.peak_bytes) / scale,
-            "*",
-            color="black",
-            markersize=15,
-            label=f"chosen: gpu0_bsz={plan.gpu0_bsz}",
+            values,
+            [needs[device] / scale for needs in predicted],
+            color=colour,
+            label=f"device {device}",
+            linewidth=2.5 if device == 0 else 1.2,
         )
-        axes.set(xlabel="gpu0_bsz", ylabel=f"peak, {unit}")
-        _from_zero(axes)
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        _legend_below(axes)
-
-    return _svg(draw)
-
-
-def breakdown_plot(report: Report) -> str:
-    """Returns what fills each device at its peak, with the even split and the chosen one."""
-
-    def draw(axes: Axes) -> None:
-        pairs = list(zip(report.even.breakdown, report.chosen.breakdown, strict=True))
-        positions = [device + offset for device in range(len(pairs)) for offset in (-0.2, 0.2)]
-        bars = [uses for pair in pairs for uses in pair]
-        scale, unit = byte_scale(max(sum(uses.values()) for uses in bars))
-        stacked_bars(axes, positions, bars, 0.36, scale)
-        axes.set_xticks(
-            positions,
-            [f"{device}\n{split}" for device in range(len(pairs)) for split in ("even", "chosen")],
-            fontsize=8 if len(pairs) <= 4 else 6,
+        ran = [m for m in swept if m.status == "ok"]
+        axes.plot(
+            [m.chunk_sizes[0] for m in ran],
+            [m.peak_bytes[device] / scale for m in ran],
+            "o",
+            color=colour,
+            markersize=5 if device == 0 else 3.5,
         )
-        axes.set(xlabel="device", ylabel=f"held at the peak, {unit}")
-        axes.grid(visible=False, axis="x")
-        _legend_below(axes)
+    highest = max(max(needs) for needs in predicted)
+    for capacity in sorted(set(plan.capacity_bytes)):
+        if capacity < 3 * highest:
+            axes.axhline(capacity / scale, color="black", linestyle="--", linewidth=1)
+            whose = [str(i) for i, c in enumerate(plan.capacity_bytes) if c == capacity]
+            axes.annotate(
+                "capacity" if len(whose) == num_devices else f"capacity of {', '.join(whose)}",
+                (0.005, capacity / scale),
+                xycoords=("axes fraction", "data"),
+                va="bottom",
+            )
+    axes.axvline(plan.gpu0_bsz, color="black", linewidth=1, linestyle=":")
+    axes.plot(
+        plan.gpu0_bsz,
+        max(report.chosen.peak_bytes) / scale,
+        "*",
+        color="black",
+        markersize=15,
+        label=f"chosen: gpu0_bsz={plan.gpu0_bsz}",
+    )
+    axes.set(xlabel="gpu0_bsz", ylabel=f"peak, {unit}")
+    _from_zero(axes)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    _legend_below(axes)
 
-    return _svg(draw)
+
+@_as_svg
+def breakdown_plot(axes: Axes, report: Report) -> None:
+    """Draws what fills each device at its peak, with the even split and the chosen one."""
+    pairs = list(zip(report.even.breakdown, report.chosen.breakdown, strict=True))
+    positions = [device + offset for device in range(len(pairs)) for offset in (-0.2, 0.2)]
+    bars = [uses for pair in pairs for uses in pair]
+    scale, unit = byte_scale(max(sum(uses.values()) for uses in bars))
+    stacked_bars(axes, positions, bars, 0.36, scale)
+    axes.set_xticks(
+        positions,
+        [f"{device}\n{split}" for device in range(len(pairs)) for split in ("even", "chosen")],
+        fontsize=8 if len(pairs) <= 4 else 6,
+    )
+    axes.set(xlabel="device", ylabel=f"held at the peak, {unit}")
+    axes.grid(visible=False, axis="x")
+    _legend_below(axes)
 
 
 def stacked_bars(
@@ -144,72 +147,74 @@ def stacked_bars(
         bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
 
 
-def batch_plot(report: Report) -> str:
-    """Returns the largest batch that fits, and the speed, against ``gpu0_bsz``."""
-
-    def draw(axes: Axes) -> None:
-        plan = report.plan
-        planner = Planner(report.model, plan.budgets)
-        num_devices = len(plan.chunk_sizes)
-        even = even_share(plan.batch_size, num_devices)
-        highest = max(plan.max_batch_gpu0_bsz, even)
-        step = max(1, highest // 60)
-        values = sorted({*range(0, highest + 1, step), plan.max_batch_gpu0_bsz, plan.gpu0_bsz})
-        axes.plot(
-            values,
-            [planner.max_batch_size(functools.partial(min, value)) for value in values],
-            color=_COLOURS[1],
-            label="largest batch that fits with this gpu0_bsz (predicted)",
-        )
-        axes.plot(
-            plan.max_batch_gpu0_bsz, plan.max_batch_size, "*", color=_COLOURS[1], markersize=13
-        )
-        axes.set(xlabel="gpu0_bsz", ylabel="samples in a batch")
-        _from_zero(axes)
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        right = axes.twinx()
-        ran = [m for m in candidates(report) if m.status == "ok"]
-        label = f"{speed_name(report)}, batches of {plan.batch_size}"
-        values = [m.chunk_sizes[0] for m in ran]
-        right.plot(values, list(map(speed, ran)), "o", color=_COLOURS[0], label=label)
-        right.set(ylabel=speed_name(report))
-        _from_zero(right)
-        right.grid(visible=False)
-        right.spines["right"].set_visible(True)
-        handles = [*axes.get_legend_handles_labels()[0], *right.get_legend_handles_labels()[0]]
-        axes.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=1)
-
-    return _svg(draw)
+@_as_svg
+def batch_plot(axes: Axes, report: Report) -> None:
+    """Draws the largest batch that fits, and the speed, against ``gpu0_bsz``."""
+    plan = report.plan
+    planner = Planner(report.model, plan.budgets)
+    num_devices = len(plan.chunk_sizes)
+    even = even_share(plan.batch_size, num_devices)
+    highest = max(plan.max_batch_gpu0_bsz, even)
+    step = max(1, highest // 60)
+    values = sorted({*range(0, highest + 1, step), plan.max_batch_gpu0_bsz, plan.gpu0_bsz})
+    axes.plot(
+        values,
+        [planner.max_batch_size(functools.partial(min, value)) for value in values],
+        color=_COLOURS[1],
+        label="largest batch that fits with this gpu0_bsz (predicted)",
+    )
+    axes.plot(plan.max_batch_gpu0_bsz, plan.max_batch_size, "*", color=_COLOURS[1], markersize=13)
+    axes.set(xlabel="gpu0_bsz", ylabel="samples in a batch")
+    _from_zero(axes)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    right = axes.twinx()
+    ran = [m for m in candidates(report) if m.status == "ok"]
+    label = f"{speed_name(report)}, batches of {plan.batch_size}"
+    values = [m.chunk_sizes[0] for m in ran]
+    right.plot(values, list(map(speed, ran)), "o", color=_COLOURS[0], label=label)
+    right.set(ylabel=speed_name(report))
+    _from_zero(right)
+    right.grid(visible=False)
+    right.spines["right"].set_visible(True)
+    handles = [*axes.get_legend_handles_labels()[0], *right.get_legend_handles_labels()[0]]
+    axes.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=1)
 
 
-def prediction_plot(report: Report) -> str:
-    """Returns predicted against measured peaks, of all measurements."""
+@_as_svg
+def prediction_plot(axes: Axes, report: Report) -> None:
+    """Draws predicted against measured peaks, of all measurements."""
+    ran = [m for m in report.measurements if m.status == "ok" and m.gpu0_bsz is not None]
+    scale, unit = byte_scale(max(max(m.peak_bytes) for m in ran))
+    for name, colour, devices in (
+        ("device 0", _COLOURS[0], slice(0, 1)),
+        ("other devices", _COLOURS[1], slice(1, None)),
+    ):
+        pairs = [
+            (held / scale, predicted / scale)
+            for m in ran
+            for held, predicted in zip(
+                m.peak_bytes[devices],
+                report.model.predict(m.chunk_sizes)[devices],
+                strict=True,
+            )
+            if held
+        ]
+        axes.plot(*zip(*pairs, strict=True), "o", color=colour, markersize=4, label=name)
+    end = max(axes.get_xlim()[1], axes.get_ylim()[1])
+    axes.plot((0, end), (0, end), color="black", linewidth=0.8, label="equal")
+    axes.set(xlabel=f"measured, {unit}", ylabel=f"predicted, {unit}")
+    axes.set(xlim=(0, end), ylim=(0, end))
+    _legend_below(axes)
 
-    def draw(axes: Axes) -> None:
-        ran = [m for m in report.measurements if m.status == "ok" and m.gpu0_bsz is not None]
-        scale, unit = byte_scale(max(max(m.peak_bytes) for m in ran))
-        for name, colour, devices in (
-            ("device 0", _COLOURS[0], slice(0, 1)),
-            ("other devices", _COLOURS[1], slice(1, None)),
-        ):
-            pairs = [
-                (held / scale, predicted / scale)
-                for m in ran
-                for held, predicted in zip(
-                    m.peak_bytes[devices],
-                    report.model.predict(m.chunk_sizes)[devices],
-                    strict=True,
-                )
-                if held
-            ]
-            axes.plot(*zip(*pairs, strict=True), "o", color=colour, markersize=4, label=name)
-        end = max(axes.get_xlim()[1], axes.get_ylim()[1])
-        axes.plot((0, end), (0, end), color="black", linewidth=0.8, label="equal")
-        axes.set(xlabel=f"measured, {unit}", ylabel=f"predicted, {unit}")
-        axes.set(xlim=(0, end), ylim=(0, end))
-        _legend_below(axes)
 
-    return _svg(draw)
+def report_plots(report: Report) -> dict[str, str]:
+    """Returns the plots of a report by their headings."""
+    return {
+        "The peak of each device, for each gpu0_bsz": peaks_plot(report),
+        "What fills each device": breakdown_plot(report),
+        "Batch size and speed": batch_plot(report),
+        "Predicted and measured": prediction_plot(report),
+    }
 
 
 def _from_zero(axes: Axes) -> None:
@@ -218,10 +223,6 @@ def _from_zero(axes: Axes) -> None:
 
 def _legend_below(axes: Axes) -> None:
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=3)
-
-
-def _svg(draw: Callable[[Axes], None]) -> str:
-    return svg(lambda figure: draw(figure.subplots()))
 
 
 def svg(draw: Callable[[Figure], None], size: tuple[float, float] = (6.4, 4.8)) -> str:

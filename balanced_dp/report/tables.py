@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from ..measurement import Measurement
 from ..memory.step import spread
-from ..plan import EQUAL, utilizations
-from ..split import even_share
+from ..plan import utilizations
+from ..split import EQUAL, even_share
 from ..tuning import Report
 from ..units import format_bytes
 
@@ -143,7 +143,7 @@ def candidate_table(report: Report) -> TextTable:
                 if len(set(others)) == 1
                 else f"{min(others, key=float)} to {max(others, key=float)}",
                 f"{max(utilizations(measured.peak_bytes, report.plan.budgets)):.1%}",
-                f"{imbalance(measured):.1%}",
+                f"{spread(measured.peak_bytes):.1%}",
                 f"{speed(measured):.2f}",
             )
         rows.append(
@@ -190,11 +190,6 @@ def speed(measured: Measurement) -> float:
 def speed_name(report: Report) -> str:
     """Returns what ``speed`` is for this report."""
     return "samples/s" if report.chosen.mode == "real" else "even / largest chunk"
-
-
-def imbalance(measured: Measurement) -> float:
-    """Returns (max - min) / max of the peaks."""
-    return spread(measured.peak_bytes)
 
 
 def origin_table(report: Report) -> TextTable:
