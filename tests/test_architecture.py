@@ -98,7 +98,7 @@ WITHOUT_TORCH = {
     "memory/sampler.py",
     "memory/step.py",
 }
-PRINTS = {"cli.py", "memory/nvml.py"}  # the latter as the sampling process, to its parent
+PRINTS = {"cli.py"}
 
 
 @functools.cache

@@ -1,23 +1,11 @@
-"""What NVML says of this machine's GPUs: the only file that speaks with ``pynvml``.
-
-It stands alone, without torch and without the rest of the package: run as a script, it is the
-process that samples the memory in use while the training process is busy (``sampler.py``).
-"""
+"""What NVML says of this machine's GPUs: the only file that speaks with ``pynvml``."""
 
 from __future__ import annotations
 
-import json
-import os
-import sys
-import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
-
-SAMPLING_INTERVAL_S = 0.010
-READY = "ready to sample"
 
 _REASONS = {
     "NVML_ERROR_LIBRARY_NOT_FOUND": "there is no NVML library (libnvidia-ml.so.1): it comes with "
@@ -212,53 +200,3 @@ def _import_pynvml() -> Any:
             "pip uninstall -y pynvml && pip install --force-reinstall nvidia-ml-py"
         )
     return pynvml
-
-
-def _sample(labels: list[str]) -> None:
-    """Samples used bytes from one byte on stdin to the next; prints the peaks.
-
-    The end of stdin is the end of all, and so is the end of the parent, whose other children may
-    keep stdin open.
-    """
-    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
-    nvml = Nvml()
-    boards = {board.label: board for board in nvml.boards()}
-    peaks: dict[str, int] = dict.fromkeys(labels, 0)
-    errors: dict[str, str] = {}
-
-    def take_sample() -> None:
-        for label in labels:
-            try:
-                peaks[label] = max(peaks[label], nvml.memory(boards[label]).used_bytes)
-            except NvmlError as error:
-                errors[label] = str(error)
-
-    print(READY, flush=True)
-    os.read(0, 1)
-    told = threading.Event()
-
-    def listen() -> None:
-        os.read(0, 1)
-        told.set()
-
-    threading.Thread(target=listen, daemon=True).start()
-    num_samples = 0
-    is_last = False
-    while not is_last:
-        is_last = told.wait(SAMPLING_INTERVAL_S if num_samples else 0)
-        take_sample()
-        num_samples += 1
-    print(json.dumps({"peaks": peaks, "errors": errors, "num_samples": num_samples}))
-
-
-def _end_with(parent_pid: int) -> None:
-    while os.getppid() == parent_pid:
-        time.sleep(0.1)
-    os._exit(1)
-
-
-if __name__ == "__main__":
-    try:
-        _sample(sys.argv[1:])
-    except NvmlError as problem:
-        sys.exit(str(problem))

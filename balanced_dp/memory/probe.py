@@ -197,8 +197,9 @@ class MemoryProbe:
         """Measures what the block takes of each device; what it gives is complete at its end.
 
         The devices are synchronized at both ends and the allocators' peaks are reset. Where there
-        is NVML, a process of its own samples it every 10 ms. Whatever happens in the block, that
-        process ends with it, and the figures are there, marked as not valid after an exception.
+        is NVML, a thread samples it every 10 ms, or less often where other threads hold Python's
+        lock. Whatever happens in the block, that thread ends with it, and the figures are there,
+        marked as not valid after an exception.
 
         Examples:
             >>> with emulate_devices(2, memory="1GiB") as devices:
@@ -214,12 +215,10 @@ class MemoryProbe:
         if not self.devices:
             raise ProbeError("torch sees no device, so there is nothing to measure")
         usage = StepMemory()
-        sampler = None
         with ExitStack() as stack:
-            if self._boards:
-                sampler = Sampler(list(self._boards.values()))
-                stack.callback(sampler.stop)
-            block = _Block(self, sampler)
+            block = _Block(self)
+            if block.sampler is not None:
+                stack.callback(block.sampler.stop)
             if self._model is not None:
                 stack.enter_context(self._model.register_forward_hook(block.note_split))
             try:
@@ -236,17 +235,17 @@ class MemoryProbe:
 class _Block:
     """A block that is being measured, from now on: it waits for the devices and starts."""
 
-    def __init__(self, probe: MemoryProbe, sampler: Sampler | None) -> None:
+    def __init__(self, probe: MemoryProbe) -> None:
         self.probe = probe
-        self.sampler = sampler
         self.splits: set[tuple[int, ...] | None] = set()
         devices = probe.devices
         _synchronize(devices)
         self.peaks = Peaks(devices)
         self.allocated_bytes = {d: torch.get_device_module(d).memory_allocated(d) for d in devices}
         self.num_alloc_retries = {d: _num_alloc_retries(d) for d in devices}
-        if sampler is not None:
-            sampler.begin()
+        self.sampler: Sampler | None = None
+        if probe._nvml is not None and probe._boards:
+            self.sampler = Sampler(probe._nvml, list(probe._boards.values()))
         self.time_s = time.perf_counter()
 
     def note_split(self, model: Any, inputs: Any, output: Any) -> None:
@@ -259,7 +258,7 @@ class _Block:
         _synchronize(devices)
         usage.elapsed_s = time.perf_counter() - self.time_s
         nvml_error = self.probe.nvml_error
-        samples = self.sampler.stop() if self.sampler else Samples(error=nvml_error)
+        samples = self.sampler.stop() if self.sampler else Samples({}, error=nvml_error)
         usage.num_samples, usage.sampling_error = samples.num_samples, samples.error
         # Batches that were split differently have no one number of samples a device.
         chunk_sizes = samples_by_device(self.probe._model) if len(self.splits) == 1 else None

@@ -48,7 +48,6 @@ class State(ctypes.Structure):
         ("graphics_bytes", ctypes.c_uint64),
         ("graphics_pid", ctypes.c_uint32),
         ("num_memory_queries", ctypes.c_uint32),
-        ("last_asking_pid", ctypes.c_uint32),
     )
 
 

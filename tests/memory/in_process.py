@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import redirect_stdout, suppress
+from contextlib import redirect_stdout
 from dataclasses import asdict
 from io import StringIO
 from pathlib import Path
@@ -25,7 +25,6 @@ from balanced_dp import (
     MemoryProbe,
     StepMemory,
 )
-from balanced_dp.memory import sampler
 
 from .cuda_stand_in import CudaStandIn
 from .driver import GIB, H100, MIB, State, open_state
@@ -127,12 +126,8 @@ def measured() -> Any:
 
     def press_ctrl_c() -> None:
         raise_and_lower()
-        os.killpg(0, signal.SIGINT)  # as a terminal does: to all of the foreground group
+        os.kill(os.getpid(), signal.SIGINT)
         time.sleep(60)
-
-    def kill_the_sampler() -> None:
-        wait_for_queries(1)
-        os.kill(STATE.last_asking_pid, signal.SIGKILL)
 
     def lose_a_board() -> None:
         raise_and_lower()
@@ -141,10 +136,6 @@ def measured() -> Any:
 
     def retry() -> None:
         stand_in.num_alloc_retries += 2
-
-    def stop_the_sampler() -> None:
-        wait_for_queries(1)
-        os.kill(STATE.last_asking_pid, signal.SIGSTOP)
 
     def break_the_device() -> None:
         stand_in.broken = True
@@ -156,8 +147,6 @@ def measured() -> Any:
         begin_low,
         fail,
         press_ctrl_c,
-        kill_the_sampler,
-        stop_the_sampler,
         lose_a_board,
         retry,
         break_the_device,
@@ -177,38 +166,6 @@ def measured() -> Any:
         STATE.memory_error[H100] = 0
         stand_in.before_peaks_are_reset = None
     return found
-
-
-def failing_to_start(*executables: str) -> Any:
-    """Interpreters to sample with, most of which are none; the block runs all the same."""
-    CudaStandIn([H100])
-    sampler._START_PATIENCE_S = 1.0
-    probe = MemoryProbe(["cuda:0"])
-    found = []
-    for executable in executables:
-        sys.executable = executable
-        with probe.measure() as usage:
-            pass
-        found.append(asdict(usage) | {"left": left_behind()})
-    return found
-
-
-def without_a_driver_any_more() -> Any:
-    CudaStandIn([H100])
-    probe = MemoryProbe(["cuda:0"])
-    STATE.init_error = 9
-    with probe.measure() as usage:
-        pass
-    return asdict(usage) | {"left": left_behind()}
-
-
-def frozen() -> Any:
-    """A program that brings its own interpreter would start itself."""
-    CudaStandIn([H100])
-    sys.frozen = True  # type: ignore[attr-defined]
-    with MemoryProbe(["cuda:0"]).measure() as usage:
-        pass
-    return asdict(usage)
 
 
 def forked() -> Any:
@@ -231,22 +188,6 @@ def untouched_devices_are_not_waited_for() -> Any:
     with MemoryProbe(stand_in.devices).measure():
         pass
     return stand_in.synchronized
-
-
-def die_while_measuring() -> None:
-    """Prints the sampler's PID and is gone, leaving a child that holds the sampler's stdin open."""
-    CudaStandIn([H100])
-    probe = MemoryProbe(["cuda:0"])
-    with probe.measure():
-        if os.fork() == 0:
-            os.close(1)
-            os.close(2)
-            with suppress(BaseException):
-                time.sleep(120)
-            os._exit(0)
-        wait_for_queries(1)
-        print(STATE.last_asking_pid, flush=True)
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def log(units: str) -> Any:

@@ -45,7 +45,6 @@ struct state {
     uint64_t graphics_bytes;       /* of one process that draws on each unit */
     uint32_t graphics_pid;         /* 0: there is none */
     uint32_t num_memory_queries;
-    uint32_t last_asking_pid;
 };
 
 struct unit {
@@ -150,7 +149,6 @@ int nvmlDeviceGetPciInfo_v3(struct unit *unit, struct pci_info *info)
 
 static int count_query(const struct unit *unit)
 {
-    state()->last_asking_pid = (uint32_t)getpid();
     state()->num_memory_queries++;
     return (int)state()->memory_error[index_of(unit)];
 }
