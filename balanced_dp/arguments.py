@@ -17,7 +17,7 @@ def named_arguments(
 ) -> list[tuple[str, Any]]:
     """Returns the arguments of a call with their names; positional ones have the parameters'."""
     names: list[str] = []
-    for parameter in _parameters(function):
+    for parameter in parameters(function).values():
         if parameter.kind is parameter.VAR_POSITIONAL:
             names.extend(f"{parameter.name}.{i}" for i in range(len(args) - len(names)))
         elif parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
@@ -40,10 +40,9 @@ def check_paths(
         ArgumentError: a path begins with something else.
     """
     paths = frozenset([paths] if isinstance(paths, str) else paths)
-    parameters = list(_parameters(function))
-    if not parameters or any(p.kind is p.VAR_KEYWORD for p in parameters):
+    names = parameters(function)
+    if not names or any(p.kind is p.VAR_KEYWORD for p in names.values()):
         return paths  # it may take any name
-    names = [parameter.name for parameter in parameters]
     for path in paths:
         if path.split(".")[0] not in (*names, "inputs"):
             raise ArgumentError(
@@ -52,11 +51,12 @@ def check_paths(
     return paths
 
 
-def _parameters(function: Callable[..., Any]) -> Iterable[inspect.Parameter]:
+def parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    """Returns the parameters of a function by name; none where it does not tell."""
     try:
-        return inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # a callable that does not tell
-        return ()
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return {}
 
 
 def _qualified_name(function: Callable[..., Any]) -> str:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Sequence
 from itertools import chain
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .auto import AutoBalance, Observation
 from .errors import ArgumentError
 from .memory.peaks import Peaks
-from .optimizer_steps import has_any, watch_optimizer_steps
 from .split import split_batch
 
 _PATIENCE = 100
@@ -110,7 +112,8 @@ class AutoSplit:
 
     def note_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Takes note of an optimizer's step, if it is the model's optimizer."""
-        if has_any(optimizer, self._parameter_ids):
+        parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+        if any(id(parameter) in self._parameter_ids for parameter in parameters):
             self._has_stepped = True
 
     def look_for_out_of_memory(self) -> bool:
@@ -135,7 +138,8 @@ class AutoSplit:
     def _begin_iteration(self, module: nn.Module) -> None:
         assert self.balance is not None
         self._parameter_ids = frozenset(id(p) for p in module.parameters() if p.requires_grad)
-        watch_optimizer_steps(self)
+        _watching.add(self)
+        _register_hook()
         if not self.balance.is_frozen or not self._num_ooms:
             self._num_ooms = self._count_ooms()
         if not self.balance.is_frozen:
@@ -174,3 +178,15 @@ class AutoSplit:
             torch.get_device_module(device).memory_stats(device).get("num_ooms", 0)
             for device in self.devices
         ]
+
+
+_watching: weakref.WeakSet[AutoSplit] = weakref.WeakSet()
+
+
+@functools.cache
+def _register_hook() -> None:
+    def note_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        for split in list(_watching):
+            split.note_step(optimizer)
+
+    register_optimizer_step_post_hook(note_step)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .arguments import Arguments, described, named_arguments
+from .arguments import Arguments, described, named_arguments, parameters
 from .errors import ArgumentError
 
 
@@ -46,7 +46,7 @@ def _weight(
                 f"{', '.join(named) or 'none'}; name a tensor among them"
             )
         return (named[loss_weight] != -100).sum()
-    weight = _call_with_named(loss_weight, named, args, kwargs)
+    weight = _call_with_named(loss_weight, function, named, args, kwargs)
     if isinstance(weight, Mapping):
         return {name: _checked(value) for name, value in weight.items()}
     return _checked(weight)
@@ -54,30 +54,25 @@ def _weight(
 
 def _call_with_named(
     loss_weight: Callable[..., Any],
+    function: Callable[..., Any],
     named: Mapping[str, Any],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> Any:
-    """Return what ``loss_weight`` says of the arguments that it names, or takes in their order."""
-    parameters = inspect.signature(loss_weight).parameters.values()
-    kinds = {parameter.kind for parameter in parameters}
-    if inspect.Parameter.VAR_POSITIONAL in kinds:
-        return loss_weight(*args, **kwargs)
-    own = [p for p in parameters if p.kind is not p.VAR_KEYWORD]
-    required = [parameter.name for parameter in own if parameter.default is parameter.empty]
-    if all(name in named for name in required):
-        takes_all = inspect.Parameter.VAR_KEYWORD in kinds
-        wanted = named if takes_all else [p.name for p in own if p.name in named]
-        return loss_weight(**{name: named[name] for name in wanted})
-    by_order = [name for name in required if name not in kwargs]
-    if len(by_order) > len(args):
-        missing = [name for name in required if name not in named]
+    """Return what ``loss_weight`` says of the arguments that it names, or of all."""
+    signature = inspect.signature(loss_weight)
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+    if takes_any or not signature.parameters.keys().isdisjoint([*named, *parameters(function)]):
+        args = ()
+        kwargs = {n: v for n, v in named.items() if takes_any or n in signature.parameters}
+    try:
+        bound = signature.bind(*args, **kwargs)
+    except TypeError as error:
         raise ArgumentError(
-            f"loss_weight ({described(loss_weight)}) takes {', '.join(required)}, but the call "
-            f"has no {', '.join(missing)}: its arguments are {', '.join(named) or 'none'}; give "
-            f"{missing[-1]} a default"
-        )
-    return loss_weight(*args[: len(by_order)], **{n: kwargs[n] for n in required if n in kwargs})
+            f"loss_weight ({described(loss_weight)}): {error}; the arguments of the call are "
+            f"{', '.join(named) or 'none'}; give what may be missing a default"
+        ) from None
+    return loss_weight(*bound.args, **bound.kwargs)
 
 
 def _checked(weight: Any) -> float | torch.Tensor:

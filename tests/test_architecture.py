@@ -37,7 +37,6 @@ ORDER = [
     "losses.py",
     "scatter_gather.py",
     "buckets.py",
-    "optimizer_steps.py",
     "parameter_copies.py",
     "rebind.py",
     "written_state.py",
