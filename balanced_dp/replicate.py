@@ -57,7 +57,7 @@ class Replicator:
     def __init__(self) -> None:
         self.copies = ParameterCopies()
         self._blueprint: _Blueprint | None = None
-        self._written_silently: dict[bool, frozenset[int] | None] = {}
+        self._written_silently: dict[bool, frozenset[int]] = {}
         self._warned: set[str] = set()
 
     def __reduce__(self) -> tuple[type[Replicator], tuple[()]]:

@@ -60,11 +60,9 @@ class WrittenState:
         ]
 
     @torch.no_grad()
-    def write_back(self) -> frozenset[int] | None:
+    def write_back(self) -> frozenset[int]:
         """Copies to the network what was written since, and returns what was silently."""
-        if not self._copies:
-            return self._silently
-        found = set()
+        found = set(self._silently or ())
         for index, (original, copy, before) in enumerate(self._copies):
             if copy is original:
                 continue
@@ -77,11 +75,11 @@ class WrittenState:
                 # new all the same; to autograd it is not, here as there.
                 original.data.copy_(copy)
             elif (self._silently is None or index in self._silently) and not _are_equal(
-                original, copy
+                copy, _values(original)
             ):
                 found.add(index)
                 original.data.copy_(copy)
-        return frozenset(found | (self._silently or set()))
+        return frozenset(found)
 
 
 def _signs(tensor: torch.Tensor) -> tuple[int, int]:
@@ -95,15 +93,18 @@ def _shares_parameters(replica: nn.Module, others: Sequence[nn.Module]) -> bool:
     return first is not None and any(next(other.parameters()) is first for other in others)
 
 
-def _values(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a copy on the CPU, where there is memory for it."""
-    return tensor.detach().to("cpu", copy=True)
-
-
-def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+def _values(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Returns a copy on the CPU, where there is memory for it; emulated ones may have no values."""
     try:
-        return torch.equal(one.cpu(), other.cpu())
-    except RuntimeError:  # sparse ones do not tell, nor do emulated ones without values
+        return tensor.detach().to("cpu", copy=True)
+    except RuntimeError:
+        return None
+
+
+def _are_equal(one: torch.Tensor, values: torch.Tensor | None) -> bool:
+    try:
+        return values is None or torch.equal(one.cpu(), values)
+    except RuntimeError:  # sparse ones do not tell
         return True
 
 

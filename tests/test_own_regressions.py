@@ -26,6 +26,7 @@ from balanced_dp import (
     ScatterError,
     balanced_data_parallel,
     emulate_devices,
+    written_state,
 )
 from balanced_dp.demo import DemoRun
 from balanced_dp.devices import default_device_type
@@ -295,6 +296,17 @@ def test_parameters_that_replicas_share_and_write_are_warned_of(emulated, how, g
             for _ in range(3):
                 model(torch.ones(8, 2, dtype=torch.double))
         assert len(seen) == 1
+
+
+def test_parameters_that_replicas_share_are_compared_in_first_calls_only(monkeypatch):
+    compared = []
+    values = written_state._values
+    monkeypatch.setattr(written_state, "_values", lambda p: compared.append(p) or values(p))
+    model = BalancedDataParallel(2, nn.Linear(4, 2), ["cpu"] * 3)
+    for has_gradients, num_compared in ((True, 2), (True, 2), (False, 4), (False, 4), (True, 4)):
+        with torch.set_grad_enabled(has_gradients):
+            model(torch.ones(8, 4))
+        assert len(compared) == num_compared
 
 
 def test_a_cache_of_transformers_is_refused_with_the_remedy():
