@@ -6,6 +6,7 @@ import contextlib
 import operator
 import sys
 import weakref
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, Literal, TypeVar
@@ -20,6 +21,9 @@ from .rebind import HOOKS, rebind
 from .written_state import WrittenState
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+_OF_ANY_MODULE = vars(nn.Module()).keys() - {"training"}
+"""Attributes that a forward pass does not assign: it changes what is in them."""
 
 _DICTIONARIES = ("_modules", "_parameters", "_buffers", *HOOKS)
 
@@ -318,8 +322,10 @@ class _Replica:
         has_bound = rebind(originals.values, self.modules)
         self._is_reusable = not has_bound and all(map(_is_copied_as_stock, originals.values))
         self._as_made = [attributes.copy() for attributes in self._attributes]
-        self._sizes = list(map(len, self._as_made))
-        self._values = list(chain.from_iterable(map(dict.values, self._as_made)))
+        self._own = [
+            {name: value for name, value in a.items() if name not in _OF_ANY_MODULE}
+            for a in self._as_made
+        ]
         hooks = [a[kind] for a in self._as_made for kind in HOOKS]
         self._without_hooks = [dictionary for dictionary in hooks if not dictionary]
         self._with_hooks = [dictionary for dictionary in hooks if dictionary]
@@ -329,7 +335,8 @@ class _Replica:
         self._tensors = [a[kind] for a in self._as_made for kind in ("_parameters", "_buffers")]
         self._children = [a["_modules"] for a in self._as_made]
         self._rnns = [module for module in self.modules if isinstance(module, nn.RNNBase)]
-        self._members = self._all_members()
+        self._num_members = self._count_members()
+        self._names_and_children = self._list_children()
         self._objects = [*self.modules, *self._attributes, *self._tensors, *self._children]
         self._num_references = self._count_references()
 
@@ -355,14 +362,14 @@ class _Replica:
             rnn._flat_weights = [getattr(rnn, name) for name in rnn._flat_weights_names]
 
     def may_be_used_again(self) -> bool:
-        """Returns whether nobody else can see its modules, and they have the members they had.
+        """Returns whether nobody else can see its modules, which have their children and hooks.
 
         Activation checkpointing, for one, keeps modules, or dictionaries of them, until backward.
         """
         return (
             self._is_reusable
             and self._count_references() == self._num_references
-            and self._all_members() == self._members
+            and self._list_children() == self._names_and_children
             and not any(self._without_hooks)
             and list(map(len, self._with_hooks)) == self._num_hooks
         )
@@ -384,22 +391,28 @@ class _Replica:
             for attributes in self._attributes
         ]
 
-    def _all_members(self) -> tuple[list[str], list[str], list[Any]]:
-        """Returns the names of parameters and buffers, those of children, and the children."""
+    def _list_children(self) -> tuple[list[str], list[Any]]:
         return (
-            list(chain.from_iterable(self._tensors)),
             list(chain.from_iterable(self._children)),
             list(chain.from_iterable(map(dict.values, self._children))),
         )
 
+    def _count_members(self) -> list[int]:
+        return list(map(len, chain(self._attributes, self._tensors)))
+
     def end(self) -> None:
-        """Takes the tensors away, and whatever else a call has left that may be used again."""
-        values = chain.from_iterable(map(dict.values, self._attributes))
-        has_grown = list(map(len, self._attributes)) != self._sizes
-        if has_grown or not all(map(operator.is_, values, self._values)):
+        """Takes the tensors away, and whatever else a call has left."""
+        deque(map(dict.update, self._attributes, self._own), maxlen=0)
+        self._take_tensors()
+        if self._count_members() != self._num_members:  # there are new ones
             for attributes, as_made in zip(self._attributes, self._as_made, strict=True):
                 attributes.clear()
                 attributes.update(as_made)
+            for members in self._tensors:
+                members.clear()
+            self._take_tensors()
+
+    def _take_tensors(self) -> None:
         for members, name, _ in chain(self._parameters, self._buffers):
             members[name] = None
 
