@@ -333,6 +333,7 @@ class _Replica:
         self._parameters = parameters.of(self._as_made)
         self._buffers = buffers.of(self._as_made)
         self._tensors = [a[kind] for a in self._as_made for kind in ("_parameters", "_buffers")]
+        self._without_tensors = [dict.fromkeys(members) for members in self._tensors]
         self._children = [a["_modules"] for a in self._as_made]
         self._rnns = [module for module in self.modules if isinstance(module, nn.RNNBase)]
         self._num_members = self._count_members()
@@ -403,18 +404,16 @@ class _Replica:
     def end(self) -> None:
         """Takes the tensors away, and whatever else a call has left."""
         deque(map(dict.update, self._attributes, self._own), maxlen=0)
-        self._take_tensors()
-        if self._count_members() != self._num_members:  # there are new ones
-            for attributes, as_made in zip(self._attributes, self._as_made, strict=True):
-                attributes.clear()
-                attributes.update(as_made)
-            for members in self._tensors:
-                members.clear()
-            self._take_tensors()
-
-    def _take_tensors(self) -> None:
         for members, name, _ in chain(self._parameters, self._buffers):
             members[name] = None
+        if self._count_members() != self._num_members:  # there are new ones
+            for members, as_made in zip(
+                chain(self._attributes, self._tensors),
+                chain(self._as_made, self._without_tensors),
+                strict=True,
+            ):
+                members.clear()
+                members.update(as_made)
 
 
 def _shallow_copy(module: nn.Module) -> nn.Module:
