@@ -17,6 +17,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch import nn
 
 from balanced_dp.devices import CUDA_LIKE
 
@@ -80,6 +81,22 @@ class StandIn:
         return number
 
 
+_flatten_parameters = nn.RNNBase.flatten_parameters
+
+
+@torch.no_grad()
+def _flatten_as_cudnn(rnn: nn.RNNBase) -> None:
+    """Gives the weights of an RNN a new storage, as ``_cudnn_rnn_flatten_weight`` does."""
+    weights: list[Any] = rnn._flat_weights
+    if any(weight.device.type != NAME for weight in weights):
+        _flatten_parameters(rnn)
+    elif len({weight.data_ptr() for weight in weights}) == len(weights):
+        flat = torch.cat([weight.flatten() for weight in weights])
+        parts = flat.split([weight.numel() for weight in weights])
+        for weight, part in zip(weights, parts, strict=True):
+            weight.set_(part.view_as(weight))
+
+
 @contextmanager
 def opened() -> Iterator[StandIn]:
     """Makes the stand-in the accelerator that ``device_ids`` means.
@@ -89,6 +106,11 @@ def opened() -> Iterator[StandIn]:
     """
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(module, "is_open", True))
+        stack.enter_context(mock.patch.object(nn.RNNBase, "flatten_parameters", _flatten_as_cudnn))
+        # Module.to keeps parameters, and tied ones tied, on CUDA; without this, not on PrivateUse1.
+        keeps = torch.__future__.get_swap_module_params_on_conversion()
+        stack.callback(torch.__future__.set_swap_module_params_on_conversion, keeps)
+        torch.__future__.set_swap_module_params_on_conversion(True)
         CUDA_LIKE.add(NAME)
         stack.callback(CUDA_LIKE.remove, NAME)
         extension.reset()

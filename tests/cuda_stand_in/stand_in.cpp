@@ -644,6 +644,22 @@ std::tuple<Tensor, Tensor> native_dropout(const Tensor& input, double p, std::op
   return {input * mask * (p == 1 ? 0. : 1 / (1 - p)), mask};
 }
 
+// The CPU has no such kernel; differentiable by itself.
+std::tuple<Tensor, Tensor, Tensor> lstm_cell(
+    const Tensor& input_gates, const Tensor& hidden_gates, const Tensor& cx,
+    const std::optional<Tensor>& input_bias, const std::optional<Tensor>& hidden_bias) {
+  Tensor all = input_gates + hidden_gates;
+  if (input_bias && input_bias->defined())
+    all = all + *input_bias + *hidden_bias;
+  const auto gates = all.chunk(4, 1);
+  const Tensor cy = gates[1].sigmoid() * cx + gates[0].sigmoid() * gates[2].tanh();
+  return {gates[3].sigmoid() * cy.tanh(), cy, at::empty({0}, cx.options())};
+}
+
+TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, m) {
+  m.impl("_thnn_fused_lstm_cell", lstm_cell);
+}
+
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
   m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());
 }
