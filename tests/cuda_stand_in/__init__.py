@@ -10,7 +10,7 @@ It is a model of the hardware, not hardware.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from torch import nn
 
 from balanced_dp.devices import CUDA_LIKE
 
+from . import clock
 from .communicators import Communicators
 from .device_module import NAME, NUM_DEVICES, DeviceModule
 
@@ -73,6 +74,25 @@ class StandIn:
         """Returns what does not come after what it must, and forgets it."""
         found: list[str] = extension.races()
         return found
+
+    @contextmanager
+    def recorded(self) -> Iterator[list[clock.Work]]:
+        """Records what is launched, for a clock to run; all before it is done when it begins."""
+        for device in self.devices:
+            torch.accelerator.synchronize(device)
+        work: list[clock.Work] = []
+        extension.set_recording(True)
+        try:
+            yield work
+        finally:
+            extension.set_recording(False)
+            work += extension.take_record()
+
+    def run(
+        self, work: Sequence[clock.Work], operations_per_s: float, bytes_per_s: float
+    ) -> list[clock.Span]:
+        """Returns when each piece of work would have run."""
+        return clock.run(work, extension.STREAMS_EACH, operations_per_s, bytes_per_s)
 
     @property
     def num_waits(self) -> int:

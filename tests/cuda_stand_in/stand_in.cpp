@@ -22,9 +22,12 @@
 #include <torch/library.h>
 
 #include <array>
+#include <atomic>
+#include <chrono>
 #include <deque>
 #include <map>
 #include <mutex>
+#include <thread>
 
 namespace {
 
@@ -81,7 +84,7 @@ struct Machine {
   Clock host{}; // one for all threads of the host
   std::vector<std::string> races;
   std::deque<Work> record;
-  bool is_recording = false;
+  std::atomic<bool> is_recording = false;
   int64_t num_waits = 0; // times that the host waited for a device
   std::array<int, kDevices> next_stream{};
   std::map<std::pair<int, size_t>, std::vector<Block*>> free; // by stream and size
@@ -564,6 +567,8 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   for (size_t i = first; i < stack->size(); ++i)
     if ((*stack)[i].isNone() && takes_generator(schema.arguments()[i - first]))
       (*stack)[i] = machine().generators[cpu.device->index()];
+  if (machine().is_recording && !is_view) // host threads launch at one pace, however few the cores
+    std::this_thread::sleep_for(std::chrono::microseconds(50));
   const double amount = num_operations(name, at::ArrayRef<IValue>(*stack).slice(first));
   if (is_view)
     cpu.uses.clear();
@@ -735,10 +740,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     return std::exchange(machine().races, {});
   });
   module.def("set_recording", [](bool on) { machine().is_recording = on; });
-  module.def("record", [] { // a list of (name, [(stream, tick)], targets, amount, {stream: tick before})
+  module.def("take_record", [] { // a list of (name, [(stream, tick)], targets, amount, {stream: tick})
     const Lock lock(machine().mutex);
     py::list result;
-    for (const Work& work : machine().record) {
+    for (const Work& work : std::exchange(machine().record, {})) {
       py::list own;
       py::dict after;
       for (size_t i = 0; i < work.after.size(); ++i)
