@@ -98,9 +98,13 @@ def resolve_device(device_id: Device, device_type: str | None) -> torch.device:
     return device
 
 
+CUDA_LIKE = {"cuda"}
+"""Types of devices with CUDA's streams, allocator and communicators; tests add a stand-in."""
+
+
 def is_cuda(device: torch.device) -> bool:
-    """Returns whether the device has CUDA's streams, caching allocator and communicators."""
-    return device.type == "cuda"
+    """Returns whether the device is one of CUDA's kind."""
+    return device.type in CUDA_LIKE
 
 
 @functools.cache

@@ -11,6 +11,8 @@ import pytest
 import torch
 import torch._dynamo  # or the first call of a model does, and leaves cycles with its frames
 
+from . import cuda_stand_in
+from .cuda_stand_in import StandIn
 from .devices import KINDS, open_devices
 
 NEEDS = {
@@ -98,4 +100,13 @@ def no_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
 def emulated() -> Iterator[list[torch.device]]:
     """Eight emulated devices, for what only distinct devices or an exact ledger can show."""
     with open_devices("emulated", 8) as opened:
+        yield opened
+
+
+@pytest.fixture
+def stand_in() -> Iterator[StandIn]:
+    """Four devices of CUDA's kind that need no GPU; a race fails the test."""
+    if cuda_stand_in.WHY_NOT is not None:
+        pytest.skip(cuda_stand_in.WHY_NOT)
+    with cuda_stand_in.opened() as opened:
         yield opened

@@ -1,0 +1,141 @@
+"""An accelerator with CUDA's streams, events, allocator and communicators, for machines without.
+
+``torch.device("stand_in", 0)`` to ``3`` run the code that only CUDA takes. The CPU computes at
+once, while vector clocks tell what a GPU might have run in another order. It is compiled when it is
+first imported, which must be before the first backward: autograd makes its threads then.
+
+It is a model of the hardware, not hardware.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+
+from balanced_dp.devices import CUDA_LIKE
+
+from . import clock
+from .communicators import Communicators
+from .device_module import NAME, NUM_DEVICES, DeviceModule
+
+BUILD = Path(__file__).parents[2] / "build" / "cuda_stand_in"
+
+
+def _why_not() -> str | None:
+    missing = [tool for tool in ("g++", "ninja") if shutil.which(tool) is None]
+    if missing:
+        return f"the stand-in for CUDA devices is compiled, which needs {' and '.join(missing)}"
+    if torch.accelerator.is_available():
+        return "torch has one accelerator at a time, and there is one here"
+    return None
+
+
+def _load() -> Any:
+    from torch.utils import cpp_extension
+
+    BUILD.mkdir(parents=True, exist_ok=True)
+    source = str(Path(__file__).with_name("stand_in.cpp"))
+    extension = cpp_extension.load(
+        NAME, [source], build_directory=str(BUILD), extra_cflags=["-O1", "-g0"]
+    )
+    torch.utils.rename_privateuse1_backend(NAME)
+    return extension
+
+
+WHY_NOT = _why_not()
+"""Why it cannot be used here; None if it can."""
+
+if WHY_NOT is None:
+    extension = _load()
+    module = DeviceModule(extension)
+    torch._register_device_module(NAME, module)
+
+
+class StandIn:
+    """The stand-in while it is the accelerator.
+
+    Attributes:
+        devices: its devices.
+        nccl: the communicators that NCCL would have opened.
+    """
+
+    def __init__(self, nccl: Communicators) -> None:
+        self.devices = [torch.device(NAME, index) for index in range(NUM_DEVICES)]
+        self.nccl = nccl
+
+    def races(self) -> list[str]:
+        """Returns what does not come after what it must, and forgets it."""
+        found: list[str] = extension.races()
+        return found
+
+    @contextmanager
+    def recorded(self) -> Iterator[list[clock.Work]]:
+        """Records what is launched, for a clock to run; all before it is done when it begins."""
+        for device in self.devices:
+            torch.accelerator.synchronize(device)
+        work: list[clock.Work] = []
+        extension.set_recording(True)
+        try:
+            yield work
+        finally:
+            extension.set_recording(False)
+            work += extension.take_record()
+
+    def run(
+        self, work: Sequence[clock.Work], operations_per_s: float, bytes_per_s: float
+    ) -> list[clock.Span]:
+        """Returns when each piece of work would have run."""
+        return clock.run(work, extension.STREAMS_EACH, operations_per_s, bytes_per_s)
+
+    @property
+    def num_waits(self) -> int:
+        """How many times the host has waited for a device."""
+        number: int = extension.num_waits()
+        return number
+
+
+_flatten_parameters = nn.RNNBase.flatten_parameters
+
+
+@torch.no_grad()
+def _flatten_as_cudnn(rnn: nn.RNNBase) -> None:
+    """Gives the weights of an RNN a new storage, as ``_cudnn_rnn_flatten_weight`` does."""
+    weights: list[Any] = rnn._flat_weights
+    if any(weight.device.type != NAME for weight in weights):
+        _flatten_parameters(rnn)
+    elif len({weight.data_ptr() for weight in weights}) == len(weights):
+        flat = torch.cat([weight.flatten() for weight in weights])
+        parts = flat.split([weight.numel() for weight in weights])
+        for weight, part in zip(weights, parts, strict=True):
+            weight.set_(part.view_as(weight))
+
+
+@contextmanager
+def opened() -> Iterator[StandIn]:
+    """Makes the stand-in the accelerator that ``device_ids`` means.
+
+    Raises:
+        AssertionError: at the end, if there was a race that nobody has asked for.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(module, "is_open", True))
+        stack.enter_context(mock.patch.object(nn.RNNBase, "flatten_parameters", _flatten_as_cudnn))
+        # Module.to keeps parameters, and tied ones tied, on CUDA; without this, not on PrivateUse1.
+        keeps = torch.__future__.get_swap_module_params_on_conversion()
+        stack.callback(torch.__future__.set_swap_module_params_on_conversion, keeps)
+        torch.__future__.set_swap_module_params_on_conversion(True)
+        CUDA_LIKE.add(NAME)
+        stack.callback(CUDA_LIKE.remove, NAME)
+        extension.reset()
+        stack.callback(extension.reset)
+        stand_in = StandIn(stack.enter_context(Communicators.replaced(extension)))
+        yield stand_in
+        found = list(dict.fromkeys(stand_in.races()))
+        assert not found, "races:\n" + "\n".join(found)

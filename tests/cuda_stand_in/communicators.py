@@ -1,0 +1,148 @@
+"""What ``torch.nn.parallel.comm`` calls where torch was built with CUDA, for the stand-in.
+
+Source: ``torch/csrc/cuda/comm.cpp`` and ``nccl.cpp`` of torch 2.13.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import types
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch._utils import (
+    _flatten_dense_tensors,
+    _reorder_tensors_as,
+    _take_tensors,
+    _unflatten_dense_tensors,
+)
+from torch.nn.parallel import comm
+
+from .device_module import NAME
+
+NCCL_DTYPES = {
+    *(torch.float32, torch.float16, torch.float64, torch.bfloat16),
+    *(torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool),
+    *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz),
+}
+"""What ``to_nccl_data_type`` knows."""
+
+
+class Communicators:
+    """NCCL, which opens a communicator for each list of devices that it is used for, and keeps it.
+
+    Attributes:
+        opened: the indices of the devices of each.
+    """
+
+    def __init__(self, extension: Any) -> None:
+        self.opened: list[tuple[int, ...]] = []
+        self._extension = extension
+        self._in_use = threading.Lock()
+
+    @classmethod
+    @contextmanager
+    def replaced(cls, extension: Any) -> Iterator[Communicators]:
+        """Gives ``torch.nn.parallel.comm`` this, in place of what torch was built without."""
+        nccl = cls(extension)
+        functions = {
+            "_broadcast": nccl.broadcast,
+            "_broadcast_coalesced": nccl.broadcast_coalesced,
+            "_scatter": scatter,
+            "_gather": gather,
+        }
+        own = types.SimpleNamespace(is_available=is_available, reduce=nccl.reduce)
+        with ExitStack() as stack:
+            for name, function in functions.items():
+                stack.enter_context(mock.patch.object(torch._C, name, function, create=True))
+            stack.enter_context(mock.patch.object(comm, "nccl", own))
+            yield nccl
+
+    def broadcast(self, tensor: Tensor, devices: Sequence[int]) -> list[Tensor]:
+        with torch.no_grad():
+            there = tensor.get_device()
+            sent = [
+                tensor if index == there else torch.empty_like(tensor, device=f"{NAME}:{index}")
+                for index in devices
+            ]
+            others = [t for t, index in zip(sent, devices, strict=True) if index != there]
+            if is_available([tensor, *others]):
+                self._run("broadcast", [tensor, *others], [tensor, *others], 0)
+            else:
+                for other in others:
+                    other.copy_(tensor, non_blocking=True)
+        return sent
+
+    def broadcast_coalesced(
+        self, tensors: Sequence[Tensor], devices: Sequence[int], buffer_size: int
+    ) -> list[list[Tensor]]:
+        if any(tensor.get_device() != devices[0] for tensor in tensors):
+            raise RuntimeError(f"All tensors must be on devices[0]: {devices[0]}")
+        sent: list[list[Tensor]] = [[] for _ in devices]
+        for chunk in _take_tensors(tensors, buffer_size):
+            flat = self.broadcast(_flatten_dense_tensors(chunk), devices)
+            for parts, there in zip(sent, flat, strict=True):
+                # They share memory, but not the version: see [Version Counter in comm.*_coalesced].
+                parts += [part.data for part in _unflatten_dense_tensors(there, chunk)]
+        return [list(tensors), *(list(_reorder_tensors_as(p, tensors)) for p in sent[1:])]
+
+    def reduce(self, inputs: Sequence[Tensor], output: Tensor, root: int) -> None:
+        outputs = [output if i == root else t for i, t in enumerate(inputs)]
+        self._run("reduce", list(inputs), outputs, root)
+
+    def _run(self, name: str, inputs: list[Tensor], outputs: list[Tensor], root: int) -> None:
+        if inputs[0].dtype not in NCCL_DTYPES:
+            raise RuntimeError(f"Unconvertible NCCL type {inputs[0].dtype}")
+        if not self._in_use.acquire(blocking=False):
+            raise RuntimeError("two threads use NCCL at the same time")
+        try:
+            time.sleep(0.0005)  # lets another thread in, if it may
+            devices = tuple(tensor.get_device() for tensor in inputs)
+            if devices not in self.opened:
+                self.opened.append(devices)
+            self._extension.collective(name, inputs, outputs, root)
+        finally:
+            self._in_use.release()
+
+
+def is_available(tensors: Sequence[Tensor]) -> bool:
+    """Returns whether NCCL takes these tensors: dense ones, in order, each on another device."""
+    devices = {tensor.device for tensor in tensors}
+    return len(devices) == len(tensors) and all(
+        t.device.type == NAME and not t.is_sparse and t.is_contiguous() for t in tensors
+    )
+
+
+def scatter(
+    tensor: Tensor,
+    devices: Sequence[int],
+    chunk_sizes: Sequence[int] | None,
+    dim: int,
+    streams: Sequence[torch.Stream | None] | None,
+) -> list[Tensor]:
+    chunks = list(
+        tensor.chunk(len(devices), dim) if chunk_sizes is None else tensor.split(chunk_sizes, dim)
+    )
+    for i, index in enumerate(devices[: len(chunks)]):
+        if index != tensor.get_device():
+            with ExitStack() as stack:
+                if streams is not None and streams[i] is not None:
+                    stack.enter_context(torch.get_device_module(NAME).stream(streams[i]))
+                chunks[i] = chunks[i].to(f"{NAME}:{index}", non_blocking=True)
+    return chunks
+
+
+def gather(tensors: Sequence[Tensor], dim: int, destination: int | None) -> Tensor:
+    device = torch.device("cpu") if destination == -1 else torch.device(NAME, destination or 0)
+    shape = list(tensors[0].shape)
+    shape[dim] = sum(tensor.shape[dim] for tensor in tensors)
+    joined = torch.empty(shape, dtype=tensors[0].dtype, device=device)
+    sizes = [tensor.shape[dim] for tensor in tensors]
+    for part, tensor in zip(joined.split(sizes, dim), tensors, strict=True):
+        part.copy_(tensor, non_blocking=destination != -1)
+    return joined

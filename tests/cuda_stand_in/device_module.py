@@ -1,0 +1,129 @@
+"""``torch.stand_in``, which ``torch.get_device_module`` returns; the names are ``torch.cuda``'s."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+NAME = "stand_in"
+NUM_DEVICES = 4
+TOTAL_BYTES = 16 * 2**30
+
+
+class DeviceModule(types.ModuleType):
+    """The module; ``torch.accelerator`` and the extension do all of it.
+
+    Attributes:
+        is_open: whether it says that it is available.
+    """
+
+    Event, Stream, OutOfMemoryError = torch.Event, torch.Stream, torch.OutOfMemoryError
+    _initialized = True
+
+    def __init__(self, extension: Any) -> None:
+        super().__init__(f"torch.{NAME}", "The stand-in for CUDA devices.")
+        self.is_open = False
+        self._extension = extension
+
+    def is_available(self) -> bool:
+        return self.is_open
+
+    def is_initialized(self) -> bool:
+        return bool(self._extension.is_initialized())
+
+    def init(self) -> None:
+        torch.empty(0, device=NAME)
+
+    def _is_in_bad_fork(self) -> bool:
+        return False
+
+    def device_count(self) -> int:
+        return NUM_DEVICES
+
+    def current_device(self) -> int:
+        return torch.accelerator.current_device_index()
+
+    def set_device(self, device: Any) -> None:
+        torch.accelerator.set_device_index(_index(device))
+
+    @contextmanager
+    def device(self, device: Any) -> Iterator[None]:
+        before = self.current_device()
+        self.set_device(device)
+        try:
+            yield
+        finally:
+            self.set_device(before)
+
+    def current_stream(self, device: Any = None) -> torch.Stream:
+        return torch.accelerator.current_stream(_index(device))
+
+    @contextmanager
+    def stream(self, stream: torch.Stream) -> Iterator[None]:
+        # Several threads may enter this with one stream; torch.Stream itself remembers one of them.
+        with self.device(stream.device):
+            before = self.current_stream()
+            torch.accelerator.set_stream(stream)
+            try:
+                yield
+            finally:
+                torch.accelerator.set_stream(before)
+
+    def synchronize(self, device: Any = None) -> None:
+        torch.accelerator.synchronize(_index(device))
+
+    def memory_allocated(self, device: Any = None) -> int:
+        return torch.accelerator.memory_allocated(_index(device))
+
+    def max_memory_allocated(self, device: Any = None) -> int:
+        return torch.accelerator.max_memory_allocated(_index(device))
+
+    def memory_reserved(self, device: Any = None) -> int:
+        return torch.accelerator.memory_reserved(_index(device))
+
+    def max_memory_reserved(self, device: Any = None) -> int:
+        return torch.accelerator.max_memory_reserved(_index(device))
+
+    def reset_peak_memory_stats(self, device: Any = None) -> None:
+        # As CUDA's: torch.accelerator's does nothing where there was no tensor yet.
+        torch._C._accelerator_resetPeakStats(_index(device))
+
+    def empty_cache(self) -> None:
+        torch.accelerator.empty_cache()
+
+    def mem_get_info(self, device: Any = None) -> tuple[int, int]:
+        return TOTAL_BYTES - self.memory_reserved(device), TOTAL_BYTES
+
+    def get_device_properties(self, device: Any = None) -> types.SimpleNamespace:
+        return types.SimpleNamespace(
+            name="stand-in", total_memory=TOTAL_BYTES, multi_processor_count=1
+        )
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.float16, torch.bfloat16]
+
+    def manual_seed(self, seed: int) -> None:
+        self._extension.manual_seed(_index(), seed)
+
+    def manual_seed_all(self, seed: int) -> None:
+        for index in range(NUM_DEVICES):
+            self._extension.manual_seed(index, seed)
+
+    def get_rng_state(self, device: Any = None) -> torch.Tensor:
+        state: torch.Tensor = self._extension.get_rng_state(_index(device))
+        return state
+
+    def set_rng_state(self, state: torch.Tensor, device: Any = None) -> None:
+        self._extension.set_rng_state(_index(device), state)
+
+
+def _index(device: torch.device | str | int | None = None) -> int:
+    """Returns the index of a device, which is the current one's where it says none."""
+    if isinstance(device, str):
+        device = torch.device(device)
+    index = device.index if isinstance(device, torch.device) else device
+    return torch.accelerator.current_device_index() if index is None else index
