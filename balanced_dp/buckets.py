@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from itertools import compress
 
@@ -17,6 +18,15 @@ BUCKET_BYTES = 25 * 2**20
 
 Source: ``bucket_cap_mb`` of torch 2.13's ``DistributedDataParallel``.
 """
+
+_NCCL_DTYPES = {
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
+    *(torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool),
+}
+"""What NCCL sends in any version; source: ``to_nccl_data_type`` in torch/csrc/cuda/nccl.cpp."""
+
+_nccl = threading.Lock()
+"""Held while NCCL is used, as several threads may call models that have the same devices."""
 
 Copies = Mapping[torch.device, Sequence[torch.Tensor]]
 """For each device, copies of the same tensors in the same order."""
@@ -58,7 +68,7 @@ def copy_to(
 ) -> dict[torch.device, list[torch.Tensor]]:
     """Returns, for each device, copies of the tensors in their order, also of those already there.
 
-    Between CUDA devices they travel in few pieces, by NCCL where torch has it.
+    Between CUDA devices they travel in few pieces, to several of them by NCCL where torch has it.
 
     Args:
         devices: where the copies go; none twice.
@@ -73,20 +83,35 @@ def copy_to(
         if _is_plain(t)
         and is_cuda(t.device)
         and t.device not in devices
-        and not (t.is_complex() or (is_recorded and t.requires_grad))  # torch's gives real ones
+        and t.dtype in _NCCL_DTYPES
+        and not (is_recorded and t.requires_grad)
     }
     copies = {
         device: [t if i in together else move(t, device, copy=True) for i, t in enumerate(tensors)]
         for device in devices
     }
-    if together:
-        sources = list(together.values())
-        everywhere = [sources[0].device, *devices]
-        sent = comm.broadcast_coalesced(sources, everywhere, BUCKET_BYTES)
-        for device, parts in zip(devices, sent[1:], strict=True):
+    if together and devices:
+        sent = _send(list(together.values()), devices)
+        for device, parts in zip(devices, sent, strict=True):
             for i, part in zip(together, parts, strict=True):
                 copies[device][i] = part
     return copies
+
+
+def _send(
+    tensors: Sequence[torch.Tensor], devices: Sequence[torch.device]
+) -> list[Sequence[torch.Tensor]]:
+    """Returns copies for each device. They share memory: all are needed for equally long."""
+    if len(devices) > 1:
+        with _nccl:
+            sent = comm.broadcast_coalesced(tensors, [tensors[0].device, *devices], BUCKET_BYTES)
+        return list(sent[1:])
+    copies = list(tensors)
+    for bucket in fill_buckets(tensors):
+        parts = _in_one_piece([tensors[i] for i in bucket], devices[0])
+        for i, part in zip(bucket, parts, strict=True):
+            copies[i] = part.data  # a tensor of its own, with a version of its own
+    return [copies]
 
 
 def bring_to(
@@ -99,23 +124,26 @@ def bring_to(
     if not is_cuda(device):
         return [None if g is None else move(g, device) for g in gradients]
     dense = [g for g in gradients if g is not None and g.layout is torch.strided]
-    parts = iter(in_one_piece(dense, device))
+    sent = _in_one_piece(dense, device)
+    if len(dense) > 1 and not sent[0].requires_grad:  # not under create_graph
+        # A view that becomes a .grad would keep the memory of all.
+        own = [torch.empty_like(view) for view in sent]
+        torch._foreach_copy_(own, list(sent))
+        sent = own
+    parts = iter(sent)
     return [
         None if g is None else next(parts) if g.layout is torch.strided else move(g, device)
         for g in gradients
     ]
 
 
-def in_one_piece(tensors: Sequence[torch.Tensor], device: torch.device) -> Sequence[torch.Tensor]:
-    """Returns the dense tensors, alike in dtype, on ``device``; they share memory there."""
+def _in_one_piece(tensors: Sequence[torch.Tensor], device: torch.device) -> Sequence[torch.Tensor]:
+    """Returns the dense tensors, alike in dtype, on ``device``, as views of one that was sent."""
     if len(tensors) < 2:
         return move_all(tensors, device)
     flat = move(_flatten_dense_tensors(tensors), device)
     parts: Sequence[torch.Tensor] = _unflatten_dense_tensors(flat, tensors)
-    if flat.requires_grad:  # under create_graph
-        return parts
-    # They are tensors of their own: what is written to one leaves the version of others alone.
-    return [part.data for part in parts]
+    return parts
 
 
 def has_hooks(tensor: torch.Tensor) -> bool:

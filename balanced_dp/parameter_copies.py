@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 
 from .buckets import Copies, bring_to, copy_to, fill_buckets, has_hooks
+from .devices import is_cuda
 
 _AT_ONCE = 2**64 - 2
 """The sequence number of a node that runs as soon as it can; only ``AccumulateGrad``'s is higher.
@@ -131,6 +133,8 @@ class _Block:
         """Makes nodes of the copies, and returns those of each bucket."""
         for device in devices:
             self._trained[device] = list(self._copies[device])
+        if any(map(is_cuda, devices)):
+            _expect_gradients_of_other_streams()
         trained = [i for i, p in enumerate(parameters) if p.requires_grad]
         nodes: list[list[Any]] = []
         for bucket in fill_buckets([parameters[i] for i in trained]):
@@ -199,6 +203,14 @@ class _Block:
                     brought += zip(node.originals, gradients, strict=True)
                     node.gathered = None
             _add(brought)
+
+
+@functools.cache
+def _expect_gradients_of_other_streams() -> None:
+    """Keeps torch from warning of what is meant: gradients come from streams of other devices."""
+    set_warns = getattr(torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch", None)
+    if set_warns is not None:  # versions that do not have it do not warn
+        set_warns(False)
 
 
 def _give_attributes(original: torch.Tensor, copy: torch.Tensor) -> None:

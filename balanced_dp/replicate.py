@@ -18,6 +18,7 @@ from .buckets import copy_to
 from .errors import warn
 from .parameter_copies import ParameterCopies
 from .rebind import HOOKS, rebind
+from .scatter_gather import move_all
 from .written_state import WrittenState
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -93,11 +94,12 @@ class Replicator:
         if home is not None:
             check_on_device(chain(blueprint.parameters, blueprint.buffers), home)
         parameters = self.copies.on(devices, blueprint.parameters)
+        buffers = _buffers_of_replicas(devices, blueprint.buffers)
         return Replicas(
             blueprint,
             [
-                blueprint.replica(parameters[d], _buffers_on(d, blueprint.buffers, shared=i == 0))
-                for i, d in enumerate(devices)
+                blueprint.replica(parameters[device], own)
+                for device, own in zip(devices, buffers, strict=True)
             ],
         )
 
@@ -202,15 +204,18 @@ def _is_same(before: tuple[Any, int], after: tuple[Any, int]) -> bool:
     return (old is new or (is_plain and old == new)) and old_length == length
 
 
-def _buffers_on(
-    device: torch.device, buffers: Sequence[torch.Tensor], shared: bool
-) -> Sequence[torch.Tensor]:
-    """Returns buffers of a replica: copies of its own, unless they are there and may be shared."""
-    if shared and all(buffer.device == device for buffer in buffers):
-        return buffers
-    copies = copy_to([device], buffers)[device]
-    pairs = zip(buffers, copies, strict=True)
-    return [b if shared and b.device == device else copy for b, copy in pairs]
+def _buffers_of_replicas(
+    devices: Sequence[torch.device], buffers: Sequence[torch.Tensor]
+) -> list[Sequence[torch.Tensor]]:
+    """Returns each replica's buffers: its own copies, but the first one shares what is there."""
+    away = [d for d in dict.fromkeys(devices) if any(buffer.device != d for buffer in buffers)]
+    sent = copy_to(away, buffers)
+    first, *others = devices
+    shared = [
+        buffer if buffer.device == first else copy
+        for buffer, copy in zip(buffers, sent.pop(first, buffers), strict=True)
+    ]
+    return [shared, *(sent.pop(d, []) or move_all(buffers, d, copy=True) for d in others)]
 
 
 class _Blueprint:

@@ -18,8 +18,6 @@ from balanced_dp import BalancedCriterion, BalancedDataParallel
 from .cuda_stand_in import StandIn
 from .modules import Lambda
 
-pytestmark = pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")  # see issue 20
-
 BATCH, WIDTH, CLASSES = 13, 8, 5
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
 
@@ -202,7 +200,6 @@ def test_double_backward(where, stand_in: StandIn):
     model.close()
 
 
-@pytest.mark.xfail(reason="item 14: nothing keeps threads from using NCCL at once", strict=True)
 @pytest.mark.parametrize("trains", [True, False])
 def test_four_threads_call_one_model(trains, stand_in: StandIn):
     module, batch = Lambda(cross_entropy, inner=mlp()), make_batch()
@@ -246,7 +243,6 @@ def test_an_rnn_that_puts_its_weights_together_in_forward(gpu0_bsz, stand_in: St
     model.close()
 
 
-@pytest.mark.xfail(reason="item 8: NCCL does not know int16", strict=True)
 @pytest.mark.parametrize("gpu0_bsz", [0, 1])
 def test_buffers_and_other_dtypes(gpu0_bsz, stand_in: StandIn):
     def forward(self: Lambda, x: Tensor) -> Tensor:
@@ -264,4 +260,46 @@ def test_buffers_and_other_dtypes(gpu0_bsz, stand_in: StandIn):
     model = BalancedDataParallel(gpu0_bsz, module.to(stand_in.devices[0]))
     model(x).backward()
     torch.testing.assert_close(fetch(module), expected, **CLOSE)
+    model.close()
+
+
+@pytest.mark.parametrize(("gpu0_bsz", "num_devices"), [(0, 4), (1, 4), (1, 2)])
+def test_gradients_hold_no_more_than_their_bytes(gpu0_bsz, num_devices, stand_in: StandIn):
+    """Parts of what was sent in one piece kept all of it: up to twice their bytes."""
+    module = nn.Sequential(*[nn.Linear(256, 256) for _ in range(12)])
+    devices = stand_in.devices[:num_devices]
+    model = BalancedDataParallel(gpu0_bsz, module.to(devices[0]), devices)
+    x = torch.randn(BATCH, 256)
+    before = torch.accelerator.memory_allocated(devices[0])
+    model(x).square().mean().backward()
+    held = torch.accelerator.memory_allocated(devices[0]) - before
+    own = sum(p.grad.nbytes for p in module.parameters() if p.grad is not None)
+    assert own <= held <= 1.02 * own
+    model.close()
+
+
+def test_one_communicator_serves_weights_buffers_and_criteria(stand_in: StandIn):
+    """Each takes hundreds of MiB of a GPU for good, and all of them were on device 0."""
+    module = nn.Sequential(mlp(), nn.BatchNorm1d(CLASSES).double()).to(stand_in.devices[0])
+    model = BalancedDataParallel(1, module, gather=False)
+    weight = torch.rand(CLASSES, dtype=torch.double, device=stand_in.devices[0])
+    criterion = BalancedCriterion(nn.CrossEntropyLoss(weight))
+    x, labels = make_batch()
+    for gpu0_bsz in (2, 0):
+        model.gpu0_bsz = gpu0_bsz
+        criterion(model(x), labels).backward()
+        with torch.no_grad():
+            model(x)
+        with model.shared_weights(), torch.no_grad():
+            model(x)
+    assert stand_in.nccl.opened == [(0, 1, 2, 3)]
+    model.close()
+
+
+@pytest.mark.parametrize("gpu0_bsz", [0, 2])
+def test_two_devices_need_no_communicator(gpu0_bsz, stand_in: StandIn):
+    module = nn.Sequential(mlp(), nn.BatchNorm1d(CLASSES).double()).to(stand_in.devices[0])
+    model = BalancedDataParallel(gpu0_bsz, module, stand_in.devices[:2])
+    model(make_batch()[0]).square().mean().backward()
+    assert stand_in.nccl.opened == []
     model.close()

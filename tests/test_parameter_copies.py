@@ -320,17 +320,6 @@ def test_every_tensor_is_in_one_bucket(sizes):
         assert len(bucket) == 1 or num_bytes <= limit
 
 
-def test_gradients_between_gpus_travel_in_one_piece():
-    """What only CUDA devices use, tried on the CPU."""
-    gradients = [torch.randn(2, 3), torch.randn(4).expand(3, 4), torch.randn(3, 2).T]
-    moved = buckets_of.in_one_piece(gradients, torch.device("cpu", 1))
-    torch.testing.assert_close(list(moved), gradients)
-    assert len({part.untyped_storage().data_ptr() for part in moved}) == 1
-    versions = [part._version for part in moved]
-    moved[0].add_(1)
-    assert [part._version for part in moved[1:]] == versions[1:]
-
-
 def test_memory_formats_survive(emulated):
     module = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last).to(emulated[0])
     model = BalancedDataParallel(1, module, emulated[:3])
