@@ -10,7 +10,7 @@ import torch
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.nn.parallel import comm
 
-from .devices import is_cuda
+from .devices import copy_stream, is_cuda
 from .scatter_gather import move, move_all
 
 BUCKET_BYTES = 25 * 2**20
@@ -119,22 +119,28 @@ def bring_to(
 ) -> list[torch.Tensor | None]:
     """Returns the gradients of a bucket on ``device``. Differentiable.
 
-    Dense ones travel to a CUDA device in one piece.
+    Dense ones travel to a CUDA device in one piece, beside what it computes: they are on a stream
+    of their own there, and the current one of where they were comes after it.
     """
-    if not is_cuda(device):
+    source = next((g.device for g in gradients if g is not None), device)
+    if not is_cuda(device) or not is_cuda(source):
         return [None if g is None else move(g, device) for g in gradients]
-    dense = [g for g in gradients if g is not None and g.layout is torch.strided]
-    sent = _in_one_piece(dense, device)
-    if len(dense) > 1 and not sent[0].requires_grad:  # not under create_graph
-        # A view that becomes a .grad would keep the memory of all.
-        own = [torch.empty_like(view) for view in sent]
-        torch._foreach_copy_(own, list(sent))
-        sent = own
-    parts = iter(sent)
-    return [
-        None if g is None else next(parts) if g.layout is torch.strided else move(g, device)
-        for g in gradients
-    ]
+    arrival = copy_stream(device, source)
+    with torch.get_device_module(device).stream(arrival):
+        dense = [g for g in gradients if g is not None and g.layout is torch.strided]
+        sent = _in_one_piece(dense, device)
+        if len(dense) > 1 and not sent[0].requires_grad:  # not under create_graph
+            # A view that becomes a .grad would keep the memory of all.
+            own = [torch.empty_like(view) for view in sent]
+            torch._foreach_copy_(own, list(sent))
+            sent = own
+        parts = iter(sent)
+        brought = [
+            None if g is None else next(parts) if g.layout is torch.strided else move(g, device)
+            for g in gradients
+        ]
+    torch.get_device_module(source).current_stream(source).wait_stream(arrival)
+    return brought
 
 
 def _in_one_piece(tensors: Sequence[torch.Tensor], device: torch.device) -> Sequence[torch.Tensor]:

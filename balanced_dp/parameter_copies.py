@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from .buckets import Copies, bring_to, copy_to, fill_buckets, has_hooks
-from .devices import is_cuda
+from .devices import copy_stream, is_cuda
 
 _AT_ONCE = 2**64 - 2
 """The sequence number of a node that runs as soon as it can; only ``AccumulateGrad``'s is higher.
@@ -144,8 +144,9 @@ class _Block:
             for device in devices:
                 copies = self._trained[device]
                 parts = [copies[i].requires_grad_(False) for i in positions]
-                # torch gives its own autograd functions no types.
-                parts = Broadcast.apply(parts, *originals)  # type: ignore[no-untyped-call]
+                with _beside_computing(device, originals[0].device):
+                    # torch gives its own autograd functions no types.
+                    parts = Broadcast.apply(parts, *originals)  # type: ignore[no-untyped-call]
                 node: Any = parts[0].grad_fn
                 node._set_sequence_nr(_AT_ONCE)
                 nodes[-1].append(node)
@@ -199,10 +200,39 @@ class _Block:
             brought: list[tuple[torch.Tensor, torch.Tensor | None]] = []
             for node in nodes:
                 if node.gathered is not None:
-                    gradients = bring_to(node.originals[0].device, node.gathered)
-                    brought += zip(node.originals, gradients, strict=True)
+                    brought += zip(node.originals, _gathered_by(node), strict=True)
                     node.gathered = None
             _add(brought)
+
+
+def _beside_computing(
+    device: torch.device, home: torch.device
+) -> contextlib.AbstractContextManager[Any]:
+    """Has nodes of a CUDA device run their backward on a stream of their own there.
+
+    Autograd runs it on the stream that is current when the node is made, and lets that wait for the
+    gradients.
+    """
+    if not is_cuda(device):
+        return contextlib.nullcontext()
+    stream = torch.get_device_module(device).stream(copy_stream(device, home))
+    assert isinstance(stream, contextlib.AbstractContextManager)
+    return stream
+
+
+def _gathered_by(node: Any) -> Sequence[torch.Tensor | None]:
+    """Returns what a node has gathered, for the current stream of where the originals are."""
+    home = node.originals[0].device
+    source = next((g.device for g in node.gathered if g is not None), home)
+    with _beside_computing(source, home):
+        brought = bring_to(home, node.gathered)
+    if is_cuda(source):
+        current = torch.get_device_module(home).current_stream(home)
+        current.wait_stream(copy_stream(home, source))
+        for gradient in brought:
+            if gradient is not None:
+                gradient.record_stream(current)
+    return brought
 
 
 @functools.cache
