@@ -125,7 +125,7 @@ def bring_to(
     source = next((g.device for g in gradients if g is not None), device)
     if not is_cuda(device) or not is_cuda(source):
         return [None if g is None else move(g, device) for g in gradients]
-    arrival = copy_stream(device, source)
+    arrival = copy_stream(device)
     with torch.get_device_module(device).stream(arrival):
         dense = [g for g in gradients if g is not None and g.layout is torch.strided]
         sent = _in_one_piece(dense, device)

@@ -108,7 +108,7 @@ def is_cuda(device: torch.device) -> bool:
 
 
 @functools.cache
-def copy_stream(device: torch.device, source: torch.device) -> torch.Stream:
-    """Returns the stream of a CUDA device on which it gets tensors from another device."""
+def copy_stream(device: torch.device) -> torch.Stream:
+    """Returns the stream of a CUDA device on which tensors travel beside what it computes."""
     stream: torch.Stream = torch.get_device_module(device).Stream(device)
     return stream

@@ -144,7 +144,7 @@ class _Block:
             for device in devices:
                 copies = self._trained[device]
                 parts = [copies[i].requires_grad_(False) for i in positions]
-                with _beside_computing(device, originals[0].device):
+                with _beside_computing(device):
                     # torch gives its own autograd functions no types.
                     parts = Broadcast.apply(parts, *originals)  # type: ignore[no-untyped-call]
                 node: Any = parts[0].grad_fn
@@ -205,9 +205,7 @@ class _Block:
             _add(brought)
 
 
-def _beside_computing(
-    device: torch.device, home: torch.device
-) -> contextlib.AbstractContextManager[Any]:
+def _beside_computing(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """Has nodes of a CUDA device run their backward on a stream of their own there.
 
     Autograd runs it on the stream that is current when the node is made, and lets that wait for the
@@ -215,7 +213,7 @@ def _beside_computing(
     """
     if not is_cuda(device):
         return contextlib.nullcontext()
-    stream = torch.get_device_module(device).stream(copy_stream(device, home))
+    stream = torch.get_device_module(device).stream(copy_stream(device))
     assert isinstance(stream, contextlib.AbstractContextManager)
     return stream
 
@@ -224,11 +222,11 @@ def _gathered_by(node: Any) -> Sequence[torch.Tensor | None]:
     """Returns what a node has gathered, for the current stream of where the originals are."""
     home = node.originals[0].device
     source = next((g.device for g in node.gathered if g is not None), home)
-    with _beside_computing(source, home):
+    with _beside_computing(source):
         brought = bring_to(home, node.gathered)
     if is_cuda(source):
         current = torch.get_device_module(home).current_stream(home)
-        current.wait_stream(copy_stream(home, source))
+        current.wait_stream(copy_stream(home))
         for gradient in brought:
             if gradient is not None:
                 gradient.record_stream(current)

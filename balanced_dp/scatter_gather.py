@@ -346,7 +346,7 @@ def move_all(
 
 def _upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Returns a copy on a CUDA device that does not wait for what is queued there already."""
-    stream, module = copy_stream(device, tensor.device), torch.get_device_module(device)
+    stream, module = copy_stream(device), torch.get_device_module(device)
     with module.stream(stream):
         copied = tensor.to(device, non_blocking=True)
     current = module.current_stream(device)
