@@ -102,6 +102,8 @@ def check_transparent(
 @pytest.mark.filterwarnings("ignore:gpu0_bsz")
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_outputs_and_gradients_are_those_of_the_module(case, kind):
+    if kind == "stand-in" and case is CASES["sparse embedding"]:
+        pytest.skip("the stand-in has no sparse tensors")
     for num_devices in (1, 2, 4):
         with open_devices(kind, num_devices) as devices:
             for batch_size in (1, 4, 9):
