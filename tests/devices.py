@@ -9,7 +9,11 @@ import torch
 
 from balanced_dp import emulate_devices
 
+from . import cuda_stand_in
+
 KINDS = ["emulated", "cpu"]
+if cuda_stand_in.WHY_NOT is None:
+    KINDS.append("stand-in")
 if torch.cuda.is_available():
     KINDS.append("cuda-repeated")
 if torch.cuda.device_count() > 1:
@@ -22,6 +26,10 @@ def open_devices(kind: str, num_devices: int) -> Iterator[list[torch.device]]:
     if kind == "emulated":
         with emulate_devices(num_devices) as devices:
             yield list(devices)
+    elif kind == "stand-in":
+        with cuda_stand_in.opened() as stand_in:
+            stand_in.nccl.refuses_threads = False  # test_on_stand_in.py asks for that
+            yield [stand_in.devices[i % len(stand_in.devices)] for i in range(num_devices)]
     elif kind == "cuda":
         count = torch.cuda.device_count()
         yield [torch.device("cuda", i % count) for i in range(num_devices)]

@@ -107,6 +107,8 @@ def test_outputs_and_gradients_are_those_of_the_module(case, kind):
     keywords only, a list as first argument, a keyword that is no tensor (9 samples on 4 devices),
     and 0-dim outputs with ``dim=1``.
     """
+    if kind == "stand-in" and case is CASES["sparse embedding"]:
+        pytest.skip("the stand-in has no sparse tensors")
     for num_devices in (1, 2, 4):
         with open_devices(kind, num_devices) as devices:
             for batch_size in (1, 4, 9):

@@ -38,10 +38,12 @@ class Communicators:
 
     Attributes:
         opened: the indices of the devices of each.
+        refuses_threads: whether it is an error that two threads use it at the same time.
     """
 
     def __init__(self, extension: Any) -> None:
         self.opened: list[tuple[int, ...]] = []
+        self.refuses_threads = True
         self._extension = extension
         self._in_use = threading.Lock()
 
@@ -98,7 +100,7 @@ class Communicators:
     def _run(self, name: str, inputs: list[Tensor], outputs: list[Tensor], root: int) -> None:
         if inputs[0].dtype not in NCCL_DTYPES:
             raise RuntimeError(f"Unconvertible NCCL type {inputs[0].dtype}")
-        if not self._in_use.acquire(blocking=False):
+        if not self._in_use.acquire(blocking=not self.refuses_threads):
             raise RuntimeError("two threads use NCCL at the same time")
         try:
             time.sleep(0.0005)  # lets another thread in, if it may

@@ -448,10 +448,10 @@ class OnCpu {
     for (const auto& [tensor, alias, writes] : aliases_)
       if (alias.is_same(result))
         return tensor;
-    for (const auto& [ours, cpus] : storages_)
-      if (cpus.unsafeGetStorageImpl() == result.storage().unsafeGetStorageImpl()) {
+    for (const auto& [tensor, alias, writes] : aliases_)
+      if (alias.is_alias_of(result)) {
         Tensor view = at::detail::make_tensor<c10::TensorImpl>(
-            c10::Storage(ours), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), result.dtype());
+            c10::TensorImpl::VIEW, c10::Storage(tensor.storage()), tensor.key_set(), result.dtype());
         view.unsafeGetTensorImpl()->set_sizes_and_strides(
             result.sizes(), result.strides(), result.storage_offset());
         view._set_conj(result.is_conj());
@@ -649,6 +649,37 @@ std::tuple<Tensor, Tensor> native_dropout(const Tensor& input, double p, std::op
   return {input * mask * (p == 1 ? 0. : 1 / (1 - p)), mask};
 }
 
+const c10::OperatorHandle& handle_of(const char* name) {
+  static std::map<std::string, c10::OperatorHandle> handles;
+  static std::mutex mutex;
+  const Lock lock(mutex);
+  return handles.try_emplace(name, c10::Dispatcher::singleton().findSchemaOrThrow(name, "")).first->second;
+}
+
+Tensor convolution(
+    const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias, at::IntArrayRef stride,
+    at::IntArrayRef padding, at::IntArrayRef dilation, bool transposed, at::IntArrayRef output_padding,
+    int64_t groups) {
+  torch::jit::Stack stack;
+  torch::jit::push(stack, input, weight, bias, stride, padding, dilation, transposed, output_padding, groups);
+  fallback(handle_of("aten::convolution"), &stack);
+  return stack[0].toTensor();
+}
+
+std::tuple<Tensor, Tensor, Tensor> convolution_backward(
+    const Tensor& gradient, const Tensor& input, const Tensor& weight, at::IntArrayRef stride,
+    at::IntArrayRef padding, at::IntArrayRef dilation, bool transposed, at::IntArrayRef output_padding,
+    int64_t groups, std::array<bool, 3> mask) {
+  torch::jit::Stack stack;
+  const std::vector<int64_t> bias_size{gradient.size(1)};
+  torch::jit::push(
+      stack, gradient, input, weight, bias_size, stride, padding, dilation, transposed, output_padding, groups,
+      mask);
+  fallback(handle_of("aten::convolution_backward"), &stack);
+  const auto result = [&](int i) { return stack[i].isTensor() ? stack[i].toTensor() : Tensor(); };
+  return {result(0), result(1), result(2)};
+}
+
 // The CPU has no such kernel; differentiable by itself.
 std::tuple<Tensor, Tensor, Tensor> lstm_cell(
     const Tensor& input_gates, const Tensor& hidden_gates, const Tensor& cx,
@@ -677,6 +708,11 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_local_scalar_dense", local_scalar_dense);
   m.impl("record_stream", record_stream);
   m.impl("native_dropout", native_dropout);
+  m.impl("convolution_overrideable", convolution);
+  m.impl("convolution_backward_overrideable", convolution_backward);
+  // Without, these call their variants with out=, which warn that they resize it.
+  m.impl("mse_loss", torch::CppFunction::makeFromBoxedFunction<&fallback>());
+  m.impl("smooth_l1_loss", torch::CppFunction::makeFromBoxedFunction<&fallback>());
   m.impl("resize_", at::native::resize_);
   m.impl("set_", set_);
   m.impl("set_.source_Tensor", at::native::set_tensor_);
