@@ -93,6 +93,8 @@ class _Block:
 
     def __init__(self) -> None:
         self._copies: dict[torch.device, Sequence[torch.Tensor]] = {}
+        self._streams: dict[torch.device, torch.Stream] = {}
+        """On which the copies were made."""
         self._trained: dict[torch.device, list[torch.Tensor]] = {}
         """The same copies, as outputs of nodes."""
         self._nodes: list[list[Any]] = []
@@ -116,6 +118,7 @@ class _Block:
             for device in missing:
                 for original, copy in zip(parameters, self._copies[device], strict=True):
                     _give_attributes(original, copy)
+        self._note_streams(devices)
         if not torch.is_grad_enabled():
             return {device: self._copies[device] for device in devices}
         missing = [device for device in devices if device not in self._trained]
@@ -126,6 +129,16 @@ class _Block:
             if puts_off:
                 self._put_off_gradients(parameters, nodes)
         return {device: self._trained[device] for device in devices}
+
+    def _note_streams(self, devices: Sequence[torch.device]) -> None:
+        """Keeps the copies until current streams other than those they were made on are done."""
+        for device in filter(is_cuda, devices):
+            stream = torch.get_device_module(device).current_stream(device)
+            made_on = self._streams.setdefault(device, stream)
+            if stream != made_on:
+                stream.wait_stream(made_on)
+                for copy in self._copies[device]:
+                    copy.record_stream(stream)
 
     def _lead_back(
         self, devices: Sequence[torch.device], parameters: Sequence[torch.Tensor]

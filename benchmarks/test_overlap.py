@@ -1,0 +1,67 @@
+"""How much of a step is transfers that nobody computes beside, on the stand-in's clock.
+
+The stand-in for CUDA devices (``tests/cuda_stand_in``) is a model of the hardware, not hardware.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from torch import nn
+
+from balanced_dp import BalancedDataParallel
+from tests import cuda_stand_in
+from tests.step_on_clock import NUM_LAYERS, SPLITS, Layers, step_ratio
+
+from .tables import hardware, write_table
+
+NOTE = (
+    "Length of a step, or of its backward pass, over the computing of the largest chunk; median of "
+    f"five. {NUM_LAYERS} linear layers on four devices, inputs on the CPU. Transfers: how long the "
+    "gradients of one device travel, next to the backward pass of the largest chunk; weights "
+    "travel as long, inputs almost not. A model of the hardware, in which one transfer at a time "
+    "goes into a device, a collective takes as long as one, and launching takes nothing."
+)
+
+
+@pytest.fixture(scope="module")
+def table(request: pytest.FixtureRequest) -> Iterator[list[dict[str, Any]]]:
+    rows: list[dict[str, Any]] = []
+    yield rows
+    folder = request.config.getoption("--results")
+    if folder is not None and rows:
+        write_table("overlap", rows, folder, on=hardware(), note=NOTE)
+
+
+@pytest.mark.skipif(cuda_stand_in.WHY_NOT is not None, reason=str(cuda_stand_in.WHY_NOT))
+@pytest.mark.filterwarnings("ignore:gpu0_bsz=16 balances", "ignore:Was asked to gather along")
+@pytest.mark.parametrize("has_forward", [False, True], ids=["backward", "step"])
+@pytest.mark.parametrize("transfer_share", [0.1, 0.3])
+@pytest.mark.parametrize("split", [None, *SPLITS], ids=str)
+def test_transfers_beside_computing(benchmark, table, split, transfer_share, has_forward):
+    sizes = split or SPLITS[0]
+    ratios = []
+    with cuda_stand_in.opened() as stand_in:
+        module = Layers().to(stand_in.devices[0])
+        model: nn.Module = nn.DataParallel(module)
+        if split is not None:
+            model = BalancedDataParallel(split[0], module)
+
+        def measure() -> None:
+            ratio, _ = step_ratio(stand_in, model, sizes, transfer_share, has_forward)
+            ratios.append(ratio)
+
+        benchmark.pedantic(measure, rounds=5)
+        if isinstance(model, BalancedDataParallel):
+            model.close()
+    table.append(
+        {
+            "split": f"nn.DataParallel, {sizes}" if split is None else str(split),
+            "transfers": transfer_share,
+            "of": "step" if has_forward else "backward",
+            "ratio": round(statistics.median(ratios), 3),
+        }
+    )
