@@ -1,0 +1,100 @@
+"""Draws how a training step runs in time on four devices, nn.DataParallel's above and ours below.
+
+`python -m benchmarks.step_in_time` writes docs/step_in_time.svg from what the clock of the stand-in
+for CUDA devices says (``tests/cuda_stand_in``), which is a model of the hardware, not hardware.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from torch import nn
+
+from balanced_dp import BalancedDataParallel
+from balanced_dp.report.plots import svg
+from tests import cuda_stand_in
+from tests.cuda_stand_in.clock import Span, computing_s
+from tests.step_on_clock import Layers, step_ratio
+
+PATH = Path(__file__).parent.parent / "docs" / "step_in_time.svg"
+EVEN, BALANCED = (16, 16, 16, 16), (8, 19, 19, 18)
+TRANSFER_SHARE = 0.3
+NUM_DEVICES = len(EVEN)
+COLOURS = {"computing": "#7f7f7f", "weights": "#d55e00", "gradients": "#0072b2"}
+
+
+def measured() -> dict[str, list[Span]]:
+    """Returns the record of a step of each class."""
+    with cuda_stand_in.opened() as stand_in:
+        module = Layers().to(stand_in.devices[0])
+        stock, ours = nn.DataParallel(module), BalancedDataParallel(BALANCED[0], module)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Was asked to gather along")
+            _, before = step_ratio(stand_in, stock, EVEN, TRANSFER_SHARE, has_forward=True)
+        _, after = step_ratio(stand_in, ours, BALANCED, TRANSFER_SHARE, has_forward=True)
+        ours.close()
+    return {
+        f"nn.DataParallel, {EVEN}": before,
+        f"BalancedDataParallel({BALANCED[0]}, model), {BALANCED}": after,
+    }
+
+
+def kind(span: Span) -> str | None:
+    """Returns what a piece of work is; None for inputs and losses, which take almost no time."""
+    if not span.targets:
+        return "computing"
+    if span.name == "broadcast":
+        return "weights"
+    returns = span.name == "reduce" or (span.name == "copy" and span.targets == (0,))
+    return "gradients" if returns else None
+
+
+def picture(records: dict[str, list[Span]]) -> str:
+    """Returns the drawing: for each device what it computes, and under that its transfers."""
+
+    def draw(figure: Figure) -> None:
+        figure.patch.set(facecolor="white", alpha=1)
+        all_axes = figure.subplots(len(records), 1, sharex=True)
+        for axes, (title, spans) in zip(all_axes, records.items(), strict=True):
+            draw_step(axes, title, spans)
+        all_axes[-1].set_xlabel("time, in units of the largest chunk's own computing")
+        handles = [Patch(color=colour, label=name) for name, colour in COLOURS.items()]
+        figure.legend(handles=handles, loc="outside lower center", ncols=len(handles))
+
+    return svg(draw, size=(10, 6))
+
+
+def bars(spans: Sequence[Span], device: int, what: str) -> list[tuple[float, float]]:
+    """Returns start and end of what a device does without a pause."""
+    found: list[tuple[float, float]] = []
+    for span in sorted(spans, key=lambda span: span.start_s):
+        if span.device == device and kind(span) == what:
+            if found and span.start_s <= found[-1][1] * (1 + 1e-9):
+                found[-1] = found[-1][0], max(found[-1][1], span.end_s)
+            else:
+                found.append((span.start_s, span.end_s))
+    return found
+
+
+def draw_step(axes, title: str, spans: Sequence[Span]) -> None:
+    unit = computing_s(spans)
+    for device in range(NUM_DEVICES):
+        for what, colour in COLOURS.items():
+            row = device + (0.0 if what == "computing" else 0.34)
+            found = [
+                (start / unit, (end - start) / unit) for start, end in bars(spans, device, what)
+            ]
+            axes.broken_barh(found, (row - 0.16, 0.32), color=colour, linewidth=0)
+    axes.set_title(f"{title}: {max(span.end_s for span in spans) / unit:.2f}", fontsize=10)
+    places = [device + 0.17 for device in range(NUM_DEVICES)]
+    axes.set_yticks(places, [f"GPU {device}" for device in range(NUM_DEVICES)])
+    axes.invert_yaxis()
+    axes.grid(visible=False, axis="y")
+
+
+if __name__ == "__main__":
+    PATH.write_text(picture(measured()))
