@@ -134,6 +134,7 @@ def opened() -> Iterator[StandIn]:
         CUDA_LIKE.add(NAME)
         stack.callback(CUDA_LIKE.remove, NAME)
         extension.reset()
+        stack.callback(torch.accelerator.empty_cache)  # or each test would leave its blocks
         stack.callback(extension.reset)
         stand_in = StandIn(stack.enter_context(Communicators.replaced(extension)))
         yield stand_in

@@ -90,6 +90,8 @@ struct Machine {
   std::map<std::pair<int, size_t>, std::vector<Block*>> free; // by stream and size
   std::vector<std::pair<Block*, std::vector<std::pair<int, uint32_t>>>> in_use; // freed, but recorded
   std::array<c10::CachingDeviceAllocator::DeviceStats, kDevices> stats{};
+  std::array<int64_t, kDevices> limits{}; // bytes that can be allocated; 0 for any
+  std::string failure; // what is said where there is no memory; empty for torch's own error
   std::array<at::Generator, kDevices> generators;
   bool is_initialized = false;
 };
@@ -271,6 +273,11 @@ struct Allocator final : c10::DeviceAllocator {
     if (bytes == 0)
       return {nullptr, device};
     bytes = (bytes + kBlockBytes - 1) / kBlockBytes * kBlockBytes;
+    auto& allocated = stat(m.stats[current_device].allocated_bytes);
+    if (const auto limit = m.limits[current_device]; limit && allocated.current + int64_t(bytes) > limit) {
+      TORCH_CHECK(m.failure.empty(), m.failure);
+      TORCH_CHECK_WITH(OutOfMemoryError, false, "out of memory. Tried to allocate ", bytes, " bytes on ", device);
+    }
     reclaim();
     auto& waiting = m.free[{stream_of(current_device), bytes}];
     Block* block;
@@ -282,7 +289,7 @@ struct Allocator final : c10::DeviceAllocator {
       block = waiting.back();
       waiting.pop_back();
     }
-    stat(m.stats[current_device].allocated_bytes).increase(bytes);
+    allocated.increase(bytes);
     return {block->memory, block, &Allocator::free, device};
   }
 
@@ -775,11 +782,20 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     const Lock lock(machine().mutex);
     return std::exchange(machine().races, {});
   });
+  module.def("set_limit", [](int device, int64_t bytes, const std::string& failure) {
+    const Lock lock(machine().mutex);
+    machine().limits[device] = bytes;
+    machine().failure = failure;
+  });
   module.def("set_recording", [](bool on) { machine().is_recording = on; });
   module.def("take_record", [] { // a list of (name, [(stream, tick)], targets, amount, {stream: tick})
-    const Lock lock(machine().mutex);
+    std::deque<Work> record;
+    {
+      const Lock lock(machine().mutex);
+      record = std::exchange(machine().record, {});
+    } // Python's collector may free tensors below
     py::list result;
-    for (const Work& work : std::exchange(machine().record, {})) {
+    for (const Work& work : record) {
       py::list own;
       py::dict after;
       for (size_t i = 0; i < work.after.size(); ++i)
