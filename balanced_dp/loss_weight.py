@@ -62,7 +62,9 @@ def _call_with_named(
     """Return what ``loss_weight`` says of the arguments that it names, or of all."""
     signature = inspect.signature(loss_weight)
     takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
-    if takes_any or not signature.parameters.keys().isdisjoint([*named, *parameters(function)]):
+    takes_all = any(p.kind is p.VAR_POSITIONAL for p in signature.parameters.values())
+    wanted = {n for n, p in signature.parameters.items() if p.default is p.empty}
+    if not takes_all and (takes_any or wanted <= {*named, *parameters(function)}):
         args = ()
         kwargs = {n: v for n, v in named.items() if takes_any or n in signature.parameters}
     try:

@@ -239,19 +239,22 @@ class Planner:
 
         None where device 0 is fuller without any, by what it gathers of the batch.
         """
-        first, *others = (budget * utilization for budget in self.budgets)
 
-        def largest(limit: float, index: int) -> int:
+        def fits_first(size: int) -> bool:
+            held, _ = self.model.predict((size, batch_size - size))
+            return held / self.budgets[0] <= utilization
+
+        def largest_other(budget: int) -> int:
             def fits(size: int) -> bool:
-                chunk_sizes = (size, batch_size - size) if index == 0 else (batch_size - size, size)
-                return self.model.predict(chunk_sizes)[index] <= limit
+                _, held = self.model.predict((batch_size - size, size))
+                return held / budget <= utilization
 
             return _largest(fits, batch_size)
 
-        size = largest(first, 0)
-        if not size and self.model.predict((0, batch_size))[0] > first:
+        size = _largest(fits_first, batch_size)
+        if not size and not fits_first(0):
             return None
-        return size, *(largest(limit, 1) for limit in others)
+        return size, *map(largest_other, self.budgets[1:])
 
     def weighted_split(self, batch_size: int) -> WeightedSplit:
         """Returns the split whose fullest device is the least full of all splits."""

@@ -42,7 +42,7 @@ class DeviceModule(types.ModuleType):
         return False
 
     def device_count(self) -> int:
-        return NUM_DEVICES
+        return NUM_DEVICES if self.is_open else 0
 
     def current_device(self) -> int:
         return torch.accelerator.current_device_index()
