@@ -129,7 +129,7 @@ def bring_to(
     with torch.get_device_module(device).stream(arrival):
         dense = [g for g in gradients if g is not None and g.layout is torch.strided]
         sent = _in_one_piece(dense, device)
-        if len(dense) > 1 and not sent[0].requires_grad:  # not under create_graph
+        if len(dense) > 1 and not torch.is_grad_enabled():  # as it is under create_graph
             # A view that becomes a .grad would keep the memory of all.
             own = [torch.empty_like(view) for view in sent]
             torch._foreach_copy_(own, list(sent))

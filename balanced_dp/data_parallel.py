@@ -285,7 +285,11 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         return find_batch_size(named, self.dim, self.broadcast, self.split_inputs)
 
     def _forward_where_module_is(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        output = self.module(*inputs, **kwargs)
+        def whole(value: Any) -> Any:
+            return value[0] if isinstance(value, PerDevice) else value
+
+        arguments = {name: whole(value) for name, value in kwargs.items()}
+        output = self.module(*map(whole, inputs), **arguments)
         if self.gathers_outputs:
             return output
         tensors = chain(self.module.parameters(), self.module.buffers())

@@ -64,7 +64,8 @@ class ImbalanceWarning(UserWarning):
 
 def warn(message: str) -> None:
     """Gives a ``BalanceWarning`` for the user's line that led here: not torch's, nor ours."""
+    internal = ("torch", "contextlib", __package__)
     level, frame = 2, sys._getframe(1)
-    while frame.f_globals["__name__"].split(".")[0] in ("torch", __package__) and frame.f_back:
+    while frame.f_globals.get("__name__", "").split(".")[0] in internal and frame.f_back:
         level, frame = level + 1, frame.f_back
     warnings.warn(message, BalanceWarning, stacklevel=level)

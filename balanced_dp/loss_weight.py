@@ -67,6 +67,12 @@ def _call_with_named(
     if not takes_all and (takes_any or wanted <= {*named, *parameters(function)}):
         args = ()
         kwargs = {n: v for n, v in named.items() if takes_any or n in signature.parameters}
+    elif not takes_all and len(wanted) != len(named):
+        raise ArgumentError(
+            f"loss_weight ({described(loss_weight)}) takes {', '.join(signature.parameters)}, but "
+            f"the arguments of the call are {', '.join(named) or 'none'}; take these, or some by "
+            "their names"
+        )
     try:
         bound = signature.bind(*args, **kwargs)
     except TypeError as error:

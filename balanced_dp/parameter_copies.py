@@ -79,13 +79,24 @@ class Broadcast(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         """Returns the gradients on the originals' device, or gathers them until they are wanted."""
-        if ctx.gathered is None or torch.is_grad_enabled():
+        if ctx.gathered is None or torch.is_grad_enabled() or not _accumulates_all(ctx):
             return None, *bring_to(ctx.originals[0].device, gradients)
         ctx.gathered = [
-            old if new is None else new if old is None else old + new
+            old if new is None else new if old is None else _sum(old, new)
             for old, new in zip(ctx.gathered, gradients, strict=True)
         ]
         return (None,) * (1 + len(gradients))
+
+
+def _accumulates_all(node: Any) -> bool:
+    """Returns whether this pass adds to the gradients of all of a node's parameters.
+
+    ``torch.autograd.grad`` does not, nor does ``backward`` where it is given ``inputs``.
+    """
+    try:
+        return all(torch._C._will_engine_execute_node(n) for n, _ in node.next_functions if n)
+    except RuntimeError:  # "we are currently running autograd.grad()"
+        return False
 
 
 class _Block:
@@ -237,7 +248,7 @@ def _gathered_by(node: Any) -> Sequence[torch.Tensor | None]:
     source = next((g.device for g in node.gathered if g is not None), home)
     with _beside_computing(source):
         brought = bring_to(home, node.gathered)
-    if is_cuda(source):
+    if is_cuda(source) and is_cuda(home):
         current = torch.get_device_module(home).current_stream(home)
         current.wait_stream(copy_stream(home))
         for gradient in brought:
@@ -314,7 +325,7 @@ class _PutOff(torch.Tensor):
     ) -> Any:
         if func is torch.ops.aten.add_.Tensor and isinstance(args[0], cls) and not kwargs:
             self, gradient = args
-            self.added = gradient.clone() if self.added is None else _add_up(self.added, gradient)
+            self.added = gradient.clone() if self.added is None else _sum(self.added, gradient)
             return self
         raise RuntimeError(
             "a gradient was used inside shared_weights() or accumulate(), where gradients are put "
@@ -325,6 +336,6 @@ class _PutOff(torch.Tensor):
         return "<a gradient that is put off until shared_weights() ends>"
 
 
-def _add_up(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+def _sum(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     # Torch adds a sparse gradient to a dense one, and not the other way round.
-    return other + one if one.is_sparse and not other.is_sparse else one.add_(other)
+    return other + one if one.is_sparse and not other.is_sparse else one + other

@@ -63,6 +63,7 @@ class Replicator:
         self.copies = ParameterCopies()
         self._blueprint: _Blueprint | None = None
         self._written_silently: dict[bool, frozenset[int]] = {}
+        self._looked_at: list[int] = []
         self._warned: set[str] = set()
 
     def __reduce__(self) -> tuple[type[Replicator], tuple[()]]:
@@ -91,6 +92,9 @@ class Replicator:
         blueprint = self._blueprint
         if blueprint is None or not blueprint.is_of(network):
             self._blueprint = blueprint = _Blueprint(network)
+            tensors = [*map(id, blueprint.buffers), *map(id, blueprint.parameters)]
+            if tensors != self._looked_at:
+                self._looked_at, self._written_silently = tensors, {}
         if home is not None:
             check_on_device(chain(blueprint.parameters, blueprint.buffers), home)
         parameters = self.copies.on(devices, blueprint.parameters)
@@ -334,15 +338,20 @@ class _Replica:
         hooks = [a[kind] for a in self._as_made for kind in HOOKS]
         self._without_hooks = [dictionary for dictionary in hooks if not dictionary]
         self._with_hooks = [dictionary for dictionary in hooks if dictionary]
-        self._num_hooks = list(map(len, self._with_hooks))
+        self._hooks = self._list_hooks()
         self._parameters = parameters.of(self._as_made)
         self._buffers = buffers.of(self._as_made)
         self._tensors = [a[kind] for a in self._as_made for kind in ("_parameters", "_buffers")]
         self._without_tensors = [dict.fromkeys(members) for members in self._tensors]
         self._children = [a["_modules"] for a in self._as_made]
         self._rnns = [module for module in self.modules if isinstance(module, nn.RNNBase)]
+        self._filled = list(filter(None, self._tensors))
+        self._empty = [
+            (t, name) for t in self._filled for name, value in t.items() if value is None
+        ]
         self._num_members = self._count_members()
-        self._names_and_children = self._list_children()
+        self._members = self._list_members()
+        self._types = list(map(type, self.modules))
         self._objects = [*self.modules, *self._attributes, *self._tensors, *self._children]
         self._num_references = self._count_references()
 
@@ -368,16 +377,17 @@ class _Replica:
             rnn._flat_weights = [getattr(rnn, name) for name in rnn._flat_weights_names]
 
     def may_be_used_again(self) -> bool:
-        """Returns whether nobody else can see its modules, which have their children and hooks.
+        """Returns whether nobody else can see its modules, which are what they were.
 
         Activation checkpointing, for one, keeps modules, or dictionaries of them, until backward.
         """
         return (
             self._is_reusable
             and self._count_references() == self._num_references
-            and self._list_children() == self._names_and_children
+            and self._list_members() == self._members
+            and list(map(type, self.modules)) == self._types
             and not any(self._without_hooks)
-            and list(map(len, self._with_hooks)) == self._num_hooks
+            and self._list_hooks() == self._hooks
         )
 
     def _count_references(self) -> list[int]:
@@ -397,11 +407,16 @@ class _Replica:
             for attributes in self._attributes
         ]
 
-    def _list_children(self) -> tuple[list[str], list[Any]]:
+    def _list_members(self) -> tuple[list[str], list[str], list[Any]]:
+        """Returns the names of parameters and buffers, those of children, and the children."""
         return (
+            list(chain.from_iterable(self._filled)),
             list(chain.from_iterable(self._children)),
             list(chain.from_iterable(map(dict.values, self._children))),
         )
+
+    def _list_hooks(self) -> list[Any]:
+        return list(chain.from_iterable(map(dict.values, self._with_hooks)))
 
     def _count_members(self) -> list[int]:
         return list(map(len, chain(self._attributes, self._tensors)))
@@ -410,6 +425,8 @@ class _Replica:
         """Takes the tensors away, and whatever else a call has left."""
         deque(map(dict.update, self._attributes, self._own), maxlen=0)
         for members, name, _ in chain(self._parameters, self._buffers):
+            members[name] = None
+        for members, name in self._empty:
             members[name] = None
         if self._count_members() != self._num_members:  # there are new ones
             for members, as_made in zip(

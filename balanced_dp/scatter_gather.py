@@ -187,7 +187,7 @@ class _Cut:
 
     def check_scattered(self, value: Scattered, path: Path) -> list[Any]:
         """Returns the entries of what is cut already, if that is as here."""
-        sizes = None if self.chunk_sizes is None else tuple(self.chunk_sizes)
+        sizes = value.chunk_sizes if self.chunk_sizes is None else tuple(self.chunk_sizes)
         if (value.devices, value.chunk_sizes) != (tuple(self.devices), sizes):
             raise ScatterError(
                 f"input {'.'.join(path)} is {value!r}, but this call splits {sizes} on "

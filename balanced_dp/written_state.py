@@ -103,7 +103,10 @@ def _values(tensor: torch.Tensor) -> torch.Tensor | None:
 
 def _are_equal(one: torch.Tensor, values: torch.Tensor | None) -> bool:
     try:
-        return values is None or torch.equal(one.cpu(), values)
+        if values is None or torch.equal(one.cpu(), values):
+            return True
+        is_float = values.is_floating_point()  # and may hold NaN
+        return is_float and torch.allclose(one.cpu(), values, 0, 0, equal_nan=True)
     except RuntimeError:  # sparse ones do not tell
         return True
 

@@ -341,7 +341,11 @@ def test_a_dictionary_of_weights_leaves_other_outputs_as_they_are():
     ("loss_weight", "message"),
     [
         ("targets", "loss_weight is 'targets', but the arguments of the call are input"),
-        (lambda x, labels: 1, r"loss_weight \(.*<lambda>.*\): missing .* 'labels'; .* are input;"),
+        (lambda x, labels: 1, r"loss_weight \(.*<lambda>.*\) takes x, labels, but .* are input;"),
+        (
+            lambda input, *, k: 1,
+            "missing a required argument: 'k'|takes input, k, but .* are input",
+        ),
         (lambda input: -1, "loss_weight must return a number of at least 0, .* got -1"),
         (lambda input: input, "loss_weight must return a number of at least 0, .* got tensor"),
     ],

@@ -378,3 +378,35 @@ def test_gradients_travel_beside_computing(split, transfer_share, stand_in: Stan
     ratio, _ = step_ratio(stand_in, model, split, transfer_share, has_forward=False)
     model.close()
     assert ratio <= 1.25
+
+
+def test_the_first_device_may_be_the_cpu(stand_in: StandIn):
+    module = mlp()
+    model = BalancedDataParallel(1, module, ["cpu", *stand_in.devices[:2]])
+    x, _ = make_batch()
+    module(x).sum().backward()
+    expected = [2 * gradient for gradient in fetch(module) if gradient is not None]
+    module.zero_grad()
+    with model.accumulate():
+        for _ in range(2):
+            model(x).sum().backward()
+    torch.testing.assert_close(fetch(module), expected, **CLOSE)
+    model.close()
+
+
+def test_gradients_with_a_graph_of_an_empty_parameter(stand_in: StandIn):
+    class Empty(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.empty, self.weight = nn.Parameter(torch.zeros(0, 4)), nn.Parameter(torch.ones(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.weight.square() + self.empty.sum()
+
+    module = Empty().to(stand_in.devices[0])
+    model = BalancedDataParallel(1, module)
+    loss = model(torch.ones(BATCH, 4)).sum()
+    found = torch.autograd.grad(loss, list(module.parameters()), create_graph=True)
+    [second] = torch.autograd.grad(found[1].sum(), module.weight)
+    assert second.tolist() == [2 * BATCH] * 4
+    model.close()

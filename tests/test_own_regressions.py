@@ -699,3 +699,124 @@ def test_the_class_may_take_the_place_of_its_base(monkeypatch):
     """To change scripts that one cannot edit; super() found a partial instead of a class."""
     monkeypatch.setattr(nn, "DataParallel", functools.partial(BalancedDataParallel, 1))
     assert nn.DataParallel(nn.Linear(2, 2), ["cpu", "cpu"])(torch.ones(4, 2)).shape == (4, 2)
+
+
+class Refills(nn.Module):
+    """Changes, in forward, what it holds."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how = how
+        self.register_buffer("first", torch.full((3,), 1.0))
+        self.register_buffer("second", torch.full((3,), 2.0))
+        self.register_buffer("cache", None)
+        self.layer = nn.Linear(3, 3)
+        self.layer.register_forward_hook(lambda module, args, output: 2 * output)
+
+    def forward(self, x):
+        if self.how == "registered again":
+            first = self.first
+            del self.first
+            self.register_buffer("first", first)
+        elif self.how == "filled" and self.cache is None:
+            self.cache = self.layer.weight.detach().sum()
+        elif self.how == "class":
+            self.layer.__class__ = type("Other", (nn.Linear,), {"forward": lambda self, x: x})
+        elif self.how == "hooks":
+            self.layer._forward_hooks.clear()
+            self.layer.register_forward_hook(lambda module, args, output: 3 * output)
+        self.how = "done"
+        return self.layer(x) * self.first + (0 if self.cache is None else self.cache)
+
+
+@pytest.mark.filterwarnings("ignore:Refills sets")
+@pytest.mark.parametrize("gpu0_bsz", [0, 1])
+@pytest.mark.parametrize("how", ["registered again", "filled", "class", "hooks"])
+def test_what_forward_changes_of_its_module_is_gone_in_the_next_call(emulated, how, gpu0_bsz):
+    """Replicas that were used again kept it; a buffer even had the values of another."""
+    module = Refills(how).to(emulated[0])
+    model = BalancedDataParallel(gpu0_bsz, module, emulated[:2])
+    x = torch.randn(8, 3, device=emulated[0])
+    for _ in range(4):
+        fresh = BalancedDataParallel(gpu0_bsz, copy.deepcopy(module), emulated[:2])
+        torch.testing.assert_close(model(x), fresh(x))
+        assert (module.first[0].item(), module.second[0].item()) == (1, 2)
+        with torch.no_grad():
+            module.layer.weight.mul_(0.5)
+
+
+@pytest.mark.parametrize("gpu0_bsz", [0, 1])
+def test_gradients_of_inputs_only_in_a_block_that_puts_them_off(devices, gpu0_bsz):
+    """``autograd.grad`` got device 0's alone, and ``backward(inputs=...)`` gave more than asked."""
+    module = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1)).double().to(devices[0])
+    model = BalancedDataParallel(gpu0_bsz, module, devices[:3])
+    x = torch.randn(8, 3, dtype=torch.double)
+    weight = module[0].weight
+    [expected] = torch.autograd.grad(model(x).sum(), weight)
+    with model.shared_weights():
+        [found] = torch.autograd.grad(model(x).sum(), weight)
+        torch.testing.assert_close(found, expected)
+        model(x).sum().backward(inputs=[weight])
+        model(x).sum().backward(inputs=[weight])
+    torch.testing.assert_close(weight.grad, 2 * expected)
+    assert [p.grad is None for p in module.parameters()] == [False, True, True, True]
+
+
+def test_a_sparse_gradient_before_a_dense_one_in_a_block(emulated):
+    class Lookup(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(5, 2))
+
+        def forward(self, x, sparse):
+            return nn.functional.embedding(x, self.weight, sparse=sparse)
+
+    module, x = Lookup(), torch.arange(8) % 5
+    for sparse in (True, False):
+        module(x, sparse).sum().backward()
+    expected, module.weight.grad = module.weight.grad.to_dense(), None
+    model = BalancedDataParallel(1, module.to(emulated[0]), emulated[:3])
+    with model.accumulate():
+        for sparse in (True, False):
+            model(x, sparse).sum().backward()
+    torch.testing.assert_close(module.weight.grad.to_dense().cpu(), expected)
+
+
+def test_silent_writes_are_looked_for_anew_where_the_module_has_changed(emulated):
+    module = Writes("data", False).to(emulated[0])
+    model = BalancedDataParallel(0, module, emulated[:3])
+    for num_calls in range(1, 5):
+        if num_calls == 3:
+            module.register_buffer("extra", torch.zeros(1, device=emulated[0]))
+        model(torch.ones(8, 2, dtype=torch.double))
+        assert module.weight[0].item() == 0.5**num_calls
+
+
+@pytest.mark.parametrize("device_ids", [["cpu"], ["cpu"] * 3])
+def test_outputs_of_a_model_go_into_another_on_any_number_of_devices(device_ids):
+    first, second = nn.Linear(3, 2), nn.Linear(2, 1)
+    models = [BalancedDataParallel(1, m, device_ids, gather=False) for m in (first, second)]
+    x = torch.randn(8, 3)
+    torch.testing.assert_close(models[1](models[0](x)).gather(), second(first(x)))
+
+
+def test_outputs_of_a_model_go_into_another_without_an_accelerator(no_accelerator):
+    first, second = nn.Linear(3, 2), nn.Linear(2, 1)
+    models = [BalancedDataParallel(1, m, gather=False) for m in (first, second)]
+    x = torch.randn(8, 3)
+    torch.testing.assert_close(models[1](models[0](x)).gather(), second(first(x)))
+
+
+def test_warnings_of_the_replicator_point_to_the_caller():
+    """They pointed into contextlib, and ended what has no name for its module."""
+    for run in (lambda m, x: m(x), lambda m, x: exec("m(x)", {"m": m, "x": x})):
+        model = BalancedDataParallel(1, Sets("new"), ["cpu"] * 2)
+        with pytest.warns(BalanceWarning, match="sets aux in forward") as caught:
+            run(model, torch.ones(8, 2))
+        assert caught[0].filename in (__file__, "<string>")
+
+
+def test_a_parameter_with_nan_that_nobody_writes_is_not_warned_of():
+    module = nn.Linear(2, 2)
+    nn.init.constant_(module.weight, float("nan"))
+    BalancedDataParallel(1, module, ["cpu"] * 3)(torch.ones(8, 2))
