@@ -230,10 +230,10 @@ class _Block:
 
 
 def _beside_computing(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Has nodes of a CUDA device run their backward on a stream of their own there.
+    """Make the copy stream of a CUDA device current.
 
-    Autograd runs it on the stream that is current when the node is made, and lets that wait for the
-    gradients.
+    Autograd runs a node's backward on the stream that was current when the node was made, and lets
+    that wait for the gradients.
     """
     if not is_cuda(device):
         return contextlib.nullcontext()

@@ -170,8 +170,8 @@ def test_checkpointing(use_reentrant, gpu0_bsz, stand_in: StandIn):
             )
         return x.square().mean()
 
-    block = lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.3), nn.Tanh())  # noqa: E731
-    layers = nn.Sequential(block(), block(), block())
+    blocks = [(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.3), nn.Tanh()) for _ in range(3)]
+    layers = nn.Sequential(*(nn.Sequential(*block) for block in blocks))
     model = BalancedDataParallel(gpu0_bsz, Lambda(forward, layers=layers).to(stand_in.devices[0]))
     x = torch.randn(BATCH, WIDTH, requires_grad=use_reentrant)
     found = []
