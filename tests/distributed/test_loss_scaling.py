@@ -37,8 +37,6 @@ def test_the_loop_of_accelerate():
     pytest.importorskip("accelerate")
     exit_code, output = finished(torchrun("accelerated.py", [], num_processes=2))
     assert exit_code == 0, output
-    off = [float(number) for number in re.findall("off by (.*)", output)]
-    assert len(off) == 2 and max(off) < TOLERANCE
 
 
 @pytest.fixture
