@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import compress
 
 import torch
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.nn.parallel import comm
 
-from .devices import copy_stream, is_cuda
+from .arrivals import Arrivals
+from .devices import copy_stream, is_cuda, on_copy_stream
 from .scatter_gather import move, move_all
 
 BUCKET_BYTES = 25 * 2**20
@@ -64,7 +66,9 @@ def fill_buckets(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
 
 
 def copy_to(
-    devices: Sequence[torch.device], tensors: Sequence[torch.Tensor]
+    devices: Sequence[torch.device],
+    tensors: Sequence[torch.Tensor],
+    arrivals: Arrivals | None = None,
 ) -> dict[torch.device, list[torch.Tensor]]:
     """Returns, for each device, copies of the tensors in their order, also of those already there.
 
@@ -73,45 +77,70 @@ def copy_to(
     Args:
         devices: where the copies go; none twice.
         tensors: what is to be copied; differentiably, unless gradients are off.
+        arrivals: tells by position when they are there. If None, the current streams wait for all.
     """
     if not all(map(is_cuda, devices)):
         return {device: move_all(tensors, device, copy=True) for device in devices}
     is_recorded = torch.is_grad_enabled()
-    together = {
-        i: t
+    together = [
+        i
         for i, t in enumerate(tensors)
         if _is_plain(t)
         and is_cuda(t.device)
         and t.device not in devices
         and t.dtype in _NCCL_DTYPES
         and not (is_recorded and t.requires_grad)
-    }
-    copies = {
-        device: [t if i in together else move(t, device, copy=True) for i, t in enumerate(tensors)]
-        for device in devices
-    }
+    ]
+    copies = {device: list(tensors) for device in devices}
+    for i in set(range(len(tensors))).difference(together):
+        for device, own in copies.items():
+            own[i] = move(tensors[i], device, copy=True)
     if together and devices:
-        sent = _send(list(together.values()), devices)
-        for device, parts in zip(devices, sent, strict=True):
-            for i, part in zip(together, parts, strict=True):
-                copies[device][i] = part
+        transfers = Arrivals() if arrivals is None else arrivals
+        _send(tensors, together, copies, transfers)
+        if arrivals is None:
+            transfers.join()
     return copies
 
 
+@torch.no_grad()
 def _send(
-    tensors: Sequence[torch.Tensor], devices: Sequence[torch.device]
-) -> list[Sequence[torch.Tensor]]:
-    """Returns copies for each device. They share memory: all are needed for equally long."""
-    if len(devices) > 1:
-        with _nccl:
-            sent = comm.broadcast_coalesced(tensors, [tensors[0].device, *devices], BUCKET_BYTES)
-        return list(sent[1:])
-    copies = list(tensors)
-    for bucket in fill_buckets(tensors):
-        parts = _in_one_piece([tensors[i] for i in bucket], devices[0])
-        for i, part in zip(bucket, parts, strict=True):
-            copies[i] = part.data  # a tensor of its own, with a version of its own
-    return [copies]
+    tensors: Sequence[torch.Tensor],
+    positions: Sequence[int],
+    copies: Mapping[torch.device, list[torch.Tensor]],
+    arrivals: Arrivals,
+) -> None:
+    """Sets the copies at these positions. Those of a bucket share memory."""
+    home = tensors[positions[0]].device
+    buckets = [
+        [positions[i] for i in bucket] for bucket in fill_buckets([tensors[i] for i in positions])
+    ]
+    pieces = [_empty_pieces([tensors[i] for i in bucket], copies) for bucket in buckets]
+    arrivals.expect([home, *copies])
+    with contextlib.ExitStack() as stack:
+        for device in (home, *copies):
+            stack.enter_context(on_copy_stream(device))
+        for bucket, there in zip(buckets, pieces, strict=True):
+            originals = [tensors[i] for i in bucket]
+            piece = _flatten_dense_tensors(originals)
+            if len(there) == 1:
+                there[0].copy_(piece, non_blocking=True)
+            else:
+                with _nccl:
+                    comm.broadcast(piece, out=there)
+            arrivals.note(bucket)
+            for own, flat in zip(copies.values(), there, strict=True):
+                parts = _unflatten_dense_tensors(flat, originals)
+                for i, part in zip(bucket, parts, strict=True):
+                    own[i] = part.data  # a tensor of its own, with a version of its own
+
+
+def _empty_pieces(
+    originals: Sequence[torch.Tensor], devices: Iterable[torch.device]
+) -> list[torch.Tensor]:
+    """Returns for each device an uninitialized tensor with as many elements as all originals."""
+    size = sum(tensor.numel() for tensor in originals)
+    return [torch.empty(size, dtype=originals[0].dtype, device=device) for device in devices]
 
 
 def bring_to(
@@ -125,8 +154,7 @@ def bring_to(
     source = next((g.device for g in gradients if g is not None), device)
     if not is_cuda(device) or not is_cuda(source):
         return [None if g is None else move(g, device) for g in gradients]
-    arrival = copy_stream(device)
-    with torch.get_device_module(device).stream(arrival):
+    with on_copy_stream(device):
         dense = [g for g in gradients if g is not None and g.layout is torch.strided]
         sent = _in_one_piece(dense, device)
         if len(dense) > 1 and not torch.is_grad_enabled():  # as it is under create_graph
@@ -139,7 +167,7 @@ def bring_to(
             None if g is None else next(parts) if g.layout is torch.strided else move(g, device)
             for g in gradients
         ]
-    torch.get_device_module(source).current_stream(source).wait_stream(arrival)
+    torch.get_device_module(source).current_stream(source).wait_stream(copy_stream(device))
     return brought
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -111,4 +113,11 @@ def is_cuda(device: torch.device) -> bool:
 def copy_stream(device: torch.device) -> torch.Stream:
     """Returns the stream of a CUDA device on which tensors travel beside what it computes."""
     stream: torch.Stream = torch.get_device_module(device).Stream(device)
+    return stream
+
+
+def on_copy_stream(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Context manager in which the copy stream of a CUDA device is current."""
+    stream = torch.get_device_module(device).stream(copy_stream(device))
+    assert isinstance(stream, contextlib.AbstractContextManager)
     return stream

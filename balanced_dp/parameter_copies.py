@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
+from .arrivals import Arrivals
 from .buckets import Copies, bring_to, copy_to, fill_buckets, has_hooks
-from .devices import copy_stream, is_cuda
+from .devices import copy_stream, is_cuda, on_copy_stream
 
 _AT_ONCE = 2**64 - 2
 """The sequence number of a node that runs as soon as it can; only ``AccumulateGrad``'s is higher.
@@ -32,8 +33,12 @@ class ParameterCopies:
     def __init__(self) -> None:
         self._block: _Block | None = None
 
-    def on(self, devices: Iterable[torch.device], parameters: Sequence[torch.Tensor]) -> Copies:
-        """Returns the parameters on each device; where they are already, themselves.
+    def on(
+        self, devices: Iterable[torch.device], parameters: Sequence[torch.Tensor]
+    ) -> tuple[Copies, Arrivals]:
+        """Returns the parameters on each device, and when they are there.
+
+        Where they are already they are themselves.
 
         Args:
             devices: where they are needed; a device may repeat.
@@ -47,7 +52,9 @@ class ParameterCopies:
         # Gathered gradients are given to leaves: what others were computed from is gone by then.
         is_shared = self._block is not None and all(p.is_leaf for p in parameters)
         block = self._block if self._block is not None and is_shared else _Block()
-        return {**result, **block.on(away, parameters, puts_off=is_shared)} if away else result
+        if away:
+            result.update(block.on(away, parameters, puts_off=is_shared))
+        return result, block.arrivals
 
     @contextlib.contextmanager
     def shared(self) -> Iterator[None]:
@@ -103,6 +110,7 @@ class _Block:
     """Calls that use the same copies, and nodes that gather their gradients."""
 
     def __init__(self) -> None:
+        self.arrivals = Arrivals()
         self._copies: dict[torch.device, Sequence[torch.Tensor]] = {}
         self._streams: dict[torch.device, torch.Stream] = {}
         """On which the copies were made."""
@@ -125,7 +133,7 @@ class _Block:
         # Tensors of inference mode could not be used outside it.
         with torch.inference_mode(False), torch.no_grad():
             missing = [device for device in devices if device not in self._copies]
-            self._copies.update(copy_to(missing, parameters))
+            self._copies.update(copy_to(missing, parameters, self.arrivals))
             for device in missing:
                 for original, copy in zip(parameters, self._copies[device], strict=True):
                     _give_attributes(original, copy)
@@ -230,16 +238,12 @@ class _Block:
 
 
 def _beside_computing(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Make the copy stream of a CUDA device current.
+    """Make the copy stream current, if it is a CUDA device.
 
     Autograd runs a node's backward on the stream that was current when the node was made, and lets
     that wait for the gradients.
     """
-    if not is_cuda(device):
-        return contextlib.nullcontext()
-    stream = torch.get_device_module(device).stream(copy_stream(device))
-    assert isinstance(stream, contextlib.AbstractContextManager)
-    return stream
+    return on_copy_stream(device) if is_cuda(device) else contextlib.nullcontext()
 
 
 def _gathered_by(node: Any) -> Sequence[torch.Tensor | None]:

@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import nn
 
+from .arrivals import Arrivals, ArrivingParameters
 from .buckets import copy_to
 from .errors import warn
 from .parameter_copies import ParameterCopies
@@ -97,14 +98,17 @@ class Replicator:
                 self._looked_at, self._written_silently = tensors, {}
         if home is not None:
             check_on_device(chain(blueprint.parameters, blueprint.buffers), home)
-        parameters = self.copies.on(devices, blueprint.parameters)
         buffers = _buffers_of_replicas(devices, blueprint.buffers)
+        parameters, arrivals = self.copies.on(devices, blueprint.parameters)
+        if blueprint.is_compiled:  # its guards are for plain dictionaries
+            arrivals.join()
         return Replicas(
             blueprint,
             [
-                blueprint.replica(parameters[device], own)
+                blueprint.replica(parameters[device], own, device, arrivals.on(device))
                 for device, own in zip(devices, buffers, strict=True)
             ],
+            arrivals,
         )
 
     @contextlib.contextmanager
@@ -119,7 +123,11 @@ class Replicator:
         """
         has_gradients = torch.is_grad_enabled()
         state = WrittenState(network, replicas, self._written_silently.get(has_gradients))
-        yield
+        try:
+            yield
+        finally:
+            if isinstance(replicas, Replicas):
+                replicas.join()
         self._written_silently[has_gradients] = state.write_back()
         name = type(network).__name__
         self._warn(
@@ -162,12 +170,21 @@ def check_on_device(tensors: Iterable[torch.Tensor], device: torch.device) -> No
 class Replicas(list[ModuleT]):
     """The replicas of one call."""
 
-    def __init__(self, blueprint: _Blueprint, replicas: Sequence[_Replica]) -> None:
+    def __init__(
+        self, blueprint: _Blueprint, replicas: Sequence[_Replica], arrivals: Arrivals
+    ) -> None:
         super().__init__(replica.root for replica in replicas)
         self._blueprint = blueprint
+        self._arrivals = arrivals
         self._replicas = list(replicas)
         self._before = replicas[0].state() if blueprint.num_calls < _NUM_LOOKS else None
         blueprint.num_calls += 1
+
+    def join(self) -> None:
+        """Let the current streams wait for what was not used."""
+        self._arrivals.join()
+        for replica in self._replicas:
+            replica.join()
 
     def lost_attributes(self) -> list[str]:
         """Returns what forward has set on the modules, if this is one of the first calls."""
@@ -189,6 +206,7 @@ class Replicas(list[ModuleT]):
 
     def give_back(self) -> None:
         """Lets the next call use what nobody else refers to. The list is empty afterwards."""
+        self.join()
         self._before = None
         self.clear()
         while self._replicas:
@@ -236,6 +254,7 @@ class _Blueprint:
         self._contents = _contents(self._modules.values)
         self._waiting: list[_Replica] = []
         self.names = [name for name, _ in network.named_modules()]
+        self.is_compiled = any(map(is_compiled, self._modules.values))
         self.num_calls = 0
 
     @property
@@ -257,14 +276,21 @@ class _Blueprint:
         return before == now and all(map(operator.is_, values_before, values_now))
 
     def replica(
-        self, parameters: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor]
+        self,
+        parameters: Sequence[torch.Tensor],
+        buffers: Sequence[torch.Tensor],
+        device: torch.device,
+        events: Mapping[int, torch.Event],
     ) -> _Replica:
-        """Returns a replica that has these parameters and buffers."""
+        """Returns a replica that has these parameters, which wait for events, and buffers."""
         try:
             replica = self._waiting.pop()
         except IndexError:
             replica = _Replica(self._modules, self._parameters, self._buffers)
         replica.begin(parameters, buffers)
+        if events:
+            replica.expect(device, events)
+        replica.flatten_rnns()
         return replica
 
     def take_back(self, replica: _Replica) -> None:
@@ -320,6 +346,15 @@ class _Slots:
         """
         return [(attributes[i][self.kind], name, position) for i, name, position in self._slots]
 
+    def by_module(
+        self, attributes: Sequence[dict[str, Any]]
+    ) -> list[tuple[dict[str, Any], list[int]]]:
+        """Returns the attributes of each module that has members, and their positions."""
+        positions: dict[int, list[int]] = {}
+        for index, _, position in self._slots:
+            positions.setdefault(index, []).append(position)
+        return [(attributes[index], own) for index, own in positions.items()]
+
 
 class _Replica:
     """The modules of a replica, which another call may use once nobody else refers to them."""
@@ -340,6 +375,8 @@ class _Replica:
         self._with_hooks = [dictionary for dictionary in hooks if dictionary]
         self._hooks = self._list_hooks()
         self._parameters = parameters.of(self._as_made)
+        self._positions = parameters.by_module(self._attributes)
+        self._arriving: list[ArrivingParameters] = []
         self._buffers = buffers.of(self._as_made)
         self._tensors = [a[kind] for a in self._as_made for kind in ("_parameters", "_buffers")]
         self._without_tensors = [dict.fromkeys(members) for members in self._tensors]
@@ -373,7 +410,22 @@ class _Replica:
             members[name] = parameters[position]
         for members, name, position in self._buffers:
             members[name] = buffers[position]
-        for rnn in self._rnns:  # or flatten_parameters() in forward would be that of the original
+
+    def expect(self, device: torch.device, events: Mapping[int, torch.Event]) -> None:
+        """Have what reads a parameter wait for its arrival."""
+        for attributes, positions in self._positions:
+            own = [events[position] for position in positions if position in events]
+            if own:
+                self._arriving.append(ArrivingParameters(attributes, device, own))
+
+    def join(self) -> None:
+        """Give the modules plain dictionaries of parameters, which have arrived."""
+        while self._arriving:
+            self._arriving.pop().step_aside()
+
+    def flatten_rnns(self) -> None:
+        """Give RNNs a list of their weights, or flatten_parameters() would be the original's."""
+        for rnn in self._rnns:
             rnn._flat_weights = [getattr(rnn, name) for name in rnn._flat_weights_names]
 
     def may_be_used_again(self) -> bool:

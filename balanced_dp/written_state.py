@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .arrivals import parameters_of
 from .scatter_gather import move
 
 
@@ -31,9 +32,6 @@ class WrittenState:
         replicas: Sequence[nn.Module],
         silently: frozenset[int] | None,
     ) -> None:
-        def state(module: nn.Module) -> Iterator[torch.Tensor]:
-            return chain(module.buffers(), module.parameters())
-
         replica = replicas[0]
         self._copies: list[tuple[torch.Tensor, torch.Tensor, Any]] = []
         self._silently = silently
@@ -42,10 +40,10 @@ class WrittenState:
             shared = [r for i, r in enumerate(replicas) if _shares_parameters(r, replicas[:i])]
             parameters = {id(p): (name, p) for r in shared for name, p in r.named_parameters()}
             self._shared = [(n, p, _signs(p), _values(p)) for n, p in parameters.values()]
-        if next(state(network), None) is not next(state(replica), None):
+        if next(_state(network), None) is not next(_state(replica), None):
             self._copies = [
                 (original, copy, _signs(copy))
-                for original, copy in zip(state(network), state(replica), strict=True)
+                for original, copy in zip(_state(network), _state(replica), strict=True)
             ]
 
     def written_by_several(self) -> list[str]:
@@ -82,6 +80,18 @@ class WrittenState:
         return frozenset(found)
 
 
+def _state(module: nn.Module) -> Iterator[torch.Tensor]:
+    """Yields buffers and parameters, without waiting for their values."""
+    return chain(module.buffers(), _parameters(module))
+
+
+def _parameters(module: nn.Module) -> Iterator[torch.Tensor]:
+    for submodule in module.modules():
+        for parameter in parameters_of(submodule).values():
+            if parameter is not None:
+                yield parameter
+
+
 def _signs(tensor: torch.Tensor) -> tuple[int, int]:
     """Returns what a write changes, but for one through ``.data``."""
     storage = tensor.untyped_storage()._cdata if tensor.layout is torch.strided else 0
@@ -89,8 +99,8 @@ def _signs(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _shares_parameters(replica: nn.Module, others: Sequence[nn.Module]) -> bool:
-    first = next(replica.parameters(), None)
-    return first is not None and any(next(other.parameters()) is first for other in others)
+    first = next(_parameters(replica), None)
+    return first is not None and any(next(_parameters(other)) is first for other in others)
 
 
 def _values(tensor: torch.Tensor) -> torch.Tensor | None:

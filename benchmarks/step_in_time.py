@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from operator import itemgetter
 from pathlib import Path
 
 from matplotlib.figure import Figure
@@ -35,7 +36,9 @@ def measured() -> dict[str, list[Span]]:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Was asked to gather along")
             _, before = step_ratio(stand_in, stock, EVEN, TRANSFER_SHARE, has_forward=True)
-        _, after = step_ratio(stand_in, ours, BALANCED, TRANSFER_SHARE, has_forward=True)
+        # In which order autograd's threads launch is up to chance; the drawing shows the median.
+        runs = [step_ratio(stand_in, ours, BALANCED, TRANSFER_SHARE, True) for _ in range(9)]
+        _, after = sorted(runs, key=itemgetter(0))[4]
         ours.close()
     return {
         f"nn.DataParallel, {EVEN}": before,

@@ -129,7 +129,7 @@ def seconds(function: Callable[[], Any]) -> float:
 
 
 def handed_on(
-    devices: Sequence[torch.device], tensors: Sequence[torch.Tensor]
+    devices: Sequence[torch.device], tensors: Sequence[torch.Tensor], arrivals: object = None
 ) -> dict[torch.device, list[torch.Tensor]]:
     """What stands for copies, as on torch's side."""
     return dict(zip(devices, broadcast(tensors, range(len(devices))), strict=True))

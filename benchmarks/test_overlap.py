@@ -20,7 +20,7 @@ from .tables import hardware, write_table
 
 NOTE = (
     "Length of a step, or of its backward pass, over the computing of the largest chunk; median of "
-    f"five. {NUM_LAYERS} linear layers on four devices, inputs on the CPU. Transfers: how long the "
+    f"15. {NUM_LAYERS} linear layers on four devices, inputs on the CPU. Transfers: how long the "
     "gradients of one device travel, next to the backward pass of the largest chunk; weights "
     "travel as long, inputs almost not. A model of the hardware, in which one transfer at a time "
     "goes into a device, a collective takes as long as one, and launching takes nothing."
@@ -54,7 +54,7 @@ def test_transfers_beside_computing(benchmark, table, split, transfer_share, has
             ratio, _ = step_ratio(stand_in, model, sizes, transfer_share, has_forward)
             ratios.append(ratio)
 
-        benchmark.pedantic(measure, rounds=5)
+        benchmark.pedantic(measure, rounds=15)
         if isinstance(model, BalancedDataParallel):
             model.close()
     table.append(

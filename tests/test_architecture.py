@@ -36,6 +36,7 @@ ORDER = [
     "loss_weight.py",
     "losses.py",
     "scatter_gather.py",
+    "arrivals.py",
     "buckets.py",
     "parameter_copies.py",
     "rebind.py",

@@ -662,8 +662,8 @@ def test_frozen_weights_do_not_count_for_the_buckets():
     layers = [nn.Linear(256, 256, bias=False).requires_grad_(False), *map(adapter, range(16))]
     parameters = [p for layer in layers for p in layer.parameters()]
     other = torch.device("cpu", 1)
-    copies = ParameterCopies().on([other], parameters)[other]
-    assert len({c.grad_fn for c in copies if c.requires_grad}) == 8
+    copies, _ = ParameterCopies().on([other], parameters)
+    assert len({c.grad_fn for c in copies[other] if c.requires_grad}) == 8
 
 
 def adapter(_: int) -> nn.Module:

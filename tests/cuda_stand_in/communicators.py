@@ -54,6 +54,7 @@ class Communicators:
         nccl = cls(extension)
         functions = {
             "_broadcast": nccl.broadcast,
+            "_broadcast_out": nccl.broadcast_out,
             "_broadcast_coalesced": nccl.broadcast_coalesced,
             "_scatter": scatter,
             "_gather": gather,
@@ -72,13 +73,18 @@ class Communicators:
                 tensor if index == there else torch.empty_like(tensor, device=f"{NAME}:{index}")
                 for index in devices
             ]
-            others = [t for t, index in zip(sent, devices, strict=True) if index != there]
-            if is_available([tensor, *others]):
-                self._run("broadcast", [tensor, *others], [tensor, *others], 0)
-            else:
-                for other in others:
-                    other.copy_(tensor, non_blocking=True)
+            self.broadcast_out(
+                tensor, [t for t, index in zip(sent, devices, strict=True) if index != there]
+            )
         return sent
+
+    def broadcast_out(self, tensor: Tensor, others: Sequence[Tensor]) -> Sequence[Tensor]:
+        if is_available([tensor, *others]):
+            self._run("broadcast", [tensor, *others], [tensor, *others], 0)
+        else:
+            for other in others:
+                other.copy_(tensor, non_blocking=True)
+        return others
 
     def broadcast_coalesced(
         self, tensors: Sequence[Tensor], devices: Sequence[int], buffer_size: int
