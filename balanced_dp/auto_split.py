@@ -116,16 +116,23 @@ class AutoSplit:
         if any(id(parameter) in self._parameter_ids for parameter in parameters):
             self._has_stepped = True
 
-    def look_for_out_of_memory(self) -> bool:
+    def look_for_out_of_memory(self, has_failed: bool = False) -> bool:
         """Ends an iteration in which memory ran out; returns whether the next split differs.
 
         What ran out in evaluation is nothing to learn from.
+
+        Args:
+            has_failed: whether it is known that memory ran out. cuBLAS and cuDNN, which do not ask
+                torch for theirs, are in none of its counters; it is the fullest device then.
         """
         before, self._num_ooms = self._num_ooms, self._count_ooms()
         if not self._batch_sizes or not torch.is_grad_enabled():
             return False
         pairs = enumerate(zip(before, self._num_ooms, strict=True))
         ran_out = [index for index, (count, now) in pairs if now > count]
+        if has_failed and not ran_out:
+            free_bytes = [torch.get_device_module(d).mem_get_info(d)[0] for d in self.devices]
+            ran_out = [free_bytes.index(min(free_bytes))]
         if not ran_out:
             return False
         assert self.balance is not None

@@ -471,7 +471,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         )
         fact = f"the batch of {sum(chunk_sizes)} was split {split}"
         if self._auto is not None:
-            if self._auto.look_for_out_of_memory():
+            if self._auto.look_for_out_of_memory(has_failed=True):
                 return f"{fact}. gpu0_bsz='auto' is now {self.gpu0_bsz}: the step may be repeated"
             return f"{fact}, and gpu0_bsz='auto' knows no better; lower the batch size"
         remedy = f"lower gpu0_bsz (now {self.gpu0_bsz})"

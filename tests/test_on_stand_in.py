@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 import threading
 import warnings
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, suppress
 from typing import Any
 
 import pytest
@@ -14,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from balanced_dp import BalancedCriterion, BalancedDataParallel
+from balanced_dp import BalancedCriterion, BalancedDataParallel, Workload, tune
 
 from .cuda_stand_in import StandIn
 from .modules import Lambda
@@ -559,3 +562,86 @@ def test_gradients_with_a_graph_of_an_empty_parameter(stand_in: StandIn):
     [second] = torch.autograd.grad(found[1].sum(), module.weight)
     assert second.tolist() == [2 * BATCH] * 4
     model.close()
+
+
+def repeated_until_it_runs(step: Callable[[], None]) -> int:
+    """Returns how many times memory ran out before."""
+    for num_failures in range(10):
+        with suppress(RuntimeError):
+            step()
+            return num_failures
+    return 10
+
+
+FAILURES = {
+    "torch": "",
+    "cublas": "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+    "driver": "CUDA error: out of memory",
+}
+
+
+class Widens(nn.Module):
+    """A chunk holds much of its own, next to weights and gradients, while it runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x).repeat(1, 1000).tanh().sum(1)
+
+
+@pytest.mark.parametrize("failure", FAILURES.values(), ids=FAILURES)
+@pytest.mark.parametrize(
+    ("gpu0_bsz", "advice"), [(15, "lower gpu0_bsz (now 15)"), ("auto", "the step may be repeated")]
+)
+def test_memory_that_runs_out_is_seen_whoever_says_so(gpu0_bsz, advice, failure, stand_in: StandIn):
+    x = torch.randn(64, WIDTH)
+    model = BalancedDataParallel(gpu0_bsz, Widens().to(stand_in.devices[0]))
+    with torch.no_grad():
+        model(x)
+    allocated = torch.accelerator.memory_allocated(0)
+    with stand_in.limited(0, allocated + 12 * 4000 * WIDTH, failure):
+        with pytest.raises(RuntimeError) as caught:
+            model(x)
+        assert advice in "".join(getattr(caught.value, "__notes__", caught.value.args))
+        if gpu0_bsz == "auto":
+            assert repeated_until_it_runs(lambda: model(x).sum().backward()) < 5
+            assert model.gpu0_bsz < 8
+    model.close()
+
+
+@pytest.mark.parametrize("failure", FAILURES.values(), ids=FAILURES)
+def test_tune_measures_up_to_where_memory_runs_out(failure, stand_in: StandIn):
+    workload = Workload(
+        Widens,
+        lambda size: ((torch.ones(size, WIDTH),), {}, torch.zeros(size)),
+        functional.mse_loss,
+        name="widens",
+    )
+    with ExitStack() as stack:
+        for index, num_bytes in enumerate([900_000, *[4_000_000] * 3]):
+            stack.enter_context(stand_in.limited(index, num_bytes, failure))
+        report = tune(workload, 64, stand_in.devices, sweep=[16], with_alternative=False)
+    even, *others = report.measurements
+    assert even.chunk_sizes == (16, 16, 16, 16)
+    assert (failure or "out of memory") in even.out_of_memory
+    assert all(m.peak_bytes[0] < 900_000 for m in others if m.out_of_memory is None)
+    assert report.chosen.gpu0_bsz < 16
+    assert [m.out_of_memory for m in others if m.chunk_sizes == report.chosen.chunk_sizes] == [None]
+
+
+def test_the_demo_runs_before_anything_is_on_a_device():
+    """It resets the peaks of devices that are not initialized."""
+    statements = (
+        "import sys\n"
+        "from tests import cuda_stand_in\n"
+        "from balanced_dp.cli import app\n"
+        "sys.argv = ['balanced-dp', 'demo', '--steps', '4', '--gpu0-bsz', '5']\n"
+        "with cuda_stand_in.opened():\n"
+        "    app()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", statements], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "emulated" not in done.stdout
+    assert "The loss curves agree" in done.stdout

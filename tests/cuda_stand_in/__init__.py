@@ -23,7 +23,7 @@ from balanced_dp.devices import CUDA_LIKE
 
 from . import clock
 from .communicators import Communicators
-from .device_module import NAME, NUM_DEVICES, DeviceModule
+from .device_module import NAME, NUM_DEVICES, TOTAL_BYTES, DeviceModule
 
 BUILD = Path(__file__).parents[2] / "build" / "cuda_stand_in"
 
@@ -93,6 +93,23 @@ class StandIn:
     ) -> list[clock.Span]:
         """Returns when each piece of work would have run."""
         return clock.run(work, extension.STREAMS_EACH, operations_per_s, bytes_per_s)
+
+    @contextmanager
+    def limited(self, index: int, num_bytes: int, failure: str = "") -> Iterator[None]:
+        """Lets a device hold so much, beyond which a request fails.
+
+        Args:
+            index: of the device.
+            num_bytes: what it can hold.
+            failure: the text of the error; if empty, it is torch's own, which is counted.
+        """
+        extension.set_limit(index, num_bytes, failure)
+        module.total_bytes[index] = num_bytes
+        try:
+            yield
+        finally:
+            extension.set_limit(index, 0, "")
+            module.total_bytes[index] = TOTAL_BYTES
 
     @property
     def num_waits(self) -> int:

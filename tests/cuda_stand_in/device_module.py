@@ -19,6 +19,7 @@ class DeviceModule(types.ModuleType):
 
     Attributes:
         is_open: whether it says that it is available.
+        total_bytes: what each device says that it can hold.
     """
 
     Event, Stream, OutOfMemoryError = torch.Event, torch.Stream, torch.OutOfMemoryError
@@ -27,6 +28,7 @@ class DeviceModule(types.ModuleType):
     def __init__(self, extension: Any) -> None:
         super().__init__(f"torch.{NAME}", "The stand-in for CUDA devices.")
         self.is_open = False
+        self.total_bytes = [TOTAL_BYTES] * NUM_DEVICES
         self._extension = extension
 
     def is_available(self) -> bool:
@@ -88,6 +90,9 @@ class DeviceModule(types.ModuleType):
     def max_memory_reserved(self, device: Any = None) -> int:
         return torch.accelerator.max_memory_reserved(_index(device))
 
+    def memory_stats(self, device: Any = None) -> dict[str, Any]:
+        return torch.accelerator.memory_stats(_index(device))
+
     def reset_peak_memory_stats(self, device: Any = None) -> None:
         # As CUDA's: torch.accelerator's does nothing where there was no tensor yet.
         torch._C._accelerator_resetPeakStats(_index(device))
@@ -96,12 +101,16 @@ class DeviceModule(types.ModuleType):
         torch.accelerator.empty_cache()
 
     def mem_get_info(self, device: Any = None) -> tuple[int, int]:
-        return TOTAL_BYTES - self.memory_reserved(device), TOTAL_BYTES
+        total_bytes = self.total_bytes[_index(device)]
+        return total_bytes - self.memory_reserved(device), total_bytes
 
     def get_device_properties(self, device: Any = None) -> types.SimpleNamespace:
         return types.SimpleNamespace(
-            name="stand-in", total_memory=TOTAL_BYTES, multi_processor_count=1
+            name="stand-in", total_memory=self.total_bytes[_index(device)], multi_processor_count=1
         )
+
+    def get_device_name(self, device: Any = None) -> str:
+        return str(self.get_device_properties(device).name)
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return [torch.float16, torch.bfloat16]

@@ -276,6 +276,7 @@ struct Allocator final : c10::DeviceAllocator {
     auto& allocated = stat(m.stats[current_device].allocated_bytes);
     if (const auto limit = m.limits[current_device]; limit && allocated.current + int64_t(bytes) > limit) {
       TORCH_CHECK(m.failure.empty(), m.failure);
+      ++m.stats[current_device].num_ooms;
       TORCH_CHECK_WITH(OutOfMemoryError, false, "out of memory. Tried to allocate ", bytes, " bytes on ", device);
     }
     reclaim();
