@@ -2,7 +2,8 @@
 
 from .criterion import BalancedCriterion
 from .data_parallel import BalancedDataParallel, balanced_data_parallel
-from .emulation import EmulatedDevices, MemoryBreakdown, emulate_devices
+from .emulation.context import EmulatedDevices, emulate_devices
+from .emulation.ledger import MemoryBreakdown
 from .errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -19,15 +20,11 @@ from .errors import (
     SymbolicValueError,
 )
 from .measurement import Measurement, measure_step
-from .memory import (
-    DeviceBreakdown,
-    DeviceMemory,
-    DevicePeak,
-    MemoryLogger,
-    MemoryProbe,
-    StepMemory,
-    memory_breakdown,
-)
+from .memory.breakdown import DeviceBreakdown, memory_breakdown
+from .memory.device_memory import DeviceMemory
+from .memory.logger import MemoryLogger
+from .memory.probe import MemoryProbe
+from .memory.step import DevicePeak, StepMemory
 from .memory_model import Law, MemoryModel
 from .per_device import PerDevice
 from .plan import Plan, WeightedSplit, plan

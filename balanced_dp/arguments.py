@@ -29,15 +29,10 @@ def named_arguments(
 def check_paths(
     option: str, paths: str | Iterable[str], function: Callable[..., Any]
 ) -> frozenset[str]:
-    """Returns dotted paths of arguments, of which one may be given by itself.
-
-    Args:
-        option: what the paths were given for.
-        paths: each begins with a parameter of ``function``.
-        function: whose arguments they name.
+    """Returns dotted paths of arguments of ``function``; one may be given by itself.
 
     Raises:
-        ArgumentError: a path begins with something else.
+        ArgumentError: a path of ``option`` does not begin with a parameter of ``function``.
     """
     paths = frozenset([paths] if isinstance(paths, str) else paths)
     names = parameters(function)

@@ -40,9 +40,8 @@ class AutoBalance:
     best value once they lead to none that is new. The first move assumes the most that a sample can
     take, so that it cannot fill another device more than the even split fills device 0.
 
-    Args:
-        capacities: bytes that each device can hold.
-        smallest: the fewest samples to give device 0, if it gets any.
+    ``capacities`` are bytes that each device can hold, and ``smallest`` is the fewest samples to
+    give device 0, if it gets any.
     """
 
     def __init__(self, capacities: Sequence[int], smallest: int = 1) -> None:
@@ -131,9 +130,8 @@ class AutoBalance:
     def _is_idling_worth_trying(self, batch_size: int, best: int) -> bool:
         """Whether device 0 without samples, which no law tells, could be the best."""
         assert self._planner is not None
-        if self._limited(batch_size, 0) or not self._may_try(batch_size, 0):
-            return False
-        if not self._first_is_fullest(batch_size, best):
+        is_allowed = not self._limited(batch_size, 0) and self._may_try(batch_size, 0)
+        if not is_allowed or not self._first_is_fullest(batch_size, best):
             return False
         _, others = self._planner.utilizations(batch_size, 0)
         return others < self._utilization(batch_size, best) * (1 - EQUAL)
@@ -171,12 +169,8 @@ class AutoBalance:
 
     def _limited(self, batch_size: int, value: int) -> int:
         """Returns the value, moved off those that ran out of memory; device 0's count more."""
-
-        def bounds(ran_out: dict[int, int]) -> list[int]:
-            return [value for size, value in ran_out.items() if size <= batch_size]
-
-        value = max([value, *(v + 1 for v in bounds(self._too_small))])
-        value = min([value, *(v - 1 for v in bounds(self._too_large))])
+        value = max([value, *(v + 1 for n, v in self._too_small.items() if n <= batch_size)])
+        value = min([value, *(v - 1 for n, v in self._too_large.items() if n <= batch_size)])
         if 0 < value < self.smallest:
             value = self.smallest
         return max(0, min(value, even_share(batch_size, len(self.capacities))))

@@ -27,14 +27,11 @@ def smallest_chunk(module: nn.Module) -> int:
 
 
 class AutoSplit:
-    """Watches the iterations of a training loop, and splits by what it saw.
+    """Watches the iterations of a training loop, and splits by what it saw of the model's devices.
 
     An iteration ends with the step of a ``torch.optim.Optimizer``: with gradient accumulation it
     has several calls. The first one with a value is not counted, since optimizer state and tuned
     kernels come with it.
-
-    Args:
-        devices: those of the model, device 0 first.
 
     Raises:
         ArgumentError: the devices do not count their memory, or one of them repeats.

@@ -8,8 +8,7 @@ import platform
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -19,7 +18,6 @@ from .errors import BalancedDataParallelError, ProbeError
 try:
     import typer
     from rich.live import Live
-    from rich.table import Table
 
     from .report import (
         compare_reports,
@@ -37,6 +35,7 @@ try:
         print_report,
         progress_bar,
         stdout_console,
+        table_of,
     )
 except ImportError as error:  # the library itself needs none of these
     raise SystemExit(
@@ -48,7 +47,7 @@ import torch
 
 from . import demo as demos
 from .measurement import default_num_devices, uses_emulation
-from .memory import DeviceMemory, MemoryProbe
+from .memory.probe import MemoryProbe
 from .tuner import tune
 from .tuning import Report
 from .units import parse_bytes
@@ -108,11 +107,20 @@ def demo(
         num_devices = default_num_devices(emulate)
     settings = demos.DemoSettings(num_devices, batch_size, steps, gpu0_bsz, memory, emulate)
     _check_writable(json_file)
-    with progress_bar("training steps", settings.num_steps) as progress:
-        [task] = progress.task_ids
-        runs = demos.run_demo(settings, on_step=lambda: progress.advance(task))
+    with progress_bar("training steps", settings.num_steps) as update:
+        runs = demos.run_demo(settings, on_step=lambda: update(advance=1))
     if json_file is not None:
-        json_file.write_text(json.dumps(_demo_record(settings, runs), indent=2) + "\n")
+        record = {
+            **_origin(),
+            "settings": asdict(settings),
+            "emulated": settings.emulated,
+            "loss_difference": demos.loss_difference(runs),
+            "runs": [
+                {**asdict(run), "imbalance": run.imbalance, "samples_per_s": run.samples_per_s}
+                for run in runs
+            ],
+        }
+        json_file.write_text(json.dumps(record, indent=2) + "\n")
     print_demo(settings, runs)
     if (demos.loss_difference(runs) or 0) > demos.LOSS_TOLERANCE:
         raise typer.Exit(1)
@@ -134,26 +142,25 @@ def probe(
     if watch_s is not None and not 0 < watch_s < math.inf:
         _fail(f"--watch must be a number of seconds above 0, got {watch_s:g}")
     memory_probe = MemoryProbe()
-    with suppress(KeyboardInterrupt):
-        _show_memory(memory_probe, as_json, watch_s)
+    console = stdout_console()
+    is_drawn_over = console.is_terminal and not as_json
+    screen = Live(console=console, auto_refresh=False) if is_drawn_over else nullcontext()
+    with suppress(KeyboardInterrupt), screen as live:
+        while True:
+            memories = memory_probe.snapshot()
+            if as_json:
+                devices = [{"label": memory.label, **asdict(memory)} for memory in memories]
+                indent = 2 if watch_s is None else None
+                print(json.dumps({**_origin(), "devices": devices}, indent=indent), flush=True)
+            elif live is not None:
+                live.update(memory_table(memories), refresh=True)
+            else:
+                console.print(memory_table(memories))
+            if watch_s is None:
+                break
+            time.sleep(watch_s)
     if memory_probe.nvml_error is not None:
         _fail(memory_probe.nvml_error, exit_code=1)
-
-
-def _show_memory(memory_probe: MemoryProbe, as_json: bool, watch_s: float | None) -> None:
-    if as_json:
-        for memories in _snapshots(memory_probe, watch_s):
-            record = _probe_record(memories)
-            print(json.dumps(record, indent=2 if watch_s is None else None), flush=True)
-        return
-    console = stdout_console()
-    if not console.is_terminal:  # nothing there could be drawn over
-        for memories in _snapshots(memory_probe, watch_s):
-            console.print(memory_table(memories))
-        return
-    with Live(console=console, auto_refresh=False) as live:
-        for memories in _snapshots(memory_probe, watch_s):
-            live.update(memory_table(memories), refresh=True)
 
 
 @app.command()
@@ -161,23 +168,22 @@ def workloads(
     as_json: _Json = False,
 ) -> None:
     """List the built-in workloads, with their parameters and a usual batch size."""
-    listed = []
+    listed: list[dict[str, Any]] = []
+    table = table_of(("workload", "what it is"), ("parameters", "batch size"))
     for name, make in BUILT_IN.items():
         workload = make()
         with torch.device("meta"):
-            parameters = sum(p.numel() for p in workload.model().parameters())
+            size = sum(p.numel() for p in workload.model().parameters())
         about = (make.__doc__ or "").strip().rstrip(".")
-        listed.append((name, about, parameters, workload.batch_size))
+        batch_size = workload.batch_size
+        listed.append(
+            {"name": name, "about": about, "num_parameters": size, "batch_size": batch_size}
+        )
+        table.add_row(name, about, f"{size / 1e6:.1f} M", str(batch_size))
     if as_json:
-        names = ("name", "about", "num_parameters", "batch_size")
-        print(json.dumps([dict(zip(names, row, strict=True)) for row in listed], indent=2))
-        return
-    table = Table("workload", "what it is")
-    for header in ("parameters", "batch size"):
-        table.add_column(header, justify="right")
-    for name, about, parameters, batch_size in listed:
-        table.add_row(name, about, f"{parameters / 1e6:.1f} M", str(batch_size))
-    stdout_console().print(table)
+        print(json.dumps(listed, indent=2))
+    else:
+        stdout_console().print(table)
 
 
 @app.command("plan")
@@ -199,7 +205,7 @@ def plan_command(
 
     A few training steps are measured on emulated devices that keep shapes only.
     """
-    capacities = _capacities(memory, 4 if num_devices is None else num_devices, num_devices)
+    capacities = _capacities(memory, num_devices, default=4)
     report = _tuned(
         target, batch_size, capacities, reserve, emulate=True, gather=not loss_on_device
     )
@@ -248,13 +254,11 @@ def tune_command(
     """
     capacities = None
     if memory is not None:
-        default = default_num_devices(emulate) if num_devices is None else num_devices
-        capacities = _capacities(memory, default, num_devices)
+        capacities = _capacities(memory, num_devices, default_num_devices(emulate))
     if reserve is None:
         is_known = memory is not None or not uses_emulation(emulate)
         reserve = "512MiB" if is_known else "0"
-    for path in (output, html):
-        _check_writable(path)
+    _check_writable(output, html)
     if output is not None and output == html:
         _fail(f"--output and --html both name {output}")
     report = _tuned(
@@ -294,8 +298,7 @@ def report_command(
 ) -> None:
     """Show a report again, or write it as a page or as Markdown."""
     reports = load_reports(file)
-    for path in (html, markdown):
-        _check_writable(path)
+    _check_writable(html, markdown)
     if html is not None:
         _write(html, report_html(reports))
     if markdown is not None:
@@ -334,12 +337,12 @@ def compare_command(
         raise typer.Exit(1)
 
 
-def _capacities(memory: str, num_devices: int, asked: int | None) -> list[int]:
+def _capacities(memory: str, num_devices: int | None, default: int) -> list[int]:
     sizes = memory.split(",")
-    if len(sizes) > 1 and asked not in (None, len(sizes)):
-        _fail(f"--memory gives {len(sizes)} devices, but --devices is {asked}")
+    if len(sizes) > 1 and num_devices not in (None, len(sizes)):
+        _fail(f"--memory gives {len(sizes)} devices, but --devices is {num_devices}")
     if len(sizes) == 1:
-        sizes *= num_devices
+        sizes *= default if num_devices is None else num_devices
     return [parse_bytes(size, "--memory") for size in sizes]
 
 
@@ -357,13 +360,12 @@ def _write(path: Path, text: str) -> None:
     print(f"wrote {path}", file=sys.stderr)
 
 
-def _check_writable(path: Path | None) -> None:
-    if path is None:
-        return
-    if path.is_dir():
-        _fail(f"{path} is a folder; name a file")
-    if not path.absolute().parent.is_dir():
-        _fail(f"{path}: there is no folder {path.absolute().parent}")
+def _check_writable(*paths: Path | None) -> None:
+    for path in filter(None, paths):
+        if path.is_dir():
+            _fail(f"{path} is a folder; name a file")
+        if not path.absolute().parent.is_dir():
+            _fail(f"{path}: there is no folder {path.absolute().parent}")
 
 
 def _tuned(
@@ -403,40 +405,11 @@ def _tuned(
         )
 
 
-def _snapshots(
-    memory_probe: MemoryProbe, watch_s: float | None
-) -> Iterator[tuple[DeviceMemory, ...]]:
-    yield memory_probe.snapshot()
-    while watch_s is not None:
-        time.sleep(watch_s)
-        yield memory_probe.snapshot()
-
-
-def _probe_record(memories: Sequence[DeviceMemory]) -> dict[str, Any]:
-    return {
-        **_origin(),
-        "devices": [{"label": memory.label, **asdict(memory)} for memory in memories],
-    }
-
-
 def _origin() -> dict[str, Any]:
     return {
         "schema": 1,
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
         "machine": platform.platform(),
-    }
-
-
-def _demo_record(settings: demos.DemoSettings, runs: Sequence[demos.DemoRun]) -> dict[str, Any]:
-    return {
-        **_origin(),
-        "settings": asdict(settings),
-        "emulated": settings.emulated,
-        "loss_difference": demos.loss_difference(runs),
-        "runs": [
-            {**asdict(run), "imbalance": run.imbalance, "samples_per_s": run.samples_per_s}
-            for run in runs
-        ],
     }
 
 

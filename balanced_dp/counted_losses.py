@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-_MEAN, _SUM = 1, 2  # of torch.nn._reduction.get_enum
+MEAN, SUM = 1, 2  # of torch.nn._reduction.get_enum
 _FUNCTIONS = ("cross_entropy_loss", "nll_loss_nd")
 """What ``F.cross_entropy`` and ``F.nll_loss`` look up in ``torch._C._nn`` at each call."""
 
@@ -80,7 +80,7 @@ def _counting_version(function: Callable[..., torch.Tensor]) -> Callable[..., to
         input: torch.Tensor,
         target: torch.Tensor,
         weight: torch.Tensor | None = None,
-        reduction: int = _MEAN,
+        reduction: int = MEAN,
         ignore_index: int = -100,
         *smoothing: float,
         **kwargs: Any,
@@ -91,14 +91,14 @@ def _counting_version(function: Callable[..., torch.Tensor]) -> Callable[..., to
         found = _counted.get()
         if (
             found is None
-            or reduction not in (_MEAN, _SUM)
+            or reduction not in (MEAN, SUM)
             or target.is_floating_point()  # probabilities of classes: all count
             or torch.compiler.is_compiling()
             or torch._C._functorch.peek_interpreter_stack() is not None
         ):
             return loss_of(input, reduction)
         count = divisor = None
-        if reduction == _SUM:
+        if reduction == SUM:
             loss = loss_of(input, reduction)
         elif weight is None:
             loss = loss_of(input, reduction)
@@ -112,7 +112,7 @@ def _counting_version(function: Callable[..., torch.Tensor]) -> Callable[..., to
             if any(smoothing) or any(kwargs.values()):
                 # Smoothed labels have a loss even where their weights are 0.
                 divisor = count.where(~is_empty, 1)
-                loss = loss_of(input, _SUM) / divisor
+                loss = loss_of(input, SUM) / divisor
             else:
                 loss = loss_of(_with_gradient_0_where(is_empty, input), reduction)
                 loss.data.masked_fill_(is_empty, 0)

@@ -114,15 +114,12 @@ class DemoRun:
 def run_demo(settings: DemoSettings, on_step: Step = lambda: None) -> list[DemoRun]:
     """Trains on one device, with the even split, and balanced; returns the three in this order.
 
-    Args:
-        settings: what to train on.
-        on_step: called after each training step and each value that was tried,
-            ``settings.num_steps`` times in all if nothing runs out of memory.
+    ``on_step`` is called after each training step and each value that was tried,
+    ``settings.num_steps`` times in all if nothing runs out of memory.
     """
-    even = settings.even_share
     runs = [
         _run("one device", settings, 1, settings.batch_size, on_step),
-        _run("even split", settings, settings.num_devices, even, on_step),
+        _run("even split", settings, settings.num_devices, settings.even_share, on_step),
     ]
     gpu0_bsz = settings.gpu0_bsz
     if gpu0_bsz is None:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from .counted_losses import counted_loss
+from .counted_losses import MEAN, SUM, counted_loss
 
 ResultT = TypeVar("ResultT")
 
@@ -38,8 +38,8 @@ _TINY = 1e-6
 
 _ARITHMETIC = ("Add", "Sub", "Rsub", "Mul", "Div")
 _JOINING = ("Sum", "Mean", "Stack", "Index")
-_MEAN, _SUM, _BATCHMEAN = 1, 2, 3
-_REDUCTIONS = {"mean": _MEAN, "sum": _SUM, "batchmean": _BATCHMEAN}
+_BATCHMEAN = 3
+_REDUCTIONS = {"mean": MEAN, "sum": SUM, "batchmean": _BATCHMEAN}
 
 
 class Call:
@@ -132,7 +132,7 @@ class _Notes(TorchFunctionMode):
                 saved = _saved(operator, function, operands, args, kwargs)
                 if saved.get("_saved_reduction") == _BATCHMEAN:
                     saved = {"_saved_other": float(operands[0].size(0))}
-                    inputs = [Call(operator, output.shape, inputs, _saved_reduction=_SUM), None]
+                    inputs = [Call(operator, output.shape, inputs, _saved_reduction=SUM), None]
                     operator = "Div"
                 call = Call(operator, output.shape, inputs, output=output, **saved)
                 self._calls[id(output)] = call

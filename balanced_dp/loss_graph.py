@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from .counted_losses import CountedLoss
-from .loss_calls import Calls
+from .counted_losses import MEAN, SUM, CountedLoss
+from .loss_calls import Call, Calls
 from .loss_terms import Scale, Term, Value, are_equal, are_proportional
 
 Edge = tuple[Any, int]
@@ -31,7 +31,6 @@ _LOOKUPS = {*_SELECTIONS, "Embedding", "EmbeddingBag"}
 
 _DOT_PRODUCTS = {"Dot", "dot", "matmul"}
 _LEAVES = {"AccumulateGrad", "Broadcast"}
-_MEAN, _SUM = 1, 2  # torch.nn._reduction.get_enum
 
 
 class UnclearError(Exception):
@@ -70,16 +69,16 @@ class LossGraph:
         dim: int,
         counted: Mapping[Any, CountedLoss],
         calls: Calls,
-        whole_batch: Sequence[Any] = (),
-        adds_up: bool = False,
-        places: dict[tuple[int, int], bool] | None = None,
+        whole_batch: Sequence[Any],
+        adds_up: bool,
+        places: dict[tuple[int, int], bool],
     ) -> None:
         self._chunk_sizes = chunk_sizes
         self._dim = dim
         self._counted = counted
         self._calls = calls
         self._adds_up = adds_up
-        self._places = {} if places is None else places
+        self._places = places
         self._is_even = len(set(chunk_sizes)) == 1
         self._whole_tensors = {id(item) for item in whole_batch if isinstance(item, torch.Tensor)}
         # A number that is also the size of a chunk tells nothing.
@@ -95,14 +94,10 @@ class LossGraph:
         """Why they need not be."""
 
     def terms(self, nodes: Sequence[Any]) -> list[Term]:
-        """Return the parts that add up to the loss.
+        """Return the parts that add up to the loss whose node on each replica is given.
 
-        Args:
-            nodes: the node of the loss on each replica.
-
-        Returns:
-            The terms. What is no mean or sum over samples, or not known to be, is taken for a mean
-            over samples, and the reason added to ``reasons``.
+        What is no mean or sum over samples, or not known to be, is taken for a mean over samples,
+        and the reason added to ``reasons``.
         """
         routes: list[_Route] = [([(node, 0) for node in nodes], (), ())]
         terms = []
@@ -196,8 +191,6 @@ class LossGraph:
         position = follows.index(True)
         return position, 1 - position
 
-    # Terms.
-
     def _counted_term(
         self,
         counted: Sequence[CountedLoss],
@@ -209,13 +202,10 @@ class LossGraph:
         scales = [*scales, *(Scale(length, divides=True) for length in lengths)]
         sizes = [float(item.size) for item in counted]
         divisors = [item.divisor for item in counted]
-        if divisors[0] is None:
-            term = self._scaled(None, sizes, scales)
-        else:
-            term = self._scaled(divisors, sizes, scales)
-            counts = [item.count for item in counted]
-            if any(one is not other for one, other in zip(divisors, counts, strict=True)):
-                term.counts = counts, torch.clone
+        counts = [item.count for item in counted]
+        term = self._scaled(None if divisors[0] is None else divisors, sizes, scales)
+        if any(one is not other for one, other in zip(divisors, counts, strict=True)):
+            term.counts = counts, torch.clone
         if any(isinstance(v, torch.Tensor) and v.dim() for scale in scales for v in scale.values):
             raise UnclearError("it weighs several cross entropies by a vector")
         term.losses = [item.value for item in counted]
@@ -238,13 +228,13 @@ class LossGraph:
         nodes = [node for node, _ in edges]
         inputs = zip(*(node.next_functions for node in nodes), strict=True)
         held = [i for i in inputs if i[0][0] is not None and self._has_entries(i)]
-        reduction = getattr(nodes[0], "_saved_reduction", _SUM * (operator in _DOT_PRODUCTS))
+        reduction = getattr(nodes[0], "_saved_reduction", SUM * (operator in _DOT_PRODUCTS))
         if not held:
             raise UnclearError(f"it is not linear in means or sums over samples, but a {operator}")
-        if reduction not in (_MEAN, _SUM):
+        if reduction not in (MEAN, SUM):
             raise UnclearError(f"its samples are joined by {operator}")
         sizes: Sequence[Value] = [float(math.prod(_shape(edge))) for edge in held[0]]
-        if reduction == _SUM:
+        if reduction == SUM:
             return self._scaled(None, sizes, scales)
         if hasattr(nodes[0], "_saved_total_weight"):
             sizes = [node._saved_total_weight for node in nodes]
@@ -268,7 +258,9 @@ class LossGraph:
                     raise UnclearError("it is divided by a tensor with several entries")
                 counts = self._counts(values, weights is not None)
                 _guard(scale)
-                weights = values if weights is None else _products(weights, values)
+                if weights is not None:
+                    values = [weight * value for weight, value in zip(weights, values, strict=True)]
+                weights = values
             elif weights is None and self._is_count(scale, sizes, place):
                 weights = values if scale.divides else [1 / value for value in values]
             elif weights is not None and self._is_chunk_size(scale, weights, place):
@@ -283,13 +275,12 @@ class LossGraph:
             return True
         if self._calls:  # what is not computed from samples is the same everywhere
             calls = [self._calls.get(id(value)) for value in values]
-            is_computed = None not in calls and self._is_of_samples([(call, 0) for call in calls])
-            self._places[place] = is_computed
+            self._places[place] = None not in calls and self._is_of_samples(calls[0])
         return not self._places.get(place, not self._adds_up)
 
-    def _is_of_samples(self, edges: Sequence[Edge]) -> bool:
+    def _is_of_samples(self, call: Call | None) -> bool:
         """Return whether a noted 0-dim tensor was computed from anything with dimensions."""
-        calls, seen = [edges[0][0]], set()
+        calls, seen = [call], set()
         while calls:
             call = calls.pop()
             if call is not None and id(call) not in seen:
@@ -354,8 +345,6 @@ class LossGraph:
                 "chunk, and is taken for a constant"
             )
         return self._places.get(place, False)
-
-    # Samples.
 
     def _has_entries(self, edges: Sequence[Edge]) -> bool:
         """Return whether a tensor has entries for samples, or for those that were selected."""
@@ -481,20 +470,13 @@ def is_number(tensor: torch.Tensor) -> bool:
     return torch.result_type(tensor, torch.empty((), dtype=other)) != tensor.dtype
 
 
-def _products(ones: Sequence[Any], others: Sequence[Any]) -> list[Any]:
-    return [one * other for one, other in zip(ones, others, strict=True)]
-
-
 def _guard(scale: Scale) -> None:
     """Let no 0 / 0 of a chunk in which nothing counts into the gradients."""
     for node, count in zip(scale.nodes, scale.values, strict=True):
         if hasattr(node, "register_hook"):
-            node.register_hook(_without_nan(count))
+            node.register_hook(functools.partial(_without_nan, count))
 
 
-def _without_nan(count: Any) -> Any:
-    def hook(grad_inputs: Any, grad_outputs: Any) -> Any:
-        first, *rest = grad_inputs
-        return (None if first is None else first.masked_fill(count == 0, 0), *rest)
-
-    return hook
+def _without_nan(count: Any, grad_inputs: Any, grad_outputs: Any) -> Any:
+    first, *rest = grad_inputs
+    return (None if first is None else first.masked_fill(count == 0, 0), *rest)

@@ -119,13 +119,9 @@ def weighted_sum(
     device: torch.device,
     may_be_nan: bool = True,
 ) -> torch.Tensor:
-    """Return the sum on ``device`` of outputs multiplied by shares, 0 / 0 of a share of 0 left out.
+    """Return the sum on ``device`` of 0-dim outputs multiplied by shares.
 
-    Args:
-        outputs: of each replica, 0-dim.
-        shares: one for each.
-        device: where the result goes.
-        may_be_nan: whether an output of share 0 may be NaN.
+    With ``may_be_nan``, a NaN whose share is 0 is left out.
     """
     moved = [output.to(device) for output in outputs]
     if isinstance(shares, torch.Tensor):

@@ -4,40 +4,29 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
 import torch
 
-from .arguments import Arguments, described, named_arguments, parameters
+from .arguments import described, named_arguments, parameters
 from .errors import ArgumentError
 
 
-def loss_weights(
-    loss_weight: Callable[..., Any] | str,
-    function: Callable[..., Any],
-    arguments: Iterable[Arguments],
-) -> list[Any]:
-    """Return what ``loss_weight`` says of each chunk: numbers, tensors or dictionaries of them.
-
-    Args:
-        loss_weight: a function, which gets the arguments that it names, or the name of one.
-        function: whose arguments they are.
-        arguments: of each chunk.
-
-    Raises:
-        ArgumentError: the call lacks an argument, or the result is no number of at least 0.
-    """
-    return [_weight(loss_weight, function, args, kwargs) for args, kwargs in arguments]
-
-
-def _weight(
+def weight_of_chunk(
     loss_weight: Callable[..., Any] | str,
     function: Callable[..., Any],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> Any:
+    """Return what ``loss_weight`` says of a chunk: a number, a tensor or a dictionary of them.
+
+    It is a function, which gets the arguments of ``function`` that it names, or the name of one.
+
+    Raises:
+        ArgumentError: the call lacks an argument, or the result is no number of at least 0.
+    """
     named = dict(named_arguments(function, args, kwargs))
     if isinstance(loss_weight, str):
         if not isinstance(named.get(loss_weight), torch.Tensor):

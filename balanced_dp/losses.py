@@ -23,7 +23,7 @@ from .loss_terms import (
     weighted_mean,
     weighted_sum,
 )
-from .loss_weight import loss_weights
+from .loss_weight import weight_of_chunk
 
 
 class Looks:
@@ -119,7 +119,10 @@ class ChunkLosses:
     def settle(self, outputs: Sequence[Any]) -> None:
         """Ask ``loss_weight``, if there is a loss in the outputs, and let go of the arguments."""
         if self._loss_weight is not None and any(map(is_loss, containers.tensors(outputs[0]))):
-            self._weights = loss_weights(self._loss_weight, self._function, self._arguments)
+            self._weights = [
+                weight_of_chunk(self._loss_weight, self._function, args, kwargs)
+                for args, kwargs in self._arguments
+            ]
         self._arguments = ()
 
     def join(
@@ -127,10 +130,7 @@ class ChunkLosses:
     ) -> torch.Tensor:
         """Return the value that the whole batch has, on ``device``. Differentiable.
 
-        Args:
-            outputs: of each replica, 0-dim floating.
-            name: of the output.
-            device: where the result goes.
+        Outputs are 0-dim floating, one of each replica, and have the same name on all of them.
         """
         if self._weights is not None:
             weights: list[Any]

@@ -198,10 +198,7 @@ def _alternate(points: Sequence[Point], groups: list[list[Point]]) -> list[Law]:
 
 
 def _residual(laws: Sequence[Law], points: Sequence[Point]) -> float:
-    return max(
-        (abs(_highest(laws, own, whole) - held) / max(1, held) for own, whole, held in points),
-        default=0.0,
-    )
+    return max(abs(_highest(laws, own, whole) - held) / max(1, held) for own, whole, held in points)
 
 
 _TERMS: tuple[tuple[int, ...], ...] = ((0,), (1,), (2,), (0, 1), (0, 2), (1, 2), (0, 1, 2))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, overload
+from typing import Any
 
 import torch
 
@@ -33,12 +33,7 @@ class PerDevice(Scattered):
         workers: the model's threads, which compute the loss and ``map``; without, these calls
             have threads of their own.
 
-    Attributes:
-        devices: the device of each output.
-        chunk_sizes: how many samples each had; None where nothing was cut.
-        output_device: where results are joined.
-        dim: the batch dimension.
-        workers: the model's threads.
+    ``devices``, ``chunk_sizes``, ``output_device``, ``dim`` and ``workers`` are attributes, too.
 
     Raises:
         ScatterError, GatherError: its methods, where arguments cannot be cut or results not joined.
@@ -77,11 +72,7 @@ class PerDevice(Scattered):
     def __len__(self) -> int:
         return len(self._outputs)
 
-    @overload
-    def __getitem__(self, index: int) -> Any: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Any]: ...
-    def __getitem__(self, index: int | slice) -> Any:
+    def __getitem__(self, index: Any) -> Any:
         if isinstance(index, str):
             raise TypeError(f"PerDevice has no item {index!r}: {_REMEDY}")
         return self._outputs[index]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -17,11 +19,11 @@ from rich.progress import (
     TextColumn,
     TimeRemainingColumn,
 )
-from rich.table import Table
+from rich.table import Column, Table
 
 from . import demo as demos
 from .measurement import Measurement
-from .memory import DeviceMemory
+from .memory.device_memory import DeviceMemory
 from .report import tables
 from .report.compare import Comparison
 from .tuning import Report
@@ -34,9 +36,16 @@ def stdout_console() -> Console:
     return Console(width=None if sys.stdout.isatty() else 160, highlight=False)
 
 
+def table_of(left: Sequence[str], right: Sequence[str], **options: Any) -> Table:
+    """Returns a table with columns of these headers, text on the left and numbers on the right."""
+    columns = [Column(header, overflow="fold") for header in left]
+    columns += [Column(header, justify="right") for header in right]
+    return Table(*columns, **options)
+
+
 @contextmanager
-def progress_bar(description: str, total: int | None = None) -> Iterator[Progress]:
-    """Gives a progress bar on stderr, with the time left, that is gone in the end."""
+def progress_bar(description: str, total: int | None = None) -> Iterator[Callable[..., None]]:
+    """Gives what updates a progress bar on stderr, with the time left, that is gone in the end."""
     progress = Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -46,22 +55,19 @@ def progress_bar(description: str, total: int | None = None) -> Iterator[Progres
         transient=True,
     )
     with progress:
-        progress.add_task(description, total=total)
-        yield progress
+        yield functools.partial(progress.update, progress.add_task(description, total=total))
 
 
 @contextmanager
 def measuring_progress() -> Iterator[Callable[[Measurement, int], None]]:
     """Gives what to call with each measurement, which moves a progress bar."""
-    with progress_bar("measuring training steps") as progress:
-        [task] = progress.task_ids
+    with progress_bar("measuring training steps") as update:
         num_done = 0
 
         def show(measurement: Measurement, num_left: int) -> None:
             nonlocal num_done
             num_done += 1
-            progress.update(
-                task,
+            update(
                 completed=num_done,
                 total=num_done + num_left,
                 description=f"measured a batch of {measurement.batch_size} with "
@@ -119,9 +125,8 @@ def print_comparison(before: Report, after: Report, comparisons: Sequence[Compar
 
 
 def _rich_table(content: tables.TextTable, title: str, caption: str | None = None) -> Table:
-    table = Table(title=escape(title), caption=caption and escape(caption))
-    for header in content.headers:
-        table.add_column(header, justify="right", overflow="fold")
+    columns = (Column(header, justify="right", overflow="fold") for header in content.headers)
+    table = Table(*columns, title=escape(title), caption=caption and escape(caption))
     for index, row in enumerate(content.rows):
         table.add_row(*map(escape, row), style="bold" if index == content.marked else None)
     return table
@@ -135,11 +140,11 @@ def memory_table(memories: Sequence[DeviceMemory]) -> Table:
         caption += " This driver counts its own reserve as used."
     if any(memory.device is None for memory in memories):
         caption += " Torch does not see the devices that have no torch number."
-    table = Table(caption=caption)
-    for header in ("device", "name", "UUID"):
-        table.add_column(header, overflow="fold")
-    for header in ("total", "used", "free", "ours", "other processes"):
-        table.add_column(header, justify="right")
+    table = table_of(
+        ("device", "name", "UUID"),
+        ("total", "used", "free", "ours", "other processes"),
+        caption=caption,
+    )
     for memory in memories:
         sizes = (
             memory.total_bytes,
@@ -162,40 +167,35 @@ def print_demo(settings: demos.DemoSettings, runs: Sequence[demos.DemoRun]) -> N
     """Prints the demo's runs and what they come to."""
     console = stdout_console()
     kind = "emulated devices, on the CPU" if settings.emulated else "devices"
-    table = _narrow_table(
-        f"A character transformer, batches of {settings.batch_size}, {settings.num_devices} {kind}",
-        "Memory in MiB. Device 0 is the first one."
+    table = table_of(
+        ("run", "split", "peak of each device"),
+        ("imbalance", "samples/s", "last loss"),
+        title=f"A character transformer, batches of {settings.batch_size}, "
+        f"{settings.num_devices} {kind}",
+        caption="Memory in MiB. Device 0 is the first one."
         + " The speed is that of this CPU." * settings.emulated,
+        **_NARROW,
     )
-    for header in ("run", "split", "peak of each device"):
-        table.add_column(header, overflow="fold")
-    for header in ("imbalance", "samples/s", "last loss"):
-        table.add_column(header, justify="right")
     for run in runs:
         table.add_row(run.name, " ".join(map(str, run.chunk_sizes)), *_describe_result(run))
     console.print(table)
     breakdowns = {run.name: run.breakdown for run in runs if run.breakdown}
     if breakdowns:
-        console.print(_breakdown_table("Device 0 at its peak", breakdowns))
+        console.print(_breakdown_table(breakdowns))
     for run in runs:
         if run.out_of_memory is not None:
             console.print(f"{run.name}: {run.out_of_memory}", markup=False)
     difference = demos.loss_difference(runs)
+    allowed = f"(allowed: {demos.LOSS_TOLERANCE:.0e})."
     if difference is None:
         console.print(
             "Fewer than two runs fit, so there are no loss curves to compare. More --memory or "
             "--devices help, or a smaller --batch-size."
         )
     elif difference <= demos.LOSS_TOLERANCE:
-        console.print(
-            f"The loss curves agree: they differ by {difference:.1e} at most "
-            f"(allowed: {demos.LOSS_TOLERANCE:.0e})."
-        )
+        console.print(f"The loss curves agree: they differ by {difference:.1e} at most {allowed}")
     else:
-        console.print(
-            f"FAILED: the loss curves differ by {difference:.1e} "
-            f"(allowed: {demos.LOSS_TOLERANCE:.0e})."
-        )
+        console.print(f"FAILED: the loss curves differ by {difference:.1e} {allowed}")
     _, even, balanced = runs
     if even.out_of_memory is None and balanced.out_of_memory is None:
         console.print(
@@ -216,21 +216,15 @@ def _describe_result(run: demos.DemoRun) -> list[str]:
     ]
 
 
-def _breakdown_table(title: str, breakdowns: dict[str, dict[str, int]]) -> Table:
+def _breakdown_table(breakdowns: dict[str, dict[str, int]]) -> Table:
     largest = Counter[str]()
     for sizes in breakdowns.values():
         largest |= Counter(sizes)
     uses = [use for use, size in largest.most_common() if size >= 2**20 // 10]
-    table = _narrow_table(title)
-    table.add_column("run")
-    for use in uses:
-        table.add_column(use, justify="right")
+    table = table_of(("run",), uses, title="Device 0 at its peak", **_NARROW)
     for name, sizes in breakdowns.items():
         table.add_row(name, *(format_mib(sizes.get(use, 0)) for use in uses))
     return table
 
 
-def _narrow_table(title: str, caption: str | None = None) -> Table:
-    return Table(
-        title=title, caption=caption, box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True
-    )
+_NARROW: dict[str, Any] = {"box": box.SIMPLE_HEAD, "pad_edge": False, "collapse_padding": True}

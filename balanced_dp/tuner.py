@@ -187,13 +187,9 @@ class _Search:
         self.num_expected = _FEW
         self.measured: dict[tuple[int, int], Measurement] = {}
 
-    def even_share(self, batch_size: int) -> int:
-        """Returns the value that splits evenly."""
-        return even_share(batch_size, len(self.budgets))
-
     def run(self, batch_size: int, swept: Sequence[int]) -> MemoryModel:
         """Measures the splits that the choice depends on, and returns the laws."""
-        even = self.even_share(batch_size)
+        even = even_share(batch_size, len(self.budgets))
         if swept and not 0 <= swept[0] <= swept[-1] <= even:
             raise ArgumentError(
                 f"sweep goes from {swept[0]} to {swept[-1]}, but for a batch of {batch_size} on "
@@ -212,7 +208,7 @@ class _Search:
                 f"not even a batch of {smaller} ran: {self.measured[smaller, 0].out_of_memory}"
             )
         self.refine(batch_size)
-        model = self.fit()
+        model = fit(self.fitting())
         if not model.is_lawful:
             values = range(0, even + 1, max(1, even // _MOST_VALUES))
             self.num_expected = len(self.measured) + len(values)
@@ -222,8 +218,9 @@ class _Search:
 
     def measure(self, batch_size: int, gpu0_bsz: int) -> None:
         """Measures the split, or the next that the model can train on, unless it was before."""
-        if 0 < gpu0_bsz < self.meter.smallest_chunk:
-            gpu0_bsz = min(self.meter.smallest_chunk, self.even_share(batch_size))
+        if gpu0_bsz:
+            even = even_share(batch_size, len(self.budgets))
+            gpu0_bsz = min(even, max(gpu0_bsz, self.meter.smallest_chunk))
         if (batch_size, gpu0_bsz) not in self.measured:
             measurement = self.meter.measure(batch_size, gpu0_bsz)
             self.measured[batch_size, gpu0_bsz] = measurement
@@ -231,28 +228,23 @@ class _Search:
 
     def measure_around(self, batch_size: int) -> None:
         """Measures splits of a batch, and of twice that, that tell the laws apart."""
-        even = self.even_share(batch_size)
+        even = even_share(batch_size, len(self.budgets))
         for gpu0_bsz in (even, 0, even // 2, 1):
-            self.measure(batch_size, min(even, gpu0_bsz))
+            self.measure(batch_size, gpu0_bsz)
         for gpu0_bsz in (2 * even, 0):
-            self.measure(2 * batch_size, min(self.even_share(2 * batch_size), gpu0_bsz))
+            self.measure(2 * batch_size, gpu0_bsz)
 
     def fitting(self) -> list[Measurement]:
         """Returns the measurements that laws can be fitted to."""
         return [m for m in self.measured.values() if m.status == "ok"]
 
-    def fit(self) -> MemoryModel:
-        """Returns the laws of what was measured so far."""
-        return fit(self.fitting())
-
     def refine(self, batch_size: int) -> None:
         """Measures what the plan rests on, until the laws lead to nothing new."""
-        even = self.even_share(batch_size)
         for _ in range(_MAX_ROUNDS):
             before = len(self.measured)
-            planner = Planner(self.fit(), self.budgets)
+            planner = Planner(fit(self.fitting()), self.budgets)
             best = planner.best_gpu0_bsz(batch_size)
-            for gpu0_bsz in range(max(0, best - 1), min(even, best + 1) + 1):
+            for gpu0_bsz in range(max(0, best - 1), best + 2):
                 self.measure(batch_size, gpu0_bsz)
             for choose in (planner.tightest_gpu0_bsz, planner.even_share):
                 # One that is too large to be made is planned from the largest that is not.
@@ -264,11 +256,7 @@ class _Search:
 
 
 def best_measured(swept: Iterable[Measurement], budgets: Sequence[int]) -> Measurement:
-    """Returns the measurement with the least full device, of equal ones the fastest.
-
-    Args:
-        swept: of one batch size.
-        budgets: the bytes of each device that may be filled.
+    """Returns that of a batch with the least full device, of equal ones the fastest.
 
     Raises:
         InfeasiblePlanError: memory ran out in all of them.

@@ -55,9 +55,8 @@ def convert(
         )
     model.close()
     module = model.module
-    devices = model.devices
-    if device is None and devices:
-        device = _own(devices)
+    if device is None and model.devices:
+        device = _own(model.devices)
     arguments: dict[str, Any] = {"gradient_as_bucket_view": True}
     if device is not None:
         device = torch.device(device)

@@ -22,13 +22,7 @@ _initialized = True
 
 @dataclass(frozen=True, slots=True)
 class EmulatedDeviceProperties:
-    """What ``get_device_properties`` returns.
-
-    Attributes:
-        name: the device's name.
-        total_memory: its capacity in bytes.
-        uuid: an identifier that is new in each context.
-    """
+    """What ``get_device_properties`` returns: memory is in bytes, the uuid new in each context."""
 
     name: str
     total_memory: int
@@ -80,14 +74,8 @@ def max_memory_allocated(device: Device = None) -> int:
     return _ledger(device).peak_bytes
 
 
-def memory_reserved(device: Device = None) -> int:
-    """Returns the same as ``memory_allocated``: this allocator keeps no reserve."""
-    return memory_allocated(device)
-
-
-def max_memory_reserved(device: Device = None) -> int:
-    """Returns the same as ``max_memory_allocated``."""
-    return max_memory_allocated(device)
+# This allocator keeps no reserve.
+memory_reserved, max_memory_reserved = memory_allocated, max_memory_allocated
 
 
 def reset_peak_memory_stats(device: Device = None) -> None:

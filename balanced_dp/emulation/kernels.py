@@ -52,9 +52,6 @@ def register_kernels() -> torch.library.Library:
     return library
 
 
-# Factories and copies.
-
-
 def _make(
     factory: Callable[..., torch.Tensor],
     *args: Any,

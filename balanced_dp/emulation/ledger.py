@@ -68,11 +68,7 @@ class OverCapacityError(Exception):
 
 
 class DeviceLedger:
-    """The books of one device. Safe to use from several threads.
-
-    Args:
-        capacity_bytes: what the device can hold.
-    """
+    """The books of one device. Safe to use from several threads."""
 
     def __init__(self, capacity_bytes: int) -> None:
         self.capacity_bytes = capacity_bytes

@@ -34,9 +34,7 @@ class _PerThread(threading.local):
 class Machine:
     """Emulated devices, what each holds, and what was copied between them.
 
-    Args:
-        capacities: bytes that each device can hold; their number is that of the devices.
-        symbolic: whether floating-point tensors keep their shape only.
+    Each has one of the capacities in bytes. If symbolic, floating-point tensors keep shapes only.
     """
 
     def __init__(self, capacities: Iterable[int], symbolic: bool) -> None:

@@ -356,9 +356,6 @@ def set_label(tensor: object, label: Label, over: set[Label] = _PROVISIONAL) -> 
                 allocation.block.label = label
 
 
-# Which label.
-
-
 def _labels(machine: Machine) -> tuple[Label, bool]:
     """Returns the label of what the running operation makes, and whether views take it too."""
     node = torch._C._current_autograd_node()

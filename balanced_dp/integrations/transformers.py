@@ -6,11 +6,12 @@ it takes ``BalancedDataParallel`` instead; nothing else in a script changes.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import importlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
+from unittest import mock
 
 import torch
 from torch import nn
@@ -181,7 +182,7 @@ class BalancedTrainerMixin:
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Returns what ``Trainer.evaluation_loop`` does; batches share a copy of the weights."""
         parallel = self._parallel
-        with contextlib.nullcontext() if parallel is None else parallel.shared_weights():
+        with nullcontext() if parallel is None else parallel.shared_weights():
             return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
 
     def _is_trainers(self, name: str) -> bool:
@@ -189,28 +190,16 @@ class BalancedTrainerMixin:
         method: Any = getattr(super(), name)
         return method.__func__ is getattr(Trainer, name)
 
-    @contextlib.contextmanager
-    def _with_one_gpu(self) -> Iterator[None]:
+    def _with_one_gpu(self) -> AbstractContextManager[object]:
         """Has the Trainer leave out what makes up for an even split."""
-        num_devices, self.args._n_gpu = self.args.n_gpu, 1
-        try:
-            yield
-        finally:
-            self.args._n_gpu = num_devices
+        return mock.patch.object(self.args, "_n_gpu", 1)
 
-    @contextlib.contextmanager
-    def _gathering(self, loss_only: bool) -> Iterator[None]:
+    def _gathering(self, loss_only: bool) -> AbstractContextManager[object]:
         """Leaves outputs but the loss where they are, unless the loss is made of them here."""
         needs_logits = self.label_smoother is not None or self.compute_loss_func is not None
-        parallel = self._parallel
-        if parallel is None or needs_logits or not loss_only:
-            yield
-            return
-        before, parallel.gathers_loss_only = parallel.gathers_loss_only, True
-        try:
-            yield
-        finally:
-            parallel.gathers_loss_only = before
+        if self._parallel is None or needs_logits or not loss_only:
+            return nullcontext()
+        return mock.patch.object(self._parallel, "gathers_loss_only", True)
 
     def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> Any:
         """Returns autocast in the precision that was asked for, where the model is wrapped."""

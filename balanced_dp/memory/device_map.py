@@ -25,12 +25,8 @@ def find_board(
     The slices of a board have its PCI bus id, and CUDA may give them its UUID; then it is the one
     that ``CUDA_VISIBLE_DEVICES`` names, whose UUID may be shortened there.
 
-    Args:
-        cuda_index: the ``i``, for the error.
-        uuid: as torch gives it.
-        pci_bus_id: domain, bus and device, as torch gives them.
-        boards: what NVML lists.
-        environ: the environment that CUDA read when it started.
+    ``uuid`` and ``pci_bus_id`` (domain, bus and device) are as torch gives them, and ``environ`` is
+    the environment that CUDA read when it started.
 
     Raises:
         ProbeError: it cannot be known; the message says why.

@@ -27,10 +27,8 @@ class Peaks:
 
     Making it resets the devices' own peaks. What these were until then is kept for all others that
     are open, so blocks may be nested, and a logger may write in the middle of one. Somebody
-    else's ``reset_peak_memory_stats`` is not seen.
-
-    Args:
-        devices: devices that count their memory, each once.
+    else's ``reset_peak_memory_stats`` is not seen. Devices are those that count their memory, each
+    given once.
     """
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
@@ -38,13 +36,10 @@ class Peaks:
         with _lock:
             for device in devices:
                 for other in _open:
-                    other._keep(device)
+                    if device in other._earlier:
+                        other._earlier[device] = other.of(device)
                 reset_peaks(device)
             _open.add(self)
-
-    def _keep(self, device: torch.device) -> None:
-        if device in self._earlier:
-            self._earlier[device] = self.of(device)
 
     def of(self, device: torch.device) -> tuple[int, int]:
         """Returns the peaks of allocated and of reserved bytes."""

@@ -103,8 +103,7 @@ class MemoryProbe:
                 device.index, str(found.uuid), pci_bus_id, boards, os.environ
             )
         if wants_all:
-            seen = list(self._boards.values())
-            self._unseen = [board for board in boards if board not in seen]
+            self._unseen = [board for board in boards if board not in self._boards.values()]
 
     def snapshot(self) -> tuple[DeviceMemory, ...]:
         """Returns what each device holds now. Waits for nothing."""

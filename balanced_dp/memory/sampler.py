@@ -24,12 +24,7 @@ class Samples:
 
 
 class Sampler:
-    """Samples from now on until ``stop``, every 10 ms where other threads let it, and at both ends.
-
-    Args:
-        nvml: whom it asks.
-        boards: what to sample.
-    """
+    """Samples until ``stop``, every 10 ms where other threads let it, and at both ends."""
 
     def __init__(self, nvml: Nvml, boards: Sequence[Board]) -> None:
         self._nvml = nvml

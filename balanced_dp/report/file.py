@@ -130,17 +130,15 @@ def _validated(adapter: TypeAdapter[Any], content: Any, path: str | Path) -> Any
 
 def _of_benchmarks(path: str | Path, content: dict[str, Any]) -> tuple[Report, ...]:
     """Returns a report for each workload among pytest-benchmark's results."""
-    infos = [benchmark.get("extra_info", {}) for benchmark in content["benchmarks"]]
     sweeps: dict[str, list[dict[str, Any]]] = {}
-    for info in infos:
-        if BENCHMARK_KEY in info:
-            sweeps.setdefault(info[BENCHMARK_KEY]["measurement"]["workload"], []).append(
-                info[BENCHMARK_KEY]
-            )
+    for benchmark in content["benchmarks"]:
+        record = benchmark.get("extra_info", {}).get(BENCHMARK_KEY)
+        if record is not None:
+            sweeps.setdefault(record["measurement"]["workload"], []).append(record)
     if not sweeps:
         raise ReportError(
-            f"{path} holds {len(infos)} benchmarks and none of them a sweep over gpu0_bsz; run "
-            "pytest benchmarks/test_sweep.py --benchmark-json=bench.json"
+            f"{path} holds {len(content['benchmarks'])} benchmarks and none of them a sweep over "
+            "gpu0_bsz; run pytest benchmarks/test_sweep.py --benchmark-json=bench.json"
         )
     machine = content["machine_info"]
     reports = []

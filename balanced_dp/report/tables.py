@@ -21,13 +21,7 @@ _MODES = {
 
 @dataclass(frozen=True, slots=True)
 class TextTable:
-    """A table of text.
-
-    Attributes:
-        headers: one for each column.
-        rows: a cell for each column.
-        marked: the index of the row to point out, or None.
-    """
+    """A table of text; ``marked`` is the index of the row to point out, or None."""
 
     headers: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
