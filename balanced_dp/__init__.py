@@ -2,8 +2,7 @@
 
 from .criterion import BalancedCriterion
 from .data_parallel import BalancedDataParallel, balanced_data_parallel
-from .emulation.context import EmulatedDevices, emulate_devices
-from .emulation.ledger import MemoryBreakdown
+from .emulation import EmulatedDevices, MemoryBreakdown, emulate_devices
 from .errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -20,11 +19,15 @@ from .errors import (
     SymbolicValueError,
 )
 from .measurement import Measurement, measure_step
-from .memory.breakdown import DeviceBreakdown, memory_breakdown
-from .memory.device_memory import DeviceMemory
-from .memory.logger import MemoryLogger
-from .memory.probe import MemoryProbe
-from .memory.step import DevicePeak, StepMemory
+from .memory import (
+    DeviceBreakdown,
+    DeviceMemory,
+    DevicePeak,
+    MemoryLogger,
+    MemoryProbe,
+    StepMemory,
+    memory_breakdown,
+)
 from .memory_model import Law, MemoryModel
 from .per_device import PerDevice
 from .plan import Plan, WeightedSplit, plan

@@ -19,7 +19,7 @@ from .auto_split import smallest_chunk
 from .criterion import BalancedCriterion
 from .data_parallel import BalancedDataParallel
 from .devices import is_out_of_memory
-from .emulation.context import emulate_devices
+from .emulation import emulate_devices
 from .emulation.machine import DEVICE_TYPE, current_machine
 from .errors import ArgumentError, BalanceWarning
 from .memory.breakdown import memory_breakdown
@@ -83,8 +83,11 @@ def open_devices(
 ) -> Iterator[Sequence[torch.device]]:
     """Gives the machine's accelerators if there are two or more, else emulated devices.
 
-    ``memory`` and ``symbolic`` are of emulated devices, as of ``emulate_devices``; with ``emulate``
-    devices are emulated whatever there is.
+    Args:
+        num_devices: how many.
+        memory: capacity of emulated devices, as of ``emulate_devices``.
+        symbolic: whether emulated devices keep shapes only.
+        emulate: emulated devices whatever there is.
 
     Raises:
         ArgumentError: there are fewer accelerators, or ``memory`` is to limit them.
@@ -183,7 +186,10 @@ def step_meter(
 class StepMeter:
     """Measures steps of one model at several splits: it is made once, and its optimizer's state.
 
-    Arguments are those of ``measure_step``.
+    Args:
+        workload: what is trained.
+        devices: real or emulated devices.
+        gather: whether the loss is that of gathered outputs, or computed on each device.
     """
 
     def __init__(
@@ -234,12 +240,9 @@ class StepMeter:
         gc.collect()  # an exception may have left cycles
         torch.get_device_module(self.devices[0]).empty_cache()
         backward, optimizer = (*step.phases, (0,) * len(self.devices))[:2]
-        mode: Mode = "real"
-        if self.devices[0].type == DEVICE_TYPE:
-            mode = "symbolic" if current_machine().symbolic else "emulated"
         return Measurement(
             workload=self.workload.name,
-            mode=mode,
+            mode=_mode(self.devices[0]),
             batch_size=batch_size,
             gpu0_bsz=gpu0_bsz,
             chunk_sizes=model.split(batch_size),
@@ -294,10 +297,12 @@ class StepRecord:
     """What training steps took of each device, as far as they came.
 
     Attributes:
+        devices: the devices.
         phases: peaks of allocated bytes, for each step one tuple of forward and backward pass and
             loss, and one of the optimizer.
-
-    ``breakdown``, ``seconds`` and ``out_of_memory`` are as of ``Measurement``.
+        breakdown: bytes by use of each device at its peak, as of ``memory_breakdown``.
+        seconds: the steps' wall time.
+        out_of_memory: what ran out, or None.
     """
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
@@ -341,3 +346,9 @@ class StepRecord:
                     self.breakdown[index] = entry.uses
         self.phases.append(peaks)
         self.begin()
+
+
+def _mode(device: torch.device) -> Mode:
+    if device.type != DEVICE_TYPE:
+        return "real"
+    return "symbolic" if current_machine().symbolic else "emulated"

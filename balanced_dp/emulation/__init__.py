@@ -1,1 +1,6 @@
 """Emulated devices: accelerators on the CPU that count their memory to the byte."""
+
+from .context import EmulatedDevices, emulate_devices
+from .ledger import MemoryBreakdown
+
+__all__ = ["EmulatedDevices", "MemoryBreakdown", "emulate_devices"]
