@@ -13,6 +13,7 @@ from torch.nn.functional import cross_entropy
 from balanced_dp import ArgumentError, ArgumentTypeError
 from balanced_dp.distributed import count_all_ranks, scale_loss
 
+from .. import cuda_stand_in
 from .launch import finished, torchrun
 from .worker import IGNORED, NUM_RANKS, cases
 
@@ -36,6 +37,13 @@ def test_the_loop_of_accelerate():
     """It divides each loss by the number of micro-batches."""
     pytest.importorskip("accelerate")
     exit_code, output = finished(torchrun("accelerated.py", [], num_processes=2))
+    assert exit_code == 0, output
+
+
+@pytest.mark.skipif(cuda_stand_in.WHY_NOT is not None, reason=str(cuda_stand_in.WHY_NOT))
+def test_ranks_on_devices_of_cudas_kind():
+    """Counts stay on the device, and DDP's buckets are on its streams."""
+    exit_code, output = finished(torchrun("on_stand_in.py", [], num_processes=2))
     assert exit_code == 0, output
 
 
