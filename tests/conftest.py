@@ -19,6 +19,7 @@ NEEDS = {
     "typer": [
         "test_demo.py",
         "test_documentation.py",
+        "test_figures.py",
         "test_plan_command.py",
         "test_report.py",
         "test_tune_command.py",
