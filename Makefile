@@ -12,7 +12,7 @@ demo: $(INSTALLED)  ## Run the demo; ARGS="..." is passed on
 	$(BIN)/balanced-dp demo $(ARGS)
 
 test: $(INSTALLED)  ## Run the tests that are fast; ARGS="..." goes to pytest
-	$(BIN)/pytest -n auto --maxprocesses 8 --dist worksteal -m "not slow" --ignore notebooks $(ARGS)
+	$(BIN)/pytest -n auto --maxprocesses 8 --dist worksteal -m "not slow" $(ARGS)
 
 test-all: $(INSTALLED)  ## Run these, the notebooks and what takes many seconds each
 	$(BIN)/pytest -n auto --maxprocesses 8 --dist worksteal $(ARGS)
