@@ -3,15 +3,18 @@ BIN = .venv/bin
 PIP = $(BIN)/python -m pip --disable-pip-version-check
 INSTALLED = .venv/.installed
 
-.PHONY: help demo test check format docs notebooks bench wheel constraints clean
+.PHONY: help demo test test-all check format docs notebooks bench wheel constraints clean
 
 help:  ## List these targets (the default)
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
 
 demo: $(INSTALLED)  ## Run the demo; ARGS="..." is passed on
 	$(BIN)/balanced-dp demo $(ARGS)
 
-test: $(INSTALLED)  ## Run the tests; ARGS="..." goes to pytest
+test: $(INSTALLED)  ## Run the tests that are fast; ARGS="..." goes to pytest
+	$(BIN)/pytest -n auto --maxprocesses 8 --dist worksteal -m "not slow" $(ARGS)
+
+test-all: $(INSTALLED)  ## Run these, the notebooks and what takes many seconds each
 	$(BIN)/pytest -n auto --maxprocesses 8 --dist worksteal $(ARGS)
 
 check: $(INSTALLED)  ## Lint, check the formatting and the types

@@ -19,6 +19,7 @@ NEEDS = {
     "typer": [
         "test_demo.py",
         "test_documentation.py",
+        "test_figures.py",
         "test_plan_command.py",
         "test_report.py",
         "test_tune_command.py",
@@ -50,6 +51,14 @@ torch.set_num_threads(1)
 
 # A shell that starts the tests in the background lets them ignore it, and so would their processes.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(tryfirst=True)  # before those that are not asked for are left out
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks the notebooks, which have no other place for it."""
+    for item in items:
+        if item.path.suffix == ".ipynb":
+            item.add_marker(pytest.mark.slow)
 
 
 def pytest_collection_finish() -> None:

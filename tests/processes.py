@@ -12,26 +12,62 @@ import runpy
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 HAS_FORKS = "forkserver" in multiprocessing.get_all_start_methods()
 CONTEXT = multiprocessing.get_context("forkserver" if HAS_FORKS else "spawn")
-CONTEXT.set_forkserver_preload(["torch._dynamo", "balanced_dp", "typer", "rich"])
+CONTEXT.set_forkserver_preload(
+    ["torch._dynamo", "balanced_dp", "typer", "rich.live", "rich.table", "pydantic", "jinja2"]
+)
 
 
 def python(
     *arguments: str, cwd: str | Path = ".", environ: Mapping[str, str] = os.environ
 ) -> subprocess.CompletedProcess[str]:
-    """Does what ``python -m MODULE ...`` or ``python -c CODE`` would."""
+    """Does what ``python -m MODULE ...``, ``python -c CODE`` or ``python FILE ...`` would."""
+    [done] = pythons([environ], *arguments, cwd=cwd)
+    return done
+
+
+def pythons(
+    environs: Sequence[Mapping[str, str]],
+    *arguments: str,
+    cwd: str | Path = ".",
+    timeout_s: float | None = None,
+) -> list[subprocess.CompletedProcess[str]]:
+    """Does it once for each environment, at once; where one fails, the others are killed.
+
+    What runs longer than ``timeout_s`` is killed, too.
+    """
+    processes: list[BaseProcess] = []
     with tempfile.TemporaryDirectory() as folder:
-        outputs = [Path(folder, name) for name in ("stdout", "stderr")]
-        process = CONTEXT.Process(target=_run, args=(arguments, outputs, cwd, dict(environ)))
-        process.start()
-        process.join()
-        told = [output.read_text() for output in outputs]
-    return subprocess.CompletedProcess(arguments, process.exitcode, *told)
+        outputs = [
+            [Path(folder, f"{name} {index}") for name in ("stdout", "stderr")]
+            for index in range(len(environs))
+        ]
+        for files, environ in zip(outputs, environs, strict=True):
+            told = (arguments, files, cwd, dict(environ))
+            processes.append(CONTEXT.Process(target=_run, args=told))
+            processes[-1].start()
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while running := [process for process in processes if process.exitcode is None]:
+            left = None if deadline is None else max(0, deadline - time.monotonic())
+            wait([process.sentinel for process in running], left)
+            if left == 0 or any(process.exitcode for process in processes):
+                for process in running:
+                    process.kill()
+        for process in processes:
+            process.join()
+        texts = [[file.read_text() for file in files] for files in outputs]
+    return [
+        subprocess.CompletedProcess(arguments, process.exitcode, *told)
+        for process, told in zip(processes, texts, strict=True)
+    ]
 
 
 def _run(
@@ -48,8 +84,13 @@ def _run(
     if "LD_LIBRARY_PATH" in environ:  # which is read when a process starts, too early for a fork
         for library in Path(environ["LD_LIBRARY_PATH"]).glob("*.so.*"):
             ctypes.CDLL(str(library))
-    option, program, *sys.argv[1:] = arguments
+    if arguments[0] in ("-m", "-c"):
+        option, program, *sys.argv[1:] = arguments
+    else:
+        option, *sys.argv[1:] = arguments
     if option == "-m":
         runpy.run_module(program, run_name="__main__", alter_sys=True)
-    else:
+    elif option == "-c":
         exec(program, {"__name__": "__main__"})
+    else:
+        runpy.run_path(option, run_name="__main__")

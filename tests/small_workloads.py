@@ -18,6 +18,11 @@ from balanced_dp.models import CharTransformer, TokenTransformer
 from .modules import Lambda
 
 
+def zeros(*shape: int) -> torch.Tensor:
+    """Zeros in the memory of one: the largest batch of a large device would take gigabytes."""
+    return torch.zeros(1).expand(shape)
+
+
 def tokens(vocabulary: int, length: int, batch_size: int) -> torch.Tensor:
     return (torch.arange(batch_size * length) % vocabulary).view(batch_size, length)
 
@@ -30,7 +35,7 @@ def mlp() -> Workload:
     """Weights weigh more than activations."""
     return Workload(
         lambda: nn.Sequential(nn.Linear(1024, 8192), nn.ReLU(), nn.Linear(8192, 1000)),
-        lambda n: ((torch.zeros(n, 1024),), {}, torch.arange(n) % 1000),
+        lambda n: ((zeros(n, 1024),), {}, torch.arange(n) % 1000),
         functional.cross_entropy,
         name="mlp",
     )
@@ -40,7 +45,7 @@ def wide_output() -> Workload:
     """Gathering weighs most: no value of gpu0_bsz can balance it."""
     return Workload(
         lambda: nn.Sequential(nn.Linear(64, 256), nn.Linear(256, 400_000)),
-        lambda n: ((torch.zeros(n, 64),), {}, torch.arange(n) % 4000),
+        lambda n: ((zeros(n, 64),), {}, torch.arange(n) % 4000),
         functional.cross_entropy,
         name="wide-output",
     )
@@ -62,7 +67,7 @@ def convolutions() -> Workload:
 
     return Workload(
         model,
-        lambda n: ((torch.zeros(n, 3, 64, 64),), {}, torch.arange(n) % 10),
+        lambda n: ((zeros(n, 3, 64, 64),), {}, torch.arange(n) % 10),
         functional.cross_entropy,
         functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9),
         name="convolutions",
@@ -79,7 +84,7 @@ def recurrent() -> Workload:
 
     return Workload(
         model,
-        lambda n: ((torch.zeros(n, 4, 256),), {}, torch.arange(n) % 5),
+        lambda n: ((zeros(n, 4, 256),), {}, torch.arange(n) % 5),
         functional.cross_entropy,
         functools.partial(torch.optim.SGD, lr=0.1),
         name="recurrent",

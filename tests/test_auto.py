@@ -30,7 +30,7 @@ from balanced_dp.models import CharTransformer
 from balanced_dp.plan import Planner
 
 from .notes import notes_of
-from .small_workloads import SMALL
+from .small_workloads import SMALL, tokens
 from .test_plan import budgets, models
 
 GIB = 2**30
@@ -168,12 +168,18 @@ def follow(loop, batch_size, num_steps=14):
 
 @pytest.mark.parametrize("name", ["char_transformer", "convolutions"])
 def test_losses_are_those_of_a_fixed_split(name):
+    def small_batch(n):
+        if name == "convolutions":
+            return (torch.zeros(n, 3, 16, 16),), {}, torch.arange(n) % 10
+        return (tokens(60, 8, n),), {}, tokens(60, 8, n)
+
+    workload = replace(SMALL[name](), make_batch=small_batch)
     torch.set_default_dtype(torch.float64)
     try:
         losses = []
         for gpu0_bsz in ("auto", 3):
             with emulate_devices(3) as devices:
-                loop = Loop(SMALL[name](), devices, gpu0_bsz)
+                loop = Loop(workload, devices, gpu0_bsz)
                 if name == "convolutions":  # BatchNorm's statistics are those of each chunk
                     loop.model.eval()
                 losses.append(torch.stack([loop.step(12) for _ in range(8)]).cpu())
@@ -333,7 +339,7 @@ def test_batches_that_differ_in_length_do_not_end_worse_than_stock():
     with emulate_devices(4, symbolic=True) as devices:
         workload = SMALL["char_transformer"]()
         loop = Loop(workload, devices)
-        lengths = [64, 16, 48, 8, 56, 24, 40, 32] * 6
+        lengths = [64, 16, 48, 8, 56, 24, 40, 32] * 3
         for length in lengths:
             tokens = torch.zeros(24, length, dtype=torch.int64)
             loop.optimizer.zero_grad()

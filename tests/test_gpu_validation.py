@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch
 
 from balanced_dp import BalancedDataParallel, emulate_devices
 
+from .processes import python
 from .small_workloads import SMALL
 
 SCRIPT = Path(__file__).parents[1] / "benchmarks" / "gpu_validation.py"
@@ -32,9 +32,7 @@ def validation():
 
 
 def run(*arguments):
-    return subprocess.run(
-        [sys.executable, SCRIPT, *arguments], capture_output=True, text=True, check=False
-    )
+    return python(str(SCRIPT), *arguments)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")

@@ -1,4 +1,4 @@
-"""Script for torchrun with two processes: accelerate's loop, next to one process without it.
+"""Script for two processes: accelerate's loop, next to one process without it.
 
 A rank whose parameters differ in the end raises AssertionError.
 """

@@ -14,7 +14,7 @@ from balanced_dp import ArgumentError, ArgumentTypeError
 from balanced_dp.distributed import count_all_ranks, scale_loss
 
 from .. import cuda_stand_in
-from .launch import finished, torchrun
+from .launch import run_ranks
 from .worker import IGNORED, NUM_RANKS, cases
 
 TOLERANCE = 1e-10
@@ -23,7 +23,7 @@ TOLERANCE = 1e-10
 def test_ranks_train_as_one_process_does(tmp_path):
     """All cases of ``worker.py``, whose processes are started once."""
     path = tmp_path / "results.json"
-    exit_code, output = finished(torchrun("worker.py", [path], num_processes=NUM_RANKS))
+    exit_code, output = run_ranks("worker.py", path, num_processes=NUM_RANKS)
     assert exit_code == 0, output
     results = json.loads(path.read_text())
     assert len(results) == len(list(cases()))
@@ -36,14 +36,14 @@ def test_ranks_train_as_one_process_does(tmp_path):
 def test_the_loop_of_accelerate():
     """It divides each loss by the number of micro-batches."""
     pytest.importorskip("accelerate")
-    exit_code, output = finished(torchrun("accelerated.py", [], num_processes=2))
+    exit_code, output = run_ranks("accelerated.py", num_processes=2)
     assert exit_code == 0, output
 
 
 @pytest.mark.skipif(cuda_stand_in.WHY_NOT is not None, reason=str(cuda_stand_in.WHY_NOT))
 def test_ranks_on_devices_of_cudas_kind():
     """Counts stay on the device, and DDP's buckets are on its streams."""
-    exit_code, output = finished(torchrun("on_stand_in.py", [], num_processes=2))
+    exit_code, output = run_ranks("on_stand_in.py", num_processes=2)
     assert exit_code == 0, output
 
 

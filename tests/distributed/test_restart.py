@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import pytest
 import torch
 from torch.nn.functional import mse_loss
 
@@ -13,6 +14,7 @@ from .launch import finished, torchrun
 from .restarted import BATCH_SIZE, NUM_SAMPLES, SEED, sgd, start
 
 
+@pytest.mark.slow
 def test_a_restart_resumes_with_each_sample_seen_once(tmp_path):
     options = ("--standalone", "--max-restarts", "1")
     # Attempts share the store else, and processes of one find addresses of the last

@@ -1,4 +1,4 @@
-"""Script for torchrun with four processes: trains on two, three and four ranks.
+"""Script for four processes: trains on two, three and four ranks.
 
 Rank 0 writes a JSON object: the name of each case, and how far ranks were off one process that has
 the whole batch, or what was raised.

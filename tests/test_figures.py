@@ -1,0 +1,175 @@
+"""What is measured for the built-in workloads: the README's figures, the guide's, the picture's.
+
+Each workload is planned once for all the tests of this file.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from balanced_dp.cli import app
+from balanced_dp.demo import DemoSettings, run_demo
+from balanced_dp.measurement import uses_emulation
+from balanced_dp.report import load_reports
+from balanced_dp.report.tables import candidate_table
+from benchmarks import before_and_after
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text("utf-8")
+
+
+@pytest.fixture(scope="module")
+def gpt2_file(tmp_path_factory):
+    """The report of the command that README and guide show."""
+    options = ("--devices", "4", "--memory", "11GiB", "--batch-size", "32", "--json")
+    done = CliRunner().invoke(app, ["plan", "gpt2-small", *options])
+    assert (done.exit_code, done.stderr.strip()) == (0, "")
+    path = tmp_path_factory.mktemp("gpt2") / "plan.json"
+    path.write_text(done.stdout)
+    return path
+
+
+@pytest.fixture(scope="module")
+def gpt2(gpt2_file):
+    [report] = load_reports(gpt2_file)
+    return report
+
+
+def test_the_plan_of_gpt2_small_says_what_gathering_costs(gpt2_file):
+    done = CliRunner().invoke(app, ["report", str(gpt2_file)])
+    assert done.exit_code == 0
+    assert "model = BalancedDataParallel(gpu0_bsz=0, module=model)" in done.stdout
+    assert "No value of gpu0_bsz balances this: without any samples device 0" in done.stdout
+    assert "costs device 0 6.13 GiB" in done.stdout
+    told = " ".join(done.stdout.split())
+    assert "(gather=False and BalancedCriterion) and gpu0_bsz=6 the fullest is device 1" in told
+    assert "3.51 GiB, 33% full, and the largest batch that fits is 113." in told
+
+
+def test_gpt2_fits_where_its_loss_is_computed_on_each_device(gpt2):
+    """Gathered, logits fill device 0 whatever its share; left where they are, peaks are level."""
+    inside = gpt2.alternative
+    peaks = inside.chosen.peak_bytes
+    _, more, _, fewer = inside.chosen.chunk_sizes
+    sample_bytes = (peaks[1] - peaks[3]) / (more - fewer)
+    assert max(peaks) <= 5.5 * 2**30
+    assert max(peaks) - min(peaks) <= 1.5 * sample_bytes
+    assert max(gpt2.chosen.peak_bytes) > 2 * max(peaks)
+    assert gpt2.plan.max_batch_size < 0.5 * inside.plan.max_batch_size
+
+
+def test_the_table_of_ways_is_measured(gpt2):
+    ways = {
+        "nn.DataParallel": (gpt2.even, gpt2.plan.even_max_batch_size),
+        "BalancedDataParallel": (gpt2.chosen, gpt2.plan.max_batch_size),
+        "the same, loss on each device": (
+            gpt2.alternative.chosen,
+            gpt2.alternative.plan.max_batch_size,
+        ),
+    }
+    for name, (measured, size) in ways.items():
+        first, *others = (round(peak / 2**30, 2) for peak in measured.peak_bytes)
+        [row] = re.findall(rf"^\| `?{name}`? \| (.*)", README, re.MULTILINE)
+        assert row.startswith(f"{first:.2f} GiB | {max(others):.2f} GiB | {size} |")
+
+
+def test_the_picture_s_figures_are_measured(gpt2, monkeypatch):
+    asked = []
+
+    def planned(workload, batch_size, **options):
+        asked.append((workload.name, batch_size, options))
+        return gpt2
+
+    monkeypatch.setattr(before_and_after, "tune", planned)
+    report = before_and_after.measured()
+    capacities, reserve = list(gpt2.plan.capacity_bytes), gpt2.plan.reserve_bytes
+    options = {"capacities": capacities, "reserve": reserve, "emulate": True}
+    assert asked == [(gpt2.workload, gpt2.plan.batch_size, options)]  # those of the command
+    picture = before_and_after.PATH.read_text("utf-8")
+    drawn = before_and_after.picture(report)
+    figures = re.compile(r">([^<>]*(?:[MG]iB|samples|model)[^<>]*)<")
+    assert figures.findall(picture) == figures.findall(drawn) != []
+    assert report.alternative is not None
+    even, best, on_devices = (
+        report.plan.even_max_batch_size,
+        report.plan.max_batch_size,
+        report.alternative.plan.max_batch_size,
+    )
+    assert f"the largest batch is {even},\n{best} and {on_devices} " in README
+
+
+def test_the_demo_s_memory_figures_are_those_of_the_readme():
+    runs = run_demo(DemoSettings(steps=2, emulate=True))
+    for run in runs:
+        chunks = " ".join(map(str, run.chunk_sizes))
+        num_peaks = len(run.peak_bytes)
+        [shown] = re.findall(rf"{run.name} +{chunks} +((?:[\d.]+ +){{{num_peaks}}})", README)
+        peaks = [peak / 2**20 for peak in run.peak_bytes]
+        # The text, and with it the number of different characters, is that of the Python.
+        assert peaks == pytest.approx([float(peak) for peak in shown.split()], rel=0.005)
+
+
+@functools.cache
+def swept(*options):
+    """Returns the JSON of the command whose table the README shows."""
+    return CliRunner().invoke(app, ["tune", "char-lm", "--sweep", "0:8", "--json", *options]).stdout
+
+
+def test_the_table_of_values_is_measured(tmp_path):
+    (tmp_path / "report.json").write_text(swept("--emulate"))
+    [report] = load_reports(tmp_path / "report.json")
+    rows = candidate_table(report).rows
+    assert len(rows) == 9
+    shown = [row.replace("**", "").split(" | ") for row in re.findall(r"\n\| (.*) \|", README)]
+    for row in rows:
+        [found] = [cells for cells in shown if cells[:2] == list(row[:2])]
+        # The text, and with it the number of different characters, is that of the Python.
+        assert numbers(found) == pytest.approx(numbers(row), rel=0.01, abs=0.02)
+
+
+def numbers(cells: Sequence[str]) -> list[float]:
+    return [float(number) for cell in cells for number in re.findall(r"[\d.]+", cell)]
+
+
+def test_the_benchmark_sweep_gives_the_same_report(tmp_path):
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            str(ROOT / "benchmarks" / "test_sweep.py"),
+            "-q",
+            "-k",
+            "char-lm",
+            f"--benchmark-json={tmp_path / 'bench.json'}",
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+        env={name: value for name, value in os.environ.items() if "XDIST" not in name}
+        | {"PYTHONPATH": str(ROOT)},  # pytest-benchmark measures nothing in xdist's processes
+    )
+    assert done.returncode == 0, done.stdout
+    content = json.loads((tmp_path / "bench.json").read_text())
+    for benchmark in content["benchmarks"]:
+        assert len(benchmark["extra_info"]["peak_bytes"]) == 4
+    shown = CliRunner().invoke(app, ["report", str(tmp_path / "bench.json"), "--json"])
+    record = json.loads(shown.stdout)
+    tuned = json.loads(swept(*(("--emulate",) if uses_emulation(emulate=False) else ())))
+    for name in ("gpu0_bsz", "chunk_sizes", "capacity_bytes", "predicted_bytes", "even_bytes"):
+        assert record["plan"][name] == pytest.approx(tuned["plan"][name], rel=0.001)
+    assert record["chosen"]["backward_peak_bytes"] == tuned["chosen"]["backward_peak_bytes"]
+    assert record["origin"]["command"].startswith("python -m pytest ")
