@@ -383,9 +383,7 @@ class _Replica:
         self._children = [a["_modules"] for a in self._as_made]
         self._rnns = [module for module in self.modules if isinstance(module, nn.RNNBase)]
         self._filled = list(filter(None, self._tensors))
-        self._empty = [
-            (t, name) for t in self._filled for name, value in t.items() if value is None
-        ]
+        self._none: list[dict[str, Any]] = list(map(dict.fromkeys, self._filled))
         self._num_members = self._count_members()
         self._members = self._list_members()
         self._types = list(map(type, self.modules))
@@ -476,10 +474,7 @@ class _Replica:
     def end(self) -> None:
         """Takes the tensors away, and whatever else a call has left."""
         deque(map(dict.update, self._attributes, self._own), maxlen=0)
-        for members, name, _ in chain(self._parameters, self._buffers):
-            members[name] = None
-        for members, name in self._empty:
-            members[name] = None
+        deque(map(dict.update, self._filled, self._none), maxlen=0)
         if self._count_members() != self._num_members:  # there are new ones
             for members, as_made in zip(
                 chain(self._attributes, self._tensors),

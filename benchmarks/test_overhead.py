@@ -182,9 +182,8 @@ def test_replicate(benchmark, monkeypatch, table, what, name, num_replicas):
     module, replicator = TREES[name](), Replicator()
     devices = [torch.device("cpu")] * num_replicas
     # Nothing is copied on either side: tensors are handed on.
-    monkeypatch.setattr(
-        replicate_module, "copy_to", lambda devices, tensors: dict.fromkeys(devices, tensors)
-    )
+    monkeypatch.setattr(replicate_module, "copy_to", handed_on)
+    monkeypatch.setattr(replicate_module, "move_all", lambda tensors, device, copy: tensors)
     torch_replicate = parallel.replicate.__globals__
     monkeypatch.setitem(
         torch_replicate,
