@@ -76,7 +76,7 @@ def copy_to(
 
     Args:
         devices: where the copies go; none twice.
-        tensors: what is to be copied; differentiably, unless gradients are off.
+        tensors: the tensors to copy; differentiably, unless gradients are off.
         arrivals: tells by position when they are there. If None, the current streams wait for all.
     """
     if not all(map(is_cuda, devices)):

@@ -260,7 +260,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
     # Compiled, it runs as it is: threads cannot be compiled. Torch's stubs do not export it.
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Runs the module on the batch, split over the devices, and gathers what is to be."""
+        """Split the batch, run the replicas, gather the outputs unless ``gather=False``."""
         with torch.autograd.profiler.record_function("BalancedDataParallel.forward"):
             if not self.device_ids:
                 return self._forward_where_module_is(inputs, kwargs)
@@ -358,7 +358,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         return self._per_device(outputs, devices, sizes, losses)
 
     def shared_weights(self) -> AbstractContextManager[None]:
-        """Context manager in which calls share one broadcast of the weights and one reduction.
+        """Share one weight broadcast and one gradient reduction across the block.
 
         For loops that do not change the weights: evaluation, and gradient accumulation. Each device
         adds up the gradients of its own chunks, and when the block ends they are added to those of
@@ -447,7 +447,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         return gather(outputs, device, self.dim, self.scalar_outputs, sizes, losses)
 
     def _check_split(self, batch_size: int) -> None:
-        """Updates ``"auto"`` from the last iteration, and warns if the split balances nothing."""
+        """Update ``"auto"``; warn if ``gpu0_bsz`` has no effect."""
         message = None
         if self._auto is not None:
             message = self._auto.begin_call(self.module, batch_size)

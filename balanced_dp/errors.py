@@ -47,7 +47,7 @@ class InfeasiblePlanError(BalancedDataParallelError, ValueError):
 
 
 class DistributedError(BalancedDataParallelError, RuntimeError):
-    """Ranks cannot go on together: one does not answer, and the message says which."""
+    """A rank timed out or reported no count; the message says which."""
 
 
 class ReportError(BalancedDataParallelError, ValueError):

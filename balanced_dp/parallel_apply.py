@@ -122,7 +122,7 @@ class Workers:
         return Workers, ()  # a copy of the model has its own
 
     def submit(self, device: torch.device, work: Callable[[], None]) -> Future[None]:
-        """Has the thread of ``device`` do ``work``, and returns what tells when it is done.
+        """Run ``work`` in the thread of ``device``, and return a Future.
 
         It is always the same thread: torch keeps library handles, and their memory, for each of a
         device's threads.
@@ -153,7 +153,7 @@ class _Worker:
         weakref.finalize(self, self._queue.put, None).atexit = False
 
     def submit(self, work: Callable[[], None]) -> Future[None]:
-        """Has the thread do ``work``, and returns what tells when it is done."""
+        """Run ``work`` in the thread, and return a Future."""
         done: Future[None] = Future()
         self._queue.put((work, done))
         return done

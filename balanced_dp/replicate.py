@@ -287,10 +287,7 @@ class _Blueprint:
             replica = self._waiting.pop()
         except IndexError:
             replica = _Replica(self._modules, self._parameters, self._buffers)
-        replica.begin(parameters, buffers)
-        if events:
-            replica.expect(device, events)
-        replica.flatten_rnns()
+        replica.begin(parameters, buffers, device, events)
         return replica
 
     def take_back(self, replica: _Replica) -> None:
@@ -346,15 +343,6 @@ class _Slots:
         """
         return [(attributes[i][self.kind], name, position) for i, name, position in self._slots]
 
-    def by_module(
-        self, attributes: Sequence[dict[str, Any]]
-    ) -> list[tuple[dict[str, Any], list[int]]]:
-        """Returns the attributes of each module that has members, and their positions."""
-        positions: dict[int, list[int]] = {}
-        for index, _, position in self._slots:
-            positions.setdefault(index, []).append(position)
-        return [(attributes[index], own) for index, own in positions.items()]
-
 
 class _Replica:
     """The modules of a replica, which another call may use once nobody else refers to them."""
@@ -375,7 +363,6 @@ class _Replica:
         self._with_hooks = [dictionary for dictionary in hooks if dictionary]
         self._hooks = self._list_hooks()
         self._parameters = parameters.of(self._as_made)
-        self._positions = parameters.by_module(self._attributes)
         self._arriving: list[ArrivingParameters] = []
         self._buffers = buffers.of(self._as_made)
         self._tensors = [a[kind] for a in self._as_made for kind in ("_parameters", "_buffers")]
@@ -402,29 +389,30 @@ class _Replica:
         """The replica of the network itself."""
         return self.modules[0]
 
-    def begin(self, parameters: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor]) -> None:
-        """Gives the modules these parameters and buffers."""
+    def begin(
+        self,
+        parameters: Sequence[torch.Tensor],
+        buffers: Sequence[torch.Tensor],
+        device: torch.device,
+        events: Mapping[int, torch.Event],
+    ) -> None:
+        """Gives the modules these parameters, which arrive with the events, and buffers."""
         for members, name, position in self._parameters:
             members[name] = parameters[position]
         for members, name, position in self._buffers:
             members[name] = buffers[position]
-
-    def expect(self, device: torch.device, events: Mapping[int, torch.Event]) -> None:
-        """Have what reads a parameter wait for its arrival."""
-        for attributes, positions in self._positions:
-            own = [events[position] for position in positions if position in events]
-            if own:
-                self._arriving.append(ArrivingParameters(attributes, device, own))
+        arriving = {id(parameters[position]): event for position, event in events.items()}
+        for attributes in self._attributes if arriving else ():
+            members = attributes["_parameters"].values()
+            if awaited := [arriving[id(p)] for p in members if id(p) in arriving]:
+                self._arriving.append(ArrivingParameters(attributes, device, awaited))
+        for rnn in self._rnns:  # or flatten_parameters() in forward would be that of the original
+            rnn._flat_weights = [getattr(rnn, name) for name in rnn._flat_weights_names]
 
     def join(self) -> None:
         """Give the modules plain dictionaries of parameters, which have arrived."""
         while self._arriving:
             self._arriving.pop().step_aside()
-
-    def flatten_rnns(self) -> None:
-        """Give RNNs a list of their weights, or flatten_parameters() would be the original's."""
-        for rnn in self._rnns:
-            rnn._flat_weights = [getattr(rnn, name) for name in rnn._flat_weights_names]
 
     def may_be_used_again(self) -> bool:
         """Returns whether nobody else can see its modules, which are what they were.

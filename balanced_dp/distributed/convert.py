@@ -31,7 +31,7 @@ def convert(
     are to be for any number of ranks. An optimizer that has state stays valid if the device is the
     same; else load its state dict anew.
 
-    What the wrapper did to outputs is no more: each rank has those of its own samples.
+    Outputs are no longer gathered: each rank has those of its own samples.
 
     Args:
         model: what trained in one process. It gives up its replicas and threads.

@@ -167,7 +167,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Has the next iteration begin where that of the state was.
+        """Begin the next iteration where the state's stopped.
 
         Args:
             state: of ``state_dict``.

@@ -191,7 +191,7 @@ class BalancedTrainerMixin:
         return method.__func__ is getattr(Trainer, name)
 
     def _with_one_gpu(self) -> AbstractContextManager[object]:
-        """Has the Trainer leave out what makes up for an even split."""
+        """Set ``n_gpu`` to 1, so that the Trainer does not correct for an even split."""
         return mock.patch.object(self.args, "_n_gpu", 1)
 
     def _gathering(self, loss_only: bool) -> AbstractContextManager[object]:
