@@ -3,50 +3,56 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
-from .devices import copy_stream
+from .devices import weight_stream
 
 
 class Arrivals:
-    """Tells when tensors that travel on the copy streams of CUDA devices may be used.
+    """Transfers on the weight streams of CUDA devices, and the events that tell when they are done.
 
-    Where they come from they may be written to, and where they go to they may be read. Their memory
-    belongs to the streams that were current; it is given back after ``join``.
+    Destination memory belongs to the streams that were current at ``expect``. It must not be freed
+    before ``join``.
+
+    Attributes:
+        are_traced: whether ``torch.compile`` has seen parameters that were on their way. What it
+            compiles reads them without waiting, so others are to be there before they are used.
     """
+
+    are_traced: ClassVar[bool] = False
 
     def __init__(self) -> None:
         self._streams: dict[torch.device, torch.Stream] = {}
         self._events: dict[torch.device, dict[int, torch.Event]] = {}
 
     def expect(self, devices: Iterable[torch.device]) -> None:
-        """Begin transfers, on the copy streams of ``devices``, after the current streams' work."""
+        """Begin transfers between ``devices`` when their current streams have come to here."""
         for device in devices:
             self._streams[device] = torch.get_device_module(device).current_stream(device)
-            copy_stream(device).wait_stream(self._streams[device])
+            weight_stream(device).wait_stream(self._streams[device])
 
     def note(self, positions: Iterable[int]) -> None:
-        """Note that the tensors of these positions are there when the copy streams are so far."""
+        """Record that the tensors of these positions are there at this point of the streams."""
         for device in self._streams:
-            event = copy_stream(device).record_event()
+            event = weight_stream(device).record_event()
             self._events.setdefault(device, {}).update(dict.fromkeys(positions, event))
 
     def on(self, device: torch.device) -> dict[int, torch.Event]:
-        """Returns, by position, the events to wait for before a tensor is used on ``device``."""
+        """Returns, by position, the event to wait for before a tensor is used on ``device``.
+
+        On the device that it comes from, too: before it is written to.
+        """
         return self._events.get(device, {})
 
     def join(self) -> None:
-        """Let the streams that were current wait for all of the transfers."""
+        """Let the streams that were current at ``expect`` wait for all transfers."""
         self._events.clear()
         while self._streams:
             device, stream = self._streams.popitem()
-            stream.wait_stream(copy_stream(device))
-
-    def __del__(self) -> None:
-        self.join()  # where an exception came first
+            stream.wait_stream(weight_stream(device))
 
 
 def parameters_of(module: nn.Module) -> Mapping[str, torch.Tensor | None]:
@@ -57,31 +63,22 @@ def parameters_of(module: nn.Module) -> Mapping[str, torch.Tensor | None]:
 
 
 class ArrivingParameters(MutableMapping[str, Any]):
-    """The parameters of a module while they arrive: the current stream waits at the first read.
-
-    Then the plain dictionary takes its place again, unless forward has made another stream current,
-    which waits for itself.
+    """The parameters of a module while they arrive: each stream waits when it first reads one.
 
     Args:
-        attributes: those of the module, whose ``_parameters`` this replaces.
-        device: where its parameters arrive.
+        plain: the dictionary whose place this takes.
+        device: where the parameters arrive.
         events: what to wait for.
     """
 
     def __init__(
-        self, attributes: dict[str, Any], device: torch.device, events: Iterable[torch.Event]
+        self, plain: dict[str, Any], device: torch.device, events: Iterable[torch.Event]
     ) -> None:
-        self._attributes = attributes
-        self.plain: dict[str, Any] = attributes["_parameters"]
-        self._current_stream = torch.get_device_module(device).current_stream
+        self.plain = plain
         self._device = device
-        self._stream = self._current_stream(device)
         self._events = list(dict.fromkeys(events))
-        attributes["_parameters"] = self
-
-    def step_aside(self) -> None:
-        """Give the module its plain dictionary."""
-        self._attributes["_parameters"] = self.plain
+        self._current_stream = torch.get_device_module(device).current_stream
+        self._waited: set[int] = set()
 
     def copy(self) -> dict[str, Any]:
         """Returns a plain dictionary."""
@@ -111,9 +108,12 @@ class ArrivingParameters(MutableMapping[str, Any]):
         return len(self.plain)
 
     def _arrived(self) -> dict[str, Any]:
+        if torch.compiler.is_dynamo_compiling():  # its named_parameters() has waited
+            return self.plain
         stream = self._current_stream(self._device)
-        for event in self._events:
-            stream.wait_event(event)
-        if stream == self._stream:
-            self.step_aside()
+        if stream.stream_id not in self._waited:
+            for event in self._events:
+                stream.wait_event(event)
+            self._waited.add(stream.stream_id)
+            Arrivals.are_traced |= torch.compiler.is_compiling()
         return self.plain

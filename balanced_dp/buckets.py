@@ -12,7 +12,7 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.nn.parallel import comm
 
 from .arrivals import Arrivals
-from .devices import copy_stream, is_cuda, on_copy_stream
+from .devices import copy_stream, is_cuda, on_stream, weight_stream
 from .scatter_gather import move, move_all
 
 BUCKET_BYTES = 25 * 2**20
@@ -21,39 +21,51 @@ BUCKET_BYTES = 25 * 2**20
 Source: ``bucket_cap_mb`` of torch 2.13's ``DistributedDataParallel``.
 """
 
+LEAST_BYTES = 2**20
+"""What a bucket of weights has room for: each is launched on all devices.
+
+Source: the first bucket of torch 2.13's ``DistributedDataParallel``.
+"""
+
 _NCCL_DTYPES = {
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
     *(torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool),
 }
 """What NCCL sends in any version; source: ``to_nccl_data_type`` in torch/csrc/cuda/nccl.cpp."""
 
-_nccl = threading.Lock()
-"""Held while NCCL is used, as several threads may call models that have the same devices."""
+_sending = threading.Lock()
+"""Held while weights are sent, as several threads may call models that have the same devices.
+
+NCCL launches on one device after the other, and they wait for each other. If in between a stream
+were made to wait for another one of them, none would end.
+"""
 
 Copies = Mapping[torch.device, Sequence[torch.Tensor]]
 """For each device, copies of the same tensors in the same order."""
 
 
-def fill_buckets(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
+def fill_buckets(tensors: Sequence[torch.Tensor], *, of_gradients: bool = True) -> list[list[int]]:
     """Returns the positions of the tensors of each bucket.
 
     The tensors of a bucket have one dtype, and at most an eighth of all bytes or ``BUCKET_BYTES``.
     One that is larger has a bucket of its own, and so has one whose memory is not its elements in
-    order, and one with hooks: autograd would call them with None where a bucket has gradients for
-    others only.
+    order.
 
     Args:
         tensors: all on one device.
+        of_gradients: whether the buckets are for gradients. Then a tensor with hooks has one of its
+            own, since autograd would call them with None where a bucket has gradients for others
+            only. Else a bucket has room for ``LEAST_BYTES``.
     """
     plain = [_is_plain(tensor) for tensor in tensors]
     num_bytes = sum(tensor.nbytes for tensor in compress(tensors, plain))
-    bucket_bytes = min(num_bytes // 8, BUCKET_BYTES)
+    bucket_bytes = min(max(num_bytes // 8, 0 if of_gradients else LEAST_BYTES), BUCKET_BYTES)
     buckets: list[list[int]] = []
     filling: dict[torch.dtype, list[int]] = {}
     free_bytes: dict[torch.dtype, int] = {}
     for position, tensor in enumerate(tensors):
         kind = tensor.dtype
-        if not plain[position] or has_hooks(tensor):
+        if not plain[position] or (of_gradients and has_hooks(tensor)):
             buckets.append([position])
             continue
         if free_bytes.get(kind, -1) < tensor.nbytes:
@@ -112,22 +124,21 @@ def _send(
 ) -> None:
     """Sets the copies at these positions. Those of a bucket share memory."""
     home = tensors[positions[0]].device
-    buckets = [
-        [positions[i] for i in bucket] for bucket in fill_buckets([tensors[i] for i in positions])
-    ]
+    filled = fill_buckets([tensors[i] for i in positions], of_gradients=False)
+    buckets = [[positions[i] for i in bucket] for bucket in filled]
     pieces = [_empty_pieces([tensors[i] for i in bucket], copies) for bucket in buckets]
-    arrivals.expect([home, *copies])
-    with contextlib.ExitStack() as stack:
+    with _sending, contextlib.ExitStack() as stack:
+        stack.push(lambda kind, *_: arrivals.join() if kind else None)  # the pieces will be freed
+        arrivals.expect([home, *copies])
         for device in (home, *copies):
-            stack.enter_context(on_copy_stream(device))
+            stack.enter_context(on_stream(weight_stream(device)))
         for bucket, there in zip(buckets, pieces, strict=True):
             originals = [tensors[i] for i in bucket]
             piece = _flatten_dense_tensors(originals)
             if len(there) == 1:
                 there[0].copy_(piece, non_blocking=True)
             else:
-                with _nccl:
-                    comm.broadcast(piece, out=there)
+                comm.broadcast(piece, out=there)
             arrivals.note(bucket)
             for own, flat in zip(copies.values(), there, strict=True):
                 parts = _unflatten_dense_tensors(flat, originals)
@@ -154,7 +165,7 @@ def bring_to(
     source = next((g.device for g in gradients if g is not None), device)
     if not is_cuda(device) or not is_cuda(source):
         return [None if g is None else move(g, device) for g in gradients]
-    with on_copy_stream(device):
+    with on_stream(copy_stream(device)):
         dense = [g for g in gradients if g is not None and g.layout is torch.strided]
         sent = _in_one_piece(dense, device)
         if len(dense) > 1 and not torch.is_grad_enabled():  # as it is under create_graph
@@ -187,4 +198,5 @@ def has_hooks(tensor: torch.Tensor) -> bool:
 
 def _is_plain(tensor: torch.Tensor) -> bool:
     is_wrapper = hasattr(tensor, "__tensor_flatten__")
-    return tensor.layout is torch.strided and tensor.is_contiguous() and not is_wrapper
+    is_dense = tensor.layout is torch.strided and tensor.is_contiguous()
+    return is_dense and not is_wrapper and not tensor.is_neg()

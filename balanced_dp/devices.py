@@ -111,13 +111,20 @@ def is_cuda(device: torch.device) -> bool:
 
 @functools.cache
 def copy_stream(device: torch.device) -> torch.Stream:
-    """Returns the stream of a CUDA device on which tensors travel beside what it computes."""
+    """Returns the stream of a CUDA device on which inputs and gradients travel."""
     stream: torch.Stream = torch.get_device_module(device).Stream(device)
     return stream
 
 
-def on_copy_stream(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Context manager in which the copy stream of a CUDA device is current."""
-    stream = torch.get_device_module(device).stream(copy_stream(device))
-    assert isinstance(stream, contextlib.AbstractContextManager)
+@functools.cache
+def weight_stream(device: torch.device) -> torch.Stream:
+    """Returns the stream of a CUDA device on which weights travel, and nothing else."""
+    stream: torch.Stream = torch.get_device_module(device).Stream(device)
     return stream
+
+
+def on_stream(stream: torch.Stream) -> contextlib.AbstractContextManager[Any]:
+    """Context manager in which a stream of a CUDA device is current."""
+    context = torch.get_device_module(stream.device).stream(stream)
+    assert isinstance(context, contextlib.AbstractContextManager)
+    return context

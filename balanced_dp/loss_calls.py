@@ -122,7 +122,8 @@ class _Notes(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         output = function(*args, **kwargs)
-        if isinstance(output, torch.Tensor):
+        # What is compiled has no calls of its own.
+        if isinstance(output, torch.Tensor) and not torch.compiler.is_dynamo_compiling():
             name = getattr(function, "__name__", "").strip("_")
             operator = _OPERATORS.get(name, name)
             # Only what may be part of a loss, since it is kept alive.

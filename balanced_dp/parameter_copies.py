@@ -12,7 +12,7 @@ import torch
 
 from .arrivals import Arrivals
 from .buckets import Copies, bring_to, copy_to, fill_buckets, has_hooks
-from .devices import copy_stream, is_cuda, on_copy_stream
+from .devices import copy_stream, is_cuda, on_stream
 
 _AT_ONCE = 2**64 - 2
 """The sequence number of a node that runs as soon as it can; only ``AccumulateGrad``'s is higher.
@@ -38,7 +38,7 @@ class ParameterCopies:
     ) -> tuple[Copies, Arrivals]:
         """Returns the parameters on each device, and when they are there.
 
-        Where they are already they are themselves.
+        On their own device these are the parameters themselves.
 
         Args:
             devices: where they are needed; a device may repeat.
@@ -52,9 +52,10 @@ class ParameterCopies:
         # Gathered gradients are given to leaves: what others were computed from is gone by then.
         is_shared = self._block is not None and all(p.is_leaf for p in parameters)
         block = self._block if self._block is not None and is_shared else _Block()
+        arrivals = Arrivals()
         if away:
-            result.update(block.on(away, parameters, puts_off=is_shared))
-        return result, block.arrivals
+            result.update(block.on(away, parameters, None if is_shared else arrivals))
+        return result, arrivals
 
     @contextlib.contextmanager
     def shared(self) -> Iterator[None]:
@@ -110,7 +111,6 @@ class _Block:
     """Calls that use the same copies, and nodes that gather their gradients."""
 
     def __init__(self) -> None:
-        self.arrivals = Arrivals()
         self._copies: dict[torch.device, Sequence[torch.Tensor]] = {}
         self._streams: dict[torch.device, torch.Stream] = {}
         """On which the copies were made."""
@@ -121,19 +121,24 @@ class _Block:
         self._put_off: list[tuple[torch.Tensor, _PutOff]] = []
 
     def on(
-        self, devices: Sequence[torch.device], parameters: Sequence[torch.Tensor], puts_off: bool
+        self,
+        devices: Sequence[torch.device],
+        parameters: Sequence[torch.Tensor],
+        arrivals: Arrivals | None,
     ) -> Copies:
         """Returns the copies on each device, which lead gradients back if these are enabled.
 
         Args:
             devices: where they are needed, none twice.
             parameters: what they are copies of, elsewhere.
-            puts_off: whether gradients come back when the block ends, not when they are there.
+            arrivals: tells when the copies are there. If None, other calls use them, too: current
+                streams wait for all, and gradients come back when the block ends.
         """
+        puts_off = arrivals is None
         # Tensors of inference mode could not be used outside it.
         with torch.inference_mode(False), torch.no_grad():
             missing = [device for device in devices if device not in self._copies]
-            self._copies.update(copy_to(missing, parameters, self.arrivals))
+            self._copies.update(copy_to(missing, parameters, arrivals))
             for device in missing:
                 for original, copy in zip(parameters, self._copies[device], strict=True):
                     _give_attributes(original, copy)
@@ -243,7 +248,7 @@ def _beside_computing(device: torch.device) -> contextlib.AbstractContextManager
     Autograd runs a node's backward on the stream that was current when the node was made, and lets
     that wait for the gradients.
     """
-    return on_copy_stream(device) if is_cuda(device) else contextlib.nullcontext()
+    return on_stream(copy_stream(device)) if is_cuda(device) else contextlib.nullcontext()
 
 
 def _gathered_by(node: Any) -> Sequence[torch.Tensor | None]:

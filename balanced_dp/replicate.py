@@ -100,12 +100,12 @@ class Replicator:
             check_on_device(chain(blueprint.parameters, blueprint.buffers), home)
         buffers = _buffers_of_replicas(devices, blueprint.buffers)
         parameters, arrivals = self.copies.on(devices, blueprint.parameters)
-        if blueprint.is_compiled:  # its guards are for plain dictionaries
+        if blueprint.is_compiled or Arrivals.are_traced:
             arrivals.join()
         return Replicas(
             blueprint,
             [
-                blueprint.replica(parameters[device], own, device, arrivals.on(device))
+                blueprint.replica(parameters[device], own, device, arrivals)
                 for device, own in zip(devices, buffers, strict=True)
             ],
             arrivals,
@@ -181,10 +181,13 @@ class Replicas(list[ModuleT]):
         blueprint.num_calls += 1
 
     def join(self) -> None:
-        """Let the current streams wait for what was not used."""
+        """Let the streams on which they were made wait for all of their weights."""
         self._arrivals.join()
         for replica in self._replicas:
             replica.join()
+
+    def __del__(self) -> None:
+        self._arrivals.join()  # where they were made by hand
 
     def lost_attributes(self) -> list[str]:
         """Returns what forward has set on the modules, if this is one of the first calls."""
@@ -206,7 +209,6 @@ class Replicas(list[ModuleT]):
 
     def give_back(self) -> None:
         """Lets the next call use what nobody else refers to. The list is empty afterwards."""
-        self.join()
         self._before = None
         self.clear()
         while self._replicas:
@@ -280,14 +282,14 @@ class _Blueprint:
         parameters: Sequence[torch.Tensor],
         buffers: Sequence[torch.Tensor],
         device: torch.device,
-        events: Mapping[int, torch.Event],
+        arrivals: Arrivals,
     ) -> _Replica:
-        """Returns a replica that has these parameters, which wait for events, and buffers."""
+        """Returns a replica on a device that has these parameters and buffers."""
         try:
             replica = self._waiting.pop()
         except IndexError:
             replica = _Replica(self._modules, self._parameters, self._buffers)
-        replica.begin(parameters, buffers, device, events)
+        replica.begin(parameters, buffers, device, arrivals)
         return replica
 
     def take_back(self, replica: _Replica) -> None:
@@ -309,7 +311,7 @@ def _contents(modules: Sequence[nn.Module]) -> tuple[list[type], list[int], list
         list(map(type, modules)),
         list(map(len, dictionaries)),
         list(chain.from_iterable(filled)),
-        list(chain.from_iterable(map(dict.values, filled))),
+        list(chain.from_iterable(map(operator.methodcaller("values"), filled))),
     )
 
 
@@ -363,7 +365,7 @@ class _Replica:
         self._with_hooks = [dictionary for dictionary in hooks if dictionary]
         self._hooks = self._list_hooks()
         self._parameters = parameters.of(self._as_made)
-        self._arriving: list[ArrivingParameters] = []
+        self._arriving: list[dict[str, Any]] = []
         self._buffers = buffers.of(self._as_made)
         self._tensors = [a[kind] for a in self._as_made for kind in ("_parameters", "_buffers")]
         self._without_tensors = [dict.fromkeys(members) for members in self._tensors]
@@ -394,25 +396,27 @@ class _Replica:
         parameters: Sequence[torch.Tensor],
         buffers: Sequence[torch.Tensor],
         device: torch.device,
-        events: Mapping[int, torch.Event],
+        arrivals: Arrivals,
     ) -> None:
-        """Gives the modules these parameters, which arrive with the events, and buffers."""
+        """Gives the modules these parameters, which may be on their way, and buffers."""
         for members, name, position in self._parameters:
             members[name] = parameters[position]
         for members, name, position in self._buffers:
             members[name] = buffers[position]
-        arriving = {id(parameters[position]): event for position, event in events.items()}
-        for attributes in self._attributes if arriving else ():
-            members = attributes["_parameters"].values()
-            if awaited := [arriving[id(p)] for p in members if id(p) in arriving]:
-                self._arriving.append(ArrivingParameters(attributes, device, awaited))
+        events = {id(parameters[i]): event for i, event in arrivals.on(device).items()}
+        for attributes in self._attributes if events else ():
+            plain = attributes["_parameters"]
+            if awaited := [events[id(p)] for p in plain.values() if id(p) in events]:
+                attributes["_parameters"] = ArrivingParameters(plain, device, awaited)
+                self._arriving.append(attributes)
         for rnn in self._rnns:  # or flatten_parameters() in forward would be that of the original
             rnn._flat_weights = [getattr(rnn, name) for name in rnn._flat_weights_names]
 
     def join(self) -> None:
         """Give the modules plain dictionaries of parameters, which have arrived."""
         while self._arriving:
-            self._arriving.pop().step_aside()
+            attributes = self._arriving.pop()
+            attributes["_parameters"] = attributes["_parameters"].plain
 
     def may_be_used_again(self) -> bool:
         """Returns whether nobody else can see its modules, which are what they were.

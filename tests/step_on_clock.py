@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from .cuda_stand_in import StandIn
 from .cuda_stand_in.clock import Span, computing_s, length_s
 
-NUM_LAYERS, WIDTH = 24, 64
+NUM_LAYERS, WIDTH = 24, 256
 SPLITS = [(16, 16, 16, 16), (8, 19, 19, 18), (0, 22, 21, 21)]
 
 

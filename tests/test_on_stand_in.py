@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+import gc
 import subprocess
 import sys
 import threading
 import warnings
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from typing import Any
 
 import pytest
@@ -17,7 +18,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from balanced_dp import BalancedCriterion, BalancedDataParallel, Workload, tune
+from balanced_dp import BalancedCriterion, BalancedDataParallel, Workload, buckets, tune
+from balanced_dp.arrivals import Arrivals
 
 from .cuda_stand_in import StandIn
 from .modules import Lambda
@@ -25,6 +27,13 @@ from .step_on_clock import SPLITS, Layers, step_ratio
 
 BATCH, WIDTH, CLASSES = 13, 8, 5
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
+
+
+@pytest.fixture(autouse=True)
+def several_buckets(monkeypatch):
+    """Weights of the small models here are sent in several pieces, and used when they are there."""
+    monkeypatch.setattr(buckets, "LEAST_BYTES", 0)
+    monkeypatch.setattr(Arrivals, "are_traced", False)
 
 
 def mlp(num_layers: int = 4) -> nn.Sequential:
@@ -59,9 +68,9 @@ def losses_on_cpu(module: nn.Module, batches: list[Any], **options: Any) -> list
     return [loss.item() for loss in losses]
 
 
-def best_ratio(*args: Any, **kwargs: Any) -> float:
-    """Returns the least of several: in which order autograd's threads launch is up to chance."""
-    return min(step_ratio(*args, **kwargs)[0] for _ in range(7))
+def is_reached(limit: float, *args: Any, **kwargs: Any) -> bool:
+    """Returns whether a step is as short; in which order autograd's threads launch is chance."""
+    return any(step_ratio(*args, **kwargs)[0] <= limit for _ in range(10))
 
 
 def side_streams(devices: list[torch.device]) -> AbstractContextManager[None]:
@@ -386,7 +395,7 @@ def test_no_warning_in_side_streams(stand_in: StandIn):
 def test_gradients_travel_beside_computing(split, transfer_share, stand_in: StandIn):
     """Devices marched in step: backward took 1.4 and 2.1 times the largest chunk's computing."""
     model = BalancedDataParallel(split[0], Layers().to(stand_in.devices[0]))
-    assert best_ratio(stand_in, model, split, transfer_share, has_forward=False) <= 1.25
+    assert is_reached(1.25, stand_in, model, split, transfer_share, has_forward=False)
     model.close()
 
 
@@ -396,7 +405,7 @@ def test_gradients_travel_beside_computing(split, transfer_share, stand_in: Stan
 def test_weights_travel_beside_computing(split, transfer_share, limit, stand_in: StandIn):
     """Before computing began they took the step to 1.11 and 1.30 times its computing."""
     model = BalancedDataParallel(split[0], Layers().to(stand_in.devices[0]))
-    assert best_ratio(stand_in, model, split, transfer_share, has_forward=True) <= limit
+    assert is_reached(limit, stand_in, model, split, transfer_share, has_forward=True)
     model.close()
 
 
@@ -645,3 +654,130 @@ def test_the_demo_runs_before_anything_is_on_a_device():
     assert done.returncode == 0, done.stderr
     assert "emulated" not in done.stdout
     assert "The loss curves agree" in done.stdout
+
+
+def test_a_stream_that_left_before_the_first_read_waits_for_itself(stand_in: StandIn):
+    class Forks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            main, side = torch.accelerator.current_stream(x.device), torch.Stream(x.device)
+            side.wait_stream(main)
+            y = self.inner(x)
+            x.record_stream(side)
+            with torch.get_device_module(x.device).stream(side):
+                z = self.inner(x)
+            main.wait_stream(side)
+            z.record_stream(main)
+            return y + z
+
+    module, x = Forks().double(), make_batch()[0]
+    expected = 2 * module.inner(x)
+    model = BalancedDataParallel(2, module.to(stand_in.devices[0]))
+    with torch.no_grad():
+        for _ in range(3):
+            torch.testing.assert_close(model(x).cpu(), expected, **CLOSE)
+    model.close()
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_four_threads_share_the_weights_of_one_block(trains, stand_in: StandIn):
+    model = BalancedDataParallel(2, mlp().to(stand_in.devices[0]))
+    expected = copy.deepcopy(model.module).cpu()(x := make_batch()[0])
+    outputs: list[Tensor] = []
+
+    def work() -> None:
+        with torch.set_grad_enabled(trains):
+            output = model(x)
+            if trains:
+                output.sum().backward()
+        outputs.append(output.cpu())
+
+    for _ in range(5):
+        with model.shared_weights():
+            threads = [threading.Thread(target=work) for _ in range(4)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+    assert len(outputs) == 20
+    for output in outputs:
+        torch.testing.assert_close(output, expected, **CLOSE)
+    model.close()
+
+
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_memory_that_runs_out_while_weights_are_sent(is_shared, monkeypatch, stand_in: StandIn):
+    """What was on its way is given back when it has arrived."""
+    model = BalancedDataParallel(2, mlp(8).to(stand_in.devices[0]))
+    sent: list[Tensor] = []
+
+    def broadcast(piece: Tensor, out: list[Tensor]) -> None:
+        sent.append(piece)
+        if len(sent) == 4:
+            raise torch.OutOfMemoryError("as planned")
+        torch._C._broadcast_out(piece, out)
+
+    monkeypatch.setattr(buckets.comm, "broadcast", broadcast)
+    with model.shared_weights() if is_shared else nullcontext(), torch.no_grad():
+        with pytest.raises(torch.OutOfMemoryError):
+            model(make_batch()[0])
+        for device in stand_in.devices:
+            for parameter in mlp(8).parameters():
+                torch.ones_like(parameter, device=device)
+    model.close()
+
+
+# Dynamo reads it of whatever it compiles for.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_functions_that_are_compiled_are_not_compiled_at_each_call(stand_in: StandIn):
+    """Their guards know a module by its dictionary of parameters."""
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def twice(inner: nn.Linear, x: Tensor) -> Tensor:
+        return x @ inner.weight + (x @ inner.weight)
+
+    class Compiles(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            output: Tensor = twice(self.inner, x)
+            return output
+
+    model = BalancedDataParallel(6, Compiles().double().to(stand_in.devices[0]), [0, 1])
+    for _ in range(12):  # torch gives up after 8
+        model(make_batch()[0])
+    model.close()
+    assert Arrivals.are_traced
+
+
+def test_replicas_made_by_hand_leave_no_memory_to_the_garbage_collector(stand_in: StandIn):
+    module = mlp().to(stand_in.devices[0])
+    model = BalancedDataParallel(1, module)
+    allocated = torch.accelerator.memory_allocated(1)
+    gc.disable()
+    try:
+        replicas = model.replicate(module, stand_in.devices)
+        replicas[1](torch.ones(1, WIDTH, dtype=torch.double, device=stand_in.devices[1]))
+        del replicas
+        assert torch.accelerator.memory_allocated(1) == allocated
+    finally:
+        gc.enable()
+    model.close()
+
+
+def test_small_weights_are_sent_together_whoever_watches_their_gradients(
+    monkeypatch, stand_in: StandIn
+):
+    monkeypatch.undo()
+    model = BalancedDataParallel(1, mlp().to(stand_in.devices[0]))
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda parameter: None)
+    with stand_in.recorded() as work:
+        model(make_batch()[0])
+    model.close()
+    assert [name for name, *_ in work if name == "broadcast"] == ["broadcast"]

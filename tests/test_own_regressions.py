@@ -820,3 +820,29 @@ def test_a_parameter_with_nan_that_nobody_writes_is_not_warned_of():
     module = nn.Linear(2, 2)
     nn.init.constant_(module.weight, float("nan"))
     BalancedDataParallel(1, module, ["cpu"] * 3)(torch.ones(8, 2))
+
+
+# Dynamo reads it of whatever it compiles for.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("has_gradients", [True, False])
+def test_a_function_that_is_compiled_whole_runs_in_forward(has_gradients):
+    """Where calls were noted, torch could not compile that."""
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def mean(inner: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+        return (x @ inner.weight).square().mean()
+
+    class Compiles(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return mean(self.inner, x)
+
+    module, x = Compiles().double(), torch.randn(8, 4, dtype=torch.double)
+    expected = (x @ module.inner.weight).square().mean()
+    model = BalancedDataParallel(2, module, ["cpu", "cpu"])
+    with torch.set_grad_enabled(has_gradients):
+        for _ in range(3):
+            torch.testing.assert_close(model(x), expected, rtol=1e-10, atol=1e-10)

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from dataclasses import asdict
 from io import StringIO
 from pathlib import Path
@@ -95,11 +95,10 @@ def wait_for_queries(number: int) -> None:
 def left_behind() -> list[str]:
     """Threads and child processes of this process."""
     threads = [thread.name for thread in threading.enumerate() if thread.name != "MainThread"]
-    children = [
-        pid
-        for task in Path("/proc/self/task").iterdir()
-        for pid in (task / "children").read_text().split()
-    ]
+    children: list[str] = []
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(FileNotFoundError):  # a thread of torch's that has just ended
+            children += (task / "children").read_text().split()
     return threads + children
 
 
