@@ -244,13 +244,14 @@ def test_four_threads_call_one_model(trains, stand_in: StandIn):
     assert not errors, errors[0]
 
 
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 @pytest.mark.parametrize("gpu0_bsz", [0, 1])
-def test_an_rnn_that_puts_its_weights_together_in_forward(gpu0_bsz, stand_in: StandIn):
+def test_an_rnn_that_puts_its_weights_together_in_forward(gpu0_bsz, kind, stand_in: StandIn):
     def forward(self: Lambda, x: Tensor) -> Tensor:
         self.rnn.flatten_parameters()
         return self.rnn(x)[0]
 
-    module = Lambda(forward, rnn=nn.LSTM(WIDTH, 6, 2, batch_first=True)).double()
+    module = Lambda(forward, rnn=kind(WIDTH, 6, 2, batch_first=True)).double()
     x = torch.randn(BATCH, 5, WIDTH, dtype=torch.double)
     module(x).square().mean().backward()
     expected = fetch(module)

@@ -688,7 +688,7 @@ std::tuple<Tensor, Tensor, Tensor> convolution_backward(
   return {result(0), result(1), result(2)};
 }
 
-// The CPU has no such kernel; differentiable by itself.
+// The CPU has no such kernels; differentiable by themselves.
 std::tuple<Tensor, Tensor, Tensor> lstm_cell(
     const Tensor& input_gates, const Tensor& hidden_gates, const Tensor& cx,
     const std::optional<Tensor>& input_bias, const std::optional<Tensor>& hidden_bias) {
@@ -700,8 +700,21 @@ std::tuple<Tensor, Tensor, Tensor> lstm_cell(
   return {gates[3].sigmoid() * cy.tanh(), cy, at::empty({0}, cx.options())};
 }
 
+std::tuple<Tensor, Tensor> gru_cell(
+    const Tensor& input_gates, const Tensor& hidden_gates, const Tensor& hx, const std::optional<Tensor>& input_bias,
+    const std::optional<Tensor>& hidden_bias) {
+  const bool has_bias = input_bias && input_bias->defined();
+  const auto of_input = (has_bias ? input_gates + *input_bias : input_gates).chunk(3, 1);
+  const auto of_hidden = (has_bias ? hidden_gates + *hidden_bias : hidden_gates).chunk(3, 1);
+  const Tensor reset = (of_input[0] + of_hidden[0]).sigmoid();
+  const Tensor keep = (of_input[1] + of_hidden[1]).sigmoid();
+  const Tensor candidate = (of_input[2] + reset * of_hidden[2]).tanh();
+  return {candidate + keep * (hx - candidate), at::empty({0}, hx.options())};
+}
+
 TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, m) {
   m.impl("_thnn_fused_lstm_cell", lstm_cell);
+  m.impl("_thnn_fused_gru_cell", gru_cell);
 }
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
