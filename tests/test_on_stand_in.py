@@ -643,6 +643,7 @@ def test_tune_measures_up_to_where_memory_runs_out(failure, stand_in: StandIn):
 
 def test_the_demo_runs_before_anything_is_on_a_device():
     """It resets the peaks of devices that are not initialized."""
+    pytest.importorskip("typer")
     statements = (
         "import sys\n"
         "from tests import cuda_stand_in\n"
