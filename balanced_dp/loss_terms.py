@@ -95,7 +95,7 @@ def shares_of(term: Term, device: torch.device, count: int) -> torch.Tensor | li
     weights = term.weights
     if weights is None:
         return [1.0] * count
-    if not any(isinstance(weight, torch.Tensor) for weight in weights):
+    if are_numbers(weights):
         numbers = [float(weight) for weight in weights]
         whole = sum(numbers)
         return [number / whole for number in numbers] if whole else [1 / count] * count
@@ -109,8 +109,8 @@ def shares_of(term: Term, device: torch.device, count: int) -> torch.Tensor | li
 
 def _on(device: torch.device, weights: Iterable[Any]) -> torch.Tensor:
     # In float64, where a count of tokens is exact.
-    with torch.no_grad():
-        return torch.stack([torch.as_tensor(weight, device=device) for weight in weights]).double()
+    tensors = [torch.as_tensor(weight, device=device) for weight in weights]
+    return torch.stack(tensors).detach().double()
 
 
 def weighted_sum(

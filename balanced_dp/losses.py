@@ -203,20 +203,12 @@ class ChunkLosses:
 
     def _nodes(self, outputs: Sequence[torch.Tensor]) -> tuple[dict[Any, CountedLoss], list[Any]]:
         """Return counted losses by their nodes, and the node of each output, None if unknown."""
-        counted = dict(pair for item in self._counted for pair in _nodes_of(item))
-        return counted, [self._node(output, counted) for output in outputs]
-
-    def _node(self, output: torch.Tensor, counted: Mapping[Any, CountedLoss]) -> Any:
-        """Return the node that has computed an output, None where nothing is known of it."""
-        if output.grad_fn is not None:
-            return output.grad_fn
-        if id(output) in self._calls:
-            return self._calls[id(output)]
-        storage = _storage(output)
-        for node, item in counted.items():
-            if _storage(item.loss) == storage:
-                return node
-        return None
+        counted = {node: item for item in self._counted for node in _nodes_of(item)}
+        aliases = {_storage(item.loss): node for node, item in reversed(counted.items())}
+        return counted, [
+            output.grad_fn or self._calls.get(id(output)) or aliases.get(_storage(output))
+            for output in outputs
+        ]
 
     def _remember(self, name: str, term: Term) -> None:
         """Keep what notes have shown of an output that autograd tells nothing of."""
@@ -248,15 +240,13 @@ class ChunkLosses:
                 self.looks.agreeing.add(graph)
 
 
-def _nodes_of(counted: CountedLoss) -> Iterator[tuple[Any, CountedLoss]]:
+def _nodes_of(counted: CountedLoss) -> Iterator[Any]:
     if counted.node is None and counted.loss.grad_fn is not None:
         # A function of autograd that computed it without a graph has a node by now.
         counted.value, counted.node = counted.loss, counted.loss.grad_fn
     elif counted.node is None and counted.call is None:
         counted.node = Call("counted", counted.loss.shape)
-    for node in (counted.node, counted.call):
-        if node is not None:
-            yield node, counted
+    return (node for node in (counted.node, counted.call) if node is not None)
 
 
 def _are_equal(tensors: Sequence[torch.Tensor]) -> bool:

@@ -186,7 +186,7 @@ def _step_checks(device: torch.device) -> Iterator[Check]:
     with model.memory.measure() as usage:
         step()
     [entry] = memory_breakdown(model, optimizer)
-    peak = torch.cuda.max_memory_allocated(device)
+    peak = torch.get_device_module(device).max_memory_allocated(device)
     yield Check("step's peak and torch.cuda", usage.devices[0].peak_allocated_bytes, peak, 0)
     yield Check(
         "breakdown's sum and torch.cuda", sum(entry.uses.values()), peak, 0, str(entry.uses)

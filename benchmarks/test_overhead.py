@@ -33,12 +33,13 @@ from balanced_dp import replicate as replicate_module
 from balanced_dp.replicate import Replicas, Replicator
 
 from .stock_on_cpu import broadcast, stock_on_cpu, stock_steps
-from .tables import hardware, write_table
 
-NOTE = (
-    "Milliseconds; median of rounds in which both sides take turns. Weights and gradients are "
-    "handed on instead of copied, on both sides."
-)
+NOTES = {
+    "overhead": "Milliseconds; median of rounds in which both sides take turns. Weights and "
+    "gradients are handed on instead of copied, on both sides.",
+    "overhead-growth": "Milliseconds of a training step, medians; copies are those of tiny CPU "
+    "tensors.",
+}
 
 
 def bert() -> nn.Module:
@@ -166,18 +167,10 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture(scope="module")
-def table(request: pytest.FixtureRequest) -> Iterator[list[dict[str, Any]]]:
-    """Rows that are printed at the end, and written where ``--results`` says."""
-    rows: list[dict[str, Any]] = []
-    yield rows
-    _show(rows, request, "overhead", NOTE)
-
-
 @pytest.mark.parametrize("num_replicas", [2, 4, 8])
 @pytest.mark.parametrize("name", TREES)
 @pytest.mark.parametrize("what", ["replicate", "replicate and let go"])
-def test_replicate(benchmark, monkeypatch, table, what, name, num_replicas):
+def test_replicate(benchmark, monkeypatch, tables, what, name, num_replicas):
     """To let go is to give replicas back, or to deallocate them, which torch's always are."""
     module, replicator = TREES[name](), Replicator()
     devices = [torch.device("cpu")] * num_replicas
@@ -209,13 +202,13 @@ def test_replicate(benchmark, monkeypatch, table, what, name, num_replicas):
                 replicas.give_back()
 
     figures = in_turns(benchmark, ours, theirs, afterwards=let_go)
-    table.append({"what": what, "tree": name, "devices": str(num_replicas), **figures})
+    tables["overhead"].append({"what": what, "tree": name, "devices": str(num_replicas), **figures})
 
 
 @pytest.mark.parametrize("num_devices", [2, 4, 8])
 @pytest.mark.parametrize("name", TREES)
 @pytest.mark.parametrize("what", ["training step", "evaluation"])
-def test_step(benchmark, monkeypatch, table, what, name, num_devices):
+def test_step(benchmark, monkeypatch, tables, what, name, num_devices):
     """Weights and gradients are handed on instead of copied, on both sides."""
     for module_with_copies in (replicate_module, parameter_copies):
         monkeypatch.setattr(module_with_copies, "copy_to", handed_on)
@@ -233,7 +226,7 @@ def test_step(benchmark, monkeypatch, table, what, name, num_devices):
     with model.shared_weights() if what == "evaluation" else contextlib.nullcontext():
         figures = in_turns(benchmark, lambda: step(model), lambda: step(stock), module.zero_grad)
     model.close()
-    table.append({"what": what, "tree": name, "devices": str(num_devices), **figures})
+    tables["overhead"].append({"what": what, "tree": name, "devices": str(num_devices), **figures})
 
 
 # How it grows.
@@ -268,7 +261,7 @@ def of_batch_size(count: int) -> tuple[nn.Module, int, int]:
     ],
     ids=["devices", "modules", "parameters", "batch size"],
 )
-def test_growth(benchmark, growth, request, make, counts):
+def test_growth(benchmark, tables, request, make, counts):
     """A line through the medians of training steps, and how much of their variance it explains."""
     times: dict[int, list[float]] = {count: [] for count in counts}
     steps = {}
@@ -298,22 +291,6 @@ def test_growth(benchmark, growth, request, make, counts):
     }
     benchmark.extra_info.update(figures)
     what = request.node.callspec.id
-    growth.append({"n": what, "from": str(counts[0]), "to": str(counts[-1]), **figures})
-
-
-@pytest.fixture(scope="module")
-def growth(request: pytest.FixtureRequest) -> Iterator[list[dict[str, Any]]]:
-    rows: list[dict[str, Any]] = []
-    yield rows
-    note = "Milliseconds of a training step, medians; copies are those of tiny CPU tensors."
-    _show(rows, request, "overhead-growth", note)
-
-
-def _show(
-    rows: list[dict[str, Any]], request: pytest.FixtureRequest, question: str, note: str
-) -> None:
-    for row in rows:
-        print("\n" + ", ".join(f"{k} {v:.3g}" if type(v) is float else v for k, v in row.items()))
-    folder = request.config.getoption("--results")
-    if folder is not None and rows:
-        write_table(question, rows, folder, on=hardware(), note=note)
+    tables["overhead-growth"].append(
+        {"n": what, "from": str(counts[0]), "to": str(counts[-1]), **figures}
+    )

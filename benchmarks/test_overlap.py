@@ -6,8 +6,6 @@ The stand-in for CUDA devices (``tests/cuda_stand_in``) is a model of the hardwa
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 from torch import nn
@@ -16,24 +14,14 @@ from balanced_dp import BalancedDataParallel
 from tests import cuda_stand_in
 from tests.step_on_clock import NUM_LAYERS, SPLITS, Layers, step_ratio
 
-from .tables import hardware, write_table
-
-NOTE = (
-    "Length of a step, or of its backward pass, over the computing of the largest chunk; median of "
-    f"15. {NUM_LAYERS} linear layers on four devices, inputs on the CPU. Transfers: how long the "
-    "gradients of one device travel, next to the backward pass of the largest chunk; weights "
-    "travel as long, inputs almost not. A model of the hardware, in which one transfer at a time "
-    "goes into a device, a collective takes as long as one, and launching takes nothing."
-)
-
-
-@pytest.fixture(scope="module")
-def table(request: pytest.FixtureRequest) -> Iterator[list[dict[str, Any]]]:
-    rows: list[dict[str, Any]] = []
-    yield rows
-    folder = request.config.getoption("--results")
-    if folder is not None and rows:
-        write_table("overlap", rows, folder, on=hardware(), note=NOTE)
+NOTES = {
+    "overlap": "Length of a step, or of its backward pass, over the computing of the largest "
+    f"chunk; median of 15. {NUM_LAYERS} linear layers on four devices, inputs on the CPU. "
+    "Transfers: how long the gradients of one device travel, next to the backward pass of the "
+    "largest chunk; weights travel as long, inputs almost not. A model of the hardware, in which "
+    "one transfer at a time goes into a device, a collective takes as long as one, and launching "
+    "takes nothing."
+}
 
 
 @pytest.mark.skipif(cuda_stand_in.WHY_NOT is not None, reason=str(cuda_stand_in.WHY_NOT))
@@ -41,7 +29,7 @@ def table(request: pytest.FixtureRequest) -> Iterator[list[dict[str, Any]]]:
 @pytest.mark.parametrize("has_forward", [False, True], ids=["backward", "step"])
 @pytest.mark.parametrize("transfer_share", [0.1, 0.3])
 @pytest.mark.parametrize("split", [None, *SPLITS], ids=str)
-def test_transfers_beside_computing(benchmark, table, split, transfer_share, has_forward):
+def test_transfers_beside_computing(benchmark, tables, split, transfer_share, has_forward):
     sizes = split or SPLITS[0]
     ratios = []
     with cuda_stand_in.opened() as stand_in:
@@ -57,7 +45,7 @@ def test_transfers_beside_computing(benchmark, table, split, transfer_share, has
         benchmark.pedantic(measure, rounds=15)
         if isinstance(model, BalancedDataParallel):
             model.close()
-    table.append(
+    tables["overlap"].append(
         {
             "split": f"nn.DataParallel, {sizes}" if split is None else str(split),
             "transfers": transfer_share,

@@ -16,28 +16,25 @@ import pytest
 
 import balanced_dp
 
-from .tables import hardware, write_table
-
 NOTES = {
-    "scaling": "A transformer with 3.7M parameters, 16 samples of T=64, two ranks on gloo with "
-    "shares 4 and 12, forward and backward pass of one model. All steps take turns in 120 rounds, "
-    "and a ratio is the median of those of the rounds, each to the mean of its two plain steps "
-    "(theirs: the one to the other). The interval is that of rounds drawn again.",
-    "engines": "A transformer with 3.7M parameters, 16 samples of T=64, shares 7 and 9; forward "
-    "and backward pass, medians of rounds in which all take turns. Two threads of one process (the "
-    "first three) or two processes on gloo. nn.DataParallel's own steps hand weights on instead of "
-    "copying them; the others copy.",
-    "state": "GPT-2 small and AdamW on two ranks, after a step: the bytes of each rank's tensors.",
+    "ranks-scaling": "A transformer with 3.7M parameters, 16 samples of T=64, two ranks on gloo "
+    "with shares 4 and 12, forward and backward pass of one model. All steps take turns in 120 "
+    "rounds, and a ratio is the median of those of the rounds, each to the mean of its two plain "
+    "steps (theirs: the one to the other). The interval is that of rounds drawn again.",
+    "ranks-engines": "A transformer with 3.7M parameters, 16 samples of T=64, shares 7 and 9; "
+    "forward and backward pass, medians of rounds in which all take turns. Two threads of one "
+    "process (the first three) or two processes on gloo. nn.DataParallel's own steps hand weights "
+    "on instead of copying them; the others copy.",
+    "ranks-state": "GPT-2 small and AdamW on two ranks, after a step: the bytes of each rank's "
+    "tensors.",
 }
 
 
-@pytest.mark.parametrize("what", NOTES)
-def test_ranks(benchmark, request, tmp_path, what):
-    rows = benchmark.pedantic(measured, (what, tmp_path / "rows.json"), rounds=1)
-    benchmark.extra_info["rows"] = rows
-    folder = request.config.getoption("--results")
-    if folder is not None:
-        write_table(f"ranks-{what}", rows, folder, on=hardware(), note=NOTES[what])
+@pytest.mark.parametrize("question", NOTES)
+def test_ranks(benchmark, tables, tmp_path, question):
+    what = question.removeprefix("ranks-")
+    tables[question] = benchmark.pedantic(measured, (what, tmp_path / "rows.json"), rounds=1)
+    benchmark.extra_info["rows"] = tables[question]
 
 
 def measured(what, path):
@@ -54,7 +51,4 @@ def measured(what, path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", "2", str(Path(__file__).with_name("ranks.py"))]
     subprocess.run([*command, what, str(path)], check=True, env=environment)
-    rows = json.loads(path.read_text())
-    for row in rows:
-        print("\n" + ", ".join(f"{name}: {value}" for name, value in row.items()))
-    return rows
+    return json.loads(path.read_text())
