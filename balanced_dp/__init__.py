@@ -1,7 +1,5 @@
 """A torch.nn.DataParallel that gives the first GPU a smaller share of the batch."""
 
-from .criterion import BalancedCriterion
-from .data_parallel import BalancedDataParallel, balanced_data_parallel
 from .emulation import EmulatedDevices, MemoryBreakdown, emulate_devices
 from .errors import (
     ArgumentError,
@@ -18,7 +16,6 @@ from .errors import (
     ScatterError,
     SymbolicValueError,
 )
-from .measurement import Measurement, measure_step
 from .memory import (
     DeviceBreakdown,
     DeviceMemory,
@@ -28,13 +25,10 @@ from .memory import (
     StepMemory,
     memory_breakdown,
 )
-from .memory_model import Law, MemoryModel
-from .per_device import PerDevice
-from .plan import Plan, WeightedSplit, plan
+from .parallel import BalancedCriterion, BalancedDataParallel, PerDevice, balanced_data_parallel
+from .planning import Law, MemoryModel, Plan, WeightedSplit, plan
 from .split import split_batch, split_by_weights
-from .tuner import tune
-from .tuning import Alternative, Origin, Report
-from .workloads import Workload
+from .tuning import Alternative, Measurement, Origin, Report, Workload, measure_step, tune
 
 __all__ = [
     "Alternative",

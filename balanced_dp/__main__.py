@@ -1,5 +1,5 @@
 """``python -m balanced_dp`` is the command ``balanced-dp``."""
 
-from .cli import main
+from .cli.commands import main
 
 main()

@@ -12,8 +12,8 @@ from matplotlib.figure import Figure
 
 from balanced_dp import Measurement, Report, tune
 from balanced_dp.report.plots import stacked_bars, svg
+from balanced_dp.tuning.workloads import find_workload
 from balanced_dp.units import format_bytes
-from balanced_dp.workloads import find_workload
 
 PATH = Path(__file__).parent.parent / "docs" / "before_and_after.svg"
 

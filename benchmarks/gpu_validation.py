@@ -48,7 +48,7 @@ from balanced_dp import (
     measure_step,
     memory_breakdown,
 )
-from balanced_dp.workloads import BUILT_IN
+from balanced_dp.tuning.workloads import BUILT_IN
 
 MIB, GIB = 2**20, 2**30
 RESULTS = Path(__file__).parent / "results"

@@ -28,9 +28,10 @@ from transformers import (
     ResNetModel,
 )
 
-from balanced_dp import BalancedDataParallel, parameter_copies
-from balanced_dp import replicate as replicate_module
-from balanced_dp.replicate import Replicas, Replicator
+from balanced_dp import BalancedDataParallel
+from balanced_dp.parallel import parameter_copies
+from balanced_dp.parallel import replicate as replicate_module
+from balanced_dp.parallel.replicate import Replicas, Replicator
 
 from .stock_on_cpu import broadcast, stock_on_cpu, stock_steps
 

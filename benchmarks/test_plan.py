@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from balanced_dp import Workload
-from balanced_dp.models import TokenTransformer
-from balanced_dp.workloads import gpt2_small
+from balanced_dp.tuning.models import TokenTransformer
+from balanced_dp.tuning.workloads import gpt2_small
 
 KIB, GIB = 2**10, 2**30
 

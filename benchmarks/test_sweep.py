@@ -18,10 +18,15 @@ import pytest
 import torch
 
 from balanced_dp import Origin
-from balanced_dp.measurement import StepMeter, default_num_devices, open_devices, step_meter
-from balanced_dp.report.file import BENCHMARK_KEY
-from balanced_dp.tuner import default_capacities
-from balanced_dp.workloads import BUILT_IN, find_workload
+from balanced_dp.report.json_file import BENCHMARK_KEY
+from balanced_dp.tuning.step_benchmark import (
+    StepMeter,
+    default_num_devices,
+    open_devices,
+    step_meter,
+)
+from balanced_dp.tuning.tuner import default_capacities
+from balanced_dp.tuning.workloads import BUILT_IN, find_workload
 
 NUM_DEVICES = default_num_devices(emulate=False)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from balanced_dp.cli import app
+from balanced_dp.cli.commands import app
 
 from .distributed.launch import run_ranks
 

@@ -17,11 +17,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from balanced_dp.cli import app
-from balanced_dp.demo import DemoSettings, run_demo
-from balanced_dp.measurement import uses_emulation
+from balanced_dp.cli.commands import app
+from balanced_dp.cli.demo import DemoSettings, run_demo
 from balanced_dp.report import load_reports
 from balanced_dp.report.tables import candidate_table
+from balanced_dp.tuning.step_benchmark import uses_emulation
 from benchmarks import before_and_after
 
 pytestmark = pytest.mark.slow

@@ -16,7 +16,7 @@ import torch
 from balanced_dp import BalancedDataParallel, emulate_devices
 
 from .processes import python
-from .small_workloads import SMALL
+from .tuning.small_workloads import SMALL
 
 SCRIPT = Path(__file__).parents[1] / "benchmarks" / "gpu_validation.py"
 

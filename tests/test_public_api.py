@@ -18,7 +18,7 @@ from balanced_dp import distributed
 from .conftest import MISSING
 from .processes import python
 
-NEEDS_AN_EXTRA = ("cli", "terminal", "report", "integrations.")
+NEEDS_AN_EXTRA = ("cli.", "report", "integrations.")
 """What of the package cannot be imported without one."""
 
 
@@ -121,7 +121,7 @@ def test_importing_costs_nothing():
 @pytest.mark.parametrize(
     ("module", "package", "extra"),
     [
-        ("cli", "typer", "cli"),
+        ("cli.commands", "typer", "cli"),
         ("report", "pydantic", "report"),
         ("integrations.transformers", "transformers", "hf"),
         ("integrations.transformers", "accelerate", "hf"),

@@ -4,10 +4,10 @@ torch.distributed, torchrun and these two do the work. Here is what they lack: s
 size, and a loss that keeps gradients exact with them.
 """
 
-from .convert import convert
+from .batch_sampler import BalancedBatchSampler, EmptyBatches
 from .loss_scaling import count_all_ranks, scale_loss
 from .ranks import split_ranks
-from .sampler import BalancedBatchSampler, EmptyBatches
+from .to_ddp import convert
 
 __all__ = [
     "BalancedBatchSampler",

@@ -22,15 +22,7 @@ from torch.utils._mode_utils import no_dispatch
 from ..errors import EmulationError
 from .ledger import Allocation, Label
 from .machine import Machine, current_machine
-from .symbolic import (
-    CPU,
-    META,
-    call,
-    is_known,
-    is_unknown_dtype,
-    require_known,
-    symbolic_arguments,
-)
+from .symbolic import CPU, META, call, is_known, is_unknown_dtype, require_known, symbolic_arguments
 
 aten = torch.ops.aten
 

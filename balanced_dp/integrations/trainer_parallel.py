@@ -11,8 +11,8 @@ from torch import nn
 from transformers import Cache
 from transformers.utils.generic import ModelOutput
 
-from ..data_parallel import BalancedDataParallel
-from ..losses import ChunkLosses
+from ..parallel.data_parallel import BalancedDataParallel
+from ..parallel.losses.join import ChunkLosses
 
 
 class TrainerParallel(BalancedDataParallel[nn.Module]):

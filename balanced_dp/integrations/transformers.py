@@ -29,12 +29,12 @@ except ImportError as error:  # the library itself needs none of these
         "'hf': pip install 'balanced-dp[hf]'"
     ) from error
 
-from ..data_parallel import BalancedDataParallel
 from ..devices import Device, default_device_type, resolve_devices
 from ..emulation.machine import has_machine
 from ..errors import ArgumentError
 from ..memory.logger import MemoryLogger
-from ..scatter_gather import ScalarOutputs
+from ..parallel.data_parallel import BalancedDataParallel
+from ..parallel.scatter_gather import ScalarOutputs
 
 
 class BalancedTrainerMixin:

@@ -4,7 +4,7 @@ from .breakdown import DeviceBreakdown, memory_breakdown
 from .device_memory import DeviceMemory
 from .logger import MemoryLogger
 from .probe import MemoryProbe
-from .step import DevicePeak, StepMemory
+from .step_memory import DevicePeak, StepMemory
 
 __all__ = [
     "DeviceBreakdown",

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..emulation.ledger import ROUND_BYTES
 from ..errors import ProbeError
-from .step import DevicePeak, StepMemory
+from .step_memory import DevicePeak, StepMemory
 
 _KEPT = ("parameter", "buffer", "gradient", "optimizer state")
 _OF_THE_CHUNK = ("input", "activation", "rest")

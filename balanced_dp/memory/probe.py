@@ -18,9 +18,9 @@ from .breakdown import replica_bytes, samples_by_device
 from .device_map import find_board
 from .device_memory import DeviceMemory, ProcessBytesSource
 from .nvml import Board, MemoryInfo, Nvml, NvmlError
+from .nvml_sampler import Sampler, Samples
 from .peaks import Peaks
-from .sampler import Sampler, Samples
-from .step import DevicePeak, StepMemory
+from .step_memory import DevicePeak, StepMemory
 
 
 class MemoryProbe:

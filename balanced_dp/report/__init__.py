@@ -2,8 +2,8 @@
 
 try:
     from .compare import Comparison, compare_reports
-    from .file import load_reports, report_json, save_report
     from .html import report_html
+    from .json_file import load_reports, report_json, save_report
     from .markdown import report_markdown
 except ImportError as error:  # the library itself needs none of these
     raise ImportError(

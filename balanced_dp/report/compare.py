@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..errors import ArgumentError
-from ..memory.step import spread
-from ..tuning import Report
+from ..memory.step_memory import spread
+from ..tuning.report_types import Report
 from .tables import speed
 
 METRICS: dict[str, Callable[[Report], float]] = {

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import jinja2
 
-from ..tuning import Report
+from ..tuning.report_types import Report
 from . import tables
 
 

@@ -12,9 +12,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from ..plan import Planner
+from ..planning.split_planner import Planner
 from ..split import even_share, split_batch
-from ..tuning import Report
+from ..tuning.report_types import Report
 from .tables import byte_scale, candidates, speed, speed_name
 
 _STYLE: Any = {

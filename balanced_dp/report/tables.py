@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..measurement import Measurement
-from ..memory.step import spread
-from ..plan import utilizations
+from ..memory.step_memory import spread
+from ..planning.split_planner import utilizations
 from ..split import EQUAL, even_share
-from ..tuning import Report
+from ..tuning.report_types import Report
+from ..tuning.step_benchmark import Measurement
 from ..units import format_bytes
 
 _MODES = {

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from balanced_dp import BalancedDataParallel, emulate_devices
 from balanced_dp.emulation import autocast as autocasting
-from balanced_dp.models import CharTransformer
+from balanced_dp.tuning.models import CharTransformer
 
 from ..processes import python
 

@@ -207,7 +207,7 @@ def command_with_cuda(*arguments: str) -> Any:
     exit_code = 0
     with redirect_stdout(StringIO()) as output:
         try:
-            from balanced_dp.cli import main
+            from balanced_dp.cli.commands import main
 
             main()
         except SystemExit as error:

@@ -1,0 +1,1 @@
+"""The command ``balanced-dp``; it needs the extra ``cli``."""

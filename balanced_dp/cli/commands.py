@@ -1,0 +1,425 @@
+"""The command ``balanced-dp``: the only place of the package that prints."""
+
+from __future__ import annotations
+
+import json
+import math
+import platform
+import sys
+import time
+import traceback
+from contextlib import nullcontext, suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+from ..errors import BalancedDataParallelError, ProbeError
+
+try:
+    import typer
+    from rich.live import Live
+
+    from ..report import compare_reports, load_reports, report_html, report_json, report_markdown
+    from ..report.json_file import write_atomically
+    from .console import (
+        measuring_progress,
+        memory_table,
+        print_comparison,
+        print_demo,
+        print_report,
+        progress_bar,
+        stdout_console,
+        table_of,
+    )
+except ImportError as error:  # the library itself needs none of these
+    raise SystemExit(
+        f"balanced-dp: the command line needs {error.name}, which is part of the extra 'cli': "
+        "pip install 'balanced-dp[cli]'"
+    ) from None
+
+import torch
+
+from ..memory.probe import MemoryProbe
+from ..tuning.report_types import Report
+from ..tuning.step_benchmark import default_num_devices, uses_emulation
+from ..tuning.tuner import tune
+from ..tuning.workloads import BUILT_IN, find_workload
+from ..units import parse_bytes
+from . import demo as demos
+
+app = typer.Typer(
+    name="balanced-dp",
+    help="A torch.nn.DataParallel that gives the first GPU a smaller share of the batch.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+
+_Target = Annotated[str, typer.Argument(help="A built-in workload, or package.module:function.")]
+_BatchSize = Annotated[
+    int | None, typer.Option(help="Samples in a batch; default: the workload's.")
+]
+_NumDevices = Annotated[
+    int | None, typer.Option("--devices", help="Default: all GPUs, or 4 emulated devices.")
+]
+_Emulate = Annotated[
+    bool, typer.Option("--emulate", help="Emulated devices even where there are GPUs.")
+]
+_Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+_LossOnDevice = Annotated[
+    bool,
+    typer.Option(
+        "--loss-on-device",
+        help="Each device computes the loss of its chunk: gather=False and BalancedCriterion.",
+    ),
+]
+
+
+@app.command()
+def demo(
+    num_devices: _NumDevices = None,
+    batch_size: Annotated[int, typer.Option(help="Samples in a batch.")] = 32,
+    steps: Annotated[int, typer.Option(help="Training steps of each run.")] = 24,
+    gpu0_bsz: Annotated[
+        int | None, typer.Option(help="Samples of device 0; by default all values are tried.")
+    ] = None,
+    memory: Annotated[
+        str | None, typer.Option(help="Capacity of each emulated device, such as 28MiB.")
+    ] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Also write the results there.")
+    ] = None,
+    emulate: _Emulate = False,
+) -> None:
+    """Train a small transformer on real text: on one device, split evenly, and balanced.
+
+    Runs on all devices of this machine if it has two or more GPUs, else on emulated ones.
+    """
+    if num_devices is None:
+        num_devices = default_num_devices(emulate)
+    settings = demos.DemoSettings(num_devices, batch_size, steps, gpu0_bsz, memory, emulate)
+    _check_writable(json_file)
+    with progress_bar("training steps", settings.num_steps) as update:
+        runs = demos.run_demo(settings, on_step=lambda: update(advance=1))
+    if json_file is not None:
+        record = {
+            **_origin(),
+            "settings": asdict(settings),
+            "emulated": settings.emulated,
+            "loss_difference": demos.loss_difference(runs),
+            "runs": [
+                {**asdict(run), "imbalance": run.imbalance, "samples_per_s": run.samples_per_s}
+                for run in runs
+            ],
+        }
+        json_file.write_text(json.dumps(record, indent=2) + "\n")
+    print_demo(settings, runs)
+    if (demos.loss_difference(runs) or 0) > demos.LOSS_TOLERANCE:
+        raise typer.Exit(1)
+
+
+@app.command()
+def probe(
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print JSON, bytes as integers; one line each watched.")
+    ] = False,
+    watch_s: Annotated[
+        float | None, typer.Option("--watch", metavar="SECONDS", help="Again, until Ctrl-C.")
+    ] = None,
+) -> None:
+    """Show what each GPU holds, under torch's number and under NVML's and nvidia-smi's.
+
+    Ends with one line and exit code 1 where there is no NVML to ask, and says why.
+    """
+    if watch_s is not None and not 0 < watch_s < math.inf:
+        _fail(f"--watch must be a number of seconds above 0, got {watch_s:g}")
+    memory_probe = MemoryProbe()
+    console = stdout_console()
+    is_drawn_over = console.is_terminal and not as_json
+    screen = Live(console=console, auto_refresh=False) if is_drawn_over else nullcontext()
+    with suppress(KeyboardInterrupt), screen as live:
+        while True:
+            memories = memory_probe.snapshot()
+            if as_json:
+                devices = [{"label": memory.label, **asdict(memory)} for memory in memories]
+                indent = 2 if watch_s is None else None
+                print(json.dumps({**_origin(), "devices": devices}, indent=indent), flush=True)
+            elif live is not None:
+                live.update(memory_table(memories), refresh=True)
+            else:
+                console.print(memory_table(memories))
+            if watch_s is None:
+                break
+            time.sleep(watch_s)
+    if memory_probe.nvml_error is not None:
+        _fail(memory_probe.nvml_error, exit_code=1)
+
+
+@app.command()
+def workloads(
+    as_json: _Json = False,
+) -> None:
+    """List the built-in workloads, with their parameters and a usual batch size."""
+    listed: list[dict[str, Any]] = []
+    table = table_of(("workload", "what it is"), ("parameters", "batch size"))
+    for name, make in BUILT_IN.items():
+        workload = make()
+        with torch.device("meta"):
+            size = sum(p.numel() for p in workload.model().parameters())
+        about = (make.__doc__ or "").strip().rstrip(".")
+        batch_size = workload.batch_size
+        listed.append(
+            {"name": name, "about": about, "num_parameters": size, "batch_size": batch_size}
+        )
+        table.add_row(name, about, f"{size / 1e6:.1f} M", str(batch_size))
+    if as_json:
+        print(json.dumps(listed, indent=2))
+    else:
+        stdout_console().print(table)
+
+
+@app.command("plan")
+def plan_command(
+    target: _Target,
+    memory: Annotated[
+        str,
+        typer.Option(help="Capacity of each device, such as 11GiB, or one for each: 24GiB,11GiB."),
+    ],
+    num_devices: Annotated[int | None, typer.Option("--devices", help="Default: 4.")] = None,
+    batch_size: _BatchSize = None,
+    reserve: Annotated[
+        str, typer.Option(help="Of each device, for CUDA's context and libraries' workspaces.")
+    ] = "512MiB",
+    loss_on_device: _LossOnDevice = False,
+    as_json: _Json = False,
+) -> None:
+    """Find gpu0_bsz for a workload on GPUs that need not be here.
+
+    A few training steps are measured on emulated devices that keep shapes only.
+    """
+    capacities = _capacities(memory, num_devices, default=4)
+    report = _tuned(
+        target, batch_size, capacities, reserve, emulate=True, gather=not loss_on_device
+    )
+    if as_json:
+        print(report_json(report), end="")
+    else:
+        print_report(report, candidates=False)
+
+
+@app.command("tune")
+def tune_command(
+    target: _Target,
+    batch_size: _BatchSize = None,
+    sweep: Annotated[
+        str | None,
+        typer.Option(metavar="FIRST:LAST", help="Measure each gpu0_bsz of these, such as 0:8."),
+    ] = None,
+    num_devices: _NumDevices = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            help="Capacity of each device, or one for each: 24GiB,11GiB. Default: what GPUs have; "
+            "of emulated devices, what the even split needs."
+        ),
+    ] = None,
+    reserve: Annotated[
+        str | None,
+        typer.Option(
+            help="Of each device, for CUDA's context and libraries' workspaces. Default: 512MiB "
+            "where a capacity is known."
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the report there.")
+    ] = None,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write it as a page, too.")
+    ] = None,
+    emulate: _Emulate = False,
+    loss_on_device: _LossOnDevice = False,
+    as_json: _Json = False,
+) -> None:
+    """Measure a workload at the values that matter, choose gpu0_bsz, and write the report.
+
+    On all devices of this machine if it has two or more GPUs, else on emulated ones.
+    """
+    capacities = None
+    if memory is not None:
+        capacities = _capacities(memory, num_devices, default_num_devices(emulate))
+    if reserve is None:
+        is_known = memory is not None or not uses_emulation(emulate)
+        reserve = "512MiB" if is_known else "0"
+    _check_writable(output, html)
+    if output is not None and output == html:
+        _fail(f"--output and --html both name {output}")
+    report = _tuned(
+        target,
+        batch_size,
+        capacities,
+        reserve,
+        num_devices,
+        _values(sweep),
+        emulate=emulate,
+        gather=not loss_on_device,
+    )
+    if output is not None:
+        _write(output, report_json(report))
+    if html is not None:
+        _write(html, report_html([report]))
+    if as_json:
+        print(report_json(report), end="")
+    else:
+        print_report(report, candidates=True)
+
+
+@app.command("report")
+def report_command(
+    file: Annotated[
+        Path, typer.Argument(help="Of balanced-dp tune, or of pytest --benchmark-json.")
+    ],
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write it as a page that needs no network.")
+    ] = None,
+    markdown: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write it as Markdown.")
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print JSON, a line for each workload.")
+    ] = False,
+) -> None:
+    """Show a report again, or write it as a page or as Markdown."""
+    reports = load_reports(file)
+    _check_writable(html, markdown)
+    if html is not None:
+        _write(html, report_html(reports))
+    if markdown is not None:
+        _write(markdown, "\n".join(map(report_markdown, reports)))
+    for report in reports:
+        if as_json:
+            print(json.dumps(json.loads(report_json(report))))
+        elif html is None and markdown is None:
+            print_report(report, candidates=True)
+
+
+@app.command("compare")
+def compare_command(
+    before: Annotated[Path, typer.Argument(help="A report.")],
+    after: Annotated[Path, typer.Argument(help="The report in question.")],
+    limits: Annotated[
+        str,
+        typer.Option(
+            "--fail",
+            metavar="METRIC:LIMIT,...",
+            help="Exit code 1 if worse by more, such as peak:5%,imbalance:0.1; also max_batch and "
+            "speed.",
+        ),
+    ] = "",
+) -> None:
+    """Compare the chosen splits of two reports, workload by workload."""
+    earlier = {report.workload: report for report in load_reports(before)}
+    failed = False
+    for report in load_reports(after):
+        if report.workload not in earlier:
+            _fail(f"{before} has no report of {report.workload}; it has {', '.join(earlier)}")
+        comparisons = compare_reports(earlier[report.workload], report, limits)
+        print_comparison(earlier[report.workload], report, comparisons)
+        failed |= any(found.failed for found in comparisons)
+    if failed:
+        raise typer.Exit(1)
+
+
+def _capacities(memory: str, num_devices: int | None, default: int) -> list[int]:
+    sizes = memory.split(",")
+    if len(sizes) > 1 and num_devices not in (None, len(sizes)):
+        _fail(f"--memory gives {len(sizes)} devices, but --devices is {num_devices}")
+    if len(sizes) == 1:
+        sizes *= default if num_devices is None else num_devices
+    return [parse_bytes(size, "--memory") for size in sizes]
+
+
+def _values(sweep: str | None) -> range:
+    if sweep is None:
+        return range(0)
+    first, _, last = sweep.partition(":")
+    if not (first.isdecimal() and last.isdecimal() and int(first) <= int(last)):
+        _fail(f"--sweep must be FIRST:LAST such as 0:8, got {sweep!r}")
+    return range(int(first), int(last) + 1)
+
+
+def _write(path: Path, text: str) -> None:
+    write_atomically(path, text)
+    print(f"wrote {path}", file=sys.stderr)
+
+
+def _check_writable(*paths: Path | None) -> None:
+    for path in filter(None, paths):
+        if path.is_dir():
+            _fail(f"{path} is a folder; name a file")
+        if not path.absolute().parent.is_dir():
+            _fail(f"{path}: there is no folder {path.absolute().parent}")
+
+
+def _tuned(
+    target: str,
+    batch_size: int | None,
+    capacities: list[int] | None,
+    reserve: str,
+    num_devices: int | None = None,
+    sweep: range = range(0),
+    *,
+    emulate: bool,
+    gather: bool,
+) -> Report:
+    sys.path.insert(0, "")  # one's own workload may be in the current folder
+    workload = find_workload(target)
+    reserve_bytes = parse_bytes(reserve, "--reserve")
+    try:
+        with measuring_progress() as on_measurement:
+            return tune(
+                workload,
+                workload.batch_size if batch_size is None else batch_size,
+                num_devices,
+                capacities,
+                reserve=reserve_bytes,
+                sweep=sweep,
+                emulate=emulate,
+                gather=gather,
+                on_measurement=on_measurement,
+            )
+    except BalancedDataParallelError:
+        raise
+    except Exception as error:  # the workload is somebody's code
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        _fail(
+            f"{target} failed at {frame.filename}:{frame.lineno} with {type(error).__name__}: "
+            f"{' '.join(str(error).split())[:300]}"
+        )
+
+
+def _origin() -> dict[str, Any]:
+    return {
+        "schema": 1,
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        "machine": platform.platform(),
+    }
+
+
+def _fail(message: str, exit_code: int = 2) -> NoReturn:
+    print(f"balanced-dp: {message}", file=sys.stderr)
+    raise SystemExit(exit_code)
+
+
+def main() -> None:
+    """Runs the command line; what cannot be used ends it with one line and exit code 2.
+
+    Where there is nothing to measure it is exit code 1.
+    """
+    try:
+        app()
+    except ProbeError as error:
+        _fail(str(error), exit_code=1)
+    except BalancedDataParallelError as error:
+        _fail(str(error))

@@ -1,0 +1,230 @@
+"""What the commands show on the terminal: tables, sentences and progress."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Column, Table
+
+from ..memory.device_memory import DeviceMemory
+from ..report import tables
+from ..report.compare import Comparison
+from ..tuning.report_types import Report
+from ..tuning.step_benchmark import Measurement
+from ..units import format_bytes, format_mib
+from . import demo as demos
+
+
+def stdout_console() -> Console:
+    """Returns the console that results are printed to."""
+    # A table that is not for a terminal is not cut to the width of one.
+    return Console(width=None if sys.stdout.isatty() else 160, highlight=False)
+
+
+def table_of(left: Sequence[str], right: Sequence[str], **options: Any) -> Table:
+    """Returns a table with columns of these headers, text on the left and numbers on the right."""
+    columns = [Column(header, overflow="fold") for header in left]
+    columns += [Column(header, justify="right") for header in right]
+    return Table(*columns, **options)
+
+
+@contextmanager
+def progress_bar(description: str, total: int | None = None) -> Iterator[Callable[..., None]]:
+    """Gives what updates a progress bar on stderr, with the time left, that is gone in the end."""
+    progress = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        transient=True,
+    )
+    with progress:
+        yield functools.partial(progress.update, progress.add_task(description, total=total))
+
+
+@contextmanager
+def measuring_progress() -> Iterator[Callable[[Measurement, int], None]]:
+    """Gives what to call with each measurement, which moves a progress bar."""
+    with progress_bar("measuring training steps") as update:
+        num_done = 0
+
+        def show(measurement: Measurement, num_left: int) -> None:
+            nonlocal num_done
+            num_done += 1
+            update(
+                completed=num_done,
+                total=num_done + num_left,
+                description=f"measured a batch of {measurement.batch_size} with "
+                f"gpu0_bsz={measurement.gpu0_bsz}",
+            )
+
+        yield show
+
+
+def print_report(report: Report, candidates: bool) -> None:
+    """Prints the plan, and with ``candidates`` every measured value for its batch."""
+    console = stdout_console()
+    console.print(
+        _rich_table(
+            tables.device_table(report),
+            title=tables.title(report),
+            caption=tables.how_measured(report),
+        )
+    )
+    if candidates:
+        console.print(
+            _rich_table(tables.candidate_table(report), title="measured values of gpu0_bsz")
+        )
+    console.print(tables.lines(report), soft_wrap=True)
+    for sentence in tables.summary(report):
+        console.print(sentence, markup=False)
+
+
+def print_comparison(before: Report, after: Report, comparisons: Sequence[Comparison]) -> None:
+    """Prints each metric of two reports, and whether it is worse than allowed."""
+    values = f"gpu0_bsz {before.plan.gpu0_bsz} and {after.plan.gpu0_bsz}"
+    table = Table(
+        "metric",
+        "before",
+        "after",
+        "worse by",
+        "allowed",
+        "outcome",
+        title=escape(f"{tables.title(after)}, {values}"),
+    )
+    for found in comparisons:
+        as_text = format_bytes if found.metric == "peak" else "{:.4g}".format
+        unit = "{:.1%}".format if found.is_relative else "{:.4g}".format
+        allowed = "" if found.limit is None else unit(found.limit)
+        outcome = "" if found.limit is None else "FAILED" if found.failed else "ok"
+        table.add_row(
+            found.metric,
+            as_text(found.before),
+            as_text(found.after),
+            unit(found.worsened),
+            allowed,
+            outcome,
+        )
+    stdout_console().print(table)
+
+
+def _rich_table(content: tables.TextTable, title: str, caption: str | None = None) -> Table:
+    columns = (Column(header, justify="right", overflow="fold") for header in content.headers)
+    table = Table(*columns, title=escape(title), caption=caption and escape(caption))
+    for index, row in enumerate(content.rows):
+        table.add_row(*map(escape, row), style="bold" if index == content.marked else None)
+    return table
+
+
+def memory_table(memories: Sequence[DeviceMemory]) -> Table:
+    """Returns what each GPU holds as a table."""
+    versions = {memory.memory_info_version for memory in memories}
+    caption = "Used is by anybody: tensors, torch's cache, contexts, other processes."
+    if 1 in versions:
+        caption += " This driver counts its own reserve as used."
+    if any(memory.device is None for memory in memories):
+        caption += " Torch does not see the devices that have no torch number."
+    table = table_of(
+        ("device", "name", "UUID"),
+        ("total", "used", "free", "ours", "other processes"),
+        caption=caption,
+    )
+    for memory in memories:
+        sizes = (
+            memory.total_bytes,
+            memory.used_bytes,
+            memory.free_bytes,
+            memory.process_bytes,
+            memory.other_process_bytes,
+        )
+        name = memory.name or "?"
+        table.add_row(
+            memory.label,
+            name if memory.error is None else f"{name}: {memory.error}",
+            memory.uuid or "?",
+            *("?" if size is None else format_bytes(size) for size in sizes),
+        )
+    return table
+
+
+def print_demo(settings: demos.DemoSettings, runs: Sequence[demos.DemoRun]) -> None:
+    """Prints the demo's runs and what they come to."""
+    console = stdout_console()
+    kind = "emulated devices, on the CPU" if settings.emulated else "devices"
+    table = table_of(
+        ("run", "split", "peak of each device"),
+        ("imbalance", "samples/s", "last loss"),
+        title=f"A character transformer, batches of {settings.batch_size}, "
+        f"{settings.num_devices} {kind}",
+        caption="Memory in MiB. Device 0 is the first one."
+        + " The speed is that of this CPU." * settings.emulated,
+        **_NARROW,
+    )
+    for run in runs:
+        table.add_row(run.name, " ".join(map(str, run.chunk_sizes)), *_describe_result(run))
+    console.print(table)
+    breakdowns = {run.name: run.breakdown for run in runs if run.breakdown}
+    if breakdowns:
+        console.print(_breakdown_table(breakdowns))
+    for run in runs:
+        if run.out_of_memory is not None:
+            console.print(f"{run.name}: {run.out_of_memory}", markup=False)
+    difference = demos.loss_difference(runs)
+    allowed = f"(allowed: {demos.LOSS_TOLERANCE:.0e})."
+    if difference is None:
+        console.print(
+            "Fewer than two runs fit, so there are no loss curves to compare. More --memory or "
+            "--devices help, or a smaller --batch-size."
+        )
+    elif difference <= demos.LOSS_TOLERANCE:
+        console.print(f"The loss curves agree: they differ by {difference:.1e} at most {allowed}")
+    else:
+        console.print(f"FAILED: the loss curves differ by {difference:.1e} {allowed}")
+    _, even, balanced = runs
+    if even.out_of_memory is None and balanced.out_of_memory is None:
+        console.print(
+            f"The fullest device needs {format_bytes(max(even.peak_bytes))} with the even split "
+            f"and {format_bytes(max(balanced.peak_bytes))} with "
+            f"BalancedDataParallel({balanced.chunk_sizes[0]}, model)."
+        )
+
+
+def _describe_result(run: demos.DemoRun) -> list[str]:
+    if run.out_of_memory is not None:
+        return ["out of memory"]
+    return [
+        "  ".join(map(format_mib, run.peak_bytes)),
+        f"{run.imbalance:.0%}" if len(run.devices) > 1 else "",
+        f"{run.samples_per_s:.1f}",
+        f"{run.losses[-1]:.4f}",
+    ]
+
+
+def _breakdown_table(breakdowns: dict[str, dict[str, int]]) -> Table:
+    largest = Counter[str]()
+    for sizes in breakdowns.values():
+        largest |= Counter(sizes)
+    uses = [use for use, size in largest.most_common() if size >= 2**20 // 10]
+    table = table_of(("run",), uses, title="Device 0 at its peak", **_NARROW)
+    for name, sizes in breakdowns.items():
+        table.add_row(name, *(format_mib(sizes.get(use, 0)) for use in uses))
+    return table
+
+
+_NARROW: dict[str, Any] = {"box": box.SIMPLE_HEAD, "pad_edge": False, "collapse_padding": True}

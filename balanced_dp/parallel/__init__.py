@@ -1,0 +1,7 @@
+"""A call of ``BalancedDataParallel``: scatter, replicate, run, gather or compute the loss."""
+
+from .criterion import BalancedCriterion
+from .data_parallel import BalancedDataParallel, balanced_data_parallel
+from .per_device import PerDevice
+
+__all__ = ["BalancedCriterion", "BalancedDataParallel", "PerDevice", "balanced_data_parallel"]

@@ -1,0 +1,196 @@
+"""``gpu0_bsz="auto"``: watches the iterations of a training loop and splits by what it saw."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Sequence
+from itertools import chain
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from ..errors import ArgumentError
+from ..memory.peaks import Peaks
+from ..planning.auto_balance import AutoBalance, Observation
+from ..split import split_batch
+
+_PATIENCE = 100
+"""Calls without an optimizer step after which a warning says that there is nothing to go by."""
+
+
+def smallest_chunk(module: nn.Module) -> int:
+    """Returns the fewest samples that a replica trains on: batch norm refuses a single one."""
+    return 1 + any(isinstance(child, _BatchNorm) for child in module.modules())
+
+
+class AutoSplit:
+    """Watches the iterations of a training loop, and splits by what it saw of the model's devices.
+
+    An iteration ends with the step of a ``torch.optim.Optimizer``: with gradient accumulation it
+    has several calls. The first one with a value is not counted, since optimizer state and tuned
+    kernels come with it.
+
+    Raises:
+        ArgumentError: the devices do not count their memory, or one of them repeats.
+    """
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        for device in devices if len(devices) > 1 else ():
+            if not hasattr(torch.get_device_module(device), "max_memory_allocated"):
+                raise ArgumentError(
+                    f"gpu0_bsz='auto' reads how full each device was, which {device} does not "
+                    "count; give a number, or try it inside emulate_devices"
+                )
+        if len(set(devices)) < len(devices):
+            raise ArgumentError(
+                "gpu0_bsz='auto' compares devices, but device_ids repeats one: "
+                f"{', '.join(map(str, devices))}; give a number"
+            )
+        self.devices = devices
+        self.batch_size: int | None = None
+        self.balance: AutoBalance | None = None
+        self._num_ooms: list[int] = []
+        self._is_settling = True
+        # Of the iteration that is under way:
+        self._batch_sizes: set[int] = set()
+        self._peaks: Peaks | None = None
+        self._parameter_ids: frozenset[int] = frozenset()
+        self._has_stepped = False
+        self._num_calls = 0
+
+    @property
+    def gpu0_bsz(self) -> int | None:
+        """The value now, for batches of the size of the last one; None before the first."""
+        if self.balance is None or self.batch_size is None:
+            return None
+        if self._batch_sizes and not self._has_stepped and torch.is_grad_enabled():
+            self.look_for_out_of_memory()
+        return self.balance.gpu0_bsz(self.batch_size)
+
+    def split(self, batch_size: int) -> tuple[int, ...]:
+        """Returns the chunk sizes for a batch."""
+        value = batch_size if self.balance is None else self.balance.gpu0_bsz(batch_size)
+        return split_batch(batch_size, max(1, len(self.devices)), value)
+
+    def begin_call(self, module: nn.Module, batch_size: int) -> str | None:
+        """Looks back at the iteration that ends where this call begins, if one does.
+
+        Returns what the user is to be warned of.
+        """
+        if self.balance is None:
+            self.balance = AutoBalance(
+                [
+                    torch.get_device_module(device).get_device_properties(device).total_memory
+                    for device in self.devices
+                ],
+                smallest_chunk(module),
+            )
+        if self._has_stepped:
+            self._end_iteration(module)
+        if not torch.is_grad_enabled():  # not training
+            return None
+        self.batch_size = batch_size
+        if self._batch_sizes:  # gradients accumulate, or the step before failed
+            self.look_for_out_of_memory()
+        if not self._batch_sizes:
+            self._begin_iteration(module)
+        self._batch_sizes.add(batch_size)
+        self._num_calls += 1
+        if self._num_calls != _PATIENCE or self.balance.is_frozen:
+            return None
+        return (
+            f"gpu0_bsz='auto' has seen no optimizer step in {_PATIENCE} calls of forward, so it "
+            "has nothing to go by: it waits for a torch.optim.Optimizer of the model's parameters; "
+            "give gpu0_bsz a number"
+        )
+
+    def note_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Takes note of an optimizer's step, if it is the model's optimizer."""
+        parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+        if any(id(parameter) in self._parameter_ids for parameter in parameters):
+            self._has_stepped = True
+
+    def look_for_out_of_memory(self, has_failed: bool = False) -> bool:
+        """Ends an iteration in which memory ran out; returns whether the next split differs.
+
+        What ran out in evaluation is nothing to learn from.
+
+        Args:
+            has_failed: whether it is known that memory ran out. cuBLAS and cuDNN, which do not ask
+                torch for theirs, are in none of its counters; it is the fullest device then.
+        """
+        before, self._num_ooms = self._num_ooms, self._count_ooms()
+        if not self._batch_sizes or not torch.is_grad_enabled():
+            return False
+        pairs = enumerate(zip(before, self._num_ooms, strict=True))
+        ran_out = [index for index, (count, now) in pairs if now > count]
+        if has_failed and not ran_out:
+            free_bytes = [torch.get_device_module(d).mem_get_info(d)[0] for d in self.devices]
+            ran_out = [free_bytes.index(min(free_bytes))]
+        if not ran_out:
+            return False
+        assert self.balance is not None
+        batch_size = max(self._batch_sizes)
+        value = self.balance.gpu0_bsz(batch_size)
+        self.balance.out_of_memory(batch_size, ran_out[0])
+        self._batch_sizes, self._peaks, self._is_settling = set(), None, True
+        return self.balance.gpu0_bsz(batch_size) != value
+
+    def _begin_iteration(self, module: nn.Module) -> None:
+        assert self.balance is not None
+        self._parameter_ids = frozenset(id(p) for p in module.parameters() if p.requires_grad)
+        _watching.add(self)
+        _register_hook()
+        if not self.balance.is_frozen or not self._num_ooms:
+            self._num_ooms = self._count_ooms()
+        if not self.balance.is_frozen:
+            self._peaks = Peaks(self.devices)
+
+    def _end_iteration(self, module: nn.Module) -> None:
+        assert self.balance is not None
+        sizes, peaks = self._batch_sizes, self._peaks
+        self._batch_sizes, self._peaks = set(), None
+        self._has_stepped, self._num_calls = False, 0
+        if peaks is None:
+            return
+        if self._is_settling:
+            self._is_settling = False
+            return
+        batch_size = max(sizes)  # of several that accumulate, it makes the peak
+        num_changes = self.balance.num_changes
+        self.balance.observe(
+            Observation(
+                self.split(batch_size), tuple(peaks.of(device)[0] for device in self.devices)
+            ),
+            self._empty_bytes(module),
+            sum(tensor.nbytes for tensor in chain(module.parameters(), module.buffers())),
+        )
+        self._is_settling = self.balance.num_changes > num_changes
+
+    def _empty_bytes(self, module: nn.Module) -> int:
+        """Returns what device 0 holds between iterations, and gradients that will be there."""
+        allocated: int = torch.get_device_module(self.devices[0]).memory_allocated(self.devices[0])
+        return allocated + sum(
+            p.nbytes for p in module.parameters() if p.requires_grad and p.grad is None
+        )
+
+    def _count_ooms(self) -> list[int]:
+        return [
+            torch.get_device_module(device).memory_stats(device).get("num_ooms", 0)
+            for device in self.devices
+        ]
+
+
+_watching: weakref.WeakSet[AutoSplit] = weakref.WeakSet()
+
+
+@functools.cache
+def _register_hook() -> None:
+    def note_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        for split in list(_watching):
+            split.note_step(optimizer)
+
+    register_optimizer_step_post_hook(note_step)

@@ -1,0 +1,67 @@
+"""The arguments of a call and their names, by which ``broadcast`` and errors speak of them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from ..errors import ArgumentError
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional and keyword arguments of a call."""
+
+
+def named_arguments(
+    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> list[tuple[str, Any]]:
+    """Returns the arguments of a call with their names; positional ones have the parameters'."""
+    names: list[str] = []
+    for parameter in parameters(function).values():
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            names.extend(f"{parameter.name}.{i}" for i in range(len(args) - len(names)))
+        elif parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
+            names.append(parameter.name)
+    names.extend(f"inputs.{i}" for i in range(len(names), len(args)))
+    return [*zip(names, args, strict=False), *kwargs.items()]
+
+
+def check_paths(
+    option: str, paths: str | Iterable[str], function: Callable[..., Any]
+) -> frozenset[str]:
+    """Returns dotted paths of arguments of ``function``; one may be given by itself.
+
+    Raises:
+        ArgumentError: a path of ``option`` does not begin with a parameter of ``function``.
+    """
+    paths = frozenset([paths] if isinstance(paths, str) else paths)
+    names = parameters(function)
+    if not names or any(p.kind is p.VAR_KEYWORD for p in names.values()):
+        return paths  # it may take any name
+    for path in paths:
+        if path.split(".")[0] not in (*names, "inputs"):
+            raise ArgumentError(
+                f"{option} names {path!r}, but {_qualified_name(function)} takes {', '.join(names)}"
+            )
+    return paths
+
+
+def parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    """Returns the parameters of a function by name; none where it does not tell."""
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return {}
+
+
+def _qualified_name(function: Callable[..., Any]) -> str:
+    owner = getattr(function, "__self__", None)
+    name = getattr(function, "__name__", repr(function))
+    return name if owner is None else f"{type(owner).__name__}.{name}"
+
+
+def described(function: Callable[..., Any]) -> str:
+    """Returns the name of a function, and where it is written."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    name = getattr(function, "__qualname__", type(function).__name__)
+    return name if code is None else f"{name} ({code.co_filename}:{code.co_firstlineno})"

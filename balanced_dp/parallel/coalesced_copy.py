@@ -1,0 +1,202 @@
+"""Many tensors to other devices, in few pieces."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import compress
+
+import torch
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+from torch.nn.parallel import comm
+
+from ..devices import copy_stream, is_cuda, on_stream, weight_stream
+from .arrivals import Arrivals
+from .scatter_gather import move, move_all
+
+BUCKET_BYTES = 25 * 2**20
+"""What a bucket holds at most, unless it is a single tensor.
+
+Source: ``bucket_cap_mb`` of torch 2.13's ``DistributedDataParallel``.
+"""
+
+LEAST_BYTES = 2**20
+"""What a bucket of weights has room for: each is launched on all devices.
+
+Source: the first bucket of torch 2.13's ``DistributedDataParallel``.
+"""
+
+_NCCL_DTYPES = {
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
+    *(torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool),
+}
+"""What NCCL sends in any version; source: ``to_nccl_data_type`` in torch/csrc/cuda/nccl.cpp."""
+
+_sending = threading.Lock()
+"""Held while weights are sent, as several threads may call models that have the same devices.
+
+NCCL launches on one device after the other, and they wait for each other. If in between a stream
+were made to wait for another one of them, none would end.
+"""
+
+Copies = Mapping[torch.device, Sequence[torch.Tensor]]
+"""For each device, copies of the same tensors in the same order."""
+
+
+def fill_buckets(tensors: Sequence[torch.Tensor], *, of_gradients: bool = True) -> list[list[int]]:
+    """Returns the positions of the tensors of each bucket.
+
+    The tensors of a bucket have one dtype, and at most an eighth of all bytes or ``BUCKET_BYTES``.
+    One that is larger has a bucket of its own, and so has one whose memory is not its elements in
+    order.
+
+    Args:
+        tensors: all on one device.
+        of_gradients: whether the buckets are for gradients. Then a tensor with hooks has one of its
+            own, since autograd would call them with None where a bucket has gradients for others
+            only. Else a bucket has room for ``LEAST_BYTES``.
+    """
+    plain = [_is_plain(tensor) for tensor in tensors]
+    num_bytes = sum(tensor.nbytes for tensor in compress(tensors, plain))
+    bucket_bytes = min(max(num_bytes // 8, 0 if of_gradients else LEAST_BYTES), BUCKET_BYTES)
+    buckets: list[list[int]] = []
+    filling: dict[torch.dtype, list[int]] = {}
+    free_bytes: dict[torch.dtype, int] = {}
+    for position, tensor in enumerate(tensors):
+        kind = tensor.dtype
+        if not plain[position] or (of_gradients and has_hooks(tensor)):
+            buckets.append([position])
+            continue
+        if free_bytes.get(kind, -1) < tensor.nbytes:
+            filling[kind] = []
+            free_bytes[kind] = bucket_bytes
+            buckets.append(filling[kind])
+        filling[kind].append(position)
+        free_bytes[kind] -= tensor.nbytes
+    return buckets
+
+
+def copy_to(
+    devices: Sequence[torch.device],
+    tensors: Sequence[torch.Tensor],
+    arrivals: Arrivals | None = None,
+) -> dict[torch.device, list[torch.Tensor]]:
+    """Returns, for each device, copies of the tensors in their order, also of those already there.
+
+    Between CUDA devices they travel in few pieces, to several of them by NCCL where torch has it.
+
+    Args:
+        devices: where the copies go; none twice.
+        tensors: the tensors to copy; differentiably, unless gradients are off.
+        arrivals: tells by position when they are there. If None, the current streams wait for all.
+    """
+    if not all(map(is_cuda, devices)):
+        return {device: move_all(tensors, device, copy=True) for device in devices}
+    is_recorded = torch.is_grad_enabled()
+    together = [
+        i
+        for i, t in enumerate(tensors)
+        if _is_plain(t)
+        and is_cuda(t.device)
+        and t.device not in devices
+        and t.dtype in _NCCL_DTYPES
+        and not (is_recorded and t.requires_grad)
+    ]
+    copies = {device: list(tensors) for device in devices}
+    for i in set(range(len(tensors))).difference(together):
+        for device, own in copies.items():
+            own[i] = move(tensors[i], device, copy=True)
+    if together and devices:
+        transfers = Arrivals() if arrivals is None else arrivals
+        _send(tensors, together, copies, transfers)
+        if arrivals is None:
+            transfers.join()
+    return copies
+
+
+@torch.no_grad()
+def _send(
+    tensors: Sequence[torch.Tensor],
+    positions: Sequence[int],
+    copies: Mapping[torch.device, list[torch.Tensor]],
+    arrivals: Arrivals,
+) -> None:
+    """Sets the copies at these positions. Those of a bucket share memory."""
+    home = tensors[positions[0]].device
+    filled = fill_buckets([tensors[i] for i in positions], of_gradients=False)
+    buckets = [[positions[i] for i in bucket] for bucket in filled]
+    pieces = [_empty_pieces([tensors[i] for i in bucket], copies) for bucket in buckets]
+    with _sending, contextlib.ExitStack() as stack:
+        stack.push(lambda kind, *_: arrivals.join() if kind else None)  # the pieces will be freed
+        arrivals.expect([home, *copies])
+        for device in (home, *copies):
+            stack.enter_context(on_stream(weight_stream(device)))
+        for bucket, there in zip(buckets, pieces, strict=True):
+            originals = [tensors[i] for i in bucket]
+            piece = _flatten_dense_tensors(originals)
+            if len(there) == 1:
+                there[0].copy_(piece, non_blocking=True)
+            else:
+                comm.broadcast(piece, out=there)
+            arrivals.note(bucket)
+            for own, flat in zip(copies.values(), there, strict=True):
+                parts = _unflatten_dense_tensors(flat, originals)
+                for i, part in zip(bucket, parts, strict=True):
+                    own[i] = part.data  # a tensor of its own, with a version of its own
+
+
+def _empty_pieces(
+    originals: Sequence[torch.Tensor], devices: Iterable[torch.device]
+) -> list[torch.Tensor]:
+    """Returns for each device an uninitialized tensor with as many elements as all originals."""
+    size = sum(tensor.numel() for tensor in originals)
+    return [torch.empty(size, dtype=originals[0].dtype, device=device) for device in devices]
+
+
+def bring_to(
+    device: torch.device, gradients: Sequence[torch.Tensor | None]
+) -> list[torch.Tensor | None]:
+    """Returns the gradients of a bucket on ``device``. Differentiable.
+
+    Dense ones travel to a CUDA device in one piece, beside what it computes: they are on a stream
+    of their own there, and the current one of where they were comes after it.
+    """
+    source = next((g.device for g in gradients if g is not None), device)
+    if not is_cuda(device) or not is_cuda(source):
+        return [None if g is None else move(g, device) for g in gradients]
+    with on_stream(copy_stream(device)):
+        dense = [g for g in gradients if g is not None and g.layout is torch.strided]
+        sent = _in_one_piece(dense, device)
+        if len(dense) > 1 and not torch.is_grad_enabled():  # as it is under create_graph
+            # A view that becomes a .grad would keep the memory of all.
+            own = [torch.empty_like(view) for view in sent]
+            torch._foreach_copy_(own, list(sent))
+            sent = own
+        parts = iter(sent)
+        brought = [
+            None if g is None else next(parts) if g.layout is torch.strided else move(g, device)
+            for g in gradients
+        ]
+    torch.get_device_module(source).current_stream(source).wait_stream(copy_stream(device))
+    return brought
+
+
+def _in_one_piece(tensors: Sequence[torch.Tensor], device: torch.device) -> Sequence[torch.Tensor]:
+    """Returns the dense tensors, alike in dtype, on ``device``, as views of one that was sent."""
+    if len(tensors) < 2:
+        return move_all(tensors, device)
+    flat = move(_flatten_dense_tensors(tensors), device)
+    parts: Sequence[torch.Tensor] = _unflatten_dense_tensors(flat, tensors)
+    return parts
+
+
+def has_hooks(tensor: torch.Tensor) -> bool:
+    """Returns whether anybody is told of the gradient of a tensor."""
+    return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    is_wrapper = hasattr(tensor, "__tensor_flatten__")
+    is_dense = tensor.layout is torch.strided and tensor.is_contiguous()
+    return is_dense and not is_wrapper and not tensor.is_neg()

@@ -1,0 +1,196 @@
+"""The loss, computed on each device from its own chunk, as if it were of the whole batch."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.nn.utils.rnn import pad_sequence
+
+from ..errors import ArgumentTypeError
+from .call_inputs import check_paths
+from .losses.join import ChunkLosses, Looks
+from .parallel_apply import parallel_apply
+from .per_device import PerDevice
+from .replicate import Replicator
+from .scatter_gather import gather, scatter, scatter_arguments
+
+
+class BalancedCriterion(nn.Module):
+    """A criterion whose value and gradients are those of the whole batch, computed in chunks.
+
+    It is called with the ``PerDevice`` that a model with ``gather=False`` returns, and the
+    targets of the whole batch. Each device computes the loss of its own chunk, so that what the
+    model returns, such as the logits of a vocabulary, never gathers on one device. How the losses
+    of the chunks join is read from how they were computed: a mean is weighted by what it is over
+    (entries, or the targets that cross entropy counts), sums add up, rows are joined. What that
+    cannot make exact, such as the square root of a mean, is warned of. Anything but a
+    ``PerDevice`` goes to ``criterion`` as it is, so that the same line serves a bare model.
+
+    Outputs, targets and losses may be nested: tuples, dictionaries, dataclasses; a target may be
+    another ``PerDevice``.
+
+    Args:
+        criterion: the loss of output and targets, a module or a function. A module's parameters
+            are trained and its buffers kept, as those of a replicated model.
+        loss_weight: what the loss of a chunk weighs, as in ``BalancedDataParallel``.
+        broadcast: dotted paths of targets that go whole to each device, by the names of the
+            criterion's parameters.
+        split: dotted paths of lists, tuples and arrays with an entry for each sample.
+
+    Shape:
+        - Outputs: a ``PerDevice`` of what ``criterion`` takes for a chunk.
+        - Targets: tensors of ``(N, *)``, with N at the model's ``dim``, on any device; for
+          ``CTCLoss`` with N first, or one after the other, as it takes them.
+        - Loss: 0-dim, or what ``criterion`` gives of the batch, on the model's output device.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: an argument cannot be used.
+        ScatterError, GatherError: on a call, a target cannot be cut or the losses not joined.
+
+    Warns:
+        BalanceWarning: once for each output, where its value need not be that of the whole batch.
+
+    Examples:
+        >>> from balanced_dp import BalancedDataParallel
+        >>> model = BalancedDataParallel(1, torch.nn.Linear(4, 3), ["cpu", "cpu"], gather=False)
+        >>> criterion = BalancedCriterion(torch.nn.CrossEntropyLoss(ignore_index=0))
+        >>> criterion(model(torch.ones(8, 4)), torch.arange(8) % 3).shape
+        torch.Size([])
+    """
+
+    def __init__(
+        self,
+        criterion: Callable[..., Any],
+        *,
+        loss_weight: Callable[..., Any] | str | None = None,
+        broadcast: Iterable[str] = (),
+        split: Iterable[str] = (),
+    ) -> None:
+        super().__init__()
+        self.criterion = as_module(criterion)
+        if (
+            loss_weight is not None
+            and not callable(loss_weight)
+            and not isinstance(loss_weight, str)
+        ):
+            raise ArgumentTypeError(
+                f"loss_weight must be a function or the name of an argument, got {loss_weight!r}"
+            )
+        self.loss_weight = loss_weight
+        self.broadcast = check_paths("broadcast", broadcast, self.criterion.forward)
+        self.split = check_paths("split", split, self.criterion.forward)
+        self._looks = Looks()
+        self._replicator = Replicator()
+
+    def forward(self, outputs: Any, *targets: Any, **kwargs: Any) -> Any:
+        """Returns the loss of the whole batch."""
+        if not isinstance(outputs, PerDevice):
+            return self.criterion(outputs, *targets, **kwargs)
+        dim = outputs.dim
+        if isinstance(self.criterion, nn.CTCLoss):
+            targets, kwargs, dim = _ctc_targets(*targets, **kwargs), {}, 0
+        forward = self.criterion.forward
+        arguments = scatter_arguments(
+            forward,
+            (outputs, *targets),
+            kwargs,
+            outputs.devices,
+            outputs.chunk_sizes,
+            dim,
+            self.broadcast,
+            self.split,
+            self._looks.warned,
+        )
+        losses = ChunkLosses(
+            self._looks,
+            forward,
+            outputs.chunk_sizes or [1],
+            outputs.dim,
+            arguments,
+            self.loss_weight,
+        )
+        replicas = self._replicator.replicate(self.criterion, outputs.devices)
+        _cut_weights_of_samples(replicas, outputs)
+        with losses.observed(), self._replicator.running(self.criterion, replicas):
+            results = parallel_apply(
+                replicas, arguments, outputs.devices, outputs.chunk_sizes, outputs.workers
+            )
+        losses.settle(results)
+        return gather(results, outputs.output_device, dim, "auto", outputs.chunk_sizes, losses)
+
+
+_WITH_OTHER_ARGUMENTS: dict[Callable[..., Any], type[nn.Module]] = {
+    functional.binary_cross_entropy: nn.BCELoss,
+    functional.binary_cross_entropy_with_logits: nn.BCEWithLogitsLoss,
+    functional.ctc_loss: nn.CTCLoss,
+}
+"""Functions whose arguments are not all cut alike, and modules that do the same."""
+
+
+def as_module(criterion: Any) -> nn.Module:
+    """Returns a criterion as a module.
+
+    Raises:
+        ArgumentTypeError: it is neither a module nor a function.
+    """
+    if isinstance(criterion, types.MethodType) and criterion.__name__ == "forward":
+        criterion = criterion.__self__
+    if isinstance(criterion, nn.Module):
+        return criterion
+    if not callable(criterion):
+        raise ArgumentTypeError(f"criterion must be a module or a function, got {criterion!r}")
+    function, options = criterion, {}
+    if isinstance(criterion, functools.partial) and not criterion.args:
+        function, options = criterion.func, criterion.keywords
+    if isinstance(function, types.FunctionType) and function in _WITH_OTHER_ARGUMENTS:
+        return _WITH_OTHER_ARGUMENTS[function](**options)
+    return _Function(function, options) if options else _Function(criterion, {})
+
+
+class _Function(nn.Module):
+    """A function as a module; tensors among its options go to each device, as buffers do."""
+
+    def __init__(self, function: Callable[..., Any], options: Mapping[str, Any]) -> None:
+        super().__init__()
+        self._options = {n: v for n, v in options.items() if not isinstance(v, torch.Tensor)}
+        self._tensors = [name for name in options if name not in self._options]
+        for name in self._tensors:
+            self.register_buffer(f"_{name}", options[name], persistent=False)
+        self.function = function
+        if not options:
+            object.__setattr__(self, "forward", function)  # its parameters have its names
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns what the function does of these arguments and its options."""
+        tensors = {name: getattr(self, f"_{name}") for name in self._tensors}
+        return self.function(*args, **{**self._options, **tensors, **kwargs})
+
+
+def _cut_weights_of_samples(replicas: Sequence[nn.Module], outputs: PerDevice) -> None:
+    """Gives each replica its part of a weight that binary cross entropy has for each sample."""
+    criterion, output, sizes = replicas[0], outputs[0], outputs.chunk_sizes
+    if not isinstance(criterion, nn.BCELoss | nn.BCEWithLogitsLoss) or sizes is None:
+        return
+    weight, dim = criterion.weight, outputs.dim
+    if weight is None or not isinstance(output, torch.Tensor) or weight.dim() != output.dim():
+        return
+    if weight.dim() and weight.size(dim) == sum(sizes):
+        parts = scatter([("weight", weight)], outputs.devices, sizes, dim)
+        for replica, [part] in zip(replicas, parts, strict=True):
+            replica.weight = part
+
+
+def _ctc_targets(
+    targets: torch.Tensor, input_lengths: Any, target_lengths: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns the arguments of ``CTCLoss`` after its first, as tensors of one row a sample."""
+    lengths = torch.as_tensor(target_lengths)
+    if targets.dim() == 1:
+        targets = pad_sequence(targets.split(lengths.tolist()), batch_first=True)
+    return targets, torch.as_tensor(input_lengths), lengths

@@ -1,0 +1,234 @@
+"""Note how losses are computed where autograd keeps no graph of it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from .counted import MEAN, SUM, counted_loss
+
+ResultT = TypeVar("ResultT")
+
+_OPERATORS = {
+    **dict.fromkeys(("add", "radd", "iadd"), "Add"),
+    **dict.fromkeys(("sub", "isub", "subtract"), "Sub"),
+    **dict.fromkeys(("mul", "rmul", "imul", "multiply"), "Mul"),
+    **dict.fromkeys(("div", "truediv", "itruediv", "true_divide", "divide"), "Div"),
+    **dict.fromkeys(("neg", "negative"), "Neg"),
+    **dict.fromkeys(("float", "double", "half", "bfloat16", "to", "type", "type_as"), "ToCopy"),
+    **dict.fromkeys(("cpu", "cuda", "detach", "clone", "contiguous", "requires_grad"), "Clone"),
+    **dict.fromkeys(("squeeze", "view", "reshape", "flatten", "ravel"), "View"),
+    "rsub": "Rsub",
+    "mean": "Mean",
+    "sum": "Sum",
+    "stack": "Stack",
+    "getitem": "Index",
+    "masked_select": "Index",
+}
+_TINY = 1e-6
+"""What may be added to a denominator without a word."""
+
+_ARITHMETIC = ("Add", "Sub", "Rsub", "Mul", "Div")
+_JOINING = ("Sum", "Mean", "Stack", "Index")
+_BATCHMEAN = 3
+_REDUCTIONS = {"mean": MEAN, "sum": SUM, "batchmean": _BATCHMEAN}
+
+
+class Call:
+    """A call of a function of torch, in the shape of a node of autograd.
+
+    Args:
+        operator: the name that autograd has for it.
+        shape: of its output.
+        inputs: the calls that computed its operands, or where that is not known, the operands.
+        saved: what autograd would have saved.
+
+    Attributes:
+        output: the tensor.
+        made_of: a count that ``finish`` has made a denominator of.
+    """
+
+    output: torch.Tensor | None = None
+    made_of: torch.Tensor
+    finish: Callable[[torch.Tensor], torch.Tensor] | None = None
+
+    def __init__(self, operator: str, shape: torch.Size, inputs: Any = (), **saved: Any) -> None:
+        self.operator = operator
+        self.shape = shape
+        self.next_functions = tuple((item, 0) for item in inputs)
+        vars(self).update(saved)
+
+    @property
+    def _input_metadata(self) -> tuple[Call]:
+        return (self,)
+
+    def name(self) -> str:
+        """Return the name of the operator."""
+        return self.operator
+
+    def without_views(self) -> Call:
+        """Return the call whose value this one has in another type or shape."""
+        call = self
+        while call.operator in ("ToCopy", "Clone", "View") and call.next_functions[0][0]:
+            call = call.next_functions[0][0]
+        return call
+
+
+Calls = dict[int, Call]
+"""By the identity of its output, which it keeps alive: each call that may be part of a loss."""
+
+_calls: ContextVar[Calls | None] = ContextVar("calls", default=None)
+
+
+@contextlib.contextmanager
+def noting(is_on: bool) -> Iterator[Calls]:
+    """Yield a dictionary of the calls that functions given to ``noted`` make in this context."""
+    calls: Calls = {}
+    token = _calls.set(calls if is_on else None)
+    try:
+        yield calls
+    finally:
+        _calls.reset(token)
+
+
+def noted(function: Callable[[], ResultT]) -> Callable[[], ResultT]:
+    """Return the function, whose calls are noted if its context wants them to be."""
+
+    def run() -> ResultT:
+        calls = _calls.get()
+        if calls is None:
+            return function()
+        with _Notes(calls):
+            return function()
+
+    return run
+
+
+class _Notes(TorchFunctionMode):
+    def __init__(self, calls: Calls) -> None:
+        super().__init__()
+        self._calls = calls
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        output = function(*args, **kwargs)
+        # What is compiled has no calls of its own.
+        if isinstance(output, torch.Tensor) and not torch.compiler.is_dynamo_compiling():
+            name = getattr(function, "__name__", "").strip("_")
+            operator = _OPERATORS.get(name, name)
+            # Only what may be part of a loss, since it is kept alive.
+            operands = _operands(args, kwargs)
+            if not output.dim() or (operator in _JOINING and _joins_rows(operator, operands)):
+                inputs = self._inputs(operator, operands)
+                saved = _saved(operator, function, operands, args, kwargs)
+                if saved.get("_saved_reduction") == _BATCHMEAN:
+                    saved = {"_saved_other": float(operands[0].size(0))}
+                    inputs = [Call(operator, output.shape, inputs, _saved_reduction=SUM), None]
+                    operator = "Div"
+                call = Call(operator, output.shape, inputs, output=output, **saved)
+                self._calls[id(output)] = call
+                counted = counted_loss(output)
+                if counted is not None and counted.call is None:  # not what is added in place
+                    counted.call = call
+        return output
+
+    def _inputs(self, operator: str, operands: list[Any]) -> list[Call | None]:
+        if operator == "Stack":
+            operands = operands[0]
+        elif operator in _ARITHMETIC:
+            operands = operands[:2]
+        elif operator in _JOINING:
+            operands = operands[:1]
+        inputs = [self._input(operand) for operand in operands]
+        if operator == "Div":
+            inputs[1:] = [None]  # a mean over it, with or without a gradient
+        return inputs
+
+    def _input(self, operand: Any) -> Call | None:
+        if not isinstance(operand, torch.Tensor):
+            return None
+        if id(operand) in self._calls:
+            return self._calls[id(operand)]
+        is_leaf = isinstance(operand, nn.Parameter) or not operand.dim()
+        return Call("AccumulateGrad" if is_leaf else "data", operand.shape)
+
+
+def _finished(function: Any, count: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    return {"made_of": count, "finish": lambda whole: function(whole, *args, **kwargs)}
+
+
+def _operands(args: Any, kwargs: Mapping[str, Any]) -> list[Any]:
+    """Return the arguments, tensors by the names of operands before what else has a name."""
+    names = [
+        name for name in ("input", "tensors", "other", "dim", "axis", "mask") if name in kwargs
+    ]
+    return [*args, *(kwargs[name] for name in names), *(kwargs[n] for n in kwargs.keys() - names)]
+
+
+def _dims(operands: list[Any]) -> tuple[int, ...] | None:
+    dims = operands[1] if len(operands) > 1 else None
+    if isinstance(dims, int) and not isinstance(dims, bool):
+        return (dims,)
+    return tuple(dims) if isinstance(dims, list | tuple) else None
+
+
+def _joins_rows(operator: str, operands: list[Any]) -> bool:
+    if operator == "Stack":
+        return not any(tensor.dim() for tensor in operands[0])
+    if operator == "Index":
+        index = operands[1] if isinstance(operands[1], tuple) else (operands[1],)
+        return any(isinstance(item, torch.Tensor) for item in index)
+    return 0 in (_dims(operands) or ())
+
+
+def _saved(
+    operator: str, function: Any, operands: list[Any], args: Any, kwargs: Any
+) -> dict[str, Any]:
+    """Return what autograd would have saved."""
+    if operator in ("Sum", "Mean"):
+        return {"_saved_self_sym_sizes": operands[0].shape, "_saved_dim": _dims(operands)}
+    if operator in ("Mul", "Div"):
+        return {"_saved_self": operands[0], "_saved_other": operands[1]}
+    if operator in _ARITHMETIC:
+        saved = {"_saved_alpha": kwargs.get("alpha", 1)}
+        is_in_place = getattr(function, "__name__", "") in ("add_", "__iadd__")
+        if (
+            operator == "Add"
+            and not is_in_place
+            and isinstance(operands[1], float | int)
+            and operands[1] > _TINY
+        ):
+            saved |= _finished(function, operands[0], operands[1])
+        return saved
+    if args and getattr(function, "__name__", "") in ("clamp", "clamp_min", "clip"):
+        return _finished(function, *args, **kwargs)  # in place, the count would be gone
+    reduction = _reduction(function, args, kwargs)
+    return {} if reduction is None else {"_saved_reduction": _REDUCTIONS.get(reduction, 0)}
+
+
+@functools.cache
+def _signature(function: Any) -> inspect.Signature | None:
+    try:
+        return inspect.signature(function)
+    except (TypeError, ValueError):
+        return None
+
+
+def _reduction(function: Any, args: Any, kwargs: Any) -> str | None:
+    """Return the reduction of a loss function of torch, None of any other function."""
+    signature = _signature(function)
+    if signature is None or "reduction" not in signature.parameters:
+        return None
+    bound = signature.bind(*args, **kwargs)
+    bound.apply_defaults()
+    return str(bound.arguments["reduction"])

@@ -1,0 +1,254 @@
+"""Running each replica on its chunk, in one thread for each device."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+
+from .call_inputs import Arguments
+from .losses.calls import noted
+
+
+def parallel_apply(
+    functions: Sequence[Callable[..., Any]],
+    arguments: Sequence[Arguments],
+    devices: Sequence[torch.device],
+    chunk_sizes: Sequence[int] | None = None,
+    workers: Workers | None = None,
+) -> list[Any]:
+    """Calls ``functions[i]`` with ``arguments[i]`` and ``devices[i]`` current; returns the results.
+
+    The first device's calls run in the calling thread, those of each other device in a thread of
+    its own, and calls on one device one after another: they share its random number generator,
+    which activation checkpointing rewinds. Each call has the caller's grad mode, inference mode,
+    autocast (device type, dtype and cache setting) and current streams, and with several devices a
+    copy of its context variables.
+
+    Args:
+        functions: what to call.
+        arguments: of each.
+        devices: one for each call; a device may repeat.
+        chunk_sizes: how many samples each has; an exception gets a note with that.
+        workers: the threads; without, the call has threads of its own.
+
+    Raises:
+        BaseException: what the first of the failed calls raised, itself, when all have ended.
+        KeyboardInterrupt: when all have ended; a second one does not wait for ``workers``.
+    """
+    state = ThreadState.of_caller(devices)
+    results: dict[int, Any] = {}
+    errors: dict[int, BaseException] = {}
+    jobs: dict[torch.device, dict[int, Callable[[], Any]]] = {}
+    for index, (device, function) in enumerate(zip(devices, functions, strict=True)):
+        args, kwargs = arguments[index]
+        call = noted(functools.partial(function, *args, **kwargs))
+        jobs.setdefault(device, {})[index] = call
+    (first, first_job), *others = jobs.items()
+    with _reserved(workers) as threads:
+        futures: list[Future[None]] = []
+        try:
+            for device, job in others:
+                work = functools.partial(_work, job, device, state, results, errors)
+                # Each in a copy of its own: a context cannot be entered twice at a time.
+                run = functools.partial(contextvars.copy_context().run, work)
+                futures.append(threads.submit(device, run))
+            work = functools.partial(_work, first_job, first, state, results, errors)
+            contextvars.copy_context().run(work) if others else work()
+            wait(futures)
+        except BaseException:  # the replicas still work on the caller's tensors
+            wait(futures)
+            raise
+    if errors:
+        index = min(errors)
+        error = errors[index]
+        add_note(error, _describe(index, devices, chunk_sizes))
+        try:
+            raise error
+        finally:
+            # The traceback holds this frame and the worker's, so these must not hold the error:
+            # memory of the failed calls would wait for the garbage collector.
+            errors.clear()
+            results.clear()
+            del error
+    outputs = [results[index] for index in range(len(functions))]
+    results.clear()  # a thread may refer to it a moment longer
+    return outputs
+
+
+def _work(
+    job: dict[int, Callable[[], Any]],
+    device: torch.device,
+    state: ThreadState,
+    results: dict[int, Any],
+    errors: dict[int, BaseException],
+) -> None:
+    try:
+        for index, call in job.items():
+            try:
+                with state.restored(device):
+                    results[index] = call()
+            except BaseException as error:
+                errors[index] = error
+                return
+    finally:
+        job.clear()
+
+
+class Workers:
+    """Threads that wait for calls: one for each device, started when it is first needed.
+
+    They end with ``close``, or when nobody refers to this object any more. A process that was
+    forked starts its own.
+    """
+
+    def __init__(self) -> None:
+        self._workers: dict[torch.device, _Worker] = {}
+        self._pid = os.getpid()
+        self.in_use = threading.Lock()
+        """Held by the call that uses them."""
+
+    def __reduce__(self) -> tuple[type[Workers], tuple[()]]:
+        return Workers, ()  # a copy of the model has its own
+
+    def submit(self, device: torch.device, work: Callable[[], None]) -> Future[None]:
+        """Run ``work`` in the thread of ``device``, and return a Future.
+
+        It is always the same thread: torch keeps library handles, and their memory, for each of a
+        device's threads.
+        """
+        if self._pid != os.getpid():  # forked, without the threads
+            self._workers, self._pid = {}, os.getpid()
+        if device not in self._workers:
+            self._workers[device] = _Worker(f"replicas on {device}")
+        return self._workers[device].submit(work)
+
+    def close(self) -> None:
+        """Ends the threads. A later call starts new ones."""
+        while self._workers:
+            _, worker = self._workers.popitem()
+            worker.close()
+
+
+class _Worker:
+    """A thread that does one piece of work after the other.
+
+    A ``ThreadPoolExecutor`` refuses work once the main thread has ended, while others still train.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._queue: SimpleQueue[Any] = SimpleQueue()
+        self._thread = threading.Thread(target=_serve, args=(self._queue,), name=name, daemon=True)
+        self._thread.start()
+        weakref.finalize(self, self._queue.put, None).atexit = False
+
+    def submit(self, work: Callable[[], None]) -> Future[None]:
+        """Run ``work`` in the thread, and return a Future."""
+        done: Future[None] = Future()
+        self._queue.put((work, done))
+        return done
+
+    def close(self) -> None:
+        """Ends the thread when it has done what it has to."""
+        self._queue.put(None)
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+
+
+def _serve(queue: SimpleQueue[Any]) -> None:
+    while (item := queue.get()) is not None:
+        work, done = item
+        work()
+        done.set_result(None)
+        del item, work, done
+
+
+@contextlib.contextmanager
+def _reserved(workers: Workers | None) -> Iterator[Workers]:
+    """Gives threads that no other call uses: ``workers``, unless one does."""
+    if workers is not None and workers.in_use.acquire(blocking=False):
+        try:
+            yield workers
+        finally:
+            workers.in_use.release()
+    else:
+        with contextlib.closing(Workers()) as own:
+            yield own
+
+
+def _describe(
+    index: int, devices: Sequence[torch.device], chunk_sizes: Sequence[int] | None
+) -> str:
+    """Returns where a replica is, and what it has."""
+    where = f"in replica {index} on {devices[index]}"
+    if chunk_sizes is None:
+        return where
+    return f"{where}, with {chunk_sizes[index]} of the batch's {sum(chunk_sizes)} samples"
+
+
+@dataclass(frozen=True, slots=True)
+class ThreadState:
+    """What torch keeps for each thread, to be carried from one to another."""
+
+    grad_enabled: bool
+    inference_mode: bool
+    autocasts: list[dict[str, Any]]
+    streams: dict[torch.device, torch.Stream]
+
+    @classmethod
+    def of_caller(cls, devices: Sequence[torch.device]) -> ThreadState:
+        """Returns the state of the calling thread, as far as it concerns ``devices``."""
+        types = {"cpu", *(device.type for device in devices)}
+        accelerator = torch.accelerator.current_accelerator()
+        return cls(
+            grad_enabled=torch.is_grad_enabled(),
+            inference_mode=torch.is_inference_mode_enabled(),
+            autocasts=[
+                {
+                    "device_type": device_type,
+                    "dtype": torch.get_autocast_dtype(device_type),
+                    "cache_enabled": torch.is_autocast_cache_enabled(),
+                }
+                for device_type in types
+                if torch.amp.is_autocast_available(device_type)
+                and torch.is_autocast_enabled(device_type)
+            ],
+            streams={
+                device: torch.accelerator.current_stream(device)
+                for device in devices
+                if accelerator is not None and device.type == accelerator.type
+            },
+        )
+
+    @contextlib.contextmanager
+    def restored(self, device: torch.device) -> Iterator[None]:
+        """Gives the thread this state, with ``device`` as the current one."""
+        module = torch.get_device_module(device)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(self.inference_mode))
+            stack.enter_context(torch.set_grad_enabled(self.grad_enabled))
+            for autocast in self.autocasts:
+                stack.enter_context(torch.autocast(**autocast))
+            if hasattr(module, "device"):  # the CPU has no current device
+                stack.enter_context(module.device(device))
+            if device in self.streams:
+                stack.enter_context(self.streams[device])
+            yield
+
+
+def add_note(error: BaseException, note: str) -> None:
+    """Adds ``note`` to what a traceback shows of ``error``."""
+    if hasattr(error, "add_note"):
+        error.add_note(note)
+    else:  # Python 3.10
+        error.args = (f"{error}\n{note}",)

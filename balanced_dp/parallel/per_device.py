@@ -1,0 +1,149 @@
+"""The outputs of the replicas, left on the devices that computed them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from .losses.join import ChunkLosses, Looks
+from .parallel_apply import Workers, parallel_apply
+from .scatter_gather import ScalarOutputs, Scattered, gather, scatter_arguments
+
+_REMEDY = (
+    "it holds one output for each device; compute the loss with BalancedCriterion, use map, or "
+    "gather() it"
+)
+
+
+class PerDevice(Scattered):
+    """One output for each device that had samples: what a call returns with ``gather=False``.
+
+    A sequence: ``len``, indices, slices and loops give the outputs themselves.
+
+    Args:
+        outputs: the output of each replica, on its device.
+        devices: the device of each.
+        chunk_sizes: how many samples each had; None where nothing was cut.
+        output_device: where results are joined.
+        dim: the batch dimension.
+        scalar_outputs: what ``gather`` makes of 0-dim outputs.
+        losses: what is known of them.
+        workers: the model's threads, which compute the loss and ``map``; without, these calls
+            have threads of their own.
+
+    ``devices``, ``chunk_sizes``, ``output_device``, ``dim`` and ``workers`` are attributes, too.
+
+    Raises:
+        ScatterError, GatherError: its methods, where arguments cannot be cut or results not joined.
+
+    Examples:
+        >>> from balanced_dp import BalancedDataParallel
+        >>> model = torch.nn.Linear(4, 2)
+        >>> outputs = BalancedDataParallel(2, model, ["cpu", "cpu"], gather=False)(torch.ones(8, 4))
+        >>> outputs.chunk_sizes, outputs[1].shape
+        ((2, 6), torch.Size([6, 2]))
+        >>> outputs.map(lambda logits: logits.argmax(-1)).shape
+        torch.Size([8])
+    """
+
+    def __init__(
+        self,
+        outputs: Sequence[Any],
+        devices: Sequence[torch.device],
+        chunk_sizes: Sequence[int] | None,
+        *,
+        output_device: torch.device,
+        dim: int = 0,
+        scalar_outputs: ScalarOutputs = "auto",
+        losses: ChunkLosses | None = None,
+        workers: Workers | None = None,
+    ) -> None:
+        self._outputs = tuple(outputs)
+        self.devices = tuple(devices)
+        self.chunk_sizes = None if chunk_sizes is None else tuple(chunk_sizes)
+        self.output_device = output_device
+        self.dim = dim
+        self.workers = workers
+        self._scalar_outputs: ScalarOutputs = scalar_outputs
+        self._losses = losses
+
+    def __len__(self) -> int:
+        return len(self._outputs)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, str):
+            raise TypeError(f"PerDevice has no item {index!r}: {_REMEDY}")
+        return self._outputs[index]
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"PerDevice has no attribute {name!r}: {_REMEDY}")
+
+    @classmethod
+    def __torch_function__(cls, function: Any, *_: Any) -> Any:
+        """Refuses to be taken for a tensor."""
+        raise TypeError(f"{function.__name__} takes tensors, but got a PerDevice: {_REMEDY}")
+
+    def __repr__(self) -> str:
+        devices = ", ".join(map(str, self.devices))
+        return f"PerDevice(devices=({devices}), chunk_sizes={self.chunk_sizes})"
+
+    def gather(self) -> Any:
+        """Returns the outputs joined on ``output_device``, as a call without ``gather=False``.
+
+        Raises:
+            GatherError: the outputs differ in structure.
+        """
+        return gather(
+            self._outputs,
+            self.output_device,
+            self.dim,
+            self._scalar_outputs,
+            self.chunk_sizes,
+            self._losses,
+        )
+
+    def map(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        scalar_outputs: ScalarOutputs = "auto",
+        **kwargs: Any,
+    ) -> Any:
+        """Returns ``function(output, *args, **kwargs)``, computed for each output, and joined.
+
+        For metrics that are small where the outputs are large: ``outputs.map(num_right, labels,
+        scalar_outputs="sum")``. Without gradients, wrap it in ``torch.no_grad()``.
+
+        Args:
+            function: called in parallel, once for each output. What it returns for ``n`` samples
+                has a batch dimension of ``n``, or is 0-dim.
+            *args: what else it takes; tensors are cut as the batch was.
+            **kwargs: the same by keyword.
+            scalar_outputs: what becomes of 0-dim results: the value of the whole batch
+                (``"auto"``), their ``"mean"``, weighted by chunk size, their ``"sum"``, or all of
+                them, as a vector (``"stack"``).
+
+        Raises:
+            ScatterError: an argument cannot be cut as the batch was.
+            GatherError: the results differ in structure, or are unequal numbers without a mean.
+        """
+        arguments = scatter_arguments(
+            function, (self, *args), kwargs, self.devices, self.chunk_sizes, self.dim
+        )
+        losses = ChunkLosses(
+            Looks(),
+            function,
+            self.chunk_sizes or [1],
+            self.dim,
+            arguments,
+            is_auto=scalar_outputs == "auto",
+        )
+        with losses.observed():
+            results = parallel_apply(
+                [function] * len(self), arguments, self.devices, self.chunk_sizes, self.workers
+            )
+        return gather(
+            results, self.output_device, self.dim, scalar_outputs, self.chunk_sizes, losses
+        )

@@ -1,0 +1,165 @@
+"""Reports as JSON files, and those that pytest-benchmark writes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from ..errors import ArgumentError, ReportError
+from ..tuning.report_types import SCHEMA, Origin, Report
+from ..tuning.step_benchmark import Measurement
+from ..tuning.tuner import report_of_measurements
+
+_REPORT = TypeAdapter(Report)
+_MEASUREMENT = TypeAdapter(Measurement)
+
+BENCHMARK_KEY = "balanced_dp"
+"""Under this key of a benchmark's ``extra_info`` is what a report is made of."""
+
+
+def report_json(report: Report) -> str:
+    """Returns the report as JSON; sizes are integers in bytes, lists in the order of devices."""
+    return _REPORT.dump_json(report, indent=2).decode() + "\n"
+
+
+def save_report(report: Report, path: str | Path) -> None:
+    """Writes the report as JSON, whole or not at all."""
+    write_atomically(Path(path), report_json(report))
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Writes a file so that others see the old one or the new one and nothing between.
+
+    Raises:
+        ArgumentError: there is no such folder, or it cannot be written to.
+    """
+    path = path.resolve()  # what a link points to, and not the link
+    beside = path.with_name(f".balanced-dp.{os.getpid()}.tmp")
+    try:
+        if path.exists() and not path.is_file():  # a pipe or a terminal
+            path.write_text(text, encoding="utf-8")
+            return
+        with beside.open("x", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+    except OSError as error:
+        beside.unlink(missing_ok=True)
+        raise ArgumentError(f"{path} cannot be written: {error.strerror}") from None
+
+
+def load_reports(path: str | Path) -> tuple[Report, ...]:
+    """Returns the reports of a file: one, or of pytest-benchmark's JSON one for each workload.
+
+    Args:
+        path: a file that ``save_report`` or ``pytest --benchmark-json`` wrote.
+
+    Raises:
+        ReportError: the file cannot be read, is cut off, is of another kind or another version.
+    """
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ReportError(f"{path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ReportError(f"{path} is no report: it is not text") from None
+    except (ValueError, RecursionError) as error:
+        raise ReportError(f"{path} is no report, or one that is cut off: {error}") from None
+    if isinstance(content, dict) and "benchmarks" in content and "machine_info" in content:
+        try:
+            return _of_benchmarks(path, content)
+        except (AttributeError, KeyError, TypeError) as error:
+            raise ReportError(
+                f"{path} is no sweep of this version: {type(error).__name__} {error}"
+            ) from None
+    if not isinstance(content, dict) or not {"schema", "plan", "measurements"} <= content.keys():
+        raise ReportError(
+            f"{path} is JSON, but no report of balanced-dp and none of pytest-benchmark"
+        )
+    if type(content["schema"]) is not int or content["schema"] != SCHEMA:
+        raise ReportError(
+            f"{path} has version {content['schema']!r} of a report's fields, and this balanced-dp "
+            f"reads version {SCHEMA}; read it with the balanced-dp that wrote it, or tune again"
+        )
+    report: Report = _validated(_REPORT, content, path)
+    _check_consistent(report, path)
+    return (report,)
+
+
+def _check_consistent(report: Report, path: str | Path) -> None:
+    """Raises ReportError where figures contradict each other: words and plots rely on them."""
+    plan, num_devices = report.plan, len(report.plan.chunk_sizes)
+    measured = [m for m in (report.chosen, report.even, report.weighted, *report.measurements) if m]
+    lists = [plan.predicted_bytes, plan.capacity_bytes, plan.headroom_bytes, plan.even_bytes]
+    for m in measured:
+        lists += [m.chunk_sizes, *m.phase_peak_bytes]
+    laws = (*report.model.first_laws, *report.model.idle_laws, *report.model.other_laws)
+    figures = [figure for law in laws for figure in dataclasses.astuple(law)]
+    problem = None
+    if any(len(figures) != num_devices for figures in lists):
+        problem = f"not every list has {num_devices} entries, one for each device"
+    elif not all(0 <= figure < math.inf for figure in figures):
+        problem = "a law is not a finite number"
+    elif not (report.model.other_laws and (report.model.first_laws or report.model.idle_laws)):
+        problem = "it has no laws"
+    elif min(plan.budgets) <= 0 or plan.batch_size < 1 or not max(report.chosen.peak_bytes):
+        problem = "it has no capacity, no batch or no peak"
+    elif not any(m.batch_size == plan.batch_size for m in report.measurements):
+        problem = "it has no measurement of its batch"
+    elif any(m.mode == "real" and m.seconds <= 0 for m in measured):
+        problem = "a step took no time"
+    if problem is not None:
+        raise ReportError(f"{path} is no report: {problem}")
+
+
+def _validated(adapter: TypeAdapter[Any], content: Any, path: str | Path) -> Any:
+    try:
+        return adapter.validate_python(content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise ReportError(f"{path} is no report: {where}: {first['msg']}") from None
+
+
+def _of_benchmarks(path: str | Path, content: dict[str, Any]) -> tuple[Report, ...]:
+    """Returns a report for each workload among pytest-benchmark's results."""
+    sweeps: dict[str, list[dict[str, Any]]] = {}
+    for benchmark in content["benchmarks"]:
+        record = benchmark.get("extra_info", {}).get(BENCHMARK_KEY)
+        if record is not None:
+            sweeps.setdefault(record["measurement"]["workload"], []).append(record)
+    if not sweeps:
+        raise ReportError(
+            f"{path} holds {len(content['benchmarks'])} benchmarks and none of them a sweep over "
+            "gpu0_bsz; run pytest benchmarks/test_sweep.py --benchmark-json=bench.json"
+        )
+    machine = content["machine_info"]
+    reports = []
+    for records in sweeps.values():
+        origin = Origin(
+            created=content["datetime"],
+            command=records[0]["command"],
+            versions=records[0]["versions"],
+            machine={
+                "platform": f"{machine['system']} {machine['release']} {machine['machine']}",
+                "num_cpus": str(machine["cpu"].get("count", "?")),
+                "devices": records[0]["devices"],
+            },
+        )
+        reports.append(
+            report_of_measurements(
+                [_validated(_MEASUREMENT, record["measurement"], path) for record in records],
+                origin,
+                records[0]["capacities"],
+                num_parameters=records[0]["num_parameters"],
+                precision=records[0]["precision"],
+            )
+        )
+    return tuple(reports)

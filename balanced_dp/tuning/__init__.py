@@ -1,0 +1,16 @@
+"""Measure training steps of a workload, choose its split, and report both."""
+
+from .report_types import Alternative, Origin, Report
+from .step_benchmark import Measurement, measure_step
+from .tuner import tune
+from .workloads import Workload
+
+__all__ = [
+    "Alternative",
+    "Measurement",
+    "Origin",
+    "Report",
+    "Workload",
+    "measure_step",
+    "tune",
+]

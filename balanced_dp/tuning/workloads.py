@@ -1,0 +1,194 @@
+"""What is trained: a model, its batches, its loss and its optimizer, and nothing of devices."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import pydoc_data.topics
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from ..errors import ArgumentError, ArgumentTypeError
+from .models import CharTransformer, TokenTransformer, TransformerXL, resnet50
+
+Batch = tuple[tuple[Any, ...], dict[str, Any], Any]
+"""Positional and keyword arguments of the model, and the target."""
+
+
+_UNNAMED = "workload"
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Everything that a training step needs but the devices.
+
+    Attributes:
+        model: makes the module, on torch's default device, so that a model larger than this
+            machine's memory can be made on emulated ones.
+        make_batch: gives the arguments of the model and the target for a batch of that many
+            samples, on the CPU.
+        loss: gives the 0-dim loss of the model's output and the target.
+        make_optimizer: gives the optimizer of the parameters.
+        precision: the dtype of autocast, ``torch.bfloat16`` or ``torch.float16``; None for none.
+        name: what reports call it; on the command line its target if this is left out.
+        batch_size: a batch size that is usual for it.
+    """
+
+    model: Callable[[], nn.Module]
+    make_batch: Callable[[int], Batch]
+    loss: Callable[[Any, Any], torch.Tensor]
+    make_optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = torch.optim.AdamW
+    precision: torch.dtype | None = None
+    name: str = _UNNAMED
+    batch_size: int = 32
+
+
+def find_workload(target: str) -> Workload:
+    """Returns the built-in workload of that name, or what ``package.module:function`` gives.
+
+    Raises:
+        ArgumentError: there is none.
+        ArgumentTypeError: the function gives something else.
+    """
+    if target in BUILT_IN:
+        return BUILT_IN[target]()
+    module_name, _, function_name = target.partition(":")
+    if not function_name:
+        raise ArgumentError(
+            f"there is no workload {target!r}; built in are {', '.join(BUILT_IN)}, and your own is "
+            "named package.module:function"
+        )
+    try:
+        function = getattr(importlib.import_module(module_name), function_name)
+    except (ImportError, AttributeError) as error:
+        raise ArgumentError(f"workload {target!r} cannot be loaded: {error}") from error
+    try:
+        workload = function() if callable(function) else function
+    except Exception as error:
+        raise ArgumentError(
+            f"workload {target!r} cannot be made: {type(error).__name__}: {error}"
+        ) from error
+    if not isinstance(workload, Workload):
+        raise ArgumentTypeError(
+            f"{target} must give a balanced_dp.Workload, but gave {type(workload).__name__}"
+        )
+    return replace(workload, name=target) if workload.name == _UNNAMED else workload
+
+
+def _token_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def load_text() -> str:
+    """Returns about 0.5 MB of English: the language reference that comes with every Python."""
+    topics: dict[str, str] = pydoc_data.topics.topics
+    return "\n".join(topics[name] for name in sorted(topics))
+
+
+@functools.cache
+def encoded_text() -> tuple[torch.Tensor, int]:
+    """Returns the text as indices of its characters, and how many different ones there are."""
+    text = load_text()
+    index = {character: i for i, character in enumerate(sorted(set(text)))}
+    return torch.tensor([index[character] for character in text]), len(index)
+
+
+def char_lm() -> Workload:
+    """The demo's: a transformer over characters of real text, T=64."""
+    encoded, vocabulary = encoded_text()
+
+    def make_batch(batch_size: int) -> Batch:
+        starts = torch.arange(batch_size)[:, None] * 67 % (len(encoded) - 65)
+        samples = encoded[starts + torch.arange(65)]
+        return (samples[:, :-1],), {}, samples[:, 1:]
+
+    return Workload(lambda: CharTransformer(vocabulary), make_batch, _token_loss, name="char-lm")
+
+
+def _tokens(batch_size: int, length: int, vocabulary: int) -> torch.Tensor:
+    """Returns tokens that are the same on each call; memory does not depend on which they are."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(vocabulary, (batch_size, length), generator=generator)
+
+
+def gpt2_small() -> Workload:
+    """GPT-2 small (124M parameters, vocabulary 50257), T=256."""
+
+    def make_batch(batch_size: int) -> Batch:
+        tokens = _tokens(batch_size, 257, 50257)
+        return (tokens[:, :-1],), {}, tokens[:, 1:]
+
+    return Workload(
+        lambda: TokenTransformer(50257, 1024, causal=True),
+        make_batch,
+        _token_loss,
+        name="gpt2-small",
+    )
+
+
+def bert_base() -> Workload:
+    """BERT-base with its masked LM head (110M parameters, vocabulary 30522), T=128."""
+
+    def make_batch(batch_size: int) -> Batch:
+        tokens = _tokens(batch_size, 128, 30522)
+        labels = tokens.where(torch.arange(128) % 7 == 0, -100)
+        return (tokens,), {}, labels
+
+    return Workload(
+        lambda: TokenTransformer(30522, 512, causal=False),
+        make_batch,
+        _token_loss,
+        name="bert-base",
+    )
+
+
+def transformer_xl_base() -> Workload:
+    """Transformer-XL base on WikiText-103's vocabulary, T=150, memory 150 (151M parameters)."""
+
+    def make_batch(batch_size: int) -> Batch:
+        # Word frequencies fall as 1 / rank: each order of magnitude has as many tokens.
+        ranks = (267735 ** torch.linspace(0, 0.9999, 151)).long()
+        tokens = ranks[torch.arange(151) * 67 % 151].expand(batch_size, -1)
+        memories = [torch.zeros(1, 150, 410).expand(batch_size, -1, -1) for _ in range(16)]
+        return (tokens[:, :-1], tokens[:, 1:], *memories), {}, None
+
+    return Workload(
+        TransformerXL,
+        make_batch,
+        lambda output, _: output[0].mean(),
+        functools.partial(torch.optim.Adam, lr=0.00025),
+        name="transformer-xl-base",
+        batch_size=60,
+    )
+
+
+def resnet50_shaped() -> Workload:
+    """ResNet-50's layers (25.6M parameters) on images of 224 x 224, SGD with momentum."""
+
+    def make_batch(batch_size: int) -> Batch:
+        images = torch.zeros(1, 3, 224, 224).expand(batch_size, -1, -1, -1)
+        return (images,), {}, torch.arange(batch_size) % 1000
+
+    return Workload(
+        resnet50,
+        make_batch,
+        functional.cross_entropy,
+        functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+        name="resnet50-shaped",
+        batch_size=64,
+    )
+
+
+BUILT_IN: dict[str, Callable[[], Workload]] = {
+    "char-lm": char_lm,
+    "gpt2-small": gpt2_small,
+    "bert-base": bert_base,
+    "transformer-xl-base": transformer_xl_base,
+    "resnet50-shaped": resnet50_shaped,
+}
+"""The built-in workloads by name."""

@@ -1,0 +1,166 @@
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+import torch
+
+from balanced_dp import ArgumentError
+from balanced_dp.cli.demo import (
+    LOSS_TOLERANCE,
+    DemoRun,
+    DemoSettings,
+    find_gpu0_bsz,
+    loss_difference,
+    run_demo,
+)
+from balanced_dp.tuning.models import CharTransformer
+from balanced_dp.tuning.workloads import load_text
+
+from ..processes import python
+
+SMALL = DemoSettings(num_devices=3, batch_size=7, steps=3, context=16, emulate=True)
+
+
+@pytest.fixture(scope="module")
+def small_runs() -> tuple[list[DemoRun], int]:
+    steps = []
+    return run_demo(SMALL, on_step=lambda: steps.append(1)), len(steps)
+
+
+def test_the_text_is_english_and_half_a_megabyte():
+    text = load_text()
+    assert 400_000 < len(text) < 800_000
+    assert text.count(" the ") > 2000
+
+
+def test_three_runs_of_the_same_training(small_runs):
+    runs, num_steps = small_runs
+    assert [run.name for run in runs] == ["one device", "even split", "balanced"]
+    assert [run.chunk_sizes for run in runs[:2]] == [(7,), (3, 3, 1)]
+    assert [len(run.losses) for run in runs] == [3, 3, 3]
+    assert all(run.losses[-1] < run.losses[0] for run in runs)
+    assert loss_difference(runs) < LOSS_TOLERANCE
+    assert num_steps == SMALL.num_steps
+
+
+def test_the_balanced_split_needs_least_of_all_values(small_runs):
+    balanced = small_runs[0][2]
+    peaks = {}
+    for gpu0_bsz in range(SMALL.even_share + 1):
+        settings = DemoSettings(
+            num_devices=3, batch_size=7, steps=2, context=16, gpu0_bsz=gpu0_bsz, emulate=True
+        )
+        peaks[gpu0_bsz] = max(run_demo(settings)[2].peak_bytes)
+    assert max(balanced.peak_bytes) == min(peaks.values())
+    best = [value for value, peak in peaks.items() if peak == min(peaks.values())]
+    assert find_gpu0_bsz(SMALL) == balanced.chunk_sizes[0] == best[-1]  # the fastest
+
+
+def test_the_breakdown_adds_up_to_the_peak(small_runs):
+    for run in small_runs[0]:
+        assert sum(run.breakdown.values()) == run.peak_bytes[0]
+
+
+def test_what_does_not_fit_is_a_row_and_not_an_end():
+    settings = DemoSettings(
+        num_devices=4, batch_size=32, steps=2, gpu0_bsz=5, memory="26MiB", emulate=True
+    )
+    one, even, balanced = run_demo(settings)
+    assert one.out_of_memory is not None
+    assert even.out_of_memory.startswith("CUDA out of memory. Tried to allocate")
+    assert balanced.out_of_memory is None
+    assert loss_difference([one, even, balanced]) is None
+
+
+def test_loss_difference_finds_the_step_where_curves_part():
+    def run(*losses, out_of_memory=None):
+        return DemoRun("", ("a",), (1,), (1,), None, losses, 1.0, out_of_memory)
+
+    assert loss_difference([run(1.0, 2.0, 3.0), run(1.0, 2.5, 3.0)]) == 0.5
+    assert loss_difference([run(1.0, 2.0), run(1.0, 2.0), run(9.0, out_of_memory="x")]) == 0
+    assert loss_difference([run(1.0, 2.0)]) is None
+
+
+def test_the_transformer_is_causal():
+    model = CharTransformer(10, context=8).eval()
+    x = torch.randint(0, 10, (1, 8))
+    y = x.clone()
+    y[0, 5] = (y[0, 5] + 1) % 10
+    difference = (model(x) - model(y)).abs().amax(-1)[0]
+    assert difference[:5].max() < 1e-5
+    assert difference[5:].min() > 1e-5
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_devices": 1}, "num_devices must be at least 2, got 1"),
+        ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
+        ({"steps": 0}, "steps must be at least 1, got 0"),
+        ({"gpu0_bsz": -1}, "gpu0_bsz must be at least 0, got -1"),
+    ],
+)
+def test_settings_that_cannot_be_used_are_refused(options, message):
+    with pytest.raises(ArgumentError, match=message):
+        DemoSettings(**options)
+
+
+# The command line.
+
+
+def test_the_command_prints_a_table_and_writes_json(tmp_path):
+    file = tmp_path / "demo.json"
+    options = "--emulate --devices 3 --batch-size 9 --steps 2 --gpu0-bsz 2 --json"
+    done = python("-m", "balanced_dp", "demo", *options.split(), str(file))
+    assert done.returncode == 0, done.stderr
+    record = json.loads(file.read_text())
+    assert record["emulated"] is True
+    assert [run["chunk_sizes"] for run in record["runs"]] == [[9], [3, 3, 3], [2, 4, 3]]
+    for run in record["runs"]:
+        assert " ".join(map(str, run["chunk_sizes"])) in done.stdout
+        for peak in run["peak_bytes"]:
+            assert f"{peak / 2**20:.1f}" in done.stdout
+    assert "The loss curves agree" in done.stdout
+    assert "BalancedDataParallel(2, model)" in done.stdout
+
+
+def test_the_command_says_where_memory_ran_out():
+    options = "--emulate --steps 1 --gpu0-bsz 5 --memory"
+    done = python("-m", "balanced_dp", "demo", *options.split(), "20 MiB")
+    assert done.returncode == 0, done.stderr
+    assert len(re.findall(" out of memory *\n", done.stdout)) == 3
+    assert done.stdout.count("CUDA out of memory. Tried to allocate") == 3
+    assert "at its peak" not in done.stdout
+    assert "no loss curves to compare" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--devices", "1"], "num_devices must be at least 2, got 1"),
+        (["--memory", "3foo"], "memory must be bytes or a size in B, KiB, MiB, GiB or TiB"),
+        (["--json", "no/such/folder/x.json"], "there is no folder"),
+        (["--devices", "x"], "--devices"),
+        (["--bogus"], "--bogus"),
+    ],
+)
+def test_wrong_input_is_said_in_a_line_and_exit_code_2(arguments, message):
+    done = python("-m", "balanced_dp", "demo", "--emulate", *arguments)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+    assert len(done.stderr.splitlines()) in (1, 4)  # 4 where the usage is shown, too
+    assert done.stdout == ""
+
+
+def test_without_the_extra_the_command_names_it():
+    done = python(
+        "-c", "import sys; sys.modules['typer'] = None; from balanced_dp.cli import main; main()"
+    )
+    assert done.returncode == 1
+    assert re.fullmatch(
+        r"balanced-dp: the command line needs typer, .* pip install 'balanced-dp\[cli\]'\n",
+        done.stderr,
+    )

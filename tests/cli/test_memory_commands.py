@@ -1,0 +1,133 @@
+"""``balanced-dp probe``."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from ..memory.driver import A100, GIB, MIB, ROOT, USED, UUIDS
+
+DRIVER_NOT_LOADED, NO_PERMISSION, GPU_IS_LOST = 9, 4, 15
+
+
+def test_the_table(driver):
+    driver.state.num_processes = 1
+    driver.state.process_pid[0], driver.state.process_bytes[0] = 999_999, 900 * MIB
+    done = driver.command("probe")
+    assert done.returncode == 0
+    assert done.stderr == ""
+    rows = [line for line in done.stdout.splitlines() if "GPU-" in line]
+    boards = {
+        "gpu:0": ["NVIDIA GeForce GTX 1080 Ti", UUIDS[0], "11.00 GiB", "1.00 GiB", "9.50 GiB"],
+        "gpu:1": ["NVIDIA A100-SXM4-40GB", UUIDS[1], "40.00 GiB", "2.00 GiB", "37.50 GiB"],
+        "gpu:2": ["NVIDIA H100 80GB HBM3", UUIDS[2], "80.00 GiB", "3.00 GiB", "76.50 GiB"],
+    }
+    assert [[cell.strip() for cell in row.split("│")[1:-1]] for row in rows] == [
+        [label, *cells, "0 B", "900.00 MiB"] for label, cells in boards.items()
+    ]
+    assert "This driver counts its own reserve as used." not in done.stdout
+
+
+def test_an_old_driver_is_told(make_driver):
+    done = make_driver("no memory v2").command("probe")
+    assert "This driver counts its own reserve as used." in done.stdout
+
+
+def test_a_lost_gpu_does_not_end_the_table(driver):
+    driver.state.memory_error[A100] = GPU_IS_LOST
+    done = driver.command("probe")
+    assert done.returncode == 0
+    assert [uuid in done.stdout for uuid in UUIDS[:3]] == [True] * 3
+    assert "lost" in done.stdout.lower()
+
+
+def test_json_is_the_snapshot(driver):
+    done = driver.command("probe", "--json")
+    record = json.loads(done.stdout)
+    assert done.returncode == 0
+    assert record["schema"] == 1
+    assert [device["used_bytes"] for device in record["devices"]] == list(USED[:3])
+    assert record["devices"][0]["device"] is None
+    assert record["devices"][0]["label"] == "gpu:0"
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (DRIVER_NOT_LOADED, "NVIDIA's driver is not loaded"),
+        (NO_PERMISSION, "no permission to speak with NVIDIA's driver"),
+    ],
+)
+@pytest.mark.parametrize("options", [(), ("--json",), ("--watch", "1")])
+def test_one_line_where_nvml_does_not_answer(driver, error, reason, options):
+    driver.state.init_error = error
+    done = driver.command("probe", *options)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.count("\n") == 1
+    assert done.stderr.startswith("balanced-dp: ")
+    assert reason in done.stderr
+
+
+def test_one_line_without_a_library(driver, tmp_path):
+    (tmp_path / "libnvidia-ml.so.1").touch()  # before a real one, and cannot be loaded
+    done = subprocess.run(
+        [sys.executable, "-m", "balanced_dp", "probe"],
+        env=driver.environ(LD_LIBRARY_PATH=str(tmp_path)),
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.count("\n") == 1
+    assert "there is no NVML library (libnvidia-ml.so.1)" in done.stderr
+
+
+def test_torchs_side_is_shown_though_nvml_does_not_answer(driver):
+    driver.state.init_error = DRIVER_NOT_LOADED
+    shown = driver.run("command_with_cuda", "probe", "--json")
+    assert shown["exit_code"] == 1
+    [device] = json.loads(shown["stdout"])["devices"]
+    assert device["label"] == "cuda:0"
+    assert device["allocated_bytes"] == GIB
+    assert device["used_bytes"] is device["process_bytes"] is None
+    assert "driver is not loaded" in device["error"]
+
+
+def test_both_numbers_are_shown(driver):
+    shown = driver.run("command_with_cuda", "probe")
+    assert shown["exit_code"] == 0
+    assert "cuda:0 (gpu:2)" in shown["stdout"]
+    assert "Torch does not see the devices that have no torch number." in shown["stdout"]
+    labels = [line.split("│")[1].strip() for line in shown["stdout"].splitlines() if "│" in line]
+    assert [label for label in labels if label] == ["cuda:0 (gpu:2)", "gpu:0", "gpu:1"]
+
+
+@pytest.mark.parametrize("seconds", ["0", "-1", "nan", "inf", "soon"])
+def test_watch_wants_seconds(driver, seconds):
+    done = driver.command("probe", "--watch", seconds)
+    assert done.returncode == 2
+    assert done.stdout == ""
+
+
+def test_watch_goes_on_until_ctrl_c(driver):
+    process = subprocess.Popen(
+        [sys.executable, "-m", "balanced_dp", "probe", "--json", "--watch", "0.01"],
+        env=driver.environ(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    )
+    first = json.loads(process.stdout.readline())
+    driver.state.used[0] = 7 * GIB
+    while (now := json.loads(process.stdout.readline())) == first:
+        pass
+    assert now["devices"][0]["used_bytes"] == 7 * GIB
+    os.kill(process.pid, signal.SIGINT)
+    _, errors = process.communicate()
+    assert (process.returncode, errors) == (0, "")

@@ -1,0 +1,110 @@
+"""``balanced-dp plan`` and ``balanced-dp workloads``."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from balanced_dp.cli.commands import app, main
+from balanced_dp.tuning.workloads import BUILT_IN
+
+from ..processes import python
+
+
+def plan(*arguments, **options):
+    return python("-m", "balanced_dp", "plan", *arguments, **options)
+
+
+WIDE = ["tests.small_workloads:wide_output", "--batch-size", "2000", "--devices", "4"]
+
+
+def test_the_loss_on_each_device_is_planned():
+    done = CliRunner().invoke(app, ["plan", *WIDE, "--memory", "100GiB", "--loss-on-device"])
+    told = " ".join(done.stdout.split())
+    assert "loss on each device. 512.00 MiB" in told
+    assert ", module=model, gather=False) criterion = BalancedCriterion(criterion) The" in told
+    assert "With the outputs gathered and their loss computed on device 0 and gpu0_bsz=" in told
+
+
+def test_json_has_what_scripts_read():
+    done = CliRunner().invoke(app, ["plan", "char-lm", "--memory", "1GiB", "--json"])
+    record = json.loads(done.stdout)
+    plan = record["plan"]
+    assert record["schema"] == 2
+    assert record["workload"] == "char-lm"
+    assert plan["batch_size"] == 32
+    assert sum(plan["chunk_sizes"]) == 32
+    assert plan["chunk_sizes"][0] == plan["gpu0_bsz"] == 5
+    assert len(plan["predicted_bytes"]) == len(plan["capacity_bytes"]) == 4
+    assert plan["max_batch_size"] > 32
+    assert plan["limiting_device"] in range(4)
+    assert record["chosen"]["mode"] == "symbolic"
+
+
+def test_a_workload_of_ones_own_is_found_in_the_current_folder(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "import torch\n"
+        "from balanced_dp import Workload\n"
+        "def make():\n"
+        "    return Workload(lambda: torch.nn.Linear(64, 64), lambda n: ((torch.ones(n, 64),),"
+        " {}, None), lambda output, _: output.sum(), name='<script>')\n"
+    )
+    options = ("--memory", "1GiB,2GiB", "--batch-size", "10")
+    done = plan("mine:make", *options, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "<script>, batches of 10, 2 devices" in done.stdout
+
+
+def test_what_no_value_balances_is_told():
+    done = CliRunner().invoke(app, ["plan", *WIDE, "--memory", "100GiB"])
+    assert done.exit_code == 0
+    assert "model = BalancedDataParallel(gpu0_bsz=" in done.stdout
+    assert "No value of gpu0_bsz balances this: without any samples device 0" in done.stdout
+    assert "(gather=False and BalancedCriterion) and gpu0_bsz=" in " ".join(done.stdout.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nope", "--memory", "1GiB"], "there is no workload 'nope'; built in are char-lm, gpt2"),
+        (["no.such:x", "--memory", "1GiB"], "workload 'no.such:x' cannot be loaded: No module"),
+        (["os:getcwd", "--memory", "1GiB"], "os:getcwd must give a balanced_dp.Workload, but gave"),
+        (["char-lm", "--memory", "much"], "--memory must be bytes or a size in B, KiB"),
+        (["char-lm", "--memory", "1GiB", "--devices", "1"], "a plan is for two or more devices"),
+        (["char-lm", "--memory", "1GiB,1GiB", "--devices", "3"], "--memory gives 2 devices, but"),
+        (["char-lm", "--memory", "400MiB"], "more than the reserve of 512.00 MiB"),
+        (["char-lm", "--memory", "1GiB", "--batch-size", "0"], "batch_size must be at least 1"),
+        (
+            ["tests.small_workloads:convolutions", "--batch-size", "32", "--memory", "520MiB"],
+            "a batch of 32 does not fit with any gpu0_bsz: with",
+        ),
+        (
+            [*WIDE, "--memory", "8GiB"],
+            "with the loss computed on each device (gather=False) this batch fits, with gpu0_bsz=",
+        ),
+    ],
+)
+def test_one_line_says_what_to_change(monkeypatch, capsys, arguments, message):
+    monkeypatch.setattr(sys, "argv", ["balanced-dp", "plan", *arguments])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    told = capsys.readouterr()
+    [line] = told.err.strip().splitlines()
+    assert message in line
+    assert told.out == ""
+
+
+def test_the_built_in_workloads_are_listed():
+    done = CliRunner().invoke(app, ["workloads", "--json"])
+    listed = {row["name"]: row for row in json.loads(done.stdout)}
+    assert set(listed) == set(BUILT_IN)
+    assert listed["gpt2-small"]["num_parameters"] == 124_439_808  # as published
+    assert listed["resnet50-shaped"]["num_parameters"] == 25_557_032  # torchvision's
+    assert listed["bert-base"]["num_parameters"] == pytest.approx(109.5e6, rel=0.001)
+    table = CliRunner().invoke(app, ["workloads"]).stdout
+    assert all(name in table for name in BUILT_IN)

@@ -1,0 +1,149 @@
+"""``balanced-dp tune``, ``report`` and ``compare``, from the sweep to the page."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+import balanced_dp
+from balanced_dp.cli.commands import app
+from balanced_dp.report import load_reports
+
+from ..processes import python
+
+WORKLOAD = """
+import torch
+from balanced_dp import Workload
+
+def make(width=512):
+    return Workload(
+        lambda: torch.nn.Sequential(torch.nn.Linear(64, width), torch.nn.Linear(width, 64)),
+        lambda n: ((torch.zeros(n, 64),), {}, torch.zeros(n, 64)),
+        torch.nn.functional.mse_loss,
+        name="mine",
+        batch_size=64,
+    )
+
+def other():
+    return make(2048)
+
+def fails():
+    return Workload(torch.nn.Linear, lambda n: ((), {}, None), lambda output, _: output)
+
+def wants(width):
+    return make(width)
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tune")
+    (folder / "mine.py").write_text(WORKLOAD)
+    return folder
+
+
+@pytest.fixture
+def invoke(folder, monkeypatch):
+    """Runs a command in the folder and in this process, which saves importing torch again."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    yield lambda *arguments: CliRunner().invoke(app, arguments)
+    sys.modules.pop("mine", None)
+
+
+@pytest.fixture(scope="module")
+def tuned(folder):
+    options = "--sweep 0:16 -o a.json --html a.html --json"
+    return python("-m", "balanced_dp", "tune", "mine:make", *options.split(), cwd=folder)
+
+
+def test_tune_writes_the_report_and_prints_json_alone(folder, tuned):
+    assert tuned.returncode == 0, tuned.stderr
+    [report] = load_reports(folder / "a.json")
+    assert json.loads(tuned.stdout) == json.loads((folder / "a.json").read_text())
+    assert report.workload == "mine"
+    assert report.plan.batch_size == 64
+    assert {m.gpu0_bsz for m in report.measurements if m.batch_size == 64} == set(range(17))
+    assert report.origin.command.startswith("python -m balanced_dp tune mine:make --sweep 0:16")
+    assert "<!doctype html>" in (folder / "a.html").read_text()
+
+
+def test_report_shows_a_file_again_in_each_form(folder, tuned, invoke):
+    shown = invoke("report", "a.json")
+    [report] = load_reports(folder / "a.json")
+    assert shown.exit_code == 0
+    assert f"model = BalancedDataParallel(gpu0_bsz={report.plan.gpu0_bsz}" in shown.stdout
+    assert "measured values of gpu0_bsz" in shown.stdout
+    written = invoke("report", "a.json", "--html", "b.html", "--markdown", "b.md", "--json")
+    assert written.exit_code == 0
+    assert written.stderr == "wrote b.html\nwrote b.md\n"
+    assert (folder / "b.html").read_text() == (folder / "a.html").read_text()
+    assert (folder / "b.md").read_text().startswith("# mine, batches of 64, 4 devices\n")
+    assert json.loads(written.stdout)["plan"]["gpu0_bsz"] == report.plan.gpu0_bsz
+
+
+def test_compare_ends_with_1_where_it_is_worse(tuned, invoke):
+    assert invoke("tune", "mine:other", "-o", "c.json").exit_code == 0
+    same = invoke("compare", "a.json", "a.json", "--fail", "peak:0%,imbalance:0")
+    assert same.exit_code == 0
+    assert "ok" in same.stdout
+    worse = invoke("compare", "a.json", "c.json", "--fail", "peak:5%,imbalance:0.1")
+    assert worse.exit_code == 1
+    assert "FAILED" in worse.stdout
+    assert invoke("compare", "a.json", "c.json").exit_code == 0
+
+
+def test_devices_and_capacities_are_as_asked(folder, invoke):
+    done = invoke("tune", "mine:make", "--memory", "8MiB,4MiB", "--reserve", "1MiB", "-o", "d.json")
+    assert done.exit_code == 0, done.stderr
+    [report] = load_reports(folder / "d.json")
+    assert report.plan.capacity_bytes == (8 * 2**20, 4 * 2**20)
+    assert report.plan.reserve_bytes == 2**20
+    assert report.weighted is not None
+    assert "device_weights=[" in done.stdout
+    workload = ("tests.small_workloads:convolutions", "--batch-size", "12")
+    done = invoke("tune", *workload, "--devices", "3", "--json")
+    assert len(json.loads(done.stdout)["plan"]["chunk_sizes"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["tune", "none"], "there is no workload 'none'; built in are char-lm, gpt2-small"),
+        (["tune", "char-lm", "--sweep", "8"], "--sweep must be FIRST:LAST such as 0:8, got '8'"),
+        (["tune", "char-lm", "--sweep", "6:12"], "gpu0_bsz is from 0 to 8, the even split"),
+        (["tune", "char-lm", "--sweep", "8:0"], "--sweep must be FIRST:LAST such as 0:8"),
+        (["tune", "char-lm", "--memory", "much"], "--memory must be bytes or a size in B, KiB"),
+        (["tune", "char-lm", "--memory", "1GiB,1GiB", "--devices", "3"], "--memory gives 2"),
+        (["tune", "char-lm", "--devices", "1"], "a plan is for two or more devices"),
+        (["tune", "char-lm", "--batch-size", "0"], "batch_size must be at least 1, got 0"),
+        (["tune", "char-lm", "-o", "none/a.json"], "there is no folder"),
+        (["tune", "char-lm", "--html", "."], "is a folder; name a file"),
+        (["tune", "mine:fails"], "mine:fails failed at"),
+        (["tune", "mine:wants"], "cannot be made: TypeError: wants() missing 1 required"),
+        (["report", "none.json"], "none.json cannot be read: No such file"),
+        (["report", "mine.py"], "mine.py is no report, or one that is cut off"),
+        (["compare", "a.json", "a.json", "--fail", "x"], "--fail takes METRIC:NUMBER"),
+    ],
+)
+def test_wrong_input_is_said_in_a_line_and_exit_code_2(
+    tuned, invoke, monkeypatch, capsys, arguments, message
+):
+    monkeypatch.setattr(sys, "argv", ["balanced-dp", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        balanced_dp.cli.main()
+    assert ended.value.code == 2
+    [line] = capsys.readouterr().err.strip().splitlines()
+    assert message in line
+
+
+def test_reports_of_other_workloads_are_not_compared(folder, tuned):
+    text = (folder / "a.json").read_text().replace('"workload": "mine"', '"workload": "yours"')
+    (folder / "e.json").write_text(text)
+    done = python("-m", "balanced_dp", "compare", "a.json", "e.json", cwd=folder)
+    assert done.returncode == 2
+    assert "a.json has no report of yours; it has mine" in done.stderr

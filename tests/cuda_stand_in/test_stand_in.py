@@ -1,0 +1,261 @@
+"""The stand-in for CUDA devices: that it sees what it is to see."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.parallel import comm
+
+from . import StandIn
+
+MIB = 2**20
+
+
+def test_operators_give_what_the_cpu_gives(stand_in: StandIn):
+    x = torch.randn(5, 7, dtype=torch.double)
+    labels = torch.tensor([1, 2, 3, -100, 5])
+
+    def compute(x: Tensor, labels: Tensor) -> list[Tensor]:
+        x = x.clone().requires_grad_()
+        y = torch.cat([x.t()[:, 1:], x.sort(0)[0].t()[:, :2]], 1).softmax(0)
+        loss = torch.nn.functional.cross_entropy(
+            y[:5, :6] @ x[:, 1:].t()[:, :4].repeat(1, 2), labels
+        )
+        loss.backward()
+        index = (x > 0).nonzero()
+        return [y, loss, x.grad, index, x[index[:, 0]], torch.arange(3, device=x.device), x.std(0)]
+
+    found = compute(x.to("stand_in:1"), labels.to("stand_in:1"))
+    assert {tensor.device for tensor in found} == {stand_in.devices[1]}
+    torch.testing.assert_close([tensor.cpu() for tensor in found], compute(x, labels))
+
+
+def test_tensors_of_two_devices_are_an_error(stand_in: StandIn):
+    one, other, cpu = (torch.ones(2, device=d) for d in (*stand_in.devices[:2], "cpu"))
+    with pytest.raises(RuntimeError, match="on the same device"):
+        one + other
+    with pytest.raises(RuntimeError, match="on the same device"):
+        torch.mm(one[None], cpu[:, None])
+    assert (one + cpu[0]).tolist() == [2, 2]
+
+
+@pytest.mark.parametrize("waits", ["not", "wait_stream", "event", "synchronize", "item"])
+@pytest.mark.parametrize("second", ["read", "write"])
+def test_a_missing_wait_is_a_race(second, waits, stand_in: StandIn):
+    x = torch.zeros(4, device=stand_in.devices[0])
+    main, side = torch.accelerator.current_stream(), torch.Stream(stand_in.devices[0])
+    side.wait_stream(main)
+    with side:
+        x.add_(1)
+        event = side.record_event()
+        if waits == "item":
+            x[0].item()
+    if waits == "wait_stream":
+        main.wait_stream(side)
+    elif waits == "event":
+        main.wait_event(event)
+    elif waits == "synchronize":
+        side.synchronize()
+    x.mul_(2) if second == "write" else x + 1
+    races = stand_in.races()
+    assert bool(races) == (waits == "not")
+    if races:
+        name = "mul" if second == "write" else "add"
+        now, earlier = "device 0 stream 0", f"device 0 stream {side.stream_id}"
+        assert f"{name} {second}s on {now} what add writes on {earlier}" in races
+    torch.accelerator.synchronize()
+
+
+def test_a_write_after_a_read_is_a_race_and_a_second_read_is_none(stand_in: StandIn):
+    x = torch.zeros(4, device=stand_in.devices[0])
+    side = torch.Stream(stand_in.devices[0])
+    side.wait_stream(torch.accelerator.current_stream())
+    with side:
+        y = x + 1
+    x + 2
+    assert not stand_in.races()
+    x.add_(1)
+    assert stand_in.races()
+    torch.accelerator.synchronize()
+    del y
+
+
+def test_parts_of_one_storage_are_no_race(stand_in: StandIn):
+    x = torch.zeros(4, device=stand_in.devices[0])
+    side = torch.Stream(stand_in.devices[0])
+    side.wait_stream(torch.accelerator.current_stream())
+    with side:
+        x[:2].add_(1)
+    x[2:].add_(1)
+    assert not stand_in.races()
+    x[1:3].add_(1)
+    assert stand_in.races()
+    torch.accelerator.synchronize()
+
+
+def test_a_copy_to_another_device_waits_both_ways(stand_in: StandIn):
+    x, y = (torch.zeros(4, device=device) for device in stand_in.devices[:2])
+    x.add_(1)
+    y.add_(1)
+    y.copy_(x)  # after both
+    y.add_(1)
+    x.add_(1)
+    assert (x.tolist(), y.tolist()) == ([2] * 4, [2] * 4)
+    side = torch.Stream(stand_in.devices[1])
+    side.wait_stream(torch.accelerator.current_stream(stand_in.devices[1]))
+    with side:
+        y.add_(1)
+    y.copy_(x)  # waits for the current stream of y's device, which is not the one that writes
+    assert stand_in.races()
+    torch.accelerator.synchronize(stand_in.devices[1])
+
+
+@pytest.mark.parametrize("records", [False, True])
+def test_memory_that_another_stream_uses_is_to_be_recorded(records, stand_in: StandIn):
+    x = torch.zeros(1000, device=stand_in.devices[0])
+    side = torch.Stream(stand_in.devices[0])
+    side.wait_stream(torch.accelerator.current_stream())
+    with side:
+        x.sum()
+    if records:
+        x.record_stream(side)
+    address = x.data_ptr()
+    del x
+    assert bool(stand_in.races()) != records
+    again = torch.empty(1000, device=stand_in.devices[0])
+    assert (again.data_ptr() == address) != records
+    if records:
+        side.synchronize()  # the allocator learns of it when it is asked for memory
+        assert torch.empty(1000, device=stand_in.devices[0]).data_ptr() == address
+
+
+def test_freed_memory_serves_the_same_stream_and_size(stand_in: StandIn):
+    device = stand_in.devices[1]
+    address = torch.empty(1000, device=device).data_ptr()
+    others = [torch.empty(2000, device=device), torch.empty(1000, device=stand_in.devices[2])]
+    with torch.Stream(device):
+        others.append(torch.empty(1000, device=device))
+    assert address not in [other.data_ptr() for other in others]
+    again = torch.empty(1000, device=device)
+    assert again.data_ptr() == address
+    assert again.isnan().all()  # who reads what it has not written sees it
+
+
+def test_memory_is_counted(stand_in: StandIn):
+    module = torch.get_device_module("stand_in")
+    device = stand_in.devices[3]
+    before = module.memory_allocated(device)
+    x = torch.empty(MIB // 4, device=device)
+    module.reset_peak_memory_stats(device)
+    y = torch.empty(2 * MIB + 1, dtype=torch.uint8, device=device)
+    del y
+    assert module.memory_allocated(device) - before == MIB
+    assert module.max_memory_allocated(device) - before == 3 * MIB + 512
+    x.untyped_storage().resize_(0)
+    assert module.memory_allocated(device) == before
+
+
+def test_peaks_cannot_be_reset_before_the_first_tensor():
+    statements = (
+        "from tests import cuda_stand_in as s\n"
+        "if s.WHY_NOT: print('did you call init?')\n"
+        "else:\n"
+        "    try: s.module.reset_peak_memory_stats(0)\n"
+        "    except RuntimeError as error: print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", statements], capture_output=True, text=True)
+    assert "did you call init?" in done.stdout, done.stderr
+
+
+class Noting(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, notes: list) -> Tensor:
+        ctx.notes = notes
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
+        current = torch.accelerator.current_stream()
+        ctx.notes.append((threading.get_ident(), current.device.index, current.stream_id))
+        return gradient, None
+
+
+def test_backward_has_a_thread_for_each_device_and_the_streams_of_forward(stand_in: StandIn):
+    notes: list[tuple[int, int, int]] = []
+    x = torch.ones(3, device=stand_in.devices[0], requires_grad=True)
+    side = torch.Stream(stand_in.devices[1])
+    parts = [Noting.apply(x, notes)]
+    moved = x.to(stand_in.devices[1])
+    side.wait_stream(torch.accelerator.current_stream(stand_in.devices[1]))
+    with side:
+        parts.append(Noting.apply(moved, notes))
+        moved.record_stream(side)
+    torch.accelerator.current_stream(stand_in.devices[1]).wait_stream(side)
+    parts[1].record_stream(torch.accelerator.current_stream(stand_in.devices[1]))
+    (parts[0] + parts[1].to(stand_in.devices[0])).sum().backward()
+    threads, devices, streams = zip(*sorted(notes, key=lambda note: note[1]), strict=True)
+    assert (devices, streams) == ((0, 1), (0, side.stream_id))
+    assert len({*threads, threading.get_ident()}) == 3
+    assert x.grad.tolist() == [2, 2, 2]
+
+
+def test_the_host_waits_for_what_it_reads(stand_in: StandIn):
+    x = torch.zeros(3, device=stand_in.devices[0])
+    x + 1, x.to(stand_in.devices[1]), torch.ones(3).to(stand_in.devices[0], non_blocking=True)
+    before = stand_in.num_waits
+    for wait in (x.sum().item, x.cpu, x.nonzero, lambda: torch.ones(3).to(stand_in.devices[0])):
+        wait()
+    assert stand_in.num_waits == before + 4
+
+
+def test_communicators_are_kept_and_refuse_what_nccl_refuses(stand_in: StandIn):
+    x = torch.arange(6.0, device=stand_in.devices[0])
+    sent = comm.broadcast_coalesced([x, x.double(), x[:2] + 1], [0, 1, 3])
+    assert stand_in.nccl.opened == [(0, 1, 3)]
+    assert [[t.cpu().tolist() for t in there] for there in sent] == [
+        [[0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 5], [1, 2]]
+    ] * 3
+    comm.broadcast_coalesced([x], [0, 2, 2])  # NCCL does not take a device twice: these are copies
+    assert stand_in.nccl.opened == [(0, 1, 3)]
+    with pytest.raises(RuntimeError, match=r"Unconvertible NCCL type torch\.int16"):
+        comm.broadcast_coalesced([x.short()], [0, 1])
+    total = comm.reduce_add_coalesced([[t] for t in comm.broadcast(x, [0, 1])], 0)
+    assert total[0].tolist() == (2 * x).tolist()
+    parts = comm.scatter(torch.arange(5), [0, 2], [1, 4])
+    assert [p.device for p in parts] == [stand_in.devices[0], stand_in.devices[2]]
+    assert comm.gather(parts, 0, 1).tolist() == [0, 1, 2, 3, 4]
+
+
+def test_a_broadcast_is_waited_for_by_its_streams_only(stand_in: StandIn):
+    x = torch.ones(4, device=stand_in.devices[0])
+    _, there = comm.broadcast(x, [0, 1])
+    there + 1
+    assert not stand_in.races()
+    with torch.Stream(stand_in.devices[1]):
+        there + 1
+    assert stand_in.races()
+    torch.accelerator.synchronize(stand_in.devices[1])
+
+
+def test_two_threads_must_not_use_nccl_at_once(stand_in: StandIn):
+    x = torch.ones(4, device=stand_in.devices[0])
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            for _ in range(20):
+                comm.broadcast(x, [0, 1])
+        except RuntimeError as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert "two threads use NCCL" in str(errors)

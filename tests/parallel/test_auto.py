@@ -1,0 +1,447 @@
+"""``gpu0_bsz="auto"``: against trying every value, and what it must never do."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+import pickle
+import warnings
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn import functional
+
+from balanced_dp import (
+    ArgumentError,
+    BalancedDataParallel,
+    BalanceWarning,
+    Law,
+    MemoryModel,
+    Workload,
+    emulate_devices,
+    split_batch,
+)
+from balanced_dp.planning.auto_balance import MAX_CHANGES, AutoBalance, Observation
+from balanced_dp.planning.split_planner import Planner
+from balanced_dp.tuning.models import CharTransformer
+
+from ..notes import notes_of
+from ..planning.test_split_planner import budgets, models
+from ..tuning.small_workloads import SMALL, tokens
+
+GIB = 2**30
+
+
+def simulate(model: MemoryModel, capacities, batch_size, balance=None):
+    """Runs iterations under known laws until the value is frozen."""
+    balance = balance or AutoBalance(capacities)
+    values = []
+    for _ in range(20):
+        values.append(balance.gpu0_bsz(batch_size))
+        if balance.is_frozen:
+            return balance, values
+        chunk_sizes = split_batch(batch_size, len(capacities), values[-1])
+        fixed = max(law.fixed_bytes for law in model.first_laws)
+        balance.observe(Observation(chunk_sizes, model.predict(chunk_sizes)), round(fixed), 0)
+    raise AssertionError(f"never frozen: {values}")
+
+
+@given(models(), budgets, st.integers(1, 300))
+def test_under_any_laws_it_ends_no_worse_than_the_even_split(model, capacities, batch_size):
+    capacities = [1000 * capacity for capacity in capacities]
+    balance, values = simulate(model, capacities, batch_size)
+    planner = Planner(model, capacities)
+    even = planner.utilization(batch_size, planner.even_share(batch_size))
+    assert planner.utilization(batch_size, values[-1]) <= even * 1.0011
+    changes = sum(a != b for a, b in itertools.pairwise(values))
+    assert balance.num_changes == changes <= MAX_CHANGES
+
+
+@given(
+    st.builds(Law, st.integers(0, GIB), st.integers(2**14, 2**24), st.integers(0, 2**22)),
+    st.builds(Law, st.integers(0, GIB), st.integers(2**14, 2**24)),
+    budgets,
+    st.integers(1, 300),
+)
+def test_under_one_law_a_device_it_finds_the_best_value(first, other, capacities, batch_size):
+    capacities = [1000 * capacity for capacity in capacities]
+    idle = Law(first.fixed_bytes, 0.0, first.whole_bytes_per_sample)
+    model = MemoryModel((first,), (idle,), (other,), 9, 0.0)
+    _, values = simulate(model, capacities, batch_size)
+    planner = Planner(model, capacities)
+    best = planner.utilization(batch_size, planner.tightest_gpu0_bsz(batch_size))
+    assert planner.utilization(batch_size, values[-1]) <= best * 1.01
+
+
+def test_a_new_batch_size_is_planned_from_the_laws_and_not_probed():
+    model = MemoryModel((Law(1000, 10, 40),), (Law(1000, 0, 40),), (Law(500, 10),), 9, 0.0)
+    capacities = [10**9] * 4
+    balance, _ = simulate(model, capacities, 128)
+    for batch_size in (64, 256, 130):
+        planner = Planner(model, capacities)
+        value = balance.gpu0_bsz(batch_size)
+        best = planner.utilization(batch_size, planner.tightest_gpu0_bsz(batch_size))
+        assert planner.utilization(batch_size, value) <= best * 1.01
+    assert balance.is_frozen
+
+
+def test_running_out_lowers_the_value_until_it_fits_and_never_returns_there():
+    balance = AutoBalance([GIB] * 4)
+    assert balance.gpu0_bsz(64) == 16
+    balance.out_of_memory(64, index=0)
+    assert balance.gpu0_bsz(64) == 8
+    balance.out_of_memory(64, index=0)
+    assert balance.gpu0_bsz(64) == 4
+    balance.out_of_memory(64, index=2)  # another device: back up, but not to where it was
+    assert balance.gpu0_bsz(64) == 7
+    assert balance.gpu0_bsz(640) == 7
+    assert balance.gpu0_bsz(32) == 8
+
+
+def test_running_out_while_searching_goes_back_to_what_ran():
+    model = MemoryModel((Law(100, 10, 10),), (), (Law(0, 30),), 9, 0.0)
+    balance = AutoBalance([10**6] * 4)
+    ran = []
+    for _ in range(2):
+        ran.append(balance.gpu0_bsz(64))
+        sizes = split_batch(64, 4, ran[-1])
+        balance.observe(Observation(sizes, model.predict(sizes)), 100, 0)
+    assert balance.gpu0_bsz(64) < min(ran)
+    balance.out_of_memory(64, index=1)
+    assert balance.gpu0_bsz(64) == min(ran)
+
+
+def wide():
+    """Few operators, much activation."""
+    return Workload(
+        lambda: torch.nn.Sequential(
+            torch.nn.Linear(64, 4096), torch.nn.ReLU(), torch.nn.Linear(4096, 64)
+        ),
+        lambda n: ((torch.zeros(n, 64),), {}, torch.zeros(n, 64)),
+        functional.mse_loss,
+    )
+
+
+class Loop:
+    """A training loop of a workload on emulated devices."""
+
+    def __init__(self, workload, devices, gpu0_bsz="auto"):
+        torch.manual_seed(0)
+        with torch.device(devices[0]):
+            module = workload.model()
+        self.workload = workload
+        self.device = devices[0]
+        self.model = BalancedDataParallel(gpu0_bsz, module.to(devices[0]))
+        self.optimizer = workload.make_optimizer(module.parameters())
+
+    def forward_backward(self, batch_size: int) -> torch.Tensor:
+        args, kwargs, target = self.workload.make_batch(batch_size)
+        if target is not None:
+            target = target.to(self.device)
+        loss = self.workload.loss(self.model(*args, **kwargs), target)
+        loss.backward()
+        return loss.detach()
+
+    def step(self, batch_size: int) -> torch.Tensor:
+        self.optimizer.zero_grad()
+        loss = self.forward_backward(batch_size)
+        self.optimizer.step()
+        return loss
+
+    @property
+    def balance(self):
+        return self.model._auto.balance
+
+
+def follow(loop, batch_size, num_steps=14):
+    """The values of each step."""
+    values = []
+    for _ in range(num_steps):
+        loop.step(batch_size)
+        values.append(loop.model.chunk_sizes[0])
+    return values
+
+
+@pytest.mark.parametrize("name", ["char_transformer", "convolutions"])
+def test_losses_are_those_of_a_fixed_split(name):
+    def small_batch(n):
+        if name == "convolutions":
+            return (torch.zeros(n, 3, 16, 16),), {}, torch.arange(n) % 10
+        return (tokens(60, 8, n),), {}, tokens(60, 8, n)
+
+    workload = replace(SMALL[name](), make_batch=small_batch)
+    torch.set_default_dtype(torch.float64)
+    try:
+        losses = []
+        for gpu0_bsz in ("auto", 3):
+            with emulate_devices(3) as devices:
+                loop = Loop(workload, devices, gpu0_bsz)
+                if name == "convolutions":  # BatchNorm's statistics are those of each chunk
+                    loop.model.eval()
+                losses.append(torch.stack([loop.step(12) for _ in range(8)]).cpu())
+                values = loop.model.gpu0_bsz
+                del loop
+        assert values == 3
+    finally:
+        torch.set_default_dtype(torch.float32)
+    torch.testing.assert_close(losses[0], losses[1], rtol=0, atol=1e-6)
+
+
+def test_the_value_can_be_read_and_set_at_any_time():
+    with emulate_devices(4, symbolic=True) as devices:
+        loop = Loop(wide(), devices)
+        model = loop.model
+        assert model.gpu0_bsz is None
+        assert model.chunk_sizes is None
+        loop.step(400)
+        assert model.gpu0_bsz == 100
+        assert model.chunk_sizes == (100, 100, 100, 100)
+        follow(loop, 400)
+        assert loop.balance.is_frozen
+        assert model.gpu0_bsz < 100
+        model.gpu0_bsz = 40
+        loop.step(400)
+        assert model.chunk_sizes == model.split(400) == (40, 120, 120, 120)
+        model.gpu0_bsz = "auto"
+        loop.step(400)
+        assert model.chunk_sizes == (100, 100, 100, 100)
+        for duplicate in (copy.deepcopy(model._auto), pickle.loads(pickle.dumps(model._auto))):
+            assert duplicate.split(400) == (100, 100, 100, 100)
+        del loop, model
+
+
+def train_irregularly(loop, num_steps):
+    """Gradient accumulation, evaluation and a smaller last batch between the steps."""
+    for index in range(num_steps):
+        loop.optimizer.zero_grad()
+        values = set()
+        for _ in range(2):
+            loop.forward_backward(400)
+            values.add(loop.model.chunk_sizes[0])
+        assert len(values) == 1
+        loop.optimizer.step()
+        if index % 4 == 1:
+            with torch.no_grad():
+                loop.model(*loop.workload.make_batch(2000)[0])
+        if index % 4 == 3:
+            loop.step(5)
+    return values.pop()
+
+
+def test_the_optimizer_step_ends_an_iteration_and_nothing_else_counts():
+    with emulate_devices(4, symbolic=True) as devices:
+        loop = Loop(wide(), devices)
+        value = train_irregularly(loop, 40)
+        assert loop.balance.is_frozen
+        assert loop.balance.num_changes <= MAX_CHANGES
+        assert {size for size, _ in loop.balance._observed} <= {400, 5}
+        del loop
+    peaks = {}
+    for gpu0_bsz in {value, *range(0, 100, 5)}:
+        with emulate_devices(4, symbolic=True) as devices:
+            loop = Loop(wide(), devices, gpu0_bsz)
+            train_irregularly(loop, 1)
+            for device in devices:
+                torch.get_device_module(device).reset_peak_memory_stats(device)
+            train_irregularly(loop, 1)
+            peaks[gpu0_bsz] = max(
+                torch.get_device_module(device).max_memory_allocated(device) for device in devices
+            )
+            del loop
+    assert peaks[value] <= min(peaks.values()) * 1.01
+
+
+@pytest.mark.parametrize("options", [{"fused": True}, {"foreach": False}])
+def test_steps_are_seen_whatever_the_optimizer_runs(options):
+    """A fused kernel writes to the parameters without a new version."""
+    workload = replace(wide(), make_optimizer=functools.partial(torch.optim.AdamW, **options))
+    with emulate_devices(4, symbolic=True) as devices:
+        loop = Loop(workload, devices)
+        other = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
+        for _ in range(6):
+            loop.forward_backward(400)
+            other.step()  # not the model's
+        assert loop.balance.num_changes == 0
+        follow(loop, 400)
+        assert loop.balance.is_frozen
+        assert loop.model.gpu0_bsz < 100
+        del loop
+
+
+def test_nothing_is_read_once_it_is_frozen(monkeypatch):
+    with emulate_devices(4, symbolic=True) as devices:
+        loop = Loop(wide(), devices)
+        follow(loop, 400)
+        assert loop.balance.is_frozen
+        for name in ("max_memory_allocated", "reset_peak_memory_stats", "memory_stats"):
+            monkeypatch.delattr(torch.get_device_module("lazy"), name)
+        follow(loop, 400, 3)
+        del loop
+
+
+@pytest.mark.parametrize("name", ["char_transformer", "tied_transformer"])
+def test_a_run_that_stock_cannot_hold_trains_after_repeating_steps(name):
+    with emulate_devices(4, symbolic=True) as devices:
+        loop = Loop(SMALL[name](), devices, gpu0_bsz=1)
+        follow(loop, 48, 2)
+        needs = [torch.get_device_module(device).max_memory_allocated(device) for device in devices]
+        del loop
+    with emulate_devices(4, memory=round(max(needs) * 1.02), symbolic=True) as devices:
+        loop = Loop(SMALL[name](), devices, gpu0_bsz=12)
+        with pytest.raises(torch.OutOfMemoryError), warnings.catch_warnings():
+            warnings.simplefilter("ignore", BalanceWarning)
+            follow(loop, 48, 2)
+        del loop
+    with emulate_devices(4, memory=round(max(needs) * 1.02), symbolic=True) as devices:
+        loop = Loop(SMALL[name](), devices)
+        num_steps = num_failures = 0
+        while num_steps < 14:
+            try:
+                loop.step(48)
+                num_steps += 1
+            except torch.OutOfMemoryError:
+                num_failures += 1
+                assert num_failures < 12
+        assert num_failures > 0
+        assert loop.model.gpu0_bsz < 12
+        del loop
+
+
+def test_running_out_in_forward_says_that_the_step_may_be_repeated():
+    with emulate_devices(2, memory=["12MiB", "1GiB"], symbolic=True) as devices:
+        net = torch.nn.Sequential(torch.nn.Linear(64, 4096), torch.nn.Linear(4096, 64))
+        model = BalancedDataParallel("auto", net.to(devices[0]))
+        x = torch.zeros(2000, 64)
+        with pytest.raises(torch.OutOfMemoryError) as caught:
+            model(x)
+        assert "gpu0_bsz='auto' is now 500: the step may be repeated" in str(notes_of(caught.value))
+        del caught
+        model(x)
+        assert model.chunk_sizes == (500, 1500)
+        del net, model
+
+
+def test_a_loop_without_steps_is_told():
+    with emulate_devices(2) as devices:
+        model = BalancedDataParallel("auto", torch.nn.Linear(2, 2).to(devices[0]))
+        with pytest.warns(BalanceWarning, match="has seen no optimizer step in 100 calls"):
+            for _ in range(101):
+                model(torch.ones(4, 2)).sum().backward()
+        del model
+
+
+def test_batches_that_differ_in_length_do_not_end_worse_than_stock():
+    """What a sample takes differs from batch to batch, so no law holds."""
+    with emulate_devices(4, symbolic=True) as devices:
+        workload = SMALL["char_transformer"]()
+        loop = Loop(workload, devices)
+        lengths = [64, 16, 48, 8, 56, 24, 40, 32] * 3
+        for length in lengths:
+            tokens = torch.zeros(24, length, dtype=torch.int64)
+            loop.optimizer.zero_grad()
+            output = loop.model(tokens)
+            functional.cross_entropy(
+                output.flatten(0, 1), tokens.flatten().to(devices[0])
+            ).backward()
+            del output
+            loop.optimizer.step()
+        assert loop.balance.is_frozen
+        value = loop.model.gpu0_bsz
+        del loop
+    peaks = {}
+    for gpu0_bsz in (value, 5):
+        with emulate_devices(4, symbolic=True) as devices:
+            loop = Loop(workload, devices, gpu0_bsz)
+            follow(loop, 24, 3)
+            peaks[gpu0_bsz] = max(
+                torch.get_device_module(device).max_memory_allocated(device) for device in devices
+            )
+            del loop
+    assert peaks[value] <= peaks[5] * 1.2
+
+
+@pytest.mark.parametrize(
+    ("device_ids", "message"),
+    [
+        (["cpu", "cpu"], "reads how full each device was, which cpu does not count"),
+        ([0, 1, 0], "compares devices, but device_ids repeats one: lazy:0, lazy:1, lazy:0"),
+    ],
+)
+def test_devices_that_cannot_be_compared_are_refused(device_ids, message):
+    with emulate_devices(2) as devices, pytest.raises(ArgumentError, match=message):
+        BalancedDataParallel("auto", torch.nn.Linear(2, 2).to(devices[0]), device_ids)
+
+
+def test_one_device_or_none_has_nothing_to_balance():
+    assert BalancedDataParallel("auto", torch.nn.Linear(2, 2), ["cpu"])(torch.ones(3, 2)).shape == (
+        3,
+        2,
+    )
+    with emulate_devices(1) as devices:
+        model = BalancedDataParallel("auto", CharTransformer(9).to(devices[0]))
+        model(torch.zeros(3, 4, dtype=torch.int64))
+        assert model.split(3) == (3,)
+        del model
+
+
+def test_batch_norm_never_gets_a_single_sample():
+    """It refuses one in training; with the even split the run would go on."""
+    workload = Workload(
+        lambda: torch.nn.Sequential(
+            torch.nn.Linear(64, 512), torch.nn.BatchNorm1d(512), torch.nn.Linear(512, 64)
+        ),
+        lambda n: ((torch.zeros(n, 64),), {}, torch.zeros(n, 64)),
+        functional.mse_loss,
+    )
+    with emulate_devices(4, symbolic=True) as devices:
+        loop = Loop(workload, devices)
+        values = follow(loop, 400)
+        assert loop.balance.is_frozen
+        assert 1 not in values
+        del loop
+
+
+def test_batches_of_any_size_end_frozen_and_cost_no_more_with_each():
+    with emulate_devices(4, symbolic=True) as devices:
+        loop = Loop(wide(), devices)
+        sizes = [800, 800, 800, *(100 + 37 * i % 700 for i in range(110))]
+        for size in sizes:
+            loop.step(size)
+        assert loop.balance.is_frozen
+        assert loop.balance.num_changes <= MAX_CHANGES
+        del loop
+
+
+def test_evaluation_in_each_iteration_and_unlike_parts_do_not_keep_it_from_learning():
+    with emulate_devices(4, symbolic=True) as devices:
+        loop = Loop(wide(), devices)
+        for _ in range(16):
+            with torch.no_grad():
+                loop.model(*loop.workload.make_batch(50)[0])
+            loop.optimizer.zero_grad()
+            for part in (1000, 1000, 400):
+                loop.forward_backward(part)
+            loop.optimizer.step()
+        assert loop.balance.is_frozen
+        assert loop.balance.num_changes > 0
+        del loop
+
+
+def test_running_out_in_evaluation_moves_nothing():
+    with emulate_devices(4, memory="4MiB", symbolic=True) as devices:
+        net = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.Linear(256, 64))
+        model = BalancedDataParallel("auto", net.to(devices[0]))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            with torch.no_grad(), pytest.raises(torch.OutOfMemoryError) as caught:
+                model(torch.zeros(60_000, 64))
+            assert "lower the batch size" in str(notes_of(caught.value))
+            del caught
+            assert model.split(400) == (100, 100, 100, 100)
+            model(torch.zeros(400, 64)).sum().backward()
+            optimizer.step()
+        del net, model, optimizer

@@ -1,0 +1,712 @@
+"""The loss computed on each device: its value and its gradients are those of the whole batch."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from balanced_dp import (
+    ArgumentError,
+    ArgumentTypeError,
+    BalancedCriterion,
+    BalancedDataParallel,
+    GatherError,
+    PerDevice,
+    ScatterError,
+    emulate_devices,
+)
+
+from ..devices import open_devices
+from ..modules import Lambda
+from ..notes import notes_of
+
+TOLERANCE = {"rtol": 1e-10, "atol": 1e-10, "equal_nan": True}
+BATCH, WIDTH, CLASSES = 32, 6, 5
+WEIGHTS = torch.tensor([0.5, 2.0, 1.0, 0.0, 3.0], dtype=torch.double)
+
+
+def with_loss(module: nn.Module, criterion: Any) -> nn.Module:
+    """A module that computes its own loss."""
+
+    def forward(self: Any, x: Tensor, *targets: Any, **kwargs: Any) -> Any:
+        return self.criterion(self.module(x), *targets, **kwargs)
+
+    model = Lambda(forward, module=module)
+    model.criterion = criterion
+    return model
+
+
+def linear(*shape: int) -> nn.Module:
+    """A module of float64 with one output of ``shape`` a sample."""
+    size = int(torch.tensor(shape).prod())
+    return nn.Sequential(nn.Linear(WIDTH, size), nn.Unflatten(1, shape)).double()
+
+
+def classes(*shape: int, ignored: int | None = None) -> Tensor:
+    """Targets of which some are ignored: in any split into (1, 13, 13, 5) all of the first."""
+    targets = torch.randint(0, CLASSES, (BATCH, *shape))
+    if ignored is not None:
+        targets[0] = ignored
+        targets[5:12] = ignored
+        targets[20:].view(12, -1)[:, :1] = ignored
+    return targets
+
+
+def numbers(*shape: int) -> Tensor:
+    return torch.rand(BATCH, *shape, dtype=torch.double)
+
+
+def ctc(**options: Any) -> dict[str, Any]:
+    lengths = torch.arange(BATCH) % 4 + 1
+    return {
+        "criterion": nn.CTCLoss(**options),
+        # Log-probabilities are (T, N, C): the batch is their second dimension.
+        "module": Lambda(
+            lambda self, x: self.inner(x).transpose(0, 1).log_softmax(-1),
+            inner=linear(9, CLASSES),
+        ),
+        "targets": (
+            torch.randint(1, CLASSES, (BATCH, 4)),
+            torch.full((BATCH,), 9),
+            lengths,
+        ),
+    }
+
+
+def log_softmax(module: nn.Module) -> nn.Module:
+    return nn.Sequential(module, nn.LogSoftmax(1))
+
+
+class TokenLoss(nn.CrossEntropyLoss):
+    """A subclass that flattens."""
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        return super().forward(input.flatten(0, 1), target.flatten())
+
+
+def masked_mean(output: Tensor, target: Tensor, mask: Tensor) -> Tensor:
+    return ((output - target).square() * mask[:, None]).sum() / mask.sum()
+
+
+def make_cases() -> dict[str, Any]:
+    torch.manual_seed(0)
+    found: dict[str, Any] = {}
+    for reduction in ("mean", "sum", "none"):
+        named = {
+            "cross_entropy": (nn.CrossEntropyLoss, linear(CLASSES), classes()),
+            "cross_entropy ignored": (nn.CrossEntropyLoss, linear(CLASSES), classes(ignored=-100)),
+            "cross_entropy ignore_index": (
+                functools.partial(nn.CrossEntropyLoss, ignore_index=2),
+                linear(CLASSES),
+                classes(ignored=2),
+            ),
+            "cross_entropy weight": (
+                functools.partial(nn.CrossEntropyLoss, weight=WEIGHTS),
+                linear(CLASSES),
+                classes(ignored=3),  # by a weight of 0
+            ),
+            "cross_entropy label_smoothing": (
+                functools.partial(nn.CrossEntropyLoss, label_smoothing=0.1),
+                linear(CLASSES, 3),
+                classes(3, ignored=-100),
+            ),
+            "cross_entropy all options": (
+                functools.partial(
+                    nn.CrossEntropyLoss, weight=WEIGHTS, label_smoothing=0.2, ignore_index=1
+                ),
+                linear(CLASSES, 3, 2),
+                classes(3, 2, ignored=1),
+            ),
+            "cross_entropy probabilities": (
+                functools.partial(nn.CrossEntropyLoss, weight=WEIGHTS, label_smoothing=0.2),
+                linear(CLASSES, 3),
+                numbers(CLASSES, 3).softmax(1),
+            ),
+            "nll": (
+                functools.partial(nn.NLLLoss, weight=WEIGHTS),
+                log_softmax(linear(CLASSES, 3)),
+                classes(3, ignored=-100),
+            ),
+            "bce weights of samples": (
+                functools.partial(nn.BCELoss, weight=numbers(1)),
+                nn.Sequential(linear(CLASSES), nn.Sigmoid()),
+                numbers(CLASSES),
+            ),
+            "bce_with_logits": (nn.BCEWithLogitsLoss, linear(CLASSES), numbers(CLASSES)),
+            "bce_with_logits weights": (
+                functools.partial(nn.BCEWithLogitsLoss, weight=WEIGHTS, pos_weight=WEIGHTS),
+                linear(CLASSES),
+                numbers(CLASSES).round(),
+            ),
+            "bce_with_logits weights of samples": (
+                functools.partial(nn.BCEWithLogitsLoss, weight=numbers(1)),
+                linear(CLASSES),
+                numbers(CLASSES),
+            ),
+            "mse": (nn.MSELoss, linear(4), numbers(4)),
+            "l1": (nn.L1Loss, linear(4, 2), numbers(4, 2)),
+            "smooth_l1": (functools.partial(nn.SmoothL1Loss, beta=0.5), linear(4), numbers(4)),
+            "huber": (nn.HuberLoss, linear(4), numbers(4)),
+            "kl_div": (nn.KLDivLoss, log_softmax(linear(CLASSES)), numbers(CLASSES).softmax(1)),
+            "poisson": (nn.PoissonNLLLoss, linear(4), numbers(4)),
+            "multi_margin": (
+                functools.partial(nn.MultiMarginLoss, weight=WEIGHTS),
+                linear(CLASSES),
+                classes(),
+            ),
+        }
+        for name, (make, module, targets) in named.items():
+            found[f"{name} {reduction}"] = {
+                "criterion": make(reduction=reduction),
+                "module": module,
+                "targets": (targets,),
+            }
+        found[f"ctc {reduction}"] = ctc(reduction=reduction)
+        found[f"ctc zero_infinity {reduction}"] = ctc(
+            reduction=reduction, zero_infinity=True, blank=0
+        )
+    found["kl_div batchmean"] = {
+        "criterion": nn.KLDivLoss(reduction="batchmean", log_target=True),
+        "module": log_softmax(linear(CLASSES, 3)),
+        "targets": (numbers(CLASSES, 3).log_softmax(1),),
+    }
+    found["functional"] = {
+        "criterion": functional.cross_entropy,
+        "module": linear(CLASSES),
+        "targets": (classes(ignored=-100),),
+    }
+    found["partial"] = {
+        "criterion": functools.partial(
+            functional.cross_entropy, weight=WEIGHTS, ignore_index=4, label_smoothing=0.1
+        ),
+        "module": linear(CLASSES),
+        "targets": (classes(ignored=4),),
+    }
+    found["partial sum"] = {
+        "criterion": functools.partial(functional.soft_margin_loss, reduction="sum"),
+        "module": linear(4),
+        "targets": (numbers(4).round() * 2 - 1,),
+    }
+
+    found["subclass"] = {
+        "criterion": TokenLoss(weight=WEIGHTS),
+        "module": linear(7, CLASSES),
+        "targets": (classes(7, ignored=-100),),
+    }
+
+    found["loss_weight"] = {
+        "criterion": masked_mean,
+        "options": {"loss_weight": lambda output, target, mask: mask.sum()},
+        "module": linear(4),
+        "targets": (numbers(4), (torch.arange(BATCH) % 3 == 1).double()),
+    }
+    found["several"] = {
+        "criterion": lambda output, target, *, extra: {
+            "first": functional.mse_loss(output["a"], target["a"]),
+            "second": [functional.l1_loss(output["b"][0], extra), output["a"].square()],
+        },
+        "module": Lambda(
+            lambda self, x: {"a": self.first(x), "b": (self.second(x),)},
+            first=linear(4),
+            second=linear(2),
+        ),
+        "targets": ({"a": numbers(4)},),
+        "kwargs": {"extra": numbers(2)},
+    }
+    found["keyword"] = {
+        "criterion": nn.CrossEntropyLoss(),
+        "module": linear(CLASSES),
+        "targets": (),
+        "kwargs": {"target": classes(ignored=-100)},
+    }
+    found["with parameters"] = {
+        "criterion": Lambda(
+            lambda self, output, target: functional.mse_loss(self.head(output), target),
+            head=linear(4),
+        ),
+        "module": linear(WIDTH),
+        "targets": (numbers(4),),
+    }
+    if hasattr(nn, "LinearCrossEntropyLoss"):
+        found["linear_cross_entropy"] = {
+            "criterion": nn.LinearCrossEntropyLoss(
+                WIDTH, CLASSES, dtype=torch.double, weight=WEIGHTS
+            ),
+            "module": linear(WIDTH),
+            "targets": (classes(ignored=-100),),
+        }
+    return found
+
+
+CASES = make_cases()
+
+SPLITS: dict[tuple[int, ...], Any] = {
+    (1, 13, 13, 5): {"gpu0_bsz": None, "device_weights": [1, 13, 13, 5]},
+    (0, 11, 11, 10): {"gpu0_bsz": 0},
+    (8, 8, 8, 8): {"gpu0_bsz": 8},
+}
+
+
+def leaves(loss: Any) -> list[Tensor]:
+    return [t for t in torch.utils._pytree.tree_leaves(loss) if isinstance(t, Tensor)]
+
+
+def results(modules: list[nn.Module], run: Any, x: Tensor) -> list[Any]:
+    """The loss and the gradients of everything, on the CPU."""
+    for module in modules:
+        module.zero_grad()
+    x = x.clone().requires_grad_()
+    loss = leaves(run(x))
+    sum((part * (1 + i)).sum() for i, part in enumerate(loss)).backward()
+    found = [part.detach() for part in loss]
+    found += [x.grad, *(p.grad for module in modules for p in module.parameters())]
+    return [None if t is None else t.cpu() for t in found]
+
+
+def expected_of(case: Any, x: Tensor) -> list[Any]:
+    module, criterion = case["module"], case["criterion"]
+    modules = [m for m in (module, criterion) if isinstance(m, nn.Module)]
+    return results(
+        modules, lambda x: criterion(module(x), *case["targets"], **case.get("kwargs", {})), x
+    )
+
+
+@pytest.fixture
+def x() -> Tensor:
+    torch.manual_seed(0)
+    return torch.randn(BATCH, WIDTH, dtype=torch.double)
+
+
+def balanced(case: Any, x: Tensor, devices: Any, split: tuple[int, ...]) -> list[Any]:
+    model = BalancedDataParallel(
+        module=copy.deepcopy(case["module"]).to(devices[0]),
+        device_ids=devices,
+        gather=False,
+        **SPLITS[split],
+    )
+    criterion = BalancedCriterion(copy.deepcopy(case["criterion"]), **case.get("options", {}))
+    criterion.to(devices[0])
+    found = results(
+        [model, criterion],
+        lambda x: criterion(model(x), *case["targets"], **case.get("kwargs", {})),
+        x,
+    )
+    assert model.chunk_sizes == split
+    return found
+
+
+def balanced_inside(case: Any, x: Tensor, devices: Any, split: tuple[int, ...]) -> list[Any]:
+    module = with_loss(copy.deepcopy(case["module"]), copy.deepcopy(case["criterion"]))
+    model = BalancedDataParallel(module=module.to(devices[0]), device_ids=devices, **SPLITS[split])
+    found = results([model], lambda x: model(x, *case["targets"], **case.get("kwargs", {})), x)
+    assert model.chunk_sizes == split
+    return found
+
+
+# All but those whose criterion has to know the batch, that are no mean over samples, or that hold a
+# tensor that no module moves.
+NOT_INSIDE = ("partial", "ctc", "bce weights", "bce_with_logits weights of", "loss_weight")
+
+
+@pytest.mark.filterwarnings("ignore:gpu0_bsz", "ignore:reduction. 'mean' divides")
+@pytest.mark.parametrize("split", SPLITS, ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_the_loss_is_that_of_the_whole_batch(name, split, kind, x):
+    expected = expected_of(CASES[name], x)
+    with open_devices(kind, 4) as devices:
+        for run in (balanced, balanced_inside):
+            if run is balanced or not name.startswith(NOT_INSIDE):
+                found = run(CASES[name], x, devices, split)
+                torch.testing.assert_close(found, expected, **TOLERANCE)
+                assert not any(t.isnan().any() for t in found if t is not None)
+
+
+def make_model(devices: Any, gpu0_bsz: int = 1, **options: Any) -> Any:
+    torch.manual_seed(0)
+    module = linear(CLASSES).to(devices[0])
+    return BalancedDataParallel(gpu0_bsz, module, devices[:4], gather=False, **options)
+
+
+# Outputs that stay where they are.
+
+
+def test_outputs_stay_on_their_devices(devices, x):
+    model = make_model(devices)
+    outputs = model(x)
+    assert isinstance(outputs, PerDevice)
+    assert outputs.chunk_sizes == model.chunk_sizes == (1, 11, 10, 10)
+    assert outputs.devices == tuple(devices[:4])
+    assert [output.device for output in outputs] == list(devices[:4])
+    assert [len(output) for output in outputs] == [1, 11, 10, 10]
+    assert len(outputs) == 4
+    assert outputs[-1] is outputs[1:][-1]
+    torch.testing.assert_close(outputs.gather(), model.module(x.to(devices[0])), **TOLERANCE)
+    assert outputs.gather().device == devices[0]
+    del outputs
+
+
+def test_only_replicas_that_ran_have_an_output(devices, x):
+    outputs = make_model(devices, gpu0_bsz=0)(x[:2])
+    assert outputs.devices == tuple(devices[1:3])
+    assert outputs.chunk_sizes == (1, 1)
+    assert repr(outputs) == f"PerDevice(devices=({devices[1]}, {devices[2]}), chunk_sizes=(1, 1))"
+    loss = BalancedCriterion(nn.CrossEntropyLoss())(outputs, torch.tensor([1, 2]))
+    assert loss.device == devices[0]
+    loss.backward()
+    del outputs, loss
+
+
+@pytest.mark.parametrize("where", ["one device", "no device"])
+def test_the_same_lines_serve_a_single_device(where, x, no_accelerator):
+    targets = classes(ignored=-100)
+    model = make_model(["cpu"])
+    if where == "no device":
+        model = BalancedDataParallel(1, model.module, gather=False)
+    outputs = model(x)
+    assert outputs.chunk_sizes == (BATCH,)
+    assert outputs.devices == (torch.device("cpu"),)
+    criterion = nn.CrossEntropyLoss()
+    expected = criterion(model.module(x), targets)
+    torch.testing.assert_close(BalancedCriterion(criterion)(outputs, targets), expected)
+    torch.testing.assert_close(BalancedCriterion(criterion)(model.module(x), targets), expected)
+
+
+def test_nothing_to_cut_is_one_call(devices):
+    module = Lambda(lambda self, scale: self.inner.weight * scale, inner=nn.Linear(3, 2))
+    model = BalancedDataParallel(1, module.to(devices[0]), devices, gather=False)
+    outputs = model(2.0)
+    assert (len(outputs), outputs.chunk_sizes) == (1, None)
+    loss = BalancedCriterion(nn.MSELoss())(outputs, torch.zeros(2, 3))
+    expected = (4 * module.inner.weight.square()).mean()
+    torch.testing.assert_close(loss, expected)
+    del outputs, loss, expected
+
+
+def test_outputs_go_to_the_output_device(devices, x):
+    outputs = make_model(devices, output_device="cpu")(x)
+    assert outputs.gather().device == torch.device("cpu")
+    loss = BalancedCriterion(nn.CrossEntropyLoss())(outputs, classes())
+    assert loss.device == torch.device("cpu")
+    del outputs, loss
+
+
+def test_metrics_are_gathered_and_logits_are_not(devices, x):
+    model = make_model(devices)
+    logits = model.module(x.to(devices[0])).detach()
+    targets = classes()
+    outputs = model(x)
+    predicted = outputs.map(lambda logits: logits.argmax(-1))
+    assert predicted.cpu().equal(logits.argmax(-1).cpu())
+
+    def accuracy(logits: Tensor, targets: Tensor) -> Tensor:
+        return (logits.argmax(-1) == targets).double().mean()
+
+    expected = accuracy(logits.cpu(), targets)
+    torch.testing.assert_close(outputs.map(accuracy, targets).cpu(), expected)
+    num_right = outputs.map(
+        lambda logits, targets: (logits.argmax(-1) == targets).sum(), targets, scalar_outputs="sum"
+    )
+    assert num_right.item() == round(expected.item() * BATCH)
+    both = outputs.map(lambda logits: {"min": logits.amin(1), "max": logits.amax(1)})
+    assert both["max"].shape == (BATCH,)
+    with pytest.raises(ScatterError, match=r"input targets of shape \(3,\) has size 3"):
+        outputs.map(accuracy, targets[:3])
+    with pytest.raises(ZeroDivisionError) as raised:
+        outputs.map(lambda logits: 1 // (len(logits) - 1))
+    assert f"in replica 0 on {devices[0]}, with 1 of the batch's 32" in notes_of(raised.value)[0]
+    del outputs, predicted, num_right, both, logits, raised
+
+
+# What else a criterion meets.
+
+
+def test_targets_that_do_not_fit_are_named(devices, x):
+    outputs = make_model(devices)(x)
+    criterion = BalancedCriterion(nn.CrossEntropyLoss())
+    with pytest.raises(
+        ScatterError, match=r"input target of shape .* but the batch has 32 samples"
+    ):
+        criterion(outputs, classes()[:30])
+    whole = BalancedCriterion(lambda output, scale: (output * scale).mean(), broadcast="scale")
+    scale = torch.arange(CLASSES).double()
+    expected = (outputs.gather() * scale.to(devices[0])).mean()
+    torch.testing.assert_close(whole(outputs, scale), expected)
+    del outputs, expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"criterion": 3}, ArgumentTypeError, "must be a module or a function, got 3"),
+        ({"criterion": nn.MSELoss(), "broadcast": "traget"}, ArgumentError, "MSELoss.forward"),
+        ({"criterion": nn.MSELoss(), "loss_weight": 3}, ArgumentTypeError, "must be a function"),
+    ],
+)
+def test_arguments_that_cannot_be_used_are_named_at_once(arguments, error, message):
+    with pytest.raises(error, match=message):
+        BalancedCriterion(**arguments)
+
+
+def test_weights_of_a_loss_must_be_numbers(x):
+    criterion = BalancedCriterion(nn.MSELoss(), loss_weight=lambda output, target: -1)
+    with pytest.raises(ArgumentError, match=r"must return a number of at least 0, .* got -1"):
+        criterion(make_model(["cpu"] * 2)(x), torch.zeros(BATCH, CLASSES))
+    criterion.loss_weight = lambda output, target: target[0]
+    with pytest.raises(ArgumentError, match=r"must return a number of at least 0, .* got tensor"):
+        criterion(make_model(["cpu"] * 2)(x), torch.zeros(BATCH, CLASSES))
+
+
+class Shifted(nn.CrossEntropyLoss):
+    """As of a causal language model: what torch's loss sees is not what the subclass gets."""
+
+    def forward(self, input: Tensor, target: Any) -> Tensor:
+        labels = target["labels"][:, 1:]
+        return super().forward(input[:, :-1].flatten(0, 1), labels.flatten())
+
+
+class Masked(nn.NLLLoss):
+    def forward(self, input: Tensor, mask: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        loss = super().forward(input.log_softmax(-1), target.masked_fill(mask, -100))
+        return loss, input.argmax(-1)
+
+
+@pytest.mark.parametrize("is_inside", [False, True])
+def test_what_counts_is_what_a_subclass_hands_to_torch(is_inside, x):
+    mask = torch.arange(BATCH) % 3 > 0
+    mask[:2] = True
+    cases = [
+        (linear(7, CLASSES), Shifted(), ({"labels": classes(7, ignored=-100)},)),
+        (linear(CLASSES), Masked(weight=WEIGHTS), (mask, classes())),
+    ]
+    for module, criterion, targets in cases:
+        expected = leaves(criterion(module(x), *targets))
+        if is_inside:
+            model = BalancedDataParallel(1, with_loss(module, criterion), ["cpu"] * 4)
+            found = leaves(model(x, *targets))
+        else:
+            model = BalancedDataParallel(1, module, ["cpu"] * 4, gather=False)
+            found = leaves(BalancedCriterion(criterion)(model(x), *targets))
+        torch.testing.assert_close(found, expected, **TOLERANCE)
+        assert criterion.reduction == "mean"
+
+
+def test_modules_and_their_methods_are_the_same(x):
+    criterion = nn.CrossEntropyLoss(ignore_index=0)
+    assert BalancedCriterion(criterion.forward).criterion is criterion
+
+
+def test_targets_of_any_integer_type(x):
+    targets = classes().byte()
+    for weight in (None, WEIGHTS.float()):
+        criterion = nn.CrossEntropyLoss(weight=weight)
+        outputs = make_model(["cpu"] * 4)(x)
+        logits = [logits.float() for logits in outputs]
+        outputs = PerDevice(
+            logits, outputs.devices, outputs.chunk_sizes, output_device=outputs.output_device
+        )
+        torch.testing.assert_close(
+            BalancedCriterion(criterion)(outputs, targets), criterion(outputs.gather(), targets)
+        )
+
+
+def test_outputs_of_several_calls_are_compared(devices, x):
+    model = make_model(devices)
+    criterion = BalancedCriterion(nn.TripletMarginLoss())
+    outputs = [model(x + shift) for shift in range(3)]
+    expected = nn.TripletMarginLoss()(*(output.gather() for output in outputs))
+    torch.testing.assert_close(criterion(*outputs), expected, **TOLERANCE)
+    with pytest.raises(
+        ScatterError, match=r"positive is PerDevice\(.*but this call splits \(1, 11"
+    ):
+        criterion(outputs[0], model(x[:5]), outputs[2])
+    same = outputs[0].map(lambda one, other: (one == other["x"]).all(1), {"x": outputs[0]})
+    assert same.shape == (BATCH,) and same.all()
+    del outputs, expected
+
+
+def test_outputs_of_one_model_go_into_another_where_they_are(devices, x):
+    first, second = linear(WIDTH), linear(3)
+    expected = second(first(x)).detach()
+    models = [
+        BalancedDataParallel(3, module.to(devices[0]), devices[:4], gather=False)
+        for module in (first, second)
+    ]
+    outputs = models[1](models[0](x))
+    assert outputs.chunk_sizes == models[0].chunk_sizes == (3, 10, 10, 9)
+    torch.testing.assert_close(outputs.gather(), expected.to(devices[0]), **TOLERANCE)
+    models[1].gpu0_bsz = 2
+    with pytest.raises(ScatterError, match=r"input input is PerDevice\(.*\(2, 10, 10, 10\) on"):
+        models[1](models[0](x))
+    del outputs
+
+
+def test_a_weight_of_classes_is_none_of_samples(x):
+    """Where there are as many classes as samples."""
+    outputs = make_model(["cpu"] * 4)(x[:CLASSES])
+    criterion = nn.BCEWithLogitsLoss(weight=WEIGHTS)
+    targets = numbers(CLASSES)[:CLASSES]
+    torch.testing.assert_close(
+        BalancedCriterion(criterion)(outputs, targets), criterion(outputs.gather(), targets)
+    )
+
+
+def test_a_weight_that_is_given_replaces_the_count_of_targets(x):
+    module, targets = linear(CLASSES), classes(ignored=-100)
+    model = BalancedDataParallel(
+        None,
+        with_loss(module, nn.CrossEntropyLoss()),
+        ["cpu"] * 2,
+        device_weights=[1, 3],
+        loss_weight=lambda x, target: 1 + len(target) // 10,
+    )
+    losses = [
+        nn.functional.cross_entropy(module(part), target)
+        for part, target in zip(x.split([8, 24]), targets.split([8, 24]), strict=True)
+    ]
+    torch.testing.assert_close(model(x, targets), (losses[0] + 3 * losses[1]) / 4)
+
+
+def test_what_an_output_of_several_devices_is_not(x):
+    outputs = make_model(["cpu"] * 2)(x)
+    remedy = "it holds one output for each device; compute the loss with BalancedCriterion"
+    with pytest.raises(AttributeError, match=f"has no attribute 'logits': {remedy}"):
+        _ = outputs.logits
+    with pytest.raises(TypeError, match=f"has no item 'logits': {remedy}"):
+        _ = outputs["logits"]
+    with pytest.raises(TypeError, match=f"cross_entropy takes tensors, .* PerDevice: {remedy}"):
+        nn.CrossEntropyLoss()(outputs, classes())
+
+
+def test_gathering_later_knows_the_weights(x):
+    module = Lambda(lambda self, x: self.inner(x).mean(), inner=linear(4))
+    model = BalancedDataParallel(
+        1, module, ["cpu"] * 4, gather=False, loss_weight=lambda x: 1 + len(x) % 2
+    )
+    outputs = model(x)
+    weights = [1 + size % 2 for size in outputs.chunk_sizes]
+    expected = sum(w * loss for w, loss in zip(weights, outputs, strict=True)) / sum(weights)
+    torch.testing.assert_close(outputs.gather(), expected)
+
+
+def test_losses_of_unlike_structure_are_an_error(x):
+    criterion = BalancedCriterion(lambda output, target: output.sum() if len(output) > 1 else "?")
+    with pytest.raises(GatherError, match="different types"):
+        criterion(make_model(["cpu"] * 2)(x), classes())
+
+
+@pytest.mark.parametrize("dim", [1, -2])
+def test_batchmean_where_the_batch_is_another_dimension(dim, x):
+    """It divides by the first dimension, which is the same for all chunks."""
+    inputs = torch.randn(3, BATCH, CLASSES, dtype=torch.double).log_softmax(-1)
+    targets = torch.randn(3, BATCH, CLASSES, dtype=torch.double).softmax(-1)
+    criterion = nn.KLDivLoss(reduction="batchmean")
+    model = BalancedDataParallel(5, nn.Identity(), ["cpu"] * 3, dim=dim, gather=False)
+    loss = BalancedCriterion(criterion)(model(inputs), targets)
+    torch.testing.assert_close(loss, criterion(inputs, targets), **TOLERANCE)
+
+
+def test_ctc_takes_its_targets_in_a_row_and_its_lengths_as_numbers(devices, x):
+    case = CASES["ctc mean"]
+    targets, input_lengths, target_lengths = case["targets"]
+    expected = case["criterion"](case["module"](x), *case["targets"])
+    module = copy.deepcopy(case["module"]).to(devices[0])
+    model = BalancedDataParallel(1, module, devices, gather=False)
+    row = torch.cat([t[:n] for t, n in zip(targets, target_lengths, strict=True)])
+    loss = BalancedCriterion(functional.ctc_loss)(
+        model(x),
+        row,
+        input_lengths=tuple(input_lengths.tolist()),
+        target_lengths=tuple(target_lengths.tolist()),
+    )
+    torch.testing.assert_close(loss.cpu(), expected, **TOLERANCE)
+    del loss
+
+
+def test_buffers_of_a_criterion_are_kept(devices, x):
+    class Centered(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("center", torch.zeros(CLASSES))
+
+        def forward(self, output: Tensor, target: Tensor) -> Tensor:
+            self.center.add_(output.detach().mean(0))
+            return functional.mse_loss(output - self.center, target)
+
+    criterion = BalancedCriterion(Centered().to(devices[0]))
+    for gpu0_bsz in (4, 0):
+        outputs = make_model(devices, gpu0_bsz)(x)
+        before = criterion.criterion.center.clone()
+        criterion(outputs, numbers(CLASSES))
+        added = criterion.criterion.center - before
+        torch.testing.assert_close(added.cpu(), outputs[0].detach().mean(0).float().cpu())
+    del outputs, before, added, criterion
+
+
+def test_losses_may_come_from_the_module(x):
+    module = Lambda(lambda self, x: self.inner(x).square().mean(), inner=linear(4))
+    model = BalancedDataParallel(1, module, ["cpu"] * 4, gather=False)
+    torch.testing.assert_close(BalancedCriterion(lambda loss: loss * 2)(model(x)), 2 * module(x))
+
+
+def test_second_derivatives(x):
+    model = make_model(["cpu"] * 3)
+    criterion = BalancedCriterion(nn.CrossEntropyLoss(ignore_index=2))
+    targets = classes()
+
+    def loss(x: Tensor) -> Any:
+        return criterion(model(x), targets[:4])
+
+    x = x[:4].clone().requires_grad_()
+    assert torch.autograd.gradcheck(loss, (x,))
+    assert torch.autograd.gradgradcheck(loss, (x,))
+
+
+def test_no_shape_is_too_large_for_symbolic_devices():
+    """Class weights have no values there, so what a mean divides by is never read."""
+    with emulate_devices(4, symbolic=True) as devices:
+        model = BalancedDataParallel(3, nn.Linear(8, 50_000).to(devices[0]), devices, gather=False)
+        weight = torch.rand(50_000, device=devices[0])
+        criterion = BalancedCriterion(nn.CrossEntropyLoss(weight=weight))
+        criterion(model(torch.zeros(4096, 8)), torch.arange(4096)).backward()
+        # Gathered, device 0 would hold 4096 x 50000 numbers, 780 MiB.
+        assert max(devices.memory_breakdown(devices[0]).peak.values()) < 10 * 2**20
+        del model, criterion, weight
+
+
+def test_a_step_leaves_nothing_behind(devices, x):
+    gc.collect()
+    gc.disable()
+    try:
+        model = make_model(devices)
+        outputs = model(x)
+        loss = BalancedCriterion(nn.CrossEntropyLoss())(outputs, classes())
+        loss.backward()
+        references = [weakref.ref(output) for output in outputs]
+        del outputs, loss
+        assert [reference() for reference in references] == [None] * 4
+    finally:
+        gc.enable()
+
+
+def test_a_module_with_loss_obeys_other_arguments(x):
+    module = linear(CLASSES)
+    total = with_loss(module, nn.CrossEntropyLoss(reduction="sum"))
+    targets = classes()
+    stacked = BalancedDataParallel(1, total, ["cpu"] * 4, scalar_outputs="stack")
+    assert stacked(x, targets).shape == (4,)
+    summed = BalancedDataParallel(1, total, ["cpu"] * 4, gather=False)
+    torch.testing.assert_close(summed(x, targets).gather(), total(x, targets))
+    mean = Lambda(
+        lambda self, x, target, mask: masked_mean(self.inner(x), target, mask), inner=module
+    )
+    weighed = BalancedDataParallel(1, mean, ["cpu"] * 4, loss_weight=lambda x, _, mask: mask.sum())
+    mask, target = (torch.arange(BATCH) % 3 == 1).double(), numbers(CLASSES)
+    torch.testing.assert_close(weighed(x, target, mask), mean(x, target, mask))

@@ -1,0 +1,512 @@
+from __future__ import annotations
+
+import copy
+import inspect
+import io
+import pickle
+import threading
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from balanced_dp import (
+    ArgumentError,
+    ArgumentTypeError,
+    BalancedDataParallel,
+    BalanceWarning,
+    balanced_data_parallel,
+    emulate_devices,
+)
+
+from ..modules import Lambda
+from ..notes import notes_of
+
+no_accelerator = pytest.mark.skipif(
+    torch.accelerator.is_available(), reason="there is an accelerator here"
+)
+
+
+def wrap(devices, gpu0_bsz=1, module=None, **options):
+    module = nn.Linear(4, 2) if module is None else module
+    return BalancedDataParallel(gpu0_bsz, module.to(devices[0]), device_ids=devices, **options)
+
+
+# It is an nn.DataParallel.
+
+
+def test_it_is_an_nn_data_parallel_with_stock_s_parameters_after_gpu0_bsz():
+    assert issubclass(BalancedDataParallel, nn.DataParallel)
+    stock = list(inspect.signature(nn.DataParallel).parameters)
+    ours = list(inspect.signature(BalancedDataParallel).parameters)
+    assert ours[: len(stock) + 1] == ["gpu0_bsz", *stock]
+    functional = list(inspect.signature(nn.parallel.data_parallel).parameters)
+    assert list(inspect.signature(balanced_data_parallel).parameters) == ["gpu0_bsz", *functional]
+
+
+def test_attributes_mean_what_they_mean_in_stock(emulated):
+    module = nn.Linear(4, 2).to(emulated[1])
+    parallel = BalancedDataParallel(1, module, emulated[1:4], emulated[2], 1)
+    assert parallel.module is module
+    assert (parallel.device_ids, parallel.output_device, parallel.dim) == ([1, 2, 3], 2, 1)
+    assert parallel.src_device_obj == emulated[1]
+    assert parallel.devices == emulated[1:4]
+
+
+def test_checkpoints_load_both_ways(devices):
+    parallel = wrap(devices[:3])
+    assert list(parallel.state_dict()) == ["module.weight", "module.bias"]
+    stock = nn.DataParallel(nn.Linear(4, 2))
+    file = io.BytesIO()
+    torch.save(parallel.state_dict(), file)
+    file.seek(0)
+    stock.load_state_dict(torch.load(file))
+    torch.testing.assert_close(stock.module.weight.cpu(), parallel.module.weight.cpu())
+    nn.init.ones_(stock.module.weight)
+    parallel.load_state_dict(stock.state_dict())
+    assert parallel.module.weight.sum().item() == 8
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_copies_and_pickles_work(duplicate):
+    parallel = BalancedDataParallel(
+        1, nn.Linear(4, 2), ["cpu"] * 3, broadcast=("input",), scalar_outputs="sum"
+    )
+    twin = duplicate(parallel)
+    x = torch.randn(7, 4)
+    torch.testing.assert_close(twin(x), parallel(x))
+    assert twin.module is not parallel.module
+    assert twin.broadcast == {"input"}
+    assert twin.scalar_outputs == "sum"
+
+
+def test_a_deep_copy_on_emulated_devices_is_independent(emulated):
+    parallel = wrap(emulated[:3])
+    twin = copy.deepcopy(parallel)
+    with torch.no_grad():
+        twin.module.weight.zero_()
+    assert parallel.module.weight.any()
+    assert twin(torch.randn(7, 4)).device == emulated[0]
+
+
+def test_the_steps_can_be_called_one_by_one(devices):
+    """As code does that strings nn.DataParallel's steps together itself."""
+    parallel = wrap(devices[:3])
+    x = torch.randn(7, 4)
+    device_ids = parallel.device_ids
+    inputs, kwargs = parallel.scatter((x,), {}, device_ids, parallel.split(7))
+    replicas = parallel.replicate(parallel.module, device_ids)
+    outputs = parallel.parallel_apply(replicas, inputs, kwargs)
+    joined = parallel.gather(outputs, parallel.output_device)
+    torch.testing.assert_close(joined, parallel(x))
+    whole, _ = parallel.scatter((x,), None, device_ids)
+    assert [len(chunk[0]) for chunk in whole] == [7, 7, 7]
+
+
+# Devices.
+
+
+@no_accelerator
+def test_ints_and_none_mean_the_emulated_devices_where_there_are_no_others():
+    with emulate_devices(3) as devices:
+        check_all_devices(list(devices))
+
+
+def check_all_devices(devices):
+    module = nn.Linear(4, 2).to(devices[0])
+    for device_ids in (None, [0, 1, 2], ["lazy:0", devices[1], 2]):
+        parallel = BalancedDataParallel(1, module, device_ids, 1)
+        assert (parallel.devices, parallel.device_ids) == (devices, [0, 1, 2])
+        assert parallel(torch.randn(7, 4)).device == devices[1]
+    twice = BalancedDataParallel(1, module, [0, 0])
+    assert twice(torch.randn(7, 4)).shape == (7, 2)
+
+
+def test_emulated_devices_are_not_taken_where_others_are_named():
+    parallel = BalancedDataParallel(1, nn.Linear(4, 2), ["cpu", "cpu:0"])
+    assert parallel.devices == [torch.device("cpu")] * 2
+    assert parallel.device_ids == [torch.device("cpu")] * 2
+
+
+def test_on_one_device_the_module_is_moved_and_called_directly(devices):
+    seen = []
+    module = Lambda(lambda m, x, k: seen.append(m) or m.a(x) + k["b"], a=nn.Linear(4, 2))
+    parallel = BalancedDataParallel(1, module, devices[:1])
+    assert module.a.weight.device == devices[0]
+    # Inputs are moved, and not one of them has to be of the batch's size.
+    assert parallel(torch.randn(7, 4), k={"b": torch.randn(2)}).device == devices[0]
+    assert seen[0] is module
+
+
+@pytest.mark.parametrize(
+    ("device_ids", "error", "message"),
+    [
+        ([], ArgumentError, "device_ids is empty"),
+        ("cpu", ArgumentTypeError, "device_ids must be a list of devices, got 'cpu'"),
+        (0, ArgumentTypeError, "device_ids must be a list of devices, got 0"),
+        ([True], ArgumentTypeError, "got True"),
+        ([1.0], ArgumentTypeError, "a device must be an int, a string or a torch.device, got 1.0"),
+        ([-1], ArgumentError, "must not be negative, got -1"),
+        ([0, 5], ArgumentError, "device lazy:5 does not exist: there are 2 of its type"),
+    ],
+)
+@no_accelerator
+def test_devices_that_do_not_exist_are_refused(device_ids, error, message):
+    with emulate_devices(2), pytest.raises(error, match=message):
+        BalancedDataParallel(1, nn.Linear(4, 2), device_ids)
+
+
+@no_accelerator
+def test_an_index_without_an_accelerator_is_refused_with_the_remedies():
+    with pytest.raises(ArgumentError, match="Leave device_ids out to run without splitting"):
+        BalancedDataParallel(1, nn.Linear(4, 2), [0, 1])
+
+
+def test_parameters_on_another_device_raise_stock_s_error(emulated):
+    message = (
+        r"module must have its parameters and buffers on device lazy:0 \(device_ids\[0\]\) but "
+        r"found one of them on device: cpu"
+    )
+    module = nn.BatchNorm1d(4)
+    parallel = BalancedDataParallel(1, module, emulated[:3])
+    with pytest.raises(RuntimeError, match=message):
+        parallel(torch.randn(7, 4))
+    module.weight.data = module.weight.data  # unchanged
+    with pytest.raises(RuntimeError, match=message):
+        balanced_data_parallel(1, module, torch.randn(7, 4), emulated[:1])
+
+
+# Arguments.
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"gpu0_bsz": -1}, ArgumentError, "gpu0_bsz must be at least 0, got -1"),
+        ({"gpu0_bsz": 1.5}, ArgumentTypeError, "gpu0_bsz must be an integer, got 1.5"),
+        ({"gpu0_bsz": True}, ArgumentTypeError, "gpu0_bsz must be an integer, got True"),
+        ({"scalar_outputs": "max"}, ArgumentError, "scalar_outputs must be one of"),
+        (
+            {"scalar_outputs": "sum", "loss_weight": len},
+            ArgumentError,
+            "loss_weight weighs a mean, but scalar_outputs is 'sum'",
+        ),
+        ({"module": lambda x: x}, ArgumentTypeError, "module must be an nn.Module, got function"),
+        ({"dim": "0"}, ArgumentTypeError, "dim must be an integer, got '0'"),
+        ({"dim": True}, ArgumentTypeError, "dim must be an integer, got True"),
+        ({"broadcast": "maks"}, ArgumentError, "broadcast names 'maks', but Linear.forward takes"),
+        ({"device_ids": ["gpu:0"]}, ArgumentError, "there is no device 'gpu:0': "),
+        ({"device_ids": ["meta", "meta"]}, ArgumentError, "there is no device 'meta': "),
+        ({"device_ids": ["xpu"]}, ArgumentError, "device xpu does not exist: there are 0"),
+    ],
+)
+def test_arguments_that_cannot_be_used_are_refused(options, error, message):
+    options = {"gpu0_bsz": 1, "module": nn.Linear(4, 2), "device_ids": ["cpu"] * 2, **options}
+    with pytest.raises(error, match=message):
+        BalancedDataParallel(**options)
+
+
+def test_swapped_arguments_are_named_without_the_whole_module():
+    with pytest.raises(ArgumentTypeError, match="gpu0_bsz comes first and must be") as caught:
+        BalancedDataParallel(nn.Sequential(*(nn.Linear(4, 4) for _ in range(50))), 4)
+    assert len(str(caught.value)) < 200
+
+
+def test_positional_arguments_are_named_as_forward_names_them(devices):
+    module = Lambda(lambda m, *args, **kwargs: args[0], a=nn.Linear(1, 1))
+    parallel = wrap(devices[:2], module=module, broadcast="args.1")
+    assert parallel(torch.zeros(4), torch.zeros(3)).shape == (4,)
+    with pytest.raises(ValueError, match=r"input args.2 of shape \(3,\)"):
+        parallel(torch.zeros(4), torch.zeros(3), torch.zeros(3))
+
+
+# Batches.
+
+
+def count_calls(devices, gpu0_bsz=1):
+    calls = []
+    module = Lambda(
+        lambda m, x=None, y=0: calls.append(None if x is None else len(x)) or (x, y),
+        a=nn.Linear(4, 2),
+    )
+    return wrap(devices, gpu0_bsz, module), calls
+
+
+def test_only_devices_with_samples_run(devices):
+    parallel, calls = count_calls(devices[:4], 0)
+    parallel(torch.zeros(2, 4))
+    assert calls == [1, 1]
+
+
+@pytest.mark.parametrize("gpu0_bsz", [0, 1])
+def test_an_empty_batch_is_one_call_on_device_0(devices, gpu0_bsz):
+    parallel, calls = count_calls(devices[:4], gpu0_bsz)
+    output, _ = parallel(torch.zeros(0, 4))
+    assert output.shape == (0, 4)
+    assert output.device == devices[0]
+    assert calls == [0]
+
+
+def test_a_call_without_a_batch_is_one_call_on_device_0(devices):
+    parallel, calls = count_calls(devices[:4])
+    assert parallel() == (None, 0)
+    assert parallel(y="text") == (None, "text")
+    assert parallel(None, torch.tensor(2.0))[1].device == devices[0]
+    assert len(calls) == 3
+
+
+def test_the_split_can_be_read(devices):
+    assert wrap(devices[:4], 2).split(32) == (2, 10, 10, 10)
+    assert wrap(devices[:1], 2).split(32) == (32,)
+
+
+def test_gpu0_bsz_can_be_changed_between_batches(devices):
+    parallel, calls = count_calls(devices[:2])
+    parallel(torch.zeros(8, 4))
+    parallel.gpu0_bsz = 3
+    parallel(torch.zeros(8, 4))
+    assert sorted(calls) == [1, 3, 5, 7]
+
+
+# Losses.
+
+
+def cross_entropy(reduction="mean"):
+    return Lambda(
+        lambda m, x, labels: nn.functional.cross_entropy(
+            m.a(x).flatten(0, 1), labels.flatten(), ignore_index=-100, reduction=reduction
+        ),
+        a=nn.Linear(4, 5),
+    ).double()
+
+
+@pytest.mark.parametrize("gpu0_bsz", [0, 1, 2])
+def test_loss_weight_makes_a_mean_over_tokens_exact(devices, gpu0_bsz):
+    module = cross_entropy()
+    reference = copy.deepcopy(module)
+    seen = []
+
+    def num_labels(x, labels):
+        seen.append(len(x))
+        return (labels != -100).sum()
+
+    parallel = wrap(devices[:3], gpu0_bsz, module, loss_weight=num_labels)
+    x = torch.randn(7, 3, 4, dtype=torch.double)
+    labels = torch.randint(0, 5, (7, 3))
+    labels[0] = -100  # all that device 0 has, when it has one sample
+    labels[2:4, 1:] = -100
+    loss, expected = parallel(x, labels), reference(x, labels)
+    loss.backward()
+    expected.backward()
+    torch.testing.assert_close(loss.cpu(), expected, rtol=1e-12, atol=0)
+    torch.testing.assert_close(
+        module.a.weight.grad.cpu(), reference.a.weight.grad, rtol=1e-10, atol=1e-12
+    )
+    assert sorted(seen) == sorted(size for size in parallel.split(7) if size)
+
+
+@pytest.mark.parametrize("value", [-1, float("nan"), float("inf"), "3", None, torch.ones(2)])
+def test_a_loss_weight_that_is_no_weight_is_refused(value):
+    parallel = BalancedDataParallel(
+        1, cross_entropy(), ["cpu"] * 2, loss_weight=lambda x, labels: value
+    )
+    with pytest.raises((ArgumentError, RuntimeError)):
+        parallel(torch.zeros(4, 3, 4, dtype=torch.double), torch.zeros(4, 3, dtype=torch.long))
+
+
+# What goes wrong in a replica.
+
+
+@pytest.mark.parametrize("gpu0_bsz", [0, 1])
+def test_an_exception_says_replica_device_and_chunk(emulated, gpu0_bsz):
+    def forward(m, x):
+        if x.device == emulated[2]:
+            raise LookupError("no such word")
+        return m.a(x)
+
+    parallel = wrap(emulated[:4], gpu0_bsz, Lambda(forward, a=nn.Linear(4, 2)))
+    size = parallel.split(8)[2]
+    with pytest.raises(LookupError, match=r"^no such word") as caught:
+        parallel(torch.randn(8, 4))
+    assert notes_of(caught.value) == [
+        f"in replica {2 - (gpu0_bsz == 0)} on lazy:2, with {size} of the batch's 8 samples"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("memory", "chunk"), [(["3KiB", "1MiB"], 2), (["1MiB", "6KiB"], 6)], ids=["first", "second"]
+)
+def test_out_of_memory_adds_the_split_and_what_to_lower(memory, chunk):
+    with emulate_devices(2, memory=memory) as devices:
+        check_out_of_memory(list(devices), 0 if chunk == 2 else 1, chunk)
+
+
+def check_out_of_memory(devices, index, chunk):
+    module = Lambda(lambda m, x: x.repeat(1, 100), a=nn.Linear(2, 2))
+    with pytest.raises(torch.OutOfMemoryError, match=r"^CUDA out of memory\. Tried") as caught:
+        wrap(devices, 2, module)(torch.randn(8, 4))
+    assert notes_of(caught.value) == [
+        f"in replica {index} on lazy:{index}, with {chunk} of the batch's 8 samples",
+        "the batch of 8 was split lazy:0: 2, lazy:1: 6. If lazy:0 ran out, lower gpu0_bsz (now "
+        "2); if another device did, lower the batch size",
+    ]
+    memory = torch.get_device_module(devices[0])
+    del caught, module
+    assert [memory.memory_allocated(device) for device in devices] == [0, 0]
+
+
+def test_a_step_gives_back_all_its_memory(emulated):
+    """By reference counting: the collector is off, so a cycle would be seen."""
+    import gc
+
+    parallel = wrap(emulated[:3], 2, nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)))
+    memory = torch.get_device_module(emulated[0])
+
+    def step():
+        parallel(torch.randn(9, 4)).square().mean().backward()
+        parallel.zero_grad()
+
+    step()
+    gc.collect()
+    gc.disable()
+    try:
+        before = [memory.memory_allocated(device) for device in emulated]
+        for _ in range(3):
+            step()
+        assert [memory.memory_allocated(device) for device in emulated] == before
+        assert before[1:] == [0] * 7
+    finally:
+        gc.enable()
+
+
+def test_calls_from_several_threads_do_not_disturb_each_other(devices):
+    parallel = wrap(devices[:3])
+    batches = [torch.randn(n, 4) for n in (5, 6, 7, 9)]
+    expected = [parallel(batch).detach().cpu() for batch in batches]
+    outputs = [None] * len(batches)
+
+    def run(index):
+        for _ in range(5):
+            outputs[index] = parallel(batches[index]).detach().cpu()
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(batches))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    torch.testing.assert_close(outputs, expected)
+
+
+@pytest.mark.parametrize(("gpu0_bsz", "expected"), [(None, (2, 5, 5)), (1, (1, 6, 5))])
+def test_device_weights_split_in_proportion(devices, gpu0_bsz, expected):
+    module = torch.nn.Linear(3, 2, dtype=torch.float64).to(devices[0])
+    model = BalancedDataParallel(gpu0_bsz, module, devices[:3], device_weights=[10, 22, 22])
+    x = torch.randn(12, 3, dtype=torch.float64)
+    output = model(x)
+    assert model.chunk_sizes == model.split(12) == expected
+    assert model.gpu0_bsz == gpu0_bsz
+    output.pow(2).mean().backward()
+    gradient = module.weight.grad.cpu()
+    module.zero_grad()
+    module(x.to(devices[0])).pow(2).mean().backward()
+    torch.testing.assert_close(gradient, module.weight.grad.cpu(), rtol=0, atol=1e-12)
+    del module, model, output
+
+
+def test_a_value_that_is_refused_changes_nothing_and_weights_stay_as_given():
+    model = BalancedDataParallel(2, torch.nn.Linear(2, 2), ["cpu", "cpu"])
+    for value in (-1, None, "AUTO", 2.5):
+        with pytest.raises((ArgumentError, ArgumentTypeError)):
+            model.gpu0_bsz = value
+        assert model.gpu0_bsz == 2
+    with pytest.raises(AttributeError):
+        model.device_weights = [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("gpu0_bsz", "weights", "message"),
+    [
+        (None, [1, 2, 3], r"one number for each of 2 devices.*got 3 and gpu0_bsz=None"),
+        ("auto", [1, 2], r"a gpu0_bsz that is a number or None, got 2 and gpu0_bsz='auto'"),
+        (None, [0, 0], "device_weights must not all be 0"),
+        (None, None, "an integer or 'auto', or None where device_weights are given, got None"),
+        ("Auto", None, "gpu0_bsz must be an integer or 'auto', or .*, got 'Auto'"),
+    ],
+)
+def test_device_weights_that_cannot_be_used_are_refused(gpu0_bsz, weights, message):
+    with pytest.raises((ArgumentError, ArgumentTypeError), match=message):
+        BalancedDataParallel(
+            gpu0_bsz, torch.nn.Linear(2, 2), ["cpu", "cpu"], device_weights=weights
+        )
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo's
+def test_compiled_it_runs_as_it_is():
+    module = nn.Sequential(nn.Linear(4, 3), nn.Tanh())
+    model = BalancedDataParallel(1, module, ["cpu"] * 3)
+    x = torch.randn(7, 4)
+    torch.testing.assert_close(torch.compile(model, backend="eager")(x), module(x))
+    compiled = torch.compile(lambda x: 2 * model(x + 1), backend="eager")
+    torch.testing.assert_close(compiled(x), 2 * module(x + 1))
+
+
+@pytest.mark.parametrize(
+    "arguments", [(nn.Identity(),), (nn.Identity(), ["cpu"]), (nn.Identity(), 2)]
+)
+def test_without_gpu0_bsz_the_error_says_where_it_belongs(arguments):
+    with pytest.raises(ArgumentTypeError, match=r"comes first .*DataParallel\(gpu0_bsz, module\)"):
+        BalancedDataParallel(*arguments)
+
+
+class Classifies(nn.Module):
+    def __init__(self, with_loss):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 8).double(), nn.Linear(8, 3).double()
+        self.with_loss = with_loss
+
+    def forward(self, x, labels):
+        logits = self.last(torch.relu(self.first(x)))
+        return functional.cross_entropy(logits, labels) if self.with_loss else logits
+
+
+def compile_all(module, backend):
+    return torch.compile(module, backend=backend)
+
+
+def compile_a_part(module, backend):
+    module.first = torch.compile(module.first, backend=backend)
+    return module
+
+
+@pytest.mark.parametrize("with_loss", [False, True])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("compiled", [compile_all, compile_a_part])
+def test_compiled_modules_are_replicated(compiled, backend, with_loss):
+    torch._dynamo.reset()
+    module = Classifies(with_loss)
+    reference = copy.deepcopy(module)
+    model = BalancedDataParallel(1, compiled(module, backend), ["cpu"] * 3)
+    hides_its_loss = with_loss and (compiled, backend) == (compile_all, "aot_eager")
+    num_graphs = []
+    for step in range(5):
+        size = 10 + step % 3
+        x, labels = torch.randn(size, 4, dtype=torch.double), torch.randint(0, 3, (size,))
+        labels[::3] = -100
+        losses = []
+        for net in (model, reference):
+            net.zero_grad()
+            warns = hides_its_loss and net is model and not step
+            message = "computed by CompiledFunction, which does not tell"
+            with pytest.warns(BalanceWarning, match=message) if warns else nullcontext():
+                output = net(x, labels)
+            losses.append(output if with_loss else functional.cross_entropy(output, labels))
+            losses[-1].backward()
+        num_graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+        if hides_its_loss:
+            continue
+        torch.testing.assert_close(*losses, rtol=1e-10, atol=1e-10)
+        for ours, theirs in zip(module.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-10, atol=1e-10)
+    assert num_graphs[1] == num_graphs[-1]  # no step compiles anew

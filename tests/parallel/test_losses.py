@@ -1,0 +1,374 @@
+"""0-dim outputs have the value and the gradients of the whole batch, or a warning says so."""
+
+from __future__ import annotations
+
+import copy
+import threading
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils import _pytree as pytree
+
+from balanced_dp import ArgumentError, BalancedCriterion, BalancedDataParallel, BalanceWarning
+from balanced_dp.parallel.losses.counted import counting
+
+from .loss_cases import BATCH, EXACT, IGNORED, REAL, UNCLEAR, Case, Net, X, Y, rows
+
+TOLERANCE = {"rtol": 1e-10, "atol": 1e-12}
+
+
+def results(model: Any, module: nn.Module, given: Any, has_gradients: bool) -> list[Any]:
+    """The outputs, and the gradients of each parameter, on the CPU."""
+    module.zero_grad()
+    with torch.set_grad_enabled(has_gradients):
+        outputs = pytree.tree_leaves(model(X[: given.get("x", BATCH)], **rest(given)))
+    found = [output.detach().cpu() for output in outputs]
+    if has_gradients:
+        sum(o * (i + 1) for i, o in enumerate(outputs) if o.requires_grad).backward()
+        found += [None if p.grad is None else p.grad.cpu() for p in module.parameters()]
+    return found
+
+
+def rest(given: Any) -> Any:
+    return {name: value for name, value in given.items() if name != "x"}
+
+
+def first(given: Any, count: int) -> Any:
+    """What is given for the first samples of the batch."""
+    return {"x": count} | {
+        name: value[:count] if isinstance(value, Tensor) and value.dim() else value
+        for name, value in given.items()
+    }
+
+
+def make(case: Case, devices: Any, gpu0_bsz: int, **options: Any) -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    bare = Net(case.loss).double()
+    model = BalancedDataParallel(
+        gpu0_bsz, copy.deepcopy(bare).to(devices[0]), devices[:4], **options
+    )
+    return model, bare
+
+
+def check(case: Case, devices: Any, gpu0_bsz: int, size: int = BATCH) -> None:
+    """Steps with and without gradients in turn, since what one shows serves the next."""
+    model, bare = make(case, devices, gpu0_bsz)
+    given = first(case.given, size)
+    for has_gradients in (True, False, True, False):
+        expected = results(bare, bare, given, has_gradients)
+        found = results(model, model.module, given, has_gradients)
+        torch.testing.assert_close(found, expected, **TOLERANCE)
+
+
+@pytest.mark.parametrize("gpu0_bsz", [0, 1, 3])
+@pytest.mark.parametrize("name", EXACT)
+def test_losses_in_the_module_are_those_of_the_whole_batch(name, gpu0_bsz, devices):
+    check(EXACT[name], devices, gpu0_bsz)
+
+
+@pytest.mark.filterwarnings("ignore:gpu0_bsz")
+@pytest.mark.parametrize("name", [name for name in EXACT if name != "mean times length"])
+def test_chunks_of_one_size(name):
+    """Shapes do not tell then what is over the batch."""
+    check(EXACT[name], ["cpu"] * 4, 3, size=12)
+
+
+def test_a_number_that_may_be_the_size_of_a_chunk_is_warned_of_unless_that_was_seen():
+    case = EXACT["mean times length"]
+    model, bare = make(case, ["cpu"] * 4, 0)
+    given = first(case.given, 12)
+    with pytest.warns(BalanceWarning, match="multiplied by 4, which is also the number of samples"):
+        results(model, model.module, given, True)
+    model, bare = make(case, ["cpu"] * 4, 0)
+    results(model, model.module, case.given, True)  # 13 samples
+    found, expected = results(model, model.module, given, True), results(bare, bare, given, True)
+    torch.testing.assert_close(found, expected, **TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("name", "gpu0_bsz"),
+    # All chunks take one branch with 0.
+    [(name, n) for name in UNCLEAR for n in (0, 1, 3) if (name, n) != ("branch", 0)],
+)
+def test_what_is_not_exact_is_warned_of_once(name, gpu0_bsz):
+    case, reason = UNCLEAR[name]
+    model, _ = make(case, ["cpu"] * 4, gpu0_bsz)
+    with pytest.warns(BalanceWarning, match=f"the whole batch: .*{reason}.*loss_weight") as warned:
+        for _ in range(3):
+            results(model, model.module, case.given, True)
+    assert len(warned) == 1 and warned[0].filename == __file__
+    assert "<lambda>" in str(warned[0].message) or "Net.forward" in str(warned[0].message)
+
+
+def test_a_count_of_1_that_may_be_a_floor_is_warned_of():
+    mask = (torch.arange(BATCH) % 3 > 0).double()  # none in the first chunk
+    case = Case(lambda n, x, o, m: (rows(o) * m).sum() / max(int(m.sum()), 1), {"m": mask})
+    model, _ = make(case, ["cpu"] * 4, 1)
+    with pytest.warns(BalanceWarning, match="by 1 in a chunk, which may stand for a count of 0"):
+        results(model, model.module, case.given, True)
+
+
+@pytest.mark.parametrize("gpu0_bsz", [0, 1, 3])
+def test_losses_of_single_samples_in_a_loop(gpu0_bsz):
+    """The graphs differ in size, which is warned of; their mean is one over samples."""
+
+    def loop(net: Net, x: Tensor, o: Tensor, r: Tensor) -> Tensor:
+        return sum(functional.mse_loss(a, b) for a, b in zip(o, r, strict=True)) / len(o)
+
+    case = Case(loop, {"r": REAL})
+    model, bare = make(case, ["cpu"] * 4, gpu0_bsz)
+    for has_gradients in (True, False):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", BalanceWarning)
+            found = results(model, model.module, case.given, has_gradients)
+        torch.testing.assert_close(
+            found, results(bare, bare, case.given, has_gradients), **TOLERANCE
+        )
+
+
+def test_the_warning_is_silenced_by_saying_how_losses_join():
+    case, _ = UNCLEAR["rmse"]
+    for options in ({"scalar_outputs": "mean"}, {"loss_weight": lambda x, r: len(x)}):
+        model, _ = make(case, ["cpu"] * 4, 1, **options)
+        loss = model(X, **case.given)
+        parts = X.split(model.chunk_sizes), case.given["r"].split(model.chunk_sizes)
+        losses = [model.module(x, r=r) * len(x) for x, r in zip(*parts, strict=True)]
+        torch.testing.assert_close(loss, sum(losses) / BATCH)
+
+
+targets = st.lists(st.sampled_from([-100, 0, 1, 2]), min_size=1, max_size=12)
+class_weights = st.sampled_from([None, torch.tensor([0.0, 0.5, 2.0], dtype=torch.double)])
+
+
+class Subclass(nn.CrossEntropyLoss):
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        return super().forward(input * 2, target)
+
+
+def as_nll(logits: Tensor, y: Tensor, weight: Any, label_smoothing: float) -> Tensor:
+    return functional.nll_loss(logits.log_softmax(1), y, weight)
+
+
+def as_function(logits: Tensor, y: Tensor, weight: Any, label_smoothing: float) -> Tensor:
+    return functional.cross_entropy(logits, y, weight, label_smoothing=label_smoothing)
+
+
+def as_module(logits: Tensor, y: Tensor, weight: Any, label_smoothing: float) -> Tensor:
+    return nn.CrossEntropyLoss(weight, label_smoothing=label_smoothing)(logits, y)
+
+
+def as_subclass(logits: Tensor, y: Tensor, weight: Any, label_smoothing: float) -> Tensor:
+    return Subclass(weight, label_smoothing=label_smoothing)(logits, y)
+
+
+def as_masked_mean(logits: Tensor, y: Tensor, weight: Any, label_smoothing: float) -> Tensor:
+    mask = y >= 0
+    return ((logits[:, 0] - 1) ** 2 * mask).sum() / mask.sum()
+
+
+class OfLogits(nn.Module):
+    def __init__(self, loss: Any, options: Any) -> None:
+        super().__init__()
+        self.loss, self.options = loss, options
+
+    def forward(self, logits: Tensor, y: Tensor) -> Tensor:
+        return self.loss(logits, y, *self.options)
+
+
+@pytest.mark.filterwarnings("ignore:gpu0_bsz")
+@given(
+    targets,
+    st.sampled_from([as_nll, as_function, as_module, as_subclass, as_masked_mean]),
+    st.integers(1, 5),
+    st.integers(0, 6),
+    class_weights,
+    st.sampled_from([0.0, 0.3]),
+    st.booleans(),
+)
+def test_any_targets_may_be_ignored_in_any_split(
+    y, loss, num_devices, gpu0_bsz, weight, label_smoothing, is_criterion
+):
+    y = torch.tensor(y)
+    logits = torch.randn(len(y), 3, dtype=torch.double, requires_grad=True)
+    bare = OfLogits(loss, (weight, label_smoothing))
+    devices = ["cpu"] * num_devices
+    if is_criterion:
+        criterion = BalancedCriterion(bare)
+        model = BalancedDataParallel(gpu0_bsz, nn.Identity(), devices, gather=False)
+        found = criterion(model(logits), y)
+    else:
+        found = BalancedDataParallel(gpu0_bsz, bare, devices)(logits, y)
+    expected = bare(logits, y)
+    assert found.isfinite() == expected.isfinite()  # it is not where nothing counts
+    if expected.isfinite():
+        torch.testing.assert_close(found, expected, **TOLERANCE)
+        gradients = [torch.autograd.grad(value, logits)[0] for value in (found, expected)]
+        torch.testing.assert_close(*gradients, **TOLERANCE)
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_criteria_are_those_of_the_whole_batch(name):
+    """The same losses, but computed from outputs that stay where they are."""
+    case = EXACT[name]
+    torch.manual_seed(0)
+    net = Net(case.loss).double()
+    model = BalancedDataParallel(1, nn.Identity(), ["cpu"] * 4, gather=False)
+
+    def compute(x: Tensor, **given: Any) -> Any:
+        return net(x, **given)
+
+    criterion = BalancedCriterion(net)
+    for has_gradients in (True, False):
+        expected = results(net, net, case.given, has_gradients)
+        found = results(
+            lambda x, **given: criterion(model(x), **given), net, case.given, has_gradients
+        )
+        torch.testing.assert_close(found, expected, **TOLERANCE)
+
+
+def test_counts_of_hits_add_up_and_shares_of_hits_are_averaged():
+    def hits(net: Net, x: Tensor, o: Tensor, y: Tensor) -> Any:
+        is_right = (o.argmax(1) == y).double()
+        return functional.cross_entropy(o, y), is_right.sum(), is_right.mean()
+
+    check(Case(hits, {"y": Y}), ["cpu"] * 4, 1)
+    outputs = BalancedDataParallel(1, nn.Identity(), ["cpu"] * 4, gather=False)(REAL)
+    is_right = outputs.map(lambda o, y: (o.argmax(1) == y).float().sum(), Y)
+    assert is_right == (REAL.argmax(1) == Y).sum()
+
+
+def test_what_one_thread_counts_is_not_anothers():
+    with counting() as found:
+        thread = threading.Thread(target=functional.cross_entropy, args=(REAL, Y))
+        thread.start()
+        thread.join()
+        assert not found
+        functional.cross_entropy(REAL, Y)
+        with counting() as inner:
+            functional.cross_entropy(REAL, IGNORED)
+    assert [int(item.count) for item in found] == [BATCH]
+    assert [int(item.count) for item in inner] == [int((IGNORED >= 0).sum())]
+    assert torch._C._nn.cross_entropy_loss.__name__ == "cross_entropy_loss"
+    assert isinstance(torch._C._nn.cross_entropy_loss, type(torch._C._nn.nll_loss))
+
+
+def test_functions_are_noted_however_their_arguments_are_given():
+    def loss(net: Net, x: Tensor, o: Tensor, r: Tensor) -> Any:
+        return {
+            "mean": torch.mean(dim=0, input=rows(o)),
+            "sum": torch.sum(input=rows(o)),
+            "stack": torch.stack(tensors=[rows(o).mean(), rows(r).mean()]).mean(dim=0),
+            "kl": functional.kl_div(
+                target=r.softmax(1), reduction="batchmean", input=o.log_softmax(1)
+            ),
+            "selected": torch.masked_select(input=o, mask=o > 0).mean(),
+            "clamped": torch.div(other=torch.clamp(min=1, input=(o > 0).sum()), input=o.sum()),
+        }
+
+    model, bare = make(Case(loss, {"r": REAL}), ["cpu"] * 4, 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", BalanceWarning)
+        found = [results(model, model.module, {"r": REAL}, False) for _ in range(2)]
+    expected = results(bare, bare, {"r": REAL}, False)
+    torch.testing.assert_close(found[0][:5], expected[:5], **TOLERANCE)
+    torch.testing.assert_close(found[1][:5], expected[:5], **TOLERANCE)
+
+
+# What the caller says of weights.
+
+
+def labelled(x: Tensor, labels: Tensor | None = None) -> Any:
+    if labels is None:
+        return x
+    is_counted = labels != -100
+    losses = rows(x)
+    return {
+        "loss": (losses * is_counted).sum().div(float(is_counted.sum()) or 1.0),
+        "mean": losses.mean(),
+        "logits": x,
+    }
+
+
+class Labelled(nn.Module):
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
+        return labelled(x, labels)
+
+
+@pytest.mark.parametrize(
+    "loss_weight",
+    [
+        "labels",
+        lambda x, labels: (labels != -100).sum(),
+        lambda labels: (labels != -100).sum().item(),
+        lambda labels, **others: (labels != -100).sum() * len(others),
+        lambda a, b: (b != -100).sum(),
+        lambda *args: (args[1] != -100).sum(),
+        lambda labels: {"loss": (labels != -100).sum()},
+    ],
+)
+def test_loss_weight_gets_the_arguments_that_it_names(loss_weight):
+    model = BalancedDataParallel(1, Labelled(), ["cpu"] * 4, loss_weight=loss_weight)
+    torch.testing.assert_close(model(X, IGNORED)["loss"], labelled(X, IGNORED)["loss"])
+    torch.testing.assert_close(model(X), X)  # no loss, nothing to weigh
+
+
+def test_loss_weight_takes_keywords():
+    for loss_weight in ("labels", lambda labels: (labels != -100).sum()):
+        model = BalancedDataParallel(1, Labelled(), ["cpu"] * 4, loss_weight=loss_weight)
+        found = model(x=X, labels=IGNORED)["loss"]
+        torch.testing.assert_close(found, labelled(X, IGNORED)["loss"])
+
+
+def test_a_dictionary_of_weights_leaves_other_outputs_as_they_are():
+    model = BalancedDataParallel(
+        1, Labelled(), ["cpu"] * 4, loss_weight=lambda labels: {"loss": (labels != -100).sum()}
+    )
+    torch.testing.assert_close(model(X, IGNORED), labelled(X, IGNORED))
+
+
+@pytest.mark.parametrize(
+    ("loss_weight", "message"),
+    [
+        ("targets", "loss_weight is 'targets', but the arguments of the call are input"),
+        (lambda x, labels: 1, r"loss_weight \(.*<lambda>.*\) takes x, labels, but .* are input;"),
+        (
+            lambda input, *, k: 1,
+            "missing a required argument: 'k'|takes input, k, but .* are input",
+        ),
+        (lambda input: -1, "loss_weight must return a number of at least 0, .* got -1"),
+        (lambda input: input, "loss_weight must return a number of at least 0, .* got tensor"),
+    ],
+)
+def test_errors_of_loss_weight_name_it(loss_weight, message):
+    module = nn.Sequential(nn.Flatten(), nn.Flatten(0))
+    module.append(nn.Module())
+    module[2].forward = torch.mean
+    model = BalancedDataParallel(1, module, ["cpu"] * 4, loss_weight=loss_weight)
+    with pytest.raises(ArgumentError, match=message):
+        model(X)
+
+
+def test_loss_weight_is_not_read_back():
+    """A weight that stays on its device: reading it would wait."""
+
+    class Unread(Tensor):
+        @classmethod
+        def __torch_function__(cls, function, types, args=(), kwargs=None):
+            assert function not in (Tensor.item, Tensor.__float__, Tensor.__bool__)
+            return super().__torch_function__(function, types, args, kwargs)
+
+    model = BalancedDataParallel(
+        1,
+        Labelled(),
+        ["cpu"] * 4,
+        loss_weight=lambda labels: (labels != -100).sum().as_subclass(Unread),
+    )
+    torch.testing.assert_close(
+        torch.Tensor(model(X, IGNORED)["loss"]), labelled(X, IGNORED)["loss"], check_dtype=False
+    )

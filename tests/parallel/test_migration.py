@@ -1,0 +1,321 @@
+"""What docs/migration.md says of each earlier way: how it cut a batch, how ours does, and that ours
+
+has the loss and the gradients of the whole batch.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import re
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from balanced_dp import (
+    ArgumentTypeError,
+    BalancedCriterion,
+    BalancedDataParallel,
+    GatherError,
+    balanced_data_parallel,
+    emulate_devices,
+)
+from benchmarks.stock_on_cpu import stock_on_cpu
+
+PAGE = (Path(__file__).parents[2] / "docs" / "migration.md").read_text("utf-8")
+
+PAIRS: set[str] = set()
+"""Rows of the page's table that have a test."""
+
+pytestmark = pytest.mark.filterwarnings("ignore:.* sets (net.)?seen in forward")
+
+
+def pair(name):
+    """Marks the test of a row of the page's table."""
+
+    def mark(test):
+        PAIRS.add(name)
+        return test
+
+    return mark
+
+
+def test_every_row_of_the_table_has_a_test_and_a_section():
+    rows = re.findall(r"^\| \[(.+)\]\(#(.+?)\) \|", PAGE, re.MULTILINE)
+    table = PAGE.split("|---", 1)[1].split("\n\n", 1)[0].splitlines()[1:]
+    assert len(rows) == len(table)
+    in_other_files = {"Hugging Face's Trainer"}  # integrations/test_transformers.py
+    assert {name.replace("`", "") for name, _ in rows} == PAIRS | in_other_files
+    headings = re.findall(r"^## (.+)$", PAGE, re.MULTILINE)
+    assert [anchor for _, anchor in rows] == [
+        re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings
+    ]
+
+
+# A step on one device, on several emulated ones, and by torch's own DataParallel.
+
+
+class Net(nn.Module):
+    """Gives outputs and notes the sizes of its chunks; with targets it gives their mean loss."""
+
+    def __init__(self, dim=0):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+        self.dim = dim
+        self.seen = []
+
+    def forward(self, x, y=None, scale=1.0, keepdim=False):
+        self.seen.append(x.size(self.dim))
+        output = self.layers(x) * scale
+        if y is None:
+            return output
+        loss = F.mse_loss(output, y)
+        return loss[None] if keepdim else loss
+
+
+def data(*batch):
+    return torch.randn(*batch, 4).double(), torch.randn(*batch, 3).double()
+
+
+def outer_loss(x, y):
+    """Returns a step whose loss is of the gathered outputs."""
+
+    def loss_of(model):
+        output = model(x)
+        return F.mse_loss(output, y.to(output.device))
+
+    return loss_of
+
+
+def inner_loss(x, y):
+    """Returns a step whose loss the model computes, as recipes take its mean."""
+    return lambda model: model(x, y).mean()
+
+
+def one_device(net, loss_of):
+    net = copy.deepcopy(net)
+    loss = loss_of(net)
+    loss.backward()
+    return loss.detach(), [parameter.grad for parameter in net.parameters()]
+
+
+def stock(net, num_devices, loss_of):
+    """Returns the chunk sizes, too, of torch's ``nn.DataParallel``, whose steps run on the CPU."""
+    net = copy.deepcopy(net)
+    model = constructed_without_accelerator(net)
+    model.device_ids, model.output_device, model.dim = list(range(num_devices)), 0, 0
+    model.src_device_obj = torch.device("cpu")
+    with stock_on_cpu():
+        loss = loss_of(model)
+        loss.backward()
+    sizes = sorted(net.seen, reverse=True)  # the threads' order is by chance
+    return tuple(sizes), (loss.detach(), [parameter.grad for parameter in net.parameters()])
+
+
+def constructed_without_accelerator(module):
+    """Returns torch's own wrapper, which then looks neither for devices nor at the module."""
+    namespace = importlib.import_module(nn.DataParallel.__module__)
+    with mock.patch.object(namespace, "_get_available_device_type", lambda: None):
+        return nn.DataParallel(module)
+
+
+def ours(net, num_devices, gpu0_bsz, loss_of, **options):
+    """Returns the chunk sizes, too, of a BalancedDataParallel on emulated devices."""
+
+    def step(devices):
+        model = BalancedDataParallel(gpu0_bsz, copy.deepcopy(net).to(devices[0]), **options)
+        loss = loss_of(model)
+        loss.backward()
+        gradients = [parameter.grad.cpu() for parameter in model.parameters()]
+        return model.chunk_sizes, (loss.detach().cpu(), gradients)
+
+    with emulate_devices(num_devices) as devices:
+        return step(devices)
+
+
+def assert_same(found, expected):
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+
+
+# The pairs.
+
+
+@pair("nn.DataParallel")
+@pytest.mark.filterwarnings("ignore:gpu0_bsz")
+@pytest.mark.parametrize(("batch_size", "num_devices"), [(16, 4), (10, 4), (10, 8), (9, 4)])
+def test_data_parallel(batch_size, num_devices):
+    net, loss_of = Net(), outer_loss(*data(batch_size))
+    whole = one_device(net, loss_of)
+    theirs, stock_step = stock(net, num_devices, loss_of)
+    assert_same(stock_step, whole)
+    for gpu0_bsz in (batch_size, 1):
+        chunk_sizes, step = ours(net, num_devices, gpu0_bsz, loss_of)
+        active = tuple(size for size in chunk_sizes if size)
+        assert (active == theirs) == (gpu0_bsz == batch_size)
+        assert chunk_sizes[0] == min(gpu0_bsz, theirs[0])
+        assert_same(step, whole)
+
+
+def test_a_vector_of_losses_is_refused_since_its_mean_would_not_be_weighted():
+    x, y = data(10)
+    net = Net()
+    vector_of = lambda model: model(x, y, keepdim=True).mean()  # noqa: E731
+    whole = one_device(net, vector_of)
+    assert not torch.isclose(stock(net, 4, vector_of)[1][0], whole[0], rtol=1e-3)
+    with pytest.raises(GatherError, match=r"return a mean without dimensions \(no unsqueeze\)"):
+        ours(net, 4, 1, vector_of)
+    assert_same(ours(net, 4, 1, inner_loss(x, y))[1], whole)
+
+
+@pair("data_parallel, the function")
+@pytest.mark.filterwarnings("ignore:gpu0_bsz")
+@pytest.mark.parametrize("gpu0_bsz", [1, 16])
+def test_data_parallel_as_a_function(gpu0_bsz):
+    """Torch's function takes the steps of its class, of which these are."""
+    x, y = data(10)
+    net, options = Net(), {"scale": 2.0}
+    whole = one_device(net, lambda model: F.mse_loss(model(x, **options), y))
+    theirs, stock_step = stock(net, 4, lambda model: F.mse_loss(model(x, **options), y))
+    assert_same(stock_step, whole)
+
+    def step(devices):
+        module = copy.deepcopy(net).to(devices[0])
+        output = balanced_data_parallel(gpu0_bsz, module, x, devices, module_kwargs=options)
+        loss = F.mse_loss(output, y.to(devices[0]))
+        loss.backward()
+        gradients = [parameter.grad.cpu() for parameter in module.parameters()]
+        return sorted(module.seen), (loss.detach().cpu(), gradients)
+
+    with emulate_devices(4) as devices:
+        sizes, found = step(devices)
+    assert sizes == sorted(theirs if gpu0_bsz == 16 else (1, 3, 3, 3))
+    assert_same(found, whole)
+
+
+def test_the_function_without_an_accelerator():
+    if torch.accelerator.is_available():
+        pytest.skip("there is an accelerator here")
+    net, (x, _) = Net(), data(4)
+    with pytest.raises(RuntimeError, match="device type could not be determined"):
+        nn.parallel.data_parallel(net, x)
+    assert torch.equal(balanced_data_parallel(1, net, x), net(x))
+
+
+@pair("Transformer-XL's BalancedDataParallel")
+@pytest.mark.parametrize(
+    ("batch_size", "num_devices", "gpu0_bsz", "theirs", "is_mended"),
+    [
+        (32, 4, 2, (2, 10, 10, 10), False),
+        (4, 3, 1, (2, 2), True),
+        (9, 4, 2, (3, 3, 3), True),
+    ],
+)
+def test_transformer_xl(batch_size, num_devices, gpu0_bsz, theirs, is_mended):
+    """Its batches are in dimension 1, and the script takes the mean of unreduced losses."""
+    x, y = data(5, batch_size)
+    net = Net(dim=1)
+
+    def loss_of(model):
+        output = model(x)
+        return F.mse_loss(output, y.to(output.device), reduction="none").mean()
+
+    chunk_sizes, step = ours(net, num_devices, gpu0_bsz, loss_of, dim=1)
+    assert (chunk_sizes != theirs) == is_mended
+    assert chunk_sizes[0] == gpu0_bsz
+    assert_same(step, one_device(net, loss_of))
+
+
+@pair("the repository Balanced-DataParallel")
+@pytest.mark.parametrize(
+    ("batch_size", "num_devices", "gpu0_bsz", "theirs"),
+    [
+        (158, 6, 1, (1, 32, 32, 31, 31, 31)),
+        (9, 4, 0, (3, 3, 3)),
+    ],
+)
+def test_the_repository(batch_size, num_devices, gpu0_bsz, theirs):
+    """The same rule; with 0 a chunk fewer than there are devices, where ours says 0."""
+    net, loss_of = Net(), inner_loss(*data(batch_size))
+    chunk_sizes, step = ours(net, num_devices, gpu0_bsz, loss_of)
+    assert chunk_sizes == (*([] if gpu0_bsz else [0]), *theirs)
+    assert_same(step, one_device(net, loss_of))
+
+
+@pair("CornerNet's and CenterNet's DataParallel")
+@pytest.mark.parametrize(
+    ("chunk_sizes", "gpu0_bsz", "weights"),
+    [
+        ((18, 32, 32, 32), 18, None),
+        ((4, 8, 16), None, (4, 8, 16)),
+    ],
+)
+def test_fixed_lists(chunk_sizes, gpu0_bsz, weights):
+    num_devices, options = len(chunk_sizes), {"device_weights": weights}
+    for batch_size in (sum(chunk_sizes), sum(chunk_sizes) - 7):  # the last batch is smaller
+        net, loss_of = Net(), inner_loss(*data(batch_size))
+        found, step = ours(net, num_devices, gpu0_bsz, loss_of, **options)
+        assert sum(found) == batch_size
+        assert found == chunk_sizes or batch_size < sum(chunk_sizes)
+        assert_same(step, one_device(net, loss_of))
+
+
+@pair("PyTorch-Encoding's DataParallelModel")
+@pytest.mark.filterwarnings("ignore:gpu0_bsz")
+@pytest.mark.parametrize("gpu0_bsz", [1, 3])
+@pytest.mark.parametrize("num_ignored", [0, 2])
+def test_outputs_that_stay(gpu0_bsz, num_ignored):
+    """Their loss is the mean of the devices' losses, whatever each of them is a mean over."""
+    x, _ = data(10)
+    y = torch.arange(10) % 3
+    y[:num_ignored] = -100
+    criterion, net = nn.CrossEntropyLoss(), Net()
+    whole = one_device(net, lambda model: criterion(model(x), y))
+    sizes = (3, 3, 3, 1)
+    losses = [
+        criterion(net(x_chunk), y_chunk)
+        for x_chunk, y_chunk in zip(x.split(sizes), y.split(sizes), strict=True)
+    ]
+    theirs = sum(losses) / len(losses)
+    gradients = list(torch.autograd.grad(theirs, net.parameters()))
+    assert not torch.isclose(theirs, whole[0], rtol=1e-3)
+    assert not any(map(torch.allclose, gradients, whole[1]))
+
+    found, step = ours(
+        net, 4, gpu0_bsz, lambda model: BalancedCriterion(criterion)(model(x), y), gather=False
+    )
+    assert found == ((1, 3, 3, 3) if gpu0_bsz == 1 else sizes)
+    assert_same(step, whole)
+
+
+@pair("an optimizer in DataParallel")
+@pytest.mark.parametrize("is_made_before", [True, False])
+def test_an_optimizer(is_made_before):
+    x, y = data(10)
+    bare = Net()
+    expected = copy.deepcopy(bare)
+    optimizer = torch.optim.SGD(expected.parameters(), lr=0.1)
+    wrapped = constructed_without_accelerator(optimizer)
+    assert wrapped.module is optimizer
+    F.mse_loss(expected(x), y).backward()
+    wrapped.module.step()
+
+    def stepped(devices):
+        net = copy.deepcopy(bare).to(devices[0])
+        if is_made_before:
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        model = BalancedDataParallel(1, net)
+        if not is_made_before:
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.raises(ArgumentTypeError, match=r"module must be an nn\.Module, got SGD"):
+            BalancedDataParallel(1, optimizer)
+        F.mse_loss(model(x), y.to(devices[0])).backward()
+        optimizer.step()
+        return [parameter.detach().cpu() for parameter in net.parameters()]
+
+    with emulate_devices(4) as devices:
+        found = stepped(devices)
+    assert_same(found, [parameter.detach() for parameter in expected.parameters()])

@@ -1,0 +1,221 @@
+from __future__ import annotations
+
+import contextvars
+import gc
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+
+import pytest
+import torch
+
+from balanced_dp.parallel.parallel_apply import add_note, parallel_apply
+
+from ..notes import notes_of
+
+CPUS = [torch.device("cpu")] * 3
+
+
+def run(calls, devices):
+    return parallel_apply(calls, [((), {})] * len(calls), devices)
+
+
+def thread_names(num_devices):
+    """The first device's calls run in the calling thread."""
+    others = [f"replicas on lazy:{i}" for i in range(1, num_devices)]
+    return [threading.current_thread().name, *others]
+
+
+def test_results_come_in_order_each_device_s_from_its_own_thread(emulated):
+    barrier = threading.Barrier(3)  # all three run at the same time, or this would not end
+
+    def call(index):
+        barrier.wait(timeout=60)
+        return index, threading.current_thread().name
+
+    results = run([lambda i=i: call(i) for i in range(3)], emulated[:3])
+    assert results == list(enumerate(thread_names(3)))
+
+
+def test_calls_on_one_device_run_one_after_another(emulated):
+    devices = [emulated[0], emulated[1], emulated[0], emulated[1]]
+    log = []
+
+    def call(index):
+        log.append((index % 2, index, "begins"))
+        log.append((index % 2, index, "ends"))
+        return threading.current_thread().name
+
+    names = run([lambda i=i: call(i) for i in range(4)], devices)
+    assert names == thread_names(2) * 2
+    for device in range(2):
+        assert [entry[1:] for entry in log if entry[0] == device] == [
+            (index, what) for index in (device, device + 2) for what in ("begins", "ends")
+        ]
+
+
+@pytest.mark.parametrize("num_calls", [1, 3])
+def test_calls_on_a_single_device_run_in_the_calling_thread(num_calls):
+    threads = run([threading.current_thread] * num_calls, CPUS[:num_calls])
+    assert threads == [threading.current_thread()] * num_calls
+
+
+def state():
+    return {
+        "grad": torch.is_grad_enabled(),
+        "inference": torch.is_inference_mode_enabled(),
+        "autocast": torch.is_autocast_enabled("cpu"),
+        "dtype": torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None,
+        "cache": torch.is_autocast_cache_enabled(),
+    }
+
+
+@pytest.mark.parametrize("num_calls", [1, 3])
+@pytest.mark.parametrize(
+    "context",
+    [
+        torch.no_grad(),
+        torch.enable_grad(),
+        torch.inference_mode(),
+        torch.autocast("cpu", dtype=torch.bfloat16),
+        torch.autocast("cpu", dtype=torch.float16, cache_enabled=False),
+        torch.autocast("cpu", enabled=False),
+    ],
+    ids=["no_grad", "enable_grad", "inference_mode", "bfloat16", "float16", "disabled"],
+)
+def test_threads_have_the_caller_s_modes(context, num_calls, emulated):
+    """Threads of nn.DataParallel enter autocast without its dtype, so that bfloat16 becomes
+    float16, and do not take over inference mode.
+    """
+    before = state()
+    with context:
+        expected = state()
+        assert run([state] * num_calls, emulated[:num_calls]) == ([expected] * num_calls)
+    assert state() == before
+
+
+def test_threads_have_the_caller_s_context_variables(emulated):
+    variable = contextvars.ContextVar("variable", default="unset")
+    token = variable.set("set")
+    try:
+        assert run([variable.get] * 3, emulated[:3]) == ["set"] * 3
+    finally:
+        variable.reset(token)
+
+
+def test_each_thread_has_its_device_current(emulated):
+    module = torch.get_device_module(emulated[0])
+    assert run([module.current_device] * 3, emulated[2:5]) == [2, 3, 4]
+    assert module.current_device() == 0
+
+
+class Unusual(Exception):
+    """Cannot be made again from its text, as torch's wrapper would try to."""
+
+    def __init__(self, code, *, detail):
+        super().__init__(code)
+        self.detail = detail
+
+
+@pytest.mark.parametrize("num_calls", [1, 3])
+def test_an_exception_is_raised_as_it_is_with_a_note(num_calls, emulated):
+    error = Unusual(3, detail="x")
+
+    def fail():
+        raise error
+
+    calls = [lambda: 1, lambda: 2, fail][3 - num_calls :]
+    with pytest.raises(Unusual) as caught:
+        run(calls, emulated[:num_calls])
+    assert caught.value is error
+    assert caught.value.detail == "x"
+    assert notes_of(caught.value) == [f"in replica {num_calls - 1} on lazy:{num_calls - 1}"]
+    assert "fail" in [entry.name for entry in caught.traceback]
+
+
+def test_the_first_of_several_failures_is_raised_when_all_have_ended(emulated):
+    ended = []
+
+    def fail(index):
+        ended.append(index)
+        raise ValueError(index)
+
+    with pytest.raises(ValueError, match="1"):
+        run([lambda: 0, lambda: fail(1), lambda: fail(2)], emulated[:3])
+    assert sorted(ended) == [1, 2]
+
+
+def test_a_failure_holds_no_memory_once_it_is_handled(emulated):
+    memory = torch.get_device_module(emulated[0])
+
+    def fail(device):
+        kept = torch.zeros(1000, device=device)
+        raise ValueError(kept.shape)
+
+    gc.collect()
+    gc.disable()
+    try:
+        calls = [lambda: torch.zeros(1000, device=emulated[0]), lambda: fail(emulated[1])]
+        with pytest.raises(ValueError, match="1000") as caught:
+            run(calls, emulated[:2])
+        del caught
+        assert [memory.memory_allocated(device) for device in emulated[:2]] == [0, 0]
+    finally:
+        gc.enable()
+
+
+def test_before_python_3_11_a_note_becomes_part_of_the_message():
+    class Old(ValueError):
+        add_note = property(lambda self: (_ for _ in ()).throw(AttributeError))
+
+    error = Old("no such value")
+    add_note(error, "in replica 1")
+    assert str(error) == "no such value\nin replica 1"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there is no SIGINT to send")
+def test_ctrl_c_is_raised_when_the_other_replicas_have_ended():
+    """They work on the caller's tensors, and would go on behind the caller's back. The first one
+    runs in the calling thread, which is the one that is interrupted.
+    """
+    script = textwrap.dedent(
+        """
+        import os, sys, threading, torch
+        from balanced_dp import BalancedDataParallel, emulate_devices
+
+        release = threading.Event()
+        ended = []
+
+        class Waiting(torch.nn.Module):
+            def forward(self, x):
+                os.write(1, b"running\\n")  # in one piece, unlike print
+                assert release.wait(60)
+                ended.append(x.device)
+                return x
+
+        def listen():
+            sys.stdin.readline()
+            release.set()
+
+        threading.Thread(target=listen, daemon=True).start()
+        with emulate_devices(2):
+            try:
+                BalancedDataParallel(1, Waiting())(torch.ones(8))
+            except KeyboardInterrupt:
+                print("interrupted", len(ended), flush=True)
+        """
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", script],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert [process.stdout.readline() for _ in range(2)] == ["running\n"] * 2
+    os.kill(process.pid, signal.SIGINT)
+    output, errors = process.communicate("\n", timeout=60)
+    assert (output, errors, process.returncode) == ("interrupted 1\n", "", 0)

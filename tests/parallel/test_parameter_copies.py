@@ -1,0 +1,671 @@
+"""Weights go out once and gradients come back once, and only where they have to."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional
+
+from balanced_dp import BalancedCriterion, BalancedDataParallel, emulate_devices
+from balanced_dp.emulation.machine import current_machine
+from balanced_dp.parallel import coalesced_copy as buckets_of
+from balanced_dp.parallel import parameter_copies
+from balanced_dp.parallel.parameter_copies import ParameterCopies
+from balanced_dp.parallel.replicate import Replicator
+from balanced_dp.tuning.workloads import gpt2_small
+
+from ..devices import open_devices
+
+TOLERANCE = {"rtol": 1e-10, "atol": 1e-10}
+
+
+class Copied:
+    """The bytes copied between devices since the last question."""
+
+    def __init__(self) -> None:
+        self._before: dict[tuple[torch.device, torch.device], int] = {}
+
+    def __call__(self) -> dict[tuple[int, int], int]:
+        now = current_machine().copied_bytes()
+        since = {pair: count - self._before.get(pair, 0) for pair, count in now.items()}
+        self._before = now
+        # Inputs come from the CPU here: what goes from device to device is weights and gradients,
+        # but for the outputs, of which there are four bytes a device.
+        return {
+            (a.index, b.index): count
+            for (a, b), count in since.items()
+            if count and a.type == b.type == "lazy"
+        }
+
+
+class Mean(nn.Module):
+    """Its output is a number, so that next to nothing is gathered."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x).square().mean()
+
+
+def mlp() -> Mean:
+    return Mean(nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 3, bias=False))
+
+
+NUM_BYTES = 4 * (5 * 16 + 16 + 16 * 3)
+SCALAR = 4
+
+
+def wrapped(devices, module=None, num_devices=4, **options):
+    module = (mlp() if module is None else module).to(devices[0])
+    return BalancedDataParallel(1, module, devices[:num_devices], **options)
+
+
+def out(num_bytes, devices=(1, 2, 3)):
+    return {(0, i): num_bytes for i in devices}
+
+
+def back(num_bytes, devices=(1, 2, 3)):
+    return {(i, 0): num_bytes for i in devices}
+
+
+def test_a_training_step_copies_each_weight_out_and_each_gradient_back(emulated):
+    model, copied, x = wrapped(emulated), Copied(), torch.randn(9, 5)
+    for _ in range(3):
+        loss = model(x)
+        assert copied() == out(NUM_BYTES) | back(SCALAR)
+        loss.backward()
+        assert copied() == out(SCALAR) | back(NUM_BYTES)  # the loss's gradient goes out
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_evaluation_copies_weights_once_where_calls_share_them(emulated, mode):
+    model, copied, x = wrapped(emulated), Copied(), torch.randn(9, 5)
+    with mode():
+        first = model(x)
+        assert copied() == out(NUM_BYTES) | back(SCALAR)
+        with model.shared_weights():
+            assert model(x) == first
+            assert copied() == out(NUM_BYTES) | back(SCALAR)
+            assert torch.lazy.memory_allocated(emulated[1]) >= NUM_BYTES
+            for _ in range(3):
+                assert model(x) == first
+                assert copied() == back(SCALAR)
+        assert torch.lazy.memory_allocated(emulated[1]) == 0
+        assert model(x) == first
+    assert copied() == out(NUM_BYTES) | back(SCALAR)
+
+
+def test_a_device_that_had_no_samples_before_gets_its_copies_when_it_has(emulated):
+    model, copied = wrapped(emulated), Copied()
+    model.gpu0_bsz = 0
+    with torch.no_grad():
+        model(torch.randn(2, 5))  # after the first call, weights are compared with what they were
+    copied()
+    with torch.no_grad(), model.shared_weights():
+        model(torch.randn(2, 5))
+        assert model.chunk_sizes == (0, 1, 1, 0)
+        assert copied() == out(NUM_BYTES, (1, 2)) | back(SCALAR, (1, 2))
+        model(torch.randn(9, 5))
+        assert copied() == out(NUM_BYTES, (3,)) | back(SCALAR)
+
+
+def test_evaluation_and_training_share_copies(emulated):
+    module = mlp().double()
+    reference = copy.deepcopy(module)
+    model, copied, x = wrapped(emulated, module), Copied(), torch.randn(9, 5, dtype=torch.double)
+    with model.shared_weights():
+        for mode in (torch.inference_mode, torch.no_grad, contextlib.nullcontext) * 2:
+            with mode():
+                loss = model(x)
+                if loss.requires_grad:
+                    loss.backward()
+                    reference(x).backward()
+    sent = sum(count for (sender, _), count in copied().items() if not sender)
+    assert sent == 3 * (2 * NUM_BYTES + 2 * 2 * SCALAR)
+    for ours, theirs in zip(gradients_of(module), gradients_of(reference), strict=True):
+        torch.testing.assert_close(ours, theirs, **TOLERANCE)
+
+
+def test_copies_die_with_the_model_without_the_garbage_collector(emulated):
+    gc.collect()
+    gc.disable()
+    try:
+        model, x = wrapped(emulated), torch.randn(9, 5)
+        with torch.no_grad():
+            model(x)
+        model(x).backward()
+        with torch.no_grad():
+            model(x)
+        del model
+        assert [torch.lazy.memory_allocated(device) for device in emulated[:4]] == [0] * 4
+    finally:
+        gc.enable()
+
+
+# Whatever changes the weights, evaluation sees it.
+
+
+def add(module, optimizers):
+    with torch.no_grad():
+        module.layers[0].weight.add_(1)
+
+
+def data(module, optimizers):
+    """Weights averaged over steps, as many scripts write them; no version tells of it."""
+    for parameter in module.parameters():
+        parameter.data.copy_(torch.randn_like(parameter))
+
+
+def other_memory(module, optimizers):
+    module.layers[2].weight.data = torch.randn_like(module.layers[2].weight)
+
+
+def part_of_the_same_memory(module, optimizers):
+    bias = module.layers[0].bias
+    memory = torch.randn(3 * len(bias), dtype=bias.dtype, device=bias.device)
+    bias.data = memory[: len(bias)]
+    optimizers["then"] = lambda: setattr(bias, "data", memory[len(bias) : 2 * len(bias)])
+
+
+def other_parameter(module, optimizers):
+    module.layers[0].bias = nn.Parameter(torch.randn_like(module.layers[0].bias))
+
+
+def other_layer(module, optimizers):
+    weight = module.layers[0].weight
+    module.layers[0] = nn.Linear(5, 16, dtype=weight.dtype, device=weight.device)
+
+
+def other_dtype(module, optimizers):
+    module.to(torch.float32 if module.layers[0].weight.dtype == torch.float64 else torch.float64)
+
+
+def other_state(module, optimizers):
+    module.load_state_dict({k: torch.randn_like(v) for k, v in module.state_dict().items()})
+
+
+def tie(module, optimizers):
+    module.layers[2].weight = nn.Parameter(module.layers[0].weight.detach()[:, :3].T.clone())
+
+
+def fused_step(module, optimizers):
+    """It writes to the parameters without a new version."""
+    for parameter in module.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    torch.optim.SGD(module.parameters(), lr=0.1, fused=True).step()
+
+
+def step(module, optimizers):
+    for parameter in module.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    torch.optim.AdamW(module.parameters(), lr=0.1).step()
+
+
+def nothing(module, optimizers):
+    pass
+
+
+CHANGES = [
+    add,
+    data,
+    other_memory,
+    part_of_the_same_memory,
+    other_parameter,
+    other_layer,
+    other_dtype,
+    other_state,
+    tie,
+    fused_step,
+    step,
+    nothing,
+]
+
+
+@given(st.lists(st.tuples(st.sampled_from(CHANGES), st.sampled_from(["no_grad", "inference"]))))
+@settings(max_examples=60)
+def test_evaluation_sees_every_change_of_the_weights(changes):
+    with open_devices("emulated", 3) as devices:
+        check_changes(devices, changes)
+
+
+def check_changes(devices, changes):
+    model = wrapped(devices, num_devices=3)
+    for change, mode in [(nothing, "no_grad"), *changes]:
+        after = {}
+        change(model.module, after)
+        for then in (nothing, after.get("then", nothing)):
+            then() if then is not nothing else None
+            x = torch.randn(7, 5, dtype=model.module.layers[0].weight.dtype)
+            with torch.no_grad():
+                expected = model.module(x.to(devices[0])).cpu()
+            with torch.no_grad() if mode == "no_grad" else torch.inference_mode():
+                torch.testing.assert_close(model(x).cpu(), expected)
+
+
+def add_in_memory(module):
+    """Through NumPy, as some scripts merge adapters and evolve weights."""
+    for parameter in module.parameters():
+        parameter.detach().numpy()[...] += 1
+
+
+def swap(module):
+    for parameter in module.parameters():
+        parameter.data.copy_(torch.randn_like(parameter))
+
+
+def scale(module):
+    for parameter in module.parameters():
+        parameter.data.mul_(2)
+
+
+@pytest.mark.parametrize("change", [add_in_memory, swap, scale])
+@pytest.mark.parametrize("gpu0_bsz", [0, 1, 3])
+@pytest.mark.parametrize("home", ["repeated", "beside emulated devices"])
+def test_no_write_is_missed_with_a_home_on_the_cpu(emulated, home, gpu0_bsz, change):
+    """Emulated weights are copied where others share memory, which hid what a merge did."""
+    devices = [torch.device("cpu")] * 4 if home == "repeated" else ["cpu", *emulated[:3]]
+    module = mlp().double()
+    model = BalancedDataParallel(gpu0_bsz, module, devices, output_device="cpu")
+    x = torch.randn(13, 5, dtype=torch.double)
+    for has_gradients in (False, False, True, False, True):
+        with torch.set_grad_enabled(has_gradients):
+            torch.testing.assert_close(model(x), module(x), **TOLERANCE)
+        change(module)
+
+
+def test_weights_that_forward_writes_to_are_copied_again(emulated):
+    """An embedding with max_norm scales its weights in forward, in evaluation, too."""
+    torch.manual_seed(0)
+    embedding = nn.Embedding(6, 4, max_norm=0.5)
+    expected = copy.deepcopy(embedding)
+    model = wrapped(emulated, embedding)
+    with torch.no_grad():
+        for _ in range(3):
+            indices = torch.randint(6, (9,))
+            torch.testing.assert_close(model(indices).cpu(), expected(indices))
+
+
+# Buckets.
+
+
+def test_buckets_hold_what_is_alike_up_to_an_eighth_of_all():
+    tensors = [torch.zeros(2**14) for _ in range(64)]  # 64 KiB each, 4 MiB in all
+    tensors[5] = torch.zeros(2**14, dtype=torch.int32)
+    tensors[6] = torch.zeros(2**14, requires_grad=True)
+    tensors[6].register_hook(lambda gradient: None)
+    tensors[7] = torch.zeros(2**7, 2**7).T
+    tensors[8] = torch.zeros(2**18)  # 1 MiB
+    filled = buckets_of.fill_buckets(tensors)
+    assert sorted(i for bucket in filled for i in bucket) == list(range(64))
+    # 78 times 64 KiB in all, of which an eighth holds nine.
+    assert [bucket for bucket in filled if len(bucket) == 1] == [[5], [6], [7], [8], [63]]
+    assert [len(bucket) for bucket in filled if len(bucket) > 1] == [5, 9, 9, 9, 9, 9, 9]
+
+
+@given(st.lists(st.integers(0, 2**20), max_size=60))
+def test_every_tensor_is_in_one_bucket(sizes):
+    filled = buckets_of.fill_buckets([torch.empty(size, device="meta") for size in sizes])
+    assert [i for bucket in filled for i in bucket] == list(range(len(sizes)))
+    limit = min(buckets_of.BUCKET_BYTES, 4 * sum(sizes) // 8)
+    for bucket in filled:
+        num_bytes = sum(4 * sizes[i] for i in bucket)
+        assert len(bucket) == 1 or num_bytes <= limit
+
+
+def test_memory_formats_survive(emulated):
+    module = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last).to(emulated[0])
+    model = BalancedDataParallel(1, module, emulated[:3])
+    seen = []
+    module.register_forward_hook(lambda m, *_: seen.append(m.weight.stride()))
+    model(torch.randn(7, 3, 8, 8)).sum().backward()
+    assert seen == [module.weight.stride()] * 3
+    assert module.weight.grad.stride() == module.weight.stride()
+
+
+def peaks_of_gpt2(batch_size, length, retain_graph=False):
+    """The peak of each device in a training step of GPT-2 small, shapes only."""
+    with emulate_devices(4, symbolic=True) as devices:
+        with torch.device(devices[0]):
+            module = gpt2_small().model()
+        model = BalancedDataParallel(batch_size // 4 - 1, module, gather=False)
+        tokens = torch.zeros(batch_size, length, dtype=torch.long)
+        criterion = BalancedCriterion(lambda x, y: functional.cross_entropy(x.mT, y))
+        loss = criterion(model(tokens), tokens)
+        loss.backward(retain_graph=retain_graph)
+        peaks = [torch.lazy.max_memory_allocated(device) for device in devices]
+        num_bytes = sum(p.nbytes for p in module.parameters())
+        del module, model, loss
+    return peaks, num_bytes
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "length", "retain_graph", "part"),
+    [(8, 256, True, 1.0), (8, 16, False, 0.3), (8, 256, False, 0.0), (32, 256, False, 0.0)],
+)
+def test_gradients_leave_the_other_devices_while_backward_runs(
+    monkeypatch, batch_size, length, retain_graph, part
+):
+    """The peak falls by all gradients where nothing else leaves during backward, but for that of
+    the tied embedding: it is 31 % of them, and complete at the very end.
+
+    Else activations and copies of weights leave while gradients come, so that the peak is at the
+    beginning of backward unless chunks are tiny.
+    """
+    bucketed, num_bytes = peaks_of_gpt2(batch_size, length, retain_graph)
+    monkeypatch.setattr(
+        parameter_copies, "fill_buckets", lambda tensors: [list(range(len(tensors)))]
+    )
+    unbucketed, _ = peaks_of_gpt2(batch_size, length, retain_graph)
+    assert bucketed[0] <= unbucketed[0]
+    embedding = 50257 * 768 * 4
+    for mine, other in zip(bucketed[1:], unbucketed[1:], strict=True):
+        assert other - mine >= part * (num_bytes - embedding)
+
+
+# Accumulation.
+
+
+def train(model, batches, accumulate):
+    for batch in batches:
+        model(batch).backward()
+
+
+def gradients_of(module):
+    return [None if p.grad is None else p.grad.detach().cpu() for p in module.parameters()]
+
+
+def test_accumulation_copies_weights_and_gradients_once(emulated):
+    model, copied = wrapped(emulated), Copied()
+    losses = []
+    with model.accumulate():
+        for _ in range(4):
+            loss = model(torch.randn(9, 5))
+            loss.backward()
+            losses.append(loss)
+        scalars = 4 * SCALAR
+        assert copied() == out(NUM_BYTES + scalars) | back(scalars)
+    assert copied() == back(NUM_BYTES)
+
+
+@pytest.mark.parametrize("how", ["accumulate", "no_sync"])
+@pytest.mark.parametrize("gpu0_bsz", [0, 1, 2])
+def test_accumulated_gradients_are_those_of_one_device(kind, how, gpu0_bsz):
+    with open_devices(kind, 4) as devices:
+        check_accumulation(devices, how, gpu0_bsz)
+
+
+def check_accumulation(devices, how, gpu0_bsz):
+    module = mlp().double()
+    module.unused = nn.Parameter(torch.zeros(2, dtype=torch.double))
+    module.frozen = nn.Linear(5, 5).double().requires_grad_(False)
+    reference = copy.deepcopy(module)
+    model = BalancedDataParallel(gpu0_bsz, module.to(devices[0]), devices)
+    seen = []
+    module.layers[0].weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad))
+    batches = [torch.randn(n, 5, dtype=torch.double) for n in (9, 9, 2, 7)]
+    for batch in (*batches, batches[0]):
+        reference(batch).backward()
+    with getattr(model, how)():
+        for batch in batches[:-1]:
+            model(batch).backward()
+        late = model(batches[-1])
+    late.backward()  # the block has ended; its graph brings gradients back at once
+    model(batches[0]).backward()
+    for ours, theirs in zip(gradients_of(module), gradients_of(reference), strict=True):
+        assert (ours is None) == (theirs is None)
+        if ours is not None:
+            torch.testing.assert_close(ours, theirs, **TOLERANCE)
+    assert seen[-1] is module.layers[0].weight.grad
+    seen.clear()
+    del model, module, late
+
+
+def test_sparse_gradients_accumulate(emulated):
+    embedding = nn.Embedding(7, 3, sparse=True).double()
+    reference = copy.deepcopy(embedding)
+    model = wrapped(emulated, embedding)
+    with model.accumulate():
+        for n in (9, 5):
+            indices = torch.randint(7, (n,))
+            model(indices).square().sum().backward()
+            reference(indices).square().sum().backward()
+    torch.testing.assert_close(
+        embedding.weight.grad.cpu().to_dense(), reference.weight.grad.to_dense(), **TOLERANCE
+    )
+
+
+def test_second_derivatives_are_exact_inside_accumulate(emulated):
+    module = mlp().double()
+    reference = copy.deepcopy(module)
+    model = wrapped(emulated, module)
+    x = torch.randn(9, 5, dtype=torch.double)
+    with model.accumulate():
+        penalize(model, x.to(emulated[0]))
+    penalize(reference, x)
+    for ours, theirs in zip(gradients_of(module), gradients_of(reference), strict=True):
+        torch.testing.assert_close(ours, theirs, **TOLERANCE)
+
+
+def penalize(model, x):
+    x = x.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(model(x), x, create_graph=True)
+    slope.square().sum().backward()
+
+
+def test_accumulate_may_be_nested_and_left_by_an_exception(emulated):
+    model, copied = wrapped(emulated), Copied()
+    with pytest.raises(ValueError, match="enough"), model.accumulate():
+        with model.no_sync():
+            model(torch.randn(9, 5)).backward()
+        copied()
+        raise ValueError("enough")
+    assert copied() == back(NUM_BYTES)
+    model(torch.randn(9, 5)).backward()
+    assert copied() == out(NUM_BYTES + SCALAR) | back(NUM_BYTES + SCALAR)
+
+
+MISUSED = "put off until the block ends; clip, read or zero"
+
+
+def clip(model, optimizer):
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
+def log(model, optimizer):
+    torch.stack([p.grad.norm() for p in model.parameters()])
+
+
+def zero(model, optimizer):
+    optimizer.zero_grad(set_to_none=False)
+
+
+def do_step(model, optimizer):
+    optimizer.step()
+
+
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.AdamW])
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize("misuse", [clip, log, zero, do_step])
+def test_gradients_that_are_put_off_cannot_be_used(emulated, misuse, foreach, make):
+    """The step was one of the first device's gradients; the others' came into the next."""
+    module = mlp().double()
+    reference = copy.deepcopy(module)
+    model, x = wrapped(emulated, module), torch.randn(9, 5, dtype=torch.double)
+    optimizer = make(model.parameters(), lr=0.1, foreach=foreach)
+    with pytest.raises(RuntimeError, match=MISUSED), model.accumulate():
+        model(x).backward()
+        misuse(model, optimizer)
+    reference(x).backward()  # what was computed is there
+    for ours, theirs in zip(gradients_of(module), gradients_of(reference), strict=True):
+        torch.testing.assert_close(ours, theirs, **TOLERANCE)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+@pytest.mark.parametrize("how", ["zero_grad", "assigned", "create_graph"])
+def test_gradients_that_were_replaced_are_an_error_before_anything_is_added(emulated, how):
+    model, x = wrapped(emulated), torch.randn(9, 5)
+    model(x).backward()
+    before = gradients_of(model.module)
+    with pytest.raises(RuntimeError, match=MISUSED), model.accumulate():
+        model(x).backward(create_graph=how == "create_graph")
+        if how == "zero_grad":
+            model.zero_grad()
+        else:
+            model.module.layers[0].bias.grad = torch.zeros(16, device=emulated[0])
+    if how == "assigned":
+        after = gradients_of(model.module)
+        assert [ours.equal(old) for ours, old in zip(after, before, strict=True)] == [1, 0, 1]
+
+
+def test_weights_must_not_change_between_calls_that_share_them(emulated):
+    model = wrapped(emulated)
+    with model.shared_weights():
+        model(torch.randn(9, 5)).backward()
+        add(model.module, {})
+        with pytest.raises(
+            RuntimeError, match=r"changed inside shared_weights\(\).*after the block"
+        ):
+            model(torch.randn(9, 5))
+
+
+def test_penalties_on_weights_are_added_as_well(emulated):
+    module = mlp().double()
+    reference = copy.deepcopy(module)
+    model = wrapped(emulated, module)
+    with model.accumulate():
+        for x in torch.randn(2, 9, 5, dtype=torch.double):
+            for net in (model, reference):
+                (net(x) + 0.1 * sum(p.square().sum() for p in net.parameters()).cpu()).backward()
+    for ours, theirs in zip(gradients_of(module), gradients_of(reference), strict=True):
+        torch.testing.assert_close(ours, theirs, **TOLERANCE)
+
+
+def test_evaluation_inside_accumulate_is_that_of_the_weights_now(emulated):
+    model, x = wrapped(emulated), torch.randn(9, 5)
+    with model.accumulate():
+        model(x).backward()
+        with torch.no_grad():
+            torch.testing.assert_close(model(x), model.module(x.to(emulated[0])))
+        model(x).backward()
+
+
+def test_on_one_device_and_on_none_accumulate_changes_nothing():
+    for devices in (["cpu"], None):
+        module = nn.Linear(2, 1)
+        model = BalancedDataParallel(1, module, devices)
+        with model.accumulate():
+            model(torch.ones(3, 2)).sum().backward()
+            assert module.bias.grad.item() == 3
+
+
+# What reviewers found.
+
+
+class Partly(nn.Module):
+    """Uses some of its small parameters, which share a bucket."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(40, 2)
+        self.used = nn.Parameter(torch.ones(2))
+        self.unused = nn.Parameter(torch.ones(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) * self.used
+
+
+@pytest.mark.parametrize("accumulates", [False, True])
+@pytest.mark.parametrize("gpu0_bsz", [0, 2])
+def test_hooks_see_whole_gradients_and_only_of_what_was_used(emulated, gpu0_bsz, accumulates):
+    module = Partly().double()
+    reference = copy.deepcopy(module)
+    model = BalancedDataParallel(gpu0_bsz, module.to(emulated[0]), emulated[:4])
+    seen = []
+    for net in (module, reference):
+        for parameter in net.parameters():
+            parameter.register_hook(lambda gradient: gradient.clamp(-0.05, 0.05))
+            parameter.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.shape))
+    x = torch.randn(10, 40, dtype=torch.double)
+    for _ in range(2):
+        reference(x).mean().backward()
+    expected = list(seen)
+    seen.clear()
+    with model.accumulate() if accumulates else contextlib.nullcontext():
+        for _ in range(2):
+            model(x).mean().backward()
+    assert sorted(seen) == sorted(expected)
+    for ours, theirs in zip(gradients_of(module), gradients_of(reference), strict=True):
+        assert (ours is None) == (theirs is None)
+        if ours is not None:
+            torch.testing.assert_close(ours, theirs, **TOLERANCE)
+
+
+class Graph(nn.Module):
+    def __init__(self, edges: torch.Tensor) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.edges = nn.Parameter(edges.to_sparse(), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.sparse.mm(self.edges, self.layer(x).T).T
+
+
+def test_sparse_parameters_are_copied_like_others(emulated):
+    model = wrapped(emulated, Graph(torch.eye(4)))
+    x = torch.randn(9, 4)
+    with model.accumulate():
+        model(x).mean().backward()
+        model(x).mean().backward()
+    with torch.no_grad():
+        for factor in (1, 5):
+            edges = (torch.eye(4) * factor).to_sparse().to(emulated[0])
+            model.module.edges = nn.Parameter(edges, requires_grad=False)
+            torch.testing.assert_close(model(x), model.module(x.to(emulated[0])))
+    del edges
+
+
+def test_freezing_inside_accumulate_keeps_what_was_learned_before(emulated):
+    module = mlp().double()
+    reference = copy.deepcopy(module)
+    model, x = wrapped(emulated, module), torch.randn(9, 5, dtype=torch.double)
+    reference(x).backward()
+    with model.accumulate():
+        model(x).backward()
+        module.layers[0].requires_grad_(False)
+    for ours, theirs in zip(gradients_of(module), gradients_of(reference), strict=True):
+        torch.testing.assert_close(ours, theirs, **TOLERANCE)
+
+
+def test_buckets_hold_what_was_registered_together():
+    """Not all norms of all layers: such a bucket is complete when backward is over."""
+    blocks = [
+        nn.ModuleDict({"norm": nn.LayerNorm(8), "attention": nn.Sequential(nn.Linear(8, 8))})
+        for _ in range(3)
+    ]
+    network = nn.Sequential(*blocks)
+    replicator = Replicator()
+    replicator.replicate(network, [torch.device("cpu"), torch.device("cpu", 1)])
+    parameters = replicator._blueprint.parameters
+    assert [id(p) for p in parameters] == [id(p) for p in network.parameters()]
+
+
+def test_frozen_weights_do_not_count_for_the_buckets():
+    """Beside large ones the adapters would all be in one."""
+    layers = [nn.Linear(256, 256, bias=False).requires_grad_(False), *map(adapter, range(16))]
+    parameters = [p for layer in layers for p in layer.parameters()]
+    other = torch.device("cpu", 1)
+    copies, _ = ParameterCopies().on([other], parameters)
+    assert len({c.grad_fn for c in copies[other] if c.requires_grad}) == 8
+
+
+def adapter(_: int) -> nn.Module:
+    return nn.Linear(8, 8, bias=False)

@@ -1,0 +1,143 @@
+from __future__ import annotations
+
+import functools
+import types
+
+import pytest
+import torch
+from torch import nn
+
+from balanced_dp import BalancedDataParallel
+from balanced_dp.parallel.replicate import replicate
+
+
+class Counter(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+        self.weight = nn.Parameter(torch.ones(2))
+
+    def forward(self, x):
+        self.calls += 1
+        return x * self.weight
+
+
+def test_replicas_look_like_the_module(devices):
+    module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).to(devices[0])
+    for device, replica in zip(devices[:3], replicate(module, devices[:3]), strict=True):
+        assert type(replica) is nn.Sequential
+        assert replica is not module
+        assert [name for name, _ in replica.named_modules()] == ["", "0", "1", "2"]
+        assert all(part._is_replica for part in replica.modules())
+        assert {tensor.device for tensor in replica.state_dict().values()} == {device}
+        names = [name for name, _ in replica.named_parameters()]
+        assert names == [name for name, _ in module.named_parameters()]
+        torch.testing.assert_close(
+            [tensor.cpu() for tensor in replica.state_dict().values()],
+            [tensor.cpu() for tensor in module.state_dict().values()],
+        )
+
+
+def test_replicas_on_one_device_share_the_parameters(emulated):
+    module = nn.Linear(3, 2).to(emulated[0])
+    first, second, third = replicate(module, [emulated[0], emulated[1], emulated[1]])
+    assert first.weight is module.weight
+    assert second.weight is third.weight
+    assert second.weight is not module.weight
+
+
+def test_the_first_replica_shares_the_buffers_and_updates_count_once(devices):
+    module = Counter().to(devices[0])
+    parallel = BalancedDataParallel(1, module, device_ids=devices[:4])
+    parallel(torch.ones(7, 2))
+    assert module.calls.item() == 1
+
+
+def test_tied_weights_stay_tied(emulated):
+    module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).to(emulated[0])
+    module[1].weight = module[0].weight
+    replica = replicate(module, [emulated[1]])[0]
+    assert replica[0].weight is replica[1].weight
+
+
+def test_a_module_that_appears_twice_appears_twice(devices):
+    shared = nn.Linear(3, 3)
+    replica = replicate(nn.Sequential(shared, nn.Tanh(), shared).to(devices[0]), devices[:1])[0]
+    assert replica[0] is replica[2]
+
+
+def test_frozen_parameters_stay_frozen(emulated):
+    module = nn.Linear(3, 2).to(emulated[0])
+    module.bias.requires_grad_(False)
+    replica = replicate(module, [emulated[1]])[0]
+    assert (replica.weight.requires_grad, replica.bias.requires_grad) == (True, False)
+    with torch.no_grad():  # forward may enable gradients
+        replica = replicate(module, [emulated[1]])[0]
+    assert (replica.weight.requires_grad, replica.bias.requires_grad) == (True, False)
+
+
+def overridden_by_method(module):
+    module.forward = types.MethodType(lambda self, x: x * self.weight * 2, module)
+
+
+def overridden_by_partial(module):
+    """As accelerate's hooks do it: the old method is kept, the new one is a partial."""
+    module.old_forward = module.forward
+    module.forward = functools.partial(lambda self, x: self.old_forward(x) * 2, module)
+
+
+@pytest.mark.parametrize("override", [overridden_by_method, overridden_by_partial])
+def test_an_instance_s_own_forward_is_bound_to_the_replica(emulated, override):
+    module = nn.Sequential(Counter()).to(emulated[0])
+    override(module[0])
+    parallel = BalancedDataParallel(1, module, device_ids=emulated[:3])
+    assert parallel(torch.ones(7, 2)).tolist() == [[2, 2]] * 7  # on one device, or it would raise
+
+
+def test_attributes_set_in_forward_do_not_reach_the_module(devices):
+    module = nn.Linear(2, 2).to(devices[0])
+    module.register_forward_hook(lambda module, args, output: setattr(module, "seen", 1))
+    BalancedDataParallel(1, module, device_ids=devices[:3])(torch.ones(7, 2))
+    assert not hasattr(module, "seen")
+
+
+def test_hooks_run_once_a_replica(devices):
+    seen = []
+    module = nn.Linear(2, 2).to(devices[0])
+    module.register_forward_hook(lambda module, args, output: seen.append(len(output)))
+    BalancedDataParallel(1, module, device_ids=devices[:3])(torch.ones(7, 2))
+    assert sorted(seen) == [1, 3, 3]
+
+
+def test_parameter_hooks_see_the_whole_gradient_once(devices):
+    seen = []
+    module = nn.Linear(2, 1, bias=False).to(devices[0])
+    module.weight.register_hook(lambda grad: seen.append(grad.tolist()))
+    BalancedDataParallel(1, module, device_ids=devices[:3])(torch.ones(7, 2)).sum().backward()
+    assert seen == [[[7, 7]]]
+
+
+def compiled_in_place(module):
+    module.compile(backend="eager")
+    return module
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: nn.LazyLinear(2), "uninitialized parameters"),
+        (
+            lambda: compiled_in_place(nn.Linear(2, 2)),
+            r"a Linear that was compiled in place .*; wrap what torch.compile\(module\) returns",
+        ),
+    ],
+)
+def test_what_cannot_be_replicated_is_refused(make, message):
+    with pytest.raises(RuntimeError, match=message):
+        replicate(make(), [torch.device("cpu")])
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_scripted_modules_are_refused():
+    with pytest.raises(RuntimeError, match="ScriptModule"):
+        replicate(torch.jit.script(nn.Linear(2, 2)), [torch.device("cpu")])

@@ -1,0 +1,373 @@
+"""What a replicator uses again is what a fresh replication would give, whatever has changed."""
+
+from __future__ import annotations
+
+import gc
+import types
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from balanced_dp import BalancedDataParallel
+from balanced_dp.parallel.replicate import Replicator, replicate
+
+CPU = torch.device("cpu")
+OTHER = torch.device("cpu", 1)  # another name for the same memory: copies are real
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.norm = nn.BatchNorm1d(3)
+        self.drop = nn.Dropout(0.0)
+        self.scale = 1.0
+        self.note: Any = None
+        self.register_buffer("offset", torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen = x  # attributes of a replica are its own, and gone after the call
+        return self.drop(self.norm(self.linear(x))) * self.scale + self.offset
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Layer(), Layer(), Layer()])
+        self.head = nn.Linear(3, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        self.head.calls = getattr(self.head, "calls", 0) + 1
+        return self.head(x)
+
+
+def describe(replica: nn.Module) -> Any:
+    """All that can be seen of a replica, with a number for the identity of each object in it."""
+    numbers: dict[int, int] = {}
+    kept: list[Any] = []
+
+    def number(value: object) -> int:
+        kept.append(value)
+        return numbers.setdefault(id(value), len(numbers))
+
+    def tensor(t: torch.Tensor | None) -> Any:
+        if t is None:
+            return None
+        return number(t), t.tolist(), t.dtype, t.requires_grad, type(t).__name__
+
+    return [
+        (
+            name,
+            number(module),
+            type(module).__name__,
+            [(key, tensor(t)) for key, t in module._parameters.items()],
+            [(key, tensor(t)) for key, t in module._buffers.items()],
+            [(key, number(child)) for key, child in module._modules.items()],
+            [len(getattr(module, hooks)) for hooks in ("_forward_hooks", "_forward_pre_hooks")],
+            {
+                key: value if isinstance(value, int | float | str | bool | None) else type(value)
+                for key, value in module.__dict__.items()
+            },
+        )
+        for name, module in replica.named_modules(remove_duplicate=False)
+    ]
+
+
+# Changes between two calls.
+
+
+def train(net, i):
+    net.layers[i].train()
+
+
+def evaluate(net, i):
+    net.layers[i].eval()
+
+
+def attribute(net, i):
+    net.layers[i].scale += 1.0
+
+
+def new_attribute(net, i):
+    setattr(net.layers[i], f"extra{i}", i)
+
+
+def renamed_attribute(net, i):
+    layer = net.layers[i].__dict__
+    if "note" in layer:
+        layer["remark"] = layer.pop("note")
+    else:
+        layer["note"] = layer.pop("remark", None)
+
+
+def deleted_attribute(net, i):
+    net.layers[i].__dict__.pop(f"extra{i}", None)
+
+
+def hook(net, i):
+    net.layers[i].register_forward_hook(lambda module, args, output: output + 1)
+
+
+def unhook(net, i):
+    net.layers[i]._forward_hooks.clear()
+
+
+def hook_of_a_module(net, i):
+    net.layers[i].register_forward_pre_hook(types.MethodType(add_offset, net.layers[0]))
+
+
+def add_offset(self, module, args):
+    return (args[0] + self.offset,)
+
+
+def own_forward(net, i):
+    layer = net.layers[i]
+    layer.forward = types.MethodType(lambda self, x: self.linear(x) * self.scale, layer)
+
+
+def class_forward(net, i):
+    net.layers[i].__dict__.pop("forward", None)
+
+
+def dtype_and_back(net, i):
+    net.head.half().float()
+
+
+def requires_grad(net, i):
+    weight = net.layers[i].linear.weight
+    weight.requires_grad_(not weight.requires_grad)
+
+
+def weight(net, i):
+    with torch.no_grad():
+        net.layers[i].linear.weight.add_(1)
+
+
+def memory(net, i):
+    net.layers[i].linear.weight.data = torch.randn(3, 3)
+
+
+def tie(net, i):
+    net.layers[i].linear.weight = net.layers[0].linear.weight
+
+
+def untie(net, i):
+    net.layers[i].linear.weight = nn.Parameter(torch.randn(3, 3))
+
+
+def moved_parameter(net, i):
+    first, second = net.layers[i].linear, net.layers[(i + 1) % 3].linear
+    first._parameters, second._parameters = second._parameters, first._parameters
+
+
+def no_bias(net, i):
+    net.layers[i].linear.register_parameter("bias", None)
+
+
+def other_layer(net, i):
+    net.layers[i] = Layer()
+
+
+def swapped_layers(net, i):
+    net.layers[0], net.layers[i] = net.layers[i], net.layers[0]
+
+
+def shared_layer(net, i):
+    net.layers[i] = net.layers[0]
+
+
+def more_layers(net, i):
+    if len(net.layers) < 6:
+        net.layers.append(Layer())
+
+
+def no_dropout(net, i):
+    net.layers[i].drop = nn.Identity()
+
+
+def other_class(net, i):
+    layer = net.layers[i]
+    layer.__class__ = Layer if type(layer) is not Layer else type("Other", (Layer,), {})
+
+
+def buffer(net, i):
+    net.layers[i].norm.running_mean.add_(1)
+
+
+def other_buffer(net, i):
+    net.layers[i].offset = torch.full((3,), float(i))
+
+
+def no_buffer(net, i):
+    net.layers[i]._buffers.pop("offset", None)
+    net.layers[i].__dict__["offset"] = 0.0
+
+
+def nothing(net, i):
+    pass
+
+
+CHANGES = [value for value in list(globals().values()) if isinstance(value, types.FunctionType)]
+CHANGES = [c for c in CHANGES if c.__code__.co_varnames[: c.__code__.co_argcount] == ("net", "i")]
+
+
+@given(st.lists(st.tuples(st.sampled_from(CHANGES), st.integers(0, 2)), max_size=12), st.booleans())
+@settings(max_examples=200)
+def test_every_change_between_two_calls_is_seen(changes, grad):
+    torch.manual_seed(0)
+    net, replicator = Net().eval(), Replicator()
+    for change, i in [(nothing, 0), (nothing, 0), *changes]:
+        change(net, i)
+        with torch.set_grad_enabled(grad):
+            ours = replicator.replicate(net, [CPU, OTHER, OTHER])
+            fresh = replicate(net, [CPU, OTHER, OTHER])
+            assert [describe(replica) for replica in ours] == [
+                describe(replica) for replica in fresh
+            ]
+            x = torch.randn(4, 3)
+            for mine, theirs in zip(ours, fresh, strict=True):
+                torch.testing.assert_close(mine(x), theirs(x))
+        del mine, theirs
+        ours.give_back()
+
+
+def test_changes_are_many():
+    assert len(CHANGES) == 29
+
+
+def test_replicas_are_used_again_with_nothing_left_of_the_last_call():
+    net, replicator, x = Net().eval(), Replicator(), torch.randn(4, 3)
+    first = replicator.replicate(net, [CPU, OTHER])
+    ids = [{id(module) for module in replica.modules()} for replica in first]
+    for replica in first:
+        replica(x)
+        assert replica.layers[0].seen is not None
+        assert replica.head.calls == 1
+    del replica
+    seen = weakref.ref(first[1].layers[0].seen)
+    del x
+    first.give_back()
+    assert first == []
+    assert seen() is None  # replica 0 has none of it either
+    # Reuse is in the order of return, from the end.
+    second = replicator.replicate(net, [CPU, OTHER])
+    assert [{id(module) for module in replica.modules()} for replica in second] == ids
+    assert not hasattr(second[0].head, "calls")
+    assert not hasattr(second[0].layers[0], "seen")
+
+
+@pytest.mark.parametrize("what", ["buffer", "parameter", "child", "other child", "no child"])
+def test_what_forward_adds_or_takes_is_gone_in_the_next_call(what):
+    class Changes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(2, 2), nn.Linear(2, 2)
+
+        def forward(self, x):
+            if what == "buffer":
+                self.register_buffer("late", x)
+            elif what == "parameter":
+                self.late = nn.Parameter(x)
+            elif what == "child":
+                self.late = nn.Linear(2, 2)
+            elif what == "other child":
+                self.first, self.second = self.second, self.first
+            else:
+                del self.second
+            return x
+
+    net, replicator = Changes(), Replicator()
+    for _ in range(3):
+        replicas = replicator.replicate(net, [CPU, OTHER])
+        fresh = replicate(net, [CPU, OTHER])
+        assert [describe(replica) for replica in replicas] == [describe(r) for r in fresh]
+        for replica in replicas:
+            replica(torch.ones(1, 2))
+        del replica
+        replicas.give_back()
+
+
+def test_a_module_that_somebody_keeps_is_left_alone():
+    net, replicator = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), Replicator()
+    replicas = replicator.replicate(net, [CPU, OTHER])
+    kept, weight = replicas[1][1], replicas[1][1].weight
+    replicas.give_back()
+    again = replicator.replicate(net, [CPU, OTHER])
+    assert kept not in (again[0][1], again[1][1])
+    assert kept.weight is weight
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_activation_checkpointing_calls_replicas_in_backward(emulated, use_reentrant):
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3))
+
+        def forward(self, x):
+            return checkpoint(self.inner, x, use_reentrant=use_reentrant)
+
+    module = Checkpointed().double()
+    expected = torch.zeros(4, 3, dtype=torch.double)
+    model = BalancedDataParallel(1, module.to(emulated[0]), emulated[:4])
+    for _ in range(3):
+        x = torch.randn(9, 3, dtype=torch.double)
+        module(x.to(emulated[0]).requires_grad_()).square().sum().backward()
+        expected += module.inner[0].weight.grad.cpu()
+        module.zero_grad()
+        outputs = [model(x.requires_grad_()) for _ in range(2)]  # before the first goes back
+        sum(output.square().sum() for output in outputs).backward()
+        torch.testing.assert_close(module.inner[0].weight.grad.cpu() / 2, expected)
+        module.zero_grad()
+        expected.zero_()
+    del outputs, model, module
+
+
+@pytest.mark.filterwarnings("ignore:Remembers sets memory in forward")
+def test_a_call_leaves_no_activations_behind(emulated):
+    class Remembers(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(1))
+
+        def forward(self, x):
+            self.memory = x * self.weight
+            return self.memory.sum()
+
+    gc.collect()
+    gc.disable()
+    try:
+        model = BalancedDataParallel(1, Remembers().to(emulated[0]), emulated[:3])
+        for _ in range(2):
+            with torch.no_grad():
+                model(torch.ones(9, 1000))
+            held = [torch.lazy.memory_allocated(device) for device in emulated[:3]]
+            assert held == [512, 0, 0]  # the weight
+        del model
+    finally:
+        gc.enable()
+
+
+def test_wrappers_are_copied_and_pickled_without_what_they_keep(devices):
+    import copy
+    import pickle
+
+    model = BalancedDataParallel(1, nn.Linear(3, 2).to(devices[0]), devices[:3])
+    x = torch.randn(7, 3)
+    with torch.no_grad():
+        expected = model(x).cpu()
+        for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            if (
+                twin.module.weight.device != devices[0]
+            ):  # a pickle of emulated tensors is on the CPU
+                twin.module.to(devices[0])
+            torch.testing.assert_close(twin(x).cpu(), expected)
+    del twin, model

@@ -1,0 +1,407 @@
+from __future__ import annotations
+
+import dataclasses
+from collections import OrderedDict, UserDict, defaultdict, namedtuple
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.utils.rnn import pack_sequence
+
+from balanced_dp import BalanceWarning, GatherError, ScatterError
+from balanced_dp.parallel.scatter_gather import find_batch_size, gather, scatter
+
+CPU = torch.device("cpu")
+Pair = namedtuple("Pair", ["first", "second"])
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    x: object
+    y: object = None
+
+
+@dataclasses.dataclass
+class Slotted:
+    __slots__ = ("x",)
+    x: object
+
+
+def cut(value, *chunk_sizes, **options):
+    """Scatters one argument called ``x`` and returns its value for each device."""
+    devices = [CPU] * len(chunk_sizes)
+    return [values[0] for values in scatter([("x", value)], devices, chunk_sizes, **options)]
+
+
+# Which batch size.
+
+
+@pytest.mark.parametrize(
+    "inputs",
+    [
+        [("a", torch.zeros(5, 2)), ("b", torch.zeros(7))],
+        [("a", None), ("b", [1, {"c": (torch.tensor(1.0), torch.zeros(5))}])],
+        [("a", Frozen("text", Pair(3, torch.zeros(5))))],
+        [("mask", torch.zeros(9)), ("a", torch.zeros(5))],
+    ],
+)
+def test_the_batch_size_is_that_of_the_first_tensor_to_be_cut(inputs):
+    assert find_batch_size(inputs, broadcast={"mask"}) == 5
+
+
+def test_without_a_tensor_to_cut_there_is_no_batch_size():
+    assert find_batch_size([("a", 1), ("b", [torch.tensor(1.0)])]) is None
+    assert find_batch_size([]) is None
+
+
+def test_a_first_tensor_without_the_batch_dimension_is_an_error():
+    with pytest.raises(ScatterError, match=r"input x of shape \(5,\) has no dimension 1 to split"):
+        find_batch_size([("x", torch.zeros(5))], dim=1)
+
+
+# Scatter.
+
+
+def test_tensors_are_cut_by_the_chunk_sizes_along_dim():
+    x = torch.arange(12).view(2, 6)
+    assert [chunk.tolist() for chunk in cut(x, 1, 2, 3, dim=1)] == [
+        [[0], [6]],
+        [[1, 2], [7, 8]],
+        [[3, 4, 5], [9, 10, 11]],
+    ]
+
+
+@pytest.mark.parametrize(
+    "container",
+    [
+        lambda x: [x, 1],
+        lambda x: (x, "a"),
+        lambda x: {"a": x, 2: None},
+        lambda x: OrderedDict(b=x, a=1),
+        lambda x: defaultdict(list, {"a": x}),
+        lambda x: UserDict({"a": x}),
+        lambda x: Pair(x, None),
+        lambda x: Frozen(x, [x]),
+        lambda x: Slotted(x),
+        lambda x: [],
+        lambda x: {},
+        lambda x: torch.Size([3, 4]),
+    ],
+)
+def test_containers_keep_their_type_and_what_is_no_tensor(container):
+    value = container(torch.arange(5))
+    chunks = cut(value, 2, 3)
+    assert repr(chunks) == repr([container(torch.arange(2)), container(torch.arange(2, 5))])
+    assert [type(chunk) for chunk in chunks] == [type(value)] * 2
+    assert all(chunk is not value for chunk in chunks) or value == ()
+
+
+def test_a_default_dict_keeps_its_factory():
+    assert cut(defaultdict(list, a=torch.arange(5)), 2, 3)[0].default_factory is list
+
+
+def test_each_device_gets_its_own_list():
+    first, second = cut([torch.arange(5)], 2, 3)
+    first.append(1)
+    assert len(second) == 1
+
+
+def test_numbers_in_tensors_and_other_objects_go_whole_to_each_device():
+    value = {"scale": torch.tensor(2.0), "name": "x", "f": print, "x": torch.arange(5)}
+    for chunk in cut(value, 2, 3):
+        assert chunk["scale"] == 2.0
+        assert chunk["name"] == "x"
+        assert chunk["f"] is print
+
+
+@pytest.mark.parametrize("path", ["x", "x.batch", "x.batch.mask"])
+def test_broadcast_takes_a_path_or_one_above_it(path):
+    value = {"batch": {"mask": torch.arange(3)}}
+    assert [c["batch"]["mask"].tolist() for c in cut(value, 2, 3, broadcast={path})] == [
+        [0, 1, 2]
+    ] * 2
+
+
+@pytest.mark.parametrize("path", ["mask", "batch", "x.mask", "x.batch.mask.more"])
+def test_broadcast_takes_no_other_path(path):
+    with pytest.raises(ScatterError):
+        cut({"batch": {"mask": torch.arange(3)}}, 2, 3, broadcast={path})
+
+
+def test_a_tensor_of_another_size_is_named_with_the_remedy():
+    """One fork caught everything around scatter, printed "error" and called quit(). We blamed the
+    tensor that was right.
+    """
+    with pytest.raises(ScatterError) as caught:
+        cut([torch.zeros(5), {"mask": torch.zeros(3, 4)}], 2, 3)
+    assert str(caught.value) == (
+        "input x.1.mask of shape (3, 4) has size 3 along dim 0, but the batch has 5 samples by "
+        "its first tensor, x.0; if x.1.mask is not one entry a sample, broadcast=('x.1.mask',) "
+        "copies it whole to each device, and if x.0 is not, broadcast=('x.0',) does"
+    )
+
+
+def test_a_packed_sequence_is_refused():
+    packed = pack_sequence([torch.arange(3.0), torch.arange(2.0)])
+    with pytest.raises(ScatterError, match=r"x\.0 is a PackedSequence"):
+        cut([packed], 2, 3)
+    with pytest.raises(GatherError, match="1 is a PackedSequence"):
+        gather([(None, packed), (None, packed)], CPU)
+
+
+def test_a_batch_on_the_cpu_does_not_pass_through_device_0(emulated):
+    with_context = emulated[:3]
+    scatter([("x", torch.zeros(9, 4))], with_context, [1, 4, 4])
+    copied = torch.get_device_module(emulated[0])
+    assert copied.max_memory_allocated(emulated[0]) == 512  # 16 bytes: its own chunk only
+
+
+# Gather.
+
+
+def test_tensors_are_joined_along_dim():
+    first, second = torch.zeros(2, 1), torch.ones(2, 3)
+    assert gather([first, second], CPU, dim=1).tolist() == [[0, 1, 1, 1]] * 2
+    assert gather([first, second], CPU, dim=-1).tolist() == [[0, 1, 1, 1]] * 2
+
+
+@pytest.mark.parametrize(
+    "container",
+    [
+        lambda x: x,
+        lambda x: [x, 1],
+        lambda x: (x, "a", None, 2.5, True),
+        lambda x: {"a": x, 2: [x]},
+        lambda x: OrderedDict(b=x, a=1),
+        lambda x: UserDict({"a": x}),
+        lambda x: Pair(x, x),
+        lambda x: Frozen(x, [x]),
+        lambda x: None,
+        lambda x: float("nan"),
+        lambda x: torch.float32,
+        lambda x: [],
+    ],
+)
+def test_outputs_of_any_structure_are_joined(container):
+    joined = gather([container(torch.arange(2)), container(torch.arange(2, 5))], CPU)
+    assert repr(joined) == repr(container(torch.arange(5)))
+
+
+@pytest.mark.parametrize(
+    ("outputs", "message"),
+    [
+        (
+            [{"n": 3}, {"n": 4}],
+            "output n cannot be joined: the replicas returned different values (3, 4); "
+            "return tensors, or what is equal on every replica",
+        ),
+        ([[1, 2], [1]], "output (the whole) cannot be joined: the replicas returned different"),
+        ([{"a": 1}, {"b": 1}], "the replicas returned different items (['a'], ['b'])"),
+        ([None, torch.zeros(2)], "the replicas returned different types (None, (2,))"),
+        ([torch.zeros(2), torch.tensor(0.0)], "shapes that cannot be joined along dim 0 ((2,), ()"),
+        ([torch.zeros(2, 3), torch.zeros(2, 4)], "along dim 0 ((2, 3), (2, 4))"),
+        ([object(), object()], "different values"),
+        ([torch.zeros(2).numpy(), torch.ones(2).numpy()], "different values"),
+    ],
+)
+def test_outputs_that_differ_are_named(outputs, message):
+    with pytest.raises(GatherError) as caught:
+        gather(outputs, CPU)
+    assert message in str(caught.value)
+
+
+def test_a_single_output_is_moved_and_otherwise_left_alone():
+    value = object()
+    assert gather([[value, torch.arange(2)]], CPU)[0] is value
+
+
+SCALARS = [torch.tensor(1.0), torch.tensor(4.0)]
+
+
+@pytest.mark.parametrize(
+    ("scalar_outputs", "chunk_sizes", "expected"),
+    [
+        ("mean", None, 2.5),
+        ("mean", [3, 1], 1.75),
+        ("sum", [3, 1], 5.0),
+        ("stack", [3, 1], [1.0, 4.0]),
+    ],
+)
+def test_scalars(scalar_outputs, chunk_sizes, expected):
+    joined = gather(SCALARS, CPU, scalar_outputs=scalar_outputs, chunk_sizes=chunk_sizes)
+    assert joined.tolist() == expected
+
+
+def test_integers_have_no_mean_unless_they_are_equal():
+    """The number of right answers was made a mean, and a bool a fraction."""
+    with pytest.raises(GatherError, match="a count has no mean"):
+        gather([torch.tensor(1), torch.tensor(2)], CPU, chunk_sizes=[1, 1])
+    assert gather([torch.tensor(2), torch.tensor(2)], CPU).item() == 2
+    total = gather([torch.tensor(1), torch.tensor(2)], CPU, scalar_outputs="sum")
+    assert (total.item(), total.dtype) == (3, torch.long)
+
+
+def test_rows_are_joined_along_the_dimension_of_the_samples():
+    def joined(*shapes, chunk_sizes=(1, 4), dim=0):
+        parts = [torch.zeros(shape) for shape in shapes]
+        return tuple(gather(parts, CPU, dim, chunk_sizes=chunk_sizes).shape)
+
+    assert joined((1, 3), (4, 3)) == (5, 3)
+    assert joined((2, 3), (8, 3)) == (10, 3)  # two tokens a sample
+    assert joined((3, 3), (2, 3)) == (5, 3)  # of each sample another number of rows
+    assert joined((2, 1, 3), (2, 4, 3)) == (2, 5, 3)  # states of an RNN
+    assert joined((6, 2, 1), (6, 2, 4), dim=1) == (6, 2, 5)
+    assert joined((4, 3), (4, 3), chunk_sizes=(4, 4)) == (8, 3)
+    assert joined((2, 4, 3), (2, 4, 3), chunk_sizes=(4, 4)) == (2, 8, 3)
+
+
+@pytest.mark.parametrize("shape", [(3,), (1, 5), (5, 4)])
+def test_what_is_no_row_for_each_sample_is_an_error(shape):
+    parts = [torch.zeros(shape)] * 2
+    with pytest.raises(GatherError, match=r"output logits has shape .* on every replica, though "):
+        gather([{"logits": part} for part in parts], CPU, chunk_sizes=[1, 4])
+    if shape != (5, 4):  # along its other dimension
+        with pytest.raises(GatherError, match="it has no row for each of them"):
+            gather(parts, CPU, chunk_sizes=[4, 4])
+
+
+def test_a_container_that_all_replicas_return_is_an_error():
+    """It held what the last replica had written, and was returned as that of the batch."""
+    shared = {"hits": torch.zeros(())}
+    with pytest.raises(GatherError, match="output 1 is the same dict on every replica"):
+        gather([(torch.zeros(2), shared), (torch.zeros(2), shared)], CPU)
+    assert gather([shared], CPU) == shared
+
+
+# Sequences with an entry for each sample.
+
+
+def test_sequences_are_cut_where_that_is_asked_for():
+    inputs = [
+        ("x", torch.zeros(3, 2)),
+        ("texts", ["a", "b", "c"]),
+        ("given", {"boxes": (torch.zeros(1), torch.ones(2), torch.ones(3))}),
+        ("array", np.arange(3)),
+    ]
+    first, second = scatter(inputs, [CPU, CPU], [1, 2], split=("texts", "given.boxes", "array"))
+    assert (first[1], second[1]) == (["a"], ["b", "c"])
+    assert [len(box) for box in second[2]["boxes"]] == [2, 3]
+    assert (first[3].tolist(), second[3].tolist()) == ([0], [1, 2])
+    assert find_batch_size([("texts", ["a", "b"]), ("x", torch.zeros(5))], split=["texts"]) == 5
+    assert find_batch_size([("texts", ["a", "b"])], split=["texts"]) == 2
+    with pytest.raises(ScatterError, match="texts is in split, but it is a list of length 3"):
+        scatter([("x", torch.zeros(4)), *inputs[1:2]], [CPU, CPU], [2, 2], split=("texts",))
+
+
+@pytest.mark.parametrize("value", [["a", "b", "c"], (1, 2, 3), [[1], [2], [3]], np.arange(3)])
+def test_a_sequence_as_long_as_the_batch_is_warned_of_once(value):
+    warned: set[str] = set()
+    inputs = [("x", torch.zeros(3, 2)), ("texts", value)]
+    with pytest.warns(
+        BalanceWarning, match=r"texts is .* as long as the batch, 3.*split=\('texts',\)"
+    ):
+        scatter(inputs, [CPU, CPU], [1, 2], warned=warned)
+    scatter(inputs, [CPU, CPU], [1, 2], warned=warned)
+    scatter(inputs, [CPU, CPU], [1, 2], broadcast=("texts",))
+    scatter([("x", torch.zeros(4, 2)), ("texts", value)], [CPU, CPU], [1, 3])
+
+
+def test_lists_of_images_are_told_what_to_do():
+    images = [torch.zeros(3, 4, size) for size in (5, 6)]
+    with pytest.raises(ScatterError, match=r"images has an entry .*\('images',\) cuts it, or"):
+        scatter([("y", torch.zeros(2)), ("images", images)], [CPU, CPU], [1, 1])
+
+
+def test_gathering_needs_no_second_copy_of_the_chunks(emulated):
+    outputs = [torch.zeros(256, device=device) for device in emulated[:4]]
+    memory = torch.get_device_module(emulated[0])
+    before = memory.memory_allocated(emulated[0])
+    joined = gather(outputs, emulated[0])
+    assert memory.max_memory_allocated(emulated[0]) == before + joined.nbytes
+
+
+def test_gather_promotes_types_as_cat_does():
+    assert gather([torch.zeros(1), torch.zeros(1, dtype=torch.double)], CPU).dtype == torch.double
+
+
+# What a chunk keeps alive.
+
+
+def test_a_chunk_that_stays_does_not_keep_the_batch_alive(emulated):
+    batch = torch.randn(32, 1000, device=emulated[0])
+    [[first], _] = scatter([("x", batch)], emulated[:2], [2, 30])
+    torch.testing.assert_close(first, batch[:2])
+    del batch
+    assert torch.lazy.memory_allocated(emulated[0]) == 8192  # 2 x 1000 x 4 bytes, in blocks of 512
+    del first
+
+
+def test_chunks_that_are_all_of_a_batch_are_views():
+    batch = torch.randn(8, 3)
+    devices = [torch.device("cpu")] * 2
+    [[first], [second]] = scatter([("x", batch)], devices, [2, 6])
+    assert first.data_ptr() == batch.data_ptr()
+    assert second.data_ptr() == batch[2:].data_ptr()
+    [[whole]] = scatter([("x", batch)], devices[:1], [8])
+    assert whole.data_ptr() == batch.data_ptr()
+
+
+COMPLEX = torch.randn(6, 6, dtype=torch.cdouble, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("dim", [0, 1, -1])
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        COMPLEX,
+        COMPLEX.conj(),
+        COMPLEX.conj().imag,
+        COMPLEX.real.t(),
+        COMPLEX.real > 0,
+        COMPLEX.real.clone().requires_grad_(),
+    ],
+    ids=["complex", "conjugated", "negated", "transposed", "bool", "requires grad"],
+)
+def test_tensors_of_any_kind_travel(tensor, dim, devices):
+    """On CUDA some were an error, and the gradient of an input on the CPU came with a warning."""
+    chunks = scatter([("x", tensor)], devices[:3], [1, 3, 2], dim)
+    joined = gather([chunk for [chunk] in chunks], torch.device("cpu"), dim)
+    torch.testing.assert_close(joined.detach(), tensor.detach())
+    if tensor.requires_grad:
+        (grad,) = torch.autograd.grad(joined.square().sum(), tensor)
+        torch.testing.assert_close(grad, 2 * tensor.detach())
+    del chunks, joined
+
+
+@pytest.mark.parametrize(
+    ("shape", "memory_format"),
+    [
+        ((6, 3, 4, 5), torch.channels_last),
+        ((6, 3, 2, 4, 5), torch.channels_last_3d),
+        ((6, 3, 4, 5), torch.contiguous_format),
+        ((6, 3), torch.contiguous_format),
+    ],
+)
+def test_channels_that_are_last_stay_so(shape, memory_format):
+    """They were put first, and the next convolution had to copy them."""
+    x = torch.randn(shape).contiguous(memory_format=memory_format)
+    joined = gather(x.split([1, 5]), torch.device("cpu"))
+    assert joined.is_contiguous(memory_format=memory_format)
+    torch.testing.assert_close(joined, x)
+
+
+def test_what_is_expanded_stays_so(emulated):
+    """A copy would take more than what the view keeps."""
+    mask = torch.ones(1, 64, 64, device=emulated[0]).expand(32, 64, 64)
+    [[first], _] = scatter([("mask", mask)], emulated[:2], [2, 30])
+    assert first.stride(0) == 0
+    del mask, first
+
+
+def test_a_chunk_that_was_copied_leads_gradients_back(emulated):
+    batch = torch.randn(9, 2, device=emulated[0], requires_grad=True)
+    [[first], [second]] = scatter([("x", batch)], emulated[:2], [2, 7])
+    first.mul_(3)  # it is a tensor of its own
+    (first.sum() + 2 * second.sum().to(emulated[0])).backward()
+    assert batch.grad[:, 0].tolist() == [3, 3, 2, 2, 2, 2, 2, 2, 2]
+    del first, second, batch

@@ -1,0 +1,222 @@
+"""Threads that live as long as the model and no longer."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import textwrap
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from balanced_dp import BalancedCriterion, BalancedDataParallel
+from balanced_dp.parallel.parallel_apply import Workers, parallel_apply
+
+from ..processes import python
+
+pytestmark = pytest.mark.filterwarnings("ignore:.* sets seen in forward")
+
+X = torch.ones(9, 2)
+
+
+class Threads(nn.Module):
+    """Notes in which thread each replica runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+        self.seen: dict[str, int] = {}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen[str(x.device)] = threading.get_ident()
+        return x * self.weight
+
+
+def new_threads(before: set[threading.Thread]) -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread not in before]
+
+
+@pytest.fixture
+def before() -> set[threading.Thread]:
+    return set(threading.enumerate())
+
+
+def test_each_call_uses_the_same_threads(emulated, before):
+    model = BalancedDataParallel(1, Threads().to(emulated[0]), emulated[:4])
+    model(X)
+    threads = dict(model.module.seen)
+    started = set(new_threads(before))
+    assert threads.pop("lazy:0") == threading.get_ident()
+    assert {thread.ident for thread in started} == set(threads.values())
+    assert len(started) == 3
+    for _ in range(3):
+        model(X)
+        assert {k: v for k, v in model.module.seen.items() if k != "lazy:0"} == threads
+    assert set(new_threads(before)) == started
+    del model
+
+
+def test_loss_and_metrics_run_in_the_model_s_threads(emulated, before):
+    model = BalancedDataParallel(1, Threads().to(emulated[0]), emulated[:4], gather=False)
+    outputs = model(X)
+    started = set(new_threads(before))
+    idents = outputs.map(lambda output: torch.tensor([threading.get_ident()] * len(output)))
+    assert set(idents.tolist()) == {threading.get_ident(), *(t.ident for t in started)}
+    BalancedCriterion(nn.MSELoss())(outputs, X).backward()
+    assert set(new_threads(before)) == started
+    del model, outputs
+
+
+def test_a_single_active_device_needs_no_thread(emulated, before):
+    model = BalancedDataParallel(1, Threads().to(emulated[0]), emulated[:4])
+    model.gpu0_bsz = 0
+    model(X[:1])
+    assert model.chunk_sizes == (0, 1, 0, 0)
+    assert new_threads(before) == []
+    del model
+
+
+def test_close_ends_the_threads_and_a_call_starts_new_ones(emulated, before):
+    model = BalancedDataParallel(1, Threads().to(emulated[0]), emulated[:3])
+    with torch.no_grad():
+        model(X)
+    assert torch.lazy.memory_allocated(emulated[1]) == 0
+    for _ in range(2):
+        model.close()
+        assert new_threads(before) == []
+    assert model(X).shape == X.shape
+    assert len(new_threads(before)) == 2
+    model.close()
+    del model
+
+
+def test_they_end_with_the_model_without_the_garbage_collector(emulated, before):
+    gc.collect()
+    gc.disable()
+    try:
+        model = BalancedDataParallel(1, Threads().to(emulated[0]), emulated[:3])
+        model(X)
+        started = new_threads(before)
+        assert len(started) == 2
+        del model
+        for thread in started:
+            thread.join(10)
+        assert new_threads(before) == []
+    finally:
+        gc.enable()
+
+
+def test_an_error_leaves_the_threads_ready(emulated):
+    class Fails(Threads):
+        def forward(self, x):
+            if x.sum() < 0:
+                raise ValueError(x.device)
+            return super().forward(x)
+
+    model = BalancedDataParallel(1, Fails().to(emulated[0]), emulated[:3])
+    model(X)
+    threads = dict(model.module.seen)
+    with pytest.raises(ValueError, match="lazy:0"):
+        model(-X)
+    model(X)
+    assert model.module.seen == threads
+    del model
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="warns of fork beside threads")
+def test_a_forked_process_starts_its_own(emulated):
+    model = BalancedDataParallel(1, Threads().to(emulated[0]), emulated[:3])
+    with torch.no_grad():
+        model(X)
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                code = 0 if model(X).cpu().equal(X) and model(X).cpu().equal(X) else 2
+            finally:
+                os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        assert model(X).cpu().equal(X)
+    del model
+
+
+def test_calls_at_the_same_time_do_not_wait_for_each_other(emulated):
+    """A call that finds the threads in use has its own."""
+    barrier = threading.Barrier(4)  # two devices of two calls
+
+    class Meets(Threads):
+        def forward(self, x):
+            barrier.wait(60)
+            return super().forward(x)
+
+    model = BalancedDataParallel(4, Meets().to(emulated[0]), emulated[:2])
+    results = {}
+
+    def call(model, name, value):
+        results[name] = model(X * value).cpu()
+
+    threads = [threading.Thread(target=call, args=(model, i, float(i))) for i in (2, 3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert {name: output.unique().tolist() for name, output in results.items()} == {2: [2], 3: [3]}
+    del model, threads, thread
+
+
+def test_a_replica_may_call_the_model_it_is_of(emulated):
+    class Recursive(Threads):
+        def forward(self, x, depth=0):
+            y = super().forward(x)
+            return y if depth == 0 else y + models[0](x.cpu(), depth - 1).to(x.device)
+
+    models = [BalancedDataParallel(4, Recursive().to(emulated[0]), emulated[:2])]
+    assert models[0](X, 2).unique().tolist() == [3]
+    models.clear()
+
+
+def test_the_same_threads_serve_whatever_is_called():
+    workers, devices = Workers(), [torch.device("cpu"), torch.device("cpu", 1)]
+    calls = [threading.get_ident] * 2, [((), {})] * 2, devices
+    first = parallel_apply(*calls, workers=workers)
+    assert parallel_apply(*calls, workers=workers) == first
+    alone = parallel_apply(*calls)
+    assert alone[0] == first[0] == threading.get_ident()
+    workers.close()
+
+
+def test_close_inside_forward_is_no_error(emulated):
+    class Closes(Threads):
+        def forward(self, x):
+            models[0].close()
+            return super().forward(x)
+
+    models = [BalancedDataParallel(1, Closes().to(emulated[0]), emulated[:3])]
+    assert models[0](X).shape == X.shape
+    models.clear()
+
+
+def test_a_thread_may_train_when_the_main_thread_has_ended():
+    """What concurrent.futures refuses."""
+    script = textwrap.dedent(
+        """
+        import threading
+        import torch
+        from balanced_dp import BalancedDataParallel, emulate_devices
+
+        def train():
+            with emulate_devices(3) as devices:
+                model = BalancedDataParallel(1, torch.nn.Linear(4, 2).to(devices[0]))
+                print(model(torch.ones(8, 4)).shape, flush=True)
+                threading.main_thread().join()
+                print(model(torch.ones(8, 4)).shape, flush=True)
+
+        threading.Thread(target=train).start()
+        """
+    )
+    done = python("-c", script)
+    assert (done.stdout, done.stderr) == ("torch.Size([8, 2])\n" * 2, "")

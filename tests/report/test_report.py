@@ -1,0 +1,273 @@
+"""Reports: files, Markdown, HTML in a real browser, comparison."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from playwright.sync_api import sync_playwright
+
+from balanced_dp import ArgumentError, Law, ReportError, tune
+from balanced_dp.report import (
+    compare_reports,
+    load_reports,
+    report_html,
+    report_json,
+    report_markdown,
+    save_report,
+)
+from balanced_dp.report.compare import METRICS
+
+from ..tuning.small_workloads import SMALL
+
+MIB = 2**20
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("chrome")
+
+
+@pytest.fixture(scope="module")
+def report():
+    torch.manual_seed(0)
+    workload = replace(SMALL["tied_transformer"](), name="<script>alert(1)</script>")
+    return tune(workload, 24, sweep=range(7), emulate=True)
+
+
+@pytest.fixture(scope="module")
+def unlike():
+    capacities = [6000 * MIB, 3000 * MIB, 2000 * MIB]
+    return tune(SMALL["wide_output"](), 32, capacities=capacities, reserve=MIB, emulate=True)
+
+
+def test_a_file_gives_back_what_was_saved(report, unlike, tmp_path):
+    for saved in (report, unlike):
+        save_report(saved, tmp_path / "report.json")
+        assert load_reports(tmp_path / "report.json") == (saved,)
+        save_report(saved, tmp_path / "report.json")  # over an older one
+    assert os.listdir(tmp_path) == ["report.json"]  # noqa: PTH208
+
+
+def test_json_names_what_scripts_read(report):
+    record = json.loads(report_json(report))
+    assert record["schema"] == 2
+    assert {"created", "command", "versions", "machine"} == record["origin"].keys()
+    assert {"python", "torch", "balanced-dp", "nvidia-ml-py"} == record["origin"]["versions"].keys()
+    plan = record["plan"]
+    for name in ("chunk_sizes", "predicted_bytes", "capacity_bytes", "headroom_bytes"):
+        assert len(plan[name]) == 4
+        assert all(type(value) is int for value in plan[name])
+    assert {"gpu0_bsz", "max_batch_size", "limiting_device"} <= plan.keys()
+    assert len(record["measurements"]) == report.model.num_points
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda text: text[: len(text) // 2], "is no report, or one that is cut off: "),
+        (lambda text: "", "is no report, or one that is cut off: "),
+        (lambda text: '{"a": 1}', "is JSON, but no report of balanced-dp and none of pytest"),
+        (lambda text: "[]", "is JSON, but no report"),
+        (lambda text: text.replace('"schema": 2', '"schema": 1'), "has version 1 of a report's"),
+        (lambda text: text.replace('"schema": 2', '"schema": "x"'), "has version 'x' of a"),
+        (
+            lambda text: text.replace('"max_batch_size"', '"other"', 1),
+            r"is no report: plan\.max_batch_size: Field required",
+        ),
+        (
+            lambda text: re.sub(r'"gpu0_bsz": \d+', '"gpu0_bsz": "few"', text, count=1),
+            r"is no report: plan\.gpu0_bsz: Input should be a valid integer",
+        ),
+        (
+            lambda text: '{"benchmarks": [{"extra_info": {}}], "machine_info": {}}',
+            "holds 1 benchmarks and none of them a sweep over gpu0_bsz; run",
+        ),
+    ],
+)
+def test_a_foreign_file_is_told_and_left_alone(report, tmp_path, change, message):
+    path = tmp_path / "report.json"
+    text = change(report_json(report))
+    path.write_text(text)
+    with pytest.raises(ReportError, match=message):
+        load_reports(path)
+    assert path.read_text() == text
+
+
+def test_a_file_that_cannot_be_read_is_told(tmp_path):
+    with pytest.raises(ReportError, match="cannot be read: No such file"):
+        load_reports(tmp_path / "none.json")
+    with pytest.raises(ReportError, match="cannot be read: Is a directory"):
+        load_reports(tmp_path)
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ReportError, match="it is not text"):
+        load_reports(tmp_path / "binary")
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda r: replace(r, plan=replace(r.plan, capacity_bytes=(1, 2))), "not every list has 4"),
+        (lambda r: replace(r, plan=replace(r.plan, reserve_bytes=2**50)), "it has no capacity"),
+        (lambda r: replace(r, measurements=()), "it has no measurement of its batch"),
+        (lambda r: replace(r, model=replace(r.model, other_laws=())), "it has no laws"),
+        (
+            lambda r: replace(r, model=replace(r.model, other_laws=(Law(float("inf"), 0),))),
+            "a law is not a finite number|Input should be a valid number",
+        ),
+    ],
+)
+def test_a_report_that_contradicts_itself_is_refused(report, tmp_path, change, problem):
+    path = tmp_path / "report.json"
+    path.write_text(report_json(change(report)))
+    with pytest.raises(ReportError, match=problem):
+        load_reports(path)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" * 100_000,
+        '{"benchmarks": ["a"], "machine_info": null}',
+        '{"benchmarks": [{"extra_info": {"balanced_dp": {"measurement": {}}}}], "machine_info": 1}',
+    ],
+)
+def test_hostile_files_are_refused(tmp_path, text):
+    (tmp_path / "report.json").write_text(text)
+    with pytest.raises(ReportError, match=r"report\.json is no"):
+        load_reports(tmp_path / "report.json")
+
+
+def test_a_link_stays_one_and_a_pipe_is_written_to(report, tmp_path):
+    (tmp_path / "link.json").symlink_to("real.json")
+    save_report(report, tmp_path / "link.json")
+    assert (tmp_path / "link.json").is_symlink()
+    assert load_reports(tmp_path / "real.json") == (report,)
+    os.mkfifo(tmp_path / "pipe")
+    read = subprocess.Popen(["cat", tmp_path / "pipe"], stdout=subprocess.PIPE, text=True)
+    save_report(report, tmp_path / "pipe")
+    assert read.communicate()[0] == report_json(report)
+    assert (tmp_path / "pipe").is_fifo()
+
+
+def test_a_write_that_fails_leaves_the_old_file(report, tmp_path, monkeypatch):
+    path = tmp_path / "report.json"
+    path.write_text("old")
+
+    def fail(descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(ArgumentError, match="cannot be written: No space left on device"):
+        save_report(report, path)
+    assert path.read_text() == "old"
+    assert [file.name for file in tmp_path.iterdir()] == ["report.json"]
+    with pytest.raises(ArgumentError, match="cannot be written: No such file"):
+        save_report(report, tmp_path / "none" / "report.json")
+
+
+def test_markdown_has_the_line_the_tables_and_nothing_to_run(report, unlike):
+    text = report_markdown(report)
+    assert f"model = BalancedDataParallel(gpu0_bsz={report.plan.gpu0_bsz}, module=model)" in text
+    assert "<script>" not in text.replace("\\<script\\>", "")
+    rows = [line for line in text.splitlines() if line.startswith("| ")]
+    assert sum(row.startswith("| **") for row in rows) == 2  # the fullest, the chosen
+    assert f"device\\_weights=\\[{unlike.plan.weighted.chunk_sizes[0]}" in report_markdown(unlike)
+
+
+@pytest.fixture(scope="module")
+def browser():
+    if CHROMIUM is None:
+        pytest.skip("needs Chromium (Debian: apt-get install chromium)")
+    with sync_playwright() as playwright:
+        # As root, which CI may be, Chromium runs without its sandbox only.
+        opened = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield opened
+        opened.close()
+
+
+@pytest.mark.parametrize("width", [1240, 400])
+def test_the_page_shows_the_choice_and_draws_the_plots(report, unlike, browser, tmp_path, width):
+    path = tmp_path / "report.html"
+    path.write_text(report_html([report, unlike]), encoding="utf-8")
+    page = browser.new_page(viewport={"width": width, "height": 900})
+    told, requested = [], []
+    page.on("console", lambda message: told.append(message.text))
+    page.on("pageerror", lambda error: told.append(str(error)))
+    page.on("dialog", lambda dialog: told.append(dialog.message))
+    page.on("request", lambda request: requested.append(request.url))
+    page.goto(path.as_uri())
+    assert told == []
+    assert {url.split(":")[0] for url in requested} <= {"file", "data"}
+    for section, shown in zip(page.locator("section").all(), (report, unlike), strict=True):
+        line = section.locator("pre.line")
+        assert line.is_visible()
+        assert f"gpu0_bsz={shown.plan.gpu0_bsz}" in line.inner_text()
+        assert shown.workload in section.locator("h1").inner_text()
+        plots = section.locator("figure svg").all()
+        assert len(plots) == 4
+        for plot in plots:
+            box = plot.bounding_box()
+            assert min(box["width"], box["height"]) > 200
+            assert box["x"] + box["width"] <= width
+            assert plot.locator("path").count() >= 15
+        assert f"chosen: gpu0_bsz={shown.plan.gpu0_bsz}" in plots[0].inner_html()
+        marked = section.locator("tr.marked").all()
+        assert [row.locator("td").first.inner_text() for row in marked] == [
+            str(shown.plan.limiting_device),
+            str(shown.plan.gpu0_bsz),
+        ]
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    page.close()
+
+
+def test_the_page_is_the_same_each_time_and_needs_nothing_else(report):
+    page = report_html([report])
+    assert page == report_html([report])
+    assert "<script" not in page
+    links = set(re.findall(r"(?:src|href)=\"(.)", page))
+    assert links == {"#", "d"}  # within the page, and data:
+
+
+def test_a_report_is_compared_with_another(report):
+    worse = replace(report, chosen=report.even, plan=replace(report.plan, max_batch_size=20))
+    same = compare_reports(report, report, "peak:0%, imbalance:0, max_batch:0%,speed:0%")
+    assert [found.metric for found in same] == list(METRICS)
+    assert not any(found.failed for found in same)
+    found = {c.metric: c for c in compare_reports(report, worse, "peak:5%,imbalance:0.05")}
+    assert found["peak"].failed
+    assert found["peak"].worsened == pytest.approx(
+        max(report.even.peak_bytes) / max(report.chosen.peak_bytes) - 1
+    )
+    assert found["imbalance"].failed
+    assert found["max_batch"].worsened > 0
+    assert not found["max_batch"].failed  # not asked
+    assert not any(c.failed for c in compare_reports(worse, report, "peak:0%,max_batch:0"))
+    assert not any(
+        c.failed for c in compare_reports(report, worse, "peak:999999999,imbalance:1%")[:1]
+    )
+
+
+@pytest.mark.parametrize("limits", ["peak", "peak:", "other:5%", "peak:-5%", "peak:5%%", "peak 5"])
+def test_limits_that_cannot_be_read_are_refused(report, limits):
+    with pytest.raises(ArgumentError, match="--fail takes METRIC:NUMBER or METRIC:NUMBER% of peak"):
+        compare_reports(report, report, limits)
+
+
+def test_different_workloads_are_not_compared(report, unlike):
+    with pytest.raises(ArgumentError, match="cannot be compared: the workload is <script>"):
+        compare_reports(report, unlike)
+    larger = replace(report, plan=replace(report.plan, batch_size=48))
+    with pytest.raises(ArgumentError, match="batch size is 24 in the first and 48 in the second"):
+        compare_reports(report, larger)
+
+
+@given(st.text(max_size=30))
+def test_any_name_stays_text(report, name):
+    renamed = replace(report, workload=name)
+    assert "\n\n```python\nmodel = " in report_markdown(renamed)
+    assert json.loads(report_json(renamed))["workload"] == name

@@ -1,0 +1,136 @@
+"""Workloads that are measured in a blink, of kinds that fill devices differently.
+
+They are wide, which costs nothing where shapes are all there is, so that the allocator's rounding
+does not count.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from balanced_dp import Workload
+from balanced_dp.tuning.models import CharTransformer, TokenTransformer
+
+from ..modules import Lambda
+
+
+def zeros(*shape: int) -> torch.Tensor:
+    """Zeros in the memory of one: the largest batch of a large device would take gigabytes."""
+    return torch.zeros(1).expand(shape)
+
+
+def tokens(vocabulary: int, length: int, batch_size: int) -> torch.Tensor:
+    return (torch.arange(batch_size * length) % vocabulary).view(batch_size, length)
+
+
+def token_loss(logits, targets):
+    return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def mlp() -> Workload:
+    """Weights weigh more than activations."""
+    return Workload(
+        lambda: nn.Sequential(nn.Linear(1024, 8192), nn.ReLU(), nn.Linear(8192, 1000)),
+        lambda n: ((zeros(n, 1024),), {}, torch.arange(n) % 1000),
+        functional.cross_entropy,
+        name="mlp",
+    )
+
+
+def wide_output() -> Workload:
+    """Gathering weighs most: no value of gpu0_bsz can balance it."""
+    return Workload(
+        lambda: nn.Sequential(nn.Linear(64, 256), nn.Linear(256, 400_000)),
+        lambda n: ((zeros(n, 64),), {}, torch.arange(n) % 4000),
+        functional.cross_entropy,
+        name="wide-output",
+    )
+
+
+def convolutions() -> Workload:
+    def model() -> nn.Module:
+        return nn.Sequential(
+            nn.Conv2d(3, 64, 3, padding=1),
+            nn.BatchNorm2d(64),
+            nn.ReLU(inplace=True),
+            nn.MaxPool2d(2),
+            nn.Conv2d(64, 128, 3, padding=1),
+            nn.ReLU(inplace=True),
+            nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(),
+            nn.Linear(128, 10),
+        )
+
+    return Workload(
+        model,
+        lambda n: ((zeros(n, 3, 64, 64),), {}, torch.arange(n) % 10),
+        functional.cross_entropy,
+        functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+        name="convolutions",
+    )
+
+
+def recurrent() -> Workload:
+    def model() -> nn.Module:
+        return Lambda(
+            lambda self, x: self.head(self.lstm(x)[0][:, -1]),
+            lstm=nn.LSTM(256, 2048, batch_first=True),
+            head=nn.Linear(2048, 5),
+        )
+
+    return Workload(
+        model,
+        lambda n: ((zeros(n, 4, 256),), {}, torch.arange(n) % 5),
+        functional.cross_entropy,
+        functools.partial(torch.optim.SGD, lr=0.1),
+        name="recurrent",
+    )
+
+
+def char_transformer() -> Workload:
+    return Workload(
+        lambda: CharTransformer(60, context=64, width=256, num_heads=4, num_layers=2),
+        lambda n: ((tokens(60, 64, n),), {}, tokens(60, 64, n)),
+        token_loss,
+        name="char-transformer",
+    )
+
+
+def tied_transformer() -> Workload:
+    return Workload(
+        lambda: TokenTransformer(5000, 64, causal=True, width=256, num_heads=4, num_layers=2),
+        lambda n: ((tokens(5000, 64, n),), {}, tokens(5000, 64, n)),
+        token_loss,
+        name="tied-transformer",
+    )
+
+
+def loss_inside() -> Workload:
+    """The module returns its loss: nothing large is gathered."""
+    return Workload(
+        lambda: Lambda(
+            lambda self, x, y: token_loss(self.inner(x), y),
+            inner=CharTransformer(60, context=64, width=256, num_heads=4, num_layers=2),
+        ),
+        lambda n: ((tokens(60, 64, n), tokens(60, 64, n)), {}, None),
+        lambda loss, _: loss,
+        name="loss-inside",
+    )
+
+
+SMALL = {
+    make.__name__: make
+    for make in (
+        mlp,
+        wide_output,
+        convolutions,
+        recurrent,
+        char_transformer,
+        tied_transformer,
+        loss_inside,
+    )
+}

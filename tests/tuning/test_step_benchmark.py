@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from balanced_dp import ArgumentError, MemoryModel, measure_step, split_batch
+from balanced_dp.planning.memory_model import Law, fit
+from balanced_dp.tuning.step_benchmark import open_devices
+
+from .small_workloads import SMALL
+
+
+@pytest.mark.parametrize("symbolic", [True, False])
+@pytest.mark.parametrize("name", ["char_transformer", "loss_inside"])
+def test_shapes_only_and_numbers_measure_the_same(name, symbolic):
+    with open_devices(3, symbolic=symbolic, emulate=True) as devices:
+        measured = measure_step(SMALL[name](), 9, 2, devices)
+    assert measured.mode == ("symbolic" if symbolic else "emulated")
+    assert measured.status == "ok"
+    assert measured.chunk_sizes == split_batch(9, 3, 2) == (2, 4, 3)
+    with open_devices(3, emulate=True) as devices:
+        again = measure_step(SMALL[name](), 9, 2, devices)
+    assert again.peak_bytes == measured.peak_bytes
+    assert again.first_peak_bytes == measured.first_peak_bytes
+
+
+def test_optimizer_state_is_there_from_the_second_step_on():
+    with open_devices(2, emulate=True) as devices:
+        measured = measure_step(SMALL["mlp"](), 8, 2, devices)
+    assert measured.first_peak_bytes[0] <= measured.peak_bytes[0]
+    # What backward brings in last and what the optimizer takes are about as much here.
+    assert measured.optimizer_peak_bytes[0] == pytest.approx(measured.peak_bytes[0], rel=0.01)
+    assert measured.breakdown[0]["optimizer state"] > 0
+    for uses, peak in zip(measured.breakdown, measured.peak_bytes, strict=True):
+        assert sum(uses.values()) == peak
+
+
+def test_memory_that_runs_out_is_an_answer_and_is_given_back():
+    workload = SMALL["char_transformer"]()
+    with open_devices(2, emulate=True) as devices:
+        needed = measure_step(workload, 64, 20, devices).peak_bytes
+    with open_devices(2, memory=max(needed) // 2, emulate=True) as devices:
+        out = measure_step(workload, 64, 20, devices)
+        held = [torch.lazy.memory_allocated(device) for device in devices]
+        assert held == [0, 0]
+        assert out.status == "oom"
+        assert "out of memory" in out.out_of_memory
+        assert measure_step(workload, 4, 1, devices).status == "ok"
+
+
+def test_libraries_that_run_out_say_it_in_their_own_words(monkeypatch):
+    """CuBLAS's handle did on a full H100, as a RuntimeError that ended the search."""
+
+    def forward(self, x):
+        raise RuntimeError(text)
+
+    monkeypatch.setattr(nn.Linear, "forward", forward)
+    text = "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
+    with open_devices(2, emulate=True) as devices:
+        measured = measure_step(SMALL["mlp"](), 8, 2, devices)
+        assert (measured.status, measured.out_of_memory) == ("oom", text)
+        text = "CUDA error: an illegal memory access was encountered"
+        with pytest.raises(RuntimeError, match="illegal memory access"):
+            measure_step(SMALL["mlp"](), 8, 2, devices)
+
+
+def point(chunk_sizes, first, other):
+    """A measurement of devices that follow laws, in the form that a fit takes."""
+    with open_devices(2, emulate=True) as devices:
+        measured = measure_step(SMALL["mlp"](), 2, 1, devices)
+    peaks = (first, *(other(size) for size in chunk_sizes[1:]))
+    return replace(
+        measured,
+        batch_size=sum(chunk_sizes),
+        chunk_sizes=tuple(chunk_sizes),
+        backward_peak_bytes=peaks,
+        optimizer_peak_bytes=(0,) * len(chunk_sizes),
+    )
+
+
+def test_a_fit_finds_two_laws_that_take_turns():
+    laws = (Law(1000.0, 10.0, 100.0), Law(5000.0, 200.0, 0.0))
+    chunks = [(c, b - c) for b in (40, 80, 160) for c in (1, b // 4, b // 2)]
+    model = fit(
+        point(c, round(max(law(c[0], sum(c)) for law in laws)), lambda size: 300 + 50 * size)
+        for c in chunks
+    )
+    assert model.residual < 0.001
+    assert model.num_points == 9
+    for c in ((5, 55), (30, 30), (2, 98)):
+        expected = round(max(law(c[0], sum(c)) for law in laws))
+        assert model.predict(c) == pytest.approx((expected, 300 + 50 * c[1]), rel=0.01)
+
+
+def test_a_fit_needs_several_devices_and_a_point():
+    with pytest.raises(ArgumentError, match="two or more devices"):
+        fit([])
+
+
+def test_an_idle_device_needs_nothing():
+    model = MemoryModel((Law(5, 1, 1),), (Law(3, 0, 1),), (Law(2, 1),), 3, 0.0)
+    assert model.predict((0, 4, 0)) == (7, 6, 0)
+    assert model.predict((2, 2, 0)) == (11, 4, 0)

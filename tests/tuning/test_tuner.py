@@ -1,0 +1,344 @@
+"""Plans against what trying everything finds, on emulated devices."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+from balanced_dp import (
+    ArgumentError,
+    InfeasiblePlanError,
+    Report,
+    Workload,
+    emulate_devices,
+    measure_step,
+    split_batch,
+    tune,
+)
+from balanced_dp.planning.auto_balance import MAX_CHANGES
+from balanced_dp.tuning.step_benchmark import open_devices, step_meter
+
+from ..parallel.test_auto import Loop, follow
+from .small_workloads import SMALL
+
+GIB = 2**30
+PLENTY = 1000 * GIB
+
+
+def tuned(workload, batch_size, capacities, *, with_alternative=False, **options):
+    return tune(
+        workload,
+        batch_size,
+        capacities=capacities,
+        emulate=True,
+        with_alternative=with_alternative,
+        **options,
+    )
+
+
+def try_all(workload, batch_size, num_devices):
+    """The peaks of every gpu0_bsz, by the value."""
+    even = -(-batch_size // num_devices)
+    with open_devices(num_devices, emulate=True) as devices, step_meter(workload, devices) as meter:
+        return {g: meter.measure(batch_size, g).peak_bytes for g in range(even + 1)}
+
+
+def value_of_auto(workload, batch_size, num_devices):
+    """The value that training with gpu0_bsz="auto" ends with."""
+    with emulate_devices(num_devices, symbolic=True) as devices:
+        loop = Loop(workload, devices)
+        values = follow(loop, batch_size, 2 * (MAX_CHANGES + 1) + 1)
+        assert loop.balance.is_frozen
+        assert sum(a != b for a, b in itertools.pairwise(values)) <= MAX_CHANGES
+        del loop
+    return values[-1]
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan, and what trying everything finds."""
+
+    workload: Workload
+    batch_size: int
+    num_devices: int
+    capacity: int
+    peaks: dict[int, tuple[int, ...]]
+    report: Report
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        *((name, 2, 9) for name in SMALL),
+        *((name, 4, 24) for name in ("char_transformer", "recurrent")),
+        *((name, 8, 40) for name in ("wide_output", "convolutions")),
+        *(("mlp", 3, 50), ("tied_transformer", 6, 14), ("loss_inside", 5, 33)),
+    ],
+    ids=lambda case: "-".join(map(str, case)),
+)
+def planned(request):
+    """A batch where three times the most that it needs is there: the largest can be tried."""
+    name, num_devices, batch_size = request.param
+    workload = SMALL[name]()
+    peaks = try_all(workload, batch_size, num_devices)
+    capacity = 3 * max(map(max, peaks.values()))
+    report = tuned(workload, batch_size, [capacity] * num_devices)
+    return Planned(workload, batch_size, num_devices, capacity, peaks, report)
+
+
+def test_the_plan_and_auto_are_what_trying_everything_finds(planned):
+    peaks, batch_size, num_devices = planned.peaks, planned.batch_size, planned.num_devices
+    best = min(max(values) for values in peaks.values())
+    report = planned.report
+    plan = report.plan
+    assert max(peaks[plan.gpu0_bsz]) <= best * 1.01
+    assert plan.chunk_sizes == split_batch(batch_size, num_devices, plan.gpu0_bsz)
+    assert report.chosen.peak_bytes == peaks[plan.gpu0_bsz]
+    assert report.prediction_error <= 0.01
+    assert len(report.measurements) < 25
+    assert max(peaks[value_of_auto(planned.workload, batch_size, num_devices)]) <= best * 1.01
+
+
+@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("num_devices", [3])
+def test_predictions_hold_where_nothing_was_measured(name, num_devices):
+    """Around what was planned, at batch sizes and splits that were not fitted.
+
+    The largest batch, which was, is far off.
+    """
+    workload, batch_size = SMALL[name](), 60
+    report = tuned(workload, batch_size, [PLENTY] * num_devices)
+    assert report.prediction_error <= 0.01
+    assert len(report.measurements) < 25
+    fitted = {(m.batch_size, m.gpu0_bsz) for m in report.measurements}
+    with open_devices(num_devices, emulate=True) as devices, step_meter(workload, devices) as meter:
+        for size in (batch_size, 90):
+            even = -(-size // num_devices)
+            near = round(report.plan.gpu0_bsz * size / batch_size)
+            for gpu0_bsz in {max(0, near - 2), min(even, near + 2), even - 1}:
+                if (size, gpu0_bsz) in fitted:
+                    continue
+                measured = meter.measure(size, gpu0_bsz).peak_bytes
+                predicted = report.model.predict(split_batch(size, num_devices, gpu0_bsz))
+                assert predicted == pytest.approx(measured, rel=0.01), (size, gpu0_bsz)
+
+
+def test_the_largest_batch_is_the_largest_that_runs(planned):
+    plan, num_devices = planned.report.plan, planned.num_devices
+
+    def runs(size: int, gpu0_bsz: int) -> bool:
+        with open_devices(num_devices, memory=planned.capacity, emulate=True) as devices:
+            return measure_step(planned.workload, size, gpu0_bsz, devices).status == "ok"
+
+    assert plan.max_batch_size > planned.batch_size
+    within = plan.max_batch_size - num_devices
+    assert runs(within, plan.max_batch_gpu0_bsz)
+    beyond = plan.max_batch_size + num_devices
+    even = -(-beyond // num_devices)
+    near = range(max(0, plan.max_batch_gpu0_bsz - 2), min(even, plan.max_batch_gpu0_bsz + 3) + 1)
+    assert not any(runs(beyond, gpu0_bsz) for gpu0_bsz in near)
+    assert plan.even_max_batch_size <= plan.max_batch_size
+
+
+@pytest.fixture(scope="module")
+def alike():
+    return tuned(SMALL["char_transformer"](), 64, [8 * GIB] * 3)
+
+
+def test_devices_of_unlike_capacity_are_filled_alike(alike):
+    small = tuned(SMALL["char_transformer"](), 64, [2 * GIB, 8 * GIB, 8 * GIB])
+    assert small.plan.gpu0_bsz < alike.plan.gpu0_bsz
+    assert small.plan.capacity_bytes == (2 * GIB, 8 * GIB, 8 * GIB)
+    assert alike.plan.weighted is alike.weighted is alike.weighted_line is None
+
+
+def test_a_share_for_each_device_uses_what_gpu0_bsz_cannot():
+    capacities = [8 * GIB, 4 * GIB, 2 * GIB]
+    report = tuned(SMALL["char_transformer"](), 256, capacities)
+    weighted = report.plan.weighted
+    first, second, third = weighted.chunk_sizes
+    assert first > second > third > 0
+    assert report.weighted.chunk_sizes == weighted.chunk_sizes
+    assert report.weighted.peak_bytes == pytest.approx(weighted.predicted_bytes, rel=0.01)
+    assert weighted.max_batch_size > 1.3 * report.plan.max_batch_size
+    assert report.weighted_line.endswith(f"device_weights=[{first}, {second}, {third}])")
+
+    def fullest(measured):
+        pairs = zip(measured.peak_bytes, capacities, strict=True)
+        return max(held / capacity for held, capacity in pairs)
+
+    assert fullest(report.weighted) < 0.8 * fullest(report.chosen)
+
+
+def test_what_does_not_fit_says_what_is_lacking():
+    workload = SMALL["wide_output"]()
+    with pytest.raises(InfeasiblePlanError, match=r"device 0 needs .* and lacks .*; the largest"):
+        tuned(workload, 200, [GIB // 2] * 2)
+
+
+def test_what_no_value_balances_is_told():
+    report = tuned(SMALL["wide_output"](), 2000, [PLENTY] * 4, with_alternative=True)
+    plan = report.plan
+    [sentence] = plan.advice
+    assert sentence.startswith("no value of gpu0_bsz balances this: without any samples device 0")
+    assert "Gathering the outputs of 2000 samples and their loss costs device 0" in sentence
+    assert plan.predicted_bytes[0] == pytest.approx(plan.floor_bytes, rel=0.01)
+    assert report.advice[0] == sentence
+    inside = report.alternative.chosen
+    assert max(inside.peak_bytes) < 0.5 * max(report.chosen.peak_bytes)
+    assert max(inside.peak_bytes) < 1.2 * min(inside.peak_bytes)
+    balanced = tuned(SMALL["loss_inside"](), 64, [PLENTY] * 4)
+    assert balanced.advice == ()  # nor that anything is a guess
+    assert balanced.alternative is None
+
+
+def test_a_loss_that_is_one_for_the_whole_batch_is_not_advised_on_each_device():
+    workload = SMALL["wide_output"]()
+
+    def loss(output, target):
+        if output.device.index:
+            raise RuntimeError("for device 0 only")
+        return workload.loss(output, target)
+
+    report = tuned(replace(workload, loss=loss), 200, [PLENTY] * 2, with_alternative=True)
+    assert report.alternative is None
+    assert report.no_alternative == "RuntimeError: for device 0 only"
+    assert len(report.advice) == 1
+
+
+def test_capacities_that_are_not_given_are_what_the_even_split_needs():
+    report = tune(SMALL["tied_transformer"](), 24, emulate=True, with_alternative=False)
+    assert len(report.plan.chunk_sizes) == 4
+    [capacity] = set(report.plan.capacity_bytes)
+    assert 0 <= capacity - max(report.even.peak_bytes) < 2**20
+    assert report.plan.even_max_batch_size == 24 < report.plan.max_batch_size
+
+
+def test_a_sweep_measures_each_value():
+    report = tune(SMALL["mlp"](), 24, 3, sweep=range(3, 9), emulate=True, with_alternative=False)
+    swept = {m.gpu0_bsz for m in report.measurements if m.batch_size == 24}
+    assert swept >= set(range(3, 9))
+
+
+def test_devices_that_are_given_are_measured_on():
+    """As accelerators are: memory that runs out is a row, and the plan is of what ran."""
+    workload = SMALL["tied_transformer"]()
+    free = tuned(workload, 36, [GIB] * 3)
+    capacity = (max(free.chosen.peak_bytes) + max(free.even.peak_bytes)) // 2
+    with emulate_devices(3, symbolic=True, memory=capacity) as devices:
+        report = tune(workload, 36, list(devices), [capacity] * 3, with_alternative=False)
+    assert {m.status for m in report.measurements} == {"ok", "oom"}
+    assert report.chosen.peak_bytes == free.chosen.peak_bytes
+    assert report.even.status == "oom"
+    with (
+        emulate_devices(3, symbolic=True, memory=capacity) as devices,
+        pytest.raises(InfeasiblePlanError, match="a batch of 360 does not fit: memory ran out"),
+    ):
+        tune(workload, 360, list(devices), [capacity] * 3, with_alternative=False)
+    with (
+        emulate_devices(3, symbolic=True, memory="24MiB") as devices,
+        pytest.raises(InfeasiblePlanError, match="not even a batch of 1 ran: CUDA out of memory"),
+    ):
+        tune(workload, 4, list(devices), [capacity] * 3, with_alternative=False)
+
+
+def test_half_precision_is_planned_with(alike):
+    workload = replace(SMALL["char_transformer"](), precision=torch.bfloat16)
+    half = tuned(workload, 64, [8 * GIB] * 3)
+    assert half.precision == "torch.bfloat16"
+    assert alike.precision is None
+    assert max(half.even.peak_bytes) < 0.8 * max(alike.even.peak_bytes)
+    assert half.prediction_error <= 0.01
+
+
+class Lawless(torch.nn.Module):
+    """What it needs jumps with the chunk."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.layer(x) + x.new_zeros((len(x) % 3) * 100_000 + 1).sum()
+
+
+def lawless():
+    return Workload(
+        Lawless,
+        lambda n: ((torch.zeros(n, 4),), {}, None),
+        lambda output, _: output.sum(),
+    )
+
+
+def test_a_workload_without_a_law_is_measured_at_every_candidate():
+    workload = lawless()
+    report = tuned(workload, 24, [GIB] * 3)
+    assert not report.model.is_lawful
+    assert {m.gpu0_bsz for m in report.measurements if m.batch_size == 24} == set(range(9))
+    peaks = try_all(workload, 24, 3)
+    assert max(peaks[report.plan.gpu0_bsz]) == min(map(max, peaks.values()))
+    assert "So the choice is among the measured values" in report.advice[-1]
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "capacities", "reserve", "message"),
+    [
+        (0, [GIB, GIB], 0, "batch_size must be at least 1, got 0"),
+        (8, [GIB], 0, "two or more devices"),
+        (8, [GIB, GIB // 2], GIB // 2, r"reserve of 512.00 MiB, got 1.00 GiB, 512.00 MiB"),
+    ],
+)
+def test_what_cannot_be_planned(batch_size, capacities, reserve, message):
+    with pytest.raises(ArgumentError, match=message):
+        tuned(SMALL["mlp"](), batch_size, capacities, reserve=reserve)
+
+
+@pytest.mark.parametrize("with_alternative", [False, True])
+def test_measurements_are_told_as_they_come(with_alternative):
+    seen = []
+    report = tuned(
+        SMALL["convolutions"](),
+        16,
+        [GIB] * 2,
+        with_alternative=with_alternative,
+        on_measurement=lambda *told: seen.append(told),
+    )
+    measurements, left = zip(*seen, strict=True)
+    assert measurements[: len(report.measurements)] == report.measurements
+    assert (len(measurements) > len(report.measurements)) == with_alternative
+    assert list(left) == sorted(left, reverse=True)
+
+
+def test_a_capacity_is_wanted_for_each_device():
+    with pytest.raises(ArgumentError, match="one for each of 3 devices, got 2"):
+        tune(SMALL["mlp"](), 8, 3, [GIB] * 2, emulate=True)
+
+
+def test_the_loss_on_each_device_may_be_what_is_planned():
+    """The alternative is then to gather."""
+    report = tuned(SMALL["wide_output"](), 32, [8 * GIB] * 4, gather=False, with_alternative=True)
+    assert max(report.alternative.chosen.peak_bytes) > max(report.chosen.peak_bytes)
+    assert report.alternative.plan.max_batch_size < 0.5 * report.plan.max_batch_size
+    assert report.line == (
+        f"BalancedDataParallel(gpu0_bsz={report.plan.gpu0_bsz}, module=model, gather=False)"
+    )
+
+
+def test_a_workload_whose_loss_is_a_module_keeps_it():
+    weight = torch.ones(10)
+    workload = replace(SMALL["convolutions"](), loss=torch.nn.CrossEntropyLoss(weight=weight))
+    reports = [tuned(workload, 8, [GIB] * 2, with_alternative=True) for _ in range(2)]
+    assert workload.loss.weight is weight
+    assert reports[0].chosen.peak_bytes == reports[1].chosen.peak_bytes
+    assert reports[0].alternative is not None
+
+
+def test_only_what_fits_is_recommended():
+    workload = SMALL["wide_output"]()
+    for gather in (True, False):
+        with pytest.raises(InfeasiblePlanError) as raised:
+            tuned(workload, 64, [150 * 2**20] * 4, gather=gather, with_alternative=True)
+        assert "this batch fits" not in str(raised.value)

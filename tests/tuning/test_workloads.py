@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from balanced_dp import ArgumentError, measure_step
+from balanced_dp.tuning.models import Bottleneck, TokenTransformer, TransformerXL
+from balanced_dp.tuning.step_benchmark import open_devices
+from balanced_dp.tuning.workloads import BUILT_IN, find_workload
+
+
+def small_transformer_xl():
+    return TransformerXL(
+        vocabulary=50, cutoffs=(10, 20, 40), width=20, num_heads=2, inner=40, num_layers=2
+    ).eval()
+
+
+def test_the_adaptive_softmax_is_a_distribution():
+    model = small_transformer_xl()
+    nn.init.normal_(model.clusters)
+    hidden = torch.randn(3, 20)
+    losses = torch.stack([model._losses(hidden, torch.full((3,), token)) for token in range(50)])
+    torch.testing.assert_close((-losses).exp().sum(0), torch.ones(3))
+
+
+def test_two_segments_with_memory_are_one_sequence():
+    """Relative positions and the shift are right only if so."""
+    model = small_transformer_xl()
+    nn.init.normal_(model.content_bias)
+    nn.init.normal_(model.position_bias)
+    tokens = torch.randint(50, (2, 9))
+    nothing = [torch.zeros(2, 0, 20)] * 2
+    with torch.no_grad():
+        whole, *_ = model(tokens, tokens, *nothing)
+        _, *memory = model(tokens[:, :4], tokens[:, :4], *nothing)
+        second, *_ = model(tokens[:, 4:], tokens[:, 4:], *memory)
+    torch.testing.assert_close(whole[:, 4:], second)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_only_causal_layers_hide_what_is_to_come(causal):
+    model = TokenTransformer(30, 8, causal, width=16, num_heads=2, num_layers=2).eval()
+    tokens = torch.randint(30, (1, 8))
+    changed = tokens.clone()
+    changed[0, -1] = (tokens[0, -1] + 1) % 30
+    same = torch.isclose(model(tokens)[0, :-1], model(changed)[0, :-1]).all()
+    assert bool(same) is causal
+
+
+def test_a_bottleneck_halves_and_widens():
+    assert Bottleneck(64, 32, stride=2)(torch.zeros(2, 64, 8, 8)).shape == (2, 128, 4, 4)
+    assert Bottleneck(128, 32, stride=1)(torch.zeros(2, 128, 8, 8)).shape == (2, 128, 8, 8)
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_every_built_in_workload_takes_a_step(name):
+    workload = find_workload(name)
+    assert workload.name == name
+    with open_devices(2, emulate=True) as devices:
+        measured = measure_step(workload, 5, 2, devices)
+    assert measured.status == "ok"
+    assert min(measured.peak_bytes) > 0
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_batches_are_the_same_on_each_call_and_each_sample_like_the_others(name):
+    """Else what a step needs would depend on chance."""
+    workload = find_workload(name)
+    (first, *_), _, _ = workload.make_batch(6)
+    (again, *_), _, _ = workload.make_batch(6)
+    assert torch.equal(first, again)
+    assert len(first) == 6
+    assert len(workload.make_batch(1)[0][0]) == 1
+
+
+def test_what_is_no_workload():
+    with pytest.raises(ArgumentError, match=r"your own is named package\.module:function"):
+        find_workload("gpt3")
