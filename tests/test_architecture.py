@@ -23,7 +23,8 @@ planning/ memory_model split_planner auto_balance __init__
 parallel/ nested call_inputs
 parallel/losses/ counted calls terms graph weight join __init__
 parallel/ scatter_gather arrivals coalesced_copy parameter_copies bound_methods written_state
-parallel/ replicate parallel_apply per_device criterion auto_split data_parallel __init__
+parallel/ replicate parallel_apply per_device criterion auto_split split_policy
+parallel/ data_parallel functional __init__
 tuning/ models workloads step_benchmark report_types tuner __init__
 __init__
 distributed/ ranks batch_sampler loss_scaling to_ddp __init__

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, warn
 from ..memory.peaks import Peaks
 from ..planning.auto_balance import AutoBalance, Observation
 from ..split import split_batch
@@ -75,10 +75,11 @@ class AutoSplit:
         value = batch_size if self.balance is None else self.balance.gpu0_bsz(batch_size)
         return split_batch(batch_size, max(1, len(self.devices)), value)
 
-    def begin_call(self, module: nn.Module, batch_size: int) -> str | None:
-        """Looks back at the iteration that ends where this call begins, if one does.
+    def begin_call(self, module: nn.Module, batch_size: int) -> None:
+        """End the iteration that is over when this call begins, if one is, or begin another.
 
-        Returns what the user is to be warned of.
+        Warns:
+            BalanceWarning: no optimizer has stepped for many calls.
         """
         if self.balance is None:
             self.balance = AutoBalance(
@@ -91,7 +92,7 @@ class AutoSplit:
         if self._has_stepped:
             self._end_iteration(module)
         if not torch.is_grad_enabled():  # not training
-            return None
+            return
         self.batch_size = batch_size
         if self._batch_sizes:  # gradients accumulate, or the step before failed
             self.look_for_out_of_memory()
@@ -99,13 +100,12 @@ class AutoSplit:
             self._begin_iteration(module)
         self._batch_sizes.add(batch_size)
         self._num_calls += 1
-        if self._num_calls != _PATIENCE or self.balance.is_frozen:
-            return None
-        return (
-            f"gpu0_bsz='auto' has seen no optimizer step in {_PATIENCE} calls of forward, so it "
-            "has nothing to go by: it waits for a torch.optim.Optimizer of the model's parameters; "
-            "give gpu0_bsz a number"
-        )
+        if self._num_calls == _PATIENCE and not self.balance.is_frozen:
+            warn(
+                f"gpu0_bsz='auto' has seen no optimizer step in {_PATIENCE} calls of forward, so "
+                "it cannot tell how full the devices are; it waits for a torch.optim.Optimizer of "
+                "the model's parameters. Give gpu0_bsz a number"
+            )
 
     def note_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Takes note of an optimizer's step, if it is the model's optimizer."""

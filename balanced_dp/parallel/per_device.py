@@ -147,3 +147,8 @@ class PerDevice(Scattered):
         return gather(
             results, self.output_device, self.dim, scalar_outputs, self.chunk_sizes, losses
         )
+
+
+def without_wrapper(value: Any) -> Any:
+    """Return the output of a single device in place of a ``PerDevice``, anything else as it is."""
+    return value[0] if isinstance(value, PerDevice) else value

@@ -1,0 +1,56 @@
+"""``torch.nn.parallel.data_parallel`` with a smaller chunk of the batch for the first device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any
+
+from torch import nn
+
+from ..devices import Device, default_device_type, resolve_devices
+from .data_parallel import BalancedDataParallel
+from .replicate import check_on_device
+
+
+def balanced_data_parallel(
+    gpu0_bsz: int,
+    module: nn.Module,
+    inputs: Any,
+    device_ids: Sequence[Device] | None = None,
+    output_device: Device | None = None,
+    dim: int = 0,
+    module_kwargs: dict[str, Any] | None = None,
+) -> Any:
+    """Returns ``module(*inputs, **module_kwargs)``, evaluated in parallel with a smaller chunk 0.
+
+    The functional form of ``BalancedDataParallel``, as ``torch.nn.parallel.data_parallel`` is
+    of ``nn.DataParallel``. It never moves the module.
+
+    Args:
+        gpu0_bsz: the most samples that the first device gets.
+        module: the module to evaluate; its parameters and buffers are on ``device_ids[0]``.
+        inputs: a tuple of positional arguments, or the only one, or None.
+        device_ids: as in ``BalancedDataParallel``.
+        output_device: where the output goes, by default ``device_ids[0]``; may be ``"cpu"``.
+        dim: the batch dimension.
+        module_kwargs: keyword arguments.
+
+    Raises:
+        BalancedDataParallelError: where ``BalancedDataParallel`` does, of the kinds named there.
+
+    Examples:
+        >>> model = torch.nn.Linear(4, 2)
+        >>> balanced_data_parallel(1, model, torch.ones(8, 4), ["cpu", "cpu"]).shape
+        torch.Size([8, 2])
+    """
+    devices = resolve_devices(device_ids, default_device_type())
+    if devices:
+        check_on_device(chain(module.parameters(), module.buffers()), devices[0])
+    if not isinstance(inputs, tuple):
+        inputs = () if inputs is None else (inputs,)
+    parallel = BalancedDataParallel(gpu0_bsz, module, device_ids, output_device, dim)
+    try:
+        return parallel(*inputs, **(module_kwargs or {}))
+    finally:
+        parallel.close()

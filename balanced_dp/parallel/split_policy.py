@@ -1,0 +1,119 @@
+"""Choose how many samples of a batch each device gets: by a number, by weights or by "auto"."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+import torch
+from torch import nn
+
+from ..devices import is_out_of_memory
+from ..errors import ArgumentError, ArgumentTypeError, warn
+from ..split import even_share, split_batch, split_by_weights
+from .auto_split import AutoSplit
+from .parallel_apply import add_note
+
+
+class SplitPolicy:
+    """The rule by which batches are split.
+
+    Args:
+        gpu0_bsz: the most samples for the first device, ``"auto"``, or None for no limit.
+        devices: the devices that share a batch.
+        device_weights: if given, batches are split in proportion to them.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: the arguments cannot be used, or not together.
+    """
+
+    def __init__(
+        self,
+        gpu0_bsz: int | Literal["auto"] | None,
+        devices: Sequence[torch.device],
+        device_weights: Sequence[float] | None = None,
+    ) -> None:
+        self._devices = devices
+        self._number = None if isinstance(gpu0_bsz, str) else gpu0_bsz
+        self.device_weights = None if device_weights is None else tuple(device_weights)
+        self._auto: AutoSplit | None = None
+        self._is_checked = False
+        if self.device_weights is not None:
+            if isinstance(gpu0_bsz, str) or len(self.device_weights) != max(1, len(devices)):
+                raise ArgumentError(
+                    f"device_weights must be one number for each of {max(1, len(devices))} "
+                    f"devices, with a gpu0_bsz that is a number or None, got "
+                    f"{len(self.device_weights)} and gpu0_bsz={gpu0_bsz!r}"
+                )
+        elif gpu0_bsz == "auto":
+            self._auto = AutoSplit(devices)
+        elif self._number is None:
+            raise ArgumentTypeError(
+                "gpu0_bsz must be an integer or 'auto', or None where device_weights are given, "
+                f"got {gpu0_bsz!r}"
+            )
+        self.split(0)  # raises where a number is out of its range
+
+    @property
+    def gpu0_bsz(self) -> int | None:
+        """The most samples that the first device gets now; None if "auto" has seen no batch."""
+        return self._number if self._auto is None else self._auto.gpu0_bsz
+
+    def split(self, batch_size: int) -> tuple[int, ...]:
+        """Return the chunk size of each device."""
+        if self.device_weights is not None:
+            return split_by_weights(batch_size, self.device_weights, self._number)
+        if self._auto is not None:
+            return self._auto.split(batch_size)
+        assert self._number is not None
+        return split_batch(batch_size, max(1, len(self._devices)), self._number)
+
+    def begin_call(self, module: nn.Module, batch_size: int) -> tuple[int, ...]:
+        """Update "auto", and return the chunk size of each device for this call.
+
+        Warns:
+            BalanceWarning: the number has no effect on the first batch, or "auto" sees no
+                optimizer step.
+        """
+        if batch_size and self._auto is not None:
+            self._auto.begin_call(module, batch_size)
+        elif batch_size and not self._is_checked:
+            self._check(batch_size)
+            self._is_checked = True
+        return self.split(batch_size)
+
+    def _check(self, batch_size: int) -> None:
+        even = even_share(batch_size, len(self._devices))
+        if self.device_weights is None and self._number is not None and self._number >= even:
+            warn(
+                f"gpu0_bsz={self._number} balances nothing: the even share of this first batch of "
+                f"{batch_size} on {len(self._devices)} devices is {even}, so the split is that of "
+                f"nn.DataParallel, {self.split(batch_size)}; choose gpu0_bsz below {even}"
+            )
+
+    @contextlib.contextmanager
+    def advising(self, chunk_sizes: Sequence[int]) -> Iterator[None]:
+        """Add the remedy to an error that says that a device ran out of memory."""
+        try:
+            yield
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                add_note(error, self._memory_advice(chunk_sizes))
+            raise
+
+    def _memory_advice(self, chunk_sizes: Sequence[int]) -> str:
+        sizes = zip(self._devices, chunk_sizes, strict=True)
+        split = ", ".join(f"{device}: {size}" for device, size in sizes)
+        fact = f"the batch of {sum(chunk_sizes)} was split {split}"
+        if self._auto is not None:
+            if self._auto.look_for_out_of_memory(has_failed=True):
+                return f"{fact}. gpu0_bsz='auto' is now {self.gpu0_bsz}: the step may be repeated"
+            return f"{fact}, and gpu0_bsz='auto' knows no better; lower the batch size"
+        remedy = f"lower gpu0_bsz (now {self.gpu0_bsz})"
+        if self.device_weights is not None:
+            remedy = f"lower its weight (device_weights={list(self.device_weights)})"
+        return (
+            f"{fact}. If {self._devices[0]} ran out, {remedy}; if another device did, lower the "
+            "batch size"
+        )
