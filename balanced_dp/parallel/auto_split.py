@@ -1,4 +1,4 @@
-"""``gpu0_bsz="auto"``: watches the iterations of a training loop and splits by what it saw."""
+"""``gpu0_bsz="auto"``: choose the split from the peaks of a training loop's iterations."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from ..planning.auto_balance import AutoBalance, Observation
 from ..split import split_batch
 
 _PATIENCE = 100
-"""Calls without an optimizer step after which a warning says that there is nothing to go by."""
+"""After so many calls without an optimizer step, a warning says that "auto" learns nothing."""
 
 
 def smallest_chunk(module: nn.Module) -> int:
-    """Returns the fewest samples that a replica trains on: batch norm refuses a single one."""
+    """Return the fewest samples a replica can train on: batch norm refuses a single one."""
     return 1 + any(isinstance(child, _BatchNorm) for child in module.modules())
 
 
 class AutoSplit:
-    """Watches the iterations of a training loop, and splits by what it saw of the model's devices.
+    """Chooses splits from the memory peaks of earlier iterations of a training loop.
 
-    An iteration ends with the step of a ``torch.optim.Optimizer``: with gradient accumulation it
-    has several calls. The first one with a value is not counted, since optimizer state and tuned
-    kernels come with it.
+    An iteration ends with the step of a ``torch.optim.Optimizer``; with gradient accumulation it
+    has several calls. The first iteration after each change is not counted, since optimizer state
+    is created and kernels are tuned in it.
 
     Raises:
         ArgumentError: the devices do not count their memory, or one of them repeats.
@@ -63,7 +63,7 @@ class AutoSplit:
 
     @property
     def gpu0_bsz(self) -> int | None:
-        """The value now, for batches of the size of the last one; None before the first."""
+        """The value for batches of the last size; None before the first batch."""
         if self.balance is None or self.batch_size is None:
             return None
         if self._batch_sizes and not self._has_stepped and torch.is_grad_enabled():
@@ -71,7 +71,7 @@ class AutoSplit:
         return self.balance.gpu0_bsz(self.batch_size)
 
     def split(self, batch_size: int) -> tuple[int, ...]:
-        """Returns the chunk sizes for a batch."""
+        """Return the chunk sizes for a batch."""
         value = batch_size if self.balance is None else self.balance.gpu0_bsz(batch_size)
         return split_batch(batch_size, max(1, len(self.devices)), value)
 
@@ -108,19 +108,20 @@ class AutoSplit:
             )
 
     def note_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Takes note of an optimizer's step, if it is the model's optimizer."""
+        """Record the step of an optimizer, if it is the model's."""
         parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
         if any(id(parameter) in self._parameter_ids for parameter in parameters):
             self._has_stepped = True
 
     def look_for_out_of_memory(self, has_failed: bool = False) -> bool:
-        """Ends an iteration in which memory ran out; returns whether the next split differs.
+        """End an iteration in which memory ran out; return whether the next split differs.
 
-        What ran out in evaluation is nothing to learn from.
+        Memory that runs out in evaluation changes nothing.
 
         Args:
-            has_failed: whether it is known that memory ran out. cuBLAS and cuDNN, which do not ask
-                torch for theirs, are in none of its counters; it is the fullest device then.
+            has_failed: whether memory is known to have run out. cuBLAS and cuDNN allocate without
+                torch, so its counters do not show their failures; the device with the least free
+                memory is taken then.
         """
         before, self._num_ooms = self._num_ooms, self._count_ooms()
         if not self._batch_sizes or not torch.is_grad_enabled():
@@ -171,7 +172,7 @@ class AutoSplit:
         self._is_settling = self.balance.num_changes > num_changes
 
     def _empty_bytes(self, module: nn.Module) -> int:
-        """Returns what device 0 holds between iterations, and gradients that will be there."""
+        """Return the bytes on device 0 between iterations, with gradients that it will hold."""
         allocated: int = torch.get_device_module(self.devices[0]).memory_allocated(self.devices[0])
         return allocated + sum(
             p.nbytes for p in module.parameters() if p.requires_grad and p.grad is None

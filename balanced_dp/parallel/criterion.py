@@ -24,21 +24,21 @@ from .scatter_gather import gather, scatter, scatter_arguments
 class BalancedCriterion(nn.Module):
     """A criterion whose value and gradients are those of the whole batch, computed in chunks.
 
-    It is called with the ``PerDevice`` that a model with ``gather=False`` returns, and the
-    targets of the whole batch. Each device computes the loss of its own chunk, so that what the
-    model returns, such as the logits of a vocabulary, never gathers on one device. How the losses
-    of the chunks join is read from how they were computed: a mean is weighted by what it is over
-    (entries, or the targets that cross entropy counts), sums add up, rows are joined. What that
-    cannot make exact, such as the square root of a mean, is warned of. Anything but a
-    ``PerDevice`` goes to ``criterion`` as it is, so that the same line serves a bare model.
+    It is called with the ``PerDevice`` that a model with ``gather=False`` returns, and the targets
+    of the whole batch. Each device computes the loss of its own chunk, so that large outputs, such
+    as the logits of a vocabulary, are never gathered on one device. The losses are joined by how
+    they were computed: a mean is weighted by what it is over (entries, or the targets that cross
+    entropy counts), sums are added, rows are concatenated. A warning names what that cannot make
+    exact, such as the square root of a mean. Anything but a ``PerDevice`` is passed to
+    ``criterion`` unchanged, so that the same line works for a bare model.
 
-    Outputs, targets and losses may be nested: tuples, dictionaries, dataclasses; a target may be
-    another ``PerDevice``.
+    Outputs, targets and losses may be nested in tuples, dictionaries and dataclasses; a target may
+    be another ``PerDevice``.
 
     Args:
-        criterion: the loss of output and targets, a module or a function. A module's parameters
-            are trained and its buffers kept, as those of a replicated model.
-        loss_weight: what the loss of a chunk weighs, as in ``BalancedDataParallel``.
+        criterion: a module or a function of output and targets. A module's parameters are trained
+            and its buffers updated, as those of a replicated model.
+        loss_weight: the weight of a chunk's loss, as in ``BalancedDataParallel``.
         broadcast: dotted paths of targets that go whole to each device, by the names of the
             criterion's parameters.
         split: dotted paths of lists, tuples and arrays with an entry for each sample.
@@ -46,15 +46,15 @@ class BalancedCriterion(nn.Module):
     Shape:
         - Outputs: a ``PerDevice`` of what ``criterion`` takes for a chunk.
         - Targets: tensors of ``(N, *)``, with N at the model's ``dim``, on any device; for
-          ``CTCLoss`` with N first, or one after the other, as it takes them.
-        - Loss: 0-dim, or what ``criterion`` gives of the batch, on the model's output device.
+          ``CTCLoss`` with N first or concatenated, as it takes them.
+        - Loss: 0-dim, or as ``criterion``'s for the batch, on the model's output device.
 
     Raises:
         ArgumentError, ArgumentTypeError: an argument cannot be used.
-        ScatterError, GatherError: on a call, a target cannot be cut or the losses not joined.
+        ScatterError, GatherError: on a call, a target cannot be split or the losses not joined.
 
     Warns:
-        BalanceWarning: once for each output, where its value need not be that of the whole batch.
+        BalanceWarning: once for each output that need not have the value of the whole batch.
 
     Examples:
         >>> from balanced_dp import BalancedDataParallel
@@ -89,7 +89,7 @@ class BalancedCriterion(nn.Module):
         self._replicator = Replicator()
 
     def forward(self, outputs: Any, *targets: Any, **kwargs: Any) -> Any:
-        """Returns the loss of the whole batch."""
+        """Return the loss of the whole batch."""
         if not isinstance(outputs, PerDevice):
             return self.criterion(outputs, *targets, **kwargs)
         dim = outputs.dim
@@ -130,11 +130,11 @@ _WITH_OTHER_ARGUMENTS: dict[Callable[..., Any], type[nn.Module]] = {
     functional.binary_cross_entropy_with_logits: nn.BCEWithLogitsLoss,
     functional.ctc_loss: nn.CTCLoss,
 }
-"""Functions whose arguments are not all cut alike, and modules that do the same."""
+"""Functions whose arguments are not all split alike, and the modules that handle them."""
 
 
 def as_module(criterion: Any) -> nn.Module:
-    """Returns a criterion as a module.
+    """Return a criterion as a module.
 
     Raises:
         ArgumentTypeError: it is neither a module nor a function.
@@ -154,7 +154,7 @@ def as_module(criterion: Any) -> nn.Module:
 
 
 class _Function(nn.Module):
-    """A function as a module; tensors among its options go to each device, as buffers do."""
+    """A function as a module; tensors among its options are buffers, copied to each device."""
 
     def __init__(self, function: Callable[..., Any], options: Mapping[str, Any]) -> None:
         super().__init__()
@@ -167,13 +167,13 @@ class _Function(nn.Module):
             object.__setattr__(self, "forward", function)  # its parameters have its names
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns what the function does of these arguments and its options."""
+        """Call the function with its options."""
         tensors = {name: getattr(self, f"_{name}") for name in self._tensors}
         return self.function(*args, **{**self._options, **tensors, **kwargs})
 
 
 def _cut_weights_of_samples(replicas: Sequence[nn.Module], outputs: PerDevice) -> None:
-    """Gives each replica its part of a weight that binary cross entropy has for each sample."""
+    """Split a weight of binary cross entropy that has an entry for each sample."""
     criterion, output, sizes = replicas[0], outputs[0], outputs.chunk_sizes
     if not isinstance(criterion, nn.BCELoss | nn.BCEWithLogitsLoss) or sizes is None:
         return
@@ -189,7 +189,7 @@ def _cut_weights_of_samples(replicas: Sequence[nn.Module], outputs: PerDevice) -
 def _ctc_targets(
     targets: torch.Tensor, input_lengths: Any, target_lengths: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns the arguments of ``CTCLoss`` after its first, as tensors of one row a sample."""
+    """Return the arguments of ``CTCLoss`` after the first, as tensors with a row for each sample."""
     lengths = torch.as_tensor(target_lengths)
     if targets.dim() == 1:
         targets = pad_sequence(targets.split(lengths.tolist()), batch_first=True)

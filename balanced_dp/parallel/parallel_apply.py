@@ -1,4 +1,4 @@
-"""Running each replica on its chunk, in one thread for each device."""
+"""Run each replica on its chunk, in one thread for each device."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ def parallel_apply(
     chunk_sizes: Sequence[int] | None = None,
     workers: Workers | None = None,
 ) -> list[Any]:
-    """Calls ``functions[i]`` with ``arguments[i]`` and ``devices[i]`` current; returns the results.
+    """Call ``functions[i]`` on ``arguments[i]`` with ``devices[i]`` current; return the results.
 
-    The first device's calls run in the calling thread, those of each other device in a thread of
-    its own, and calls on one device one after another: they share its random number generator,
-    which activation checkpointing rewinds. Each call has the caller's grad mode, inference mode,
-    autocast (device type, dtype and cache setting) and current streams, and with several devices a
-    copy of its context variables.
+    Calls for the first device run in the calling thread, those for each other device in a thread of
+    their own. Calls on the same device run one after the other, since they share its random number
+    generator, which activation checkpointing rewinds. Each call has the caller's grad mode,
+    inference mode, autocast state and current streams, and with several devices a copy of its
+    context variables.
 
     Args:
-        functions: what to call.
-        arguments: of each.
+        functions: one for each call.
+        arguments: one for each call.
         devices: one for each call; a device may repeat.
-        chunk_sizes: how many samples each has; an exception gets a note with that.
-        workers: the threads; without, the call has threads of its own.
+        chunk_sizes: samples of each call, for the note that is added to an exception.
+        workers: the threads to use; by default the call starts and ends its own.
 
     Raises:
-        BaseException: what the first of the failed calls raised, itself, when all have ended.
-        KeyboardInterrupt: when all have ended; a second one does not wait for ``workers``.
+        BaseException: the exception of the first call that failed, unchanged, after all have ended.
+        KeyboardInterrupt: after all have ended; a second one does not wait for ``workers``.
     """
     state = ThreadState.of_caller(devices)
     results: dict[int, Any] = {}
@@ -108,15 +108,14 @@ def _work(
 class Workers:
     """Threads that wait for calls: one for each device, started when it is first needed.
 
-    They end with ``close``, or when nobody refers to this object any more. A process that was
-    forked starts its own.
+    They end with ``close``, or with this object. A forked process starts its own.
     """
 
     def __init__(self) -> None:
         self._workers: dict[torch.device, _Worker] = {}
         self._pid = os.getpid()
         self.in_use = threading.Lock()
-        """Held by the call that uses them."""
+        """Held by the call that uses the threads."""
 
     def __reduce__(self) -> tuple[type[Workers], tuple[()]]:
         return Workers, ()  # a copy of the model has its own
@@ -124,8 +123,8 @@ class Workers:
     def submit(self, device: torch.device, work: Callable[[], None]) -> Future[None]:
         """Run ``work`` in the thread of ``device``, and return a Future.
 
-        It is always the same thread: torch keeps library handles, and their memory, for each of a
-        device's threads.
+        A device always has the same thread: torch keeps library handles, and their memory, for
+        each thread that uses a device.
         """
         if self._pid != os.getpid():  # forked, without the threads
             self._workers, self._pid = {}, os.getpid()
@@ -134,16 +133,17 @@ class Workers:
         return self._workers[device].submit(work)
 
     def close(self) -> None:
-        """Ends the threads. A later call starts new ones."""
+        """End the threads. A later call starts new ones."""
         while self._workers:
             _, worker = self._workers.popitem()
             worker.close()
 
 
 class _Worker:
-    """A thread that does one piece of work after the other.
+    """A thread that runs one piece of work after the other.
 
-    A ``ThreadPoolExecutor`` refuses work once the main thread has ended, while others still train.
+    Unlike ``ThreadPoolExecutor`` it accepts work after the main thread has ended, while other
+    threads still train.
     """
 
     def __init__(self, name: str) -> None:
@@ -159,7 +159,7 @@ class _Worker:
         return done
 
     def close(self) -> None:
-        """Ends the thread when it has done what it has to."""
+        """End the thread after the work that it has been given."""
         self._queue.put(None)
         if self._thread is not threading.current_thread():
             self._thread.join()
@@ -175,7 +175,7 @@ def _serve(queue: SimpleQueue[Any]) -> None:
 
 @contextlib.contextmanager
 def _reserved(workers: Workers | None) -> Iterator[Workers]:
-    """Gives threads that no other call uses: ``workers``, unless one does."""
+    """Yield threads that no other call uses: ``workers``, or new ones while these are in use."""
     if workers is not None and workers.in_use.acquire(blocking=False):
         try:
             yield workers
@@ -189,7 +189,7 @@ def _reserved(workers: Workers | None) -> Iterator[Workers]:
 def _describe(
     index: int, devices: Sequence[torch.device], chunk_sizes: Sequence[int] | None
 ) -> str:
-    """Returns where a replica is, and what it has."""
+    """Return where a replica is and how many samples it has."""
     where = f"in replica {index} on {devices[index]}"
     if chunk_sizes is None:
         return where
@@ -198,7 +198,7 @@ def _describe(
 
 @dataclass(frozen=True, slots=True)
 class ThreadState:
-    """What torch keeps for each thread, to be carried from one to another."""
+    """What torch keeps for each thread, to be restored in another one."""
 
     grad_enabled: bool
     inference_mode: bool
@@ -207,7 +207,7 @@ class ThreadState:
 
     @classmethod
     def of_caller(cls, devices: Sequence[torch.device]) -> ThreadState:
-        """Returns the state of the calling thread, as far as it concerns ``devices``."""
+        """Return the calling thread's state, with its current streams on ``devices``."""
         types = {"cpu", *(device.type for device in devices)}
         accelerator = torch.accelerator.current_accelerator()
         return cls(
@@ -232,7 +232,7 @@ class ThreadState:
 
     @contextlib.contextmanager
     def restored(self, device: torch.device) -> Iterator[None]:
-        """Gives the thread this state, with ``device`` as the current one."""
+        """Restore the state in the current thread, with ``device`` current."""
         module = torch.get_device_module(device)
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.inference_mode(self.inference_mode))
@@ -247,7 +247,7 @@ class ThreadState:
 
 
 def add_note(error: BaseException, note: str) -> None:
-    """Adds ``note`` to what a traceback shows of ``error``."""
+    """Add ``note`` to what a traceback shows of ``error``."""
     if hasattr(error, "add_note"):
         error.add_note(note)
     else:  # Python 3.10

@@ -20,23 +20,23 @@ _REMEDY = (
 class PerDevice(Scattered):
     """One output for each device that had samples: what a call returns with ``gather=False``.
 
-    A sequence: ``len``, indices, slices and loops give the outputs themselves.
+    It is a sequence of the outputs.
 
     Args:
         outputs: the output of each replica, on its device.
-        devices: the device of each.
-        chunk_sizes: how many samples each had; None where nothing was cut.
+        devices: the device of each output.
+        chunk_sizes: how many samples each output is of; None if the inputs were not split.
         output_device: where results are joined.
         dim: the batch dimension.
-        scalar_outputs: what ``gather`` makes of 0-dim outputs.
-        losses: what is known of them.
-        workers: the model's threads, which compute the loss and ``map``; without, these calls
-            have threads of their own.
+        scalar_outputs: how ``gather`` joins 0-dim outputs.
+        losses: the call's record of how they were computed.
+        workers: the model's threads, which compute the loss and ``map``; without them each call
+            starts its own.
 
-    ``devices``, ``chunk_sizes``, ``output_device``, ``dim`` and ``workers`` are attributes, too.
+    ``devices``, ``chunk_sizes``, ``output_device``, ``dim`` and ``workers`` are also attributes.
 
     Raises:
-        ScatterError, GatherError: its methods, where arguments cannot be cut or results not joined.
+        ScatterError, GatherError: in methods, arguments cannot be split or results not joined.
 
     Examples:
         >>> from balanced_dp import BalancedDataParallel
@@ -82,7 +82,7 @@ class PerDevice(Scattered):
 
     @classmethod
     def __torch_function__(cls, function: Any, *_: Any) -> Any:
-        """Refuses to be taken for a tensor."""
+        """Raise TypeError: torch's functions take tensors."""
         raise TypeError(f"{function.__name__} takes tensors, but got a PerDevice: {_REMEDY}")
 
     def __repr__(self) -> str:
@@ -90,7 +90,7 @@ class PerDevice(Scattered):
         return f"PerDevice(devices=({devices}), chunk_sizes={self.chunk_sizes})"
 
     def gather(self) -> Any:
-        """Returns the outputs joined on ``output_device``, as a call without ``gather=False``.
+        """Return the outputs joined on ``output_device``, as a call without ``gather=False`` does.
 
         Raises:
             GatherError: the outputs differ in structure.
@@ -111,22 +111,22 @@ class PerDevice(Scattered):
         scalar_outputs: ScalarOutputs = "auto",
         **kwargs: Any,
     ) -> Any:
-        """Returns ``function(output, *args, **kwargs)``, computed for each output, and joined.
+        """Compute ``function(output, *args, **kwargs)`` on each device, and join the results.
 
         For metrics that are small where the outputs are large: ``outputs.map(num_right, labels,
         scalar_outputs="sum")``. Without gradients, wrap it in ``torch.no_grad()``.
 
         Args:
-            function: called in parallel, once for each output. What it returns for ``n`` samples
-                has a batch dimension of ``n``, or is 0-dim.
-            *args: what else it takes; tensors are cut as the batch was.
-            **kwargs: the same by keyword.
-            scalar_outputs: what becomes of 0-dim results: the value of the whole batch
-                (``"auto"``), their ``"mean"``, weighted by chunk size, their ``"sum"``, or all of
-                them, as a vector (``"stack"``).
+            function: called once for each output, in parallel. For ``n`` samples it returns tensors
+                with a batch dimension of size ``n``, or 0-dim ones.
+            *args: further positional arguments; tensors are split as the batch was.
+            **kwargs: further keyword arguments, likewise.
+            scalar_outputs: how 0-dim results are joined: to the value of the whole batch
+                (``"auto"``), their ``"mean"``, weighted by chunk size, their ``"sum"``, or a vector
+                of them (``"stack"``).
 
         Raises:
-            ScatterError: an argument cannot be cut as the batch was.
+            ScatterError: an argument cannot be split as the batch was.
             GatherError: the results differ in structure, or are unequal numbers without a mean.
         """
         arguments = scatter_arguments(
