@@ -189,7 +189,7 @@ def _cut_weights_of_samples(replicas: Sequence[nn.Module], outputs: PerDevice) -
 def _ctc_targets(
     targets: torch.Tensor, input_lengths: Any, target_lengths: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the arguments of ``CTCLoss`` after the first, as tensors with a row for each sample."""
+    """Return the arguments of ``CTCLoss`` after the first as tensors with one row a sample."""
     lengths = torch.as_tensor(target_lengths)
     if targets.dim() == 1:
         targets = pad_sequence(targets.split(lengths.tolist()), batch_first=True)
