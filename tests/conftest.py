@@ -16,7 +16,13 @@ from .cuda_stand_in import StandIn
 from .devices import KINDS, open_devices
 
 NEEDS = {
-    "typer": ["cli", "report", "test_documentation.py", "test_figures.py"],
+    "typer": [
+        "cli",
+        "report",
+        "memory/test_commands.py",
+        "test_documentation.py",
+        "test_figures.py",
+    ],
     "transformers": ["integrations"],
     "accelerate": ["integrations"],
     "lightning_fabric": ["integrations"],

@@ -105,7 +105,7 @@ def test_devices_and_capacities_are_as_asked(folder, invoke):
     assert report.plan.reserve_bytes == 2**20
     assert report.weighted is not None
     assert "device_weights=[" in done.stdout
-    workload = ("tests.small_workloads:convolutions", "--batch-size", "12")
+    workload = ("tests.tuning.small_workloads:convolutions", "--batch-size", "12")
     done = invoke("tune", *workload, "--devices", "3", "--json")
     assert len(json.loads(done.stdout)["plan"]["chunk_sizes"]) == 3
 
@@ -135,7 +135,7 @@ def test_wrong_input_is_said_in_a_line_and_exit_code_2(
 ):
     monkeypatch.setattr(sys, "argv", ["balanced-dp", *arguments])
     with pytest.raises(SystemExit) as ended:
-        balanced_dp.cli.main()
+        balanced_dp.cli.commands.main()
     assert ended.value.code == 2
     [line] = capsys.readouterr().err.strip().splitlines()
     assert message in line

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from ..memory.driver import A100, GIB, MIB, ROOT, USED, UUIDS
+from .driver import A100, GIB, MIB, ROOT, USED, UUIDS
 
 DRIVER_NOT_LOADED, NO_PERMISSION, GPU_IS_LOST = 9, 4, 15
 
