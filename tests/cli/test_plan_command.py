@@ -18,7 +18,8 @@ def plan(*arguments, **options):
     return python("-m", "balanced_dp", "plan", *arguments, **options)
 
 
-WIDE = ["tests.tuning.small_workloads:wide_output", "--batch-size", "2000", "--devices", "4"]
+SMALL = "tests.tuning.small_workloads"
+WIDE = [f"{SMALL}:wide_output", "--batch-size", "2000", "--devices", "4"]
 
 
 def test_the_loss_on_each_device_is_planned():
