@@ -97,7 +97,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
         self._num_handed_out = 0  # batches of the last one
 
     def __len__(self) -> int:
-        """Returns the number of batches of a whole epoch, the same on each rank."""
+        """Return the number of batches of a whole epoch, the same on each rank."""
         rounded_up = 0 if self.drop_last else self.batch_size - 1
         return (self.num_samples + rounded_up) // self.batch_size
 
@@ -135,7 +135,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
         self.epoch = epoch
 
     def state_dict(self, num_batches: int | None = None) -> dict[str, int | bool]:
-        """Returns how far this epoch has come; it is the same on all ranks.
+        """Return how far this epoch has come; it is the same on all ranks.
 
         It counts samples of the whole batch, so it can be loaded with other ranks, shares and
         batch sizes.
@@ -214,7 +214,7 @@ class EmptyBatches:
     collate_fn: Callable[..., Any] = default_collate
 
     def __call__(self, samples: list[Any]) -> Any:
-        """Returns a batch of the samples."""
+        """Return a batch of the samples."""
         if samples:
             return self.collate_fn(samples)
         return _without_rows(self.collate_fn([self.dataset[0]]))

@@ -30,7 +30,7 @@ class TotalCount:
         self._work = dist.all_reduce(self._sum, group=group, async_op=True)
 
     def wait(self) -> Tensor:
-        """Returns the sum, 0-dim and float64; with NCCL alone, the device waits and not the host.
+        """Return the sum, 0-dim and float64; with NCCL alone, the device waits and not the host.
 
         Raises:
             DistributedError: a rank does not answer within the group's timeout, and which. (NCCL
@@ -44,7 +44,7 @@ class TotalCount:
 
 
 def count_all_ranks(count: float | Tensor, group: dist.ProcessGroup | None = None) -> TotalCount:
-    """Returns the sum of all ranks' counts, which is added up while the caller goes on.
+    """Return the sum of all ranks' counts, which is added up while the caller goes on.
 
     Args:
         count: as of ``scale_loss``; of all micro-batches whose gradients are reduced together.
@@ -64,7 +64,7 @@ def scale_loss(
     total: TotalCount | float | Tensor | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """Returns a rank's loss times ``world_size * count / total``, which goes backward in its place.
+    """Return a rank's loss times ``world_size * count / total``, which goes backward in its place.
 
     ``DistributedDataParallel``, ``fully_shard``, accelerate and DeepSpeed average gradients over
     ranks, each counting the same. From losses scaled so, that is the gradient of the mean over all
@@ -147,7 +147,7 @@ def _keep_zeros(loss: Tensor) -> None:
 
 
 def _zeros_of_zeros(inputs: Any, outputs: Any) -> tuple[Tensor | None, ...] | None:
-    """Returns zeros for the gradients that a node gives, if it got nothing else.
+    """Return zeros for the gradients that a node gives, if it got nothing else.
 
     A node below two losses gets the other's gradients, too.
     """
@@ -157,7 +157,7 @@ def _zeros_of_zeros(inputs: Any, outputs: Any) -> tuple[Tensor | None, ...] | No
 
 
 def _who_is_lost(group: dist.ProcessGroup | None) -> str:
-    """Returns which ranks do not answer, asked by way of the store in which ranks met."""
+    """Return which ranks do not answer, asked by way of the store in which ranks met."""
     found: Any = dist.group.WORLD if group is None else group
     ranks = dist.get_process_group_ranks(found)
     # Attempts of torchrun may share a store.

@@ -20,7 +20,7 @@ def split_ranks(
     capacities: Sequence[int] | None = None,
     fixed_bytes: int = 0,
 ) -> tuple[int, ...]:
-    """Returns the chunk size of each rank; they add up to ``batch_size``.
+    """Return the chunk size of each rank; they add up to ``batch_size``.
 
     One of three things says how. ``rank0_bsz`` alone: rank 0 gets that many and the others share
     the rest evenly. ``weights``: in proportion to them. ``capacities``: in proportion to what each
@@ -65,7 +65,7 @@ def split_ranks(
 
 
 def num_ranks(world_size: int | None) -> int:
-    """Returns the number of ranks that was given, or that of the default process group.
+    """Return the number of ranks that was given, or that of the default process group.
 
     Raises:
         ArgumentError: it was not given, and there is no process group.

@@ -21,7 +21,7 @@ def convert(
     device: torch.device | str | None = None,
     **ddp_arguments: Any,
 ) -> DistributedDataParallel:
-    """Returns the model's module in ``DistributedDataParallel``.
+    """Return the model's module in ``DistributedDataParallel``.
 
     Each process calls it, after ``init_process_group``. The module moves to this rank's device and
     is the same object, so its parameters, buffers and hooks stay; hooks of the wrapper move on to
@@ -78,7 +78,7 @@ def _move_hooks(model: nn.Module, ddp: nn.Module) -> None:
 
 
 def _own(devices: Sequence[torch.device]) -> torch.device:
-    """Returns the device of this rank."""
+    """Return the device of this rank."""
     local_rank = int(os.environ.get("LOCAL_RANK") or dist.get_rank())
     if len(set(devices)) == 1:  # a repeated CPU, or one accelerator that each process sees
         return devices[0]

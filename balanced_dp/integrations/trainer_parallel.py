@@ -19,7 +19,7 @@ class TrainerParallel(BalancedDataParallel[nn.Module]):
     """A model as ``Trainer`` calls it."""
 
     gathers_loss_only = False
-    """Whether outputs but the loss stay where they are."""
+    """Return whether outputs but the loss stay where they are."""
 
     def gather(
         self,
@@ -27,7 +27,7 @@ class TrainerParallel(BalancedDataParallel[nn.Module]):
         output_device: int | torch.device | None,
         losses: ChunkLosses | None = None,
     ) -> Any:
-        """Returns the joined outputs, in float32 as without a wrapper."""
+        """Return the joined outputs, in float32 as without a wrapper."""
         wanted = _loss_alone if self.gathers_loss_only else _without_caches
         joined = super().gather([wanted(output) for output in outputs], output_device, losses)
         is_autocast = torch.is_autocast_enabled(self.devices[0].type)
@@ -43,7 +43,7 @@ def _loss_alone(output: Any) -> Any:
 
 
 def _without_caches(output: Any) -> Any:
-    """Returns the output without the keys and values of a replica, which the Trainer ignores."""
+    """Return the output without the keys and values of a replica, which the Trainer ignores."""
     if not isinstance(output, ModelOutput):
         return output
     return type(output)(

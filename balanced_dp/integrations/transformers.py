@@ -101,7 +101,7 @@ class BalancedTrainerMixin:
             self._use_devices()
 
     def _choose_devices(self, device_ids: Sequence[Device] | None) -> list[torch.device]:
-        """Returns the devices to use, none for those that the Trainer has chosen."""
+        """Return the devices to use, none for those that the Trainer has chosen."""
         trainer: Any = self
         if trainer.is_model_parallel or self.args.parallel_mode == ParallelMode.DISTRIBUTED:
             if device_ids is not None:
@@ -136,7 +136,7 @@ class BalancedTrainerMixin:
         return self._parallel
 
     def _wrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        """Returns what training and evaluation call: the same wrapper for both."""
+        """Return what training and evaluation call: the same wrapper for both."""
         if self._parallel is not None and model in (self._parallel, self._parallel.module):
             return self._parallel
         trainer: Any = super()
@@ -157,7 +157,7 @@ class BalancedTrainerMixin:
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, **kwargs: Any
     ) -> Any:
-        """Returns the loss of the whole batch, as ``Trainer.compute_loss``."""
+        """Return the loss of the whole batch, as ``Trainer.compute_loss``."""
         is_enough = not return_outputs and self._is_trainers("compute_loss")
         with self._with_one_gpu(), self._gathering(loss_only=is_enough):
             return super().compute_loss(  # type: ignore[misc]
@@ -167,7 +167,7 @@ class BalancedTrainerMixin:
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any
     ) -> Any:
-        """Returns loss, logits and labels, as ``Trainer.prediction_step``."""
+        """Return loss, logits and labels, as ``Trainer.prediction_step``."""
         is_enough = (
             prediction_loss_only
             and self._is_trainers("prediction_step")
@@ -180,13 +180,13 @@ class BalancedTrainerMixin:
             )
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns what ``Trainer.evaluation_loop`` does; batches share a copy of the weights."""
+        """Return what ``Trainer.evaluation_loop`` does; batches share a copy of the weights."""
         parallel = self._parallel
         with nullcontext() if parallel is None else parallel.shared_weights():
             return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
 
     def _is_trainers(self, name: str) -> bool:
-        """Returns whether the method below this class is that of ``Trainer``, which is known."""
+        """Return whether the method below this class is that of ``Trainer``, which is known."""
         method: Any = getattr(super(), name)
         return method.__func__ is getattr(Trainer, name)
 
@@ -202,7 +202,7 @@ class BalancedTrainerMixin:
         return mock.patch.object(self._parallel, "gathers_loss_only", True)
 
     def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> Any:
-        """Returns autocast in the precision that was asked for, where the model is wrapped."""
+        """Return autocast in the precision that was asked for, where the model is wrapped."""
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(
             self.accelerator.mixed_precision
         )

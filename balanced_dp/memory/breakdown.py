@@ -46,7 +46,7 @@ class DeviceBreakdown:
 def memory_breakdown(
     model: nn.Module, optimizer: torch.optim.Optimizer | None = None
 ) -> tuple[DeviceBreakdown, ...]:
-    """Returns what the memory of each of the model's devices was used for at its peak.
+    """Return what the memory of each of the model's devices was used for at its peak.
 
     Call it after a training step that is not the first, since the optimizer's state would not have
     been there at its peak, and with the gradients still there; on emulated devices at any time.
@@ -90,7 +90,7 @@ def memory_breakdown(
 
 
 def samples_by_device(model: Any) -> Counter[torch.device] | None:
-    """Returns how many samples of the model's last batch each device got, None if not known."""
+    """Return how many samples of the model's last batch each device got, None if not known."""
     split = getattr(model, "chunk_sizes", None)
     if split is None:
         return None
@@ -101,7 +101,7 @@ def samples_by_device(model: Any) -> Counter[torch.device] | None:
 
 
 def replica_bytes(model: Any, device: torch.device, chunk_size: int | None) -> int:
-    """Returns what copies of parameters and buffers a device gets for a chunk."""
+    """Return what copies of parameters and buffers a device gets for a chunk."""
     if not chunk_size or device == model.devices[0]:
         return 0
     return _num_bytes(chain(model.module.parameters(), model.module.buffers()))
@@ -126,7 +126,7 @@ def _devices_of(model: nn.Module) -> list[torch.device]:
 def _uses(
     device: torch.device, model: Any, optimizer: torch.optim.Optimizer | None
 ) -> dict[str, int]:
-    """Returns bytes by use; they add up to the device's peak."""
+    """Return bytes by use; they add up to the device's peak."""
     module = torch.get_device_module(device)
     if hasattr(module, "memory_breakdown"):
         labelled: dict[str, int] = module.memory_breakdown(device).peak
@@ -154,7 +154,7 @@ def _uses(
 def _num_bytes(
     tensors: Iterable[Any], device: torch.device | None = None, seen: set[int] | None = None
 ) -> int:
-    """Returns what the allocator holds for the tensors, of one device or of all.
+    """Return what the allocator holds for the tensors, of one device or of all.
 
     Storages in ``seen`` are not counted again; those that were counted are added to it.
     """
@@ -170,7 +170,7 @@ def _num_bytes(
 
 
 def _parts(tensor: Any) -> tuple[torch.Tensor, ...]:
-    """Returns the tensors with a storage that ``tensor`` consists of."""
+    """Return the tensors with a storage that ``tensor`` consists of."""
     if not isinstance(tensor, torch.Tensor) or nn.parameter.is_lazy(tensor):
         return ()
     if tensor.layout is torch.sparse_coo:

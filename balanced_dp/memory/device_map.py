@@ -20,7 +20,7 @@ def find_board(
     boards: Sequence[Board],
     environ: Mapping[str, str],
 ) -> Board:
-    """Returns the board that is ``cuda:i``: by UUID, then by PCI bus id.
+    """Return the board that is ``cuda:i``: by UUID, then by PCI bus id.
 
     The slices of a board have its PCI bus id, and CUDA may give them its UUID; then it is the one
     that ``CUDA_VISIBLE_DEVICES`` names, whose UUID may be shortened there.

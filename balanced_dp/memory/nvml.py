@@ -69,7 +69,7 @@ class Nvml:
             self._nvml.nvmlInit()
 
     def boards(self) -> list[Board]:
-        """Returns all boards by index; one that is split by MIG is given as its slices.
+        """Return all boards by index; one that is split by MIG is given as its slices.
 
         Raises:
             NvmlError: NVML cannot count them.
@@ -79,7 +79,7 @@ class Nvml:
         return [board for index in range(count) for board in self._boards_at(index)]
 
     def memory(self, board: Board) -> MemoryInfo:
-        """Returns the board's memory; by version 2 of the query where the driver has it.
+        """Return the board's memory; by version 2 of the query where the driver has it.
 
         Version 1 counts what the driver reserves for itself as used.
 
@@ -106,7 +106,7 @@ class Nvml:
                 return MemoryInfo(info.total, info.used, info.free, None, 1)
 
     def processes(self, board: Board) -> dict[int, int | None] | None:
-        """Returns bytes by PID of the processes that use the board, None if it won't tell.
+        """Return bytes by PID of the processes that use the board, None if it won't tell.
 
         Bytes are None where only the process is told.
 
@@ -167,7 +167,7 @@ class Nvml:
         ]
 
     def _ask(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Returns the answer, or None where there is none."""
+        """Return the answer, or None where there is none."""
         try:
             return function(*arguments)
         except self._nvml.NVMLError:

@@ -42,7 +42,7 @@ class Peaks:
             _open.add(self)
 
     def of(self, device: torch.device) -> tuple[int, int]:
-        """Returns the peaks of allocated and of reserved bytes."""
+        """Return the peaks of allocated and of reserved bytes."""
         module = torch.get_device_module(device)
         allocated, reserved = self._earlier[device]
         return (

@@ -106,7 +106,7 @@ class MemoryProbe:
             self._unseen = [board for board in boards if board not in self._boards.values()]
 
     def snapshot(self) -> tuple[DeviceMemory, ...]:
-        """Returns what each device holds now. Waits for nothing."""
+        """Return what each device holds now. Waits for nothing."""
         return (
             *map(self._snapshot_device, self.devices),
             *(self._add_nvml(DeviceMemory(device=None), board, None) for board in self._unseen),
@@ -294,7 +294,7 @@ class _Block:
 
 @functools.cache
 def _nvml(pid: int) -> Nvml:
-    """Returns the connection of this process; it may not be shared with a fork."""
+    """Return the connection of this process; it may not be shared with a fork."""
     return Nvml()
 
 
@@ -305,7 +305,7 @@ def _synchronize(devices: Sequence[torch.device]) -> None:
 
 
 def _has_context(device: torch.device | None) -> bool:
-    """Returns whether this process may have touched the device."""
+    """Return whether this process may have touched the device."""
     if device is not None and device.type == "cuda":
         # Only builds with CUDA have it, so that the stubs do not. It opens no context by asking.
         has_context: bool = torch._C._cuda_hasPrimaryContext(device.index)  # type: ignore[attr-defined]

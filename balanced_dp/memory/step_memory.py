@@ -126,7 +126,7 @@ class StepMemory:
         return max(0.0, first.peak_allocated_bytes - first.chunk_size * self.bytes_per_sample)
 
     def check_split(self, tolerance: float = 0.10, warn: bool = False) -> str | None:
-        """Returns what is wrong with the split and what to do about it, None if nothing is.
+        """Return what is wrong with the split and what to do about it, None if nothing is.
 
         Devices are compared by utilization, so that those of unlike capacity may hold unlike
         amounts. Where it is known how the batch was split, every ``gpu0_bsz`` is tried with the
@@ -153,7 +153,7 @@ class StepMemory:
 
 
 def spread(values: Sequence[float]) -> float:
-    """Returns (max - min) / max, 0 where all are 0."""
+    """Return (max - min) / max, 0 where all are 0."""
     return (max(values) - min(values)) / max(values) if max(values) else 0.0
 
 
@@ -209,7 +209,7 @@ def _remedy(usage: StepMemory, utilization: Sequence[float], tolerance: float) -
 
 
 def _best_gpu0_bsz(usage: StepMemory) -> int | None:
-    """Returns the gpu0_bsz whose fullest device is the least full, None where that is not known.
+    """Return the gpu0_bsz whose fullest device is the least full, None where that is not known.
 
     Of several as good it is the one in use, or else the largest: device 0 is to compute, too.
     """

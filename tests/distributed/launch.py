@@ -19,7 +19,7 @@ TIMEOUT_S = 300
 
 
 def run_ranks(script: str | Path, *arguments: str | Path, num_processes: int) -> tuple[int, str]:
-    """Returns the first exit code that is not 0, and what was printed, rank by rank.
+    """Return the first exit code that is not 0, and what was printed, rank by rank.
 
     The processes have the environment that torchrun gives them, and need not import torch anew.
     """
@@ -66,7 +66,7 @@ def torchrun(
 
 
 def finished(process: subprocess.Popen[str]) -> tuple[int, str]:
-    """Returns the exit code and what was printed; kills what does not end."""
+    """Return the exit code and what was printed; kills what does not end."""
     try:
         output, _ = process.communicate(timeout=TIMEOUT_S)
     except subprocess.TimeoutExpired:

@@ -23,7 +23,7 @@ SEED = 5
 
 
 def start() -> tuple[TensorDataset, nn.Module]:
-    """Returns the data and the model, which are the same everywhere."""
+    """Return the data and the model, which are the same everywhere."""
     torch.manual_seed(0)
     x = torch.randn(NUM_SAMPLES, 4, dtype=torch.float64)
     return TensorDataset(torch.arange(NUM_SAMPLES), x), nn.Linear(4, 4, dtype=torch.float64)

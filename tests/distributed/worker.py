@@ -144,7 +144,7 @@ def compared(
     group: Group,
     accumulate: bool,
 ) -> float:
-    """Returns how far ranks are off one process: in losses, gradients and weights."""
+    """Return how far ranks are off one process: in losses, gradients and weights."""
     rank, shares = dist.get_rank(group), SHARES[dist.get_world_size(group)]
     torch.manual_seed(0)
     reference = make()
@@ -180,7 +180,7 @@ def compared(
 
 
 def pieces_of(data: Callable[[int], Batch], shares: tuple[tuple[int, ...], ...]):
-    """Returns each micro-batch as the batches of its ranks."""
+    """Return each micro-batch as the batches of its ranks."""
     sizes = list(itertools.chain(*shares))
     parts = zip(*(part.split(sizes) for part in data(sum(sizes))), strict=True)
     return [list(itertools.islice(parts, len(share))) for share in shares]

@@ -84,7 +84,7 @@ def late_probe() -> Any:
 
 
 def wait_for_queries(number: int) -> None:
-    """Returns when the sampler has asked that often since."""
+    """Return when the sampler has asked that often since."""
     wanted = STATE.num_memory_queries + number
     deadline = time.monotonic() + 60
     while STATE.num_memory_queries < wanted:
