@@ -1,4 +1,4 @@
-"""A rank that is killed is named by torchrun, and training resumes with all ranks."""
+"""torchrun names a killed rank, and training resumes with all ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .restarted import BATCH_SIZE, NUM_SAMPLES, SEED, sgd, start
 @pytest.mark.slow
 def test_a_restart_resumes_with_each_sample_seen_once(tmp_path):
     options = ("--standalone", "--max-restarts", "1")
-    # Attempts share the store else, and processes of one find addresses of the last
+    # Otherwise restarts share the store, and their processes find addresses of earlier ones
     # (pytorch/pytorch#135712, and so in torch 2.13).
     own_store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     checkpoint = tmp_path / "checkpoint"

@@ -1,7 +1,7 @@
-"""Script for four processes: trains on two, three and four ranks.
+"""Script for four processes: training on two, three and four ranks.
 
-Rank 0 writes a JSON object: the name of each case, and how far ranks were off one process that has
-the whole batch, or what was raised.
+Rank 0 writes a JSON object with the name of each case and the largest difference between the ranks
+and one process with the whole batch, or the exception that was raised.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def tokens(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def masked(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
-    """A mean by hand: its gradients are not-a-number where there is nothing."""
+    """Return a masked mean, whose gradients are NaN if no element is selected."""
     mask = (target != IGNORED).to(output.dtype)
     each = cross_entropy(output.transpose(1, 2), target.clamp(min=0), reduction="none")
     return (each * mask).sum() / mask.sum(), int(mask.sum())
@@ -109,7 +109,7 @@ def numbers(count: int) -> Batch:
 
 
 def words(count: int) -> Batch:
-    """Some ranks have rows, but nothing to learn from."""
+    """Return data with which some ranks have rows, but no target that counts."""
     generator = torch.Generator().manual_seed(1)
     labels = torch.randint(5, (count, 4), generator=generator)
     labels[torch.rand(labels.shape, generator=generator) < 0.4] = IGNORED
@@ -128,7 +128,7 @@ def sharded(net: nn.Module, group: Group) -> nn.Module:
 
 
 def is_reduced(model: nn.Module, is_last: bool):
-    """Sets whether the next backward pass reduces gradients or only accumulates them."""
+    """Set whether the next backward pass reduces gradients or only accumulates them."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(is_last)
     elif isinstance(model, DistributedDataParallel) and not is_last:
@@ -144,7 +144,7 @@ def compared(
     group: Group,
     accumulate: bool,
 ) -> float:
-    """Return how far ranks are off one process: in losses, gradients and weights."""
+    """Return the largest difference from one process in losses, gradients and weights."""
     rank, shares = dist.get_rank(group), SHARES[dist.get_world_size(group)]
     torch.manual_seed(0)
     reference = make()
@@ -195,7 +195,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def two_losses_of_one_trunk(group: Group) -> float:
-    """One counts nothing on a rank and is NaN, and the other's gradients pass the same nodes."""
+    """One loss is NaN on a rank with count 0; gradients of the other pass the same nodes."""
     rank = dist.get_rank(group)
     torch.manual_seed(0)
     reference = regression()
@@ -226,7 +226,7 @@ def nothing_counts(group: Group) -> float:
 
 
 def a_total_that_is_known(group: Group) -> float:
-    """Needs no answer of other ranks."""
+    """A known total needs no communication."""
     world_size = dist.get_world_size(group)
     loss = scale_loss(torch.tensor(3.0), 2, total=torch.tensor(12), group=group)
     return abs(float(loss) - 3 * world_size * 2 / 12)
@@ -237,7 +237,7 @@ def a_rank_that_does_not_answer() -> float:
     group = dist.new_group(timeout=datetime.timedelta(seconds=2))
     scale_loss(torch.tensor(1.0), 1, group=group)
     if dist.get_rank() != 2:
-        with pytest.raises(DistributedError, match=r"no answer from rank 2 of \[0, 1, 2, 3\]; ev"):
+        with pytest.raises(DistributedError, match=r"no count from rank 2 of \[0, 1, 2, 3\]; ev"):
             scale_loss(torch.tensor(1.0), 1, group=group)
     return 0.0
 
@@ -262,7 +262,7 @@ def converted_keeps_what_there_is() -> float:
     with torch.no_grad():
         ddp(torch.randn(4, 6))
     assert calls.count("wrapper") == 1
-    # Checkpoints, both ways.
+    # Checkpoints load in both directions.
     ddp.load_state_dict(before)
     other = BalancedDataParallel(1, copy.deepcopy(net), device_ids=["cpu"] * 4)
     other.load_state_dict(ddp.state_dict())
@@ -300,7 +300,7 @@ MORE = {  # once each, without accumulation
 
 
 def cases() -> Iterator[tuple[str, int, Callable[..., float]]]:
-    """Gives names, numbers of ranks, and what is called with their group."""
+    """Yield the name, the number of ranks and the function of each case."""
     for size in SHARES:
         for loss, wrapper, accumulate in itertools.product(LOSSES, WRAPPERS, (False, True)):
             name = f"{loss}, {wrapper}, {'accumulated' if accumulate else 'at once'}"
@@ -336,7 +336,7 @@ def main() -> None:
         everywhere: list = [None] * dist.get_world_size()
         dist.all_gather_object(everywhere, off)
         said = [f"rank {i}: {text}" for i, text in enumerate(everywhere) if isinstance(text, str)]
-        # Not max(), which passes over what is not a number.
+        # Not max(), which ignores NaN.
         results[f"{name}, {size} ranks"] = "\n".join(said) or float(torch.tensor(everywhere).max())
     if dist.get_rank() == 0:
         Path(sys.argv[1]).write_text(json.dumps(results))

@@ -152,11 +152,11 @@ def test_arguments_that_cannot_be_used_are_refused(
             pass
     assert isinstance(raised.value, BalancedDataParallelError)
     assert isinstance(raised.value, ValueError if error is ArgumentError else TypeError)
-    with emulate_devices(1):  # and the way is free
+    with emulate_devices(1):  # a new context can be entered
         pass
 
 
-# What outlives a context.
+# Tensors that outlive a context.
 
 
 def test_tensors_that_outlive_the_context_are_reported_and_their_memory_given_back() -> None:
@@ -246,7 +246,7 @@ def test_capacity_is_one_size_or_one_for_each_device(memory: Any, capacities: li
 
 
 def out_of_memory(work: Callable[[], Any]) -> str | None:
-    """The message of the error that ``work`` ended in; its traceback holds nothing any more."""
+    """Return the message of the out-of-memory error of ``work``, without keeping its traceback."""
     try:
         work()
     except torch.OutOfMemoryError as error:
@@ -364,11 +364,11 @@ def test_a_copy_made_in_forward_is_made_back_in_backward(devices: EmulatedDevice
     }
 
 
-# What the memory is used for.
+# Memory by use.
 
 
 def used(devices: EmulatedDevices, index: int = 0) -> dict[str, int]:
-    """The uses that there are now, after a check that the books add up."""
+    """Return the uses with bytes now, and check that they add up to the allocated memory."""
     lazy = torch.get_device_module("lazy")
     breakdown = devices.memory_breakdown(index)
     assert sum(breakdown.now.values()) == lazy.memory_allocated(index)
@@ -551,7 +551,7 @@ def test_there_is_no_breakdown_of_a_device_that_is_not_there(
     ],
 )
 def test_optimizers_take_the_temporary_memory_that_they_take_on_cuda(make, temporary, symbolic):
-    """All parameters at once by default, one after another on request, none when fused."""
+    """For all parameters by default, for one with foreach=False, none if fused."""
     with emulate_devices(1, symbolic=symbolic) as devices:
         module = torch.get_device_module("lazy")
         parameters = [
