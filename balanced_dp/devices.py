@@ -19,8 +19,7 @@ OUT_OF_MEMORY = (
     "CUBLAS_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_ALLOC_FAILED",
 )
-"""Messages of the plain RuntimeError that is raised if an allocation outside of torch's allocator
-fails.
+"""Messages of RuntimeErrors about failed allocations outside of torch's allocator.
 
 Source: the first matrix product on an H100 with 2 MiB of free memory.
 """
@@ -34,7 +33,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def default_device_type() -> str | None:
-    """Return the type of the devices that ints name, None if there is no accelerator.
+    """Return the type of the devices that ints name, None if there are none.
 
     That is the emulated devices' type inside ``emulate_devices``, else the accelerator's.
     """
@@ -112,7 +111,7 @@ CUDA_LIKE = {"cuda"}
 
 
 def is_cuda(device: torch.device) -> bool:
-    """Return whether the device is a CUDA device."""
+    """Return whether the device has CUDA's streams, allocator and communicators."""
     return device.type in CUDA_LIKE
 
 

@@ -46,7 +46,7 @@ def split_batch(
 
     Source:
         The idea of a smaller first chunk is Transformer-XL's ``BalancedDataParallel``
-        (Dai et al. 2019, https://arxiv.org/abs/1901.02860). That one may give device 0 more than
+        (Dai et al. 2019, https://arxiv.org/abs/1901.02860). Theirs may give device 0 more than
         ``gpu0_bsz`` where it falls back to the even split, and divides by zero on one device.
     """
     batch_size = as_integer("batch_size", batch_size, minimum=0)

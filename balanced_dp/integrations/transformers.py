@@ -160,7 +160,7 @@ class BalancedTrainerMixin:
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, **kwargs: Any
     ) -> Any:
         """Return the loss of the whole batch, as ``Trainer.compute_loss``."""
-        loss_only = not return_outputs and self._is_trainers("compute_loss")
+        loss_only = not return_outputs and self._is_from_trainer("compute_loss")
         with self._with_one_gpu(), self._gathering(loss_only):
             return super().compute_loss(  # type: ignore[misc]
                 model, inputs, return_outputs=return_outputs, **kwargs
@@ -172,8 +172,8 @@ class BalancedTrainerMixin:
         """Return loss, logits and labels, as ``Trainer.prediction_step``."""
         loss_only = (
             prediction_loss_only
-            and self._is_trainers("prediction_step")
-            and self._is_trainers("compute_loss")
+            and self._is_from_trainer("prediction_step")
+            and self._is_from_trainer("compute_loss")
             and type(self).compute_loss is BalancedTrainerMixin.compute_loss
         )
         with self._gathering(loss_only):
@@ -187,7 +187,7 @@ class BalancedTrainerMixin:
         with nullcontext() if parallel is None else parallel.shared_weights():
             return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
 
-    def _is_trainers(self, name: str) -> bool:
+    def _is_from_trainer(self, name: str) -> bool:
         """Return whether no class between this mixin and ``Trainer`` overrides the method."""
         method: Any = getattr(super(), name)
         return method.__func__ is getattr(Trainer, name)

@@ -65,7 +65,7 @@ def torchrun(
     )
 
 
-def finished(process: subprocess.Popen[str]) -> tuple[int, str]:
+def wait_for(process: subprocess.Popen[str]) -> tuple[int, str]:
     """Return the exit code and the output of a process; kill it if it does not end."""
     try:
         output, _ = process.communicate(timeout=TIMEOUT_S)

@@ -10,7 +10,7 @@ from torch.nn.functional import mse_loss
 
 from balanced_dp.distributed import BalancedBatchSampler
 
-from .launch import finished, torchrun
+from .launch import torchrun, wait_for
 from .restarted import BATCH_SIZE, NUM_SAMPLES, SEED, sgd, start
 
 
@@ -22,7 +22,7 @@ def test_a_restart_resumes_with_each_sample_seen_once(tmp_path):
     own_store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     checkpoint = tmp_path / "checkpoint"
     ranks = torchrun("restarted.py", [checkpoint], options, num_processes=2, **own_store)
-    exit_code, output = finished(ranks)
+    exit_code, output = wait_for(ranks)
     assert exit_code == 0, output
     assert re.search(r"exitcode: -9\) local_rank: 1 ", output), output
 

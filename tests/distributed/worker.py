@@ -60,7 +60,7 @@ def tokens(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     return loss, (target != IGNORED).sum()
 
 
-def masked(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
+def masked_mean(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
     """Return a masked mean, whose gradients are NaN if no element is selected."""
     mask = (target != IGNORED).to(output.dtype)
     each = cross_entropy(output.transpose(1, 2), target.clamp(min=0), reduction="none")
@@ -108,7 +108,7 @@ def numbers(count: int) -> Batch:
     return torch.randn(count, 6, generator=generator), torch.randn(count, 3, generator=generator)
 
 
-def words(count: int) -> Batch:
+def token_labels(count: int) -> Batch:
     """Return data with which some ranks have rows, but no target that counts."""
     generator = torch.Generator().manual_seed(1)
     labels = torch.randint(5, (count, 4), generator=generator)
@@ -127,7 +127,7 @@ def sharded(net: nn.Module, group: Group) -> nn.Module:
     return fully_shard(net, mesh=mesh)
 
 
-def is_reduced(model: nn.Module, is_last: bool):
+def gradient_reduction(model: nn.Module, is_last: bool):
     """Set whether the next backward pass reduces gradients or only accumulates them."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(is_last)
@@ -136,7 +136,7 @@ def is_reduced(model: nn.Module, is_last: bool):
     return nullcontext()
 
 
-def compared(
+def difference_from_one_process(
     make: Callable[[], nn.Module],
     data: Callable[[int], Batch],
     loss_of: Loss,
@@ -149,10 +149,10 @@ def compared(
     torch.manual_seed(0)
     reference = make()
     model = wrap(copy.deepcopy(reference), group)
-    pieces = pieces_of(data, shares)
+    pieces = split_into_micro_batches(data, shares)
     steps = [pieces] if accumulate else [[piece] for piece in pieces]
     optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in (model, reference)]
-    off = []
+    differences = []
     for micro_batches in steps:
         own = [of_ranks[rank] for of_ranks in micro_batches]
         total = None
@@ -160,7 +160,7 @@ def compared(
             total = count_all_ranks(sum(count_of(loss_of, y) for _, y in own), group)
         mean = torch.zeros(())
         for index, (x, y) in enumerate(own):
-            with is_reduced(model, index == len(own) - 1):
+            with gradient_reduction(model, index == len(own) - 1):
                 loss = scale_loss(*loss_of(model(x), y), total=total, group=group)
                 loss.backward()
             mean += loss.detach() / len(shares[0])
@@ -169,17 +169,17 @@ def compared(
         expected, _ = loss_of(reference(x), y)
         expected.backward()
         pairs = list(zip(model.parameters(), reference.parameters(), strict=True))
-        off += [mean - expected.detach()]
+        differences += [mean - expected.detach()]
         assert [p.grad is None for p, _ in pairs] == [q.grad is None for _, q in pairs]
-        off += [(whole(p.grad) - q.grad).to_dense() for p, q in pairs if q.grad is not None]
+        differences += [(whole(p.grad) - q.grad).to_dense() for p, q in pairs if q.grad is not None]
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        off += [whole(p).detach() - q.detach() for p, q in pairs]
-    return float(torch.stack([difference.abs().max() for difference in off]).max())
+        differences += [whole(p).detach() - q.detach() for p, q in pairs]
+    return float(torch.stack([difference.abs().max() for difference in differences]).max())
 
 
-def pieces_of(data: Callable[[int], Batch], shares: tuple[tuple[int, ...], ...]):
+def split_into_micro_batches(data: Callable[[int], Batch], shares: tuple[tuple[int, ...], ...]):
     """Return each micro-batch as the batches of its ranks."""
     sizes = list(itertools.chain(*shares))
     parts = zip(*(part.split(sizes) for part in data(sum(sizes))), strict=True)
@@ -288,14 +288,14 @@ def converted(net: nn.Module, group: Group) -> nn.Module:
 
 LOSSES = {
     "rows": (regression, numbers, rows),
-    "tokens": (tagger, words, tokens),
-    "masked": (tagger, words, masked),
+    "tokens": (tagger, token_labels, tokens),
+    "masked": (tagger, token_labels, masked_mean),
 }
 WRAPPERS = {"ddp": replicated, "fully_shard": sharded, "converted": converted}
 MORE = {  # once each, without accumulation
     "static graph": (Twice, numbers, rows, partial(replicated, static_graph=True)),
-    "unused": (Partly, words, masked, partial(replicated, find_unused_parameters=True)),
-    "sparse": (sparse_tagger, words, masked, replicated),
+    "unused": (Partly, token_labels, masked_mean, partial(replicated, find_unused_parameters=True)),
+    "sparse": (sparse_tagger, token_labels, masked_mean, replicated),
 }
 
 
@@ -305,9 +305,13 @@ def cases() -> Iterator[tuple[str, int, Callable[..., float]]]:
         for loss, wrapper, accumulate in itertools.product(LOSSES, WRAPPERS, (False, True)):
             name = f"{loss}, {wrapper}, {'accumulated' if accumulate else 'at once'}"
             options = {"wrap": WRAPPERS[wrapper], "accumulate": accumulate}
-            yield name, size, partial(compared, *LOSSES[loss], **options)
+            yield name, size, partial(difference_from_one_process, *LOSSES[loss], **options)
         for name, (*parts, wrap) in MORE.items():
-            yield name, size, partial(compared, *parts, wrap=wrap, accumulate=False)
+            yield (
+                name,
+                size,
+                partial(difference_from_one_process, *parts, wrap=wrap, accumulate=False),
+            )
         for check in (two_losses_of_one_trunk, nothing_counts, a_total_that_is_known):
             yield check.__name__, size, check
     for alone in (

@@ -35,7 +35,7 @@ def vocabulary() -> int:
     return encoded_text()[1]
 
 
-def ignored(labels: Tensor, index: int) -> Tensor:
+def with_ignored_labels(labels: Tensor, index: int) -> Tensor:
     """Set a few labels to -100, and all labels of some samples."""
     labels = labels.clone()
     labels[: index % 5] = -100
@@ -43,14 +43,14 @@ def ignored(labels: Tensor, index: int) -> Tensor:
 
 
 def causal(index: int) -> dict[str, Any]:
-    return {"input_ids": text(index), "labels": ignored(text(index), index)}
+    return {"input_ids": text(index), "labels": with_ignored_labels(text(index), index)}
 
 
 def masked(index: int) -> dict[str, Any]:
     return {
         "input_ids": text(index),
         "attention_mask": torch.ones(12, dtype=torch.long),
-        "labels": ignored(text(index), index),
+        "labels": with_ignored_labels(text(index), index),
     }
 
 
@@ -160,7 +160,10 @@ FAMILIES = {
     ),
     "bert tokens": Family(
         lambda: hf.BertForTokenClassification(bert_config()),
-        lambda index: {"input_ids": text(index), "labels": ignored(text(index) % 3, index)},
+        lambda index: {
+            "input_ids": text(index),
+            "labels": with_ignored_labels(text(index) % 3, index),
+        },
     ),
     "bert answers": Family(
         lambda: hf.BertForQuestionAnswering(bert_config(num_labels=2)),

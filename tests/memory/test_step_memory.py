@@ -32,7 +32,7 @@ def of_peaks(*peaks: int, capacities: list[int] | None = None) -> StepMemory:
 
 
 def linear_step(gpu0_bsz, fixed, per_sample, batch_size=32, num_devices=4, capacities=None):
-    """Return a step on devices whose memory is linear; device 0 holds ``fixed`` more."""
+    """Return a step with ``fixed`` bytes on device 0, 100 MiB on others, and linear in samples."""
     chunks = split_batch(batch_size, num_devices, gpu0_bsz)
     return ended(
         *(
@@ -88,8 +88,8 @@ def test_what_is_not_known_is_none():
     assert one.bytes_per_sample is one.floor_bytes is None
 
 
-def fullest(gpu0_bsz, fixed, per_sample):
-    return linear_step(gpu0_bsz, fixed, per_sample).fullest.peak_allocated_bytes
+def bottleneck_bytes(*args, **kwargs):
+    return linear_step(*args, **kwargs).fullest.peak_allocated_bytes
 
 
 @given(st.integers(0, 8), st.integers(2**26, 2**33), st.integers(2**20, 2**28))
@@ -103,8 +103,10 @@ def test_the_advised_split_is_the_best_there_is(gpu0_bsz, fixed, per_sample):
     elif "gpu0_bsz cannot change that" in advice:
         event("others differ")
         return
-    best = min(fullest(value, fixed, per_sample) for value in range(9))  # 8 is the even share
-    assert fullest(gpu0_bsz, fixed, per_sample) <= best * 1.006
+    best = min(
+        bottleneck_bytes(value, fixed, per_sample) for value in range(9)
+    )  # 8 is the even share
+    assert bottleneck_bytes(gpu0_bsz, fixed, per_sample) <= best * 1.006
 
 
 @given(st.integers(0, 8), st.integers(2**26, 2**33), st.integers(2**20, 2**28))
@@ -117,16 +119,12 @@ def test_the_advice_says_the_direction_of_its_numbers(gpu0_bsz, fixed, per_sampl
 
 
 def test_of_values_as_good_the_one_in_use_or_the_largest_is_best():
-    """On 18 samples and 4 devices, the fullest holds 700 MiB with 0, 1, 2 and 3."""
+    """With 18 samples on 4 devices, the bottleneck device holds 700 MiB for 0, 1, 2 and 3."""
     for gpu0_bsz in range(4):
-        assert fullest_of(gpu0_bsz) == 700 * MIB
+        assert bottleneck_bytes(gpu0_bsz, 400 * MIB, 100 * MIB, batch_size=18) == 700 * MIB
     assert "from 5 to 3" in linear_step(5, 400 * MIB, 100 * MIB, batch_size=18).check_split(0.05)
     in_use = linear_step(2, 400 * MIB, 100 * MIB, batch_size=18).check_split(0.05)
     assert "no other gpu0_bsz than 2 would be better" in in_use
-
-
-def fullest_of(gpu0_bsz):
-    return linear_step(gpu0_bsz, 400 * MIB, 100 * MIB, batch_size=18).fullest.peak_allocated_bytes
 
 
 @pytest.mark.parametrize(
