@@ -218,9 +218,9 @@ def _best_gpu0_bsz(usage: StepMemory) -> int | None:
     chunk_sizes = [peak.chunk_size for peak in usage.devices if peak.chunk_size is not None]
     batch_size, num_devices = sum(chunk_sizes), len(usage.devices)
     per_sample = usage.bytes_per_sample
-    if per_sample is None or split_batch(batch_size, num_devices, chunk_sizes[0]) != (
-        *chunk_sizes,
-    ):
+    if per_sample is None:
+        return None
+    if split_batch(batch_size, num_devices, chunk_sizes[0]) != tuple(chunk_sizes):
         return None  # a device is used twice
 
     def bottleneck_utilization(gpu0_bsz: int) -> float:
