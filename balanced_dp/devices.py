@@ -1,4 +1,4 @@
-"""Which devices ``device_ids`` and ``output_device`` name."""
+"""The devices that ``device_ids`` and ``output_device`` name, and their streams."""
 
 from __future__ import annotations
 
@@ -19,25 +19,28 @@ OUT_OF_MEMORY = (
     "CUBLAS_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_ALLOC_FAILED",
 )
-"""What a device without memory says where it is not torch's allocator that asks for some.
+"""Messages of RuntimeErrors about failed allocations outside of torch's allocator.
 
-Source: an H100 with 2 MiB to spare, where the first matrix product is a plain RuntimeError.
+Source: the first matrix product on an H100 with 2 MiB of free memory.
 """
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Returns whether a device had no memory left, whoever says so."""
+    """Return whether ``error`` says that a device is out of memory."""
     return isinstance(error, torch.OutOfMemoryError) or (
         isinstance(error, RuntimeError) and any(text in str(error) for text in OUT_OF_MEMORY)
     )
 
 
 def default_device_type() -> str | None:
-    """Returns the type of device that ints name: an emulated one, the accelerator, or None."""
+    """Return the type of the devices that ints name, None if there are none.
+
+    That is the emulated devices' type inside ``emulate_devices``, else the accelerator's.
+    """
     if has_machine():
         return DEVICE_TYPE
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is not None and accelerator.type != "mps":  # one device only, as stock has it
+    if accelerator is not None and accelerator.type != "mps":  # MPS has a single device
         return accelerator.type
     return None
 
@@ -45,10 +48,13 @@ def default_device_type() -> str | None:
 def resolve_devices(
     device_ids: Sequence[Device] | None, device_type: str | None
 ) -> list[torch.device]:
-    """Returns the devices that ``device_ids`` names; ints are of ``device_type``.
+    """Return the devices that ``device_ids`` names; ints are indices of ``device_type``.
+
+    None names all devices of ``device_type``.
 
     Raises:
-        ArgumentError, ArgumentTypeError: there is no such device, or no device at all.
+        ArgumentError: ``device_ids`` is empty, or a device does not exist.
+        ArgumentTypeError: ``device_ids`` is not a sequence of devices.
     """
     if device_ids is None:
         if device_type is None:
@@ -58,15 +64,16 @@ def resolve_devices(
     if isinstance(device_ids, str | int) or not isinstance(device_ids, Sequence):
         raise ArgumentTypeError(f"device_ids must be a list of devices, got {device_ids!r}")
     if not device_ids:
-        raise ArgumentError("device_ids is empty; leave it out to use all devices")
+        raise ArgumentError("device_ids is empty; omit it to use all devices")
     return [resolve_device(device_id, device_type) for device_id in device_ids]
 
 
 def resolve_device(device_id: Device, device_type: str | None) -> torch.device:
-    """Returns the device that ``device_id`` names; an int is of ``device_type``.
+    """Return the device that ``device_id`` names; an int is an index of ``device_type``.
 
     Raises:
-        ArgumentError, ArgumentTypeError: there is no such device.
+        ArgumentError: the device does not exist.
+        ArgumentTypeError: ``device_id`` is not an int, a string or a ``torch.device``.
     """
     if isinstance(device_id, bool) or not isinstance(device_id, int | str | torch.device):
         raise ArgumentTypeError(
@@ -75,9 +82,8 @@ def resolve_device(device_id: Device, device_type: str | None) -> torch.device:
     if isinstance(device_id, int):
         if device_type is None:
             raise ArgumentError(
-                f"device {device_id} does not exist: there is no accelerator here. Leave "
-                "device_ids out to run without splitting, name ['cpu', 'cpu'], or use "
-                "emulate_devices"
+                f"device {device_id} does not exist: there is no accelerator. Leave device_ids out "
+                "to run without splitting, pass ['cpu', 'cpu'], or use emulate_devices"
             )
         if device_id < 0:
             raise ArgumentError(f"a device index must not be negative, got {device_id}")
@@ -86,10 +92,10 @@ def resolve_device(device_id: Device, device_type: str | None) -> torch.device:
         try:
             device = torch.device(device_id)
             torch.get_device_module(device)
-        except RuntimeError as error:  # torch does not know it, or cannot say what it holds
+        except RuntimeError as error:  # an unknown device type, or one without a device module
             raise ArgumentError(f"there is no device {device_id!r}: {error}") from None
     if device.type == "cpu":
-        return torch.device("cpu")  # tensors do not say "cpu:0"
+        return torch.device("cpu")  # the device of CPU tensors has no index
     module = torch.get_device_module(device)
     if (device.index or 0) >= module.device_count():
         raise ArgumentError(
@@ -101,30 +107,30 @@ def resolve_device(device_id: Device, device_type: str | None) -> torch.device:
 
 
 CUDA_LIKE = {"cuda"}
-"""Types of devices with CUDA's streams, allocator and communicators; tests add a stand-in."""
+"""Device types with CUDA's streams, allocator and communicators; tests add a stand-in."""
 
 
 def is_cuda(device: torch.device) -> bool:
-    """Returns whether the device is one of CUDA's kind."""
+    """Return whether the device has CUDA's streams, allocator and communicators."""
     return device.type in CUDA_LIKE
 
 
 @functools.cache
 def copy_stream(device: torch.device) -> torch.Stream:
-    """Returns the stream of a CUDA device on which inputs and gradients travel."""
+    """Return the stream of a CUDA device on which inputs and gradients are copied."""
     stream: torch.Stream = torch.get_device_module(device).Stream(device)
     return stream
 
 
 @functools.cache
 def weight_stream(device: torch.device) -> torch.Stream:
-    """Returns the stream of a CUDA device on which weights travel, and nothing else."""
+    """Return the stream of a CUDA device on which weights, and nothing else, are copied."""
     stream: torch.Stream = torch.get_device_module(device).Stream(device)
     return stream
 
 
 def on_stream(stream: torch.Stream) -> contextlib.AbstractContextManager[Any]:
-    """Context manager in which a stream of a CUDA device is current."""
+    """Return a context manager that makes ``stream`` current."""
     context = torch.get_device_module(stream.device).stream(stream)
     assert isinstance(context, contextlib.AbstractContextManager)
     return context

@@ -1,7 +1,7 @@
 """The errors and warnings of balanced_dp.
 
-Every error derives from ``BalancedDataParallelError`` and from the builtin that fits it, so
-that both ``except BalancedDataParallelError`` and ``except ValueError`` work.
+Every error derives from ``BalancedDataParallelError`` and from a builtin error, so that both
+``except BalancedDataParallelError`` and ``except ValueError`` work.
 """
 
 from __future__ import annotations
@@ -11,27 +11,27 @@ import warnings
 
 
 class BalancedDataParallelError(Exception):
-    """Base of all errors that balanced_dp raises itself."""
+    """Base class of the errors of balanced_dp."""
 
 
 class ArgumentError(BalancedDataParallelError, ValueError):
-    """An argument has a value that cannot be used; the message names it and what was passed."""
+    """An argument has an invalid value; the message names the argument and the value."""
 
 
 class ArgumentTypeError(BalancedDataParallelError, TypeError):
-    """An argument has the wrong type; the message names it and what was passed."""
+    """An argument has the wrong type; the message names the argument and the value."""
 
 
 class ScatterError(BalancedDataParallelError, ValueError):
-    """An input cannot be cut into chunks; the message names its path and its shape."""
+    """An input cannot be split into chunks; the message names its path and its shape."""
 
 
 class GatherError(BalancedDataParallelError, TypeError):
-    """The replicas' outputs cannot be joined into one; the message names the path."""
+    """The replicas' outputs cannot be gathered; the message names the path of the output."""
 
 
 class EmulationError(BalancedDataParallelError, RuntimeError):
-    """Emulated devices are used where there are none, or for what they cannot do."""
+    """An emulated device does not exist, or does not support the operation."""
 
 
 class SymbolicValueError(EmulationError):
@@ -39,31 +39,31 @@ class SymbolicValueError(EmulationError):
 
 
 class ProbeError(BalancedDataParallelError, RuntimeError):
-    """Memory cannot be measured: there is nothing to ask, or it is not clear whom."""
+    """Memory cannot be measured; the message says why."""
 
 
 class InfeasiblePlanError(BalancedDataParallelError, ValueError):
-    """No ``gpu0_bsz`` makes the batch fit; the message says what each device lacks."""
+    """The batch fits with no ``gpu0_bsz``; the message says how much each device lacks."""
 
 
 class DistributedError(BalancedDataParallelError, RuntimeError):
-    """A rank timed out or reported no count; the message says which."""
+    """A rank timed out or reported no count; the message names the rank."""
 
 
 class ReportError(BalancedDataParallelError, ValueError):
-    """A file is not a report that this version reads; the message says what it is instead."""
+    """A file is not a report that this version can read; the message says why."""
 
 
 class BalanceWarning(UserWarning):
-    """The split balances nothing, or a result need not be that of the whole batch."""
+    """The split has no effect, or a result may differ from that of the whole batch."""
 
 
 class ImbalanceWarning(UserWarning):
-    """The devices were filled unequally in a measured step; the message says what to change."""
+    """A measured step used the devices unequally; the message says what to change."""
 
 
 def warn(message: str) -> None:
-    """Gives a ``BalanceWarning`` for the user's line that led here: not torch's, nor ours."""
+    """Issue a ``BalanceWarning`` for the innermost line outside of torch and balanced_dp."""
     internal = ("torch", "contextlib", __package__)
     level, frame = 2, sys._getframe(1)
     while frame.f_globals.get("__name__", "").split(".")[0] in internal and frame.f_back:

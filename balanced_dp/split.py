@@ -1,4 +1,4 @@
-"""How many samples of a batch each device gets. Pure integers, no torch."""
+"""The chunk size of each device. Integer arithmetic, without torch."""
 
 from __future__ import annotations
 
@@ -13,22 +13,21 @@ from typing import SupportsIndex
 from .errors import ArgumentError, ArgumentTypeError
 
 EQUAL = 0.001
-"""Utilizations that differ by less are equal; of those the larger gpu0_bsz is the faster."""
+"""Utilizations that differ by less than this fraction count as equal."""
 
 
 def split_batch(
     batch_size: SupportsIndex, num_devices: SupportsIndex, gpu0_bsz: SupportsIndex
 ) -> tuple[int, ...]:
-    """Returns the chunk size of each device; they add up to ``batch_size``.
+    """Return the chunk size of each device; the sum is ``batch_size``.
 
-    A zero means that the device does no work in this step. Device 0 never gets more than
-    ``gpu0_bsz`` nor more than the even split would give it (with one device there is nobody else:
-    it gets the whole batch).
+    A device whose chunk size is 0 is idle in this step. Device 0 gets at most ``gpu0_bsz`` samples
+    and at most its chunk of the even split. A single device gets the whole batch.
 
-    1. Where ``gpu0_bsz`` is not below the even share ``ceil(batch_size / num_devices)``, the
-       split is that of ``torch.chunk``, and so of ``nn.DataParallel``.
-    2. Otherwise device 0 gets ``gpu0_bsz`` and the others share the rest as evenly as integers
-       can, the larger chunks first.
+    1. If ``gpu0_bsz`` is at least ``ceil(batch_size / num_devices)``, the split is the even one of
+       ``torch.chunk``, and so of ``nn.DataParallel``.
+    2. Otherwise device 0 gets ``gpu0_bsz`` samples, and the rest is divided over the other devices:
+       their chunk sizes differ by at most 1, the larger ones first.
 
     Examples:
         >>> split_batch(32, 4, 2)
@@ -37,18 +36,18 @@ def split_batch(
         (2, 2, 2, 2, 2, 0, 0, 0)
 
     Args:
-        batch_size: samples in the whole batch, at least 0.
-        num_devices: devices to share them, at least 1.
-        gpu0_bsz: the most samples that device 0 may get, at least 0.
+        batch_size: number of samples in the whole batch, at least 0.
+        num_devices: number of devices, at least 1.
+        gpu0_bsz: maximum chunk size of device 0, at least 0.
 
     Raises:
-        ArgumentTypeError: an argument is not an integer (a bool is none).
-        ArgumentError: an argument is out of its range.
+        ArgumentTypeError: an argument is not an integer (a bool is not one).
+        ArgumentError: an argument is out of range.
 
     Source:
         The idea of a smaller first chunk is Transformer-XL's ``BalancedDataParallel``
-        (Dai et al. 2019, https://arxiv.org/abs/1901.02860). Its fallback to the even split could
-        give device 0 more than was asked for, and it divided by zero on one device.
+        (Dai et al. 2019, https://arxiv.org/abs/1901.02860). Theirs may give device 0 more than
+        ``gpu0_bsz`` where it falls back to the even split, and divides by zero on one device.
     """
     batch_size = as_integer("batch_size", batch_size, minimum=0)
     num_devices = as_integer("num_devices", num_devices, minimum=1)
@@ -63,18 +62,19 @@ def split_batch(
 
 
 def even_share(batch_size: int, num_devices: int) -> int:
-    """Returns what each device but the last ones gets of an even split, as of ``torch.chunk``."""
+    """Return the chunk size of ``torch.chunk``: that of every device but the last ones."""
     return -(-batch_size // num_devices)
 
 
 def best_values(utilizations: Mapping[int, float]) -> list[int]:
-    """Returns the values of ``gpu0_bsz`` with which the fullest device is the least full.
+    """Return the values of ``gpu0_bsz`` with the lowest utilization of the bottleneck device.
 
     Args:
-        utilizations: for each value how full the fullest device is.
+        utilizations: the utilization of the bottleneck device for each ``gpu0_bsz``.
 
     Returns:
-        All that are equally good, in ascending order: the last is the fastest.
+        All values whose utilization is the lowest, within ``EQUAL``, in ascending order. The last
+        one gives device 0 the most work, so it is the fastest.
     """
     limit = min(utilizations.values()) * (1 + EQUAL)
     return sorted(value for value, utilization in utilizations.items() if utilization <= limit)
@@ -85,12 +85,12 @@ def split_by_weights(
     device_weights: Sequence[float],
     gpu0_bsz: SupportsIndex | None = None,
 ) -> tuple[int, ...]:
-    """Returns the chunk size of each device, in proportion to its weight; they add up.
+    """Return chunk sizes in proportion to the weights; the sum is ``batch_size``.
 
-    Rounded by largest remainders: each device gets its exact share, rounded down, and the samples
-    that are left go one each to the devices that lost most; of equal ones to the earlier, but to
-    device 0 last. Where device 0 would get more than ``gpu0_bsz``, the others share what is left
-    in the same way.
+    The sizes are rounded by the largest-remainder method: each is rounded down, and the remaining
+    samples go, one each, to the devices with the largest remainders. Of equal remainders the
+    device with the lower index comes first, except that device 0 comes last. If device 0 would get
+    more than ``gpu0_bsz``, it gets ``gpu0_bsz`` and the rest is divided over the others likewise.
 
     Examples:
         >>> split_by_weights(32, [11, 24, 24])
@@ -99,16 +99,17 @@ def split_by_weights(
         (2, 15, 15)
 
     Args:
-        batch_size: samples in the whole batch, at least 0.
-        device_weights: a number of at least 0 for each device, not all of them 0.
-        gpu0_bsz: the most samples that device 0 may get, at least 0; None means no limit.
+        batch_size: number of samples in the whole batch, at least 0.
+        device_weights: one number for each device, at least 0 and not all 0.
+        gpu0_bsz: maximum chunk size of device 0, at least 0; None means no limit.
 
     Raises:
-        ArgumentTypeError: an argument is not a number of its kind.
-        ArgumentError: an argument is out of its range, or nobody may have what device 0 may not.
+        ArgumentTypeError: an argument has the wrong type.
+        ArgumentError: an argument is out of range, or ``gpu0_bsz`` leaves samples to devices whose
+            weights are all 0.
 
     Source:
-        Largest remainders: Hamilton's method, https://en.wikipedia.org/wiki/Quota_method.
+        Largest-remainder (Hamilton's) method, https://en.wikipedia.org/wiki/Quota_method.
     """
     batch_size = as_integer("batch_size", batch_size, minimum=0)
     weights = [_weight(index, weight) for index, weight in enumerate(device_weights)]
@@ -124,17 +125,17 @@ def split_by_weights(
     if not any(weights[1:]):
         raise ArgumentError(
             f"gpu0_bsz={gpu0_bsz} leaves {batch_size - gpu0_bsz} samples to devices whose "
-            f"device_weights are 0; give one of them a weight"
+            f"device_weights are 0; give one of them a weight above 0"
         )
     return (gpu0_bsz, *_largest_remainders(batch_size - gpu0_bsz, weights[1:]))
 
 
 def _largest_remainders(batch_size: int, weights: Sequence[Fraction]) -> tuple[int, ...]:
     total = sum(weights)
-    shares = [batch_size * weight / total for weight in weights]
-    sizes = [math.floor(share) for share in shares]
-    order = sorted(range(len(shares)), key=lambda i: sizes[i] - shares[i])  # most lost first
-    for index in order[: batch_size - sum(sizes)]:
+    quotas = [batch_size * weight / total for weight in weights]
+    sizes = [math.floor(quota) for quota in quotas]
+    largest_first = sorted(range(len(quotas)), key=lambda i: sizes[i] - quotas[i])
+    for index in largest_first[: batch_size - sum(sizes)]:
         sizes[index] += 1
     return tuple(sizes)
 
@@ -153,11 +154,11 @@ def _weight(index: int, value: object) -> Fraction:
 
 
 def as_integer(name: str, value: object, minimum: int | None = None) -> int:
-    """Returns the integer that an argument is.
+    """Return ``value`` as an int.
 
     Raises:
-        ArgumentTypeError: it is not an integer (a bool is none).
-        ArgumentError: it is below the minimum.
+        ArgumentTypeError: ``value`` is not an integer (a bool is not one).
+        ArgumentError: ``value`` is below ``minimum``.
     """
     if isinstance(value, bool) or not isinstance(value, SupportsIndex):
         raise ArgumentTypeError(f"{name} must be an integer, got {reprlib.repr(value)}")

@@ -1,4 +1,4 @@
-"""Bytes to text and back: the only place where a number of bytes becomes MiB or GiB."""
+"""Conversion between numbers of bytes and text such as ``"11GiB"``."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ _TEXT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", re.ASCII)
 
 
 def parse_bytes(size: int | str, argument: str = "memory") -> int:
-    """Returns the number of bytes that ``size`` says.
+    """Parse a size in bytes.
 
     Args:
         size: an integer in bytes, or text such as ``"11GiB"``, ``"512 MiB"``, ``"1.5gib"`` or
             ``"4096"`` (bytes). Units are binary: 1 GiB = 1024**3 bytes.
-        argument: the name that an error gives to what was parsed.
+        argument: the name of the argument in error messages.
 
     Raises:
         ArgumentTypeError: ``size`` is neither an integer nor text.
-        ArgumentError: the text is not a size, or the size is negative or not a finite number.
+        ArgumentError: ``size`` is not a size, negative or not finite.
     """
     if isinstance(size, bool) or not isinstance(size, int | str):
         raise ArgumentTypeError(
@@ -45,7 +45,7 @@ def parse_bytes(size: int | str, argument: str = "memory") -> int:
 
 
 def format_bytes(num_bytes: float) -> str:
-    """Returns ``num_bytes`` as people read it, in the largest binary unit that is at least one.
+    """Format a number of bytes in the largest binary unit that gives at least 1.
 
     Examples:
         >>> format_bytes(11 * 2**30), format_bytes(3_500_000), format_bytes(512)
@@ -58,7 +58,7 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def format_mib(num_bytes: float) -> str:
-    """Returns ``num_bytes`` in MiB without the unit, for a table column that is headed by it.
+    """Format a number of bytes in MiB, without the unit, for a column with ``MiB`` in its head.
 
     Examples:
         >>> format_mib(47 * 2**20 + 2**19)

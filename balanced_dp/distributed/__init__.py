@@ -1,7 +1,7 @@
-"""The same balance with a process for each device: ``DistributedDataParallel`` and ``fully_shard``.
+"""Uneven splits with one process for each device.
 
-torch.distributed, torchrun and these two do the work. Here is what they lack: shares of unlike
-size, and a loss that keeps gradients exact with them.
+They work with ``DistributedDataParallel`` and ``fully_shard``, started by torchrun. This package
+adds what these lack: chunks of different sizes, and a loss that is scaled for exact gradients.
 """
 
 from .batch_sampler import BalancedBatchSampler, EmptyBatches

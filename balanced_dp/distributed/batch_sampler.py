@@ -1,4 +1,4 @@
-"""Which samples each rank gets: every one once an epoch, in shares of unlike size."""
+"""A batch sampler for ranks with different chunk sizes."""
 
 from __future__ import annotations
 
@@ -19,13 +19,15 @@ from .ranks import num_ranks
 
 
 class BalancedBatchSampler(Sampler[list[int]]):
-    """Batches of indices for one rank, whose share of each batch is ``chunk_sizes[rank]``.
+    """A batch sampler for one rank, which yields ``chunk_sizes[rank]`` indices of each batch.
 
-    It is the ``batch_sampler`` of a ``DataLoader``, with workers or without. Over all ranks every
-    sample comes exactly once an epoch: the last batch, if it is smaller, is split in the same
-    proportion, without repeating or dropping any (but for ``drop_last``). All ranks have the same
-    number of batches. A rank whose share of one is 0 gets an empty list; give the ``DataLoader``
-    ``EmptyBatches``, which makes a batch of it, since a small last batch has such shares, too.
+    Use it as the ``batch_sampler`` of a ``DataLoader``. In each epoch, every sample is yielded
+    exactly once over all ranks. A smaller last batch is split in the same proportion, without
+    repeated or dropped samples (except with ``drop_last``). All ranks have the same number of
+    batches.
+
+    A rank whose chunk of a batch is empty gets an empty list. A small last batch may have empty
+    chunks, too, so use ``EmptyBatches`` as the ``collate_fn`` of the ``DataLoader``.
 
     Examples:
         >>> samplers = [
@@ -36,23 +38,24 @@ class BalancedBatchSampler(Sampler[list[int]]):
         [[[0], [4], []], [[1, 2, 3], [5, 6, 7], [8, 9]]]
 
     Args:
-        dataset: what is sampled; only its length is asked for.
-        batch_size: samples in the whole batch, at least 1.
-        chunk_sizes: how many of them each rank gets, as of ``split_ranks``.
-        rank: whose samples these are; by default, without ``world_size``, that of the default
-            process group.
-        world_size: how many ranks there are; by default those of the default process group.
-        shuffle: whether each epoch has an order of its own.
-        seed: chooses the orders, the same on all ranks; that of an epoch is ``torch.randperm``'s of
-            ``seed + epoch``, as in ``DistributedSampler``.
-        drop_last: whether a smaller last batch is left out.
+        dataset: the dataset to sample from, of which only the length is used.
+        batch_size: number of samples in the whole batch, at least 1.
+        chunk_sizes: the chunk size of each rank, as of ``split_ranks``.
+        rank: the rank of this process; by default that in the default process group, unless
+            ``world_size`` is given.
+        world_size: number of ranks; by default that of the default process group.
+        shuffle: whether to shuffle the samples in each epoch.
+        seed: seed of the shuffling, the same on all ranks. The order of an epoch is that of
+            ``torch.randperm`` with the seed ``seed + epoch``, as in ``DistributedSampler``.
+        drop_last: whether to drop a smaller last batch.
 
     Attributes:
-        epoch: the epoch of the next iteration; ``set_epoch`` sets it.
+        epoch: the epoch of the next iteration, as set by ``set_epoch``.
 
     Raises:
-        ArgumentError: an argument is out of its range, or the chunks are not those of the batch.
-        ArgumentTypeError: an argument is not of its type.
+        ArgumentError: an argument is out of range, or the sum of ``chunk_sizes`` is not
+            ``batch_size``.
+        ArgumentTypeError: an argument has the wrong type.
     """
 
     def __init__(
@@ -92,26 +95,27 @@ class BalancedBatchSampler(Sampler[list[int]]):
                 f"{reprlib.repr(self.chunk_sizes)}, in all {sum(self.chunk_sizes)}"
             )
         self.epoch = 0
-        self._first = 0  # sample of the order with which the next iteration begins
-        self._began = 0  # and that with which the last one began
-        self._num_handed_out = 0  # batches of the last one
+        self._next_start = 0  # position in the order at which the next iteration begins
+        self._start = 0  # and that at which the current one began
+        self._num_yielded = 0  # batches of the current iteration
 
     def __len__(self) -> int:
-        """Returns the number of batches of a whole epoch, the same on each rank."""
+        """Return the number of batches in an epoch, the same on each rank."""
         rounded_up = 0 if self.drop_last else self.batch_size - 1
         return (self.num_samples + rounded_up) // self.batch_size
 
     def __iter__(self) -> Iterator[list[int]]:
-        # From the first batch on: a DataLoader with workers makes an iterator that it never uses.
-        self._began, self._first = self._first, 0
-        self._num_handed_out = 0
-        for batch in self._batches(self._began):
-            self._num_handed_out += 1
+        # A generator, so that nothing changes until the first batch is requested: a DataLoader with
+        # workers creates an iterator that it never uses.
+        self._start, self._next_start = self._next_start, 0
+        self._num_yielded = 0
+        for batch in self._batches(self._start):
+            self._num_yielded += 1
             yield batch
 
     def _batches(self, first: int) -> Iterator[list[int]]:
-        """Yields the batches of this rank, from a sample of the order on."""
-        order = torch.arange(self.num_samples, device="cpu")  # whatever the default device is
+        """Yield the batches of this rank, beginning with position ``first`` of the order."""
+        order = torch.arange(self.num_samples, device="cpu")  # not on the default device
         if self.shuffle:
             generator = torch.Generator().manual_seed(self.seed + self.epoch)
             order = torch.randperm(self.num_samples, generator=generator, device="cpu")
@@ -124,40 +128,40 @@ class BalancedBatchSampler(Sampler[list[int]]):
             yield batch.split(list(sizes))[self.rank].tolist()
 
     def set_epoch(self, epoch: int) -> None:
-        """Chooses the order of the next iteration; the same on all ranks, before each epoch.
+        """Set the epoch, and so the order, of the next iteration.
 
-        For the epoch of a state that was loaded, the iteration goes on where that was; any other
-        begins with its first batch.
+        Call it before each epoch, with the same epoch on all ranks. If it is the epoch of a loaded
+        state, the next iteration resumes there; if not, it begins with the first batch.
         """
         epoch = as_integer("epoch", epoch)
         if epoch != self.epoch:
-            self._first = self._began = self._num_handed_out = 0
+            self._next_start = self._start = self._num_yielded = 0
         self.epoch = epoch
 
     def state_dict(self, num_batches: int | None = None) -> dict[str, int | bool]:
-        """Returns how far this epoch has come; it is the same on all ranks.
+        """Return the position in the epoch, which is the same on all ranks.
 
-        It counts samples of the whole batch, so it can be loaded with other ranks, shares and
-        batch sizes.
+        It is a number of samples of the whole batch, so the state can be loaded with other ranks,
+        chunk sizes and batch sizes.
 
         Args:
-            num_batches: how many batches training has done since this iteration began, as of
-                ``enumerate(loader, 1)``; after a resumption it counts from there. By default those
-                that were handed out, which is wrong for a ``DataLoader`` with workers: they are
-                handed batches in advance.
+            num_batches: number of batches used in training since this iteration began, as counted
+                by ``enumerate(loader, 1)``; a resumed iteration counts from 0. The default is the
+                number of batches yielded, which is too high for a ``DataLoader`` with workers,
+                since they fetch batches in advance.
 
         Raises:
-            ArgumentError: more batches than were handed out.
+            ArgumentError: ``num_batches`` is higher than the number of batches yielded.
         """
         if num_batches is None:
-            num_batches = self._num_handed_out
+            num_batches = self._num_yielded
         num_batches = as_integer("num_batches", num_batches)
-        if not 0 <= num_batches <= self._num_handed_out:
+        if not 0 <= num_batches <= self._num_yielded:
             raise ArgumentError(
-                f"num_batches must be from 0 to {self._num_handed_out}, the batches that this "
-                f"iteration has handed out, got {num_batches}"
+                f"num_batches must be from 0 to {self._num_yielded}, the number of batches that "
+                f"this iteration has yielded, got {num_batches}"
             )
-        done = self._began + num_batches * self.batch_size
+        done = self._start + num_batches * self.batch_size
         return {
             "epoch": self.epoch,
             "num_samples_done": min(self.num_samples, done),
@@ -167,14 +171,14 @@ class BalancedBatchSampler(Sampler[list[int]]):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Begin the next iteration where the state's stopped.
+        """Load a state, so that the next iteration resumes at its position.
 
         Args:
-            state: of ``state_dict``.
+            state: a result of ``state_dict``.
 
         Raises:
-            ArgumentError: it is of another dataset or order, or no such state.
-            ArgumentTypeError: a number in it is none.
+            ArgumentError: an entry is missing, or the state is of another dataset or order.
+            ArgumentTypeError: an entry is not an integer.
         """
         names = {"epoch", "num_samples_done", "num_samples", "shuffle", "seed"}
         if not names <= set(state):
@@ -182,21 +186,22 @@ class BalancedBatchSampler(Sampler[list[int]]):
         for name in ("num_samples", "shuffle", "seed"):
             if state[name] != getattr(self, name):
                 raise ArgumentError(
-                    f"the state is of a sampler with {name}={state[name]}, this one has "
-                    f"{name}={getattr(self, name)}: its samples would not be the ones that are left"
+                    f"the state is of a sampler with {name}={state[name]}, but this one has "
+                    f"{name}={getattr(self, name)}; load it into a sampler like that one, or begin "
+                    "a new epoch"
                 )
         done = as_integer("num_samples_done", state["num_samples_done"], minimum=0)
         self.epoch = as_integer("epoch", state["epoch"])
-        self._first = self._began = min(done, self.num_samples)
-        self._num_handed_out = 0
+        self._next_start = self._start = min(done, self.num_samples)
+        self._num_yielded = 0
 
 
 @dataclass(repr=False, eq=False)
 class EmptyBatches:
-    """A ``collate_fn`` that also makes batches of no samples, for ranks without a share.
+    """A ``collate_fn`` that also makes batches without samples, for ranks with empty chunks.
 
-    Their tensors have no rows, and the other dimensions and the dtypes of a batch of the dataset's
-    first sample; what is no tensor is that batch's.
+    Such a batch is that of the dataset's first sample, with tensors of size 0 in dimension 0. Its
+    dtypes, its other sizes and the objects in it that are not tensors are unchanged.
 
     Examples:
         >>> loader = torch.utils.data.DataLoader(
@@ -206,15 +211,15 @@ class EmptyBatches:
         [[0, 1], [], [2]]
 
     Args:
-        dataset: whose samples are collated.
-        collate_fn: makes a batch of samples.
+        dataset: the dataset of the samples.
+        collate_fn: the function that makes a batch of a list of samples.
     """
 
     dataset: Dataset[Any] | Sequence[Any]
     collate_fn: Callable[..., Any] = default_collate
 
     def __call__(self, samples: list[Any]) -> Any:
-        """Returns a batch of the samples."""
+        """Return a batch of ``samples``, which may be an empty list."""
         if samples:
             return self.collate_fn(samples)
         return _without_rows(self.collate_fn([self.dataset[0]]))

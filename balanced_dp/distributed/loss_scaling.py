@@ -1,4 +1,4 @@
-"""A loss scaled so that the average of gradients over ranks is the gradient of the whole batch."""
+"""Scaling of a rank's loss, so that gradients averaged over ranks are those of the whole batch."""
 
 from __future__ import annotations
 
@@ -14,44 +14,51 @@ from torch import Tensor
 
 from ..errors import ArgumentError, ArgumentTypeError, DistributedError
 
-_SEARCH_TIME_S = 5.0
-"""How long ranks have to say that they are there, once one does not answer."""
+_ROLL_CALL_TIMEOUT_S = 5.0
+"""Time for ranks to report to the store after a collective has failed."""
 
 
 class TotalCount:
-    """What all ranks count together; ``count_all_ranks`` gives it."""
+    """The sum of all ranks' counts, computed asynchronously; made by ``count_all_ranks``."""
 
     def __init__(self, count: float, group: dist.ProcessGroup | None) -> None:
         self.group = group
-        # On the CPU if the group can, so that no device has to wait.
+        # On the CPU if the group has a backend for it, so that no device has to wait.
         devices = [part.split(":")[0] for part in dist.get_backend_config(group).split(",")]
         device = "cpu" if "cpu" in devices else devices[0]
         self._sum = torch.tensor(count, dtype=torch.float64, device=device)
         self._work = dist.all_reduce(self._sum, group=group, async_op=True)
 
     def wait(self) -> Tensor:
-        """Returns the sum, 0-dim and float64; with NCCL alone, the device waits and not the host.
+        """Wait for the sum and return it as a 0-dim float64 tensor.
+
+        If NCCL is the only backend, the device waits and not the host.
 
         Raises:
-            DistributedError: a rank does not answer within the group's timeout, and which. (NCCL
-                has an end of its own, which does not come by here.)
+            DistributedError: a rank did not report within the group's timeout; the message names
+                the rank. (NCCL's watchdog ends the process instead.)
         """
         try:
             self._work.wait()
         except RuntimeError as error:
-            raise DistributedError(f"{_who_is_lost(self.group)} ({error})") from error
+            raise DistributedError(f"{_describe_failure(self.group)} ({error})") from error
         return self._sum
 
 
 def count_all_ranks(count: float | Tensor, group: dist.ProcessGroup | None = None) -> TotalCount:
-    """Returns the sum of all ranks' counts, which is added up while the caller goes on.
+    """Sum the counts of all ranks, asynchronously. Every rank of the group must call it.
 
     Args:
-        count: as of ``scale_loss``; of all micro-batches whose gradients are reduced together.
-        group: the ranks that average gradients, each of which calls this; by default all.
+        count: this rank's count, as for ``scale_loss``; with gradient accumulation the sum over all
+            micro-batches of the step.
+        group: the process group that averages gradients; by default the default group.
+
+    Returns:
+        The sum, for the argument ``total`` of ``scale_loss``.
 
     Raises:
-        ArgumentTypeError, ArgumentError: as of ``scale_loss``.
+        ArgumentTypeError: ``count`` is not a number.
+        ArgumentError: ``count`` is negative or not finite.
         ValueError: there is no process group.
     """
     return TotalCount(_number("count", count), group)
@@ -64,30 +71,34 @@ def scale_loss(
     total: TotalCount | float | Tensor | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """Returns a rank's loss times ``world_size * count / total``, which goes backward in its place.
+    """Scale a rank's loss by ``world_size * count / total``; call ``backward`` on the result.
 
     ``DistributedDataParallel``, ``fully_shard``, accelerate and DeepSpeed average gradients over
-    ranks, each counting the same. From losses scaled so, that is the gradient of the mean over all
-    that all ranks count. Micro-batches of any counts are exact with a total of all of them,
-    ``scale_loss(loss_i, count_i, total=count_all_ranks(sum(counts)))``; where something divides the
-    loss by their number (accelerate and DeepSpeed do), multiply by it.
+    ranks with equal weights. With scaled losses, the average is the gradient of the mean over the
+    whole batch. Micro-batches of different counts are exact, too, if ``total`` includes all of
+    them: ``scale_loss(loss_i, count_i, total=count_all_ranks(sum(counts)))``. If the framework
+    divides the loss by the number of micro-batches (accelerate and DeepSpeed do), multiply by it.
 
-    With a count of 0 the result is 0, and all parameters below get gradients of zeros from it, even
-    if the loss is NaN: each node of its graph then turns zeros into zeros, whatever it divides by.
-    Reentrant checkpoints hide their nodes; what divides 0 by 0 inside of one still gives NaN.
+    If ``count`` is 0, the result is 0 and its gradients are 0, even if the loss is NaN: hooks on
+    the nodes of its graph replace the gradients of a node whose incoming gradients are all 0. The
+    nodes inside of a reentrant checkpoint have no hooks, so 0 / 0 there still gives NaN.
 
     Args:
-        loss: this rank's mean over ``count`` things, one number of any floating dtype. (In bfloat16
-            the factor has 8 bits, too.)
-        count: samples or tokens or weights, at least 0. The host reads it, and waits for the
-            device of a tensor: count labels before they move there.
-        total: that of all ranks. By default they ask each other, and each has to call this.
-        group: the ranks that average; by default all, or those of a total of ``count_all_ranks``.
+        loss: this rank's mean over its ``count`` samples or tokens, a tensor with one element of
+            any floating dtype. (In bfloat16, the factor has 8 bits, too.)
+        count: the number of samples or tokens, or the sum of weights, that ``loss`` is a mean over,
+            at least 0. The host reads it, and waits for the device of a tensor: count labels
+            before they are moved to the device.
+        total: the sum of all ranks' counts. By default the ranks compute it, so each must call
+            ``scale_loss``.
+        group: the process group that averages gradients; by default that of ``total`` if it comes
+            from ``count_all_ranks``, else the default group.
 
     Raises:
-        ArgumentTypeError: the loss is no tensor, or a count no number.
-        ArgumentError: the loss is not one number, a count below 0, not finite or above the total.
-        DistributedError: a rank does not answer, as of ``TotalCount.wait``.
+        ArgumentTypeError: ``loss`` is not a tensor, or ``count`` or ``total`` is not a number.
+        ArgumentError: ``loss`` has more than one element, or a count is negative, not finite or
+            higher than the total.
+        DistributedError: a rank did not report its count within the group's timeout.
         ValueError: there is no process group.
 
     Source:
@@ -97,43 +108,44 @@ def scale_loss(
     """
     own = _number("count", count)
     if not isinstance(loss, Tensor):
-        raise ArgumentTypeError(f"loss must be a tensor, got {loss!r}; give it before .item()")
+        raise ArgumentTypeError(f"loss must be a tensor, got {loss!r}; pass it before .item()")
     if loss.numel() != 1:
         raise ArgumentError(
-            f"loss must be one number, got shape {tuple(loss.shape)}; give the mean over count"
+            f"loss must have one element, got shape {tuple(loss.shape)}; pass the mean over count"
         )
     if total is None:
         total = TotalCount(own, group)
     if isinstance(total, TotalCount):
-        group, whole = total.group, total.wait()
+        group, sum_of_counts = total.group, total.wait()
     else:
-        whole = torch.tensor(_number("total", total), dtype=torch.float64, device="cpu")
-    if whole.device.type == "cpu" and whole < own:  # elsewhere the host would wait
+        sum_of_counts = torch.tensor(_number("total", total), dtype=torch.float64, device="cpu")
+    if sum_of_counts.device.type == "cpu" and sum_of_counts < own:  # else the host would wait
         raise ArgumentError(
-            f"count is {own:g}, but total is {float(whole):g}; a total is of all ranks and all "
-            "micro-batches, as count_all_ranks gives it"
+            f"count is {own:g}, but total is {float(sum_of_counts):g}; total must be the sum over "
+            "all ranks and micro-batches, as computed by count_all_ranks"
         )
     if own == 0:
-        _keep_zeros(loss)
+        _keep_zero_gradients(loss)
         return loss.nan_to_num(0.0, 0.0, 0.0) * 0
-    return loss * (dist.get_world_size(group) * own / whole).to(loss.dtype)
+    return loss * (dist.get_world_size(group) * own / sum_of_counts).to(loss.dtype)
 
 
 def _number(name: str, value: Any) -> float:
     number: object = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
     if isinstance(number, bool) or not isinstance(number, Real):
         raise ArgumentTypeError(
-            f"{name} must be a number or a tensor with one, got {value!r}; give how many samples "
-            "or tokens the loss is a mean over"
+            f"{name} must be a number or a tensor with one element, got {value!r}; pass the number "
+            "of samples or tokens that the loss is a mean over"
         )
     if not 0 <= float(number) < math.inf:
         raise ArgumentError(
-            f"{name} must be at least 0 and finite, got {number}; for nothing give 0"
+            f"{name} must be at least 0 and finite, got {number}; pass 0 for a rank without samples"
         )
     return float(number)
 
 
-def _keep_zeros(loss: Tensor) -> None:
+def _keep_zero_gradients(loss: Tensor) -> None:
+    """Register ``_zeros_of_zeros`` on all nodes of the graph of ``loss``."""
     nodes = [loss.grad_fn]
     seen = {None, *nodes}
     while nodes:
@@ -147,31 +159,31 @@ def _keep_zeros(loss: Tensor) -> None:
 
 
 def _zeros_of_zeros(inputs: Any, outputs: Any) -> tuple[Tensor | None, ...] | None:
-    """Returns zeros for the gradients that a node gives, if it got nothing else.
+    """Return zeros as a node's outgoing gradients if all its incoming gradients are zeros.
 
-    A node below two losses gets the other's gradients, too.
+    They are not if another loss uses the same node.
     """
     if any(bool(gradient.abs().sum()) for gradient in outputs if gradient is not None):
         return None
     return tuple(None if gradient is None else torch.zeros_like(gradient) for gradient in inputs)
 
 
-def _who_is_lost(group: dist.ProcessGroup | None) -> str:
-    """Returns which ranks do not answer, asked by way of the store in which ranks met."""
-    found: Any = dist.group.WORLD if group is None else group
-    ranks = dist.get_process_group_ranks(found)
-    # Attempts of torchrun may share a store.
+def _describe_failure(group: dist.ProcessGroup | None) -> str:
+    """Return a message with the ranks that did not report to the group's store."""
+    known: Any = dist.group.WORLD if group is None else group
+    ranks = dist.get_process_group_ranks(known)
+    # Restarts by torchrun may share a store.
     prefix = f"balanced_dp/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
     try:
-        store = found.get_group_store()
-        store.set(f"{prefix}/{dist.get_rank()}", "answers")
-        time.sleep(_SEARCH_TIME_S)
-        lost = [rank for rank in ranks if not store.check([f"{prefix}/{rank}"])]
+        store = known.get_group_store()
+        store.set(f"{prefix}/{dist.get_rank()}", "present")
+        time.sleep(_ROLL_CALL_TIMEOUT_S)
+        missing = [rank for rank in ranks if not store.check([f"{prefix}/{rank}"])]
     except RuntimeError as error:
-        return f"a rank does not answer, nor does the store that could tell which: {error}"
-    if not lost:
-        return "the counts of the ranks could not be added up, though all of them answer"
+        return f"a rank did not report its count, and the store cannot tell which: {error}"
+    if not missing:
+        return "the counts of the ranks could not be summed, although all ranks are running"
     return (
-        f"no answer from rank {', '.join(map(str, lost))} of {ranks}; every rank calls scale_loss "
-        "or count_all_ranks for each step, with 0 where it has no samples"
+        f"no count from rank {', '.join(map(str, missing))} of {ranks}; every rank must call "
+        "scale_loss or count_all_ranks in each step, with count 0 if it has no samples"
     )

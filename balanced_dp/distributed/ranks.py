@@ -1,4 +1,4 @@
-"""How many samples of a batch each rank gets."""
+"""The chunk size of each rank."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ def split_ranks(
     capacities: Sequence[int] | None = None,
     fixed_bytes: int = 0,
 ) -> tuple[int, ...]:
-    """Returns the chunk size of each rank; they add up to ``batch_size``.
+    """Return the chunk size of each rank; the sum is ``batch_size``.
 
-    One of three things says how. ``rank0_bsz`` alone: rank 0 gets that many and the others share
-    the rest evenly. ``weights``: in proportion to them. ``capacities``: in proportion to what each
-    rank can hold beside ``fixed_bytes``, which ``measure_step`` tells on one emulated device.
+    With ``rank0_bsz`` alone, rank 0 gets that many samples and the rest is divided evenly over the
+    others. With ``weights``, chunk sizes are in proportion to the weights. With ``capacities``,
+    they are in proportion to the memory that each rank has beside ``fixed_bytes``, which
+    ``measure_step`` measures on one emulated device.
 
     Examples:
         >>> split_ranks(32, 4, rank0_bsz=2)
@@ -33,25 +34,24 @@ def split_ranks(
         (18, 7, 7)
 
     Args:
-        batch_size: samples in the whole batch, at least 0.
-        world_size: how many ranks; by default as many as there are weights or capacities, or
-            those of the default process group.
-        rank0_bsz: the most samples that rank 0 gets, at least 0; together with weights or
-            capacities a limit.
-        weights: a number of at least 0 for each rank, not all of them 0.
-        capacities: bytes that each rank's device can hold.
-        fixed_bytes: bytes of each device that are taken whatever its share: parameters, gradients,
-            DistributedDataParallel's buckets, optimizer state, the device's context.
+        batch_size: number of samples in the whole batch, at least 0.
+        world_size: number of ranks; by default that of the weights or capacities, or of the
+            default process group.
+        rank0_bsz: maximum chunk size of rank 0, at least 0.
+        weights: one number for each rank, at least 0 and not all 0.
+        capacities: memory of each rank's device in bytes.
+        fixed_bytes: memory that each device needs whatever its chunk size: parameters, gradients,
+            DistributedDataParallel's buckets, optimizer state, the CUDA context.
 
     Raises:
-        ArgumentError: nothing or too much is said of the shares, their number is not that of the
-            ranks, or a device cannot hold ``fixed_bytes``.
-        ArgumentTypeError: an argument is not a number of its kind.
+        ArgumentError: none of the three is given, both weights and capacities are, their number is
+            not ``world_size``, or a device cannot hold ``fixed_bytes``.
+        ArgumentTypeError: an argument has the wrong type.
     """
     if weights is not None and capacities is not None:
-        raise ArgumentError("weights and capacities both say what each rank gets; give one of them")
+        raise ArgumentError("weights and capacities both determine the split; give one of them")
     if capacities is not None:
-        weights = _room(capacities, fixed_bytes)
+        weights = _free_bytes(capacities, fixed_bytes)
     if weights is None:
         if rank0_bsz is None:
             raise ArgumentError("give rank0_bsz, weights or capacities")
@@ -59,16 +59,16 @@ def split_ranks(
         return split_batch(batch_size, num_ranks(world_size), rank0_bsz)
     if world_size is not None and world_size != len(weights):
         raise ArgumentError(
-            f"world_size={world_size}, but there are shares of {len(weights)} ranks"
+            f"world_size={world_size}, but weights or capacities are given for {len(weights)} ranks"
         )
     return split_by_weights(batch_size, weights, rank0_bsz)
 
 
 def num_ranks(world_size: int | None) -> int:
-    """Returns the number of ranks that was given, or that of the default process group.
+    """Return ``world_size``, or if it is None, that of the default process group.
 
     Raises:
-        ArgumentError: it was not given, and there is no process group.
+        ArgumentError: ``world_size`` is None and there is no process group.
     """
     if world_size is not None:
         return world_size
@@ -80,17 +80,18 @@ def num_ranks(world_size: int | None) -> int:
     return dist.get_world_size()
 
 
-def _room(capacities: Sequence[int], fixed_bytes: int) -> list[int]:
+def _free_bytes(capacities: Sequence[int], fixed_bytes: int) -> list[int]:
     fixed_bytes = as_integer("fixed_bytes", fixed_bytes, minimum=0)
     for rank, capacity in enumerate(capacities):
         if as_integer("capacities", capacity) < fixed_bytes:
             raise ArgumentError(
-                f"rank {rank} can hold {format_bytes(capacity)}, but {format_bytes(fixed_bytes)} "
-                "are taken whatever its share; leave the rank out, or shard the model"
+                f"rank {rank} can hold {format_bytes(capacity)}, but needs "
+                f"{format_bytes(fixed_bytes)} without any samples; leave the rank out, or shard "
+                "the model"
             )
     if max(capacities) == fixed_bytes:
         raise ArgumentError(
-            f"no rank can hold more than the {format_bytes(fixed_bytes)} that are taken whatever "
-            "its share; shard the model"
+            f"no rank can hold more than the {format_bytes(fixed_bytes)} that it needs without any "
+            "samples; shard the model"
         )
     return [capacity - fixed_bytes for capacity in capacities]

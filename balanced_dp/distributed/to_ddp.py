@@ -1,4 +1,4 @@
-"""From a ``BalancedDataParallel`` to ``DistributedDataParallel``."""
+"""Conversion of a ``BalancedDataParallel`` to a ``DistributedDataParallel``."""
 
 from __future__ import annotations
 
@@ -21,70 +21,69 @@ def convert(
     device: torch.device | str | None = None,
     **ddp_arguments: Any,
 ) -> DistributedDataParallel:
-    """Returns the model's module in ``DistributedDataParallel``.
+    """Wrap the module of ``model`` in ``DistributedDataParallel``.
 
-    Each process calls it, after ``init_process_group``. The module moves to this rank's device and
-    is the same object, so its parameters, buffers and hooks stay; hooks of the wrapper move on to
-    the new one, and so does ``training``. The state dict has the same keys, so checkpoints load
-    both ways. Gradients are those of the whole batch if losses go through ``scale_loss``, since
-    ranks have unlike shares; ``split_ranks(batch_size, rank0_bsz=model.gpu0_bsz)`` says what those
-    are to be for any number of ranks. An optimizer that has state stays valid if the device is the
-    same; else load its state dict anew.
+    Every process must call it, after ``init_process_group``. The module is moved in place to the
+    device of this rank, so its parameters, buffers and hooks remain. The hooks and the ``training``
+    flag of ``model`` are transferred to the new wrapper. State dicts have the same keys, so
+    checkpoints load both ways. An optimizer with state remains valid if the device is the same; if
+    not, load its state dict again.
 
-    Outputs are no longer gathered: each rank has those of its own samples.
+    For chunks of different sizes, gradients are those of the whole batch if ``scale_loss`` is
+    applied to the loss; ``split_ranks(batch_size, rank0_bsz=model.gpu0_bsz)`` returns the chunk
+    sizes for any number of ranks. Outputs are not gathered: each rank has those of its samples.
 
     Args:
-        model: what trained in one process. It gives up its replicas and threads.
-        device: where this rank trains. By default the one of ``model.devices`` with this rank's
-            number on its machine (``LOCAL_RANK``, which torchrun sets), or where the module is if
-            ``model`` has none.
-        **ddp_arguments: as of ``DistributedDataParallel``. Unless said otherwise, gradients are
-            views of its buckets (``gradient_as_bucket_view=True``), which spares a copy of them,
-            and inputs are moved to an accelerator (``device_ids=[device]``).
+        model: the model to convert. Its replicas are freed and its threads end.
+        device: the device of this rank. By default the entry of ``model.devices`` at the rank's
+            index on its machine (``LOCAL_RANK``, which torchrun sets), or the module's device if
+            ``model.devices`` is empty.
+        **ddp_arguments: arguments of ``DistributedDataParallel``. The defaults differ in two:
+            ``gradient_as_bucket_view=True``, which avoids a copy of the gradients, and
+            ``device_ids=[device]`` on an accelerator, which moves inputs there.
 
     Raises:
-        ArgumentTypeError: ``model`` is no ``BalancedDataParallel``.
+        ArgumentTypeError: ``model`` is not a ``BalancedDataParallel``.
         ArgumentError: there are more processes than devices.
-        ValueError, RuntimeError: as of ``DistributedDataParallel``: there is no process group, or
-            nothing to train.
+        ValueError, RuntimeError: raised by ``DistributedDataParallel``, for example if there is no
+            process group or no parameter requires a gradient.
     """
     if not isinstance(model, BalancedDataParallel):
         raise ArgumentTypeError(
-            f"model must be a BalancedDataParallel, got a {type(model).__name__}; any other module "
-            "goes into DistributedDataParallel(module)"
+            f"model must be a BalancedDataParallel, got a {type(model).__name__}; wrap any other "
+            "module in DistributedDataParallel(module)"
         )
     model.close()
     module = model.module
     if device is None and model.devices:
-        device = _own(model.devices)
+        device = _device_of_this_rank(model.devices)
     arguments: dict[str, Any] = {"gradient_as_bucket_view": True}
     if device is not None:
         device = torch.device(device)
         module.to(device)
         if device.type == default_device_type():
-            arguments["device_ids"] = [device]  # so that inputs are moved there, as before
+            arguments["device_ids"] = [device]  # moves inputs there, as BalancedDataParallel does
     ddp = DistributedDataParallel(module, **{**arguments, **ddp_arguments})
-    ddp.training = model.training  # of the module and what is in it, nothing changes
-    _move_hooks(model, ddp)
+    ddp.training = model.training  # of the wrapper only, unlike train()
+    _transfer_hooks(model, ddp)
     return ddp
 
 
-def _move_hooks(model: nn.Module, ddp: nn.Module) -> None:
+def _transfer_hooks(model: nn.Module, ddp: nn.Module) -> None:
     ddp._is_full_backward_hook = model._is_full_backward_hook
     for name in vars(nn.Module()):
-        if "_hooks" in name:  # the same dictionaries, so that their handles still remove them
+        if "_hooks" in name:  # the same dictionaries, so that handles still remove their hooks
             getattr(model, name).update(getattr(ddp, name))
             setattr(ddp, name, getattr(model, name))
 
 
-def _own(devices: Sequence[torch.device]) -> torch.device:
-    """Returns the device of this rank."""
+def _device_of_this_rank(devices: Sequence[torch.device]) -> torch.device:
     local_rank = int(os.environ.get("LOCAL_RANK") or dist.get_rank())
-    if len(set(devices)) == 1:  # a repeated CPU, or one accelerator that each process sees
+    if len(set(devices)) == 1:  # a repeated CPU, or the only accelerator that each process sees
         return devices[0]
     if local_rank >= len(devices):
         raise ArgumentError(
-            f"this is process {local_rank} of its machine, but the model has {len(devices)} "
-            "devices; start as many processes, or give device"
+            f"the local rank is {local_rank}, but the model has {len(devices)} devices; start one "
+            "process for each device, or pass device"
         )
     return devices[local_rank]

@@ -1,4 +1,4 @@
-"""Emulated devices: accelerators on the CPU that count their memory to the byte."""
+"""Emulated devices: accelerators on the CPU whose memory is counted to the byte."""
 
 from .context import EmulatedDevices, emulate_devices
 from .ledger import MemoryBreakdown

@@ -1,10 +1,10 @@
 """``torch.autocast("lazy")``, with CUDA's lists of operators.
 
-Torch refuses a device type that has no dispatch key for autocast, as "lazy" has none. But such a
-key works for any tensor that carries it: emulated tensors carry that of PrivateUse1, this file
-registers its kernels, which cast arguments above autograd as torch's do, and while emulate_devices
-is open torch's switches for "lazy" are those of "privateuseone". So all works that asks torch for
-them, activation checkpointing too.
+Torch refuses device types without a dispatch key for autocast, such as "lazy". But an autocast key
+works for any tensor that carries it. So emulated tensors carry the key of PrivateUse1, this file
+registers the kernels of that key, which cast arguments above autograd as torch's do, and while
+emulate_devices is open, torch's autocast state for "lazy" is that of "privateuseone". Code that
+reads this state, such as activation checkpointing, works unchanged.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from .machine import DEVICE_TYPE
 from .tensor import AUTOCAST_KEY, EmulatedTensor
 
-_STAND_IN = "privateuseone"
+_AUTOCAST_DEVICE_TYPE = "privateuseone"
 
 # Source: AT_FORALL_LOWER_PRECISION_FP, AT_FORALL_FP32, AT_FORALL_FP32_SET_OPT_DTYPE and
-# AT_FORALL_PROMOTE of aten/src/ATen/autocast_mode.h, torch 2.13. norm gets a dtype there.
+# AT_FORALL_PROMOTE of aten/src/ATen/autocast_mode.h, torch 2.13. There, norm gets a dtype.
 _LOWER_PRECISION = """_convolution conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d
     conv_transpose3d convolution prelu addmm addmv addr matmul einsum mm mv linalg_vecdot linear
     addbmm baddbmm bmm chain_matmul linalg_multi_dot _thnn_fused_lstm_cell _thnn_fused_gru_cell
@@ -47,35 +47,37 @@ _FLOAT32_RESULT = """prod softmax log_softmax cumprod cumsum linalg_vector_norm 
 _WIDEST = """addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot
     scatter_add"""
 
-# The weights that were cast already: torch has one such cache for all threads, too.
-_casts = WeakTensorKeyDictionary()
+# Weights cast to the autocast dtype. Torch's cache is shared by all threads, too.
+_cast_weights = WeakTensorKeyDictionary()
 
 
 @contextmanager
 def autocast_for_emulated_devices() -> Iterator[None]:
-    """Makes torch's functions for autocast know emulated devices."""
+    """Extend torch's autocast functions to emulated devices inside a ``with`` block."""
 
     def translated(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(device_type: str | None = None, *args: Any) -> Any:
             if device_type is None:
                 return function()
-            return function(_STAND_IN if device_type == DEVICE_TYPE else device_type, *args)
+            if device_type == DEVICE_TYPE:
+                device_type = _AUTOCAST_DEVICE_TYPE
+            return function(device_type, *args)
 
         return call
 
     set_enabled, clear_cache = torch.set_autocast_enabled, torch.clear_autocast_cache
 
     def set_autocast_enabled(device_type: Any, enabled: bool | None = None) -> None:
-        if enabled is None:  # the old form, for CUDA
+        if enabled is None:  # the deprecated form, which is CUDA's
             set_enabled(device_type)
             return
         if device_type == DEVICE_TYPE and enabled:
-            with _registering:
+            with _registration_lock:
                 _register_kernels()
         translated(set_enabled)(device_type, enabled)
 
     def clear_autocast_cache() -> None:
-        _casts.clear()
+        _cast_weights.clear()
         clear_cache()
 
     is_available = translated(torch._C._is_autocast_available)
@@ -96,15 +98,20 @@ def autocast_for_emulated_devices() -> Iterator[None]:
             yield
         finally:
             torch.set_autocast_dtype(DEVICE_TYPE, dtype)
-            _casts.clear()
+            _cast_weights.clear()
 
 
-_registering = threading.Lock()  # replicas may enter autocast at once, and torch takes one fallback
+# Replicas may enter autocast at the same time, and torch accepts one fallback only.
+_registration_lock = threading.Lock()
 
 
 @functools.cache
 def _register_kernels() -> list[torch.library.Library]:
-    """Registers a kernel for each operator of the lists; the libraries are to be kept."""
+    """Register a kernel for each listed operator.
+
+    Returns:
+        The libraries; torch removes the kernels when they are deallocated.
+    """
     library, others = torch.library.Library("aten", "IMPL"), torch.library.Library("_", "IMPL")
     others.fallback(torch.library.fallthrough_kernel, AUTOCAST_KEY.name)
     for names, cast in (
@@ -131,7 +138,7 @@ def _call(
 
 
 def _to_lower_precision(operator: Any, args: Any, kwargs: Any) -> Any:
-    return tree_map_only(EmulatedTensor, _lowered, (args, kwargs))
+    return tree_map_only(EmulatedTensor, _to_autocast_dtype, (args, kwargs))
 
 
 def _to_float32(operator: Any, args: Any, kwargs: Any) -> Any:
@@ -165,14 +172,14 @@ def _cast(tensor: EmulatedTensor, dtype: torch.dtype) -> torch.Tensor:
     return tensor.to(dtype) if _is_eligible(tensor) else tensor
 
 
-def _lowered(tensor: EmulatedTensor) -> torch.Tensor:
-    """Returns the tensor in lower precision; a weight is cast once in a context, as torch does."""
+def _to_autocast_dtype(tensor: EmulatedTensor) -> torch.Tensor:
+    """Cast to the autocast dtype; a weight is cast once in an autocast context, as torch does."""
     dtype = torch.get_autocast_dtype(DEVICE_TYPE)
     is_weight = tensor.requires_grad and tensor.is_leaf and not tensor._is_view()
-    can_keep = torch.is_autocast_cache_enabled() and torch.is_grad_enabled()
-    if not (is_weight and can_keep and tensor.dtype == torch.float32):
+    uses_cache = torch.is_autocast_cache_enabled() and torch.is_grad_enabled()
+    if not (is_weight and uses_cache and tensor.dtype == torch.float32):
         return _cast(tensor, dtype)
-    known: torch.Tensor | None = _casts.get(tensor)
-    if known is None or known.dtype != dtype:
-        known = _casts[tensor] = tensor.to(dtype)
-    return known
+    cached: torch.Tensor | None = _cast_weights.get(tensor)
+    if cached is None or cached.dtype != dtype:
+        cached = _cast_weights[tensor] = tensor.to(dtype)
+    return cached

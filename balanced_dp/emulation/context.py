@@ -1,4 +1,4 @@
-"""The context manager that gives emulated devices, and what it yields."""
+"""The context manager ``emulate_devices`` and the sequence of devices that it yields."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from . import device_module
 from .autocast import autocast_for_emulated_devices
 from .kernels import register_kernels
 from .ledger import Label, MemoryBreakdown
-from .machine import DEVICE_TYPE, Machine, machine_made_current
+from .machine import DEVICE_TYPE, Machine, make_current
 from .tensor import EmulatedTensor, set_label
 
 Patch = AbstractContextManager[object]
 
 
 class EmulatedDevices(Sequence[torch.device]):
-    """The devices of an ``emulate_devices`` context, in order, and what they know of themselves."""
+    """The devices of an ``emulate_devices`` context, in order, with their memory statistics."""
 
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
@@ -52,23 +52,23 @@ class EmulatedDevices(Sequence[torch.device]):
         return f"EmulatedDevices({list(map(str, self))})"
 
     def copied_bytes(self) -> dict[tuple[torch.device, torch.device], int]:
-        """Returns the bytes copied since the context began, for each pair (source, target).
+        """Return the bytes copied since the context was entered, by pair (source, target).
 
         The CPU is one of the devices. Copies within a device are not counted.
         """
         return self._machine.copied_bytes()
 
     def memory_breakdown(self, device: torch.device | str | int) -> MemoryBreakdown:
-        """Returns the bytes on ``device`` for each use, now and at the peak.
+        """Return the bytes on ``device`` by use, now and at the peak.
 
-        The uses are parameter, buffer, gradient, optimizer state, input, activation (whatever else
-        the forward and backward passes make, so the loss's own intermediates too), gathered output
-        (outputs brought from another device) and other. A tensor is known as a parameter when it
-        is an ``nn.Parameter`` or a copy of one, as a buffer from the first forward pass of its
-        module, as a gradient when backward accumulates it, and as optimizer state after the step.
+        The uses are parameter, buffer, gradient, optimizer state, input, activation (all other
+        results of the forward and backward passes, including the loss's), gathered output (outputs
+        copied from another device) and other. A tensor counts as a parameter if it is an
+        ``nn.Parameter`` or a copy of one, as a buffer from its module's first forward pass on, as a
+        gradient once backward accumulates it, and as optimizer state after the optimizer step.
 
         Raises:
-            EmulationError: there is no such device.
+            EmulationError: the device does not exist.
         """
         return self._machine.ledgers[self._machine.index_of(device)].breakdown()
 
@@ -80,34 +80,36 @@ def emulate_devices(
     memory: int | str | Sequence[int | str] | None = None,
     symbolic: bool = False,
 ) -> Iterator[EmulatedDevices]:
-    """Gives ``num_devices`` emulated accelerators on the CPU, ``torch.device("lazy", i)``.
+    """Emulate ``num_devices`` accelerators on the CPU, ``torch.device("lazy", i)``.
 
-    Numbers are real, code that mixes devices fails as it does on CUDA, and what each device holds
-    is counted to the byte: each storage once, rounded to 512 bytes as CUDA's allocator does, freed
-    when its last tensor dies. ``torch.get_device_module("lazy")`` answers as ``torch.cuda`` does.
+    Values are computed, code that mixes devices fails as on CUDA, and the memory of each device is
+    counted to the byte: each storage once, rounded up to 512 bytes as by CUDA's allocator, and
+    freed with its last tensor. ``torch.get_device_module("lazy")`` has the functions of
+    ``torch.cuda``.
 
-    Inside the context ``nn.Module.to`` keeps parameters' identity, as on CUDA, so tied weights
-    stay tied.
+    Inside the context ``nn.Module.to`` preserves the identity of parameters, as on CUDA, so tied
+    weights stay tied.
 
     Args:
-        num_devices: how many, at least 1.
-        memory: capacity of each device, in bytes or as text such as ``"11GiB"``, or one such
-            value for each device; past it an allocation raises ``torch.OutOfMemoryError``. None
-            means no limit.
-        symbolic: keep shapes only for floating-point tensors: no data and no arithmetic, so that a
-            model far larger than this machine's memory can be measured. Integer and bool tensors
-            keep their values. Reading a value that was not computed raises ``SymbolicValueError``.
+        num_devices: number of devices, at least 1.
+        memory: capacity of each device, in bytes or as text such as ``"11GiB"``, or a sequence
+            with one capacity for each device. An allocation that does not fit raises
+            ``torch.OutOfMemoryError``. None means no limit.
+        symbolic: whether to keep only the shapes of floating-point tensors. Without data and
+            arithmetic, a model far larger than this machine's memory can be measured. Integer and
+            bool tensors keep their values. Reading a value that was not computed raises
+            ``SymbolicValueError``.
 
     Yields:
         The devices, as a sequence with ``copied_bytes()`` and ``memory_breakdown(device)``.
 
     Raises:
-        ArgumentError, ArgumentTypeError: an argument cannot be used.
-        EmulationError: another such context is open.
+        ArgumentError, ArgumentTypeError: an argument is invalid.
+        EmulationError: another ``emulate_devices`` context is open.
 
     Warns:
-        ResourceWarning: tensors outlive the context. Their memory is given back all the same, and
-            using them raises ``EmulationError``.
+        ResourceWarning: tensors outlive the context. Their memory is freed nevertheless, and using
+            them raises ``EmulationError``.
 
     Examples:
         >>> with emulate_devices(2, memory="1MiB") as devices:
@@ -121,16 +123,16 @@ def emulate_devices(
     if not hasattr(torch, DEVICE_TYPE):
         torch._register_device_module(DEVICE_TYPE, device_module)
     with (
-        machine_made_current(machine),
+        make_current(machine),
         _parameters_keep_identity(),
         _seeded_by_torch(machine),
         _optimizers_as_on_cuda(),
         autocast_for_emulated_devices(),
-        _failed_backward_leaves_nothing(),
+        _failed_backward_frees_its_queue(),
         _labels_from_hooks(machine),
     ):
         yield EmulatedDevices(machine)
-        _report_leaks(machine)
+        _warn_of_leaks(machine)
 
 
 def _capacities(num_devices: int, memory: int | str | Sequence[int | str] | None) -> list[int]:
@@ -153,20 +155,21 @@ def _capacities(num_devices: int, memory: int | str | Sequence[int | str] | None
 
 
 def _parameters_keep_identity() -> Patch:
-    # Module.to would otherwise replace parameters, one module at a time, and so untie tied ones:
-    # `param.data = ...` cannot change a plain tensor into a subclass. Only there: load_state_dict
-    # would swap, too, and fail where a graph holds a parameter.
+    # `param.data = ...` cannot turn a plain tensor into a subclass, so Module.to would replace the
+    # parameters of each module and untie tied ones. It swaps them in place if torch's flag for that
+    # is set. The flag is set in Module._apply only: load_state_dict would swap them, too, and fail
+    # if a graph holds a parameter.
     future: Any = torch.__future__
     apply = torch.nn.Module._apply
     lock = threading.RLock()
 
     @functools.wraps(apply)
     def swapping_apply(*args: Any, **kwargs: Any) -> Any:
-        with lock:  # the flag is one for all threads
+        with lock:  # all threads share the flag
             before = future.get_swap_module_params_on_conversion()
             future.set_swap_module_params_on_conversion(True)
             try:
-                # torch gives Module._apply no types.
+                # Module._apply has no annotations.
                 return apply(*args, **kwargs)  # type: ignore[no-untyped-call]
             finally:
                 future.set_swap_module_params_on_conversion(before)
@@ -175,8 +178,8 @@ def _parameters_keep_identity() -> Patch:
 
 
 def _optimizers_as_on_cuda() -> Patch:
-    # There they compute on all parameters at once, which takes temporary memory for all of them,
-    # and can be told to run one fused kernel, which takes none.
+    # On CUDA optimizers update all parameters at once by default (foreach), which takes temporary
+    # memory for all of them, and have a fused kernel on request, which takes none.
     optimizer: Any = sys.modules[torch.optim.Optimizer.__module__]
     foreach = [*optimizer._get_foreach_kernels_supported_devices(), DEVICE_TYPE]
     fused = [*optimizer._get_fused_kernels_supported_devices(), DEVICE_TYPE]
@@ -188,9 +191,10 @@ def _optimizers_as_on_cuda() -> Patch:
     )
 
 
-def _failed_backward_leaves_nothing() -> Patch:
-    # What a failed backward pass had queued waits in the thread that called it for the next one,
-    # and holds its memory. CUDA's devices have threads of their own, which go on to empty theirs.
+def _failed_backward_frees_its_queue() -> Patch:
+    # On the CPU the tasks that a failed backward pass has queued stay in the calling thread's queue
+    # and hold their memory until its next backward pass, so a tiny one is run. CUDA devices have
+    # threads of their own, which empty their queues.
     autograd: Any = torch.autograd
     run = autograd._engine_run_backward
 
@@ -206,8 +210,8 @@ def _failed_backward_leaves_nothing() -> Patch:
 
 
 def _seeded_by_torch(machine: Machine) -> Patch:
-    # torch.manual_seed seeds the devices that are not torch's own through this function, but asks
-    # for those of PrivateUse1 only.
+    # torch.manual_seed calls this function for devices outside of torch, but it seeds only those of
+    # PrivateUse1.
     seed_other_devices = torch.random._seed_custom_device
 
     def seed_custom_device(seed: int) -> None:
@@ -219,7 +223,7 @@ def _seeded_by_torch(machine: Machine) -> Patch:
 
 @contextmanager
 def _labels_from_hooks(machine: Machine) -> Iterator[None]:
-    """Labels what only modules and optimizers know: buffers and optimizer state."""
+    """Label buffers and optimizer state, which only modules and optimizers know."""
 
     def label_buffers(module: torch.nn.Module, args: tuple[Any, ...]) -> None:
         machine.thread.in_optimizer_step = False
@@ -246,9 +250,9 @@ def _labels_from_hooks(machine: Machine) -> Iterator[None]:
 _MAYBE_BUFFER = {Label.ACTIVATION, Label.OTHER, Label.INPUT, Label.GATHERED_OUTPUT}
 
 
-def _report_leaks(machine: Machine) -> None:
+def _warn_of_leaks(machine: Machine) -> None:
     if any(ledger.num_blocks for ledger in machine.ledgers):
-        gc.collect()  # an optimizer's first construction leaves a cycle; that is no leak
+        gc.collect()  # the first optimizer of a process leaves a cycle, which is not a leak
     leaks = []
     for device, ledger in zip(machine.devices, machine.ledgers, strict=True):
         if ledger.num_blocks:
@@ -261,8 +265,8 @@ def _report_leaks(machine: Machine) -> None:
     if leaks:
         warnings.warn(
             f"tensors outlive their emulate_devices context: {'; '.join(leaks)}. Their memory is "
-            "given back now and they cannot be used any more; keep results with .cpu(). Where "
-            "nothing should be left, look for the variables that hold them.",
+            "freed now and they cannot be used any more. Copy results with .cpu(), and delete the "
+            "variables that refer to other tensors.",
             ResourceWarning,
             stacklevel=4,
         )

@@ -1,7 +1,7 @@
-"""``torch.lazy``: what ``torch.get_device_module("lazy")`` answers, as ``torch.cuda`` would.
+"""The device module of emulated devices, ``torch.get_device_module("lazy")``.
 
-The functions work on the devices of the open ``emulate_devices`` context. A device is given as an
-int, a string, a ``torch.device`` or None for the current one, as in ``torch.cuda``.
+It has functions of ``torch.cuda`` for the devices of the open ``emulate_devices`` context. A device
+is an int, a string, a ``torch.device``, or None for the current one, as in ``torch.cuda``.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from .machine import current_machine, has_machine
 Device = torch.device | str | int | None
 
 _initialized = True
-"""Asked by torch.utils.checkpoint, which keeps the generators' state only where this is true."""
+"""Read by torch.utils.checkpoint, which saves the generators' states only if this is true."""
 
 
 @dataclass(frozen=True, slots=True)
 class EmulatedDeviceProperties:
-    """What ``get_device_properties`` returns: memory is in bytes, the uuid new in each context."""
+    """The properties of an emulated device: memory in bytes, and a UUID new in each context."""
 
     name: str
     total_memory: int
     uuid: _uuid.UUID
 
 
-class device:  # named as torch.cuda.device
-    """Context manager that makes a device the current one of this thread."""
+class device:  # the name of torch.cuda.device
+    """Context manager that changes the current device of this thread."""
 
     def __init__(self, device: Device) -> None:
         self.index = current_machine().index_of(device)
@@ -44,47 +44,47 @@ class device:  # named as torch.cuda.device
 
 
 def is_available() -> bool:
-    """Returns whether an ``emulate_devices`` context is open."""
+    """Return whether an ``emulate_devices`` context is open."""
     return has_machine()
 
 
 def device_count() -> int:
-    """Returns the number of emulated devices, 0 outside of a context."""
+    """Return the number of emulated devices, 0 outside of ``emulate_devices``."""
     return len(current_machine().devices) if has_machine() else 0
 
 
 def current_device() -> int:
-    """Returns the index of this thread's current device."""
+    """Return the index of this thread's current device."""
     return current_machine().thread.current_index
 
 
 def set_device(device: Device) -> None:
-    """Makes ``device`` the current one of this thread."""
+    """Set the current device of this thread."""
     machine = current_machine()
     machine.thread.current_index = machine.index_of(device)
 
 
 def memory_allocated(device: Device = None) -> int:
-    """Returns the bytes that tensors hold on the device now."""
+    """Return the bytes currently occupied by tensors on the device."""
     return _ledger(device).allocated_bytes
 
 
 def max_memory_allocated(device: Device = None) -> int:
-    """Returns the most bytes held at one time since the peak was last reset."""
+    """Return the maximum of ``memory_allocated`` since the peak was last reset."""
     return _ledger(device).peak_bytes
 
 
-# This allocator keeps no reserve.
+# The emulated allocator has no cache.
 memory_reserved, max_memory_reserved = memory_allocated, max_memory_allocated
 
 
 def reset_peak_memory_stats(device: Device = None) -> None:
-    """Starts the search for a peak anew, from what is held now."""
+    """Reset the peak to the memory allocated now."""
     _ledger(device).reset_peak()
 
 
 def memory_stats(device: Device = None) -> dict[str, int]:
-    """Returns the figures under the names of ``torch.cuda.memory_stats``, in bytes."""
+    """Return allocator statistics under the names of ``torch.cuda.memory_stats``."""
     ledger = _ledger(device)
     current, peak, total = ledger.allocated_bytes, ledger.peak_bytes, ledger.total_bytes
     stats = {"num_alloc_retries": 0, "num_ooms": ledger.num_ooms}
@@ -95,23 +95,23 @@ def memory_stats(device: Device = None) -> dict[str, int]:
 
 
 def memory_breakdown(device: Device = None) -> MemoryBreakdown:
-    """Returns what the device's memory is used for, now and at the peak; CUDA has no such thing."""
+    """Return the device's memory by use, now and at the peak. CUDA has no such function."""
     return _ledger(device).breakdown()
 
 
 def mem_get_info(device: Device = None) -> tuple[int, int]:
-    """Returns the device's free and total bytes."""
+    """Return the device's free and total bytes."""
     ledger = _ledger(device)
     return ledger.capacity_bytes - ledger.allocated_bytes, ledger.capacity_bytes
 
 
 def get_device_name(device: Device = None) -> str:
-    """Returns the device's name."""
+    """Return the device's name."""
     return get_device_properties(device).name
 
 
 def get_device_properties(device: Device = None) -> EmulatedDeviceProperties:
-    """Returns the device's name, its capacity in bytes and its uuid."""
+    """Return the device's name, its capacity in bytes and its uuid."""
     machine = current_machine()
     index = machine.index_of(device)
     return EmulatedDeviceProperties(
@@ -122,31 +122,31 @@ def get_device_properties(device: Device = None) -> EmulatedDeviceProperties:
 
 
 def synchronize(device: Device = None) -> None:
-    """Does nothing but check the device: operations here are complete when they return."""
+    """Check the device; operations on emulated devices are synchronous."""
     current_machine().index_of(device)
 
 
 def empty_cache() -> None:
-    """Does nothing: memory is given back when its last tensor dies."""
+    """Do nothing: the emulated allocator has no cache."""
 
 
 def manual_seed(seed: int) -> None:
-    """Seeds the current device's generator."""
+    """Set the seed of the current device's generator."""
     _generator(None).manual_seed(seed)
 
 
 def manual_seed_all(seed: int) -> None:
-    """Seeds the generators of all devices, as ``torch.manual_seed`` does too."""
+    """Set the seed of all devices' generators, as ``torch.manual_seed`` does, too."""
     current_machine().manual_seed_all(seed)
 
 
 def get_rng_state(device: Device = None) -> torch.Tensor:
-    """Returns the state of the device's generator."""
+    """Return the state of the device's generator."""
     return _generator(device).get_state()
 
 
 def set_rng_state(new_state: torch.Tensor, device: Device = None) -> None:
-    """Sets the state of the device's generator."""
+    """Set the state of the device's generator."""
     _generator(device).set_state(new_state)
 
 

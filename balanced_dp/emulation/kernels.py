@@ -1,6 +1,6 @@
-"""What torch asks the emulated backend for: factories, copies, dropout and attention.
+"""The kernels of the emulated backend: factories, copies, dropout and attention.
 
-Registered with torch's dispatcher once, when the first ``emulate_devices`` context opens.
+They are registered with torch's dispatcher when the first ``emulate_devices`` context is entered.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _fused_backward = aten._scaled_dot_product_fused_attention_overrideable_backward
 
 @cache
 def register_kernels() -> torch.library.Library:
-    """Registers the kernels; torch keeps them for as long as the returned library lives."""
+    """Register the kernels; torch removes them when the returned library is deallocated."""
     library = torch.library.Library("aten", "IMPL")
     library.impl("empty.memory_format", partial(_make, torch.empty), "Lazy")
     library.impl("empty_strided", partial(_make, torch.empty_strided), "Lazy")
-    # What torch.tensor(..., device="lazy:0") copies by.
+    # Called by torch.tensor(..., device="lazy:0").
     library.impl("_copy_from", lambda source, target, *_: copy_(target, source), "Lazy")
     for triangle in (torch.tril_indices, torch.triu_indices):
         library.impl(triangle.__name__, partial(_make, triangle, dtype=torch.int64), "Lazy")
@@ -60,7 +60,7 @@ def _make(
     pin_memory: bool | None = None,
     **kwargs: Any,
 ) -> EmulatedTensor:
-    """Makes a tensor where torch asks below the Python key."""
+    """Make a tensor; the dispatcher calls this below the Python key, with no tensor argument."""
     machine = current_machine()
     dtype = kwargs.get("dtype") or torch.get_default_dtype()
     backing = META if machine.symbolic and is_unknown_dtype(dtype) else CPU
@@ -68,7 +68,7 @@ def _make(
     return wrap_elem(elem, machine, machine.devices[machine.index_of(device)], Label.OTHER)
 
 
-# Random numbers come from the device's own generator, so that replicas in threads repeat exactly.
+# Random numbers come from the device's generator, so that replicas in threads are reproducible.
 
 
 def _seeded(func: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
@@ -76,7 +76,7 @@ def _seeded(func: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
 
 
 def _native_dropout(input: EmulatedTensor, p: float, train: bool | None) -> Any:
-    """Dropout with a mask of one byte an element, as CUDA's fused kernel keeps it."""
+    """Apply dropout with a bool mask, as CUDA's fused kernel does."""
     func = aten.native_dropout.default
     if train is False or p == 0:
         return run(func, (input, p, train), {})
@@ -89,7 +89,7 @@ def _native_dropout(input: EmulatedTensor, p: float, train: bool | None) -> Any:
 
 
 def _native_batch_norm(*args: Any) -> Any:
-    """Keeps no statistics in evaluation, as CUDA and the CPU; torch's shapes for it do."""
+    """Save no statistics in evaluation, as CUDA and the CPU; torch's meta function does."""
     func = aten.native_batch_norm.default
     training = args[5]
     if training or not current_machine().symbolic:
@@ -102,7 +102,7 @@ def _native_batch_norm(*args: Any) -> Any:
 def _pack_padded_sequence(
     input: EmulatedTensor, lengths: torch.Tensor, batch_first: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The lengths and the batch sizes stay on the CPU, as with CUDA."""
+    """Pack a sequence; lengths and batch sizes are on the CPU, as with CUDA."""
     func = aten._pack_padded_sequence.default
     if isinstance(lengths, EmulatedTensor):
         raise RuntimeError(
@@ -123,13 +123,13 @@ def _ctc_loss(
     reduction: int = 1,
     zero_infinity: bool = False,
 ) -> torch.Tensor:
-    """Reads the lengths on the host, wherever they are: torch does not, for a tensor subclass."""
+    """Compute the CTC loss with lengths read on the host, which torch omits for subclasses."""
     lengths = input_lengths.tolist(), target_lengths.tolist()
     return torch.ctc_loss(log_probs, targets, *lengths, blank, reduction, zero_infinity)
 
 
-# Attention, with the memory of CUDA's fused kernels: the output and a log-sum-exp a row are kept,
-# and no matrix of query by key positions. Source: FlashAttention (https://arxiv.org/abs/2205.14135).
+# Attention with the memory of CUDA's fused kernels, which save the output and the log-sum-exp of
+# each row, but not the attention matrix. Source: FlashAttention, https://arxiv.org/abs/2205.14135.
 
 
 def _attention(
@@ -166,7 +166,7 @@ def _is_fusable(
     is_causal: bool,
     enable_gqa: bool,
 ) -> bool:
-    """Whether a fused kernel takes these; the math kernel takes, or refuses, all others.
+    """Return whether a fused kernel supports the arguments; if not, the math kernel is called.
 
     Source: the checks of ``use_flash_attention_cpp`` in aten/src/ATen/native/transformers/
     sdp_utils_cpp.cpp, torch 2.13. CUDA's are the same.
@@ -211,10 +211,10 @@ def _fused_attention(
         )
         output.copy_(result)
         logsumexp.copy_(lse)
-    nothing, no_mask = q.new_empty(0), q.new_empty(0)
+    empty, debug_mask = q.new_empty(0), q.new_empty(0)
     offset = torch.zeros(1, dtype=torch.int64)
     lengths = q.size(2), k.size(2)
-    return wrapped.wrap((output, logsumexp, nothing, nothing, *lengths, seed, offset, no_mask))
+    return wrapped.wrap((output, logsumexp, empty, empty, *lengths, seed, offset, debug_mask))
 
 
 def _fused_attention_backward(
@@ -275,9 +275,9 @@ def _attention_weights(
     scale: float | None,
     seed: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns softmax(QK) and the factor of dropout, the same ones for the same seed.
+    """Return the softmax of the scores and the dropout factors, which depend on the seed only.
 
-    The CPU has no fused kernel with dropout, so this computes the matrix that a GPU would not.
+    The CPU has no fused kernel with dropout, so this computes the attention matrix.
     """
     scores = torch.matmul(q, k.transpose(-2, -1)) * _scale(q, scale)
     if is_causal:

@@ -1,12 +1,13 @@
-"""What each emulated device holds, to the byte. Pure bookkeeping, no torch.
+"""The memory of each emulated device, to the byte. Pure bookkeeping, without torch.
 
-A ``Block`` is the entry of one storage. The ``Allocation`` of the same storage is held
-by every tensor that views it; when the last one dies, so does the allocation, and the block leaves
-the ledger. Nothing here waits for the garbage collector.
+A ``Block`` is the ledger's entry of one storage. Every tensor that views the storage refers to its
+``Allocation``; when the last one is deallocated, the block is removed from the ledger. Reference
+counting is enough: nothing waits for the garbage collector.
 
-Labels may still change while a block lives (a tensor becomes a gradient after it was computed), so
-the composition of the peak is not copied when the peak is reached: it is what was alive then, that
-is every block with a number up to the peak's, whether it still lives or has died since.
+The label of a block may change while it is allocated (a tensor becomes a gradient after it was
+computed). So the breakdown of the peak is not copied when the peak is reached, but made of the
+blocks that were allocated then: those with numbers up to the peak's, whether allocated still or
+freed since.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from enum import Enum
 from typing import Any
 
 ROUND_BYTES = 512
-"""CUDA's caching allocator rounds each request up to this many bytes.
+"""CUDA's caching allocator rounds each request up to a multiple of this.
 
 Source: ``kMinBlockSize`` in c10/cuda/CUDACachingAllocator.h, torch 2.11 to 2.13.
 """
@@ -39,7 +40,7 @@ class Label(str, Enum):
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """One storage: its place in the order of allocations, its size and its use."""
+    """The entry of one storage: its number in the order of allocations, its size and its use."""
 
     number: int
     num_bytes: int
@@ -48,11 +49,11 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class MemoryBreakdown:
-    """Bytes per label on one device; both mappings hold every label and add up exactly.
+    """The bytes of each label on one device. Both mappings have all labels as keys.
 
     Attributes:
-        now: what is allocated now; the values add up to ``memory_allocated``.
-        peak: what was allocated when the peak was reached; adds up to ``max_memory_allocated``.
+        now: bytes allocated now; their sum is ``memory_allocated``.
+        peak: bytes allocated when the peak was reached; their sum is ``max_memory_allocated``.
     """
 
     now: dict[str, int]
@@ -61,14 +62,14 @@ class MemoryBreakdown:
 
 @dataclass(eq=False)
 class OverCapacityError(Exception):
-    """An allocation does not fit; carries the figures in bytes."""
+    """An allocation does not fit on its device."""
 
     requested_bytes: int
     free_bytes: int
 
 
 class DeviceLedger:
-    """The books of one device. Safe to use from several threads."""
+    """The blocks of one device and their statistics. Thread-safe."""
 
     def __init__(self, capacity_bytes: int) -> None:
         self.capacity_bytes = capacity_bytes
@@ -76,40 +77,40 @@ class DeviceLedger:
         self.num_ooms = 0
         self._lock = threading.Lock()
         self._live: dict[int, Block] = {}
-        self._dead_at_peak: Counter[Label] = Counter()
-        # Filled by Allocation.__del__, which may run anywhere, so it must take no lock.
-        self._dropped: deque[Block] = deque()
+        self._freed_since_peak: Counter[Label] = Counter()
+        # Allocation.__del__ appends to it. It may run anywhere, so it must not take the lock.
+        self._to_free: deque[Block] = deque()
         self._next_number = 0
         self._peak_number = -1
         self._allocated_bytes = 0
         self.peak_bytes = 0
-        """The most bytes held at one time since the last ``reset_peak``."""
+        """The maximum of ``allocated_bytes`` since the last ``reset_peak``."""
         self.total_bytes = 0
-        """Bytes allocated so far, freed ones included."""
+        """All bytes ever allocated, including those freed since."""
 
     def allocate(self, num_bytes: int, label: Label) -> Allocation:
-        """Enters a new block of ``num_bytes``, rounded up as CUDA does.
+        """Allocate a block of ``num_bytes``, rounded up as on CUDA.
 
         Raises:
-            OverCapacityError: it does not fit; nothing is entered.
+            OverCapacityError: the block does not fit; the ledger is unchanged.
         """
         return Allocation(self, self._enter(num_bytes, label))
 
     def resize(self, allocation: Allocation, num_bytes: int) -> None:
-        """Makes ``allocation`` one of ``num_bytes``, after its storage grew or shrank.
+        """Replace the block of ``allocation`` if its size is not ``num_bytes``, rounded up.
 
         Raises:
-            OverCapacityError: it does not fit; the old block stays.
+            OverCapacityError: the new block does not fit; the old one stays.
         """
         old = allocation.block
-        if old.num_bytes != _round_up(num_bytes):
+        if old.num_bytes != round_up(num_bytes):
             allocation.block = self._enter(num_bytes, old.label)
-            self._dropped.append(old)
+            self._to_free.append(old)
 
     def _enter(self, num_bytes: int, label: Label) -> Block:
-        size = _round_up(num_bytes)
+        size = round_up(num_bytes)
         with self._lock:
-            self._settle()
+            self._free_blocks()
             free_bytes = self.capacity_bytes - self._allocated_bytes
             if size > free_bytes:
                 self.num_ooms += 1
@@ -123,45 +124,45 @@ class DeviceLedger:
                 self._mark_peak()
         return block
 
-    def _settle(self) -> None:
-        while self._dropped:
-            block = self._dropped.popleft()
+    def _free_blocks(self) -> None:
+        while self._to_free:
+            block = self._to_free.popleft()
             del self._live[block.number]
             self._allocated_bytes -= block.num_bytes
             if block.number <= self._peak_number:
-                self._dead_at_peak[block.label] += block.num_bytes
+                self._freed_since_peak[block.label] += block.num_bytes
 
     def _mark_peak(self) -> None:
         self.peak_bytes = self._allocated_bytes
         self._peak_number = self._next_number - 1
-        self._dead_at_peak.clear()
+        self._freed_since_peak.clear()
 
     def reset_peak(self) -> None:
-        """Makes what is allocated now the peak."""
+        """Reset the peak to the bytes allocated now."""
         with self._lock:
-            self._settle()
+            self._free_blocks()
             self._mark_peak()
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes held now."""
+        """The bytes allocated now."""
         with self._lock:
-            self._settle()
+            self._free_blocks()
             return self._allocated_bytes
 
     @property
     def num_blocks(self) -> int:
-        """How many storages live now."""
+        """The number of blocks allocated now."""
         with self._lock:
-            self._settle()
+            self._free_blocks()
             return len(self._live)
 
     def breakdown(self) -> MemoryBreakdown:
-        """Returns what is held now and what was at the peak, by label."""
+        """Return the bytes allocated now and at the peak, by label."""
         with self._lock:
-            self._settle()
+            self._free_blocks()
             now: Counter[Label] = Counter()
-            peak = self._dead_at_peak.copy()
+            peak = self._freed_since_peak.copy()
             for block in self._live.values():
                 now[block.label] += block.num_bytes
                 if block.number <= self._peak_number:
@@ -173,7 +174,7 @@ class DeviceLedger:
 
 
 class Allocation:
-    """Keeps a block in its ledger for as long as somebody holds this object."""
+    """A reference to a block, which is freed when this object is deallocated."""
 
     __slots__ = ("__weakref__", "block", "ledger", "storage")
 
@@ -181,11 +182,12 @@ class Allocation:
         self.ledger = ledger
         self.block = block
         self.storage: Any = None
-        """Whatever must live as long as the block; set by who allocates."""
+        """The storage that the block stands for; the caller of ``allocate`` sets it."""
 
     def __del__(self) -> None:
-        self.ledger._dropped.append(self.block)
+        self.ledger._to_free.append(self.block)
 
 
-def _round_up(num_bytes: int) -> int:
+def round_up(num_bytes: int) -> int:
+    """Round a size up as CUDA's caching allocator does."""
     return -(-num_bytes // ROUND_BYTES) * ROUND_BYTES

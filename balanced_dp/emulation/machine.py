@@ -1,4 +1,4 @@
-"""The emulated machine: its devices, and which one an ``emulate_devices`` context made current."""
+"""The emulated machine with its devices, and the one of the open ``emulate_devices`` context."""
 
 from __future__ import annotations
 
@@ -16,25 +16,27 @@ from ..units import format_bytes
 from .ledger import Allocation, DeviceLedger, Label, OverCapacityError
 
 DEVICE_TYPE = "lazy"
-"""The device type that stands for emulated accelerators.
+"""The device type of emulated accelerators.
 
-It has a dispatch key of its own, any number of indices, and autograd runs it in the CPU queue.
-PrivateUse1 in Python knows index 0 only, and fake CUDA tensors abort in backward without a GPU.
+It has its own dispatch key, any number of indices, and autograd runs it in the CPU queue. In Python
+PrivateUse1 has index 0 only, and the backward pass of fake CUDA tensors aborts without a GPU.
 """
 
 
 class _PerThread(threading.local):
-    """What each thread has of its own."""
+    """The state of each thread."""
 
     current_index = 0
-    """Index of the current device, as in torch.cuda."""
+    """Index of the current device, as ``torch.cuda.current_device()``."""
     in_optimizer_step = False
 
 
 class Machine:
-    """Emulated devices, what each holds, and what was copied between them.
+    """Emulated devices, the memory of each, and the bytes copied between them.
 
-    Each has one of the capacities in bytes. If symbolic, floating-point tensors keep shapes only.
+    Args:
+        capacities: the capacity of each device in bytes.
+        symbolic: whether to keep only the shapes of floating-point tensors.
     """
 
     def __init__(self, capacities: Iterable[int], symbolic: bool) -> None:
@@ -50,10 +52,10 @@ class Machine:
         self.thread = _PerThread()
 
     def index_of(self, device: torch.device | str | int | None) -> int:
-        """Returns the index of ``device``; None and a device without index mean the current one.
+        """Return the index of ``device``; None and a device without index mean the current one.
 
         Raises:
-            EmulationError: there is no such device.
+            EmulationError: the device does not exist.
         """
         if isinstance(device, str):
             device = torch.device(device)
@@ -71,17 +73,17 @@ class Machine:
         return device
 
     def manual_seed_all(self, seed: int) -> None:
-        """Seeds the generator of each device."""
+        """Set the seed of each device's generator."""
         for generator in self.generators:
             generator.manual_seed(seed)
 
     def enter(
         self, device: torch.device, storage: torch.UntypedStorage, label: Label
     ) -> Allocation:
-        """Returns the allocation of a storage, a new one unless it has one, as a view's has.
+        """Return the allocation of a storage, a new one unless a tensor with it has one already.
 
         Raises:
-            torch.OutOfMemoryError: it does not fit on ``device``.
+            torch.OutOfMemoryError: the storage does not fit on ``device``.
         """
         known = self._allocations.get(storage._cdata)
         if known is not None:
@@ -94,24 +96,24 @@ class Machine:
         return allocation
 
     def move(self, allocation: Allocation, elem: torch.Tensor) -> None:
-        """Makes an allocation that of the storage of ``elem``, of the same size."""
+        """Reuse ``allocation`` for the storage of ``elem``, which has the same size."""
         del self._allocations[allocation.storage._cdata]
         self._bind(allocation, elem.untyped_storage())
 
     def _bind(self, allocation: Allocation, storage: torch.UntypedStorage) -> None:
-        # The allocation keeps the storage, so that its address is not taken while it is a key.
+        # The allocation holds the storage, so that its address is not reused while it is a key.
         allocation.storage = storage
         self._allocations[storage._cdata] = allocation
 
     def resize(self, device: torch.device, allocation: Allocation) -> None:
-        """Enters the new size of a storage that an operation may have resized."""
+        """Update the size of an allocation whose storage may have been resized."""
         try:
             allocation.ledger.resize(allocation, allocation.storage.nbytes())
         except OverCapacityError as error:
             raise self._out_of_memory(device.index, error) from None
 
     def _out_of_memory(self, index: int, error: OverCapacityError) -> torch.OutOfMemoryError:
-        # CUDA's words, because training loops look for "CUDA out of memory.".
+        # CUDA's message, because training loops search for "CUDA out of memory.".
         ledger = self.ledgers[index]
         return torch.OutOfMemoryError(
             f"CUDA out of memory. Tried to allocate {format_bytes(error.requested_bytes)}. "
@@ -122,18 +124,18 @@ class Machine:
         )
 
     def record_copy(self, source: torch.device, target: torch.device, num_bytes: int) -> None:
-        """Counts a copy, unless it stays on its device."""
+        """Count a copy between different devices."""
         if source != target:
             with self._lock:
                 self._copied_bytes[source, target] += num_bytes
 
     def copied_bytes(self) -> dict[tuple[torch.device, torch.device], int]:
-        """Returns the bytes copied for each pair of source and target."""
+        """Return the bytes copied, by pair (source, target)."""
         with self._lock:
             return dict(self._copied_bytes)
 
     def close(self) -> None:
-        """Ends the devices: their memory is given back, also that of tensors still referenced."""
+        """Free the memory of all devices, also that of tensors that are still referenced."""
         for ledger in self.ledgers:
             ledger.closed = True
         for allocation in list(self._allocations.values()):
@@ -145,32 +147,32 @@ _current: Machine | None = None
 
 
 def current_machine() -> Machine:
-    """Returns the machine of the ``emulate_devices`` context that is open.
+    """Return the machine of the open ``emulate_devices`` context.
 
     Raises:
-        EmulationError: none is.
+        EmulationError: no context is open.
     """
     if _current is None:
         raise EmulationError(
-            f"there are no emulated devices here: the device type {DEVICE_TYPE!r} works inside "
-            "`with balanced_dp.emulate_devices(num_devices):`"
+            f"there are no emulated devices here: the device type {DEVICE_TYPE!r} works only "
+            "inside `with balanced_dp.emulate_devices(num_devices):`"
         )
     return _current
 
 
 def has_machine() -> bool:
-    """Returns whether an ``emulate_devices`` context is open."""
+    """Return whether an ``emulate_devices`` context is open."""
     return _current is not None
 
 
 @contextmanager
-def machine_made_current(machine: Machine) -> Iterator[None]:
-    """Makes ``machine`` current for the length of a ``with`` block."""
+def make_current(machine: Machine) -> Iterator[None]:
+    """Make ``machine`` the current one inside a ``with`` block, and close it at the end."""
     global _current
     if _current is not None:
         raise EmulationError(
-            "emulate_devices contexts cannot be nested: leave the open one first, "
-            f"it has {len(_current.devices)} devices"
+            "emulate_devices contexts cannot be nested: leave the open one, which has "
+            f"{len(_current.devices)} devices, first"
         )
     _current = machine
     try:

@@ -1,6 +1,6 @@
-"""Symbolic mode: which values are known, and operators that run on shapes alone.
+"""Symbolic mode: which values are known, and how operators run on shapes only.
 
-A value that is not known is a tensor on torch's ``meta`` device.
+A tensor whose values are not known is on torch's ``meta`` device.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ _READS_VALUES = {
 
 
 def is_known(elem: torch.Tensor) -> bool:
-    """Returns whether the value of a wrapped tensor is kept, not only its shape."""
+    """Return whether a wrapped tensor has values, not only a shape."""
     return elem.device.type != "meta"
 
 
 def is_unknown_dtype(dtype: torch.dtype) -> bool:
-    """Returns whether tensors of this type keep their shape only in symbolic mode."""
+    """Return whether tensors of this dtype have only a shape in symbolic mode."""
     return dtype.is_floating_point or dtype.is_complex
 
 
 def require_known(elem: torch.Tensor, doing: str) -> None:
-    """Raises SymbolicValueError where the value of ``elem`` is not known."""
+    """Raise a SymbolicValueError if the values of ``elem`` are not known."""
     if not is_known(elem):
         raise SymbolicValueError(
             f"{doing} needs the value of a {elem.dtype} tensor of shape {tuple(elem.shape)}, but "
@@ -48,7 +48,11 @@ def require_known(elem: torch.Tensor, doing: str) -> None:
 def symbolic_arguments(
     func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Makes the arguments agree: all values known, or shapes throughout."""
+    """Return the arguments for ``func``, on ``meta`` unless the values of all tensors are known.
+
+    Raises:
+        SymbolicValueError: ``func`` would write unknown values into an integer or bool tensor.
+    """
     tensors = _tensors((args, tuple(kwargs.values())))
     if _is_factory(func):
         dtype = kwargs.get("dtype") or tensors[0].dtype
@@ -65,17 +69,17 @@ def symbolic_arguments(
             for tensor in _tensors((written,)):
                 if is_known(tensor) and not is_unknown_dtype(tensor.dtype):
                     raise SymbolicValueError(
-                        f"{func} would write unknown values into a {tensor.dtype} tensor; "
-                        "emulate_devices(symbolic=True) keeps shapes only of floating-point "
-                        "tensors, use symbolic=False"
+                        f"{func} would write unknown values into a {tensor.dtype} tensor: "
+                        "emulate_devices(symbolic=True) keeps only the shapes of floating-point "
+                        "tensors; use symbolic=False"
                     )
-    # torch's functions for shapes take no generator.
+    # torch's meta functions take no generator.
     kwargs = {name: _to_meta(value) for name, value in kwargs.items() if name != "generator"}
     return _to_meta(args), kwargs
 
 
 def _integer_indices(indices: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
-    """Boolean masks as the integers they select: a shape depends on their values."""
+    """Replace masks by the integer indices of their true elements, which determine the shape."""
     result: list[torch.Tensor | None] = []
     for index in indices:
         if index is not None and index.dtype in (torch.bool, torch.uint8):
@@ -103,19 +107,19 @@ def _to_meta(value: Any) -> Any:
 
 
 def call(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Returns what ``func`` returns.
+    """Call ``func``, or take the shapes of its outputs from an earlier call with the same metadata.
 
     Raises:
-        SymbolicValueError: it needs values that are not known.
+        SymbolicValueError: ``func`` needs values that are not known.
     """
     if func in _READS_VALUES:
         for tensor in _tensors(args):
             require_known(tensor, f"{func}")
     key = _key((func, args, tuple(kwargs.items()))) if _is_functional(func) else None
-    known = _outputs.get(key)
-    if known is not None:
-        made = [torch.empty_strided(*shape, dtype=d, device=META) for *shape, d in known]
-        return made[0] if len(func._schema.returns) == 1 else tuple(made)
+    shapes = _outputs.get(key)
+    if shapes is not None:
+        outputs = [torch.empty_strided(*shape, dtype=d, device=META) for *shape, d in shapes]
+        return outputs[0] if len(func._schema.returns) == 1 else tuple(outputs)
     try:
         out = func(*args, **kwargs)
         if key is not None:
@@ -123,23 +127,24 @@ def call(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, A
         return out
     except RuntimeError as error:
         if "meta" in str(error).lower() and not all(map(is_known, _tensors(args))):
-            if not func._schema.returns:  # it only writes values: a fused optimizer's step
+            if not func._schema.returns:  # only writes values, as the step of a fused optimizer
                 return None
             raise SymbolicValueError(
-                f"{func} cannot run on shapes alone, which is all that "
-                "emulate_devices(symbolic=True) keeps; use symbolic=False"
+                f"{func} cannot run on shapes only, but emulate_devices(symbolic=True) keeps no "
+                "values; use symbolic=False"
             ) from error
         raise
 
 
-# Layers repeat, and torch computes many shapes in Python: the same metadata in, the same out.
+# Layers repeat, and torch computes many shapes in Python, so the shapes of outputs are cached by
+# the metadata of the inputs.
 
 _outputs: dict[Any, list[tuple[Any, ...]]] = {}
 _MAX_OUTPUTS = 2**14
 
 
 def _key(value: Any) -> Any:
-    """Returns what tells calls apart whose outputs may differ in shape, None if that is unknown."""
+    """Return a cache key that determines the outputs' shapes, None if there is no such key."""
     if isinstance(value, torch.Tensor):
         if is_known(value) or value.layout is not torch.strided:
             return None
@@ -149,7 +154,7 @@ def _key(value: Any) -> Any:
         return None if any(i is None for i in items) else items
     if isinstance(value, torch.Generator):
         return None
-    return type(value), value  # 1, 1.0 and True are equal
+    return type(value), value  # with the type, since 1 == 1.0 == True
 
 
 def _remember(key: Any, inputs: list[torch.Tensor], out: Any) -> None:
@@ -159,25 +164,24 @@ def _remember(key: Any, inputs: list[torch.Tensor], out: Any) -> None:
     if any(t.device != META or t.layout is not torch.strided for t in outputs):
         return
     shapes = [(t.size(), t.stride(), t.dtype) for t in outputs]
-    alike = [torch.empty_strided(*shape, dtype=d, device=META) for *shape, d in shapes]
-    pairs = zip(map(_storage, outputs), map(_storage, alike), strict=True)
-    is_tight = all(storage.nbytes() == other.nbytes() for storage, other in pairs)
-    # _unsafe_view makes a view, which its schema does not tell.
-    storages = {_storage(t)._cdata for t in (*inputs, *outputs)}
-    are_new = len(storages) == len({_storage(t)._cdata for t in inputs}) + len(outputs)
-    if is_tight and are_new:
+    remade = [torch.empty_strided(*shape, dtype=d, device=META) for *shape, d in shapes]
+    fill_their_storages = all(
+        output.untyped_storage().nbytes() == other.untyped_storage().nbytes()
+        for output, other in zip(outputs, remade, strict=True)
+    )
+    # _unsafe_view returns a view, although its schema says otherwise.
+    input_storages = {t.untyped_storage()._cdata for t in inputs}
+    output_storages = {t.untyped_storage()._cdata for t in outputs}
+    are_new = len(input_storages | output_storages) == len(input_storages) + len(outputs)
+    if fill_their_storages and are_new:
         if len(_outputs) >= _MAX_OUTPUTS:
             _outputs.clear()
         _outputs[key] = shapes
 
 
-def _storage(tensor: torch.Tensor) -> torch.UntypedStorage:
-    return tensor.untyped_storage()
-
-
 @functools.cache
 def _is_functional(func: torch._ops.OpOverload) -> bool:
-    """Whether it only makes new tensors, one or a fixed number."""
+    """Return whether ``func`` returns a fixed number of new tensors and nothing else."""
     schema = func._schema
     return (
         all(argument.alias_info is None for argument in (*schema.arguments, *schema.returns))
@@ -188,6 +192,6 @@ def _is_functional(func: torch._ops.OpOverload) -> bool:
 
 @functools.cache
 def _is_factory(func: torch._ops.OpOverload) -> bool:
-    """Whether it takes the shape of a tensor and not its values: ``empty_like``, ``new_zeros``."""
+    """Return whether ``func`` is a factory such as ``empty_like``, which reads only a shape."""
     names = {argument.name for argument in func._schema.arguments}
     return "pin_memory" in names and "sparse" not in func.name()

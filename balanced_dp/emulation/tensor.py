@@ -1,9 +1,9 @@
-"""The tensor of an emulated device: a CPU tensor that says it is elsewhere and is counted there.
+"""The tensor of an emulated device: it wraps a CPU tensor and is counted in the device's ledger.
 
-Every operation arrives in ``__torch_dispatch__`` below autograd, so gradients, hooks and views are
-torch's own. It checks that its tensors are on one device, runs on the wrapped CPU tensors, and
-enters what it made in the device's ledger. In symbolic mode the wrapped tensor is on torch's
-``meta`` device where the value is not known: shape only, no data.
+``__torch_dispatch__`` intercepts every operator below autograd, so gradients, hooks and views are
+torch's. It checks that the tensors are on one device, runs the operator on the wrapped CPU tensors
+and enters the results in the device's ledger. In symbolic mode, a wrapped tensor whose values are
+not known is on torch's ``meta`` device: it has a shape and no data.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from .symbolic import CPU, META, call, is_known, is_unknown_dtype, require_known
 
 aten = torch.ops.aten
 
-# In torch, and not in its stubs, as are the other names of torch._C and of data below.
+# Torch's stubs lack it, as they lack other names of torch._C below.
 AUTOCAST_KEY = torch._C.DispatchKey.AutocastPrivateUse1  # type: ignore[attr-defined]
-"""A key that torch leaves to others and passes over unless autocast is on; see autocast.py."""
+"""The autocast key of emulated tensors; torch skips it unless autocast is on. See autocast.py."""
 
 _EXTRA_KEYS = torch._C.DispatchKeySet(AUTOCAST_KEY)
 
-# What may still become something more precise than it was when it was computed.
+# Labels that a more specific one may replace later.
 _PROVISIONAL = {Label.ACTIVATION, Label.OTHER}
 
-# Arguments that may be on the CPU, on CUDA too: the host reads them.
+# Arguments that the host reads, which may be on the CPU, as with CUDA.
 _READ_BY_HOST = {
     aten.index.Tensor: {"indices"},
     aten.index_put.default: {"indices"},
@@ -47,15 +47,15 @@ _READ_BY_HOST = {
 
 
 class EmulatedTensor(torch.Tensor):
-    """A tensor on an emulated device. Made by torch's own factories and by ``.to("lazy:0")``."""
+    """A tensor on an emulated device, made by torch's factories and by ``.to("lazy:0")``."""
 
     _elem: torch.Tensor
-    """The CPU (or meta) tensor of the same shape and strides that holds the data."""
+    """The wrapped CPU (or meta) tensor, of the same shape and strides, that has the data."""
     _allocations: tuple[Allocation, ...]
-    """The memory it views: one storage, or the indices and values of a sparse tensor."""
+    """The memory that it views: one storage, or the indices and values of a sparse tensor."""
 
-    # Operators are seen below autograd, in __torch_dispatch__, so not above it as well. Torch's
-    # stubs declare both for plain tensors: a method here, any callable and any types there.
+    # __torch_dispatch__ intercepts operators below autograd, so __torch_function__, above it, is
+    # off. Both have wider types in torch's stubs.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
@@ -67,37 +67,37 @@ class EmulatedTensor(torch.Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if not all(issubclass(kind, cls) for kind in types):
-            return NotImplemented  # the other kind of tensor may know what to do
+            return NotImplemented  # the other subclass may handle it
         kwargs = kwargs or {}
         handler = HANDLERS.get(func)
         if handler is not None:
             return handler(*args, **kwargs)
-        if _is_composite(func):  # reached in inference mode only, where autograd does not decompose
+        if _is_composite(func):  # in inference mode, where autograd does not decompose operators
             return func.decompose(*args, **kwargs)
         return run(func, args, kwargs)
 
-    # The methods that torch implements for its own tensors only. Its stubs declare `data` a plain
-    # attribute; it is a descriptor.
+    # Methods that torch implements for its own tensors only. In its stubs `data` is a plain
+    # attribute, but it is a descriptor.
 
     @property
     def data(self) -> torch.Tensor:
-        """The tensor without its history."""
+        """The tensor, detached from the graph."""
         data: torch.Tensor = torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
         return data
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        """Makes this tensor hold what ``value`` holds, where ``value`` is."""
+        """Replace the data and the device by those of ``value``."""
         torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
-        assert isinstance(value, EmulatedTensor)  # torch has refused any other
+        assert isinstance(value, EmulatedTensor)  # torch accepts no other tensor
         self._elem, self._allocations = value._elem, value._allocations
 
     def tolist(self) -> Any:
-        """Returns the values as nested lists, copied to the CPU first."""
+        """Return the values as nested lists."""
         return self.cpu().tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
-        """Raises TypeError as on CUDA; with ``force`` returns a copy on the CPU."""
+        """Return a copy as an array if ``force``, else raise a TypeError, as on CUDA."""
         if force:
             return self.detach().cpu().resolve_conj().resolve_neg().numpy()
         raise TypeError(
@@ -111,7 +111,7 @@ class EmulatedTensor(torch.Tensor):
     def __format__(self, spec: str) -> str:
         return format(self.item(), spec) if self.dim() == 0 else object.__format__(self, spec)
 
-    # Wider than object's, as torch.Tensor's is.
+    # Its signature is wider than that of object.__repr__, as torch.Tensor's is.
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         suffix = f", device='{self.device}'" + (", requires_grad=True" * self.requires_grad)
         if any(allocation.ledger.closed for allocation in self._allocations):
@@ -135,20 +135,20 @@ class EmulatedTensor(torch.Tensor):
         return twin
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickles as the CPU tensor, so that a checkpoint loads where there are no such devices."""
+        """Pickle as the CPU tensor, so that checkpoints load without emulated devices."""
         elem = elem_of(self).detach()
         require_known(elem, "saving it")
         return self._leaf(elem).__reduce_ex__(protocol)
 
     def _leaf(self, data: torch.Tensor) -> torch.Tensor:
-        """Returns ``data`` as what this tensor is: a parameter or not, with a gradient or not."""
+        """Return ``data`` as a leaf, a parameter if this is one, with the same requires_grad."""
         if isinstance(self, torch.nn.Parameter):
             return torch.nn.Parameter(data, self.requires_grad)
         return data.requires_grad_(self.requires_grad)
 
 
 def run(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Runs ``func`` on the wrapped tensors of its arguments and wraps what it returns."""
+    """Run ``func`` on the wrapped tensors of its arguments and wrap its outputs."""
     wrapped = Wrapped(func)
     machine = wrapped.machine
     refused = _refused_cpu_dims(func)
@@ -170,13 +170,13 @@ def run(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, An
     if machine.symbolic:
         elem_args, elem_kwargs = symbolic_arguments(func, elem_args, elem_kwargs)
     out = call(func, elem_args, elem_kwargs)
-    if _writes_to_list(func):  # torch counts writes to single tensors itself
+    if _writes_to_list(func):  # torch increments the versions of single tensors only
         torch.autograd.graph.increment_version(t for t in args[0] if not t.is_inference())
     return wrapped.wrap(out, device, *_labels(machine))
 
 
 class Wrapped:
-    """The emulated tensors of one call: their device, and which wrapper a CPU tensor belongs to."""
+    """The emulated tensors of one call: their device, and the wrapper of each wrapped tensor."""
 
     __slots__ = ("by_elem", "cpu_tensor", "func", "machine")
 
@@ -187,9 +187,9 @@ class Wrapped:
         self.cpu_tensor: torch.Tensor | None = None
 
     def unwrap(self, value: Any, refused_cpu_dims: float = 1) -> Any:
-        """Returns ``value`` with wrapped tensors in the place of emulated ones.
+        """Return ``value`` with each emulated tensor replaced by the tensor that it wraps.
 
-        CPU tensors with as many dimensions as ``refused_cpu_dims``, or more, are out of place.
+        A CPU tensor is on the wrong device if it has ``refused_cpu_dims`` or more dimensions.
         """
         if isinstance(value, EmulatedTensor):
             elem = elem_of(value)
@@ -205,7 +205,11 @@ class Wrapped:
 
     @property
     def device(self) -> torch.device:
-        """The one device of all tensors."""
+        """The device of all tensors.
+
+        Raises:
+            RuntimeError: the tensors are on several devices.
+        """
         devices = list(dict.fromkeys(tensor.device for tensor in self.by_elem.values()))
         if self.cpu_tensor is not None:
             devices.append(self.cpu_tensor.device)
@@ -218,7 +222,7 @@ class Wrapped:
 
     @property
     def generator(self) -> torch.Generator:
-        """The generator of that device."""
+        """The device's generator."""
         return self.machine.generators[self.device.index]
 
     def wrap(
@@ -228,19 +232,20 @@ class Wrapped:
         label: Label = Label.ACTIVATION,
         relabel: bool = False,
     ) -> Any:
-        """Returns ``out`` with emulated tensors for wrapped ones, known wrappers among them.
+        """Return ``out`` with each tensor replaced by an emulated one.
 
-        New ones are on ``device``, by default that of the others.
+        An argument that is returned keeps its wrapper. New tensors are on ``device``, by default
+        that of the arguments, and have the label ``label``, as their views do if ``relabel``.
         """
         device = device or self.device
         if isinstance(out, torch.Tensor):
             wrapper = self.by_elem.get(id(out))
             if wrapper is None:
-                aliased = self._aliased_normal_tensor(out)
-                with torch.inference_mode(False) if aliased else nullcontext():
+                is_normal = self._is_view_of_normal_tensor(out)
+                with torch.inference_mode(False) if is_normal else nullcontext():
                     wrapper = wrap_elem(out, self.machine, device, label)
             else:
-                _renew(wrapper, self.machine, device, label)
+                _update_wrapper(wrapper, self.machine, device, label)
             if relabel:
                 set_label(wrapper, label)
             return wrapper
@@ -248,8 +253,8 @@ class Wrapped:
             return type(out)(self.wrap(item, device, label, relabel) for item in out)
         return out
 
-    def _aliased_normal_tensor(self, out: torch.Tensor) -> bool:
-        # In inference mode a view of a normal tensor is a normal tensor: the wrapper must be, too.
+    def _is_view_of_normal_tensor(self, out: torch.Tensor) -> bool:
+        # In inference mode a view of a normal tensor is a normal tensor, so its wrapper must be.
         return (
             torch.is_inference_mode_enabled()
             and not out.is_inference()
@@ -260,10 +265,10 @@ class Wrapped:
 def wrap_elem(
     elem: torch.Tensor, machine: Machine, device: torch.device, label: Label
 ) -> EmulatedTensor:
-    """Returns ``elem`` as a tensor on ``device``, entered in its ledger unless it is a view.
+    """Return ``elem`` as a tensor on ``device``, entered in its ledger unless it is a view.
 
     Raises:
-        torch.OutOfMemoryError: it does not fit on the device.
+        torch.OutOfMemoryError: the tensor does not fit on the device.
     """
     if machine.symbolic and is_unknown_dtype(elem.dtype) and is_known(elem):
         elem = torch.empty_strided(elem.size(), elem.stride(), dtype=elem.dtype, device=META)
@@ -276,8 +281,10 @@ def _enter(
     return tuple(machine.enter(device, part.untyped_storage(), label) for part in _parts(elem))
 
 
-def _renew(wrapper: EmulatedTensor, machine: Machine, device: torch.device, label: Label) -> None:
-    """Makes the wrapper say what its wrapped tensor is, after that was written to in place."""
+def _update_wrapper(
+    wrapper: EmulatedTensor, machine: Machine, device: torch.device, label: Label
+) -> None:
+    """Update a wrapper whose wrapped tensor was modified in place."""
     elem = wrapper._elem
     wrapper._allocations = _enter(elem, machine, device, label)
     for allocation in wrapper._allocations:
@@ -315,25 +322,27 @@ def _wrapper(
 
 
 def _parts(elem: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The strided tensors that hold the data; a sparse tensor has no storage of its own."""
+    """Return the strided tensors that have the data; a sparse tensor has no storage of its own."""
     if elem.layout is torch.strided:
         return (elem,)
     if elem.layout is torch.sparse_coo:
         require_known(elem, "a sparse tensor")
         return (elem._indices(), elem._values())
-    raise EmulationError(f"emulated devices have no {elem.layout} tensors")
+    raise EmulationError(
+        f"emulated devices support strided and sparse COO tensors, got {elem.layout}"
+    )
 
 
 def elem_of(tensor: EmulatedTensor) -> torch.Tensor:
-    """Returns the wrapped tensor, and notices that an ``nn.Parameter`` is one.
+    """Return the wrapped tensor; label its memory if ``tensor`` is an ``nn.Parameter``.
 
     Raises:
-        EmulationError: the context that the tensor belonged to has ended.
+        EmulationError: the tensor's ``emulate_devices`` context has ended.
     """
     if tensor._allocations[0].ledger.closed:
         raise EmulationError(
             f"this tensor was on {tensor.device}, whose emulate_devices context has ended; "
-            "move what you need with .cpu() before you leave it"
+            "copy what you need with .cpu() before the end of the context"
         )
     if isinstance(tensor, torch.nn.Parameter):
         set_label(tensor, Label.PARAMETER)
@@ -341,7 +350,7 @@ def elem_of(tensor: EmulatedTensor) -> torch.Tensor:
 
 
 def set_label(tensor: object, label: Label, over: set[Label] = _PROVISIONAL) -> None:
-    """Labels the memory of ``tensor``, where it is emulated and its label is one of ``over``."""
+    """Label the memory of ``tensor`` if it is emulated and its present label is in ``over``."""
     if isinstance(tensor, EmulatedTensor):
         for allocation in tensor._allocations:
             if allocation.block.label in over:
@@ -349,7 +358,7 @@ def set_label(tensor: object, label: Label, over: set[Label] = _PROVISIONAL) -> 
 
 
 def _labels(machine: Machine) -> tuple[Label, bool]:
-    """Returns the label of what the running operation makes, and whether views take it too."""
+    """Return the label of the running operator's results, and whether it applies to views, too."""
     node = torch._C._current_autograd_node()
     if node is not None and _makes_parameter_gradients(node):
         return Label.GRADIENT, True
@@ -357,14 +366,14 @@ def _labels(machine: Machine) -> tuple[Label, bool]:
 
 
 def _makes_parameter_gradients(node: Any) -> bool:
-    """Whether all that this node of the backward pass computes ends in some leaf's ``.grad``."""
+    """Return whether a node of the backward pass computes gradients of leaves only."""
     if type(node).__name__ == "AccumulateGrad":
         return True
     targets = [target for target, _ in node.next_functions if target is not None]
     return bool(targets) and all(type(t).__name__ == "AccumulateGrad" for t in targets)
 
 
-# What torch says of its operators, asked once each.
+# Properties of operators, cached.
 
 
 @functools.cache
@@ -389,9 +398,9 @@ def _draws_random_numbers(func: torch._ops.OpOverload) -> bool:
 
 @functools.cache
 def _refused_cpu_dims(func: torch._ops.OpOverload) -> tuple[float, ...]:
-    """For each argument, from how many dimensions on a CPU tensor is refused, as on CUDA.
+    """Return the least number of dimensions of a refused CPU tensor, for each argument.
 
-    One without dimensions counts as a number, unless it is an item of a list or written to.
+    As on CUDA, a 0-dim CPU tensor counts as a number, unless it is in a list or written to.
     """
 
     def refused_dims(argument: torch.Argument) -> float:
@@ -403,7 +412,7 @@ def _refused_cpu_dims(func: torch._ops.OpOverload) -> tuple[float, ...]:
     return tuple(map(refused_dims, func._schema.arguments))
 
 
-# Copies: the only operators that may name two devices.
+# Copies: the only operators with two devices.
 
 
 def _to_copy(self: EmulatedTensor, **kwargs: Any) -> torch.Tensor:
@@ -427,7 +436,7 @@ def _to_copy(self: EmulatedTensor, **kwargs: Any) -> torch.Tensor:
 
 
 def copy_(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-    """``target.copy_(source)``, one of them emulated or both."""
+    """Copy ``source`` into ``target``, of which at least one is emulated: ``Tensor.copy_``."""
     machine = current_machine()
     source_elem = elem_of(source) if isinstance(source, EmulatedTensor) else source
     machine.record_copy(source.device, target.device, _num_bytes(source_elem, target.dtype))
@@ -449,7 +458,7 @@ def copy_(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
 
 
 def _copy_label(source: EmulatedTensor, target: torch.device, machine: Machine) -> Label:
-    """What a copy is used for: the same as its source, unless it carries an output elsewhere."""
+    """Return the label of a copy: its source's, or gathered output for one from another device."""
     label, is_gradient = _labels(machine)
     if is_gradient:
         set_label(source, label)
@@ -467,13 +476,13 @@ def _num_bytes(elem: torch.Tensor, dtype: torch.dtype | None) -> int:
     return elem.numel() * (dtype or elem.dtype).itemsize
 
 
-# Gradients that meet at one tensor: the engine adds the second to the first in place, but out of
-# place where the first is a tensor subclass (can_accumulate_inplace in torch's input_buffer.cpp).
-# What would have been written in place takes no memory here either.
+# Accumulated gradients: the engine adds gradients of one tensor in place, but out of place if they
+# are tensor subclasses (can_accumulate_inplace in torch's input_buffer.cpp). Additions that would
+# be in place on CUDA take no memory here either.
 
 
 def _add(self: Any, other: Any, **kwargs: Any) -> Any:
-    # In Python only the call has it: C++, the tuple of arguments, this frame and getrefcount.
+    # At most the four references of the call: C++, the argument tuple, this frame and getrefcount.
     if sys.getrefcount(self) > 4 or not _would_accumulate_in_place(self, other):
         return run(aten.add.Tensor, (self, other), kwargs)
     wrapped = Wrapped(aten.add.Tensor)
@@ -490,8 +499,9 @@ def _would_accumulate_in_place(self: Any, other: Any) -> bool:
         and isinstance(other, EmulatedTensor)
         and (self.shape, self.dtype, self.layout) == (other.shape, other.dtype, torch.strided)
         and self._elem.nbytes == self._elem.untyped_storage().nbytes()
-        # Nor has anybody in C++: the engine, the Python object and two for the call; and no other
-        # tensor views it: this tuple and the argument of getrefcount. (The stubs lack _use_count.)
+        # No other reference in C++ than those of the engine, the Python object and the call (two),
+        # and no other tensor with this storage: the two references of its allocation are this
+        # tuple's and getrefcount's. (The stubs lack _use_count.)
         and self._use_count() <= 4  # type: ignore[attr-defined]
         and sys.getrefcount(self._allocations[0]) == 2
     )
@@ -502,4 +512,4 @@ HANDLERS: dict[torch._ops.OpOverload, Callable[..., Any]] = {
     aten.add.Tensor: _add,
     aten.copy_.default: copy_,
 }
-"""Operators with a kernel of their own; everything else goes through ``run``."""
+"""Operators with a kernel of their own; ``run`` handles all others."""

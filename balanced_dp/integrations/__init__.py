@@ -1,1 +1,1 @@
-"""The balanced split in other people's training loops; each needs its own package."""
+"""Integrations with the training loops of other packages, each of which is optional."""

@@ -1,4 +1,4 @@
-"""A model as ``Trainer`` calls it: of its outputs, those that the Trainer needs."""
+"""The ``BalancedDataParallel`` of ``BalancedTrainer``."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from ..parallel.losses.join import ChunkLosses
 
 
 class TrainerParallel(BalancedDataParallel[nn.Module]):
-    """A model as ``Trainer`` calls it."""
+    """A ``BalancedDataParallel`` that gathers only the outputs that ``Trainer`` needs."""
 
     gathers_loss_only = False
-    """Whether outputs but the loss stay where they are."""
+    """Whether only the loss is gathered."""
 
     def gather(
         self,
@@ -27,14 +27,14 @@ class TrainerParallel(BalancedDataParallel[nn.Module]):
         output_device: int | torch.device | None,
         losses: ChunkLosses | None = None,
     ) -> Any:
-        """Returns the joined outputs, in float32 as without a wrapper."""
-        wanted = _loss_alone if self.gathers_loss_only else _without_caches
-        joined = super().gather([wanted(output) for output in outputs], output_device, losses)
+        """Gather the outputs; with autocast, convert them to float32 as accelerate does."""
+        select = _loss_only if self.gathers_loss_only else _without_caches
+        gathered = super().gather([select(output) for output in outputs], output_device, losses)
         is_autocast = torch.is_autocast_enabled(self.devices[0].type)
-        return convert_to_fp32(joined) if is_autocast else joined
+        return convert_to_fp32(gathered) if is_autocast else gathered
 
 
-def _loss_alone(output: Any) -> Any:
+def _loss_only(output: Any) -> Any:
     if isinstance(output, ModelOutput):
         return type(output)(loss=output["loss"]) if "loss" in output else output
     if isinstance(output, Mapping):
@@ -43,7 +43,7 @@ def _loss_alone(output: Any) -> Any:
 
 
 def _without_caches(output: Any) -> Any:
-    """Returns the output without the keys and values of a replica, which the Trainer ignores."""
+    """Return the output without its key-value caches, which the Trainer ignores."""
     if not isinstance(output, ModelOutput):
         return output
     return type(output)(

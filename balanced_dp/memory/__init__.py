@@ -1,4 +1,4 @@
-"""What each device's memory holds: measured, explained, logged."""
+"""The memory of each device: measured, broken down by use, and logged."""
 
 from .breakdown import DeviceBreakdown, memory_breakdown
 from .device_memory import DeviceMemory

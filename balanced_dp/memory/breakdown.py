@@ -1,4 +1,4 @@
-"""What the memory at the peak was used for, and the floor that no ``gpu0_bsz`` can lower."""
+"""The memory at the peak by use, and the floor that no ``gpu0_bsz`` can lower."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from ..emulation.ledger import ROUND_BYTES
+from ..emulation.ledger import round_up
 from ..errors import ProbeError
 from .step_memory import DevicePeak, StepMemory
 
-_KEPT = ("parameter", "buffer", "gradient", "optimizer state")
+_PERSISTENT = ("parameter", "buffer", "gradient", "optimizer state")
 _OF_THE_CHUNK = ("input", "activation", "rest")
-"""Whose bytes may be those of the first device's own chunk."""
+"""Uses that grow with the chunk of the first device."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceBreakdown:
-    """What one device's memory was used for when it was fullest, in bytes.
+    """The memory of one device at its peak, by use, in bytes.
 
     Attributes:
-        device: the device as torch names it.
-        peak_bytes: the most that tensors held since the peak was last reset.
-        uses: what for; the values add up to ``peak_bytes``. On emulated devices they are exact: the
-            ledger's labels. Elsewhere ``parameter``, ``buffer``, ``gradient`` and ``optimizer
-            state`` are what lives now, with the copies that the model made on the other devices,
-            and ``rest`` is what else there was: activations, gathered outputs, the loss.
-        floor_bytes: of the first device, about what it would hold with ``gpu0_bsz=0``, which no
-            choice of ``gpu0_bsz`` can lower. None on the others, and where it is not known: before
-            the first batch, or with samples on one device only.
+        device: torch's name of the device.
+        peak_bytes: maximum memory occupied by tensors since the peak was last reset.
+        uses: bytes by use, with the sum ``peak_bytes``. On emulated devices they are exact. On
+            others, ``parameter``, ``buffer``, ``gradient`` and ``optimizer state`` are the tensors
+            that exist now, with the model's copies on the other devices, and ``rest`` is everything
+            else: activations, gathered outputs, the loss.
+        floor_bytes: an estimate of the first device's peak with ``gpu0_bsz=0``, which no
+            ``gpu0_bsz`` can lower. None for the other devices, before the first batch, and if one
+            device only had samples.
     """
 
     device: str
@@ -46,20 +46,21 @@ class DeviceBreakdown:
 def memory_breakdown(
     model: nn.Module, optimizer: torch.optim.Optimizer | None = None
 ) -> tuple[DeviceBreakdown, ...]:
-    """Returns what the memory of each of the model's devices was used for at its peak.
+    """Return the memory by use of each of the model's devices, at its peak.
 
-    Call it after a training step that is not the first, since the optimizer's state would not have
-    been there at its peak, and with the gradients still there; on emulated devices at any time.
-    The peak is the one since ``reset_peak_memory_stats``, or the beginning of a measured block or
-    of a logger's record.
+    Call it after a training step, before ``zero_grad``, and not after the first step: the
+    optimizer had no state at that step's peak. (With emulated devices, call it at any time.) The
+    peak is the one since the last ``reset_peak_memory_stats``, the beginning of the last measured
+    block, or the last record of a logger.
 
-    The floor is the first device's peak less what its chunk takes there: what a sample takes of
-    the other devices, and no more than there is of activations. It is low where the peak without
-    samples would be at another moment of the step; ``gpu0_bsz=0``, measured, is exact.
+    The floor is the first device's peak less the memory of its chunk: the bytes per sample of the
+    other devices times its chunk size, and at most its activations. It is too low if without
+    samples the peak would be at another moment of the step; measure ``gpu0_bsz=0`` for the exact
+    value.
 
     Args:
-        model: a ``BalancedDataParallel``, or any module, whose devices are its parameters'.
-        optimizer: the optimizer of its parameters, if its state is to be told from the rest.
+        model: a ``BalancedDataParallel``, or any module; then the devices are its parameters'.
+        optimizer: the optimizer of the parameters, to list its state separately.
 
     Raises:
         ProbeError: no device of the model counts its memory.
@@ -70,27 +71,27 @@ def memory_breakdown(
         DevicePeak(
             device=str(device),
             capacity_bytes=None,
-            start_allocated_bytes=sum(uses.get(use, 0) for use in _KEPT),
+            start_allocated_bytes=sum(uses.get(use, 0) for use in _PERSISTENT),
             peak_allocated_bytes=sum(uses.values()),
             chunk_size=None if chunk_sizes is None else chunk_sizes[device],
         )
         for device, uses in counted.items()
     )
-    found = [
+    breakdowns = [
         DeviceBreakdown(peak.device, peak.peak_allocated_bytes, uses)
         for peak, uses in zip(peaks, counted.values(), strict=True)
     ]
     floor_bytes = StepMemory(devices=peaks).floor_bytes
     if floor_bytes is not None:
-        first = found[0]
+        first = breakdowns[0]
         movable_bytes = sum(first.uses.get(use, 0) for use in _OF_THE_CHUNK)
         floor_bytes = round(max(floor_bytes, first.peak_bytes - movable_bytes))
-        found[0] = replace(first, floor_bytes=floor_bytes)
-    return tuple(found)
+        breakdowns[0] = replace(first, floor_bytes=floor_bytes)
+    return tuple(breakdowns)
 
 
 def samples_by_device(model: Any) -> Counter[torch.device] | None:
-    """Returns how many samples of the model's last batch each device got, None if not known."""
+    """Return the number of samples of each device in the model's last batch, None if unknown."""
     split = getattr(model, "chunk_sizes", None)
     if split is None:
         return None
@@ -101,7 +102,7 @@ def samples_by_device(model: Any) -> Counter[torch.device] | None:
 
 
 def replica_bytes(model: Any, device: torch.device, chunk_size: int | None) -> int:
-    """Returns what copies of parameters and buffers a device gets for a chunk."""
+    """Return the size of the copies of parameters and buffers on a device with a chunk."""
     if not chunk_size or device == model.devices[0]:
         return 0
     return _num_bytes(chain(model.module.parameters(), model.module.buffers()))
@@ -126,7 +127,7 @@ def _devices_of(model: nn.Module) -> list[torch.device]:
 def _uses(
     device: torch.device, model: Any, optimizer: torch.optim.Optimizer | None
 ) -> dict[str, int]:
-    """Returns bytes by use; they add up to the device's peak."""
+    """Return the bytes by use, with the sum of the device's peak."""
     module = torch.get_device_module(device)
     if hasattr(module, "memory_breakdown"):
         labelled: dict[str, int] = module.memory_breakdown(device).peak
@@ -140,12 +141,12 @@ def _uses(
         "optimizer state": state,
     }
     seen: set[int] = set()
-    uses = {use: _num_bytes(found, device, seen) for use, found in tensors.items()}
+    uses = {use: _num_bytes(of_use, device, seen) for use, of_use in tensors.items()}
     rest = module.max_memory_allocated(device) - sum(uses.values())
     chunk_sizes = samples_by_device(model)
     if chunk_sizes and chunk_sizes[device] and device != model.devices[0]:
         copies = {"parameter": _num_bytes(parameters), "buffer": _num_bytes(buffers)}
-        if rest >= sum(copies.values()):  # the peak is one of a batch, when there were copies
+        if rest >= sum(copies.values()):  # else the peak is that of a moment without replicas
             uses = {use: size + copies.get(use, 0) for use, size in uses.items()}
             rest -= sum(copies.values())
     return uses | {"rest": rest}
@@ -154,9 +155,9 @@ def _uses(
 def _num_bytes(
     tensors: Iterable[Any], device: torch.device | None = None, seen: set[int] | None = None
 ) -> int:
-    """Returns what the allocator holds for the tensors, of one device or of all.
+    """Return the allocated size of the tensors on one device, or on all.
 
-    Storages in ``seen`` are not counted again; those that were counted are added to it.
+    Storages in ``seen`` are skipped; those that are counted are added to it.
     """
     seen = set() if seen is None else seen
     num_bytes = 0
@@ -165,12 +166,12 @@ def _num_bytes(
             storage = part.untyped_storage()
             if device in (None, part.device) and storage._cdata not in seen:
                 seen.add(storage._cdata)
-                num_bytes += -(-storage.nbytes() // ROUND_BYTES) * ROUND_BYTES
+                num_bytes += round_up(storage.nbytes())
     return num_bytes
 
 
 def _parts(tensor: Any) -> tuple[torch.Tensor, ...]:
-    """Returns the tensors with a storage that ``tensor`` consists of."""
+    """Return the strided tensors that have the data of ``tensor``."""
     if not isinstance(tensor, torch.Tensor) or nn.parameter.is_lazy(tensor):
         return ()
     if tensor.layout is torch.sparse_coo:

@@ -1,7 +1,7 @@
-"""Which NVML device is ``cuda:i``? Pure: what CUDA, NVML and the environment say goes in.
+"""The NVML device of ``cuda:i``, from properties of CUDA, NVML and the environment. Pure.
 
-CUDA numbers what ``CUDA_VISIBLE_DEVICES`` leaves, by default the fastest first. NVML numbers all
-boards by their place on the PCI bus. So an index says nothing, and UUIDs are compared.
+CUDA numbers the devices in ``CUDA_VISIBLE_DEVICES``, by default the fastest first. NVML numbers all
+boards in the order of their PCI bus ids. So indices differ, and UUIDs are compared.
 """
 
 from __future__ import annotations
@@ -20,16 +20,20 @@ def find_board(
     boards: Sequence[Board],
     environ: Mapping[str, str],
 ) -> Board:
-    """Returns the board that is ``cuda:i``: by UUID, then by PCI bus id.
+    """Return the board of ``cuda:i``, by UUID or else by PCI bus id.
 
-    The slices of a board have its PCI bus id, and CUDA may give them its UUID; then it is the one
-    that ``CUDA_VISIBLE_DEVICES`` names, whose UUID may be shortened there.
+    MIG slices have the PCI bus id of their board, and CUDA may report its UUID, too. Then
+    ``CUDA_VISIBLE_DEVICES`` decides, which names the slice by its UUID or a prefix of it.
 
-    ``uuid`` and ``pci_bus_id`` (domain, bus and device) are as torch gives them, and ``environ`` is
-    the environment that CUDA read when it started.
+    Args:
+        cuda_index: the index of the device, for the message.
+        uuid: the UUID that torch reports.
+        pci_bus_id: domain, bus and device that torch reports.
+        boards: the boards that NVML lists.
+        environ: the environment in which CUDA was initialized.
 
     Raises:
-        ProbeError: it cannot be known; the message says why.
+        ProbeError: no board matches, or several do; the message says why.
     """
     with_uuid = [board for board in boards if _bare(board.uuid) == _bare(uuid)]
     on_bus = [board for board in boards if board.pci_bus_id == pci_bus_id]
@@ -41,14 +45,14 @@ def find_board(
             return found[0]
     raise ProbeError(
         f"cannot tell which NVML device is cuda:{cuda_index}: neither its UUID "
-        f"({uuid}) nor its PCI bus id is that of one of NVML's {_labels(boards)}, and "
-        f"CUDA_VISIBLE_DEVICES is {environ.get('CUDA_VISIBLE_DEVICES', 'not set')!r}; name the "
-        "UUID of a single MIG slice there before the program starts"
+        f"({uuid}) nor its PCI bus id is that of exactly one of NVML's {_labels(boards)}, and "
+        f"CUDA_VISIBLE_DEVICES is {environ.get('CUDA_VISIBLE_DEVICES', 'not set')!r}; set it to "
+        "the UUID of a single MIG slice before the program starts"
     )
 
 
 def _bare(uuid: str | None) -> str | None:
-    """``GPU-5a...``, ``MIG-5a...`` and torch's ``5a...`` are the same."""
+    """Return a UUID without its prefix, in the form of torch: ``5a...`` for ``GPU-5a...``."""
     return None if uuid is None else re.sub(r"^(GPU|MIG)-", "", uuid).lower()
 
 

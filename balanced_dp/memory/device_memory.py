@@ -1,4 +1,4 @@
-"""What one device holds: the record that a probe gives."""
+"""The record of one device's memory that a probe returns."""
 
 from __future__ import annotations
 
@@ -12,35 +12,37 @@ ProcessBytesSource = Literal["process", "device-delta", "unknown"]
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """What one device holds, in bytes; what cannot be known is None.
+    """The memory of one device, in bytes; None where it is not known.
 
-    Three layers: tensors hold ``allocated_bytes``; torch's allocator has reserved
-    ``reserved_bytes``, which is those and its cache; the device has ``used_bytes`` in use, which is
-    all of that, contexts, workspaces outside of the allocator, and other processes.
+    There are three layers. Tensors occupy ``allocated_bytes``. Torch's allocator holds
+    ``reserved_bytes``: the tensors and its cache. The device has ``used_bytes`` in use: all of
+    that, CUDA contexts, workspaces outside of the allocator, and other processes.
 
     Attributes:
-        device: as torch names it; None for a board that NVML lists and torch does not see.
-        nvml_index: NVML's and nvidia-smi's index of the board.
-        mig_index: which MIG slice of the board it is, None where it is not split.
-        uuid: as nvidia-smi names it, ``GPU-...`` or ``MIG-...``.
-        name: the device's name.
-        total_bytes: what the device can hold.
-        used_bytes: what is in use, by anybody.
-        free_bytes: what is not.
-        reserved_by_driver_bytes: what the driver keeps for itself.
-        memory_info_version: 2, or 1 where NVML counts the driver's reserve as used.
-        process_bytes: what this process has in use.
-        process_bytes_source: how that is known. ``"process"``: from NVML's list of processes.
-            ``"device-delta"``: our PID is not on that list, as in a container, so this is by how
-            much ``used_bytes`` grew since the probe was made, whoever used it. ``"unknown"``.
-        other_process_bytes: what the other listed processes have in use; None where ours cannot
-            be told from them.
-        allocated_bytes: what tensors of this process hold.
-        reserved_bytes: what torch's allocator holds for them.
-        peak_allocated_bytes: the most that tensors held since the peak was last reset.
-        peak_reserved_bytes: the most that the allocator held.
-        num_alloc_retries: how often the allocator emptied its cache to try again.
-        error: why figures are missing, such as a lost GPU.
+        device: torch's name of the device; None for a board that NVML lists and torch does not see.
+        nvml_index: the index of the board in NVML and nvidia-smi.
+        mig_index: the index of the MIG slice, None for a whole board.
+        uuid: the UUID of nvidia-smi, ``GPU-...`` or ``MIG-...``.
+        name: the name of the device.
+        total_bytes: the capacity of the device.
+        used_bytes: memory in use by all processes.
+        free_bytes: memory not in use.
+        reserved_by_driver_bytes: memory that the driver reserves for itself.
+        memory_info_version: the version of NVML's query, 1 or 2. Version 1 counts the memory
+            reserved by the driver as used.
+        process_bytes: memory in use by this process.
+        process_bytes_source: the source of ``process_bytes``. ``"process"``: NVML's list of
+            processes. ``"device-delta"``: the growth of ``used_bytes`` since the probe was made, by
+            any process, since the list does not have this PID, as in a container. ``"unknown"``:
+            there is no ``process_bytes``.
+        other_process_bytes: memory in use by the other listed processes; None if this process
+            cannot be told from them.
+        allocated_bytes: memory occupied by tensors of this process.
+        reserved_bytes: memory managed by torch's allocator.
+        peak_allocated_bytes: maximum of ``allocated_bytes`` since the peak was last reset.
+        peak_reserved_bytes: maximum of ``reserved_bytes`` since the peak was last reset.
+        num_alloc_retries: number of times that the allocator emptied its cache and tried again.
+        error: why values are missing, such as a lost GPU.
     """
 
     device: str | None
@@ -65,7 +67,7 @@ class DeviceMemory:
 
     @property
     def label(self) -> str:
-        """Both numbers, ``"cuda:0 (gpu:3)"``, or the one that there is."""
+        """The CUDA and NVML names, ``"cuda:0 (gpu:3)"``, or the only one that is known."""
         board = "" if self.nvml_index is None else Board(self.nvml_index, self.mig_index).label
         if self.device is None:
             return board

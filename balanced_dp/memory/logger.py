@@ -1,4 +1,4 @@
-"""Writes the devices' peaks to TensorBoard, or anywhere, every so many steps."""
+"""A logger that writes the devices' peaks, to TensorBoard for example, every few steps."""
 
 from __future__ import annotations
 
@@ -15,22 +15,24 @@ from .step_memory import spread
 
 
 class MemoryLogger:
-    """Writes what each of a model's devices held at most, and how unequal that is.
+    """A logger of the peak memory of each of a model's devices, and of their imbalance.
 
-    ``memory/cuda:0 (gpu:3)/peak_MiB`` is the most that tensors held since the last record, one
-    for each device; ``memory/imbalance`` is (max - min) / max of them. The steps between cost
-    nothing, and a record does not wait for the devices: the allocator counts on the host. A record
-    resets the devices' peaks, and measured blocks around it know.
+    ``memory/cuda:0 (gpu:3)/peak_MiB`` is the maximum memory occupied by tensors since the last
+    record, one value for each device; ``memory/imbalance`` is (max - min) / max of them. Steps
+    without a record cost nothing, and a record does not synchronize the devices, because the
+    allocator counts on the host. A record resets the devices' peaks; a measured block around it
+    still has the right ones.
 
     Args:
         model: the ``BalancedDataParallel``.
-        writer: a ``SummaryWriter`` or whatever has its ``add_scalar(tag, value, step)``, or a
-            function that is called like that.
-        every: steps from one record to the next, at least 1.
+        writer: a ``SummaryWriter``, any object with its method ``add_scalar(tag, value, step)``, or
+            a function with these arguments.
+        every: number of steps from one record to the next, at least 1.
 
     Raises:
-        ArgumentError, ArgumentTypeError: ``every`` is not a positive integer, or ``writer`` is
-            neither of the two.
+        ArgumentError: ``every`` is below 1.
+        ArgumentTypeError: ``every`` is not an integer, or ``writer`` neither has ``add_scalar`` nor
+            is a function.
         ProbeError: the model's devices do not count their memory.
 
     Examples:
@@ -61,7 +63,7 @@ class MemoryLogger:
         self._peaks = Peaks(self._devices)
 
     def step(self) -> None:
-        """Counts a step, and writes where it is one in ``every``. Call it after each step."""
+        """Count a step, and write a record if it is an ``every``-th. Call it after each step."""
         self.num_steps += 1
         if self.num_steps % self.every:
             return

@@ -1,4 +1,4 @@
-"""What NVML says of this machine's GPUs: the only file that speaks with ``pynvml``."""
+"""Queries of NVML about the GPUs of this machine: the only file that uses ``pynvml``."""
 
 from __future__ import annotations
 
@@ -12,42 +12,42 @@ _REASONS = {
     "NVIDIA's driver; in a container, start it with the NVIDIA runtime (--gpus all)",
     "NVML_ERROR_DRIVER_NOT_LOADED": "NVIDIA's driver is not loaded: install it, or load it with "
     "modprobe nvidia",
-    "NVML_ERROR_NO_PERMISSION": "no permission to speak with NVIDIA's driver: see who may read and "
+    "NVML_ERROR_NO_PERMISSION": "no permission to use NVIDIA's driver: check who may read and "
     "write /dev/nvidiactl",
-    "NVML_ERROR_LIB_RM_VERSION_MISMATCH": "NVML's library and the loaded driver are of different "
+    "NVML_ERROR_LIB_RM_VERSION_MISMATCH": "NVML's library and the loaded driver have different "
     "versions, as after an update: restart the machine",
 }
-"""By the name of the constant in pynvml, which is the error's in nvml.h."""
+"""Messages by the name of the error's constant in pynvml and nvml.h."""
 
 
 class NvmlError(Exception):
-    """NVML cannot answer; the message says why and, where something can be done, what."""
+    """A query of NVML failed; the message gives the reason and, where there is one, the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Board:
-    """A GPU, or a MIG slice of one, as NVML lists it; None where NVML does not tell."""
+    """A GPU that NVML lists, or a MIG slice of one; None where NVML does not say."""
 
     nvml_index: int
     mig_index: int | None = None
     uuid: str | None = None
     name: str | None = None
     pci_bus_id: tuple[int, int, int] | None = None
-    """Domain, bus and device; a slice has those of its board."""
+    """Domain, bus and device; those of its board for a slice."""
     handle: Any = None
     error: str | None = None
     """Why there is no handle."""
 
     @property
     def label(self) -> str:
-        """``gpu:3``, or ``gpu:3 mig:1``."""
+        """The name of the board, ``gpu:3``, or of the slice, ``gpu:3 mig:1``."""
         mig = "" if self.mig_index is None else f" mig:{self.mig_index}"
         return f"gpu:{self.nvml_index}{mig}"
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryInfo:
-    """Bytes of one board; the version is that of the query, 1 or 2."""
+    """The memory of one board in bytes, and the version of the query, 1 or 2."""
 
     total_bytes: int
     used_bytes: int
@@ -57,7 +57,7 @@ class MemoryInfo:
 
 
 class Nvml:
-    """A connection to NVML, which lasts as long as the process.
+    """A connection to NVML, which stays open until the process ends.
 
     Raises:
         NvmlError: there is no library, driver or permission.
@@ -65,35 +65,35 @@ class Nvml:
 
     def __init__(self) -> None:
         self._nvml = _import_pynvml()
-        with self._telling_why():
+        with self._as_nvml_error():
             self._nvml.nvmlInit()
 
     def boards(self) -> list[Board]:
-        """Returns all boards by index; one that is split by MIG is given as its slices.
+        """Return all boards in the order of their indices; a board in MIG mode as its slices.
 
         Raises:
-            NvmlError: NVML cannot count them.
+            NvmlError: NVML cannot count the boards.
         """
-        with self._telling_why():
+        with self._as_nvml_error():
             count = self._nvml.nvmlDeviceGetCount()
         return [board for index in range(count) for board in self._boards_at(index)]
 
     def memory(self, board: Board) -> MemoryInfo:
-        """Returns the board's memory; by version 2 of the query where the driver has it.
+        """Return the board's memory, from version 2 of the query if the driver supports it.
 
-        Version 1 counts what the driver reserves for itself as used.
+        Version 1 counts the memory that the driver reserves for itself as used.
 
         Source:
             ``nvidia-smi --query-gpu=memory.total,memory.used,memory.free,memory.reserved``;
             nvmlMemory_v2_t in NVML's API reference, driver 510 and newer.
 
         Raises:
-            NvmlError: the board does not answer.
+            NvmlError: the query failed.
         """
         if board.error is not None:
             raise NvmlError(board.error)
         nvml = self._nvml
-        with self._telling_why():
+        with self._as_nvml_error():
             try:
                 info = nvml.nvmlDeviceGetMemoryInfo(board.handle, nvml.nvmlMemory_v2)
                 return MemoryInfo(info.total, info.used, info.free, info.reserved, 2)
@@ -106,9 +106,9 @@ class Nvml:
                 return MemoryInfo(info.total, info.used, info.free, None, 1)
 
     def processes(self, board: Board) -> dict[int, int | None] | None:
-        """Returns bytes by PID of the processes that use the board, None if it won't tell.
+        """Return the bytes in use by each process, by PID; None if the query fails.
 
-        Bytes are None where only the process is told.
+        The bytes of a process are None if NVML does not report them.
 
         Source:
             ``nvidia-smi --query-compute-apps=pid,used_memory``, with graphics and MPS clients.
@@ -117,12 +117,12 @@ class Nvml:
         if compute is None:
             return None
         others = [self._processes(kind, board) or {} for kind in ("Graphics", "MPSCompute")]
-        found: dict[int, int | None] = {}
-        for listed in (compute, *others):  # a process may be on two lists, with all its bytes
+        sizes: dict[int, int | None] = {}
+        for listed in (compute, *others):  # a process may be on two lists, each with all its bytes
             for pid, size in listed.items():
-                known = found.get(pid, 0)
-                found[pid] = None if size is None or known is None else max(known, size)
-        return found
+                known = sizes.get(pid, 0)
+                sizes[pid] = None if size is None or known is None else max(known, size)
+        return sizes
 
     def _processes(self, kind: str, board: Board) -> dict[int, int | None] | None:
         nvml = self._nvml
@@ -134,11 +134,11 @@ class Nvml:
                 continue
             except nvml.NVMLError:
                 return None
-            found: dict[int, int | None] = {}
-            for process in listed:
-                size, known = process.usedGpuMemory, found.get(process.pid, 0)
-                found[process.pid] = None if size is None or known is None else known + size
-            return found
+            sizes: dict[int, int | None] = {}
+            for process in listed:  # once for each of its contexts
+                size, known = process.usedGpuMemory, sizes.get(process.pid, 0)
+                sizes[process.pid] = None if size is None or known is None else known + size
+            return sizes
         return None
 
     def _boards_at(self, index: int) -> list[Board]:
@@ -167,14 +167,14 @@ class Nvml:
         ]
 
     def _ask(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Returns the answer, or None where there is none."""
+        """Return the result of a query, or None if it fails."""
         try:
             return function(*arguments)
         except self._nvml.NVMLError:
             return None
 
     @contextmanager
-    def _telling_why(self) -> Iterator[None]:
+    def _as_nvml_error(self) -> Iterator[None]:
         try:
             yield
         except self._nvml.NVMLError as error:
@@ -184,7 +184,7 @@ class Nvml:
         for name, reason in _REASONS.items():
             if error.value == getattr(self._nvml, name):
                 return reason
-        return f"NVML says: {error}"
+        return f"NVML failed: {error}"
 
 
 def _import_pynvml() -> Any:

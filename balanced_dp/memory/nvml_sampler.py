@@ -1,4 +1,4 @@
-"""Samples what NVML says is in use, in a thread."""
+"""A thread that samples the memory in use, as NVML reports it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,13 @@ SAMPLING_INTERVAL_S = 0.010
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """The highest used bytes of each board that never failed, by its label, or why there is none.
+    """The results of a ``Sampler``.
 
-    Between two samples more may have been in use, so each is a lower bound.
+    Attributes:
+        peak_used_bytes: the largest sample of each board of which no query failed, by the board's
+            label. More may have been in use between two samples, so it is a lower bound.
+        num_samples: number of samples of each board.
+        error: the messages of failed queries, None if there are none.
     """
 
     peak_used_bytes: dict[str, int]
@@ -24,7 +28,11 @@ class Samples:
 
 
 class Sampler:
-    """Samples until ``stop``, every 10 ms where other threads let it, and at both ends."""
+    """A thread that samples boards from its creation to ``stop``, every 10 ms or less often.
+
+    Other threads may hold Python's lock for longer than 10 ms. The first and the last sample are
+    taken in any case.
+    """
 
     def __init__(self, nvml: Nvml, boards: Sequence[Board]) -> None:
         self._nvml = nvml
@@ -32,14 +40,14 @@ class Sampler:
         self._peaks = {board.label: 0 for board in boards}
         self._errors: dict[str, NvmlError] = {}
         self._num_samples = 0
-        self._told = threading.Event()
+        self._stop_requested = threading.Event()
         self._thread = threading.Thread(target=self._sample, name="NVML sampler", daemon=True)
         self._thread.start()
 
     def _sample(self) -> None:
         is_last = False
         while not is_last:
-            is_last = self._told.wait(SAMPLING_INTERVAL_S if self._num_samples else 0)
+            is_last = self._stop_requested.wait(SAMPLING_INTERVAL_S if self._num_samples else 0)
             for board in self._boards:
                 try:
                     used_bytes = self._nvml.memory(board).used_bytes
@@ -49,8 +57,8 @@ class Sampler:
             self._num_samples += 1
 
     def stop(self) -> Samples:
-        """Ends the thread and returns what it saw."""
-        self._told.set()
+        """Stop the thread and return its samples."""
+        self._stop_requested.set()
         self._thread.join()
         return Samples(
             {label: peak for label, peak in self._peaks.items() if label not in self._errors},

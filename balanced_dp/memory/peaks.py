@@ -1,4 +1,4 @@
-"""Peaks that several who measure at a time can reset without spoiling each other's."""
+"""Peak memory statistics for measurements that overlap, each of which resets them."""
 
 from __future__ import annotations
 
@@ -15,20 +15,22 @@ _lock = threading.Lock()
 
 
 def reset_peaks(device: torch.device) -> None:
-    """Resets the peak memory statistics of a device, also before CUDA is initialized."""
+    """Reset the peak memory statistics of a device, also before CUDA is initialized."""
     module = torch.get_device_module(device)
     if is_cuda(device):
-        module.init()  # before, torch has no counters, and says "Invalid device argument"
+        module.init()  # else torch raises "Invalid device argument"
     module.reset_peak_memory_stats(device)
 
 
 class Peaks:
-    """The most that devices held since this was made.
+    """The peak memory of devices since this object was created.
 
-    Making it resets the devices' own peaks. What these were until then is kept for all others that
-    are open, so blocks may be nested, and a logger may write in the middle of one. Somebody
-    else's ``reset_peak_memory_stats`` is not seen. Devices are those that count their memory, each
-    given once.
+    The constructor resets the devices' peaks, and first saves them in all other ``Peaks`` objects.
+    So measured blocks may be nested, and a logger may write a record inside of one. Other calls of
+    ``reset_peak_memory_stats`` are not noticed.
+
+    Args:
+        devices: devices that count their memory, without duplicates.
     """
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
@@ -42,7 +44,7 @@ class Peaks:
             _open.add(self)
 
     def of(self, device: torch.device) -> tuple[int, int]:
-        """Returns the peaks of allocated and of reserved bytes."""
+        """Return the peaks of the allocated and of the reserved bytes of a device."""
         module = torch.get_device_module(device)
         allocated, reserved = self._earlier[device]
         return (

@@ -1,4 +1,4 @@
-"""Asks what each device really holds: the allocator's figures beside NVML's."""
+"""The probe, which reads the memory of devices from torch's allocator and from NVML."""
 
 from __future__ import annotations
 
@@ -24,25 +24,26 @@ from .step_memory import DevicePeak, StepMemory
 
 
 class MemoryProbe:
-    """Asks torch's allocator and NVML what devices hold.
+    """A probe of the memory of devices, as torch's allocator and NVML report it.
 
-    NVML (package ``nvidia-ml-py``) is loaded here and not before. Emulated devices, and
-    accelerators without NVML, are asked through their device module alone.
+    NVML (package ``nvidia-ml-py``) is loaded when the first probe needs it. Emulated devices, and
+    accelerators without NVML, are measured by their device module alone.
 
     Args:
-        devices: devices as ints, strings or ``torch.device``. None means those of ``model``, or all
-            there are: torch's accelerators, and boards that NVML lists and torch does not see;
-            inside ``emulate_devices``, the emulated ones.
-        model: the ``BalancedDataParallel`` that is measured. With it a measured step knows how the
-            batch was split, and advice comes with numbers.
+        devices: devices as ints, strings or ``torch.device``. None means those of ``model``, or if
+            there is none, all devices: the emulated ones inside ``emulate_devices``, else torch's
+            accelerators and the boards that NVML lists and torch does not see.
+        model: the ``BalancedDataParallel`` to measure. Then measured steps know the chunk sizes,
+            and ``StepMemory.check_split`` gives numbers.
 
     Attributes:
-        devices: the ``torch.device`` list, each once.
-        nvml_error: why NVML is not asked, None where it is, or where there is nothing to ask it.
+        devices: the devices, as a list of ``torch.device`` without duplicates.
+        nvml_error: why NVML is not used, None if it is, or if no device needs it.
 
     Raises:
-        ArgumentError, ArgumentTypeError: ``devices`` names no device, or one that counts nothing.
-        ProbeError: there is no device, or it is not clear which NVML device one is.
+        ArgumentError, ArgumentTypeError: ``devices`` or ``model`` is invalid.
+        ProbeError: there is no device, a device does not count its memory, or its NVML device
+            cannot be determined.
 
     Examples:
         >>> with emulate_devices(2, memory="1GiB") as devices:
@@ -54,18 +55,22 @@ class MemoryProbe:
 
     def __init__(self, devices: Sequence[Device] | None = None, *, model: Any = None) -> None:
         if isinstance(devices, torch.nn.Module):
-            raise ArgumentTypeError("devices must be a list of devices; write model=... or .memory")
-        wants_all = devices is None and model is None
+            raise ArgumentTypeError(
+                "devices must be a list of devices, got a module; pass it as model=..."
+            )
+        uses_all = devices is None and model is None
         if model is not None:
             if devices is not None:
-                raise ArgumentError("give devices or a model, which has devices, and not both")
+                raise ArgumentError("pass devices or model, not both: a model has devices")
             if not hasattr(model, "chunk_sizes"):
                 raise ArgumentTypeError(
                     f"model must be a BalancedDataParallel, got {type(model).__name__}"
                 )
             devices = model.devices
             if not devices:
-                raise ProbeError("the model runs on no accelerator, so there is nothing to ask")
+                raise ProbeError(
+                    "the model has no devices to measure; pass device_ids, or use emulate_devices"
+                )
         device_type = default_device_type()
         self.devices = list(dict.fromkeys(resolve_devices(devices, device_type)))
         self.nvml_error: str | None = None
@@ -79,8 +84,8 @@ class MemoryProbe:
                     f"{device} does not count its memory; to measure on a machine without "
                     "accelerators, use emulate_devices"
                 )
-        if any(map(_has_nvml, self.devices)) or (wants_all and not self.devices):
-            self._open_nvml(wants_all)
+        if any(map(_has_nvml, self.devices)) or (uses_all and not self.devices):
+            self._open_nvml(uses_all)
         if not self.devices and not self._unseen:
             reason = self.nvml_error or "NVML lists no board"
             raise ProbeError(f"torch sees no accelerator, and {reason}")
@@ -88,7 +93,7 @@ class MemoryProbe:
             device: self._memory_info(board)[0] for device, board in self._boards.items()
         }
 
-    def _open_nvml(self, wants_all: bool) -> None:
+    def _open_nvml(self, uses_all: bool) -> None:
         try:
             self._nvml = _nvml(os.getpid())
             boards = self._nvml.boards()
@@ -97,16 +102,16 @@ class MemoryProbe:
             return
         for device in filter(_has_nvml, self.devices):
             module = torch.get_device_module(device)
-            found = module.get_device_properties(device)
-            pci_bus_id = (found.pci_domain_id, found.pci_bus_id, found.pci_device_id)
+            known = module.get_device_properties(device)
+            pci_bus_id = (known.pci_domain_id, known.pci_bus_id, known.pci_device_id)
             self._boards[device] = find_board(
-                device.index, str(found.uuid), pci_bus_id, boards, os.environ
+                device.index, str(known.uuid), pci_bus_id, boards, os.environ
             )
-        if wants_all:
+        if uses_all:
             self._unseen = [board for board in boards if board not in self._boards.values()]
 
     def snapshot(self) -> tuple[DeviceMemory, ...]:
-        """Returns what each device holds now. Waits for nothing."""
+        """Return the memory of each device now, without synchronizing the devices."""
         return (
             *map(self._snapshot_device, self.devices),
             *(self._add_nvml(DeviceMemory(device=None), board, None) for board in self._unseen),
@@ -130,11 +135,11 @@ class MemoryProbe:
         )
         if device in self._boards:
             return self._add_nvml(memory, self._boards[device], device)
-        if _has_nvml(device):  # mem_get_info would open a context, which takes memory
+        if _has_nvml(device):  # mem_get_info would create a CUDA context, which takes memory
             return memory
         try:
             free_bytes, total_bytes = module.mem_get_info(device)
-        except RuntimeError as error:  # not every accelerator's driver tells
+        except RuntimeError as error:  # not every accelerator's driver supports it
             return replace(memory, error=str(error))
         return replace(memory, free_bytes=free_bytes, used_bytes=total_bytes - free_bytes)
 
@@ -171,10 +176,10 @@ class MemoryProbe:
         self, processes: dict[int, int | None] | None, info: MemoryInfo, device: torch.device | None
     ) -> tuple[int | None, ProcessBytesSource]:
         if processes is not None and os.getpid() not in processes and not _has_context(device):
-            return 0, "process"  # not listed, and nothing here has touched the device
+            return 0, "process"  # not listed, and this process does not use the device
         reserved_bytes = 0 if device is None else torch.cuda.memory_reserved(device)
         listed = (processes or {}).get(os.getpid())
-        # In a container our PID may be somebody else's, and some drivers list ours with 0.
+        # In a container our PID may be that of another process, and some drivers list ours with 0.
         if listed is not None and listed >= reserved_bytes:
             return listed, "process"
         before = None if device is None else self._info_before[device]
@@ -193,12 +198,15 @@ class MemoryProbe:
 
     @contextmanager
     def measure(self) -> Iterator[StepMemory]:
-        """Measures what the block takes of each device; what it gives is complete at its end.
+        """Measure the memory that a ``with`` block takes on each device.
 
-        The devices are synchronized at both ends and the allocators' peaks are reset. Where there
-        is NVML, a thread samples it every 10 ms, or less often where other threads hold Python's
-        lock. Whatever happens in the block, that thread ends with it, and the figures are there,
-        marked as not valid after an exception.
+        The devices are synchronized at both ends of the block, and their peaks are reset. If NVML
+        is available, a thread samples it every 10 ms, or less often while other threads hold
+        Python's lock. The thread ends with the block. If the block raises, the results are there,
+        too, but not ``valid``.
+
+        Yields:
+            The results, which are complete when the block has ended.
 
         Examples:
             >>> with emulate_devices(2, memory="1GiB") as devices:
@@ -212,18 +220,21 @@ class MemoryProbe:
             ProbeError: torch sees no device.
         """
         if not self.devices:
-            raise ProbeError("torch sees no device, so there is nothing to measure")
+            raise ProbeError(
+                "torch sees no device to measure; install a build of torch for this accelerator, "
+                "or use emulate_devices"
+            )
         usage = StepMemory()
         with ExitStack() as stack:
             block = _Block(self)
             if block.sampler is not None:
                 stack.callback(block.sampler.stop)
             if self._model is not None:
-                stack.enter_context(self._model.register_forward_hook(block.note_split))
+                stack.enter_context(self._model.register_forward_hook(block.record_split))
             try:
                 yield usage
             except BaseException as error:
-                with suppress(Exception):  # the block's own exception is the one to be told
+                with suppress(Exception):  # the exception of the block is the one to raise
                     block.finish(usage)
                 usage.valid = False
                 usage.reason = f"the block ended with {type(error).__name__}: {error}"
@@ -232,7 +243,7 @@ class MemoryProbe:
 
 
 class _Block:
-    """A block that is being measured, from now on: it waits for the devices and starts."""
+    """A measurement, which begins with the constructor: it synchronizes the devices first."""
 
     def __init__(self, probe: MemoryProbe) -> None:
         self.probe = probe
@@ -247,19 +258,19 @@ class _Block:
             self.sampler = Sampler(probe._nvml, list(probe._boards.values()))
         self.time_s = time.perf_counter()
 
-    def note_split(self, model: Any, inputs: Any, output: Any) -> None:
-        """Remembers how the model split a batch, as a forward hook."""
+    def record_split(self, model: Any, inputs: Any, output: Any) -> None:
+        """Record the chunk sizes of a batch; a forward hook."""
         self.splits.add(model.chunk_sizes)
 
     def finish(self, usage: StepMemory) -> None:
-        """Waits for the devices and completes ``usage``."""
+        """Synchronize the devices and complete ``usage``."""
         devices = self.probe.devices
         _synchronize(devices)
         usage.elapsed_s = time.perf_counter() - self.time_s
         nvml_error = self.probe.nvml_error
         samples = self.sampler.stop() if self.sampler else Samples({}, error=nvml_error)
         usage.num_samples, usage.sampling_error = samples.num_samples, samples.error
-        # Batches that were split differently have no one number of samples a device.
+        # Batches with different splits have no common chunk sizes.
         chunk_sizes = samples_by_device(self.probe._model) if len(self.splits) == 1 else None
         usage.devices = tuple(self._peak(device, samples, chunk_sizes) for device in devices)
         retried = [peak.device for peak in usage.devices if (peak.num_alloc_retries or 0) > 0]
@@ -268,7 +279,7 @@ class _Block:
         if retried:
             usage.reason = (
                 f"on {', '.join(retried)} the allocator had to empty its cache and try again, so "
-                "the peaks understate what the block would take"
+                "the peaks are lower than what the block would take"
             )
 
     def _peak(
@@ -294,20 +305,20 @@ class _Block:
 
 @functools.cache
 def _nvml(pid: int) -> Nvml:
-    """Returns the connection of this process; it may not be shared with a fork."""
+    """Return the connection of this process, which a forked process cannot use."""
     return Nvml()
 
 
 def _synchronize(devices: Sequence[torch.device]) -> None:
     for device in devices:
-        if _has_context(device):  # to wait would otherwise open one, which takes memory
+        if _has_context(device):  # else synchronizing would create one, which takes memory
             torch.get_device_module(device).synchronize(device)
 
 
 def _has_context(device: torch.device | None) -> bool:
-    """Returns whether this process may have touched the device."""
+    """Return whether this process may have a context on the device."""
     if device is not None and device.type == "cuda":
-        # Only builds with CUDA have it, so that the stubs do not. It opens no context by asking.
+        # Only builds with CUDA have this function, so the stubs lack it. It creates no context.
         has_context: bool = torch._C._cuda_hasPrimaryContext(device.index)  # type: ignore[attr-defined]
         return has_context
     return device is not None

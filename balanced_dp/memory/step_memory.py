@@ -1,4 +1,4 @@
-"""What a step took of each device's memory, and what that says of the split. Pure, no torch."""
+"""The peak memory of a measured step, and advice on its split. Pure, without torch."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from ..units import format_bytes
 
 @dataclass(frozen=True, slots=True)
 class DevicePeak:
-    """The most that one device held during a step, in bytes.
+    """The peak memory of one device during a step, in bytes.
 
     Attributes:
-        device: the device as torch names it.
-        capacity_bytes: what it can hold, None where it does not tell.
-        start_allocated_bytes: what tensors held when the step began.
-        peak_allocated_bytes: the most that tensors held at one time.
-        peak_reserved_bytes: the most that torch's allocator held, its cache included.
-        peak_used_bytes: the most that NVML saw in use, by anybody: sampled, so a lower bound.
-            None where NVML did not tell.
-        num_alloc_retries: how often the allocator had to empty its cache and try again, None
-            where it does not tell.
-        chunk_size: samples that the device got, None where that is not known.
-        replica_bytes: what the device's copies of parameters and buffers take, 0 where there are
-            none or it is not known.
+        device: torch's name of the device.
+        capacity_bytes: capacity of the device, None if it is not known.
+        start_allocated_bytes: memory occupied by tensors at the beginning of the step.
+        peak_allocated_bytes: maximum memory occupied by tensors.
+        peak_reserved_bytes: maximum memory managed by torch's allocator, including its cache.
+        peak_used_bytes: maximum memory in use by all processes, as sampled from NVML: a lower
+            bound. None if NVML is not available.
+        num_alloc_retries: number of times that the allocator emptied its cache and tried again,
+            None if it does not count them.
+        chunk_size: number of samples on the device, None if it is not known.
+        replica_bytes: memory of the device's copies of parameters and buffers, 0 if there are none
+            or it is not known.
     """
 
     device: str
@@ -44,15 +44,15 @@ class DevicePeak:
 
 @dataclass(slots=True)
 class StepMemory:
-    """What a measured block took; complete when the block has ended.
+    """The memory that a measured block took; complete when the block has ended.
 
     Attributes:
-        devices: one entry a device, empty until the block ends.
-        elapsed_s: seconds that the block took, the devices' work included.
-        valid: whether the peaks are those of an undisturbed block.
-        reason: why they are not.
-        num_samples: how often NVML was asked.
-        sampling_error: why ``peak_used_bytes`` is None where it is.
+        devices: one entry for each device, empty until the block ends.
+        elapsed_s: duration of the block in seconds, including the devices' work.
+        valid: whether the block ran to its end without an exception or an allocator's retry.
+        reason: why the block is not valid, None if it is.
+        num_samples: number of samples from NVML.
+        sampling_error: why ``peak_used_bytes`` is None for a device.
     """
 
     devices: tuple[DevicePeak, ...] = ()
@@ -76,47 +76,47 @@ class StepMemory:
         """Peak allocated bytes over capacity, for each device.
 
         Raises:
-            ProbeError: the block has not ended, or a device does not tell its capacity.
+            ProbeError: the block has not ended, or the capacity of a device is not known.
         """
         values = []
         for peak in self._ended():
             if not peak.capacity_bytes:
-                raise ProbeError(f"{peak.device} does not tell its capacity")
+                raise ProbeError(f"the capacity of {peak.device} is not known")
             values.append(peak.peak_allocated_bytes / peak.capacity_bytes)
         return tuple(values)
 
     @property
     def fullest(self) -> DevicePeak:
-        """The device with the highest utilization, the first of several.
+        """The bottleneck device: the first of those with the highest utilization.
 
         Raises:
-            ProbeError: the block has not ended, or a device does not tell its capacity.
+            ProbeError: the block has not ended, or the capacity of a device is not known.
         """
         utilization = self.utilization
         return self.devices[utilization.index(max(utilization))]
 
     @property
     def bytes_per_sample(self) -> float | None:
-        """What a sample takes of a device that runs its forward and backward pass.
+        """The memory per sample of a forward and backward pass.
 
-        From the devices after the first, which hold little else: their peaks less what they held
-        at the start and their copies of the parameters, over their chunk sizes. None where chunk
-        sizes are not known, or no other device had samples.
+        It is measured on all devices but the first: the sum of their peaks, less the memory at the
+        start of the step and the copies of parameters, over the sum of their chunk sizes. None if
+        the chunk sizes are not known or only the first device had samples.
         """
         others = [peak for peak in self._ended()[1:] if peak.chunk_size]
-        extra = sum(
+        chunk_bytes = sum(
             peak.peak_allocated_bytes - peak.start_allocated_bytes - peak.replica_bytes
             for peak in others
         )
         num_samples = sum(peak.chunk_size or 0 for peak in others)
-        return extra / num_samples if num_samples and extra > 0 else None
+        return chunk_bytes / num_samples if num_samples and chunk_bytes > 0 else None
 
     @property
     def floor_bytes(self) -> float | None:
-        """What the first device would hold with ``gpu0_bsz=0``: no choice of it can lower that.
+        """The first device's peak with ``gpu0_bsz=0``, which no ``gpu0_bsz`` can lower.
 
-        Its peak less what its own chunk takes by ``bytes_per_sample``. None where that is
-        not known.
+        It is the measured peak less ``bytes_per_sample`` for each sample of the device's chunk.
+        None if the chunk size or ``bytes_per_sample`` is not known.
         """
         first = self._ended()[0]
         if first.chunk_size == 0:
@@ -126,20 +126,21 @@ class StepMemory:
         return max(0.0, first.peak_allocated_bytes - first.chunk_size * self.bytes_per_sample)
 
     def check_split(self, tolerance: float = 0.10, warn: bool = False) -> str | None:
-        """Returns what is wrong with the split and what to do about it, None if nothing is.
+        """Return advice on how to balance the split, None if it is balanced.
 
-        Devices are compared by utilization, so that those of unlike capacity may hold unlike
-        amounts. Where it is known how the batch was split, every ``gpu0_bsz`` is tried with the
-        measured bytes of a sample.
+        Utilizations are compared, so devices with different capacities may hold different amounts.
+        If the chunk sizes are known, the advice is the best of all values of ``gpu0_bsz``, as
+        predicted from ``bytes_per_sample``.
 
         Args:
-            tolerance: by how much they may differ, as a part of the fullest one's utilization,
-                from 0 to below 1.
-            warn: also give the sentence as an ``ImbalanceWarning``.
+            tolerance: the difference of utilizations that counts as balanced, as a fraction of the
+                highest one, at least 0 and below 1.
+            warn: whether to issue the advice as an ``ImbalanceWarning``, too.
 
         Raises:
-            ArgumentError, ArgumentTypeError: the tolerance is no such number.
-            ProbeError: the block has not ended, or a device does not tell its capacity.
+            ArgumentError: ``tolerance`` is out of range.
+            ArgumentTypeError: ``tolerance`` is not a number.
+            ProbeError: the block has not ended, or the capacity of a device is not known.
         """
         message = _advice(self, tolerance)
         if warn and message is not None:
@@ -153,7 +154,7 @@ class StepMemory:
 
 
 def spread(values: Sequence[float]) -> float:
-    """Returns (max - min) / max, 0 where all are 0."""
+    """Return (max - min) / max, or 0 if all values are 0."""
     return (max(values) - min(values)) / max(values) if max(values) else 0.0
 
 
@@ -164,7 +165,7 @@ def _advice(usage: StepMemory, tolerance: float) -> str | None:
         raise ArgumentError(f"tolerance must be from 0 to below 1 (0.05 is 5 %), got {tolerance}")
     utilization = usage.utilization
     if not usage.valid:
-        return f"these figures are not those of a whole step: {usage.reason}"
+        return f"the measurement is not valid: {usage.reason}"
     if spread(utilization) <= tolerance:
         return None
     emptiest = usage.devices[utilization.index(min(utilization))]
@@ -188,7 +189,7 @@ def _remedy(usage: StepMemory, utilization: Sequence[float], tolerance: float) -
     if target is None or first.chunk_size is None:
         if spread([utilization[0], others]) > tolerance:
             return "lower gpu0_bsz" if utilization[0] > others else "raise gpu0_bsz"
-        return "gpu0_bsz does not change that; see what else is on the devices"
+        return "gpu0_bsz cannot change that; check what else is on the devices"
     sample = f"a sample takes about {format_bytes(usage.bytes_per_sample or 0)}"
     moved = target - first.chunk_size
     if moved:
@@ -202,26 +203,27 @@ def _remedy(usage: StepMemory, utilization: Sequence[float], tolerance: float) -
     if utilization[0] > others and not target:
         floor = format_bytes(usage.floor_bytes or 0)
         remedy += (
-            f"; without any samples {first.device} holds about {floor}: memory_breakdown says what "
-            "for. Weights and optimizer state stay; gathered outputs go if forward returns a loss"
+            f"; without any samples {first.device} holds about {floor}, which memory_breakdown "
+            "lists by use. Return the loss from forward to avoid gathered outputs"
         )
     return remedy
 
 
 def _best_gpu0_bsz(usage: StepMemory) -> int | None:
-    """Returns the gpu0_bsz whose fullest device is the least full, None where that is not known.
+    """Return the best ``gpu0_bsz``: the lowest utilization of the bottleneck device.
 
-    Of several as good it is the one in use, or else the largest: device 0 is to compute, too.
+    Of several equally good values it is the one in use, or else the largest, with which device 0
+    computes most. None if it cannot be predicted.
     """
     chunk_sizes = [peak.chunk_size for peak in usage.devices if peak.chunk_size is not None]
     batch_size, num_devices = sum(chunk_sizes), len(usage.devices)
     per_sample = usage.bytes_per_sample
-    if per_sample is None or split_batch(batch_size, num_devices, chunk_sizes[0]) != (
-        *chunk_sizes,
-    ):
-        return None  # one of the devices is there twice
+    if per_sample is None:
+        return None
+    if split_batch(batch_size, num_devices, chunk_sizes[0]) != tuple(chunk_sizes):
+        return None  # a device is used twice
 
-    def utilization_of_fullest(gpu0_bsz: int) -> float:
+    def bottleneck_utilization(gpu0_bsz: int) -> float:
         chunks = split_batch(batch_size, num_devices, gpu0_bsz)
         return max(
             (peak.peak_allocated_bytes + (chunk - old) * per_sample) / (peak.capacity_bytes or 1)
@@ -229,5 +231,5 @@ def _best_gpu0_bsz(usage: StepMemory) -> int | None:
         )
 
     even = even_share(batch_size, num_devices)
-    best = best_values({value: utilization_of_fullest(value) for value in range(even + 1)})
+    best = best_values({value: bottleneck_utilization(value) for value in range(even + 1)})
     return chunk_sizes[0] if chunk_sizes[0] in best else best[-1]

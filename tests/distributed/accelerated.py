@@ -1,6 +1,6 @@
-"""Script for two processes: accelerate's loop, next to one process without it.
+"""Script for two processes: training with accelerate, compared with one process without it.
 
-A rank whose parameters differ in the end raises AssertionError.
+A rank raises AssertionError if its parameters differ at the end.
 """
 
 from __future__ import annotations

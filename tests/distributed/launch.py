@@ -1,4 +1,4 @@
-"""Starts scripts of this folder in several processes, as torchrun does, or with torchrun itself."""
+"""Functions that start scripts of this folder in several processes, with or without torchrun."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ TIMEOUT_S = 300
 
 
 def run_ranks(script: str | Path, *arguments: str | Path, num_processes: int) -> tuple[int, str]:
-    """Returns the first exit code that is not 0, and what was printed, rank by rank.
+    """Run a script on several ranks; return the first exit code but 0, and the ranks' outputs.
 
-    The processes have the environment that torchrun gives them, and need not import torch anew.
+    The processes have the environment of torchrun and begin with torch already imported.
     """
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     shared = {
@@ -49,7 +49,7 @@ def torchrun(
     num_processes: int,
     **environment: str,
 ) -> subprocess.Popen[str]:
-    """Starts as many processes of a script; what they print is in ``stdout``."""
+    """Start a script with torchrun; the output of its processes is in ``stdout``."""
     command = [
         *(sys.executable, "-m", "torch.distributed.run", *options),
         *("--nproc-per-node", str(num_processes), str(HERE / script), *map(str, arguments)),
@@ -65,8 +65,8 @@ def torchrun(
     )
 
 
-def finished(process: subprocess.Popen[str]) -> tuple[int, str]:
-    """Returns the exit code and what was printed; kills what does not end."""
+def wait_for(process: subprocess.Popen[str]) -> tuple[int, str]:
+    """Return the exit code and the output of a process; kill it if it does not end."""
     try:
         output, _ = process.communicate(timeout=TIMEOUT_S)
     except subprocess.TimeoutExpired:

@@ -1,6 +1,6 @@
-"""Script for two ranks: trains on devices of CUDA's kind, next to one process with all samples.
+"""Script for two ranks: training on stand-in CUDA devices, compared with one process.
 
-A rank whose parameters differ in the end, or that sees a race, raises AssertionError.
+A rank raises AssertionError if its parameters differ at the end, or if it detects a race.
 """
 
 from __future__ import annotations

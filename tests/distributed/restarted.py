@@ -1,4 +1,4 @@
-"""Script for torchrun: trains one epoch; rank 1 is killed in its third step, once."""
+"""Script for torchrun: training of one epoch, in which rank 1 is killed once, in its third step."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SEED = 5
 
 
 def start() -> tuple[TensorDataset, nn.Module]:
-    """Returns the data and the model, which are the same everywhere."""
+    """Return the data and the model, which are the same on all ranks."""
     torch.manual_seed(0)
     x = torch.randn(NUM_SAMPLES, 4, dtype=torch.float64)
     return TensorDataset(torch.arange(NUM_SAMPLES), x), nn.Linear(4, 4, dtype=torch.float64)

@@ -67,7 +67,7 @@ def test_shares_are_those_asked_for_and_the_last_in_proportion(split):
 
 @given(split=splits())
 def test_whole_batches_do_not_depend_on_the_shares(split):
-    """So that curves of runs with unlike splits can be compared."""
+    """Runs with different splits can be compared by their loss curves."""
     alone = {**split, "sizes": (sum(split["sizes"]),)}
     [whole] = epoch_of(samplers(**alone), 1)
     parts = zip(*epoch_of(samplers(**split), 1), strict=True)
@@ -129,8 +129,12 @@ def test_states_at_every_moment():
     assert sampler.state_dict() == state
     assert next(resumed) == [4, 5, 6, 7]
     assert sampler.state_dict()["num_samples_done"] == 8
-    assert list(sampler) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]  # begun anew, not resumed twice
-    sampler.load_state_dict(sampler.state_dict())  # an epoch that is over
+    assert list(sampler) == [
+        [0, 1, 2, 3],
+        [4, 5, 6, 7],
+        [8, 9],
+    ]  # begins again, instead of resuming twice
+    sampler.load_state_dict(sampler.state_dict())  # a finished epoch
     assert list(sampler) == []
     sampler.set_epoch(1)
     assert len(list(sampler)) == 3
@@ -140,9 +144,9 @@ def test_states_that_do_not_fit_are_refused():
     [sampler] = samplers(10, (4,))
     state = sampler.state_dict()
     others = {
-        "num_samples=10, this one has num_samples=11": samplers(11, (4,)),
-        "seed=0, this one has seed=1": samplers(10, (4,), seed=1),
-        "shuffle=True, this one has shuffle=False": samplers(10, (4,), shuffle=False),
+        "num_samples=10, but this one has num_samples=11": samplers(11, (4,)),
+        "seed=0, but this one has seed=1": samplers(10, (4,), seed=1),
+        "shuffle=True, but this one has shuffle=False": samplers(10, (4,), shuffle=False),
     }
     for message, [other] in others.items():
         with pytest.raises(ArgumentError, match=message):
@@ -153,7 +157,7 @@ def test_states_that_do_not_fit_are_refused():
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_in_a_data_loader(num_workers):
-    """The batches that training has had, not those that workers have been asked for."""
+    """The state counts the batches used in training, not those that workers have fetched."""
     data = TensorDataset(torch.arange(23), torch.randn(23, 3, 2))
     seen = []
     for rank, sampler in enumerate(samplers(23, (1, 0, 7))):
@@ -189,7 +193,7 @@ def test_empty_batches_of_other_kinds():
 
 
 def test_thousands_of_ranks():
-    """Of neighbours, which must not share a sample."""
+    """Chunks of neighbouring ranks must not overlap."""
     num_ranks, num_samples, batch_size = 4096, 1_000_000, 65_536
     sizes = split_ranks(batch_size, num_ranks, rank0_bsz=3)
     found = []

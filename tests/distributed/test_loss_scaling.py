@@ -1,4 +1,4 @@
-"""Training on several ranks is training on one with the whole batch."""
+"""Training on several ranks is equivalent to training on one with the whole batch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TOLERANCE = 1e-10
 
 
 def test_ranks_train_as_one_process_does(tmp_path):
-    """All cases of ``worker.py``, whose processes are started once."""
+    """Run all cases of ``worker.py`` in processes that are started once."""
     path = tmp_path / "results.json"
     exit_code, output = run_ranks("worker.py", path, num_processes=NUM_RANKS)
     assert exit_code == 0, output
@@ -29,12 +29,12 @@ def test_ranks_train_as_one_process_does(tmp_path):
     assert len(results) == len(list(cases()))
     wrong = {name: off for name, off in results.items() if not isinstance(off, float)}
     assert not wrong, "\n".join(f"{name}: {error}" for name, error in wrong.items())
-    # Not-a-number is not below either.
+    # NaN is not below the limit either.
     assert {name: off for name, off in results.items() if not off < TOLERANCE} == {}
 
 
 def test_the_loop_of_accelerate():
-    """It divides each loss by the number of micro-batches."""
+    """accelerate divides each loss by the number of micro-batches."""
     pytest.importorskip("accelerate")
     exit_code, output = run_ranks("accelerated.py", num_processes=2)
     assert exit_code == 0, output
@@ -42,14 +42,14 @@ def test_the_loop_of_accelerate():
 
 @pytest.mark.skipif(cuda_stand_in.WHY_NOT is not None, reason=str(cuda_stand_in.WHY_NOT))
 def test_ranks_on_devices_of_cudas_kind():
-    """Counts stay on the device, and DDP's buckets are on its streams."""
+    """Counts stay on the device, and DDP's buckets use its streams."""
     exit_code, output = run_ranks("on_stand_in.py", num_processes=2)
     assert exit_code == 0, output
 
 
 @pytest.fixture
 def alone():
-    """A group of this process."""
+    """Make a process group of this process only."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
@@ -91,16 +91,28 @@ def test_the_dtype_of_the_loss_stays(alone):
 @pytest.mark.parametrize(
     ("arguments", "kind", "message"),
     [
-        ((1.0, 2), ArgumentTypeError, "loss must be a tensor, got 1.0; give it before .item()"),
-        ((torch.ones(3), 2), ArgumentError, "loss must be one number, got shape (3,); give the"),
+        ((1.0, 2), ArgumentTypeError, "loss must be a tensor, got 1.0; pass it before .item()"),
+        ((torch.ones(3), 2), ArgumentError, "loss must have one element, got shape (3,); pass"),
         ((torch.ones(()), "2"), ArgumentTypeError, "count must be a number or a tensor with one"),
-        ((torch.ones(()), True), ArgumentTypeError, "got True; give how many samples or tokens"),
+        (
+            (torch.ones(()), True),
+            ArgumentTypeError,
+            "got True; pass the number of samples or tokens",
+        ),
         ((torch.ones(()), torch.ones(2)), ArgumentTypeError, "count must be a number or a tensor"),
-        ((torch.ones(()), -1), ArgumentError, "count must be at least 0 and finite, got -1; for"),
+        (
+            (torch.ones(()), -1),
+            ArgumentError,
+            "count must be at least 0 and finite, got -1; pass 0",
+        ),
         ((torch.ones(()), float("nan")), ArgumentError, "count must be at least 0 and finite, got"),
         ((torch.ones(()), 2, float("inf")), ArgumentError, "total must be at least 0 and finite"),
         ((torch.ones(()), 2, "4"), ArgumentTypeError, "total must be a number"),
-        ((torch.ones(()), 2, 1), ArgumentError, "count is 2, but total is 1; a total is of all"),
+        (
+            (torch.ones(()), 2, 1),
+            ArgumentError,
+            "count is 2, but total is 1; total must be the sum",
+        ),
     ],
 )
 def test_what_cannot_be_scaled_is_said(alone, arguments, kind, message):

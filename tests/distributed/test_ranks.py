@@ -37,11 +37,11 @@ def test_the_same_split_as_on_one_machine():
     [
         ({"world_size": 2}, "give rank0_bsz, weights or capacities"),
         ({"rank0_bsz": 2}, "world_size is not given, and there is no process group; call"),
-        ({"weights": [1, 2], "capacities": [1, 2]}, "weights and capacities both say"),
-        ({"weights": [1, 2], "world_size": 3}, "world_size=3, but there are shares of 2 ranks"),
+        ({"weights": [1, 2], "capacities": [1, 2]}, "weights and capacities both determine"),
+        ({"weights": [1, 2], "world_size": 3}, "world_size=3, but weights or capacities are given"),
         (
             {"capacities": [4 * GiB, 2 * GiB], "fixed_bytes": 3 * GiB},
-            "rank 1 can hold 2.00 GiB, but 3.00 GiB are taken whatever its share",
+            "rank 1 can hold 2.00 GiB, but needs 3.00 GiB without any samples",
         ),
         ({"capacities": [GiB, GiB], "fixed_bytes": GiB}, "no rank can hold more than the 1.00 GiB"),
         ({"world_size": 4, "rank0_bsz": -1}, "rank0_bsz must be at least 0, got -1"),

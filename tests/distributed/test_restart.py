@@ -1,4 +1,4 @@
-"""A rank that is killed is named by torchrun, and training resumes with all ranks."""
+"""torchrun names a killed rank, and training resumes with all ranks."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from torch.nn.functional import mse_loss
 
 from balanced_dp.distributed import BalancedBatchSampler
 
-from .launch import finished, torchrun
+from .launch import torchrun, wait_for
 from .restarted import BATCH_SIZE, NUM_SAMPLES, SEED, sgd, start
 
 
 @pytest.mark.slow
 def test_a_restart_resumes_with_each_sample_seen_once(tmp_path):
     options = ("--standalone", "--max-restarts", "1")
-    # Attempts share the store else, and processes of one find addresses of the last
+    # Otherwise restarts share the store, and their processes find addresses of earlier ones
     # (pytorch/pytorch#135712, and so in torch 2.13).
     own_store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     checkpoint = tmp_path / "checkpoint"
     ranks = torchrun("restarted.py", [checkpoint], options, num_processes=2, **own_store)
-    exit_code, output = finished(ranks)
+    exit_code, output = wait_for(ranks)
     assert exit_code == 0, output
     assert re.search(r"exitcode: -9\) local_rank: 1 ", output), output
 

@@ -1,7 +1,7 @@
-"""Script for four processes: trains on two, three and four ranks.
+"""Script for four processes: training on two, three and four ranks.
 
-Rank 0 writes a JSON object: the name of each case, and how far ranks were off one process that has
-the whole batch, or what was raised.
+Rank 0 writes a JSON object with the name of each case and the largest difference between the ranks
+and one process with the whole batch, or the exception that was raised.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def tokens(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     return loss, (target != IGNORED).sum()
 
 
-def masked(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
-    """A mean by hand: its gradients are not-a-number where there is nothing."""
+def masked_mean(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
+    """Return a masked mean, whose gradients are NaN if no element is selected."""
     mask = (target != IGNORED).to(output.dtype)
     each = cross_entropy(output.transpose(1, 2), target.clamp(min=0), reduction="none")
     return (each * mask).sum() / mask.sum(), int(mask.sum())
@@ -108,8 +108,8 @@ def numbers(count: int) -> Batch:
     return torch.randn(count, 6, generator=generator), torch.randn(count, 3, generator=generator)
 
 
-def words(count: int) -> Batch:
-    """Some ranks have rows, but nothing to learn from."""
+def token_labels(count: int) -> Batch:
+    """Return data with which some ranks have rows, but no target that counts."""
     generator = torch.Generator().manual_seed(1)
     labels = torch.randint(5, (count, 4), generator=generator)
     labels[torch.rand(labels.shape, generator=generator) < 0.4] = IGNORED
@@ -127,8 +127,8 @@ def sharded(net: nn.Module, group: Group) -> nn.Module:
     return fully_shard(net, mesh=mesh)
 
 
-def is_reduced(model: nn.Module, is_last: bool):
-    """Sets whether the next backward pass reduces gradients or only accumulates them."""
+def gradient_reduction(model: nn.Module, is_last: bool):
+    """Set whether the next backward pass reduces gradients or only accumulates them."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(is_last)
     elif isinstance(model, DistributedDataParallel) and not is_last:
@@ -136,7 +136,7 @@ def is_reduced(model: nn.Module, is_last: bool):
     return nullcontext()
 
 
-def compared(
+def difference_from_one_process(
     make: Callable[[], nn.Module],
     data: Callable[[int], Batch],
     loss_of: Loss,
@@ -144,15 +144,15 @@ def compared(
     group: Group,
     accumulate: bool,
 ) -> float:
-    """Returns how far ranks are off one process: in losses, gradients and weights."""
+    """Return the largest difference from one process in losses, gradients and weights."""
     rank, shares = dist.get_rank(group), SHARES[dist.get_world_size(group)]
     torch.manual_seed(0)
     reference = make()
     model = wrap(copy.deepcopy(reference), group)
-    pieces = pieces_of(data, shares)
+    pieces = split_into_micro_batches(data, shares)
     steps = [pieces] if accumulate else [[piece] for piece in pieces]
     optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in (model, reference)]
-    off = []
+    differences = []
     for micro_batches in steps:
         own = [of_ranks[rank] for of_ranks in micro_batches]
         total = None
@@ -160,7 +160,7 @@ def compared(
             total = count_all_ranks(sum(count_of(loss_of, y) for _, y in own), group)
         mean = torch.zeros(())
         for index, (x, y) in enumerate(own):
-            with is_reduced(model, index == len(own) - 1):
+            with gradient_reduction(model, index == len(own) - 1):
                 loss = scale_loss(*loss_of(model(x), y), total=total, group=group)
                 loss.backward()
             mean += loss.detach() / len(shares[0])
@@ -169,18 +169,18 @@ def compared(
         expected, _ = loss_of(reference(x), y)
         expected.backward()
         pairs = list(zip(model.parameters(), reference.parameters(), strict=True))
-        off += [mean - expected.detach()]
+        differences += [mean - expected.detach()]
         assert [p.grad is None for p, _ in pairs] == [q.grad is None for _, q in pairs]
-        off += [(whole(p.grad) - q.grad).to_dense() for p, q in pairs if q.grad is not None]
+        differences += [(whole(p.grad) - q.grad).to_dense() for p, q in pairs if q.grad is not None]
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        off += [whole(p).detach() - q.detach() for p, q in pairs]
-    return float(torch.stack([difference.abs().max() for difference in off]).max())
+        differences += [whole(p).detach() - q.detach() for p, q in pairs]
+    return float(torch.stack([difference.abs().max() for difference in differences]).max())
 
 
-def pieces_of(data: Callable[[int], Batch], shares: tuple[tuple[int, ...], ...]):
-    """Returns each micro-batch as the batches of its ranks."""
+def split_into_micro_batches(data: Callable[[int], Batch], shares: tuple[tuple[int, ...], ...]):
+    """Return each micro-batch as the batches of its ranks."""
     sizes = list(itertools.chain(*shares))
     parts = zip(*(part.split(sizes) for part in data(sum(sizes))), strict=True)
     return [list(itertools.islice(parts, len(share))) for share in shares]
@@ -195,7 +195,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def two_losses_of_one_trunk(group: Group) -> float:
-    """One counts nothing on a rank and is NaN, and the other's gradients pass the same nodes."""
+    """One loss is NaN on a rank with count 0; gradients of the other pass the same nodes."""
     rank = dist.get_rank(group)
     torch.manual_seed(0)
     reference = regression()
@@ -226,7 +226,7 @@ def nothing_counts(group: Group) -> float:
 
 
 def a_total_that_is_known(group: Group) -> float:
-    """Needs no answer of other ranks."""
+    """A known total needs no communication."""
     world_size = dist.get_world_size(group)
     loss = scale_loss(torch.tensor(3.0), 2, total=torch.tensor(12), group=group)
     return abs(float(loss) - 3 * world_size * 2 / 12)
@@ -237,7 +237,7 @@ def a_rank_that_does_not_answer() -> float:
     group = dist.new_group(timeout=datetime.timedelta(seconds=2))
     scale_loss(torch.tensor(1.0), 1, group=group)
     if dist.get_rank() != 2:
-        with pytest.raises(DistributedError, match=r"no answer from rank 2 of \[0, 1, 2, 3\]; ev"):
+        with pytest.raises(DistributedError, match=r"no count from rank 2 of \[0, 1, 2, 3\]; ev"):
             scale_loss(torch.tensor(1.0), 1, group=group)
     return 0.0
 
@@ -262,7 +262,7 @@ def converted_keeps_what_there_is() -> float:
     with torch.no_grad():
         ddp(torch.randn(4, 6))
     assert calls.count("wrapper") == 1
-    # Checkpoints, both ways.
+    # Checkpoints load in both directions.
     ddp.load_state_dict(before)
     other = BalancedDataParallel(1, copy.deepcopy(net), device_ids=["cpu"] * 4)
     other.load_state_dict(ddp.state_dict())
@@ -288,26 +288,30 @@ def converted(net: nn.Module, group: Group) -> nn.Module:
 
 LOSSES = {
     "rows": (regression, numbers, rows),
-    "tokens": (tagger, words, tokens),
-    "masked": (tagger, words, masked),
+    "tokens": (tagger, token_labels, tokens),
+    "masked": (tagger, token_labels, masked_mean),
 }
 WRAPPERS = {"ddp": replicated, "fully_shard": sharded, "converted": converted}
 MORE = {  # once each, without accumulation
     "static graph": (Twice, numbers, rows, partial(replicated, static_graph=True)),
-    "unused": (Partly, words, masked, partial(replicated, find_unused_parameters=True)),
-    "sparse": (sparse_tagger, words, masked, replicated),
+    "unused": (Partly, token_labels, masked_mean, partial(replicated, find_unused_parameters=True)),
+    "sparse": (sparse_tagger, token_labels, masked_mean, replicated),
 }
 
 
 def cases() -> Iterator[tuple[str, int, Callable[..., float]]]:
-    """Gives names, numbers of ranks, and what is called with their group."""
+    """Yield the name, the number of ranks and the function of each case."""
     for size in SHARES:
         for loss, wrapper, accumulate in itertools.product(LOSSES, WRAPPERS, (False, True)):
             name = f"{loss}, {wrapper}, {'accumulated' if accumulate else 'at once'}"
             options = {"wrap": WRAPPERS[wrapper], "accumulate": accumulate}
-            yield name, size, partial(compared, *LOSSES[loss], **options)
+            yield name, size, partial(difference_from_one_process, *LOSSES[loss], **options)
         for name, (*parts, wrap) in MORE.items():
-            yield name, size, partial(compared, *parts, wrap=wrap, accumulate=False)
+            yield (
+                name,
+                size,
+                partial(difference_from_one_process, *parts, wrap=wrap, accumulate=False),
+            )
         for check in (two_losses_of_one_trunk, nothing_counts, a_total_that_is_known):
             yield check.__name__, size, check
     for alone in (
@@ -336,7 +340,7 @@ def main() -> None:
         everywhere: list = [None] * dist.get_world_size()
         dist.all_gather_object(everywhere, off)
         said = [f"rank {i}: {text}" for i, text in enumerate(everywhere) if isinstance(text, str)]
-        # Not max(), which passes over what is not a number.
+        # Not max(), which ignores NaN.
         results[f"{name}, {size} ranks"] = "\n".join(said) or float(torch.tensor(everywhere).max())
     if dist.get_rank() == 0:
         Path(sys.argv[1]).write_text(json.dumps(results))

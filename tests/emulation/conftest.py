@@ -10,21 +10,21 @@ from balanced_dp import EmulatedDevices, emulate_devices
 
 @pytest.fixture
 def devices() -> Iterator[EmulatedDevices]:
-    """Three emulated devices with real numbers; a tensor left on them fails the test."""
+    """Three emulated devices with values; a tensor that outlives the test fails it."""
     with emulate_devices(3) as devices:
         yield devices
 
 
 @pytest.fixture
 def symbolic_devices() -> Iterator[EmulatedDevices]:
-    """Two emulated devices that keep shapes only."""
+    """Two emulated devices in symbolic mode."""
     with emulate_devices(2, symbolic=True) as devices:
         yield devices
 
 
 @pytest.fixture
 def reference_counting_only() -> Iterator[None]:
-    """No garbage collector, so that what is freed is freed by reference counting."""
+    """Disable the garbage collector, so that memory is freed by reference counting only."""
     gc.collect()
     gc.disable()
     yield

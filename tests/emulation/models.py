@@ -1,4 +1,4 @@
-"""Models of many kinds with inputs for them, and a training loop that says what it did."""
+"""Models of many kinds with their inputs, and a training loop that returns its losses and state."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ DROPOUT_MODELS: dict[str, Callable[[], Made]] = {
 
 
 class Trained(NamedTuple):
-    """The losses and state of a training run, and the model and optimizer that made them."""
+    """The losses and final state of a training run, with its model and optimizer."""
 
     losses: list[Tensor]
     module: nn.Module
@@ -145,7 +145,7 @@ def train(
     dtype: torch.dtype = torch.float64,
     num_steps: int = 3,
 ) -> Trained:
-    """Trains with AdamW, two backward passes a step, and clips the gradients."""
+    """Train with AdamW, two backward passes per step and gradient clipping."""
     torch.manual_seed(0)
     module, inputs = make()
     module.to(device, dtype)

@@ -1,4 +1,4 @@
-"""Autocast: which operators run in which dtype is CUDA's, and threads have the caller's."""
+"""Autocast: operators run in the dtypes of CUDA, and threads inherit the caller's state."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ def test_checkpointing_computes_again_in_the_same_dtype(use_reentrant, symbolic)
             output = BalancedDataParallel(2, module)(x).float().sum()
         output.backward()
         assert set(dtypes) == {BF16}
-        assert len(dtypes) >= 8  # without reentry the last operators are not repeated
+        assert len(dtypes) >= 8  # non-reentrant checkpoints do not recompute the last operators
         assert {p.grad.dtype for p in module.parameters()} == {F32}
         del output, module, layers, x
 
@@ -198,7 +198,7 @@ def test_the_lists_are_torchs():
     ):
         defined = re.search(rf"#define AT_FORALL_{macro}\(_\)((?:.*\\\n)*.*)", text)[1]
         found = set(re.findall(r"_\((\w+)", defined))
-        assert found | {"norm"} >= set(names.split()) - {"rms_norm"}  # torch 2.11 has it not
+        assert found | {"norm"} >= set(names.split()) - {"rms_norm"}  # missing in torch 2.11
         assert found <= set(names.split())
 
 
@@ -225,6 +225,6 @@ print(errors)
 
 
 def test_the_first_contexts_of_a_process_may_be_entered_at_once():
-    """Each tried to register the kernels: "multiple backend fallbacks"."""
+    """Both threads register the kernels, but torch accepts a backend fallback only once."""
     done = python("-c", AT_ONCE)
     assert done.stdout == "[]\n", done.stderr

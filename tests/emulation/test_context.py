@@ -152,11 +152,11 @@ def test_arguments_that_cannot_be_used_are_refused(
             pass
     assert isinstance(raised.value, BalancedDataParallelError)
     assert isinstance(raised.value, ValueError if error is ArgumentError else TypeError)
-    with emulate_devices(1):  # and the way is free
+    with emulate_devices(1):  # a new context can be entered
         pass
 
 
-# What outlives a context.
+# Tensors that outlive a context.
 
 
 def test_tensors_that_outlive_the_context_are_reported_and_their_memory_given_back() -> None:
@@ -245,8 +245,8 @@ def test_capacity_is_one_size_or_one_for_each_device(memory: Any, capacities: li
         assert [lazy.mem_get_info(i)[1] for i in range(2)] == capacities
 
 
-def out_of_memory(work: Callable[[], Any]) -> str | None:
-    """The message of the error that ``work`` ended in; its traceback holds nothing any more."""
+def out_of_memory_message(work: Callable[[], Any]) -> str | None:
+    """Return the message of the out-of-memory error of ``work``, without keeping its traceback."""
     try:
         work()
     except torch.OutOfMemoryError as error:
@@ -277,7 +277,7 @@ def test_what_does_not_fit_raises_as_on_cuda_and_leaves_the_ledger_as_before(
     with emulate_devices(2, memory=["1MiB", 8 * KIB], symbolic=symbolic) as devices:
         lazy = torch.get_device_module("lazy")
         x = torch.ones(1000, device=devices[1])
-        message = out_of_memory(partial(allocate, x))
+        message = out_of_memory_message(partial(allocate, x))
         assert message is not None
         assert message.startswith("CUDA out of memory. Tried to allocate ")
         assert "GPU 1 has a total capacity of 8.00 KiB of which " in message
@@ -294,7 +294,7 @@ def test_what_does_not_fit_raises_as_on_cuda_and_leaves_the_ledger_as_before(
 def test_the_message_says_how_much_was_asked_for_and_how_much_is_free() -> None:
     with emulate_devices(1, memory="10KiB") as devices:
         x = torch.ones(1000, device=devices[0])
-        assert out_of_memory(lambda: torch.ones(2000, device=devices[0])) == (
+        assert out_of_memory_message(lambda: torch.ones(2000, device=devices[0])) == (
             "CUDA out of memory. Tried to allocate 8.00 KiB. GPU 0 has a total capacity of "
             "10.00 KiB of which 6.00 KiB is free. Of the allocated memory 4.00 KiB is allocated "
             "by PyTorch. (This is the emulated device lazy:0.)"
@@ -313,7 +313,7 @@ def test_after_running_out_in_a_training_step_the_memory_is_back() -> None:
         sizes = [100, 800, 1500, 3000, 5000]
         messages = []
         for size in sizes:
-            messages.append(out_of_memory(partial(step, module, size)))
+            messages.append(out_of_memory_message(partial(step, module, size)))
             module.zero_grad()
             assert allocated(device) == before
         assert messages[0] is None
@@ -364,11 +364,11 @@ def test_a_copy_made_in_forward_is_made_back_in_backward(devices: EmulatedDevice
     }
 
 
-# What the memory is used for.
+# Memory by use.
 
 
 def used(devices: EmulatedDevices, index: int = 0) -> dict[str, int]:
-    """The uses that there are now, after a check that the books add up."""
+    """Return the uses with bytes now, and check that they add up to the allocated memory."""
     lazy = torch.get_device_module("lazy")
     breakdown = devices.memory_breakdown(index)
     assert sum(breakdown.now.values()) == lazy.memory_allocated(index)
@@ -551,7 +551,7 @@ def test_there_is_no_breakdown_of_a_device_that_is_not_there(
     ],
 )
 def test_optimizers_take_the_temporary_memory_that_they_take_on_cuda(make, temporary, symbolic):
-    """All parameters at once by default, one after another on request, none when fused."""
+    """For all parameters by default, for one with foreach=False, none if fused."""
     with emulate_devices(1, symbolic=symbolic) as devices:
         module = torch.get_device_module("lazy")
         parameters = [

@@ -17,7 +17,7 @@ exact = {"rtol": 0, "atol": 1e-10}
 
 
 def peak_growth(device: torch.device, work: Callable[[], Any]) -> int:
-    """The bytes that ``work`` needs on top of what is held before it."""
+    """Return how many bytes ``work`` raises the peak above the memory allocated before it."""
     lazy = torch.get_device_module(device)
     lazy.reset_peak_memory_stats(device)
     before = lazy.memory_allocated(device)
@@ -189,7 +189,7 @@ def test_checkpoint_repeats_the_dropout(
         module.zero_grad()
         input = x.clone().requires_grad_()
         output = forward(input)
-        F.dropout(output)  # moves the generator on
+        F.dropout(output)  # advances the generator
         output.pow(2).sum().backward()
         return [p.grad.tolist() for p in module.parameters()] + [input.grad.tolist()]
 
@@ -244,7 +244,7 @@ ATTENTION: dict[str, tuple[tuple[Tensor, ...], dict[str, Any]]] = {
     "heads last": (tuple(_normal(N, T, H, E).transpose(1, 2) + i for i in range(3)), {}),
     "cut from one tensor": (_normal(N, T, H, 3 * E).transpose(1, 2).split(E, -1), {}),
     "expanded query": ((_qkv[0][:1].expand(N, H, T, E), *_qkv[1:]), {}),
-    # What the fused kernels do not take.
+    # Arguments that the fused kernels do not support.
     "batch to broadcast": ((_qkv[0], _qkv[1][:1], _qkv[2][:1]), {}),
     "heads to broadcast": ((_qkv[0], _qkv[1][:, :1], _qkv[2][:, :1]), {}),
     "values of another size": ((*_qkv[:2], _normal(N, H, S, 3)), {}),
@@ -262,7 +262,7 @@ def _on(device: Any, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _to_leaf(tensor: Tensor, device: Any) -> Tensor:
-    """The same values and strides on the device, as a leaf."""
+    """Copy a tensor to the device as a leaf, with its strides."""
     base = tensor if tensor._base is None else tensor._base
     copy = torch.empty_strided(base.size(), base.stride(), dtype=base.dtype, device=device)
     view = copy.copy_(base).as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
@@ -279,7 +279,7 @@ def _attend(qkv: tuple[Tensor, ...], options: dict[str, Any], device: Any) -> li
     return [t.detach().cpu() for t in (output, inferred, *gradients)]
 
 
-# With dropout the emulation has kernels of its own, and one that never drops gives exact numbers.
+# With dropout, kernels of the emulation run; a dropout that drops nothing has exact results.
 @pytest.mark.parametrize("dropout_p", [0.0, 1e-12])
 @pytest.mark.parametrize("name", ATTENTION)
 def test_attention_and_its_gradients_are_those_of_the_math_kernel(

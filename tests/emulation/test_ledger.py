@@ -33,7 +33,7 @@ class NaiveBlock:
 
 
 class LedgerAgainstNaiveBooks(RuleBasedStateMachine):
-    """The naive books copy the list of blocks at each peak; the ledger must not need to."""
+    """Compare the ledger with a naive one, which copies its list of blocks at each peak."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -181,7 +181,7 @@ def test_threads_that_hammer_one_ledger_leave_exact_books() -> None:
     assert (ledger.num_blocks, ledger.allocated_bytes) == (0, 0)
     assert not any(ledger.breakdown().now.values())
     assert sum(ledger.breakdown().peak.values()) == ledger.peak_bytes
-    # Each thread had five blocks at once, and none more than six and the two of a resize.
+    # Each thread had five blocks at once, and at most six, and two during a resize.
     assert 5 * ROUND_BYTES <= ledger.peak_bytes <= num_threads * 12 * ROUND_BYTES
 
 
@@ -260,7 +260,7 @@ def test_backward_frees_what_forward_saved(devices: EmulatedDevices) -> None:
 
 @pytest.mark.usefixtures("reference_counting_only")
 def test_gradients_that_meet_are_added_in_place(devices: EmulatedDevices) -> None:
-    """As the engine does on CUDA, where it would add tensor subclasses out of place."""
+    """As on CUDA, although the engine adds tensor subclasses out of place."""
     x = torch.zeros(256, device=devices[0], requires_grad=True)
     y = x * 1.0
     loss = (y * 2).sum() + (y * 3).sum() + (y * 5).sum()
@@ -268,7 +268,7 @@ def test_gradients_that_meet_are_added_in_place(devices: EmulatedDevices) -> Non
     before = allocated(devices[0])
     loss.backward()
     torch.testing.assert_close(x.grad.cpu(), torch.full((256,), 10.0))
-    # The sum so far, the next gradient and the loss's own; out of place there were one more.
+    # The sum, the next gradient and that of the loss; out of place there would be one more.
     assert peak(devices[0]) - before == 2 * 1024 + 512
 
 

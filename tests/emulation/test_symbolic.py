@@ -19,7 +19,7 @@ from .models import DROPOUT_MODELS, MODELS, Made, train
 CASES = MODELS | {f"{name} with dropout": make for name, make in DROPOUT_MODELS.items()}
 
 
-# The same bytes as with numbers.
+# The same bytes as with values.
 
 
 def trained_bytes(make: Callable[[], Made], device: torch.device) -> list[int]:
@@ -75,7 +75,7 @@ def test_a_model_far_larger_than_memory_is_measured_without_using_memory(
     assert growth * (1 if sys.platform == "darwin" else 1024) < 2**30
 
 
-# What is known and what is not.
+# Known and unknown values.
 
 READS: dict[str, Callable[[Tensor], Any]] = {
     "item": lambda x: x[0, 0].item(),
@@ -240,7 +240,7 @@ def test_shapes_that_do_not_fit_fail_as_with_numbers(symbolic_devices: EmulatedD
 
 
 def test_sparse_gradients_are_refused(symbolic_devices: EmulatedDevices) -> None:
-    """torch's functions for shapes lose the number of values of a sparse tensor."""
+    """Meta functions lose the number of values of a sparse tensor."""
     for module in (
         nn.Embedding(10, 4, sparse=True),
         nn.EmbeddingBag(10, 4, mode="sum", sparse=True),

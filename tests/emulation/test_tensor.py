@@ -329,7 +329,7 @@ def test_a_checkpoint_of_the_cpu_loads_into_a_module_on_a_device(devices: Emulat
         torch.testing.assert_close(p.detach().cpu(), q.detach(), rtol=0, atol=0)
 
 
-# What a tensor says of itself.
+# Attributes and representations of tensors.
 
 
 def test_a_tensor_says_where_it_is(devices: EmulatedDevices) -> None:

@@ -1,4 +1,4 @@
-"""Small models of several families with random weights, and batches for each."""
+"""Small models of several families with random weights, and their batches."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 @dataclass(frozen=True)
 class Family:
-    """A model, and what it takes for one sample of an index."""
+    """A model, and a function that makes the sample with a given index."""
 
     make_model: Callable[[], nn.Module]
     sample: Callable[[int], dict[str, Any]]
 
 
 def text(index: int, length: int = 12) -> Tensor:
-    """Real text as indices of its characters, another for each index."""
+    """Return an excerpt of real text as indices of its characters."""
     encoded, _ = encoded_text()
     return encoded[index * 37 : index * 37 + length]
 
@@ -35,22 +35,22 @@ def vocabulary() -> int:
     return encoded_text()[1]
 
 
-def ignored(labels: Tensor, index: int) -> Tensor:
-    """Leaves out a few labels, of some samples all."""
+def with_ignored_labels(labels: Tensor, index: int) -> Tensor:
+    """Set a few labels to -100, and all labels of some samples."""
     labels = labels.clone()
     labels[: index % 5] = -100
     return labels * 0 - 100 if index % 6 == 0 else labels
 
 
 def causal(index: int) -> dict[str, Any]:
-    return {"input_ids": text(index), "labels": ignored(text(index), index)}
+    return {"input_ids": text(index), "labels": with_ignored_labels(text(index), index)}
 
 
 def masked(index: int) -> dict[str, Any]:
     return {
         "input_ids": text(index),
         "attention_mask": torch.ones(12, dtype=torch.long),
-        "labels": ignored(text(index), index),
+        "labels": with_ignored_labels(text(index), index),
     }
 
 
@@ -87,7 +87,7 @@ def mixtral() -> nn.Module:
         intermediate_size=32,
         num_key_value_heads=1,
         num_local_experts=4,
-        experts_implementation="eager",  # the grouped one knows no float64
+        experts_implementation="eager",  # the grouped one does not support float64
         num_experts_per_tok=2,
         **WIDTH,
         **TOKENS,
@@ -160,7 +160,10 @@ FAMILIES = {
     ),
     "bert tokens": Family(
         lambda: hf.BertForTokenClassification(bert_config()),
-        lambda index: {"input_ids": text(index), "labels": ignored(text(index) % 3, index)},
+        lambda index: {
+            "input_ids": text(index),
+            "labels": with_ignored_labels(text(index) % 3, index),
+        },
     ),
     "bert answers": Family(
         lambda: hf.BertForQuestionAnswering(bert_config(num_labels=2)),

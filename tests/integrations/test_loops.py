@@ -1,4 +1,4 @@
-"""Training loops of Lightning Fabric and accelerate, over real text: the curve of one device."""
+"""Training loops of Lightning Fabric and accelerate on real text have the curve of one device."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class TokenLoss(nn.CrossEntropyLoss):
 
 
 def batches() -> list[tuple[Tensor, Tensor]]:
-    """Batches of 16 and, as every fifth, one of 5; some characters do not count."""
+    """Make batches of 16, and of 5 for every fifth one; some labels are ignored."""
     found = []
     for step in range(NUM_STEPS):
         size = 5 if step % 5 == 4 else 16
@@ -37,7 +37,7 @@ def batches() -> list[tuple[Tensor, Tensor]]:
 
 
 class WithLoss(nn.Module):
-    """Fabric looks into a model's outputs, so the loss is computed inside."""
+    """A model that computes its loss, because Fabric processes the outputs of models."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ def test_a_loop_with_the_optimizer_of_accelerate(gpu0_bsz):
     ],
 )
 def test_models_in_a_plain_loop_with_padding(name, counted_by, gpu0_bsz, monkeypatch):
-    """Steps with and without gradients, in which some chunks have no label that counts."""
+    """Steps with and without gradients, in which all labels of some chunks are ignored."""
     monkeypatch.setattr(Tensor, "float", Tensor.double)  # their losses would be in float32
     family = FAMILIES[name]
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""A Trainer with several devices trains as one with one device does."""
+"""A Trainer with several devices is equivalent to one with a single device."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ FOUR = ["cpu"] * 4
 @pytest.fixture(autouse=True)
 def quiet(monkeypatch):
     hf.logging.set_verbosity_error()
-    # Trainer prints its logs; a process that does not print needs no such callback.
+    # PrinterCallback would print the Trainer's logs.
     monkeypatch.setattr(hf.PrinterCallback, "on_log", lambda *args, **kwargs: None)
 
 
@@ -52,7 +52,7 @@ def make_trainer(
     arguments: dict[str, Any] | None = None,
     **options: Any,
 ) -> Any:
-    """One for batches of 16, of which the last of an epoch has 5."""
+    """Make a Trainer with batches of 16; the last one of an epoch has 5."""
     torch.manual_seed(0)
     model = FAMILIES[family].make_model().to(dtype)
     args = TrainingArguments(
@@ -95,7 +95,7 @@ def assert_same_training(one: Any, several: Any, tolerance: float = 1e-9) -> Non
     for name in ("loss", "grad_norm"):
         expected = history(one, name)
         assert len(expected) == one.state.max_steps
-        # The logged ones are rounded by nothing but their sum in float32.
+        # The logged losses are rounded only by their summation in float32.
         torch.testing.assert_close(history(several, name), expected, rtol=2e-6, atol=2e-6)
     torch.testing.assert_close(
         several.model.state_dict(), one.model.state_dict(), rtol=tolerance, atol=tolerance
@@ -122,7 +122,7 @@ def leaves(predictions: Any) -> list[Any]:
 @pytest.mark.filterwarnings("ignore:gpu0_bsz")
 @pytest.mark.parametrize("accumulation", [1, 4])
 def test_twenty_steps_over_real_text(accumulation, tmp_path):
-    """In float32, evaluated on the way: 70 samples are four batches of 16 and one of 6."""
+    """In float32, with evaluations: 70 samples are four batches of 16 and one of 6."""
     arguments = {
         "max_steps": 20,
         "learning_rate": 1e-3,
@@ -159,7 +159,7 @@ def test_losses_that_are_told_the_number_of_items_may_be_summed(tmp_path):
 
 
 def test_a_chunk_of_which_no_label_counts(tmp_path):
-    """Device 0 gets sample 0, of which no label counts; the second batch has none at all."""
+    """All labels of sample 0, the chunk of device 0, and of the second batch are ignored."""
     first = samples("gpt2", 16)
     trainers = []
     for make in (alone, make_trainer):
@@ -193,7 +193,7 @@ def test_a_batch_without_labels_that_count_in_an_accumulated_step(tmp_path):
 
 
 def test_experts_are_balanced_within_each_chunk(tmp_path):
-    """It is a loss of another kind, which is not that of the whole batch: the rest is exact."""
+    """The balancing loss is not that of the whole batch; everything else is exact."""
     one, several = (
         make(tmp_path, family="mixtral", arguments={"max_steps": 1})
         for make in (alone, make_trainer)
@@ -210,7 +210,7 @@ def test_experts_are_balanced_within_each_chunk(tmp_path):
 
 
 def test_labels_that_cannot_be_cut_are_named(tmp_path):
-    """Of detection models: a list with one dictionary of unlike tensors for each image."""
+    """Labels of detection models: a dictionary of tensors of different sizes for each image."""
     parallel = BalancedDataParallel(1, nn.Linear(4, 4), FOUR)
     labels = [{"boxes": torch.zeros(number, 4)} for number in (1, 2, 3, 4, 5, 6)]
     with pytest.raises(ScatterError, match=r"labels.0.boxes of shape \(1, 4\) has size 1 along"):
@@ -219,7 +219,7 @@ def test_labels_that_cannot_be_cut_are_named(tmp_path):
 
 @pytest.fixture
 def gathered(monkeypatch) -> list[Any]:
-    """The names, or number, of what a step brought to the output device."""
+    """Return the names, or the number, of the outputs that a step gathers."""
     names: list[Any] = []
     call = BalancedDataParallel.forward
 
@@ -233,7 +233,7 @@ def gathered(monkeypatch) -> list[Any]:
 
 
 class Scorer(nn.Module):
-    """A model of one's own: neither its labels nor its loss are as usual."""
+    """A custom model with unusual labels and an unusual loss."""
 
     def __init__(self, loss: Any) -> None:
         super().__init__()
@@ -268,7 +268,7 @@ def squared(logits: Any, target: Any) -> Any:
         (token_mean, {}),
         (sample_mean, {"loss_weight": lambda x, target: len(x)}),
         (summed, {"scalar_outputs": "sum"}),
-        (squared, {}),  # of floats each counts, -100 as well
+        (squared, {}),  # float labels all count, -100 as well
     ],
 )
 def test_labels_and_losses_of_ones_own(loss, options, gathered, tmp_path):
@@ -296,9 +296,9 @@ def test_labels_and_losses_of_ones_own(loss, options, gathered, tmp_path):
         split = {} if trainer_class is Trainer else {"gpu0_bsz": 1, "device_ids": FOUR, **options}
         trainers.append(trainer_class(model=Scorer(loss), args=args, train_dataset=data, **split))
     assert_same_training(*trainers, tolerance=1e-5)
-    assert gathered == [1] * 4  # of a tuple the loss
+    assert gathered == [1] * 4  # the loss of a tuple
     assert trainers[1].args is not args
-    assert args.n_gpu == 0  # the caller's are as they were
+    assert args.n_gpu == 0  # the caller's arguments are unchanged
 
 
 def test_processes_of_a_launch_are_not_wrapped(tmp_path, monkeypatch):
@@ -306,7 +306,7 @@ def test_processes_of_a_launch_are_not_wrapped(tmp_path, monkeypatch):
     trainer = make_trainer(tmp_path, device_ids=None)
     trainer.evaluate()
     assert trainer.parallel_model is None
-    with pytest.raises(ArgumentError, match="part of a distributed launch"):
+    with pytest.raises(ArgumentError, match="cannot be used in a distributed launch"):
         make_trainer(tmp_path)
 
 
@@ -342,7 +342,7 @@ def test_memory_is_logged_when_the_trainer_logs(strategy, steps, tmp_path):
         del trainer, log
 
 
-# Losses that the Trainer computes itself.
+# Losses that the Trainer computes.
 
 
 def test_label_smoothing(tmp_path):
@@ -364,7 +364,7 @@ def test_a_loss_function_of_ones_own(tmp_path):
 
 
 class LogitLoss(Trainer):
-    """Somebody's Trainer, which uses the logits."""
+    """A custom Trainer that uses the logits."""
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         outputs = model(**inputs)
@@ -392,7 +392,7 @@ def test_a_trainer_of_ones_own_has_the_logits(trainer_class, tmp_path):
     assert one.parallel_model is None
 
 
-# What is gathered.
+# Gathered outputs.
 
 
 def test_logits_gather_only_where_they_are_needed(gathered, tmp_path):
@@ -452,7 +452,7 @@ def test_replicas_run_in_the_precision_that_was_asked_for(tmp_path):
 
 
 def test_half_precision_on_devices_that_have_it(tmp_path):
-    """fp16 needs an accelerator, so only autocast is looked at."""
+    """fp16 needs an accelerator, so only autocast is tested."""
     trainer = make_trainer(tmp_path, dtype=torch.float)
     trainer.evaluate()
     trainer.accelerator.state._mixed_precision = "fp16"
@@ -494,7 +494,7 @@ def test_checkpoints_load_without_the_wrapper_and_resume(tmp_path):
     resumed.train(resume_from_checkpoint=str(checkpoint))
     torch.testing.assert_close(history(resumed, "loss"), history(whole, "loss"), rtol=0, atol=1e-9)
     torch.testing.assert_close(resumed.model.state_dict(), whole.model.state_dict())
-    # And on one device, where the other left off.
+    # Resume on one device, too.
     one = alone(tmp_path / "one", arguments=checkpointing())
     one.train(resume_from_checkpoint=str(checkpoint))
     torch.testing.assert_close(history(one, "loss"), history(whole, "loss"), rtol=1e-6, atol=1e-6)
@@ -520,7 +520,7 @@ def test_gradient_checkpointing(tmp_path):
     assert_same_training(alone(tmp_path), several)
 
 
-# What is wrapped.
+# Models that are wrapped.
 
 
 def test_one_wrapper_serves_training_and_evaluation(tmp_path):
@@ -578,14 +578,14 @@ def test_arguments_that_cannot_be_used_are_named_at_once(tmp_path, no_accelerato
 
 
 def test_the_model_stays_where_it_is(tmp_path, monkeypatch):
-    """The Trainer's own nn.DataParallel moved it to the GPU where there is exactly one."""
+    """With exactly one GPU, the Trainer's nn.DataParallel would move the model there."""
     monkeypatch.setattr(torch.nn.DataParallel, "__init__", lambda *_: pytest.fail("made one"))
     make_trainer(tmp_path).train()
 
 
 def test_devices_of_a_model_that_is_spread_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(hf.GPT2LMHeadModel, "hf_device_map", {"a": 0, "b": 1}, raising=False)
-    with pytest.raises(ArgumentError, match="its model is spread over devices"):
+    with pytest.raises(ArgumentError, match="with a model that is spread over"):
         make_trainer(tmp_path)
 
 

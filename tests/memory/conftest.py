@@ -17,7 +17,7 @@ FLAGS = {
 
 @pytest.fixture(scope="session")
 def builds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The stand-in driver library in several ages, by name."""
+    """Several versions of the stand-in driver library, by name."""
     if shutil.which("gcc") is None:
         pytest.fail("these tests build a stand-in for NVIDIA's driver and need gcc on the PATH")
     folder = tmp_path_factory.mktemp("drivers")

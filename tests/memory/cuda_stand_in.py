@@ -1,6 +1,6 @@
-"""Gives a torch without CUDA some CUDA devices to describe, for processes of their own.
+"""Simulated CUDA devices for a torch without CUDA, for use in separate processes.
 
-They are the boards of the NVML stand-in in whatever order a test says, as CUDA's would be.
+They are the boards of the NVML stand-in, in the order that a test chooses for CUDA.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from .driver import BUSES, GIB, UUIDS
 
 
 class CudaStandIn:
-    """Takes the place of functions in ``torch.cuda``; the figures may be set.
+    """A replacement for functions of ``torch.cuda`` whose memory statistics can be set.
 
     Args:
-        units: the stand-in driver's units, in CUDA's order.
+        units: the units of the stand-in driver, in CUDA's order.
     """
 
     def __init__(self, units: Sequence[int]) -> None:
@@ -58,15 +58,15 @@ class CudaStandIn:
         if self.broken:
             raise RuntimeError("CUDA error: device-side assert triggered")
         self.synchronized.append(device.index)
-        self.has_context = True  # to wait for a device opens one
+        self.has_context = True  # synchronizing a device creates its context
 
     def properties(self, cuda_index: int) -> SimpleNamespace:
-        self.initialized = True  # to describe a device initializes CUDA
+        self.initialized = True  # reading the properties initializes CUDA
         unit = self.units[cuda_index]
         return SimpleNamespace(
             name=f"a GPU, says CUDA ({unit})",
             total_memory=7 * GIB,
-            uuid=UUIDS[unit].split("-", 1)[1],  # as torch gives it
+            uuid=UUIDS[unit].split("-", 1)[1],  # as torch returns it
             pci_domain_id=0,
             pci_bus_id=BUSES[unit],
             pci_device_id=0,

@@ -1,4 +1,4 @@
-"""Builds the stand-in for NVIDIA's driver library, and runs Python processes that load it."""
+"""The build of the stand-in for NVIDIA's driver library, and Python processes that load it."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ class State(ctypes.Structure):
 
 
 def open_state(path: Path) -> State:
-    """The state in a file, shared with every process that has loaded the library."""
+    """Map the state in a file, which is shared with every process that has loaded the library."""
     with path.open("r+b") as file:
         return State.from_buffer(mmap.mmap(file.fileno(), ctypes.sizeof(State)))
 
 
 class Driver:
-    """One build of the library, and the state that it answers from."""
+    """One build of the library, and the state of its devices."""
 
     def __init__(self, folder: Path, state_file: Path) -> None:
         self.folder = folder
@@ -80,14 +80,14 @@ class Driver:
         }
 
     def run(self, script: str, *arguments: str, **variables: str) -> Any:
-        """Runs ``tests.memory.in_process`` and returns the JSON that it prints."""
+        """Run ``tests.memory.in_process`` and return the JSON that it prints."""
         program = "tests.memory.in_process"
         done = python("-m", program, script, *arguments, environ=self.environ(**variables))
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)
 
     def command(self, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-        """Runs the command line."""
+        """Run the command line."""
         return python("-m", "balanced_dp", *arguments, environ=self.environ(**variables))
 
 
@@ -95,6 +95,6 @@ def build(folder: Path, *flags: str) -> Path:
     folder.mkdir()
     library = folder / "libnvidia-ml.so.1"
     options = ["-shared", "-fPIC", "-Wall", "-Wextra", "-Wno-unused-function", "-Werror"]
-    options += [f"-Wl,-soname,{library.name}"]  # what is loaded already is found by this name
+    options += [f"-Wl,-soname,{library.name}"]  # a library loaded before is found by this name
     subprocess.run(["gcc", *options, *flags, "-o", str(library), str(SOURCE)], check=True)
     return folder

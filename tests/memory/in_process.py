@@ -1,4 +1,4 @@
-"""What the tests run in a process that has loaded the stand-in driver; each prints JSON."""
+"""Functions that tests run in a process that has loaded the stand-in driver; each prints JSON."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ def attempt(function: Callable[[], Any]) -> Any:
 
 
 def boards() -> Any:
-    """NVML alone: torch has no CUDA here."""
+    """List the boards by NVML alone, without CUDA in torch."""
     return attempt(lambda: snapshot(MemoryProbe()))
 
 
 def cuda(cases: str) -> Any:
-    """The snapshots of CUDA devices which are these units of the driver."""
+    """Take a snapshot with these units of the driver as CUDA devices."""
     return [
         attempt(lambda units=units: snapshot(MemoryProbe(CudaStandIn(units).devices)))
         for units in json.loads(cases)
@@ -58,7 +58,7 @@ def cuda(cases: str) -> Any:
 
 
 def process_bytes() -> Any:
-    """Memory grows between the making of a probe and its snapshot."""
+    """Allocate memory between the creation of a probe and its snapshot."""
     stand_in = CudaStandIn([H100])
     probe = MemoryProbe(["cuda:0"])
     found = {}
@@ -76,7 +76,7 @@ def process_bytes() -> Any:
 
 
 def late_probe() -> Any:
-    """A probe that is made when the process holds memory already, which it did not see come."""
+    """Create a probe in a process that has already allocated memory."""
     stand_in = CudaStandIn([H100])
     stand_in.reserved_bytes = [2 * GIB]
     memory = MemoryProbe(["cuda:0"]).snapshot()[0]
@@ -84,7 +84,7 @@ def late_probe() -> Any:
 
 
 def wait_for_queries(number: int) -> None:
-    """Returns when the sampler has asked that often since."""
+    """Wait until the sampler has made that many more queries."""
     wanted = STATE.num_memory_queries + number
     deadline = time.monotonic() + 60
     while STATE.num_memory_queries < wanted:
@@ -93,7 +93,7 @@ def wait_for_queries(number: int) -> None:
 
 
 def left_behind() -> list[str]:
-    """Threads and child processes of this process."""
+    """List the threads and child processes of this process."""
     threads = [thread.name for thread in threading.enumerate() if thread.name != "MainThread"]
     children: list[str] = []
     for task in Path("/proc/self/task").iterdir():
@@ -103,7 +103,7 @@ def left_behind() -> list[str]:
 
 
 def measured() -> Any:
-    """Blocks of all kinds; the driver's figures are set while the sampler watches."""
+    """Measure blocks of all kinds; the driver's values change while the sampler runs."""
     stand_in = CudaStandIn([H100, 0])
     probe = MemoryProbe(stand_in.devices)
 
@@ -152,7 +152,7 @@ def measured() -> Any:
     ):
         usage = StepMemory()
         caught = result = None
-        if block is begin_low:  # what was high before the block is not of the block
+        if block is begin_low:  # a peak before the block does not count
             stand_in.before_peaks_are_reset = lambda: STATE.used.__setitem__(H100, 3 * GIB)
         try:
             with probe.measure() as usage:
@@ -168,7 +168,7 @@ def measured() -> Any:
 
 
 def forked() -> Any:
-    """A child of a fork leaves the block, too; the parent's sampler goes on."""
+    """Fork in a block; the child leaves the block, too, and the parent's sampler continues."""
     CudaStandIn([H100])
     with MemoryProbe(["cuda:0"]).measure() as usage:
         pid = os.fork()
@@ -190,7 +190,7 @@ def untouched_devices_are_not_waited_for() -> Any:
 
 
 def log(units: str) -> Any:
-    """The tags that a logger writes."""
+    """List the tags that a logger writes."""
     stand_in = CudaStandIn(json.loads(units))
     tags: list[str] = []
     model = BalancedDataParallel(1, nn.Linear(2, 2), stand_in.devices)
@@ -199,7 +199,7 @@ def log(units: str) -> Any:
 
 
 def command_with_cuda(*arguments: str) -> Any:
-    """The command line on a machine with a CUDA device, the fastest of three boards."""
+    """Run the command line with one CUDA device, the fastest of three boards."""
     stand_in = CudaStandIn([H100])
     stand_in.reserved_bytes = [GIB]
     torch.accelerator.current_accelerator = lambda check_available: torch.device("cuda")

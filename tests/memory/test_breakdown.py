@@ -11,7 +11,7 @@ KEPT = ("parameter", "buffer", "gradient", "optimizer state")
 
 
 class LanguageModel(nn.Module):
-    """Small, with an output that is large beside the rest, as in language models."""
+    """A small model with a comparatively large output, as in language models."""
 
     def __init__(self, vocabulary: int) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ def train_step(model, optimizer, vocabulary, batch_size=24, clear=False):
 
 
 def breakdown_of_a_step(gpu0_bsz, vocabulary, symbolic=False, hide_labels=None):
-    """The breakdown of the second step, when optimizer state exists."""
+    """Return the breakdown of the second step, in which optimizer state exists."""
     with emulate_devices(4, symbolic=symbolic) as devices:
         model = BalancedDataParallel(gpu0_bsz, LanguageModel(vocabulary).to(devices[0]))
         optimizer = torch.optim.AdamW(model.parameters())
@@ -45,7 +45,7 @@ def breakdown_of_a_step(gpu0_bsz, vocabulary, symbolic=False, hide_labels=None):
         with model.memory.measure() as usage:
             train_step(model, optimizer, vocabulary)
         labels = [devices.memory_breakdown(device).peak for device in devices]
-        if hide_labels is not None:  # as on accelerators, which know none
+        if hide_labels is not None:  # as on accelerators, which have no labels
             hide_labels.delattr(torch.lazy, "memory_breakdown")
         found = memory_breakdown(model, optimizer)
         del model, optimizer
@@ -65,7 +65,7 @@ def test_on_emulated_devices_it_is_the_ledgers_to_the_byte(gpu0_bsz, vocabulary,
 
 @pytest.mark.parametrize("gpu0_bsz", [0, 1, 3, 5])
 def test_from_live_objects_it_agrees_with_the_ledger(gpu0_bsz, monkeypatch):
-    """What accelerators without labels answer: the same, with one rest."""
+    """Without labels, as on accelerators, the breakdown is the same with one rest."""
     with monkeypatch.context() as patch:
         found, _, _ = breakdown_of_a_step(gpu0_bsz, 2000, hide_labels=patch)
     exact, _, _ = breakdown_of_a_step(gpu0_bsz, 2000)

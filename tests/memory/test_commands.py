@@ -60,7 +60,7 @@ def test_json_is_the_snapshot(driver):
     ("error", "reason"),
     [
         (DRIVER_NOT_LOADED, "NVIDIA's driver is not loaded"),
-        (NO_PERMISSION, "no permission to speak with NVIDIA's driver"),
+        (NO_PERMISSION, "no permission to use NVIDIA's driver"),
     ],
 )
 @pytest.mark.parametrize("options", [(), ("--json",), ("--watch", "1")])

@@ -1,4 +1,4 @@
-"""Which NVML device is cuda:i? CUDA lists the stand-in's boards in reverse: the fastest first."""
+"""The NVML device of cuda:i. CUDA lists the stand-in's boards in reverse: the fastest first."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SLICE = 3  # the first MIG slice of the A100
 
 
 def boards(mig: bool = False) -> list[Board]:
-    """What NVML lists: the stand-in driver's boards, as the probe reads them."""
+    """Return the stand-in driver's boards, as ``Nvml.boards`` does."""
     listed = [Board(i, None, UUIDS[i], f"board {i}", (0, BUSES[i], 0)) for i in range(3)]
     if mig:
         listed[A100 : A100 + 1] = [
@@ -26,7 +26,7 @@ def boards(mig: bool = False) -> list[Board]:
 
 
 def cuda_device(unit: int, uuid: str = "of nothing") -> tuple[int, str, tuple[int, int, int]]:
-    """What torch says of a device with the bus of a unit of the driver."""
+    """Return torch's properties of a device with the PCI bus id of a unit of the driver."""
     return 3, uuid.split("-", 1)[-1], (0, BUSES[unit], 0)
 
 
@@ -59,7 +59,7 @@ def test_the_only_slice_of_a_board():
 
 @pytest.mark.parametrize("environ", [{}, visible(""), visible("0"), visible("MIG-"), visible(",")])
 def test_an_unnamed_slice_of_several(environ):
-    with pytest.raises(ProbeError, match="name the UUID of a single MIG slice there"):
+    with pytest.raises(ProbeError, match="set it to the UUID of a single MIG slice"):
         find_board(*cuda_device(A100, UUIDS[A100]), boards(mig=True), environ)
 
 
@@ -73,7 +73,7 @@ def test_a_device_that_nvml_does_not_list():
 
 
 def test_through_the_real_bindings(driver):
-    """CUDA's devices are the fastest first, NVML's are not: an index alone would be wrong."""
+    """CUDA lists the fastest device first and NVML does not, so indices differ."""
     cases = [[H100, A100, GTX], [GTX, H100], [A100]]
     for units, rows in zip(cases, driver.run("cuda", json.dumps(cases)), strict=True):
         assert [row["label"] for row in rows] == [

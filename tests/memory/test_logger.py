@@ -18,7 +18,7 @@ from .driver import GTX, H100, MIB
 
 
 class Writer:
-    """What a SummaryWriter is to the logger."""
+    """A writer with the ``add_scalar`` of a SummaryWriter."""
 
     def __init__(self) -> None:
         self.written: list[tuple[str, float, int]] = []
@@ -72,7 +72,7 @@ def test_the_steps_between_ask_nothing(monkeypatch):
     with emulate_devices(2) as devices:
         model = BalancedDataParallel(1, nn.Linear(100, 50).to(devices[0]))
         logger = MemoryLogger(model, Writer(), every=4)
-        monkeypatch.setattr(logger, "_peaks", None)  # any question would fail
+        monkeypatch.setattr(logger, "_peaks", None)  # any query would fail
         for _ in range(3):
             logger.step()
         with pytest.raises(AttributeError):

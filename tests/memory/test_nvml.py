@@ -1,4 +1,4 @@
-"""The probe through the real pynvml, on a stand-in for the driver with three unlike GPUs."""
+"""The probe with the real pynvml, on a stand-in for the driver with three different GPUs."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_host_pid_leaves_the_devices_change(driver):
 
 
 def test_a_pid_that_is_another_process_s_is_not_believed(driver):
-    """In a container ours may be a host's, and some drivers list ours there with 0 bytes."""
+    """In a container our PID may be that of a host's process, or be listed with 0 bytes."""
     list_processes(driver, [(0, 0)])
     found = driver.run("process_bytes")
     assert found["holding"] == [GIB + 300 * MIB, "device-delta", None]
@@ -81,7 +81,7 @@ def test_a_change_that_the_probe_did_not_see_is_unknown(driver):
 
 
 def test_a_process_that_is_listed_twice(driver):
-    """Its contexts add up; that it is on the list of graphics too adds nothing."""
+    """The bytes of its contexts are summed; those of the list for graphics are the same."""
     list_processes(driver, [(0, GIB), (0, 5 * MIB), (999_999, 7 * MIB)])
     driver.state.graphics_pid, driver.state.graphics_bytes = 999_998, 100 * MIB
     expected = [GIB + 5 * MIB, "process", 107 * MIB]
@@ -136,7 +136,7 @@ def test_mig_slices_are_listed_in_place_of_their_board(driver):
         (NO_PERMISSION, "no permission"),
         (VERSION_MISMATCH, "restart the machine"),
         (LIBRARY_NOT_FOUND, "no NVML library"),
-        (999, "NVML says: Unknown Error"),
+        (999, "NVML failed: Unknown Error"),
     ],
 )
 def test_why_nvml_does_not_start(driver, error, reason):
@@ -151,7 +151,7 @@ def test_why_nvml_does_not_start(driver, error, reason):
     [
         ("None", "pip install nvidia-ml-py"),
         (
-            "json",  # as the retired one of this name, it is a folder and not a file
+            "json",  # a package and not a module, as the retired pynvml
             "pip uninstall -y pynvml && pip install --force-reinstall nvidia-ml-py",
         ),
     ],

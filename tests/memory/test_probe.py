@@ -141,7 +141,7 @@ def allocate(num_bytes, device):
 
 
 def test_blocks_may_be_nested_and_loggers_may_write_in_them():
-    """Each resets the peaks; none may lose what it has seen."""
+    """Each resets the peaks, but keeps those of the others."""
     with emulate_devices(1) as devices:
         model = BalancedDataParallel(1, nn.Linear(2, 2).to(devices[0]), list(devices))
         written = []
@@ -181,14 +181,14 @@ def test_batches_that_are_split_differently_have_no_chunk_sizes():
 def test_a_model_has_its_own_devices(no_accelerator):
     with emulate_devices(2) as devices:
         model = BalancedDataParallel(2, small_model().to(devices[0]))
-        with pytest.raises(ArgumentError, match="give devices or a model"):
+        with pytest.raises(ArgumentError, match="pass devices or model, not both"):
             MemoryProbe([1, 0], model=model)
-        with pytest.raises(ArgumentTypeError, match=r"write model=\.\.\. or \.memory"):
+        with pytest.raises(ArgumentTypeError, match=r"pass it as model=\.\.\."):
             MemoryProbe(model)
         with pytest.raises(ArgumentTypeError, match="must be a BalancedDataParallel, got Linear"):
             MemoryLogger(nn.Linear(2, 2), print)
         del model
-    with pytest.raises(ProbeError, match="the model runs on no accelerator"):
+    with pytest.raises(ProbeError, match="the model has no devices to measure"):
         _ = BalancedDataParallel(1, nn.Linear(2, 2)).memory
 
 
@@ -255,7 +255,7 @@ def test_chunk_sizes_are_those_of_the_last_batch(devices):
 
 
 def test_the_advice_leads_to_balance():
-    """As the issue's user would: measure, do what it says, measure again."""
+    """Measure, follow the advice, and measure again."""
     with emulate_devices(4, memory="1GiB") as devices:
         module = small_model(2048).to(devices[0])
         gpu0_bsz, advice = 249, "none yet"

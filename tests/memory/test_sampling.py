@@ -1,4 +1,4 @@
-"""Blocks measured while a thread samples NVML: whatever happens, nothing is left behind."""
+"""Blocks measured while a thread samples NVML; the thread ends with the block in any case."""
 
 from __future__ import annotations
 

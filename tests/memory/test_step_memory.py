@@ -31,8 +31,8 @@ def of_peaks(*peaks: int, capacities: list[int] | None = None) -> StepMemory:
     )
 
 
-def lawful(gpu0_bsz, fixed, per_sample, batch_size=32, num_devices=4, capacities=None):
-    """A step on devices that follow the law: device 0 holds ``fixed`` more than the others."""
+def linear_step(gpu0_bsz, fixed, per_sample, batch_size=32, num_devices=4, capacities=None):
+    """Return a step with ``fixed`` bytes on device 0, 100 MiB on others, and linear in samples."""
     chunks = split_batch(batch_size, num_devices, gpu0_bsz)
     return ended(
         *(
@@ -70,13 +70,13 @@ def test_before_the_end_there_are_no_figures():
 
 
 def test_a_device_without_capacity_has_no_utilization():
-    with pytest.raises(ProbeError, match="cuda:0 does not tell its capacity"):
+    with pytest.raises(ProbeError, match="the capacity of cuda:0 is not known"):
         _ = of_peaks(1, capacities=[0]).utilization
 
 
 @given(st.integers(0, 32), st.integers(1, 2**33), st.integers(1, 2**30))
-def test_bytes_per_sample_and_floor_of_a_lawful_step(gpu0_bsz, fixed, per_sample):
-    usage = lawful(gpu0_bsz, fixed, per_sample)
+def test_bytes_per_sample_and_floor_of_a_linear_step(gpu0_bsz, fixed, per_sample):
+    usage = linear_step(gpu0_bsz, fixed, per_sample)
     assert usage.bytes_per_sample == pytest.approx(per_sample)
     assert usage.floor_bytes == pytest.approx(fixed, rel=1e-6, abs=1)
 
@@ -84,32 +84,34 @@ def test_bytes_per_sample_and_floor_of_a_lawful_step(gpu0_bsz, fixed, per_sample
 def test_what_is_not_known_is_none():
     unknown = of_peaks(2 * GIB, GIB)
     assert unknown.bytes_per_sample is unknown.floor_bytes is None
-    one = lawful(8, GIB, MIB, num_devices=1)
+    one = linear_step(8, GIB, MIB, num_devices=1)
     assert one.bytes_per_sample is one.floor_bytes is None
 
 
-def fullest(gpu0_bsz, fixed, per_sample):
-    return lawful(gpu0_bsz, fixed, per_sample).fullest.peak_allocated_bytes
+def bottleneck_bytes(*args, **kwargs):
+    return linear_step(*args, **kwargs).fullest.peak_allocated_bytes
 
 
 @given(st.integers(0, 8), st.integers(2**26, 2**33), st.integers(2**20, 2**28))
 def test_the_advised_split_is_the_best_there_is(gpu0_bsz, fixed, per_sample):
-    advice = lawful(gpu0_bsz, fixed, per_sample).check_split(0.02)
+    advice = linear_step(gpu0_bsz, fixed, per_sample).check_split(0.02)
     if advice and ", from " in advice:
         gpu0_bsz = int(advice.partition(", from ")[2].split()[2])
     elif advice is None:
         event("balanced")
         return
-    elif "gpu0_bsz does not change that" in advice:
+    elif "gpu0_bsz cannot change that" in advice:
         event("others differ")
         return
-    best = min(fullest(value, fixed, per_sample) for value in range(9))  # 8 is the even share
-    assert fullest(gpu0_bsz, fixed, per_sample) <= best * 1.006
+    best = min(
+        bottleneck_bytes(value, fixed, per_sample) for value in range(9)
+    )  # 8 is the even share
+    assert bottleneck_bytes(gpu0_bsz, fixed, per_sample) <= best * 1.006
 
 
 @given(st.integers(0, 8), st.integers(2**26, 2**33), st.integers(2**20, 2**28))
 def test_the_advice_says_the_direction_of_its_numbers(gpu0_bsz, fixed, per_sample):
-    advice = lawful(gpu0_bsz, fixed, per_sample).check_split(0.02)
+    advice = linear_step(gpu0_bsz, fixed, per_sample).check_split(0.02)
     if advice is not None and ", from " in advice:
         old, _, new = advice.partition(", from ")[2].split()[:3]
         assert (int(new) > int(old)) == ("raise gpu0_bsz" in advice)
@@ -117,16 +119,12 @@ def test_the_advice_says_the_direction_of_its_numbers(gpu0_bsz, fixed, per_sampl
 
 
 def test_of_values_as_good_the_one_in_use_or_the_largest_is_best():
-    """On 18 samples and 4 devices, the fullest holds 700 MiB with 0, 1, 2 and 3."""
+    """With 18 samples on 4 devices, the bottleneck device holds 700 MiB for 0, 1, 2 and 3."""
     for gpu0_bsz in range(4):
-        assert fullest_of(gpu0_bsz) == 700 * MIB
-    assert "from 5 to 3" in lawful(5, 400 * MIB, 100 * MIB, batch_size=18).check_split(0.05)
-    in_use = lawful(2, 400 * MIB, 100 * MIB, batch_size=18).check_split(0.05)
+        assert bottleneck_bytes(gpu0_bsz, 400 * MIB, 100 * MIB, batch_size=18) == 700 * MIB
+    assert "from 5 to 3" in linear_step(5, 400 * MIB, 100 * MIB, batch_size=18).check_split(0.05)
+    in_use = linear_step(2, 400 * MIB, 100 * MIB, batch_size=18).check_split(0.05)
     assert "no other gpu0_bsz than 2 would be better" in in_use
-
-
-def fullest_of(gpu0_bsz):
-    return lawful(gpu0_bsz, 400 * MIB, 100 * MIB, batch_size=18).fullest.peak_allocated_bytes
 
 
 @pytest.mark.parametrize(
@@ -144,35 +142,35 @@ def test_a_tolerance_is_a_part(tolerance, error):
         of_peaks(GIB, GIB).check_split(tolerance)
 
 
-def test_the_sentence_to_lower():
-    assert lawful(8, 4 * GIB, 256 * MIB).check_split() == (
+def test_the_advice_to_lower():
+    assert linear_step(8, 4 * GIB, 256 * MIB).check_split() == (
         "cuda:0 peaks at 6.00 GiB and cuda:1 peaks at 2.10 GiB, 65% apart: lower gpu0_bsz by about "
         "8, from 8 to 0 (a sample takes about 256.00 MiB); without any samples cuda:0 holds about "
-        "4.00 GiB: memory_breakdown says what for. Weights and optimizer state stay; gathered "
-        "outputs go if forward returns a loss"
+        "4.00 GiB, which memory_breakdown lists by use. Return the loss from forward to avoid "
+        "gathered outputs"
     )
-    assert lawful(8, GIB, 256 * MIB).check_split() == (
+    assert linear_step(8, GIB, 256 * MIB).check_split() == (
         "cuda:0 peaks at 3.00 GiB and cuda:1 peaks at 2.10 GiB, 30% apart: lower gpu0_bsz by about "
         "3, from 8 to 5 (a sample takes about 256.00 MiB)"
     )
 
 
 def test_the_sentence_to_raise():
-    assert lawful(2, GIB, 256 * MIB).check_split() == (
+    assert linear_step(2, GIB, 256 * MIB).check_split() == (
         "cuda:1 peaks at 2.60 GiB and cuda:0 peaks at 1.50 GiB, 42% apart: raise gpu0_bsz by about "
         "3, from 2 to 5 (a sample takes about 256.00 MiB)"
     )
 
 
 def test_the_sentence_at_the_ends():
-    at_zero = lawful(0, 8 * GIB, 256 * MIB).check_split()
+    at_zero = linear_step(0, 8 * GIB, 256 * MIB).check_split()
     assert "no other gpu0_bsz than 0 would be better" in at_zero
     assert "without any samples cuda:0 holds about 8.00 GiB" in at_zero
-    at_even = lawful(8, 0, 256 * MIB, capacities=[80 * GIB, GIB * 20, GIB * 20, GIB * 20])
+    at_even = linear_step(8, 0, 256 * MIB, capacities=[80 * GIB, GIB * 20, GIB * 20, GIB * 20])
     assert at_even.check_split().endswith(
         "no other gpu0_bsz than 8 would be better, since a sample takes about 256.00 MiB"
     )
-    coarse = lawful(1, 300 * MIB, GIB, batch_size=4)
+    coarse = linear_step(1, 300 * MIB, GIB, batch_size=4)
     assert coarse.check_split(0.01).endswith(
         "no other gpu0_bsz than 1 would be better, since a sample takes about 1.00 GiB"
     )
@@ -186,7 +184,7 @@ def test_without_chunk_sizes_the_direction_is_what_is_said():
 def test_others_that_differ_among_themselves_are_no_matter_of_gpu0_bsz():
     advice = of_peaks(4 * GIB, 2 * GIB, 4 * GIB).check_split()
     assert advice.startswith("cuda:0 peaks at 4.00 GiB and cuda:1 peaks at 2.00 GiB, 50% apart")
-    assert "gpu0_bsz does not change that" in advice
+    assert "gpu0_bsz cannot change that" in advice
 
 
 def test_devices_of_unlike_capacity_are_compared_by_utilization():
@@ -214,5 +212,5 @@ def test_a_block_that_was_disturbed_gets_no_advice():
     usage = of_peaks(4 * GIB, 2 * GIB)
     usage.valid, usage.reason = False, "the block ended with ValueError: x"
     assert usage.check_split() == (
-        "these figures are not those of a whole step: the block ended with ValueError: x"
+        "the measurement is not valid: the block ended with ValueError: x"
     )
