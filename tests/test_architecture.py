@@ -21,7 +21,7 @@ memory/ nvml device_map device_memory nvml_sampler step_memory
 memory/ breakdown peaks probe logger __init__
 planning/ memory_model split_planner auto_balance __init__
 parallel/ nested call_inputs
-parallel/losses/ counted calls terms graph weight join __init__
+parallel/losses/ counted calls terms nodes samples scales graph weight join __init__
 parallel/ move scatter arrivals coalesced_copy deferred_gradients parameter_copies
 parallel/ bound_methods written_state replica_pool replicate parallel_apply gather scatter_gather
 parallel/ per_device criterion auto_split data_parallel __init__

@@ -121,16 +121,16 @@ class Replicator:
         self._written_silently[has_gradients] = state.write_back()
         name = type(network).__name__
         self._warn(
-            f"{name} writes {{}} in forward, which replicas on one device share, so that each of "
-            "them writes it; name each device once, unless the order and number of the writes "
-            "make no difference",
+            f"{name} writes {{}} in forward, which replicas on one device share, so each of them "
+            "writes it; name each device once, unless the order and number of writes make no "
+            "difference",
             state.written_by_several(),
         )
         if isinstance(replicas, Replicas):
             self._warn(
-                f"{name} sets {{}} in forward, but a call runs copies of the module, so that this "
-                "is lost, or counts a chunk for the batch; return it from forward (under "
-                "nn.DataParallel it is lost, too)",
+                f"{name} sets {{}} in forward, but a call runs copies of the module, so this is "
+                "lost, or is that of a chunk; return it from forward (nn.DataParallel loses it, "
+                "too)",
                 replicas.lost_attributes(),
             )
             replicas.recycle()
