@@ -37,7 +37,7 @@ _NCCL_DTYPES = {
 }
 """The dtypes that any version of NCCL sends.
 
-Source: ``to_nccl_data_type`` in torch/csrc/cuda/nccl.cpp of torch 2.13.
+Source: ``to_nccl_data_type`` in torch/csrc/cuda/nccl.cpp.
 """
 
 _sending = threading.Lock()

@@ -214,7 +214,7 @@ def _expect_gradients_of_other_streams() -> None:
 
 
 def _copy_attributes(original: torch.Tensor, copy: torch.Tensor) -> None:
-    """Copy ``requires_grad`` and what is in the ``__dict__`` of the original."""
+    """Copy ``requires_grad`` and the entries of ``__dict__``."""
     if original.requires_grad:
         copy.requires_grad_()
     if vars(original):

@@ -29,7 +29,7 @@ _DICTIONARIES = ("_modules", "_parameters", "_buffers", *HOOKS)
 
 
 class ReplicaPool:
-    """The replicas of a module that wait for the next call, and what all of them have in common.
+    """The replicas of a module that wait for the next call.
 
     Args:
         network: the module.
@@ -68,7 +68,7 @@ class ReplicaPool:
         return self._buffers.values
 
     def is_of(self, network: nn.Module) -> bool:
-        """Return whether ``network`` is the module, and each of its attributes is what it was."""
+        """Return whether ``network`` is the module, and its attributes have not changed."""
         if self._modules.values[0] is not network:
             return False
         *before, values_before = self._contents
@@ -90,7 +90,7 @@ class ReplicaPool:
 
 
 def _contents(modules: Sequence[nn.Module]) -> tuple[list[type], list[int], list[str], list[Any]]:
-    """Return what modules hold: their types, and the sizes, keys and values of dictionaries.
+    """Return the contents of modules: their types, and the sizes, keys and values of dictionaries.
 
     Compare the values by identity, since not all of them support equality.
     """

@@ -185,8 +185,8 @@ class Replicas(list[ModuleT]):
     """The replicas of one call.
 
     Args:
-        pool: the pool that they are from.
-        replicas: the same, with what recycling takes.
+        pool: the pool that they return to.
+        replicas: the replicas, as the pool has made them.
         arrivals: the parameters that are on their way.
     """
 

@@ -1,10 +1,10 @@
 """Count the targets of cross entropies where torch computes them.
 
-The mean of a cross entropy is over the targets that are not ignored, or over their weights, and the
-loss itself does not tell how many these are. ``F.cross_entropy`` and ``F.nll_loss`` look up the
-functions that compute it in ``torch._C._nn`` at each call. While replicas run, these functions are
-replaced by ones that compute the same loss, record its count, and return 0 instead of NaN if it is
-a mean over nothing.
+The mean of a cross entropy is over the targets that are not ignored, or over their weights, whose
+number is not known from the loss. ``F.cross_entropy`` and ``F.nll_loss`` look up the functions that
+compute it in ``torch._C._nn`` at each call. While replicas run, these functions are replaced by
+ones that compute the same loss, record its count, and return 0 instead of NaN if it is a mean over
+nothing.
 """
 
 from __future__ import annotations

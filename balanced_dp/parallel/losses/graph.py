@@ -3,8 +3,9 @@
 The graphs of all replicas are walked side by side, from the loss towards the samples. The walk
 follows linear operators: additions lead to several terms, reductions and scales are collected on
 the way. It ends at a counted cross entropy, or at a tensor that still has entries for samples. The
-last reduction and the scales tell whether the term is a mean or a sum, and over how many entries.
-What is not linear is taken for a mean over samples, and the reason is kept for a warning.
+last reduction and the scales determine whether the term is a mean or a sum, and over how many
+entries. If an operator is not linear, the term is taken for a mean over samples, and the reason is
+kept for a warning.
 """
 
 from __future__ import annotations

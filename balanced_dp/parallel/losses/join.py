@@ -60,9 +60,9 @@ class Looks:
             return
         self.warned.add(name)
         warn(
-            f"output {name or '(the whole)'} of {described(function)} may differ from its value for "
-            f"the whole batch: {reason}. Compute it outside, from gathered outputs, or compute only "
-            "what is linear inside; give loss_weight if it is a mean over other entries, or "
+            f"output {name or '(the whole)'} of {described(function)} may differ from its value "
+            f"for the whole batch: {reason}. Compute it outside, from gathered outputs, or compute "
+            "only what is linear inside; give loss_weight if it is a mean over other entries, or "
             "scalar_outputs='mean' if a mean weighted by samples is meant"
         )
 
@@ -76,7 +76,8 @@ class ChunkLosses:
         chunk_sizes: how many samples each replica has.
         dim: the batch dimension.
         arguments: the arguments of each replica.
-        loss_weight: computes the weight of each replica's losses; if None, their graphs tell.
+        loss_weight: computes the weight of each replica's losses; if None, it is read from their
+            graphs.
         is_auto: whether graphs are walked; if not, losses are weighted by chunk size.
     """
 
@@ -227,7 +228,7 @@ class ChunkLosses:
             self.looks.warn(
                 name,
                 self._function,
-                "it is a mean over some entries only, and has no graph that tells which; return it "
+                "it is a mean over some entries only, and has no graph that shows which; return it "
                 "without detach()",
             )
 

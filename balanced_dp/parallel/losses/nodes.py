@@ -1,4 +1,4 @@
-"""Read what the nodes of an autograd graph, and noted calls, tell about themselves."""
+"""Read the operator, shape and saved operands of the nodes of a graph."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Find out where in the graph of a loss there are still entries for each sample.
 
 The graphs of all replicas are compared: a tensor whose shape differs between replicas has entries
-for samples, since chunks differ in size. If all chunks have the same size, shapes do not tell, so
+for samples, since chunks differ in size. If all chunks have the same size, all shapes are equal, so
 the operators that computed the tensor are searched for reductions over the batch dimension.
 """
 

@@ -22,7 +22,7 @@ from .terms import Scale, Term, Value, are_equal, are_proportional
 
 
 class UnclearError(Exception):
-    """A term is not known to be a mean or a sum over samples; the message tells why."""
+    """A term is not known to be a mean or a sum over samples; the message says why."""
 
 
 class Scaling:
@@ -33,8 +33,8 @@ class Scaling:
         calls: the calls that were noted.
         whole_batch: the numbers and 0-dim tensors among the arguments, which every replica has got:
             a division by one of them is the same on all replicas.
-        adds_up: whether other tensors are taken to be the same on all replicas, too, unless
-            ``places`` tells.
+        adds_up: whether other tensors are taken to be the same on all replicas, too, if their
+            place is not in ``places``.
         places: for each place in the graph with a scale, whether earlier calls have shown that the
             scale is a count of entries, and not the same on all replicas. It is updated.
 
@@ -58,7 +58,7 @@ class Scaling:
         self._adds_up = adds_up
         self._places = places
         self._whole_tensors = {id(item) for item in whole_batch if isinstance(item, torch.Tensor)}
-        # A number that is also the size of a chunk does not tell which of the two is meant.
+        # A number that is also the size of a chunk may be either.
         numbers = [item for item in whole_batch if isinstance(item, int | float)]
         self._whole_numbers = set(numbers) - {True, *chunk_sizes}
         self.multipliers: list[Sequence[torch.Tensor]] = []

@@ -72,7 +72,7 @@ def _call_with_named(
     except TypeError as error:
         raise ArgumentError(
             f"loss_weight ({described(loss_weight)}): {error}; the arguments of the call are "
-            f"{', '.join(named) or 'none'}; give what may be missing a default"
+            f"{', '.join(named) or 'none'}; give parameters that may be missing a default"
         ) from None
     return loss_weight(*bound.args, **bound.kwargs)
 
