@@ -195,7 +195,7 @@ class ChunkLosses:
             self.looks.seen.add(kind)
             if not self._calls:  # the next call of this kind has to be noted
                 self.looks.notes_calls[torch.is_grad_enabled()] = True
-            if not all(map(_are_equal, graph.scaling.multipliers)):
+            if not all(map(_are_close, graph.scaling.multipliers)):
                 reasons.append("it is multiplied by a tensor that differs between the replicas")
         base = (unknown or known or [Term(self.chunk_sizes)])[0]
         is_sum_with_constant = base.weights is None and any(term.is_constant for term in terms)
@@ -260,7 +260,7 @@ def _nodes_of(counted: CountedLoss) -> Iterator[Any]:
     return (node for node in (counted.node, counted.call) if node is not None)
 
 
-def _are_equal(tensors: Sequence[torch.Tensor]) -> bool:
+def _are_close(tensors: Sequence[torch.Tensor]) -> bool:
     first, *others = (tensor.detach().cpu() for tensor in tensors)
     return all(other.shape == first.shape and other.allclose(first) for other in others)
 
