@@ -172,7 +172,7 @@ def one_thread() -> Iterator[None]:
 @pytest.mark.parametrize("name", TREES)
 @pytest.mark.parametrize("what", ["replicate", "replicate and let go"])
 def test_replicate(benchmark, monkeypatch, tables, what, name, num_replicas):
-    """To let go is to give replicas back, or to deallocate them, which torch's always are."""
+    """Letting go means to recycle the replicas, or to deallocate them, as torch always does."""
     module, replicator = TREES[name](), Replicator()
     devices = [torch.device("cpu")] * num_replicas
     # Nothing is copied on either side: tensors are handed on.
@@ -189,7 +189,7 @@ def test_replicate(benchmark, monkeypatch, tables, what, name, num_replicas):
     def ours() -> None:
         made.append(replicator.replicate(module, devices))
         if what != "replicate":
-            made.pop().give_back()
+            made.pop().recycle()
 
     def theirs() -> None:
         made.append(torch_replicate["replicate"](module, list(range(num_replicas))))
@@ -200,7 +200,7 @@ def test_replicate(benchmark, monkeypatch, tables, what, name, num_replicas):
         while made:
             replicas = made.pop()
             if isinstance(replicas, Replicas):
-                replicas.give_back()
+                replicas.recycle()
 
     figures = in_turns(benchmark, ours, theirs, afterwards=let_go)
     tables["overhead"].append({"what": what, "tree": name, "devices": str(num_replicas), **figures})

@@ -21,10 +21,10 @@ memory/ nvml device_map device_memory nvml_sampler step_memory
 memory/ breakdown peaks probe logger __init__
 planning/ memory_model split_planner auto_balance __init__
 parallel/ nested call_inputs
-parallel/losses/ counted calls terms graph weight join __init__
-parallel/ scatter_gather arrivals coalesced_copy parameter_copies bound_methods written_state
-parallel/ replicate parallel_apply per_device criterion auto_split split_policy
-parallel/ data_parallel functional __init__
+parallel/losses/ counted calls terms nodes samples scales graph weight join __init__
+parallel/ move scatter arrivals coalesced_copy deferred_gradients parameter_copies
+parallel/ bound_methods written_state replica_pool replicate parallel_apply gather
+parallel/ per_device criterion auto_split split_policy data_parallel functional __init__
 tuning/ models workloads step_benchmark report_types tuner __init__
 __init__
 distributed/ ranks batch_sampler loss_scaling to_ddp __init__

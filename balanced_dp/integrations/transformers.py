@@ -34,7 +34,7 @@ from ..emulation.machine import has_machine
 from ..errors import ArgumentError
 from ..memory.logger import MemoryLogger
 from ..parallel.data_parallel import BalancedDataParallel
-from ..parallel.scatter_gather import ScalarOutputs
+from ..parallel.gather import ScalarOutputs
 
 
 class BalancedTrainerMixin:

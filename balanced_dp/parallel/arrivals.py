@@ -1,4 +1,9 @@
-"""Weights that travel beside computing, which waits for what it reads."""
+"""Let computing wait for the parameters that it reads while others are still on their way.
+
+Parameters are copied on CUDA streams that nothing else uses, in buckets. ``Arrivals`` has an event
+for each bucket. While a forward pass runs, the ``_parameters`` of its modules are
+``ArrivingParameters``: a stream that reads one waits for the events of that module.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +17,14 @@ from ..devices import weight_stream
 
 
 class Arrivals:
-    """Transfers on the weight streams of CUDA devices, and the events that tell when they are done.
+    """The copies on the weight streams of CUDA devices, with the events that mark their completion.
 
     Destination memory belongs to the streams that were current at ``expect``. It must not be freed
     before ``join``.
 
     Attributes:
-        are_traced: whether ``torch.compile`` has seen parameters that were on their way. What it
-            compiles reads them without waiting, so others are to be there before they are used.
+        are_traced: whether ``torch.compile`` has traced parameters that were on their way. Compiled
+            code reads them without waiting, so from then on calls wait for all parameters first.
     """
 
     are_traced: ClassVar[bool] = False
@@ -29,26 +34,30 @@ class Arrivals:
         self._events: dict[torch.device, dict[int, torch.Event]] = {}
 
     def expect(self, devices: Iterable[torch.device]) -> None:
-        """Begin transfers between ``devices`` when their current streams have come to here."""
+        """Let the weight streams of ``devices`` wait for what their current streams have queued."""
         for device in devices:
             self._streams[device] = torch.get_device_module(device).current_stream(device)
             weight_stream(device).wait_stream(self._streams[device])
 
     def note(self, positions: Iterable[int]) -> None:
-        """Record that the tensors of these positions are there at this point of the streams."""
+        """Record an event after the copies that the weight streams have queued.
+
+        Args:
+            positions: the positions of the tensors that are complete by then.
+        """
         for device in self._streams:
             event = weight_stream(device).record_event()
             self._events.setdefault(device, {}).update(dict.fromkeys(positions, event))
 
     def on(self, device: torch.device) -> dict[int, torch.Event]:
-        """Returns, by position, the event to wait for before a tensor is used on ``device``.
+        """Return, by position, the event to wait for before a tensor is used on ``device``.
 
-        On the device that it comes from, too: before it is written to.
+        On the source device, wait for it before a tensor is written.
         """
         return self._events.get(device, {})
 
     def join(self) -> None:
-        """Let the streams that were current at ``expect`` wait for all transfers."""
+        """Let the streams that were current at ``expect`` wait for all copies."""
         self._events.clear()
         while self._streams:
             device, stream = self._streams.popitem()
@@ -56,7 +65,7 @@ class Arrivals:
 
 
 def parameters_of(module: nn.Module) -> Mapping[str, torch.Tensor | None]:
-    """Returns the parameters of a module by name, without waiting for their values."""
+    """Return the parameters of a module by name, without waiting for their values."""
     own: Any = module._parameters
     plain: dict[str, Any] = own.plain if isinstance(own, ArrivingParameters) else own
     return plain
@@ -66,9 +75,9 @@ class ArrivingParameters(MutableMapping[str, Any]):
     """The parameters of a module while they arrive: each stream waits when it first reads one.
 
     Args:
-        plain: the dictionary whose place this takes.
-        device: where the parameters arrive.
-        events: what to wait for.
+        plain: the dictionary that this one replaces.
+        device: the device of the parameters.
+        events: the events to wait for.
     """
 
     def __init__(
@@ -81,7 +90,7 @@ class ArrivingParameters(MutableMapping[str, Any]):
         self._waited: set[int] = set()
 
     def copy(self) -> dict[str, Any]:
-        """Returns a plain dictionary."""
+        """Return a plain dictionary."""
         return self._arrived().copy()
 
     def __reduce__(self) -> Any:
@@ -96,7 +105,7 @@ class ArrivingParameters(MutableMapping[str, Any]):
     def __delitem__(self, name: str) -> None:
         del self._arrived()[name]
 
-    # Any other attribute of a module is looked for here, too.
+    # Module.__getattr__ asks these for any attribute, so they do not wait.
 
     def __contains__(self, name: object) -> bool:
         return name in self.plain

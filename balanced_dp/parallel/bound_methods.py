@@ -1,4 +1,9 @@
-"""What a module stores that is bound to modules, bound to their replicas instead."""
+"""Bind the methods and hooks that a module stores to the modules of its replica.
+
+A module may store methods that are bound to modules, such as a ``forward`` of its own or a hook. A
+shallow copy of the module would store the same methods and call the originals. So replicas store
+``_Bound`` in their place, which replaces each module by its replica when the method is used.
+"""
 
 from __future__ import annotations
 
@@ -12,27 +17,31 @@ from typing import Any
 from torch import nn
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-"""The attributes of a module that hold its hooks."""
+"""The attributes in which a module stores its hooks."""
 
-# The replicas of modules. A strong reference from within a replica would make a cycle, and the
-# replica's memory would wait for the garbage collector.
+# The replica of each module. A strong reference from within a replica would make a cycle, and the
+# memory of the replica would wait for the garbage collector.
 _References = Mapping[nn.Module, "weakref.ref[nn.Module]"]
 
 
-def rebind(modules: Sequence[nn.Module], copies: Sequence[nn.Module]) -> bool:
-    """Binds to the replica what was bound to the modules; returns whether anything was."""
+def bind_to_replicas(modules: Sequence[nn.Module], copies: Sequence[nn.Module]) -> bool:
+    """Bind to ``copies`` what they store that is bound to ``modules``.
+
+    Returns:
+        Whether there was anything to bind.
+    """
     references = {m: weakref.ref(copy) for m, copy in zip(modules, copies, strict=True)}
-    bound = [
-        _bind_methods(module, copy, references) | _bind_hooks(copy, references)  # both are to run
-        for module, copy in zip(modules, copies, strict=True)
-    ]
-    return any(bound)
+    has_bound = False
+    for module, copy in zip(modules, copies, strict=True):
+        has_bound |= _bind_methods(module, copy, references)
+        has_bound |= _bind_hooks(copy, references)
+    return has_bound
 
 
 def _bind_methods(module: nn.Module, copy: nn.Module, references: _References) -> bool:
-    """Binds what the module keeps in its own dictionary."""
+    """Move the bound methods in the dictionary of a copy to a class of its own."""
     bound: dict[str, Any] = {
-        name: _Rebound(value, references)
+        name: _Bound(value, references)
         for name, value in module.__dict__.items()
         if _is_bound(value, references)
     }
@@ -53,14 +62,14 @@ def _bind_hooks(copy: nn.Module, references: _References) -> bool:
         if any(_is_bound(hook, references) for hook in hooks.values()):
             has_bound = True
             copy.__dict__[name] = OrderedDict(
-                (key, _Rebound(hook, references) if _is_bound(hook, references) else hook)
+                (key, _Bound(hook, references) if _is_bound(hook, references) else hook)
                 for key, hook in hooks.items()
             )
     return has_bound
 
 
 def _is_bound(value: Any, references: _References) -> bool:
-    """Returns whether a method or partial holds a module that has a replica."""
+    """Return whether a value is a method or partial that holds a module with a replica."""
     if isinstance(value, types.MethodType):
         inner: Sequence[Any] = (value.__self__,)
     elif isinstance(value, functools.partial):
@@ -73,10 +82,10 @@ def _is_bound(value: Any, references: _References) -> bool:
     )
 
 
-class _Rebound:
-    """A method or partial in which every module is replaced by its replica, when it is needed.
+class _Bound:
+    """A method or partial that replaces each module by its replica when it is used.
 
-    As an attribute of a class it gives just that; itself it is called like it.
+    As an attribute of a class it is a descriptor that returns the method; as a hook it is called.
     """
 
     def __init__(self, value: Any, references: _References) -> None:
@@ -84,22 +93,22 @@ class _Rebound:
         self.references = references
 
     def __get__(self, instance: object, owner: type) -> Any:
-        return self._rebound(self.value)
+        return self._bind(self.value)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._rebound(self.value)(*args, **kwargs)
+        return self._bind(self.value)(*args, **kwargs)
 
-    def _rebound(self, value: Any) -> Any:
+    def _bind(self, value: Any) -> Any:
         if isinstance(value, nn.Module):
             reference = self.references.get(value)
             replica = None if reference is None else reference()
             return value if replica is None else replica
         if isinstance(value, types.MethodType):
-            return types.MethodType(value.__func__, self._rebound(value.__self__))
+            return types.MethodType(value.__func__, self._bind(value.__self__))
         if isinstance(value, functools.partial):
             return functools.partial(
-                self._rebound(value.func),
-                *map(self._rebound, value.args),
-                **{name: self._rebound(argument) for name, argument in value.keywords.items()},
+                self._bind(value.func),
+                *map(self._bind, value.args),
+                **{name: self._bind(argument) for name, argument in value.keywords.items()},
             )
         return value

@@ -1,10 +1,12 @@
-"""The arguments of a call and their names, by which ``broadcast`` and errors speak of them."""
+"""Name the arguments of a call, for options such as ``broadcast`` and for messages."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MethodType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from ..errors import ArgumentError
 
@@ -15,7 +17,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 def named_arguments(
     function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> list[tuple[str, Any]]:
-    """Returns the arguments of a call with their names; positional ones have the parameters'."""
+    """Return the name and value of each argument; positional ones have the parameters' names."""
     names: list[str] = []
     for parameter in parameters(function).values():
         if parameter.kind is parameter.VAR_POSITIONAL:
@@ -29,15 +31,20 @@ def named_arguments(
 def check_paths(
     option: str, paths: str | Iterable[str], function: Callable[..., Any]
 ) -> frozenset[str]:
-    """Returns dotted paths of arguments of ``function``; one may be given by itself.
+    """Return dotted paths of arguments of ``function`` as a set, after a check.
+
+    Args:
+        option: the name of the option that the paths were given for.
+        paths: the paths; one may be given by itself.
+        function: the function that is called.
 
     Raises:
-        ArgumentError: a path of ``option`` does not begin with a parameter of ``function``.
+        ArgumentError: a path does not begin with a parameter of ``function``.
     """
     paths = frozenset([paths] if isinstance(paths, str) else paths)
     names = parameters(function)
     if not names or any(p.kind is p.VAR_KEYWORD for p in names.values()):
-        return paths  # it may take any name
+        return paths  # any name is accepted
     for path in paths:
         if path.split(".")[0] not in (*names, "inputs"):
             raise ArgumentError(
@@ -46,12 +53,22 @@ def check_paths(
     return paths
 
 
+_of_methods: WeakKeyDictionary[Any, Mapping[str, inspect.Parameter]] = WeakKeyDictionary()
+"""Parameters of methods, by their functions: ``inspect`` takes as long as some small models."""
+
+
 def parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    """Returns the parameters of a function by name; none where it does not tell."""
+    """Return the parameters of a function by name; none if it has no signature."""
+    method = function.__func__ if isinstance(function, MethodType) else None
+    if method in _of_methods:
+        return _of_methods[method]
     try:
-        return inspect.signature(function).parameters
+        found = inspect.signature(function).parameters
     except (TypeError, ValueError):
         return {}
+    if method is not None:
+        _of_methods[method] = found
+    return found
 
 
 def _qualified_name(function: Callable[..., Any]) -> str:
@@ -61,7 +78,7 @@ def _qualified_name(function: Callable[..., Any]) -> str:
 
 
 def described(function: Callable[..., Any]) -> str:
-    """Returns the name of a function, and where it is written."""
+    """Return the name of a function, with the file and line of its definition."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     name = getattr(function, "__qualname__", type(function).__name__)
     return name if code is None else f"{name} ({code.co_filename}:{code.co_firstlineno})"

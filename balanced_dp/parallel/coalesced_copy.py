@@ -1,4 +1,8 @@
-"""Many tensors to other devices, in few pieces."""
+"""Copy many tensors to other devices in few pieces.
+
+A launch takes time for each tensor, so tensors of one dtype are flattened into buckets: parameters
+and buffers on their way to several devices, which NCCL broadcasts, and gradients on their way back.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +17,16 @@ from torch.nn.parallel import comm
 
 from ..devices import copy_stream, is_cuda, on_stream, weight_stream
 from .arrivals import Arrivals
-from .scatter_gather import move, move_all
+from .move import move, move_all
 
 BUCKET_BYTES = 25 * 2**20
-"""What a bucket holds at most, unless it is a single tensor.
+"""The most bytes in a bucket of several tensors.
 
 Source: ``bucket_cap_mb`` of torch 2.13's ``DistributedDataParallel``.
 """
 
 LEAST_BYTES = 2**20
-"""What a bucket of weights has room for: each is launched on all devices.
+"""The least capacity of a bucket of parameters, since each is launched on all devices.
 
 Source: the first bucket of torch 2.13's ``DistributedDataParallel``.
 """
@@ -31,13 +35,16 @@ _NCCL_DTYPES = {
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
     *(torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool),
 }
-"""What NCCL sends in any version; source: ``to_nccl_data_type`` in torch/csrc/cuda/nccl.cpp."""
+"""The dtypes that any version of NCCL sends.
+
+Source: ``to_nccl_data_type`` in torch/csrc/cuda/nccl.cpp.
+"""
 
 _sending = threading.Lock()
-"""Held while weights are sent, as several threads may call models that have the same devices.
+"""Held while tensors are sent, as several threads may call models that have the same devices.
 
-NCCL launches on one device after the other, and they wait for each other. If in between a stream
-were made to wait for another one of them, none would end.
+NCCL launches kernels that wait for each other on one device after the other. If in between another
+thread let one of these streams wait for another, there would be a deadlock.
 """
 
 Copies = Mapping[torch.device, Sequence[torch.Tensor]]
@@ -45,17 +52,17 @@ Copies = Mapping[torch.device, Sequence[torch.Tensor]]
 
 
 def fill_buckets(tensors: Sequence[torch.Tensor], *, of_gradients: bool = True) -> list[list[int]]:
-    """Returns the positions of the tensors of each bucket.
+    """Distribute tensors over buckets, and return the positions of the tensors in each bucket.
 
-    The tensors of a bucket have one dtype, and at most an eighth of all bytes or ``BUCKET_BYTES``.
-    One that is larger has a bucket of its own, and so has one whose memory is not its elements in
-    order.
+    The tensors of a bucket have one dtype, and together at most an eighth of all bytes and at most
+    ``BUCKET_BYTES``. A larger tensor has a bucket of its own, and so has one that is not
+    contiguous, or not an ordinary dense tensor.
 
     Args:
-        tensors: all on one device.
-        of_gradients: whether the buckets are for gradients. Then a tensor with hooks has one of its
-            own, since autograd would call them with None where a bucket has gradients for others
-            only. Else a bucket has room for ``LEAST_BYTES``.
+        tensors: tensors on one device.
+        of_gradients: whether the buckets are for gradients. If so, a tensor with hooks has a bucket
+            of its own, since autograd would call them with None if only others in its bucket had
+            gradients. If not, a bucket holds up to ``LEAST_BYTES`` even if that is more.
     """
     plain = [_is_plain(tensor) for tensor in tensors]
     num_bytes = sum(tensor.nbytes for tensor in compress(tensors, plain))
@@ -82,14 +89,15 @@ def copy_to(
     tensors: Sequence[torch.Tensor],
     arrivals: Arrivals | None = None,
 ) -> dict[torch.device, list[torch.Tensor]]:
-    """Returns, for each device, copies of the tensors in their order, also of those already there.
+    """Return, for each device, copies of all tensors in their order, even of those on that device.
 
-    Between CUDA devices they travel in few pieces, to several of them by NCCL where torch has it.
+    Between CUDA devices they are copied in few pieces; to several, by NCCL if torch has it.
 
     Args:
-        devices: where the copies go; none twice.
-        tensors: the tensors to copy; differentiably, unless gradients are off.
-        arrivals: tells by position when they are there. If None, the current streams wait for all.
+        devices: the destinations; none twice.
+        tensors: the tensors to copy. The copies are differentiable if gradients are enabled.
+        arrivals: records by position when a copy is complete. If None, the current streams wait for
+            all copies.
     """
     if not all(map(is_cuda, devices)):
         return {device: move_all(tensors, device, copy=True) for device in devices}
@@ -122,13 +130,14 @@ def _send(
     copies: Mapping[torch.device, list[torch.Tensor]],
     arrivals: Arrivals,
 ) -> None:
-    """Sets the copies at these positions. Those of a bucket share memory."""
+    """Set the copies at these positions. Those of a bucket share memory."""
     home = tensors[positions[0]].device
     filled = fill_buckets([tensors[i] for i in positions], of_gradients=False)
     buckets = [[positions[i] for i in bucket] for bucket in filled]
     pieces = [_empty_pieces([tensors[i] for i in bucket], copies) for bucket in buckets]
     with _sending, contextlib.ExitStack() as stack:
-        stack.push(lambda kind, *_: arrivals.join() if kind else None)  # the pieces will be freed
+        # After an error the pieces are freed, so the copies must be over.
+        stack.push(lambda kind, *_: arrivals.join() if kind else None)
         arrivals.expect([home, *copies])
         for device in (home, *copies):
             stack.enter_context(on_stream(weight_stream(device)))
@@ -149,7 +158,7 @@ def _send(
 def _empty_pieces(
     originals: Sequence[torch.Tensor], devices: Iterable[torch.device]
 ) -> list[torch.Tensor]:
-    """Returns for each device an uninitialized tensor with as many elements as all originals."""
+    """Return for each device an uninitialized tensor with as many elements as all originals."""
     size = sum(tensor.numel() for tensor in originals)
     return [torch.empty(size, dtype=originals[0].dtype, device=device) for device in devices]
 
@@ -157,10 +166,10 @@ def _empty_pieces(
 def bring_to(
     device: torch.device, gradients: Sequence[torch.Tensor | None]
 ) -> list[torch.Tensor | None]:
-    """Returns the gradients of a bucket on ``device``. Differentiable.
+    """Return the gradients of a bucket on ``device``. Differentiable.
 
-    Dense ones travel to a CUDA device in one piece, beside what it computes: they are on a stream
-    of their own there, and the current one of where they were comes after it.
+    Between CUDA devices, dense gradients are copied in one piece on the copy stream of ``device``,
+    so that its computing goes on. The current stream of the source device waits for the copy.
     """
     source = next((g.device for g in gradients if g is not None), device)
     if not is_cuda(device) or not is_cuda(source):
@@ -168,7 +177,7 @@ def bring_to(
     with on_stream(copy_stream(device)):
         dense = [g for g in gradients if g is not None and g.layout is torch.strided]
         sent = _in_one_piece(dense, device)
-        if len(dense) > 1 and not torch.is_grad_enabled():  # as it is under create_graph
+        if len(dense) > 1 and not torch.is_grad_enabled():  # unless create_graph is set
             # A view that becomes a .grad would keep the memory of all.
             own = [torch.empty_like(view) for view in sent]
             torch._foreach_copy_(own, list(sent))
@@ -183,7 +192,7 @@ def bring_to(
 
 
 def _in_one_piece(tensors: Sequence[torch.Tensor], device: torch.device) -> Sequence[torch.Tensor]:
-    """Returns the dense tensors, alike in dtype, on ``device``, as views of one that was sent."""
+    """Return dense tensors of one dtype on ``device``, as views of one tensor that was copied."""
     if len(tensors) < 2:
         return move_all(tensors, device)
     flat = move(_flatten_dense_tensors(tensors), device)
@@ -192,11 +201,12 @@ def _in_one_piece(tensors: Sequence[torch.Tensor], device: torch.device) -> Sequ
 
 
 def has_hooks(tensor: torch.Tensor) -> bool:
-    """Returns whether anybody is told of the gradient of a tensor."""
+    """Return whether a tensor has hooks on its gradient."""
     return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor can be flattened into a bucket and rebuilt from it."""
     is_wrapper = hasattr(tensor, "__tensor_flatten__")
     is_dense = tensor.layout is torch.strided and tensor.is_contiguous()
     return is_dense and not is_wrapper and not tensor.is_neg()

@@ -14,11 +14,12 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ..errors import ArgumentTypeError
 from .call_inputs import check_paths
+from .gather import gather
 from .losses.join import ChunkLosses, Looks
 from .parallel_apply import parallel_apply
 from .per_device import PerDevice
 from .replicate import Replicator
-from .scatter_gather import gather, scatter, scatter_arguments
+from .scatter import scatter, scatter_arguments
 
 
 class BalancedCriterion(nn.Module):

@@ -14,11 +14,12 @@ from ..devices import Device, default_device_type, resolve_device, resolve_devic
 from ..errors import ArgumentError, ArgumentTypeError
 from ..memory.probe import MemoryProbe
 from .call_inputs import check_paths, named_arguments
+from .gather import ScalarOutputs, gather
 from .losses.join import ChunkLosses, Looks
 from .parallel_apply import Workers, parallel_apply
 from .per_device import PerDevice, without_wrapper
 from .replicate import Replicator, check_on_device, is_compiled
-from .scatter_gather import ScalarOutputs, find_batch_size, gather, scatter_arguments
+from .scatter import find_batch_size, scatter_arguments
 from .split_policy import SplitPolicy
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)

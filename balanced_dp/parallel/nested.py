@@ -1,18 +1,22 @@
-"""Walking the containers that inputs and outputs are nested in, and building them anew."""
+"""Nested containers: take inputs and outputs apart, and rebuild them with other values."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
 from collections import deque
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence, Set
 from typing import Any, cast
 
 import torch
+from torch.nn.utils.rnn import PackedSequence
+
+Path = tuple[str, ...]
+"""The names that lead to a value in nested containers, outermost first."""
 
 
 def items(container: object) -> list[tuple[str, Any]] | None:
-    """Returns the named items of a container, or None where ``container`` is a leaf.
+    """Return the named items of a container, or None if ``container`` is a leaf.
 
     Containers are mutable mappings (``dict``, ``UserDict``, transformers' ``ModelOutput``),
     dataclass instances, named tuples, tuples, lists and deques, and subclasses of these.
@@ -21,7 +25,7 @@ def items(container: object) -> list[tuple[str, Any]] | None:
         return [(str(key), value) for key, value in container.items()]
     if dataclasses.is_dataclass(container) and not isinstance(container, type):
         fields = [field.name for field in dataclasses.fields(container)]
-        # What __post_init__ or a cached property derived from the fields is cut and joined, too.
+        # Attributes that __post_init__ or a cached property has set hold tensors, too.
         names = dict.fromkeys([*fields, *getattr(container, "__dict__", ())])
         return [(name, getattr(container, name)) for name in names if hasattr(container, name)]
     if isinstance(container, tuple) and hasattr(container, "_fields"):
@@ -31,8 +35,44 @@ def items(container: object) -> list[tuple[str, Any]] | None:
     return None
 
 
+def checked_items(
+    value: object, path: Path, error: type[Exception]
+) -> list[tuple[str, Any]] | None:
+    """Return the named items of an input or output, as ``items`` does.
+
+    Args:
+        value: the container or leaf.
+        path: its path, for the message.
+        error: the type of the exception.
+
+    Raises:
+        Exception: of type ``error``, if ``value`` holds tensors but can be neither split nor
+            joined.
+    """
+    found = items(value)
+    where = ".".join(path) or "the output"
+    if isinstance(value, PackedSequence):
+        raise error(
+            f"{where} is a PackedSequence, which has no batch dimension to split; pass the padded "
+            "batch and its lengths, and pack and unpack inside forward"
+        )
+    if any(kind.__module__ == "transformers.cache_utils" for kind in type(value).__mro__):
+        raise error(
+            f"{where} is a {type(value).__name__}, which belongs to one model and not to its "
+            "replicas; call the model with use_cache=False"
+        )
+    if found is None and isinstance(value, Mapping | Set | Sequence) and not isinstance(value, str):
+        held = value.values() if isinstance(value, Mapping) else value
+        if any(isinstance(item, torch.Tensor) for item in held):
+            raise error(
+                f"{where} is a {type(value).__name__}, which cannot be rebuilt with other "
+                "tensors; use a dict, list or tuple"
+            )
+    return found
+
+
 def tensors(value: object) -> Iterator[torch.Tensor]:
-    """Yields the tensors in nested containers."""
+    """Yield the tensors in nested containers."""
     if isinstance(value, torch.Tensor):
         yield value
     else:
@@ -41,7 +81,7 @@ def tensors(value: object) -> Iterator[torch.Tensor]:
 
 
 def rebuild(container: Any, values: Sequence[Any]) -> Any:
-    """Returns a container like ``container`` that holds ``values`` in the order of its items."""
+    """Return a container like ``container`` that holds ``values``, in the order of its items."""
     if isinstance(container, MutableMapping):
         return _rebuilt_mapping(container, values)
     if dataclasses.is_dataclass(container):
@@ -64,7 +104,7 @@ def _rebuilt_mapping(container: MutableMapping[Any, Any], values: Sequence[Any])
     replaced = {id(old): new for old, new in zip(list(container.values()), values, strict=True)}
     for key, value in zip(list(container), values, strict=True):
         result[key] = value
-    # Many a dictionary shows its items as attributes; those follow the items.
+    # Some dictionaries, as ModelOutput, have their items as attributes, too.
     attributes = getattr(container, "__dict__", {})
     if attributes is container:
         result.__dict__ = result

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
+from .gather import ScalarOutputs, gather
 from .losses.join import ChunkLosses, Looks
 from .parallel_apply import Workers, parallel_apply
-from .scatter_gather import ScalarOutputs, Scattered, gather, scatter_arguments
+from .scatter import Scattered, scatter_arguments
 
 _REMEDY = (
     "it holds one output for each device; compute the loss with BalancedCriterion, use map, or "

@@ -1,4 +1,4 @@
-"""What forward writes to the parameters and buffers of a replica -> those of the module."""
+"""Copy what forward writes to the parameters and buffers of a replica back to the module."""
 
 from __future__ import annotations
 
@@ -10,20 +10,22 @@ import torch
 from torch import nn
 
 from .arrivals import parameters_of
-from .scatter_gather import move
+from .move import move
 
 
 class WrittenState:
-    """The parameters and buffers of replicas, as they were before these ran.
+    """The parameters and buffers of replicas before these run, to find what they write.
 
-    Where the first replica is on the network's device it shares them. Where the network's device
-    runs nothing, what it writes to its copies is to be kept all the same.
+    If the first replica is on the device of the network, it shares its parameters and buffers. If
+    the device of the network runs no replica, what the first replica writes to its copies is copied
+    back by ``write_back``.
 
     Args:
         network: the module.
-        replicas: of one call.
-        silently: indices of what was written without a sign, such as through ``.data``; None if
-            that is to be found out.
+        replicas: the replicas of one call.
+        silently: the result of ``write_back`` in an earlier call: the indices of parameters that
+            were written without a new version or storage, as through ``.data``. None if there was
+            none; then the values of all parameters are compared.
     """
 
     def __init__(
@@ -47,9 +49,9 @@ class WrittenState:
             ]
 
     def written_by_several(self) -> list[str]:
-        """Returns the names of parameters that replicas on one device share and have written.
+        """Return the names of parameters that replicas on one device share and have written.
 
-        Only where ``silently`` is None.
+        The list is empty unless ``silently`` is None.
         """
         return [
             name
@@ -59,7 +61,7 @@ class WrittenState:
 
     @torch.no_grad()
     def write_back(self) -> frozenset[int]:
-        """Copies to the network what was written since, and returns what was silently."""
+        """Copy to the network what was written, and return the indices of all silent writes."""
         found = set(self._silently or ())
         for index, (original, copy, before) in enumerate(self._copies):
             if copy is original:
@@ -69,8 +71,8 @@ class WrittenState:
             elif copy.is_inference() or before != _signs(copy):
                 original.copy_(copy)
             elif not isinstance(original, nn.Parameter) and not _is_expanded(original):
-                # Batch norm's kernels write statistics without a new version, so a buffer may be
-                # new all the same; to autograd it is not, here as there.
+                # Batch norm's kernels write statistics without a new version, so buffers are always
+                # copied. The copy makes no new version either, as on a single device.
                 original.data.copy_(copy)
             elif (self._silently is None or index in self._silently) and not _are_equal(
                 copy, _values(original)
@@ -81,7 +83,7 @@ class WrittenState:
 
 
 def _state(module: nn.Module) -> Iterator[torch.Tensor]:
-    """Yields buffers and parameters, without waiting for their values."""
+    """Yield buffers and parameters, without waiting for their values."""
     return chain(module.buffers(), _parameters(module))
 
 
@@ -93,7 +95,7 @@ def _parameters(module: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def _signs(tensor: torch.Tensor) -> tuple[int, int]:
-    """Returns what a write changes, but for one through ``.data``."""
+    """Return the version and storage of a tensor; most writes change one of them."""
     storage = tensor.untyped_storage()._cdata if tensor.layout is torch.strided else 0
     return (0 if tensor.is_inference() else tensor._version, storage)
 
@@ -104,7 +106,7 @@ def _shares_parameters(replica: nn.Module, others: Sequence[nn.Module]) -> bool:
 
 
 def _values(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Returns a copy on the CPU, where there is memory for it; emulated ones may have no values."""
+    """Return a copy on the CPU, which has room for it; None for emulated tensors without values."""
     try:
         return tensor.detach().to("cpu", copy=True)
     except RuntimeError:
@@ -112,12 +114,13 @@ def _values(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def _are_equal(one: torch.Tensor, values: torch.Tensor | None) -> bool:
+    """Return whether a tensor has these values, or cannot be compared."""
     try:
         if values is None or torch.equal(one.cpu(), values):
             return True
         is_float = values.is_floating_point()  # and may hold NaN
         return is_float and torch.allclose(one.cpu(), values, 0, 0, equal_nan=True)
-    except RuntimeError:  # sparse ones do not tell
+    except RuntimeError:  # as for sparse tensors
         return True
 
 

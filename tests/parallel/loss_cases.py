@@ -349,7 +349,7 @@ UNCLEAR: dict[str, tuple[Case, str]] = {
             ),
             {"m": MASK},
         ),
-        "divided by what has a gradient",
+        "divided by a tensor that requires a gradient",
     ),
     "rmse": (Case(lambda n, x, o, r: F.mse_loss(o, r).sqrt(), {"r": REAL}), "but a Sqrt"),
     "perplexity": (Case(lambda n, x, o, y: F.cross_entropy(o, y).exp(), {"y": Y}), "but a Exp"),

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from balanced_dp import BalancedDataParallel
-from balanced_dp.parallel.scatter_gather import scatter
+from balanced_dp.parallel.scatter import scatter
 
 from ..modules import Lambda
 

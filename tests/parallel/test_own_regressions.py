@@ -330,7 +330,7 @@ def test_a_cache_of_transformers_is_refused_with_the_remedy():
 def test_tensors_in_containers_that_cannot_be_rebuilt_are_refused(container):
     """They went whole to each replica."""
     model = BalancedDataParallel(2, nn.Identity(), ["cpu", "cpu"])
-    with pytest.raises(ScatterError, match=r"cannot be built anew with other tensors; use a dict"):
+    with pytest.raises(ScatterError, match=r"cannot be rebuilt with other tensors; use a dict"):
         model(container({"x": torch.ones(8)}))
 
 

@@ -473,7 +473,7 @@ def test_accumulate_may_be_nested_and_left_by_an_exception(emulated):
     assert copied() == out(NUM_BYTES + SCALAR) | back(NUM_BYTES + SCALAR)
 
 
-MISUSED = "put off until the block ends; clip, read or zero"
+MISUSED = "deferred until the block ends; clip, read or zero"
 
 
 def clip(model, optimizer):
@@ -495,7 +495,7 @@ def do_step(model, optimizer):
 @pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.AdamW])
 @pytest.mark.parametrize("foreach", [False, True])
 @pytest.mark.parametrize("misuse", [clip, log, zero, do_step])
-def test_gradients_that_are_put_off_cannot_be_used(emulated, misuse, foreach, make):
+def test_gradients_that_are_deferred_cannot_be_used(emulated, misuse, foreach, make):
     """The step was one of the first device's gradients; the others' came into the next."""
     module = mlp().double()
     reference = copy.deepcopy(module)
@@ -654,7 +654,7 @@ def test_buckets_hold_what_was_registered_together():
     network = nn.Sequential(*blocks)
     replicator = Replicator()
     replicator.replicate(network, [torch.device("cpu"), torch.device("cpu", 1)])
-    parameters = replicator._blueprint.parameters
+    parameters = replicator._pool.parameters
     assert [id(p) for p in parameters] == [id(p) for p in network.parameters()]
 
 

@@ -1,4 +1,11 @@
-"""Note how losses are computed where autograd keeps no graph of it."""
+"""Note the calls of torch functions that compute a loss.
+
+Without gradients, autograd records no graph. Then a ``TorchFunctionMode`` notes the calls, each as
+a ``Call``, which has the attributes of an autograd node, so that ``LossGraph`` can walk either. A
+note keeps the output of its call alive, so only two kinds are noted: calls whose output is 0-dim,
+and calls that join the entries of samples. With gradients, calls are noted to see how denominators
+were computed, as these are usually not part of the graph.
+"""
 
 from __future__ import annotations
 
@@ -33,31 +40,37 @@ _OPERATORS = {
     "getitem": "Index",
     "masked_select": "Index",
 }
+"""The operators of autograd nodes, by the names of the functions that are called."""
+
 _TINY = 1e-6
-"""What may be added to a denominator without a word."""
+"""The largest number that, added to a denominator, is ignored."""
 
 _ARITHMETIC = ("Add", "Sub", "Rsub", "Mul", "Div")
 _JOINING = ("Sum", "Mean", "Stack", "Index")
 _BATCHMEAN = 3
+"""The reduction of ``kl_div`` that divides the sum by the number of samples."""
+
 _REDUCTIONS = {"mean": MEAN, "sum": SUM, "batchmean": _BATCHMEAN}
 
 
 class Call:
-    """A call of a function of torch, in the shape of a node of autograd.
+    """A call of a torch function, with the attributes of an autograd node.
 
     Args:
-        operator: the name that autograd has for it.
-        shape: of its output.
-        inputs: the calls that computed its operands, or where that is not known, the operands.
-        saved: what autograd would have saved.
+        operator: the name of its autograd node, without the suffix ``Backward0``.
+        shape: the shape of its output.
+        inputs: for each operand, the call that computed it, or None if it is not a tensor. If that
+            call was not noted, a ``Call`` named ``AccumulateGrad`` or ``data`` stands for it.
+        saved: the attributes that the autograd node would have.
 
     Attributes:
-        output: the tensor.
-        made_of: a count that ``finish`` has made a denominator of.
+        output: the output; None if the call was not noted.
+        count: if the call turns a count into a denominator, as ``clamp(min=1)`` does: that count.
+        finish: the function that does so.
     """
 
     output: torch.Tensor | None = None
-    made_of: torch.Tensor
+    count: torch.Tensor
     finish: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     def __init__(self, operator: str, shape: torch.Size, inputs: Any = (), **saved: Any) -> None:
@@ -75,7 +88,7 @@ class Call:
         return self.operator
 
     def without_views(self) -> Call:
-        """Return the call whose value this one has in another type or shape."""
+        """Skip views and casts, and return the call that computed the value."""
         call = self
         while call.operator in ("ToCopy", "Clone", "View") and call.next_functions[0][0]:
             call = call.next_functions[0][0]
@@ -83,14 +96,18 @@ class Call:
 
 
 Calls = dict[int, Call]
-"""By the identity of its output, which it keeps alive: each call that may be part of a loss."""
+"""The noted calls, by the ``id`` of their output."""
 
 _calls: ContextVar[Calls | None] = ContextVar("calls", default=None)
 
 
 @contextlib.contextmanager
 def noting(is_on: bool) -> Iterator[Calls]:
-    """Yield a dictionary of the calls that functions given to ``noted`` make in this context."""
+    """Context manager that yields the calls noted inside it.
+
+    Args:
+        is_on: whether calls are noted, by functions that ``noted`` has returned.
+    """
     calls: Calls = {}
     token = _calls.set(calls if is_on else None)
     try:
@@ -100,7 +117,7 @@ def noting(is_on: bool) -> Iterator[Calls]:
 
 
 def noted(function: Callable[[], ResultT]) -> Callable[[], ResultT]:
-    """Return the function, whose calls are noted if its context wants them to be."""
+    """Return a function that also notes the calls that ``function`` makes, inside ``noting``."""
 
     def run() -> ResultT:
         calls = _calls.get()
@@ -113,6 +130,8 @@ def noted(function: Callable[[], ResultT]) -> Callable[[], ResultT]:
 
 
 class _Notes(TorchFunctionMode):
+    """Mode in which the calls of torch functions are noted."""
+
     def __init__(self, calls: Calls) -> None:
         super().__init__()
         self._calls = calls
@@ -122,11 +141,10 @@ class _Notes(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         output = function(*args, **kwargs)
-        # What is compiled has no calls of its own.
+        # Inside of compiled code there are no calls to note.
         if isinstance(output, torch.Tensor) and not torch.compiler.is_dynamo_compiling():
             name = getattr(function, "__name__", "").strip("_")
             operator = _OPERATORS.get(name, name)
-            # Only what may be part of a loss, since it is kept alive.
             operands = _operands(args, kwargs)
             if not output.dim() or (operator in _JOINING and _joins_rows(operator, operands)):
                 inputs = self._inputs(operator, operands)
@@ -138,7 +156,7 @@ class _Notes(TorchFunctionMode):
                 call = Call(operator, output.shape, inputs, output=output, **saved)
                 self._calls[id(output)] = call
                 counted = counted_loss(output)
-                if counted is not None and counted.call is None:  # not what is added in place
+                if counted is not None and counted.call is None:  # not an addition in place
                     counted.call = call
         return output
 
@@ -151,7 +169,7 @@ class _Notes(TorchFunctionMode):
             operands = operands[:1]
         inputs = [self._input(operand) for operand in operands]
         if operator == "Div":
-            inputs[1:] = [None]  # a mean over it, with or without a gradient
+            inputs[1:] = [None]  # only the numerator is followed
         return inputs
 
     def _input(self, operand: Any) -> Call | None:
@@ -164,11 +182,12 @@ class _Notes(TorchFunctionMode):
 
 
 def _finished(function: Any, count: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    return {"made_of": count, "finish": lambda whole: function(whole, *args, **kwargs)}
+    """Return the attributes of a call that turns a count into a denominator."""
+    return {"count": count, "finish": lambda whole: function(whole, *args, **kwargs)}
 
 
 def _operands(args: Any, kwargs: Mapping[str, Any]) -> list[Any]:
-    """Return the arguments, tensors by the names of operands before what else has a name."""
+    """Return the arguments by position; keywords that name operands come before other keywords."""
     names = [
         name for name in ("input", "tensors", "other", "dim", "axis", "mask") if name in kwargs
     ]
@@ -176,6 +195,7 @@ def _operands(args: Any, kwargs: Mapping[str, Any]) -> list[Any]:
 
 
 def _dims(operands: list[Any]) -> tuple[int, ...] | None:
+    """Return the dimensions that a reduction was called with; None for all."""
     dims = operands[1] if len(operands) > 1 else None
     if isinstance(dims, int) and not isinstance(dims, bool):
         return (dims,)
@@ -183,6 +203,7 @@ def _dims(operands: list[Any]) -> tuple[int, ...] | None:
 
 
 def _joins_rows(operator: str, operands: list[Any]) -> bool:
+    """Return whether a call reduces, selects or stacks along the first dimension."""
     if operator == "Stack":
         return not any(tensor.dim() for tensor in operands[0])
     if operator == "Index":
@@ -194,7 +215,7 @@ def _joins_rows(operator: str, operands: list[Any]) -> bool:
 def _saved(
     operator: str, function: Any, operands: list[Any], args: Any, kwargs: Any
 ) -> dict[str, Any]:
-    """Return what autograd would have saved."""
+    """Return the attributes that the autograd node would have, and how to finish a count."""
     if operator in ("Sum", "Mean"):
         return {"_saved_self_sym_sizes": operands[0].shape, "_saved_dim": _dims(operands)}
     if operator in ("Mul", "Div"):
@@ -211,7 +232,7 @@ def _saved(
             saved |= _finished(function, operands[0], operands[1])
         return saved
     if args and getattr(function, "__name__", "") in ("clamp", "clamp_min", "clip"):
-        return _finished(function, *args, **kwargs)  # in place, the count would be gone
+        return _finished(function, *args, **kwargs)  # not clamp_, which overwrites the count
     reduction = _reduction(function, args, kwargs)
     return {} if reduction is None else {"_saved_reduction": _REDUCTIONS.get(reduction, 0)}
 
@@ -225,7 +246,7 @@ def _signature(function: Any) -> inspect.Signature | None:
 
 
 def _reduction(function: Any, args: Any, kwargs: Any) -> str | None:
-    """Return the reduction of a loss function of torch, None of any other function."""
+    """Return the reduction that a loss function was called with; None for other functions."""
     signature = _signature(function)
     if signature is None or "reduction" not in signature.parameters:
         return None

@@ -1,4 +1,11 @@
-"""Count what the mean of a cross entropy is over, where torch computes it."""
+"""Count the targets of cross entropies where torch computes them.
+
+The mean of a cross entropy is over the targets that are not ignored, or over their weights, whose
+number is not known from the loss. ``F.cross_entropy`` and ``F.nll_loss`` look up the functions that
+compute it in ``torch._C._nn`` at each call. While replicas run, these functions are replaced by
+ones that compute the same loss, record its count, and return 0 instead of NaN if it is a mean over
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -11,25 +18,27 @@ from typing import Any
 
 import torch
 
-MEAN, SUM = 1, 2  # of torch.nn._reduction.get_enum
+MEAN, SUM = 1, 2
+"""The reductions, as in ``torch.nn._reduction.get_enum``."""
+
 _FUNCTIONS = ("cross_entropy_loss", "nll_loss_nd")
-"""What ``F.cross_entropy`` and ``F.nll_loss`` look up in ``torch._C._nn`` at each call."""
+"""The functions of ``torch._C._nn`` that are replaced."""
 
 
 @dataclass(slots=True, eq=False)
 class CountedLoss:
-    """A mean or a sum that torch has computed.
+    """A cross entropy that was reduced to a mean or a sum.
 
     Attributes:
-        loss: what torch returned, 0-dim; 0 where it is a mean over nothing.
-        size: how many targets there were.
-        count: what it is a mean over, 0-dim: the targets that are not ignored, or their weights.
-            None for a sum.
-        divisor: what its sum was divided by, 0-dim: the count, or 1 for a sum that is not 0 though
-            nothing counts. None for a sum.
-        value: its value, whatever is added to ``loss`` in place.
-        node: the node of autograd that has computed it, None where it recorded nothing.
-        call: the call that has, if it was noted.
+        loss: the tensor that was returned, 0-dim; 0 if it is a mean over nothing.
+        size: the number of targets.
+        count: for a mean, the number of targets that are not ignored, or the sum of their weights;
+            0-dim. None for a sum.
+        divisor: for a mean, the denominator, 0-dim: the count, or 1 if the count is 0 and smoothed
+            labels make the numerator nonzero. None for a sum.
+        value: a copy of the loss, which does not change if something is added to ``loss`` in place.
+        node: the autograd node that computed it; None if no graph was recorded.
+        call: the call that computed it, if it was noted.
     """
 
     loss: torch.Tensor
@@ -49,11 +58,12 @@ _originals: dict[str, Callable[..., torch.Tensor]] = {}
 
 @contextlib.contextmanager
 def counting() -> Iterator[list[CountedLoss]]:
-    """Yield a list to which each cross entropy of this context is added, if it is a mean or a sum.
+    """Context manager that yields a list of the cross entropies computed inside it.
 
-    Threads that run in a copy of the context count as well. But for labels that are smoothed and
-    weighted, autograd saves what it would have saved, so that activation checkpointing, which
-    computes a loss again without counting it, finds the same tensors.
+    Only those that are reduced to a mean or a sum are listed. Threads that run in a copy of this
+    context are included. Unless labels are both smoothed and weighted, autograd saves the same
+    tensors as without counting, because activation checkpointing computes a loss again, without
+    counting, and compares them.
     """
     global _num_users
     found: list[CountedLoss] = []
@@ -103,14 +113,14 @@ def _counting_version(function: Callable[..., torch.Tensor]) -> Callable[..., to
         elif weight is None:
             loss = loss_of(input, reduction)
             count = divisor = torch.count_nonzero(target != ignore_index)
-            loss.data.masked_fill_(count.logical_not(), 0)  # instead of 0 / 0
+            loss.data.masked_fill_(count.logical_not(), 0)  # it was 0 / 0
         else:
             is_counted = target != ignore_index
             weights = weight.detach()[target.where(is_counted, 0).long()]
             count = divisor = (weights * is_counted).sum()
             is_empty = count.logical_not()
             if any(smoothing) or any(kwargs.values()):
-                # Smoothed labels have a loss even where their weights are 0.
+                # Smoothed labels have a loss even if their weights are 0.
                 divisor = count.where(~is_empty, 1)
                 loss = loss_of(input, SUM) / divisor
             else:
@@ -123,7 +133,7 @@ def _counting_version(function: Callable[..., torch.Tensor]) -> Callable[..., to
 
 
 def _with_gradient_0_where(is_empty: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
-    """Return the input, whose gradient would be 0 / 0 where all targets weigh nothing."""
+    """Return the input, with a gradient of 0 if the weights of all targets are 0; it was 0 / 0."""
     if input.requires_grad and torch.is_grad_enabled():
         input = input.view_as(input)
         input.register_hook(lambda gradient: gradient.masked_fill(is_empty, 0))
@@ -131,6 +141,6 @@ def _with_gradient_0_where(is_empty: torch.Tensor, input: torch.Tensor) -> torch
 
 
 def counted_loss(loss: torch.Tensor) -> CountedLoss | None:
-    """Return what this context has counted of a loss that torch has just returned."""
+    """Return the record of a loss that torch has just returned, or None if it was not counted."""
     found = _counted.get() or []
     return next((item for item in reversed(found) if item.loss is loss), None)

@@ -1,4 +1,10 @@
-"""Make the loss of the whole batch out of those of its chunks."""
+"""Join the 0-dim outputs of the replicas into those of the batch.
+
+A ``ChunkLosses`` belongs to one call. While the replicas run, it counts cross entropies and notes
+calls. Afterwards it walks the graph of each 0-dim output, and adds up the values of the replicas by
+the terms that it finds. A ``Looks`` belongs to a model. It remembers what earlier calls have shown,
+so that calls are noted only where that is necessary.
+"""
 
 from __future__ import annotations
 
@@ -15,58 +21,64 @@ from ..call_inputs import Arguments, described
 from .calls import Call, Calls, noting
 from .counted import CountedLoss, counting
 from .graph import LossGraph
-from .terms import Term, are_proportional, correction, shares_of, weighted_mean, weighted_sum
+from .samples import Samples
+from .scales import Scaling
+from .terms import Term, are_proportional, correction, fractions_of, weighted_mean, weighted_sum
 from .weight import weight_of_chunk
 
 
 class Looks:
-    """What a model remembers of the outputs that it has seen.
+    """What earlier calls of a model have shown about its outputs.
 
     Args:
-        may_note: whether calls may be noted. Those of compiled modules may not: Dynamo would
+        may_note: whether calls may be noted. For compiled modules they may not, since Dynamo would
             compile the notes.
+
+    Attributes:
+        notes_calls: whether the next call with (True) or without gradients (False) notes calls.
+        sums: the names of outputs without a graph that are sums.
+        axes: for outputs whose shapes have shown it once, the dimension of the samples.
+        places: for each output, the places of scales in its graph; see ``Scaling``.
+        agreeing: graphs whose terms have different denominators that are proportional.
+        seen: graphs whose multipliers were compared between replicas.
+        warned: the names of outputs and inputs that were warned of.
     """
 
     def __init__(self, may_note: bool = True) -> None:
         self.may_note = may_note
         self.notes_calls = {True: True, False: True}
-        """With and without gradients: whether the next call needs more than autograd tells."""
         self.sums: set[str] = set()
-        """Outputs without a graph that are sums."""
         self.axes: dict[str, int] = {}
-        """Outputs whose shapes have shown along which dimension their samples are."""
         self.places: dict[str, dict[tuple[int, int], bool]] = {}
-        """Of each output, where its graph divides, and whether by what counts entries."""
         self.agreeing: set[tuple[str, ...]] = set()
-        """Graphs with several denominators that are known to be the same."""
         self.seen: set[tuple[str, ...]] = set()
-        """Graphs of which it was checked that what they multiply by is the same everywhere."""
         self.warned: set[str] = set()
 
     def warn(self, name: str, function: Callable[..., Any], reason: str) -> None:
-        """Warn, once for each output, that its value is not that of the whole batch."""
+        """Warn, once for each output, that it may differ from its value for the whole batch."""
         if name in self.warned:
             return
         self.warned.add(name)
         warn(
-            f"output {name or '(the whole)'} of {described(function)} need not have the value of "
-            f"the whole batch: {reason}. Compute it outside, from "
-            "gathered outputs, or only what is linear inside; give loss_weight if it is a mean "
-            "over something else, or scalar_outputs='mean' if this is right"
+            f"output {name or '(the whole)'} of {described(function)} may differ from its value "
+            f"for the whole batch: {reason}. Compute it outside, from gathered outputs, or compute "
+            "only what is linear inside; give loss_weight if it is a mean over other entries, or "
+            "scalar_outputs='mean' if a mean weighted by samples is meant"
         )
 
 
 class ChunkLosses:
-    """The 0-dim outputs of one call on several replicas, and how they join.
+    """The 0-dim outputs of the replicas in one call.
 
     Args:
         looks: what earlier calls have shown.
-        function: what computes them.
+        function: the function that each replica computes.
         chunk_sizes: how many samples each replica has.
-        dim: their dimension.
-        arguments: of each replica.
-        loss_weight: tells what each replica's losses weigh; by default their graphs do.
-        is_auto: whether their graphs are asked; if not, losses weigh as many samples as they had.
+        dim: the batch dimension.
+        arguments: the arguments of each replica.
+        loss_weight: computes the weight of each replica's losses; if None, it is read from their
+            graphs.
+        is_auto: whether graphs are walked; if not, losses are weighted by chunk size.
     """
 
     def __init__(
@@ -96,21 +108,21 @@ class ChunkLosses:
 
     @contextlib.contextmanager
     def observed(self) -> Iterator[None]:
-        """Count and note what the replicas compute in this context."""
+        """Context manager in which the replicas run; counts cross entropies and notes calls."""
         if len(self.chunk_sizes) < 2 or not self._is_auto:
             yield
             return
-        is_recorded = torch.is_grad_enabled()
-        notes_calls = self.looks.notes_calls[is_recorded] and self._loss_weight is None
+        has_gradients = torch.is_grad_enabled()
+        notes_calls = self.looks.notes_calls[has_gradients] and self._loss_weight is None
         with (
             counting() as self._counted,
             noting(notes_calls and self.looks.may_note) as self._calls,
         ):
             yield
-        self.looks.notes_calls[is_recorded] = False  # unless join finds that it is needed
+        self.looks.notes_calls[has_gradients] = False  # join sets it again if necessary
 
     def settle(self, outputs: Sequence[Any]) -> None:
-        """Ask ``loss_weight``, if there is a loss in the outputs, and let go of the arguments."""
+        """Call ``loss_weight`` if there is a loss in the outputs, and release the arguments."""
         if self._loss_weight is not None and any(map(is_loss, nested.tensors(outputs[0]))):
             self._weights = [
                 weight_of_chunk(self._loss_weight, self._function, args, kwargs)
@@ -121,9 +133,12 @@ class ChunkLosses:
     def join(
         self, outputs: Sequence[torch.Tensor], name: str, device: torch.device
     ) -> torch.Tensor:
-        """Return the value that the whole batch has, on ``device``. Differentiable.
+        """Return the value of the whole batch on ``device``. Differentiable.
 
-        Outputs are 0-dim floating, one of each replica, and have the same name on all of them.
+        Args:
+            outputs: a 0-dim floating tensor of each replica.
+            name: the dotted path of the output.
+            device: the device of the result.
         """
         if self._weights is not None:
             weights: list[Any]
@@ -131,7 +146,7 @@ class ChunkLosses:
             if not any(weight is None for weight in weights):
                 counted, nodes = self._nodes(outputs)
                 if None not in nodes:
-                    self._graph(name, counted).terms(nodes)  # keeps 0 / 0 off the gradients
+                    self._graph(name, counted).terms(nodes)  # replaces NaN gradients by 0
                 return weighted_mean(outputs, weights, device)
         if not self._is_auto:
             return weighted_mean(outputs, self.chunk_sizes, device)
@@ -140,62 +155,64 @@ class ChunkLosses:
     def _joined(
         self, outputs: Sequence[torch.Tensor], name: str, device: torch.device
     ) -> torch.Tensor:
-        is_recorded = outputs[0].grad_fn is not None
+        has_graph = outputs[0].grad_fn is not None
         alias = tuple(map(_storage, outputs))
-        if not is_recorded and alias in self._results:  # it was detached from another output
+        if not has_graph and alias in self._results:  # it was detached from another output
             return self._results[alias].detach()
         counted, nodes = self._nodes(outputs)
-        if not is_recorded and not all(node in counted for node in nodes):
+        if not has_graph and not all(node in counted for node in nodes):
             self.looks.notes_calls[False] = True
             if None in nodes:
                 is_sum = name in self.looks.sums
                 return weighted_mean(outputs, None if is_sum else self.chunk_sizes, device)
         graph = self._graph(name, counted)
         terms = graph.terms(nodes)
-        own = [term for term in terms if not term.losses and not term.is_constant]
-        known = [term for term in terms if term.losses]
-        seen = (name, *graph.names)
-        reasons = [*graph.reasons, *self._disagreement(own, seen)]
-        if seen not in self.looks.seen:
-            self.looks.seen.add(seen)
-            if not self._calls:  # a look that was not close enough
-                self.looks.notes_calls[torch.is_grad_enabled()] = True
-            if not all(map(_are_equal, graph.multipliers)):
-                reasons.append("it is multiplied by a tensor that differs between the replicas")
-        base = (own or known or [Term(self.chunk_sizes)])[0]
-        if base.weights is None and any(term.is_constant for term in terms):
-            if own:
-                reasons.append("it adds what is the same on every replica to a sum over samples")
-            base = Term(self.chunk_sizes)
-        if reasons:
-            base = Term(self.chunk_sizes)
-        for text in [*reasons, *graph.doubts][:1]:
-            self.looks.warn(name, self._function, text)
-        if any(term.counts for term in own):
-            self.looks.notes_calls[is_recorded] = True
-        if not is_recorded and torch.is_grad_enabled():
+        base = self._base(name, graph, terms)
+        if any(term.counts for term in terms if not term.losses):
+            self.looks.notes_calls[has_graph] = True
+        if not has_graph and torch.is_grad_enabled():
             self._remember(name, base)
-        shares = shares_of(base, device, len(outputs))
-        joined = weighted_sum(outputs, shares, device, may_be_nan=base not in known)
+        known = [term for term in terms if term.losses]
+        fractions = fractions_of(base, device, len(outputs))
+        joined = weighted_sum(outputs, fractions, device, may_be_nan=base not in known)
         for term in known:
             if term is not base:
-                joined = joined + correction(term, shares, device)
+                joined = joined + correction(term, fractions, device)
         self._results[alias] = joined
         return joined
 
+    def _base(self, name: str, graph: LossGraph, terms: Sequence[Term]) -> Term:
+        """Return the term whose fractions all terms get, and warn if that may not be exact.
+
+        Terms without known values have to agree on the fractions, since ``correction`` does not
+        apply to them. If they do not agree, the chunk sizes are the weights.
+        """
+        unknown = [term for term in terms if not term.losses and not term.is_constant]
+        known = [term for term in terms if term.losses]
+        kind = (name, *graph.names)
+        reasons = [*graph.reasons, *self._disagreement(unknown, kind)]
+        if kind not in self.looks.seen:
+            self.looks.seen.add(kind)
+            if not self._calls:  # the next call of this kind has to be noted
+                self.looks.notes_calls[torch.is_grad_enabled()] = True
+            if not all(map(_are_close, graph.scaling.multipliers)):
+                reasons.append("it is multiplied by a tensor that differs between the replicas")
+        base = (unknown or known or [Term(self.chunk_sizes)])[0]
+        is_sum_with_constant = base.weights is None and any(term.is_constant for term in terms)
+        if is_sum_with_constant and unknown:
+            reasons.append("it adds a term that is the same on every replica to a sum over samples")
+        for text in [*reasons, *graph.scaling.doubts][:1]:
+            self.looks.warn(name, self._function, text)
+        return Term(self.chunk_sizes) if reasons or is_sum_with_constant else base
+
     def _graph(self, name: str, counted: Mapping[Any, CountedLoss]) -> LossGraph:
-        return LossGraph(
-            self.chunk_sizes,
-            self._dim,
-            counted,
-            self._calls,
-            self._whole_batch,
-            self._adds_up,
-            self.looks.places.setdefault(name, {}),
-        )
+        samples = Samples(self.chunk_sizes, self._dim, counted)
+        places = self.looks.places.setdefault(name, {})
+        scaling = Scaling(self.chunk_sizes, self._calls, self._whole_batch, self._adds_up, places)
+        return LossGraph(counted, samples, scaling)
 
     def _nodes(self, outputs: Sequence[torch.Tensor]) -> tuple[dict[Any, CountedLoss], list[Any]]:
-        """Return counted losses by their nodes, and the node of each output, None if unknown."""
+        """Return the counted losses by node, and the node or call of each output, or None."""
         counted = {node: item for item in self._counted for node in _nodes_of(item)}
         aliases = {_storage(item.loss): node for node, item in reversed(counted.items())}
         return counted, [
@@ -204,19 +221,19 @@ class ChunkLosses:
         ]
 
     def _remember(self, name: str, term: Term) -> None:
-        """Keep what notes have shown of an output that autograd tells nothing of."""
+        """Remember what noted calls have shown of an output without a graph."""
         if term.weights is None:
             self.looks.sums.add(name)
         elif not term.losses and not are_proportional(term.weights, self.chunk_sizes):
             self.looks.warn(
                 name,
                 self._function,
-                "it is a mean over what counts, and has no graph to read that from; return it "
+                "it is a mean over some entries only, and has no graph that shows which; return it "
                 "without detach()",
             )
 
     def _disagreement(self, terms: Sequence[Term], graph: tuple[str, ...]) -> Iterator[str]:
-        """Yield why terms do not share what they are a mean over."""
+        """Yield why terms do not have the same fractions."""
         for term in terms[1:]:
             one, other = terms[0].weights, term.weights
             if one is None and other is None:
@@ -229,20 +246,21 @@ class ChunkLosses:
             one, other = ([float(weight) for weight in weights] for weights in (one, other))
             if not are_proportional(one, other):
                 yield "it adds means over unlike numbers of entries"
-            elif not are_proportional(one, self.chunk_sizes):  # nor is that by chance
+            elif not are_proportional(one, self.chunk_sizes):  # or it may be by chance
                 self.looks.agreeing.add(graph)
 
 
 def _nodes_of(counted: CountedLoss) -> Iterator[Any]:
+    """Return the nodes and calls whose value is that of a counted loss."""
     if counted.node is None and counted.loss.grad_fn is not None:
-        # A function of autograd that computed it without a graph has a node by now.
+        # It was computed inside of an autograd function, which has given it a node since.
         counted.value, counted.node = counted.loss, counted.loss.grad_fn
     elif counted.node is None and counted.call is None:
         counted.node = Call("counted", counted.loss.shape)
     return (node for node in (counted.node, counted.call) if node is not None)
 
 
-def _are_equal(tensors: Sequence[torch.Tensor]) -> bool:
+def _are_close(tensors: Sequence[torch.Tensor]) -> bool:
     first, *others = (tensor.detach().cpu() for tensor in tensors)
     return all(other.shape == first.shape and other.allclose(first) for other in others)
 
@@ -252,7 +270,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def is_loss(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is a number that has a mean, as losses are."""
+    """Return whether a tensor is 0-dim and of a type that has means, as losses are."""
     return not tensor.dim() and (tensor.is_floating_point() or tensor.is_complex())
 
 

@@ -1,4 +1,11 @@
-"""The terms that a loss is made of, and how those of chunks add up to that of the batch."""
+"""Add up the terms of chunks to those of the batch.
+
+A term is a mean or a sum over samples, multiplied and divided by scales. The mean over the batch is
+the sum of the means over chunks, each multiplied by the fraction of the entries that its chunk has;
+for sums, all fractions are 1. A loss has the fractions of one of its terms. If another term is a
+mean over other entries, ``correction`` adds the difference, which takes the values of that term on
+each replica; these are known if it is a counted cross entropy.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +23,14 @@ Value = Any
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """A multiplication by a number or a tensor for each replica, or a division."""
+    """A multiplication or division of a term.
+
+    Attributes:
+        values: the factor or denominator on each replica.
+        divides: whether it is a division.
+        nodes: the autograd nodes of the operation; none if it is implied by others.
+        is_constant: whether the factor depends on parameters only, not on samples.
+    """
 
     values: Sequence[Value]
     divides: bool = False
@@ -26,15 +40,16 @@ class Scale:
 
 @dataclass(slots=True, eq=False)
 class Term:
-    """A part of a loss, on all replicas.
+    """A term of a loss, on all replicas.
 
     Attributes:
-        weights: what its mean is over, one for each replica; None where it is a sum.
-        scales: what it is multiplied and divided by in the loss.
-        losses: its own value on each replica, where that is known.
-        is_constant: whether it has nothing to do with the samples, like a penalty on weights.
-        counts: what the weights were made of, if those are not sums over samples themselves, and
-            what makes the denominator of the whole batch of their sum.
+        weights: the denominator of its mean on each replica; None for a sum.
+        scales: the scales that lead from it to the loss.
+        losses: its value on each replica, if that is known.
+        is_constant: whether it does not depend on samples, like a penalty on weights.
+        counts: if the weights do not add up to the denominator of the batch, as those of
+            ``mask.sum().clamp(min=1)``: the counts that do, and the function that makes the
+            denominator of the batch from their sum.
     """
 
     weights: Sequence[Value] | None = None
@@ -44,7 +59,7 @@ class Term:
     counts: tuple[Sequence[Value], Callable[[Any], Any]] | None = None
 
     def scaled_losses(self, device: torch.device) -> torch.Tensor:
-        """Return what each replica's own value adds to its loss, on ``device``."""
+        """Return the contribution of the term to the loss of each replica, on ``device``."""
         values = torch.stack([loss.to(device) for loss in self.losses or ()])
         for scale in self.scales:
             by: Any = scale.values
@@ -64,12 +79,15 @@ def are_numbers(values: Sequence[Value]) -> bool:
 
 
 def are_equal(values: Sequence[Any]) -> bool:
-    """Return whether all numbers are the same."""
+    """Return whether all numbers are equal."""
     return all(value == values[0] for value in values)
 
 
 def are_proportional(ones: Sequence[Any], others: Sequence[Any]) -> bool:
-    """Return whether two sequences of numbers are the same but for one factor."""
+    """Return whether two sequences of numbers differ by a factor only.
+
+    Tensors are not read: they are proportional if they are the same objects.
+    """
     if not are_numbers(ones) or not are_numbers(others):
         return all(one is other for one, other in zip(ones, others, strict=True))
     total, other_total = sum(ones), sum(others)
@@ -82,16 +100,18 @@ def are_proportional(ones: Sequence[Any], others: Sequence[Any]) -> bool:
 def weighted_mean(
     outputs: Sequence[torch.Tensor], weights: Sequence[Value] | None, device: torch.device
 ) -> torch.Tensor:
-    """Return the mean of 0-dim outputs on ``device``, or their sum where there are no weights.
+    """Return the weighted mean of 0-dim outputs on ``device``, or their sum without weights.
 
-    A weight of 0 leaves out a NaN. If all numbers are 0, they count as equal.
+    A NaN with a weight of 0 is ignored. If all weights are the number 0, they count as equal.
     """
-    shares = shares_of(Term(weights), device, len(outputs))
-    return weighted_sum(outputs, shares, device)
+    return weighted_sum(outputs, fractions_of(Term(weights), device, len(outputs)), device)
 
 
-def shares_of(term: Term, device: torch.device, count: int) -> torch.Tensor | list[float]:
-    """Return what each replica's value is multiplied by to add up to that of the whole batch."""
+def fractions_of(term: Term, device: torch.device, count: int) -> torch.Tensor | list[float]:
+    """Return the factors with which the values of ``count`` replicas add up to that of the batch.
+
+    They are numbers, or a tensor on ``device`` if the weights are tensors.
+    """
     weights = term.weights
     if weights is None:
         return [1.0] * count
@@ -99,15 +119,15 @@ def shares_of(term: Term, device: torch.device, count: int) -> torch.Tensor | li
         numbers = [float(weight) for weight in weights]
         whole = sum(numbers)
         return [number / whole for number in numbers] if whole else [1 / count] * count
-    tensors = _on(device, weights)
+    tensors = _stacked(weights, device)
     if term.counts is None:
         return tensors / tensors.sum()
     counts, finish = term.counts
-    divisor: torch.Tensor = finish(_on(device, counts).sum())
+    divisor: torch.Tensor = finish(_stacked(counts, device).sum())
     return tensors / divisor
 
 
-def _on(device: torch.device, weights: Iterable[Any]) -> torch.Tensor:
+def _stacked(weights: Iterable[Any], device: torch.device) -> torch.Tensor:
     # In float64, where a count of tokens is exact.
     tensors = [torch.as_tensor(weight, device=device) for weight in weights]
     return torch.stack(tensors).detach().double()
@@ -115,37 +135,42 @@ def _on(device: torch.device, weights: Iterable[Any]) -> torch.Tensor:
 
 def weighted_sum(
     outputs: Sequence[torch.Tensor],
-    shares: torch.Tensor | list[float],
+    fractions: torch.Tensor | list[float],
     device: torch.device,
     may_be_nan: bool = True,
 ) -> torch.Tensor:
-    """Return the sum on ``device`` of 0-dim outputs multiplied by shares.
+    """Return the sum on ``device`` of 0-dim outputs multiplied by their fractions.
 
-    With ``may_be_nan``, a NaN whose share is 0 is left out.
+    Args:
+        outputs: the outputs.
+        fractions: a factor for each.
+        device: the device of the sum.
+        may_be_nan: whether an output may be NaN and is ignored if its fraction is 0.
     """
     moved = [output.to(device) for output in outputs]
-    if isinstance(shares, torch.Tensor):
+    if isinstance(fractions, torch.Tensor):
         values = torch.stack(moved)
-        if may_be_nan:  # 0 / 0 where nothing counts
-            values = values.masked_fill((shares == 0) & values.isnan(), 0)
-        return _dot(values, shares)
+        if may_be_nan:  # 0 / 0, if nothing counts in a chunk
+            values = values.masked_fill((fractions == 0) & values.isnan(), 0)
+        return _dot(values, fractions)
     parts = [
-        output if share == 1 else output * share  # a sum of integers is one
-        for output, share in zip(moved, shares, strict=True)
-        if share
+        output if fraction == 1 else output * fraction  # integers stay integers in a sum
+        for output, fraction in zip(moved, fractions, strict=True)
+        if fraction
     ]
     return functools.reduce(torch.add, parts)
 
 
-def _dot(values: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+def _dot(values: torch.Tensor, fractions: torch.Tensor) -> torch.Tensor:
     dtype = torch.promote_types(values.dtype, torch.float32)
-    return torch.dot(values.to(dtype), shares.to(dtype)).to(values.dtype)
+    return torch.dot(values.to(dtype), fractions.to(dtype)).to(values.dtype)
 
 
 def correction(
-    term: Term, shares: torch.Tensor | list[float], device: torch.device
+    term: Term, fractions: torch.Tensor | list[float], device: torch.device
 ) -> torch.Tensor:
-    """Return what a counted term lacks where it is weighted by the shares of others."""
+    """Return what to add for a term whose losses are known, if it was given other fractions."""
     values = term.scaled_losses(device)
-    own = torch.as_tensor(shares_of(term, device, len(values)), dtype=torch.double, device=device)
-    return _dot(values, own - torch.as_tensor(shares, dtype=torch.double, device=device))
+    own = fractions_of(term, device, len(values))
+    own, given = (torch.as_tensor(f, dtype=torch.double, device=device) for f in (own, fractions))
+    return _dot(values, own - given)

@@ -1,4 +1,4 @@
-"""What the losses of chunks weigh, as the caller says."""
+"""Call ``loss_weight`` for the weight of each chunk's losses."""
 
 from __future__ import annotations
 
@@ -20,12 +20,17 @@ def weight_of_chunk(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> Any:
-    """Return what ``loss_weight`` says of a chunk: a number, a tensor or a dictionary of them.
+    """Return the weight of a chunk: a number, a 0-dim tensor, or a dictionary of these.
 
-    It is a function, which gets the arguments of ``function`` that it names, or the name of one.
+    Args:
+        loss_weight: a function, which is called with the arguments of ``function`` that its
+            parameters name; or the name of one of these, whose entries other than -100 count.
+        function: the function that computes the losses.
+        args: its positional arguments for the chunk.
+        kwargs: its keyword arguments.
 
     Raises:
-        ArgumentError: the call lacks an argument, or the result is no number of at least 0.
+        ArgumentError: the call lacks an argument, or the result is not a number of at least 0.
     """
     named = dict(named_arguments(function, args, kwargs))
     if isinstance(loss_weight, str):
@@ -48,7 +53,7 @@ def _call_with_named(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> Any:
-    """Return what ``loss_weight`` says of the arguments that it names, or of all."""
+    """Call ``loss_weight`` with the arguments that its parameters name, or else with all."""
     signature = inspect.signature(loss_weight)
     takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
     takes_all = any(p.kind is p.VAR_POSITIONAL for p in signature.parameters.values())
@@ -67,13 +72,13 @@ def _call_with_named(
     except TypeError as error:
         raise ArgumentError(
             f"loss_weight ({described(loss_weight)}): {error}; the arguments of the call are "
-            f"{', '.join(named) or 'none'}; give what may be missing a default"
+            f"{', '.join(named) or 'none'}; give parameters that may be missing a default"
         ) from None
     return loss_weight(*bound.args, **bound.kwargs)
 
 
 def _checked(weight: Any) -> float | torch.Tensor:
-    """Return a weight, which is not read where that would wait for a device."""
+    """Return a weight after a check; a tensor is not read, as that would wait for its device."""
     if isinstance(weight, torch.Tensor) and weight.numel() == 1:
         return weight.detach().reshape(())
     if not isinstance(weight, Real) or not 0 <= float(weight) < math.inf:

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
-import dataclasses
-from collections import OrderedDict, UserDict, defaultdict, namedtuple
+from collections import OrderedDict, UserDict, defaultdict
 
 import numpy as np
 import pytest
@@ -9,26 +8,16 @@ import torch
 from torch.nn.utils.rnn import pack_sequence
 
 from balanced_dp import BalanceWarning, GatherError, ScatterError
-from balanced_dp.parallel.scatter_gather import find_batch_size, gather, scatter
+from balanced_dp.parallel.gather import gather
+from balanced_dp.parallel.scatter import find_batch_size, scatter
+
+from .containers import Frozen, Pair, Slotted
 
 CPU = torch.device("cpu")
-Pair = namedtuple("Pair", ["first", "second"])
-
-
-@dataclasses.dataclass(frozen=True)
-class Frozen:
-    x: object
-    y: object = None
-
-
-@dataclasses.dataclass
-class Slotted:
-    __slots__ = ("x",)
-    x: object
 
 
 def cut(value, *chunk_sizes, **options):
-    """Scatters one argument called ``x`` and returns its value for each device."""
+    """Scatter one argument called ``x`` and return its value for each device."""
     devices = [CPU] * len(chunk_sizes)
     return [values[0] for values in scatter([("x", value)], devices, chunk_sizes, **options)]
 
@@ -59,7 +48,7 @@ def test_a_first_tensor_without_the_batch_dimension_is_an_error():
         find_batch_size([("x", torch.zeros(5))], dim=1)
 
 
-# Scatter.
+# Tensors and containers.
 
 
 def test_tensors_are_cut_by_the_chunk_sizes_along_dim():
@@ -156,123 +145,6 @@ def test_a_batch_on_the_cpu_does_not_pass_through_device_0(emulated):
     assert copied.max_memory_allocated(emulated[0]) == 512  # 16 bytes: its own chunk only
 
 
-# Gather.
-
-
-def test_tensors_are_joined_along_dim():
-    first, second = torch.zeros(2, 1), torch.ones(2, 3)
-    assert gather([first, second], CPU, dim=1).tolist() == [[0, 1, 1, 1]] * 2
-    assert gather([first, second], CPU, dim=-1).tolist() == [[0, 1, 1, 1]] * 2
-
-
-@pytest.mark.parametrize(
-    "container",
-    [
-        lambda x: x,
-        lambda x: [x, 1],
-        lambda x: (x, "a", None, 2.5, True),
-        lambda x: {"a": x, 2: [x]},
-        lambda x: OrderedDict(b=x, a=1),
-        lambda x: UserDict({"a": x}),
-        lambda x: Pair(x, x),
-        lambda x: Frozen(x, [x]),
-        lambda x: None,
-        lambda x: float("nan"),
-        lambda x: torch.float32,
-        lambda x: [],
-    ],
-)
-def test_outputs_of_any_structure_are_joined(container):
-    joined = gather([container(torch.arange(2)), container(torch.arange(2, 5))], CPU)
-    assert repr(joined) == repr(container(torch.arange(5)))
-
-
-@pytest.mark.parametrize(
-    ("outputs", "message"),
-    [
-        (
-            [{"n": 3}, {"n": 4}],
-            "output n cannot be joined: the replicas returned different values (3, 4); "
-            "return tensors, or what is equal on every replica",
-        ),
-        ([[1, 2], [1]], "output (the whole) cannot be joined: the replicas returned different"),
-        ([{"a": 1}, {"b": 1}], "the replicas returned different items (['a'], ['b'])"),
-        ([None, torch.zeros(2)], "the replicas returned different types (None, (2,))"),
-        ([torch.zeros(2), torch.tensor(0.0)], "shapes that cannot be joined along dim 0 ((2,), ()"),
-        ([torch.zeros(2, 3), torch.zeros(2, 4)], "along dim 0 ((2, 3), (2, 4))"),
-        ([object(), object()], "different values"),
-        ([torch.zeros(2).numpy(), torch.ones(2).numpy()], "different values"),
-    ],
-)
-def test_outputs_that_differ_are_named(outputs, message):
-    with pytest.raises(GatherError) as caught:
-        gather(outputs, CPU)
-    assert message in str(caught.value)
-
-
-def test_a_single_output_is_moved_and_otherwise_left_alone():
-    value = object()
-    assert gather([[value, torch.arange(2)]], CPU)[0] is value
-
-
-SCALARS = [torch.tensor(1.0), torch.tensor(4.0)]
-
-
-@pytest.mark.parametrize(
-    ("scalar_outputs", "chunk_sizes", "expected"),
-    [
-        ("mean", None, 2.5),
-        ("mean", [3, 1], 1.75),
-        ("sum", [3, 1], 5.0),
-        ("stack", [3, 1], [1.0, 4.0]),
-    ],
-)
-def test_scalars(scalar_outputs, chunk_sizes, expected):
-    joined = gather(SCALARS, CPU, scalar_outputs=scalar_outputs, chunk_sizes=chunk_sizes)
-    assert joined.tolist() == expected
-
-
-def test_integers_have_no_mean_unless_they_are_equal():
-    """The number of right answers was made a mean, and a bool a fraction."""
-    with pytest.raises(GatherError, match="a count has no mean"):
-        gather([torch.tensor(1), torch.tensor(2)], CPU, chunk_sizes=[1, 1])
-    assert gather([torch.tensor(2), torch.tensor(2)], CPU).item() == 2
-    total = gather([torch.tensor(1), torch.tensor(2)], CPU, scalar_outputs="sum")
-    assert (total.item(), total.dtype) == (3, torch.long)
-
-
-def test_rows_are_joined_along_the_dimension_of_the_samples():
-    def joined(*shapes, chunk_sizes=(1, 4), dim=0):
-        parts = [torch.zeros(shape) for shape in shapes]
-        return tuple(gather(parts, CPU, dim, chunk_sizes=chunk_sizes).shape)
-
-    assert joined((1, 3), (4, 3)) == (5, 3)
-    assert joined((2, 3), (8, 3)) == (10, 3)  # two tokens a sample
-    assert joined((3, 3), (2, 3)) == (5, 3)  # of each sample another number of rows
-    assert joined((2, 1, 3), (2, 4, 3)) == (2, 5, 3)  # states of an RNN
-    assert joined((6, 2, 1), (6, 2, 4), dim=1) == (6, 2, 5)
-    assert joined((4, 3), (4, 3), chunk_sizes=(4, 4)) == (8, 3)
-    assert joined((2, 4, 3), (2, 4, 3), chunk_sizes=(4, 4)) == (2, 8, 3)
-
-
-@pytest.mark.parametrize("shape", [(3,), (1, 5), (5, 4)])
-def test_what_is_no_row_for_each_sample_is_an_error(shape):
-    parts = [torch.zeros(shape)] * 2
-    with pytest.raises(GatherError, match=r"output logits has shape .* on every replica, though "):
-        gather([{"logits": part} for part in parts], CPU, chunk_sizes=[1, 4])
-    if shape != (5, 4):  # along its other dimension
-        with pytest.raises(GatherError, match="it has no row for each of them"):
-            gather(parts, CPU, chunk_sizes=[4, 4])
-
-
-def test_a_container_that_all_replicas_return_is_an_error():
-    """It held what the last replica had written, and was returned as that of the batch."""
-    shared = {"hits": torch.zeros(())}
-    with pytest.raises(GatherError, match="output 1 is the same dict on every replica"):
-        gather([(torch.zeros(2), shared), (torch.zeros(2), shared)], CPU)
-    assert gather([shared], CPU) == shared
-
-
 # Sequences with an entry for each sample.
 
 
@@ -293,6 +165,15 @@ def test_sequences_are_cut_where_that_is_asked_for():
         scatter([("x", torch.zeros(4)), *inputs[1:2]], [CPU, CPU], [2, 2], split=("texts",))
 
 
+def test_a_tensor_of_a_sequence_is_copied_to_its_own_device_only(emulated):
+    boxes = [torch.zeros(256), torch.zeros(256), torch.zeros(256)]
+    chunks = scatter([("boxes", boxes)], emulated[:2], [1, 2], split=("boxes",))
+    memory = torch.get_device_module(emulated[0])
+    peaks = [memory.max_memory_allocated(device) for device in emulated[:2]]
+    assert peaks == [boxes[0].nbytes, 2 * boxes[0].nbytes]
+    del chunks
+
+
 @pytest.mark.parametrize("value", [["a", "b", "c"], (1, 2, 3), [[1], [2], [3]], np.arange(3)])
 def test_a_sequence_as_long_as_the_batch_is_warned_of_once(value):
     warned: set[str] = set()
@@ -308,20 +189,8 @@ def test_a_sequence_as_long_as_the_batch_is_warned_of_once(value):
 
 def test_lists_of_images_are_told_what_to_do():
     images = [torch.zeros(3, 4, size) for size in (5, 6)]
-    with pytest.raises(ScatterError, match=r"images has an entry .*\('images',\) cuts it, or"):
+    with pytest.raises(ScatterError, match=r"images has one entry .*\('images',\) splits it, or"):
         scatter([("y", torch.zeros(2)), ("images", images)], [CPU, CPU], [1, 1])
-
-
-def test_gathering_needs_no_second_copy_of_the_chunks(emulated):
-    outputs = [torch.zeros(256, device=device) for device in emulated[:4]]
-    memory = torch.get_device_module(emulated[0])
-    before = memory.memory_allocated(emulated[0])
-    joined = gather(outputs, emulated[0])
-    assert memory.max_memory_allocated(emulated[0]) == before + joined.nbytes
-
-
-def test_gather_promotes_types_as_cat_does():
-    assert gather([torch.zeros(1), torch.zeros(1, dtype=torch.double)], CPU).dtype == torch.double
 
 
 # What a chunk keeps alive.
@@ -371,23 +240,6 @@ def test_tensors_of_any_kind_travel(tensor, dim, devices):
         (grad,) = torch.autograd.grad(joined.square().sum(), tensor)
         torch.testing.assert_close(grad, 2 * tensor.detach())
     del chunks, joined
-
-
-@pytest.mark.parametrize(
-    ("shape", "memory_format"),
-    [
-        ((6, 3, 4, 5), torch.channels_last),
-        ((6, 3, 2, 4, 5), torch.channels_last_3d),
-        ((6, 3, 4, 5), torch.contiguous_format),
-        ((6, 3), torch.contiguous_format),
-    ],
-)
-def test_channels_that_are_last_stay_so(shape, memory_format):
-    """They were put first, and the next convolution had to copy them."""
-    x = torch.randn(shape).contiguous(memory_format=memory_format)
-    joined = gather(x.split([1, 5]), torch.device("cpu"))
-    assert joined.is_contiguous(memory_format=memory_format)
-    torch.testing.assert_close(joined, x)
 
 
 def test_what_is_expanded_stays_so(emulated):

@@ -1,4 +1,4 @@
-"""What a replicator uses again is what a fresh replication would give, whatever has changed."""
+"""A recycled replica is what a fresh replication would give, whatever has changed."""
 
 from __future__ import annotations
 
@@ -236,14 +236,14 @@ def test_every_change_between_two_calls_is_seen(changes, grad):
             for mine, theirs in zip(ours, fresh, strict=True):
                 torch.testing.assert_close(mine(x), theirs(x))
         del mine, theirs
-        ours.give_back()
+        ours.recycle()
 
 
 def test_changes_are_many():
     assert len(CHANGES) == 29
 
 
-def test_replicas_are_used_again_with_nothing_left_of_the_last_call():
+def test_replicas_are_recycled_with_nothing_left_of_the_last_call():
     net, replicator, x = Net().eval(), Replicator(), torch.randn(4, 3)
     first = replicator.replicate(net, [CPU, OTHER])
     ids = [{id(module) for module in replica.modules()} for replica in first]
@@ -254,10 +254,10 @@ def test_replicas_are_used_again_with_nothing_left_of_the_last_call():
     del replica
     seen = weakref.ref(first[1].layers[0].seen)
     del x
-    first.give_back()
+    first.recycle()
     assert first == []
     assert seen() is None  # replica 0 has none of it either
-    # Reuse is in the order of return, from the end.
+    # The last one to be recycled is the first one to be taken.
     second = replicator.replicate(net, [CPU, OTHER])
     assert [{id(module) for module in replica.modules()} for replica in second] == ids
     assert not hasattr(second[0].head, "calls")
@@ -292,14 +292,14 @@ def test_what_forward_adds_or_takes_is_gone_in_the_next_call(what):
         for replica in replicas:
             replica(torch.ones(1, 2))
         del replica
-        replicas.give_back()
+        replicas.recycle()
 
 
 def test_a_module_that_somebody_keeps_is_left_alone():
     net, replicator = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), Replicator()
     replicas = replicator.replicate(net, [CPU, OTHER])
     kept, weight = replicas[1][1], replicas[1][1].weight
-    replicas.give_back()
+    replicas.recycle()
     again = replicator.replicate(net, [CPU, OTHER])
     assert kept not in (again[0][1], again[1][1])
     assert kept.weight is weight

@@ -1,0 +1,231 @@
+"""Join the outputs of the replicas on one device."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import MutableMapping, MutableSequence, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from ..errors import GatherError
+from . import nested
+from .losses.join import ChunkLosses, is_loss
+from .losses.terms import weighted_mean
+from .nested import Path, checked_items
+
+ScalarOutputs = Literal["auto", "mean", "sum", "stack"]
+
+
+def gather(
+    outputs: Sequence[Any],
+    device: torch.device,
+    dim: int = 0,
+    scalar_outputs: ScalarOutputs = "auto",
+    chunk_sizes: Sequence[int] | None = None,
+    losses: ChunkLosses | None = None,
+) -> Any:
+    """Join the outputs of the replicas into one on ``device``. Differentiable.
+
+    Tensors are concatenated along ``dim``, or along the only other dimension that has the size of
+    the chunks. 0-dim tensors become one 0-dim tensor or a vector; integers and bools must be equal
+    on every replica, unless they are added up or stacked. Mappings, dataclasses, named tuples,
+    tuples and lists are joined item by item. Anything else must be equal on every replica and is
+    returned as it is.
+
+    Args:
+        outputs: the output of each replica; at least one.
+        device: the device of the joined tensors.
+        dim: the batch dimension.
+        scalar_outputs: how 0-dim tensors are joined. ``"auto"``: into the value of the whole batch,
+            by ``losses``. ``"mean"``: into their mean, weighted by chunk size, or by the
+            ``loss_weight`` of ``losses``. ``"sum"``: into their sum. ``"stack"``: into a vector.
+        chunk_sizes: how many samples each replica had; None if the batch was not split.
+        losses: how floating 0-dim tensors were computed; without it, they are averaged.
+
+    Raises:
+        GatherError: the outputs differ in structure, or in a value that is not a tensor; or a
+            tensor does not have its samples along a dimension.
+    """
+    return _gather(list(outputs), (), _Join(device, dim, scalar_outputs, chunk_sizes, losses))
+
+
+def _gather(outputs: list[Any], path: Path, join: _Join) -> Any:
+    first = outputs[0]
+    if any(type(output) is not type(first) for output in outputs) and not all(
+        isinstance(output, torch.Tensor) for output in outputs
+    ):
+        raise _differ(path, outputs, "different types")
+    if isinstance(first, torch.Tensor):
+        return join(outputs, path)
+    if (
+        len(outputs) > 1
+        and isinstance(first, MutableMapping | MutableSequence)
+        and len(first)
+        and all(output is first for output in outputs)
+    ):
+        raise GatherError(
+            f"output {_named(path)} is the same {type(first).__name__} on every replica, which "
+            "holds what the last one wrote to it; return a new one from each forward"
+        )
+    children = [checked_items(output, path, GatherError) for output in outputs]
+    if children[0] is None:
+        if not all(_equal(first, other) for other in outputs[1:]):
+            raise _differ(path, outputs, "different values")
+        return first
+    named = [dict(items or ()) for items in children]
+    if any(other.keys() != named[0].keys() for other in named):
+        raise _differ(path, [list(items) for items in named], "different items")
+    values = [_gather([items[name] for items in named], (*path, name), join) for name in named[0]]
+    return nested.rebuild(first, values)
+
+
+@dataclass(frozen=True, slots=True)
+class _Join:
+    """Join one tensor of each replica, by the arguments of ``gather``."""
+
+    device: torch.device
+    dim: int
+    scalar_outputs: ScalarOutputs
+    chunk_sizes: Sequence[int] | None
+    losses: ChunkLosses | None
+
+    def __call__(self, tensors: Sequence[torch.Tensor], path: Path) -> torch.Tensor:
+        if all(tensor.dim() == 0 for tensor in tensors):
+            if self.scalar_outputs == "stack":
+                return torch.stack([tensor.to(self.device) for tensor in tensors])
+            if len(tensors) == 1:
+                return tensors[0].to(self.device)
+            return self._scalars(tensors, path)
+        if len(tensors) == 1:
+            return tensors[0].to(self.device)
+        # torch gives its own autograd functions no types.
+        joined: torch.Tensor = Gather.apply(self.device, self._axis(tensors, path), *tensors)  # type: ignore[no-untyped-call]
+        return joined
+
+    def _axis(self, tensors: Sequence[torch.Tensor], path: Path) -> int:
+        """Return the dimension of the samples, counted from the end."""
+        shapes, sizes = [tensor.shape for tensor in tensors], self.chunk_sizes
+        known = {} if self.losses is None else self.losses.looks.axes
+        name = ".".join(path)
+        fits = [d for d in range(-tensors[0].dim(), 0) if _differ_along_only(d, tensors)]
+        along_dim = [d for d in fits if d in (self.dim, self.dim - tensors[0].dim())]
+        if sizes is None:
+            found = along_dim
+        else:
+            exact = [d for d in fits if all(s[d] == c for s, c in zip(shapes, sizes, strict=True))]
+            found = [d for d in along_dim if d in exact]
+            if not found and (len(shapes[0]) > 2 or not along_dim):  # states of an RNN
+                found = exact[:1]
+            if not found:
+                found = [d for d in along_dim if _is_of_rows([s[d] for s in shapes], sizes)]
+            if known.get(name) in fits:
+                found = [known[name]]
+            elif found and len(fits) == 1:  # the shapes leave no choice
+                known[name] = found[0]
+        if len(found) == 1:
+            return found[0]
+        if along_dim:
+            raise GatherError(
+                f"output {_named(path)} has shape {tuple(shapes[0])} on every replica, though "
+                f"these have {', '.join(map(str, sizes or ()))} samples, so it has no row for each "
+                "of them: return a mean without dimensions (no unsqueeze), compute statistics "
+                "outside, from gathered rows, and read parameters from model.module"
+            )
+        raise _differ(path, tensors, f"shapes that cannot be joined along dim {self.dim}")
+
+    def _scalars(self, tensors: Sequence[torch.Tensor], path: Path) -> torch.Tensor:
+        if self.scalar_outputs == "sum":
+            return weighted_mean(tensors, None, self.device)
+        if all(map(is_loss, tensors)):
+            if self.losses is not None:
+                return self.losses.join(tensors, ".".join(path), self.device)
+            return weighted_mean(tensors, self.chunk_sizes or [1] * len(tensors), self.device)
+        moved = [tensor.to(self.device) for tensor in tensors]
+        if all(bool(tensor == moved[0]) for tensor in moved):
+            return moved[0]
+        raise GatherError(
+            f"output {_named(path)} is a number of type {tensors[0].dtype} that differs between "
+            "the replicas, and a count has no mean; return it as a tensor of one entry, or choose "
+            "scalar_outputs='sum' or 'stack'"
+        )
+
+
+def _differ_along_only(dim: int, tensors: Sequence[torch.Tensor]) -> bool:
+    first, axis = tensors[0], dim % tensors[0].dim()
+    return all(
+        tensor.dim() == first.dim()
+        and tensor.shape[:axis] == first.shape[:axis]
+        and tensor.shape[axis + 1 :] == first.shape[axis + 1 :]
+        for tensor in tensors
+    )
+
+
+def _is_of_rows(lengths: Sequence[int], chunk_sizes: Sequence[int]) -> bool:
+    """Return whether lengths differ between chunks, or are a multiple of equal chunk sizes."""
+    return len(set(lengths)) > 1 or (
+        len(set(chunk_sizes)) == 1 and lengths[0] % chunk_sizes[0] == 0
+    )
+
+
+def _equal(first: Any, other: Any) -> bool:
+    if first is other:
+        return True
+    try:
+        # A NaN is not equal to itself, yet it is the same value on each replica.
+        return bool(first == other) or bool(first != first and other != other)
+    except (TypeError, ValueError, RuntimeError):
+        return False
+
+
+def _named(path: Path) -> str:
+    return ".".join(path) or "(the whole)"
+
+
+def _differ(path: Path, values: Sequence[Any], what: str) -> GatherError:
+    shown = ", ".join(
+        str(tuple(value.shape)) if isinstance(value, torch.Tensor) else repr(value)
+        for value in values
+    )
+    if len(shown) > 200:
+        shown = shown[:200] + " ..."
+    return GatherError(
+        f"output {_named(path)} cannot be joined: the replicas returned {what} "
+        f"({shown}); return tensors, or what is equal on every replica"
+    )
+
+
+class Gather(torch.autograd.Function):
+    """Concatenate on one device. Unlike ``torch.cat``, it needs no copy of each chunk there."""
+
+    @staticmethod
+    def forward(ctx: Any, device: torch.device, dim: int, *tensors: torch.Tensor) -> torch.Tensor:
+        """Return the concatenation on ``device`` of tensors that differ along ``dim`` only."""
+        ctx.dim = dim
+        ctx.sizes = [tensor.size(dim) for tensor in tensors]
+        ctx.devices = [tensor.device for tensor in tensors]
+        shape = list(tensors[0].shape)
+        shape[dim] = sum(ctx.sizes)
+        dtype = functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
+        output = torch.empty(
+            shape, dtype=dtype, device=device, memory_format=_memory_format(tensors)
+        )
+        for part, tensor in zip(output.split(ctx.sizes, dim), tensors, strict=True):
+            part.copy_(tensor)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Return the part of the gradient for each tensor, on the tensor's device."""
+        parts = grad.split(ctx.sizes, ctx.dim)
+        return None, None, *(part.to(d) for part, d in zip(parts, ctx.devices, strict=True))
+
+
+def _memory_format(tensors: Sequence[torch.Tensor]) -> torch.memory_format:
+    """Return the channels-last format that all tensors have, or else the contiguous one."""
+    if not all(tensor.is_contiguous() for tensor in tensors):
+        for memory_format in (torch.channels_last, torch.channels_last_3d):
+            if all(tensor.is_contiguous(memory_format=memory_format) for tensor in tensors):
+                return memory_format
+    return torch.contiguous_format

@@ -1,0 +1,202 @@
+"""Find out which scales of a term count its entries.
+
+A sum divided by the number of its entries is a mean, and a mean multiplied by it is a sum. Any
+other scale should be the same on all replicas, and changes neither. A number counts entries if it
+differs between replicas as their entries do. If chunks have the same size, such numbers do not
+differ. Then earlier calls may have shown what is at the same place of the graph; if not, a multiple
+of the chunk size is taken for a count. A tensor as a denominator is taken for a count, unless it is
+the same for the whole batch.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .calls import Call, Calls
+from .nodes import LEAVES
+from .terms import Scale, Term, Value, are_equal, are_proportional
+
+
+class UnclearError(Exception):
+    """A term is not known to be a mean or a sum over samples; the message says why."""
+
+
+class Scaling:
+    """The scales of the terms of one loss.
+
+    Args:
+        chunk_sizes: how many samples each replica had; an attribute, too.
+        calls: the calls that were noted.
+        whole_batch: the numbers and 0-dim tensors among the arguments, which every replica has got:
+            a division by one of them is the same on all replicas.
+        adds_up: whether other tensors are taken to be the same on all replicas, too, if their
+            place is not in ``places``.
+        places: for each place in the graph with a scale, whether earlier calls have shown that the
+            scale is a count of entries, and not the same on all replicas. It is updated.
+
+    Attributes:
+        multipliers: the tensors by which terms are multiplied; if they are not equal on all
+            replicas, the terms are not exact.
+        doubts: why terms may not be exact.
+    """
+
+    def __init__(
+        self,
+        chunk_sizes: Sequence[int],
+        calls: Calls,
+        whole_batch: Sequence[Any],
+        adds_up: bool,
+        places: dict[tuple[int, int], bool],
+    ) -> None:
+        self.chunk_sizes = chunk_sizes
+        self._is_even = len(set(chunk_sizes)) == 1
+        self._calls = calls
+        self._adds_up = adds_up
+        self._places = places
+        self._whole_tensors = {id(item) for item in whole_batch if isinstance(item, torch.Tensor)}
+        # A number that is also the size of a chunk may be either.
+        numbers = [item for item in whole_batch if isinstance(item, int | float)]
+        self._whole_numbers = set(numbers) - {True, *chunk_sizes}
+        self.multipliers: list[Sequence[torch.Tensor]] = []
+        self.doubts: list[str] = []
+
+    def term(
+        self,
+        weights: Sequence[Value] | None,
+        sizes: Sequence[Value],
+        scales: Sequence[Scale],
+        num_operators: int,
+    ) -> Term:
+        """Return a term after its scales, which may make a mean of a sum, or a sum of a mean.
+
+        Args:
+            weights: the denominators of a mean; None for a sum.
+            sizes: the number of entries on each replica.
+            scales: the scales from the term to the loss.
+            num_operators: how many operators the walk has met, which identifies the term.
+
+        Raises:
+            UnclearError: the term is not known to be a mean or a sum.
+        """
+        counts = None
+        for position, scale in enumerate(scales):
+            values, place = scale.values, (num_operators, position)
+            if any(isinstance(value, torch.Tensor) for value in values):
+                if scale.is_constant or (scale.divides and self._is_whole(values, place)):
+                    continue
+                if not scale.divides:
+                    self.multipliers.append([v for v in values if isinstance(v, torch.Tensor)])
+                    continue
+                if not all(isinstance(value, torch.Tensor) for value in values):
+                    raise UnclearError("it is divided by a tensor in some chunks only")
+                if any(value.dim() for value in values):
+                    raise UnclearError("it is divided by a tensor with several entries")
+                counts = self._counts(values, weights is not None)
+                _guard(scale)
+                if weights is not None:
+                    values = [weight * value for weight, value in zip(weights, values, strict=True)]
+                weights = values
+            elif weights is None and self._is_count(scale, sizes, place):
+                weights = values if scale.divides else [1 / value for value in values]
+            elif weights is not None and self._is_chunk_size(scale, weights, place):
+                weights = None
+            elif not are_equal(values):
+                raise UnclearError("it is scaled by a number that differs between the replicas")
+        return Term(weights, scales, counts=counts)
+
+    def _is_whole(self, values: Sequence[Value], place: tuple[int, int]) -> bool:
+        """Return whether a denominator is that of the whole batch, so the same on all replicas."""
+        if all(id(value) in self._whole_tensors for value in values):
+            return True
+        if self._calls:  # if it was not computed from samples, it is the same everywhere
+            calls = [self._calls.get(id(value)) for value in values]
+            self._places[place] = None not in calls and self._is_of_samples(calls[0])
+        return not self._places.get(place, not self._adds_up)
+
+    def _is_of_samples(self, call: Call | None) -> bool:
+        """Return whether a call was computed from a tensor with dimensions."""
+        calls, seen = [call], set()
+        while calls:
+            call = calls.pop()
+            if call is not None and id(call) not in seen:
+                seen.add(id(call))
+                if call.operator == "data" or (call.operator in LEAVES and call.shape):
+                    return True
+                calls += [item for item, _ in call.next_functions]
+        return False
+
+    def _counts(self, values: Sequence[Value], is_mean: bool) -> Any:
+        """Return ``Term.counts`` of denominators, from the calls that computed them.
+
+        Args:
+            values: the denominator on each replica.
+            is_mean: whether it divides a mean.
+
+        Raises:
+            UnclearError: they do not add up to the denominator of the batch.
+        """
+        calls = [self._calls.get(id(value)) for value in values]
+        known = [call.without_views() for call in calls if call is not None]
+        if len(known) < len(calls):
+            return None
+        if all(call.finish is not None for call in known) and not is_mean:
+            return [call.count for call in known], known[0].finish
+        operator = known[0].operator
+        if operator not in (("Mean",) if is_mean else ("Sum", "count_nonzero")):
+            raise UnclearError(f"it is divided by a {operator}, which need not add up")
+        return None
+
+    def _is_count(self, scale: Scale, sizes: Sequence[Value], place: tuple[int, int]) -> bool:
+        """Return whether a sum is divided by the number of its entries in each chunk."""
+        numbers = [v if scale.divides else 1 / v if v else 0.0 for v in scale.values]
+        number, chunk_size = numbers[0], self.chunk_sizes[0]
+        if all(size == n for size, n in zip(sizes, numbers, strict=True)):
+            self._places[place] = True
+        elif not are_equal(numbers):
+            if 1 in numbers and not are_proportional(numbers, self.chunk_sizes):
+                self.doubts.append(
+                    "it is divided by 1 in a chunk, which may stand for a count of 0; divide by "
+                    "the tensor mask.sum().clamp(min=1)"
+                )
+            self._places[place] = True
+        elif number in self._whole_numbers:
+            return False
+        elif not self._is_even:
+            self._places.setdefault(place, False)
+        elif place not in self._places:
+            # Neither a factor of 1/2 in chunks of two samples nor the batch size is a count.
+            is_multiple = number % chunk_size == 0 and number != sum(self.chunk_sizes)
+            return number >= 1 and is_multiple and (scale.divides or chunk_size > 2)
+        return self._places[place]
+
+    def _is_chunk_size(
+        self, scale: Scale, weights: Sequence[Value], place: tuple[int, int]
+    ) -> bool:
+        """Return whether a mean is multiplied by the number of its entries in each chunk."""
+        values = scale.values
+        if scale.divides:
+            return False
+        if not are_equal(values):
+            self._places[place] = are_proportional(values, weights)
+        elif self._is_even and place not in self._places and values[0] == self.chunk_sizes[0] > 1:
+            self.doubts.append(
+                f"it is multiplied by {values[0]:g}, which is also the number of samples in each "
+                "chunk, and is taken for a constant"
+            )
+        return self._places.get(place, False)
+
+
+def _guard(scale: Scale) -> None:
+    """Replace the NaN gradients of a chunk in which nothing counts, 0 / 0, by 0."""
+    for node, count in zip(scale.nodes, scale.values, strict=True):
+        if hasattr(node, "register_hook"):
+            node.register_hook(functools.partial(_without_nan, count))
+
+
+def _without_nan(count: Any, grad_inputs: Any, grad_outputs: Any) -> Any:
+    first, *rest = grad_inputs
+    return (None if first is None else first.masked_fill(count == 0, 0), *rest)

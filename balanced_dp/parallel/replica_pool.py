@@ -1,0 +1,324 @@
+"""Replicas of a module without their tensors, recycled from one call to the next.
+
+Making a replica takes Python work for each submodule, parameter and buffer, and most of it gives
+the same result in each call. So a ``ReplicaPool`` keeps replicas that have run, as long as the
+module holds what it held when they were made. A replica is recycled only if nobody else refers to
+its modules.
+"""
+
+from __future__ import annotations
+
+import operator
+import sys
+import weakref
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from .arrivals import Arrivals, ArrivingParameters
+from .bound_methods import HOOKS, bind_to_replicas
+
+_OF_ANY_MODULE = vars(nn.Module()).keys() - {"training"}
+"""Attributes that a forward pass does not assign, although it may change their contents."""
+
+_DICTIONARIES = ("_modules", "_parameters", "_buffers", *HOOKS)
+
+
+class ReplicaPool:
+    """The replicas of a module that wait for the next call.
+
+    Args:
+        network: the module.
+
+    Attributes:
+        names: the names of all submodules, each once.
+        is_compiled: whether one of them is what ``torch.compile`` returns.
+        num_calls: how many calls have taken replicas.
+
+    Raises:
+        RuntimeError: a submodule is scripted or compiled in place.
+    """
+
+    def __init__(self, network: nn.Module) -> None:
+        self._modules = _Members("_modules", network.modules())
+        self._parameters = _Members("_parameters")
+        self._buffers = _Members("_buffers")
+        for index, module in enumerate(self._modules.values):
+            _check_replicable(module)
+            for members in (self._modules, self._parameters, self._buffers):
+                members.add(index, module.__dict__[members.kind])
+        self._contents = _contents(self._modules.values)
+        self._waiting: list[Replica] = []
+        self.names = [name for name, _ in network.named_modules()]
+        self.is_compiled = any(map(is_compiled, self._modules.values))
+        self.num_calls = 0
+
+    @property
+    def parameters(self) -> list[torch.Tensor]:
+        """The parameters of the module, each once."""
+        return self._parameters.values
+
+    @property
+    def buffers(self) -> list[torch.Tensor]:
+        """The buffers of the module, each once."""
+        return self._buffers.values
+
+    def is_of(self, network: nn.Module) -> bool:
+        """Return whether ``network`` is the module, and its attributes have not changed."""
+        if self._modules.values[0] is not network:
+            return False
+        *before, values_before = self._contents
+        *now, values_now = _contents(self._modules.values)
+        return before == now and all(map(operator.is_, values_before, values_now))
+
+    def take(self) -> Replica:
+        """Return a replica that waited, or else a new one. It has no tensors yet."""
+        try:
+            return self._waiting.pop()
+        except IndexError:  # another thread may have taken the last one
+            return Replica(self._modules, self._parameters, self._buffers)
+
+    def recycle(self, replica: Replica) -> None:
+        """Keep a replica for another call, unless it has changed or somebody else refers to it."""
+        if replica.is_recyclable():
+            replica.end()
+            self._waiting.append(replica)
+
+
+def _contents(modules: Sequence[nn.Module]) -> tuple[list[type], list[int], list[str], list[Any]]:
+    """Return the contents of modules: their types, and the sizes, keys and values of dictionaries.
+
+    Compare the values by identity, since not all of them support equality.
+    """
+    own = [module.__dict__ for module in modules]
+    dictionaries = [*own, *chain.from_iterable(map(operator.itemgetter(*_DICTIONARIES), own))]
+    filled = list(filter(None, dictionaries))
+    return (
+        list(map(type, modules)),
+        list(map(len, dictionaries)),
+        list(chain.from_iterable(filled)),
+        list(chain.from_iterable(map(operator.methodcaller("values"), filled))),
+    )
+
+
+class _Members:
+    """All submodules, parameters or buffers of a module, each once, and where they are registered.
+
+    Args:
+        kind: the attribute of a module in which they are registered.
+        values: the first of them, in order.
+    """
+
+    def __init__(
+        self, kind: Literal["_modules", "_parameters", "_buffers"], values: Iterable[Any] = ()
+    ) -> None:
+        self.kind = kind
+        self.values = list(values)
+        self._positions = {id(value): position for position, value in enumerate(self.values)}
+        self._places: list[tuple[int, str, int]] = []  # index of the module, name, position
+
+    def add(self, index: int, members: Mapping[str, Any]) -> None:
+        """Add the members of the module with this index."""
+        for name, value in members.items():
+            if value is not None:
+                position = self._positions.setdefault(id(value), len(self.values))
+                if position == len(self.values):
+                    self.values.append(value)
+                self._places.append((index, name, position))
+
+    def places(
+        self, attributes: Sequence[Mapping[str, dict[str, Any]]]
+    ) -> list[tuple[dict[str, Any], str, int]]:
+        """Return the dictionary, name and position of each member in the modules of a replica.
+
+        ``Module.__setattr__`` would find the dictionary itself, but registers as a parameter
+        nothing but an ``nn.Parameter``.
+
+        Args:
+            attributes: the ``__dict__`` of each module.
+        """
+        return [(attributes[i][self.kind], name, position) for i, name, position in self._places]
+
+
+class Replica:
+    """A replica of a module.
+
+    Args:
+        originals: the submodules that it copies.
+        parameters: the parameters that they have.
+        buffers: the buffers that they have.
+
+    Attributes:
+        modules: the copies, in the order of ``originals``; the first is that of the module itself.
+    """
+
+    def __init__(self, originals: _Members, parameters: _Members, buffers: _Members) -> None:
+        self.modules: list[Any] = list(map(_shallow_copy, originals.values))
+        self._attributes = [copy.__dict__ for copy in self.modules]
+        self._register_children(originals)
+        has_bound = bind_to_replicas(originals.values, self.modules)
+        self._has_own_state = has_bound or any(map(_replicates_itself, originals.values))
+        self._as_made = [attributes.copy() for attributes in self._attributes]
+        self._own = [
+            {name: value for name, value in a.items() if name not in _OF_ANY_MODULE}
+            for a in self._as_made
+        ]
+        hooks = [a[kind] for a in self._as_made for kind in HOOKS]
+        self._without_hooks = [dictionary for dictionary in hooks if not dictionary]
+        self._with_hooks = [dictionary for dictionary in hooks if dictionary]
+        self._hooks = self._list_hooks()
+        self._parameters = parameters.places(self._as_made)
+        self._arriving: list[dict[str, Any]] = []
+        self._buffers = buffers.places(self._as_made)
+        self._tensors = [a[kind] for a in self._as_made for kind in ("_parameters", "_buffers")]
+        self._without_tensors = [dict.fromkeys(members) for members in self._tensors]
+        self._children = [a["_modules"] for a in self._as_made]
+        self._rnns = [module for module in self.modules if isinstance(module, nn.RNNBase)]
+        self._filled = list(filter(None, self._tensors))
+        self._none = list(filter(None, self._without_tensors))
+        self._num_members = self._count_members()
+        self._members = self._list_members()
+        self._types = list(map(type, self.modules))
+        self._objects = [*self.modules, *self._attributes, *self._tensors, *self._children]
+        # A variable of this function that refers to one of them would be counted as well.
+        self._num_references = self._count_references()
+
+    def _register_children(self, originals: _Members) -> None:
+        for members, name, position in originals.places(self._attributes):
+            members[name] = self.modules[position]
+        for module in filter(is_compiled, self.modules):
+            module._initialize()  # binds its forward to the replica
+
+    def begin(
+        self,
+        parameters: Sequence[torch.Tensor],
+        buffers: Sequence[torch.Tensor],
+        device: torch.device,
+        arrivals: Arrivals,
+    ) -> None:
+        """Register the tensors of a call.
+
+        Args:
+            parameters: a copy of each parameter, which may still be on its way.
+            buffers: a copy of each buffer.
+            device: the device of both.
+            arrivals: the events to wait for before a parameter is used.
+        """
+        for members, name, position in self._parameters:
+            members[name] = parameters[position]
+        for members, name, position in self._buffers:
+            members[name] = buffers[position]
+        events = {id(parameters[i]): event for i, event in arrivals.on(device).items()}
+        for attributes in self._attributes if events else ():
+            plain = attributes["_parameters"]
+            if awaited := [events[id(p)] for p in plain.values() if id(p) in events]:
+                attributes["_parameters"] = ArrivingParameters(plain, device, awaited)
+                self._arriving.append(attributes)
+        for rnn in self._rnns:  # or flatten_parameters() in forward would be that of the original
+            rnn._flat_weights = [getattr(rnn, name) for name in rnn._flat_weights_names]
+
+    def join(self) -> None:
+        """Replace parameters that wait for their arrival by plain dictionaries."""
+        while self._arriving:
+            attributes = self._arriving.pop()
+            attributes["_parameters"] = attributes["_parameters"].plain
+
+    def state(self) -> list[dict[str, tuple[Any, int]]]:
+        """Return the attributes and buffers of each module, and the lengths of containers."""
+        return [
+            {
+                name: (value, len(value) if isinstance(value, list | dict | set) else 0)
+                for name, value in chain(attributes.items(), attributes["_buffers"].items())
+            }
+            for attributes in self._attributes
+        ]
+
+    def is_recyclable(self) -> bool:
+        """Return whether nobody else refers to its modules, and these have changed nothing.
+
+        Activation checkpointing, for example, keeps modules, or dictionaries of them, until
+        backward.
+        """
+        return (
+            not self._has_own_state
+            and self._count_references() == self._num_references
+            and self._list_members() == self._members
+            and list(map(type, self.modules)) == self._types
+            and not any(self._without_hooks)
+            and self._list_hooks() == self._hooks
+        )
+
+    def end(self) -> None:
+        """Remove the tensors, and whatever else a call has left."""
+        deque(map(dict.update, self._attributes, self._own), maxlen=0)
+        deque(map(dict.update, self._filled, self._none), maxlen=0)
+        if self._count_members() != self._num_members:  # there are new ones
+            for members, as_made in zip(
+                chain(self._attributes, self._tensors),
+                chain(self._as_made, self._without_tensors),
+                strict=True,
+            ):
+                members.clear()
+                members.update(as_made)
+
+    def _count_references(self) -> list[int]:
+        """Return the number of references to modules and their dictionaries, weak ones included."""
+        return [
+            *map(sys.getrefcount, self._objects),
+            *map(weakref.getweakrefcount, self.modules),
+        ]
+
+    def _count_members(self) -> list[int]:
+        return list(map(len, chain(self._attributes, self._tensors)))
+
+    def _list_members(self) -> tuple[list[str], list[str], list[Any]]:
+        """Return the names of parameters and buffers, those of children, and the children."""
+        return (
+            list(chain.from_iterable(self._filled)),
+            list(chain.from_iterable(self._children)),
+            list(chain.from_iterable(map(dict.values, self._children))),
+        )
+
+    def _list_hooks(self) -> list[Any]:
+        return list(chain.from_iterable(map(dict.values, self._with_hooks)))
+
+
+def _shallow_copy(module: nn.Module) -> nn.Module:
+    if _replicates_itself(module):
+        replica: nn.Module = module._replicate_for_data_parallel()
+        replica._parameters = module._parameters.copy()
+        return replica
+    copy: nn.Module = type(module).__new__(type(module))
+    attributes = copy.__dict__
+    attributes.update(module.__dict__, _is_replica=True)
+    for kind in _DICTIONARIES:
+        attributes[kind] = attributes[kind].copy()
+    return copy
+
+
+def _replicates_itself(module: nn.Module) -> bool:
+    """Return whether a module overrides ``_replicate_for_data_parallel``, as RNNs do."""
+    default = nn.Module._replicate_for_data_parallel
+    return type(module)._replicate_for_data_parallel is not default
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether a module is what ``torch.compile(module)`` returns."""
+    return "_orig_mod" in module._modules
+
+
+def _check_replicable(module: nn.Module) -> None:
+    if isinstance(module, torch.jit.ScriptModule):
+        raise RuntimeError(
+            f"{type(module).__name__} is a torch.jit.ScriptModule, which cannot be replicated; "
+            "wrap the Python module instead"
+        )
+    if module._compiled_call_impl is not None:
+        raise RuntimeError(
+            f"a {type(module).__name__} that was compiled in place cannot be replicated, because "
+            "the compiled code is bound to the original; wrap what torch.compile(module) returns"
+        )
