@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import MethodType
+from types import FunctionType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -53,20 +53,20 @@ def check_paths(
     return paths
 
 
-_of_methods: WeakKeyDictionary[Any, Mapping[str, inspect.Parameter]] = WeakKeyDictionary()
+_of_methods: WeakKeyDictionary[FunctionType, Mapping[str, inspect.Parameter]] = WeakKeyDictionary()
 """Parameters of methods, by their functions: ``inspect`` takes as long as some small models."""
 
 
 def parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
     """Return the parameters of a function by name; none if it has no signature."""
-    method = function.__func__ if isinstance(function, MethodType) else None
+    method = getattr(function, "__func__", None)
     if method in _of_methods:
         return _of_methods[method]
     try:
         found = inspect.signature(function).parameters
     except (TypeError, ValueError):
         return {}
-    if method is not None:
+    if isinstance(method, FunctionType):
         _of_methods[method] = found
     return found
 
