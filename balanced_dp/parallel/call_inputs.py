@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import FunctionType
+from types import FunctionType, MethodType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -59,16 +59,14 @@ _of_methods: WeakKeyDictionary[FunctionType, Mapping[str, inspect.Parameter]] = 
 
 def parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
     """Return the parameters of a function by name; none if it has no signature."""
-    method = getattr(function, "__func__", None)
-    if method in _of_methods:
-        return _of_methods[method]
+    if isinstance(function, MethodType) and isinstance(function.__func__, FunctionType):
+        if function.__func__ not in _of_methods:
+            _of_methods[function.__func__] = inspect.signature(function).parameters
+        return _of_methods[function.__func__]
     try:
-        found = inspect.signature(function).parameters
+        return inspect.signature(function).parameters
     except (TypeError, ValueError):
         return {}
-    if isinstance(method, FunctionType):
-        _of_methods[method] = found
-    return found
 
 
 def _qualified_name(function: Callable[..., Any]) -> str:
