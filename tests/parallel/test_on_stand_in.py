@@ -648,7 +648,7 @@ def test_the_demo_runs_before_anything_is_on_a_device():
     statements = (
         "import sys\n"
         "from tests import cuda_stand_in\n"
-        "from balanced_dp.cli import app\n"
+        "from balanced_dp.cli.commands import app\n"
         "sys.argv = ['balanced-dp', 'demo', '--steps', '4', '--gpu0-bsz', '5']\n"
         "with cuda_stand_in.opened():\n"
         "    app()\n"
