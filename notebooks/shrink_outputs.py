@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-COLOURS = 16
+COLOURS = 12
 
 
 def small_png(encoded: str) -> str:
