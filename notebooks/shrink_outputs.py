@@ -16,7 +16,9 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-COLOURS = 12
+COLOURS = 16
+UNLIKE = 40
+"""The least distance of two colours in RGB."""
 
 
 def small_png(encoded: str) -> str:
@@ -25,24 +27,28 @@ def small_png(encoded: str) -> str:
     if image.mode != "P":
         white = Image.new("RGBA", image.size, "white")
         image = Image.alpha_composite(white, image.convert("RGBA")).convert("RGB")
-        image = on_most_frequent_colours(image)
+        image = on_few_colours(image)
     file = io.BytesIO()
     image.save(file, "PNG", optimize=True)
     return base64.b64encode(file.getvalue()).decode()
 
 
-def on_most_frequent_colours(image: Image.Image) -> Image.Image:
-    """Return the image with a palette that keeps the colours of areas exactly as they are.
+def on_few_colours(image: Image.Image) -> Image.Image:
+    """Return the image with a palette of its most frequent colours that are not alike.
 
-    Pillow's own palettes average colours, so that a small patch in a legend becomes another colour.
+    They stay exactly as they are. Pillow's own palettes average colours, so that a thin line or a
+    patch in a legend becomes another colour.
     """
-    pixels = np.asarray(image).reshape(-1, 3)
+    pixels = np.asarray(image, int).reshape(-1, 3)
     colours, places, counts = np.unique(pixels, axis=0, return_inverse=True, return_counts=True)
-    palette = colours[np.argsort(-counts)[:COLOURS]]
-    distances = ((colours[:, None].astype(int) - palette) ** 2).sum(-1)
-    nearest = distances.argmin(1).astype("uint8")[places.reshape(image.height, image.width)]
-    small = Image.fromarray(nearest, "P")
-    small.putpalette(palette.tobytes())
+    palette = colours[[counts.argmax()]]
+    for colour in colours[np.argsort(-counts)]:
+        if len(palette) < COLOURS and np.linalg.norm(palette - colour, axis=1).min() > UNLIKE:
+            palette = np.vstack([palette, colour])
+    nearest = np.linalg.norm(colours[:, None] - palette, axis=2).argmin(1).astype("uint8")
+    small = Image.fromarray(nearest[places.reshape(image.height, image.width)])
+    small = small.convert("P")
+    small.putpalette(palette.astype("uint8").tobytes())
     return small
 
 
