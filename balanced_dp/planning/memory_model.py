@@ -69,7 +69,7 @@ class LinearTerm:
 class MemoryModel:
     """Predict the peak of each device, for any split of any batch.
 
-    A device's peak is the maximum of its linear terms. In files the terms are called laws.
+    A device's peak is the maximum of its linear terms.
 
     Attributes:
         first_terms: the terms of device 0 with samples.
@@ -79,6 +79,7 @@ class MemoryModel:
         residual: largest relative error among these measurements.
     """
 
+    # Aliases are the keys in reports' files.
     first_terms: tuple[LinearTerm, ...] = field(metadata={"alias": "first_laws"})
     idle_terms: tuple[LinearTerm, ...] = field(metadata={"alias": "idle_laws"})
     other_terms: tuple[LinearTerm, ...] = field(metadata={"alias": "other_laws"})

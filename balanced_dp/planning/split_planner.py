@@ -316,7 +316,7 @@ def _advice(
         f"{format_bytes(floor_bytes)}, and no other device more than {format_bytes(max(needs[1:]))}"
     )
     if not gather or whole_bytes == 0:
-        return (f"{fact}: parameters, gradients and optimizer state, whatever the batch",)
+        return (f"{fact}: parameters, gradients and optimizer state; a larger batch helps",)
     return (
         f"{fact}. Gathering the outputs of {batch_size} samples and their loss costs device 0 "
         f"{format_bytes(whole_bytes)} ({format_bytes(model.whole_bytes_per_sample)} a sample). "

@@ -89,7 +89,7 @@ class Report:
 
     Attributes:
         schema: the version of these fields.
-        provenance: where and how the measurements were made, called origin in files.
+        provenance: where and how the measurements were made.
         workload: the workload's name.
         num_parameters: number of trained parameters.
         precision: the dtype of autocast, or None.
@@ -106,7 +106,7 @@ class Report:
     """
 
     schema: int
-    provenance: Provenance = field(metadata={"alias": "origin"})
+    provenance: Provenance = field(metadata={"alias": "origin"})  # the key in files
     workload: str
     num_parameters: int
     precision: str | None

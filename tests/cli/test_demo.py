@@ -157,10 +157,8 @@ def test_wrong_input_is_said_in_a_line_and_exit_code_2(arguments, message):
 
 
 def test_without_the_extra_the_command_names_it():
-    done = python(
-        "-c",
-        "import sys; sys.modules['typer'] = None; from balanced_dp.cli.commands import main; main()",
-    )
+    without = "import sys; sys.modules['typer'] = None"
+    done = python("-c", f"{without}; from balanced_dp.cli.commands import main; main()")
     assert done.returncode == 1
     assert re.fullmatch(
         r"balanced-dp: the command line needs typer, .* pip install 'balanced-dp\[cli\]'\n",

@@ -58,6 +58,7 @@ def test_json_names_what_scripts_read(report):
     assert record["schema"] == 2
     assert {"created", "command", "versions", "machine"} == record["origin"].keys()
     assert {"python", "torch", "balanced-dp", "nvidia-ml-py"} == record["origin"]["versions"].keys()
+    assert {"first_laws", "idle_laws", "other_laws"} <= record["model"].keys()
     plan = record["plan"]
     for name in ("chunk_sizes", "predicted_bytes", "capacity_bytes", "headroom_bytes"):
         assert len(plan[name]) == 4
