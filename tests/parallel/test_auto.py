@@ -156,7 +156,7 @@ class Loop:
 
     @property
     def balance(self):
-        return self.model._auto.balance
+        return self.model._policy.auto.balance
 
 
 def follow(loop, batch_size, num_steps=14):
@@ -211,7 +211,10 @@ def test_the_value_can_be_read_and_set_at_any_time():
         model.gpu0_bsz = "auto"
         loop.step(400)
         assert model.chunk_sizes == (100, 100, 100, 100)
-        for duplicate in (copy.deepcopy(model._auto), pickle.loads(pickle.dumps(model._auto))):
+        for duplicate in (
+            copy.deepcopy(model._policy.auto),
+            pickle.loads(pickle.dumps(model._policy.auto)),
+        ):
             assert duplicate.split(400) == (100, 100, 100, 100)
         del loop, model
 

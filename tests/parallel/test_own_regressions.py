@@ -487,7 +487,7 @@ def test_auto_repeats_a_step_that_ran_out_in_backward():
             else:
                 optimizer.step()
                 values.append(model.chunk_sizes[0])
-        assert model._auto.balance.is_frozen
+        assert model._policy.auto.balance.is_frozen
         del net, model, optimizer
 
 
