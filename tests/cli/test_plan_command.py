@@ -18,7 +18,7 @@ def plan(*arguments, **options):
     return python("-m", "balanced_dp", "plan", *arguments, **options)
 
 
-WIDE = ["tests.small_workloads:wide_output", "--batch-size", "2000", "--devices", "4"]
+WIDE = ["tests.tuning.small_workloads:wide_output", "--batch-size", "2000", "--devices", "4"]
 
 
 def test_the_loss_on_each_device_is_planned():
@@ -75,10 +75,16 @@ def test_what_no_value_balances_is_told():
         (["char-lm", "--memory", "much"], "--memory must be bytes or a size in B, KiB"),
         (["char-lm", "--memory", "1GiB", "--devices", "1"], "a plan is for two or more devices"),
         (["char-lm", "--memory", "1GiB,1GiB", "--devices", "3"], "--memory gives 2 devices, but"),
-        (["char-lm", "--memory", "400MiB"], "more than the reserve of 512.00 MiB"),
+        (["char-lm", "--memory", "400MiB"], "capacities above the reserve of 512.00 MiB"),
         (["char-lm", "--memory", "1GiB", "--batch-size", "0"], "batch_size must be at least 1"),
         (
-            ["tests.small_workloads:convolutions", "--batch-size", "32", "--memory", "520MiB"],
+            [
+                "tests.tuning.small_workloads:convolutions",
+                "--batch-size",
+                "32",
+                "--memory",
+                "520MiB",
+            ],
             "a batch of 32 does not fit with any gpu0_bsz: with",
         ),
         (

@@ -104,7 +104,7 @@ def test_devices_and_capacities_are_as_asked(folder, invoke):
     assert report.plan.reserve_bytes == 2**20
     assert report.weighted is not None
     assert "device_weights=[" in done.stdout
-    workload = ("tests.small_workloads:convolutions", "--batch-size", "12")
+    workload = ("tests.tuning.small_workloads:convolutions", "--batch-size", "12")
     done = invoke("tune", *workload, "--devices", "3", "--json")
     assert len(json.loads(done.stdout)["plan"]["chunk_sizes"]) == 3
 
