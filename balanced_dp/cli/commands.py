@@ -111,14 +111,8 @@ def demo(
             "emulated": settings.emulated,
             "loss_difference": demos.loss_difference(runs),
             "runs": [
-                {
-                    **asdict(run.measured),
-                    "name": run.name,
-                    "losses": run.losses,
-                    "peak_bytes": run.measured.peak_bytes,
-                    "imbalance": run.measured.imbalance,
-                    "samples_per_s": run.measured.samples_per_s,
-                }
+                {"name": run.name, "losses": run.losses, **asdict(run.measured)}
+                | {name: getattr(run.measured, name) for name in demos.FIGURES}
                 for run in runs
             ],
         }

@@ -160,11 +160,14 @@ def _maximum(terms: Iterable[LinearTerm], chunk_size: int, batch_size: int) -> f
 def _fit_terms(points: Sequence[Point]) -> list[LinearTerm]:
     """Return as few terms as describe the points, and none for no points.
 
+    Of those that describe them equally well, terms that grow with the batch are preferred: a
+    constant may fit points of a single batch size, but not predict others.
+
     Source: alternating least squares for max-affine functions, Magnani and Boyd 2009,
     "Convex piecewise-linear fitting", Optimization and Engineering 10.
     """
     best: list[LinearTerm] = []
-    lowest = math.inf
+    lowest: tuple[float, ...] = (math.inf,)
     for num_terms in range(1, _MAX_TERMS + 1) if points else ():
         for groups in _initial_groups(points, num_terms):
             terms = _alternate(points, groups)
@@ -172,9 +175,11 @@ def _fit_terms(points: Sequence[Point]) -> list[LinearTerm]:
                 abs(_maximum(terms, own, whole) - held) / max(1, held)
                 for own, whole, held in points
             )
-            if residual < lowest:
-                best, lowest = terms, residual
-        if lowest <= _GOOD_RESIDUAL:
+            num_constant = sum(term(0, 0) == term(1, 1) for term in terms)
+            rank = (max(residual, _GOOD_RESIDUAL), num_constant, residual)
+            if rank < lowest:
+                best, lowest = terms, rank
+        if lowest[0] <= _GOOD_RESIDUAL:
             break
     return best
 

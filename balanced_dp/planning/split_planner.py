@@ -239,7 +239,7 @@ class Planner:
 
     def max_batch_size(self, choose: Callable[[int], int]) -> int:
         """Return the largest batch, up to 2**24, that fits with the chosen ``gpu0_bsz``, or 0."""
-        return _largest_batch(lambda size: self.utilization(size, choose(size)) <= 1)
+        return _num_fitting(lambda size: self.utilization(size, choose(size)) <= 1, _BATCH_SIZES)
 
     def largest_chunks(self, batch_size: int, utilization: float = 1.0) -> tuple[int, ...] | None:
         """Return the largest chunk that each device holds up to a utilization.
@@ -277,7 +277,7 @@ class Planner:
             # Weighted by what each could hold, no device gets more than that.
             return split_by_weights(size, self.largest_chunks(size, high) or self.budgets)
 
-        sizes, largest = chunk_sizes(batch_size), _largest_batch(fits)
+        sizes, largest = chunk_sizes(batch_size), _num_fitting(fits, _BATCH_SIZES)
         return WeightedSplit(
             chunk_sizes=sizes,
             predicted_bytes=self.model.predict(sizes),
@@ -286,16 +286,12 @@ class Planner:
         )
 
 
-def _largest_batch(fits: Callable[[int], bool]) -> int:
-    return _num_fitting(fits, range(1, _LARGEST_BATCH + 1))
-
-
 def _num_fitting(fits: Callable[[int], bool], numbers: range) -> int:
     """Return how many of the numbers fit, where each one below a fitting one fits as well."""
     return bisect.bisect_left(numbers, True, key=lambda number: not fits(number))
 
 
-_LARGEST_BATCH = 2**24
+_BATCH_SIZES = range(1, 2**24 + 1)
 _BISECTIONS = 50
 
 

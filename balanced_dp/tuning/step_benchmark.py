@@ -257,22 +257,23 @@ class StepMeter:
         num_steps: int | None = None,
         on_loss: Callable[[torch.Tensor], object] = lambda loss: None,
     ) -> Measurement:
-        """Train, and return what the last step took; arguments are those of ``measure_step``.
+        """Train, and return what the last step took, as ``measure_step``.
 
-        Args:
-            batch_size: samples in the whole batch.
-            gpu0_bsz: the most samples of device 0.
-            device_weights: the weight of each device.
-            num_steps: number of training steps. By default one, after another one if there is no
-                optimizer state yet.
-            on_loss: called with the loss of each step.
+        By default one step is measured, after another one if there is no optimizer state yet.
+        ``on_loss`` is called with the loss of each step.
         """
         first = model = None
         for _ in range(num_steps or 2 - self._has_state):
             step = _StepRecorder(self.devices)
             with step.until_out_of_memory():
                 if model is None:
-                    model = self._parallel(gpu0_bsz, device_weights)
+                    model = BalancedDataParallel(
+                        gpu0_bsz,
+                        self._module,
+                        self.devices,
+                        gather=self.gather,
+                        device_weights=device_weights,
+                    )
                 on_loss(self._train(step, model, batch_size))
             if step.out_of_memory is not None:
                 break
@@ -300,17 +301,6 @@ class StepMeter:
             breakdown=tuple(step.breakdown),
             seconds=step.seconds,
             out_of_memory=step.out_of_memory,
-        )
-
-    def _parallel(
-        self, gpu0_bsz: int | None, device_weights: Sequence[float] | None
-    ) -> BalancedDataParallel[nn.Module]:
-        return BalancedDataParallel(
-            gpu0_bsz,
-            self._module,
-            self.devices,
-            gather=self.gather,
-            device_weights=device_weights,
         )
 
     def _train(self, step: _StepRecorder, model: nn.Module, batch_size: int) -> torch.Tensor:

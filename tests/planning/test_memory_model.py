@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from balanced_dp import ArgumentError, LinearTerm, MemoryModel
+from balanced_dp import ArgumentError, MemoryModel
+from balanced_dp import LinearTerm as Term
 from balanced_dp.planning.memory_model import fit
 
 
@@ -27,7 +28,7 @@ def splits(*terms):
 
 
 def test_a_fit_finds_two_terms_that_take_turns():
-    terms = (LinearTerm(1000.0, 10.0, 100.0), LinearTerm(5000.0, 200.0, 0.0))
+    terms = (Term(1000.0, 10.0, 100.0), Term(5000.0, 200.0, 0.0))
     model = fit(splits(*terms))
     assert model.residual < 0.001
     assert model.num_points == 9
@@ -41,7 +42,7 @@ amounts = st.integers(2**10, 2**40)
 
 @given(amounts, amounts, amounts)
 def test_coefficients_of_one_term_are_exact(fixed, own, whole):
-    [term] = fit(splits(LinearTerm(fixed, own, whole))).first_terms
+    [term] = fit(splits(Term(fixed, own, whole))).first_terms
     for chunk, batch in ((1, 40), (7, 1000), (2**20, 2**24)):
         assert term(chunk, batch) == pytest.approx(fixed + own * chunk + whole * batch, rel=1e-9)
 
@@ -52,6 +53,6 @@ def test_a_fit_needs_several_devices_and_a_point():
 
 
 def test_an_idle_device_needs_nothing():
-    model = MemoryModel((LinearTerm(5, 1, 1),), (LinearTerm(3, 0, 1),), (LinearTerm(2, 1),), 3, 0.0)
+    model = MemoryModel((Term(5, 1, 1),), (Term(3, 0, 1),), (Term(2, 1),), 3, 0.0)
     assert model.predict((0, 4, 0)) == (7, 6, 0)
     assert model.predict((2, 2, 0)) == (11, 4, 0)

@@ -6,22 +6,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from balanced_dp import InfeasiblePlanError, LinearTerm, MemoryModel, plan, split_batch
+from balanced_dp import InfeasiblePlanError, MemoryModel, plan, split_batch
+from balanced_dp import LinearTerm as Term
 from balanced_dp.planning.split_planner import Planner, describe
 from balanced_dp.split import EQUAL, is_better
 
 GIB = 2**30
 amounts = st.integers(0, GIB)
-terms = st.builds(LinearTerm, amounts, st.integers(2**14, 2**24), st.integers(0, 2**24))
+terms = st.builds(Term, amounts, st.integers(2**14, 2**24), st.integers(0, 2**24))
 
 
 @st.composite
 def models(draw):
     """Draw models in which an idle device needs no more than one with samples."""
     first = tuple(draw(st.lists(terms, min_size=1, max_size=3)))
-    idle = tuple(LinearTerm(term.fixed_bytes, 0, term.whole_bytes_per_sample) for term in first)
+    idle = tuple(Term(term.fixed_bytes, 0, term.whole_bytes_per_sample) for term in first)
     others = draw(st.lists(terms, min_size=1, max_size=2))
-    other = tuple(LinearTerm(term.fixed_bytes, term.own_bytes_per_sample) for term in others)
+    other = tuple(Term(term.fixed_bytes, term.own_bytes_per_sample) for term in others)
     return MemoryModel(first, idle, other, num_points=9, residual=0.0)
 
 
@@ -72,31 +73,23 @@ def test_a_plan_adds_up_or_says_what_is_lacking(model, capacities, batch_size, r
 
 def test_a_batch_that_fits_is_not_larger_than_the_largest_that_does():
     """Plan 166 samples, which leave 30 for the last device, unlike 163 to 165."""
-    model = MemoryModel(
-        (LinearTerm(0, 16384, 0),), (LinearTerm(0, 0, 0),), (LinearTerm(0, 6932734, 0),), 9, 0.0
-    )
+    model = MemoryModel((Term(0, 16384, 0),), (Term(0, 0, 0),), (Term(0, 6932734, 0),), 9, 0.0)
     found = plan(model, 166, [134217728, 259279118, 235712956, 235712956, 207982020], 0)
     assert found.chunk_sizes == (34, 34, 34, 34, 30)
     assert (found.max_batch_size, found.max_batch_gpu0_bsz) == (166, 34)
 
 
 def test_a_given_value_is_described_and_not_chosen():
-    model = MemoryModel(
-        (LinearTerm(100, 10, 1),), (LinearTerm(100, 0, 1),), (LinearTerm(0, 10),), 3, 0.0
-    )
+    model = MemoryModel((Term(100, 10, 1),), (Term(100, 0, 1),), (Term(0, 10),), 3, 0.0)
     assert plan(model, 40, [10**6] * 4).gpu0_bsz != 3
     assert describe(model, 40, [10**6] * 4, 0, 3).chunk_sizes == (3, 13, 12, 12)
     assert describe(model, 40, [10] * 4, 0, 3).headroom_bytes[0] < 0
 
 
 def test_advice_is_for_what_no_value_balances():
-    balanced = MemoryModel(
-        (LinearTerm(100, 10, 1),), (LinearTerm(100, 0, 1),), (LinearTerm(90, 10),), 3, 0.0
-    )
+    balanced = MemoryModel((Term(100, 10, 1),), (Term(100, 0, 1),), (Term(90, 10),), 3, 0.0)
     assert plan(balanced, 40, [10**6] * 4).advice == ()
-    gathered = MemoryModel(
-        (LinearTerm(100, 10, 1000),), (LinearTerm(100, 0, 1000),), (LinearTerm(90, 10),), 3, 0.0
-    )
+    gathered = MemoryModel((Term(100, 10, 1000),), (Term(100, 0, 1000),), (Term(90, 10),), 3, 0.0)
     [sentence] = plan(gathered, 40, [10**6] * 4).advice
     assert "costs device 0 39.06 KiB (1000 B a sample)" in sentence
     with pytest.raises(InfeasiblePlanError, match=r"the largest batch that fits is 9$"):
@@ -145,9 +138,7 @@ def test_the_largest_weighted_batch_fits_and_the_next_does_not(model, capacities
 
 
 def test_unlike_devices_get_a_list_of_chunk_sizes_and_like_ones_do_not():
-    model = MemoryModel(
-        (LinearTerm(100, 10, 1),), (LinearTerm(100, 0, 1),), (LinearTerm(0, 10),), 3, 0.0
-    )
+    model = MemoryModel((Term(100, 10, 1),), (Term(100, 0, 1),), (Term(0, 10),), 3, 0.0)
     assert plan(model, 40, [10**6] * 4).weighted is None
     found = plan(model, 40, [2000, 1000, 500]).weighted
     assert found.chunk_sizes[0] > found.chunk_sizes[1] > found.chunk_sizes[2] > 0
