@@ -154,7 +154,7 @@ class Loop:
 
     @property
     def balance(self):
-        return self.model._auto.balance
+        return self.model._policy._auto.balance
 
 
 def follow(loop, batch_size, num_steps=14):
@@ -209,7 +209,7 @@ def test_the_value_can_be_read_and_set_at_any_time():
         model.gpu0_bsz = "auto"
         loop.step(400)
         assert model.chunk_sizes == (100, 100, 100, 100)
-        for duplicate in (copy.deepcopy(model._auto), pickle.loads(pickle.dumps(model._auto))):
+        for duplicate in (copy.deepcopy(model._policy), pickle.loads(pickle.dumps(model._policy))):
             assert duplicate.split(400) == (100, 100, 100, 100)
         del loop, model
 
@@ -241,7 +241,7 @@ def test_the_optimizer_step_ends_an_iteration_and_nothing_else_counts():
         assert {size for size, _ in loop.balance._observed} <= {400, 5}
         del loop
     peaks = {}
-    for gpu0_bsz in {value, *range(0, 100, 5)}:
+    for gpu0_bsz in {value, *range(0, 100, 10)}:
         with emulate_devices(4, symbolic=True) as devices:
             loop = Loop(wide(), devices, gpu0_bsz)
             train_irregularly(loop, 1)
