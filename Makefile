@@ -11,10 +11,10 @@ help:  ## List these targets (the default)
 demo: $(INSTALLED)  ## Run the demo; ARGS="..." is passed on
 	$(BIN)/balanced-dp demo $(ARGS)
 
-test: $(INSTALLED)  ## Run the tests that are fast; ARGS="..." goes to pytest
+test: $(INSTALLED)  ## Run the fast tests; ARGS="..." goes to pytest
 	$(BIN)/pytest -n auto --maxprocesses 8 --dist worksteal -m "not slow" $(ARGS)
 
-test-all: $(INSTALLED)  ## Run these, the notebooks and what takes many seconds each
+test-all: $(INSTALLED)  ## Run all tests, also the slow ones and the notebooks
 	$(BIN)/pytest -n auto --maxprocesses 8 --dist worksteal $(ARGS)
 
 check: $(INSTALLED)  ## Lint, check the formatting and the types
@@ -26,18 +26,18 @@ format: $(INSTALLED)  ## Format the code and sort its imports
 	$(BIN)/ruff check --select I --fix
 	$(BIN)/ruff format
 
-# Pages link to files of the repository, so all of them lie there as they do here.
-docs: $(INSTALLED)  ## Build the guide and the API reference into build/site; links are checked
+# Pages link to files of the repository, so the copy has the same layout.
+docs: $(INSTALLED)  ## Build the guide and the API reference into build/site, and check links
 	rm -rf build/docs build/site
 	mkdir -p build/docs
 	cp -r *.md LICENSE benchmarks docs notebooks build/docs
 	$(BIN)/mkdocs build --strict
 
-notebooks: $(INSTALLED)  ## Run the notebooks anew and keep their outputs
+notebooks: $(INSTALLED)  ## Run the notebooks and store their outputs
 	$(BIN)/pytest --overwrite notebooks
 
-# Away from the sources, which would be imported in its place.
-wheel: $(INSTALLED)  ## Build the wheel, and test it where nothing but its dependencies is installed
+# The tests run away from the sources, which would be imported in place of the wheel.
+wheel: $(INSTALLED)  ## Build the wheel, and test it with nothing but its dependencies installed
 	rm -rf build/wheel
 	$(PIP) wheel --no-deps --constraint constraints.txt --build-constraint constraints.txt \
 		--wheel-dir build/wheel .
@@ -65,7 +65,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 # uv, because it resolves for every supported Python and platform at once, from metadata alone.
 # torch keeps its line, so that a large download is never a surprise: edit that line to move it.
 # pip, hatchling and editables are what installing takes besides the dependencies.
-constraints:  ## Resolve constraints.txt anew (torch keeps its version)
+constraints:  ## Resolve constraints.txt again (torch keeps its version)
 	$(PYTHON) -m venv .venv/uv
 	.venv/uv/bin/python -m pip install --quiet --upgrade uv
 	(grep '^torch==' constraints.txt; printf '%s\n' pip hatchling editables) | \

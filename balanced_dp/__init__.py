@@ -26,9 +26,9 @@ from .memory import (
     memory_breakdown,
 )
 from .parallel import BalancedCriterion, BalancedDataParallel, PerDevice, balanced_data_parallel
-from .planning import Law, MemoryModel, Plan, WeightedSplit, plan
+from .planning import LinearTerm, MemoryModel, Plan, WeightedSplit, plan
 from .split import split_batch, split_by_weights
-from .tuning import Alternative, Measurement, Origin, Report, Workload, measure_step, tune
+from .tuning import Alternative, Measurement, Provenance, Report, Workload, measure_step, tune
 
 __all__ = [
     "Alternative",
@@ -47,16 +47,16 @@ __all__ = [
     "GatherError",
     "ImbalanceWarning",
     "InfeasiblePlanError",
-    "Law",
+    "LinearTerm",
     "Measurement",
     "MemoryBreakdown",
     "MemoryLogger",
     "MemoryModel",
     "MemoryProbe",
-    "Origin",
     "PerDevice",
     "Plan",
     "ProbeError",
+    "Provenance",
     "Report",
     "ReportError",
     "ScatterError",

@@ -66,18 +66,22 @@ def even_share(batch_size: int, num_devices: int) -> int:
     return -(-batch_size // num_devices)
 
 
-def best_values(utilizations: Mapping[int, float]) -> list[int]:
-    """Return the values of ``gpu0_bsz`` with the lowest utilization of the bottleneck device.
+def is_better(utilization: float, other: float) -> bool:
+    """Return whether a utilization is lower than another by more than is counted as equal."""
+    return utilization < other * (1 - EQUAL)
+
+
+def best_gpu0_bsz(utilizations: Mapping[int, float], preferred: int | None = None) -> int:
+    """Return the value of ``gpu0_bsz`` with which the bottleneck device is the least full.
 
     Args:
-        utilizations: the utilization of the bottleneck device for each ``gpu0_bsz``.
-
-    Returns:
-        All values whose utilization is the lowest, within ``EQUAL``, in ascending order. The last
-        one gives device 0 the most work, so it is the fastest.
+        utilizations: the utilization of the bottleneck device for each value.
+        preferred: the value to return if it is among several that are equally good. Otherwise the
+            largest of them is returned, which is the fastest.
     """
-    limit = min(utilizations.values()) * (1 + EQUAL)
-    return sorted(value for value, utilization in utilizations.items() if utilization <= limit)
+    lowest = min(utilizations.values())
+    best = [value for value, full in utilizations.items() if not is_better(lowest, full)]
+    return preferred if preferred in best else max(best)
 
 
 def split_by_weights(

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from balanced_dp import Origin
+from balanced_dp import Provenance
 from balanced_dp.report.json_file import BENCHMARK_KEY
 from balanced_dp.tuning.step_benchmark import (
     StepMeter,
@@ -37,7 +37,7 @@ def cases() -> Iterator[tuple[str, int, int]]:
         even = -(-batch_size // NUM_DEVICES)
         for gpu0_bsz in range(even + 1):
             yield name, batch_size, gpu0_bsz
-        for gpu0_bsz in (0, even):  # another batch size, to tell the laws apart
+        for gpu0_bsz in (0, even):  # another batch size, to tell the terms apart
             yield name, 2 * batch_size, gpu0_bsz
 
 
@@ -73,7 +73,7 @@ def test_training_step(benchmark, metered, name, batch_size, gpu0_bsz):
     meter = meter_of(name, metered)
     measured = benchmark.pedantic(meter.measure, args=(batch_size, gpu0_bsz))
     devices = [torch.get_device_module(d).get_device_name(d) for d in metered["devices"]]
-    origin = Origin.of_this_process()
+    provenance = Provenance.of_this_process()
     benchmark.extra_info.update(
         peak_bytes=measured.peak_bytes,
         chunk_sizes=measured.chunk_sizes,
@@ -86,6 +86,6 @@ def test_training_step(benchmark, metered, name, batch_size, gpu0_bsz):
         "devices": ", ".join(devices),
         "num_parameters": meter.num_parameters,
         "precision": meter.precision,
-        "versions": origin.versions,
-        "command": origin.command,
+        "versions": provenance.versions,
+        "command": provenance.command,
     }

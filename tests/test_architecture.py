@@ -37,7 +37,7 @@ WITHOUT_TORCH = """
 errors units split
 emulation/ ledger
 memory/ nvml device_map device_memory nvml_sampler step_memory
-planning/ split_planner auto_balance
+planning/ memory_model split_planner auto_balance
 parallel/ call_inputs
 """
 PRINTS = {"cli/commands.py"}

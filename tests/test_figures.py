@@ -54,7 +54,7 @@ def test_the_plan_of_gpt2_small_says_what_gathering_costs(gpt2_file):
     assert "No value of gpu0_bsz balances this: without any samples device 0" in done.stdout
     assert "costs device 0 6.13 GiB" in done.stdout
     told = " ".join(done.stdout.split())
-    assert "(gather=False and BalancedCriterion) and gpu0_bsz=6 the fullest is device 1" in told
+    assert "(gather=False and BalancedCriterion) and gpu0_bsz=6 the bottleneck is device 1" in told
     assert "3.51 GiB, 33% full, and the largest batch that fits is 113." in told
 
 
@@ -113,10 +113,10 @@ def test_the_picture_s_figures_are_measured(gpt2, monkeypatch):
 def test_the_demo_s_memory_figures_are_those_of_the_readme():
     runs = run_demo(DemoSettings(steps=2, emulate=True))
     for run in runs:
-        chunks = " ".join(map(str, run.chunk_sizes))
-        num_peaks = len(run.peak_bytes)
+        chunks = " ".join(map(str, run.measured.chunk_sizes))
+        num_peaks = len(run.measured.peak_bytes)
         [shown] = re.findall(rf"{run.name} +{chunks} +((?:[\d.]+ +){{{num_peaks}}})", README)
-        peaks = [peak / 2**20 for peak in run.peak_bytes]
+        peaks = [peak / 2**20 for peak in run.measured.peak_bytes]
         # The text, and with it the number of different characters, is that of the Python.
         assert peaks == pytest.approx([float(peak) for peak in shown.split()], rel=0.005)
 

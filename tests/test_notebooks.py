@@ -1,4 +1,4 @@
-"""The notebooks as they are kept, and what they define. `make notebooks` executes them."""
+"""The notebooks as they are stored, and what they define. `make notebooks` executes them."""
 
 from __future__ import annotations
 
@@ -49,6 +49,11 @@ def test_its_outputs_are_kept(path):
     assert outputs
     assert not [output for output in outputs if output["output_type"] == "error"]
     assert not [output for output in outputs if output.get("name") == "stderr"]
+
+
+def test_stored_outputs_are_small():
+    """`notebooks/matplotlibrc` keeps plots small; tables and pages of HTML are not stored."""
+    assert sum(path.stat().st_size for path in NOTEBOOKS) < 500_000
 
 
 @each_notebook

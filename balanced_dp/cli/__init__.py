@@ -1,1 +1,1 @@
-"""The command ``balanced-dp``; it needs the extra ``cli``."""
+"""Run the command ``balanced-dp``. Requires the extra ``cli``."""

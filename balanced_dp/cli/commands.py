@@ -62,17 +62,18 @@ _BatchSize = Annotated[
     int | None, typer.Option(help="Samples in a batch; default: the workload's.")
 ]
 _NumDevices = Annotated[
-    int | None, typer.Option("--devices", help="Default: all GPUs, or 4 emulated devices.")
+    int | None,
+    typer.Option("--devices", help="Number of devices; default: all GPUs, or 4 emulated."),
 ]
 _Emulate = Annotated[
-    bool, typer.Option("--emulate", help="Emulated devices even where there are GPUs.")
+    bool, typer.Option("--emulate", help="Emulate devices even if there are GPUs.")
 ]
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 _LossOnDevice = Annotated[
     bool,
     typer.Option(
         "--loss-on-device",
-        help="Each device computes the loss of its chunk: gather=False and BalancedCriterion.",
+        help="Compute the loss on each device, with gather=False and BalancedCriterion.",
     ),
 ]
 
@@ -83,19 +84,19 @@ def demo(
     batch_size: Annotated[int, typer.Option(help="Samples in a batch.")] = 32,
     steps: Annotated[int, typer.Option(help="Training steps of each run.")] = 24,
     gpu0_bsz: Annotated[
-        int | None, typer.Option(help="Samples of device 0; by default all values are tried.")
+        int | None, typer.Option(help="Samples of device 0; default: try all values.")
     ] = None,
     memory: Annotated[
         str | None, typer.Option(help="Capacity of each emulated device, such as 28MiB.")
     ] = None,
     json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Also write the results there.")
+        Path | None, typer.Option("--json", metavar="FILE", help="Also write the results to FILE.")
     ] = None,
     emulate: _Emulate = False,
 ) -> None:
     """Train a small transformer on real text: on one device, split evenly, and balanced.
 
-    Runs on all devices of this machine if it has two or more GPUs, else on emulated ones.
+    Runs on all GPUs of this machine if it has two or more, otherwise on emulated devices.
     """
     if num_devices is None:
         num_devices = default_num_devices(emulate)
@@ -105,12 +106,19 @@ def demo(
         runs = demos.run_demo(settings, on_step=lambda: update(advance=1))
     if json_file is not None:
         record = {
-            **_origin(),
+            **_provenance(),
             "settings": asdict(settings),
             "emulated": settings.emulated,
             "loss_difference": demos.loss_difference(runs),
             "runs": [
-                {**asdict(run), "imbalance": run.imbalance, "samples_per_s": run.samples_per_s}
+                {
+                    **asdict(run.measured),
+                    "name": run.name,
+                    "losses": run.losses,
+                    "peak_bytes": run.measured.peak_bytes,
+                    "imbalance": run.measured.imbalance,
+                    "samples_per_s": run.measured.samples_per_s,
+                }
                 for run in runs
             ],
         }
@@ -123,15 +131,16 @@ def demo(
 @app.command()
 def probe(
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print JSON, bytes as integers; one line each watched.")
+        bool,
+        typer.Option("--json", help="Print JSON, sizes in bytes; with --watch a line each time."),
     ] = False,
     watch_s: Annotated[
-        float | None, typer.Option("--watch", metavar="SECONDS", help="Again, until Ctrl-C.")
+        float | None, typer.Option("--watch", metavar="SECONDS", help="Repeat until Ctrl-C.")
     ] = None,
 ) -> None:
-    """Show what each GPU holds, under torch's number and under NVML's and nvidia-smi's.
+    """Show what each GPU holds, with its number in torch and in NVML and nvidia-smi.
 
-    Ends with one line and exit code 1 where there is no NVML to ask, and says why.
+    Without NVML, prints the reason and ends with exit code 1.
     """
     if watch_s is not None and not 0 < watch_s < math.inf:
         _fail(f"--watch must be a number of seconds above 0, got {watch_s:g}")
@@ -145,7 +154,7 @@ def probe(
             if as_json:
                 devices = [{"label": memory.label, **asdict(memory)} for memory in memories]
                 indent = 2 if watch_s is None else None
-                print(json.dumps({**_origin(), "devices": devices}, indent=indent), flush=True)
+                print(json.dumps({**_provenance(), "devices": devices}, indent=indent), flush=True)
             elif live is not None:
                 live.update(memory_table(memories), refresh=True)
             else:
@@ -161,7 +170,7 @@ def probe(
 def workloads(
     as_json: _Json = False,
 ) -> None:
-    """List the built-in workloads, with their parameters and a usual batch size."""
+    """List the built-in workloads, their number of parameters and a usual batch size."""
     listed: list[dict[str, Any]] = []
     table = table_of(("workload", "what it is"), ("parameters", "batch size"))
     for name, make in BUILT_IN.items():
@@ -185,19 +194,21 @@ def plan_command(
     target: _Target,
     memory: Annotated[
         str,
-        typer.Option(help="Capacity of each device, such as 11GiB, or one for each: 24GiB,11GiB."),
+        typer.Option(help="Capacity of all devices, such as 11GiB, or of each: 24GiB,11GiB."),
     ],
-    num_devices: Annotated[int | None, typer.Option("--devices", help="Default: 4.")] = None,
+    num_devices: Annotated[
+        int | None, typer.Option("--devices", help="Number of devices; default: 4.")
+    ] = None,
     batch_size: _BatchSize = None,
     reserve: Annotated[
-        str, typer.Option(help="Of each device, for CUDA's context and libraries' workspaces.")
+        str, typer.Option(help="Memory to keep free for CUDA's context and workspaces.")
     ] = "512MiB",
     loss_on_device: _LossOnDevice = False,
     as_json: _Json = False,
 ) -> None:
-    """Find gpu0_bsz for a workload on GPUs that need not be here.
+    """Find gpu0_bsz for a workload on GPUs that this machine need not have.
 
-    A few training steps are measured on emulated devices that keep shapes only.
+    Measures a few training steps on emulated devices that keep shapes only.
     """
     capacities = _capacities(memory, num_devices, default=4)
     report = _tuned(
@@ -215,36 +226,39 @@ def tune_command(
     batch_size: _BatchSize = None,
     sweep: Annotated[
         str | None,
-        typer.Option(metavar="FIRST:LAST", help="Measure each gpu0_bsz of these, such as 0:8."),
+        typer.Option(
+            metavar="FIRST:LAST", help="Measure each gpu0_bsz in this range, such as 0:8."
+        ),
     ] = None,
     num_devices: _NumDevices = None,
     memory: Annotated[
         str | None,
         typer.Option(
-            help="Capacity of each device, or one for each: 24GiB,11GiB. Default: what GPUs have; "
-            "of emulated devices, what the even split needs."
+            help="Capacity of all devices, such as 11GiB, or of each: 24GiB,11GiB. Default: that "
+            "of the GPUs; for emulated devices, what the even split needs."
         ),
     ] = None,
     reserve: Annotated[
         str | None,
         typer.Option(
-            help="Of each device, for CUDA's context and libraries' workspaces. Default: 512MiB "
-            "where a capacity is known."
+            help="Memory to keep free for CUDA's context and workspaces. Default: 512MiB if the "
+            "capacity is known."
         ),
     ] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write the report there.")
+        Path | None,
+        typer.Option("--output", "-o", metavar="FILE", help="Write the report to FILE."),
     ] = None,
     html: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write it as a page, too.")
+        Path | None, typer.Option(metavar="FILE", help="Write the report as an HTML page.")
     ] = None,
     emulate: _Emulate = False,
     loss_on_device: _LossOnDevice = False,
     as_json: _Json = False,
 ) -> None:
-    """Measure a workload at the values that matter, choose gpu0_bsz, and write the report.
+    """Measure a workload at several values, choose gpu0_bsz, and write a report.
 
-    On all devices of this machine if it has two or more GPUs, else on emulated ones.
+    Runs on all GPUs of this machine if it has two or more, otherwise on emulated devices.
     """
     capacities = None
     if memory is not None:
@@ -278,19 +292,17 @@ def tune_command(
 @app.command("report")
 def report_command(
     file: Annotated[
-        Path, typer.Argument(help="Of balanced-dp tune, or of pytest --benchmark-json.")
+        Path, typer.Argument(help="A file of balanced-dp tune or pytest --benchmark-json.")
     ],
     html: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write it as a page that needs no network.")
+        Path | None, typer.Option(metavar="FILE", help="Write a self-contained HTML page.")
     ] = None,
-    markdown: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write it as Markdown.")
-    ] = None,
+    markdown: Annotated[Path | None, typer.Option(metavar="FILE", help="Write Markdown.")] = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print JSON, a line for each workload.")
+        bool, typer.Option("--json", help="Print JSON, one line for each workload.")
     ] = False,
 ) -> None:
-    """Show a report again, or write it as a page or as Markdown."""
+    """Show a report, or write it as an HTML page or as Markdown."""
     reports = load_reports(file)
     _check_writable(html, markdown)
     if html is not None:
@@ -306,19 +318,19 @@ def report_command(
 
 @app.command("compare")
 def compare_command(
-    before: Annotated[Path, typer.Argument(help="A report.")],
-    after: Annotated[Path, typer.Argument(help="The report in question.")],
+    before: Annotated[Path, typer.Argument(help="The first report.")],
+    after: Annotated[Path, typer.Argument(help="The second report.")],
     limits: Annotated[
         str,
         typer.Option(
             "--fail",
             metavar="METRIC:LIMIT,...",
-            help="Exit code 1 if worse by more, such as peak:5%,imbalance:0.1; also max_batch and "
-            "speed.",
+            help="End with exit code 1 if a metric is worse by more, such as "
+            "peak:5%,imbalance:0.1; also max_batch and speed.",
         ),
     ] = "",
 ) -> None:
-    """Compare the chosen splits of two reports, workload by workload."""
+    """Compare the chosen splits of two reports for each workload."""
     earlier = {report.workload: report for report in load_reports(before)}
     failed = False
     for report in load_reports(after):
@@ -373,7 +385,7 @@ def _tuned(
     emulate: bool,
     gather: bool,
 ) -> Report:
-    sys.path.insert(0, "")  # one's own workload may be in the current folder
+    sys.path.insert(0, "")  # the workload may be in the current folder
     workload = find_workload(target)
     reserve_bytes = parse_bytes(reserve, "--reserve")
     try:
@@ -391,7 +403,7 @@ def _tuned(
             )
     except BalancedDataParallelError:
         raise
-    except Exception as error:  # the workload is somebody's code
+    except Exception as error:  # the workload is the user's code
         frame = traceback.extract_tb(error.__traceback__)[-1]
         _fail(
             f"{target} failed at {frame.filename}:{frame.lineno} with {type(error).__name__}: "
@@ -399,7 +411,7 @@ def _tuned(
         )
 
 
-def _origin() -> dict[str, Any]:
+def _provenance() -> dict[str, Any]:
     return {
         "schema": 1,
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
@@ -413,9 +425,9 @@ def _fail(message: str, exit_code: int = 2) -> NoReturn:
 
 
 def main() -> None:
-    """Runs the command line; what cannot be used ends it with one line and exit code 2.
+    """Run the command line, and print errors as one line.
 
-    Where there is nothing to measure it is exit code 1.
+    The exit code is 2 for invalid input, and 1 if there is nothing to measure.
     """
     try:
         app()

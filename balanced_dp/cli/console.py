@@ -1,4 +1,4 @@
-"""What the commands show on the terminal: tables, sentences and progress."""
+"""Show tables, sentences and progress on the terminal."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from . import demo as demos
 
 
 def stdout_console() -> Console:
-    """Returns the console that results are printed to."""
-    # A table that is not for a terminal is not cut to the width of one.
+    """Return the console for results."""
+    # Without a terminal, tables are not wrapped to the width of one.
     return Console(width=None if sys.stdout.isatty() else 160, highlight=False)
 
 
 def table_of(left: Sequence[str], right: Sequence[str], **options: Any) -> Table:
-    """Returns a table with columns of these headers, text on the left and numbers on the right."""
+    """Return a table with left-aligned columns of text and right-aligned columns of numbers."""
     columns = [Column(header, overflow="fold") for header in left]
     columns += [Column(header, justify="right") for header in right]
     return Table(*columns, **options)
@@ -45,7 +45,7 @@ def table_of(left: Sequence[str], right: Sequence[str], **options: Any) -> Table
 
 @contextmanager
 def progress_bar(description: str, total: int | None = None) -> Iterator[Callable[..., None]]:
-    """Gives what updates a progress bar on stderr, with the time left, that is gone in the end."""
+    """Show a progress bar on stderr, and yield the function that updates it."""
     progress = Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -60,7 +60,7 @@ def progress_bar(description: str, total: int | None = None) -> Iterator[Callabl
 
 @contextmanager
 def measuring_progress() -> Iterator[Callable[[Measurement, int], None]]:
-    """Gives what to call with each measurement, which moves a progress bar."""
+    """Show a progress bar, and yield the function to call with each measurement."""
     with progress_bar("measuring training steps") as update:
         num_done = 0
 
@@ -78,7 +78,7 @@ def measuring_progress() -> Iterator[Callable[[Measurement, int], None]]:
 
 
 def print_report(report: Report, candidates: bool) -> None:
-    """Prints the plan, and with ``candidates`` every measured value for its batch."""
+    """Print the plan, and with ``candidates`` all measured values for its batch."""
     console = stdout_console()
     console.print(
         _rich_table(
@@ -97,7 +97,7 @@ def print_report(report: Report, candidates: bool) -> None:
 
 
 def print_comparison(before: Report, after: Report, comparisons: Sequence[Comparison]) -> None:
-    """Prints each metric of two reports, and whether it is worse than allowed."""
+    """Print the metrics of two reports, and which of them are worse than allowed."""
     values = f"gpu0_bsz {before.plan.gpu0_bsz} and {after.plan.gpu0_bsz}"
     table = Table(
         "metric",
@@ -133,13 +133,13 @@ def _rich_table(content: tables.TextTable, title: str, caption: str | None = Non
 
 
 def memory_table(memories: Sequence[DeviceMemory]) -> Table:
-    """Returns what each GPU holds as a table."""
+    """Return a table of what each GPU holds."""
     versions = {memory.memory_info_version for memory in memories}
-    caption = "Used is by anybody: tensors, torch's cache, contexts, other processes."
+    caption = "Used includes tensors, torch's cache, contexts and other processes."
     if 1 in versions:
         caption += " This driver counts its own reserve as used."
     if any(memory.device is None for memory in memories):
-        caption += " Torch does not see the devices that have no torch number."
+        caption += " Devices without a torch number are not visible to torch."
     table = table_of(
         ("device", "name", "UUID"),
         ("total", "used", "free", "ours", "other processes"),
@@ -164,7 +164,7 @@ def memory_table(memories: Sequence[DeviceMemory]) -> Table:
 
 
 def print_demo(settings: demos.DemoSettings, runs: Sequence[demos.DemoRun]) -> None:
-    """Prints the demo's runs and what they come to."""
+    """Print the demo's runs and compare them."""
     console = stdout_console()
     kind = "emulated devices, on the CPU" if settings.emulated else "devices"
     table = table_of(
@@ -177,41 +177,42 @@ def print_demo(settings: demos.DemoSettings, runs: Sequence[demos.DemoRun]) -> N
         **_NARROW,
     )
     for run in runs:
-        table.add_row(run.name, " ".join(map(str, run.chunk_sizes)), *_describe_result(run))
+        table.add_row(run.name, " ".join(map(str, run.measured.chunk_sizes)), *_results(run))
     console.print(table)
-    breakdowns = {run.name: run.breakdown for run in runs if run.breakdown}
-    if breakdowns:
-        console.print(_breakdown_table(breakdowns))
+    ran = [run for run in runs if run.measured.status == "ok"]
+    if ran and settings.emulated:
+        console.print(_breakdown_table({run.name: run.measured.breakdown[0] for run in ran}))
     for run in runs:
-        if run.out_of_memory is not None:
-            console.print(f"{run.name}: {run.out_of_memory}", markup=False)
+        if run not in ran:
+            console.print(f"{run.name}: {run.measured.out_of_memory}", markup=False)
     difference = demos.loss_difference(runs)
     allowed = f"(allowed: {demos.LOSS_TOLERANCE:.0e})."
     if difference is None:
         console.print(
-            "Fewer than two runs fit, so there are no loss curves to compare. More --memory or "
-            "--devices help, or a smaller --batch-size."
+            "Fewer than two runs fit, so there are no loss curves to compare. Try more --memory or "
+            "--devices, or a smaller --batch-size."
         )
     elif difference <= demos.LOSS_TOLERANCE:
         console.print(f"The loss curves agree: they differ by {difference:.1e} at most {allowed}")
     else:
         console.print(f"FAILED: the loss curves differ by {difference:.1e} {allowed}")
     _, even, balanced = runs
-    if even.out_of_memory is None and balanced.out_of_memory is None:
+    if even in ran and balanced in ran:
+        peaks = [format_bytes(max(run.measured.peak_bytes)) for run in (even, balanced)]
         console.print(
-            f"The fullest device needs {format_bytes(max(even.peak_bytes))} with the even split "
-            f"and {format_bytes(max(balanced.peak_bytes))} with "
-            f"BalancedDataParallel({balanced.chunk_sizes[0]}, model)."
+            f"The bottleneck device needs {peaks[0]} with the even split and {peaks[1]} with "
+            f"BalancedDataParallel({balanced.measured.chunk_sizes[0]}, model)."
         )
 
 
-def _describe_result(run: demos.DemoRun) -> list[str]:
-    if run.out_of_memory is not None:
+def _results(run: demos.DemoRun) -> list[str]:
+    measured = run.measured
+    if measured.status == "oom":
         return ["out of memory"]
     return [
-        "  ".join(map(format_mib, run.peak_bytes)),
-        f"{run.imbalance:.0%}" if len(run.devices) > 1 else "",
-        f"{run.samples_per_s:.1f}",
+        "  ".join(map(format_mib, measured.peak_bytes)),
+        f"{measured.imbalance:.0%}" if len(measured.chunk_sizes) > 1 else "",
+        f"{measured.samples_per_s:.1f}",
         f"{run.losses[-1]:.4f}",
     ]
 

@@ -1,20 +1,16 @@
-"""The demo: a transformer trained on real text, on one device, with the even split and balanced.
-
-It prints nothing (``cli`` does); it measures, and hands back what it measured.
-"""
+"""Train a transformer on real text: on one device, split evenly, and balanced."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
-from ..memory.step_memory import spread
-from ..split import as_integer, even_share, split_batch
+from ..split import as_integer, even_share
 from ..tuning.models import CharTransformer
 from ..tuning.step_benchmark import (
-    StepRecord,
+    Measurement,
     check_devices,
     open_devices,
     step_meter,
@@ -25,24 +21,24 @@ from ..tuning.workloads import Batch, Workload, char_lm, encoded_text
 from ..units import parse_bytes
 
 LOSS_TOLERANCE = 1e-4
-"""How far the loss curves of the runs may lie apart at any step: float32 sums in another order."""
+"""Largest difference of the runs' losses at any step: float32 sums are in another order."""
 
-Step = Callable[[], None]
+Step = Callable[[], object]
 
 
 @dataclass(frozen=True, slots=True)
 class DemoSettings:
-    """What the demo trains on.
+    """Describe the training runs of the demo.
 
     Attributes:
-        num_devices: devices to split the batch over, at least 2.
+        num_devices: number of devices, at least 2.
         batch_size: samples in a batch, at least 1.
         steps: training steps of each run, at least 1.
-        gpu0_bsz: samples of device 0; None means to try all values for the lowest peak.
+        gpu0_bsz: samples of device 0. None tries all values for the lowest peak.
         memory: capacity of each emulated device, as in ``emulate_devices``.
-        emulate: emulated devices even where there are two or more accelerators.
+        emulate: whether to emulate devices even if there are two or more accelerators.
         context: characters in a sample.
-        seed: of the weights and of the choice of samples, the same for each run.
+        seed: seed of the weights and the samples, which are the same in each run.
     """
 
     num_devices: int = 4
@@ -55,7 +51,7 @@ class DemoSettings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Raises ArgumentError where a value cannot be used."""
+        """Raise ArgumentError if a value is out of its range."""
         for name, minimum in (("num_devices", 2), ("batch_size", 1), ("steps", 1)):
             as_integer(name, getattr(self, name), minimum)
         if self.gpu0_bsz is not None:
@@ -66,78 +62,78 @@ class DemoSettings:
 
     @property
     def even_share(self) -> int:
-        """Samples of device 0 in the even split."""
+        """Return the chunk size of device 0 in the even split."""
         return even_share(self.batch_size, self.num_devices)
 
     @property
     def emulated(self) -> bool:
-        """Whether the runs are on emulated devices."""
+        """Return whether the runs are on emulated devices."""
         return uses_emulation(self.emulate)
 
     @property
     def num_steps(self) -> int:
-        """Steps and tried values in all, for a progress bar."""
+        """Return the number of training steps and tried values, for a progress bar."""
         tries = 0 if self.gpu0_bsz is not None else self.even_share + 1
         return 3 * self.steps + tries
 
 
 @dataclass(frozen=True, slots=True)
 class DemoRun:
-    """What one run needed.
+    """Record a training run.
 
     Attributes:
-        name: which split it was.
-        devices: names of the devices.
-        chunk_sizes: samples of each device.
-        peak_bytes: the most that was allocated on each device at one time.
-        breakdown: bytes on device 0 at its peak for each use; None on real devices, and where
-            memory ran out.
-        losses: the loss of each step, fewer than asked for if memory ran out.
-        seconds: wall time of the steps.
-        out_of_memory: what ran out, or None.
+        name: the name of its split.
+        measured: what the last step took.
+        losses: the loss of each step, up to where memory ran out.
     """
 
     name: str
-    devices: tuple[str, ...]
-    chunk_sizes: tuple[int, ...]
-    peak_bytes: tuple[int, ...]
-    breakdown: dict[str, int] | None
+    measured: Measurement
     losses: tuple[float, ...]
-    seconds: float
-    out_of_memory: str | None = None
-
-    @property
-    def imbalance(self) -> float:
-        """(max - min) / max of the peaks: 0 where all devices need the same."""
-        return spread(self.peak_bytes)
-
-    @property
-    def samples_per_s(self) -> float:
-        """Samples in a second of wall time, over all steps."""
-        return sum(self.chunk_sizes) * len(self.losses) / self.seconds
 
 
 def run_demo(settings: DemoSettings, on_step: Step = lambda: None) -> list[DemoRun]:
-    """Trains on one device, with the even split, and balanced; returns the three in this order.
+    """Return the runs on one device, with the even split, and balanced, in this order.
 
-    ``on_step`` is called after each training step and each value that was tried,
-    ``settings.num_steps`` times in all if nothing runs out of memory.
+    ``on_step`` is called after each training step and each tried value, ``settings.num_steps``
+    times in all unless memory runs out.
     """
+
+    def run(name: str, num_devices: int, gpu0_bsz: int) -> DemoRun:
+        losses: list[float] = []
+
+        def on_loss(loss: torch.Tensor) -> None:
+            losses.append(loss.item())
+            on_step()
+
+        with (
+            open_devices(
+                settings.num_devices,
+                memory=settings.memory,
+                symbolic=False,
+                emulate=settings.emulate,
+            ) as devices,
+            step_meter(_workload(settings), devices[:num_devices]) as meter,
+        ):
+            measured = meter.measure(
+                settings.batch_size, gpu0_bsz, num_steps=settings.steps, on_loss=on_loss
+            )
+        return DemoRun(name, measured, tuple(losses))
+
     runs = [
-        _run("one device", settings, 1, settings.batch_size, on_step),
-        _run("even split", settings, settings.num_devices, settings.even_share, on_step),
+        run("one device", 1, settings.batch_size),
+        run("even split", settings.num_devices, settings.even_share),
     ]
     gpu0_bsz = settings.gpu0_bsz
     if gpu0_bsz is None:
         gpu0_bsz = find_gpu0_bsz(settings, on_step)
-    runs.append(_run("balanced", settings, settings.num_devices, gpu0_bsz, on_step))
-    return runs
+    return [*runs, run("balanced", settings.num_devices, gpu0_bsz)]
 
 
 def find_gpu0_bsz(settings: DemoSettings, on_step: Step = lambda: None) -> int:
-    """Returns the ``gpu0_bsz`` with which the fullest device needs least, by trying each value.
+    """Return the ``gpu0_bsz`` with the lowest peak of the bottleneck device, by trying each.
 
-    Emulated devices are tried with shapes only. The values are all up to the even share.
+    Emulated devices are tried with shapes only.
     """
     measured = []
     with (
@@ -151,8 +147,8 @@ def find_gpu0_bsz(settings: DemoSettings, on_step: Step = lambda: None) -> int:
 
 
 def loss_difference(runs: Sequence[DemoRun]) -> float | None:
-    """Returns how far the complete loss curves lie apart at most; None if fewer than two are."""
-    curves = [run.losses for run in runs if run.out_of_memory is None]
+    """Return the largest difference of complete loss curves, or None for fewer than two."""
+    curves = [run.losses for run in runs if run.measured.status == "ok"]
     if len(curves) < 2:
         return None
     difference: float = max(max(step) - min(step) for step in zip(*curves, strict=True))
@@ -160,7 +156,7 @@ def loss_difference(runs: Sequence[DemoRun]) -> float | None:
 
 
 def _workload(settings: DemoSettings) -> Workload:
-    """Returns the workload whose weights and batches are those of the seed."""
+    """Return the workload whose weights and batches are those of the seed."""
     encoded, vocabulary = encoded_text()
     generator = torch.Generator().manual_seed(settings.seed)
     length = settings.context + 1
@@ -175,37 +171,3 @@ def _workload(settings: DemoSettings) -> Workload:
         return (samples[:, :-1],), {}, samples[:, 1:]
 
     return replace(char_lm(), model=model, make_batch=make_batch)
-
-
-def _train(settings: DemoSettings, record: StepRecord, gpu0_bsz: int) -> Iterator[float]:
-    """Yields the loss of each step."""
-    with step_meter(_workload(settings), record.devices) as meter:
-        model = meter.parallel(gpu0_bsz)
-        for _ in range(settings.steps):
-            yield meter.train(record, model, settings.batch_size).item()
-
-
-def _run(
-    name: str, settings: DemoSettings, num_devices: int, gpu0_bsz: int, on_step: Step
-) -> DemoRun:
-    with open_devices(
-        settings.num_devices, memory=settings.memory, symbolic=False, emulate=settings.emulate
-    ) as all_devices:
-        devices = all_devices[:num_devices]
-        losses: list[float] = []
-        record = StepRecord(devices)
-        with record.up_to_out_of_memory():
-            for loss in _train(settings, record, gpu0_bsz):
-                losses.append(loss)
-                on_step()
-    has_uses = settings.emulated and record.out_of_memory is None
-    return DemoRun(
-        name=name,
-        devices=tuple(map(str, devices)),
-        chunk_sizes=split_batch(settings.batch_size, num_devices, gpu0_bsz),
-        peak_bytes=record.peak_bytes,
-        breakdown=record.breakdown[0] if has_uses else None,
-        losses=tuple(losses),
-        seconds=record.seconds,
-        out_of_memory=record.out_of_memory,
-    )

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..errors import ArgumentError, ArgumentTypeError, ImbalanceWarning, ProbeError
-from ..split import best_values, even_share, split_batch
+from ..split import best_gpu0_bsz, even_share, split_batch
 from ..units import format_bytes
 
 
@@ -231,5 +231,5 @@ def _best_gpu0_bsz(usage: StepMemory) -> int | None:
         )
 
     even = even_share(batch_size, num_devices)
-    best = best_values({value: bottleneck_utilization(value) for value in range(even + 1)})
-    return chunk_sizes[0] if chunk_sizes[0] in best else best[-1]
+    utilizations = {value: bottleneck_utilization(value) for value in range(even + 1)}
+    return best_gpu0_bsz(utilizations, preferred=chunk_sizes[0])

@@ -37,7 +37,7 @@ class SplitPolicy:
         self._devices = devices
         self._number = None if isinstance(gpu0_bsz, str) else gpu0_bsz
         self.device_weights = None if device_weights is None else tuple(device_weights)
-        self._auto: AutoSplit | None = None
+        self.auto: AutoSplit | None = None
         self._is_checked = False
         if self.device_weights is not None:
             if isinstance(gpu0_bsz, str) or len(self.device_weights) != max(1, len(devices)):
@@ -47,7 +47,7 @@ class SplitPolicy:
                     f"{len(self.device_weights)} and gpu0_bsz={gpu0_bsz!r}"
                 )
         elif gpu0_bsz == "auto":
-            self._auto = AutoSplit(devices)
+            self.auto = AutoSplit(devices)
         elif self._number is None:
             raise ArgumentTypeError(
                 "gpu0_bsz must be an integer or 'auto', or None where device_weights are given, "
@@ -58,14 +58,14 @@ class SplitPolicy:
     @property
     def gpu0_bsz(self) -> int | None:
         """The most samples that the first device gets now; None if "auto" has seen no batch."""
-        return self._number if self._auto is None else self._auto.gpu0_bsz
+        return self._number if self.auto is None else self.auto.gpu0_bsz
 
     def split(self, batch_size: int) -> tuple[int, ...]:
         """Return the chunk size of each device."""
         if self.device_weights is not None:
             return split_by_weights(batch_size, self.device_weights, self._number)
-        if self._auto is not None:
-            return self._auto.split(batch_size)
+        if self.auto is not None:
+            return self.auto.split(batch_size)
         assert self._number is not None
         return split_batch(batch_size, max(1, len(self._devices)), self._number)
 
@@ -76,8 +76,8 @@ class SplitPolicy:
             BalanceWarning: the number has no effect on the first batch, or "auto" sees no
                 optimizer step.
         """
-        if batch_size and self._auto is not None:
-            self._auto.begin_call(module, batch_size)
+        if batch_size and self.auto is not None:
+            self.auto.begin_call(module, batch_size)
         elif batch_size and not self._is_checked:
             self._check(batch_size)
             self._is_checked = True
@@ -106,8 +106,8 @@ class SplitPolicy:
         sizes = zip(self._devices, chunk_sizes, strict=True)
         split = ", ".join(f"{device}: {size}" for device, size in sizes)
         fact = f"the batch of {sum(chunk_sizes)} was split {split}"
-        if self._auto is not None:
-            if self._auto.look_for_out_of_memory(has_failed=True):
+        if self.auto is not None:
+            if self.auto.look_for_out_of_memory(has_failed=True):
                 return f"{fact}. gpu0_bsz='auto' is now {self.gpu0_bsz}: the step may be repeated"
             return f"{fact}, and gpu0_bsz='auto' knows no better; lower the batch size"
         remedy = f"lower gpu0_bsz (now {self.gpu0_bsz})"

@@ -1,56 +1,55 @@
-"""The law of what each device needs, fitted to a handful of measured points. Pure arithmetic.
+"""Fit linear terms of memory to a handful of measured peaks. Pure arithmetic.
 
 What a device holds at one moment of a step grows linearly with the samples of its own chunk and, on
 the first device, with those of the whole batch. A peak is the highest of several moments, so it is
-the highest of a few such laws.
+the maximum of a few such terms.
 """
 
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import combinations, pairwise
 from typing import Protocol
-
-import torch
 
 from ..errors import ArgumentError
 
 LARGEST_RESIDUAL = 0.05
-"""Above it the laws do not describe the workload."""
+"""The residual above which a model does not describe the workload."""
 
 _GOOD_RESIDUAL = 0.001
-_MAX_LAWS = 3
+_MAX_TERMS = 3
 _MAX_ROUNDS = 10
 _MAX_STARTS = 16
-_WORTH_IT = 0.99
-"""A law with one more number has to be better, or the simpler one stays."""
+_IMPROVEMENT = 0.99
+"""The factor by which one more coefficient must lower the squared error to be worth it."""
 
 Point = tuple[int, int, int]
-"""Samples of the own chunk, samples of the whole batch, and the peak in bytes."""
+"""Samples of the device's chunk, samples of the whole batch, and the peak in bytes."""
 
 
 class MeasuredSplit(Protocol):
-    """What laws are fitted to: a split, and what each device held at most in each phase."""
+    """Describe what a model is fitted to: a split and the peaks of each phase of a step."""
 
     @property
     def chunk_sizes(self) -> tuple[int, ...]:
-        """What each device got."""
+        """Return the chunk size of each device."""
 
     @property
     def phase_peak_bytes(self) -> tuple[tuple[int, ...], ...]:
-        """The peaks of each device, one tuple for each phase that was told apart."""
+        """Return the peaks of each device, one tuple for each phase that was measured."""
 
 
 @dataclass(frozen=True, slots=True)
-class Law:
-    """Bytes at one moment of a step.
+class LinearTerm:
+    """Compute the bytes that a device holds at one moment of a step.
 
     Attributes:
-        fixed_bytes: whatever the batch.
-        own_bytes_per_sample: for each sample of the device's own chunk.
-        whole_bytes_per_sample: for each sample of the whole batch.
+        fixed_bytes: bytes that do not depend on the batch.
+        own_bytes_per_sample: bytes for each sample of the device's own chunk.
+        whole_bytes_per_sample: bytes for each sample of the whole batch.
     """
 
     fixed_bytes: float
@@ -58,7 +57,7 @@ class Law:
     whole_bytes_per_sample: float = 0.0
 
     def __call__(self, chunk_size: int, batch_size: int) -> float:
-        """Returns the bytes for a chunk of a batch."""
+        """Return the bytes for a chunk of a batch."""
         return (
             self.fixed_bytes
             + self.own_bytes_per_sample * chunk_size
@@ -68,62 +67,65 @@ class Law:
 
 @dataclass(frozen=True, slots=True)
 class MemoryModel:
-    """What each device needs at its peak, for any split of any batch.
+    """Predict the peak of each device, for any split of any batch.
+
+    A device's peak is the maximum of its linear terms.
 
     Attributes:
-        first_laws: those of device 0 with samples; its peak is the highest.
-        idle_laws: those of device 0 without samples, where no gradients are computed.
-        other_laws: those of every other device that has samples.
-        num_points: how many measurements they were fitted to.
-        residual: how far the farthest of these is off, as a part of what was measured.
+        first_terms: the terms of device 0 with samples.
+        idle_terms: the terms of device 0 without samples, where no gradients are computed.
+        other_terms: the terms of each other device that has samples.
+        num_points: number of measurements that the terms were fitted to.
+        residual: largest relative error among these measurements.
     """
 
-    first_laws: tuple[Law, ...]
-    idle_laws: tuple[Law, ...]
-    other_laws: tuple[Law, ...]
+    # Aliases are the keys in reports' files.
+    first_terms: tuple[LinearTerm, ...] = field(metadata={"alias": "first_laws"})
+    idle_terms: tuple[LinearTerm, ...] = field(metadata={"alias": "idle_laws"})
+    other_terms: tuple[LinearTerm, ...] = field(metadata={"alias": "other_laws"})
     num_points: int
     residual: float
 
     @property
-    def is_lawful(self) -> bool:
-        """Whether the laws describe the workload; where not, only measuring says what it needs."""
+    def is_accurate(self) -> bool:
+        """Return whether the model describes the workload; if not, only measuring helps."""
         return self.residual <= LARGEST_RESIDUAL
 
     def predict(self, chunk_sizes: Sequence[int]) -> tuple[int, ...]:
-        """Returns the peak bytes of each device for a split."""
+        """Return the peak bytes of each device for a split."""
         batch_size = sum(chunk_sizes)
         first, *others = chunk_sizes
-        first_laws = (self.first_laws if first else self.idle_laws) or self.first_laws
+        first_terms = (self.first_terms if first else self.idle_terms) or self.first_terms
         return (
-            round(_highest(first_laws or self.idle_laws, first, batch_size)),
-            *(round(_highest(self.other_laws, size, batch_size)) if size else 0 for size in others),
+            round(_maximum(first_terms or self.idle_terms, first, batch_size)),
+            *(round(_maximum(self.other_terms, n, batch_size)) if n else 0 for n in others),
         )
 
     @property
     def whole_bytes_per_sample(self) -> float:
-        """What device 0 holds for each sample of the whole batch: gathered outputs and the loss."""
-        return max(law.whole_bytes_per_sample for law in (*self.idle_laws, *self.first_laws))
+        """Return what device 0 holds of each sample of the batch: gathered outputs and loss."""
+        return max(term.whole_bytes_per_sample for term in (*self.idle_terms, *self.first_terms))
 
 
 def fit(splits: Iterable[MeasuredSplit], empty_bytes: int | None = None) -> MemoryModel:
-    """Returns the laws that fit the measured splits best, by least squares.
+    """Return the model that fits the measured splits best, by least squares.
 
     Args:
-        splits: of one workload on like devices, with the same phases. They should differ in the
-            chunk of device 0, and batches in size.
-        empty_bytes: what device 0 holds with an empty batch, if that is known; where all batches
-            have one size, it tells what is fixed from what grows with them.
+        splits: measurements of one workload on devices of one kind, with the same phases. The
+            chunk of device 0 and the batch size should vary.
+        empty_bytes: what device 0 holds with an empty batch, if known. If all batches have one
+            size, it separates fixed bytes from those that grow with the batch.
 
     Raises:
-        ArgumentError: no split, or none of several devices, is given.
+        ArgumentError: If there is no split, or only splits of a single device.
     """
     points = list(splits)
     if not points or len(points[0].chunk_sizes) < 2:
         raise ArgumentError("a memory model is fitted to measurements of two or more devices")
     empty = [] if empty_bytes is None else [(0, 0, empty_bytes)]
-    first_laws: list[Law] = []
-    idle_laws: list[Law] = []
-    other_laws: list[Law] = []
+    first_terms: list[LinearTerm] = []
+    idle_terms: list[LinearTerm] = []
+    other_terms: list[LinearTerm] = []
     for phase in range(len(points[0].phase_peak_bytes)):
         working: list[Point] = []
         idle: list[Point] = []
@@ -134,11 +136,11 @@ def fit(splits: Iterable[MeasuredSplit], empty_bytes: int | None = None) -> Memo
             (working if own else idle).append((own, sum(split.chunk_sizes), first))
             sized_peaks = zip(other_sizes, other_peaks, strict=True)
             others += [(size, 0, held) for size, held in sized_peaks if size]
-        first_laws += _fit_laws(working and working + empty)
-        idle_laws += _fit_laws(idle and idle + empty)
-        other_laws += _fit_laws(others)
+        first_terms += _fit_terms(working and working + empty)
+        idle_terms += _fit_terms(idle and idle + empty)
+        other_terms += _fit_terms(others)
     model = MemoryModel(
-        tuple(first_laws), tuple(idle_laws), tuple(other_laws), len(points), residual=0.0
+        tuple(first_terms), tuple(idle_terms), tuple(other_terms), len(points), residual=0.0
     )
     residual = max(
         abs(predicted - measured) / measured
@@ -151,76 +153,95 @@ def fit(splits: Iterable[MeasuredSplit], empty_bytes: int | None = None) -> Memo
     return replace(model, residual=residual)
 
 
-def _highest(laws: Iterable[Law], chunk_size: int, batch_size: int) -> float:
-    return max(law(chunk_size, batch_size) for law in laws)
+def _maximum(terms: Iterable[LinearTerm], chunk_size: int, batch_size: int) -> float:
+    return max(term(chunk_size, batch_size) for term in terms)
 
 
-def _fit_laws(points: Sequence[Point]) -> list[Law]:
-    """Returns as few laws as describe the points, none for none: a peak has several moments.
+def _fit_terms(points: Sequence[Point]) -> list[LinearTerm]:
+    """Return as few terms as describe the points, and none for no points.
 
     Source: alternating least squares for max-affine functions, Magnani and Boyd 2009,
     "Convex piecewise-linear fitting", Optimization and Engineering 10.
     """
-    best: list[Law] = []
-    if not points:
-        return best
-    for num_laws in range(1, _MAX_LAWS + 1):
-        for groups in _first_groups(points, num_laws):
-            laws = _alternate(points, groups)
-            if not best or _residual(laws, points) < _residual(best, points):
-                best = laws
-        if _residual(best, points) <= _GOOD_RESIDUAL:
+    best: list[LinearTerm] = []
+    lowest = math.inf
+    for num_terms in range(1, _MAX_TERMS + 1) if points else ():
+        for groups in _initial_groups(points, num_terms):
+            terms = _alternate(points, groups)
+            residual = max(
+                abs(_maximum(terms, own, whole) - held) / max(1, held)
+                for own, whole, held in points
+            )
+            if residual < lowest:
+                best, lowest = terms, residual
+        if lowest <= _GOOD_RESIDUAL:
             break
     return best
 
 
-def _first_groups(points: Sequence[Point], num_laws: int) -> Iterator[list[list[Point]]]:
-    """Yields ways to begin: the points in order of own chunk, batch or peak, cut in runs."""
-    for axis in range(3) if num_laws > 1 else (0,):
+def _initial_groups(points: Sequence[Point], num_terms: int) -> Iterator[list[list[Point]]]:
+    """Yield partitions to start from: points sorted by chunk, batch or peak, cut into runs."""
+    for axis in range(3) if num_terms > 1 else (0,):
         ordered = sorted(points, key=lambda point: point[axis])
-        ways = list(combinations(range(1, len(ordered)), num_laws - 1))
+        ways = list(combinations(range(1, len(ordered)), num_terms - 1))
         for cuts in ways[:: -(-len(ways) // _MAX_STARTS) or 1]:
             yield [ordered[i:j] for i, j in pairwise([0, *cuts, len(ordered)])]
 
 
-def _alternate(points: Sequence[Point], groups: list[list[Point]]) -> list[Law]:
-    laws: list[Law] = []
+def _alternate(points: Sequence[Point], groups: list[list[Point]]) -> list[LinearTerm]:
+    """Return a term for each group, after assigning each point to its highest term repeatedly."""
+    terms: list[LinearTerm] = []
     for _ in range(_MAX_ROUNDS):
-        found = [_fit_law(group) for group in groups if group]
-        if found == laws:
+        fitted = [_fit_term(group) for group in groups if group]
+        if fitted == terms:
             break
-        laws = found
-        groups = [[] for _ in laws]
+        terms = fitted
+        groups = [[] for _ in terms]
         for point in points:
-            heights = [law(point[0], point[1]) for law in laws]
+            heights = [term(point[0], point[1]) for term in terms]
             groups[heights.index(max(heights))].append(point)
-    return laws
+    return terms
 
 
-def _residual(laws: Sequence[Law], points: Sequence[Point]) -> float:
-    return max(abs(_highest(laws, own, whole) - held) / max(1, held) for own, whole, held in points)
+_COLUMNS: tuple[tuple[int, ...], ...] = ((0,), (1,), (2,), (0, 1), (0, 2), (1, 2), (0, 1, 2))
 
 
-_TERMS: tuple[tuple[int, ...], ...] = ((0,), (1,), (2,), (0, 1), (0, 2), (1, 2), (0, 1, 2))
+def _fit_term(points: Sequence[Point]) -> LinearTerm:
+    """Return the term with the least squared error among those without negative coefficients.
 
-
-def _fit_law(points: Sequence[Point]) -> Law:
-    """Returns the law with the least squared error and nothing negative in it.
-
-    Of the three numbers, each set that may be other than zero is tried, the smallest first. One
-    point is taken for proportional: as a constant, it would be above all smaller ones.
+    Each subset of the three coefficients is tried, the smallest first. A single point is fitted by
+    a proportional term: a constant one would exceed all smaller points.
     """
-    best, best_error = Law(0.0, 0.0), math.inf
-    held = torch.tensor([[float(held)] for _, _, held in points], dtype=torch.float64)
-    columns = torch.tensor([[1.0, own, whole] for own, whole, _ in points], dtype=torch.float64)
-    sets = _TERMS if len(points) > 1 else ((2,), (1,), (0,))
-    for names in sets:
-        rows = columns[:, list(names)]
-        found = torch.linalg.lstsq(rows, held, driver="gelsd").solution
-        error = float(((rows @ found - held) ** 2).sum())
-        if float(found.min()) >= 0 and error < best_error * _WORTH_IT:
-            values = [0.0, 0.0, 0.0]
-            for name, value in zip(names, found[:, 0].tolist(), strict=True):
-                values[name] = value
-            best, best_error = Law(*values), error
+    vectors = [[1] * len(points), *zip(*points, strict=True)]
+    products = [[sum(map(operator.mul, a, b)) for b in vectors] for a in vectors]
+    best, best_error = LinearTerm(0.0, 0.0), math.inf
+    for columns in _COLUMNS if len(points) > 1 else ((2,), (1,), (0,)):
+        coefficients, error = _solve(products, columns)
+        if min(coefficients) >= 0 and error < best_error * _IMPROVEMENT:
+            values = dict(zip(columns, coefficients, strict=True))
+            best = LinearTerm(*(values.get(column, 0.0) for column in range(3)))
+            best_error = error
     return best
+
+
+def _solve(products: Sequence[Sequence[int]], columns: Sequence[int]) -> tuple[list[float], float]:
+    """Return the least-squares coefficients of the columns, and their squared error.
+
+    Args:
+        products: inner products of the columns; the last column is fitted by the others. They are
+            integers, so that eliminating without division is exact.
+        columns: the columns to fit with. If they are linearly dependent, the error is infinite:
+            some of them fit as well as all.
+    """
+    chosen = (*columns, 3)
+    rows = [[products[i][j] for j in chosen] for i in chosen]
+    scale = 1
+    for k in range(len(columns)):
+        pivot = rows[k][k]
+        if not pivot:
+            return [0.0], math.inf
+        for i, row in enumerate(rows):
+            if i != k:
+                rows[i] = [pivot * a - row[k] * b for a, b in zip(row, rows[k], strict=True)]
+        scale *= pivot
+    return [row[-1] / row[k] for k, row in enumerate(rows[:-1])], rows[-1][-1] / scale

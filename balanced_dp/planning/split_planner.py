@@ -1,4 +1,4 @@
-"""Which ``gpu0_bsz`` to use, what it needs and what it costs. Pure arithmetic."""
+"""Plan the split of a batch from a memory model and capacities. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -7,20 +7,27 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ..errors import ArgumentError, InfeasiblePlanError
-from ..split import EQUAL, as_integer, even_share, split_batch, split_by_weights
+from ..split import (
+    as_integer,
+    best_gpu0_bsz,
+    even_share,
+    is_better,
+    split_batch,
+    split_by_weights,
+)
 from ..units import format_bytes
 from .memory_model import MemoryModel
 
 
 @dataclass(frozen=True, slots=True)
 class WeightedSplit:
-    """A share for each device, for capacities so unlike that no ``gpu0_bsz`` uses them all.
+    """Describe a split by ``device_weights``, for capacities that no ``gpu0_bsz`` makes use of.
 
     Attributes:
-        chunk_sizes: what each device gets of the batch, and the ``device_weights`` to give.
-        predicted_bytes: what each device needs at its peak.
+        chunk_sizes: the chunk size of each device, which may be passed as ``device_weights``.
+        predicted_bytes: the predicted peak of each device.
         max_batch_size: the largest batch that fits.
-        max_batch_chunk_sizes: its split.
+        max_batch_chunk_sizes: the chunk sizes of that batch.
     """
 
     chunk_sizes: tuple[int, ...]
@@ -31,25 +38,26 @@ class WeightedSplit:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A split of a batch, and what is predicted of it; lists are in the order of the devices.
+    """Describe a split of a batch and its predictions, in the order of the devices.
 
     Attributes:
-        batch_size: samples of the whole batch.
-        gpu0_bsz: the value whose fullest device is the least full.
-        chunk_sizes: what each device gets.
-        predicted_bytes: what each device needs at its peak.
-        capacity_bytes: what each device can hold.
-        reserve_bytes: what of it is kept free for what is not counted: contexts, workspaces.
-        headroom_bytes: what is left of each device's capacity beside need and reserve.
-        limiting_device: the index of the fullest device.
-        floor_bytes: what device 0 needs with ``gpu0_bsz=0``; no choice of it can lower that.
+        batch_size: samples in the whole batch.
+        gpu0_bsz: the value with the lowest utilization of the bottleneck device.
+        chunk_sizes: the chunk size of each device.
+        predicted_bytes: the predicted peak of each device.
+        capacity_bytes: the capacity of each device.
+        reserve_bytes: what is kept free of each capacity for contexts and workspaces, which are
+            not counted.
+        headroom_bytes: what each device has left of its capacity after its peak and the reserve.
+        limiting_device: the index of the bottleneck device.
+        floor_bytes: the peak of device 0 with ``gpu0_bsz=0``, which no value can lower.
         max_batch_size: the largest batch that fits.
         max_batch_gpu0_bsz: the value with which that batch fits.
-        even_bytes: what the even split of ``nn.DataParallel`` needs for the same batch.
+        even_bytes: the peaks of the same batch with the even split of ``nn.DataParallel``.
         even_max_batch_size: the largest batch that fits with the even split.
         time_cost: the largest chunk over the even one: how much longer the replicas compute.
-        weighted: a share for each device, where the capacities differ and that is better.
-        advice: what else would help, in sentences.
+        weighted: the split by ``device_weights``, if capacities differ and it is better.
+        advice: sentences about what else would help.
     """
 
     batch_size: int
@@ -71,22 +79,22 @@ class Plan:
 
     @property
     def budgets(self) -> list[int]:
-        """The bytes of each device that may be filled."""
+        """Return the bytes of each device that may be used: its capacity less the reserve."""
         return [capacity - self.reserve_bytes for capacity in self.capacity_bytes]
 
 
 def plan(model: MemoryModel, batch_size: int, capacities: Sequence[int], reserve: int = 0) -> Plan:
-    """Returns the ``gpu0_bsz`` with the lowest utilization of the fullest device.
+    """Return the plan with the lowest utilization of the bottleneck device.
 
     Args:
-        model: what each device needs.
-        batch_size: samples of the whole batch, at least 1.
-        capacities: what each device can hold, in bytes; they may differ.
-        reserve: bytes of each that are not to be planned with.
+        model: predicts the peak of each device.
+        batch_size: samples in the whole batch, at least 1.
+        capacities: capacity of each device in bytes; they may differ.
+        reserve: bytes of each capacity to keep free.
 
     Raises:
-        ArgumentError: a device has no capacity left beside the reserve, or there is no batch.
-        InfeasiblePlanError: no value makes the batch fit.
+        ArgumentError: If the batch is empty, or a capacity does not exceed the reserve.
+        InfeasiblePlanError: If the batch fits with no value.
     """
     check_batch(batch_size, capacities, reserve)
     best = Planner(model, [c - reserve for c in capacities]).best_gpu0_bsz(batch_size)
@@ -104,26 +112,26 @@ def describe(
     *,
     gather: bool = True,
 ) -> Plan:
-    """Returns the plan with a given value, whether it fits or not; arguments as of ``plan``.
+    """Return the plan with a given value, whether it fits or not.
 
-    Where outputs are not gathered, there is no advice to leave them where they are.
+    Arguments are those of ``plan``. With ``gather=False`` there is no advice about gathering.
     """
     budgets = [capacity - reserve for capacity in capacities]
     planner = Planner(model, budgets)
     chunk_sizes = split_batch(batch_size, len(budgets), gpu0_bsz)
     needs = model.predict(chunk_sizes)
-    max_batch_size = planner.max_batch_size(planner.tightest_gpu0_bsz)
-    max_batch_gpu0_bsz = planner.tightest_gpu0_bsz(max_batch_size)
+    max_batch_size = planner.max_batch_size(planner.balanced_gpu0_bsz)
+    max_batch_gpu0_bsz = planner.balanced_gpu0_bsz(max_batch_size)
     utilization = utilizations(needs, budgets)
     if max_batch_size < batch_size and max(utilization) <= 1:
-        # With unlike capacities a batch may fit though a smaller one does not: the last device of
-        # a split gets what is left over.
+        # If capacities differ, a batch may fit though a smaller one does not: the last device of
+        # an even split gets the remainder.
         max_batch_size, max_batch_gpu0_bsz = batch_size, gpu0_bsz
     weighted = planner.weighted_split(batch_size) if len(set(budgets)) > 1 else None
     if (
         weighted is not None
         and weighted.max_batch_size <= max_batch_size
-        and max(utilizations(weighted.predicted_bytes, budgets)) >= max(utilization) * (1 - EQUAL)
+        and not is_better(max(utilizations(weighted.predicted_bytes, budgets)), max(utilization))
     ):
         weighted = None
     even = even_share(batch_size, len(budgets))
@@ -149,7 +157,7 @@ def describe(
 
 
 def check_fits(found: Plan, held_bytes: Sequence[int]) -> None:
-    """Raises InfeasiblePlanError where a device would hold more than it can beside the reserve."""
+    """Raise InfeasiblePlanError if a device holds more than its capacity less the reserve."""
     lacks = [
         f"device {i} needs {format_bytes(held)} and lacks {format_bytes(held - budget)}"
         for i, (held, budget) in enumerate(zip(held_bytes, found.budgets, strict=True))
@@ -169,17 +177,17 @@ def check_fits(found: Plan, held_bytes: Sequence[int]) -> None:
 
 
 def utilizations(held_bytes: Sequence[int], budgets: Sequence[int]) -> list[float]:
-    """Returns what each device holds as a part of what it may hold."""
+    """Return the fraction of its budget that each device holds."""
     return [held / budget for held, budget in zip(held_bytes, budgets, strict=True)]
 
 
 def check_batch(batch_size: int, capacities: Sequence[int], reserve: int) -> None:
-    """Raises ArgumentError where there is no batch, or not two devices that hold more than that."""
+    """Raise ArgumentError if the batch is empty or fewer than two devices exceed the reserve."""
     as_integer("batch_size", batch_size, minimum=1)
     as_integer("reserve", reserve, minimum=0)
     if len(capacities) < 2 or min(capacities) <= reserve:
         raise ArgumentError(
-            "a plan is for two or more devices that can hold more than the reserve of "
+            "a plan is for two or more devices with capacities above the reserve of "
             f"{format_bytes(reserve)}, got {', '.join(map(format_bytes, capacities)) or 'none'}"
             + " (--reserve lowers it)"
             * (len(capacities) > 1)
@@ -187,57 +195,56 @@ def check_batch(batch_size: int, capacities: Sequence[int], reserve: int) -> Non
 
 
 class Planner:
-    """Finds values for a model of memory and the bytes that each device may hold."""
+    """Find values of ``gpu0_bsz`` for a memory model and the bytes that each device may hold."""
 
     def __init__(self, model: MemoryModel, budgets: Sequence[int]) -> None:
         self.model = model
         self.budgets = budgets
 
     def utilizations(self, batch_size: int, gpu0_bsz: int) -> tuple[float, float]:
-        """Returns that of device 0 and that of the fullest of the others."""
+        """Return the utilization of device 0, and the highest one of the other devices."""
         needs = self.model.predict(split_batch(batch_size, len(self.budgets), gpu0_bsz))
         first, *others = utilizations(needs, self.budgets)
         return first, max(others)
 
     def utilization(self, batch_size: int, gpu0_bsz: int) -> float:
-        """Returns that of the fullest device."""
+        """Return the utilization of the bottleneck device."""
         return max(self.utilizations(batch_size, gpu0_bsz))
 
     def even_share(self, batch_size: int) -> int:
-        """Returns the value that splits evenly."""
+        """Return the value that splits evenly."""
         return even_share(batch_size, len(self.budgets))
 
-    def tightest_gpu0_bsz(self, batch_size: int) -> int:
-        """Returns the value whose fullest device is the least full.
+    def best_gpu0_bsz(self, batch_size: int) -> int:
+        """Return the value with the lowest utilization, the largest of equally good ones."""
+        values = range(self.even_share(batch_size) + 1)
+        return best_gpu0_bsz({value: self.utilization(batch_size, value) for value in values})
 
-        With each sample device 0 grows and the others do not: the best is where they cross.
+    def balanced_gpu0_bsz(self, batch_size: int) -> int:
+        """Return the value with the lowest utilization, by bisection, for batches of any size.
+
+        With each sample device 0 gets fuller and the others do not, so the lowest utilization is
+        where they cross.
         """
 
-        def first_is_fuller(gpu0_bsz: int) -> bool:
+        def others_are_fuller(gpu0_bsz: int) -> bool:
             first, others = self.utilizations(batch_size, gpu0_bsz)
-            return first >= others
+            return first < others
 
         even = self.even_share(batch_size)
-        crossing = bisect.bisect_left(range(even + 1), True, key=first_is_fuller)
-        # One more below: the even split gives the others' remainder to other devices.
+        crossing = _num_fitting(others_are_fuller, range(even + 1))
+        # One more below: the even split assigns what is left over to other devices.
         candidates = range(max(0, crossing - 2), min(even, crossing) + 1)
         return min(candidates, key=lambda value: self.utilization(batch_size, value))
 
-    def best_gpu0_bsz(self, batch_size: int) -> int:
-        """Returns the largest value that is as good as the tightest."""
-        best = self.tightest_gpu0_bsz(batch_size)
-        limit = self.utilization(batch_size, best) * (1 + EQUAL)
-        most = self.even_share(batch_size) - best
-        return best + _largest(lambda n: self.utilization(batch_size, best + n) <= limit, most)
-
     def max_batch_size(self, choose: Callable[[int], int]) -> int:
-        """Returns the largest batch, to 2**24, that fits with the value ``choose`` gives, or 0."""
+        """Return the largest batch, up to 2**24, that fits with the chosen ``gpu0_bsz``, or 0."""
         return _largest_batch(lambda size: self.utilization(size, choose(size)) <= 1)
 
     def largest_chunks(self, batch_size: int, utilization: float = 1.0) -> tuple[int, ...] | None:
-        """Returns the most samples that each device holds up to a utilization.
+        """Return the largest chunk that each device holds up to a utilization.
 
-        None where device 0 is fuller without any, by what it gathers of the batch.
+        None if what device 0 gathers of the batch exceeds it even without samples of its own.
         """
 
         def fits_first(size: int) -> bool:
@@ -249,28 +256,28 @@ class Planner:
                 _, held = self.model.predict((batch_size - size, size))
                 return held / budget <= utilization
 
-            return _largest(fits, batch_size)
+            return _num_fitting(fits, range(1, batch_size + 1))
 
-        size = _largest(fits_first, batch_size)
+        size = _num_fitting(fits_first, range(1, batch_size + 1))
         if not size and not fits_first(0):
             return None
         return size, *map(largest_other, self.budgets[1:])
 
     def weighted_split(self, batch_size: int) -> WeightedSplit:
-        """Returns the split whose fullest device is the least full of all splits."""
+        """Return the split with the lowest utilization of all splits."""
 
-        def holds(size: int, utilization: float = 1.0) -> bool:
+        def fits(size: int, utilization: float = 1.0) -> bool:
             return sum(self.largest_chunks(size, utilization) or ()) >= size
 
         def chunk_sizes(size: int) -> tuple[int, ...]:
             low, high = 0.0, self.utilization(size, self.even_share(size))
             for _ in range(_BISECTIONS):
                 middle = (low + high) / 2
-                low, high = (low, middle) if holds(size, middle) else (middle, high)
-            # In proportion to what each could hold, none gets more than that.
+                low, high = (low, middle) if fits(size, middle) else (middle, high)
+            # Weighted by what each could hold, no device gets more than that.
             return split_by_weights(size, self.largest_chunks(size, high) or self.budgets)
 
-        sizes, largest = chunk_sizes(batch_size), _largest_batch(holds)
+        sizes, largest = chunk_sizes(batch_size), _largest_batch(fits)
         return WeightedSplit(
             chunk_sizes=sizes,
             predicted_bytes=self.model.predict(sizes),
@@ -279,17 +286,13 @@ class Planner:
         )
 
 
-def _largest(fits: Callable[[int], bool], limit: int) -> int:
-    """Returns the largest number from 1 to the limit that fits, as smaller ones do, or 0."""
-    return bisect.bisect_left(range(1, limit + 1), True, key=lambda number: not fits(number))
-
-
 def _largest_batch(fits: Callable[[int], bool]) -> int:
-    """Returns the largest batch size, to 2**24, that fits, or 0."""
-    limit = 1
-    while limit < _LARGEST_BATCH and fits(limit):
-        limit *= 2
-    return _largest(fits, limit)
+    return _num_fitting(fits, range(1, _LARGEST_BATCH + 1))
+
+
+def _num_fitting(fits: Callable[[int], bool], numbers: range) -> int:
+    """Return how many of the numbers fit, where each one below a fitting one fits as well."""
+    return bisect.bisect_left(numbers, True, key=lambda number: not fits(number))
 
 
 _LARGEST_BATCH = 2**24
@@ -310,16 +313,16 @@ def _advice(
         return ()
     fact = (
         f"no value of gpu0_bsz balances this: without any samples device 0 needs "
-        f"{format_bytes(floor_bytes)}, the fullest of the others {format_bytes(max(needs[1:]))}"
+        f"{format_bytes(floor_bytes)}, and no other device more than {format_bytes(max(needs[1:]))}"
     )
     if not gather or whole_bytes == 0:
-        return (f"{fact}: parameters, gradients and optimizer state, which a larger batch dwarfs",)
+        return (f"{fact}: parameters, gradients and optimizer state; a larger batch helps",)
     return (
         f"{fact}. Gathering the outputs of {batch_size} samples and their loss costs device 0 "
         f"{format_bytes(whole_bytes)} ({format_bytes(model.whole_bytes_per_sample)} a sample). "
-        "A loss computed on each device spares it that",
+        "A loss that is computed on each device avoids this",
     )
 
 
 _BALANCED = 0.10
-"""By how much the fullest device may be fuller than the others without a word."""
+"""How much fuller than the others the bottleneck device may be without advice, as a fraction."""

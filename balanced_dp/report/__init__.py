@@ -1,4 +1,4 @@
-"""Reports as files, Markdown and HTML. Needs the extra ``report``: pydantic, jinja2, matplotlib."""
+"""Write reports as JSON, Markdown and HTML. Requires the extra ``report``."""
 
 try:
     from .compare import Comparison, compare_reports

@@ -1,4 +1,4 @@
-"""Whether one report is worse than another."""
+"""Compare two reports."""
 
 from __future__ import annotations
 
@@ -7,19 +7,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..errors import ArgumentError
-from ..memory.step_memory import spread
 from ..tuning.report_types import Report
 from .tables import speed
 
 METRICS: dict[str, Callable[[Report], float]] = {
     "peak": lambda report: max(report.chosen.peak_bytes),
-    "imbalance": lambda report: spread(report.chosen.peak_bytes),
+    "imbalance": lambda report: report.chosen.imbalance,
     "max_batch": lambda report: report.plan.max_batch_size,
     "speed": lambda report: speed(report.chosen),
 }
-"""What can be compared: the fullest device's peak in bytes, (max - min) / max of the peaks, the
-largest batch that fits, and samples a second (measured on accelerators; elsewhere the even chunk
-over the largest)."""
+"""The bottleneck device's peak in bytes, (max - min) / max of the peaks, the largest batch that
+fits, and samples per second (on emulated devices the even chunk over the largest one)."""
 
 _HIGHER_IS_BETTER = {"max_batch", "speed"}
 _LIMIT = re.compile(r"\s*(\w+)\s*:\s*(\d+(?:\.\d+)?)\s*(%?)\s*")
@@ -27,15 +25,16 @@ _LIMIT = re.compile(r"\s*(\w+)\s*:\s*(\d+(?:\.\d+)?)\s*(%?)\s*")
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """One metric of two reports.
+    """Hold one metric of two reports.
 
     Attributes:
         metric: one of ``METRICS``.
-        before: of the first report.
-        after: of the second.
-        worsened: by how much it is worse, as it is compared with the limit; negative if better.
-        limit: how much worse it may be, or None where that was not asked.
-        is_relative: whether the limit is a part of the first report's figure.
+        before: the value of the first report.
+        after: the value of the second report.
+        worsened: how much worse the second is, absolute or relative as the limit; negative if it
+            is better.
+        limit: how much worse it may be, or None without a limit.
+        is_relative: whether the limit is a fraction of the first report's value.
     """
 
     metric: str
@@ -47,22 +46,22 @@ class Comparison:
 
     @property
     def failed(self) -> bool:
-        """Whether it is worse by more than the limit."""
+        """Return whether the second is worse by more than the limit."""
         return self.limit is not None and self.worsened > self.limit
 
 
 def compare_reports(before: Report, after: Report, limits: str = "") -> tuple[Comparison, ...]:
-    """Returns how the chosen split of each report compares, metric by metric.
+    """Compare the chosen splits of two reports, metric by metric.
 
     Args:
-        before: the report to compare with.
-        after: the report in question.
-        limits: what may be worse and by how much, such as ``"peak:5%,imbalance:0.1"``; with ``%``
-            relative to the first report, else absolute.
+        before: the first report.
+        after: the second report.
+        limits: how much worse metrics may be, such as ``"peak:5%,imbalance:0.1"``, relative to the
+            first report with ``%``, otherwise absolute.
 
     Raises:
-        ArgumentError: the limits cannot be read, or the reports are of different workloads, batch
-            sizes, numbers of devices, precisions or kinds of devices.
+        ArgumentError: If the limits are malformed, or the reports differ in workload, batch size,
+            number of devices, precision or kind of devices.
     """
     allowed = _parse(limits)
     for (name, old), (_, new) in zip(_settings(before), _settings(after), strict=True):

@@ -1,4 +1,4 @@
-"""A report as one HTML page that needs nothing else."""
+"""Render reports as one self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from . import tables
 
 
 def report_html(reports: Sequence[Report]) -> str:
-    """Returns a page with a section for each report: words, tables and plots, no network."""
-    from .plots import report_plots  # only where it is needed: matplotlib takes a while to import
+    """Return a page with text, tables and plots of each report, which needs no network."""
+    from .plots import report_plots  # matplotlib is slow to import
 
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("balanced_dp.report", "."),

@@ -1,4 +1,4 @@
-"""Reports as JSON files, and those that pytest-benchmark writes."""
+"""Read and write reports as JSON, and read those of pytest-benchmark."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from ..errors import ArgumentError, ReportError
-from ..tuning.report_types import SCHEMA, Origin, Report
+from ..tuning.report_types import SCHEMA, Provenance, Report
 from ..tuning.step_benchmark import Measurement
 from ..tuning.tuner import report_of_measurements
 
@@ -20,26 +20,26 @@ _REPORT = TypeAdapter(Report)
 _MEASUREMENT = TypeAdapter(Measurement)
 
 BENCHMARK_KEY = "balanced_dp"
-"""Under this key of a benchmark's ``extra_info`` is what a report is made of."""
+"""The key of a benchmark's ``extra_info`` under which the content of a report is stored."""
 
 
 def report_json(report: Report) -> str:
-    """Returns the report as JSON; sizes are integers in bytes, lists in the order of devices."""
-    return _REPORT.dump_json(report, indent=2).decode() + "\n"
+    """Return the report as JSON; sizes are integers in bytes, lists in the order of devices."""
+    return _REPORT.dump_json(report, indent=2, by_alias=True).decode() + "\n"
 
 
 def save_report(report: Report, path: str | Path) -> None:
-    """Writes the report as JSON, whole or not at all."""
+    """Write the report as JSON, atomically."""
     write_atomically(Path(path), report_json(report))
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Writes a file so that others see the old one or the new one and nothing between.
+    """Write a file so that readers see either the old content or the new one.
 
     Raises:
-        ArgumentError: there is no such folder, or it cannot be written to.
+        ArgumentError: If there is no such folder, or it is not writable.
     """
-    path = path.resolve()  # what a link points to, and not the link
+    path = path.resolve()  # a link stays a link
     beside = path.with_name(f".balanced-dp.{os.getpid()}.tmp")
     try:
         if path.exists() and not path.is_file():  # a pipe or a terminal
@@ -56,13 +56,13 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def load_reports(path: str | Path) -> tuple[Report, ...]:
-    """Returns the reports of a file: one, or of pytest-benchmark's JSON one for each workload.
+    """Return the reports of a file, from pytest-benchmark's JSON one for each workload.
 
     Args:
-        path: a file that ``save_report`` or ``pytest --benchmark-json`` wrote.
+        path: a file written by ``save_report`` or ``pytest --benchmark-json``.
 
     Raises:
-        ReportError: the file cannot be read, is cut off, is of another kind or another version.
+        ReportError: If the file cannot be read, is truncated, or is of another kind or version.
     """
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -71,7 +71,7 @@ def load_reports(path: str | Path) -> tuple[Report, ...]:
     except UnicodeDecodeError:
         raise ReportError(f"{path} is no report: it is not text") from None
     except (ValueError, RecursionError) as error:
-        raise ReportError(f"{path} is no report, or one that is cut off: {error}") from None
+        raise ReportError(f"{path} is no report, or a truncated one: {error}") from None
     if isinstance(content, dict) and "benchmarks" in content and "machine_info" in content:
         try:
             return _of_benchmarks(path, content)
@@ -81,11 +81,11 @@ def load_reports(path: str | Path) -> tuple[Report, ...]:
             ) from None
     if not isinstance(content, dict) or not {"schema", "plan", "measurements"} <= content.keys():
         raise ReportError(
-            f"{path} is JSON, but no report of balanced-dp and none of pytest-benchmark"
+            f"{path} is JSON, but neither a report of balanced-dp nor one of pytest-benchmark"
         )
     if type(content["schema"]) is not int or content["schema"] != SCHEMA:
         raise ReportError(
-            f"{path} has version {content['schema']!r} of a report's fields, and this balanced-dp "
+            f"{path} has version {content['schema']!r} of a report's fields, but this balanced-dp "
             f"reads version {SCHEMA}; read it with the balanced-dp that wrote it, or tune again"
         )
     report: Report = _validated(_REPORT, content, path)
@@ -94,21 +94,21 @@ def load_reports(path: str | Path) -> tuple[Report, ...]:
 
 
 def _check_consistent(report: Report, path: str | Path) -> None:
-    """Raises ReportError where figures contradict each other: words and plots rely on them."""
+    """Raise ReportError if figures on which tables and plots rely contradict each other."""
     plan, num_devices = report.plan, len(report.plan.chunk_sizes)
     measured = [m for m in (report.chosen, report.even, report.weighted, *report.measurements) if m]
     lists = [plan.predicted_bytes, plan.capacity_bytes, plan.headroom_bytes, plan.even_bytes]
     for m in measured:
         lists += [m.chunk_sizes, *m.phase_peak_bytes]
-    laws = (*report.model.first_laws, *report.model.idle_laws, *report.model.other_laws)
-    figures = [figure for law in laws for figure in dataclasses.astuple(law)]
+    terms = (*report.model.first_terms, *report.model.idle_terms, *report.model.other_terms)
+    coefficients = [number for term in terms for number in dataclasses.astuple(term)]
     problem = None
-    if any(len(figures) != num_devices for figures in lists):
+    if any(len(entries) != num_devices for entries in lists):
         problem = f"not every list has {num_devices} entries, one for each device"
-    elif not all(0 <= figure < math.inf for figure in figures):
-        problem = "a law is not a finite number"
-    elif not (report.model.other_laws and (report.model.first_laws or report.model.idle_laws)):
-        problem = "it has no laws"
+    elif not all(0 <= number < math.inf for number in coefficients):
+        problem = "a linear term is negative or not finite"
+    elif not (report.model.other_terms and (report.model.first_terms or report.model.idle_terms)):
+        problem = "it has no linear terms"
     elif min(plan.budgets) <= 0 or plan.batch_size < 1 or not max(report.chosen.peak_bytes):
         problem = "it has no capacity, no batch or no peak"
     elif not any(m.batch_size == plan.batch_size for m in report.measurements):
@@ -129,7 +129,7 @@ def _validated(adapter: TypeAdapter[Any], content: Any, path: str | Path) -> Any
 
 
 def _of_benchmarks(path: str | Path, content: dict[str, Any]) -> tuple[Report, ...]:
-    """Returns a report for each workload among pytest-benchmark's results."""
+    """Return a report for each workload among pytest-benchmark's results."""
     sweeps: dict[str, list[dict[str, Any]]] = {}
     for benchmark in content["benchmarks"]:
         record = benchmark.get("extra_info", {}).get(BENCHMARK_KEY)
@@ -143,7 +143,7 @@ def _of_benchmarks(path: str | Path, content: dict[str, Any]) -> tuple[Report, .
     machine = content["machine_info"]
     reports = []
     for records in sweeps.values():
-        origin = Origin(
+        provenance = Provenance(
             created=content["datetime"],
             command=records[0]["command"],
             versions=records[0]["versions"],
@@ -156,7 +156,7 @@ def _of_benchmarks(path: str | Path, content: dict[str, Any]) -> tuple[Report, .
         reports.append(
             report_of_measurements(
                 [_validated(_MEASUREMENT, record["measurement"], path) for record in records],
-                origin,
+                provenance,
                 records[0]["capacities"],
                 num_parameters=records[0]["num_parameters"],
                 precision=records[0]["precision"],

@@ -1,4 +1,4 @@
-"""A report as Markdown."""
+"""Render a report as Markdown."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from . import tables
 
 
 def report_markdown(report: Report) -> str:
-    """Returns the report's words and tables as Markdown."""
+    """Return the text and tables of the report as Markdown."""
     parts = [
         f"# {_escaped(tables.title(report))}",
         f"```python\n{tables.lines(report)}\n```",
@@ -18,7 +18,7 @@ def report_markdown(report: Report) -> str:
         "## Which gpu0_bsz",
         _table(tables.candidate_table(report)),
         "## Where this comes from",
-        _table(tables.origin_table(report)),
+        _table(tables.provenance_table(report)),
     ]
     return "\n\n".join(parts) + "\n"
 

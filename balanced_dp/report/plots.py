@@ -1,4 +1,4 @@
-"""The plots of a report, as SVG to stand in a page."""
+"""Draw the plots of a report as SVG."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _USES = {
 
 
 def _as_svg(draw: Callable[[Axes, Report], None]) -> Callable[[Report], str]:
-    """Makes a function that returns as SVG what the decorated one draws."""
+    """Return a function that returns the drawing of the decorated one as SVG."""
 
     @functools.wraps(draw)
     def plot(report: Report) -> str:
@@ -58,7 +58,7 @@ def _as_svg(draw: Callable[[Axes, Report], None]) -> Callable[[Report], str]:
 
 @_as_svg
 def peaks_plot(axes: Axes, report: Report) -> None:
-    """Draws the peak of each device against ``gpu0_bsz``: lines predicted, points measured."""
+    """Draw the peak of each device against ``gpu0_bsz``: lines predicted, points measured."""
     plan, swept = report.plan, candidates(report)
     scale, unit = byte_scale(max(report.even.peak_bytes + report.chosen.peak_bytes))
     num_devices = len(plan.chunk_sizes)
@@ -113,7 +113,7 @@ def peaks_plot(axes: Axes, report: Report) -> None:
 
 @_as_svg
 def breakdown_plot(axes: Axes, report: Report) -> None:
-    """Draws what fills each device at its peak, with the even split and the chosen one."""
+    """Draw the breakdown of each device's peak, with the even split and the chosen one."""
     pairs = list(zip(report.even.breakdown, report.chosen.breakdown, strict=True))
     positions = [device + offset for device in range(len(pairs)) for offset in (-0.2, 0.2)]
     bars = [uses for pair in pairs for uses in pair]
@@ -136,7 +136,7 @@ def stacked_bars(
     width: float,
     scale: float,
 ) -> None:
-    """Draws bytes by use in units of ``scale``, as far as they are visible."""
+    """Draw bytes by use in units of ``scale``, without those too small to see."""
     highest = max(sum(uses.values()) for uses in bars)
     bottom = [0.0] * len(bars)
     for name in dict.fromkeys(name for uses in bars for name in uses):
@@ -149,7 +149,7 @@ def stacked_bars(
 
 @_as_svg
 def batch_plot(axes: Axes, report: Report) -> None:
-    """Draws the largest batch that fits, and the speed, against ``gpu0_bsz``."""
+    """Draw the largest batch that fits and the speed against ``gpu0_bsz``."""
     plan = report.plan
     planner = Planner(report.model, plan.budgets)
     num_devices = len(plan.chunk_sizes)
@@ -182,7 +182,7 @@ def batch_plot(axes: Axes, report: Report) -> None:
 
 @_as_svg
 def prediction_plot(axes: Axes, report: Report) -> None:
-    """Draws predicted against measured peaks, of all measurements."""
+    """Draw predicted against measured peaks."""
     ran = [m for m in report.measurements if m.status == "ok" and m.gpu0_bsz is not None]
     scale, unit = byte_scale(max(max(m.peak_bytes) for m in ran))
     for name, colour, devices in (
@@ -208,7 +208,7 @@ def prediction_plot(axes: Axes, report: Report) -> None:
 
 
 def report_plots(report: Report) -> dict[str, str]:
-    """Returns the plots of a report by their headings."""
+    """Return the plots of a report by heading."""
     return {
         "The peak of each device, for each gpu0_bsz": peaks_plot(report),
         "What fills each device": breakdown_plot(report),
@@ -226,7 +226,7 @@ def _legend_below(axes: Axes) -> None:
 
 
 def svg(draw: Callable[[Figure], None], size: tuple[float, float] = (6.4, 4.8)) -> str:
-    """Returns a figure of this size in inches, in the style of the reports."""
+    """Return a figure in the style of the reports; the size is in inches."""
     with mpl.rc_context(_STYLE):
         figure = Figure(figsize=size, layout="constrained")
         draw(figure)

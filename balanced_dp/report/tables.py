@@ -1,13 +1,12 @@
-"""The words and tables of a report, the same on the terminal, in Markdown and in HTML."""
+"""Compose the text and tables of a report, for the terminal, Markdown and HTML."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..memory.step_memory import spread
 from ..planning.split_planner import utilizations
-from ..split import EQUAL, even_share
+from ..split import even_share, is_better
 from ..tuning.report_types import Report
 from ..tuning.step_benchmark import Measurement
 from ..units import format_bytes
@@ -21,7 +20,7 @@ _MODES = {
 
 @dataclass(frozen=True, slots=True)
 class TextTable:
-    """A table of text; ``marked`` is the index of the row to point out, or None."""
+    """Hold a table of text; ``marked`` is the index of the highlighted row, or None."""
 
     headers: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
@@ -29,13 +28,13 @@ class TextTable:
 
 
 def title(report: Report) -> str:
-    """Returns what the report is about."""
+    """Return the title of the report."""
     plan = report.plan
     return f"{report.workload}, batches of {plan.batch_size}, {len(plan.chunk_sizes)} devices"
 
 
 def how_measured(report: Report) -> str:
-    """Returns what the figures rest on."""
+    """Return a sentence on how the figures were measured."""
     reserve = report.plan.reserve_bytes
     precision = f"autocast to {report.precision}" if report.precision else "no autocast"
     loss = "outputs gathered" if report.gather else "loss on each device"
@@ -44,24 +43,26 @@ def how_measured(report: Report) -> str:
         f"{precision}, {loss}."
     )
     if reserve:
-        sentence += f" {format_bytes(reserve)} of each device are left for contexts and workspaces."
+        sentence += (
+            f" {format_bytes(reserve)} of each device are kept free for contexts and workspaces."
+        )
     return sentence
 
 
 def lines(report: Report) -> str:
-    """Returns what to write in a training script."""
+    """Return the lines for a training script."""
     criterion = "" if report.gather else "\ncriterion = BalancedCriterion(criterion)"
     return f"model = {report.line}{criterion}"
 
 
 def summary(report: Report) -> tuple[str, ...]:
-    """Returns what the plan comes to, in sentences."""
+    """Return the sentences that summarize the plan."""
     plan = report.plan
     even = "memory runs out"
     if report.even.status == "ok":
-        even = f"it is {_fullest(report, report.even)}"
+        even = f"it is {_bottleneck(report, report.even)}"
     sentences = [
-        f"The fullest is {_fullest(report, report.chosen)}; with the even split {even}.",
+        f"The bottleneck is {_bottleneck(report, report.chosen)}; with the even split {even}.",
         f"The largest batch that fits is {plan.max_batch_size}, with "
         f"gpu0_bsz={plan.max_batch_gpu0_bsz}; with the even split it is "
         f"{plan.even_max_batch_size}.",
@@ -69,15 +70,16 @@ def summary(report: Report) -> tuple[str, ...]:
     ]
     if plan.weighted is not None and report.weighted is not None:
         sentences.append(
-            f"With a share for each device the fullest is {_fullest(report, report.weighted)}, and "
-            f"the largest batch that fits is {plan.weighted.max_batch_size}: {report.weighted_line}"
+            f"With device_weights the bottleneck is {_bottleneck(report, report.weighted)}, and "
+            f"the largest batch that fits is {plan.weighted.max_batch_size}: "
+            f"{report.weighted_line}"
         )
     sentences += _alternative(report)
     return (*sentences, *(f"{text[0].upper()}{text[1:]}." for text in report.advice))
 
 
 def _alternative(report: Report) -> list[str]:
-    """Returns how the loss computed elsewhere compares, where it makes a difference."""
+    """Return how the opposite of ``gather`` compares, if that makes a difference."""
     other = report.alternative
     where = "the outputs gathered and their loss computed on device 0"
     if report.gather:
@@ -89,23 +91,23 @@ def _alternative(report: Report) -> list[str]:
         max(utilizations(measured.peak_bytes, report.plan.budgets))
         for measured in (report.chosen, other.chosen)
     )
-    if abs(ours - theirs) <= EQUAL * ours:
+    if not is_better(ours, theirs) and not is_better(theirs, ours):
         return []
     return [
-        f"With {where} and gpu0_bsz={other.plan.gpu0_bsz} the fullest is "
-        f"{_fullest(report, other.chosen)}, and the largest batch that fits is "
+        f"With {where} and gpu0_bsz={other.plan.gpu0_bsz} the bottleneck is "
+        f"{_bottleneck(report, other.chosen)}, and the largest batch that fits is "
         f"{other.plan.max_batch_size}."
     ]
 
 
-def _fullest(report: Report, measured: Measurement) -> str:
+def _bottleneck(report: Report, measured: Measurement) -> str:
     full = utilizations(measured.peak_bytes, report.plan.budgets)
     index = full.index(max(full))
     return f"device {index} with {format_bytes(measured.peak_bytes[index])}, {max(full):.0%} full"
 
 
 def device_table(report: Report) -> TextTable:
-    """Returns what each device gets, holds and has left."""
+    """Return the chunk size, the capacity and the peaks of each device."""
     plan = report.plan
     columns = (
         map(str, plan.chunk_sizes),
@@ -123,7 +125,7 @@ def device_table(report: Report) -> TextTable:
 
 
 def candidate_table(report: Report) -> TextTable:
-    """Returns the measured values of ``gpu0_bsz`` for the planned batch."""
+    """Return the table of measured values of ``gpu0_bsz`` for the planned batch."""
     swept = candidates(report)
     scale, unit = byte_scale(max(max(m.peak_bytes) for m in swept))
     rows = []
@@ -137,7 +139,7 @@ def candidate_table(report: Report) -> TextTable:
                 if len(set(others)) == 1
                 else f"{min(others, key=float)} to {max(others, key=float)}",
                 f"{max(utilizations(measured.peak_bytes, report.plan.budgets)):.1%}",
-                f"{spread(measured.peak_bytes):.1%}",
+                f"{measured.imbalance:.1%}",
                 f"{speed(measured):.2f}",
             )
         rows.append(
@@ -149,7 +151,7 @@ def candidate_table(report: Report) -> TextTable:
             "split",
             f"device 0, {unit}",
             f"others, {unit}",
-            "fullest",
+            "bottleneck",
             "imbalance",
             speed_name(report),
         ),
@@ -161,12 +163,12 @@ def candidate_table(report: Report) -> TextTable:
 
 
 def byte_scale(largest: float) -> tuple[int, str]:
-    """Returns the bytes of a unit that suits the amount, and its name."""
+    """Return the size and the name of the unit for an amount of bytes."""
     return (2**30, "GiB") if largest >= 2**30 else (2**20, "MiB")
 
 
 def candidates(report: Report) -> Sequence[Measurement]:
-    """Returns the measurements of the planned batch, by ``gpu0_bsz``."""
+    """Return the measurements of the planned batch, in order of ``gpu0_bsz``."""
     swept = {
         m.chunk_sizes[0]: m for m in report.measurements if m.batch_size == report.plan.batch_size
     }
@@ -174,26 +176,26 @@ def candidates(report: Report) -> Sequence[Measurement]:
 
 
 def speed(measured: Measurement) -> float:
-    """Returns samples a second, or the even chunk over the largest where devices are emulated."""
+    """Return samples per second, or on emulated devices the even chunk over the largest one."""
     if measured.mode == "real":
-        return measured.batch_size / measured.seconds
+        return measured.samples_per_s
     even = even_share(measured.batch_size, len(measured.chunk_sizes))
     return even / max(measured.chunk_sizes)
 
 
 def speed_name(report: Report) -> str:
-    """Returns what ``speed`` is for this report."""
+    """Return the unit of ``speed``."""
     return "samples/s" if report.chosen.mode == "real" else "even / largest chunk"
 
 
-def origin_table(report: Report) -> TextTable:
-    """Returns where the figures come from."""
-    origin = report.origin
+def provenance_table(report: Report) -> TextTable:
+    """Return the table of the provenance of the figures."""
+    provenance = report.provenance
     rows = (
-        ("created", origin.created),
-        ("command", origin.command),
-        *((f"version of {name}", version) for name, version in origin.versions.items()),
-        *origin.machine.items(),
+        ("created", provenance.created),
+        ("command", provenance.command),
+        *((f"version of {name}", version) for name, version in provenance.versions.items()),
+        *provenance.machine.items(),
         ("parameters of the model", f"{report.num_parameters:,}"),
         ("measurements that predictions are fitted to", str(report.model.num_points)),
         ("largest error among these", f"{report.model.residual:.2%}"),

@@ -1,6 +1,6 @@
 """Measure training steps of a workload, choose its split, and report both."""
 
-from .report_types import Alternative, Origin, Report
+from .report_types import Alternative, Provenance, Report
 from .step_benchmark import Measurement, measure_step
 from .tuner import tune
 from .workloads import Workload
@@ -8,7 +8,7 @@ from .workloads import Workload
 __all__ = [
     "Alternative",
     "Measurement",
-    "Origin",
+    "Provenance",
     "Report",
     "Workload",
     "measure_step",

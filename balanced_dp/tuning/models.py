@@ -1,4 +1,4 @@
-"""The models of the built-in workloads, in plain PyTorch and without a word of devices."""
+"""Define the models of the built-in workloads, in plain PyTorch without devices."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.nn import functional
 
 
 class CharTransformer(nn.Module):
-    """A causal transformer over characters.
+    """Apply a causal transformer to characters.
 
     Shape:
         - Input: character indices, ``(N, T)``, with T at most ``context``.
@@ -42,7 +42,7 @@ class CharTransformer(nn.Module):
         self.head = nn.Linear(width, vocabulary)
 
     def forward(self, characters: torch.Tensor) -> torch.Tensor:
-        """Returns the logits of the next character at each position."""
+        """Return the logits of the next character at each position."""
         length = characters.size(1)
         positions = torch.arange(length, device=characters.device)
         future = torch.ones(length, length, dtype=torch.bool, device=characters.device).triu(1)
@@ -53,7 +53,7 @@ class CharTransformer(nn.Module):
 
 
 class Block(nn.Module):
-    """A transformer layer as in GPT-2 (norm first) or BERT (norm last).
+    """Apply a transformer layer as in GPT-2 (norm first) or BERT (norm last).
 
     Shape:
         - Input and output: ``(N, T, width)``.
@@ -72,7 +72,7 @@ class Block(nn.Module):
         self.norm2 = nn.LayerNorm(width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns the layer's output."""
+        """Return the layer's output."""
         if self.causal:
             x = x + self._attend(self.norm1(x))
             return x + self._feed_forward(self.norm2(x))
@@ -100,7 +100,7 @@ class Block(nn.Module):
 
 
 class TokenTransformer(nn.Module):
-    """Token and position embeddings, layers, and a head that is tied to the embeddings.
+    """Apply embeddings, layers, and a head that is tied to the token embeddings.
 
     Shape:
         - Input: token indices, ``(N, T)``.
@@ -131,7 +131,7 @@ class TokenTransformer(nn.Module):
         self.head.weight = self.tokens.weight
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Returns the logits at each position."""
+        """Return the logits at each position."""
         x = self.tokens(tokens) + self.positions.weight[: tokens.size(1)]
         x = functional.dropout(self.norm(x) if not self.layers[0].causal else x, 0.1, self.training)
         for layer in self.layers:
@@ -143,7 +143,7 @@ class TokenTransformer(nn.Module):
 
 
 class RelativeAttention(nn.Module):
-    """Transformer-XL's attention over the memory and the segment, by relative position.
+    """Apply Transformer-XL's attention to the memory and the segment, by relative position.
 
     Shape:
         - Input: x ``(N, T, D)``, memory ``(N, M, D)``, positions ``(M + T, D)``, the
@@ -169,7 +169,7 @@ class RelativeAttention(nn.Module):
         content_bias: torch.Tensor,
         position_bias: torch.Tensor,
     ) -> torch.Tensor:
-        """Returns what each position attends to."""
+        """Return the attended values of each position."""
         n, t, width = x.shape
         m = memory.size(1)
         query = self.query(x).view(n, t, self.num_heads, -1)
@@ -188,16 +188,17 @@ class RelativeAttention(nn.Module):
 
 
 def _shifted(scores: torch.Tensor) -> torch.Tensor:
-    """Moves row i of the scores by distance so that column j stands for key j."""
+    """Shift row i of the scores by distance, so that column j belongs to key j."""
     n, h, t, k = scores.shape
     padded = functional.pad(scores, (1, 0)).view(n, h, k + 1, t)
     return padded[:, :, 1:].reshape(n, h, t, k)
 
 
 class TransformerXL(nn.Module):
-    """The base model of the recipe that ``gpu0_bsz`` comes from: adaptive softmax, tied, memory.
+    """Apply Transformer-XL with a tied adaptive softmax.
 
-    It returns its loss for each token, and the memory for the next segment, as there.
+    Like the original, for which ``gpu0_bsz`` was introduced, it returns the loss of each token and
+    the memory for the next segment.
 
     Shape:
         - Input: tokens and targets ``(N, T)``, and for each layer memory ``(N, M, width)``.
@@ -233,7 +234,7 @@ class TransformerXL(nn.Module):
     def forward(
         self, tokens: torch.Tensor, targets: torch.Tensor, *memories: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        """Returns the loss of each token, and the memory of each layer."""
+        """Return the loss of each token, and the memory of each layer."""
         embedded = self.tokens(tokens) * self.tokens.embedding_dim**0.5
         x = functional.dropout(embedded, 0.1, self.training)
         distances = torch.arange(memories[0].size(1) + x.size(1) - 1, -1, -1, device=x.device)
@@ -282,7 +283,7 @@ def _normed_conv(channels: int, width: int, size: int, stride: int = 1) -> nn.Mo
 
 
 class Bottleneck(nn.Module):
-    """ResNet's bottleneck block.
+    """Apply ResNet's bottleneck block.
 
     Shape:
         - Input: ``(N, C, H, W)``; output: ``(N, 4 width, H/stride, W/stride)``.
@@ -304,12 +305,12 @@ class Bottleneck(nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns the block's output."""
+        """Return the block's output."""
         return functional.relu(self.layers(x) + self.shortcut(x), inplace=True)
 
 
 def resnet50() -> nn.Module:
-    """Returns ResNet-50's layers; images ``(N, 3, H, W)`` to logits ``(N, 1000)``."""
+    """Return ResNet-50's layers; images ``(N, 3, H, W)`` to logits ``(N, 1000)``."""
     stages: list[nn.Module] = [
         _normed_conv(3, 64, 7, 2),
         nn.ReLU(inplace=True),

@@ -1,4 +1,4 @@
-"""What tuning comes to: the report, a plan with what it rests on and where that comes from."""
+"""Define the report of a tuning run: a plan, the measurements behind it, and their provenance."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import platform
 import shlex
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -21,13 +21,13 @@ SCHEMA = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
-    """Where and how figures came about.
+class Provenance:
+    """Record when, where and how figures were obtained.
 
     Attributes:
-        created: when, in ISO 8601, UTC.
+        created: the time in ISO 8601, UTC.
         command: the command line.
-        versions: of Python and the packages that matter.
+        versions: versions of Python and the relevant packages.
         machine: the operating system, the number of CPUs, and the names of the devices.
     """
 
@@ -37,8 +37,8 @@ class Origin:
     machine: dict[str, str]
 
     @classmethod
-    def of_this_process(cls, devices: Iterable[str] = ()) -> Origin:
-        """Returns that of figures obtained here and now on devices of these names."""
+    def of_this_process(cls, devices: Iterable[str] = ()) -> Provenance:
+        """Return the provenance of figures obtained by this process on the named devices."""
         packages = ("balanced-dp", "torch", "nvidia-ml-py")
         return cls(
             created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -72,11 +72,11 @@ def _version(package: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """The same batch, with the loss computed elsewhere.
+    """Describe the best split of the same batch with the opposite of ``gather``.
 
     Attributes:
-        plan: the plan for it.
-        chosen: the planned split, measured.
+        plan: the plan.
+        chosen: the measurement of the planned split.
     """
 
     plan: Plan
@@ -85,28 +85,28 @@ class Alternative:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """A plan and what it rests on.
+    """Combine a plan with the measurements behind it.
 
     Attributes:
         schema: the version of these fields.
-        origin: where and how it came about.
+        provenance: where and how the measurements were made.
         workload: the workload's name.
-        num_parameters: how many numbers its model learns.
+        num_parameters: number of trained parameters.
         precision: the dtype of autocast, or None.
-        gather: whether outputs are gathered on device 0 and their loss computed there; else it is
-            computed on each device, as with ``gather=False`` and ``BalancedCriterion``.
+        gather: whether outputs are gathered on device 0 and their loss is computed there. Otherwise
+            it is computed on each device, as with ``gather=False`` and ``BalancedCriterion``.
         plan: the plan.
-        chosen: the planned split, measured.
-        even: the even split of ``nn.DataParallel``, measured.
-        weighted: the split of ``plan.weighted``, measured, where there is one.
-        alternative: the best split if ``gather`` were the other, None where that was not measured.
-        no_alternative: why it was not, or None.
-        model: the laws.
-        measurements: what they were fitted to, in the order of measuring.
+        chosen: the measurement of the planned split.
+        even: the measurement of the even split of ``nn.DataParallel``.
+        weighted: the measurement of ``plan.weighted``, if there is one.
+        alternative: the best split with the opposite of ``gather``, if it was measured.
+        no_alternative: why it could not be measured, or None.
+        model: the memory model.
+        measurements: all measurements, in order; those that ran are what the model is fitted to.
     """
 
     schema: int
-    origin: Origin
+    provenance: Provenance = field(metadata={"alias": "origin"})  # the key in files
     workload: str
     num_parameters: int
     precision: str | None
@@ -122,18 +122,18 @@ class Report:
 
     @property
     def prediction_error(self) -> float:
-        """How far the farthest device's prediction is off, as a part of what was measured."""
+        """Return the largest relative error of the predicted peaks of the chosen split."""
         pairs = zip(self.plan.predicted_bytes, self.chosen.peak_bytes, strict=True)
         return max(abs(predicted - held) / held for predicted, held in pairs if held)
 
     @property
     def line(self) -> str:
-        """What to write in a training script."""
+        """Return the line for a training script."""
         return self._line(f"gpu0_bsz={self.plan.gpu0_bsz}, module=model")
 
     @property
     def weighted_line(self) -> str | None:
-        """The same with a share for each device, where the capacities differ."""
+        """Return the line with ``device_weights``, or None if the plan has none."""
         if self.plan.weighted is None:
             return None
         weights = list(self.plan.weighted.chunk_sizes)
@@ -144,12 +144,12 @@ class Report:
 
     @property
     def advice(self) -> tuple[str, ...]:
-        """What else would help, in sentences without their full stop."""
-        if self.model.is_lawful:
+        """Return sentences about what else would help, without their full stops."""
+        if self.model.is_accurate:
             return self.plan.advice
         return (
             *self.plan.advice,
-            f"the predictions are off by up to {self.model.residual:.0%}: what this workload "
-            "needs does not grow evenly with the batch. So the choice is among the measured "
+            f"the predictions are off by up to {self.model.residual:.0%}: the memory of this "
+            "workload does not grow linearly with the batch. So the choice is among the measured "
             "values, and the largest batch is a guess",
         )

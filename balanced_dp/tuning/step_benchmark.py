@@ -1,15 +1,16 @@
-"""Measures what training steps of a workload take of each device, for one split."""
+"""Measure what training steps of a workload take of each device."""
 
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import nn
@@ -21,9 +22,11 @@ from ..emulation.machine import DEVICE_TYPE, current_machine
 from ..errors import ArgumentError, BalanceWarning
 from ..memory.breakdown import memory_breakdown
 from ..memory.peaks import Peaks
+from ..memory.step_memory import spread
 from ..parallel.auto_split import smallest_chunk
 from ..parallel.criterion import BalancedCriterion
 from ..parallel.data_parallel import BalancedDataParallel
+from ..split import split_batch, split_by_weights
 from .workloads import Workload
 
 Mode = Literal["symbolic", "emulated", "real"]
@@ -31,22 +34,22 @@ Mode = Literal["symbolic", "emulated", "real"]
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """What training steps took of each device; tuples are in the order of the devices.
+    """Record what a training step took of each device; tuples are in the order of the devices.
 
     Attributes:
         workload: the workload's name.
-        mode: emulated devices with shapes only or with numbers, or real ones.
-        batch_size: samples of the whole batch.
-        gpu0_bsz: what device 0 got at most; None where ``device_weights`` made the split.
-        chunk_sizes: what each device got.
-        status: ``"oom"`` where memory ran out; the peaks are those until then.
+        mode: emulated devices with shapes only or with values, or real ones.
+        batch_size: samples in the whole batch.
+        gpu0_bsz: the most samples of device 0, or None with ``device_weights``.
+        chunk_sizes: the chunk size of each device.
+        status: ``"oom"`` if memory ran out; the peaks are those until then.
         backward_peak_bytes: peaks of allocated bytes in forward and backward pass and loss.
-        optimizer_peak_bytes: peaks while the optimizer ran.
-        first_peak_bytes: peaks of the very first step, before which there was no optimizer state.
-            None where the model had been trained before.
-        breakdown: bytes by use of each device at its peak, as of ``memory_breakdown``.
-        seconds: the step's wall time, of no meaning where devices are emulated.
-        out_of_memory: what ran out, or None.
+        optimizer_peak_bytes: peaks of allocated bytes in the optimizer's step.
+        first_peak_bytes: peaks of the first step, which starts without optimizer state, or None
+            if the model had been trained before.
+        breakdown: bytes by use of each device at its peak, as in ``memory_breakdown``.
+        seconds: wall time of the step, which means nothing on emulated devices.
+        out_of_memory: the message of the error if memory ran out.
     """
 
     workload: str
@@ -64,13 +67,23 @@ class Measurement:
 
     @property
     def peak_bytes(self) -> tuple[int, ...]:
-        """The most that was allocated on each device once there is optimizer state."""
+        """Return the peak of allocated bytes of each device, with optimizer state."""
         return tuple(map(max, zip(*self.phase_peak_bytes, strict=True)))
 
     @property
     def phase_peak_bytes(self) -> tuple[tuple[int, ...], ...]:
-        """The peaks of both phases, in order."""
+        """Return the peaks of both phases in order."""
         return self.backward_peak_bytes, self.optimizer_peak_bytes
+
+    @property
+    def imbalance(self) -> float:
+        """Return (max - min) / max of the peaks, 0 to 1."""
+        return spread(self.peak_bytes)
+
+    @property
+    def samples_per_s(self) -> float:
+        """Return the samples per second of wall time, 0 if memory ran out."""
+        return self.batch_size / self.seconds if self.status == "ok" else 0.0
 
 
 @contextmanager
@@ -81,20 +94,20 @@ def open_devices(
     symbolic: bool = True,
     emulate: bool = False,
 ) -> Iterator[Sequence[torch.device]]:
-    """Gives the machine's accelerators if there are two or more, else emulated devices.
+    """Yield the machine's accelerators if there are two or more, otherwise emulated devices.
 
     Args:
-        num_devices: how many.
-        memory: capacity of emulated devices, as of ``emulate_devices``.
+        num_devices: number of devices.
+        memory: capacity of emulated devices, as in ``emulate_devices``.
         symbolic: whether emulated devices keep shapes only.
-        emulate: emulated devices whatever there is.
+        emulate: whether to emulate devices in any case.
 
     Raises:
-        ArgumentError: there are fewer accelerators, or ``memory`` is to limit them.
+        ArgumentError: If there are fewer accelerators, or ``memory`` is given for them.
     """
     check_devices(num_devices, memory, emulate)
     if uses_emulation(emulate):
-        # Each replica has a thread already: more in each operator only get in each other's way.
+        # Each replica has a thread: more threads in each operator would only compete with it.
         num_threads = torch.get_num_threads()
         torch.set_num_threads(1)
         try:
@@ -110,29 +123,29 @@ def open_devices(
 
 
 def check_devices(num_devices: int, memory: object, emulate: bool) -> None:
-    """Raises ArgumentError where ``open_devices`` cannot give that; arguments as there."""
+    """Raise ArgumentError if ``open_devices`` cannot open these devices."""
     if uses_emulation(emulate):
         return
     count = torch.accelerator.device_count()
     if num_devices > count:
         raise ArgumentError(
-            f"num_devices={num_devices}, but there are {count} accelerators; emulated devices can "
-            "be any number (--emulate)"
+            f"num_devices={num_devices}, but there are {count} accelerators; any number of devices "
+            "can be emulated (--emulate)"
         )
     if memory is not None:
         raise ArgumentError(
             f"memory={memory!r} limits emulated devices, but the accelerators of this machine are "
-            "used; set emulate (--emulate), or leave memory out"
+            "used; set emulate (--emulate) or omit memory"
         )
 
 
 def uses_emulation(emulate: bool) -> bool:
-    """Returns whether devices are emulated: on request, or for want of two accelerators."""
+    """Return whether devices are emulated: on request, or without two accelerators."""
     return emulate or torch.accelerator.device_count() < 2
 
 
 def default_num_devices(emulate: bool) -> int:
-    """Returns all accelerators of this machine, or four emulated devices."""
+    """Return the number of accelerators of this machine, or 4 if devices are emulated."""
     return 4 if uses_emulation(emulate) else torch.accelerator.device_count()
 
 
@@ -145,21 +158,21 @@ def measure_step(
     *,
     gather: bool = True,
 ) -> Measurement:
-    """Returns what the second of two training steps took, and the first one's peaks.
+    """Train for two steps and return the peaks of both and what the second one took.
 
-    Memory that runs out is an answer, not an error, and what was allocated is given back.
+    If memory runs out, the measurement says so, and what was allocated is freed.
 
     Args:
-        workload: what is trained; its model is made anew.
-        batch_size: samples of the whole batch.
-        gpu0_bsz: what device 0 gets at most.
+        workload: the workload to train; its model is newly made.
+        batch_size: samples in the whole batch.
+        gpu0_bsz: the most samples of device 0.
         devices: real or emulated devices.
-        device_weights: the share of each device, as of ``BalancedDataParallel``.
-        gather: whether the loss is that of gathered outputs; else each device computes that of
-            its chunk.
+        device_weights: the weight of each device, as in ``BalancedDataParallel``.
+        gather: whether to gather outputs and compute their loss on device 0. Otherwise each device
+            computes the loss of its chunk.
 
     Raises:
-        ArgumentError, ArgumentTypeError: there is no such split.
+        ArgumentError, ArgumentTypeError: If there is no such split.
     """
     with step_meter(workload, devices, gather) as meter:
         return meter.measure(batch_size, gpu0_bsz, device_weights)
@@ -169,9 +182,9 @@ def measure_step(
 def step_meter(
     workload: Workload, devices: Sequence[torch.device], gather: bool = True
 ) -> Iterator[StepMeter]:
-    """Gives a ``StepMeter`` and at the end gives back what it holds."""
+    """Yield a ``StepMeter``, and free what it holds at the end."""
     meter = StepMeter(workload, devices, gather)
-    # Garbage is collected after each step: what was there before need not be looked at again.
+    # Garbage is collected after each measurement: exclude what was there before.
     is_ours = gc.get_freeze_count() == 0
     if is_ours:
         gc.freeze()
@@ -180,16 +193,16 @@ def step_meter(
     finally:
         if is_ours:
             gc.unfreeze()
-        del meter._module, meter._criterion, meter._optimizer
+        meter.close()
 
 
 class StepMeter:
-    """Measures steps of one model at several splits: it is made once, and its optimizer's state.
+    """Measure training steps at several splits, with one model and one optimizer.
 
     Args:
-        workload: what is trained.
+        workload: the workload to train.
         devices: real or emulated devices.
-        gather: whether the loss is that of gathered outputs, or computed on each device.
+        gather: whether to gather outputs, or to compute the loss on each device.
     """
 
     def __init__(
@@ -198,26 +211,41 @@ class StepMeter:
         self.workload = workload
         self.devices = list(devices)
         self.gather = gather
+        self._has_state = False
+
+    @functools.cached_property
+    def _module(self) -> nn.Module:
         with torch.device(self.devices[0]):
-            self._module = workload.model()
-        self._module.to(self.devices[0])
-        self._criterion = BalancedCriterion(copy.deepcopy(workload.loss)).to(self.devices[0])
-        self._optimizer = workload.make_optimizer(self._module.parameters())
+            module = self.workload.model()
+        return module.to(self.devices[0])
+
+    @functools.cached_property
+    def _criterion(self) -> BalancedCriterion:
+        return BalancedCriterion(copy.deepcopy(self.workload.loss)).to(self.devices[0])
+
+    @functools.cached_property
+    def _optimizer(self) -> torch.optim.Optimizer:
+        return self.workload.make_optimizer(self._module.parameters())
+
+    def close(self) -> None:
+        """Free the model and the optimizer's state; the next measurement makes them again."""
+        for name in ("_module", "_criterion", "_optimizer"):
+            vars(self).pop(name, None)
         self._has_state = False
 
     @property
     def smallest_chunk(self) -> int:
-        """The fewest samples that a replica trains on."""
+        """Return the smallest chunk that a replica trains on."""
         return smallest_chunk(self._module)
 
     @property
     def precision(self) -> str | None:
-        """The dtype of autocast, as reports name it."""
+        """Return the dtype of autocast as text."""
         return None if self.workload.precision is None else str(self.workload.precision)
 
     @property
     def num_parameters(self) -> int:
-        """How many numbers the model learns."""
+        """Return the number of trained parameters."""
         return sum(p.numel() for p in self._module.parameters() if p.requires_grad)
 
     def measure(
@@ -225,18 +253,35 @@ class StepMeter:
         batch_size: int,
         gpu0_bsz: int | None,
         device_weights: Sequence[float] | None = None,
+        *,
+        num_steps: int | None = None,
+        on_loss: Callable[[torch.Tensor], object] = lambda loss: None,
     ) -> Measurement:
-        """Returns what a training step takes, as ``measure_step``."""
-        model = self.parallel(gpu0_bsz, device_weights)
-        first = None
-        step = self._record(model, batch_size)
-        if not self._has_state and step.out_of_memory is None:
-            self._has_state = True
-            first = step.peak_bytes
-            step = self._record(model, batch_size)
-        if not self._has_state:
-            self._optimizer.state.clear()  # it may be there in part
-        self._optimizer.zero_grad()
+        """Train, and return what the last step took; arguments are those of ``measure_step``.
+
+        Args:
+            batch_size: samples in the whole batch.
+            gpu0_bsz: the most samples of device 0.
+            device_weights: the weight of each device.
+            num_steps: number of training steps. By default one, after another one if there is no
+                optimizer state yet.
+            on_loss: called with the loss of each step.
+        """
+        first = model = None
+        for _ in range(num_steps or 2 - self._has_state):
+            step = _StepRecorder(self.devices)
+            with step.until_out_of_memory():
+                if model is None:
+                    model = self._parallel(gpu0_bsz, device_weights)
+                on_loss(self._train(step, model, batch_size))
+            if step.out_of_memory is not None:
+                break
+            if not self._has_state:
+                self._has_state, first = True, step.peak_bytes
+        if self._has_state:
+            self._optimizer.zero_grad()
+        else:  # the optimizer's state may be incomplete
+            self.close()
         gc.collect()  # an exception may have left cycles
         torch.get_device_module(self.devices[0]).empty_cache()
         backward, optimizer = (*step.phases, (0,) * len(self.devices))[:2]
@@ -245,7 +290,9 @@ class StepMeter:
             mode=_mode(self.devices[0]),
             batch_size=batch_size,
             gpu0_bsz=gpu0_bsz,
-            chunk_sizes=model.split(batch_size),
+            chunk_sizes=split_batch(batch_size, len(self.devices), gpu0_bsz or 0)
+            if device_weights is None
+            else split_by_weights(batch_size, device_weights, gpu0_bsz),
             status="ok" if step.out_of_memory is None else "oom",
             backward_peak_bytes=backward,
             optimizer_peak_bytes=optimizer,
@@ -255,16 +302,9 @@ class StepMeter:
             out_of_memory=step.out_of_memory,
         )
 
-    def _record(self, model: nn.Module, batch_size: int) -> StepRecord:
-        step = StepRecord(self.devices)
-        with step.up_to_out_of_memory():
-            self.train(step, model, batch_size)
-        return step
-
-    def parallel(
-        self, gpu0_bsz: int | None, device_weights: Sequence[float] | None = None
+    def _parallel(
+        self, gpu0_bsz: int | None, device_weights: Sequence[float] | None
     ) -> BalancedDataParallel[nn.Module]:
-        """Returns the model, wrapped to be split like that."""
         return BalancedDataParallel(
             gpu0_bsz,
             self._module,
@@ -273,15 +313,15 @@ class StepMeter:
             device_weights=device_weights,
         )
 
-    def train(self, step: StepRecord, model: nn.Module, batch_size: int) -> torch.Tensor:
-        """Trains for one step, which is added to the record, and returns the loss."""
+    def _train(self, step: _StepRecorder, model: nn.Module, batch_size: int) -> torch.Tensor:
+        """Train for one step and return the loss."""
         args, kwargs, target = self.workload.make_batch(batch_size)
         self._optimizer.zero_grad()
-        step.begin()
+        step.begin_phase()
         precision = self.workload.precision
         autocast = torch.autocast(self.devices[0].type, precision, enabled=precision is not None)
         with warnings.catch_warnings(), autocast:
-            warnings.simplefilter("ignore", BalanceWarning)  # the even split is one to measure
+            warnings.simplefilter("ignore", BalanceWarning)  # the even split is measured as well
             output = model(*args, **kwargs)
             if self.gather:
                 target = tree_map_only(torch.Tensor, lambda t: t.to(self.devices[0]), target)
@@ -293,16 +333,15 @@ class StepMeter:
         return loss
 
 
-class StepRecord:
-    """What training steps took of each device, as far as they came.
+class _StepRecorder:
+    """Record the phases of a training step, as far as memory suffices.
 
     Attributes:
-        devices: the devices.
-        phases: peaks of allocated bytes, for each step one tuple of forward and backward pass and
-            loss, and one of the optimizer.
-        breakdown: bytes by use of each device at its peak, as of ``memory_breakdown``.
-        seconds: the steps' wall time.
-        out_of_memory: what ran out, or None.
+        phases: peaks of allocated bytes, one tuple for forward and backward pass and loss, and one
+            for the optimizer.
+        breakdown: bytes by use of each device at its peak, as in ``memory_breakdown``.
+        seconds: the wall time of the phases.
+        out_of_memory: the message of the error if memory ran out.
     """
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
@@ -311,21 +350,21 @@ class StepRecord:
         self.breakdown: list[dict[str, int]] = [{} for _ in devices]
         self.seconds = 0.0
         self.out_of_memory: str | None = None
-        self.begin()
+        self.begin_phase()
 
     @property
     def peak_bytes(self) -> tuple[int, ...]:
-        """The most that was allocated on each device in any phase."""
+        """Return the highest peak of each device in any phase."""
         return tuple(map(max, zip(*self.phases, strict=True)))
 
-    def begin(self) -> None:
-        """Begins a phase; what was allocated since the last one ended is not counted."""
+    def begin_phase(self) -> None:
+        """Begin a phase; what was allocated since the last one is not counted."""
         self._started = time.perf_counter()
         self._peaks = Peaks(self.devices)
 
     @contextmanager
-    def up_to_out_of_memory(self) -> Iterator[None]:
-        """Takes note of memory that runs out, and of the phase in which it did, and goes on."""
+    def until_out_of_memory(self) -> Iterator[None]:
+        """Record that memory ran out, and end the phase, instead of raising the error."""
         try:
             yield
         except RuntimeError as error:
@@ -334,8 +373,10 @@ class StepRecord:
             self.out_of_memory = str(error)
             self.end_phase()
 
-    def end_phase(self, model: Any = None, optimizer: Any = None) -> None:
-        """Ends a phase, and begins the next."""
+    def end_phase(
+        self, model: nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None
+    ) -> None:
+        """End a phase and begin the next one; with a model, break down its peaks."""
         for device in self.devices:
             torch.get_device_module(device).synchronize(device)
         self.seconds += time.perf_counter() - self._started
@@ -345,7 +386,7 @@ class StepRecord:
                 if entry.peak_bytes >= max((p[index] for p in self.phases), default=0):
                     self.breakdown[index] = entry.uses
         self.phases.append(peaks)
-        self.begin()
+        self.begin_phase()
 
 
 def _mode(device: torch.device) -> Mode:

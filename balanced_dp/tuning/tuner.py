@@ -1,4 +1,4 @@
-"""Measures a workload at the splits that matter, fits the laws, plans, and measures the plan."""
+"""Measure a workload at a few splits, fit a memory model, plan, and measure the plan."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ import torch
 from ..errors import ArgumentError, InfeasiblePlanError
 from ..planning.memory_model import MemoryModel, fit
 from ..planning.split_planner import Planner, check_batch, check_fits, describe, utilizations
-from ..split import best_values, even_share
-from .report_types import SCHEMA, Alternative, Origin, Report
+from ..split import best_gpu0_bsz, even_share
+from .report_types import SCHEMA, Alternative, Provenance, Report
 from .step_benchmark import Measurement, StepMeter, default_num_devices, open_devices, step_meter
 from .workloads import Workload
 
 _MAX_ROUNDS = 4
-"""How often the laws are fitted anew to the plan that they led to."""
+"""How often the model is fitted again after measuring what it planned."""
 
 _FEW = 12
-"""About how many steps are measured."""
+"""Approximate number of measured splits."""
 
 _MOST_VALUES = 64
-"""How many values are measured, evenly spaced, where no laws say which."""
+"""Number of evenly spaced values to measure if the model is not accurate."""
 
 _LARGEST_MEASURED_BATCH = 2**16
-"""Batches are made on the CPU with their values, whatever the devices keep."""
+"""Batches are made on the CPU with their values, even if devices keep shapes only."""
 
 OnMeasurement = Callable[[Measurement, int], object]
-"""Is called with each measurement and about how many are left."""
+"""A function of each measurement and the approximate number of those to come."""
 
 
 def tune(
@@ -46,42 +46,41 @@ def tune(
     with_alternative: bool = True,
     on_measurement: OnMeasurement = lambda measurement, num_left: None,
 ) -> Report:
-    """Returns the best split of a batch, why it is the best, and what was measured to find it.
+    """Measure a workload at a few splits and return a report on the best one.
 
-    A handful of training steps are measured: on the accelerators if there are two or more, else on
-    emulated devices that keep shapes only, so that neither the batch nor the model need fit this
-    machine. Around the value where device 0 and the others cross, every split is measured that the
-    choice depends on, and so is the choice.
+    The training steps run on the accelerators if there are two or more, otherwise on emulated
+    devices that keep shapes only, so that neither the batch nor the model need fit this machine.
+    The best split and those that it is compared with are all measured.
 
     Args:
-        workload: what is trained.
-        batch_size: samples of the whole batch.
-        devices: how many devices, or which. By default all accelerators, or one emulated device
+        workload: the workload to train.
+        batch_size: samples in the whole batch.
+        devices: the devices or their number. By default all accelerators, or one emulated device
             for each capacity, or four.
-        capacities: bytes that each device can hold, device 0 first. By default what accelerators
-            have; for emulated devices, what the even split needs of its fullest, in whole MiB.
-        reserve: bytes of each device that are not to be planned with.
-        sweep: values of ``gpu0_bsz`` to measure in any case.
-        emulate: emulated devices even where there are accelerators.
-        gather: whether outputs are gathered and the loss computed on device 0; else each device
-            computes that of its chunk.
-        with_alternative: whether the other way is measured, too, for the report to compare.
-        on_measurement: called with each measurement when it is made, and about how many are left.
+        capacities: capacity of each device in bytes. By default that of the accelerators; for
+            emulated devices what the bottleneck device needs with the even split, in whole MiB.
+        reserve: bytes of each capacity to keep free.
+        sweep: values of ``gpu0_bsz`` to measure in addition.
+        emulate: whether to emulate devices even if there are accelerators.
+        gather: whether to gather outputs and compute their loss on device 0. Otherwise each device
+            computes the loss of its chunk.
+        with_alternative: whether to measure the opposite of ``gather`` as well, for comparison.
+        on_measurement: called with each measurement and the approximate number of those to come.
 
     Raises:
-        ArgumentError: there is nothing to plan with.
-        InfeasiblePlanError: no split of the batch fits.
-        SymbolicValueError: the workload reads values that are not computed.
+        ArgumentError: If the batch, the devices or their capacities cannot be planned with.
+        InfeasiblePlanError: If no split of the batch fits.
+        SymbolicValueError: If the workload reads values, which symbolic devices do not compute.
     """
     if capacities is not None:
         check_batch(batch_size, capacities, reserve)
 
     def alternative(capacities: Sequence[int]) -> Alternative | str:
-        """Returns the best split with the loss computed elsewhere, or why there is none."""
+        """Return the best split with the opposite of ``gather``, or why there is none."""
         try:
             with _opened_meter(workload, devices, capacities, emulate, not gather) as meter:
                 other = _measured(meter, batch_size, capacities, reserve, (), on_measurement)
-        except Exception as error:  # the loss is somebody's, and may be one for the batch only
+        except Exception as error:  # the user's loss may not work for chunks
             return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         return Alternative(other.plan, other.chosen)
 
@@ -128,12 +127,12 @@ def _measured(
     swept: Sequence[int],
     on_measurement: OnMeasurement,
 ) -> Report:
-    """Returns the report of the best split, whether it fits or not."""
+    """Return the report of the best split, whether it fits or not."""
     search = _Search(meter, [c - reserve for c in capacities], on_measurement)
     model = search.run(batch_size, swept)
     return report_of_measurements(
         list(search.measured.values()),
-        Origin.of_this_process(
+        Provenance.of_this_process(
             torch.get_device_module(d).get_device_name(d) for d in meter.devices
         ),
         capacities,
@@ -163,10 +162,10 @@ def _opened_meter(
 
 
 def default_capacities(meter: StepMeter, batch_size: int) -> list[int]:
-    """Returns what accelerators have; of emulated devices what the even split needs, in whole MiB.
+    """Return the capacities of accelerators, or for emulated devices what the even split needs.
 
     Raises:
-        ArgumentError: there is no batch, or no second device.
+        ArgumentError: If the batch is empty, or there is no second device.
     """
     check_batch(batch_size, [1] * len(meter.devices), 0)
     measured = meter.measure(batch_size, even_share(batch_size, len(meter.devices)))
@@ -176,7 +175,7 @@ def default_capacities(meter: StepMeter, batch_size: int) -> list[int]:
 
 
 class _Search:
-    """Measured splits of a workload, each once."""
+    """Measure splits of a workload, each one once."""
 
     def __init__(
         self, meter: StepMeter, budgets: Sequence[int], on_measurement: OnMeasurement
@@ -188,7 +187,7 @@ class _Search:
         self.measured: dict[tuple[int, int], Measurement] = {}
 
     def run(self, batch_size: int, swept: Sequence[int]) -> MemoryModel:
-        """Measures the splits that the choice depends on, and returns the laws."""
+        """Measure the splits that the choice depends on, and return a model of all of them."""
         even = even_share(batch_size, len(self.budgets))
         if swept and not 0 <= swept[0] <= swept[-1] <= even:
             raise ArgumentError(
@@ -209,7 +208,7 @@ class _Search:
             )
         self.refine(batch_size)
         model = fit(self.fitting())
-        if not model.is_lawful:
+        if not model.is_accurate:
             values = range(0, even + 1, max(1, even // _MOST_VALUES))
             self.num_expected = len(self.measured) + len(values)
             for gpu0_bsz in values:
@@ -217,7 +216,7 @@ class _Search:
         return model
 
     def measure(self, batch_size: int, gpu0_bsz: int) -> None:
-        """Measures the split, or the next that the model can train on, unless it was before."""
+        """Measure the split, or the nearest one that the model can train on, unless it is known."""
         if gpu0_bsz:
             even = even_share(batch_size, len(self.budgets))
             gpu0_bsz = min(even, max(gpu0_bsz, self.meter.smallest_chunk))
@@ -227,7 +226,7 @@ class _Search:
             self.on_measurement(measurement, max(0, self.num_expected - len(self.measured)))
 
     def measure_around(self, batch_size: int) -> None:
-        """Measures splits of a batch, and of twice that, that tell the laws apart."""
+        """Measure splits of a batch and of twice its size, from which the terms can be fitted."""
         even = even_share(batch_size, len(self.budgets))
         for gpu0_bsz in (even, 0, even // 2, 1):
             self.measure(batch_size, gpu0_bsz)
@@ -235,19 +234,19 @@ class _Search:
             self.measure(2 * batch_size, gpu0_bsz)
 
     def fitting(self) -> list[Measurement]:
-        """Returns the measurements that laws can be fitted to."""
+        """Return the measurements that a model can be fitted to."""
         return [m for m in self.measured.values() if m.status == "ok"]
 
     def refine(self, batch_size: int) -> None:
-        """Measures what the plan rests on, until the laws lead to nothing new."""
+        """Measure what the model plans, and fit it again, until it plans nothing new."""
         for _ in range(_MAX_ROUNDS):
             before = len(self.measured)
             planner = Planner(fit(self.fitting()), self.budgets)
             best = planner.best_gpu0_bsz(batch_size)
             for gpu0_bsz in range(max(0, best - 1), best + 2):
                 self.measure(batch_size, gpu0_bsz)
-            for choose in (planner.tightest_gpu0_bsz, planner.even_share):
-                # One that is too large to be made is planned from the largest that is not.
+            for choose in (planner.balanced_gpu0_bsz, planner.even_share):
+                # The largest batch may be too large to be made on the CPU.
                 largest = min(planner.max_batch_size(choose), _LARGEST_MEASURED_BATCH)
                 if largest:
                     self.measure(largest, choose(largest))
@@ -256,25 +255,24 @@ class _Search:
 
 
 def best_measured(swept: Iterable[Measurement], budgets: Sequence[int]) -> Measurement:
-    """Returns that of a batch with the least full device, of equal ones the fastest.
+    """Return the measurement with the lowest utilization of the bottleneck device.
 
     Raises:
-        InfeasiblePlanError: memory ran out in all of them.
+        InfeasiblePlanError: If memory ran out in all of them.
     """
     measured = list(swept)
     ran = {m.chunk_sizes[0]: m for m in measured if m.status == "ok"}
     if not ran:
         raise InfeasiblePlanError(
             f"a batch of {measured[0].batch_size} does not fit: memory ran out with each of the "
-            f"{len(measured)} splits that were measured; choose a smaller batch"
+            f"{len(measured)} measured splits; choose a smaller batch"
         )
-    full = {value: max(utilizations(m.peak_bytes, budgets)) for value, m in ran.items()}
-    return ran[best_values(full)[-1]]
+    return ran[best_gpu0_bsz({v: max(utilizations(m.peak_bytes, budgets)) for v, m in ran.items()})]
 
 
 def report_of_measurements(
     measurements: Sequence[Measurement],
-    origin: Origin,
+    provenance: Provenance,
     capacities: Sequence[int],
     reserve: int = 0,
     *,
@@ -284,23 +282,23 @@ def report_of_measurements(
     precision: str | None = None,
     gather: bool = True,
 ) -> Report:
-    """Returns the report of the best of the measured splits, whether it fits or not.
+    """Return the report of the best of the measured splits, whether it fits or not.
 
     Args:
-        measurements: of one workload: the even split of a batch and other splits, and of another
-            batch size at least one, so that the laws can be told apart.
-        origin: where and how they came about.
-        capacities: bytes that each device can hold.
-        reserve: bytes of each device that are not to be planned with.
-        batch_size: of the batch to plan for; by default the one that most were measured with.
-        model: the laws, by default those of all measurements.
-        num_parameters: how many numbers the model learns.
+        measurements: measurements of one workload: the even split of a batch, other splits of it,
+            and at least one of another batch size, to tell the linear terms apart.
+        provenance: where and how the measurements were made.
+        capacities: capacity of each device in bytes.
+        reserve: bytes of each capacity to keep free.
+        batch_size: the batch size to plan for. By default the most frequent one.
+        model: the memory model. By default it is fitted to all measurements.
+        num_parameters: number of trained parameters.
         precision: the dtype of autocast.
         gather: whether outputs were gathered and their loss computed on device 0.
 
     Raises:
-        ArgumentError: the even split is not among them.
-        InfeasiblePlanError: memory ran out with every split.
+        ArgumentError: If the even split is missing.
+        InfeasiblePlanError: If memory ran out with every split.
     """
     if batch_size is None:
         batch_size = Counter(m.batch_size for m in measurements).most_common(1)[0][0]
@@ -317,7 +315,7 @@ def report_of_measurements(
     value = chosen.chunk_sizes[0]
     return Report(
         schema=SCHEMA,
-        origin=origin,
+        provenance=provenance,
         workload=measurements[0].workload,
         num_parameters=num_parameters,
         precision=precision,

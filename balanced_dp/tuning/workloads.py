@@ -1,4 +1,4 @@
-"""What is trained: a model, its batches, its loss and its optimizer, and nothing of devices."""
+"""Define workloads: a model, its batches, its loss and its optimizer, but no devices."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ _UNNAMED = "workload"
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Everything that a training step needs but the devices.
+    """Define everything that a training step needs except for the devices.
 
     Attributes:
-        model: makes the module, on torch's default device, so that a model larger than this
-            machine's memory can be made on emulated ones.
-        make_batch: gives the arguments of the model and the target for a batch of that many
-            samples, on the CPU.
-        loss: gives the 0-dim loss of the model's output and the target.
-        make_optimizer: gives the optimizer of the parameters.
-        precision: the dtype of autocast, ``torch.bfloat16`` or ``torch.float16``; None for none.
-        name: what reports call it; on the command line its target if this is left out.
-        batch_size: a batch size that is usual for it.
+        model: returns the module, on torch's default device, so that a model larger than this
+            machine's memory can be made on emulated devices.
+        make_batch: returns the arguments of the model and the target for a batch of a given size,
+            on the CPU.
+        loss: returns the 0-dim loss of the model's output and the target.
+        make_optimizer: returns an optimizer of the parameters.
+        precision: the dtype of autocast, ``torch.bfloat16`` or ``torch.float16``, or None.
+        name: the name in reports, on the command line by default the target.
+        batch_size: a usual batch size.
     """
 
     model: Callable[[], nn.Module]
@@ -49,19 +49,19 @@ class Workload:
 
 
 def find_workload(target: str) -> Workload:
-    """Returns the built-in workload of that name, or what ``package.module:function`` gives.
+    """Return the built-in workload of that name, or the result of ``package.module:function``.
 
     Raises:
-        ArgumentError: there is none.
-        ArgumentTypeError: the function gives something else.
+        ArgumentError: If there is no such workload.
+        ArgumentTypeError: If the function returns something else.
     """
     if target in BUILT_IN:
         return BUILT_IN[target]()
     module_name, _, function_name = target.partition(":")
     if not function_name:
         raise ArgumentError(
-            f"there is no workload {target!r}; built in are {', '.join(BUILT_IN)}, and your own is "
-            "named package.module:function"
+            f"there is no workload {target!r}; built in are {', '.join(BUILT_IN)}; name your own "
+            "as package.module:function"
         )
     try:
         function = getattr(importlib.import_module(module_name), function_name)
@@ -75,7 +75,7 @@ def find_workload(target: str) -> Workload:
         ) from error
     if not isinstance(workload, Workload):
         raise ArgumentTypeError(
-            f"{target} must give a balanced_dp.Workload, but gave {type(workload).__name__}"
+            f"{target} must return a balanced_dp.Workload, but returned {type(workload).__name__}"
         )
     return replace(workload, name=target) if workload.name == _UNNAMED else workload
 
@@ -85,21 +85,21 @@ def _token_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def load_text() -> str:
-    """Returns about 0.5 MB of English: the language reference that comes with every Python."""
+    """Return about 0.5 MB of English text: the language reference that Python includes."""
     topics: dict[str, str] = pydoc_data.topics.topics
     return "\n".join(topics[name] for name in sorted(topics))
 
 
 @functools.cache
 def encoded_text() -> tuple[torch.Tensor, int]:
-    """Returns the text as indices of its characters, and how many different ones there are."""
+    """Return the text as indices of its characters, and the number of distinct characters."""
     text = load_text()
     index = {character: i for i, character in enumerate(sorted(set(text)))}
     return torch.tensor([index[character] for character in text]), len(index)
 
 
 def char_lm() -> Workload:
-    """The demo's: a transformer over characters of real text, T=64."""
+    """Train the demo's transformer over characters of real text, T=64."""
     encoded, vocabulary = encoded_text()
 
     def make_batch(batch_size: int) -> Batch:
@@ -111,13 +111,13 @@ def char_lm() -> Workload:
 
 
 def _tokens(batch_size: int, length: int, vocabulary: int) -> torch.Tensor:
-    """Returns tokens that are the same on each call; memory does not depend on which they are."""
+    """Return tokens that are the same on each call; memory does not depend on their values."""
     generator = torch.Generator().manual_seed(0)
     return torch.randint(vocabulary, (batch_size, length), generator=generator)
 
 
 def gpt2_small() -> Workload:
-    """GPT-2 small (124M parameters, vocabulary 50257), T=256."""
+    """Train GPT-2 small (124M parameters, vocabulary 50257), T=256."""
 
     def make_batch(batch_size: int) -> Batch:
         tokens = _tokens(batch_size, 257, 50257)
@@ -132,7 +132,7 @@ def gpt2_small() -> Workload:
 
 
 def bert_base() -> Workload:
-    """BERT-base with its masked LM head (110M parameters, vocabulary 30522), T=128."""
+    """Train BERT-base with its masked LM head (110M parameters, vocabulary 30522), T=128."""
 
     def make_batch(batch_size: int) -> Batch:
         tokens = _tokens(batch_size, 128, 30522)
@@ -148,7 +148,7 @@ def bert_base() -> Workload:
 
 
 def transformer_xl_base() -> Workload:
-    """Transformer-XL base on WikiText-103's vocabulary, T=150, memory 150 (151M parameters)."""
+    """Train Transformer-XL base on WikiText-103's vocabulary, T=150, memory 150 (151M)."""
 
     def make_batch(batch_size: int) -> Batch:
         # Word frequencies fall as 1 / rank: each order of magnitude has as many tokens.
@@ -168,7 +168,7 @@ def transformer_xl_base() -> Workload:
 
 
 def resnet50_shaped() -> Workload:
-    """ResNet-50's layers (25.6M parameters) on images of 224 x 224, SGD with momentum."""
+    """Train ResNet-50's layers (25.6M parameters) on images of 224 x 224, SGD with momentum."""
 
     def make_batch(batch_size: int) -> Batch:
         images = torch.zeros(1, 3, 224, 224).expand(batch_size, -1, -1, -1)

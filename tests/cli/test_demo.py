@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from balanced_dp import ArgumentError
+from balanced_dp import ArgumentError, Measurement
 from balanced_dp.cli.demo import (
     LOSS_TOLERANCE,
     DemoRun,
@@ -39,7 +39,7 @@ def test_the_text_is_english_and_half_a_megabyte():
 def test_three_runs_of_the_same_training(small_runs):
     runs, num_steps = small_runs
     assert [run.name for run in runs] == ["one device", "even split", "balanced"]
-    assert [run.chunk_sizes for run in runs[:2]] == [(7,), (3, 3, 1)]
+    assert [run.measured.chunk_sizes for run in runs[:2]] == [(7,), (3, 3, 1)]
     assert [len(run.losses) for run in runs] == [3, 3, 3]
     assert all(run.losses[-1] < run.losses[0] for run in runs)
     assert loss_difference(runs) < LOSS_TOLERANCE
@@ -47,38 +47,39 @@ def test_three_runs_of_the_same_training(small_runs):
 
 
 def test_the_balanced_split_needs_least_of_all_values(small_runs):
-    _, even, balanced = small_runs[0]
+    _, even, balanced = (run.measured for run in small_runs[0])
     peaks = {SMALL.even_share: max(even.peak_bytes)}
     for gpu0_bsz in range(SMALL.even_share):
         settings = replace(SMALL, steps=2, gpu0_bsz=gpu0_bsz)
-        peaks[gpu0_bsz] = max(run_demo(settings)[2].peak_bytes)
+        peaks[gpu0_bsz] = max(run_demo(settings)[2].measured.peak_bytes)
     assert max(balanced.peak_bytes) == min(peaks.values())
     best = [value for value, peak in peaks.items() if peak == min(peaks.values())]
     assert find_gpu0_bsz(SMALL) == balanced.chunk_sizes[0] == max(best)  # the fastest
 
 
 def test_the_breakdown_adds_up_to_the_peak(small_runs):
-    for run in small_runs[0]:
-        assert sum(run.breakdown.values()) == run.peak_bytes[0]
+    for measured in (run.measured for run in small_runs[0]):
+        assert sum(measured.breakdown[0].values()) == measured.peak_bytes[0]
 
 
 def test_what_does_not_fit_is_a_row_and_not_an_end():
     settings = DemoSettings(
         num_devices=4, batch_size=32, steps=2, gpu0_bsz=5, memory="26MiB", emulate=True
     )
-    one, even, balanced = run_demo(settings)
-    assert one.out_of_memory is not None
-    assert even.out_of_memory.startswith("CUDA out of memory. Tried to allocate")
-    assert balanced.out_of_memory is None
-    assert loss_difference([one, even, balanced]) is None
+    runs = run_demo(settings)
+    assert [run.measured.status for run in runs] == ["oom", "oom", "ok"]
+    assert runs[1].measured.out_of_memory.startswith("CUDA out of memory. Tried to allocate")
+    assert loss_difference(runs) is None
 
 
 def test_loss_difference_finds_the_step_where_curves_part():
-    def run(*losses, out_of_memory=None):
-        return DemoRun("", ("a",), (1,), (1,), None, losses, 1.0, out_of_memory)
+    def run(*losses, status="ok"):
+        return DemoRun(
+            "", Measurement("", "emulated", 1, 1, (1,), status, (), (), (), (), 1.0), losses
+        )
 
     assert loss_difference([run(1.0, 2.0, 3.0), run(1.0, 2.5, 3.0)]) == 0.5
-    assert loss_difference([run(1.0, 2.0), run(1.0, 2.0), run(9.0, out_of_memory="x")]) == 0
+    assert loss_difference([run(1.0, 2.0), run(1.0, 2.0), run(9.0, status="oom")]) == 0
     assert loss_difference([run(1.0, 2.0)]) is None
 
 

@@ -1,4 +1,4 @@
-"""``balanced-dp plan`` and ``balanced-dp workloads``."""
+"""Test ``balanced-dp plan`` and ``balanced-dp workloads``."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_what_no_value_balances_is_told():
     [
         (["nope", "--memory", "1GiB"], "there is no workload 'nope'; built in are char-lm, gpt2"),
         (["no.such:x", "--memory", "1GiB"], "workload 'no.such:x' cannot be loaded: No module"),
-        (["os:getcwd", "--memory", "1GiB"], "os:getcwd must give a balanced_dp.Workload, but gave"),
+        (["os:getcwd", "--memory", "1GiB"], "os:getcwd must return a balanced_dp.Workload, but"),
         (["char-lm", "--memory", "much"], "--memory must be bytes or a size in B, KiB"),
         (["char-lm", "--memory", "1GiB", "--devices", "1"], "a plan is for two or more devices"),
         (["char-lm", "--memory", "1GiB,1GiB", "--devices", "3"], "--memory gives 2 devices, but"),

@@ -1,4 +1,4 @@
-"""``balanced-dp tune``, ``report`` and ``compare``, from the sweep to the page."""
+"""Test ``balanced-dp tune``, ``report`` and ``compare``, from the sweep to the page."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-import balanced_dp
-from balanced_dp.cli.commands import app
+from balanced_dp.cli.commands import app, main
 from balanced_dp.report import load_reports
 
 from ..processes import python
@@ -47,7 +46,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def invoke(folder, monkeypatch):
-    """Runs a command in the folder and in this process, which saves importing torch again."""
+    """Run a command in the folder and in this process, which saves importing torch again."""
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.delitem(sys.modules, "mine", raising=False)
@@ -68,7 +67,7 @@ def test_tune_writes_the_report_and_prints_json_alone(folder, tuned):
     assert report.workload == "mine"
     assert report.plan.batch_size == 64
     assert {m.gpu0_bsz for m in report.measurements if m.batch_size == 64} >= set(range(4))
-    assert report.origin.command.startswith("python -m balanced_dp tune mine:make --sweep 0:3")
+    assert report.provenance.command.startswith("python -m balanced_dp tune mine:make --sweep 0:3")
     assert "<!doctype html>" in (folder / "a.html").read_text()
 
 
@@ -128,7 +127,7 @@ def test_devices_and_capacities_are_as_asked(folder, invoke):
         (["tune", "mine:fails"], "mine:fails failed at"),
         (["tune", "mine:wants"], "cannot be made: TypeError: wants() missing 1 required"),
         (["report", "none.json"], "none.json cannot be read: No such file"),
-        (["report", "mine.py"], "mine.py is no report, or one that is cut off"),
+        (["report", "mine.py"], "mine.py is no report, or a truncated one"),
         (["compare", "a.json", "a.json", "--fail", "x"], "--fail takes METRIC:NUMBER"),
     ],
 )
@@ -137,7 +136,7 @@ def test_wrong_input_is_said_in_a_line_and_exit_code_2(
 ):
     monkeypatch.setattr(sys, "argv", ["balanced-dp", *arguments])
     with pytest.raises(SystemExit) as ended:
-        balanced_dp.cli.commands.main()
+        main()
     assert ended.value.code == 2
     [line] = capsys.readouterr().err.strip().splitlines()
     assert message in line

@@ -1,4 +1,4 @@
-"""``balanced-dp probe``."""
+"""Test ``balanced-dp probe``."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_both_numbers_are_shown(driver):
     shown = driver.run("command_with_cuda", "probe")
     assert shown["exit_code"] == 0
     assert "cuda:0 (gpu:2)" in shown["stdout"]
-    assert "Torch does not see the devices that have no torch number." in shown["stdout"]
+    assert "Devices without a torch number are not visible to torch." in shown["stdout"]
     labels = [line.split("│")[1].strip() for line in shown["stdout"].splitlines() if "│" in line]
     assert [label for label in labels if label] == ["cuda:0 (gpu:2)", "gpu:0", "gpu:1"]
 

@@ -19,7 +19,7 @@ from balanced_dp import (
     ArgumentError,
     BalancedDataParallel,
     BalanceWarning,
-    Law,
+    LinearTerm,
     MemoryModel,
     Workload,
     emulate_devices,
@@ -45,7 +45,7 @@ def simulate(model: MemoryModel, capacities, batch_size, balance=None):
         if balance.is_frozen:
             return balance, values
         chunk_sizes = split_batch(batch_size, len(capacities), values[-1])
-        fixed = max(law.fixed_bytes for law in model.first_laws)
+        fixed = max(term.fixed_bytes for term in model.first_terms)
         balance.observe(Observation(chunk_sizes, model.predict(chunk_sizes)), round(fixed), 0)
     raise AssertionError(f"never frozen: {values}")
 
@@ -62,29 +62,31 @@ def test_under_any_laws_it_ends_no_worse_than_the_even_split(model, capacities, 
 
 
 @given(
-    st.builds(Law, st.integers(0, GIB), st.integers(2**14, 2**24), st.integers(0, 2**22)),
-    st.builds(Law, st.integers(0, GIB), st.integers(2**14, 2**24)),
+    st.builds(LinearTerm, st.integers(0, GIB), st.integers(2**14, 2**24), st.integers(0, 2**22)),
+    st.builds(LinearTerm, st.integers(0, GIB), st.integers(2**14, 2**24)),
     budgets,
     st.integers(1, 300),
 )
 def test_under_one_law_a_device_it_finds_the_best_value(first, other, capacities, batch_size):
     capacities = [1000 * capacity for capacity in capacities]
-    idle = Law(first.fixed_bytes, 0.0, first.whole_bytes_per_sample)
+    idle = LinearTerm(first.fixed_bytes, 0.0, first.whole_bytes_per_sample)
     model = MemoryModel((first,), (idle,), (other,), 9, 0.0)
     _, values = simulate(model, capacities, batch_size)
     planner = Planner(model, capacities)
-    best = planner.utilization(batch_size, planner.tightest_gpu0_bsz(batch_size))
+    best = planner.utilization(batch_size, planner.balanced_gpu0_bsz(batch_size))
     assert planner.utilization(batch_size, values[-1]) <= best * 1.01
 
 
 def test_a_new_batch_size_is_planned_from_the_laws_and_not_probed():
-    model = MemoryModel((Law(1000, 10, 40),), (Law(1000, 0, 40),), (Law(500, 10),), 9, 0.0)
+    model = MemoryModel(
+        (LinearTerm(1000, 10, 40),), (LinearTerm(1000, 0, 40),), (LinearTerm(500, 10),), 9, 0.0
+    )
     capacities = [10**9] * 4
     balance, _ = simulate(model, capacities, 128)
     for batch_size in (64, 256, 130):
         planner = Planner(model, capacities)
         value = balance.gpu0_bsz(batch_size)
-        best = planner.utilization(batch_size, planner.tightest_gpu0_bsz(batch_size))
+        best = planner.utilization(batch_size, planner.balanced_gpu0_bsz(batch_size))
         assert planner.utilization(batch_size, value) <= best * 1.01
     assert balance.is_frozen
 
@@ -103,7 +105,7 @@ def test_running_out_lowers_the_value_until_it_fits_and_never_returns_there():
 
 
 def test_running_out_while_searching_goes_back_to_what_ran():
-    model = MemoryModel((Law(100, 10, 10),), (), (Law(0, 30),), 9, 0.0)
+    model = MemoryModel((LinearTerm(100, 10, 10),), (), (LinearTerm(0, 30),), 9, 0.0)
     balance = AutoBalance([10**6] * 4)
     ran = []
     for _ in range(2):
@@ -154,7 +156,7 @@ class Loop:
 
     @property
     def balance(self):
-        return self.model._policy._auto.balance
+        return self.model._policy.auto.balance
 
 
 def follow(loop, batch_size, num_steps=14):
@@ -209,7 +211,10 @@ def test_the_value_can_be_read_and_set_at_any_time():
         model.gpu0_bsz = "auto"
         loop.step(400)
         assert model.chunk_sizes == (100, 100, 100, 100)
-        for duplicate in (copy.deepcopy(model._policy), pickle.loads(pickle.dumps(model._policy))):
+        for duplicate in (
+            copy.deepcopy(model._policy.auto),
+            pickle.loads(pickle.dumps(model._policy.auto)),
+        ):
             assert duplicate.split(400) == (100, 100, 100, 100)
         del loop, model
 

@@ -23,11 +23,11 @@ from balanced_dp import (
     BalancedDataParallel,
     BalanceWarning,
     GatherError,
+    Measurement,
     ScatterError,
     balanced_data_parallel,
     emulate_devices,
 )
-from balanced_dp.cli.demo import DemoRun
 from balanced_dp.devices import default_device_type
 from balanced_dp.parallel import written_state
 
@@ -369,8 +369,8 @@ def test_an_open_context_of_emulated_devices_is_what_ints_mean(monkeypatch):
 
 
 def test_a_peak_of_nothing_is_balanced():
-    run = DemoRun("run", ("a", "b"), (1, 1), (0, 0), None, (), 1.0)
-    assert run.imbalance == 0
+    measured = Measurement("", "real", 2, 1, (1, 1), "ok", (0, 0), (0, 0), None, ({}, {}), 1.0)
+    assert measured.imbalance == 0
 
 
 def test_a_loss_weight_may_be_a_number_of_numpy():
@@ -487,7 +487,7 @@ def test_auto_repeats_a_step_that_ran_out_in_backward():
             else:
                 optimizer.step()
                 values.append(model.chunk_sizes[0])
-        assert model._auto.balance.is_frozen
+        assert model._policy.auto.balance.is_frozen
         del net, model, optimizer
 
 

@@ -1,4 +1,4 @@
-"""Reports: files, Markdown, HTML in a real browser, comparison."""
+"""Test reports as files, Markdown and HTML in a real browser, and their comparison."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from playwright.sync_api import sync_playwright
 
-from balanced_dp import ArgumentError, Law, ReportError, tune
+from balanced_dp import ArgumentError, LinearTerm, ReportError, tune
 from balanced_dp.report import (
     compare_reports,
     load_reports,
@@ -58,6 +58,7 @@ def test_json_names_what_scripts_read(report):
     assert record["schema"] == 2
     assert {"created", "command", "versions", "machine"} == record["origin"].keys()
     assert {"python", "torch", "balanced-dp", "nvidia-ml-py"} == record["origin"]["versions"].keys()
+    assert {"first_laws", "idle_laws", "other_laws"} <= record["model"].keys()
     plan = record["plan"]
     for name in ("chunk_sizes", "predicted_bytes", "capacity_bytes", "headroom_bytes"):
         assert len(plan[name]) == 4
@@ -69,10 +70,10 @@ def test_json_names_what_scripts_read(report):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda text: text[: len(text) // 2], "is no report, or one that is cut off: "),
-        (lambda text: "", "is no report, or one that is cut off: "),
-        (lambda text: '{"a": 1}', "is JSON, but no report of balanced-dp and none of pytest"),
-        (lambda text: "[]", "is JSON, but no report"),
+        (lambda text: text[: len(text) // 2], "is no report, or a truncated one: "),
+        (lambda text: "", "is no report, or a truncated one: "),
+        (lambda text: '{"a": 1}', "is JSON, but neither a report of balanced-dp nor one of pytest"),
+        (lambda text: "[]", "is JSON, but neither"),
         (lambda text: text.replace('"schema": 2', '"schema": 1'), "has version 1 of a report's"),
         (lambda text: text.replace('"schema": 2', '"schema": "x"'), "has version 'x' of a"),
         (
@@ -114,10 +115,12 @@ def test_a_file_that_cannot_be_read_is_told(tmp_path):
         (lambda r: replace(r, plan=replace(r.plan, capacity_bytes=(1, 2))), "not every list has 4"),
         (lambda r: replace(r, plan=replace(r.plan, reserve_bytes=2**50)), "it has no capacity"),
         (lambda r: replace(r, measurements=()), "it has no measurement of its batch"),
-        (lambda r: replace(r, model=replace(r.model, other_laws=())), "it has no laws"),
+        (lambda r: replace(r, model=replace(r.model, other_terms=())), "it has no linear terms"),
         (
-            lambda r: replace(r, model=replace(r.model, other_laws=(Law(float("inf"), 0),))),
-            "a law is not a finite number|Input should be a valid number",
+            lambda r: replace(
+                r, model=replace(r.model, other_terms=(LinearTerm(float("inf"), 0),))
+            ),
+            "a linear term is negative or not finite|Input should be a valid number",
         ),
     ],
 )
@@ -175,7 +178,7 @@ def test_markdown_has_the_line_the_tables_and_nothing_to_run(report, unlike):
     assert f"model = BalancedDataParallel(gpu0_bsz={report.plan.gpu0_bsz}, module=model)" in text
     assert "<script>" not in text.replace("\\<script\\>", "")
     rows = [line for line in text.splitlines() if line.startswith("| ")]
-    assert sum(row.startswith("| **") for row in rows) == 2  # the fullest, the chosen
+    assert sum(row.startswith("| **") for row in rows) == 2  # the bottleneck, the chosen
     assert f"device\\_weights=\\[{unlike.plan.weighted.chunk_sizes[0]}" in report_markdown(unlike)
 
 

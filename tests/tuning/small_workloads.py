@@ -1,7 +1,7 @@
-"""Workloads that are measured in a blink, of kinds that fill devices differently.
+"""Define workloads that are measured quickly and fill devices in different ways.
 
-They are wide, which costs nothing where shapes are all there is, so that the allocator's rounding
-does not count.
+They are wide, which is free if devices keep shapes only, so that the allocator's rounding does not
+matter.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..modules import Lambda
 
 
 def zeros(*shape: int) -> torch.Tensor:
-    """Zeros in the memory of one: the largest batch of a large device would take gigabytes."""
+    """Return zeros that share one element: the largest batches would take gigabytes."""
     return torch.zeros(1).expand(shape)
 
 
@@ -32,7 +32,7 @@ def token_loss(logits, targets):
 
 
 def mlp() -> Workload:
-    """Weights weigh more than activations."""
+    """Need more memory for weights than for activations."""
     return Workload(
         lambda: nn.Sequential(nn.Linear(1024, 8192), nn.ReLU(), nn.Linear(8192, 1000)),
         lambda n: ((zeros(n, 1024),), {}, torch.arange(n) % 1000),
@@ -42,7 +42,7 @@ def mlp() -> Workload:
 
 
 def wide_output() -> Workload:
-    """Gathering weighs most: no value of gpu0_bsz can balance it."""
+    """Need most memory for gathered outputs, so that no value of gpu0_bsz balances it."""
     return Workload(
         lambda: nn.Sequential(nn.Linear(64, 256), nn.Linear(256, 400_000)),
         lambda n: ((zeros(n, 64),), {}, torch.arange(n) % 4000),
@@ -110,7 +110,7 @@ def tied_transformer() -> Workload:
 
 
 def loss_inside() -> Workload:
-    """The module returns its loss: nothing large is gathered."""
+    """Return the loss from the module, so that nothing large is gathered."""
     return Workload(
         lambda: Lambda(
             lambda self, x, y: token_loss(self.inner(x), y),

@@ -1,4 +1,4 @@
-"""Plans against what trying everything finds, on emulated devices."""
+"""Compare plans with what trying everything finds, on emulated devices."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def tuned(workload, batch_size, capacities, *, with_alternative=False, **options
 
 
 def try_all(workload, batch_size, num_devices):
-    """The peaks of every gpu0_bsz, by the value."""
+    """Return the peaks of every gpu0_bsz, by the value."""
     even = -(-batch_size // num_devices)
     with open_devices(num_devices, emulate=True) as devices, step_meter(workload, devices) as meter:
         return {g: meter.measure(batch_size, g).peak_bytes for g in range(even + 1)}
 
 
 def value_of_auto(workload, batch_size, num_devices):
-    """The value that training with gpu0_bsz="auto" ends with."""
+    """Return the value that training with gpu0_bsz="auto" ends with."""
     with emulate_devices(num_devices, symbolic=True) as devices:
         loop = Loop(workload, devices)
         values = follow(loop, batch_size, 2 * (MAX_CHANGES + 1) + 1)
@@ -58,7 +58,7 @@ def value_of_auto(workload, batch_size, num_devices):
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan, and what trying everything finds."""
+    """Hold a plan, and what trying everything finds."""
 
     workload: Workload
     batch_size: int
@@ -79,7 +79,7 @@ class Planned:
     ids=lambda case: "-".join(map(str, case)),
 )
 def planned(request):
-    """A batch where three times the most that it needs is there: the largest can be tried."""
+    """Plan with three times the capacity that a batch needs, so that the largest can be tried."""
     name, num_devices, batch_size = request.param
     workload = SMALL[name]()
     peaks = try_all(workload, batch_size, num_devices)
@@ -104,9 +104,9 @@ def test_the_plan_and_auto_are_what_trying_everything_finds(planned):
 @pytest.mark.parametrize("name", SMALL)
 @pytest.mark.parametrize("num_devices", [3])
 def test_predictions_hold_where_nothing_was_measured(name, num_devices):
-    """Around what was planned, at batch sizes and splits that were not fitted.
+    """Check predictions around the plan, at batch sizes and splits that were not fitted.
 
-    The largest batch, which was, is far off.
+    The largest batch, which was fitted, is much larger.
     """
     workload, batch_size = SMALL[name](), 60
     report = tuned(workload, batch_size, [PLENTY] * num_devices)
@@ -163,11 +163,11 @@ def test_a_share_for_each_device_uses_what_gpu0_bsz_cannot():
     assert weighted.max_batch_size > 1.3 * report.plan.max_batch_size
     assert report.weighted_line.endswith(f"device_weights=[{first}, {second}, {third}])")
 
-    def fullest(measured):
+    def bottleneck(measured):
         pairs = zip(measured.peak_bytes, capacities, strict=True)
         return max(held / capacity for held, capacity in pairs)
 
-    assert fullest(report.weighted) < 0.8 * fullest(report.chosen)
+    assert bottleneck(report.weighted) < 0.8 * bottleneck(report.chosen)
 
 
 def test_what_does_not_fit_says_what_is_lacking():
@@ -221,7 +221,7 @@ def test_a_sweep_measures_each_value():
 
 
 def test_devices_that_are_given_are_measured_on():
-    """As accelerators are: memory that runs out is a row, and the plan is of what ran."""
+    """Plan from the splits that ran, where memory ran out with others, as on accelerators."""
     workload = SMALL["tied_transformer"]()
     free = tuned(workload, 36, [GIB] * 3)
     capacity = (max(free.chosen.peak_bytes) + max(free.even.peak_bytes)) // 2
@@ -251,8 +251,8 @@ def test_half_precision_is_planned_with(alike):
     assert half.prediction_error <= 0.01
 
 
-class Lawless(torch.nn.Module):
-    """What it needs jumps with the chunk."""
+class Nonlinear(torch.nn.Module):
+    """Need memory that jumps with the chunk."""
 
     def __init__(self):
         super().__init__()
@@ -262,18 +262,18 @@ class Lawless(torch.nn.Module):
         return self.layer(x) + x.new_zeros((len(x) % 3) * 100_000 + 1).sum()
 
 
-def lawless():
+def nonlinear():
     return Workload(
-        Lawless,
+        Nonlinear,
         lambda n: ((torch.zeros(n, 4),), {}, None),
         lambda output, _: output.sum(),
     )
 
 
-def test_a_workload_without_a_law_is_measured_at_every_candidate():
-    workload = lawless()
+def test_a_workload_without_linear_terms_is_measured_at_every_candidate():
+    workload = nonlinear()
     report = tuned(workload, 12, [2**24] * 3)
-    assert not report.model.is_lawful
+    assert not report.model.is_accurate
     assert {m.gpu0_bsz for m in report.measurements if m.batch_size == 12} == set(range(5))
     peaks = try_all(workload, 12, 3)
     assert max(peaks[report.plan.gpu0_bsz]) == min(map(max, peaks.values()))
@@ -315,7 +315,7 @@ def test_a_capacity_is_wanted_for_each_device():
 
 
 def test_the_loss_on_each_device_may_be_what_is_planned():
-    """The alternative is then to gather."""
+    """Compare with gathered outputs then."""
     report = tuned(SMALL["wide_output"](), 32, [8 * GIB] * 4, gather=False, with_alternative=True)
     assert max(report.alternative.chosen.peak_bytes) > max(report.chosen.peak_bytes)
     assert report.alternative.plan.max_batch_size < 0.5 * report.plan.max_batch_size

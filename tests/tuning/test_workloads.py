@@ -25,7 +25,7 @@ def test_the_adaptive_softmax_is_a_distribution():
 
 
 def test_two_segments_with_memory_are_one_sequence():
-    """Relative positions and the shift are right only if so."""
+    """Check relative positions and the shift."""
     model = small_transformer_xl()
     nn.init.normal_(model.content_bias)
     nn.init.normal_(model.position_bias)
@@ -65,7 +65,7 @@ def test_every_built_in_workload_takes_a_step(name):
 
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_batches_are_the_same_on_each_call_and_each_sample_like_the_others(name):
-    """Else what a step needs would depend on chance."""
+    """Check that measurements can be repeated."""
     workload = find_workload(name)
     (first, *_), _, _ = workload.make_batch(6)
     (again, *_), _, _ = workload.make_batch(6)
@@ -75,5 +75,5 @@ def test_batches_are_the_same_on_each_call_and_each_sample_like_the_others(name)
 
 
 def test_what_is_no_workload():
-    with pytest.raises(ArgumentError, match=r"your own is named package\.module:function"):
+    with pytest.raises(ArgumentError, match=r"name your own as package\.module:function"):
         find_workload("gpt3")
