@@ -76,7 +76,7 @@ def test_what_no_value_balances_is_told():
         (["char-lm", "--memory", "much"], "--memory must be bytes or a size in B, KiB"),
         (["char-lm", "--memory", "1GiB", "--devices", "1"], "a plan is for two or more devices"),
         (["char-lm", "--memory", "1GiB,1GiB", "--devices", "3"], "--memory gives 2 devices, but"),
-        (["char-lm", "--memory", "400MiB"], "more than the reserve of 512.00 MiB"),
+        (["char-lm", "--memory", "400MiB"], "capacities above the reserve of 512.00 MiB"),
         (["char-lm", "--memory", "1GiB", "--batch-size", "0"], "batch_size must be at least 1"),
         (
             [
