@@ -17,7 +17,7 @@ WORKLOAD = """
 import torch
 from balanced_dp import Workload
 
-def make(width=2048):  # so wide that rounding to 512 bytes does not bend the lines that are fitted
+def make(width=2048):
     return Workload(
         lambda: torch.nn.Sequential(torch.nn.Linear(256, width), torch.nn.Linear(width, 256)),
         lambda n: ((torch.zeros(n, 256),), {}, torch.zeros(n, 256)),
