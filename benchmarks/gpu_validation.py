@@ -169,13 +169,13 @@ def _sampling_checks(memory_probe: MemoryProbe, device: torch.device) -> Iterato
     yield Check("the measured block is valid", int(usage.valid), 1, 0, usage.reason or "")
 
 
-def _step_checks(device: torch.device) -> Iterator[Check]:
+def _step_checks(device: torch.device, length: int = 128) -> Iterator[Check]:
     """A training step of four replicas that share the GPU."""
     layer = nn.TransformerEncoderLayer(512, 8, batch_first=True)
     module = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False).to(device)
     model = BalancedDataParallel(4, module, [device] * 4)
     optimizer = torch.optim.AdamW(module.parameters())
-    inputs = torch.randn(32, 128, 512, device=device)
+    inputs = torch.randn(32, length, 512, device=device)
 
     def step() -> None:
         optimizer.zero_grad()

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import hypothesis
 import pytest
 import torch
-import torch._dynamo  # or the first call of a model does, and leaves cycles with its frames
+import torch._dynamo  # noqa: F401, or the first call of a model does, and leaves cycles with its frames
 
 from . import cuda_stand_in
 from .cuda_stand_in import StandIn
@@ -40,8 +40,14 @@ def pytest_report_header() -> str | None:
 
 
 # Torch's first call of an operator is slow, and speed is not what these tests are about.
-hypothesis.settings.register_profile("project", deadline=None)
-hypothesis.settings.load_profile("project")
+hypothesis.settings.register_profile("fast", deadline=None, max_examples=30)
+hypothesis.settings.register_profile("all", deadline=None)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Tries fewer examples where what is slow is left out."""
+    hypothesis.settings.load_profile("fast" if config.option.markexpr == "not slow" else "all")
+
 
 # Tensors here are tiny, and threads that wait for each other in spinning are slow on busy machines.
 torch.set_num_threads(1)
@@ -61,6 +67,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     """Takes what was imported from the garbage collector, which would look at it each time."""
+    gc.freeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def collects_what_it_makes() -> None:
+    """Takes what earlier modules left from the garbage collector, which measured steps run."""
+    gc.collect()
     gc.freeze()
 
 
@@ -85,6 +98,7 @@ def seeded() -> None:
 
 @pytest.fixture(params=KINDS)
 def kind(request: pytest.FixtureRequest) -> str:
+    """Each kind of devices in turn, or those that a test is parametrized with."""
     return request.param
 
 

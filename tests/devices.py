@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import cycle
+from typing import Any
 
 import torch
 
@@ -18,6 +20,16 @@ if torch.cuda.is_available():
     KINDS.append("cuda-repeated")
 if torch.cuda.device_count() > 1:
     KINDS.append("cuda")
+
+
+def kinds_of_splits(splits: Sequence[Any]) -> list[tuple[str, Any]]:
+    """Returns every split with a repeated CPU, and the other kinds with one of the splits each.
+
+    For what depends on the split; a kind of distinct devices has the first one and the next kinds
+    those that follow.
+    """
+    others = [kind for kind in KINDS if kind != "cpu"]
+    return [("cpu", split) for split in splits] + list(zip(others, cycle(splits), strict=False))
 
 
 @contextmanager

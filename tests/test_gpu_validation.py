@@ -153,6 +153,6 @@ def test_what_libraries_keep_for_themselves_is_not_taken_for_the_steps_peak(vali
 
 def test_a_step_of_replicas_that_share_a_device_is_broken_down(validation, stand_in):
     with stand_in.workspaces(WORKSPACE):
-        checks = list(validation._step_checks(stand_in.devices[0]))
+        checks = list(validation._step_checks(stand_in.devices[0], length=2))
     assert len(checks) == 5
     assert [check for check in checks if check.outcome != "ok"] == []

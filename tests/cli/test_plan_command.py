@@ -31,14 +31,14 @@ def test_the_loss_on_each_device_is_planned():
 
 
 def test_json_has_what_scripts_read():
-    done = CliRunner().invoke(app, ["plan", "char-lm", "--memory", "1GiB", "--json"])
+    done = CliRunner().invoke(app, ["plan", f"{SMALL}:convolutions", "--memory", "1GiB", "--json"])
     record = json.loads(done.stdout)
     plan = record["plan"]
     assert record["schema"] == 2
-    assert record["workload"] == "char-lm"
+    assert record["workload"] == "convolutions"
     assert plan["batch_size"] == 32
     assert sum(plan["chunk_sizes"]) == 32
-    assert plan["chunk_sizes"][0] == plan["gpu0_bsz"] == 5
+    assert plan["chunk_sizes"][0] == plan["gpu0_bsz"] <= 8
     assert len(plan["predicted_bytes"]) == len(plan["capacity_bytes"]) == 4
     assert plan["max_batch_size"] > 32
     assert plan["limiting_device"] in range(4)
@@ -50,7 +50,7 @@ def test_a_workload_of_ones_own_is_found_in_the_current_folder(tmp_path):
         "import torch\n"
         "from balanced_dp import Workload\n"
         "def make():\n"
-        "    return Workload(lambda: torch.nn.Linear(64, 64), lambda n: ((torch.ones(n, 64),),"
+        "    return Workload(lambda: torch.nn.Linear(999, 999), lambda n: ((torch.ones(n, 999),),"
         " {}, None), lambda output, _: output.sum(), name='<script>')\n"
     )
     options = ("--memory", "1GiB,2GiB", "--batch-size", "10")
@@ -76,7 +76,7 @@ def test_what_no_value_balances_is_told():
         (["char-lm", "--memory", "much"], "--memory must be bytes or a size in B, KiB"),
         (["char-lm", "--memory", "1GiB", "--devices", "1"], "a plan is for two or more devices"),
         (["char-lm", "--memory", "1GiB,1GiB", "--devices", "3"], "--memory gives 2 devices, but"),
-        (["char-lm", "--memory", "400MiB"], "more than the reserve of 512.00 MiB"),
+        (["char-lm", "--memory", "400MiB"], "capacities above the reserve of 512.00 MiB"),
         (["char-lm", "--memory", "1GiB", "--batch-size", "0"], "batch_size must be at least 1"),
         (
             [

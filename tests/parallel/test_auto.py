@@ -246,7 +246,7 @@ def test_the_optimizer_step_ends_an_iteration_and_nothing_else_counts():
         assert {size for size, _ in loop.balance._observed} <= {400, 5}
         del loop
     peaks = {}
-    for gpu0_bsz in {value, *range(0, 100, 5)}:
+    for gpu0_bsz in {value, *range(0, 100, 10)}:
         with emulate_devices(4, symbolic=True) as devices:
             loop = Loop(wide(), devices, gpu0_bsz)
             train_irregularly(loop, 1)

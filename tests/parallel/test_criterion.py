@@ -24,7 +24,7 @@ from balanced_dp import (
     emulate_devices,
 )
 
-from ..devices import open_devices
+from ..devices import kinds_of_splits, open_devices
 from ..modules import Lambda
 from ..notes import notes_of
 
@@ -249,8 +249,8 @@ def make_cases() -> dict[str, Any]:
 CASES = make_cases()
 
 SPLITS: dict[tuple[int, ...], Any] = {
-    (1, 13, 13, 5): {"gpu0_bsz": None, "device_weights": [1, 13, 13, 5]},
     (0, 11, 11, 10): {"gpu0_bsz": 0},
+    (1, 13, 13, 5): {"gpu0_bsz": None, "device_weights": [1, 13, 13, 5]},
     (8, 8, 8, 8): {"gpu0_bsz": 8},
 }
 
@@ -317,7 +317,7 @@ NOT_INSIDE = ("partial", "ctc", "bce weights", "bce_with_logits weights of", "lo
 
 
 @pytest.mark.filterwarnings("ignore:gpu0_bsz", "ignore:reduction. 'mean' divides")
-@pytest.mark.parametrize("split", SPLITS, ids=str)
+@pytest.mark.parametrize(("kind", "split"), kinds_of_splits(list(SPLITS)), ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_the_loss_is_that_of_the_whole_batch(name, split, kind, x):
     expected = expected_of(CASES[name], x)

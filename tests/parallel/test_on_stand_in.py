@@ -649,7 +649,7 @@ def test_the_demo_runs_before_anything_is_on_a_device():
         "import sys\n"
         "from tests import cuda_stand_in\n"
         "from balanced_dp.cli.commands import app\n"
-        "sys.argv = ['balanced-dp', 'demo', '--steps', '4', '--gpu0-bsz', '5']\n"
+        "sys.argv = ['balanced-dp', 'demo', '--steps', '1', '--gpu0-bsz', '5']\n"
         "with cuda_stand_in.opened():\n"
         "    app()\n"
     )

@@ -220,7 +220,7 @@ CHANGES = [c for c in CHANGES if c.__code__.co_varnames[: c.__code__.co_argcount
 
 
 @given(st.lists(st.tuples(st.sampled_from(CHANGES), st.integers(0, 2)), max_size=12), st.booleans())
-@settings(max_examples=200)
+@settings(max_examples=2 * settings.default.max_examples)
 def test_every_change_between_two_calls_is_seen(changes, grad):
     torch.manual_seed(0)
     net, replicator = Net().eval(), Replicator()

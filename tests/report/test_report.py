@@ -35,7 +35,7 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shuti
 @pytest.fixture(scope="module")
 def report():
     torch.manual_seed(0)
-    workload = replace(SMALL["tied_transformer"](), name="<script>alert(1)</script>")
+    workload = replace(SMALL["char_transformer"](), name="<script>alert(1)</script>")
     return tune(workload, 24, sweep=range(7), emulate=True)
 
 

@@ -24,7 +24,7 @@ def zeros(*shape: int) -> torch.Tensor:
 
 
 def tokens(vocabulary: int, length: int, batch_size: int) -> torch.Tensor:
-    return (torch.arange(batch_size * length) % vocabulary).view(batch_size, length)
+    return (torch.arange(length) % vocabulary).expand(batch_size, length)
 
 
 def token_loss(logits, targets):
@@ -84,7 +84,7 @@ def recurrent() -> Workload:
 
     return Workload(
         model,
-        lambda n: ((zeros(n, 4, 256),), {}, torch.arange(n) % 5),
+        lambda n: ((zeros(n, 2, 256),), {}, torch.arange(n) % 5),
         functional.cross_entropy,
         functools.partial(torch.optim.SGD, lr=0.1),
         name="recurrent",
@@ -93,7 +93,7 @@ def recurrent() -> Workload:
 
 def char_transformer() -> Workload:
     return Workload(
-        lambda: CharTransformer(60, context=64, width=256, num_heads=4, num_layers=2),
+        lambda: CharTransformer(60, context=64, width=256, num_heads=4, num_layers=1),
         lambda n: ((tokens(60, 64, n),), {}, tokens(60, 64, n)),
         token_loss,
         name="char-transformer",
@@ -102,7 +102,7 @@ def char_transformer() -> Workload:
 
 def tied_transformer() -> Workload:
     return Workload(
-        lambda: TokenTransformer(5000, 64, causal=True, width=256, num_heads=4, num_layers=2),
+        lambda: TokenTransformer(5000, 64, causal=True, width=256, num_heads=4, num_layers=1),
         lambda n: ((tokens(5000, 64, n),), {}, tokens(5000, 64, n)),
         token_loss,
         name="tied-transformer",
@@ -114,7 +114,7 @@ def loss_inside() -> Workload:
     return Workload(
         lambda: Lambda(
             lambda self, x, y: token_loss(self.inner(x), y),
-            inner=CharTransformer(60, context=64, width=256, num_heads=4, num_layers=2),
+            inner=CharTransformer(60, context=64, width=256, num_heads=4, num_layers=1),
         ),
         lambda n: ((tokens(60, 64, n), tokens(60, 64, n)), {}, None),
         lambda loss, _: loss,
