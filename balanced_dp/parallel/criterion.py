@@ -16,6 +16,7 @@ from ..errors import ArgumentTypeError
 from .call_inputs import check_paths
 from .gather import gather
 from .losses.join import ChunkLosses, Looks
+from .losses.weight import check_loss_weight
 from .parallel_apply import parallel_apply
 from .per_device import PerDevice
 from .replicate import Replicator
@@ -75,14 +76,7 @@ class BalancedCriterion(nn.Module):
     ) -> None:
         super().__init__()
         self.criterion = as_module(criterion)
-        if (
-            loss_weight is not None
-            and not callable(loss_weight)
-            and not isinstance(loss_weight, str)
-        ):
-            raise ArgumentTypeError(
-                f"loss_weight must be a function or the name of an argument, got {loss_weight!r}"
-            )
+        check_loss_weight(loss_weight)
         self.loss_weight = loss_weight
         self.broadcast = check_paths("broadcast", broadcast, self.criterion.forward)
         self.split = check_paths("split", split, self.criterion.forward)

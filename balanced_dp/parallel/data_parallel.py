@@ -16,8 +16,9 @@ from ..memory.probe import MemoryProbe
 from .call_inputs import check_paths, named_arguments
 from .gather import ScalarOutputs, gather
 from .losses.join import ChunkLosses, Looks
+from .losses.weight import check_loss_weight
 from .parallel_apply import Workers, parallel_apply
-from .per_device import PerDevice, without_wrapper
+from .per_device import PerDevice, only_output
 from .replicate import Replicator, check_on_device, is_compiled
 from .scatter import find_batch_size, scatter_arguments
 from .split_policy import SplitPolicy
@@ -29,9 +30,9 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
     """``torch.nn.DataParallel`` that gives ``device_ids[0]`` at most ``gpu0_bsz`` samples.
 
     The first device also holds the gathered outputs, the loss, the reduced gradients and the
-    optimizer state; a smaller chunk of the batch makes up for them. Each call splits the batch with
-    ``split_batch``. Unless samples interact in the module, outputs and gradients are those of the
-    whole batch on one device, whatever the split.
+    optimizer state; a smaller chunk of the batch leaves room for them. Each call splits the batch
+    with ``split_batch`` or ``split_by_weights``. Unless samples interact in the module, outputs and
+    gradients are those of the whole batch on one device, whatever the split.
 
     ``module``, ``device_ids``, ``output_device``, ``dim`` and the keys of the state dict are those
     of ``nn.DataParallel``. It differs on purpose in these points:
@@ -39,7 +40,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
     - Only devices with samples run. A batch of any size works, with any kind of arguments.
     - ``device_ids`` may name devices of any type and repeat one, as ``["cpu", "cpu"]`` does.
     - A tensor whose size along ``dim`` is not the batch size raises an error instead of being cut.
-    - Outputs may hold dataclasses, strings and numbers that are equal on every replica.
+    - Outputs may hold dataclasses, and strings and numbers that are equal on every replica.
     - Worker threads keep autocast's dtype, inference mode and context variables.
     - An exception from a replica is raised unchanged, with a note that names the replica.
 
@@ -47,8 +48,8 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         gpu0_bsz: the most samples that the first device gets, at least 0. With 0 it runs nothing.
             ``"auto"`` finds the value during the first iterations of training: it starts with the
             even split, reads the peaks of each iteration when the next one begins, changes the
-            value at most five times and then keeps it. It also learns from memory that runs out:
-            catch ``torch.OutOfMemoryError`` and repeat the step. None means no limit and needs
+            value at most five times and then keeps it. It also changes the value when memory runs
+            out: catch ``torch.OutOfMemoryError`` and repeat the step. None means no limit and needs
             ``device_weights``.
         module: the module to parallelize; its parameters and buffers are on ``device_ids[0]``.
         device_ids: devices as ints (of the accelerator), strings or ``torch.device``. None means
@@ -63,22 +64,23 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
             ``module.forward``'s parameter.
         split: dotted paths of lists, tuples and arrays with an entry for each sample, such as
             ``"texts"``; each device gets the entries of its samples.
-        scalar_outputs: how 0-dim outputs are joined. ``"auto"``: the value and gradient of the
-            whole batch. Whether a loss is a sum, or what it is a mean over, is read from how it
+        scalar_outputs: how 0-dim outputs are joined; integers must be equal, since a count has no
+            mean, unless ``"sum"`` or ``"stack"`` is chosen. ``"auto"``: the value and gradient of
+            the whole batch. Whether a loss is a sum, or what it is a mean over, is read from how it
             was computed; what cannot be made exact, such as the square root of a mean, is averaged
-            by chunk size with a warning. Integers must be equal, since a count has no mean.
+            by chunk size with a warning.
             ``"mean"``: their mean, weighted by chunk size. ``"sum"``: their sum. ``"stack"``: a
             vector with an entry for each replica, as ``nn.DataParallel`` returns.
-        loss_weight: the weight of a chunk's 0-dim floating outputs, for means over what cannot be
-            read. A function of those of the chunk's arguments that it names, such as
-            ``lambda mask: mask.sum()``; it returns a number of at least 0, a tensor with one, or a
-            dictionary of them by output name. Or the name of an argument, such as ``"labels"``,
-            whose entries other than -100 are counted.
+        loss_weight: a function that returns the weight of a chunk's 0-dim floating outputs, for
+            means that cannot be read from how they were computed. The names of its parameters are
+            those of the arguments that it gets, as in ``lambda mask: mask.sum()``. It returns a
+            number of at least 0, a tensor with one, or a dictionary of them by output name. A
+            string such as ``"labels"`` counts the entries of that argument that are not -100.
         device_weights: one number for each device. The batch is split in proportion to them, with
             ``split_by_weights``, for devices of unlike capacity.
 
     Attributes:
-        chunk_sizes: how many samples of the last batch each device got; None before the first, and
+        chunk_sizes: how many samples each device got in the last call; None before the first, and
             with a single device.
         gathers_outputs: the argument ``gather``.
 
@@ -150,6 +152,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
             )
         if isinstance(dim, bool) or not isinstance(dim, int):
             raise ArgumentTypeError(f"dim must be an integer, got {dim!r}")
+        check_loss_weight(loss_weight)
         if loss_weight is not None and scalar_outputs not in ("auto", "mean"):
             raise ArgumentError(
                 f"loss_weight weighs a mean, but scalar_outputs is {scalar_outputs!r}"
@@ -195,8 +198,8 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
     def gpu0_bsz(self) -> int | None:
         """The most samples that the first device gets.
 
-        With ``"auto"``, the value in use, and None before the first batch. It may be set to a
-        number or to ``"auto"`` at any time.
+        With ``"auto"``, the value in use, after a look for memory that has run out, and None
+        before the first batch. It may be set to a number or to ``"auto"`` at any time.
         """
         return self._policy.gpu0_bsz
 
@@ -206,7 +209,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
 
     @property
     def device_weights(self) -> tuple[float, ...] | None:
-        """The weight of each device, as it was given."""
+        """The weight of each device, as it was given; None if none were."""
         return self._policy.device_weights
 
     def split(self, batch_size: int) -> tuple[int, ...]:
@@ -222,8 +225,8 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         """
         return MemoryProbe(model=self)
 
-    # Threads cannot be compiled, so a compiled wrapper runs as it is. Torch's stubs do not know
-    # the decorator.
+    # Threads cannot be compiled, so torch.compile leaves this method as it is. Torch's stubs do
+    # not know the decorator.
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Split the batch, run the replicas, gather the outputs unless ``gather=False``."""
@@ -271,8 +274,8 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
             [inputs], [kwargs] = self.scatter(inputs, kwargs, self.device_ids)
         else:
             device = next((tensor.device for tensor in tensors), torch.device("cpu"))
-            inputs = tuple(map(without_wrapper, inputs))
-            kwargs = {name: without_wrapper(value) for name, value in kwargs.items()}
+            inputs = tuple(map(only_output, inputs))
+            kwargs = {name: only_output(value) for name, value in kwargs.items()}
         output = self.module(*inputs, **kwargs)
         if not self.gathers_outputs:
             return self._per_device(

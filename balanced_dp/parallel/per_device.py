@@ -150,6 +150,6 @@ class PerDevice(Scattered):
         )
 
 
-def without_wrapper(value: Any) -> Any:
-    """Return the output of a single device in place of a ``PerDevice``, anything else as it is."""
+def only_output(value: Any) -> Any:
+    """Return the only output of a ``PerDevice``, and anything else as it is."""
     return value[0] if isinstance(value, PerDevice) else value

@@ -76,7 +76,7 @@ class ReplicaPool:
         return before == now and all(map(operator.is_, values_before, values_now))
 
     def take(self) -> Replica:
-        """Return a replica that waited, or else a new one. It has no tensors yet."""
+        """Return a replica that waited, or else a new one. ``begin`` gives it its tensors."""
         try:
             return self._waiting.pop()
         except IndexError:  # another thread may have taken the last one

@@ -38,7 +38,7 @@ class SplitPolicy:
         self._number = None if isinstance(gpu0_bsz, str) else gpu0_bsz
         self.device_weights = None if device_weights is None else tuple(device_weights)
         self.auto: AutoSplit | None = None
-        self._is_checked = False
+        self._has_checked = False
         if self.device_weights is not None:
             if isinstance(gpu0_bsz, str) or len(self.device_weights) != max(1, len(devices)):
                 raise ArgumentError(
@@ -78,9 +78,9 @@ class SplitPolicy:
         """
         if batch_size and self.auto is not None:
             self.auto.begin_call(module, batch_size)
-        elif batch_size and not self._is_checked:
+        elif batch_size and not self._has_checked:
             self._check(batch_size)
-            self._is_checked = True
+            self._has_checked = True
         return self.split(batch_size)
 
     def _check(self, batch_size: int) -> None:
@@ -110,10 +110,12 @@ class SplitPolicy:
             if self.auto.look_for_out_of_memory(has_failed=True):
                 return f"{fact}. gpu0_bsz='auto' is now {self.gpu0_bsz}: the step may be repeated"
             return f"{fact}, and gpu0_bsz='auto' knows no better; lower the batch size"
-        remedy = f"lower gpu0_bsz (now {self.gpu0_bsz})"
         if self.device_weights is not None:
-            remedy = f"lower its weight (device_weights={list(self.device_weights)})"
+            weights = list(self.device_weights)
+            return f"{fact}. Lower the weight of the device that ran out (device_weights={weights})"
+        if not self.gpu0_bsz:
+            return f"{fact}; raise gpu0_bsz (now 0) or lower the batch size"
         return (
-            f"{fact}. If {self._devices[0]} ran out, {remedy}; if another device did, lower the "
-            "batch size"
+            f"{fact}. If {self._devices[0]} ran out, lower gpu0_bsz (now {self.gpu0_bsz}); if "
+            "another device did, raise gpu0_bsz or lower the batch size"
         )

@@ -350,11 +350,30 @@ def check_out_of_memory(devices, index, chunk):
     assert notes_of(caught.value) == [
         f"in replica {index} on lazy:{index}, with {chunk} of the batch's 8 samples",
         "the batch of 8 was split lazy:0: 2, lazy:1: 6. If lazy:0 ran out, lower gpu0_bsz (now "
-        "2); if another device did, lower the batch size",
+        "2); if another device did, raise gpu0_bsz or lower the batch size",
     ]
     memory = torch.get_device_module(devices[0])
     del caught, module
     assert [memory.memory_allocated(device) for device in devices] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("gpu0_bsz", "weights", "advice"),
+    [
+        (0, None, "; raise gpu0_bsz (now 0) or lower the batch size"),
+        (None, (0, 1), ". Lower the weight of the device that ran out (device_weights=[0, 1])"),
+    ],
+)
+def test_the_advice_can_be_followed(gpu0_bsz, weights, advice):
+    """gpu0_bsz=0 cannot be lowered."""
+    with emulate_devices(2, memory=["1MiB", "6KiB"]) as devices:
+        module = Lambda(lambda m, x: x.repeat(1, 100), a=nn.Linear(2, 2))
+        model = wrap(list(devices), gpu0_bsz, module, device_weights=weights)
+        with pytest.raises(torch.OutOfMemoryError) as caught:
+            model(torch.randn(8, 4))
+        split = "the batch of 8 was split lazy:0: 0, lazy:1: 8"
+        assert notes_of(caught.value)[-1] == f"{split}{advice}"
+        del caught, module, model
 
 
 def test_a_step_gives_back_all_its_memory(emulated):

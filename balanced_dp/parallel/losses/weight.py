@@ -10,8 +10,20 @@ from typing import Any
 
 import torch
 
-from ...errors import ArgumentError
+from ...errors import ArgumentError, ArgumentTypeError
 from ..call_inputs import described, named_arguments, parameters
+
+
+def check_loss_weight(loss_weight: object) -> None:
+    """Check an argument ``loss_weight``.
+
+    Raises:
+        ArgumentTypeError: it is neither a function nor a name nor None.
+    """
+    if loss_weight is not None and not callable(loss_weight) and not isinstance(loss_weight, str):
+        raise ArgumentTypeError(
+            f"loss_weight must be a function or the name of an argument, got {loss_weight!r}"
+        )
 
 
 def weight_of_chunk(
