@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -88,8 +89,9 @@ class BalancedCriterion(nn.Module):
         if not isinstance(outputs, PerDevice):
             return self.criterion(outputs, *targets, **kwargs)
         dim = outputs.dim
-        if isinstance(self.criterion, nn.CTCLoss):
-            targets, kwargs, dim = _ctc_targets(*targets, **kwargs), {}, 0
+        if _computes(self.criterion, functional.ctc_loss, nn.CTCLoss):
+            # Log-probabilities have the batch at the model's dim, targets and losses at 0.
+            targets, kwargs, dim = *_ctc_targets(*targets, **kwargs), 0
         forward = self.criterion.forward
         arguments = scatter_arguments(
             forward,
@@ -111,21 +113,16 @@ class BalancedCriterion(nn.Module):
             self.loss_weight,
         )
         replicas = self._replicator.replicate(self.criterion, outputs.devices)
-        _cut_weights_of_samples(replicas, outputs)
-        with losses.observed(), self._replicator.running(self.criterion, replicas):
+        with (
+            losses.observed(),
+            self._replicator.running(self.criterion, replicas),
+            _split_weights_of_samples(replicas, outputs),
+        ):
             results = parallel_apply(
                 replicas, arguments, outputs.devices, outputs.chunk_sizes, outputs.workers
             )
         losses.settle(results)
         return gather(results, outputs.output_device, dim, "auto", outputs.chunk_sizes, losses)
-
-
-_WITH_OTHER_ARGUMENTS: dict[Callable[..., Any], type[nn.Module]] = {
-    functional.binary_cross_entropy: nn.BCELoss,
-    functional.binary_cross_entropy_with_logits: nn.BCEWithLogitsLoss,
-    functional.ctc_loss: nn.CTCLoss,
-}
-"""Functions whose arguments are not all split alike, and the modules that handle them."""
 
 
 def as_module(criterion: Any) -> nn.Module:
@@ -143,9 +140,7 @@ def as_module(criterion: Any) -> nn.Module:
     function, options = criterion, {}
     if isinstance(criterion, functools.partial) and not criterion.args:
         function, options = criterion.func, criterion.keywords
-    if isinstance(function, types.FunctionType) and function in _WITH_OTHER_ARGUMENTS:
-        return _WITH_OTHER_ARGUMENTS[function](**options)
-    return _Function(function, options) if options else _Function(criterion, {})
+    return _Function(function, options)
 
 
 class _Function(nn.Module):
@@ -158,8 +153,8 @@ class _Function(nn.Module):
         for name in self._tensors:
             self.register_buffer(f"_{name}", options[name], persistent=False)
         self.function = function
-        if not options:
-            object.__setattr__(self, "forward", function)  # its parameters have its names
+        if not options:  # broadcast and split use the names of its parameters
+            object.__setattr__(self, "forward", function)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function with its options."""
@@ -167,25 +162,47 @@ class _Function(nn.Module):
         return self.function(*args, **{**self._options, **tensors, **kwargs})
 
 
-def _cut_weights_of_samples(replicas: Sequence[nn.Module], outputs: PerDevice) -> None:
-    """Split a weight of binary cross entropy that has an entry for each sample."""
-    criterion, output, sizes = replicas[0], outputs[0], outputs.chunk_sizes
-    if not isinstance(criterion, nn.BCELoss | nn.BCEWithLogitsLoss) or sizes is None:
+def _computes(criterion: nn.Module, function: Callable[..., Any], module: type[nn.Module]) -> bool:
+    """Return whether a criterion is ``module``, or was made of ``function``."""
+    return isinstance(criterion, module) or getattr(criterion, "function", None) is function
+
+
+@contextlib.contextmanager
+def _split_weights_of_samples(replicas: Sequence[nn.Module], outputs: PerDevice) -> Iterator[None]:
+    """Context manager that splits a weight of binary cross entropy with a row for each sample."""
+    criterion, output, sizes, dim = replicas[0], outputs[0], outputs.chunk_sizes, outputs.dim
+    bce, with_logits = functional.binary_cross_entropy, functional.binary_cross_entropy_with_logits
+    weight = None
+    if _computes(criterion, bce, nn.BCELoss) or _computes(
+        criterion, with_logits, nn.BCEWithLogitsLoss
+    ):
+        name = "_weight" if isinstance(criterion, _Function) else "weight"
+        weight = getattr(criterion, name, None)
+    if (
+        weight is None
+        or sizes is None
+        or not isinstance(output, torch.Tensor)
+        or not 0 < weight.dim() == output.dim()
+        or weight.size(dim) != sum(sizes)
+    ):
+        yield
         return
-    weight, dim = criterion.weight, outputs.dim
-    if weight is None or not isinstance(output, torch.Tensor) or weight.dim() != output.dim():
-        return
-    if weight.dim() and weight.size(dim) == sum(sizes):
-        parts = scatter([("weight", weight)], outputs.devices, sizes, dim)
-        for replica, [part] in zip(replicas, parts, strict=True):
-            replica.weight = part
+    whole = [getattr(replica, name) for replica in replicas]
+    parts = scatter([("weight", weight)], outputs.devices, sizes, dim)
+    for replica, [part] in zip(replicas, parts, strict=True):
+        setattr(replica, name, part)
+    try:
+        yield
+    finally:  # what replicas write to buffers is kept
+        for replica, before in zip(replicas, whole, strict=True):
+            setattr(replica, name, before)
 
 
 def _ctc_targets(
-    targets: torch.Tensor, input_lengths: Any, target_lengths: Any
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the arguments of ``CTCLoss`` after the first as tensors with one row a sample."""
+    targets: torch.Tensor, input_lengths: Any, target_lengths: Any, *options: Any, **more: Any
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of CTC loss after the first, with a row for each sample."""
     lengths = torch.as_tensor(target_lengths)
     if targets.dim() == 1:
         targets = pad_sequence(targets.split(lengths.tolist()), batch_first=True)
-    return targets, torch.as_tensor(input_lengths), lengths
+    return (targets, torch.as_tensor(input_lengths), lengths, *options), more

@@ -630,6 +630,46 @@ def test_ctc_takes_its_targets_in_a_row_and_its_lengths_as_numbers(devices, x):
     del loss
 
 
+@pytest.mark.parametrize("options", [{}, {"reduction": "sum"}, {"reduction": "none"}])
+@pytest.mark.parametrize("has_weight", [False, True])
+@pytest.mark.parametrize("name", ["binary_cross_entropy", "binary_cross_entropy_with_logits"])
+def test_options_of_binary_cross_entropy_may_come_with_the_call(name, has_weight, options, x):
+    function = getattr(functional, name)
+    weight = {"weight": torch.rand(BATCH, 1, dtype=torch.double)} if has_weight else {}
+    output, target = x.sigmoid()[:, :1], torch.rand(BATCH, 1, dtype=torch.double)
+    model = BalancedDataParallel(1, nn.Identity(), ["cpu"] * 3, gather=False)
+    expected = function(output, target, **weight, **options)
+    for loss in (
+        BalancedCriterion(functools.partial(function, **weight))(model(output), target, **options),
+        BalancedCriterion(function)(model(output), target, **weight, **options),
+    ):
+        torch.testing.assert_close(loss, expected, **TOLERANCE)
+
+
+@pytest.mark.parametrize("as_function", [False, True])
+def test_weights_of_samples_are_the_same_in_each_call(devices, as_function):
+    """What replicas write to buffers is kept, and their part of a weight once was the weight."""
+    weight = torch.rand(BATCH, 1, dtype=torch.double)
+    module = nn.BCELoss(weight=weight.clone())
+    function = functools.partial(functional.binary_cross_entropy, weight=weight.clone())
+    criterion = BalancedCriterion(function if as_function else module)
+    criterion.to(devices[0])
+    model = BalancedDataParallel(1, nn.Identity(), devices, gather=False)
+    for batch in torch.rand(3, 2, BATCH, 1, dtype=torch.double):
+        loss = criterion(model(batch[0]), batch[1])
+        expected = functional.binary_cross_entropy(*batch, weight=weight)
+        torch.testing.assert_close(loss.cpu(), expected, **TOLERANCE)
+        del loss
+
+
+def test_options_of_ctc_may_come_with_the_call(x):
+    case = CASES["ctc mean"]
+    expected = functional.ctc_loss(case["module"](x), *case["targets"], reduction="sum")
+    model = BalancedDataParallel(1, case["module"], ["cpu"] * 3, gather=False)
+    loss = BalancedCriterion(functional.ctc_loss)(model(x), *case["targets"], reduction="sum")
+    torch.testing.assert_close(loss, expected, **TOLERANCE)
+
+
 def test_buffers_of_a_criterion_are_kept(devices, x):
     class Centered(nn.Module):
         def __init__(self) -> None:
