@@ -107,7 +107,7 @@ def test_the_picture_s_figures_are_measured(gpt2, monkeypatch):
         report.plan.max_batch_size,
         report.alternative.plan.max_batch_size,
     )
-    assert f"the largest batch is {even},\n{best} and {on_devices} " in README
+    assert f"the largest batches are {even}, {best} and {on_devices}." in README
 
 
 def test_the_demo_s_memory_figures_are_those_of_the_readme():
