@@ -10,6 +10,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+# Defaults of its functions are the process group at the time of its first import, and the first
+# optimizer imports it. If that came after init_process_group, destroy_process_group would not end
+# gloo's threads, and these sometimes abort a process at its exit.
+import torch.distributed.nn  # noqa: F401
 from torch import Tensor
 
 from ..errors import ArgumentError, ArgumentTypeError, DistributedError

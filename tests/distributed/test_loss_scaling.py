@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -45,6 +47,29 @@ def test_ranks_on_devices_of_cudas_kind():
     """Counts stay on the device, and DDP's buckets use its streams."""
     exit_code, output = run_ranks("on_stand_in.py", num_processes=2)
     assert exit_code == 0, output
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the names of threads from /proc")
+def test_no_thread_outlives_the_process_group():
+    """Where it did, Python aborted now and then: terminate called without an active exception."""
+    code = """
+from pathlib import Path
+import torch, torch.distributed as dist
+from balanced_dp.distributed import scale_loss
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 3))
+scale_loss(model(torch.ones(2, 3)).sum(), 2).backward()
+torch.optim.SGD(model.parameters()).step()
+threads = lambda: [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+assert any("gloo" in name for name in threads()), threads()
+del model
+dist.destroy_process_group()
+assert not any("gloo" in name for name in threads()), threads()
+"""
+    # Not a fork of a process that has imported what optimizers import.
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.fixture
