@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import compress
 
 import torch
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
@@ -64,23 +63,23 @@ def fill_buckets(tensors: Sequence[torch.Tensor], *, of_gradients: bool = True) 
             of its own, since autograd would call them with None if only others in its bucket had
             gradients. If not, a bucket holds up to ``LEAST_BYTES`` even if that is more.
     """
-    plain = [_is_plain(tensor) for tensor in tensors]
-    num_bytes = sum(tensor.nbytes for tensor in compress(tensors, plain))
+    sizes = [tensor.nbytes if _is_plain(tensor) else None for tensor in tensors]
+    num_bytes = sum(filter(None, sizes))
     bucket_bytes = min(max(num_bytes // 8, 0 if of_gradients else LEAST_BYTES), BUCKET_BYTES)
     buckets: list[list[int]] = []
     filling: dict[torch.dtype, list[int]] = {}
     free_bytes: dict[torch.dtype, int] = {}
-    for position, tensor in enumerate(tensors):
-        kind = tensor.dtype
-        if not plain[position] or (of_gradients and has_hooks(tensor)):
+    for position, (tensor, size) in enumerate(zip(tensors, sizes, strict=True)):
+        if size is None or (of_gradients and has_hooks(tensor)):
             buckets.append([position])
             continue
-        if free_bytes.get(kind, -1) < tensor.nbytes:
+        kind = tensor.dtype
+        if free_bytes.get(kind, -1) < size:
             filling[kind] = []
             free_bytes[kind] = bucket_bytes
             buckets.append(filling[kind])
         filling[kind].append(position)
-        free_bytes[kind] -= tensor.nbytes
+        free_bytes[kind] -= size
     return buckets
 
 

@@ -135,16 +135,17 @@ class _Block:
                 current streams wait for all copies, and gradients are deferred until the end of
                 the block.
         """
-        is_shared = arrivals is None
+        is_shared, has_gradients = arrivals is None, torch.is_grad_enabled()
         # Tensors of inference mode could not be used outside it.
         with torch.inference_mode(False), torch.no_grad():
             missing = [device for device in devices if device not in self._copies]
             self._copies.update(copy_to(missing, parameters, arrivals))
-            for device in missing:
-                for original, copy in zip(parameters, self._copies[device], strict=True):
-                    _copy_attributes(original, copy)
+            if any(map(vars, parameters)) or not has_gradients:
+                for device in missing:
+                    for original, copy in zip(parameters, self._copies[device], strict=True):
+                        _copy_attributes(original, copy)
         self._record_streams(devices)
-        if not torch.is_grad_enabled():
+        if not has_gradients:
             return {device: self._copies[device] for device in devices}
         missing = [device for device in devices if device not in self._outputs]
         if is_shared:
@@ -181,7 +182,9 @@ class _Block:
             nodes.append([])
             for device in devices:
                 copies = self._outputs[device]
-                parts = [copies[i].requires_grad_(False) for i in positions]
+                parts = [copies[i] for i in positions]
+                if parts[0].requires_grad:  # a call without gradients has used them
+                    parts = [part.requires_grad_(False) for part in parts]
                 with on_copy_stream(device):
                     # torch gives its own autograd functions no types.
                     parts = Broadcast.apply(parts, *originals)  # type: ignore[no-untyped-call]

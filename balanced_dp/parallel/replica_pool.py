@@ -8,6 +8,7 @@ its modules.
 
 from __future__ import annotations
 
+import gc
 import operator
 import sys
 import weakref
@@ -101,7 +102,7 @@ def _contents(modules: Sequence[nn.Module]) -> tuple[list[type], list[int], list
         list(map(type, modules)),
         list(map(len, dictionaries)),
         list(chain.from_iterable(filled)),
-        list(chain.from_iterable(map(operator.methodcaller("values"), filled))),
+        gc.get_referents(*filled),  # a loop over values() takes four times as long
     )
 
 
@@ -177,6 +178,7 @@ class Replica:
         self._tensors = [a[kind] for a in self._as_made for kind in ("_parameters", "_buffers")]
         self._without_tensors = [dict.fromkeys(members) for members in self._tensors]
         self._children = [a["_modules"] for a in self._as_made]
+        self._parents = list(filter(None, self._children))
         self._rnns = [module for module in self.modules if isinstance(module, nn.RNNBase)]
         self._filled = list(filter(None, self._tensors))
         self._none = list(filter(None, self._without_tensors))
@@ -279,8 +281,8 @@ class Replica:
         """Return the names of parameters and buffers, those of children, and the children."""
         return (
             list(chain.from_iterable(self._filled)),
-            list(chain.from_iterable(self._children)),
-            list(chain.from_iterable(map(dict.values, self._children))),
+            list(chain.from_iterable(self._parents)),
+            gc.get_referents(*self._children),
         )
 
     def _list_hooks(self) -> list[Any]:

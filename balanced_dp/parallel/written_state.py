@@ -83,8 +83,8 @@ class WrittenState:
 
 
 def _state(module: nn.Module) -> Iterator[torch.Tensor]:
-    """Yield buffers and parameters, without waiting for their values."""
-    return chain(module.buffers(), _parameters(module))
+    """Yield parameters and buffers, without waiting for their values."""
+    return chain(_parameters(module), module.buffers())
 
 
 def _parameters(module: nn.Module) -> Iterator[torch.Tensor]:

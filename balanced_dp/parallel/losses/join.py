@@ -98,9 +98,8 @@ class ChunkLosses:
         self._arguments = arguments
         self._loss_weight = loss_weight
         self._is_auto = is_auto
-        has_scalars = any(True for _ in _scalars(arguments[:1]))
-        self._whole_batch = list(_scalars(arguments)) if has_scalars else []
-        self._adds_up = any(kwargs.get("num_items_in_batch") is not None for _, kwargs in arguments)
+        self._whole_batch: list[Any] = []
+        self._adds_up = False
         self._weights: list[Any] | None = None
         self._results: dict[tuple[int, ...], torch.Tensor] = {}
         self._counted: list[CountedLoss] = []
@@ -122,13 +121,18 @@ class ChunkLosses:
         self.looks.notes_calls[has_gradients] = False  # join sets it again if necessary
 
     def settle(self, outputs: Sequence[Any]) -> None:
-        """Call ``loss_weight`` if there is a loss in the outputs, and release the arguments."""
-        if self._loss_weight is not None and any(map(is_loss, nested.tensors(outputs[0]))):
+        """Read from the arguments what losses in the outputs need, and release them."""
+        arguments, self._arguments = self._arguments, ()
+        if not any(map(is_loss, nested.tensors(outputs[0]))):
+            return
+        if self._loss_weight is not None:
             self._weights = [
                 weight_of_chunk(self._loss_weight, self._function, args, kwargs)
-                for args, kwargs in self._arguments
+                for args, kwargs in arguments
             ]
-        self._arguments = ()
+        if any(True for _ in _scalars(arguments[:1])):
+            self._whole_batch = list(_scalars(arguments))
+        self._adds_up = any(kwargs.get("num_items_in_batch") is not None for _, kwargs in arguments)
 
     def join(
         self, outputs: Sequence[torch.Tensor], name: str, device: torch.device
