@@ -14,7 +14,7 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain
+from itertools import chain, compress
 from typing import Any, Literal
 
 import torch
@@ -163,31 +163,25 @@ class Replica:
         self._register_children(originals)
         has_bound = bind_to_replicas(originals.values, self.modules)
         self._has_own_state = has_bound or any(map(_replicates_itself, originals.values))
-        self._as_made = [attributes.copy() for attributes in self._attributes]
-        self._own = [
-            {name: value for name, value in a.items() if name not in _OF_ANY_MODULE}
-            for a in self._as_made
-        ]
-        hooks = [a[kind] for a in self._as_made for kind in HOOKS]
-        self._without_hooks = [dictionary for dictionary in hooks if not dictionary]
-        self._with_hooks = [dictionary for dictionary in hooks if dictionary]
-        self._hooks = self._list_hooks()
-        self._parameters = parameters.places(self._as_made)
+        self._parameters = parameters.places(self._attributes)
+        self._buffers = buffers.places(self._attributes)
         self._arriving: list[dict[str, Any]] = []
-        self._buffers = buffers.places(self._as_made)
-        self._tensors = [a[kind] for a in self._as_made for kind in ("_parameters", "_buffers")]
-        self._without_tensors = [dict.fromkeys(members) for members in self._tensors]
-        self._children = [a["_modules"] for a in self._as_made]
-        self._parents = list(filter(None, self._children))
         self._rnns = [module for module in self.modules if isinstance(module, nn.RNNBase)]
-        self._filled = list(filter(None, self._tensors))
-        self._none = list(filter(None, self._without_tensors))
-        self._num_members = self._count_members()
-        self._members = self._list_members()
-        self._types = list(map(type, self.modules))
-        self._objects = [*self.modules, *self._attributes, *self._tensors, *self._children]
-        # A variable of this function that refers to one of them would be counted as well.
-        self._num_references = self._count_references()
+        self._children = [a["_modules"] for a in self._attributes]
+        self._hooks = [a[kind] for a in self._attributes for kind in HOOKS]
+        self._tensors = [a[kind] for a in self._attributes for kind in ("_parameters", "_buffers")]
+        self._named = list(filter(None, [*self._tensors, *self._children]))
+        self._dictionaries = [*self._attributes, *self._tensors]
+        self._as_made = [*(a.copy() for a in self._attributes), *map(dict.fromkeys, self._tensors)]
+        # A call may have changed these; they are few, so that it takes little time to reset them.
+        values = [{k: v for k, v in d.items() if k not in _OF_ANY_MODULE} for d in self._as_made]
+        self._changeable = list(compress(self._dictionaries, values))
+        self._values = list(filter(None, values))
+        self._num_members = list(map(len, self._dictionaries))
+        # A variable of this function that refers to a module would be counted as a reference, and
+        # so is the first fingerprint in the second one.
+        self._fingerprint = self._take_fingerprint()
+        self._fingerprint = self._take_fingerprint()
 
     def _register_children(self, originals: _Members) -> None:
         for members, name, position in originals.places(self._attributes):
@@ -245,48 +239,29 @@ class Replica:
         Activation checkpointing, for example, keeps modules, or dictionaries of them, until
         backward.
         """
+        return not self._has_own_state and self._take_fingerprint() == self._fingerprint
+
+    def _take_fingerprint(self) -> tuple[list[Any], ...]:
+        """Return what a call must not have changed, if another one is to use the replica.
+
+        These are the references to modules and their dictionaries, weak ones included, the classes
+        of modules, the names of parameters, buffers and children, the children, and the hooks.
+        """
         return (
-            not self._has_own_state
-            and self._count_references() == self._num_references
-            and self._list_members() == self._members
-            and list(map(type, self.modules)) == self._types
-            and not any(self._without_hooks)
-            and self._list_hooks() == self._hooks
+            list(map(sys.getrefcount, chain(self.modules, self._dictionaries, self._children))),
+            list(map(weakref.getweakrefcount, self.modules)),
+            list(map(type, self.modules)),
+            list(chain.from_iterable(self._named)),
+            gc.get_referents(*self._children, *self._hooks),
         )
 
     def end(self) -> None:
         """Remove the tensors, and whatever else a call has left."""
-        deque(map(dict.update, self._attributes, self._own), maxlen=0)
-        deque(map(dict.update, self._filled, self._none), maxlen=0)
-        if self._count_members() != self._num_members:  # there are new ones
-            for members, as_made in zip(
-                chain(self._attributes, self._tensors),
-                chain(self._as_made, self._without_tensors),
-                strict=True,
-            ):
+        deque(map(dict.update, self._changeable, self._values), maxlen=0)
+        if list(map(len, self._dictionaries)) != self._num_members:  # there are new ones
+            for members, as_made in zip(self._dictionaries, self._as_made, strict=True):
                 members.clear()
                 members.update(as_made)
-
-    def _count_references(self) -> list[int]:
-        """Return the number of references to modules and their dictionaries, weak ones included."""
-        return [
-            *map(sys.getrefcount, self._objects),
-            *map(weakref.getweakrefcount, self.modules),
-        ]
-
-    def _count_members(self) -> list[int]:
-        return list(map(len, chain(self._attributes, self._tensors)))
-
-    def _list_members(self) -> tuple[list[str], list[str], list[Any]]:
-        """Return the names of parameters and buffers, those of children, and the children."""
-        return (
-            list(chain.from_iterable(self._filled)),
-            list(chain.from_iterable(self._parents)),
-            gc.get_referents(*self._children),
-        )
-
-    def _list_hooks(self) -> list[Any]:
-        return list(chain.from_iterable(map(dict.values, self._with_hooks)))
 
 
 def _shallow_copy(module: nn.Module) -> nn.Module:
