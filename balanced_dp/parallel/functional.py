@@ -22,7 +22,7 @@ def balanced_data_parallel(
     dim: int = 0,
     module_kwargs: dict[str, Any] | None = None,
 ) -> Any:
-    """Returns ``module(*inputs, **module_kwargs)``, evaluated in parallel with a smaller chunk 0.
+    """Evaluate ``module(*inputs, **module_kwargs)`` in parallel, with a smaller chunk 0.
 
     The functional form of ``BalancedDataParallel``, as ``torch.nn.parallel.data_parallel`` is
     of ``nn.DataParallel``. It never moves the module.

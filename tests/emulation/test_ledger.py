@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from torch import nn
 
-from balanced_dp import EmulatedDevices
+from balanced_dp import BalancedDataParallel, EmulatedDevices, emulate_devices
 from balanced_dp.emulation.ledger import (
     ROUND_BYTES,
     Allocation,
@@ -19,6 +19,8 @@ from balanced_dp.emulation.ledger import (
     Label,
     OverCapacityError,
 )
+
+from ..modules import Lambda
 
 CAPACITY_BYTES = 16 * ROUND_BYTES
 sizes = st.integers(0, 4 * ROUND_BYTES)
@@ -347,3 +349,26 @@ def test_a_resized_tensor_has_the_shape_and_the_values_that_it_has_on_the_cpu(
     assert on_device.tolist() == on_cpu.tolist()
     on_device.resize_(20, 30).fill_(1.0)
     assert on_device.sum().item() == 600.0
+
+
+def short_of_memory_in_backward(devices):
+    """A model whose backward pass needs twice what forward does, on a small device 0."""
+    layers = nn.Sequential(nn.Linear(64, 4096), nn.ReLU(inplace=True))
+    net = Lambda(lambda self, x: self.layers(x).sum(1), layers=layers).to(devices[0])
+    return net, torch.optim.SGD(net.parameters(), lr=0.1)
+
+
+def test_a_backward_pass_that_runs_out_of_memory_gives_all_back():
+    """The other devices' nodes waited for the next backward pass, with their memory."""
+    with emulate_devices(3, memory=["24MiB", "64MiB", "64MiB"]) as devices:
+        net, optimizer = short_of_memory_in_backward(devices)
+        model = BalancedDataParallel(999, net)
+        held = [torch.get_device_module(d).memory_allocated(d) for d in devices]
+        for _ in range(3):
+            loss = model(torch.ones(3000, 64)).mean()
+            with pytest.raises(torch.OutOfMemoryError):
+                loss.backward()
+            del loss
+            net.zero_grad()
+            assert [torch.get_device_module(d).memory_allocated(d) for d in devices] == held
+        del net, model, optimizer

@@ -482,3 +482,38 @@ def test_a_tensor_cannot_be_used_after_its_context(
             use(x)
     assert repr(x) == "tensor(<freed>, size=(3,), device='lazy:1')"
     assert x.shape == (3,)
+
+
+def test_parameters_can_be_given_other_data(emulated):
+    """On emulated devices ``p.data = x`` changed the shape that was shown and not the numbers."""
+    parameter = nn.Parameter(torch.zeros(10, device=emulated[0]))
+    parameter.data = torch.ones(20, device=emulated[1])
+    assert parameter.shape == (20,)
+    assert parameter.device == emulated[1]
+    assert parameter.sum().item() == 20
+    memory = torch.get_device_module(emulated[0])
+    assert [memory.memory_allocated(device) for device in emulated[:2]] == [0, 512]
+    module = nn.Linear(3, 2).to(emulated[0])
+    vector = torch.arange(8.0, device=emulated[0])
+    nn.utils.vector_to_parameters(vector, module.parameters())
+    assert nn.utils.parameters_to_vector(module.parameters()).tolist() == list(range(8))
+    del parameter, module, vector
+
+
+def test_a_checkpoint_is_loaded_while_a_graph_is_alive(emulated):
+    """As restoring the best weights does, with the last loss still in a variable."""
+    module = nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 2)).to(emulated[0])
+    weight = module[1].weight
+    state = {name: value.cpu() + 1 for name, value in module.state_dict().items()}
+    loss = module(torch.ones(8, 4, device=emulated[0])).sum()
+    module.load_state_dict(state)
+    assert module[1].weight is weight
+    assert torch.equal(weight.cpu(), state["1.weight"])
+    del loss, module, weight
+
+
+def test_tensors_are_described_on_the_meta_device(emulated):
+    x = torch.ones(3, 2, device=emulated[0])
+    for described in (x.to("meta"), torch.empty_like(x, device="meta")):
+        assert described.device.type == "meta"
+        assert described.shape == (3, 2)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import io
 import pickle
@@ -20,6 +21,7 @@ from balanced_dp import (
     balanced_data_parallel,
     emulate_devices,
 )
+from balanced_dp.devices import default_device_type
 
 from ..modules import Lambda
 from ..notes import notes_of
@@ -529,3 +531,80 @@ def test_compiled_modules_are_replicated(compiled, backend, with_loss):
         for ours, theirs in zip(module.parameters(), reference.parameters(), strict=True):
             torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-10, atol=1e-10)
     assert num_graphs[1] == num_graphs[-1]  # no step compiles anew
+
+
+def test_an_open_context_of_emulated_devices_is_what_ints_mean(monkeypatch):
+    """On a machine with GPUs they meant those, and the README's examples failed there."""
+    monkeypatch.setattr(
+        torch.accelerator, "current_accelerator", lambda check_available: torch.device("cuda")
+    )
+    with emulate_devices(3) as devices:
+        assert BalancedDataParallel(1, nn.Identity()).devices == list(devices)
+    assert default_device_type() == "cuda"
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_evaluation_with_device_0_left_out(emulated, mode):
+    """Without gradients every copy of a parameter looked frozen, and none of the originals did."""
+    module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).to(emulated[0])
+    module[0].bias.requires_grad_(False)
+    model = BalancedDataParallel(0, module, emulated[:3])
+    x = torch.randn(8, 4)
+    expected = copy.deepcopy(module).eval()(x.to(emulated[0]))
+    with mode():
+        torch.testing.assert_close(model.eval()(x).cpu(), expected.detach().cpu())
+    del expected, module, model
+
+
+def test_the_class_may_take_the_place_of_its_base(monkeypatch):
+    """To change scripts that one cannot edit; super() found a partial instead of a class."""
+    monkeypatch.setattr(nn, "DataParallel", functools.partial(BalancedDataParallel, 1))
+    assert nn.DataParallel(nn.Linear(2, 2), ["cpu", "cpu"])(torch.ones(4, 2)).shape == (4, 2)
+
+
+@pytest.mark.parametrize("device_ids", [["cpu"], ["cpu"] * 3])
+def test_outputs_of_a_model_go_into_another_on_any_number_of_devices(device_ids):
+    first, second = nn.Linear(3, 2), nn.Linear(2, 1)
+    models = [BalancedDataParallel(1, m, device_ids, gather=False) for m in (first, second)]
+    x = torch.randn(8, 3)
+    torch.testing.assert_close(models[1](models[0](x)).gather(), second(first(x)))
+
+
+def test_outputs_of_a_model_go_into_another_without_an_accelerator(no_accelerator):
+    first, second = nn.Linear(3, 2), nn.Linear(2, 1)
+    models = [BalancedDataParallel(1, m, gather=False) for m in (first, second)]
+    x = torch.randn(8, 3)
+    torch.testing.assert_close(models[1](models[0](x)).gather(), second(first(x)))
+
+
+def linear(devices, **options) -> BalancedDataParallel:
+    gpu0_bsz = options.pop("gpu0_bsz", 1)
+    return BalancedDataParallel(
+        gpu0_bsz, nn.Linear(4, 2).to(devices[0]), device_ids=devices, **options
+    )
+
+
+def test_nothing_is_printed(devices, capfd):
+    """Several forks print chunk sizes or device lists in every forward pass."""
+    linear(devices[:3])(torch.randn(5, 4)).sum().backward()
+    assert capfd.readouterr() == ("", "")
+
+
+def test_every_attribute_is_set_without_an_accelerator():
+    """Stock returns from its constructor before it sets dim and output_device, so code that reads
+    them fails on a machine without GPUs only.
+    """
+    if torch.accelerator.is_available():
+        pytest.skip("there is an accelerator here")
+    module = nn.Linear(4, 2)
+    parallel = BalancedDataParallel(1, module, dim=1)
+    attributes = (parallel.module, parallel.device_ids, parallel.output_device, parallel.dim)
+    assert attributes == (module, [], None, 1)
+    assert parallel(torch.randn(3, 4)).shape == (3, 2)
+
+
+def test_outputs_can_be_gathered_on_the_cpu(devices):
+    """output_device="cpu" raised: stock takes accelerator indices only."""
+    output = linear(devices[:3], output_device="cpu")(torch.randn(7, 4))
+    assert output.device == torch.device("cpu")
+    assert linear(devices[:1], output_device="cpu")(torch.randn(7, 4)).device.type == "cpu"

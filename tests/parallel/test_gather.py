@@ -4,10 +4,12 @@ from collections import OrderedDict, UserDict
 
 import pytest
 import torch
+from torch import nn
 
-from balanced_dp import GatherError
+from balanced_dp import BalancedCriterion, BalancedDataParallel, GatherError
 from balanced_dp.parallel.gather import gather
 
+from ..modules import Lambda
 from .containers import Frozen, Pair
 
 CPU = torch.device("cpu")
@@ -154,3 +156,22 @@ def test_channels_that_are_last_stay_so(shape, memory_format):
     joined = gather(x.split([1, 5]), torch.device("cpu"))
     assert joined.is_contiguous(memory_format=memory_format)
     torch.testing.assert_close(joined, x)
+
+
+@pytest.mark.parametrize(
+    "reduce",
+    [
+        lambda x: x.mean(0),
+        lambda x: x.mean(0, keepdim=True),
+        lambda x: x.topk(1, dim=0).values,
+        lambda x: x.new_ones(3),
+    ],
+)
+def test_what_has_no_row_for_each_sample_is_no_output(reduce):
+    """It was joined to three times the size."""
+    model = BalancedDataParallel(1, Lambda(lambda m, x: reduce(x)), ["cpu"] * 3)
+    with pytest.raises(GatherError, match="it has no row for each of them"):
+        model(torch.randn(7, 3))
+    outputs = BalancedDataParallel(1, nn.Identity(), ["cpu"] * 3, gather=False)(torch.randn(7, 3))
+    with pytest.raises(GatherError, match="it has no row for each of them"):
+        BalancedCriterion(reduce)(outputs)

@@ -7,6 +7,7 @@ import threading
 import warnings
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -19,6 +20,7 @@ from balanced_dp import ArgumentError, BalancedCriterion, BalancedDataParallel, 
 from balanced_dp.parallel.losses.counted import counting
 
 from ..devices import kinds_of_splits
+from ..modules import Lambda
 from .loss_cases import BATCH, EXACT, IGNORED, REAL, UNCLEAR, Case, Net, X, Y, rows
 
 TOLERANCE = {"rtol": 1e-10, "atol": 1e-12}
@@ -375,3 +377,65 @@ def test_loss_weight_is_not_read_back():
     torch.testing.assert_close(
         torch.Tensor(model(X, IGNORED)["loss"]), labelled(X, IGNORED)["loss"], check_dtype=False
     )
+
+
+def test_a_loss_weight_may_be_a_number_of_numpy():
+    model = BalancedDataParallel(
+        2, Lambda(lambda _, x: x.mean()), ["cpu", "cpu"], loss_weight=lambda x: np.int64(len(x))
+    )
+    assert model(torch.arange(8.0)) == 3.5
+
+
+# Dynamo reads it of whatever it compiles for.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("has_gradients", [True, False])
+def test_a_function_that_is_compiled_whole_runs_in_forward(has_gradients):
+    """Where calls were noted, torch could not compile that."""
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def mean(inner: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+        return (x @ inner.weight).square().mean()
+
+    class Compiles(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return mean(self.inner, x)
+
+    module, x = Compiles().double(), torch.randn(8, 4, dtype=torch.double)
+    expected = (x @ module.inner.weight).square().mean()
+    model = BalancedDataParallel(2, module, ["cpu", "cpu"])
+    with torch.set_grad_enabled(has_gradients):
+        for _ in range(3):
+            torch.testing.assert_close(model(x), expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("chunks", "gpu0_bsz", "factor"),
+    [
+        ([5, 11], 5, 1.6),
+        ([18, 32, 32, 32], 18, 1.6),
+        ([1, 9, 9, 9, 9, 9, 9, 9], 1, 8),
+        ([1, 32, 32, 31, 31, 31], 1, 26),
+    ],
+)
+def test_the_mean_of_losses_weighs_every_sample_the_same(devices, chunks, gpu0_bsz, factor):
+    """Published recipes call loss.mean() on a vector of one loss a replica. A sample on device 0
+    then counts B / (n * c0) times as much as it should: the factor here.
+    """
+    batch_size = sum(chunks)
+    assert batch_size / len(chunks) / chunks[0] == pytest.approx(factor, rel=0.05)
+    module = Lambda(lambda m, x: m.a(x).square().mean(), a=nn.Linear(4, 2)).double()
+    reference = copy.deepcopy(module)
+    parallel = BalancedDataParallel(
+        gpu0_bsz, module.to(devices[0]), device_ids=devices[: len(chunks)]
+    )
+    assert list(parallel.split(batch_size)) == chunks
+    x = torch.randn(batch_size, 4, dtype=torch.double)
+    loss, expected = parallel(x).mean(), reference(x)
+    loss.backward()
+    expected.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-12)
+    torch.testing.assert_close(module.a.weight.grad.cpu(), reference.a.weight.grad)

@@ -11,7 +11,10 @@ import threading
 
 import pytest
 import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
+from balanced_dp import BalancedDataParallel
 from balanced_dp.parallel.parallel_apply import add_note, parallel_apply
 
 from ..notes import notes_of
@@ -219,3 +222,20 @@ def test_ctrl_c_is_raised_when_the_other_replicas_have_ended():
     os.kill(process.pid, signal.SIGINT)
     output, errors = process.communicate("\n", timeout=60)
     assert (output, errors, process.returncode) == ("interrupted 1\n", "", 0)
+
+
+def test_checkpointing_draws_the_same_dropout_again(devices):
+    """Replicas on one device ran at the same time and drew from one generator, so that the masks
+    of backward were not those of forward.
+    """
+
+    class Module(nn.Module):
+        def forward(self, x):
+            for _ in range(4):
+                x = checkpoint(lambda x: nn.functional.dropout(x * 1.0), x, use_reentrant=False)
+            return x
+
+    x = torch.ones(64, 256, requires_grad=True, device=devices[0])
+    output = BalancedDataParallel(20, Module(), devices[:3])(x)
+    (gradient,) = torch.autograd.grad(output.sum(), x)
+    assert torch.equal(gradient.cpu(), output.detach().cpu())

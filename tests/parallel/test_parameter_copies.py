@@ -668,3 +668,86 @@ def test_frozen_weights_do_not_count_for_the_buckets():
 
 def adapter(_: int) -> nn.Module:
     return nn.Linear(8, 8, bias=False)
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+        self.register_buffer("scale", torch.ones(2))
+
+    def forward(self, x):
+        return self.layer(x) * self.scale
+
+
+def test_attributes_of_parameters_travel_with_their_copies(emulated):
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(2))
+
+        def forward(self, x):
+            return x * self.weight * self.weight.scale
+
+    module = Scaled().to(emulated[0])
+    module.weight.scale = 3.0
+    model = BalancedDataParallel(0, module, emulated[:3])
+    for has_gradients in (True, False):
+        with torch.set_grad_enabled(has_gradients):
+            assert model(torch.ones(6, 2)).unique().tolist() == [3]
+
+
+def test_gradients_inside_forward_need_none_outside(emulated):
+    """Adaptation to a task in forward, evaluated: "does not require grad"."""
+
+    class Adapts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(2, 1)
+
+        def forward(self, x):
+            with torch.enable_grad():
+                loss = self.layer(x).square().mean()
+                (slope,) = torch.autograd.grad(loss, [self.layer.weight])
+            return x @ (self.layer.weight - 0.1 * slope).T
+
+    model = BalancedDataParallel(1, Adapts().to(emulated[0]), emulated[:3])
+    with torch.no_grad():
+        assert model(torch.randn(7, 2)).shape == (7, 1)
+
+
+@pytest.mark.parametrize("gpu0_bsz", [0, 1])
+def test_gradients_of_inputs_only_in_a_block_that_puts_them_off(devices, gpu0_bsz):
+    """``autograd.grad`` got device 0's alone, and ``backward(inputs=...)`` gave more than asked."""
+    module = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1)).double().to(devices[0])
+    model = BalancedDataParallel(gpu0_bsz, module, devices[:3])
+    x = torch.randn(8, 3, dtype=torch.double)
+    weight = module[0].weight
+    [expected] = torch.autograd.grad(model(x).sum(), weight)
+    with model.shared_weights():
+        [found] = torch.autograd.grad(model(x).sum(), weight)
+        torch.testing.assert_close(found, expected)
+        model(x).sum().backward(inputs=[weight])
+        model(x).sum().backward(inputs=[weight])
+    torch.testing.assert_close(weight.grad, 2 * expected)
+    assert [p.grad is None for p in module.parameters()] == [False, True, True, True]
+
+
+def test_a_sparse_gradient_before_a_dense_one_in_a_block(emulated):
+    class Lookup(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(5, 2))
+
+        def forward(self, x, sparse):
+            return nn.functional.embedding(x, self.weight, sparse=sparse)
+
+    module, x = Lookup(), torch.arange(8) % 5
+    for sparse in (True, False):
+        module(x, sparse).sum().backward()
+    expected, module.weight.grad = module.weight.grad.to_dense(), None
+    model = BalancedDataParallel(1, module.to(emulated[0]), emulated[:3])
+    with model.accumulate():
+        for sparse in (True, False):
+            model(x, sparse).sum().backward()
+    torch.testing.assert_close(module.weight.grad.to_dense().cpu(), expected)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import operator
 import types
 import weakref
 from typing import Any
@@ -16,6 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 from balanced_dp import BalancedDataParallel
 from balanced_dp.parallel.replicate import Replicator, replicate
+
+from ..modules import Lambda
 
 CPU = torch.device("cpu")
 OTHER = torch.device("cpu", 1)  # another name for the same memory: copies are real
@@ -371,3 +375,135 @@ def test_wrappers_are_copied_and_pickled_without_what_they_keep(devices):
                 twin.module.to(devices[0])
             torch.testing.assert_close(twin(x).cpu(), expected)
     del twin, model
+
+
+def test_hooks_that_forward_registers_are_of_one_replica(emulated):
+    """Replicas had the module's own dictionaries: 0.24 off, or a race."""
+
+    class Hooked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(2, 2).double()
+
+        def forward(self, x):
+            self.layer.register_forward_hook(lambda module, inputs, output: 2 * output)
+            return self.layer(x)
+
+    module = Hooked().to(emulated[0])
+    reference = copy.deepcopy(module)
+    model = BalancedDataParallel(0, module, emulated[:3])
+    x = torch.randn(6, 2, dtype=torch.double)
+    expected = reference(x.to(emulated[0]))
+    for _ in range(3):
+        torch.testing.assert_close(model(x), expected)
+    assert not module.layer._forward_hooks
+    del expected
+
+
+@pytest.mark.parametrize("keeps", ["children", "parameters"])
+def test_a_replica_whose_members_somebody_keeps_is_not_used_again(emulated, keeps):
+    """Checkpoints over values() or items() found None there in backward; a cache was stale."""
+
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleDict({name: nn.Linear(2, 2) for name in "abc"})
+            self.cache = weakref.WeakKeyDictionary()
+
+        def forward(self, x):
+            layers = self.layers.values()
+            key = self.layers["a"]
+            cached = self.cache.setdefault(key, (key.weight._version, key.weight.detach().clone()))
+            if cached[0] == key.weight._version:
+                assert cached[1].equal(key.weight)
+
+            members = [layer._parameters for layer in layers]
+
+            def run(x):
+                for layer in layers:
+                    x = layer(x)
+                return x
+
+            def run_with_parameters(x):
+                for member in members:
+                    x = torch.nn.functional.linear(x, member["weight"], member["bias"])
+                return x
+
+            return checkpoint(
+                run if keeps == "children" else run_with_parameters, x, use_reentrant=False
+            )
+
+    module = Checkpointed().to(emulated[0])
+    reference = copy.deepcopy(module)
+    model = BalancedDataParallel(1, module, emulated[:3])
+    for _ in range(3):
+        with torch.no_grad():
+            for net in (module, reference):
+                net.layers["a"].weight.add_(1)
+        x = torch.randn(7, 2)
+        losses = [model(x).sum(), reference(x.to(emulated[0])).sum()]
+        for loss in losses:
+            loss.backward()
+        for ours, theirs in zip(module.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, theirs.grad)
+    del losses, loss
+
+
+def test_flat_weights_of_an_rnn_are_those_of_the_replica(emulated):
+    """flatten_parameters() in forward, as advised, was of the original's, by all threads."""
+
+    def forward(self, x):
+        self.rnn.flatten_parameters()
+        seen.append(all(map(operator.is_, self.rnn._flat_weights, self.rnn.parameters())))
+        return self.rnn(x)[0]
+
+    seen = []
+    module = Lambda(forward, rnn=nn.GRU(2, 3, batch_first=True)).to(emulated[0])
+    model = BalancedDataParallel(1, module, emulated[:3])
+    for _ in range(2):
+        model(torch.randn(7, 4, 2)).sum().backward()
+    assert seen == [True] * 6
+
+
+class Refills(nn.Module):
+    """Changes, in forward, what it holds."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how = how
+        self.register_buffer("first", torch.full((3,), 1.0))
+        self.register_buffer("second", torch.full((3,), 2.0))
+        self.register_buffer("cache", None)
+        self.layer = nn.Linear(3, 3)
+        self.layer.register_forward_hook(lambda module, args, output: 2 * output)
+
+    def forward(self, x):
+        if self.how == "registered again":
+            first = self.first
+            del self.first
+            self.register_buffer("first", first)
+        elif self.how == "filled" and self.cache is None:
+            self.cache = self.layer.weight.detach().sum()
+        elif self.how == "class":
+            self.layer.__class__ = type("Other", (nn.Linear,), {"forward": lambda self, x: x})
+        elif self.how == "hooks":
+            self.layer._forward_hooks.clear()
+            self.layer.register_forward_hook(lambda module, args, output: 3 * output)
+        self.how = "done"
+        return self.layer(x) * self.first + (0 if self.cache is None else self.cache)
+
+
+@pytest.mark.filterwarnings("ignore:Refills sets")
+@pytest.mark.parametrize("gpu0_bsz", [0, 1])
+@pytest.mark.parametrize("how", ["registered again", "filled", "class", "hooks"])
+def test_what_forward_changes_of_its_module_is_gone_in_the_next_call(emulated, how, gpu0_bsz):
+    """Replicas that were used again kept it; a buffer even had the values of another."""
+    module = Refills(how).to(emulated[0])
+    model = BalancedDataParallel(gpu0_bsz, module, emulated[:2])
+    x = torch.randn(8, 3, device=emulated[0])
+    for _ in range(4):
+        fresh = BalancedDataParallel(gpu0_bsz, copy.deepcopy(module), emulated[:2])
+        torch.testing.assert_close(model(x), fresh(x))
+        assert (module.first[0].item(), module.second[0].item()) == (1, 2)
+        with torch.no_grad():
+            module.layer.weight.mul_(0.5)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from balanced_dp import BalancedDataParallel
+from balanced_dp import BalancedDataParallel, BalanceWarning
 from balanced_dp.parallel.replicate import replicate
 
 
@@ -141,3 +141,59 @@ def test_what_cannot_be_replicated_is_refused(make, message):
 def test_scripted_modules_are_refused():
     with pytest.raises(RuntimeError, match="ScriptModule"):
         replicate(torch.jit.script(nn.Linear(2, 2)), [torch.device("cpu")])
+
+
+class Sets(nn.Module):
+    """Sets attributes in forward, which copies of a module lose."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.how, self.step, self.losses = how, 0, []
+        self.register_buffer("mean", torch.zeros(2))
+
+    def forward(self, x):
+        if self.how == "new":
+            self.aux = x.mean()
+        elif self.how == "number":
+            self.step += 1
+        elif self.how == "list":
+            self.losses.append(x.mean())
+        elif self.how == "buffer":
+            self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        elif self.how == "same":
+            self.step, self.how = 0, "same"
+        elif self.how == "in place":
+            self.mean.add_(1)
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("gpu0_bsz", [0, 1])
+@pytest.mark.parametrize(
+    ("how", "name"),
+    [("new", "aux"), ("number", "step"), ("list", "losses"), ("buffer", "mean")],
+)
+def test_attributes_that_forward_sets_are_warned_of_once(devices, how, name, gpu0_bsz):
+    module = nn.Sequential(nn.Linear(2, 2), Sets(how)).to(devices[0])
+    model = BalancedDataParallel(gpu0_bsz, module, devices[:4])
+    with pytest.warns(BalanceWarning, match=rf"sets 1\.{name} in forward.*return it") as caught:
+        for _ in range(4):
+            model(torch.ones(8, 2)).sum().backward()
+    assert len(caught) == 1
+
+
+@pytest.mark.parametrize("how", ["same", "in place"])
+def test_attributes_that_stay_as_they_were_are_not_warned_of(devices, how):
+    module = nn.Sequential(nn.utils.spectral_norm(nn.Linear(2, 2)), Sets(how)).to(devices[0])
+    model = BalancedDataParallel(1, module, devices[:4])
+    for _ in range(4):
+        model(torch.ones(8, 2)).sum().backward()
+
+
+def test_warnings_of_the_replicator_point_to_the_caller():
+    """They pointed into contextlib, and ended what has no name for its module."""
+    for run in (lambda m, x: m(x), lambda m, x: exec("m(x)", {"m": m, "x": x})):
+        model = BalancedDataParallel(1, Sets("new"), ["cpu"] * 2)
+        with pytest.warns(BalanceWarning, match="sets aux in forward") as caught:
+            run(model, torch.ones(8, 2))
+        assert caught[0].filename in (__file__, "<string>")

@@ -1,16 +1,25 @@
 from __future__ import annotations
 
 from collections import OrderedDict, UserDict, defaultdict
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 from torch.nn.utils.rnn import pack_sequence
 
-from balanced_dp import BalanceWarning, GatherError, ScatterError
+from balanced_dp import (
+    BalancedDataParallel,
+    BalanceWarning,
+    GatherError,
+    ScatterError,
+    emulate_devices,
+)
 from balanced_dp.parallel.gather import gather
 from balanced_dp.parallel.scatter import find_batch_size, scatter
 
+from ..modules import Lambda
 from .containers import Frozen, Pair, Slotted
 
 CPU = torch.device("cpu")
@@ -257,3 +266,49 @@ def test_a_chunk_that_was_copied_leads_gradients_back(emulated):
     (first.sum() + 2 * second.sum().to(emulated[0])).backward()
     assert batch.grad[:, 0].tolist() == [3, 3, 2, 2, 2, 2, 2, 2, 2]
     del first, second, batch
+
+
+@pytest.mark.parametrize("begin", [nn.ReLU(inplace=True), nn.Hardtanh(inplace=True)])
+def test_a_module_may_begin_in_place(emulated, begin):
+    """A chunk that stays on its device was one of several views, which may not be written."""
+    module = nn.Sequential(begin, nn.Linear(4, 2)).to(emulated[0])
+    gradients = []
+    for run in (module, BalancedDataParallel(2, module, emulated[:3])):
+        x = torch.linspace(-2, 2, 32, device=emulated[0]).reshape(8, 4).requires_grad_()
+        run(x * 1.0).pow(2).sum().backward()
+        gradients.append(x.grad.cpu())
+    torch.testing.assert_close(*gradients)
+
+
+def test_a_packed_sequence_needs_no_cutting_on_one_device():
+    packed = nn.utils.rnn.pack_sequence([torch.ones(3, 2), torch.ones(2, 2)])
+    with emulate_devices(1) as devices:
+        model = BalancedDataParallel(1, Lambda(lambda _, p: p.data.sum()), list(devices))
+        assert model(packed).item() == 10
+
+
+def test_texts_beside_the_tensors_are_cut_or_warned_of():
+    """Each replica got the texts of all samples."""
+
+    def forward(module: Any, x: Any, texts: Any) -> Any:
+        return x + torch.tensor([len(text) for text in texts[: len(x)]])
+
+    x, texts = torch.zeros(5), ["a", "bb", "ccc", "dddd", "eeeee"]
+    model = BalancedDataParallel(1, Lambda(forward), ["cpu"] * 3)
+    with pytest.warns(BalanceWarning, match=r"split=\('args.1',\)"):
+        assert model(x, texts).tolist() == [1, 1, 2, 1, 2]
+    model = BalancedDataParallel(1, Lambda(forward), ["cpu"] * 3, split=("args.1",))
+    assert model(x, texts).tolist() == [1, 2, 3, 4, 5]
+
+
+def test_a_second_tensor_of_another_length_is_not_truncated(devices):
+    """Chunks of both were zipped, so what was left over of the longer one vanished silently."""
+    module = Lambda(lambda m, x, bias: m.a(x) + bias, a=nn.Linear(4, 2)).to(devices[0])
+    parallel = BalancedDataParallel(1, module, device_ids=devices[:4])
+    with pytest.raises(ScatterError, match=r"copies it whole to each device"):
+        parallel(torch.randn(8, 4), bias=torch.randn(2))
+    whole = BalancedDataParallel(1, module, device_ids=devices[:4], broadcast=("kwargs.bias",))
+    with pytest.raises(ScatterError, match=r"broadcast=\('bias',\)"):
+        whole(torch.randn(8, 4), bias=torch.randn(2))
+    whole = BalancedDataParallel(1, module, device_ids=devices[:4], broadcast=("bias",))
+    assert whole(torch.randn(8, 4), bias=torch.randn(2)).shape == (8, 2)

@@ -1,0 +1,97 @@
+"""Methods and hooks that a module stores are bound to the modules of its replica."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import types
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from balanced_dp import BalancedDataParallel
+
+
+def stores_a_method(module):
+    module.activation = types.MethodType(lambda self, x: x @ self.weight, module)
+    module.forward = types.MethodType(lambda self, x: self.activation(x), module)
+
+
+def stores_a_partial(module):
+    module.forward = functools.partial(lambda self, x: x @ self.weight, module)
+
+
+@pytest.mark.parametrize("store", [stores_a_method, stores_a_partial])
+def test_replicas_of_modules_that_store_methods_leave_no_cycle(emulated, store):
+    """A method in an instance's own dictionary made a cycle of each replica, and a copy of the
+    weights stayed on each device until the garbage collector came by.
+    """
+    module = nn.Linear(64, 64, device=emulated[0])
+    store(module)
+    parallel = BalancedDataParallel(2, module, emulated[:3])
+    memory = torch.get_device_module(emulated[0])
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(3):
+            parallel(torch.ones(8, 64)).sum().backward()
+        assert [memory.memory_allocated(device) for device in emulated[1:3]] == [0, 0]
+    finally:
+        gc.enable()
+
+
+def test_a_stored_method_outlives_its_replica_in_a_checkpoint(emulated):
+    class Module(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+            self.run = self._run
+
+        def _run(self, x):
+            return self.layer(x)
+
+        def forward(self, x):
+            return checkpoint(self.run, x, use_reentrant=False)
+
+    module = Module().to(emulated[0])
+    x = torch.ones(8, 4, requires_grad=True)
+    BalancedDataParallel(2, module, emulated[:3])(x).sum().backward()
+    bare = copy.deepcopy(module)
+    bare.zero_grad()
+    bare(torch.ones(8, 4).to(emulated[0])).sum().backward()
+    torch.testing.assert_close(module.layer.weight.grad.cpu(), bare.layer.weight.grad.cpu())
+
+
+@pytest.mark.filterwarnings("ignore:.* in forward, but a call runs copies")
+def test_methods_that_are_hooks_are_bound_to_the_replica(emulated):
+    """They wrote to the original, and replicas read what an older batch had left there."""
+
+    class Module(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = nn.Linear(4, 4)
+            self.features = None
+            self.body.register_forward_hook(self._keep)
+            self.body.register_forward_pre_hook(functools.partial(self._count), with_kwargs=True)
+            self.count = 0
+
+        def _keep(self, module, args, output):
+            self.features = output
+
+        def _count(self, module, args, kwargs):
+            self.count += 1
+
+        def forward(self, x):
+            self.body(x)
+            assert self.count == 1
+            return self.features * 2
+
+    module = Module().to(emulated[0])
+    output = BalancedDataParallel(2, module, emulated[:3])(x := torch.randn(8, 4))
+    expected = copy.deepcopy(module)(x.to(emulated[0]))
+    torch.testing.assert_close(output.cpu(), expected.cpu())
+    assert module.features is None
+    assert module.count == 0

@@ -1,0 +1,129 @@
+"""What forward writes to parameters and buffers is kept, or warned of."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from balanced_dp import BalancedDataParallel, BalanceWarning
+from balanced_dp.parallel import written_state
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+        self.register_buffer("scale", torch.ones(2))
+
+    def forward(self, x):
+        return self.layer(x) * self.scale
+
+
+@pytest.mark.parametrize("gpu0_bsz", [0, 2])
+def test_a_buffer_that_is_only_read_keeps_its_version(emulated, gpu0_bsz):
+    """With gpu0_bsz=0 it was written back at each call, which graphs that use it do not allow."""
+    module = Scaled().to(emulated[0])
+    parallel = BalancedDataParallel(gpu0_bsz, module, emulated[:3])
+    x = torch.randn(8, 4)
+    (parallel(x) * module.scale + parallel(x)).sum().backward()
+    module.scale = torch.ones(1, device=emulated[0]).expand(2)
+    parallel(x)
+
+
+class Writes(nn.Module):
+    """Writes to a parameter in forward, in one of the ways that are about."""
+
+    def __init__(self, how, trained):
+        super().__init__()
+        self.how = how
+        self.weight = nn.Parameter(torch.ones(2, dtype=torch.double), requires_grad=trained)
+        self.register_buffer("seen", torch.zeros(1))
+
+    def forward(self, x):
+        with torch.no_grad():
+            if self.how == "in place":
+                self.weight.mul_(0.5)
+            elif self.how == "data":
+                self.weight.data.mul_(0.5)
+            elif self.how == "data assigned":
+                self.weight.data = self.weight.data * 0.5
+            elif self.how == "detached":
+                self.weight.detach().mul_(0.5)
+            else:
+                self.seen.resize_(len(self.seen) + 1).fill_(len(self.seen))
+        return x * self.weight * self.seen.sum().clamp(1)
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("gpu0_bsz", [0, 2])
+@pytest.mark.parametrize("how", ["in place", "data", "data assigned", "detached", "resized"])
+def test_what_forward_writes_is_kept_though_device_0_runs_nothing(emulated, how, gpu0_bsz, trained):
+    """Encoders that follow others, normalized weights and first statistics were lost."""
+    reference = Writes(how, trained)
+    module = copy.deepcopy(reference).to(emulated[0])
+    model = BalancedDataParallel(gpu0_bsz, module, emulated[:3])
+    x = torch.randn(8, 2, dtype=torch.double)
+    for has_gradients in (True, False, True, True, False):
+        with torch.set_grad_enabled(has_gradients):
+            torch.testing.assert_close(model(x).cpu(), reference(x))
+        torch.testing.assert_close(module.weight.cpu(), reference.weight)
+        torch.testing.assert_close(module.seen.cpu(), reference.seen)
+
+
+@pytest.mark.parametrize("gpu0_bsz", [0, 2])
+@pytest.mark.parametrize("how", ["in place", "data", "data assigned", "detached"])
+def test_parameters_that_replicas_share_and_write_are_warned_of(emulated, how, gpu0_bsz):
+    """A moving average on ["cpu"] * 3 moved three times."""
+    for devices in (["cpu"] * 3, [emulated[0], emulated[1], emulated[1]]):
+        model = BalancedDataParallel(gpu0_bsz, Writes(how, False).to(devices[0]), devices)
+        with pytest.warns(BalanceWarning, match="writes weight in forward, which .* share") as seen:
+            for _ in range(3):
+                model(torch.ones(8, 2, dtype=torch.double))
+        assert len(seen) == 1
+
+
+def test_parameters_that_replicas_share_are_compared_in_first_calls_only(monkeypatch):
+    compared = []
+    values = written_state._values
+    monkeypatch.setattr(written_state, "_values", lambda p: compared.append(p) or values(p))
+    model = BalancedDataParallel(2, nn.Linear(4, 2), ["cpu"] * 3)
+    for has_gradients, num_compared in ((True, 2), (True, 2), (False, 4), (False, 4), (True, 4)):
+        with torch.set_grad_enabled(has_gradients):
+            model(torch.ones(8, 4))
+        assert len(compared) == num_compared
+
+
+def test_silent_writes_are_looked_for_anew_where_the_module_has_changed(emulated):
+    module = Writes("data", False).to(emulated[0])
+    model = BalancedDataParallel(0, module, emulated[:3])
+    for num_calls in range(1, 5):
+        if num_calls == 3:
+            module.register_buffer("extra", torch.zeros(1, device=emulated[0]))
+        model(torch.ones(8, 2, dtype=torch.double))
+        assert module.weight[0].item() == 0.5**num_calls
+
+
+def test_a_parameter_with_nan_that_nobody_writes_is_not_warned_of():
+    module = nn.Linear(2, 2)
+    nn.init.constant_(module.weight, float("nan"))
+    BalancedDataParallel(1, module, ["cpu"] * 3)(torch.ones(8, 2))
+
+
+@pytest.mark.parametrize("gpu0_bsz", [0, 1])
+def test_gpu0_bsz_0_keeps_batch_norm_statistics(devices, gpu0_bsz):
+    """Statistics live in the buffers of the replica on device 0; without one they were lost. Now
+    the first replica that runs gives them back, so they are those of its chunk.
+    """
+    module = nn.BatchNorm1d(4).to(devices[0])
+    expected = copy.deepcopy(module)
+    parallel = BalancedDataParallel(gpu0_bsz * 2, module, device_ids=devices[:3])
+    for _ in range(3):
+        x = torch.randn(8, 4)
+        parallel(x)
+        expected(x[: parallel.split(8)[0] or parallel.split(8)[1]].to(devices[0]))
+    assert module.num_batches_tracked.item() == 3
+    torch.testing.assert_close(module.running_mean.cpu(), expected.running_mean.cpu())
+    torch.testing.assert_close(module.running_var.cpu(), expected.running_var.cpu())
