@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -66,14 +65,13 @@ def memory_breakdown(
         ProbeError: no device of the model counts its memory.
     """
     counted = {device: _uses(device, model, optimizer) for device in _devices_of(model)}
-    chunk_sizes = samples_by_device(model)
     peaks = tuple(
         DevicePeak(
             device=str(device),
             capacity_bytes=None,
             start_allocated_bytes=sum(uses.get(use, 0) for use in _PERSISTENT),
             peak_allocated_bytes=sum(uses.values()),
-            chunk_size=None if chunk_sizes is None else chunk_sizes[device],
+            chunk_size=chunk_size_of(model, device),
         )
         for device, uses in counted.items()
     )
@@ -90,15 +88,12 @@ def memory_breakdown(
     return tuple(breakdowns)
 
 
-def samples_by_device(model: Any) -> Counter[torch.device] | None:
-    """Return the number of samples of each device in the model's last batch, None if unknown."""
-    split = getattr(model, "chunk_sizes", None)
+def chunk_size_of(model: Any, device: torch.device) -> int | None:
+    """Return the number of samples on a device in the model's last batch, None if unknown."""
+    split: tuple[int, ...] | None = getattr(model, "chunk_sizes", None)
     if split is None:
         return None
-    chunk_sizes: Counter[torch.device] = Counter()
-    for device, size in zip(model.devices, split, strict=True):
-        chunk_sizes[device] += size
-    return chunk_sizes
+    return sum(size for used, size in zip(model.devices, split, strict=True) if used == device)
 
 
 def replica_bytes(model: Any, device: torch.device, chunk_size: int | None) -> int:
@@ -132,24 +127,20 @@ def _uses(
     if hasattr(module, "memory_breakdown"):
         labelled: dict[str, int] = module.memory_breakdown(device).peak
         return labelled
-    parameters, buffers = list(model.parameters()), list(model.buffers())
-    state = [] if optimizer is None else tree_leaves(list(optimizer.state.values()))
     tensors: dict[str, list[Any]] = {
-        "parameter": parameters,
-        "buffer": buffers,
-        "gradient": [parameter.grad for parameter in parameters],
-        "optimizer state": state,
+        "parameter": list(model.parameters()),
+        "buffer": list(model.buffers()),
+        "gradient": [parameter.grad for parameter in model.parameters()],
+        "optimizer state": [] if optimizer is None else tree_leaves([*optimizer.state.values()]),
     }
     seen: set[int] = set()
     uses = {use: _num_bytes(of_use, device, seen) for use, of_use in tensors.items()}
-    rest = module.max_memory_allocated(device) - sum(uses.values())
-    chunk_sizes = samples_by_device(model)
-    if chunk_sizes and chunk_sizes[device] and device != model.devices[0]:
-        copies = {"parameter": _num_bytes(parameters), "buffer": _num_bytes(buffers)}
-        if rest >= sum(copies.values()):  # else the peak is that of a moment without replicas
-            uses = {use: size + copies.get(use, 0) for use, size in uses.items()}
-            rest -= sum(copies.values())
-    return uses | {"rest": rest}
+    peak_bytes = module.max_memory_allocated(device)
+    if chunk_size_of(model, device) and device != model.devices[0]:
+        copied = {use: uses[use] + _num_bytes(tensors[use]) for use in ("parameter", "buffer")}
+        if sum((uses | copied).values()) <= peak_bytes:  # else there were no replicas at the peak
+            uses |= copied
+    return uses | {"rest": peak_bytes - sum(uses.values())}
 
 
 def _num_bytes(

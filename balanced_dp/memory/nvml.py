@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from typing import Any
 
 _REASONS = {
-    "NVML_ERROR_LIBRARY_NOT_FOUND": "there is no NVML library (libnvidia-ml.so.1): it comes with "
+    "NVMLError_LibraryNotFound": "there is no NVML library (libnvidia-ml.so.1): it comes with "
     "NVIDIA's driver; in a container, start it with the NVIDIA runtime (--gpus all)",
-    "NVML_ERROR_DRIVER_NOT_LOADED": "NVIDIA's driver is not loaded: install it, or load it with "
+    "NVMLError_DriverNotLoaded": "NVIDIA's driver is not loaded: install it, or load it with "
     "modprobe nvidia",
-    "NVML_ERROR_NO_PERMISSION": "no permission to use NVIDIA's driver: check who may read and "
+    "NVMLError_NoPermission": "no permission to use NVIDIA's driver: check who may read and "
     "write /dev/nvidiactl",
-    "NVML_ERROR_LIB_RM_VERSION_MISMATCH": "NVML's library and the loaded driver have different "
+    "NVMLError_LibRmVersionMismatch": "NVML's library and the loaded driver have different "
     "versions, as after an update: restart the machine",
 }
-"""Messages by the name of the error's constant in pynvml and nvml.h."""
+"""Messages by the name of the error's class in pynvml."""
 
 
 class NvmlError(Exception):
@@ -146,7 +146,7 @@ class Nvml:
         try:
             handle = nvml.nvmlDeviceGetHandleByIndex(index)
         except nvml.NVMLError as error:
-            return [Board(index, error=self._reason(error))]
+            return [Board(index, error=_reason(error))]
         pci = self._ask(nvml.nvmlDeviceGetPciInfo, handle)
         num_slices = self._ask(nvml.nvmlDeviceGetMaxMigDeviceCount, handle) or 0
         slices: dict[int | None, Any] = {
@@ -178,13 +178,11 @@ class Nvml:
         try:
             yield
         except self._nvml.NVMLError as error:
-            raise NvmlError(self._reason(error)) from None
+            raise NvmlError(_reason(error)) from None
 
-    def _reason(self, error: Any) -> str:
-        for name, reason in _REASONS.items():
-            if error.value == getattr(self._nvml, name):
-                return reason
-        return f"NVML failed: {error}"
+
+def _reason(error: Exception) -> str:
+    return _REASONS.get(type(error).__name__, f"NVML failed: {error}")
 
 
 def _import_pynvml() -> Any:

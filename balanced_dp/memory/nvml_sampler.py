@@ -4,27 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from .nvml import Board, Nvml, NvmlError
 
 SAMPLING_INTERVAL_S = 0.010
-
-
-@dataclass(frozen=True, slots=True)
-class Samples:
-    """The results of a ``Sampler``.
-
-    Attributes:
-        peak_used_bytes: the largest sample of each board of which no query failed, by the board's
-            label. More may have been in use between two samples, so it is a lower bound.
-        num_samples: number of samples of each board.
-        error: the messages of failed queries, None if there are none.
-    """
-
-    peak_used_bytes: dict[str, int]
-    num_samples: int = 0
-    error: str | None = None
 
 
 class Sampler:
@@ -32,14 +15,17 @@ class Sampler:
 
     Other threads may hold Python's lock for longer than 10 ms. The first and the last sample are
     taken in any case.
+
+    Attributes:
+        num_samples: number of samples of each board.
     """
 
     def __init__(self, nvml: Nvml, boards: Sequence[Board]) -> None:
+        self.num_samples = 0
         self._nvml = nvml
         self._boards = boards
         self._peaks = {board.label: 0 for board in boards}
         self._errors: dict[str, NvmlError] = {}
-        self._num_samples = 0
         self._stop_requested = threading.Event()
         self._thread = threading.Thread(target=self._sample, name="NVML sampler", daemon=True)
         self._thread.start()
@@ -47,21 +33,28 @@ class Sampler:
     def _sample(self) -> None:
         is_last = False
         while not is_last:
-            is_last = self._stop_requested.wait(SAMPLING_INTERVAL_S if self._num_samples else 0)
+            is_last = self._stop_requested.wait(SAMPLING_INTERVAL_S if self.num_samples else 0)
             for board in self._boards:
                 try:
                     used_bytes = self._nvml.memory(board).used_bytes
                     self._peaks[board.label] = max(self._peaks[board.label], used_bytes)
                 except NvmlError as error:
                     self._errors[board.label] = error
-            self._num_samples += 1
+            self.num_samples += 1
 
-    def stop(self) -> Samples:
-        """Stop the thread and return its samples."""
+    def stop(self) -> None:
+        """Take the last sample and end the thread."""
         self._stop_requested.set()
         self._thread.join()
-        return Samples(
-            {label: peak for label, peak in self._peaks.items() if label not in self._errors},
-            self._num_samples,
-            "; ".join(f"{label}: {error}" for label, error in self._errors.items()) or None,
-        )
+
+    def peak_used_bytes(self, board: Board) -> int | None:
+        """Return the largest sample of a board, None if one of its queries failed.
+
+        More may have been in use between two samples, so it is a lower bound.
+        """
+        return None if board.label in self._errors else self._peaks[board.label]
+
+    @property
+    def error(self) -> str | None:
+        """The messages of failed queries, None if there are none."""
+        return "; ".join(f"{label}: {error}" for label, error in self._errors.items()) or None

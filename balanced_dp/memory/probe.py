@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
 from typing import Any
@@ -14,11 +14,11 @@ import torch
 
 from ..devices import Device, default_device_type, resolve_devices
 from ..errors import ArgumentError, ArgumentTypeError, ProbeError
-from .breakdown import replica_bytes, samples_by_device
+from .breakdown import chunk_size_of, replica_bytes
 from .device_map import find_board
 from .device_memory import DeviceMemory, ProcessBytesSource
 from .nvml import Board, MemoryInfo, Nvml, NvmlError
-from .nvml_sampler import Sampler, Samples
+from .nvml_sampler import Sampler
 from .peaks import Peaks
 from .step_memory import DevicePeak, StepMemory
 
@@ -77,6 +77,7 @@ class MemoryProbe:
         self._model = model
         self._nvml: Nvml | None = None
         self._boards: dict[torch.device, Board] = {}
+        self._used_before: dict[torch.device, int] = {}
         self._unseen: list[Board] = []
         for device in self.devices:
             if not hasattr(torch.get_device_module(device), "memory_allocated"):
@@ -89,9 +90,6 @@ class MemoryProbe:
         if not self.devices and not self._unseen:
             reason = self.nvml_error or "NVML lists no board"
             raise ProbeError(f"torch sees no accelerator, and {reason}")
-        self._info_before = {
-            device: self._memory_info(board)[0] for device, board in self._boards.items()
-        }
 
     def _open_nvml(self, uses_all: bool) -> None:
         try:
@@ -104,9 +102,10 @@ class MemoryProbe:
             module = torch.get_device_module(device)
             known = module.get_device_properties(device)
             pci_bus_id = (known.pci_domain_id, known.pci_bus_id, known.pci_device_id)
-            self._boards[device] = find_board(
-                device.index, str(known.uuid), pci_bus_id, boards, os.environ
-            )
+            board = find_board(device.index, str(known.uuid), pci_bus_id, boards, os.environ)
+            self._boards[device] = board
+            with suppress(NvmlError):
+                self._used_before[device] = self._nvml.memory(board).used_bytes
         if uses_all:
             self._unseen = [board for board in boards if board not in self._boards.values()]
 
@@ -146,18 +145,18 @@ class MemoryProbe:
     def _add_nvml(
         self, memory: DeviceMemory, board: Board, device: torch.device | None
     ) -> DeviceMemory:
-        info, error = self._memory_info(board)
+        assert self._nvml is not None
         memory = replace(
             memory,
             nvml_index=board.nvml_index,
             mig_index=board.mig_index,
             uuid=board.uuid or memory.uuid,
             name=board.name or memory.name,
-            error=error,
         )
-        if info is None:
-            return memory
-        assert self._nvml is not None
+        try:
+            info = self._nvml.memory(board)
+        except NvmlError as error:
+            return replace(memory, error=str(error))
         processes = self._nvml.processes(board)
         ours, source = self._process_bytes(processes, info, device)
         others = None
@@ -182,19 +181,11 @@ class MemoryProbe:
         # In a container our PID may be that of another process, and some drivers list ours with 0.
         if listed is not None and listed >= reserved_bytes:
             return listed, "process"
-        before = None if device is None else self._info_before[device]
-        if before is not None and reserved_bytes:
-            change = info.used_bytes - before.used_bytes
+        if device in self._used_before and reserved_bytes:
+            change = info.used_bytes - self._used_before[device]
             if change >= reserved_bytes:
                 return change, "device-delta"
         return None, "unknown"
-
-    def _memory_info(self, board: Board) -> tuple[MemoryInfo | None, str | None]:
-        assert self._nvml is not None
-        try:
-            return self._nvml.memory(board), None
-        except NvmlError as error:
-            return None, str(error)
 
     @contextmanager
     def measure(self) -> Iterator[StepMemory]:
@@ -264,15 +255,13 @@ class _Block:
 
     def finish(self, usage: StepMemory) -> None:
         """Synchronize the devices and complete ``usage``."""
-        devices = self.probe.devices
-        _synchronize(devices)
+        _synchronize(self.probe.devices)
         usage.elapsed_s = time.perf_counter() - self.time_s
-        nvml_error = self.probe.nvml_error
-        samples = self.sampler.stop() if self.sampler else Samples({}, error=nvml_error)
-        usage.num_samples, usage.sampling_error = samples.num_samples, samples.error
-        # Batches with different splits have no common chunk sizes.
-        chunk_sizes = samples_by_device(self.probe._model) if len(self.splits) == 1 else None
-        usage.devices = tuple(self._peak(device, samples, chunk_sizes) for device in devices)
+        usage.sampling_error = self.probe.nvml_error
+        if self.sampler is not None:
+            self.sampler.stop()
+            usage.num_samples, usage.sampling_error = self.sampler.num_samples, self.sampler.error
+        usage.devices = tuple(map(self._peak, self.probe.devices))
         retried = [peak.device for peak in usage.devices if (peak.num_alloc_retries or 0) > 0]
         usage.valid = not retried
         usage.reason = None
@@ -282,13 +271,12 @@ class _Block:
                 "the peaks are lower than what the block would take"
             )
 
-    def _peak(
-        self, device: torch.device, samples: Samples, chunk_sizes: Mapping[torch.device, int] | None
-    ) -> DevicePeak:
+    def _peak(self, device: torch.device) -> DevicePeak:
         module = torch.get_device_module(device)
-        board = self.probe._boards.get(device)
+        board, sampler = self.probe._boards.get(device), self.sampler
         earlier, retries = self.num_alloc_retries[device], _num_alloc_retries(device)
-        chunk_size = None if chunk_sizes is None else chunk_sizes[device]
+        # Batches with different splits have no common chunk sizes.
+        chunk_size = chunk_size_of(self.probe._model, device) if len(self.splits) == 1 else None
         allocated_bytes, reserved_bytes = self.peaks.of(device)
         return DevicePeak(
             device=str(device),
@@ -296,7 +284,7 @@ class _Block:
             start_allocated_bytes=self.allocated_bytes[device],
             peak_allocated_bytes=allocated_bytes,
             peak_reserved_bytes=reserved_bytes,
-            peak_used_bytes=None if board is None else samples.peak_used_bytes.get(board.label),
+            peak_used_bytes=sampler.peak_used_bytes(board) if sampler and board else None,
             num_alloc_retries=None if retries is None else retries - (earlier or 0),
             chunk_size=chunk_size,
             replica_bytes=replica_bytes(self.probe._model, device, chunk_size),
