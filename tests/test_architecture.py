@@ -30,7 +30,7 @@ __init__
 distributed/ ranks batch_sampler loss_scaling to_ddp __init__
 integrations/ __init__ trainer_parallel transformers
 report/ tables plots html markdown compare json_file __init__
-cli/ __init__ demo console commands
+cli/ __init__ demo arguments console commands
 __main__
 """
 WITHOUT_TORCH = """

@@ -11,9 +11,9 @@ import traceback
 from contextlib import nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
-from ..errors import BalancedDataParallelError, ProbeError
+from ..errors import ArgumentError, BalancedDataParallelError, ProbeError
 
 try:
     import typer
@@ -21,16 +21,7 @@ try:
 
     from ..report import compare_reports, load_reports, report_html, report_json, report_markdown
     from ..report.json_file import write_atomically
-    from .console import (
-        measuring_progress,
-        memory_table,
-        print_comparison,
-        print_demo,
-        print_report,
-        progress_bar,
-        stdout_console,
-        table_of,
-    )
+    from . import arguments, console
 except ImportError as error:  # the library itself needs none of these
     raise SystemExit(
         f"balanced-dp: the command line needs {error.name}, which is part of the extra 'cli': "
@@ -57,30 +48,9 @@ app = typer.Typer(
 )
 
 
-_Target = Annotated[str, typer.Argument(help="A built-in workload, or package.module:function.")]
-_BatchSize = Annotated[
-    int | None, typer.Option(help="Samples in a batch; default: the workload's.")
-]
-_NumDevices = Annotated[
-    int | None,
-    typer.Option("--devices", help="Number of devices; default: all GPUs, or 4 emulated."),
-]
-_Emulate = Annotated[
-    bool, typer.Option("--emulate", help="Emulate devices even if there are GPUs.")
-]
-_Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-_LossOnDevice = Annotated[
-    bool,
-    typer.Option(
-        "--loss-on-device",
-        help="Compute the loss on each device, with gather=False and BalancedCriterion.",
-    ),
-]
-
-
 @app.command()
 def demo(
-    num_devices: _NumDevices = None,
+    num_devices: arguments.NumDevices = None,
     batch_size: Annotated[int, typer.Option(help="Samples in a batch.")] = 32,
     steps: Annotated[int, typer.Option(help="Training steps of each run.")] = 24,
     gpu0_bsz: Annotated[
@@ -92,7 +62,7 @@ def demo(
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Also write the results to FILE.")
     ] = None,
-    emulate: _Emulate = False,
+    emulate: arguments.Emulate = False,
 ) -> None:
     """Train a small transformer on real text: on one device, split evenly, and balanced.
 
@@ -101,8 +71,8 @@ def demo(
     if num_devices is None:
         num_devices = default_num_devices(emulate)
     settings = demos.DemoSettings(num_devices, batch_size, steps, gpu0_bsz, memory, emulate)
-    _check_writable(json_file)
-    with progress_bar("training steps", settings.num_steps) as update:
+    arguments.check_writable(json_file)
+    with console.progress_bar("training steps", settings.num_steps) as update:
         runs = demos.run_demo(settings, on_step=lambda: update(advance=1))
     if json_file is not None:
         record = {
@@ -111,13 +81,19 @@ def demo(
             "emulated": settings.emulated,
             "loss_difference": demos.loss_difference(runs),
             "runs": [
-                {"name": run.name, "losses": run.losses, **asdict(run.measured)}
-                | {name: getattr(run.measured, name) for name in demos.FIGURES}
+                {
+                    "name": run.name,
+                    "losses": run.losses,
+                    **asdict(run.measured),
+                    "peak_bytes": run.measured.peak_bytes,
+                    "imbalance": run.measured.imbalance,
+                    "samples_per_s": run.measured.samples_per_s,
+                }
                 for run in runs
             ],
         }
         json_file.write_text(json.dumps(record, indent=2) + "\n")
-    print_demo(settings, runs)
+    console.print_demo(settings, runs)
     if (demos.loss_difference(runs) or 0) > demos.LOSS_TOLERANCE:
         raise typer.Exit(1)
 
@@ -137,11 +113,11 @@ def probe(
     Without NVML, prints the reason and ends with exit code 1.
     """
     if watch_s is not None and not 0 < watch_s < math.inf:
-        _fail(f"--watch must be a number of seconds above 0, got {watch_s:g}")
+        raise ArgumentError(f"--watch must be a number of seconds above 0, got {watch_s:g}")
     memory_probe = MemoryProbe()
-    console = stdout_console()
-    is_drawn_over = console.is_terminal and not as_json
-    screen = Live(console=console, auto_refresh=False) if is_drawn_over else nullcontext()
+    output = console.stdout_console()
+    is_drawn_over = output.is_terminal and not as_json
+    screen = Live(console=output, auto_refresh=False) if is_drawn_over else nullcontext()
     with suppress(KeyboardInterrupt), screen as live:
         while True:
             memories = memory_probe.snapshot()
@@ -150,23 +126,21 @@ def probe(
                 indent = 2 if watch_s is None else None
                 print(json.dumps({**_provenance(), "devices": devices}, indent=indent), flush=True)
             elif live is not None:
-                live.update(memory_table(memories), refresh=True)
+                live.update(console.memory_table(memories), refresh=True)
             else:
-                console.print(memory_table(memories))
+                output.print(console.memory_table(memories))
             if watch_s is None:
                 break
             time.sleep(watch_s)
     if memory_probe.nvml_error is not None:
-        _fail(memory_probe.nvml_error, exit_code=1)
+        raise ProbeError(memory_probe.nvml_error)
 
 
 @app.command()
-def workloads(
-    as_json: _Json = False,
-) -> None:
+def workloads(as_json: arguments.Json = False) -> None:
     """List the built-in workloads, their number of parameters and a usual batch size."""
     listed: list[dict[str, Any]] = []
-    table = table_of(("workload", "what it is"), ("parameters", "batch size"))
+    table = console.table_of(("workload", "what it is"), ("parameters", "batch size"))
     for name, make in BUILT_IN.items():
         workload = make()
         with torch.device("meta"):
@@ -180,12 +154,12 @@ def workloads(
     if as_json:
         print(json.dumps(listed, indent=2))
     else:
-        stdout_console().print(table)
+        console.stdout_console().print(table)
 
 
 @app.command("plan")
 def plan_command(
-    target: _Target,
+    target: arguments.Target,
     memory: Annotated[
         str,
         typer.Option(help="Capacity of all devices, such as 11GiB, or of each: 24GiB,11GiB."),
@@ -193,38 +167,38 @@ def plan_command(
     num_devices: Annotated[
         int | None, typer.Option("--devices", help="Number of devices; default: 4.")
     ] = None,
-    batch_size: _BatchSize = None,
+    batch_size: arguments.BatchSize = None,
     reserve: Annotated[
         str, typer.Option(help="Memory to keep free for CUDA's context and workspaces.")
     ] = "512MiB",
-    loss_on_device: _LossOnDevice = False,
-    as_json: _Json = False,
+    loss_on_device: arguments.LossOnDevice = False,
+    as_json: arguments.Json = False,
 ) -> None:
     """Find gpu0_bsz for a workload on GPUs that this machine need not have.
 
     Measures a few training steps on emulated devices that keep shapes only.
     """
-    capacities = _capacities(memory, num_devices, default=4)
+    capacities = arguments.parse_capacities(memory, num_devices, default=4)
     report = _tuned(
         target, batch_size, capacities, reserve, emulate=True, gather=not loss_on_device
     )
     if as_json:
         print(report_json(report), end="")
     else:
-        print_report(report, candidates=False)
+        console.print_report(report, candidates=False)
 
 
 @app.command("tune")
 def tune_command(
-    target: _Target,
-    batch_size: _BatchSize = None,
+    target: arguments.Target,
+    batch_size: arguments.BatchSize = None,
     sweep: Annotated[
         str | None,
         typer.Option(
             metavar="FIRST:LAST", help="Measure each gpu0_bsz in this range, such as 0:8."
         ),
     ] = None,
-    num_devices: _NumDevices = None,
+    num_devices: arguments.NumDevices = None,
     memory: Annotated[
         str | None,
         typer.Option(
@@ -246,9 +220,9 @@ def tune_command(
     html: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the report as an HTML page.")
     ] = None,
-    emulate: _Emulate = False,
-    loss_on_device: _LossOnDevice = False,
-    as_json: _Json = False,
+    emulate: arguments.Emulate = False,
+    loss_on_device: arguments.LossOnDevice = False,
+    as_json: arguments.Json = False,
 ) -> None:
     """Measure a workload at several values, choose gpu0_bsz, and write a report.
 
@@ -256,20 +230,20 @@ def tune_command(
     """
     capacities = None
     if memory is not None:
-        capacities = _capacities(memory, num_devices, default_num_devices(emulate))
+        capacities = arguments.parse_capacities(memory, num_devices, default_num_devices(emulate))
     if reserve is None:
         is_known = memory is not None or not uses_emulation(emulate)
         reserve = "512MiB" if is_known else "0"
-    _check_writable(output, html)
+    arguments.check_writable(output, html)
     if output is not None and output == html:
-        _fail(f"--output and --html both name {output}")
+        raise ArgumentError(f"--output and --html both name {output}")
     report = _tuned(
         target,
         batch_size,
         capacities,
         reserve,
         num_devices,
-        _values(sweep),
+        arguments.parse_sweep(sweep),
         emulate=emulate,
         gather=not loss_on_device,
     )
@@ -280,7 +254,7 @@ def tune_command(
     if as_json:
         print(report_json(report), end="")
     else:
-        print_report(report, candidates=True)
+        console.print_report(report, candidates=True)
 
 
 @app.command("report")
@@ -298,7 +272,7 @@ def report_command(
 ) -> None:
     """Show a report, or write it as an HTML page or as Markdown."""
     reports = load_reports(file)
-    _check_writable(html, markdown)
+    arguments.check_writable(html, markdown)
     if html is not None:
         _write(html, report_html(reports))
     if markdown is not None:
@@ -307,7 +281,7 @@ def report_command(
         if as_json:
             print(json.dumps(json.loads(report_json(report))))
         elif html is None and markdown is None:
-            print_report(report, candidates=True)
+            console.print_report(report, candidates=True)
 
 
 @app.command("compare")
@@ -329,43 +303,19 @@ def compare_command(
     failed = False
     for report in load_reports(after):
         if report.workload not in earlier:
-            _fail(f"{before} has no report of {report.workload}; it has {', '.join(earlier)}")
+            raise ArgumentError(
+                f"{before} has no report of {report.workload}; it has {', '.join(earlier)}"
+            )
         comparisons = compare_reports(earlier[report.workload], report, limits)
-        print_comparison(earlier[report.workload], report, comparisons)
+        console.print_comparison(earlier[report.workload], report, comparisons)
         failed |= any(found.failed for found in comparisons)
     if failed:
         raise typer.Exit(1)
 
 
-def _capacities(memory: str, num_devices: int | None, default: int) -> list[int]:
-    sizes = memory.split(",")
-    if len(sizes) > 1 and num_devices not in (None, len(sizes)):
-        _fail(f"--memory gives {len(sizes)} devices, but --devices is {num_devices}")
-    if len(sizes) == 1:
-        sizes *= default if num_devices is None else num_devices
-    return [parse_bytes(size, "--memory") for size in sizes]
-
-
-def _values(sweep: str | None) -> range:
-    if sweep is None:
-        return range(0)
-    first, _, last = sweep.partition(":")
-    if not (first.isdecimal() and last.isdecimal() and int(first) <= int(last)):
-        _fail(f"--sweep must be FIRST:LAST such as 0:8, got {sweep!r}")
-    return range(int(first), int(last) + 1)
-
-
 def _write(path: Path, text: str) -> None:
     write_atomically(path, text)
     print(f"wrote {path}", file=sys.stderr)
-
-
-def _check_writable(*paths: Path | None) -> None:
-    for path in filter(None, paths):
-        if path.is_dir():
-            _fail(f"{path} is a folder; name a file")
-        if not path.absolute().parent.is_dir():
-            _fail(f"{path}: there is no folder {path.absolute().parent}")
 
 
 def _tuned(
@@ -383,7 +333,7 @@ def _tuned(
     workload = find_workload(target)
     reserve_bytes = parse_bytes(reserve, "--reserve")
     try:
-        with measuring_progress() as on_measurement:
+        with console.measuring_progress() as on_measurement:
             return tune(
                 workload,
                 workload.batch_size if batch_size is None else batch_size,
@@ -399,10 +349,10 @@ def _tuned(
         raise
     except Exception as error:  # the workload is the user's code
         frame = traceback.extract_tb(error.__traceback__)[-1]
-        _fail(
+        raise ArgumentError(
             f"{target} failed at {frame.filename}:{frame.lineno} with {type(error).__name__}: "
             f"{' '.join(str(error).split())[:300]}"
-        )
+        ) from None
 
 
 def _provenance() -> dict[str, Any]:
@@ -413,11 +363,6 @@ def _provenance() -> dict[str, Any]:
     }
 
 
-def _fail(message: str, exit_code: int = 2) -> NoReturn:
-    print(f"balanced-dp: {message}", file=sys.stderr)
-    raise SystemExit(exit_code)
-
-
 def main() -> None:
     """Run the command line, and print errors as one line.
 
@@ -425,7 +370,6 @@ def main() -> None:
     """
     try:
         app()
-    except ProbeError as error:
-        _fail(str(error), exit_code=1)
     except BalancedDataParallelError as error:
-        _fail(str(error))
+        print(f"balanced-dp: {error}", file=sys.stderr)
+        raise SystemExit(1 if isinstance(error, ProbeError) else 2) from None

@@ -12,13 +12,7 @@ from typing import Any
 from rich import box
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 from rich.table import Column, Table
 
 from ..memory.device_memory import DeviceMemory
@@ -47,7 +41,7 @@ def table_of(left: Sequence[str], right: Sequence[str], **options: Any) -> Table
 def progress_bar(description: str, total: int | None = None) -> Iterator[Callable[..., None]]:
     """Show a progress bar on stderr, and yield the function that updates it."""
     progress = Progress(
-        TextColumn("{task.description}"),
+        "{task.description}",
         BarColumn(),
         MofNCompleteColumn(),
         TimeRemainingColumn(),
@@ -99,13 +93,9 @@ def print_report(report: Report, candidates: bool) -> None:
 def print_comparison(before: Report, after: Report, comparisons: Sequence[Comparison]) -> None:
     """Print the metrics of two reports, and which of them are worse than allowed."""
     values = f"gpu0_bsz {before.plan.gpu0_bsz} and {after.plan.gpu0_bsz}"
-    table = Table(
-        "metric",
-        "before",
-        "after",
-        "worse by",
-        "allowed",
-        "outcome",
+    table = table_of(
+        ("metric",),
+        ("before", "after", "worse by", "allowed", "outcome"),
         title=escape(f"{tables.title(after)}, {values}"),
     )
     for found in comparisons:

@@ -23,9 +23,6 @@ from ..units import parse_bytes
 LOSS_TOLERANCE = 1e-4
 """Largest difference of the runs' losses at any step: float32 sums are in another order."""
 
-FIGURES = ("peak_bytes", "imbalance", "samples_per_s")
-"""The properties of measurements that the demo writes beside their fields."""
-
 Step = Callable[[], object]
 
 

@@ -1,0 +1,56 @@
+"""The arguments that several commands take, and what their text means."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..errors import ArgumentError
+from ..units import parse_bytes
+
+Target = Annotated[str, typer.Argument(help="A built-in workload, or package.module:function.")]
+BatchSize = Annotated[int | None, typer.Option(help="Samples in a batch; default: the workload's.")]
+NumDevices = Annotated[
+    int | None,
+    typer.Option("--devices", help="Number of devices; default: all GPUs, or 4 emulated."),
+]
+Emulate = Annotated[bool, typer.Option("--emulate", help="Emulate devices even if there are GPUs.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+LossOnDevice = Annotated[
+    bool,
+    typer.Option(
+        "--loss-on-device",
+        help="Compute the loss on each device, with gather=False and BalancedCriterion.",
+    ),
+]
+
+
+def parse_capacities(memory: str, num_devices: int | None, default: int) -> list[int]:
+    """Return the capacity of each device; ``default`` is their number if none is given."""
+    sizes = memory.split(",")
+    if len(sizes) > 1 and num_devices not in (None, len(sizes)):
+        raise ArgumentError(f"--memory gives {len(sizes)} devices, but --devices is {num_devices}")
+    if len(sizes) == 1:
+        sizes *= default if num_devices is None else num_devices
+    return [parse_bytes(size, "--memory") for size in sizes]
+
+
+def parse_sweep(sweep: str | None) -> range:
+    """Return the values of ``gpu0_bsz`` to measure."""
+    if sweep is None:
+        return range(0)
+    first, _, last = sweep.partition(":")
+    if not (first.isdecimal() and last.isdecimal() and int(first) <= int(last)):
+        raise ArgumentError(f"--sweep must be FIRST:LAST such as 0:8, got {sweep!r}")
+    return range(int(first), int(last) + 1)
+
+
+def check_writable(*paths: Path | None) -> None:
+    """Raise ArgumentError if a file cannot be written to its folder."""
+    for path in filter(None, paths):
+        if path.is_dir():
+            raise ArgumentError(f"{path} is a folder; name a file")
+        if not path.absolute().parent.is_dir():
+            raise ArgumentError(f"{path}: there is no folder {path.absolute().parent}")
