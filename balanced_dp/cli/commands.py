@@ -92,7 +92,7 @@ def demo(
                 for run in runs
             ],
         }
-        json_file.write_text(json.dumps(record, indent=2) + "\n")
+        write_atomically(json_file, json.dumps(record, indent=2) + "\n")
     console.print_demo(settings, runs)
     if (demos.loss_difference(runs) or 0) > demos.LOSS_TOLERANCE:
         raise typer.Exit(1)
