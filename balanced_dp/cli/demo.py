@@ -23,8 +23,6 @@ from ..units import parse_bytes
 LOSS_TOLERANCE = 1e-4
 """Largest difference of the runs' losses at any step: float32 sums are in another order."""
 
-Step = Callable[[], object]
-
 
 @dataclass(frozen=True, slots=True)
 class DemoSettings:
@@ -92,7 +90,7 @@ class DemoRun:
     losses: tuple[float, ...]
 
 
-def run_demo(settings: DemoSettings, on_step: Step = lambda: None) -> list[DemoRun]:
+def run_demo(settings: DemoSettings, on_step: Callable[[], object] = lambda: None) -> list[DemoRun]:
     """Return the runs on one device, with the even split, and balanced, in this order.
 
     ``on_step`` is called after each training step and each tried value, ``settings.num_steps``
@@ -130,7 +128,7 @@ def run_demo(settings: DemoSettings, on_step: Step = lambda: None) -> list[DemoR
     return [*runs, run("balanced", settings.num_devices, gpu0_bsz)]
 
 
-def find_gpu0_bsz(settings: DemoSettings, on_step: Step = lambda: None) -> int:
+def find_gpu0_bsz(settings: DemoSettings, on_step: Callable[[], object] = lambda: None) -> int:
     """Return the ``gpu0_bsz`` with the lowest peak of the bottleneck device, by trying each.
 
     Emulated devices are tried with shapes only.

@@ -14,14 +14,6 @@ _open: weakref.WeakSet[Peaks] = weakref.WeakSet()
 _lock = threading.Lock()
 
 
-def reset_peaks(device: torch.device) -> None:
-    """Reset the peak memory statistics of a device, also before CUDA is initialized."""
-    module = torch.get_device_module(device)
-    if is_cuda(device):
-        module.init()  # else torch raises "Invalid device argument"
-    module.reset_peak_memory_stats(device)
-
-
 class Peaks:
     """The peak memory of devices since this object was created.
 
@@ -40,7 +32,10 @@ class Peaks:
                 for other in _open:
                     if device in other._earlier:
                         other._earlier[device] = other.of(device)
-                reset_peaks(device)
+                module = torch.get_device_module(device)
+                if is_cuda(device):
+                    module.init()  # else torch raises "Invalid device argument"
+                module.reset_peak_memory_stats(device)
             _open.add(self)
 
     def of(self, device: torch.device) -> tuple[int, int]:

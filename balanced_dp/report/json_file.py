@@ -72,18 +72,19 @@ def load_reports(path: str | Path) -> tuple[Report, ...]:
         raise ReportError(f"{path} is no report: it is not text") from None
     except (ValueError, RecursionError) as error:
         raise ReportError(f"{path} is no report, or a truncated one: {error}") from None
-    if isinstance(content, dict) and "benchmarks" in content and "machine_info" in content:
+    keys = content.keys() if isinstance(content, dict) else set()
+    if {"benchmarks", "machine_info"} <= keys:
         try:
             return _of_benchmarks(path, content)
         except (AttributeError, KeyError, TypeError) as error:
             raise ReportError(
                 f"{path} is no sweep of this version: {type(error).__name__} {error}"
             ) from None
-    if not isinstance(content, dict) or not {"schema", "plan", "measurements"} <= content.keys():
+    if not {"schema", "plan", "measurements"} <= keys:
         raise ReportError(
             f"{path} is JSON, but neither a report of balanced-dp nor one of pytest-benchmark"
         )
-    if type(content["schema"]) is not int or content["schema"] != SCHEMA:
+    if content["schema"] != SCHEMA:
         raise ReportError(
             f"{path} has version {content['schema']!r} of a report's fields, but this balanced-dp "
             f"reads version {SCHEMA}; read it with the balanced-dp that wrote it, or tune again"

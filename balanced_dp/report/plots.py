@@ -31,7 +31,6 @@ _STYLE: Any = {
 _OTHERS = "#7f7f7f"
 # Okabe and Ito's colours, which most colour-blind people can tell apart.
 _COLOURS = ("#d55e00", "#0072b2", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", _OTHERS, "#000000")
-_MAX_LINES = 8
 _USES = {
     "parameter": "#d55e00",
     "gradient": "#0072b2",
@@ -40,10 +39,8 @@ _USES = {
     "input": "#cc79a7",
     "activation": "#e69f00",
     "gathered output": "#56b4e9",
-    "activation and other": "#e69f00",
-    "other": _OTHERS,
 }
-"""A colour for each use, the same in each report."""
+"""A colour for each use, the same in each report; the others have ``_OTHERS``."""
 
 
 def _as_svg(draw: Callable[[Axes, Report], None]) -> Callable[[Report], str]:
@@ -59,7 +56,8 @@ def _as_svg(draw: Callable[[Axes, Report], None]) -> Callable[[Report], str]:
 @_as_svg
 def peaks_plot(axes: Axes, report: Report) -> None:
     """Draw the peak of each device against ``gpu0_bsz``: lines predicted, points measured."""
-    plan, swept = report.plan, candidates(report)
+    plan = report.plan
+    ran = [m for m in candidates(report) if m.status == "ok"]
     scale, unit = byte_scale(max(report.even.peak_bytes + report.chosen.peak_bytes))
     num_devices = len(plan.chunk_sizes)
     even = even_share(plan.batch_size, num_devices)
@@ -68,8 +66,7 @@ def peaks_plot(axes: Axes, report: Report) -> None:
     predicted = [
         report.model.predict(split_batch(plan.batch_size, num_devices, value)) for value in values
     ]
-    for device in range(min(num_devices, _MAX_LINES)):
-        colour = _COLOURS[device]
+    for device, colour in enumerate(_COLOURS[:num_devices]):
         axes.plot(
             values,
             [needs[device] / scale for needs in predicted],
@@ -77,7 +74,6 @@ def peaks_plot(axes: Axes, report: Report) -> None:
             label=f"device {device}",
             linewidth=2.5 if device == 0 else 1.2,
         )
-        ran = [m for m in swept if m.status == "ok"]
         axes.plot(
             [m.chunk_sizes[0] for m in ran],
             [m.peak_bytes[device] / scale for m in ran],
