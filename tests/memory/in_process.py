@@ -58,7 +58,7 @@ def cuda(cases: str) -> Any:
 
 
 def process_bytes() -> Any:
-    """Allocate memory between the creation of a probe and its snapshot."""
+    """Allocate memory between the creation of a probe and its snapshot, and before both."""
     stand_in = CudaStandIn([H100])
     probe = MemoryProbe(["cuda:0"])
     found = {}
@@ -66,21 +66,16 @@ def process_bytes() -> Any:
         ("untouched", False, 0),
         ("context only", True, 0),
         ("holding", True, GIB),
+        ("held before", True, GIB),
     ):
         stand_in.has_context, stand_in.reserved_bytes = has_context, [reserved]
         STATE.used[H100] = 3 * GIB + reserved + 300 * MIB
+        if name == "held before":
+            probe = MemoryProbe(["cuda:0"])
         memory = probe.snapshot()[0]
         found[name] = [memory.process_bytes, memory.process_bytes_source]
         found[name].append(memory.other_process_bytes)
     return found
-
-
-def late_probe() -> Any:
-    """Create a probe in a process that has already allocated memory."""
-    stand_in = CudaStandIn([H100])
-    stand_in.reserved_bytes = [2 * GIB]
-    memory = MemoryProbe(["cuda:0"]).snapshot()[0]
-    return [memory.process_bytes, memory.process_bytes_source, memory.other_process_bytes]
 
 
 def wait_for_queries(number: int) -> None:

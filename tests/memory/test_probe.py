@@ -125,17 +125,6 @@ def test_measuring_changes_no_result():
     assert all(map(torch.equal, *results))
 
 
-def test_peaks_of_before_do_not_count():
-    with emulate_devices(1) as devices:
-        probe = MemoryProbe()
-        large = torch.ones(10_000, device=devices[0])
-        del large
-        with probe.measure() as usage:
-            small = torch.ones(10, device=devices[0])
-        assert usage.devices[0].peak_allocated_bytes == 512
-        del small
-
-
 def allocate(num_bytes, device):
     torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
@@ -162,7 +151,7 @@ def test_blocks_may_be_nested_and_loggers_may_write_in_them():
         del model, logger
 
 
-def test_batches_that_are_split_differently_have_no_chunk_sizes():
+def test_a_block_has_chunk_sizes_if_all_its_batches_are_split_alike():
     with emulate_devices(2, memory="1GiB") as devices:
         model = BalancedDataParallel(2, small_model().to(devices[0]))
         with model.memory.measure() as usage:
@@ -172,10 +161,13 @@ def test_batches_that_are_split_differently_have_no_chunk_sizes():
         assert usage.check_split().endswith("apart: raise gpu0_bsz")
         with model.memory.measure() as usage:
             for _ in range(2):
-                model(torch.randn(6, 16))
+                output = model(torch.randn(6, 16))
         assert [peak.chunk_size for peak in usage.devices] == [2, 4]
         assert not model._forward_hooks
-        del model
+        with model.memory.measure() as usage:  # without a call there are no chunks
+            output.sum().backward()
+        assert [peak.chunk_size for peak in usage.devices] == [None, None]
+        del model, output
 
 
 def test_a_model_has_its_own_devices(no_accelerator):
@@ -190,19 +182,6 @@ def test_a_model_has_its_own_devices(no_accelerator):
         del model
     with pytest.raises(ProbeError, match="the model has no devices to measure"):
         _ = BalancedDataParallel(1, nn.Linear(2, 2)).memory
-
-
-def test_a_block_that_does_not_call_the_model_knows_no_chunks():
-    with emulate_devices(2) as devices:
-        model = BalancedDataParallel(2, small_model().to(devices[0]))
-        output = model(torch.randn(6, 16))
-        with model.memory.measure() as usage:
-            output.sum().backward()
-        assert [peak.chunk_size for peak in usage.devices] == [None, None]
-        with model.memory.measure() as usage:
-            model(torch.randn(6, 16))
-        assert [peak.chunk_size for peak in usage.devices] == [2, 4]
-        del model, output
 
 
 def test_out_of_memory_in_the_block():

@@ -13,31 +13,15 @@ def measured(builds, tmp_path_factory):
     return driver.run("measured")
 
 
-BLOCKS = [
-    "raise_and_lower",
-    "end_high",
-    "begin_low",
-    "fail",
-    "press_ctrl_c",
-    "lose_a_board",
-    "retry",
-    "break_the_device",
-]
-
-
-@pytest.mark.parametrize("block", BLOCKS)
-def test_nothing_is_left_behind(measured, block):
-    assert measured[block]["left"] == []
-
-
-@pytest.mark.parametrize("block", BLOCKS)
-def test_the_block_ends_as_it_would_alone(measured, block):
-    expected = {
+def test_blocks_end_as_they_would_alone_and_leave_nothing_behind(measured):
+    raised = {
         "fail": ["ValueError('in the block')", None],
         "press_ctrl_c": ["KeyboardInterrupt()", None],
         "break_the_device": ["RuntimeError('CUDA error: device-side assert triggered')", 42],
-    }.get(block, [None, 42])
-    assert [measured[block]["caught"], measured[block]["result"]] == expected
+    }
+    for block, record in measured.items():
+        assert [record["caught"], record["result"]] == raised.get(block, [None, 42]), block
+        assert record["left"] == [], block
 
 
 def used(record):
@@ -74,11 +58,8 @@ def test_an_allocator_that_had_to_retry_makes_it_invalid(measured):
     assert measured["raise_and_lower"]["devices"][0]["num_alloc_retries"] == 0
 
 
-def test_what_is_in_use_at_the_end_of_the_block_is_seen(measured):
+def test_what_is_in_use_at_the_end_of_the_block_is_seen_and_what_was_before_is_not(measured):
     assert used(measured["end_high"])[0] == 60 * GIB
-
-
-def test_what_was_in_use_before_the_block_is_not(measured):
     assert used(measured["begin_low"])[0] == 3 * GIB
 
 
