@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..errors import ArgumentError, warn
 from ..memory.peaks import Peaks
-from ..planning.auto_balance import AutoBalance, Observation
+from ..planning.auto_balance import AutoBalance
 from ..split import split_batch
 
 _PATIENCE = 100
@@ -51,7 +51,6 @@ class AutoSplit:
             )
         self.devices = devices
         self.batch_size: int | None = None
-        self.balance: AutoBalance | None = None
         self._num_ooms: list[int] = []
         self._is_settling = True
         # Of the iteration that is under way:
@@ -61,10 +60,20 @@ class AutoSplit:
         self._has_stepped = False
         self._num_calls = 0
 
+    @functools.cached_property
+    def balance(self) -> AutoBalance:
+        """What chooses the values."""
+        return AutoBalance(
+            [
+                torch.get_device_module(device).get_device_properties(device).total_memory
+                for device in self.devices
+            ]
+        )
+
     @property
     def gpu0_bsz(self) -> int | None:
         """The value for batches of the last size; None before the first batch."""
-        if self.balance is None or self.batch_size is None:
+        if self.batch_size is None:
             return None
         if self._batch_sizes and not self._has_stepped and torch.is_grad_enabled():
             self.look_for_out_of_memory()
@@ -72,7 +81,7 @@ class AutoSplit:
 
     def split(self, batch_size: int) -> tuple[int, ...]:
         """Return the chunk sizes for a batch."""
-        value = batch_size if self.balance is None else self.balance.gpu0_bsz(batch_size)
+        value = batch_size if self.batch_size is None else self.balance.gpu0_bsz(batch_size)
         return split_batch(batch_size, max(1, len(self.devices)), value)
 
     def begin_call(self, module: nn.Module, batch_size: int) -> None:
@@ -81,18 +90,12 @@ class AutoSplit:
         Warns:
             BalanceWarning: no optimizer has stepped for many calls.
         """
-        if self.balance is None:
-            self.balance = AutoBalance(
-                [
-                    torch.get_device_module(device).get_device_properties(device).total_memory
-                    for device in self.devices
-                ],
-                smallest_chunk(module),
-            )
         if self._has_stepped:
             self._end_iteration(module)
         if not torch.is_grad_enabled():  # not training
             return
+        if self.batch_size is None:
+            self.balance.smallest = smallest_chunk(module)
         self.batch_size = batch_size
         if self._batch_sizes:  # gradients accumulate, or the step before failed
             self.look_for_out_of_memory()
@@ -133,7 +136,6 @@ class AutoSplit:
             ran_out = [free_bytes.index(min(free_bytes))]
         if not ran_out:
             return False
-        assert self.balance is not None
         batch_size = max(self._batch_sizes)
         value = self.balance.gpu0_bsz(batch_size)
         self.balance.out_of_memory(batch_size, ran_out[0])
@@ -141,7 +143,6 @@ class AutoSplit:
         return self.balance.gpu0_bsz(batch_size) != value
 
     def _begin_iteration(self, module: nn.Module) -> None:
-        assert self.balance is not None
         self._parameter_ids = frozenset(id(p) for p in module.parameters() if p.requires_grad)
         _watching.add(self)
         _register_hook()
@@ -151,7 +152,6 @@ class AutoSplit:
             self._peaks = Peaks(self.devices)
 
     def _end_iteration(self, module: nn.Module) -> None:
-        assert self.balance is not None
         sizes, peaks = self._batch_sizes, self._peaks
         self._batch_sizes, self._peaks = set(), None
         self._has_stepped, self._num_calls = False, 0
@@ -163,9 +163,8 @@ class AutoSplit:
         batch_size = max(sizes)  # of several that accumulate, it makes the peak
         num_changes = self.balance.num_changes
         self.balance.observe(
-            Observation(
-                self.split(batch_size), tuple(peaks.of(device)[0] for device in self.devices)
-            ),
+            batch_size,
+            tuple(peaks.of(device)[0] for device in self.devices),
             self._empty_bytes(module),
             sum(tensor.nbytes for tensor in chain(module.parameters(), module.buffers())),
         )

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 
-from ..split import best_gpu0_bsz, even_share, is_better
+from ..split import best_gpu0_bsz, even_share, is_better, split_batch
 from .memory_model import LinearTerm, MemoryModel, fit
 from .split_planner import Planner, utilizations
 
@@ -19,18 +18,8 @@ _MAX_FITTED = 16
 _MAX_SMALLER = 100
 """The search ends after this number of iterations with smaller batches than the largest."""
 
-
-@dataclass(frozen=True, slots=True)
-class Observation:
-    """Record the chunk size and the peak of each device in an iteration."""
-
-    chunk_sizes: tuple[int, ...]
-    peak_bytes: tuple[int, ...]
-
-    @property
-    def phase_peak_bytes(self) -> tuple[tuple[int, ...], ...]:
-        """Return the peaks as those of a single phase: an iteration is observed as a whole."""
-        return (self.peak_bytes,)
+_UNKNOWN = MemoryModel((), (), (), num_points=0, residual=math.inf)
+"""The model before the first iteration."""
 
 
 class AutoBalance:
@@ -43,16 +32,21 @@ class AutoBalance:
 
     Args:
         capacities: capacity of each device in bytes.
+
+    Attributes:
         smallest: the smallest chunk of device 0 that is not empty.
+        num_changes: how often the search has changed the value.
+        is_frozen: whether the search is over.
     """
 
-    def __init__(self, capacities: Sequence[int], smallest: int = 1) -> None:
+    def __init__(self, capacities: Sequence[int]) -> None:
         self.capacities = capacities
-        self.smallest = smallest
+        self.smallest = 1
         self.num_changes = 0
         self.is_frozen = False
-        self._observed: dict[tuple[int, int], Observation] = {}
-        self._planner: Planner | None = None
+        # Batch size and value -> the peak of each device.
+        self._observed: dict[tuple[int, int], tuple[int, ...]] = {}
+        self._planner = Planner(_UNKNOWN, capacities)
         self._values: dict[int, int] = {}
         # Batch size -> value with which device 0, or another device, ran out of memory.
         self._too_large: dict[int, int] = {}
@@ -65,37 +59,38 @@ class AutoBalance:
             self._values[batch_size] = self._limited(batch_size, self._predicted(batch_size))
         return self._values[batch_size]
 
-    def observe(self, observation: Observation, empty_bytes: int, replica_bytes: int) -> None:
+    def observe(
+        self, batch_size: int, peak_bytes: tuple[int, ...], empty_bytes: int, replica_bytes: int
+    ) -> None:
         """Record an iteration; change or freeze the value if its batch was the largest so far.
 
         Args:
-            observation: the chunk sizes, from the current value, and peaks of the iteration.
+            batch_size: the batch of the iteration, split by the current value.
+            peak_bytes: the peak of each device in the iteration.
             empty_bytes: what device 0 would hold with an empty batch.
             replica_bytes: the least that another device holds of the model.
         """
-        batch_size, value = sum(observation.chunk_sizes), observation.chunk_sizes[0]
-        known = self._observed.get((batch_size, value), observation)
-        peaks = tuple(map(max, zip(known.peak_bytes, observation.peak_bytes, strict=True)))
-        self._observed[batch_size, value] = replace(observation, peak_bytes=peaks)
+        value = self.gpu0_bsz(batch_size)
+        known = self._observed.get((batch_size, value), peak_bytes)
+        self._observed[batch_size, value] = tuple(map(max, zip(known, peak_bytes, strict=True)))
         if batch_size < max(size for size, _ in self._observed):
             # The largest batch decides, since it fills the devices the most.
             self._num_smaller += 1
             self.is_frozen = self._num_smaller >= _MAX_SMALLER
             return
         if len(self._observed) == 1:
-            model = _cautious_model(observation, replica_bytes)
+            model = _cautious_model(self._split(batch_size, value), peak_bytes, replica_bytes)
         else:
-            model = fit(list(self._observed.values())[-_MAX_FITTED:], empty_bytes)
+            latest = list(self._observed.items())[-_MAX_FITTED:]
+            # An iteration is observed as a whole: as a single phase.
+            model = fit(((self._split(*key), [peaks]) for key, peaks in latest), empty_bytes)
         self._planner = Planner(model, self.capacities)
         best = self._best_observed(batch_size)
         candidate = self._limited(batch_size, self._predicted(batch_size))
-        if self._is_worth_trying(batch_size, candidate, best):
-            pass
-        elif self._is_idling_worth_trying(batch_size, best):
-            candidate = 0  # without gradients, which no fitted term predicts
-        else:
-            self.is_frozen = True
-            candidate = self._limited(batch_size, best)
+        if not self._is_worth_trying(batch_size, candidate, best):
+            # 0 means without gradients, which no fitted term predicts.
+            self.is_frozen = not self._is_idling_worth_trying(batch_size, best)
+            candidate = self._limited(batch_size, best) if self.is_frozen else 0
         self.num_changes += candidate != value
         self._values = {batch_size: candidate}
 
@@ -119,7 +114,6 @@ class AutoBalance:
         return is_new and self.num_changes < MAX_CHANGES - 1  # one is left to go back
 
     def _is_worth_trying(self, batch_size: int, candidate: int, best: int) -> bool:
-        assert self._planner is not None
         if not self._may_try(batch_size, candidate):
             return False
         if not self._planner.model.is_accurate:
@@ -131,7 +125,6 @@ class AutoBalance:
 
     def _is_idling_worth_trying(self, batch_size: int, best: int) -> bool:
         """Return whether 0, which the model cannot predict, could be the best value."""
-        assert self._planner is not None
         is_allowed = not self._limited(batch_size, 0) and self._may_try(batch_size, 0)
         if not is_allowed or not self._first_is_bottleneck(batch_size, best):
             return False
@@ -141,7 +134,7 @@ class AutoBalance:
     def _best_observed(self, batch_size: int) -> int:
         """Return the best of the observed values."""
         values = [value for size, value in self._observed if size == batch_size]
-        if self._planner is not None and not self._planner.model.is_accurate:
+        if not self._planner.model.is_accurate:
             # Batches differ in more than their size: compare the devices within each iteration.
             return min(
                 (v for v in values if self._first_is_bottleneck(batch_size, v)),
@@ -151,8 +144,6 @@ class AutoBalance:
 
     def _predicted(self, batch_size: int) -> int:
         even = even_share(batch_size, len(self.capacities))
-        if self._planner is None:
-            return even
         if not self._planner.model.is_accurate:
             fractions = [v / n for n, v in self._observed if self._first_is_bottleneck(n, v)]
             return min(even, math.ceil(batch_size * min(fractions, default=1.0)))
@@ -173,8 +164,11 @@ class AutoBalance:
             value = self.smallest
         return max(0, min(value, even_share(batch_size, len(self.capacities))))
 
+    def _split(self, batch_size: int, value: int) -> tuple[int, ...]:
+        return split_batch(batch_size, len(self.capacities), value)
+
     def _utilizations(self, batch_size: int, value: int) -> list[float]:
-        return utilizations(self._observed[batch_size, value].peak_bytes, self.capacities)
+        return utilizations(self._observed[batch_size, value], self.capacities)
 
     def _utilization(self, batch_size: int, value: int) -> float:
         return max(self._utilizations(batch_size, value))
@@ -184,10 +178,12 @@ class AutoBalance:
         return first >= max(others)
 
 
-def _cautious_model(observation: Observation, replica_bytes: int) -> MemoryModel:
-    """Return a model of one observation, with the most bytes that a sample can take."""
-    own, first = observation.chunk_sizes[0], observation.peak_bytes[0]
-    size, peak = max(zip(observation.chunk_sizes[1:], observation.peak_bytes[1:], strict=True))
+def _cautious_model(
+    chunk_sizes: Sequence[int], peak_bytes: Sequence[int], replica_bytes: int
+) -> MemoryModel:
+    """Return a model of one iteration, with the most bytes that a sample can take."""
+    (own, first), *others = zip(chunk_sizes, peak_bytes, strict=True)
+    size, peak = max(others)
     if not size:  # a batch of one sample
         size, peak = own, first
     fixed = min(replica_bytes, peak)

@@ -12,7 +12,6 @@ import operator
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations, pairwise
-from typing import Protocol
 
 from ..errors import ArgumentError
 
@@ -30,16 +29,8 @@ Point = tuple[int, int, int]
 """Samples of the device's chunk, samples of the whole batch, and the peak in bytes."""
 
 
-class MeasuredSplit(Protocol):
-    """Describe what a model is fitted to: a split and the peaks of each phase of a step."""
-
-    @property
-    def chunk_sizes(self) -> tuple[int, ...]:
-        """Return the chunk size of each device."""
-
-    @property
-    def phase_peak_bytes(self) -> tuple[tuple[int, ...], ...]:
-        """Return the peaks of each device, one tuple for each phase that was measured."""
+MeasuredSplit = tuple[Sequence[int], Sequence[Sequence[int]]]
+"""The chunk size of each device, and for each phase of a step that was measured, their peaks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,35 +110,33 @@ def fit(splits: Iterable[MeasuredSplit], empty_bytes: int | None = None) -> Memo
     Raises:
         ArgumentError: If there is no split, or only splits of a single device.
     """
-    points = list(splits)
-    if not points or len(points[0].chunk_sizes) < 2:
+    measured_splits = list(splits)
+    if not measured_splits or len(measured_splits[0][0]) < 2:
         raise ArgumentError("a memory model is fitted to measurements of two or more devices")
     empty = [] if empty_bytes is None else [(0, 0, empty_bytes)]
     first_terms: list[LinearTerm] = []
     idle_terms: list[LinearTerm] = []
     other_terms: list[LinearTerm] = []
-    for phase in range(len(points[0].phase_peak_bytes)):
+    for phase in range(len(measured_splits[0][1])):
         working: list[Point] = []
         idle: list[Point] = []
         others: list[Point] = []
-        for split in points:
-            first, *other_peaks = split.phase_peak_bytes[phase]
-            own, *other_sizes = split.chunk_sizes
-            (working if own else idle).append((own, sum(split.chunk_sizes), first))
+        for chunk_sizes, phase_peak_bytes in measured_splits:
+            first, *other_peaks = phase_peak_bytes[phase]
+            own, *other_sizes = chunk_sizes
+            (working if own else idle).append((own, sum(chunk_sizes), first))
             sized_peaks = zip(other_sizes, other_peaks, strict=True)
             others += [(size, 0, held) for size, held in sized_peaks if size]
         first_terms += _fit_terms(working and working + empty)
         idle_terms += _fit_terms(idle and idle + empty)
         other_terms += _fit_terms(others)
     model = MemoryModel(
-        tuple(first_terms), tuple(idle_terms), tuple(other_terms), len(points), residual=0.0
+        tuple(first_terms), tuple(idle_terms), tuple(other_terms), len(measured_splits), 0.0
     )
     residual = max(
         abs(predicted - measured) / measured
-        for split in points
-        for predicted, *phases in zip(
-            model.predict(split.chunk_sizes), *split.phase_peak_bytes, strict=True
-        )
+        for chunk_sizes, phase_peak_bytes in measured_splits
+        for predicted, *phases in zip(model.predict(chunk_sizes), *phase_peak_bytes, strict=True)
         if (measured := max(phases))
     )
     return replace(model, residual=residual)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -247,21 +248,15 @@ class Planner:
         None if what device 0 gathers of the batch exceeds it even without samples of its own.
         """
 
-        def fits_first(size: int) -> bool:
-            held, _ = self.model.predict((size, batch_size - size))
-            return held / self.budgets[0] <= utilization
+        def fits(index: int, size: int) -> bool:
+            sizes = (batch_size - size, size) if index else (size, batch_size - size)
+            return self.model.predict(sizes)[min(index, 1)] / self.budgets[index] <= utilization
 
-        def largest_other(budget: int) -> int:
-            def fits(size: int) -> bool:
-                _, held = self.model.predict((batch_size - size, size))
-                return held / budget <= utilization
-
-            return _num_fitting(fits, range(1, batch_size + 1))
-
-        size = _num_fitting(fits_first, range(1, batch_size + 1))
-        if not size and not fits_first(0):
-            return None
-        return size, *map(largest_other, self.budgets[1:])
+        sizes = tuple(
+            _num_fitting(functools.partial(fits, index), range(1, batch_size + 1))
+            for index in range(len(self.budgets))
+        )
+        return sizes if sizes[0] or fits(0, 0) else None
 
     def weighted_split(self, batch_size: int) -> WeightedSplit:
         """Return the split with the lowest utilization of all splits."""

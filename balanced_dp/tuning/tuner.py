@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 
 from ..errors import ArgumentError, InfeasiblePlanError
-from ..planning.memory_model import MemoryModel, fit
+from ..planning.memory_model import MeasuredSplit, MemoryModel, fit
 from ..planning.split_planner import Planner, check_batch, check_fits, describe, utilizations
 from ..split import best_gpu0_bsz, even_share
 from .report_types import SCHEMA, Alternative, Provenance, Report
@@ -199,15 +199,15 @@ class _Search:
         for gpu0_bsz in swept:
             self.measure(batch_size, gpu0_bsz)
         smaller = batch_size
-        while len(self.fitting()) < 3 and smaller > 1:  # memory ran out
+        while len(fittable(self.measured.values())) < 3 and smaller > 1:  # memory ran out
             smaller = -(-smaller // 2)
             self.measure_around(smaller)
-        if not self.fitting():
+        if not fittable(self.measured.values()):
             raise InfeasiblePlanError(
                 f"not even a batch of {smaller} ran: {self.measured[smaller, 0].out_of_memory}"
             )
         self.refine(batch_size)
-        model = fit(self.fitting())
+        model = fit(fittable(self.measured.values()))
         if not model.is_accurate:
             values = range(0, even + 1, max(1, even // _MOST_VALUES))
             self.num_expected = len(self.measured) + len(values)
@@ -233,15 +233,11 @@ class _Search:
         for gpu0_bsz in (2 * even, 0):
             self.measure(2 * batch_size, gpu0_bsz)
 
-    def fitting(self) -> list[Measurement]:
-        """Return the measurements that a model can be fitted to."""
-        return [m for m in self.measured.values() if m.status == "ok"]
-
     def refine(self, batch_size: int) -> None:
         """Measure what the model plans, and fit it again, until it plans nothing new."""
         for _ in range(_MAX_ROUNDS):
             before = len(self.measured)
-            planner = Planner(fit(self.fitting()), self.budgets)
+            planner = Planner(fit(fittable(self.measured.values())), self.budgets)
             best = planner.best_gpu0_bsz(batch_size)
             for gpu0_bsz in range(max(0, best - 1), best + 2):
                 self.measure(batch_size, gpu0_bsz)
@@ -252,6 +248,11 @@ class _Search:
                     self.measure(largest, choose(largest))
             if len(self.measured) == before:
                 return
+
+
+def fittable(measurements: Iterable[Measurement]) -> list[MeasuredSplit]:
+    """Return what a model can be fitted to: the splits that ran."""
+    return [(m.chunk_sizes, m.phase_peak_bytes) for m in measurements if m.status == "ok"]
 
 
 def best_measured(swept: Iterable[Measurement], budgets: Sequence[int]) -> Measurement:
@@ -303,7 +304,7 @@ def report_of_measurements(
     if batch_size is None:
         batch_size = Counter(m.batch_size for m in measurements).most_common(1)[0][0]
     if model is None:
-        model = fit(m for m in measurements if m.status == "ok")
+        model = fit(fittable(measurements))
     even = even_share(batch_size, len(capacities))
     swept = {m.chunk_sizes[0]: m for m in measurements if m.batch_size == batch_size}
     if even not in swept:

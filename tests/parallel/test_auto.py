@@ -26,7 +26,7 @@ from balanced_dp import (
     emulate_devices,
     split_batch,
 )
-from balanced_dp.planning.auto_balance import MAX_CHANGES, AutoBalance, Observation
+from balanced_dp.planning.auto_balance import MAX_CHANGES, AutoBalance
 from balanced_dp.planning.split_planner import Planner
 from balanced_dp.tuning.models import CharTransformer
 
@@ -48,7 +48,7 @@ def simulate(model: MemoryModel, capacities, batch_size, balance=None):
             return balance, values
         chunk_sizes = split_batch(batch_size, len(capacities), values[-1])
         fixed = max(term.fixed_bytes for term in model.first_terms)
-        balance.observe(Observation(chunk_sizes, model.predict(chunk_sizes)), round(fixed), 0)
+        balance.observe(batch_size, model.predict(chunk_sizes), round(fixed), 0)
     raise AssertionError(f"never frozen: {values}")
 
 
@@ -113,7 +113,7 @@ def test_running_out_while_searching_goes_back_to_what_ran():
     for _ in range(2):
         ran.append(balance.gpu0_bsz(64))
         sizes = split_batch(64, 4, ran[-1])
-        balance.observe(Observation(sizes, model.predict(sizes)), 100, 0)
+        balance.observe(64, model.predict(sizes), 100, 0)
     assert balance.gpu0_bsz(64) < min(ran)
     balance.out_of_memory(64, index=1)
     assert balance.gpu0_bsz(64) == min(ran)
