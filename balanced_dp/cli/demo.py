@@ -17,7 +17,7 @@ from ..tuning.step_benchmark import (
     uses_emulation,
 )
 from ..tuning.tuner import best_measured
-from ..tuning.workloads import Batch, Workload, char_lm, encoded_text
+from ..tuning.workloads import Batch, Workload, encoded_text, find_workload
 from ..units import parse_bytes
 
 LOSS_TOLERANCE = 1e-4
@@ -168,4 +168,4 @@ def _workload(settings: DemoSettings) -> Workload:
         samples = encoded[starts + torch.arange(length)]
         return (samples[:, :-1],), {}, samples[:, 1:]
 
-    return replace(char_lm(), model=model, make_batch=make_batch)
+    return replace(find_workload("char-lm"), model=model, make_batch=make_batch)

@@ -82,13 +82,11 @@ class Block(nn.Module):
 
     def _attend(self, x: torch.Tensor) -> torch.Tensor:
         n, t, width = x.shape
-        heads = self.qkv(x).view(n, t, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
+        heads = self.qkv(x).view(n, t, 3, self.num_heads, -1)
+        query, key, value = heads.permute(2, 0, 3, 1, 4)
+        dropout = self.dropout if self.training else 0.0
         attended = functional.scaled_dot_product_attention(
-            heads[0],
-            heads[1],
-            heads[2],
-            dropout_p=self.dropout if self.training else 0.0,
-            is_causal=self.causal,
+            query, key, value, dropout_p=dropout, is_causal=self.causal
         )
         out = self.out(attended.transpose(1, 2).reshape(n, t, width))
         return functional.dropout(out, self.dropout, self.training)
@@ -119,13 +117,11 @@ class TokenTransformer(nn.Module):
         super().__init__()
         self.tokens = nn.Embedding(vocabulary, width)
         self.positions = nn.Embedding(context, width)
-        self.layers = nn.ModuleList(Block(width, num_heads, causal) for _ in range(num_layers))
-        self.norm = nn.LayerNorm(width)
+        self.embedding_norm = nn.Identity() if causal else nn.LayerNorm(width)
+        self.layers = nn.Sequential(*(Block(width, num_heads, causal) for _ in range(num_layers)))
         # BERT's masked LM head has a layer of its own before the logits.
-        self.transform = (
-            nn.Identity()
-            if causal
-            else nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.LayerNorm(width))
+        self.transform = nn.Sequential(
+            *(() if causal else (nn.Linear(width, width), nn.GELU())), nn.LayerNorm(width)
         )
         self.head = nn.Linear(width, vocabulary, bias=not causal)
         self.head.weight = self.tokens.weight
@@ -133,12 +129,8 @@ class TokenTransformer(nn.Module):
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the logits at each position."""
         x = self.tokens(tokens) + self.positions.weight[: tokens.size(1)]
-        x = functional.dropout(self.norm(x) if not self.layers[0].causal else x, 0.1, self.training)
-        for layer in self.layers:
-            x = layer(x)
-        if self.layers[0].causal:
-            x = self.norm(x)
-        logits: torch.Tensor = self.head(self.transform(x))
+        x = functional.dropout(self.embedding_norm(x), 0.1, self.training)
+        logits: torch.Tensor = self.head(self.transform(self.layers(x)))
         return logits
 
 
@@ -159,7 +151,7 @@ class RelativeAttention(nn.Module):
         self.query = nn.Linear(width, width, bias=False)
         self.key_value = nn.Linear(width, 2 * width, bias=False)
         self.position = nn.Linear(width, width, bias=False)
-        self.out = nn.Linear(width, width, bias=False)
+        self.out = nn.Sequential(nn.Linear(width, width, bias=False), nn.Dropout(0.1))
 
     def forward(
         self,
@@ -173,9 +165,8 @@ class RelativeAttention(nn.Module):
         n, t, width = x.shape
         m = memory.size(1)
         query = self.query(x).view(n, t, self.num_heads, -1)
-        key, value = self.key_value(torch.cat([memory, x], 1)).chunk(2, -1)
-        key = key.reshape(n, m + t, self.num_heads, -1)
-        value = value.reshape(n, m + t, self.num_heads, -1)
+        both = self.key_value(torch.cat([memory, x], 1))
+        key, value = both.view(n, m + t, 2, self.num_heads, -1).unbind(2)
         position = self.position(positions).view(m + t, self.num_heads, -1)
         by_content = torch.einsum("nihd,njhd->nhij", query + content_bias, key)
         by_position = torch.einsum("nihd,jhd->nhij", query + position_bias, position)
@@ -225,7 +216,11 @@ class TransformerXL(nn.Module):
         )
         self.feed_forwards = nn.ModuleList(
             nn.Sequential(
-                nn.Linear(width, inner), nn.ReLU(), nn.Dropout(0.1), nn.Linear(inner, width)
+                nn.Linear(width, inner),
+                nn.ReLU(),
+                nn.Dropout(0.1),
+                nn.Linear(inner, width),
+                nn.Dropout(0.1),
             )
             for _ in range(num_layers)
         )
@@ -240,14 +235,11 @@ class TransformerXL(nn.Module):
         distances = torch.arange(memories[0].size(1) + x.size(1) - 1, -1, -1, device=x.device)
         positions = self._positions(distances)
         kept = []
-        for i, (attention, feed_forward) in enumerate(
-            zip(self.attentions, self.feed_forwards, strict=True)
-        ):
+        for i, memory in enumerate(memories):
             kept.append(x.detach())
             biases = (self.content_bias, self.position_bias)
-            attended = attention(x, memories[i], positions, *biases)
-            x = self.norms[2 * i](x + functional.dropout(attended, 0.1, self.training))
-            x = self.norms[2 * i + 1](x + functional.dropout(feed_forward(x), 0.1, self.training))
+            x = self.norms[2 * i](x + self.attentions[i](x, memory, positions, *biases))
+            x = self.norms[2 * i + 1](x + self.feed_forwards[i](x))
         losses = self._losses(x.flatten(0, 1), targets.flatten()).view_as(targets)
         return losses, *kept
 

@@ -19,7 +19,6 @@ from .models import CharTransformer, TokenTransformer, TransformerXL, resnet50
 Batch = tuple[tuple[Any, ...], dict[str, Any], Any]
 """Positional and keyword arguments of the model, and the target."""
 
-
 _UNNAMED = "workload"
 
 
@@ -35,7 +34,7 @@ class Workload:
         loss: returns the 0-dim loss of the model's output and the target.
         make_optimizer: returns an optimizer of the parameters.
         precision: the dtype of autocast, ``torch.bfloat16`` or ``torch.float16``, or None.
-        name: the name in reports, on the command line by default the target.
+        name: the name in reports, by default that under which ``find_workload`` finds it.
         batch_size: a usual batch size.
     """
 
@@ -56,7 +55,7 @@ def find_workload(target: str) -> Workload:
         ArgumentTypeError: If the function returns something else.
     """
     if target in BUILT_IN:
-        return BUILT_IN[target]()
+        return replace(BUILT_IN[target](), name=target)
     module_name, _, function_name = target.partition(":")
     if not function_name:
         raise ArgumentError(
@@ -107,7 +106,7 @@ def char_lm() -> Workload:
         samples = encoded[starts + torch.arange(65)]
         return (samples[:, :-1],), {}, samples[:, 1:]
 
-    return Workload(lambda: CharTransformer(vocabulary), make_batch, _token_loss, name="char-lm")
+    return Workload(lambda: CharTransformer(vocabulary), make_batch, _token_loss)
 
 
 def _tokens(batch_size: int, length: int, vocabulary: int) -> torch.Tensor:
@@ -123,12 +122,7 @@ def gpt2_small() -> Workload:
         tokens = _tokens(batch_size, 257, 50257)
         return (tokens[:, :-1],), {}, tokens[:, 1:]
 
-    return Workload(
-        lambda: TokenTransformer(50257, 1024, causal=True),
-        make_batch,
-        _token_loss,
-        name="gpt2-small",
-    )
+    return Workload(lambda: TokenTransformer(50257, 1024, causal=True), make_batch, _token_loss)
 
 
 def bert_base() -> Workload:
@@ -139,12 +133,7 @@ def bert_base() -> Workload:
         labels = tokens.where(torch.arange(128) % 7 == 0, -100)
         return (tokens,), {}, labels
 
-    return Workload(
-        lambda: TokenTransformer(30522, 512, causal=False),
-        make_batch,
-        _token_loss,
-        name="bert-base",
-    )
+    return Workload(lambda: TokenTransformer(30522, 512, causal=False), make_batch, _token_loss)
 
 
 def transformer_xl_base() -> Workload:
@@ -162,7 +151,6 @@ def transformer_xl_base() -> Workload:
         make_batch,
         lambda output, _: output[0].mean(),
         functools.partial(torch.optim.Adam, lr=0.00025),
-        name="transformer-xl-base",
         batch_size=60,
     )
 
@@ -179,7 +167,6 @@ def resnet50_shaped() -> Workload:
         make_batch,
         functional.cross_entropy,
         functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9),
-        name="resnet50-shaped",
         batch_size=64,
     )
 
