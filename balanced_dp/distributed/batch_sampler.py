@@ -109,22 +109,17 @@ class BalancedBatchSampler(Sampler[list[int]]):
         # workers creates an iterator that it never uses.
         self._start, self._next_start = self._next_start, 0
         self._num_yielded = 0
-        for batch in self._batches(self._start):
-            self._num_yielded += 1
-            yield batch
-
-    def _batches(self, first: int) -> Iterator[list[int]]:
-        """Yield the batches of this rank, beginning with position ``first`` of the order."""
         order = torch.arange(self.num_samples, device="cpu")  # not on the default device
         if self.shuffle:
             generator = torch.Generator().manual_seed(self.seed + self.epoch)
             order = torch.randperm(self.num_samples, generator=generator, device="cpu")
-        for start in range(first, self.num_samples, self.batch_size):
+        for start in range(self._start, self.num_samples, self.batch_size):
             batch, sizes = order[start : start + self.batch_size], self.chunk_sizes
             if len(batch) < self.batch_size:
                 if self.drop_last:
                     return
                 sizes = split_by_weights(len(batch), sizes)
+            self._num_yielded += 1
             yield batch.split(list(sizes))[self.rank].tolist()
 
     def set_epoch(self, epoch: int) -> None:

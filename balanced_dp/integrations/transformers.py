@@ -151,9 +151,7 @@ class BalancedTrainerMixin:
         return self._parallel
 
     def _get_num_items_in_batch(self, *args: Any, **kwargs: Any) -> Any:
-        with (
-            self._with_one_gpu()
-        ):  # else it is repeated for each device, or divided by their number
+        with self._with_one_gpu():  # else it is repeated or divided for several devices
             return super()._get_num_items_in_batch(*args, **kwargs)  # type: ignore[misc]
 
     def compute_loss(

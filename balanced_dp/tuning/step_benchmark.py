@@ -26,7 +26,7 @@ from ..memory.step_memory import spread
 from ..parallel.auto_split import smallest_chunk
 from ..parallel.criterion import BalancedCriterion
 from ..parallel.data_parallel import BalancedDataParallel
-from ..split import split_batch, split_by_weights
+from ..parallel.split_policy import SplitPolicy
 from .workloads import Workload
 
 Mode = Literal["symbolic", "emulated", "real"]
@@ -265,7 +265,7 @@ class StepMeter:
         first = model = None
         for _ in range(num_steps or 2 - self._has_state):
             step = _StepRecorder(self.devices)
-            with step.until_out_of_memory():
+            try:
                 if model is None:
                     model = BalancedDataParallel(
                         gpu0_bsz,
@@ -275,10 +275,14 @@ class StepMeter:
                         device_weights=device_weights,
                     )
                 on_loss(self._train(step, model, batch_size))
-            if step.out_of_memory is not None:
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+                step.out_of_memory = str(error)
+                step.end_phase()
                 break
             if not self._has_state:
-                self._has_state, first = True, step.peak_bytes
+                self._has_state, first = True, tuple(map(max, zip(*step.phases, strict=True)))
         if self._has_state:
             self._optimizer.zero_grad()
         else:  # the optimizer's state may be incomplete
@@ -291,9 +295,7 @@ class StepMeter:
             mode=_mode(self.devices[0]),
             batch_size=batch_size,
             gpu0_bsz=gpu0_bsz,
-            chunk_sizes=split_batch(batch_size, len(self.devices), gpu0_bsz or 0)
-            if device_weights is None
-            else split_by_weights(batch_size, device_weights, gpu0_bsz),
+            chunk_sizes=SplitPolicy(gpu0_bsz, self.devices, device_weights).split(batch_size),
             status="ok" if step.out_of_memory is None else "oom",
             backward_peak_bytes=backward,
             optimizer_peak_bytes=optimizer,
@@ -342,26 +344,10 @@ class _StepRecorder:
         self.out_of_memory: str | None = None
         self.begin_phase()
 
-    @property
-    def peak_bytes(self) -> tuple[int, ...]:
-        """Return the highest peak of each device in any phase."""
-        return tuple(map(max, zip(*self.phases, strict=True)))
-
     def begin_phase(self) -> None:
         """Begin a phase; what was allocated since the last one is not counted."""
         self._started = time.perf_counter()
         self._peaks = Peaks(self.devices)
-
-    @contextmanager
-    def until_out_of_memory(self) -> Iterator[None]:
-        """Record that memory ran out, and end the phase, instead of raising the error."""
-        try:
-            yield
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            self.out_of_memory = str(error)
-            self.end_phase()
 
     def end_phase(
         self, model: nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None
