@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, TensorDataset
 
 from balanced_dp import ArgumentError, ArgumentTypeError
-from balanced_dp.distributed import BalancedBatchSampler, EmptyBatches, split_ranks
+from balanced_dp.distributed import BalancedBatchSampler, EmptyBatches
 
 
 @st.composite
@@ -72,11 +72,6 @@ def test_whole_batches_do_not_depend_on_the_shares(split):
     [whole] = epoch_of(samplers(**alone), 1)
     parts = zip(*epoch_of(samplers(**split), 1), strict=True)
     assert [list(chain.from_iterable(batch)) for batch in parts] == whole
-
-
-@given(split=splits(), epoch=st.integers(0, 100))
-def test_the_same_seed_gives_the_same_epoch(split, epoch):
-    assert epoch_of(samplers(**split), epoch) == epoch_of(samplers(**split), epoch)
 
 
 def test_epochs_and_seeds_differ():
@@ -190,23 +185,6 @@ def test_empty_batches_of_other_kinds():
     assert [part.shape for part in empty["y"]] == [(0,), (0,)]
     own = EmptyBatches([torch.ones(2), torch.ones(5)], torch.nn.utils.rnn.pad_sequence)
     assert own([]).shape == (0, 1)
-
-
-def test_thousands_of_ranks():
-    """Chunks of neighbouring ranks must not overlap."""
-    num_ranks, num_samples, batch_size = 4096, 1_000_000, 65_536
-    sizes = split_ranks(batch_size, num_ranks, rank0_bsz=3)
-    found = []
-    for rank in range(8):
-        sampler = BalancedBatchSampler(
-            range(num_samples), batch_size, sizes, rank=rank, world_size=num_ranks
-        )
-        batches = list(sampler)
-        assert len(batches) == len(sampler) == 16
-        assert [len(batch) for batch in batches[:-1]] == [sizes[rank]] * 15
-        found += chain.from_iterable(batches)
-    assert len(set(found)) == len(found)
-    assert all(0 <= index < num_samples for index in found)
 
 
 @pytest.mark.parametrize(

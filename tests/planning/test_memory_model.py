@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,18 +11,13 @@ from balanced_dp import LinearTerm as Term
 from balanced_dp.planning.memory_model import fit
 
 
-class Split(NamedTuple):
-    chunk_sizes: tuple[int, ...]
-    phase_peak_bytes: tuple[tuple[int, ...], ...]
-
-
 def splits(*terms):
     """Return splits over two devices, with these terms on the first."""
     for batch_size in (40, 80, 160):
         for own in (1, batch_size // 4, batch_size // 2):
             first = round(max(term(own, batch_size) for term in terms))
             other = batch_size - own
-            yield Split((own, other), ((first, 300 + 50 * other),))
+            yield (own, other), [(first, 300 + 50 * other)]
 
 
 def test_a_fit_finds_two_terms_that_take_turns():
