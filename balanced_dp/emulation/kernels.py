@@ -72,7 +72,7 @@ def _make(
 
 
 def _seeded(func: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
-    return run(func, args, {"generator": None, **kwargs})
+    return run(func, args, kwargs)
 
 
 def _native_dropout(input: EmulatedTensor, p: float, train: bool | None) -> Any:
@@ -251,7 +251,7 @@ def _fused_attention_backward(
         weights, kept = _attention_weights(q, k, bias, dropout_p, is_causal, scale, seed)
         grad_weights = torch.matmul(grad, v.transpose(-2, -1)) * kept
         grad_scores = aten._softmax_backward_data(grad_weights, weights, -1, weights.dtype)
-        grad_scores *= _scale(q, scale)
+        grad_scores *= q.size(-1) ** -0.5 if scale is None else scale
         results = (
             torch.matmul(grad_scores, k),
             torch.matmul(grad_scores.transpose(-2, -1), q),
@@ -279,16 +279,10 @@ def _attention_weights(
 
     The CPU has no fused kernel with dropout, so this computes the attention matrix.
     """
-    scores = torch.matmul(q, k.transpose(-2, -1)) * _scale(q, scale)
-    if is_causal:
-        future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu_(1)
-        scores.masked_fill_(future, -math.inf)
-    if bias is not None:
-        scores += bias
+    no_values = k[..., :0]
+    weights = aten._scaled_dot_product_attention_math(
+        q, k, no_values, bias, 0.0, is_causal, scale=scale
+    )[1]
     generator = torch.Generator().manual_seed(int(seed.item()))
-    kept = torch.empty_like(scores).bernoulli_(1 - dropout_p, generator=generator)
-    return aten._safe_softmax(scores, -1), kept / (1 - dropout_p)
-
-
-def _scale(q: torch.Tensor, scale: float | None) -> float:
-    return 1 / math.sqrt(q.size(-1)) if scale is None else scale
+    kept = torch.empty_like(weights).bernoulli_(1 - dropout_p, generator=generator)
+    return weights, kept / (1 - dropout_p)

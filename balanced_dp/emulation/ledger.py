@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -60,19 +61,18 @@ class MemoryBreakdown:
     peak: dict[str, int]
 
 
-@dataclass(eq=False)
-class OverCapacityError(Exception):
-    """An allocation does not fit on its device."""
-
-    requested_bytes: int
-    free_bytes: int
-
-
 class DeviceLedger:
-    """The blocks of one device and their statistics. Thread-safe."""
+    """The blocks of one device and their statistics. Thread-safe.
 
-    def __init__(self, capacity_bytes: int) -> None:
+    Args:
+        capacity_bytes: the capacity of the device.
+        out_of_memory: makes the error that is raised where a block does not fit, from the bytes
+            that the block takes and the bytes that are free.
+    """
+
+    def __init__(self, capacity_bytes: int, out_of_memory: Callable[[int, int], Exception]) -> None:
         self.capacity_bytes = capacity_bytes
+        self._out_of_memory = out_of_memory
         self.closed = False
         self.num_ooms = 0
         self._lock = threading.Lock()
@@ -92,7 +92,7 @@ class DeviceLedger:
         """Allocate a block of ``num_bytes``, rounded up as on CUDA.
 
         Raises:
-            OverCapacityError: the block does not fit; the ledger is unchanged.
+            Exception: ``out_of_memory``'s: the block does not fit; the ledger is unchanged.
         """
         return Allocation(self, self._enter(num_bytes, label))
 
@@ -100,7 +100,7 @@ class DeviceLedger:
         """Replace the block of ``allocation`` if its size is not ``num_bytes``, rounded up.
 
         Raises:
-            OverCapacityError: the new block does not fit; the old one stays.
+            Exception: ``out_of_memory``'s: the new block does not fit; the old one stays.
         """
         old = allocation.block
         if old.num_bytes != round_up(num_bytes):
@@ -114,7 +114,7 @@ class DeviceLedger:
             free_bytes = self.capacity_bytes - self._allocated_bytes
             if size > free_bytes:
                 self.num_ooms += 1
-                raise OverCapacityError(size, free_bytes)
+                raise self._out_of_memory(size, free_bytes)
             block = Block(self._next_number, size, label)
             self._next_number += 1
             self._live[block.number] = block

@@ -7,13 +7,14 @@ import uuid
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from weakref import WeakValueDictionary
 
 import torch
 
 from ..errors import EmulationError
 from ..units import format_bytes
-from .ledger import Allocation, DeviceLedger, Label, OverCapacityError
+from .ledger import Allocation, DeviceLedger, Label
 
 DEVICE_TYPE = "lazy"
 """The device type of emulated accelerators.
@@ -41,8 +42,11 @@ class Machine:
 
     def __init__(self, capacities: Iterable[int], symbolic: bool) -> None:
         self.symbolic = symbolic
-        self.ledgers = [DeviceLedger(capacity) for capacity in capacities]
-        self.devices = [torch.device(DEVICE_TYPE, i) for i in range(len(self.ledgers))]
+        self.ledgers = [
+            DeviceLedger(capacity, partial(_out_of_memory, index, capacity))
+            for index, capacity in enumerate(capacities)
+        ]
+        self.devices = [torch.device(DEVICE_TYPE, index) for index in range(len(self.ledgers))]
         self.uuids = [uuid.uuid4() for _ in self.devices]
         self.generators = [torch.Generator() for _ in self.devices]
         self.manual_seed_all(torch.initial_seed())
@@ -88,10 +92,7 @@ class Machine:
         known = self._allocations.get(storage._cdata)
         if known is not None:
             return known
-        try:
-            allocation = self.ledgers[device.index].allocate(storage.nbytes(), label)
-        except OverCapacityError as error:
-            raise self._out_of_memory(device.index, error) from None
+        allocation = self.ledgers[device.index].allocate(storage.nbytes(), label)
         self._bind(allocation, storage)
         return allocation
 
@@ -104,24 +105,6 @@ class Machine:
         # The allocation holds the storage, so that its address is not reused while it is a key.
         allocation.storage = storage
         self._allocations[storage._cdata] = allocation
-
-    def resize(self, device: torch.device, allocation: Allocation) -> None:
-        """Update the size of an allocation whose storage may have been resized."""
-        try:
-            allocation.ledger.resize(allocation, allocation.storage.nbytes())
-        except OverCapacityError as error:
-            raise self._out_of_memory(device.index, error) from None
-
-    def _out_of_memory(self, index: int, error: OverCapacityError) -> torch.OutOfMemoryError:
-        # CUDA's message, because training loops search for "CUDA out of memory.".
-        ledger = self.ledgers[index]
-        return torch.OutOfMemoryError(
-            f"CUDA out of memory. Tried to allocate {format_bytes(error.requested_bytes)}. "
-            f"GPU {index} has a total capacity of {format_bytes(ledger.capacity_bytes)} of which "
-            f"{format_bytes(error.free_bytes)} is free. Of the allocated memory "
-            f"{format_bytes(ledger.allocated_bytes)} is allocated by PyTorch. "
-            f"(This is the emulated device {self.devices[index]}.)"
-        )
 
     def record_copy(self, source: torch.device, target: torch.device, num_bytes: int) -> None:
         """Count a copy between different devices."""
@@ -139,8 +122,20 @@ class Machine:
         for ledger in self.ledgers:
             ledger.closed = True
         for allocation in list(self._allocations.values()):
-            if allocation.storage.device.type == "cpu":
-                allocation.storage.resize_(0)
+            allocation.storage.resize_(0)
+
+
+def _out_of_memory(
+    index: int, capacity_bytes: int, requested_bytes: int, free_bytes: int
+) -> torch.OutOfMemoryError:
+    # CUDA's message, because training loops search for "CUDA out of memory.".
+    return torch.OutOfMemoryError(
+        f"CUDA out of memory. Tried to allocate {format_bytes(requested_bytes)}. "
+        f"GPU {index} has a total capacity of {format_bytes(capacity_bytes)} of which "
+        f"{format_bytes(free_bytes)} is free. Of the allocated memory "
+        f"{format_bytes(capacity_bytes - free_bytes)} is allocated by PyTorch. "
+        f"(This is the emulated device {DEVICE_TYPE}:{index}.)"
+    )
 
 
 _current: Machine | None = None

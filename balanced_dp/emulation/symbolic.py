@@ -16,15 +16,6 @@ aten = torch.ops.aten
 CPU = torch.device("cpu")
 META = torch.device("meta")
 
-_READS_VALUES = {
-    aten._local_scalar_dense.default,
-    aten.equal.default,
-    aten.nonzero.default,
-    aten.masked_select.default,
-    aten._unique2.default,
-    aten.repeat_interleave.Tensor,
-}
-
 
 def is_known(elem: torch.Tensor) -> bool:
     """Return whether a wrapped tensor has values, not only a shape."""
@@ -36,6 +27,11 @@ def is_unknown_dtype(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
 
 
+def is_written(argument: torch.Argument) -> bool:
+    """Return whether an operator writes to the tensors of this argument."""
+    return argument.alias_info is not None and argument.alias_info.is_write
+
+
 def require_known(elem: torch.Tensor, doing: str) -> None:
     """Raise a SymbolicValueError if the values of ``elem`` are not known."""
     if not is_known(elem):
@@ -45,26 +41,49 @@ def require_known(elem: torch.Tensor, doing: str) -> None:
         )
 
 
-def symbolic_arguments(
-    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments for ``func``, on ``meta`` unless the values of all tensors are known.
+def call(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call ``func``, on ``meta`` unless the values of all tensors are known.
+
+    The shapes of its outputs may be those of an earlier call with the same metadata.
 
     Raises:
-        SymbolicValueError: ``func`` would write unknown values into an integer or bool tensor.
+        SymbolicValueError: ``func`` needs values that are not known, or would write unknown values
+            into an integer or bool tensor.
     """
+    args, kwargs = _symbolic_arguments(func, args, kwargs)
+    key = _key((func, args, tuple(kwargs.items()))) if _is_functional(func) else None
+    shapes = _outputs.get(key)
+    if shapes is not None:
+        outputs = [torch.empty_strided(*shape, dtype=d, device=META) for *shape, d in shapes]
+        return outputs[0] if len(func._schema.returns) == 1 else tuple(outputs)
+    try:
+        out = func(*args, **kwargs)
+        if key is not None:
+            _remember(key, _tensors((args, tuple(kwargs.values()))), out)
+        return out
+    except RuntimeError as error:
+        unknown = [tensor for tensor in _tensors(args) if not is_known(tensor)]
+        if unknown and "meta" in str(error).lower():  # torch cannot run it on shapes only
+            if not func._schema.returns:  # only writes values, as the step of a fused optimizer
+                return None
+            require_known(unknown[0], f"{func}")
+        raise
+
+
+def _symbolic_arguments(
+    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments for ``func``, on ``meta`` unless the values of all tensors are known."""
     tensors = _tensors((args, tuple(kwargs.values())))
     if _is_factory(func):
         dtype = kwargs.get("dtype") or tensors[0].dtype
-        if is_unknown_dtype(dtype):
-            return _to_meta(args), {**kwargs, "device": META}
-        return args, {**kwargs, "device": CPU}
+        return args, {**kwargs, "device": META if is_unknown_dtype(dtype) else CPU}
     if all(map(is_known, tensors)):
         return args, kwargs
     if func is aten.index.Tensor or func in (aten.index_put.default, aten.index_put_.default):
         args = (args[0], _integer_indices(args[1]), *args[2:])
     for i, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
+        if is_written(argument):
             written = args[i] if i < len(args) else kwargs.get(argument.name)
             for tensor in _tensors((written,)):
                 if is_known(tensor) and not is_unknown_dtype(tensor.dtype):
@@ -104,36 +123,6 @@ def _to_meta(value: Any) -> Any:
     if type(value) in (tuple, list):
         return type(value)(map(_to_meta, value))
     return value
-
-
-def call(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call ``func``, or take the shapes of its outputs from an earlier call with the same metadata.
-
-    Raises:
-        SymbolicValueError: ``func`` needs values that are not known.
-    """
-    if func in _READS_VALUES:
-        for tensor in _tensors(args):
-            require_known(tensor, f"{func}")
-    key = _key((func, args, tuple(kwargs.items()))) if _is_functional(func) else None
-    shapes = _outputs.get(key)
-    if shapes is not None:
-        outputs = [torch.empty_strided(*shape, dtype=d, device=META) for *shape, d in shapes]
-        return outputs[0] if len(func._schema.returns) == 1 else tuple(outputs)
-    try:
-        out = func(*args, **kwargs)
-        if key is not None:
-            _remember(key, _tensors((args, tuple(kwargs.values()))), out)
-        return out
-    except RuntimeError as error:
-        if "meta" in str(error).lower() and not all(map(is_known, _tensors(args))):
-            if not func._schema.returns:  # only writes values, as the step of a fused optimizer
-                return None
-            raise SymbolicValueError(
-                f"{func} cannot run on shapes only, but emulate_devices(symbolic=True) keeps no "
-                "values; use symbolic=False"
-            ) from error
-        raise
 
 
 # Layers repeat, and torch computes many shapes in Python, so the shapes of outputs are cached by

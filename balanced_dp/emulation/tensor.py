@@ -22,7 +22,7 @@ from torch.utils._mode_utils import no_dispatch
 from ..errors import EmulationError
 from .ledger import Allocation, Label
 from .machine import Machine, current_machine
-from .symbolic import CPU, META, call, is_known, is_unknown_dtype, require_known, symbolic_arguments
+from .symbolic import CPU, META, call, is_known, is_unknown_dtype, is_written, require_known
 
 aten = torch.ops.aten
 
@@ -34,16 +34,6 @@ _EXTRA_KEYS = torch._C.DispatchKeySet(AUTOCAST_KEY)
 
 # Labels that a more specific one may replace later.
 _PROVISIONAL = {Label.ACTIVATION, Label.OTHER}
-
-# Arguments that the host reads, which may be on the CPU, as with CUDA.
-_READ_BY_HOST = {
-    aten.index.Tensor: {"indices"},
-    aten.index_put.default: {"indices"},
-    aten.index_put_.default: {"indices"},
-    aten._index_put_impl_.default: {"indices"},
-    aten._pack_padded_sequence_backward.default: {"batch_sizes"},
-    aten._pad_packed_sequence.default: {"batch_sizes"},
-}
 
 
 class EmulatedTensor(torch.Tensor):
@@ -157,8 +147,6 @@ def run(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, An
     device = wrapped.device
     target = kwargs.get("device")
     if target is not None:
-        target = torch.device(target)
-        elem_kwargs["device"] = target
         if target.type in ("cpu", "meta"):
             return func(*elem_args, **elem_kwargs)
         elem_kwargs["device"] = CPU
@@ -168,21 +156,23 @@ def run(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, An
     if _draws_random_numbers(func) and kwargs.get("generator") is None:
         elem_kwargs["generator"] = machine.generators[device.index]
     if machine.symbolic:
-        elem_args, elem_kwargs = symbolic_arguments(func, elem_args, elem_kwargs)
-    out = call(func, elem_args, elem_kwargs)
+        out = call(func, elem_args, elem_kwargs)
+    else:
+        out = func(*elem_args, **elem_kwargs)
     if _writes_to_list(func):  # torch increments the versions of single tensors only
         torch.autograd.graph.increment_version(t for t in args[0] if not t.is_inference())
-    return wrapped.wrap(out, device, *_labels(machine))
+    return wrapped.wrap(out, device)
 
 
 class Wrapped:
     """The emulated tensors of one call: their device, and the wrapper of each wrapped tensor."""
 
-    __slots__ = ("by_elem", "cpu_tensor", "func", "machine")
+    __slots__ = ("by_elem", "cpu_tensor", "func", "label", "machine")
 
     def __init__(self, func: torch._ops.OpOverload) -> None:
         self.func = func
         self.machine = current_machine()
+        self.label = _label(self.machine)
         self.by_elem: dict[int, EmulatedTensor] = {}
         self.cpu_tensor: torch.Tensor | None = None
 
@@ -225,17 +215,11 @@ class Wrapped:
         """The device's generator."""
         return self.machine.generators[self.device.index]
 
-    def wrap(
-        self,
-        out: Any,
-        device: torch.device | None = None,
-        label: Label = Label.ACTIVATION,
-        relabel: bool = False,
-    ) -> Any:
+    def wrap(self, out: Any, device: torch.device | None = None) -> Any:
         """Return ``out`` with each tensor replaced by an emulated one.
 
         An argument that is returned keeps its wrapper. New tensors are on ``device``, by default
-        that of the arguments, and have the label ``label``, as their views do if ``relabel``.
+        that of the arguments.
         """
         device = device or self.device
         if isinstance(out, torch.Tensor):
@@ -243,14 +227,14 @@ class Wrapped:
             if wrapper is None:
                 is_normal = self._is_view_of_normal_tensor(out)
                 with torch.inference_mode(False) if is_normal else nullcontext():
-                    wrapper = wrap_elem(out, self.machine, device, label)
+                    wrapper = wrap_elem(out, self.machine, device, self.label)
             else:
-                _update_wrapper(wrapper, self.machine, device, label)
-            if relabel:
-                set_label(wrapper, label)
+                _update_wrapper(wrapper, self.machine, device, self.label)
+            if self.label is Label.GRADIENT:
+                set_label(wrapper, self.label)
             return wrapper
         if type(out) in (tuple, list):
-            return type(out)(self.wrap(item, device, label, relabel) for item in out)
+            return type(out)(self.wrap(item, device) for item in out)
         return out
 
     def _is_view_of_normal_tensor(self, out: torch.Tensor) -> bool:
@@ -288,7 +272,7 @@ def _update_wrapper(
     elem = wrapper._elem
     wrapper._allocations = _enter(elem, machine, device, label)
     for allocation in wrapper._allocations:
-        machine.resize(device, allocation)
+        allocation.ledger.resize(allocation, allocation.storage.nbytes())
     if _metadata(wrapper) != _metadata(elem):  # resize_, unsqueeze_, set_ ...
         wrapper.data = _wrapper(elem, device, wrapper._allocations)
 
@@ -357,12 +341,12 @@ def set_label(tensor: object, label: Label, over: set[Label] = _PROVISIONAL) -> 
                 allocation.block.label = label
 
 
-def _labels(machine: Machine) -> tuple[Label, bool]:
-    """Return the label of the running operator's results, and whether it applies to views, too."""
+def _label(machine: Machine) -> Label:
+    """Return the label of the running operator's results."""
     node = torch._C._current_autograd_node()
     if node is not None and _makes_parameter_gradients(node):
-        return Label.GRADIENT, True
-    return (Label.OTHER if machine.thread.in_optimizer_step else Label.ACTIVATION), False
+        return Label.GRADIENT
+    return Label.OTHER if machine.thread.in_optimizer_step else Label.ACTIVATION
 
 
 def _makes_parameter_gradients(node: Any) -> bool:
@@ -384,11 +368,8 @@ def _is_composite(func: torch._ops.OpOverload) -> bool:
 
 @functools.cache
 def _writes_to_list(func: torch._ops.OpOverload) -> bool:
-    if not func._schema.arguments:
-        return False
-    first = func._schema.arguments[0]
-    is_written = first.alias_info is not None and first.alias_info.is_write
-    return is_written and isinstance(first.type, torch.ListType)
+    first = func._schema.arguments[:1]
+    return any(is_written(arg) and isinstance(arg.type, torch.ListType) for arg in first)
 
 
 @functools.cache
@@ -404,10 +385,9 @@ def _refused_cpu_dims(func: torch._ops.OpOverload) -> tuple[float, ...]:
     """
 
     def refused_dims(argument: torch.Argument) -> float:
-        if argument.name in _READ_BY_HOST.get(func, ()):
-            return math.inf
-        is_written = argument.alias_info is not None and argument.alias_info.is_write
-        return 0 if is_written or isinstance(argument.type, torch.ListType) else 1
+        if argument.name == "batch_sizes" or str(argument.type) == "List[Optional[Tensor]]":
+            return math.inf  # the host reads lengths of packed sequences, and copies indices
+        return 0 if is_written(argument) or isinstance(argument.type, torch.ListType) else 1
 
     return tuple(map(refused_dims, func._schema.arguments))
 
@@ -418,17 +398,16 @@ def _refused_cpu_dims(func: torch._ops.OpOverload) -> tuple[float, ...]:
 def _to_copy(self: EmulatedTensor, **kwargs: Any) -> torch.Tensor:
     machine = current_machine()
     elem = elem_of(self)
-    device = kwargs.pop("device", None)
-    target = self.device if device is None else torch.device(device)
+    dtype = kwargs.get("dtype") or elem.dtype
+    target = kwargs.pop("device", None) or self.device
     kwargs.pop("pin_memory", None)
     if target.type == "meta":
-        dtype = kwargs.get("dtype") or elem.dtype
         return torch.empty_strided(elem.size(), elem.stride(), dtype=dtype, device=META)
     if target.type == "cpu":
         require_known(elem, "copying it to the CPU")
     else:
         target = machine.devices[machine.index_of(target)]
-    machine.record_copy(self.device, target, _num_bytes(elem, kwargs.get("dtype")))
+    machine.record_copy(self.device, target, elem.numel() * dtype.itemsize)
     copied: torch.Tensor = aten._to_copy(elem, **kwargs)
     if target.type == "cpu":
         return copied
@@ -439,7 +418,7 @@ def copy_(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
     """Copy ``source`` into ``target``, of which at least one is emulated: ``Tensor.copy_``."""
     machine = current_machine()
     source_elem = elem_of(source) if isinstance(source, EmulatedTensor) else source
-    machine.record_copy(source.device, target.device, _num_bytes(source_elem, target.dtype))
+    machine.record_copy(source.device, target.device, source.numel() * target.dtype.itemsize)
     if not isinstance(target, EmulatedTensor):
         require_known(source_elem, "copying it to the CPU")
         return target.copy_(source_elem)
@@ -459,21 +438,17 @@ def copy_(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
 
 def _copy_label(source: EmulatedTensor, target: torch.device, machine: Machine) -> Label:
     """Return the label of a copy: its source's, or gathered output for one from another device."""
-    label, is_gradient = _labels(machine)
-    if is_gradient:
+    label = _label(machine)
+    if label is Label.GRADIENT:
         set_label(source, label)
         return label
-    in_backward = torch._C._current_autograd_node() is not None
+    if source.device == target:
+        return label
     known = source._allocations[0].block.label
     if known not in _PROVISIONAL:
-        return label if source.device == target else known
-    if source.device != target and not in_backward:
-        return Label.GATHERED_OUTPUT
-    return label
-
-
-def _num_bytes(elem: torch.Tensor, dtype: torch.dtype | None) -> int:
-    return elem.numel() * (dtype or elem.dtype).itemsize
+        return known
+    in_backward = torch._C._current_autograd_node() is not None
+    return label if in_backward else Label.GATHERED_OUTPUT
 
 
 # Accumulated gradients: the engine adds gradients of one tensor in place, but out of place if they

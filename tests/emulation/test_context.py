@@ -3,7 +3,6 @@ from __future__ import annotations
 import io
 import subprocess
 import sys
-import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -112,17 +111,6 @@ def test_contexts_follow_one_another_but_do_not_nest() -> None:
         assert allocated(devices[0]) == 0
 
 
-def test_a_context_is_open_for_all_threads() -> None:
-    counts = []
-    with emulate_devices(2):
-        thread = threading.Thread(
-            target=lambda: counts.append(torch.get_device_module("lazy").device_count())
-        )
-        thread.start()
-        thread.join()
-    assert counts == [2]
-
-
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
@@ -192,12 +180,6 @@ def test_sparse_and_symbolic_tensors_that_outlive_the_context_are_reported_too()
         huge = torch.zeros(2**40, device=devices[0])
     with pytest.raises(EmulationError):
         huge.sum()
-
-
-def test_results_brought_to_the_cpu_outlive_the_context() -> None:
-    with emulate_devices(1) as devices:
-        result = (torch.ones(3, device=devices[0]) * 2).cpu()
-    assert result.tolist() == [2.0, 2.0, 2.0]
 
 
 def test_an_error_in_the_body_is_not_masked_by_the_tensors_it_leaves() -> None:
@@ -384,16 +366,9 @@ def used_at_peak(devices: EmulatedDevices, index: int = 0) -> dict[str, int]:
 
 
 def test_every_use_has_an_entry(devices: EmulatedDevices) -> None:
-    assert list(devices.memory_breakdown(devices[0]).now.items()) == [
-        ("parameter", 0),
-        ("buffer", 0),
-        ("gradient", 0),
-        ("optimizer state", 0),
-        ("input", 0),
-        ("activation", 0),
-        ("gathered output", 0),
-        ("other", 0),
-    ]
+    uses = "parameter, buffer, gradient, optimizer state, input, activation, gathered output, other"
+    breakdown = devices.memory_breakdown(devices[0])
+    assert list(breakdown.now.items()) == [(use, 0) for use in uses.split(", ")]
 
 
 OPTIMIZERS: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], int]] = {
@@ -529,14 +504,6 @@ def test_a_loaded_checkpoint_keeps_its_uses(devices: EmulatedDevices) -> None:
     states = torch.load(file)
     module.load_state_dict(states[0])
     assert used(devices) == expected
-
-
-@pytest.mark.parametrize("device", [3, "lazy:3", "cpu", -1])
-def test_there_is_no_breakdown_of_a_device_that_is_not_there(
-    devices: EmulatedDevices, device: Any
-) -> None:
-    with pytest.raises(EmulationError):
-        devices.memory_breakdown(device)
 
 
 @pytest.mark.parametrize("symbolic", [False, True])

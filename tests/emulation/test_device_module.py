@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -44,7 +44,7 @@ def test_the_current_device_is_the_first_until_set(devices: EmulatedDevices, laz
         lazy.set_device(0)
     assert lazy.current_device() == 2
     x = torch.zeros(1, device="lazy")
-    assert x.device == devices[2]
+    assert x.device == torch.zeros(1).to("lazy").device == devices[2]
     assert lazy.memory_allocated() == lazy.memory_allocated(2) == 512
 
 
@@ -55,18 +55,14 @@ def test_the_current_device_comes_back_after_an_error(lazy: Any) -> None:
 
 
 def test_each_thread_has_its_own_current_device(lazy: Any) -> None:
-    seen = []
-
-    def work() -> None:
-        seen.append(lazy.current_device())
+    def before_and_after_setting() -> tuple[int, int]:
+        before = lazy.current_device()
         lazy.set_device(2)
-        seen.append(lazy.current_device())
+        return before, lazy.current_device()
 
     lazy.set_device(1)
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert seen == [0, 2]
+    with ThreadPoolExecutor() as pool:
+        assert pool.submit(before_and_after_setting).result() == (0, 2)
     assert lazy.current_device() == 1
 
 
@@ -98,7 +94,9 @@ def test_memory_is_reported_for_a_device_named_in_any_way(
         (torch.device("meta"), "meta is not an emulated device"),
     ],
 )
-def test_a_device_that_is_not_there_is_refused(lazy: Any, device: Any, reason: str) -> None:
+def test_a_device_that_is_not_there_is_refused(
+    devices: EmulatedDevices, lazy: Any, device: Any, reason: str
+) -> None:
     for function in (
         lazy.memory_allocated,
         lazy.max_memory_allocated,
@@ -110,6 +108,7 @@ def test_a_device_that_is_not_there_is_refused(lazy: Any, device: Any, reason: s
         lazy.device,
         lazy.synchronize,
         lazy.get_rng_state,
+        devices.memory_breakdown,
     ):
         with pytest.raises(EmulationError, match=reason):
             function(device)
