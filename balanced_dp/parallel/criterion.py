@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from ..errors import ArgumentTypeError
 from .call_inputs import check_paths
 from .gather import gather
-from .losses.join import ChunkLosses, Looks
+from .losses.join import ChunkLosses, OutputHistory
 from .losses.weight import check_loss_weight
 from .parallel_apply import parallel_apply
 from .per_device import PerDevice
@@ -81,7 +81,7 @@ class BalancedCriterion(nn.Module):
         self.loss_weight = loss_weight
         self.broadcast = check_paths("broadcast", broadcast, self.criterion.forward)
         self.split = check_paths("split", split, self.criterion.forward)
-        self._looks = Looks()
+        self._history = OutputHistory()
         self._replicator = Replicator()
 
     def forward(self, outputs: Any, *targets: Any, **kwargs: Any) -> Any:
@@ -102,26 +102,27 @@ class BalancedCriterion(nn.Module):
             dim,
             self.broadcast,
             self.split,
-            self._looks.warned,
+            self._history.warned,
         )
         losses = ChunkLosses(
-            self._looks,
+            self._history,
             forward,
             outputs.chunk_sizes or [1],
             outputs.dim,
             arguments,
             self.loss_weight,
+            is_auto=True,
         )
         replicas = self._replicator.replicate(self.criterion, outputs.devices)
         with (
-            losses.observed(),
+            losses.recording(),
             self._replicator.running(self.criterion, replicas),
             _split_weights_of_samples(replicas, outputs),
         ):
             results = parallel_apply(
                 replicas, arguments, outputs.devices, outputs.chunk_sizes, outputs.workers
             )
-        losses.settle(results)
+        losses.read_arguments(results)
         return gather(results, outputs.output_device, dim, "auto", outputs.chunk_sizes, losses)
 
 

@@ -15,7 +15,7 @@ from ..errors import ArgumentError, ArgumentTypeError
 from ..memory.probe import MemoryProbe
 from .call_inputs import check_paths, named_arguments
 from .gather import ScalarOutputs, gather
-from .losses.join import ChunkLosses, Looks
+from .losses.join import ChunkLosses, OutputHistory
 from .losses.weight import check_loss_weight
 from .parallel_apply import Workers, parallel_apply
 from .per_device import PerDevice, only_output
@@ -173,7 +173,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         if devices and output_device is not None:
             self.output_device = self._id_of(resolve_device(output_device, self._device_type))
         self.chunk_sizes: tuple[int, ...] | None = None
-        self._looks = Looks(may_note=not any(map(is_compiled, module.modules())))
+        self._history = OutputHistory(may_note=not any(map(is_compiled, module.modules())))
         self._replicator = Replicator()
         self._workers = Workers()
         if len(devices) == 1:
@@ -244,7 +244,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
                 chunks, chunk_kwargs = self.scatter(inputs, kwargs, device_ids, sizes)
                 replicas = self.replicate(self.module, device_ids)
                 losses = ChunkLosses(
-                    self._looks,
+                    self._history,
                     self.module.forward,
                     sizes or [1],
                     self.dim,
@@ -252,9 +252,9 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
                     self.loss_weight,
                     self.scalar_outputs == "auto",
                 )
-                with losses.observed(), self._replicator.running(self.module, replicas):
+                with losses.recording(), self._replicator.running(self.module, replicas):
                     outputs = self.parallel_apply(replicas, chunks, chunk_kwargs, device_ids, sizes)
-                losses.settle(outputs)
+                losses.read_arguments(outputs)
                 if self.gathers_outputs:
                     return self.gather(outputs, self.output_device, losses)
                 devices = [self._device_of(device_id) for device_id in device_ids]
@@ -358,7 +358,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
             self.dim,
             self.broadcast,
             self.split_inputs,
-            self._looks.warned,
+            self._history.warned,
         )
         return [args for args, _ in arguments], [kwargs for _, kwargs in arguments]
 

@@ -107,7 +107,7 @@ class _Join:
     def _axis(self, tensors: Sequence[torch.Tensor], path: Path) -> int:
         """Return the dimension of the samples, counted from the end."""
         shapes, sizes = [tensor.shape for tensor in tensors], self.chunk_sizes
-        known = {} if self.losses is None else self.losses.looks.axes
+        known = {} if self.losses is None else self.losses.history.axes
         name = ".".join(path)
         fits = [d for d in range(-tensors[0].dim(), 0) if _differ_along_only(d, tensors)]
         along_dim = [d for d in fits if d in (self.dim, self.dim - tensors[0].dim())]

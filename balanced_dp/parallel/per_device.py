@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from .gather import ScalarOutputs, gather
-from .losses.join import ChunkLosses, Looks
+from .losses.join import ChunkLosses, OutputHistory
 from .parallel_apply import Workers, parallel_apply
 from .scatter import Scattered, scatter_arguments
 
@@ -134,14 +134,15 @@ class PerDevice(Scattered):
             function, (self, *args), kwargs, self.devices, self.chunk_sizes, self.dim
         )
         losses = ChunkLosses(
-            Looks(),
+            OutputHistory(),
             function,
             self.chunk_sizes or [1],
             self.dim,
             arguments,
+            loss_weight=None,
             is_auto=scalar_outputs == "auto",
         )
-        with losses.observed():
+        with losses.recording():
             results = parallel_apply(
                 [function] * len(self), arguments, self.devices, self.chunk_sizes, self.workers
             )

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
@@ -42,15 +42,24 @@ _OPERATORS = {
 }
 """The operators of autograd nodes, by the names of the functions that are called."""
 
+_FOLLOWED = {
+    **dict.fromkeys(("Add", "Sub", "Rsub", "Mul"), 2),
+    **dict.fromkeys(("Div", "Sum", "Mean", "Index", "ToCopy", "Clone", "View"), 1),
+}
+"""How many operands are followed; all of other operators."""
+
+_JOINING = ("Sum", "Mean", "Stack", "Index")
+
+_FINISHING = ("add", "__add__", "__radd__", "clamp", "clamp_min", "clip")
+"""Functions that turn a count into a denominator; those in place overwrite the count."""
+
 _TINY = 1e-6
 """The largest number that, added to a denominator, is ignored."""
 
-_ARITHMETIC = ("Add", "Sub", "Rsub", "Mul", "Div")
-_JOINING = ("Sum", "Mean", "Stack", "Index")
-_BATCHMEAN = 3
+BATCHMEAN = 3
 """The reduction of ``kl_div`` that divides the sum by the number of samples."""
 
-_REDUCTIONS = {"mean": MEAN, "sum": SUM, "batchmean": _BATCHMEAN}
+_REDUCTIONS = {"mean": MEAN, "sum": SUM, "batchmean": BATCHMEAN}
 
 
 class Call:
@@ -64,6 +73,7 @@ class Call:
         saved: the attributes that the autograd node would have.
 
     Attributes:
+        is_of_samples: whether it was computed from a tensor with dimensions.
         output: the output; None if the call was not noted.
         count: if the call turns a count into a denominator, as ``clamp(min=1)`` does: that count.
         finish: the function that does so.
@@ -73,9 +83,19 @@ class Call:
     count: torch.Tensor
     finish: Callable[[torch.Tensor], torch.Tensor] | None = None
 
-    def __init__(self, operator: str, shape: torch.Size, inputs: Any = (), **saved: Any) -> None:
+    def __init__(
+        self,
+        operator: str,
+        shape: torch.Size,
+        inputs: Sequence[Call | None] = (),
+        **saved: Any,
+    ) -> None:
         self.operator = operator
         self.shape = shape
+        known = [item for item in inputs if item is not None]
+        self.is_of_samples: bool = (
+            any(item.is_of_samples for item in known) if known else bool(shape)
+        )
         self.next_functions = tuple((item, 0) for item in inputs)
         vars(self).update(saved)
 
@@ -86,13 +106,6 @@ class Call:
     def name(self) -> str:
         """Return the name of the operator."""
         return self.operator
-
-    def without_views(self) -> Call:
-        """Skip views and casts, and return the call that computed the value."""
-        call = self
-        while call.operator in ("ToCopy", "Clone", "View") and call.next_functions[0][0]:
-            call = call.next_functions[0][0]
-        return call
 
 
 Calls = dict[int, Call]
@@ -147,30 +160,15 @@ class _Notes(TorchFunctionMode):
             operator = _OPERATORS.get(name, name)
             operands = _operands(args, kwargs)
             if not output.dim() or (operator in _JOINING and _joins_rows(operator, operands)):
-                inputs = self._inputs(operator, operands)
+                followed = operands[0] if operator == "Stack" else operands
+                inputs = [self._input(item) for item in followed[: _FOLLOWED.get(operator)]]
                 saved = _saved(operator, function, operands, args, kwargs)
-                if saved.get("_saved_reduction") == _BATCHMEAN:
-                    saved = {"_saved_other": float(operands[0].size(0))}
-                    inputs = [Call(operator, output.shape, inputs, _saved_reduction=SUM), None]
-                    operator = "Div"
                 call = Call(operator, output.shape, inputs, output=output, **saved)
                 self._calls[id(output)] = call
                 counted = counted_loss(output)
                 if counted is not None and counted.call is None:  # not an addition in place
                     counted.call = call
         return output
-
-    def _inputs(self, operator: str, operands: list[Any]) -> list[Call | None]:
-        if operator == "Stack":
-            operands = operands[0]
-        elif operator in _ARITHMETIC:
-            operands = operands[:2]
-        elif operator in _JOINING:
-            operands = operands[:1]
-        inputs = [self._input(operand) for operand in operands]
-        if operator == "Div":
-            inputs[1:] = [None]  # only the numerator is followed
-        return inputs
 
     def _input(self, operand: Any) -> Call | None:
         if not isinstance(operand, torch.Tensor):
@@ -179,11 +177,6 @@ class _Notes(TorchFunctionMode):
             return self._calls[id(operand)]
         is_leaf = isinstance(operand, nn.Parameter) or not operand.dim()
         return Call("AccumulateGrad" if is_leaf else "data", operand.shape)
-
-
-def _finished(function: Any, count: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """Return the attributes of a call that turns a count into a denominator."""
-    return {"count": count, "finish": lambda whole: function(whole, *args, **kwargs)}
 
 
 def _operands(args: Any, kwargs: Mapping[str, Any]) -> list[Any]:
@@ -220,21 +213,17 @@ def _saved(
         return {"_saved_self_sym_sizes": operands[0].shape, "_saved_dim": _dims(operands)}
     if operator in ("Mul", "Div"):
         return {"_saved_self": operands[0], "_saved_other": operands[1]}
-    if operator in _ARITHMETIC:
-        saved = {"_saved_alpha": kwargs.get("alpha", 1)}
-        is_in_place = getattr(function, "__name__", "") in ("add_", "__iadd__")
-        if (
-            operator == "Add"
-            and not is_in_place
-            and isinstance(operands[1], float | int)
-            and operands[1] > _TINY
-        ):
-            saved |= _finished(function, operands[0], operands[1])
-        return saved
-    if args and getattr(function, "__name__", "") in ("clamp", "clamp_min", "clip"):
-        return _finished(function, *args, **kwargs)  # not clamp_, which overwrites the count
-    reduction = _reduction(function, args, kwargs)
-    return {} if reduction is None else {"_saved_reduction": _REDUCTIONS.get(reduction, 0)}
+    saved: dict[str, Any] = {}
+    if operator in ("Add", "Sub", "Rsub"):
+        saved["_saved_alpha"] = kwargs.get("alpha", 1)
+    elif (reduction := _reduction(function, args, kwargs)) is not None:
+        saved["_saved_reduction"] = _REDUCTIONS.get(reduction, 0)
+    if args and getattr(function, "__name__", "") in _FINISHING:
+        is_large = isinstance(operands[1], float | int) and operands[1] > _TINY
+        if operator != "Add" or is_large:
+            saved["count"] = args[0]
+            saved["finish"] = lambda whole: function(whole, *args[1:], **kwargs)
+    return saved
 
 
 @functools.cache

@@ -12,19 +12,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from .calls import BATCHMEAN
 from .counted import MEAN, SUM, CountedLoss
 from .nodes import (
     DOT_PRODUCTS,
     LEAVES,
     VIEWS,
     Edge,
-    alpha_of,
     dims_of,
+    factor_of,
     operator_of,
     shape_of,
     value_of,
@@ -57,38 +58,33 @@ _Route = tuple[Sequence[Edge], tuple[Scale, ...], tuple[_Reduction, ...]]
 """The edge on each replica that a walk has reached, and the operators from there to the loss."""
 
 
+@dataclass(slots=True, eq=False)
 class LossGraph:
     """The graphs of one loss on all replicas, walked side by side.
 
-    Args:
+    Attributes:
+        nodes: the node or call of the loss on each replica; None if there is none.
         counted: the counted cross entropies, by their nodes.
         samples: finds the entries of samples.
-        scaling: finds the scales that count entries; an attribute, too.
-
-    Attributes:
+        scaling: finds the scales that count entries.
         names: the names of the operators that were met, in order.
         reasons: why terms are not exact.
     """
 
-    def __init__(
-        self, counted: Mapping[Any, CountedLoss], samples: Samples, scaling: Scaling
-    ) -> None:
-        self._counted = counted
-        self._samples = samples
-        self.scaling = scaling
-        self.names: list[str] = []
-        self.reasons: list[str] = []
+    nodes: Sequence[Any]
+    counted: Mapping[Any, CountedLoss]
+    samples: Samples
+    scaling: Scaling
+    names: list[str] = field(default_factory=list)
+    reasons: list[str] = field(default_factory=list)
 
-    def terms(self, nodes: Sequence[Any]) -> list[Term]:
-        """Return the terms that add up to a loss.
+    def terms(self) -> list[Term]:
+        """Return the terms that add up to the loss.
 
         A term that is not known to be a mean or a sum over samples is taken for a mean, and the
         reason is added to ``reasons``.
-
-        Args:
-            nodes: the node of the loss on each replica.
         """
-        routes: list[_Route] = [([(node, 0) for node in nodes], (), ())]
+        routes: list[_Route] = [([(node, 0) for node in self.nodes], (), ())]
         terms = []
         while routes:
             try:
@@ -103,7 +99,7 @@ class LossGraph:
     def _follow(self, route: _Route, routes: list[_Route]) -> Term | None:
         """Return the term at the end of a route, or add to ``routes`` those that lead on."""
         edges, scales, reductions = route
-        counted = [self._counted.get(node) for node, _ in edges]
+        counted = [self.counted.get(node) for node, _ in edges]
         found = [item for item in counted if item is not None]
         if len(found) == len(edges):
             return self._counted_term(found, scales, reductions)
@@ -116,11 +112,11 @@ class LossGraph:
                 "the replicas computed it in different ways, by "
                 + " and ".join(sorted({operator_of(edge) for edge in edges}))
             )
-        if self._samples.are_in(edges):
+        if self.samples.are_in(edges):
             return self._sample_term(edges, scales, reductions)
         if not self._lead_on(operator, route, routes):
-            if self._samples.are_behind(edges):
-                if self._samples.are_selected_in(edges):
+            if self.samples.are_behind(edges):
+                if self.samples.are_selected_in(edges):
                     return self._sample_term(edges, scales, reductions)
                 return self._reduced_by_loss(operator, edges, scales)
             if isinstance(edges[0][0], torch.autograd.function.BackwardCFunction):
@@ -133,20 +129,15 @@ class LossGraph:
         edges, scales, reductions = route
         nodes = [node for node, _ in edges]
         inputs = list(zip(*(node.next_functions for node in nodes), strict=True))
-        if operator in VIEWS:
-            routes.append((inputs[0], scales, reductions))
-        elif operator == "Neg":
-            routes.append((inputs[0], (*scales, Scale([-1.0] * len(nodes))), reductions))
-        elif operator in ("Add", "Sub", "Rsub"):
-            for position, edges in enumerate(inputs):
-                if edges[0][0] is not None:
-                    sign = -1.0 if operator == ("Sub", "Rsub")[position == 0] else 1.0
-                    scale = Scale([sign * alpha_of(node, position) for node in nodes])
-                    routes.append((edges, (*scales, scale), reductions))
-        elif operator in ("Stack", "Cat"):
+        if operator in VIEWS or operator in ("Stack", "Cat"):
             routes.extend(
                 (edges, scales, reductions) for edges in inputs if edges[0][0] is not None
             )
+        elif operator in ("Add", "Sub", "Rsub", "Neg"):
+            for position, edges in enumerate(inputs):
+                if edges[0][0] is not None:
+                    scale = Scale([factor_of(node, position) for node in nodes])
+                    routes.append((edges, (*scales, scale), reductions))
         elif operator in ("Sum", "Mean"):
             sizes = [node._saved_self_sym_sizes for node in nodes]
             dims = getattr(nodes[0], "_saved_dim", None) or range(len(sizes[0]))
@@ -166,7 +157,7 @@ class LossGraph:
     def _factor(self, operator: str, inputs: Sequence[Sequence[Edge]]) -> tuple[int, int]:
         """Return the positions of the operand of a product to follow, and of the factor."""
         follows = [
-            edges[0][0] is not None and (len(inputs) == 1 or self._samples.are_behind(edges))
+            edges[0][0] is not None and (len(inputs) == 1 or self.samples.are_behind(edges))
             for edges in inputs
         ]
         if len(inputs) == 2 and follows[1] and (follows[0] or operator == "Div"):
@@ -216,14 +207,16 @@ class LossGraph:
         """Return the term of a loss function of torch, which has reduced the entries itself."""
         nodes = [node for node, _ in edges]
         inputs = zip(*(node.next_functions for node in nodes), strict=True)
-        held = [i for i in inputs if i[0][0] is not None and self._samples.are_selected_in(i)]
+        held = [i for i in inputs if i[0][0] is not None and self.samples.are_selected_in(i)]
         reduction = getattr(nodes[0], "_saved_reduction", SUM * (operator in DOT_PRODUCTS))
         if not held:
             raise UnclearError(f"it is not linear in means or sums over samples, but a {operator}")
-        if reduction not in (MEAN, SUM):
+        if reduction not in (MEAN, SUM, BATCHMEAN):
             raise UnclearError(f"its samples are joined by {operator}")
         sizes: Sequence[Value] = [float(math.prod(shape_of(edge))) for edge in held[0]]
-        if reduction == SUM:
+        if reduction == BATCHMEAN:
+            scales = [*scales, Scale([float(shape_of(edge)[0]) for edge in held[0]], divides=True)]
+        if reduction != MEAN:
             return self._scaled_term(None, sizes, scales)
         if hasattr(nodes[0], "_saved_total_weight"):
             sizes = [node._saved_total_weight for node in nodes]

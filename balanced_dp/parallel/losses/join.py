@@ -2,14 +2,15 @@
 
 A ``ChunkLosses`` belongs to one call. While the replicas run, it counts cross entropies and notes
 calls. Afterwards it walks the graph of each 0-dim output, and adds up the values of the replicas by
-the terms that it finds. A ``Looks`` belongs to a model. It remembers what earlier calls have shown,
-so that calls are noted only where that is necessary.
+the terms that it finds. An ``OutputHistory`` belongs to a model. It remembers what earlier calls
+have shown, so that calls are noted only where that is necessary.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any
 
@@ -23,18 +24,17 @@ from .counted import CountedLoss, counting
 from .graph import LossGraph
 from .samples import Samples
 from .scales import Scaling
-from .terms import Term, are_proportional, correction, fractions_of, weighted_mean, weighted_sum
+from .terms import Term, are_proportional, join_terms, weighted_mean
 from .weight import weight_of_chunk
 
 
-class Looks:
+@dataclass(slots=True, eq=False)
+class OutputHistory:
     """What earlier calls of a model have shown about its outputs.
 
-    Args:
+    Attributes:
         may_note: whether calls may be noted. For compiled modules they may not, since Dynamo would
             compile the notes.
-
-    Attributes:
         notes_calls: whether the next call with (True) or without gradients (False) notes calls.
         sums: the names of outputs without a graph that are sums.
         axes: for outputs whose shapes have shown it once, the dimension of the samples.
@@ -44,15 +44,14 @@ class Looks:
         warned: the names of outputs and inputs that were warned of.
     """
 
-    def __init__(self, may_note: bool = True) -> None:
-        self.may_note = may_note
-        self.notes_calls = {True: True, False: True}
-        self.sums: set[str] = set()
-        self.axes: dict[str, int] = {}
-        self.places: dict[str, dict[tuple[int, int], bool]] = {}
-        self.agreeing: set[tuple[str, ...]] = set()
-        self.seen: set[tuple[str, ...]] = set()
-        self.warned: set[str] = set()
+    may_note: bool = True
+    notes_calls: dict[bool, bool] = field(default_factory=lambda: {True: True, False: True})
+    sums: set[str] = field(default_factory=set)
+    axes: dict[str, int] = field(default_factory=dict)
+    places: dict[str, dict[tuple[int, int], bool]] = field(default_factory=dict)
+    agreeing: set[tuple[str, ...]] = field(default_factory=set)
+    seen: set[tuple[str, ...]] = field(default_factory=set)
+    warned: set[str] = field(default_factory=set)
 
     def warn(self, name: str, function: Callable[..., Any], reason: str) -> None:
         """Warn, once for each output, that it may differ from its value for the whole batch."""
@@ -71,9 +70,9 @@ class ChunkLosses:
     """The 0-dim outputs of the replicas in one call.
 
     Args:
-        looks: what earlier calls have shown.
+        history: what earlier calls have shown; an attribute, too.
         function: the function that each replica computes.
-        chunk_sizes: how many samples each replica has.
+        chunk_sizes: how many samples each replica has; an attribute, too.
         dim: the batch dimension.
         arguments: the arguments of each replica.
         loss_weight: computes the weight of each replica's losses; if None, it is read from their
@@ -83,44 +82,41 @@ class ChunkLosses:
 
     def __init__(
         self,
-        looks: Looks,
+        history: OutputHistory,
         function: Callable[..., Any],
         chunk_sizes: Sequence[int],
-        dim: int = 0,
-        arguments: Sequence[Arguments] = (),
-        loss_weight: Callable[..., Any] | str | None = None,
-        is_auto: bool = True,
+        dim: int,
+        arguments: Sequence[Arguments],
+        loss_weight: Callable[..., Any] | str | None,
+        is_auto: bool,
     ) -> None:
-        self.looks = looks
+        self.history = history
         self._function = function
         self.chunk_sizes = chunk_sizes
         self._dim = dim
         self._arguments = arguments
         self._loss_weight = loss_weight
         self._is_auto = is_auto
-        self._whole_batch: list[Any] = []
-        self._adds_up = False
+        self._given: list[Any] = []
+        self._has_num_items = False
         self._weights: list[Any] | None = None
         self._results: dict[tuple[int, ...], torch.Tensor] = {}
         self._counted: list[CountedLoss] = []
         self._calls: Calls = {}
 
     @contextlib.contextmanager
-    def observed(self) -> Iterator[None]:
+    def recording(self) -> Iterator[None]:
         """Context manager in which the replicas run; counts cross entropies and notes calls."""
         if len(self.chunk_sizes) < 2 or not self._is_auto:
             yield
             return
-        has_gradients = torch.is_grad_enabled()
-        notes_calls = self.looks.notes_calls[has_gradients] and self._loss_weight is None
-        with (
-            counting() as self._counted,
-            noting(notes_calls and self.looks.may_note) as self._calls,
-        ):
+        notes_calls, has_gradients = self.history.notes_calls, torch.is_grad_enabled()
+        notes = notes_calls[has_gradients] and self.history.may_note and self._loss_weight is None
+        with counting() as self._counted, noting(notes) as self._calls:
             yield
-        self.looks.notes_calls[has_gradients] = False  # join sets it again if necessary
+        notes_calls[has_gradients] = False  # join sets it again if necessary
 
-    def settle(self, outputs: Sequence[Any]) -> None:
+    def read_arguments(self, outputs: Sequence[Any]) -> None:
         """Read from the arguments what losses in the outputs need, and release them."""
         arguments, self._arguments = self._arguments, ()
         if not any(map(is_loss, nested.tensors(outputs[0]))):
@@ -131,8 +127,10 @@ class ChunkLosses:
                 for args, kwargs in arguments
             ]
         if any(True for _ in _scalars(arguments[:1])):
-            self._whole_batch = list(_scalars(arguments))
-        self._adds_up = any(kwargs.get("num_items_in_batch") is not None for _, kwargs in arguments)
+            self._given = list(_scalars(arguments))
+        self._has_num_items = any(
+            kwargs.get("num_items_in_batch") is not None for _, kwargs in arguments
+        )
 
     def join(
         self, outputs: Sequence[torch.Tensor], name: str, device: torch.device
@@ -145,60 +143,48 @@ class ChunkLosses:
             device: the device of the result.
         """
         if self._weights is not None:
-            weights: list[Any]
             weights = [w.get(name) if isinstance(w, Mapping) else w for w in self._weights]
             if not any(weight is None for weight in weights):
-                counted, nodes = self._nodes(outputs)
-                if None not in nodes:
-                    self._graph(name, counted).terms(nodes)  # replaces NaN gradients by 0
+                graph = self._graph(outputs, name)
+                if None not in graph.nodes:
+                    graph.terms()  # replaces NaN gradients by 0
                 return weighted_mean(outputs, weights, device)
         if not self._is_auto:
             return weighted_mean(outputs, self.chunk_sizes, device)
-        return self._joined(outputs, name, device)
-
-    def _joined(
-        self, outputs: Sequence[torch.Tensor], name: str, device: torch.device
-    ) -> torch.Tensor:
         has_graph = outputs[0].grad_fn is not None
         alias = tuple(map(_storage, outputs))
         if not has_graph and alias in self._results:  # it was detached from another output
             return self._results[alias].detach()
-        counted, nodes = self._nodes(outputs)
-        if not has_graph and not all(node in counted for node in nodes):
-            self.looks.notes_calls[False] = True
-            if None in nodes:
-                is_sum = name in self.looks.sums
+        graph = self._graph(outputs, name)
+        if not has_graph and not all(node in graph.counted for node in graph.nodes):
+            self.history.notes_calls[False] = True
+            if None in graph.nodes:
+                is_sum = name in self.history.sums
                 return weighted_mean(outputs, None if is_sum else self.chunk_sizes, device)
-        graph = self._graph(name, counted)
-        terms = graph.terms(nodes)
+        terms = graph.terms()
         base = self._base(name, graph, terms)
         if any(term.counts for term in terms if not term.losses):
-            self.looks.notes_calls[has_graph] = True
+            self.history.notes_calls[has_graph] = True
         if not has_graph and torch.is_grad_enabled():
             self._remember(name, base)
-        known = [term for term in terms if term.losses]
-        fractions = fractions_of(base, device, len(outputs))
-        joined = weighted_sum(outputs, fractions, device, may_be_nan=base not in known)
-        for term in known:
-            if term is not base:
-                joined = joined + correction(term, fractions, device)
+        joined = join_terms(outputs, terms, base, device)
         self._results[alias] = joined
         return joined
 
     def _base(self, name: str, graph: LossGraph, terms: Sequence[Term]) -> Term:
         """Return the term whose fractions all terms get, and warn if that may not be exact.
 
-        Terms without known values have to agree on the fractions, since ``correction`` does not
-        apply to them. If they do not agree, the chunk sizes are the weights.
+        Terms without known values have to agree on the fractions, since ``join_terms`` corrects
+        only the others. If they do not agree, the chunk sizes are the weights.
         """
         unknown = [term for term in terms if not term.losses and not term.is_constant]
         known = [term for term in terms if term.losses]
         kind = (name, *graph.names)
         reasons = [*graph.reasons, *self._disagreement(unknown, kind)]
-        if kind not in self.looks.seen:
-            self.looks.seen.add(kind)
+        if kind not in self.history.seen:
+            self.history.seen.add(kind)
             if not self._calls:  # the next call of this kind has to be noted
-                self.looks.notes_calls[torch.is_grad_enabled()] = True
+                self.history.notes_calls[torch.is_grad_enabled()] = True
             if not all(map(_are_close, graph.scaling.multipliers)):
                 reasons.append("it is multiplied by a tensor that differs between the replicas")
         base = (unknown or known or [Term(self.chunk_sizes)])[0]
@@ -206,30 +192,27 @@ class ChunkLosses:
         if is_sum_with_constant and unknown:
             reasons.append("it adds a term that is the same on every replica to a sum over samples")
         for text in [*reasons, *graph.scaling.doubts][:1]:
-            self.looks.warn(name, self._function, text)
+            self.history.warn(name, self._function, text)
         return Term(self.chunk_sizes) if reasons or is_sum_with_constant else base
 
-    def _graph(self, name: str, counted: Mapping[Any, CountedLoss]) -> LossGraph:
-        samples = Samples(self.chunk_sizes, self._dim, counted)
-        places = self.looks.places.setdefault(name, {})
-        scaling = Scaling(self.chunk_sizes, self._calls, self._whole_batch, self._adds_up, places)
-        return LossGraph(counted, samples, scaling)
-
-    def _nodes(self, outputs: Sequence[torch.Tensor]) -> tuple[dict[Any, CountedLoss], list[Any]]:
-        """Return the counted losses by node, and the node or call of each output, or None."""
+    def _graph(self, outputs: Sequence[torch.Tensor], name: str) -> LossGraph:
         counted = {node: item for item in self._counted for node in _nodes_of(item)}
         aliases = {_storage(item.loss): node for node, item in reversed(counted.items())}
-        return counted, [
+        nodes = [
             output.grad_fn or self._calls.get(id(output)) or aliases.get(_storage(output))
             for output in outputs
         ]
+        places = self.history.places.setdefault(name, {})
+        samples = Samples(self.chunk_sizes, self._dim, counted)
+        scaling = Scaling(self.chunk_sizes, self._calls, self._given, self._has_num_items, places)
+        return LossGraph(nodes, counted, samples, scaling)
 
     def _remember(self, name: str, term: Term) -> None:
         """Remember what noted calls have shown of an output without a graph."""
         if term.weights is None:
-            self.looks.sums.add(name)
+            self.history.sums.add(name)
         elif not term.losses and not are_proportional(term.weights, self.chunk_sizes):
-            self.looks.warn(
+            self.history.warn(
                 name,
                 self._function,
                 "it is a mean over some entries only, and has no graph that shows which; return it "
@@ -245,13 +228,13 @@ class ChunkLosses:
             if one is None or other is None:
                 yield "it adds a mean and a sum over samples"
                 continue
-            if are_proportional(one, other) or graph in self.looks.agreeing:
+            if are_proportional(one, other) or graph in self.history.agreeing:
                 continue
             one, other = ([float(weight) for weight in weights] for weights in (one, other))
             if not are_proportional(one, other):
                 yield "it adds means over unlike numbers of entries"
             elif not are_proportional(one, self.chunk_sizes):  # or it may be by chance
-                self.looks.agreeing.add(graph)
+                self.history.agreeing.add(graph)
 
 
 def _nodes_of(counted: CountedLoss) -> Iterator[Any]:

@@ -26,6 +26,9 @@ SELECTIONS = {"Gather", "Index", "IndexSelect", "MaskedSelect", "Take"}
 LOOKUPS = {*SELECTIONS, "Embedding", "EmbeddingBag"}
 """Operators with indices, which are not nodes of the graph."""
 
+_NEGATED = {("Sub", 1), ("Rsub", 0), ("Neg", 0)}
+"""Operators and the positions of operands that they subtract."""
+
 DOT_PRODUCTS = {"Dot", "dot", "matmul"}
 LEAVES = {"AccumulateGrad", "Broadcast"}
 """The nodes of parameters, and of their copies on other devices."""
@@ -53,10 +56,12 @@ def dims_of(dims: Iterable[int], num_dims: int) -> tuple[int, ...]:
     return tuple(dim % max(1, num_dims) for dim in signed)
 
 
-def alpha_of(node: Any, position: int) -> float:
-    """Return the factor of an operand of ``torch.add``, ``sub`` or ``rsub``."""
-    is_scaled = position == 1 or operator_of((node, 0)) == "Rsub"
-    return float(getattr(node, "_saved_alpha", 1)) if is_scaled else 1.0
+def factor_of(node: Any, position: int) -> float:
+    """Return the factor of an operand of ``torch.add``, ``sub``, ``rsub`` or ``neg``."""
+    operator = operator_of((node, 0))
+    is_scaled = position == 1 or operator == "Rsub"
+    factor = float(getattr(node, "_saved_alpha", 1)) if is_scaled else 1.0
+    return -factor if (operator, position) in _NEGATED else factor
 
 
 def value_of(saved: Any) -> Value:

@@ -8,40 +8,38 @@ the operators that computed the tensor are searched for reductions over the batc
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from .nodes import LEAVES, LOOKUPS, SELECTIONS, Edge, dims_of, operator_of, shape_of
+from .terms import are_equal
 
 _MAX_SEARCHED = 64
 """The number of nodes after which a tensor is taken to depend on data."""
 
 
+@dataclass(frozen=True, slots=True)
 class Samples:
     """The entries of samples in the graphs of one loss.
 
     Methods take the same edge of the graph on each replica.
 
-    Args:
+    Attributes:
         chunk_sizes: how many samples each replica had.
         dim: the batch dimension.
         counted: the nodes of counted cross entropies, which have reduced samples.
-
-    Attributes:
-        is_even: whether all chunks have the same size.
     """
 
-    def __init__(self, chunk_sizes: Sequence[int], dim: int, counted: Collection[Any]) -> None:
-        self._chunk_size = chunk_sizes[0]
-        self._dim = dim
-        self._counted = counted
-        self.is_even = len(set(chunk_sizes)) == 1
+    chunk_sizes: Sequence[int]
+    dim: int
+    counted: Collection[Any]
 
     def are_in(self, edges: Sequence[Edge]) -> bool:
         """Return whether a tensor has entries for samples that nothing has joined yet."""
         shapes = [shape_of(edge) for edge in edges]
-        if not self.is_even:
+        if not are_equal(self.chunk_sizes):
             return any(shape != shapes[0] for shape in shapes)
         return bool(shapes[0]) and not self._is_reduced(edges[0]) and self._has_data(edges[0])
 
@@ -63,7 +61,7 @@ class Samples:
             if node in seen or any(operator_of(edge) in LEAVES for edge in edges):
                 continue
             seen.add(node)
-            if any(edge[0] in self._counted for edge in edges) or self.are_in(edges):
+            if any(edge[0] in self.counted for edge in edges) or self.are_in(edges):
                 return True
             inputs = [edge[0].next_functions for edge in edges]
             if any(len(item) != len(inputs[0]) for item in inputs):
@@ -80,8 +78,8 @@ class Samples:
             if operator in ("Sum", "Mean"):
                 size = node._saved_self_sym_sizes
                 dims = dims_of(node._saved_dim or range(len(size)), len(size))
-                dim = self._dim % len(size)
-                if dim in dims and size[dim] % self._chunk_size == 0:
+                dim = self.dim % len(size)
+                if dim in dims and size[dim] % self.chunk_sizes[0] == 0:
                     return True
             followed = [edge for edge in node.next_functions if edge[0] is not None]
             if len(followed) > 1 and operator in ("Add", "Sub", "Mul", "Div"):
@@ -106,7 +104,7 @@ class Samples:
             shape = shape_of(edge)
             inputs = [item for item in node.next_functions if item[0] is not None]
             if operator == "data":
-                return bool(shape[self._dim % len(shape)] % self._chunk_size == 0)
+                return bool(shape[self.dim % len(shape)] % self.chunk_sizes[0] == 0)
             is_partial = len(inputs) < len(node.next_functions)
             if not inputs or operator in LOOKUPS or len(seen) > _MAX_SEARCHED:
                 return True

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from .calls import Call, Calls
-from .nodes import LEAVES
+from .nodes import VIEWS
 from .terms import Scale, Term, Value, are_equal, are_proportional
 
 
@@ -25,44 +26,31 @@ class UnclearError(Exception):
     """A term is not known to be a mean or a sum over samples; the message says why."""
 
 
+@dataclass(slots=True, eq=False)
 class Scaling:
     """The scales of the terms of one loss.
 
-    Args:
-        chunk_sizes: how many samples each replica had; an attribute, too.
+    Attributes:
+        chunk_sizes: how many samples each replica had.
         calls: the calls that were noted.
-        whole_batch: the numbers and 0-dim tensors among the arguments, which every replica has got:
-            a division by one of them is the same on all replicas.
-        adds_up: whether other tensors are taken to be the same on all replicas, too, if their
-            place is not in ``places``.
+        given: the numbers and 0-dim tensors among the arguments, which every replica has got: a
+            division by one of them is the same on all replicas.
+        has_num_items: whether ``num_items_in_batch`` was among the arguments. Then other tensors,
+            too, are taken to be the same on all replicas if their place is not in ``places``.
         places: for each place in the graph with a scale, whether earlier calls have shown that the
             scale is a count of entries, and not the same on all replicas. It is updated.
-
-    Attributes:
         multipliers: the tensors by which terms are multiplied; if they are not equal on all
             replicas, the terms are not exact.
         doubts: why terms may not be exact.
     """
 
-    def __init__(
-        self,
-        chunk_sizes: Sequence[int],
-        calls: Calls,
-        whole_batch: Sequence[Any],
-        adds_up: bool,
-        places: dict[tuple[int, int], bool],
-    ) -> None:
-        self.chunk_sizes = chunk_sizes
-        self._is_even = len(set(chunk_sizes)) == 1
-        self._calls = calls
-        self._adds_up = adds_up
-        self._places = places
-        self._whole_tensors = {id(item) for item in whole_batch if isinstance(item, torch.Tensor)}
-        # A number that is also the size of a chunk may be either.
-        numbers = [item for item in whole_batch if isinstance(item, int | float)]
-        self._whole_numbers = set(numbers) - {True, *chunk_sizes}
-        self.multipliers: list[Sequence[torch.Tensor]] = []
-        self.doubts: list[str] = []
+    chunk_sizes: Sequence[int]
+    calls: Calls
+    given: Sequence[Any]
+    has_num_items: bool
+    places: dict[tuple[int, int], bool]
+    multipliers: list[Sequence[torch.Tensor]] = field(default_factory=list)
+    doubts: list[str] = field(default_factory=list)
 
     def term(
         self,
@@ -110,24 +98,13 @@ class Scaling:
 
     def _is_whole(self, values: Sequence[Value], place: tuple[int, int]) -> bool:
         """Return whether a denominator is that of the whole batch, so the same on all replicas."""
-        if all(id(value) in self._whole_tensors for value in values):
+        tensors = {id(item) for item in self.given if isinstance(item, torch.Tensor)}
+        if all(id(value) in tensors for value in values):
             return True
-        if self._calls:  # if it was not computed from samples, it is the same everywhere
-            calls = [self._calls.get(id(value)) for value in values]
-            self._places[place] = None not in calls and self._is_of_samples(calls[0])
-        return not self._places.get(place, not self._adds_up)
-
-    def _is_of_samples(self, call: Call | None) -> bool:
-        """Return whether a call was computed from a tensor with dimensions."""
-        calls, seen = [call], set()
-        while calls:
-            call = calls.pop()
-            if call is not None and id(call) not in seen:
-                seen.add(id(call))
-                if call.operator == "data" or (call.operator in LEAVES and call.shape):
-                    return True
-                calls += [item for item, _ in call.next_functions]
-        return False
+        if self.calls:  # if it was not computed from samples, it is the same everywhere
+            first, *others = (self.calls.get(id(value)) for value in values)
+            self.places[place] = first is not None and None not in others and first.is_of_samples
+        return not self.places.get(place, not self.has_num_items)
 
     def _counts(self, values: Sequence[Value], is_mean: bool) -> Any:
         """Return ``Term.counts`` of denominators, from the calls that computed them.
@@ -139,8 +116,8 @@ class Scaling:
         Raises:
             UnclearError: they do not add up to the denominator of the batch.
         """
-        calls = [self._calls.get(id(value)) for value in values]
-        known = [call.without_views() for call in calls if call is not None]
+        calls = [self.calls.get(id(value)) for value in values]
+        known = [_without_views(call) for call in calls if call is not None]
         if len(known) < len(calls):
             return None
         if all(call.finish is not None for call in known) and not is_mean:
@@ -155,23 +132,29 @@ class Scaling:
         numbers = [v if scale.divides else 1 / v if v else 0.0 for v in scale.values]
         number, chunk_size = numbers[0], self.chunk_sizes[0]
         if all(size == n for size, n in zip(sizes, numbers, strict=True)):
-            self._places[place] = True
+            self.places[place] = True
         elif not are_equal(numbers):
             if 1 in numbers and not are_proportional(numbers, self.chunk_sizes):
                 self.doubts.append(
                     "it is divided by 1 in a chunk, which may stand for a count of 0; divide by "
                     "the tensor mask.sum().clamp(min=1)"
                 )
-            self._places[place] = True
-        elif number in self._whole_numbers:
+            self.places[place] = True
+        elif self._is_given(number):
             return False
-        elif not self._is_even:
-            self._places.setdefault(place, False)
-        elif place not in self._places:
+        elif not are_equal(self.chunk_sizes):
+            self.places.setdefault(place, False)
+        elif place not in self.places:
             # Neither a factor of 1/2 in chunks of two samples nor the batch size is a count.
             is_multiple = number % chunk_size == 0 and number != sum(self.chunk_sizes)
             return number >= 1 and is_multiple and (scale.divides or chunk_size > 2)
-        return self._places[place]
+        return self.places[place]
+
+    def _is_given(self, number: float) -> bool:
+        """Return whether a number is among the arguments of the call."""
+        if number in (1, *self.chunk_sizes):  # then it may also be a count
+            return False
+        return any(item == number for item in self.given if not isinstance(item, torch.Tensor))
 
     def _is_chunk_size(
         self, scale: Scale, weights: Sequence[Value], place: tuple[int, int]
@@ -181,13 +164,24 @@ class Scaling:
         if scale.divides:
             return False
         if not are_equal(values):
-            self._places[place] = are_proportional(values, weights)
-        elif self._is_even and place not in self._places and values[0] == self.chunk_sizes[0] > 1:
+            self.places[place] = are_proportional(values, weights)
+        elif (
+            are_equal(self.chunk_sizes)
+            and place not in self.places
+            and values[0] == self.chunk_sizes[0] > 1
+        ):
             self.doubts.append(
                 f"it is multiplied by {values[0]:g}, which is also the number of samples in each "
                 "chunk, and is taken for a constant"
             )
-        return self._places.get(place, False)
+        return self.places.get(place, False)
+
+
+def _without_views(call: Call) -> Call:
+    """Skip views and casts, and return the call that computed the value."""
+    while call.operator in VIEWS and call.next_functions[0][0]:
+        call = call.next_functions[0][0]
+    return call
 
 
 def _guard(scale: Scale) -> None:

@@ -3,7 +3,7 @@
 A term is a mean or a sum over samples, multiplied and divided by scales. The mean over the batch is
 the sum of the means over chunks, each multiplied by the fraction of the entries that its chunk has;
 for sums, all fractions are 1. A loss has the fractions of one of its terms. If another term is a
-mean over other entries, ``correction`` adds the difference, which takes the values of that term on
+mean over other entries, ``join_terms`` adds the difference, which takes the values of that term on
 each replica; these are known if it is a counted cross entropy.
 """
 
@@ -166,11 +166,20 @@ def _dot(values: torch.Tensor, fractions: torch.Tensor) -> torch.Tensor:
     return torch.dot(values.to(dtype), fractions.to(dtype)).to(values.dtype)
 
 
-def correction(
-    term: Term, fractions: torch.Tensor | list[float], device: torch.device
+def join_terms(
+    outputs: Sequence[torch.Tensor], terms: Sequence[Term], base: Term, device: torch.device
 ) -> torch.Tensor:
-    """Return what to add for a term whose losses are known, if it was given other fractions."""
-    values = term.scaled_losses(device)
-    own = fractions_of(term, device, len(values))
-    own, given = (torch.as_tensor(f, dtype=torch.double, device=device) for f in (own, fractions))
-    return _dot(values, own - given)
+    """Return the loss of the batch on ``device``, with the fractions of ``base``.
+
+    For other terms whose losses are known, the difference to their own fractions is added.
+    """
+    fractions = fractions_of(base, device, len(outputs))
+    joined = weighted_sum(outputs, fractions, device, may_be_nan=not base.losses)
+    for term in terms:
+        if term.losses and term is not base:
+            own = fractions_of(term, device, len(outputs))
+            own, given = (
+                torch.as_tensor(f, dtype=torch.double, device=device) for f in (own, fractions)
+            )
+            joined = joined + _dot(term.scaled_losses(device), own - given)
+    return joined
