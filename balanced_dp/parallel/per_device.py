@@ -133,8 +133,9 @@ class PerDevice(Scattered):
         arguments = scatter_arguments(
             function, (self, *args), kwargs, self.devices, self.chunk_sizes, self.dim
         )
+        warned = set() if self._losses is None else self._losses.history.warned
         losses = ChunkLosses(
-            OutputHistory(),
+            OutputHistory(warned=warned),
             function,
             self.chunk_sizes or [1],
             self.dim,
@@ -146,6 +147,7 @@ class PerDevice(Scattered):
             results = parallel_apply(
                 [function] * len(self), arguments, self.devices, self.chunk_sizes, self.workers
             )
+        losses.read_arguments(results)
         return gather(
             results, self.output_device, self.dim, scalar_outputs, self.chunk_sizes, losses
         )

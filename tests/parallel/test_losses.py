@@ -248,6 +248,20 @@ def test_counts_of_hits_add_up_and_shares_of_hits_are_averaged():
     assert is_right == (REAL.argmax(1) == Y).sum()
 
 
+def test_map_knows_the_numbers_that_it_was_given():
+    outputs = BalancedDataParallel(0, nn.Identity(), ["cpu"] * 4, gather=False)(REAL[:12])
+    found = outputs.map(lambda output, num_items: output.sum() / num_items, 8)  # twice a chunk
+    torch.testing.assert_close(found, REAL[:12].sum() / 8)
+
+
+def test_map_warns_once_for_all_batches():
+    model = BalancedDataParallel(1, nn.Identity(), ["cpu"] * 3, gather=False)
+    with pytest.warns(BalanceWarning, match="the whole batch: it is not linear") as warned:
+        for _ in range(3):
+            model(REAL).map(lambda output: output.square().mean().sqrt())
+    assert len(warned) == 1
+
+
 def test_what_one_thread_counts_is_not_anothers():
     with counting() as found:
         thread = threading.Thread(target=functional.cross_entropy, args=(REAL, Y))

@@ -41,7 +41,7 @@ class OutputHistory:
         places: for each output, the places of scales in its graph; see ``Scaling``.
         agreeing: graphs whose terms have different denominators that are proportional.
         seen: graphs whose multipliers were compared between replicas.
-        warned: the names of outputs and inputs that were warned of.
+        warned: the outputs, as a warning calls them, and names of inputs that were warned of.
     """
 
     may_note: bool = True
@@ -55,14 +55,15 @@ class OutputHistory:
 
     def warn(self, name: str, function: Callable[..., Any], reason: str) -> None:
         """Warn, once for each output, that it may differ from its value for the whole batch."""
-        if name in self.warned:
+        output = f"output {name or '(the whole)'} of {described(function)}"
+        if output in self.warned:
             return
-        self.warned.add(name)
+        self.warned.add(output)
         warn(
-            f"output {name or '(the whole)'} of {described(function)} may differ from its value "
-            f"for the whole batch: {reason}. Compute it outside, from gathered outputs, or compute "
-            "only what is linear inside; give loss_weight if it is a mean over other entries, or "
-            "scalar_outputs='mean' if a mean weighted by samples is meant"
+            f"{output} may differ from its value for the whole batch: {reason}. Compute it "
+            "outside, from gathered outputs, or compute only what is linear inside; give "
+            "loss_weight if it is a mean over other entries, or scalar_outputs='mean' if a mean "
+            "weighted by samples is meant"
         )
 
 

@@ -98,8 +98,7 @@ class Scaling:
 
     def _is_whole(self, values: Sequence[Value], place: tuple[int, int]) -> bool:
         """Return whether a denominator is that of the whole batch, so the same on all replicas."""
-        tensors = {id(item) for item in self.given if isinstance(item, torch.Tensor)}
-        if all(id(value) in tensors for value in values):
+        if all(map(self._is_given, values)):
             return True
         if self.calls:  # if it was not computed from samples, it is the same everywhere
             first, *others = (self.calls.get(id(value)) for value in values)
@@ -150,11 +149,13 @@ class Scaling:
             return number >= 1 and is_multiple and (scale.divides or chunk_size > 2)
         return self.places[place]
 
-    def _is_given(self, number: float) -> bool:
-        """Return whether a number is among the arguments of the call."""
-        if number in (1, *self.chunk_sizes):  # then it may also be a count
+    def _is_given(self, value: Value) -> bool:
+        """Return whether a number or tensor is among the arguments of the call."""
+        if isinstance(value, torch.Tensor):
+            return any(item is value for item in self.given)
+        if value in (1, *self.chunk_sizes):  # then it may also be a count
             return False
-        return any(item == number for item in self.given if not isinstance(item, torch.Tensor))
+        return any(item == value for item in self.given if not isinstance(item, torch.Tensor))
 
     def _is_chunk_size(
         self, scale: Scale, weights: Sequence[Value], place: tuple[int, int]
