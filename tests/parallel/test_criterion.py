@@ -85,13 +85,6 @@ def log_softmax(module: nn.Module) -> nn.Module:
     return nn.Sequential(module, nn.LogSoftmax(1))
 
 
-class TokenLoss(nn.CrossEntropyLoss):
-    """A subclass that flattens."""
-
-    def forward(self, input: Tensor, target: Tensor) -> Tensor:
-        return super().forward(input.flatten(0, 1), target.flatten())
-
-
 def masked_mean(output: Tensor, target: Tensor, mask: Tensor) -> Tensor:
     return ((output - target).square() * mask[:, None]).sum() / mask.sum()
 
@@ -101,7 +94,6 @@ def make_cases() -> dict[str, Any]:
     found: dict[str, Any] = {}
     for reduction in ("mean", "sum", "none"):
         named = {
-            "cross_entropy": (nn.CrossEntropyLoss, linear(CLASSES), classes()),
             "cross_entropy ignored": (nn.CrossEntropyLoss, linear(CLASSES), classes(ignored=-100)),
             "cross_entropy ignore_index": (
                 functools.partial(nn.CrossEntropyLoss, ignore_index=2),
@@ -152,11 +144,7 @@ def make_cases() -> dict[str, Any]:
                 numbers(CLASSES),
             ),
             "mse": (nn.MSELoss, linear(4), numbers(4)),
-            "l1": (nn.L1Loss, linear(4, 2), numbers(4, 2)),
-            "smooth_l1": (functools.partial(nn.SmoothL1Loss, beta=0.5), linear(4), numbers(4)),
-            "huber": (nn.HuberLoss, linear(4), numbers(4)),
             "kl_div": (nn.KLDivLoss, log_softmax(linear(CLASSES)), numbers(CLASSES).softmax(1)),
-            "poisson": (nn.PoissonNLLLoss, linear(4), numbers(4)),
             "multi_margin": (
                 functools.partial(nn.MultiMarginLoss, weight=WEIGHTS),
                 linear(CLASSES),
@@ -178,11 +166,6 @@ def make_cases() -> dict[str, Any]:
         "module": log_softmax(linear(CLASSES, 3)),
         "targets": (numbers(CLASSES, 3).log_softmax(1),),
     }
-    found["functional"] = {
-        "criterion": functional.cross_entropy,
-        "module": linear(CLASSES),
-        "targets": (classes(ignored=-100),),
-    }
     found["partial"] = {
         "criterion": functools.partial(
             functional.cross_entropy, weight=WEIGHTS, ignore_index=4, label_smoothing=0.1
@@ -190,18 +173,6 @@ def make_cases() -> dict[str, Any]:
         "module": linear(CLASSES),
         "targets": (classes(ignored=4),),
     }
-    found["partial sum"] = {
-        "criterion": functools.partial(functional.soft_margin_loss, reduction="sum"),
-        "module": linear(4),
-        "targets": (numbers(4).round() * 2 - 1,),
-    }
-
-    found["subclass"] = {
-        "criterion": TokenLoss(weight=WEIGHTS),
-        "module": linear(7, CLASSES),
-        "targets": (classes(7, ignored=-100),),
-    }
-
     found["loss_weight"] = {
         "criterion": masked_mean,
         "options": {"loss_weight": lambda output, target, mask: mask.sum()},
@@ -453,15 +424,6 @@ def test_targets_that_do_not_fit_are_named(devices, x):
 def test_arguments_that_cannot_be_used_are_named_at_once(arguments, error, message):
     with pytest.raises(error, match=message):
         BalancedCriterion(**arguments)
-
-
-def test_weights_of_a_loss_must_be_numbers(x):
-    criterion = BalancedCriterion(nn.MSELoss(), loss_weight=lambda output, target: -1)
-    with pytest.raises(ArgumentError, match=r"must return a number of at least 0, .* got -1"):
-        criterion(make_model(["cpu"] * 2)(x), torch.zeros(BATCH, CLASSES))
-    criterion.loss_weight = lambda output, target: target[0]
-    with pytest.raises(ArgumentError, match=r"must return a number of at least 0, .* got tensor"):
-        criterion(make_model(["cpu"] * 2)(x), torch.zeros(BATCH, CLASSES))
 
 
 class Shifted(nn.CrossEntropyLoss):

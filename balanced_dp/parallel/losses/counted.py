@@ -10,6 +10,7 @@ nothing.
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -95,7 +96,7 @@ def _counting_version(function: Callable[..., torch.Tensor]) -> Callable[..., to
         *smoothing: float,
         **kwargs: Any,
     ) -> torch.Tensor:
-        def loss_of(input: torch.Tensor, reduction: int) -> torch.Tensor:
+        def loss_of(reduction: int) -> torch.Tensor:
             return function(input, target, weight, reduction, ignore_index, *smoothing, **kwargs)
 
         found = _counted.get()
@@ -106,38 +107,47 @@ def _counting_version(function: Callable[..., torch.Tensor]) -> Callable[..., to
             or torch.compiler.is_compiling()
             or torch._C._functorch.peek_interpreter_stack() is not None
         ):
-            return loss_of(input, reduction)
+            return loss_of(reduction)
         count = divisor = None
-        if reduction == SUM:
-            loss = loss_of(input, reduction)
-        elif weight is None:
-            loss = loss_of(input, reduction)
-            count = divisor = torch.count_nonzero(target != ignore_index)
-            loss.data.masked_fill_(count.logical_not(), 0)  # it was 0 / 0
+        if reduction == MEAN:
+            count = divisor = _count(target, weight, ignore_index)
+        if count is None:
+            loss = loss_of(SUM)
+        elif weight is not None and (any(smoothing) or any(kwargs.values())):
+            divisor = count.where(count != 0, 1)  # smoothed labels have a loss without weights, too
+            loss = loss_of(SUM) / divisor
         else:
-            is_counted = target != ignore_index
-            weights = weight.detach()[target.where(is_counted, 0).long()]
-            count = divisor = (weights * is_counted).sum()
-            is_empty = count.logical_not()
-            if any(smoothing) or any(kwargs.values()):
-                # Smoothed labels have a loss even if their weights are 0.
-                divisor = count.where(~is_empty, 1)
-                loss = loss_of(input, SUM) / divisor
-            else:
-                loss = loss_of(_with_gradient_0_where(is_empty, input), reduction)
-                loss.data.masked_fill_(is_empty, 0)
+            loss = loss_of(MEAN)
+            loss.data.masked_fill_(count.logical_not(), 0)  # it was 0 / 0
+            if weight is not None and loss.grad_fn is not None:
+                without_nan_gradients(loss.grad_fn, count)
         found.append(CountedLoss(loss, target.numel(), count, divisor, loss.clone(), loss.grad_fn))
         return loss
 
     return compute
 
 
-def _with_gradient_0_where(is_empty: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
-    """Return the input, with a gradient of 0 if the weights of all targets are 0; it was 0 / 0."""
-    if input.requires_grad and torch.is_grad_enabled():
-        input = input.view_as(input)
-        input.register_hook(lambda gradient: gradient.masked_fill(is_empty, 0))
-    return input
+def _count(target: torch.Tensor, weight: torch.Tensor | None, ignore_index: int) -> torch.Tensor:
+    """Return the number of targets that are not ignored, or the sum of their weights."""
+    is_counted = target != ignore_index
+    if weight is None:
+        return torch.count_nonzero(is_counted)
+    return (weight.detach()[target.where(is_counted, 0).long()] * is_counted).sum()
+
+
+def without_nan_gradients(node: Any, count: torch.Tensor) -> None:
+    """Replace the gradients of a division by ``count``, 0 / 0 if nothing counts, by 0.
+
+    Args:
+        node: the autograd node of the division, or of a mean over what counts.
+        count: the denominator, 0-dim.
+    """
+    node.register_hook(functools.partial(_filled, count))
+
+
+def _filled(count: torch.Tensor, grad_inputs: Any, grad_outputs: Any) -> Any:
+    first, *rest = grad_inputs
+    return (None if first is None else first.masked_fill(count == 0, 0), *rest)
 
 
 def counted_loss(loss: torch.Tensor) -> CountedLoss | None:

@@ -67,64 +67,55 @@ class OutputHistory:
         )
 
 
+@dataclass(slots=True, eq=False)
 class ChunkLosses:
     """The 0-dim outputs of the replicas in one call.
 
-    Args:
-        history: what earlier calls have shown; an attribute, too.
+    Attributes:
+        history: what earlier calls have shown.
         function: the function that each replica computes.
-        chunk_sizes: how many samples each replica has; an attribute, too.
+        chunk_sizes: how many samples each replica has.
         dim: the batch dimension.
-        arguments: the arguments of each replica.
+        arguments: the arguments of each replica; none once they have been read.
         loss_weight: computes the weight of each replica's losses; if None, it is read from their
             graphs.
         is_auto: whether graphs are walked; if not, losses are weighted by chunk size.
     """
 
-    def __init__(
-        self,
-        history: OutputHistory,
-        function: Callable[..., Any],
-        chunk_sizes: Sequence[int],
-        dim: int,
-        arguments: Sequence[Arguments],
-        loss_weight: Callable[..., Any] | str | None,
-        is_auto: bool,
-    ) -> None:
-        self.history = history
-        self._function = function
-        self.chunk_sizes = chunk_sizes
-        self._dim = dim
-        self._arguments = arguments
-        self._loss_weight = loss_weight
-        self._is_auto = is_auto
-        self._given: list[Any] = []
-        self._has_num_items = False
-        self._weights: list[Any] | None = None
-        self._results: dict[tuple[int, ...], torch.Tensor] = {}
-        self._counted: list[CountedLoss] = []
-        self._calls: Calls = {}
+    history: OutputHistory
+    function: Callable[..., Any]
+    chunk_sizes: Sequence[int]
+    dim: int
+    arguments: Sequence[Arguments]
+    loss_weight: Callable[..., Any] | str | None
+    is_auto: bool
+    _given: list[Any] = field(default_factory=list, init=False)
+    _has_num_items: bool = field(default=False, init=False)
+    _weights: list[Any] | None = field(default=None, init=False)
+    _results: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict, init=False)
+    _counted: list[CountedLoss] = field(default_factory=list, init=False)
+    _calls: Calls = field(default_factory=dict, init=False)
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
         """Context manager in which the replicas run; counts cross entropies and notes calls."""
-        if len(self.chunk_sizes) < 2 or not self._is_auto:
+        if len(self.chunk_sizes) < 2 or not self.is_auto:
             yield
             return
         notes_calls, has_gradients = self.history.notes_calls, torch.is_grad_enabled()
-        notes = notes_calls[has_gradients] and self.history.may_note and self._loss_weight is None
+        notes = notes_calls[has_gradients] and self.history.may_note and self.loss_weight is None
         with counting() as self._counted, noting(notes) as self._calls:
             yield
         notes_calls[has_gradients] = False  # join sets it again if necessary
 
     def read_arguments(self, outputs: Sequence[Any]) -> None:
         """Read from the arguments what losses in the outputs need, and release them."""
-        arguments, self._arguments = self._arguments, ()
+        arguments, self.arguments = self.arguments, ()
         if not any(map(is_loss, nested.tensors(outputs[0]))):
             return
-        if self._loss_weight is not None:
+        if self.loss_weight is not None:
             self._weights = [
-                weight_of_chunk(self._loss_weight, self._function, args, kwargs)
+                weight_of_chunk(self.loss_weight, self.function, args, kwargs)
                 for args, kwargs in arguments
             ]
         if any(True for _ in _scalars(arguments[:1])):
@@ -150,7 +141,7 @@ class ChunkLosses:
                 if None not in graph.nodes:
                     graph.terms()  # replaces NaN gradients by 0
                 return weighted_mean(outputs, weights, device)
-        if not self._is_auto:
+        if not self.is_auto:
             return weighted_mean(outputs, self.chunk_sizes, device)
         has_graph = outputs[0].grad_fn is not None
         alias = tuple(map(_storage, outputs))
@@ -193,7 +184,7 @@ class ChunkLosses:
         if is_sum_with_constant and unknown:
             reasons.append("it adds a term that is the same on every replica to a sum over samples")
         for text in [*reasons, *graph.scaling.doubts][:1]:
-            self.history.warn(name, self._function, text)
+            self.history.warn(name, self.function, text)
         return Term(self.chunk_sizes) if reasons or is_sum_with_constant else base
 
     def _graph(self, outputs: Sequence[torch.Tensor], name: str) -> LossGraph:
@@ -204,7 +195,7 @@ class ChunkLosses:
             for output in outputs
         ]
         places = self.history.places.setdefault(name, {})
-        samples = Samples(self.chunk_sizes, self._dim, counted)
+        samples = Samples(self.chunk_sizes, self.dim, counted)
         scaling = Scaling(self.chunk_sizes, self._calls, self._given, self._has_num_items, places)
         return LossGraph(nodes, counted, samples, scaling)
 
@@ -215,7 +206,7 @@ class ChunkLosses:
         elif not term.losses and not are_proportional(term.weights, self.chunk_sizes):
             self.history.warn(
                 name,
-                self._function,
+                self.function,
                 "it is a mean over some entries only, and has no graph that shows which; return it "
                 "without detach()",
             )

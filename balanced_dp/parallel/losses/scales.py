@@ -10,7 +10,6 @@ the same for the whole batch.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 
 from .calls import Call, Calls
+from .counted import without_nan_gradients
 from .nodes import VIEWS
 from .terms import Scale, Term, Value, are_equal, are_proportional
 
@@ -84,7 +84,9 @@ class Scaling:
                 if any(value.dim() for value in values):
                     raise UnclearError("it is divided by a tensor with several entries")
                 counts = self._counts(values, weights is not None)
-                _guard(scale)
+                for node, count in zip(scale.nodes, values, strict=True):
+                    if not isinstance(node, Call):
+                        without_nan_gradients(node, count)
                 if weights is not None:
                     values = [weight * value for weight, value in zip(weights, values, strict=True)]
                 weights = values
@@ -183,15 +185,3 @@ def _without_views(call: Call) -> Call:
     while call.operator in VIEWS and call.next_functions[0][0]:
         call = call.next_functions[0][0]
     return call
-
-
-def _guard(scale: Scale) -> None:
-    """Replace the NaN gradients of a chunk in which nothing counts, 0 / 0, by 0."""
-    for node, count in zip(scale.nodes, scale.values, strict=True):
-        if hasattr(node, "register_hook"):
-            node.register_hook(functools.partial(_without_nan, count))
-
-
-def _without_nan(count: Any, grad_inputs: Any, grad_outputs: Any) -> Any:
-    first, *rest = grad_inputs
-    return (None if first is None else first.masked_fill(count == 0, 0), *rest)
