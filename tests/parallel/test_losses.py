@@ -299,6 +299,15 @@ def test_functions_are_noted_however_their_arguments_are_given():
     torch.testing.assert_close(found[1][:5], expected[:5], **TOLERANCE)
 
 
+@pytest.mark.parametrize(("dim", "reduced"), [(0, 0), (0, -2), (1, 1), (1, -1)])
+@pytest.mark.parametrize("has_gradients", [False, True])
+def test_sums_over_the_batch_dimension_however_it_is_counted(has_gradients, dim, reduced):
+    x = (REAL if dim == 0 else REAL.T).clone().requires_grad_(has_gradients)
+    module = Lambda(lambda self, x: x.sum(reduced).mean())
+    model = BalancedDataParallel(1, module, ["cpu"] * 4, dim=dim)
+    torch.testing.assert_close(model(x), module(x), **TOLERANCE)
+
+
 # What the caller says of weights.
 
 

@@ -111,32 +111,33 @@ class Call:
 Calls = dict[int, Call]
 """The noted calls, by the ``id`` of their output."""
 
-_calls: ContextVar[Calls | None] = ContextVar("calls", default=None)
+_notes: ContextVar[tuple[Calls, int] | None] = ContextVar("notes", default=None)
 
 
 @contextlib.contextmanager
-def noting(is_on: bool) -> Iterator[Calls]:
+def noting(is_on: bool, dim: int) -> Iterator[Calls]:
     """Context manager that yields the calls noted inside it.
 
     Args:
         is_on: whether calls are noted, by functions that ``noted`` has returned.
+        dim: the batch dimension.
     """
     calls: Calls = {}
-    token = _calls.set(calls if is_on else None)
+    token = _notes.set((calls, dim) if is_on else None)
     try:
         yield calls
     finally:
-        _calls.reset(token)
+        _notes.reset(token)
 
 
 def noted(function: Callable[[], ResultT]) -> Callable[[], ResultT]:
     """Return a function that also notes the calls that ``function`` makes, inside ``noting``."""
 
     def run() -> ResultT:
-        calls = _calls.get()
-        if calls is None:
+        notes = _notes.get()
+        if notes is None:
             return function()
-        with _Notes(calls):
+        with _Notes(*notes):
             return function()
 
     return run
@@ -145,9 +146,10 @@ def noted(function: Callable[[], ResultT]) -> Callable[[], ResultT]:
 class _Notes(TorchFunctionMode):
     """Mode in which the calls of torch functions are noted."""
 
-    def __init__(self, calls: Calls) -> None:
+    def __init__(self, calls: Calls, dim: int) -> None:
         super().__init__()
         self._calls = calls
+        self._dim = dim
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
@@ -159,7 +161,9 @@ class _Notes(TorchFunctionMode):
             name = getattr(function, "__name__", "").strip("_")
             operator = _OPERATORS.get(name, name)
             operands = _operands(args, kwargs)
-            if not output.dim() or (operator in _JOINING and _joins_rows(operator, operands)):
+            if not output.dim() or (
+                operator in _JOINING and _joins_rows(operator, operands, self._dim)
+            ):
                 followed = operands[0] if operator == "Stack" else operands
                 inputs = [self._input(item) for item in followed[: _FOLLOWED.get(operator)]]
                 saved = _saved(operator, function, operands, args, kwargs)
@@ -195,14 +199,15 @@ def _dims(operands: list[Any]) -> tuple[int, ...] | None:
     return tuple(dims) if isinstance(dims, list | tuple) else None
 
 
-def _joins_rows(operator: str, operands: list[Any]) -> bool:
-    """Return whether a call reduces, selects or stacks along the first dimension."""
+def _joins_rows(operator: str, operands: list[Any], dim: int) -> bool:
+    """Return whether a call reduces along the first or the batch dimension, selects or stacks."""
     if operator == "Stack":
         return not any(tensor.dim() for tensor in operands[0])
     if operator == "Index":
         index = operands[1] if isinstance(operands[1], tuple) else (operands[1],)
         return any(isinstance(item, torch.Tensor) for item in index)
-    return 0 in (_dims(operands) or ())
+    num_dims, dims = operands[0].dim(), _dims(operands) or ()
+    return any(each % num_dims in (0, dim % num_dims) for each in dims)
 
 
 def _saved(

@@ -104,7 +104,7 @@ class ChunkLosses:
             return
         notes_calls, has_gradients = self.history.notes_calls, torch.is_grad_enabled()
         notes = notes_calls[has_gradients] and self.history.may_note and self.loss_weight is None
-        with counting() as self._counted, noting(notes) as self._calls:
+        with counting() as self._counted, noting(notes, self.dim) as self._calls:
             yield
         notes_calls[has_gradients] = False  # join sets it again if necessary
 
