@@ -317,6 +317,9 @@ EXACT: dict[str, Case] = {
         lambda n, x, o, m: (rows(o) * m).sum() / m.sum().clamp(min=1), {"m": HOLES}
     ),
     "smoothed count": Case(lambda n, x, o, m: (rows(o) * m).sum() / (m.sum() + 1), {"m": HOLES}),
+    "smoothed count, twice": Case(
+        lambda n, x, o, m: (rows(o) * m).sum() / torch.add(m.sum(), 1, alpha=2), {"m": HOLES}
+    ),
     "selected": Case(lambda n, x, o, r, m: F.mse_loss(o[m > 0], r[m > 0]), {"r": REAL, "m": MASK}),
     "selected, holes": Case(lambda n, x, o, r, m: Masked()(o, r, m), {"r": REAL, "m": HOLES}),
     "selected by index": Case(lambda n, x, o, m: rows(o)[m.nonzero()[:, 0]].mean(), {"m": MASK}),

@@ -308,6 +308,21 @@ def test_sums_over_the_batch_dimension_however_it_is_counted(has_gradients, dim,
     torch.testing.assert_close(model(x), module(x), **TOLERANCE)
 
 
+def test_a_loss_without_a_gradient_to_which_one_with_a_gradient_is_added():
+    """It has the node of the addition, which once was taken for that of the cross entropy."""
+
+    def loss(net: Net, x: Tensor, o: Tensor, y: Tensor, r: Tensor) -> Tensor:
+        with torch.no_grad():
+            found = functional.cross_entropy(o, y)
+        found += functional.mse_loss(o, r)
+        return found
+
+    given = {"y": IGNORED, "r": REAL}
+    model, bare = make(Case(loss, given), ["cpu"] * 4, 1)
+    found, expected = results(model, model.module, given, True), results(bare, bare, given, True)
+    torch.testing.assert_close(found[1:], expected[1:], **TOLERANCE)  # the gradients
+
+
 # What the caller says of weights.
 
 

@@ -231,7 +231,8 @@ class ChunkLosses:
 
 def _nodes_of(counted: CountedLoss) -> Iterator[Any]:
     """Return the nodes and calls whose value is that of a counted loss."""
-    if counted.node is None and counted.loss.grad_fn is not None:
+    is_of_function = isinstance(counted.loss.grad_fn, torch.autograd.function.BackwardCFunction)
+    if counted.node is None and is_of_function:
         # It was computed inside of an autograd function, which has given it a node since.
         counted.value, counted.node = counted.loss, counted.loss.grad_fn
     elif counted.node is None and counted.call is None:
