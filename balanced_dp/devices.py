@@ -117,7 +117,18 @@ def is_cuda(device: torch.device) -> bool:
 
 @functools.cache
 def copy_stream(device: torch.device) -> torch.Stream:
-    """Return the stream of a CUDA device on which inputs and gradients are copied."""
+    """Return the stream of a CUDA device on which inputs arrive and gradients leave."""
+    stream: torch.Stream = torch.get_device_module(device).Stream(device)
+    return stream
+
+
+@functools.cache
+def gradient_stream(device: torch.device, source: torch.device) -> torch.Stream:
+    """Return the stream of a CUDA device on which gradients arrive from another one.
+
+    Each pair of devices has its own: a copy waits for both of its streams, so devices that send to
+    several would otherwise take turns.
+    """
     stream: torch.Stream = torch.get_device_module(device).Stream(device)
     return stream
 

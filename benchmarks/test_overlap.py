@@ -28,15 +28,17 @@ NOTES = {
 @pytest.mark.filterwarnings("ignore:gpu0_bsz=16 balances", "ignore:Was asked to gather along")
 @pytest.mark.parametrize("has_forward", [False, True], ids=["backward", "step"])
 @pytest.mark.parametrize("transfer_share", [0.1, 0.3])
-@pytest.mark.parametrize("split", [None, *SPLITS], ids=str)
-def test_transfers_beside_computing(benchmark, tables, split, transfer_share, has_forward):
+@pytest.mark.parametrize(
+    ("split", "spread"), [(None, False), *((s, False) for s in SPLITS), (SPLITS[0], True)], ids=str
+)
+def test_transfers_beside_computing(benchmark, tables, split, spread, transfer_share, has_forward):
     sizes = split or SPLITS[0]
     ratios = []
     with cuda_stand_in.opened() as stand_in:
         module = Layers().to(stand_in.devices[0])
         model: nn.Module = nn.DataParallel(module)
         if split is not None:
-            model = BalancedDataParallel(split[0], module)
+            model = BalancedDataParallel(split[0], module, spread=spread)
 
         def measure() -> None:
             ratio, _ = step_ratio(stand_in, model, sizes, transfer_share, has_forward)
@@ -47,7 +49,9 @@ def test_transfers_beside_computing(benchmark, tables, split, transfer_share, ha
             model.close()
     tables["overlap"].append(
         {
-            "split": f"nn.DataParallel, {sizes}" if split is None else str(split),
+            "split": f"nn.DataParallel, {sizes}"
+            if split is None
+            else f"{split}{', spread' if spread else ''}",
             "transfers": transfer_share,
             "of": "step" if has_forward else "backward",
             "ratio": round(statistics.median(ratios), 3),

@@ -22,7 +22,7 @@ memory/ breakdown peaks probe logger __init__
 planning/ memory_model split_planner auto_balance __init__
 parallel/ nested call_inputs
 parallel/losses/ counted calls terms nodes samples scales graph weight join __init__
-parallel/ move scatter arrivals coalesced_copy deferred_gradients parameter_copies
+parallel/ move scatter arrivals coalesced_copy homes deferred_gradients parameter_copies
 parallel/ bound_methods written_state replica_pool replicate parallel_apply gather
 parallel/ per_device criterion auto_split split_policy data_parallel functional __init__
 tuning/ models workloads step_benchmark report_types tuner __init__

@@ -98,9 +98,10 @@ def chunk_size_of(model: Any, device: torch.device) -> int | None:
 
 def replica_bytes(model: Any, device: torch.device, chunk_size: int | None) -> int:
     """Return the size of the copies of parameters and buffers on a device with a chunk."""
-    if not chunk_size or device == model.devices[0]:
+    if not chunk_size:
         return 0
-    return _num_bytes(chain(model.module.parameters(), model.module.buffers()))
+    tensors = chain(model.module.parameters(), model.module.buffers())
+    return _num_bytes(tensor for tensor in tensors if tensor.device != device)
 
 
 def _devices_of(model: nn.Module) -> list[torch.device]:
@@ -136,8 +137,11 @@ def _uses(
     seen: set[int] = set()
     uses = {use: _num_bytes(of_use, device, seen) for use, of_use in tensors.items()}
     peak_bytes = module.max_memory_allocated(device)
-    if chunk_size_of(model, device) and device != model.devices[0]:
-        copied = {use: uses[use] + _num_bytes(tensors[use]) for use in ("parameter", "buffer")}
+    if chunk_size_of(model, device):
+        copied = {
+            use: uses[use] + _num_bytes(t for t in tensors[use] if t.device != device)
+            for use in ("parameter", "buffer")
+        }
         if sum((uses | copied).values()) <= peak_bytes:  # else there were no replicas at the peak
             uses |= copied
     return uses | {"rest": peak_bytes - sum(uses.values())}

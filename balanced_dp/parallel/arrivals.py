@@ -39,20 +39,15 @@ class Arrivals:
             self._streams[device] = torch.get_device_module(device).current_stream(device)
             weight_stream(device).wait_stream(self._streams[device])
 
-    def note(self, positions: Iterable[int]) -> None:
-        """Record an event after the copies that the weight streams have queued.
-
-        Args:
-            positions: the positions of the tensors that are complete by then.
-        """
-        for device in self._streams:
-            event = weight_stream(device).record_event()
-            self._events.setdefault(device, {}).update(dict.fromkeys(positions, event))
+    def note(self, device: torch.device, tensors: Iterable[torch.Tensor]) -> None:
+        """Record an event after what the weight stream of ``device`` has queued for ``tensors``."""
+        event = weight_stream(device).record_event()
+        self._events.setdefault(device, {}).update(dict.fromkeys(map(id, tensors), event))
 
     def on(self, device: torch.device) -> dict[int, torch.Event]:
-        """Return, by position, the event to wait for before a tensor is used on ``device``.
+        """Return, by the identity of a tensor on ``device``, the event to wait for before its use.
 
-        On the source device, wait for it before a tensor is written.
+        If it is an original, wait for the event before writing to it.
         """
         return self._events.get(device, {})
 

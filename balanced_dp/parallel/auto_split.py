@@ -174,7 +174,9 @@ class AutoSplit:
         """Return the bytes on device 0 between iterations, with gradients that it will hold."""
         allocated: int = torch.get_device_module(self.devices[0]).memory_allocated(self.devices[0])
         return allocated + sum(
-            p.nbytes for p in module.parameters() if p.requires_grad and p.grad is None
+            p.nbytes
+            for p in module.parameters()
+            if p.requires_grad and p.grad is None and p.device == self.devices[0]
         )
 
     def _count_ooms(self) -> list[int]:

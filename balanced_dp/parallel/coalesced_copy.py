@@ -14,7 +14,7 @@ import torch
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.nn.parallel import comm
 
-from ..devices import copy_stream, is_cuda, on_stream, weight_stream
+from ..devices import gradient_stream, is_cuda, on_stream, weight_stream
 from .arrivals import Arrivals
 from .move import move, move_all
 
@@ -53,12 +53,12 @@ Copies = Mapping[torch.device, Sequence[torch.Tensor]]
 def fill_buckets(tensors: Sequence[torch.Tensor], *, of_gradients: bool = True) -> list[list[int]]:
     """Distribute tensors over buckets, and return the positions of the tensors in each bucket.
 
-    The tensors of a bucket have one dtype, and together at most an eighth of all bytes and at most
-    ``BUCKET_BYTES``. A larger tensor has a bucket of its own, and so has one that is not
-    contiguous, or not an ordinary dense tensor.
+    The tensors of a bucket have one dtype and device, and together at most an eighth of all bytes
+    and at most ``BUCKET_BYTES``. A larger tensor has a bucket of its own, and so has one that is
+    not contiguous, or not an ordinary dense tensor.
 
     Args:
-        tensors: tensors on one device.
+        tensors: the tensors.
         of_gradients: whether the buckets are for gradients. If so, a tensor with hooks has a bucket
             of its own, since autograd would call them with None if only others in its bucket had
             gradients. If not, a bucket holds up to ``LEAST_BYTES`` even if that is more.
@@ -67,13 +67,13 @@ def fill_buckets(tensors: Sequence[torch.Tensor], *, of_gradients: bool = True) 
     num_bytes = sum(filter(None, sizes))
     bucket_bytes = min(max(num_bytes // 8, 0 if of_gradients else LEAST_BYTES), BUCKET_BYTES)
     buckets: list[list[int]] = []
-    filling: dict[torch.dtype, list[int]] = {}
-    free_bytes: dict[torch.dtype, int] = {}
+    filling: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    free_bytes: dict[tuple[torch.dtype, torch.device], int] = {}
     for position, (tensor, size) in enumerate(zip(tensors, sizes, strict=True)):
         if size is None or (of_gradients and has_hooks(tensor)):
             buckets.append([position])
             continue
-        kind = tensor.dtype
+        kind = (tensor.dtype, tensor.device)
         if free_bytes.get(kind, -1) < size:
             filling[kind] = []
             free_bytes[kind] = bucket_bytes
@@ -88,7 +88,7 @@ def copy_to(
     tensors: Sequence[torch.Tensor],
     arrivals: Arrivals | None = None,
 ) -> dict[torch.device, list[torch.Tensor]]:
-    """Return, for each device, copies of all tensors in their order, even of those on that device.
+    """Return, for each device, all tensors in their order: copies, but those there themselves.
 
     Between CUDA devices they are copied in few pieces; to several, by NCCL if torch has it.
 
@@ -99,21 +99,20 @@ def copy_to(
             all copies.
     """
     if not all(map(is_cuda, devices)):
-        return {device: move_all(tensors, device, copy=True) for device in devices}
+        return {device: move_all(tensors, device) for device in devices}
     is_recorded = torch.is_grad_enabled()
     together = [
         i
         for i, t in enumerate(tensors)
         if _is_plain(t)
         and is_cuda(t.device)
-        and t.device not in devices
         and t.dtype in _NCCL_DTYPES
         and not (is_recorded and t.requires_grad)
     ]
     copies = {device: list(tensors) for device in devices}
     for i in set(range(len(tensors))).difference(together):
         for device, own in copies.items():
-            own[i] = move(tensors[i], device, copy=True)
+            own[i] = move(tensors[i], device)
     if together and devices:
         transfers = Arrivals() if arrivals is None else arrivals
         _send(tensors, together, copies, transfers)
@@ -130,36 +129,40 @@ def _send(
     arrivals: Arrivals,
 ) -> None:
     """Set the copies at these positions. Those of a bucket share memory."""
-    home = tensors[positions[0]].device
+    homes = {tensors[i].device: None for i in positions}
     filled = fill_buckets([tensors[i] for i in positions], of_gradients=False)
     buckets = [[positions[i] for i in bucket] for bucket in filled]
     pieces = [_empty_pieces([tensors[i] for i in bucket], copies) for bucket in buckets]
     with _sending, contextlib.ExitStack() as stack:
         # After an error the pieces are freed, so the copies must be over.
         stack.push(lambda kind, *_: arrivals.join() if kind else None)
-        arrivals.expect([home, *copies])
-        for device in (home, *copies):
+        arrivals.expect(homes | dict.fromkeys(copies))
+        for device in homes | dict.fromkeys(copies):
             stack.enter_context(on_stream(weight_stream(device)))
         for bucket, there in zip(buckets, pieces, strict=True):
             originals = [tensors[i] for i in bucket]
+            if not there:
+                continue
             piece = _flatten_dense_tensors(originals)
             if len(there) == 1:
                 there[0].copy_(piece, non_blocking=True)
             else:
                 comm.broadcast(piece, out=there)
-            arrivals.note(bucket)
-            for own, flat in zip(copies.values(), there, strict=True):
-                parts = _unflatten_dense_tensors(flat, originals)
+            arrivals.note(originals[0].device, originals)
+            for flat in there:
+                # Tensors of their own, with versions of their own.
+                parts = [part.data for part in _unflatten_dense_tensors(flat, originals)]
+                arrivals.note(flat.device, parts)
                 for i, part in zip(bucket, parts, strict=True):
-                    own[i] = part.data  # a tensor of its own, with a version of its own
+                    copies[flat.device][i] = part
 
 
 def _empty_pieces(
     originals: Sequence[torch.Tensor], devices: Iterable[torch.device]
 ) -> list[torch.Tensor]:
-    """Return for each device an uninitialized tensor with as many elements as all originals."""
-    size = sum(tensor.numel() for tensor in originals)
-    return [torch.empty(size, dtype=originals[0].dtype, device=device) for device in devices]
+    """Return for each other device an uninitialized tensor with as many elements as all."""
+    size, dtype, home = sum(t.numel() for t in originals), originals[0].dtype, originals[0].device
+    return [torch.empty(size, dtype=dtype, device=device) for device in devices if device != home]
 
 
 def bring_to(
@@ -167,13 +170,14 @@ def bring_to(
 ) -> list[torch.Tensor | None]:
     """Return the gradients of a bucket on ``device``. Differentiable.
 
-    Between CUDA devices, dense gradients are copied in one piece on the copy stream of ``device``,
+    Between CUDA devices, dense gradients are copied in one piece on a stream of their own,
     so that its computing goes on. The current stream of the source device waits for the copy.
     """
     source = next((g.device for g in gradients if g is not None), device)
     if not is_cuda(device) or not is_cuda(source):
         return [None if g is None else move(g, device) for g in gradients]
-    with on_stream(copy_stream(device)):
+    stream = gradient_stream(device, source)
+    with on_stream(stream):
         dense = [g for g in gradients if g is not None and g.layout is torch.strided]
         sent = _in_one_piece(dense, device)
         if len(dense) > 1 and not torch.is_grad_enabled():  # unless create_graph is set
@@ -186,7 +190,7 @@ def bring_to(
             None if g is None else next(parts) if g.layout is torch.strided else move(g, device)
             for g in gradients
         ]
-    torch.get_device_module(source).current_stream(source).wait_stream(copy_stream(device))
+    torch.get_device_module(source).current_stream(source).wait_stream(stream)
     return brought
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from itertools import chain
 from typing import Any, Literal, TypeVar, get_args
 
@@ -15,6 +15,7 @@ from ..errors import ArgumentError, ArgumentTypeError
 from ..memory.probe import MemoryProbe
 from .call_inputs import check_paths, named_arguments
 from .gather import ScalarOutputs, gather
+from .homes import on_one_device, spread_parameters
 from .losses.join import ChunkLosses, OutputHistory
 from .losses.weight import check_loss_weight
 from .parallel_apply import Workers, parallel_apply
@@ -50,8 +51,9 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
             even split, reads the peaks of each iteration when the next one begins, changes the
             value at most five times and then keeps it. It also changes the value when memory runs
             out: catch ``torch.OutOfMemoryError`` and repeat the step. None means no limit and needs
-            ``device_weights``.
-        module: the module to parallelize; its parameters and buffers are on ``device_ids[0]``.
+            ``device_weights`` or, for an even split, ``spread``.
+        module: the module to parallelize; its buffers are on ``device_ids[0]``, and so are its
+            parameters without ``spread``.
         device_ids: devices as ints (of the accelerator), strings or ``torch.device``. None means
             all accelerators; without any, calls go to ``module`` as they are. Inside
             ``emulate_devices``, ints and None mean the emulated ones.
@@ -78,11 +80,15 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
             string such as ``"labels"`` counts the entries of that argument that are not -100.
         device_weights: one number for each device. The batch is split in proportion to them, with
             ``split_by_weights``, for devices of unlike capacity.
+        spread: whether parameters are spread over all devices, in proportion to their memory. A
+            parameter is moved to one device, its home, which also holds its gradient and optimizer
+            state. If not, ``device_ids[0]`` is the home of all.
 
     Attributes:
         chunk_sizes: how many samples each device got in the last call; None before the first, and
             with a single device.
         gathers_outputs: the argument ``gather``.
+        spread: the argument ``spread``.
 
     Shape:
         - Input: tensors of ``(N, *)``, with N at ``dim``, on any device.
@@ -133,6 +139,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         scalar_outputs: ScalarOutputs = "auto",
         loss_weight: Callable[..., Any] | str | None = None,
         device_weights: Sequence[float] | None = None,
+        spread: bool = False,
     ) -> None:
         # nn.DataParallel.__init__ refuses the CPU, and may advise to leave out the smaller GPU.
         nn.Module.__init__(self)
@@ -160,8 +167,9 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         self._device_type = default_device_type()
         devices = resolve_devices(device_ids, self._device_type)
         self.device_ids = [self._id_of(device) for device in devices]
-        self._policy = SplitPolicy(gpu0_bsz, devices, device_weights)
+        self._policy = SplitPolicy(gpu0_bsz, devices, device_weights, may_be_even=spread)
         self.module = module
+        self.spread = spread
         self.dim = dim
         self.gathers_outputs = gather
         self.broadcast = check_paths("broadcast", broadcast, module.forward)
@@ -178,6 +186,8 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         self._workers = Workers()
         if len(devices) == 1:
             module.to(devices[0])
+        elif spread:
+            spread_parameters(module, list(dict.fromkeys(devices)))
 
     @property
     def devices(self) -> list[torch.device]:
@@ -205,7 +215,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
 
     @gpu0_bsz.setter
     def gpu0_bsz(self, value: int | Literal["auto"] | None) -> None:
-        self._policy = SplitPolicy(value, self.devices, self.device_weights)
+        self._policy = SplitPolicy(value, self.devices, self.device_weights, self.spread)
 
     @property
     def device_weights(self) -> tuple[float, ...] | None:
@@ -330,6 +340,20 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
     accumulate = no_sync = shared_weights
     """The same for gradient accumulation, and under the name of ``DistributedDataParallel``."""
 
+    def homes(self) -> dict[str, torch.device]:
+        """Return the device that keeps each parameter, by name."""
+        return {name: parameter.device for name, parameter in self.module.named_parameters()}
+
+    @contextmanager
+    def on_one_device(self) -> Iterator[ModuleT]:
+        """Context manager that yields the module with all its parameters on ``device_ids[0]``.
+
+        For ``generate``, export and so on: with ``spread``, the module cannot run by itself.
+        Afterwards, parameters are at their homes again.
+        """
+        with on_one_device(self.module, self.devices[0]):
+            yield self.module
+
     def close(self) -> None:
         """End the worker threads and drop the replicas. A later call makes new ones."""
         self._workers.close()
@@ -365,7 +389,8 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
     def replicate(self, module: ModuleT, device_ids: Sequence[int | torch.device]) -> list[ModuleT]:
         """Return a replica of ``module`` for each device."""
         devices = [self._device_of(device_id) for device_id in device_ids]
-        return self._replicator.replicate(module, devices, home=self.devices[0])
+        homes = self.devices if self.spread else self.devices[:1]
+        return self._replicator.replicate(module, devices, homes)
 
     def parallel_apply(
         self,

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ..devices import copy_stream, is_cuda, on_stream
+from ..devices import copy_stream, gradient_stream, is_cuda, on_stream
 from .coalesced_copy import bring_to, has_hooks
 
 _REMEDY = "clip, read or zero gradients and step the optimizer outside of it"
@@ -88,7 +88,7 @@ def _bring(node: Any) -> Sequence[torch.Tensor | None]:
         brought = bring_to(home, node.gathered)
     if is_cuda(source) and is_cuda(home):
         current = torch.get_device_module(home).current_stream(home)
-        current.wait_stream(copy_stream(home))
+        current.wait_stream(gradient_stream(home, source))
         for gradient in brought:
             if gradient is not None:
                 gradient.record_stream(current)

@@ -1,10 +1,11 @@
 """Copy parameters to other devices, and bring their gradients back.
 
-Each call copies the parameters in buckets. If gradients are enabled, a bucket has one autograd node
-for each device. Its backward runs as soon as the gradients of the bucket are complete on the device
-and copies them to the device of the parameters, where autograd adds up those of all devices. Nodes
-do not wait for each other. So it matters only that the parameters of a bucket are used one soon
-after the other, as those are that were registered one after the other.
+A parameter has a home, the device that it is on. Each call copies the parameters in buckets. If
+gradients are enabled, a bucket has one autograd node for each other device. Its backward runs as
+soon as the gradients of the bucket are complete there and copies them to the home of the
+parameters, where autograd adds up those of all devices. Nodes do not wait for each other. So it
+matters only that the parameters of a bucket are used one soon after the other, as those are that
+were registered one after the other.
 """
 
 from __future__ import annotations
@@ -35,21 +36,26 @@ class ParameterCopies:
         self._block: _Block | None = None
 
     def on(
-        self, devices: Iterable[torch.device], parameters: Sequence[torch.Tensor]
+        self,
+        devices: Iterable[torch.device],
+        parameters: Sequence[torch.Tensor],
+        home: torch.device | None = None,
     ) -> tuple[Copies, Arrivals]:
         """Return the parameters on each device, and the events of their arrival.
 
-        On their own device these are the parameters themselves.
+        At home these are the parameters themselves.
 
         Args:
             devices: the destinations; a device may repeat.
-            parameters: parameters on one device, none twice.
+            parameters: the parameters, none twice.
+            home: the device that all of them are on, if there is one.
 
         Raises:
             RuntimeError: inside ``shared``, a parameter that is trained has changed.
         """
         result: dict[torch.device, Sequence[torch.Tensor]] = dict.fromkeys(devices, parameters)
-        away = [device for device in result if parameters and device != parameters[0].device]
+        homes = {parameter.device for parameter in parameters} if home is None else {home}
+        away = [device for device in result if homes - {device}]
         # Deferred gradients are added to leaves: the graph of other tensors is freed by then.
         is_shared = self._block is not None and all(p.is_leaf for p in parameters)
         block = self._block if self._block is not None and is_shared else _Block()
@@ -73,7 +79,7 @@ class ParameterCopies:
 
 
 class Broadcast(torch.autograd.Function):
-    """Return the copies of a bucket, whose gradients are brought to the device of the originals."""
+    """Return the copies of a bucket, whose gradients are brought to the home of the originals."""
 
     @staticmethod
     def forward(
@@ -130,7 +136,7 @@ class _Block:
 
         Args:
             devices: the destinations, none twice.
-            parameters: the originals, on another device.
+            parameters: the originals.
             arrivals: records when the copies are complete. If None, other calls use them as well:
                 current streams wait for all copies, and gradients are deferred until the end of
                 the block.
@@ -180,7 +186,10 @@ class _Block:
             positions = [trained[i] for i in bucket]
             originals = [parameters[i] for i in positions]
             nodes.append([])
+            home = parameters[positions[0]].device
             for device in devices:
+                if device == home:
+                    continue
                 copies = self._outputs[device]
                 parts = [copies[i] for i in positions]
                 if parts[0].requires_grad:  # a call without gradients has used them

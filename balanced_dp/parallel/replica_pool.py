@@ -208,7 +208,7 @@ class Replica:
             members[name] = parameters[position]
         for members, name, position in self._buffers:
             members[name] = buffers[position]
-        events = {id(parameters[i]): event for i, event in arrivals.on(device).items()}
+        events = arrivals.on(device)
         for attributes in self._attributes if events else ():
             plain = attributes["_parameters"]
             if awaited := [events[id(p)] for p in plain.values() if id(p) in events]:

@@ -13,7 +13,8 @@ from torch import nn
 from ..errors import warn
 from .arrivals import Arrivals
 from .coalesced_copy import copy_to
-from .move import move_all
+from .homes import refuse_alone
+from .move import move
 from .parameter_copies import ParameterCopies
 from .replica_pool import Replica, ReplicaPool, is_compiled
 from .written_state import WrittenState
@@ -69,18 +70,19 @@ class Replicator:
         self,
         network: ModuleT,
         devices: Sequence[torch.device],
-        home: torch.device | None = None,
+        homes: Sequence[torch.device] = (),
     ) -> Replicas[ModuleT]:
         """Return one replica for each device; see ``replicate``.
 
         Args:
             network: the module.
             devices: the devices of the replicas.
-            home: the device on which its parameters and buffers must be, or None for any.
+            homes: the devices on which its parameters must be, and the buffers on the first; any
+                if it is empty.
 
         Raises:
-            RuntimeError: a parameter or buffer is not on ``home``, the module cannot be
-                replicated, or a parameter was changed inside ``copies.shared()``.
+            RuntimeError: a parameter or buffer is not there, the module cannot be replicated, or a
+                parameter was changed inside ``copies.shared()``.
         """
         pool = self._pool
         if pool is None or not pool.is_of(network):
@@ -88,10 +90,11 @@ class Replicator:
             tensors = [*map(id, pool.buffers), *map(id, pool.parameters)]
             if tensors != self._tensors:
                 self._tensors, self._written_silently = tensors, {}
-        if home is not None:
-            check_on_device(chain(pool.parameters, pool.buffers), home)
+        _check_homes(pool.parameters, pool.buffers, homes)
         buffers = _buffers_of_replicas(devices, pool.buffers)
-        parameters, arrivals = self.copies.on(devices, pool.parameters)
+        parameters, arrivals = self.copies.on(
+            devices, pool.parameters, homes[0] if len(homes) == 1 else None
+        )
         if pool.is_compiled or Arrivals.are_traced:
             arrivals.join()
         replicas = []
@@ -99,7 +102,9 @@ class Replicator:
             replica = pool.take()
             replica.begin(parameters[device], own, device, arrivals)
             replicas.append(replica)
-        return Replicas(pool, replicas, arrivals)
+        first = devices[0]
+        has_originals = parameters[first] is pool.parameters and buffers[0] is pool.buffers
+        return Replicas(pool, replicas, arrivals, has_originals)
 
     @contextlib.contextmanager
     def running(self, network: nn.Module, replicas: Sequence[nn.Module]) -> Iterator[None]:
@@ -112,7 +117,9 @@ class Replicator:
                 replicas on one device write, as far as found in the first calls.
         """
         has_gradients = torch.is_grad_enabled()
-        state = WrittenState(network, replicas, self._written_silently.get(has_gradients))
+        is_shared = isinstance(replicas, Replicas) and replicas.has_originals
+        silently = self._written_silently.get(has_gradients)
+        state = WrittenState(network, replicas, silently, is_shared)
         try:
             yield
         finally:
@@ -161,18 +168,38 @@ def check_on_device(tensors: Iterable[torch.Tensor], device: torch.device) -> No
             )
 
 
+def _check_homes(
+    parameters: Sequence[torch.Tensor],
+    buffers: Sequence[torch.Tensor],
+    homes: Sequence[torch.device],
+) -> None:
+    if len(homes) < 2:
+        if homes:
+            check_on_device(chain(parameters, buffers), homes[0])
+        return
+    check_on_device(buffers, homes[0])
+    for parameter in parameters:
+        if parameter.device not in homes:
+            raise RuntimeError(
+                f"module must have its parameters on {', '.join(map(str, homes))} (device_ids), "
+                f"but found one of them on device: {parameter.device}"
+            )
+
+
 def _buffers_of_replicas(
     devices: Sequence[torch.device], buffers: Sequence[torch.Tensor]
 ) -> list[Sequence[torch.Tensor]]:
     """Return the buffers of each replica: copies, unless the first has them on its device."""
     away = [d for d in dict.fromkeys(devices) if any(buffer.device != d for buffer in buffers)]
     sent = copy_to(away, buffers)
+
+    def copies_on(device: torch.device) -> list[torch.Tensor]:
+        there = sent.pop(device, buffers)
+        pairs = zip(there, buffers, strict=True)
+        return [move(one, device, copy=True) if one is other else one for one, other in pairs]
+
     first, *others = devices
-    shared = [
-        buffer if buffer.device == first else copy
-        for buffer, copy in zip(buffers, sent.pop(first, buffers), strict=True)
-    ]
-    return [shared, *(sent.pop(d, []) or move_all(buffers, d, copy=True) for d in others)]
+    return [sent.pop(first, buffers), *map(copies_on, others)]
 
 
 _NUM_CHECKED_CALLS = 3
@@ -188,11 +215,20 @@ class Replicas(list[ModuleT]):
         pool: the pool that they return to.
         replicas: the replicas, as the pool has made them.
         arrivals: the parameters that are on their way.
+        has_originals: whether the first replica has no copies of parameters and buffers; an
+            attribute, too.
     """
 
-    def __init__(self, pool: ReplicaPool, replicas: list[Replica], arrivals: Arrivals) -> None:
+    def __init__(
+        self,
+        pool: ReplicaPool,
+        replicas: list[Replica],
+        arrivals: Arrivals,
+        has_originals: bool = False,
+    ) -> None:
         super().__init__(replica.modules[0] for replica in replicas)
         self._pool = pool
+        self.has_originals = has_originals
         self._arrivals = arrivals
         self._replicas = replicas
         self._before = replicas[0].state() if pool.num_calls < _NUM_CHECKED_CALLS else None
@@ -218,7 +254,8 @@ class Replicas(list[ModuleT]):
             for name, module, before, after in states
             # Torch's modules and hooks that set a weight do so on purpose. Private attributes are
             # caches or flags: transformers installs its hooks in the first call.
-            if not type(module).__module__.startswith("torch.") and not module._forward_pre_hooks
+            if not type(module).__module__.startswith("torch.")
+            and not set(module._forward_pre_hooks.values()) - {refuse_alone}
             for attribute, value in after.items()
             if attribute[0] != "_" and not _is_same(before.get(attribute, _NOTHING), value)
         ]

@@ -23,6 +23,8 @@ class SplitPolicy:
         gpu0_bsz: the most samples for the first device, ``"auto"``, or None for no limit.
         devices: the devices that share a batch.
         device_weights: if given, batches are split in proportion to them.
+        may_be_even: whether the even split makes sense, as it does if the first device holds no
+            more than the others. None is accepted then, and no value is warned of.
 
     Raises:
         ArgumentError, ArgumentTypeError: the arguments cannot be used, or not together.
@@ -33,24 +35,29 @@ class SplitPolicy:
         gpu0_bsz: int | Literal["auto"] | None,
         devices: Sequence[torch.device],
         device_weights: Sequence[float] | None = None,
+        may_be_even: bool = False,
     ) -> None:
         self._devices = devices
+        self._may_be_even = may_be_even
         self._number = None if isinstance(gpu0_bsz, str) else gpu0_bsz
         self.device_weights = None if device_weights is None else tuple(device_weights)
         self.auto: AutoSplit | None = None
         self._has_checked = False
         if self.device_weights is not None:
-            if isinstance(gpu0_bsz, str) or len(self.device_weights) != max(1, len(devices)):
+            if isinstance(gpu0_bsz, str):
+                raise ArgumentError(
+                    f"device_weights need a gpu0_bsz that is a number or None, got {gpu0_bsz!r}"
+                )
+            if len(self.device_weights) != max(1, len(devices)):
                 raise ArgumentError(
                     f"device_weights must be one number for each of {max(1, len(devices))} "
-                    f"devices, with a gpu0_bsz that is a number or None, got "
-                    f"{len(self.device_weights)} and gpu0_bsz={gpu0_bsz!r}"
+                    f"devices, got {len(self.device_weights)}"
                 )
         elif gpu0_bsz == "auto":
             self.auto = AutoSplit(devices)
-        elif self._number is None:
+        elif self._number is None and (gpu0_bsz is not None or not may_be_even):
             raise ArgumentTypeError(
-                "gpu0_bsz must be an integer or 'auto', or None where device_weights are given, "
+                "gpu0_bsz must be an integer or 'auto', or None with device_weights or spread, "
                 f"got {gpu0_bsz!r}"
             )
         self.split(0)  # raises where a number is out of its range
@@ -66,8 +73,8 @@ class SplitPolicy:
             return split_by_weights(batch_size, self.device_weights, self._number)
         if self.auto is not None:
             return self.auto.split(batch_size)
-        assert self._number is not None
-        return split_batch(batch_size, max(1, len(self._devices)), self._number)
+        limit = batch_size if self._number is None else self._number
+        return split_batch(batch_size, max(1, len(self._devices)), limit)
 
     def begin_call(self, module: nn.Module, batch_size: int) -> tuple[int, ...]:
         """Update "auto", and return the chunk size of each device for this call.
@@ -78,7 +85,7 @@ class SplitPolicy:
         """
         if batch_size and self.auto is not None:
             self.auto.begin_call(module, batch_size)
-        elif batch_size and not self._has_checked:
+        elif batch_size and not self._has_checked and not self._may_be_even:
             self._check(batch_size)
             self._has_checked = True
         return self.split(batch_size)

@@ -16,9 +16,8 @@ from .move import move
 class WrittenState:
     """The parameters and buffers of replicas before these run, to find what they write.
 
-    If the first replica is on the device of the network, it shares its parameters and buffers. If
-    the device of the network runs no replica, what the first replica writes to its copies is copied
-    back by ``write_back``.
+    The first replica shares what the network has on its device. What it writes to its copies of
+    anything else is copied back by ``write_back``.
 
     Args:
         network: the module.
@@ -26,6 +25,7 @@ class WrittenState:
         silently: the result of ``write_back`` in an earlier call: the indices of parameters that
             were written without a new version or storage, as through ``.data``. None if there was
             none; then the values of all parameters are compared.
+        is_shared: whether the first replica is known to have no copies.
     """
 
     def __init__(
@@ -33,19 +33,22 @@ class WrittenState:
         network: nn.Module,
         replicas: Sequence[nn.Module],
         silently: frozenset[int] | None,
+        is_shared: bool = False,
     ) -> None:
         replica = replicas[0]
-        self._copies: list[tuple[torch.Tensor, torch.Tensor, Any]] = []
+        self._copies: list[tuple[int, torch.Tensor, torch.Tensor, Any]] = []
         self._silently = silently
         self._shared: list[tuple[str, torch.Tensor, Any, Any]] = []
         if silently is None:
             shared = [r for i, r in enumerate(replicas) if _shares_parameters(r, replicas[:i])]
             parameters = {id(p): (name, p) for r in shared for name, p in r.named_parameters()}
             self._shared = [(n, p, _signs(p), _values(p)) for n, p in parameters.values()]
-        if next(_state(network), None) is not next(_state(replica), None):
+        if not is_shared:
+            pairs = enumerate(zip(_state(network), _state(replica), strict=True))
             self._copies = [
-                (original, copy, _signs(copy))
-                for original, copy in zip(_state(network), _state(replica), strict=True)
+                (index, original, copy, _signs(copy))
+                for index, (original, copy) in pairs
+                if copy is not original
             ]
 
     def written_by_several(self) -> list[str]:
@@ -63,9 +66,7 @@ class WrittenState:
     def write_back(self) -> frozenset[int]:
         """Copy to the network what was written, and return the indices of all silent writes."""
         found = set(self._silently or ())
-        for index, (original, copy, before) in enumerate(self._copies):
-            if copy is original:
-                continue
+        for index, original, copy, before in self._copies:
             if copy.shape != original.shape:
                 original.data = move(copy.detach(), original.device)
             elif copy.is_inference() or before != _signs(copy):

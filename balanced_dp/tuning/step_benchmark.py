@@ -157,6 +157,7 @@ def measure_step(
     device_weights: Sequence[float] | None = None,
     *,
     gather: bool = True,
+    spread: bool = False,
 ) -> Measurement:
     """Train for two steps and return the peaks of both and what the second one took.
 
@@ -170,20 +171,24 @@ def measure_step(
         device_weights: the weight of each device, as in ``BalancedDataParallel``.
         gather: whether to gather outputs and compute their loss on device 0. Otherwise each device
             computes the loss of its chunk.
+        spread: whether to spread parameters, gradients and optimizer state over all devices.
 
     Raises:
         ArgumentError, ArgumentTypeError: If there is no such split.
     """
-    with step_meter(workload, devices, gather) as meter:
+    with step_meter(workload, devices, gather, spread) as meter:
         return meter.measure(batch_size, gpu0_bsz, device_weights)
 
 
 @contextmanager
 def step_meter(
-    workload: Workload, devices: Sequence[torch.device], gather: bool = True
+    workload: Workload,
+    devices: Sequence[torch.device],
+    gather: bool = True,
+    spread: bool = False,
 ) -> Iterator[StepMeter]:
     """Yield a ``StepMeter``, and free what it holds at the end."""
-    meter = StepMeter(workload, devices, gather)
+    meter = StepMeter(workload, devices, gather, spread)
     # Garbage is collected after each measurement: exclude what was there before.
     is_ours = gc.get_freeze_count() == 0
     if is_ours:
@@ -203,14 +208,20 @@ class StepMeter:
         workload: the workload to train.
         devices: real or emulated devices.
         gather: whether to gather outputs, or to compute the loss on each device.
+        spread: whether to spread parameters over all devices.
     """
 
     def __init__(
-        self, workload: Workload, devices: Sequence[torch.device], gather: bool = True
+        self,
+        workload: Workload,
+        devices: Sequence[torch.device],
+        gather: bool = True,
+        spread: bool = False,
     ) -> None:
         self.workload = workload
         self.devices = list(devices)
         self.gather = gather
+        self.spread = spread
         self._has_state = False
 
     @functools.cached_property
@@ -273,6 +284,7 @@ class StepMeter:
                         self.devices,
                         gather=self.gather,
                         device_weights=device_weights,
+                        spread=self.spread,
                     )
                 on_loss(self._train(step, model, batch_size))
             except RuntimeError as error:

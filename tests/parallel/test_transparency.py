@@ -82,7 +82,11 @@ def run(
 
 
 def check_transparent(
-    case: Case, devices: list[torch.device], batch_size: int, values: Sequence[int]
+    case: Case,
+    devices: list[torch.device],
+    batch_size: int,
+    values: Sequence[int],
+    spread: bool = False,
 ) -> None:
     """Compares each value of gpu0_bsz with the bare module, which is run once."""
     torch.manual_seed(batch_size)
@@ -97,7 +101,9 @@ def check_transparent(
     where = devices[0] if devices[0].type == "cuda" else torch.device("cpu")
     expected = run(reference.to(where), reference, inputs, where)
     for gpu0_bsz, module in zip(values, modules, strict=True):
-        parallel = BalancedDataParallel(gpu0_bsz, module, device_ids=devices, **case.options)
+        parallel = BalancedDataParallel(
+            gpu0_bsz, module, device_ids=devices, spread=spread, **case.options
+        )
         assert_same(run(parallel, module, inputs, devices[0]), expected)
 
 
@@ -118,14 +124,23 @@ def test_outputs_and_gradients_are_those_of_the_module(case, kind):
                 # A single device has the whole batch, whatever the value.
                 values = range(even + 1) if num_devices > 1 else (0, even)
                 check_transparent(case, devices, batch_size, values)
+            if len(set(devices)) > 1:
+                check_transparent(case, devices, 9, (0, 2), spread=True)
 
 
 @pytest.mark.filterwarnings("ignore:gpu0_bsz")
-@given(st.sampled_from(KINDS), st.integers(1, 6), st.integers(1, 20), st.integers(0, 20), st.data())
-def test_any_split_of_any_batch(kind, num_devices, batch_size, gpu0_bsz, data):
+@given(
+    kind=st.sampled_from(KINDS),
+    num_devices=st.integers(1, 6),
+    batch_size=st.integers(1, 20),
+    gpu0_bsz=st.integers(0, 20),
+    spread=st.booleans(),
+    data=st.data(),
+)
+def test_any_split_of_any_batch(kind, num_devices, batch_size, gpu0_bsz, spread, data):
     case = CASES[data.draw(st.sampled_from(["mlp", "nested inputs", "scalar loss", "dim=1"]))]
     with open_devices(kind, num_devices) as devices:
-        check_transparent(case, devices, batch_size, [gpu0_bsz])
+        check_transparent(case, devices, batch_size, [gpu0_bsz], spread)
 
 
 # Nested inputs: what goes in comes out, whatever the containers.

@@ -1,0 +1,84 @@
+"""Give each parameter a home: the device that keeps it, its gradient and its optimizer state."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import nn
+
+from .coalesced_copy import BUCKET_BYTES
+
+
+def spread_parameters(module: nn.Module, devices: Sequence[torch.device]) -> None:
+    """Move each parameter to one of ``devices``, and the buffers to the first.
+
+    The bytes on each device are in proportion to its capacity. Submodules that follow one another
+    share a home until they fill a bucket; then comes the device that is the least full. So the
+    parameters of a bucket are used one soon after the other, and the links of all devices at once.
+
+    Raises:
+        RuntimeError: a parameter cannot be moved in place; ``module.to(devices[0])`` before.
+    """
+    capacities = _capacities(devices)
+    held = [0] * len(devices)
+    num_bytes = sum(parameter.nbytes for parameter in module.parameters())
+    bucket_bytes = min(num_bytes // (2 * len(devices)), BUCKET_BYTES)
+    index, free_bytes = 0, bucket_bytes
+    seen: set[nn.Parameter] = set()
+    for submodule in module.modules():
+        own = [p for p in submodule.parameters(recurse=False) if p not in seen]
+        seen.update(own)
+        size = sum(parameter.nbytes for parameter in own)
+        if size > free_bytes:
+            fractions = [(n + size) / c for n, c in zip(held, capacities, strict=True)]
+            index, free_bytes = fractions.index(min(fractions)), bucket_bytes
+        held[index] += size
+        free_bytes -= size
+        for parameter in own:
+            _move(parameter, devices[index])
+        for buffer in submodule.buffers(recurse=False):
+            _move(buffer, devices[0])
+    if refuse_alone not in module._forward_pre_hooks.values():
+        module.register_forward_pre_hook(refuse_alone)
+
+
+def refuse_alone(module: nn.Module, args: object) -> None:
+    """Explain, in a hook, why a module with spread parameters does not run by itself."""
+    is_replica = getattr(module, "_is_replica", False)
+    if not is_replica and len({parameter.device for parameter in module.parameters()}) > 1:
+        raise RuntimeError(
+            f"the parameters of this {type(module).__name__} are spread over several devices, so "
+            "it does not run by itself; call the BalancedDataParallel that holds it, or use "
+            "`with model.on_one_device() as module:`"
+        )
+
+
+@contextlib.contextmanager
+def on_one_device(module: nn.Module, device: torch.device) -> Iterator[None]:
+    """Context manager in which all parameters are on ``device``."""
+    homes = [(parameter, parameter.device) for parameter in module.parameters()]
+    for parameter, _ in homes:
+        _move(parameter, device)
+    try:
+        yield
+    finally:
+        for parameter, home in homes:
+            _move(parameter, home)
+
+
+def _move(tensor: torch.Tensor, device: torch.device) -> None:
+    """Move a tensor and its gradient; both keep their identity."""
+    tensor.data = tensor.data.to(device)
+    if tensor.grad is not None:
+        tensor.grad.data = tensor.grad.data.to(device)
+
+
+def _capacities(devices: Sequence[torch.device]) -> list[int]:
+    """Return the memory of each device, in bytes; 1 for devices that do not tell."""
+    modules = [torch.get_device_module(device) for device in devices]
+    if not all(hasattr(module, "get_device_properties") for module in modules):
+        return [1] * len(devices)
+    pairs = zip(modules, devices, strict=True)
+    return [module.get_device_properties(device).total_memory for module, device in pairs]

@@ -1,0 +1,233 @@
+"""Parameters have homes on all devices, and a model trains as with all of them on one."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from balanced_dp import ArgumentTypeError, BalancedDataParallel, emulate_devices
+from balanced_dp.emulation.machine import current_machine
+
+from ..devices import KINDS, open_devices
+from ..modules import Lambda
+
+TOLERANCE = {"rtol": 1e-10, "atol": 1e-10}
+DISTINCT = [kind for kind in KINDS if kind in ("emulated", "stand-in", "cuda")]
+
+
+class Tied(nn.Module):
+    """A small language model with tied weights, a frozen layer and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(11, 6)
+        self.norms = nn.ModuleList(nn.LayerNorm(6) for _ in range(3))
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+        self.layers[1].requires_grad_(False)
+        self.head = nn.Linear(6, 11, bias=False)
+        self.head.weight = self.tokens.weight
+        self.register_buffer("num_calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        self.num_calls += 1
+        x = self.tokens(tokens)
+        for norm, layer in zip(self.norms, self.layers, strict=True):
+            x = x + layer(norm(x)).tanh()
+        return self.head(x)
+
+
+def trained(model, module, how, sizes=(13, 3, 1, 8)):
+    """Returns losses and weights after some steps, in the manner of common loops."""
+    torch.manual_seed(1)
+    optimizer = torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], lr=0.05)
+    device = next(module.buffers()).device
+    criterion = nn.CrossEntropyLoss()
+    losses = []
+    for size in sizes:
+        tokens = torch.randint(11, (size, 5))
+        parts = tokens.split(2) if how == "accumulated" else [tokens]
+        block = getattr(model, "accumulate", torch.enable_grad)
+        with block() if how == "accumulated" else torch.enable_grad():
+            for part in parts:
+                loss = criterion(model(part.to(device)).flatten(0, 1), part.flatten().to(device))
+                (loss * len(part) / size).backward()
+                losses.append(loss.item())
+        nn.utils.clip_grad_norm_(module.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            losses.append(model(tokens.to(device)).sum().item())
+    return losses, {name: value.cpu() for name, value in module.state_dict().items()}
+
+
+@pytest.mark.parametrize("how", ["step", "accumulated"])
+@pytest.mark.parametrize("gpu0_bsz", [None, 0, 2])
+@pytest.mark.parametrize("kind", DISTINCT)
+def test_training_is_that_of_the_module(kind, gpu0_bsz, how):
+    torch.manual_seed(0)
+    plain = Tied().double()
+    with open_devices(kind, 4) as devices:
+        module = copy.deepcopy(plain).to(devices[0])
+        model = BalancedDataParallel(gpu0_bsz, module, devices, spread=True)
+        assert len(set(model.homes().values())) == 4
+        losses, state = trained(model, module, how)
+        del model, module
+    expected_losses, expected_state = trained(plain, plain, how)
+    torch.testing.assert_close(losses, expected_losses, **TOLERANCE)
+    torch.testing.assert_close(state, expected_state, **TOLERANCE)
+
+
+def test_homes_hold_what_their_memory_allows_and_parameters_keep_their_identity():
+    with emulate_devices(3, memory=["4GiB", "2GiB", "2GiB"]) as devices:
+        module = nn.Sequential(*(nn.Linear(64, 64) for _ in range(40))).to(devices[0])
+        parameters = list(module.parameters())
+        optimizer = torch.optim.SGD(module.parameters())
+        model = BalancedDataParallel(None, module, spread=True)
+        assert all(a is b for a, b in zip(parameters, module.parameters(), strict=True))
+        assert optimizer.param_groups[0]["params"][0] is parameters[0]
+        held = [torch.get_device_module(d).memory_allocated(d) for d in devices]
+        bucket = sum(held) / 6
+        assert held == pytest.approx([sum(held) / 2, sum(held) / 4, sum(held) / 4], abs=bucket)
+        assert held[0] > 1.4 * max(held[1:])
+        # Weight and bias of a layer stay together.
+        homes = list(model.homes().values())
+        assert homes[::2] == homes[1::2] == [p.device for p in parameters[::2]]
+        del optimizer, parameters, model, module
+
+
+@given(st.lists(st.integers(1, 300), min_size=1, max_size=12), st.integers(2, 4))
+def test_no_device_holds_more_than_its_share_a_bucket_and_a_module(widths, num_devices):
+    with emulate_devices(num_devices, symbolic=True) as devices:
+        module = nn.ModuleList(nn.Linear(width, 10) for width in widths).to(devices[0])
+        model = BalancedDataParallel(None, module, spread=True)
+        sizes = [sum(p.nbytes for p in child.parameters()) for child in module]
+        held = dict.fromkeys(devices, 0)
+        for parameter in module.parameters():
+            held[parameter.device] += parameter.nbytes
+        share = sum(sizes) / num_devices
+        assert max(held.values()) <= share + share / 2 + max(sizes)
+        assert set(model.homes()) == {name for name, _ in module.named_parameters()}
+        del model, module, parameter
+
+
+def test_a_module_that_is_spread_does_not_run_by_itself_but_on_one_device(emulated):
+    module = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2)).to(emulated[0])
+    plain = copy.deepcopy(module)
+    model = BalancedDataParallel(1, module, emulated[:2], spread=True)
+    model = BalancedDataParallel(2, module, emulated[:2], spread=True)  # and again
+    x = torch.ones(3, 4, device=emulated[0])
+    with pytest.raises(RuntimeError, match=r"spread over several .* use `with model.on_one_device"):
+        module(x)
+    homes = model.homes()
+    with model.on_one_device() as alone:
+        assert alone is module
+        assert torch.equal(alone(x), plain(x))
+    assert model.homes() == homes
+    assert torch.allclose(model(x), plain(x))
+
+
+def test_a_checkpoint_fits_any_number_of_devices(emulated, tmp_path):
+    module = Tied().to(emulated[0])
+    model = BalancedDataParallel(None, module, emulated[:3], spread=True)
+    torch.save(model.state_dict(), tmp_path / "spread.pt")
+    state = torch.load(tmp_path / "spread.pt", map_location="cpu")
+    bare = Tied()
+    bare.load_state_dict({name.removeprefix("module."): value for name, value in state.items()})
+    others = [
+        BalancedDataParallel(None, Tied().to(emulated[0]), emulated[:2], spread=True),
+        BalancedDataParallel(1, Tied().to(emulated[0]), emulated[:2]),
+    ]
+    tokens = torch.randint(11, (7, 5))
+    for other in others:
+        other.load_state_dict(state)
+        assert torch.allclose(other(tokens).cpu(), bare(tokens))
+
+
+def test_optimizer_state_is_moved_by_loading_it(emulated):
+    """It was made before the parameters were spread."""
+    module = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2)).to(emulated[0])
+    optimizer = torch.optim.AdamW(module.parameters())
+    module(torch.ones(3, 4, device=emulated[0])).sum().backward()
+    optimizer.step()
+    model = BalancedDataParallel(None, module, emulated[:2], spread=True)
+    assert all(p.grad.device == p.device for p in module.parameters())
+    optimizer.load_state_dict(optimizer.state_dict())
+    model(torch.ones(3, 4)).sum().backward()
+    optimizer.step()
+    states = optimizer.state.items()
+    assert all(state["exp_avg"].device == parameter.device for parameter, state in states)
+
+
+def test_a_parameter_that_left_the_devices_is_an_error(emulated):
+    model = BalancedDataParallel(None, nn.Linear(4, 2).to(emulated[0]), emulated[:2], spread=True)
+    model.module.weight = nn.Parameter(torch.ones(2, 4))
+    with pytest.raises(RuntimeError, match=r"lazy:0, lazy:1 \(device_ids\), but .* device: cpu"):
+        model(torch.ones(3, 4))
+
+
+@pytest.mark.parametrize("gpu0_bsz", [0, 2])
+@pytest.mark.parametrize("write", ["in place", "data"])
+def test_what_forward_writes_is_kept(emulated, write, gpu0_bsz):
+    def forward(self, x):
+        for layer in self.layers:
+            weight = layer.weight.data if write == "data" else layer.weight.detach()
+            weight.mul_(0.5)
+        return self.layers(x)
+
+    layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+    module = Lambda(forward, layers=layers).to(emulated[0])
+    before = [layer.weight.detach().cpu() for layer in layers]
+    model = BalancedDataParallel(gpu0_bsz, module, emulated, spread=True)
+    for _ in range(2):
+        model(torch.ones(9, 4))
+    for old, layer in zip(before, layers, strict=True):
+        assert torch.equal(layer.weight.cpu(), old / 4)
+
+
+def step_figures(spread: bool) -> tuple[int, int, list[int]]:
+    """Returns the bytes that a step copies, those into the busiest device, and the peaks."""
+    with emulate_devices(4, symbolic=True) as devices:
+        layers = nn.Sequential(*(nn.Linear(256, 256) for _ in range(16))).to(devices[0])
+        module = Lambda(lambda self, x: self.layers(x).mean(), layers=layers)
+        model = BalancedDataParallel(8 - (not spread), module, spread=spread)
+        optimizer = torch.optim.AdamW(module.parameters())
+        machine = current_machine()
+        for _ in range(2):
+            before = Counter(machine.copied_bytes())
+            model(torch.ones(32, 256)).backward()
+            copied = Counter(machine.copied_bytes()) - before
+            optimizer.step()
+            optimizer.zero_grad()
+        into = Counter()
+        for (_, target), size in copied.items():
+            into[target] += size
+        peaks = [torch.get_device_module(d).max_memory_allocated(d) for d in devices]
+        del model, module, layers, optimizer
+        return copied.total(), max(into.values()), peaks
+
+
+def test_spreading_levels_memory_and_links_and_copies_as_many_bytes():
+    """Each weight goes to n - 1 devices and as many gradients come back, but to n homes."""
+    copied, busiest, peaks = step_figures(spread=False)
+    copied_spread, busiest_spread, peaks_spread = step_figures(spread=True)
+    assert copied_spread == pytest.approx(copied, rel=0.01)
+    assert busiest_spread < 0.55 * busiest
+    assert max(peaks) > 2 * min(peaks)
+    assert max(peaks_spread) < 1.2 * min(peaks_spread)
+    assert max(peaks_spread) < 0.6 * max(peaks)
+
+
+def test_none_needs_spread_and_the_even_split_is_not_warned_of():
+    with pytest.raises(ArgumentTypeError, match="or None with device_weights or spread"):
+        BalancedDataParallel(None, nn.Linear(4, 2), ["cpu", "cpu"])
+    model = BalancedDataParallel(None, nn.Linear(4, 2), ["cpu", "cpu"], spread=True)
+    assert model.split(9) == (5, 4)
+    model(torch.ones(9, 4))
+    model.gpu0_bsz = 5
+    model(torch.ones(9, 4))
