@@ -186,7 +186,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         self._workers = Workers()
         if len(devices) == 1:
             module.to(devices[0])
-        elif spread:
+        elif devices and spread:
             spread_parameters(module, list(dict.fromkeys(devices)))
 
     @property

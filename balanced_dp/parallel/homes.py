@@ -70,7 +70,15 @@ def on_one_device(module: nn.Module, device: torch.device) -> Iterator[None]:
 
 def _move(tensor: torch.Tensor, device: torch.device) -> None:
     """Move a tensor and its gradient; both keep their identity."""
-    tensor.data = tensor.data.to(device)
+    try:
+        tensor.data = tensor.data.to(device)
+    except RuntimeError as error:
+        if "incompatible tensor type" not in str(error):
+            raise
+        raise RuntimeError(
+            f"a parameter on {tensor.device} cannot become one on {device} in place; move the "
+            "module to device_ids[0] before it is wrapped"
+        ) from None
     if tensor.grad is not None:
         tensor.grad.data = tensor.grad.data.to(device)
 

@@ -164,6 +164,18 @@ def test_optimizer_state_is_moved_by_loading_it(emulated):
     assert all(state["exp_avg"].device == parameter.device for parameter, state in states)
 
 
+def test_a_module_of_another_kind_of_device_is_moved_first(emulated):
+    """A parameter of the CPU and one of an emulated device differ in type."""
+    with pytest.raises(RuntimeError, match=r"on cpu cannot become one on lazy:0 in place; move"):
+        BalancedDataParallel(None, nn.Linear(4, 2), emulated[:2], spread=True)
+
+
+def test_without_devices_nothing_is_spread(no_accelerator):
+    model = BalancedDataParallel(None, nn.Linear(4, 2), spread=True)
+    assert model(torch.ones(3, 4)).shape == (3, 2)
+    assert set(model.homes().values()) == {torch.device("cpu")}
+
+
 def test_a_parameter_that_left_the_devices_is_an_error(emulated):
     model = BalancedDataParallel(None, nn.Linear(4, 2).to(emulated[0]), emulated[:2], spread=True)
     model.module.weight = nn.Parameter(torch.ones(2, 4))
