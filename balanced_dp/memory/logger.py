@@ -11,7 +11,7 @@ from ..errors import ArgumentTypeError
 from ..split import as_integer
 from .peaks import Peaks
 from .probe import MemoryProbe
-from .step_memory import spread
+from .step_memory import imbalance_of
 
 
 class MemoryLogger:
@@ -71,4 +71,4 @@ class MemoryLogger:
         self._peaks = Peaks(self._devices)
         for label, peak_bytes in zip(self._labels, peaks, strict=True):
             self._write(f"memory/{label}/peak_MiB", peak_bytes / 2**20, self.num_steps)
-        self._write("memory/imbalance", spread(peaks), self.num_steps)
+        self._write("memory/imbalance", imbalance_of(peaks), self.num_steps)

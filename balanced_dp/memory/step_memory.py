@@ -69,7 +69,7 @@ class StepMemory:
         Raises:
             ProbeError: the block has not ended.
         """
-        return spread([peak.peak_allocated_bytes for peak in self._ended()])
+        return imbalance_of([peak.peak_allocated_bytes for peak in self._ended()])
 
     @property
     def utilization(self) -> tuple[float, ...]:
@@ -153,7 +153,7 @@ class StepMemory:
         return self.devices
 
 
-def spread(values: Sequence[float]) -> float:
+def imbalance_of(values: Sequence[float]) -> float:
     """Return (max - min) / max, or 0 if all values are 0."""
     return (max(values) - min(values)) / max(values) if max(values) else 0.0
 
@@ -166,11 +166,11 @@ def _advice(usage: StepMemory, tolerance: float) -> str | None:
     utilization = usage.utilization
     if not usage.valid:
         return f"the measurement is not valid: {usage.reason}"
-    if spread(utilization) <= tolerance:
+    if imbalance_of(utilization) <= tolerance:
         return None
     emptiest = usage.devices[utilization.index(min(utilization))]
     fullest = usage.fullest
-    fact = f"{_compare(fullest, emptiest)}, {spread(utilization):.0%} apart"
+    fact = f"{_compare(fullest, emptiest)}, {imbalance_of(utilization):.0%} apart"
     return f"{fact}: {_remedy(usage, utilization, tolerance)}"
 
 
@@ -187,7 +187,7 @@ def _remedy(usage: StepMemory, utilization: Sequence[float], tolerance: float) -
     first, target = usage.devices[0], _best_gpu0_bsz(usage)
     others = max(utilization[1:])
     if target is None or first.chunk_size is None:
-        if spread([utilization[0], others]) > tolerance:
+        if imbalance_of([utilization[0], others]) > tolerance:
             return "lower gpu0_bsz" if utilization[0] > others else "raise gpu0_bsz"
         return "gpu0_bsz cannot change that; check what else is on the devices"
     sample = f"a sample takes about {format_bytes(usage.bytes_per_sample or 0)}"

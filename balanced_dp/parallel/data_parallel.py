@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
 from typing import Any, Literal, TypeVar, get_args
 
@@ -30,10 +30,10 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 class BalancedDataParallel(nn.DataParallel[ModuleT]):
     """``torch.nn.DataParallel`` that gives ``device_ids[0]`` at most ``gpu0_bsz`` samples.
 
-    The first device also holds the gathered outputs, the loss, the reduced gradients and the
-    optimizer state; a smaller chunk of the batch leaves room for them. Each call splits the batch
-    with ``split_batch`` or ``split_by_weights``. Unless samples interact in the module, outputs and
-    gradients are those of the whole batch on one device, whatever the split.
+    The first device also holds the gathered outputs, the loss and, without ``spread``, the reduced
+    gradients and the optimizer state; a smaller chunk of the batch leaves room for them. Each call
+    splits the batch with ``split_batch`` or ``split_by_weights``. Unless samples interact in the
+    module, outputs and gradients are those of the whole batch on one device, whatever the split.
 
     ``module``, ``device_ids``, ``output_device``, ``dim`` and the keys of the state dict are those
     of ``nn.DataParallel``. It differs on purpose in these points:
@@ -50,8 +50,8 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
             ``"auto"`` finds the value during the first iterations of training: it starts with the
             even split, reads the peaks of each iteration when the next one begins, changes the
             value at most five times and then keeps it. It also changes the value when memory runs
-            out: catch ``torch.OutOfMemoryError`` and repeat the step. None means no limit and needs
-            ``device_weights`` or, for an even split, ``spread``.
+            out: catch ``torch.OutOfMemoryError`` and repeat the step. None means no limit: the even
+            split with ``spread``, or that of ``device_weights``; it needs one of them.
         module: the module to parallelize; its buffers are on ``device_ids[0]``, and so are its
             parameters without ``spread``.
         device_ids: devices as ints (of the accelerator), strings or ``torch.device``. None means
@@ -98,14 +98,16 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
     Raises:
         ArgumentError, ArgumentTypeError: an argument cannot be used.
         ScatterError, GatherError: on a call, an input cannot be split or the outputs not joined.
-        RuntimeError: on a call, a parameter or buffer is not on ``device_ids[0]``; the module is
-            scripted, compiled in place or lazy; or weights were changed in ``shared_weights``.
+        RuntimeError: on a call, a parameter or buffer is not on ``device_ids[0]``, or with
+            ``spread`` a parameter on none of ``device_ids``; the module is scripted, compiled in
+            place or lazy; or weights were changed in ``shared_weights``.
 
     Warns:
-        BalanceWarning: once each, if ``gpu0_bsz`` is not below the even share of the first batch,
-            a 0-dim output need not have the value of the whole batch, a sequence that goes whole
-            to each device is as long as the batch, ``forward`` sets an attribute of the module,
-            which is lost, or writes a parameter that replicas on one device share.
+        BalanceWarning: once each, if ``gpu0_bsz`` is not below the even share of the first batch
+            without ``spread``, a 0-dim output need not have the value of the whole batch, a
+            sequence that goes whole to each device is as long as the batch, ``forward`` sets an
+            attribute of the module, which is lost, or writes a parameter that replicas on one
+            device share.
 
     Source:
         Transformer-XL's ``BalancedDataParallel`` (Dai et al. 2019,
@@ -167,7 +169,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         self._device_type = default_device_type()
         devices = resolve_devices(device_ids, self._device_type)
         self.device_ids = [self._id_of(device) for device in devices]
-        self._policy = SplitPolicy(gpu0_bsz, devices, device_weights, may_be_even=spread)
+        self._policy = SplitPolicy(gpu0_bsz, devices, device_weights, spread=spread)
         self.module = module
         self.spread = spread
         self.dim = dim
@@ -209,13 +211,13 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         """The most samples that the first device gets.
 
         With ``"auto"``, the value in use, after a look for memory that has run out, and None
-        before the first batch. It may be set to a number or to ``"auto"`` at any time.
+        before the first batch. It may be set to whatever the constructor accepts, at any time.
         """
         return self._policy.gpu0_bsz
 
     @gpu0_bsz.setter
     def gpu0_bsz(self, value: int | Literal["auto"] | None) -> None:
-        self._policy = SplitPolicy(value, self.devices, self.device_weights, self.spread)
+        self._policy = SplitPolicy(value, self.devices, self.device_weights, spread=self.spread)
 
     @property
     def device_weights(self) -> tuple[float, ...] | None:
@@ -260,7 +262,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
                     self.dim,
                     list(zip(chunks, chunk_kwargs, strict=True)),
                     self.loss_weight,
-                    self.scalar_outputs == "auto",
+                    is_auto=self.scalar_outputs == "auto",
                 )
                 with losses.recording(), self._replicator.running(self.module, replicas):
                     outputs = self.parallel_apply(replicas, chunks, chunk_kwargs, device_ids, sizes)
@@ -351,8 +353,15 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         For ``generate``, export and so on: with ``spread``, the module cannot run by itself.
         Afterwards, parameters are at their homes again.
         """
-        with on_one_device(self.module, self.devices[0]):
+        with on_one_device(self.module, self.devices[0]) if self.devices else nullcontext():
             yield self.module
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> BalancedDataParallel[ModuleT]:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        # As after cuda(), which scripts call on wrappers.
+        if self.spread and {p.device for p in self.module.parameters()} == {self.src_device_obj}:
+            spread_parameters(self.module, list(dict.fromkeys(self.devices)))
+        return self
 
     def close(self) -> None:
         """End the worker threads and drop the replicas. A later call makes new ones."""

@@ -15,17 +15,17 @@ def spread_parameters(module: nn.Module, devices: Sequence[torch.device]) -> Non
     """Move each parameter to one of ``devices``, and the buffers to the first.
 
     The bytes on each device are in proportion to its capacity. Submodules that follow one another
-    share a home until they fill a bucket; then comes the device that is the least full. So the
-    parameters of a bucket are used one soon after the other, and the links of all devices at once.
+    form a run, and each run goes to the device that is the least full. So the parameters that are
+    copied together are used one soon after the other, and gradients arrive at all devices at once.
 
     Raises:
-        RuntimeError: a parameter cannot be moved in place; ``module.to(devices[0])`` before.
+        RuntimeError: a parameter cannot be moved in place; call ``module.to(devices[0])`` first.
     """
     capacities = _capacities(devices)
     held = [0] * len(devices)
     num_bytes = sum(parameter.nbytes for parameter in module.parameters())
-    bucket_bytes = min(num_bytes // (2 * len(devices)), BUCKET_BYTES)
-    index, free_bytes = 0, bucket_bytes
+    run_bytes = min(num_bytes // (2 * len(devices)), BUCKET_BYTES)
+    index, free_bytes = 0, run_bytes
     seen: set[nn.Parameter] = set()
     for submodule in module.modules():
         own = [p for p in submodule.parameters(recurse=False) if p not in seen]
@@ -33,7 +33,7 @@ def spread_parameters(module: nn.Module, devices: Sequence[torch.device]) -> Non
         size = sum(parameter.nbytes for parameter in own)
         if size > free_bytes:
             fractions = [(n + size) / c for n, c in zip(held, capacities, strict=True)]
-            index, free_bytes = fractions.index(min(fractions)), bucket_bytes
+            index, free_bytes = fractions.index(min(fractions)), run_bytes
         held[index] += size
         free_bytes -= size
         for parameter in own:
@@ -59,9 +59,9 @@ def refuse_alone(module: nn.Module, args: object) -> None:
 def on_one_device(module: nn.Module, device: torch.device) -> Iterator[None]:
     """Context manager in which all parameters are on ``device``."""
     homes = [(parameter, parameter.device) for parameter in module.parameters()]
-    for parameter, _ in homes:
-        _move(parameter, device)
     try:
+        for parameter, _ in homes:
+            _move(parameter, device)
         yield
     finally:
         for parameter, home in homes:
@@ -69,7 +69,7 @@ def on_one_device(module: nn.Module, device: torch.device) -> Iterator[None]:
 
 
 def _move(tensor: torch.Tensor, device: torch.device) -> None:
-    """Move a tensor and its gradient; both keep their identity."""
+    """Move a tensor and its gradient by their ``.data``, so that both keep their identity."""
     try:
         tensor.data = tensor.data.to(device)
     except RuntimeError as error:
@@ -84,7 +84,7 @@ def _move(tensor: torch.Tensor, device: torch.device) -> None:
 
 
 def _capacities(devices: Sequence[torch.device]) -> list[int]:
-    """Return the memory of each device, in bytes; 1 for devices that do not tell."""
+    """Return the bytes of memory of each device, or 1 for all if any does not tell."""
     modules = [torch.get_device_module(device) for device in devices]
     if not all(hasattr(module, "get_device_properties") for module in modules):
         return [1] * len(devices)

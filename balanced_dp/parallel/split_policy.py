@@ -23,8 +23,8 @@ class SplitPolicy:
         gpu0_bsz: the most samples for the first device, ``"auto"``, or None for no limit.
         devices: the devices that share a batch.
         device_weights: if given, batches are split in proportion to them.
-        may_be_even: whether the even split makes sense, as it does if the first device holds no
-            more than the others. None is accepted then, and no value is warned of.
+        spread: whether parameters are spread over the devices. Then the first one holds little more
+            than the others, so ``gpu0_bsz`` may be None, and no value is warned of.
 
     Raises:
         ArgumentError, ArgumentTypeError: the arguments cannot be used, or not together.
@@ -35,14 +35,13 @@ class SplitPolicy:
         gpu0_bsz: int | Literal["auto"] | None,
         devices: Sequence[torch.device],
         device_weights: Sequence[float] | None = None,
-        may_be_even: bool = False,
+        spread: bool = False,
     ) -> None:
         self._devices = devices
-        self._may_be_even = may_be_even
         self._number = None if isinstance(gpu0_bsz, str) else gpu0_bsz
         self.device_weights = None if device_weights is None else tuple(device_weights)
         self.auto: AutoSplit | None = None
-        self._has_checked = False
+        self._has_checked = spread or device_weights is not None
         if self.device_weights is not None:
             if isinstance(gpu0_bsz, str):
                 raise ArgumentError(
@@ -55,7 +54,7 @@ class SplitPolicy:
                 )
         elif gpu0_bsz == "auto":
             self.auto = AutoSplit(devices)
-        elif self._number is None and (gpu0_bsz is not None or not may_be_even):
+        elif isinstance(gpu0_bsz, str) or (gpu0_bsz is None and not spread):
             raise ArgumentTypeError(
                 "gpu0_bsz must be an integer or 'auto', or None with device_weights or spread, "
                 f"got {gpu0_bsz!r}"
@@ -85,14 +84,14 @@ class SplitPolicy:
         """
         if batch_size and self.auto is not None:
             self.auto.begin_call(module, batch_size)
-        elif batch_size and not self._has_checked and not self._may_be_even:
+        elif batch_size and not self._has_checked:
             self._check(batch_size)
             self._has_checked = True
         return self.split(batch_size)
 
     def _check(self, batch_size: int) -> None:
         even = even_share(batch_size, len(self._devices))
-        if self.device_weights is None and self._number is not None and self._number >= even:
+        if self._number is not None and self._number >= even:
             warn(
                 f"gpu0_bsz={self._number} balances nothing: the even share of this first batch of "
                 f"{batch_size} on {len(self._devices)} devices is {even}, so the split is that of "
@@ -120,7 +119,12 @@ class SplitPolicy:
         if self.device_weights is not None:
             weights = list(self.device_weights)
             return f"{fact}. Lower the weight of the device that ran out (device_weights={weights})"
-        if not self.gpu0_bsz:
+        if self._number is None:
+            return (
+                f"{fact}. If {self._devices[0]} ran out, set gpu0_bsz below {chunk_sizes[0]}; if "
+                "another device did, lower the batch size"
+            )
+        if self._number == 0:
             return f"{fact}; raise gpu0_bsz (now 0) or lower the batch size"
         return (
             f"{fact}. If {self._devices[0]} ran out, lower gpu0_bsz (now {self.gpu0_bsz}); if "

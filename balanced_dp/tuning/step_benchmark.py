@@ -22,7 +22,7 @@ from ..emulation.machine import DEVICE_TYPE, current_machine
 from ..errors import ArgumentError, BalanceWarning
 from ..memory.breakdown import memory_breakdown
 from ..memory.peaks import Peaks
-from ..memory.step_memory import spread
+from ..memory.step_memory import imbalance_of
 from ..parallel.auto_split import smallest_chunk
 from ..parallel.criterion import BalancedCriterion
 from ..parallel.data_parallel import BalancedDataParallel
@@ -78,7 +78,7 @@ class Measurement:
     @property
     def imbalance(self) -> float:
         """Return (max - min) / max of the peaks, 0 to 1."""
-        return spread(self.peak_bytes)
+        return imbalance_of(self.peak_bytes)
 
     @property
     def samples_per_s(self) -> float:

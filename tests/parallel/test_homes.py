@@ -132,6 +132,33 @@ def test_a_module_that_is_spread_does_not_run_by_itself_but_on_one_device(emulat
     assert torch.allclose(model(x), plain(x))
 
 
+def test_a_device_that_is_too_small_for_all_leaves_homes_as_they_were():
+    with emulate_devices(2, memory=["3MiB", "3MiB"]) as devices:
+        with torch.device("lazy:0"):
+            module = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(2)))
+        model = BalancedDataParallel(None, module, spread=True)
+        homes = model.homes()
+        assert len(set(homes.values())) == 2
+        hold = torch.ones(3 * 2**17, device=devices[0])
+        with pytest.raises(torch.OutOfMemoryError), model.on_one_device():
+            pass
+        assert model.homes() == homes
+        with pytest.raises(torch.OutOfMemoryError, match="was split") as error:
+            model(torch.ones(1000, 512))
+        assert "set gpu0_bsz below 500; if another" in "".join(getattr(error.value, "__notes__", error.value.args))
+        del module, model, hold, error
+
+
+def test_moving_the_wrapper_to_its_first_device_spreads_it_again(emulated):
+    """As ``nn.DataParallel(model).cuda()`` does."""
+    module = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))).to(emulated[0])
+    model = BalancedDataParallel(None, module, emulated, spread=True)
+    homes = model.homes()
+    assert model.to(emulated[0]) is model
+    assert model.homes() == homes
+    assert set(model.double().homes().values()) == set(homes.values())
+
+
 def test_a_checkpoint_fits_any_number_of_devices(emulated, tmp_path):
     module = Tied().to(emulated[0])
     model = BalancedDataParallel(None, module, emulated[:3], spread=True)
@@ -174,6 +201,8 @@ def test_without_devices_nothing_is_spread(no_accelerator):
     model = BalancedDataParallel(None, nn.Linear(4, 2), spread=True)
     assert model(torch.ones(3, 4)).shape == (3, 2)
     assert set(model.homes().values()) == {torch.device("cpu")}
+    with model.on_one_device() as module:
+        assert module is model.module
 
 
 def test_a_parameter_that_left_the_devices_is_an_error(emulated):
