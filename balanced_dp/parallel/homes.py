@@ -15,8 +15,9 @@ def spread_parameters(module: nn.Module, devices: Sequence[torch.device]) -> Non
     """Move each parameter to one of ``devices``, and the buffers to the first.
 
     The bytes on each device are in proportion to its capacity. Submodules that follow one another
-    form a run, and each run goes to the device that is the least full. So the parameters that are
-    copied together are used one soon after the other, and gradients arrive at all devices at once.
+    form a run. The first run goes to the first device, each other one to the device that is the
+    least full. So the parameters that are copied together are used one soon after the other, and
+    gradients arrive at all devices at once.
 
     Raises:
         RuntimeError: a parameter cannot be moved in place; call ``module.to(devices[0])`` first.
@@ -31,7 +32,7 @@ def spread_parameters(module: nn.Module, devices: Sequence[torch.device]) -> Non
         own = [p for p in submodule.parameters(recurse=False) if p not in seen]
         seen.update(own)
         size = sum(parameter.nbytes for parameter in own)
-        if size > free_bytes:
+        if size > free_bytes and any(held):
             fractions = [(n + size) / c for n, c in zip(held, capacities, strict=True)]
             index, free_bytes = fractions.index(min(fractions)), run_bytes
         held[index] += size
@@ -40,7 +41,7 @@ def spread_parameters(module: nn.Module, devices: Sequence[torch.device]) -> Non
             _move(parameter, devices[index])
         for buffer in submodule.buffers(recurse=False):
             _move(buffer, devices[0])
-    if refuse_alone not in module._forward_pre_hooks.values():
+    if len(devices) > 1 and refuse_alone not in module._forward_pre_hooks.values():
         module.register_forward_pre_hook(refuse_alone)
 
 
@@ -59,11 +60,16 @@ def refuse_alone(module: nn.Module, args: object) -> None:
 def on_one_device(module: nn.Module, device: torch.device) -> Iterator[None]:
     """Context manager in which all parameters are on ``device``."""
     homes = [(parameter, parameter.device) for parameter in module.parameters()]
+    hooks = module._forward_pre_hooks.copy()
     try:
+        for key, hook in hooks.items():
+            if hook is refuse_alone:  # torch.jit.script would compile it
+                del module._forward_pre_hooks[key]
         for parameter, _ in homes:
             _move(parameter, device)
         yield
     finally:
+        module._forward_pre_hooks.update(hooks)
         for parameter, home in homes:
             _move(parameter, home)
 

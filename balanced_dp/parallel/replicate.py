@@ -255,7 +255,7 @@ class Replicas(list[ModuleT]):
             # Torch's modules and hooks that set a weight do so on purpose. Private attributes are
             # caches or flags: transformers installs its hooks in the first call.
             if not type(module).__module__.startswith("torch.")
-            and not set(module._forward_pre_hooks.values()) - {refuse_alone}
+            and all(hook is refuse_alone for hook in module._forward_pre_hooks.values())
             for attribute, value in after.items()
             if attribute[0] != "_" and not _is_same(before.get(attribute, _NOTHING), value)
         ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -43,7 +43,11 @@ class WrittenState:
             shared = [r for i, r in enumerate(replicas) if _shares_parameters(r, replicas[:i])]
             parameters = {id(p): (name, p) for r in shared for name, p in r.named_parameters()}
             self._shared = [(n, p, _signs(p), _values(p)) for n, p in parameters.values()]
+        self._devices: set[torch.device] = set()
         if not is_shared:
+            self._devices = {
+                tensor.device for r in replicas for tensor in islice(_parameters(r), 1)
+            }
             pairs = enumerate(zip(_state(network), _state(replica), strict=True))
             self._copies = [
                 (index, original, copy, _signs(copy))
@@ -70,7 +74,9 @@ class WrittenState:
             if copy.shape != original.shape:
                 original.data = move(copy.detach(), original.device)
             elif copy.is_inference() or before != _signs(copy):
-                original.copy_(copy)
+                # Where a replica has used the original, backward needs its version.
+                is_used = original.device in self._devices
+                (original.data if is_used else original).copy_(copy)
             elif not isinstance(original, nn.Parameter) and not _is_expanded(original):
                 # Batch norm's kernels write statistics without a new version, so buffers are always
                 # copied. The copy makes no new version either, as on a single device.

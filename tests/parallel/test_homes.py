@@ -145,7 +145,8 @@ def test_a_device_that_is_too_small_for_all_leaves_homes_as_they_were():
         assert model.homes() == homes
         with pytest.raises(torch.OutOfMemoryError, match="was split") as error:
             model(torch.ones(1000, 512))
-        assert "set gpu0_bsz below 500; if another" in "".join(getattr(error.value, "__notes__", error.value.args))
+        notes = getattr(error.value, "__notes__", error.value.args)
+        assert "set gpu0_bsz below 500; if another" in "".join(notes)
         del module, model, hold, error
 
 
@@ -251,6 +252,48 @@ def step_figures(spread: bool) -> tuple[int, int, list[int]]:
         peaks = [torch.get_device_module(d).max_memory_allocated(d) for d in devices]
         del model, module, layers, optimizer
         return copied.total(), max(into.values()), peaks
+
+
+@pytest.mark.parametrize("gpu0_bsz", [None, 0])
+def test_forward_may_write_to_a_weight_before_it_uses_it(emulated, gpu0_bsz):
+    """What was copied back gave the home's weight a new version, and backward refused it."""
+
+    def forward(self, x):
+        for layer in self.layers:
+            with torch.no_grad():
+                layer.weight.clamp_(-0.1, 0.1)
+            x = layer(x).tanh()
+        return x
+
+    layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+    plain = Lambda(forward, layers=layers).double()
+    module = copy.deepcopy(plain).to(emulated[0])
+    model = BalancedDataParallel(gpu0_bsz, module, emulated, spread=True)
+    x = torch.randn(9, 4).double()
+    for call in (plain, model):
+        call(x).sum().backward()
+    for ours, theirs in zip(module.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.detach().cpu(), theirs.detach(), **TOLERANCE)
+        torch.testing.assert_close(ours.grad.cpu(), theirs.grad, **TOLERANCE)
+
+
+def test_the_first_parameter_stays_on_the_first_device():
+    """Scripts ask it for the device of targets; the second device is larger here."""
+    with emulate_devices(2, memory=["8GiB", "9GiB"]) as devices:
+        module = nn.Sequential(nn.Embedding(50, 8), nn.Linear(8, 6)).to(devices[0])
+        model = BalancedDataParallel(None, module, spread=True)
+        assert next(module.parameters()).device == devices[0]
+        assert len(set(model.homes().values())) == 2
+        del model, module
+
+
+def test_on_one_device_the_module_has_no_hook(emulated):
+    """``torch.jit.script`` would compile it."""
+    module = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2)).to(emulated[0])
+    model = BalancedDataParallel(None, module, emulated[:2], spread=True)
+    with model.on_one_device() as alone:
+        assert not alone._forward_pre_hooks
+    assert module._forward_pre_hooks
 
 
 def test_spreading_levels_memory_and_links_and_copies_as_many_bytes():

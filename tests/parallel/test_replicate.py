@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import functools
 import types
 
@@ -9,6 +10,8 @@ from torch import nn
 
 from balanced_dp import BalancedDataParallel, BalanceWarning
 from balanced_dp.parallel.replicate import replicate
+
+from ..modules import Lambda
 
 
 class Counter(nn.Module):
@@ -197,3 +200,18 @@ def test_warnings_of_the_replicator_point_to_the_caller():
         with pytest.warns(BalanceWarning, match="sets aux in forward") as caught:
             run(model, torch.ones(8, 2))
         assert caught[0].filename in (__file__, "<string>")
+
+
+@dataclasses.dataclass
+class UnhashableHook:
+    num_calls: int = 0
+
+    def __call__(self, module: nn.Module, args: object) -> None:
+        return None
+
+
+def test_hooks_need_not_be_hashable():
+    module = Lambda(lambda self, x: 2 * x)
+    module.register_forward_pre_hook(UnhashableHook())
+    model = BalancedDataParallel(1, module, ["cpu", "cpu"])
+    assert model(torch.ones(4, 6)).shape == (4, 6)
