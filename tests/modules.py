@@ -191,3 +191,10 @@ CASES = {
     ),
     "weight norm": Case(lambda: nn.utils.parametrizations.weight_norm(linear()), tensors((4,))),
 }
+
+
+def short_of_memory_in_backward(devices):
+    """A model whose backward pass needs twice what forward does, on a small device 0."""
+    layers = nn.Sequential(nn.Linear(64, 4096), nn.ReLU(inplace=True))
+    net = Lambda(lambda self, x: self.layers(x).sum(1), layers=layers).to(devices[0])
+    return net, torch.optim.SGD(net.parameters(), lr=0.1)

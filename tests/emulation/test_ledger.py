@@ -20,7 +20,7 @@ from balanced_dp.emulation.ledger import (
     Label,
 )
 
-from ..modules import Lambda
+from ..modules import short_of_memory_in_backward
 
 CAPACITY_BYTES = 16 * ROUND_BYTES
 sizes = st.integers(0, 4 * ROUND_BYTES)
@@ -317,13 +317,6 @@ def test_a_tensor_that_takes_another_storage_is_counted_anew(
     assert allocated(devices[0]) - before == (4096 - 512 if grow != "set_" else -512)
     del x
     assert allocated(devices[0]) == 4096
-
-
-def short_of_memory_in_backward(devices):
-    """A model whose backward pass needs twice what forward does, on a small device 0."""
-    layers = nn.Sequential(nn.Linear(64, 4096), nn.ReLU(inplace=True))
-    net = Lambda(lambda self, x: self.layers(x).sum(1), layers=layers).to(devices[0])
-    return net, torch.optim.SGD(net.parameters(), lr=0.1)
 
 
 def test_a_backward_pass_that_runs_out_of_memory_gives_all_back():

@@ -13,7 +13,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
 from torch.nn import functional
 
 from balanced_dp import (
@@ -30,7 +29,7 @@ from balanced_dp.planning.auto_balance import MAX_CHANGES, AutoBalance
 from balanced_dp.planning.split_planner import Planner
 from balanced_dp.tuning.models import CharTransformer
 
-from ..modules import Lambda
+from ..modules import short_of_memory_in_backward
 from ..notes import notes_of
 from ..planning.test_split_planner import budgets, models
 from ..tuning.small_workloads import SMALL, tokens
@@ -452,13 +451,6 @@ def test_running_out_in_evaluation_moves_nothing():
             model(torch.zeros(400, 64)).sum().backward()
             optimizer.step()
         del net, model, optimizer
-
-
-def short_of_memory_in_backward(devices):
-    """A model whose backward pass needs twice what forward does, on a small device 0."""
-    layers = nn.Sequential(nn.Linear(64, 4096), nn.ReLU(inplace=True))
-    net = Lambda(lambda self, x: self.layers(x).sum(1), layers=layers).to(devices[0])
-    return net, torch.optim.SGD(net.parameters(), lr=0.1)
 
 
 def test_auto_repeats_a_step_that_ran_out_in_backward():
