@@ -357,6 +357,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
             yield self.module
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> BalancedDataParallel[ModuleT]:
+        # torch gives this method no types.
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         # As after cuda(), which scripts call on wrappers.
         if self.spread and {p.device for p in self.module.parameters()} == {self.src_device_obj}:

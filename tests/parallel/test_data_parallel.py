@@ -590,12 +590,11 @@ def test_nothing_is_printed(devices, capfd):
     assert capfd.readouterr() == ("", "")
 
 
+@no_accelerator
 def test_every_attribute_is_set_without_an_accelerator():
     """Stock returns from its constructor before it sets dim and output_device, so code that reads
     them fails on a machine without GPUs only.
     """
-    if torch.accelerator.is_available():
-        pytest.skip("there is an accelerator here")
     module = nn.Linear(4, 2)
     parallel = BalancedDataParallel(1, module, dim=1)
     attributes = (parallel.module, parallel.device_ids, parallel.output_device, parallel.dim)

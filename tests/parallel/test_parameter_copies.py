@@ -670,16 +670,6 @@ def adapter(_: int) -> nn.Module:
     return nn.Linear(8, 8, bias=False)
 
 
-class Scaled(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(4, 2)
-        self.register_buffer("scale", torch.ones(2))
-
-    def forward(self, x):
-        return self.layer(x) * self.scale
-
-
 def test_attributes_of_parameters_travel_with_their_copies(emulated):
     class Scaled(nn.Module):
         def __init__(self):
