@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
@@ -67,20 +68,25 @@ def fill_buckets(tensors: Sequence[torch.Tensor], *, of_gradients: bool = True) 
     num_bytes = sum(filter(None, sizes))
     bucket_bytes = min(max(num_bytes // 8, 0 if of_gradients else LEAST_BYTES), BUCKET_BYTES)
     buckets: list[list[int]] = []
-    filling: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-    free_bytes: dict[tuple[torch.dtype, torch.device], int] = {}
+    filling: dict[tuple[torch.dtype, torch.device], _Bucket] = {}
     for position, (tensor, size) in enumerate(zip(tensors, sizes, strict=True)):
         if size is None or (of_gradients and has_hooks(tensor)):
             buckets.append([position])
             continue
         kind = (tensor.dtype, tensor.device)
-        if free_bytes.get(kind, -1) < size:
-            filling[kind] = []
-            free_bytes[kind] = bucket_bytes
-            buckets.append(filling[kind])
-        filling[kind].append(position)
-        free_bytes[kind] -= size
+        bucket = filling.get(kind)
+        if bucket is None or bucket.free_bytes < size:
+            bucket = filling[kind] = _Bucket([], bucket_bytes)
+            buckets.append(bucket.positions)
+        bucket.positions.append(position)
+        bucket.free_bytes -= size
     return buckets
+
+
+@dataclass(slots=True)
+class _Bucket:
+    positions: list[int]
+    free_bytes: int
 
 
 def copy_to(
@@ -143,7 +149,7 @@ def _send(
             originals = [tensors[i] for i in bucket]
             if not there:
                 continue
-            piece = _flatten_dense_tensors(originals)
+            piece = _flatten_dense_tensors(originals).resolve_neg()
             if len(there) == 1:
                 there[0].copy_(piece, non_blocking=True)
             else:
@@ -212,4 +218,4 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     """Return whether a tensor can be flattened into a bucket and rebuilt from it."""
     is_wrapper = hasattr(tensor, "__tensor_flatten__")
     is_dense = tensor.layout is torch.strided and tensor.is_contiguous()
-    return is_dense and not is_wrapper and not tensor.is_neg()
+    return is_dense and not is_wrapper

@@ -9,7 +9,6 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any
@@ -56,18 +55,18 @@ def parallel_apply(
         jobs.setdefault(device, {})[index] = call
     (first, first_job), *others = jobs.items()
     with _reserved(workers) as threads:
-        futures: list[Future[None]] = []
+        ends: list[threading.Event] = []
         try:
             for device, job in others:
                 work = functools.partial(_work, job, device, state, results, errors)
                 # Each in a copy of its own: a context cannot be entered twice at a time.
                 run = functools.partial(contextvars.copy_context().run, work)
-                futures.append(threads.submit(device, run))
+                ends.append(threads.submit(device, run))
             work = functools.partial(_work, first_job, first, state, results, errors)
             contextvars.copy_context().run(work) if others else work()
-            wait(futures)
+            _wait(ends)
         except BaseException:  # the replicas still work on the caller's tensors
-            wait(futures)
+            _wait(ends)
             raise
     if errors:
         index = min(errors)
@@ -84,6 +83,11 @@ def parallel_apply(
     outputs = [results[index] for index in range(len(functions))]
     results.clear()  # a thread may refer to it a moment longer
     return outputs
+
+
+def _wait(events: Sequence[threading.Event]) -> None:
+    for event in events:
+        event.wait()
 
 
 def _work(
@@ -120,8 +124,8 @@ class Workers:
     def __reduce__(self) -> tuple[type[Workers], tuple[()]]:
         return Workers, ()  # a copy of the model has its own
 
-    def submit(self, device: torch.device, work: Callable[[], None]) -> Future[None]:
-        """Run ``work`` in the thread of ``device``, and return a Future.
+    def submit(self, device: torch.device, work: Callable[[], None]) -> threading.Event:
+        """Run ``work`` in the thread of ``device``, and return an event that is set at its end.
 
         A device always has the same thread: torch keeps library handles, and their memory, for
         each thread that uses a device.
@@ -152,11 +156,11 @@ class _Worker:
         self._thread.start()
         weakref.finalize(self, self._queue.put, None).atexit = False
 
-    def submit(self, work: Callable[[], None]) -> Future[None]:
-        """Run ``work`` in the thread, and return a Future."""
-        done: Future[None] = Future()
-        self._queue.put((work, done))
-        return done
+    def submit(self, work: Callable[[], None]) -> threading.Event:
+        """Run ``work`` in the thread, and return an event that is set at its end."""
+        end = threading.Event()
+        self._queue.put((work, end))
+        return end
 
     def close(self) -> None:
         """End the thread after the work that it has been given."""
@@ -167,10 +171,10 @@ class _Worker:
 
 def _serve(queue: SimpleQueue[Any]) -> None:
     while (item := queue.get()) is not None:
-        work, done = item
+        work, end = item
         work()
-        done.set_result(None)
-        del item, work, done
+        end.set()
+        del item, work, end
 
 
 @contextlib.contextmanager
