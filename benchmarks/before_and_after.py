@@ -28,12 +28,12 @@ def measured() -> Report:
 
 def picture(report: Report) -> str:
     """Returns the picture: the even split, the best one, and the loss on each device."""
-    assert report.alternative is not None
+    other = report.alternatives[0]
+    assert other.plan is not None and other.chosen is not None
     panels = {
         "nn.DataParallel's split": report.even,
         f"BalancedDataParallel({report.plan.gpu0_bsz}, model)": report.chosen,
-        f"({report.alternative.plan.gpu0_bsz}, model, gather=False)\n"
-        "and the loss on each device": report.alternative.chosen,
+        f"({other.plan.gpu0_bsz}, model, gather=False)\nand the loss on each device": other.chosen,
     }
 
     def draw(figure: Figure) -> None:

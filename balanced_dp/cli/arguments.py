@@ -18,6 +18,13 @@ NumDevices = Annotated[
 ]
 Emulate = Annotated[bool, typer.Option("--emulate", help="Emulate devices even if there are GPUs.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Spread = Annotated[
+    bool,
+    typer.Option(
+        "--spread",
+        help="Spread parameters, gradients and optimizer state over all devices, with spread=True.",
+    ),
+]
 LossOnDevice = Annotated[
     bool,
     typer.Option(

@@ -172,6 +172,7 @@ def plan_command(
         str, typer.Option(help="Memory to keep free for CUDA's context and workspaces.")
     ] = "512MiB",
     loss_on_device: arguments.LossOnDevice = False,
+    spread: arguments.Spread = False,
     as_json: arguments.Json = False,
 ) -> None:
     """Find gpu0_bsz for a workload on GPUs that this machine need not have.
@@ -180,7 +181,13 @@ def plan_command(
     """
     capacities = arguments.parse_capacities(memory, num_devices, default=4)
     report = _tuned(
-        target, batch_size, capacities, reserve, emulate=True, gather=not loss_on_device
+        target,
+        batch_size,
+        capacities,
+        reserve,
+        emulate=True,
+        gather=not loss_on_device,
+        spread=spread,
     )
     if as_json:
         print(report_json(report), end="")
@@ -222,6 +229,7 @@ def tune_command(
     ] = None,
     emulate: arguments.Emulate = False,
     loss_on_device: arguments.LossOnDevice = False,
+    spread: arguments.Spread = False,
     as_json: arguments.Json = False,
 ) -> None:
     """Measure a workload at several values, choose gpu0_bsz, and write a report.
@@ -246,6 +254,7 @@ def tune_command(
         arguments.parse_sweep(sweep),
         emulate=emulate,
         gather=not loss_on_device,
+        spread=spread,
     )
     if output is not None:
         _write(output, report_json(report))
@@ -328,6 +337,7 @@ def _tuned(
     *,
     emulate: bool,
     gather: bool,
+    spread: bool,
 ) -> Report:
     sys.path.insert(0, "")  # the workload may be in the current folder
     workload = find_workload(target)
@@ -343,6 +353,7 @@ def _tuned(
                 sweep=sweep,
                 emulate=emulate,
                 gather=gather,
+                spread=spread,
                 on_measurement=on_measurement,
             )
     except BalancedDataParallelError:

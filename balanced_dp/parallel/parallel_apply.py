@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from ..emulation.machine import DEVICE_TYPE
 from .call_inputs import Arguments
 from .losses.calls import noted
 
@@ -28,11 +29,11 @@ def parallel_apply(
 ) -> list[Any]:
     """Call ``functions[i]`` on ``arguments[i]`` with ``devices[i]`` current; return the results.
 
-    Calls for the first device run in the calling thread, those for each other device in a thread of
-    their own. Calls on the same device run one after the other, since they share its random number
-    generator, which activation checkpointing rewinds. Each call has the caller's grad mode,
-    inference mode, autocast state and current streams, and with several devices a copy of its
-    context variables.
+    Calls for the first device run in the calling thread, unless it is emulated; those for each
+    other device run in a thread of their own. Calls on the same device run one after the other,
+    since they share its random number generator, which activation checkpointing rewinds. Each call
+    has the caller's grad mode, inference mode, autocast state and current streams, and with several
+    devices a copy of its context variables.
 
     Args:
         functions: one for each call.
@@ -53,7 +54,11 @@ def parallel_apply(
         args, kwargs = arguments[index]
         call = noted(functools.partial(function, *args, **kwargs))
         jobs.setdefault(device, {})[index] = call
-    (first, first_job), *others = jobs.items()
+    others = list(jobs.items())
+    # Autograd runs the nodes of emulated devices in one thread, by their sequence numbers, which
+    # each thread counts by itself. So their backward passes take turns, as accelerators share the
+    # time, only if each forward pass has run in a thread like the others.
+    first = None if devices[0].type == DEVICE_TYPE else others.pop(0)
     with _reserved(workers) as threads:
         ends: list[threading.Event] = []
         try:
@@ -62,8 +67,9 @@ def parallel_apply(
                 # Each in a copy of its own: a context cannot be entered twice at a time.
                 run = functools.partial(contextvars.copy_context().run, work)
                 ends.append(threads.submit(device, run))
-            work = functools.partial(_work, first_job, first, state, results, errors)
-            contextvars.copy_context().run(work) if others else work()
+            if first is not None:
+                work = functools.partial(_work, first[1], first[0], state, results, errors)
+                contextvars.copy_context().run(work) if others else work()
             _wait(ends)
         except BaseException:  # the replicas still work on the caller's tensors
             _wait(ends)

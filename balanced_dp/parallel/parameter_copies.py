@@ -21,12 +21,7 @@ from ..devices import is_cuda
 from .arrivals import Arrivals
 from .coalesced_copy import Copies, bring_to, copy_to, fill_buckets
 from .deferred_gradients import DeferredGradients, added, on_copy_stream
-
-_AT_ONCE = 2**64 - 2
-"""The sequence number of a node that runs as soon as it can; only ``AccumulateGrad``'s is higher.
-
-Its own would be lower than those of the forward pass, and autograd takes the highest first.
-"""
+from .move import AT_ONCE
 
 
 class ParameterCopies:
@@ -198,7 +193,7 @@ class _Block:
                     # torch gives its own autograd functions no types.
                     parts = Broadcast.apply(parts, *originals)  # type: ignore[no-untyped-call]
                 node: Any = parts[0].grad_fn
-                node._set_sequence_nr(_AT_ONCE)
+                node._set_sequence_nr(AT_ONCE)
                 nodes[-1].append(node)
                 for i, part in zip(positions, parts, strict=True):
                     copies[i] = part

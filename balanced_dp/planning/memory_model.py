@@ -68,6 +68,8 @@ class MemoryModel:
         other_terms: the terms of each other device that has samples.
         num_points: number of measurements that the terms were fitted to.
         residual: largest relative error among these measurements.
+        offsets: bytes to add to the terms of each other device, at most 0, as parameters may be
+            spread over them unevenly. Empty if there are none.
     """
 
     # Aliases are the keys in reports' files.
@@ -76,6 +78,7 @@ class MemoryModel:
     other_terms: tuple[LinearTerm, ...] = field(metadata={"alias": "other_laws"})
     num_points: int
     residual: float
+    offsets: tuple[int, ...] = ()
 
     @property
     def is_accurate(self) -> bool:
@@ -85,12 +88,20 @@ class MemoryModel:
     def predict(self, chunk_sizes: Sequence[int]) -> tuple[int, ...]:
         """Return the peak bytes of each device for a split."""
         batch_size = sum(chunk_sizes)
-        first, *others = chunk_sizes
-        first_terms = (self.first_terms if first else self.idle_terms) or self.first_terms
-        return (
-            round(_maximum(first_terms or self.idle_terms, first, batch_size)),
-            *(round(_maximum(self.other_terms, n, batch_size)) if n else 0 for n in others),
+        return tuple(
+            self.peak_bytes(index, chunk_size, batch_size)
+            for index, chunk_size in enumerate(chunk_sizes)
         )
+
+    def peak_bytes(self, index: int, chunk_size: int, batch_size: int) -> int:
+        """Return the peak bytes of a device with a chunk of a batch."""
+        if index == 0:
+            terms = (self.first_terms if chunk_size else self.idle_terms) or self.first_terms
+            return round(_maximum(terms or self.idle_terms, chunk_size, batch_size))
+        if not chunk_size:
+            return 0
+        offset = self.offsets[index - 1] if self.offsets else 0
+        return round(_maximum(self.other_terms, chunk_size, batch_size)) + offset
 
     @property
     def whole_bytes_per_sample(self) -> float:
@@ -114,6 +125,7 @@ def fit(splits: Iterable[MeasuredSplit], empty_bytes: int | None = None) -> Memo
     if not measured_splits or len(measured_splits[0][0]) < 2:
         raise ArgumentError("a memory model is fitted to measurements of two or more devices")
     empty = [] if empty_bytes is None else [(0, 0, empty_bytes)]
+    offsets = _offsets(measured_splits)
     first_terms: list[LinearTerm] = []
     idle_terms: list[LinearTerm] = []
     other_terms: list[LinearTerm] = []
@@ -125,21 +137,40 @@ def fit(splits: Iterable[MeasuredSplit], empty_bytes: int | None = None) -> Memo
             first, *other_peaks = phase_peak_bytes[phase]
             own, *other_sizes = chunk_sizes
             (working if own else idle).append((own, sum(chunk_sizes), first))
-            sized_peaks = zip(other_sizes, other_peaks, strict=True)
-            others += [(size, 0, held) for size, held in sized_peaks if size]
+            sized_peaks = zip(other_sizes, other_peaks, offsets, strict=True)
+            others += [(size, 0, held - offset) for size, held, offset in sized_peaks if size]
         first_terms += _fit_terms(working and working + empty)
         idle_terms += _fit_terms(idle and idle + empty)
         other_terms += _fit_terms(others)
     model = MemoryModel(
-        tuple(first_terms), tuple(idle_terms), tuple(other_terms), len(measured_splits), 0.0
+        tuple(first_terms),
+        tuple(idle_terms),
+        tuple(other_terms),
+        len(measured_splits),
+        0.0,
+        offsets if any(offsets) else (),
     )
     residual = max(
         abs(predicted - measured) / measured
         for chunk_sizes, phase_peak_bytes in measured_splits
         for predicted, *phases in zip(model.predict(chunk_sizes), *phase_peak_bytes, strict=True)
+        if predicted
         if (measured := max(phases))
     )
     return replace(model, residual=residual)
+
+
+def _offsets(splits: Sequence[MeasuredSplit]) -> tuple[int, ...]:
+    """Return for each other device how much less it holds than the fullest with equal chunks."""
+    differences = [
+        [peak - max(peaks[1:]) for peak in peaks[1:]]
+        for chunk_sizes, phase_peak_bytes in splits
+        for peaks in phase_peak_bytes
+        if len(set(chunk_sizes[1:])) == 1 and chunk_sizes[1]
+    ]
+    # The least difference of all measurements, so that no prediction is too low.
+    least = tuple(map(max, zip(*differences, strict=True)))
+    return least or (0,) * (len(splits[0][0]) - 1)
 
 
 def _maximum(terms: Iterable[LinearTerm], chunk_size: int, batch_size: int) -> float:

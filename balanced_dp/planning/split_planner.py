@@ -249,8 +249,8 @@ class Planner:
         """
 
         def fits(index: int, size: int) -> bool:
-            sizes = (batch_size - size, size) if index else (size, batch_size - size)
-            return self.model.predict(sizes)[min(index, 1)] / self.budgets[index] <= utilization
+            held = self.model.peak_bytes(index, size, batch_size)
+            return held / self.budgets[index] <= utilization
 
         sizes = tuple(
             _num_fitting(functools.partial(fits, index), range(1, batch_size + 1))
@@ -307,7 +307,10 @@ def _advice(
         f"{format_bytes(floor_bytes)}, and no other device more than {format_bytes(max(needs[1:]))}"
     )
     if not gather or whole_bytes == 0:
-        return (f"{fact}: parameters, gradients and optimizer state; a larger batch helps",)
+        return (
+            f"{fact}: parameters, gradients and optimizer state; a larger batch helps, and so does "
+            "spread=True",
+        )
     return (
         f"{fact}. Gathering the outputs of {batch_size} samples and their loss costs device 0 "
         f"{format_bytes(whole_bytes)} ({format_bytes(model.whole_bytes_per_sample)} a sample). "

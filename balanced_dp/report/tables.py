@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ..planning.split_planner import utilizations
 from ..split import even_share, is_better
-from ..tuning.report_types import Report
+from ..tuning.report_types import Alternative, Report
 from ..tuning.step_benchmark import Measurement
 from ..units import format_bytes
 
@@ -38,6 +38,7 @@ def how_measured(report: Report) -> str:
     reserve = report.plan.reserve_bytes
     precision = f"autocast to {report.precision}" if report.precision else "no autocast"
     loss = "outputs gathered" if report.gather else "loss on each device"
+    loss += ", parameters spread" * report.spread
     sentence = (
         f"From {len(report.measurements)} splits measured on {_MODES[report.chosen.mode]}; "
         f"{precision}, {loss}."
@@ -74,19 +75,15 @@ def summary(report: Report) -> tuple[str, ...]:
             f"the largest batch that fits is {plan.weighted.max_batch_size}: "
             f"{report.weighted_line}"
         )
-    sentences += _alternative(report)
+    for other in report.alternatives:
+        sentences += _alternative(report, other)
     return (*sentences, *(f"{text[0].upper()}{text[1:]}." for text in report.advice))
 
 
-def _alternative(report: Report) -> list[str]:
-    """Return how the opposite of ``gather`` compares, if that makes a difference."""
-    other = report.alternative
-    where = "the outputs gathered and their loss computed on device 0"
-    if report.gather:
-        where = "the loss computed on each device (gather=False and BalancedCriterion)"
-    if other is None:
-        reason = report.no_alternative
-        return [] if reason is None else [f"With {where} it cannot be measured: {reason}"]
+def _alternative(report: Report, other: Alternative) -> list[str]:
+    """Return how other options compare, if they make a difference."""
+    if other.plan is None or other.chosen is None:
+        return [f"With {other.options} it cannot be measured: {other.reason}"]
     ours, theirs = (
         max(utilizations(measured.peak_bytes, report.plan.budgets))
         for measured in (report.chosen, other.chosen)
@@ -94,7 +91,7 @@ def _alternative(report: Report) -> list[str]:
     if not is_better(ours, theirs) and not is_better(theirs, ours):
         return []
     return [
-        f"With {where} and gpu0_bsz={other.plan.gpu0_bsz} the bottleneck is "
+        f"With {other.options}, and gpu0_bsz={other.plan.gpu0_bsz}, the bottleneck is "
         f"{_bottleneck(report, other.chosen)}, and the largest batch that fits is "
         f"{other.plan.max_batch_size}."
     ]

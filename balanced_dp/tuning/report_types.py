@@ -14,9 +14,10 @@ from pathlib import Path
 
 from ..planning.memory_model import MemoryModel
 from ..planning.split_planner import Plan
+from ..split import even_share
 from .step_benchmark import Measurement
 
-SCHEMA = 2
+SCHEMA = 3
 """The version of a report's fields."""
 
 
@@ -72,15 +73,30 @@ def _version(package: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """Describe the best split of the same batch with the opposite of ``gather``.
+    """Describe the best split of the same batch with other options.
 
     Attributes:
-        plan: the plan.
+        gather: whether outputs are gathered, as in ``Report``.
+        spread: whether parameters are spread over all devices.
+        plan: the plan; None if it could not be measured.
         chosen: the measurement of the planned split.
+        reason: why it could not be measured, or None.
     """
 
-    plan: Plan
-    chosen: Measurement
+    gather: bool
+    spread: bool
+    plan: Plan | None = None
+    chosen: Measurement | None = None
+    reason: str | None = None
+
+    @property
+    def options(self) -> str:
+        """Return the options in words."""
+        if self.gather:
+            words = "the outputs gathered and their loss computed on device 0"
+        else:
+            words = "the loss computed on each device (gather=False and BalancedCriterion)"
+        return words + ", parameters spread over all devices (spread=True)" * self.spread
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,12 +111,12 @@ class Report:
         precision: the dtype of autocast, or None.
         gather: whether outputs are gathered on device 0 and their loss is computed there. Otherwise
             it is computed on each device, as with ``gather=False`` and ``BalancedCriterion``.
+        spread: whether parameters, gradients and optimizer state are spread over all devices.
         plan: the plan.
         chosen: the measurement of the planned split.
         even: the measurement of the even split of ``nn.DataParallel``.
         weighted: the measurement of ``plan.weighted``, if there is one.
-        alternative: the best split with the opposite of ``gather``, if it was measured.
-        no_alternative: why it could not be measured, or None.
+        alternatives: the best splits with other options, if they were measured.
         model: the memory model.
         measurements: all measurements, in order; those that ran are what the model is fitted to.
     """
@@ -111,12 +127,12 @@ class Report:
     num_parameters: int
     precision: str | None
     gather: bool
+    spread: bool
     plan: Plan
     chosen: Measurement
     even: Measurement
     weighted: Measurement | None
-    alternative: Alternative | None
-    no_alternative: str | None
+    alternatives: tuple[Alternative, ...]
     model: MemoryModel
     measurements: tuple[Measurement, ...]
 
@@ -129,7 +145,10 @@ class Report:
     @property
     def line(self) -> str:
         """Return the line for a training script."""
-        return self._line(f"gpu0_bsz={self.plan.gpu0_bsz}, module=model")
+        plan = self.plan
+        is_even = plan.gpu0_bsz >= even_share(plan.batch_size, len(plan.chunk_sizes))
+        value = None if self.spread and is_even else plan.gpu0_bsz
+        return self._line(f"gpu0_bsz={value}, module=model")
 
     @property
     def weighted_line(self) -> str | None:
@@ -140,7 +159,9 @@ class Report:
         return self._line(f"gpu0_bsz=None, module=model, device_weights={weights}")
 
     def _line(self, arguments: str) -> str:
-        return f"BalancedDataParallel({arguments}{'' if self.gather else ', gather=False'})"
+        gather = "" if self.gather else ", gather=False"
+        spread = ", spread=True" if self.spread else ""
+        return f"BalancedDataParallel({arguments}{gather}{spread})"
 
     @property
     def advice(self) -> tuple[str, ...]:

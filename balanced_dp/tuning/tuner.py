@@ -14,7 +14,14 @@ from ..planning.memory_model import MeasuredSplit, MemoryModel, fit
 from ..planning.split_planner import Planner, check_batch, check_fits, describe, utilizations
 from ..split import best_gpu0_bsz, even_share
 from .report_types import SCHEMA, Alternative, Provenance, Report
-from .step_benchmark import Measurement, StepMeter, default_num_devices, open_devices, step_meter
+from .step_benchmark import (
+    Measurement,
+    StepMeter,
+    default_num_devices,
+    open_devices,
+    step_meter,
+    uses_emulation,
+)
 from .workloads import Workload
 
 _MAX_ROUNDS = 4
@@ -43,7 +50,8 @@ def tune(
     sweep: Iterable[int] = (),
     emulate: bool = False,
     gather: bool = True,
-    with_alternative: bool = True,
+    spread: bool = False,
+    with_alternatives: bool = True,
     on_measurement: OnMeasurement = lambda measurement, num_left: None,
 ) -> Report:
     """Measure a workload at a few splits and return a report on the best one.
@@ -64,7 +72,9 @@ def tune(
         emulate: whether to emulate devices even if there are accelerators.
         gather: whether to gather outputs and compute their loss on device 0. Otherwise each device
             computes the loss of its chunk.
-        with_alternative: whether to measure the opposite of ``gather`` as well, for comparison.
+        spread: whether to spread parameters, gradients and optimizer state over all devices.
+        with_alternatives: whether to measure the opposites of ``gather`` and ``spread`` as well,
+            for comparison.
         on_measurement: called with each measurement and the approximate number of those to come.
 
     Raises:
@@ -75,20 +85,30 @@ def tune(
     if capacities is not None:
         check_batch(batch_size, capacities, reserve)
 
-    def alternative(capacities: Sequence[int]) -> Alternative | str:
-        """Return the best split with the opposite of ``gather``, or why there is none."""
-        try:
-            with _opened_meter(workload, devices, capacities, emulate, not gather) as meter:
-                other = _measured(meter, batch_size, capacities, reserve, (), on_measurement)
-        except Exception as error:  # the user's loss may not work for chunks
-            return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        return Alternative(other.plan, other.chosen)
+    num_later = 2 * _FEW * with_alternatives
 
-    def on_first(measured: Measurement, num_left: int) -> None:
-        on_measurement(measured, num_left + _FEW * with_alternative)
+    def on_each(measured: Measurement, num_left: int) -> None:
+        on_measurement(measured, num_left + num_later)
+
+    def alternative(gather: bool, spread: bool, capacities: Sequence[int]) -> Alternative:
+        nonlocal num_later
+        num_later -= _FEW
+        try:
+            with _opened_meter(workload, devices, capacities, emulate, gather, spread) as meter:
+                other = _measured(meter, batch_size, capacities, reserve, (), on_each)
+        except Exception as error:  # the user's loss may not work for chunks
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            return Alternative(gather, spread, reason=reason)
+        return Alternative(gather, spread, other.plan, other.chosen)
+
+    def alternatives(capacities: Sequence[int]) -> Iterator[Alternative]:
+        first = alternative(not gather, spread, capacities)
+        yield first
+        may_gather_less = not gather or first.reason is None
+        yield alternative(not may_gather_less, not spread, capacities)
 
     try:
-        with _opened_meter(workload, devices, capacities, emulate, gather) as meter:
+        with _opened_meter(workload, devices, capacities, emulate, gather, spread) as meter:
             known = default_capacities(meter, batch_size) if capacities is None else capacities
             check_batch(batch_size, known, reserve)
             if len(known) != len(meter.devices):
@@ -97,26 +117,23 @@ def tune(
                     f"{len(known)}"
                 )
             swept = sorted(set(sweep))
-            report = _measured(meter, batch_size, known, reserve, swept, on_first)
+            report = _measured(meter, batch_size, known, reserve, swept, on_each)
             check_fits(report.plan, report.chosen.peak_bytes)
             if report.plan.weighted is not None:
                 weights = report.plan.weighted.chunk_sizes
                 report = replace(report, weighted=meter.measure(batch_size, None, weights))
     except InfeasiblePlanError as error:
-        is_possible = with_alternative and capacities is not None
-        other = alternative(capacities or ()) if is_possible else ""
-        if isinstance(other, str) or min(other.plan.headroom_bytes) < 0:
-            raise
-        where = "computed on each device (gather=False)" if gather else "of gathered outputs"
-        raise InfeasiblePlanError(
-            f"{error}; with the loss {where} this batch fits, with gpu0_bsz={other.plan.gpu0_bsz}"
-        ) from None
-    if not with_alternative:
+        if with_alternatives and capacities is not None:
+            for other in alternatives(capacities):
+                if other.plan is not None and min(other.plan.headroom_bytes) >= 0:
+                    raise InfeasiblePlanError(
+                        f"{error}; with {other.options}, this batch fits, with "
+                        f"gpu0_bsz={other.plan.gpu0_bsz}"
+                    ) from None
+        raise
+    if not with_alternatives:
         return report
-    other = alternative(report.plan.capacity_bytes)
-    if isinstance(other, str):
-        return replace(report, no_alternative=other)
-    return replace(report, alternative=other)
+    return replace(report, alternatives=tuple(alternatives(report.plan.capacity_bytes)))
 
 
 def _measured(
@@ -142,6 +159,7 @@ def _measured(
         num_parameters=meter.num_parameters,
         precision=meter.precision,
         gather=meter.gather,
+        spread=meter.spread,
     )
 
 
@@ -152,13 +170,17 @@ def _opened_meter(
     capacities: Sequence[int] | None,
     emulate: bool,
     gather: bool,
+    spread: bool,
 ) -> Iterator[StepMeter]:
     if devices is None:
         devices = default_num_devices(emulate) if capacities is None else len(capacities)
+    # Parameters are spread in proportion to what devices of unlike memory hold.
+    are_unlike = spread and uses_emulation(emulate) and len(set(capacities or ())) > 1
+    memory = capacities if are_unlike else None
     with ExitStack() as stack:
         if isinstance(devices, int):
-            devices = stack.enter_context(open_devices(devices, emulate=emulate))
-        yield stack.enter_context(step_meter(workload, devices, gather))
+            devices = stack.enter_context(open_devices(devices, memory=memory, emulate=emulate))
+        yield stack.enter_context(step_meter(workload, devices, gather, spread))
 
 
 def default_capacities(meter: StepMeter, batch_size: int) -> list[int]:
@@ -282,6 +304,7 @@ def report_of_measurements(
     num_parameters: int = 0,
     precision: str | None = None,
     gather: bool = True,
+    spread: bool = False,
 ) -> Report:
     """Return the report of the best of the measured splits, whether it fits or not.
 
@@ -296,6 +319,7 @@ def report_of_measurements(
         num_parameters: number of trained parameters.
         precision: the dtype of autocast.
         gather: whether outputs were gathered and their loss computed on device 0.
+        spread: whether parameters were spread over all devices.
 
     Raises:
         ArgumentError: If the even split is missing.
@@ -321,12 +345,12 @@ def report_of_measurements(
         num_parameters=num_parameters,
         precision=precision,
         gather=gather,
+        spread=spread,
         plan=describe(model, batch_size, capacities, reserve, value, gather=gather),
         chosen=chosen,
         even=swept[even],
         weighted=None,
-        alternative=None,
-        no_alternative=None,
+        alternatives=(),
         model=model,
         measurements=tuple(measurements),
     )

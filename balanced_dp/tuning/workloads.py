@@ -117,12 +117,20 @@ def _tokens(batch_size: int, length: int, vocabulary: int) -> torch.Tensor:
 
 def gpt2_small() -> Workload:
     """Train GPT-2 small (124M parameters, vocabulary 50257), T=256."""
+    return _gpt2(width=768, num_heads=12, num_layers=12)
 
+
+def gpt2_large() -> Workload:
+    """Train GPT-2 large (774M parameters, vocabulary 50257), T=256."""
+    return replace(_gpt2(width=1280, num_heads=20, num_layers=36), batch_size=12)
+
+
+def _gpt2(**sizes: int) -> Workload:
     def make_batch(batch_size: int) -> Batch:
         tokens = _tokens(batch_size, 257, 50257)
         return (tokens[:, :-1],), {}, tokens[:, 1:]
 
-    return Workload(lambda: TokenTransformer(50257, 1024, causal=True), make_batch, _token_loss)
+    return Workload(lambda: TokenTransformer(50257, 1024, True, **sizes), make_batch, _token_loss)
 
 
 def bert_base() -> Workload:
@@ -174,6 +182,7 @@ def resnet50_shaped() -> Workload:
 BUILT_IN: dict[str, Callable[[], Workload]] = {
     "char-lm": char_lm,
     "gpt2-small": gpt2_small,
+    "gpt2-large": gpt2_large,
     "bert-base": bert_base,
     "transformer-xl-base": transformer_xl_base,
     "resnet50-shaped": resnet50_shaped,

@@ -27,7 +27,7 @@ def test_the_loss_on_each_device_is_planned():
     told = " ".join(done.stdout.split())
     assert "loss on each device. 512.00 MiB" in told
     assert ", module=model, gather=False) criterion = BalancedCriterion(criterion) The" in told
-    assert "With the outputs gathered and their loss computed on device 0 and gpu0_bsz=" in told
+    assert "With the outputs gathered and their loss computed on device 0, and gpu0_bsz=" in told
 
 
 def test_json_has_what_scripts_read():
@@ -61,7 +61,7 @@ def test_what_no_value_balances_is_told():
     assert done.exit_code == 0
     assert "model = BalancedDataParallel(gpu0_bsz=" in done.stdout
     assert "No value of gpu0_bsz balances this: without any samples device 0" in done.stdout
-    assert "(gather=False and BalancedCriterion) and gpu0_bsz=" in " ".join(done.stdout.split())
+    assert "(gather=False and BalancedCriterion), and gpu0_bsz=" in " ".join(done.stdout.split())
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_what_no_value_balances_is_told():
         ),
         (
             [*WIDE, "--memory", "8GiB"],
-            "with the loss computed on each device (gather=False) this batch fits, with gpu0_bsz=",
+            "(gather=False and BalancedCriterion), this batch fits, with gpu0_bsz=",
         ),
     ],
 )

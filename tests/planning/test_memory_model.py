@@ -40,6 +40,22 @@ def test_coefficients_of_one_term_are_exact(fixed, own, whole):
         assert term(chunk, batch) == pytest.approx(fixed + own * chunk + whole * batch, rel=1e-9)
 
 
+def test_parameters_may_be_spread_over_the_other_devices_unevenly():
+    """Where all of them have as many samples, it shows by how much."""
+    splits = [(3, 3, 3, 3), (0, 4, 4, 4), (6, 6, 6, 6), (2, 4, 3, 3)]
+
+    def peaks(sizes):
+        offsets = (0, -70, 0, -300)
+        return [[1000 + 50 * n + offset for n, offset in zip(sizes, offsets, strict=True)]]
+
+    model = fit([(sizes, peaks(sizes)) for sizes in splits])
+    assert model.offsets == (-70, 0, -300)
+    assert model.residual < 1e-9
+    assert model.predict((5, 5, 4, 1)) == tuple(peaks((5, 5, 4, 1))[0])
+    assert model.predict((5, 5, 0, 0)) == (1250, 1180, 0, 0)
+    assert fit([(sizes, peaks(sizes)) for sizes in splits[3:]]).offsets == ()
+
+
 def test_a_fit_needs_several_devices_and_a_point():
     with pytest.raises(ArgumentError, match="two or more devices"):
         fit([])

@@ -55,7 +55,7 @@ def test_a_file_gives_back_what_was_saved(report, unlike, tmp_path):
 
 def test_json_names_what_scripts_read(report):
     record = json.loads(report_json(report))
-    assert record["schema"] == 2
+    assert record["schema"] == 3
     assert {"created", "command", "versions", "machine"} == record["origin"].keys()
     assert {"python", "torch", "balanced-dp", "nvidia-ml-py"} == record["origin"]["versions"].keys()
     assert {"first_laws", "idle_laws", "other_laws"} <= record["model"].keys()
@@ -74,8 +74,8 @@ def test_json_names_what_scripts_read(report):
         (lambda text: "", "is no report, or a truncated one: "),
         (lambda text: '{"a": 1}', "is JSON, but neither a report of balanced-dp nor one of pytest"),
         (lambda text: "[]", "is JSON, but neither"),
-        (lambda text: text.replace('"schema": 2', '"schema": 1'), "has version 1 of a report's"),
-        (lambda text: text.replace('"schema": 2', '"schema": "x"'), "has version 'x' of a"),
+        (lambda text: text.replace('"schema": 3', '"schema": 2'), "has version 2 of a report's"),
+        (lambda text: text.replace('"schema": 3', '"schema": "x"'), "has version 'x' of a"),
         (
             lambda text: text.replace('"max_batch_size"', '"other"', 1),
             r"is no report: plan\.max_batch_size: Field required",

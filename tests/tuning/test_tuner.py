@@ -27,13 +27,13 @@ GIB = 2**30
 PLENTY = 64 * GIB
 
 
-def tuned(workload, batch_size, capacities, *, with_alternative=False, **options):
+def tuned(workload, batch_size, capacities, *, with_alternatives=False, **options):
     return tune(
         workload,
         batch_size,
         capacities=capacities,
         emulate=True,
-        with_alternative=with_alternative,
+        with_alternatives=with_alternatives,
         **options,
     )
 
@@ -177,19 +177,20 @@ def test_what_does_not_fit_says_what_is_lacking():
 
 
 def test_what_no_value_balances_is_told():
-    report = tuned(SMALL["wide_output"](), 2000, [PLENTY] * 4, with_alternative=True)
+    report = tuned(SMALL["wide_output"](), 2000, [PLENTY] * 4, with_alternatives=True)
     plan = report.plan
     [sentence] = plan.advice
     assert sentence.startswith("no value of gpu0_bsz balances this: without any samples device 0")
     assert "Gathering the outputs of 2000 samples and their loss costs device 0" in sentence
     assert plan.predicted_bytes[0] == pytest.approx(plan.floor_bytes, rel=0.01)
     assert report.advice[0] == sentence
-    inside = report.alternative.chosen
+    inside, spread = (other.chosen for other in report.alternatives)
+    assert max(spread.peak_bytes) > max(inside.peak_bytes)  # most of it is a single weight
     assert max(inside.peak_bytes) < 0.5 * max(report.chosen.peak_bytes)
     assert max(inside.peak_bytes) < 1.2 * min(inside.peak_bytes)
     balanced = tuned(SMALL["loss_inside"](), 64, [PLENTY] * 4)
     assert balanced.advice == ()  # nor that anything is a guess
-    assert balanced.alternative is None
+    assert balanced.alternatives == ()
 
 
 def test_a_loss_that_is_one_for_the_whole_batch_is_not_advised_on_each_device():
@@ -200,14 +201,15 @@ def test_a_loss_that_is_one_for_the_whole_batch_is_not_advised_on_each_device():
             raise RuntimeError("for device 0 only")
         return workload.loss(output, target)
 
-    report = tuned(replace(workload, loss=loss), 200, [PLENTY] * 2, with_alternative=True)
-    assert report.alternative is None
-    assert report.no_alternative == "RuntimeError: for device 0 only"
+    report = tuned(replace(workload, loss=loss), 200, [PLENTY] * 2, with_alternatives=True)
+    inside, spread = report.alternatives
+    assert (inside.plan, inside.reason) == (None, "RuntimeError: for device 0 only")
+    assert (spread.gather, spread.spread, spread.reason) == (True, True, None)
     assert len(report.advice) == 1
 
 
 def test_capacities_that_are_not_given_are_what_the_even_split_needs():
-    report = tune(SMALL["tied_transformer"](), 24, emulate=True, with_alternative=False)
+    report = tune(SMALL["tied_transformer"](), 24, emulate=True, with_alternatives=False)
     assert len(report.plan.chunk_sizes) == 4
     [capacity] = set(report.plan.capacity_bytes)
     assert 0 <= capacity - max(report.even.peak_bytes) < 2**20
@@ -215,7 +217,7 @@ def test_capacities_that_are_not_given_are_what_the_even_split_needs():
 
 
 def test_a_sweep_measures_each_value():
-    report = tune(SMALL["mlp"](), 24, 3, sweep=range(3, 9), emulate=True, with_alternative=False)
+    report = tune(SMALL["mlp"](), 24, 3, sweep=range(3, 9), emulate=True, with_alternatives=False)
     swept = {m.gpu0_bsz for m in report.measurements if m.batch_size == 24}
     assert swept >= set(range(3, 9))
 
@@ -226,7 +228,7 @@ def test_devices_that_are_given_are_measured_on():
     free = tuned(workload, 36, [GIB] * 3)
     capacity = (max(free.chosen.peak_bytes) + max(free.even.peak_bytes)) // 2
     with emulate_devices(3, symbolic=True, memory=capacity) as devices:
-        report = tune(workload, 36, list(devices), [capacity] * 3, with_alternative=False)
+        report = tune(workload, 36, list(devices), [capacity] * 3, with_alternatives=False)
     assert {m.status for m in report.measurements} == {"ok", "oom"}
     assert report.chosen.peak_bytes == free.chosen.peak_bytes
     assert report.even.status == "oom"
@@ -234,12 +236,12 @@ def test_devices_that_are_given_are_measured_on():
         emulate_devices(3, symbolic=True, memory=capacity) as devices,
         pytest.raises(InfeasiblePlanError, match="a batch of 360 does not fit: memory ran out"),
     ):
-        tune(workload, 360, list(devices), [capacity] * 3, with_alternative=False)
+        tune(workload, 360, list(devices), [capacity] * 3, with_alternatives=False)
     with (
         emulate_devices(3, symbolic=True, memory="24MiB") as devices,
         pytest.raises(InfeasiblePlanError, match="not even a batch of 1 ran: CUDA out of memory"),
     ):
-        tune(workload, 4, list(devices), [capacity] * 3, with_alternative=False)
+        tune(workload, 4, list(devices), [capacity] * 3, with_alternatives=False)
 
 
 def test_half_precision_is_planned_with(alike):
@@ -293,19 +295,19 @@ def test_what_cannot_be_planned(batch_size, capacities, reserve, message):
         tuned(SMALL["mlp"](), batch_size, capacities, reserve=reserve)
 
 
-@pytest.mark.parametrize("with_alternative", [False, True])
-def test_measurements_are_told_as_they_come(with_alternative):
+@pytest.mark.parametrize("with_alternatives", [False, True])
+def test_measurements_are_told_as_they_come(with_alternatives):
     seen = []
     report = tuned(
         SMALL["convolutions"](),
         16,
         [GIB] * 2,
-        with_alternative=with_alternative,
+        with_alternatives=with_alternatives,
         on_measurement=lambda *told: seen.append(told),
     )
     measurements, left = zip(*seen, strict=True)
     assert measurements[: len(report.measurements)] == report.measurements
-    assert (len(measurements) > len(report.measurements)) == with_alternative
+    assert (len(measurements) > len(report.measurements)) == with_alternatives
     assert list(left) == sorted(left, reverse=True)
 
 
@@ -316,26 +318,51 @@ def test_a_capacity_is_wanted_for_each_device():
 
 def test_the_loss_on_each_device_may_be_what_is_planned():
     """Compare with gathered outputs then."""
-    report = tuned(SMALL["wide_output"](), 32, [8 * GIB] * 4, gather=False, with_alternative=True)
-    assert max(report.alternative.chosen.peak_bytes) > max(report.chosen.peak_bytes)
-    assert report.alternative.plan.max_batch_size < 0.5 * report.plan.max_batch_size
+    report = tuned(SMALL["wide_output"](), 32, [8 * GIB] * 4, gather=False, with_alternatives=True)
+    assert max(report.alternatives[0].chosen.peak_bytes) > max(report.chosen.peak_bytes)
+    assert report.alternatives[0].plan.max_batch_size < 0.5 * report.plan.max_batch_size
     assert report.line == (
         f"BalancedDataParallel(gpu0_bsz={report.plan.gpu0_bsz}, module=model, gather=False)"
     )
 
 
+@pytest.mark.parametrize("capacities", [[GIB] * 4, [2 * GIB, GIB, GIB]])
+def test_spread_parameters_are_planned_with(capacities):
+    """On devices of unlike memory, each holds parameters in proportion to it."""
+    workload = SMALL["tied_transformer"]()
+    report = tuned(workload, 48, capacities, gather=False, spread=True)
+    home = tuned(workload, 48, capacities, gather=False)
+    assert report.model.is_accurate
+    assert report.prediction_error <= 0.02
+    assert report.chosen.peak_bytes[0] < home.chosen.peak_bytes[0]
+    assert report.plan.max_batch_size >= home.plan.max_batch_size
+    assert report.line.endswith(", module=model, gather=False, spread=True)")
+    even = replace(report, plan=replace(report.plan, gpu0_bsz=-(-48 // len(capacities))))
+    assert even.line.startswith("BalancedDataParallel(gpu0_bsz=None, module=model")
+
+
+def test_what_fits_only_with_spread_parameters_says_so():
+    workload = SMALL["tied_transformer"]()
+    spread = tuned(workload, 8, [GIB] * 4, gather=False, spread=True)
+    capacity = round(1.1 * max(spread.chosen.peak_bytes))
+    with pytest.raises(
+        InfeasiblePlanError, match=r"spread=True\), this batch fits, with gpu0_bsz="
+    ):
+        tuned(workload, 8, [capacity] * 4, with_alternatives=True)
+
+
 def test_a_workload_whose_loss_is_a_module_keeps_it():
     weight = torch.ones(10)
     workload = replace(SMALL["convolutions"](), loss=torch.nn.CrossEntropyLoss(weight=weight))
-    reports = [tuned(workload, 8, [GIB] * 2, with_alternative=True) for _ in range(2)]
+    reports = [tuned(workload, 8, [GIB] * 2, with_alternatives=True) for _ in range(2)]
     assert workload.loss.weight is weight
     assert reports[0].chosen.peak_bytes == reports[1].chosen.peak_bytes
-    assert reports[0].alternative is not None
+    assert [other.reason for other in reports[0].alternatives] == [None, None]
 
 
 def test_only_what_fits_is_recommended():
     workload = SMALL["wide_output"]()
     for gather in (True, False):
         with pytest.raises(InfeasiblePlanError) as raised:
-            tuned(workload, 64, [150 * 2**20] * 4, gather=gather, with_alternative=True)
+            tuned(workload, 64, [150 * 2**20] * 4, gather=gather, with_alternatives=True)
         assert "this batch fits" not in str(raised.value)

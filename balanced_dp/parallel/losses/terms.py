@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from ..move import AT_ONCE
+
 Value = Any
 """A number or a tensor."""
 
@@ -148,6 +150,10 @@ def weighted_sum(
         may_be_nan: whether an output may be NaN and is ignored if its fraction is 0.
     """
     moved = [output.to(device) for output in outputs]
+    for output, there in zip(outputs, moved, strict=True):
+        if there is not output and there.grad_fn is not None:
+            node: Any = there.grad_fn
+            node._set_sequence_nr(AT_ONCE)  # or other replicas would wait for the first
     if isinstance(fractions, torch.Tensor):
         values = torch.stack(moved)
         if may_be_nan:  # 0 / 0, if nothing counts in a chunk
