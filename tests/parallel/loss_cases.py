@@ -46,6 +46,8 @@ Y = torch.randint(0, CLASSES, (BATCH,), generator=_generator)
 IGNORED = Y.clone()
 IGNORED[0] = -100
 IGNORED[5:9] = -100  # all of a chunk
+NONE_IN_A_CHUNK = Y.clone()
+NONE_IN_A_CHUNK[1:6] = -100
 TOKENS = torch.randint(0, CLASSES, (BATCH, LENGTH), generator=_generator)
 TOKENS[0] = -100
 TOKENS[5:7] = -100
@@ -57,6 +59,8 @@ WEIGHT = torch.rand(BATCH, generator=_generator, dtype=torch.double)
 MASK = (torch.arange(BATCH) % 3 == 1).double()
 HOLES = MASK.clone()
 HOLES[1:5] = 0  # nothing of a chunk counts
+UNLIKE = (WEIGHT > 0.4).double()
+"""A mask with another count in each chunk."""
 TOKEN_MASK = (torch.rand(BATCH, LENGTH, generator=_generator) > 0.4).double()
 TOKEN_MASK[1] = 0
 CLASS_WEIGHT = torch.tensor([0.5, 0.0, 0.0, 2.0, 1.0], dtype=torch.double)
@@ -327,6 +331,17 @@ EXACT: dict[str, Case] = {
     "sum of selected by number": Case(
         lambda n, x, o, m: rows(o)[m > 0].sum() / (m > 0).sum().item(), {"m": MASK}
     ),
+    "count made a tensor": Case(
+        lambda n, x, o, m: (rows(o) * m).sum() / torch.tensor(int(m.sum())), {"m": UNLIKE}
+    ),
+    "summed cross entropy, clamped count": Case(
+        lambda n, x, o, y: F.cross_entropy(o, y, reduction="sum") / (y != -100).sum().clamp(min=1),
+        {"y": NONE_IN_A_CHUNK},
+    ),
+    "summed cross entropy, count": Case(
+        lambda n, x, o, y: F.cross_entropy(o, y, reduction="sum") / (y != -100).sum(),
+        {"y": NONE_IN_A_CHUNK},
+    ),
     "where": Case(
         lambda n, x, o, m: torch.where(m > 0, rows(o), 0).sum() / (m > 0).sum(), {"m": MASK}
     ),
@@ -378,6 +393,33 @@ UNCLEAR: dict[str, tuple[Case, str]] = {
     "mean of a mask": (
         Case(lambda n, x, o, m: (rows(o) * m).sum() / m.mean(), {"m": MASK}),
         "divided by a Mean, which need not add up",
+    ),
+    "means of columns with masks": (
+        Case(
+            lambda n, x, o, m: ((o.square() * m).sum(0) / m.sum(0).clamp(min=1)).mean(),
+            {"m": (PART > 0.4).double()},
+        ),
+        "a tensor with several entries",
+    ),
+    "contrastive": (
+        Case(
+            lambda n, x, o, r: F.cross_entropy(o @ r.T, torch.arange(len(x), device=x.device)),
+            {"r": REAL},
+        ),
+        "classes of its cross entropy are the samples of each chunk",
+    ),
+    "sum by a deviation": (
+        Case(lambda n, x, o, r: (o - r).square().sum() / r.std().item(), {"r": REAL}),
+        "numbers that differ between replicas and are not counts",
+    ),
+    "masked mean in a checkpoint": (
+        Case(
+            lambda n, x, o, m: checkpoint(
+                lambda o: masked_mean(rows(o), m), o, use_reentrant=False, preserve_rng_state=False
+            ),
+            {"m": MASK},
+        ),
+        "inside a checkpoint",
     ),
     "one sample": (Case(lambda n, x, o: rows(o)[0]), "an entry of a single sample"),
     "branch": (

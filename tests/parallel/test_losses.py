@@ -21,7 +21,20 @@ from balanced_dp.parallel.losses.counted import counting
 
 from ..devices import kinds_of_splits
 from ..modules import Lambda
-from .loss_cases import BATCH, EXACT, IGNORED, REAL, UNCLEAR, Case, Net, X, Y, rows
+from .loss_cases import (
+    BATCH,
+    EXACT,
+    IGNORED,
+    MASK,
+    REAL,
+    UNCLEAR,
+    UNLIKE,
+    Case,
+    Net,
+    X,
+    Y,
+    rows,
+)
 
 TOLERANCE = {"rtol": 1e-10, "atol": 1e-12}
 
@@ -109,6 +122,106 @@ def test_what_is_not_exact_is_warned_of_once(name, gpu0_bsz):
             results(model, model.module, case.given, True)
     assert len(warned) == 1 and warned[0].filename == __file__
     assert "<lambda>" in str(warned[0].message) or "Net.forward" in str(warned[0].message)
+
+
+def test_training_and_evaluation_may_divide_by_different_things():
+    """A count of the whole batch is given in training only."""
+
+    def loss(net: Net, x: Tensor, o: Tensor, m: Tensor, count: Tensor | None = None) -> Tensor:
+        return (rows(o) * m).sum() / (m.sum() if count is None else count).clamp(min=1)
+
+    given = {"m": MASK}
+    model, bare = make(Case(loss, given), ["cpu"] * 4, 1)
+    for has_gradients in (True, False, True, False):
+        named = given | ({"count": MASK.sum()} if has_gradients else {})
+        found, expected = (
+            results(m, m0, named, has_gradients) for m, m0 in ((model, model.module), (bare, bare))
+        )
+        torch.testing.assert_close(found, expected, **TOLERANCE)
+
+
+def test_evaluation_may_compute_one_loss_and_then_another():
+    def loss(net: Net, x: Tensor, o: Tensor, y: Tensor, m: Tensor, kind: str) -> Tensor:
+        if kind == "masked":
+            return (rows(o) * m).sum() / m.sum()
+        return functional.cross_entropy(o, y) if kind == "classes" else rows(o).sum()
+
+    given = {"y": IGNORED, "m": MASK}
+    model, bare = make(Case(loss, given), ["cpu"] * 4, 1)
+    for kind in ("classes", "masked", "classes", "sum", "classes", "masked"):
+        named = given | {"kind": kind}
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            found, expected = (
+                results(model, model.module, named, False),
+                results(bare, bare, named, False),
+            )
+        if not told:
+            torch.testing.assert_close(found, expected, **TOLERANCE)
+
+
+@pytest.mark.parametrize("kind", ["multiplier", "masks"])
+def test_what_begins_to_differ_later_is_warned_of_later(kind):
+    """At the latest when there have been twice as many calls."""
+
+    def loss(net: Net, x: Tensor, o: Tensor, r: Tensor, m: Tensor, w: Tensor, step: int) -> Tensor:
+        if kind == "multiplier":
+            factor = rows(o).detach().mean().clamp(0, 1) * (step > 2)
+            return functional.mse_loss(o, r) - factor * o.mean()
+        other = w if step > 2 else m
+        return (rows(o) * m).sum() / m.sum() + (o.abs().mean(1) * other).sum() / other.sum()
+
+    given = {"r": REAL, "m": MASK, "w": UNLIKE}
+    model, _ = make(Case(loss, given), ["cpu"] * 4, 3)
+    for step in (1, 2):
+        results(model, model.module, given | {"step": step}, True)
+    with pytest.warns(BalanceWarning, match="differs between the replicas|unlike numbers"):
+        for step in (3, 4):
+            results(model, model.module, given | {"step": step}, True)
+
+
+def test_what_is_computed_from_sums_over_the_batch_is_warned_of_without_gradients():
+    case = Case(lambda n, x, o, r: (o - r).square().mean(0).sqrt().mean(), {"r": REAL})
+    model, _ = make(case, ["cpu"] * 4, 1)
+    with pytest.warns(BalanceWarning, match="not linear in means or sums over samples, but a sqrt"):
+        results(model, model.module, case.given, False)
+
+
+@pytest.mark.filterwarnings("ignore:gpu0_bsz")
+@pytest.mark.parametrize(
+    ("loss", "reason"),
+    [
+        (
+            lambda n, x, o, r: (o - r).square().sum() / (2 * len(x)),
+            "which is the size of the batch",
+        ),
+        (
+            lambda n, x, o, r: functional.mse_loss(o[1:], r[1:]) * ((len(x) - 1) / len(x)),
+            "fractions",
+        ),
+    ],
+)
+def test_numbers_that_two_equal_chunks_do_not_tell_apart_are_warned_of(loss, reason):
+    """In the second case the chunks are unlike, but for the number of samples that is selected."""
+    devices, size = (["cpu"] * 2, 8) if "size" in reason else (["cpu"] * 4, 13)
+    case = Case(loss, {"r": REAL})
+    model, _ = make(case, devices, 4 if "size" in reason else 1)
+    with pytest.warns(BalanceWarning, match=reason):
+        results(model, model.module, first(case.given, size), True)
+
+
+def test_a_chunk_may_have_as_many_samples_as_there_are_features():
+    case = Case(lambda n, x, o, r: (o - r).square().sum(), {"r": REAL})
+    torch.manual_seed(0)
+    bare = Net(case.loss).double()
+    size = 2 * X.shape[1]
+    assert size <= BATCH
+    model, bare = make(case, ["cpu"] * 2, size)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "gpu0_bsz")
+        found = results(model, model.module, first(case.given, size), True)
+    expected = results(bare, bare, first(case.given, size), True)
+    torch.testing.assert_close(found, expected, **TOLERANCE)
 
 
 def test_a_count_of_1_that_may_be_a_floor_is_warned_of():

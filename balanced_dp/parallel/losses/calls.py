@@ -161,8 +161,10 @@ class _Notes(TorchFunctionMode):
             name = getattr(function, "__name__", "").strip("_")
             operator = _OPERATORS.get(name, name)
             operands = _operands(args, kwargs)
-            if not output.dim() or (
-                operator in _JOINING and _joins_rows(operator, operands, self._dim)
+            if (
+                not output.dim()
+                or (operator in _JOINING and _joins_rows(operator, operands, self._dim))
+                or self._is_derived(output, operands)
             ):
                 followed = operands[0] if operator == "Stack" else operands
                 inputs = [self._input(item) for item in followed[: _FOLLOWED.get(operator)]]
@@ -173,6 +175,16 @@ class _Notes(TorchFunctionMode):
                 if counted is not None and counted.call is None:  # not an addition in place
                     counted.call = call
         return output
+
+    def _is_derived(self, output: torch.Tensor, operands: Any) -> bool:
+        """Return whether an output with dimensions, no larger, was computed from a noted one."""
+        return any(
+            isinstance(item, torch.Tensor)
+            and item.dim()
+            and id(item) in self._calls
+            and item.numel() >= output.numel()
+            for item in operands
+        )
 
     def _input(self, operand: Any) -> Call | None:
         if not isinstance(operand, torch.Tensor):

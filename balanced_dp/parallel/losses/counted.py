@@ -33,6 +33,7 @@ class CountedLoss:
     Attributes:
         loss: the tensor that was returned, 0-dim; 0 if it is a mean over nothing.
         size: the number of targets.
+        num_classes: the number of classes.
         count: for a mean, the number of targets that are not ignored, or the sum of their weights;
             0-dim. None for a sum.
         divisor: for a mean, the denominator, 0-dim: the count, or 1 if the count is 0 and smoothed
@@ -44,6 +45,7 @@ class CountedLoss:
 
     loss: torch.Tensor
     size: int
+    num_classes: int
     count: torch.Tensor | None
     divisor: torch.Tensor | None
     value: torch.Tensor
@@ -121,7 +123,9 @@ def _counting_version(function: Callable[..., torch.Tensor]) -> Callable[..., to
             loss.data.masked_fill_(count.logical_not(), 0)  # it was 0 / 0
             if weight is not None and loss.grad_fn is not None:
                 without_nan_gradients(loss.grad_fn, count)
-        found.append(CountedLoss(loss, target.numel(), count, divisor, loss.clone(), loss.grad_fn))
+        size, num_classes = target.numel(), input.shape[min(1, input.dim() - 1)]
+        value, node = loss.clone(), loss.grad_fn
+        found.append(CountedLoss(loss, size, num_classes, count, divisor, value, node))
         return loss
 
     return compute

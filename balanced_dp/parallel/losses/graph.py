@@ -26,13 +26,14 @@ from .nodes import (
     Edge,
     dims_of,
     factor_of,
+    is_recomputed,
     operator_of,
     shape_of,
     value_of,
 )
 from .samples import Samples
 from .scales import Scaling, UnclearError
-from .terms import Scale, Term, Value
+from .terms import Scale, Term, Value, are_equal
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,8 +146,13 @@ class LossGraph:
             routes.append((inputs[0], scales, (*reductions, reduction)))
         elif operator in ("Mul", "Div"):
             position, other = self._factor(operator, inputs)
-            saved = "_saved_self" if other == 0 else "_saved_other"
-            values = [value_of(getattr(node, saved)) for node in nodes]
+            name = "self" if other == 0 else "other"
+            if is_recomputed(nodes[0], name):
+                raise UnclearError(
+                    "it is multiplied or divided by a tensor inside a checkpoint, or under "
+                    "saved_tensors_hooks"
+                )
+            values = [value_of(getattr(node, f"_saved_{name}")) for node in nodes]
             is_constant = len(inputs) == 2 and inputs[other][0][0] is not None
             scale = Scale(values, operator == "Div", nodes, is_constant)
             routes.append((inputs[position], (*scales, scale), reductions))
@@ -181,6 +187,8 @@ class LossGraph:
         self.names.append("counted")
         means = [reduction for reduction in reductions if reduction.is_mean]
         scales = [*scales, *(Scale(mean.num_entries(), divides=True) for mean in means)]
+        if not are_equal([item.num_classes for item in counted]):
+            raise UnclearError("the classes of its cross entropy are the samples of each chunk")
         sizes = [float(item.size) for item in counted]
         divisors = [item.divisor for item in counted]
         counts = [item.count for item in counted]
@@ -225,4 +233,4 @@ class LossGraph:
     def _scaled_term(
         self, weights: Sequence[Value] | None, sizes: Sequence[Value], scales: Sequence[Scale]
     ) -> Term:
-        return self.scaling.term(weights, sizes, scales, len(self.names))
+        return self.scaling.term(weights, sizes, scales, tuple(self.names))

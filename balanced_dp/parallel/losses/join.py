@@ -9,6 +9,7 @@ have shown, so that calls are noted only where that is necessary.
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
@@ -24,7 +25,7 @@ from .counted import CountedLoss, counting
 from .graph import LossGraph
 from .samples import Samples
 from .scales import Scaling
-from .terms import Term, are_proportional, join_terms, weighted_mean
+from .terms import Term, are_close, are_proportional, join_terms, weighted_mean
 from .weight import weight_of_chunk
 
 
@@ -35,7 +36,8 @@ class OutputHistory:
     Attributes:
         may_note: whether calls may be noted. For compiled modules they may not, since Dynamo would
             compile the notes.
-        notes_calls: whether the next call with (True) or without gradients (False) notes calls.
+        num_calls: the number of calls with (True) and without gradients (False).
+        notes_calls: whether the next call with or without gradients notes calls.
         sums: the names of outputs without a graph that are sums.
         axes: for outputs whose shapes have shown it once, the dimension of the samples.
         places: for each output, the places of scales in its graph; see ``Scaling``.
@@ -45,13 +47,22 @@ class OutputHistory:
     """
 
     may_note: bool = True
-    notes_calls: dict[bool, bool] = field(default_factory=lambda: {True: True, False: True})
+    num_calls: Counter[bool] = field(default_factory=Counter)
+    notes_calls: dict[bool, bool] = field(default_factory=lambda: {True: False, False: False})
     sums: set[str] = field(default_factory=set)
     axes: dict[str, int] = field(default_factory=dict)
-    places: dict[str, dict[tuple[int, int], bool]] = field(default_factory=dict)
+    places: dict[str, dict[tuple[Any, ...], bool]] = field(default_factory=dict)
     agreeing: set[tuple[str, ...]] = field(default_factory=set)
     seen: set[tuple[str, ...]] = field(default_factory=set)
     warned: set[str] = field(default_factory=set)
+
+    def begin_call(self, has_gradients: bool) -> None:
+        """Count a call. In the first, second, fourth, eighth and so on, look at losses anew."""
+        self.num_calls[has_gradients] += 1
+        if self.num_calls[has_gradients].bit_count() == 1:
+            self.notes_calls[has_gradients] = True
+            self.agreeing.clear()
+            self.seen.clear()
 
     def warn(self, name: str, function: Callable[..., Any], reason: str) -> None:
         """Warn, once for each output, that it may differ from its value for the whole batch."""
@@ -103,6 +114,7 @@ class ChunkLosses:
             yield
             return
         notes_calls, has_gradients = self.history.notes_calls, torch.is_grad_enabled()
+        self.history.begin_call(has_gradients)
         notes = notes_calls[has_gradients] and self.history.may_note and self.loss_weight is None
         with counting() as self._counted, noting(notes, self.dim) as self._calls:
             yield
@@ -152,10 +164,14 @@ class ChunkLosses:
             self.history.notes_calls[False] = True
             if None in graph.nodes:
                 is_sum = name in self.history.sums
+                if not torch.is_grad_enabled():
+                    self.history.warn(
+                        name, self.function, "without gradients it is not known how it was computed"
+                    )
                 return weighted_mean(outputs, None if is_sum else self.chunk_sizes, device)
         terms = graph.terms()
         base = self._base(name, graph, terms)
-        if any(term.counts for term in terms if not term.losses):
+        if any(term.counts and term.counts[1] is not torch.clone for term in terms):
             self.history.notes_calls[has_graph] = True
         if not has_graph and torch.is_grad_enabled():
             self._remember(name, base)
@@ -177,7 +193,7 @@ class ChunkLosses:
             self.history.seen.add(kind)
             if not self._calls:  # the next call of this kind has to be noted
                 self.history.notes_calls[torch.is_grad_enabled()] = True
-            if not all(map(_are_close, graph.scaling.multipliers)):
+            if not all(map(are_close, graph.scaling.multipliers)):
                 reasons.append("it is multiplied by a tensor that differs between the replicas")
         base = (unknown or known or [Term(self.chunk_sizes)])[0]
         is_sum_with_constant = base.weights is None and any(term.is_constant for term in terms)
@@ -238,11 +254,6 @@ def _nodes_of(counted: CountedLoss) -> Iterator[Any]:
     elif counted.node is None and counted.call is None:
         counted.node = Call("counted", counted.loss.shape)
     return (node for node in (counted.node, counted.call) if node is not None)
-
-
-def _are_close(tensors: Sequence[torch.Tensor]) -> bool:
-    first, *others = (tensor.detach().cpu() for tensor in tensors)
-    return all(other.shape == first.shape and other.allclose(first) for other in others)
 
 
 def _storage(tensor: torch.Tensor) -> int:

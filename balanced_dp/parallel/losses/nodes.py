@@ -29,6 +29,7 @@ LOOKUPS = {*SELECTIONS, "Embedding", "EmbeddingBag"}
 _NEGATED = {("Sub", 1), ("Rsub", 0), ("Neg", 0)}
 """Operators and the positions of operands that they subtract."""
 
+MATRIX_PRODUCTS = {"Addmm", "Baddbmm", "Bmm", "Mm", "Mv"}
 DOT_PRODUCTS = {"Dot", "dot", "matmul"}
 LEAVES = {"AccumulateGrad", "Broadcast"}
 """The nodes of parameters, and of their copies on other devices."""
@@ -62,6 +63,12 @@ def factor_of(node: Any, position: int) -> float:
     is_scaled = position == 1 or operator == "Rsub"
     factor = float(getattr(node, "_saved_alpha", 1)) if is_scaled else 1.0
     return -factor if (operator, position) in _NEGATED else factor
+
+
+def is_recomputed(node: Any, name: str) -> bool:
+    """Return whether a checkpoint, or another hook, would compute a saved operand again."""
+    saved = getattr(node, f"_raw_saved_{name}", None)
+    return getattr(saved, "unpack_hook", None) is not None
 
 
 def value_of(saved: Any) -> Value:

@@ -13,7 +13,16 @@ from typing import Any
 
 from torch import nn
 
-from .nodes import LEAVES, LOOKUPS, SELECTIONS, Edge, dims_of, operator_of, shape_of
+from .nodes import (
+    LEAVES,
+    LOOKUPS,
+    MATRIX_PRODUCTS,
+    SELECTIONS,
+    Edge,
+    dims_of,
+    operator_of,
+    shape_of,
+)
 from .terms import are_equal
 
 _MAX_SEARCHED = 64
@@ -108,7 +117,8 @@ class Samples:
             is_partial = len(inputs) < len(node.next_functions)
             if not inputs or operator in LOOKUPS or len(seen) > _MAX_SEARCHED:
                 return True
-            if is_partial and all(shape_of(item) != shape for item in inputs):
+            is_product = operator in MATRIX_PRODUCTS
+            if is_partial and (is_product or all(shape_of(item) != shape for item in inputs)):
                 return True
             edges += inputs
         return False

@@ -19,7 +19,10 @@ import torch
 from .calls import Call, Calls
 from .counted import without_nan_gradients
 from .nodes import VIEWS
-from .terms import Scale, Term, Value, are_equal, are_proportional
+from .terms import Scale, Term, Value, are_close, are_equal, are_proportional
+
+_OF_NUMBERS = ("tensor", "as_tensor", "scalar_tensor", "full")
+"""Functions that make a tensor of a number."""
 
 
 class UnclearError(Exception):
@@ -48,7 +51,7 @@ class Scaling:
     calls: Calls
     given: Sequence[Any]
     has_num_items: bool
-    places: dict[tuple[int, int], bool]
+    places: dict[tuple[Any, ...], bool]
     multipliers: list[Sequence[torch.Tensor]] = field(default_factory=list)
     doubts: list[str] = field(default_factory=list)
 
@@ -57,7 +60,7 @@ class Scaling:
         weights: Sequence[Value] | None,
         sizes: Sequence[Value],
         scales: Sequence[Scale],
-        num_operators: int,
+        names: tuple[str, ...],
     ) -> Term:
         """Return a term after its scales, which may make a mean of a sum, or a sum of a mean.
 
@@ -65,16 +68,18 @@ class Scaling:
             weights: the denominators of a mean; None for a sum.
             sizes: the number of entries on each replica.
             scales: the scales from the term to the loss.
-            num_operators: how many operators the walk has met, which identifies the term.
+            names: the operators that the walk has met, which identify the term.
 
         Raises:
             UnclearError: the term is not known to be a mean or a sum.
         """
         counts = None
         for position, scale in enumerate(scales):
-            values, place = scale.values, (num_operators, position)
+            values, place = scale.values, (torch.is_grad_enabled(), names, position)
             if any(isinstance(value, torch.Tensor) for value in values):
-                if scale.is_constant or (scale.divides and self._is_whole(values, place)):
+                if scale.is_constant or (
+                    scale.divides and self._is_whole(values, place, weights is not None)
+                ):
                     continue
                 if not scale.divides:
                     self.multipliers.append([v for v in values if isinstance(v, torch.Tensor)])
@@ -91,20 +96,29 @@ class Scaling:
                     values = [weight * value for weight, value in zip(weights, values, strict=True)]
                 weights = values
             elif weights is None and self._is_count(scale, sizes, place):
-                weights = values if scale.divides else [1 / value for value in values]
+                weights = values if scale.divides else [1 / v if v else 0.0 for v in values]
             elif weights is not None and self._is_chunk_size(scale, weights, place):
                 weights = None
             elif not are_equal(values):
                 raise UnclearError("it is scaled by a number that differs between the replicas")
         return Term(weights, scales, counts=counts)
 
-    def _is_whole(self, values: Sequence[Value], place: tuple[int, int]) -> bool:
-        """Return whether a denominator is that of the whole batch, so the same on all replicas."""
+    def _is_whole(self, values: Sequence[Value], place: tuple[Any, ...], is_mean: bool) -> bool:
+        """Return whether a denominator is that of the whole batch, so the same on all replicas.
+
+        In a call that is noted, values are compared, which waits for their devices.
+        """
         if all(map(self._is_given, values)):
             return True
         if self.calls:  # if it was not computed from samples, it is the same everywhere
             first, *others = (self.calls.get(id(value)) for value in values)
-            self.places[place] = first is not None and None not in others and first.is_of_samples
+            is_count = first is not None and None not in others and first.is_of_samples
+            if not is_count and not are_close(values):
+                is_count = True
+            elif first is not None and _without_views(first).operator in _OF_NUMBERS:
+                is_multiple = float(values[0]) % self.chunk_sizes[0] == 0
+                is_count = not is_mean and are_equal(self.chunk_sizes) and is_multiple
+            self.places[place] = is_count
         return not self.places.get(place, not self.has_num_items)
 
     def _counts(self, values: Sequence[Value], is_mean: bool) -> Any:
@@ -124,11 +138,11 @@ class Scaling:
         if all(call.finish is not None for call in known) and not is_mean:
             return [call.count for call in known], known[0].finish
         operator = known[0].operator
-        if operator not in (("Mean",) if is_mean else ("Sum", "count_nonzero")):
+        if operator not in (("Mean",) if is_mean else ("Sum", "count_nonzero", *_OF_NUMBERS)):
             raise UnclearError(f"it is divided by a {operator}, which need not add up")
         return None
 
-    def _is_count(self, scale: Scale, sizes: Sequence[Value], place: tuple[int, int]) -> bool:
+    def _is_count(self, scale: Scale, sizes: Sequence[Value], place: tuple[Any, ...]) -> bool:
         """Return whether a sum is divided by the number of its entries in each chunk."""
         numbers = [v if scale.divides else 1 / v if v else 0.0 for v in scale.values]
         number, chunk_size = numbers[0], self.chunk_sizes[0]
@@ -140,13 +154,26 @@ class Scaling:
                     "it is divided by 1 in a chunk, which may stand for a count of 0; divide by "
                     "the tensor mask.sum().clamp(min=1)"
                 )
+            if any(n % 1 for n in numbers):
+                self.doubts.append(
+                    "it is divided by numbers that differ between replicas and are not counts; "
+                    "divide by a tensor, such as weights.sum()"
+                )
             self.places[place] = True
         elif self._is_given(number):
             return False
         elif not are_equal(self.chunk_sizes):
-            self.places.setdefault(place, False)
+            if self.places.setdefault(place, False):
+                self.doubts.append(
+                    f"it is divided by {number:g} in each chunk, but was by a count in another call"
+                )
         elif place not in self.places:
             # Neither a factor of 1/2 in chunks of two samples nor the batch size is a count.
+            if number == sum(self.chunk_sizes) and scale.divides:
+                self.doubts.append(
+                    f"it is divided by {number:g}, which is the size of the batch, but may be a "
+                    "multiple of that of each chunk"
+                )
             is_multiple = number % chunk_size == 0 and number != sum(self.chunk_sizes)
             return number >= 1 and is_multiple and (scale.divides or chunk_size > 2)
         return self.places[place]
@@ -160,7 +187,7 @@ class Scaling:
         return any(item == value for item in self.given if not isinstance(item, torch.Tensor))
 
     def _is_chunk_size(
-        self, scale: Scale, weights: Sequence[Value], place: tuple[int, int]
+        self, scale: Scale, weights: Sequence[Value], place: tuple[Any, ...]
     ) -> bool:
         """Return whether a mean is multiplied by the number of its entries in each chunk."""
         values = scale.values
@@ -168,6 +195,8 @@ class Scaling:
             return False
         if not are_equal(values):
             self.places[place] = are_proportional(values, weights)
+            if self.places[place] and any(value % 1 for value in values):
+                self.doubts.append("it is multiplied by fractions that differ between replicas")
         elif (
             are_equal(self.chunk_sizes)
             and place not in self.places

@@ -72,6 +72,8 @@ class Term:
             else:
                 by = by[0]
             values = values / by if scale.divides else values * by
+            if scale.divides and not are_numbers(scale.values):
+                values = values.masked_fill(by == 0, 0)  # 0 / 0, if nothing counts in a chunk
         return values
 
 
@@ -83,6 +85,12 @@ def are_numbers(values: Sequence[Value]) -> bool:
 def are_equal(values: Sequence[Any]) -> bool:
     """Return whether all numbers are equal."""
     return all(value == values[0] for value in values)
+
+
+def are_close(values: Sequence[Value]) -> bool:
+    """Return whether all tensors have the same shape and nearly the same values."""
+    first, *others = (torch.as_tensor(value).detach().cpu() for value in values)
+    return all(other.shape == first.shape and other.allclose(first) for other in others)
 
 
 def are_proportional(ones: Sequence[Any], others: Sequence[Any]) -> bool:
@@ -180,7 +188,8 @@ def join_terms(
     For other terms whose losses are known, the difference to their own fractions is added.
     """
     fractions = fractions_of(base, device, len(outputs))
-    joined = weighted_sum(outputs, fractions, device, may_be_nan=not base.losses)
+    may_be_nan = not base.losses or not all(are_numbers(scale.values) for scale in base.scales)
+    joined = weighted_sum(outputs, fractions, device, may_be_nan)
     for term in terms:
         if term.losses and term is not base:
             own = fractions_of(term, device, len(outputs))
