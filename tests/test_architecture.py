@@ -20,9 +20,9 @@ devices
 memory/ nvml device_map device_memory nvml_sampler step_memory
 memory/ breakdown peaks probe logger __init__
 planning/ memory_model split_planner auto_balance __init__
-parallel/ nested call_inputs
+parallel/ nested call_inputs move
 parallel/losses/ counted calls terms nodes samples scales graph weight join __init__
-parallel/ move scatter arrivals coalesced_copy homes deferred_gradients parameter_copies
+parallel/ scatter arrivals coalesced_copy homes deferred_gradients parameter_copies
 parallel/ bound_methods written_state replica_pool replicate parallel_apply gather
 parallel/ per_device criterion auto_split split_policy data_parallel functional __init__
 tuning/ models workloads step_benchmark report_types tuner __init__

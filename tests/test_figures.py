@@ -21,7 +21,13 @@ from balanced_dp.cli.commands import app
 from balanced_dp.cli.demo import DemoSettings, run_demo
 from balanced_dp.report import load_reports
 from balanced_dp.report.tables import candidate_table
-from balanced_dp.tuning.step_benchmark import uses_emulation
+from balanced_dp.tuning.step_benchmark import (
+    measure_step,
+    open_devices,
+    step_meter,
+    uses_emulation,
+)
+from balanced_dp.tuning.workloads import find_workload
 from benchmarks import before_and_after
 
 pytestmark = pytest.mark.slow
@@ -72,6 +78,21 @@ def test_gpt2_fits_where_its_loss_is_computed_on_each_device(gpt2):
     assert gpt2.plan.max_batch_size < 0.5 * inside.plan.max_batch_size
 
 
+def test_spread_parameters_level_all_devices(gpt2):
+    """Also where gradients and optimizer state alone do not fit device 0, as the README says."""
+    peaks = gpt2.alternatives[1].chosen.peak_bytes
+    assert max(peaks) <= 1.03 * min(peaks)
+    workload = find_workload("gpt2-large")
+    with open_devices(4, emulate=True) as devices:
+        home = measure_step(workload, 4, 0, devices, gather=False)
+        with step_meter(workload, devices, gather=False, spread=True) as meter:
+            spread = {size: meter.measure(size, size // 4).peak_bytes for size in (12, 24, 28)}
+    assert f"{home.peak_bytes[0] / 2**30:.2f} GiB there without a sample" in README
+    assert f"(12 samples: {max(spread[12]) / 2**30:.2f} GiB)" in README
+    assert max(spread[12]) <= 1.03 * min(spread[12])
+    assert max(spread[24]) < 10.5 * 2**30 < max(spread[28])
+
+
 def test_the_table_of_ways_is_measured(gpt2):
     ways = {
         "nn.DataParallel": (gpt2.even, gpt2.plan.even_max_batch_size),
@@ -79,6 +100,10 @@ def test_the_table_of_ways_is_measured(gpt2):
         "the same, loss on each device": (
             gpt2.alternatives[0].chosen,
             gpt2.alternatives[0].plan.max_batch_size,
+        ),
+        "the same, `spread=True": (
+            gpt2.alternatives[1].chosen,
+            gpt2.alternatives[1].plan.max_batch_size,
         ),
     }
     for name, (measured, size) in ways.items():

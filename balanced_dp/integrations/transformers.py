@@ -60,6 +60,7 @@ class BalancedTrainerMixin:
         split: lists with one entry for each sample, as for ``BalancedDataParallel``.
         loss_weight: the weight of a chunk's loss, as for ``BalancedDataParallel``.
         scalar_outputs: how losses are joined, as for ``BalancedDataParallel``.
+        spread: whether parameters are spread over all devices, as for ``BalancedDataParallel``.
 
     Raises:
         ArgumentError, ArgumentTypeError: the devices or the split are invalid.
@@ -84,6 +85,7 @@ class BalancedTrainerMixin:
         split: Iterable[str] = (),
         loss_weight: Callable[..., Any] | str | None = None,
         scalar_outputs: ScalarOutputs = "auto",
+        spread: bool = False,
         **kwargs: Any,
     ) -> None:
         self._split: dict[str, Any] = {
@@ -93,6 +95,7 @@ class BalancedTrainerMixin:
             "split": split,
             "loss_weight": loss_weight,
             "scalar_outputs": scalar_outputs,
+            "spread": spread,
         }
         self._parallel: TrainerParallel | None = None
         super().__init__(*args, **kwargs)

@@ -46,6 +46,14 @@ class DeferredGradients:
                 self._placeholders.append((parameter, placeholder))
                 parameter.grad = placeholder
 
+    def check_hooks(self) -> None:
+        """Raise RuntimeError if a parameter has got a hook whose gradient is deferred."""
+        if any(has_hooks(parameter) for parameter, _ in self._placeholders):
+            raise RuntimeError(
+                "a hook was registered on a parameter inside shared_weights() or accumulate(), "
+                "where its gradient is deferred; register it before the block"
+            )
+
     def end(self) -> None:
         """Add the deferred gradients to those of the parameters, through autograd.
 

@@ -120,7 +120,7 @@ class _Join:
                 found = exact[:1]
             if not found:
                 found = [d for d in along_dim if _is_of_rows([s[d] for s in shapes], sizes)]
-            if known.get(name) in fits:
+            if known.get(name) in (exact or fits):  # another layout has another exact one
                 found = [known[name]]
             elif found and len(fits) == 1:  # the shapes leave no choice
                 known[name] = found[0]

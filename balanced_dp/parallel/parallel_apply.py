@@ -58,7 +58,8 @@ def parallel_apply(
     # Autograd runs the nodes of emulated devices in one thread, by their sequence numbers, which
     # each thread counts by itself. So their backward passes take turns, as accelerators share the
     # time, only if each forward pass has run in a thread like the others.
-    first = None if devices[0].type == DEVICE_TYPE else others.pop(0)
+    are_alike = devices[0].type == DEVICE_TYPE and len(others) > 1
+    first = None if are_alike else others.pop(0)
     with _reserved(workers) as threads:
         ends: list[threading.Event] = []
         try:
@@ -72,7 +73,8 @@ def parallel_apply(
                 contextvars.copy_context().run(work) if others else work()
             _wait(ends)
         except BaseException:  # the replicas still work on the caller's tensors
-            _wait(ends)
+            if not any(isinstance(error, KeyboardInterrupt) for error in errors.values()):
+                _wait(ends)
             raise
     if errors:
         index = min(errors)
@@ -178,8 +180,10 @@ class _Worker:
 def _serve(queue: SimpleQueue[Any]) -> None:
     while (item := queue.get()) is not None:
         work, end = item
-        work()
-        end.set()
+        try:
+            work()
+        finally:
+            end.set()
         del item, work, end
 
 

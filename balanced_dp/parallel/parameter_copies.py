@@ -144,13 +144,15 @@ class _Block:
             if any(map(vars, parameters)) or not has_gradients:
                 for device in missing:
                     for original, copy in zip(parameters, self._copies[device], strict=True):
-                        _copy_attributes(original, copy)
+                        copy.requires_grad_(original.requires_grad)
+                        copy_attributes(original, copy)
         self._record_streams(devices)
-        if not has_gradients:
-            return {device: self._copies[device] for device in devices}
-        missing = [device for device in devices if device not in self._outputs]
         if is_shared:
             self._check_unchanged(parameters)
+        if not has_gradients:
+            return {device: self._copies[device] for device in devices}
+        self.deferred.check_hooks()
+        missing = [device for device in devices if device not in self._outputs]
         if missing:
             nodes = self._make_nodes(missing, parameters)
             if is_shared:
@@ -202,7 +204,7 @@ class _Block:
     def _check_unchanged(self, parameters: Sequence[torch.Tensor]) -> None:
         # Forward itself may write to frozen ones, see WrittenState.
         versions = [(p, p._version) for p in parameters if p.requires_grad]
-        if not self._outputs:
+        if not self._versions:
             self._versions = versions
         before = [(id(parameter), version) for parameter, version in self._versions]
         if before != [(id(parameter), version) for parameter, version in versions]:
@@ -220,9 +222,7 @@ def _expect_gradients_of_other_streams() -> None:
         set_warns(False)
 
 
-def _copy_attributes(original: torch.Tensor, copy: torch.Tensor) -> None:
-    """Copy ``requires_grad`` and the entries of ``__dict__``."""
-    if original.requires_grad:
-        copy.requires_grad_()
-    if vars(original):
+def copy_attributes(original: torch.Tensor, copy: torch.Tensor) -> None:
+    """Copy the entries of ``__dict__`` that ``copy`` lacks."""
+    if copy is not original:
         vars(copy).update({k: v for k, v in vars(original).items() if k not in vars(copy)})

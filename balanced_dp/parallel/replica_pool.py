@@ -20,13 +20,14 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from .arrivals import Arrivals, ArrivingParameters
+from .arrivals import Arrivals, ArrivingParameters, parameters_of
 from .bound_methods import HOOKS, bind_to_replicas
-
-_OF_ANY_MODULE = vars(nn.Module()).keys() - {"training"}
-"""Attributes that a forward pass does not assign, although it may change their contents."""
+from .homes import refuse_alone
 
 _DICTIONARIES = ("_modules", "_parameters", "_buffers", *HOOKS)
+
+_OF_ANY_MODULE = vars(nn.Module()).keys() - {"training", *_DICTIONARIES}
+"""Attributes that a forward pass does not assign, although it may change their contents."""
 
 
 class ReplicaPool:
@@ -225,13 +226,24 @@ class Replica:
             attributes["_parameters"] = attributes["_parameters"].plain
 
     def state(self) -> list[dict[str, tuple[Any, int]]]:
-        """Return the attributes and buffers of each module, and the lengths of containers."""
+        """Return the attributes of each module, and the lengths of containers.
+
+        Of modules that set weights on purpose, only parameters and submodules are returned.
+        """
         return [
             {
                 name: (value, len(value) if isinstance(value, list | dict | set) else 0)
-                for name, value in chain(attributes.items(), attributes["_buffers"].items())
+                for name, value in chain(
+                    parameters_of(module).items(),
+                    module._modules.items(),
+                    *(
+                        ()
+                        if _sets_weights(module)
+                        else (vars(module).items(), module._buffers.items())
+                    ),
+                )
             }
-            for attributes in self._attributes
+            for module in self.modules
         ]
 
     def is_recyclable(self) -> bool:
@@ -265,12 +277,19 @@ class Replica:
                 members.update(as_made)
 
 
+def _sets_weights(module: nn.Module) -> bool:
+    """Return whether a module is torch's, or has hooks that may set a weight."""
+    hooks = module._forward_pre_hooks.values()
+    is_of_torch = type(module).__module__.startswith("torch.")
+    return is_of_torch or any(hook is not refuse_alone for hook in hooks)
+
+
 def _shallow_copy(module: nn.Module) -> nn.Module:
     if _replicates_itself(module):
         replica: nn.Module = module._replicate_for_data_parallel()
         replica._parameters = module._parameters.copy()
         return replica
-    copy: nn.Module = type(module).__new__(type(module))
+    copy: nn.Module = object.__new__(type(module))  # its own __new__ may need arguments
     attributes = copy.__dict__
     attributes.update(module.__dict__, _is_replica=True)
     for kind in _DICTIONARIES:

@@ -13,9 +13,8 @@ from torch import nn
 from ..errors import warn
 from .arrivals import Arrivals
 from .coalesced_copy import copy_to
-from .homes import refuse_alone
 from .move import move
-from .parameter_copies import ParameterCopies
+from .parameter_copies import ParameterCopies, copy_attributes
 from .replica_pool import Replica, ReplicaPool, is_compiled
 from .written_state import WrittenState
 
@@ -114,7 +113,7 @@ class Replicator:
 
         Warns:
             BalanceWarning: once for each attribute that forward sets, and each parameter that
-                replicas on one device write, as far as found in the first calls.
+                several replicas write, as far as found in the calls that are checked.
         """
         has_gradients = torch.is_grad_enabled()
         is_shared = isinstance(replicas, Replicas) and replicas.has_originals
@@ -132,6 +131,12 @@ class Replicator:
             "writes it; name each device once, unless the order and number of writes make no "
             "difference",
             state.written_by_several(),
+        )
+        self._warn(
+            f"{name} writes {{}} in forward, by the samples of each device, and what the first "
+            "replica writes is kept; write it outside, from the whole batch (an embedding's "
+            "max_norm, for example)",
+            state.written_differently(),
         )
         if isinstance(replicas, Replicas):
             self._warn(
@@ -199,11 +204,12 @@ def _buffers_of_replicas(
         return [move(one, device, copy=True) if one is other else one for one, other in pairs]
 
     first, *others = devices
-    return [sent.pop(first, buffers), *map(copies_on, others)]
+    copies = [sent.pop(first, buffers), *map(copies_on, others)]
+    for own in copies if any(map(vars, buffers)) else ():
+        for buffer, copy in zip(buffers, own, strict=True):
+            copy_attributes(buffer, copy)
+    return copies
 
-
-_NUM_CHECKED_CALLS = 3
-"""The number of calls in which attributes that forward sets are searched for."""
 
 _NOTHING = (object(), 0)
 
@@ -231,8 +237,9 @@ class Replicas(list[ModuleT]):
         self.has_originals = has_originals
         self._arrivals = arrivals
         self._replicas = replicas
-        self._before = replicas[0].state() if pool.num_calls < _NUM_CHECKED_CALLS else None
         pool.num_calls += 1
+        is_checked = pool.num_calls.bit_count() == 1  # the first, second, fourth, eighth and so on
+        self._before = replicas[0].state() if is_checked else None
 
     def join(self) -> None:
         """Let the streams on which the replicas were made wait for all parameters."""
@@ -244,19 +251,17 @@ class Replicas(list[ModuleT]):
         self._arrivals.join()  # if the caller has not
 
     def lost_attributes(self) -> list[str]:
-        """Return the names of attributes that forward has set, in one of the first calls."""
+        """Return the names of attributes that forward has set; none if this call is not checked."""
         if self._before is None:
             return []
         replica = self._replicas[0]
-        states = zip(self._pool.names, replica.modules, self._before, replica.state(), strict=True)
         return [
             f"{name}.{attribute}".lstrip(".")
-            for name, module, before, after in states
-            # Torch's modules and hooks that set a weight do so on purpose. Private attributes are
-            # caches or flags: transformers installs its hooks in the first call.
-            if not type(module).__module__.startswith("torch.")
-            and all(hook is refuse_alone for hook in module._forward_pre_hooks.values())
+            for name, before, after in zip(
+                self._pool.names, self._before, replica.state(), strict=True
+            )
             for attribute, value in after.items()
+            # Private ones are caches or flags: transformers installs its hooks in the first call.
             if attribute[0] != "_" and not _is_same(before.get(attribute, _NOTHING), value)
         ]
 

@@ -39,10 +39,17 @@ class WrittenState:
         self._copies: list[tuple[int, torch.Tensor, torch.Tensor, Any]] = []
         self._silently = silently
         self._shared: list[tuple[str, torch.Tensor, Any, Any]] = []
+        self._others: list[tuple[str, torch.Tensor, Any, torch.Tensor]] = []
         if silently is None:
             shared = [r for i, r in enumerate(replicas) if _shares_parameters(r, replicas[:i])]
             parameters = {id(p): (name, p) for r in shared for name, p in r.named_parameters()}
             self._shared = [(n, p, _signs(p), _values(p)) for n, p in parameters.values()]
+            self._others = [
+                (name, copy, _signs(copy), first)
+                for other in replicas[1:]
+                if other not in shared
+                for (name, first), copy in zip(_named(replica), _parameters(other), strict=True)
+            ]
         self._devices: set[torch.device] = set()
         if not is_shared:
             self._devices = {
@@ -65,6 +72,18 @@ class WrittenState:
             for name, parameter, signs, values in self._shared
             if signs != _signs(parameter) or not _are_equal(parameter, values)
         ]
+
+    def written_differently(self) -> list[str]:
+        """Return the names of parameters whose copies on other devices got other values.
+
+        The list is empty unless ``silently`` is None.
+        """
+        names = [
+            name
+            for name, copy, signs, first in self._others
+            if signs != _signs(copy) and not _are_equal(copy, _values(first))
+        ]
+        return list(dict.fromkeys(names))
 
     @torch.no_grad()
     def write_back(self) -> frozenset[int]:
@@ -95,10 +114,14 @@ def _state(module: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def _parameters(module: nn.Module) -> Iterator[torch.Tensor]:
-    for submodule in module.modules():
-        for parameter in parameters_of(submodule).values():
+    return (parameter for _, parameter in _named(module))
+
+
+def _named(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for prefix, submodule in module.named_modules():
+        for name, parameter in parameters_of(submodule).items():
             if parameter is not None:
-                yield parameter
+                yield f"{prefix}.{name}".lstrip("."), parameter
 
 
 def _signs(tensor: torch.Tensor) -> tuple[int, int]:

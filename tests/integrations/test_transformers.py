@@ -145,6 +145,31 @@ def test_ten_steps_over_real_text(accumulation, tmp_path):
             )
 
 
+def test_fifty_steps_with_spread_parameters(tmp_path):
+    arguments = {
+        "max_steps": 50,
+        "learning_rate": 1e-3,
+        "max_grad_norm": 0.5,
+        "eval_strategy": "steps",
+        "eval_steps": 25,
+    }
+    options = {"arguments": arguments, "num_samples": 70}
+    one = alone(tmp_path, **options)
+    one.train()
+    expected = one.model.state_dict()
+    with emulate_devices(4) as devices:
+        spread = make_trainer(tmp_path, gpu0_bsz=None, device_ids=devices, spread=True, **options)
+        spread.train()
+        assert set(spread.parallel_model.homes().values()) == set(devices)
+        for name in ("loss", "eval_loss", "grad_norm"):
+            torch.testing.assert_close(
+                history(spread, name), history(one, name), rtol=1e-6, atol=1e-6
+            )
+        found = {name: value.cpu() for name, value in spread.model.state_dict().items()}
+        del spread
+    torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-8)
+
+
 @pytest.mark.parametrize("is_averaged", [True, False])
 def test_the_number_of_items_is_that_of_the_whole_batch(is_averaged, tmp_path):
     arguments = {"average_tokens_across_devices": is_averaged, "gradient_accumulation_steps": 2}

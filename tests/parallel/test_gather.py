@@ -175,3 +175,23 @@ def test_what_has_no_row_for_each_sample_is_no_output(reduce):
     outputs = BalancedDataParallel(1, nn.Identity(), ["cpu"] * 3, gather=False)(torch.randn(7, 3))
     with pytest.raises(GatherError, match="it has no row for each of them"):
         BalancedCriterion(reduce)(outputs)
+
+
+@pytest.mark.filterwarnings("ignore:gpu0_bsz")
+def test_training_and_evaluation_may_return_different_layouts():
+    """What the shapes of one have shown is not used for the other where these show more."""
+
+    class States(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn = nn.GRU(4, 5, 2, batch_first=True)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            output, state = self.rnn(x)
+            return (state, output) if self.training else (output, state)
+
+    module = States()
+    model = BalancedDataParallel(1, module, ["cpu"] * 4)
+    for training, x in ((True, torch.randn(16, 3, 4)), (False, torch.randn(4, 3, 4))):
+        model.train(training)
+        torch.testing.assert_close(model(x), module(x))

@@ -39,12 +39,17 @@ def test_results_come_in_order_each_device_s_from_its_own_thread(emulated):
         barrier.wait(timeout=60)
         return index, threading.current_thread().name
 
-    results = run([lambda i=i: call(i) for i in range(3)], emulated[:3])
+    results = run([lambda i=i: call(i) for i in range(3)], [CPUS[0], *emulated[1:3]])
     assert results == list(enumerate(thread_names(3)))
 
 
+def test_emulated_devices_all_have_a_thread(emulated):
+    names = run([lambda: threading.current_thread().name] * 2, emulated[:2])
+    assert names == ["replicas on lazy:0", "replicas on lazy:1"]
+
+
 def test_calls_on_one_device_run_one_after_another(emulated):
-    devices = [emulated[0], emulated[1], emulated[0], emulated[1]]
+    devices = [CPUS[0], emulated[1], CPUS[0], emulated[1]]
     log = []
 
     def call(index):
@@ -204,9 +209,9 @@ def test_ctrl_c_is_raised_when_the_other_replicas_have_ended():
             release.set()
 
         threading.Thread(target=listen, daemon=True).start()
-        with emulate_devices(2):
+        with emulate_devices(2) as devices:
             try:
-                BalancedDataParallel(1, Waiting())(torch.ones(8))
+                BalancedDataParallel(1, Waiting(), ["cpu", devices[1]])(torch.ones(8))
             except KeyboardInterrupt:
                 print("interrupted", len(ended), flush=True)
         """

@@ -13,7 +13,12 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
 
-from balanced_dp import BalancedCriterion, BalancedDataParallel, emulate_devices
+from balanced_dp import (
+    BalancedCriterion,
+    BalancedDataParallel,
+    BalanceWarning,
+    emulate_devices,
+)
 from balanced_dp.emulation.machine import current_machine
 from balanced_dp.parallel import coalesced_copy as buckets_of
 from balanced_dp.parallel import parameter_copies
@@ -287,10 +292,35 @@ def test_weights_that_forward_writes_to_are_copied_again(emulated):
     embedding = nn.Embedding(6, 4, max_norm=0.5)
     expected = copy.deepcopy(embedding)
     model = wrapped(emulated, embedding)
-    with torch.no_grad():
+    with (
+        torch.no_grad(),
+        pytest.warns(BalanceWarning, match="Embedding writes weight in forward, by"),
+    ):
         for _ in range(3):
             indices = torch.randint(6, (9,))
             torch.testing.assert_close(model(indices).cpu(), expected(indices))
+
+
+@pytest.mark.parametrize("has_gradients", [False, True])
+def test_weights_that_change_in_a_block_are_an_error_in_evaluation_too(emulated, has_gradients):
+    model = wrapped(emulated, nn.Linear(4, 3))
+    x = torch.ones(9, 4)
+    with torch.set_grad_enabled(has_gradients), model.shared_weights():
+        model(x)
+        with torch.no_grad():
+            model.module.weight.mul_(2)
+        with pytest.raises(RuntimeError, match="a parameter was changed inside shared_weights"):
+            model(x)
+
+
+def test_a_hook_that_is_registered_in_a_block_is_an_error(emulated):
+    model = wrapped(emulated, nn.Linear(1, 1))
+    x = torch.ones(9, 1)
+    with model.accumulate():
+        model(x).sum().backward()
+        model.module.weight.register_hook(lambda gradient: gradient * 0)
+        with pytest.raises(RuntimeError, match="a hook was registered on a parameter inside"):
+            model(x)
 
 
 # Buckets.

@@ -7,6 +7,7 @@ import gc
 import operator
 import types
 import weakref
+from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from balanced_dp import BalancedDataParallel
+from balanced_dp import BalancedDataParallel, BalanceWarning
 from balanced_dp.parallel.replicate import Replicator, replicate
 
 from ..modules import Lambda
@@ -507,3 +508,89 @@ def test_what_forward_changes_of_its_module_is_gone_in_the_next_call(emulated, h
         assert (module.first[0].item(), module.second[0].item()) == (1, 2)
         with torch.no_grad():
             module.layer.weight.mul_(0.5)
+
+
+def swap_parameters(module: nn.Module) -> None:
+    first, second = module.first, module.second
+    first._parameters, second._parameters = second._parameters, first._parameters
+
+
+def copy_parameters(module: nn.Module) -> None:
+    KEPT.append(module.first._parameters)
+    module.first._parameters = dict(module.first._parameters)
+
+
+def replace_hooks(module: nn.Module) -> None:
+    module.first._forward_hooks = OrderedDict()
+
+
+KEPT: list[Any] = []
+
+
+@pytest.mark.filterwarnings("ignore:.* sets ")
+@pytest.mark.parametrize("change", [swap_parameters, copy_parameters, replace_hooks])
+def test_a_dictionary_that_forward_replaces_is_there_again_in_the_next_call(change):
+    def forward(self: Lambda, x: torch.Tensor, changes: bool) -> torch.Tensor:
+        if changes:
+            change(self)
+        return self.first(x) - 2 * self.second(x)
+
+    layers = {name: nn.Linear(1, 1, bias=False) for name in ("first", "second")}
+    module = Lambda(forward, **layers)
+    module.first.register_forward_hook(lambda module, args, output: 3 * output)
+    model = BalancedDataParallel(1, module, ["cpu"] * 3)
+    for value in range(1, 5):
+        with torch.no_grad():
+            module.first.weight.fill_(value)
+            module.second.weight.fill_(10)
+        found = model(torch.ones(6, 1), value == 1)
+        if value > 1:
+            assert found.flatten().tolist() == [3 * value - 20] * 6
+
+
+def test_a_class_may_have_a_constructor_of_its_own():
+    class Named(nn.Linear):
+        def __new__(cls, name: str) -> Named:
+            return super().__new__(cls)
+
+        def __init__(self, name: str) -> None:
+            super().__init__(2, 1)
+
+    module = Named("any")
+    x = torch.ones(4, 2)
+    torch.testing.assert_close(BalancedDataParallel(1, module, ["cpu"] * 2)(x), module(x))
+
+
+@pytest.mark.parametrize("call", [1, 4])
+@pytest.mark.parametrize("what", ["parameter", "submodule", "parameter of a submodule", "number"])
+def test_what_forward_sets_is_warned_of_though_it_may_begin_later(what, call):
+    def forward(self: Lambda, x: torch.Tensor, sets: bool) -> torch.Tensor:
+        if sets and what == "parameter":
+            self.extra = nn.Parameter(torch.ones(1))
+        elif sets and what == "submodule":
+            self.extra = nn.Linear(1, 1)
+        elif sets and what == "number":
+            self.extra = 1
+        elif sets:
+            self.layer.weight = nn.Parameter(torch.ones(1, 1))
+        return self.layer(x)
+
+    module = Lambda(forward, layer=nn.Linear(1, 1))
+    model = BalancedDataParallel(1, module, ["cpu"] * 2)
+    for _ in range(1, call):
+        model(torch.ones(4, 1), False)
+    name = "layer.weight" if what == "parameter of a submodule" else "extra"
+    with pytest.warns(BalanceWarning, match=rf"Lambda sets {name} in forward"):
+        model(torch.ones(4, 1), True)
+
+
+def test_attributes_of_buffers_travel_with_them(devices):
+    def forward(self: Lambda, x: torch.Tensor) -> torch.Tensor:
+        return x * self.factor * self.factor.scale
+
+    module = Lambda(forward)
+    module.register_buffer("factor", torch.ones(()))
+    module = module.to(devices[0])
+    module.factor.scale = 3.0
+    model = BalancedDataParallel(1, module, devices[:2])
+    assert model(torch.ones(8, 1)).flatten().tolist() == [3.0] * 8

@@ -40,27 +40,33 @@ def new_threads(before: set[threading.Thread]) -> list[threading.Thread]:
 
 
 @pytest.fixture
+def devices(emulated) -> list[torch.device]:
+    """With a first device whose calls run in the calling thread, as those of accelerators do."""
+    return [torch.device("cpu"), *emulated[1:4]]
+
+
+@pytest.fixture
 def before() -> set[threading.Thread]:
     return set(threading.enumerate())
 
 
-def test_each_call_uses_the_same_threads(emulated, before):
-    model = BalancedDataParallel(1, Threads().to(emulated[0]), emulated[:4])
+def test_each_call_uses_the_same_threads(devices, before):
+    model = BalancedDataParallel(1, Threads(), devices)
     model(X)
     threads = dict(model.module.seen)
     started = set(new_threads(before))
-    assert threads.pop("lazy:0") == threading.get_ident()
+    assert threads.pop("cpu") == threading.get_ident()
     assert {thread.ident for thread in started} == set(threads.values())
     assert len(started) == 3
     for _ in range(3):
         model(X)
-        assert {k: v for k, v in model.module.seen.items() if k != "lazy:0"} == threads
+        assert {k: v for k, v in model.module.seen.items() if k != "cpu"} == threads
     assert set(new_threads(before)) == started
     del model
 
 
-def test_loss_and_metrics_run_in_the_model_s_threads(emulated, before):
-    model = BalancedDataParallel(1, Threads().to(emulated[0]), emulated[:4], gather=False)
+def test_loss_and_metrics_run_in_the_model_s_threads(devices, before):
+    model = BalancedDataParallel(1, Threads(), devices, gather=False)
     outputs = model(X)
     started = set(new_threads(before))
     idents = outputs.map(lambda output: torch.tensor([threading.get_ident()] * len(output)))
@@ -70,8 +76,8 @@ def test_loss_and_metrics_run_in_the_model_s_threads(emulated, before):
     del model, outputs
 
 
-def test_a_single_active_device_needs_no_thread(emulated, before):
-    model = BalancedDataParallel(1, Threads().to(emulated[0]), emulated[:4])
+def test_a_single_active_device_needs_no_thread(devices, before):
+    model = BalancedDataParallel(1, Threads(), devices)
     model.gpu0_bsz = 0
     model(X[:1])
     assert model.chunk_sizes == (0, 1, 0, 0)
@@ -79,11 +85,11 @@ def test_a_single_active_device_needs_no_thread(emulated, before):
     del model
 
 
-def test_close_ends_the_threads_and_a_call_starts_new_ones(emulated, before):
-    model = BalancedDataParallel(1, Threads().to(emulated[0]), emulated[:3])
+def test_close_ends_the_threads_and_a_call_starts_new_ones(devices, before):
+    model = BalancedDataParallel(1, Threads(), devices[:3])
     with torch.no_grad():
         model(X)
-    assert torch.lazy.memory_allocated(emulated[1]) == 0
+    assert torch.lazy.memory_allocated(devices[1]) == 0
     for _ in range(2):
         model.close()
         assert new_threads(before) == []
@@ -93,11 +99,11 @@ def test_close_ends_the_threads_and_a_call_starts_new_ones(emulated, before):
     del model
 
 
-def test_they_end_with_the_model_without_the_garbage_collector(emulated, before):
+def test_they_end_with_the_model_without_the_garbage_collector(devices, before):
     gc.collect()
     gc.disable()
     try:
-        model = BalancedDataParallel(1, Threads().to(emulated[0]), emulated[:3])
+        model = BalancedDataParallel(1, Threads(), devices[:3])
         model(X)
         started = new_threads(before)
         assert len(started) == 2
