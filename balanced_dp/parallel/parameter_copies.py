@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ..devices import is_cuda
+from ..devices import gradient_stream, is_cuda, on_stream
 from .arrivals import Arrivals
 from .coalesced_copy import Copies, bring_to, copy_to, fill_buckets
 from .deferred_gradients import DeferredGradients, added, on_copy_stream
@@ -73,15 +73,38 @@ class ParameterCopies:
             block.deferred.end()
 
 
+class Receive(torch.autograd.Function):
+    """Stand for the originals of a bucket on CUDA devices, to receive their gradients.
+
+    Autograd adds up the gradients from other devices on the stream of this node. Its backward hands
+    them on after all devices have sent another bucket, too, for whose nodes the token is an input.
+    By then these gradients have arrived, so the stream that adds them to those of the home, and
+    computes, need not wait.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *originals: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return aliases of the originals, and a token."""
+        ctx.set_materialize_grads(False)
+        return *(original.detach() for original in originals), torch.empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        """Return the gradients; the token has none."""
+        return gradients[:-1]
+
+
 class Broadcast(torch.autograd.Function):
     """Return the copies of a bucket, whose gradients are brought to the home of the originals."""
 
     @staticmethod
     def forward(
-        ctx: Any, copies: Sequence[torch.Tensor], *originals: torch.Tensor
+        ctx: Any,
+        copies: Sequence[torch.Tensor],
+        token: torch.Tensor | None,
+        *originals: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         """Return the copies, one of each original and on another device."""
-        ctx.originals = originals
         ctx.gathered = None
         ctx.set_materialize_grads(False)  # a parameter that was not used gets no gradient
         return tuple(copies)
@@ -90,12 +113,12 @@ class Broadcast(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         """Return the gradients on the originals' device, or add them to deferred ones."""
         if ctx.gathered is None or torch.is_grad_enabled() or not _accumulates_all(ctx):
-            return None, *bring_to(ctx.originals[0].device, gradients)
+            return None, None, *bring_to(ctx.originals[0].device, gradients)
         ctx.gathered = [
             old if new is None else new if old is None else added(old, new)
             for old, new in zip(ctx.gathered, gradients, strict=True)
         ]
-        return (None,) * (1 + len(gradients))
+        return (None,) * (2 + len(gradients))
 
 
 def _accumulates_all(node: Any) -> bool:
@@ -104,7 +127,10 @@ def _accumulates_all(node: Any) -> bool:
     ``torch.autograd.grad`` does not, nor does ``backward`` with ``inputs``.
     """
     try:
-        return all(torch._C._will_engine_execute_node(n) for n, _ in node.next_functions if n)
+        edges = [edge for edge in node.next_functions if edge[0]]
+        if is_cuda(node.originals[0].device):
+            edges = edges[-1][0].next_functions  # of Receive
+        return all(torch._C._will_engine_execute_node(n) for n, _ in edges)
     except RuntimeError:  # "we are currently running autograd.grad()"
         return False
 
@@ -179,11 +205,16 @@ class _Block:
             _expect_gradients_of_other_streams()
         trained = [i for i, p in enumerate(parameters) if p.requires_grad]
         nodes: list[list[Any]] = []
-        for bucket in fill_buckets([parameters[i] for i in trained]):
+        token = next_token = None
+        # In backward, the last bucket comes first, and is handed on when the one before it is sent.
+        for bucket in reversed(fill_buckets([parameters[i] for i in trained])):
             positions = [trained[i] for i in bucket]
             originals = [parameters[i] for i in positions]
+            home = originals[0].device
+            received: Sequence[torch.Tensor] = originals
+            if is_cuda(home):
+                *received, next_token = _receive(originals)
             nodes.append([])
-            home = parameters[positions[0]].device
             for device in devices:
                 if device == home:
                     continue
@@ -193,12 +224,14 @@ class _Block:
                     parts = [part.requires_grad_(False) for part in parts]
                 with on_copy_stream(device):
                     # torch gives its own autograd functions no types.
-                    parts = Broadcast.apply(parts, *originals)  # type: ignore[no-untyped-call]
+                    parts = Broadcast.apply(parts, token, *received)  # type: ignore[no-untyped-call]
                 node: Any = parts[0].grad_fn
+                node.originals = originals
                 node._set_sequence_nr(AT_ONCE)
                 nodes[-1].append(node)
                 for i, part in zip(positions, parts, strict=True):
                     copies[i] = part
+            token = next_token
         return nodes
 
     def _check_unchanged(self, parameters: Sequence[torch.Tensor]) -> None:
@@ -212,6 +245,19 @@ class _Block:
                 "a parameter was changed inside shared_weights() or accumulate(), whose calls all "
                 "use the same weights; step the optimizer after the block"
             )
+
+
+def _receive(originals: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Return the outputs of ``Receive``, whose node runs on the gradient stream of the home."""
+    home = originals[0].device
+    # The first time, torch makes the nodes that accumulate gradients, for the stream that computes.
+    before = Receive.apply(*originals)  # type: ignore[no-untyped-call]
+    with on_stream(gradient_stream(home, home)):
+        received: Sequence[torch.Tensor] = Receive.apply(*originals)  # type: ignore[no-untyped-call]
+    del before
+    node: Any = received[-1].grad_fn
+    node._set_sequence_nr(AT_ONCE)
+    return received
 
 
 @functools.cache

@@ -411,6 +411,48 @@ def test_weights_travel_beside_computing(split, transfer_share, limit, stand_in:
     model.close()
 
 
+@pytest.mark.parametrize(("transfer_share", "limit"), [(0.1, 1.05), (0.3, 1.12)])
+def test_gradients_travel_beside_computing_to_all_homes(transfer_share, limit, stand_in: StandIn):
+    """Each home computed no further before they had arrived: 1.24 and 1.30."""
+    model = BalancedDataParallel(None, Layers().to(stand_in.devices[0]), spread=True)
+    assert is_reached(limit, stand_in, model, SPLITS[0], transfer_share, has_forward=True)
+    model.close()
+
+
+@pytest.mark.parametrize("spread", [False, True])
+@pytest.mark.parametrize("gpu0_bsz", [0, 1])
+def test_gradients_of_some_parameters_only(gpu0_bsz, spread, stand_in: StandIn):
+    """Gradients of a bucket are handed on when the one before it is sent, or if it never is."""
+
+    def forward(self: Lambda, x: Tensor, skips: bool) -> Tensor:
+        for index, layer in enumerate(self.layers):
+            if not (skips and index % 3 == 1):
+                x = layer(x).tanh()
+        return x.square().mean()
+
+    plain = Lambda(forward, layers=nn.ModuleList(nn.Linear(4, 4) for _ in range(9))).double()
+    module = copy.deepcopy(plain).to(stand_in.devices[0])
+    model = BalancedDataParallel(gpu0_bsz, module, spread=spread)
+    x = torch.randn(BATCH, 4, dtype=torch.double)
+    for skips in (True, False):
+        for call, parameters in ((plain, [*plain.parameters()]), (model, [*module.parameters()])):
+            some = [parameters[i] for i in (0, 7, 12)]
+            call(x, skips).backward(inputs=some)
+            for parameter, gradient in zip(
+                some, torch.autograd.grad(call(x, skips), some), strict=True
+            ):
+                parameter.grad += gradient
+            call(x, skips).backward()
+        torch.testing.assert_close(fetch(module), fetch(plain), **CLOSE)
+    with model.accumulate():
+        for _ in range(2):
+            model(x, True).backward()
+    for _ in range(2):
+        plain(x, True).backward()
+    torch.testing.assert_close(fetch(module), fetch(plain), **CLOSE)
+    model.close()
+
+
 class UsesOthersWeights(nn.Module):
     """Reads weights before and after the modules that hold them, in several streams, or never."""
 
