@@ -144,7 +144,8 @@ class _Block:
         """The streams on which the copies were made."""
         self._outputs: dict[torch.device, list[torch.Tensor]] = {}
         """The same copies, as outputs of autograd nodes where they require gradients."""
-        self._versions: list[tuple[torch.Tensor, int]] = []
+        self._trained: list[torch.Tensor] = []
+        self._versions: dict[int, int] = {}
         self.deferred = DeferredGradients()
 
     def on(
@@ -236,11 +237,11 @@ class _Block:
 
     def _check_unchanged(self, parameters: Sequence[torch.Tensor]) -> None:
         # Forward itself may write to frozen ones, see WrittenState.
-        versions = [(p, p._version) for p in parameters if p.requires_grad]
-        if not self._versions:
-            self._versions = versions
-        before = [(id(parameter), version) for parameter, version in self._versions]
-        if before != [(id(parameter), version) for parameter, version in versions]:
+        trained = [p for p in parameters if p.requires_grad and not p.is_inference()]
+        versions = {id(parameter): parameter._version for parameter in trained}
+        if not self._trained:
+            self._trained, self._versions = trained, versions
+        if versions != self._versions:
             raise RuntimeError(
                 "a parameter was changed inside shared_weights() or accumulate(), whose calls all "
                 "use the same weights; step the optimizer after the block"

@@ -26,7 +26,7 @@ from .homes import refuse_alone
 
 _DICTIONARIES = ("_modules", "_parameters", "_buffers", *HOOKS)
 
-_OF_ANY_MODULE = vars(nn.Module()).keys() - {"training", *_DICTIONARIES}
+_OF_ANY_MODULE = vars(nn.Module()).keys() - {"training"}
 """Attributes that a forward pass does not assign, although it may change their contents."""
 
 
@@ -84,9 +84,14 @@ class ReplicaPool:
         except IndexError:  # another thread may have taken the last one
             return Replica(self._modules, self._parameters, self._buffers)
 
-    def recycle(self, replica: Replica) -> None:
-        """Keep a replica for another call, unless it has changed or somebody else refers to it."""
-        if replica.is_recyclable():
+    def recycle(self, replica: Replica, is_checked: bool) -> None:
+        """Keep a replica for another call, unless it has changed or somebody else refers to it.
+
+        Args:
+            replica: the replica.
+            is_checked: whether to look for dictionaries that a call has replaced, too.
+        """
+        if replica.is_recyclable() and not (is_checked and replica.has_other_dictionaries()):
             replica.end()
             self._waiting.append(replica)
 
@@ -253,6 +258,14 @@ class Replica:
         backward.
         """
         return not self._has_own_state and self._take_fingerprint() == self._fingerprint
+
+    def has_other_dictionaries(self) -> bool:
+        """Return whether a module has another dictionary of members or hooks than it was given."""
+        return any(
+            attributes[kind] is not as_made[kind]
+            for attributes, as_made in zip(self._attributes, self._as_made, strict=False)
+            for kind in _DICTIONARIES
+        )
 
     def _take_fingerprint(self) -> tuple[list[Any], ...]:
         """Return what a call must not have changed, if another one is to use the replica.

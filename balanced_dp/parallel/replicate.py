@@ -267,10 +267,10 @@ class Replicas(list[ModuleT]):
 
     def recycle(self) -> None:
         """Make the replicas available to the next call. The list is empty afterwards."""
-        self._before = None
+        is_checked, self._before = self._before is not None, None
         self.clear()
         while self._replicas:
-            self._pool.recycle(self._replicas.pop())
+            self._pool.recycle(self._replicas.pop(), is_checked)
 
 
 def _is_same(before: tuple[Any, int], after: tuple[Any, int]) -> bool:
