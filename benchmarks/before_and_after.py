@@ -35,6 +35,11 @@ def picture(report: Report) -> str:
         f"BalancedDataParallel({report.plan.gpu0_bsz}, model)": report.chosen,
         f"({other.plan.gpu0_bsz}, model, gather=False)\nand the loss on each device": other.chosen,
     }
+    return draw_panels(panels, size=(10, 4.4))
+
+
+def draw_panels(panels: dict[str, Measurement], size: tuple[float, float]) -> str:
+    """Returns a picture with what each device holds, in a panel for each measurement."""
 
     def draw(figure: Figure) -> None:
         figure.patch.set(facecolor="white", alpha=1)
@@ -47,7 +52,7 @@ def picture(report: Report) -> str:
             shown |= dict(zip(labels, handles, strict=True))
         figure.legend(shown.values(), shown, loc="outside lower center", ncols=len(shown))
 
-    return svg(draw, size=(10, 4.4))
+    return svg(draw, size)
 
 
 def draw_devices(axes, title: str, found: Measurement) -> None:

@@ -28,7 +28,7 @@ from balanced_dp.tuning.step_benchmark import (
     uses_emulation,
 )
 from balanced_dp.tuning.workloads import find_workload
-from benchmarks import before_and_after
+from benchmarks import before_and_after, engines
 
 pytestmark = pytest.mark.slow
 
@@ -91,6 +91,15 @@ def test_spread_parameters_level_all_devices(gpt2):
     assert f"(12 samples: {max(spread[12]) / 2**30:.2f} GiB)" in README
     assert max(spread[12]) <= 1.03 * min(spread[12])
     assert max(spread[24]) < 10.5 * 2**30 < max(spread[28])
+
+
+def test_the_picture_of_engines_is_measured():
+    found = engines.measured()
+    figures = re.compile(r">([^<>]*(?:[MG]iB|samples)[^<>]*)<")
+    drawn = figures.findall(engines.picture(found))
+    assert figures.findall(engines.PATH.read_text("utf-8")) == drawn != []
+    *others, spread, ranks = (max(measured.peak_bytes) for measured in found.values())
+    assert spread < 0.55 * min(*others, ranks)
 
 
 def test_the_table_of_ways_is_measured(gpt2):

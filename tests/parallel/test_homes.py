@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from balanced_dp import ArgumentTypeError, BalancedDataParallel, emulate_devices
+from balanced_dp import (
+    ArgumentTypeError,
+    BalancedCriterion,
+    BalancedDataParallel,
+    emulate_devices,
+)
 from balanced_dp.emulation.machine import current_machine
+from balanced_dp.tuning.workloads import char_lm
 
 from ..devices import KINDS, open_devices
 from ..modules import Lambda
@@ -315,3 +322,40 @@ def test_none_needs_spread_and_the_even_split_is_not_warned_of():
     model(torch.ones(9, 4))
     model.gpu0_bsz = 5
     model(torch.ones(9, 4))
+
+
+@pytest.mark.slow
+def test_fifty_steps_of_a_language_model():
+    """A loop as people write it: decay for matrices only, warm-up, clipping, accumulation."""
+    workload = char_lm()
+    torch.manual_seed(0)
+    plain = workload.model()
+
+    def losses(call: Any, module: nn.Module, criterion: Any) -> list[float]:
+        groups = [
+            {"params": [p for p in module.parameters() if p.dim() > 1], "weight_decay": 0.1},
+            {"params": [p for p in module.parameters() if p.dim() < 2], "weight_decay": 0.0},
+        ]
+        optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95))
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1, step / 10))
+        found = []
+        for _ in range(50):
+            for _ in range(2):
+                (x,), _, target = workload.make_batch(8)
+                loss = criterion(call(x), target)
+                (loss / 2).backward()
+            found.append(loss.item())
+            nn.utils.clip_grad_norm_(module.parameters(), 1.0, foreach=False)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad(set_to_none=True)
+        return found
+
+    with emulate_devices(4) as devices:
+        module = copy.deepcopy(plain).to(devices[0])
+        model = BalancedDataParallel(None, module, spread=True, gather=False)
+        found = losses(model, module, BalancedCriterion(workload.loss))
+        del model, module
+    expected = losses(plain, plain, workload.loss)
+    assert found == pytest.approx(expected, rel=1e-6)
+    assert found[-1] < 0.9 * found[0]
