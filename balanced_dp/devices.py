@@ -126,6 +126,8 @@ def copy_stream(device: torch.device) -> torch.Stream:
 def gradient_stream(device: torch.device, source: torch.device) -> torch.Stream:
     """Return the stream of a CUDA device on which gradients arrive from another one.
 
+    That of a device and itself adds up what has arrived.
+
     Each pair of devices has its own: a copy waits for both of its streams, so devices that send to
     several would otherwise take turns.
     """

@@ -22,7 +22,7 @@ Spread = Annotated[
     bool,
     typer.Option(
         "--spread",
-        help="Spread parameters, gradients and optimizer state over all devices, with spread=True.",
+        help="With spread=True: parameters, gradients and optimizer state on all devices.",
     ),
 ]
 LossOnDevice = Annotated[

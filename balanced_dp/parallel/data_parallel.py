@@ -246,31 +246,32 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
             if len(self.device_ids) < 2:
                 return self._forward_without_replicas(inputs, kwargs)
             batch_size = self._batch_size(inputs, kwargs)
-            split = self._policy.begin_call(self.module, batch_size or 0)
-            self.chunk_sizes = split
+            split = self.chunk_sizes = self._policy.begin_call(self.module, batch_size or 0)
             with self._policy.advising(split):
                 # A batch without samples, or a call without tensors, runs on the first device.
                 active = [i for i, size in enumerate(split) if size] or [0]
                 device_ids = [self.device_ids[i] for i in active]
-                sizes = None if batch_size is None else [split[i] for i in active]
-                chunks, chunk_kwargs = self.scatter(inputs, kwargs, device_ids, sizes)
+                chunk_sizes = None if batch_size is None else [split[i] for i in active]
+                chunks, chunk_kwargs = self.scatter(inputs, kwargs, device_ids, chunk_sizes)
                 replicas = self.replicate(self.module, device_ids)
                 losses = ChunkLosses(
                     self._history,
                     self.module.forward,
-                    sizes or [1],
+                    chunk_sizes or [1],
                     self.dim,
                     list(zip(chunks, chunk_kwargs, strict=True)),
                     self.loss_weight,
                     is_auto=self.scalar_outputs == "auto",
                 )
                 with losses.recording(), self._replicator.running(self.module, replicas):
-                    outputs = self.parallel_apply(replicas, chunks, chunk_kwargs, device_ids, sizes)
+                    outputs = self.parallel_apply(
+                        replicas, chunks, chunk_kwargs, device_ids, chunk_sizes
+                    )
                 losses.read_arguments(outputs)
                 if self.gathers_outputs:
                     return self.gather(outputs, self.output_device, losses)
                 devices = [self._device_of(device_id) for device_id in device_ids]
-                return self._per_device(outputs, devices, sizes, losses)
+                return self._per_device(outputs, devices, chunk_sizes, losses)
 
     def _batch_size(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
         named = named_arguments(self.module.forward, inputs, kwargs)

@@ -29,11 +29,11 @@ def parallel_apply(
 ) -> list[Any]:
     """Call ``functions[i]`` on ``arguments[i]`` with ``devices[i]`` current; return the results.
 
-    Calls for the first device run in the calling thread, unless it is emulated; those for each
-    other device run in a thread of their own. Calls on the same device run one after the other,
-    since they share its random number generator, which activation checkpointing rewinds. Each call
-    has the caller's grad mode, inference mode, autocast state and current streams, and with several
-    devices a copy of its context variables.
+    Calls for the first device run in the calling thread, unless it is one of several emulated ones;
+    those for each other device run in a thread of their own. Calls on the same device run one after
+    the other, since they share its random number generator, which activation checkpointing rewinds.
+    Each call has the caller's grad mode, inference mode, autocast state and current streams, and
+    with several devices a copy of its context variables.
 
     Args:
         functions: one for each call.
@@ -55,9 +55,9 @@ def parallel_apply(
         call = noted(functools.partial(function, *args, **kwargs))
         jobs.setdefault(device, {})[index] = call
     others = list(jobs.items())
-    # Autograd runs the nodes of emulated devices in one thread, by their sequence numbers, which
-    # each thread counts by itself. So their backward passes take turns, as accelerators share the
-    # time, only if each forward pass has run in a thread like the others.
+    # Autograd runs the nodes of all emulated devices in one thread, the highest sequence number
+    # first, and each thread counts by itself. If all forward passes run in such threads, the
+    # numbers are alike, and backward passes take turns, as if side by side on accelerators.
     are_alike = devices[0].type == DEVICE_TYPE and len(others) > 1
     first = None if are_alike else others.pop(0)
     with _reserved(workers) as threads:
@@ -145,10 +145,12 @@ class Workers:
         return self._workers[device].submit(work)
 
     def close(self) -> None:
-        """End the threads. A later call starts new ones."""
-        while self._workers:
-            _, worker = self._workers.popitem()
-            worker.close()
+        """End the threads, and wait for them unless called by one. A later call starts new ones."""
+        workers, self._workers = list(self._workers.values()), {}
+        # Inside forward, several may call this, and none may wait for another.
+        waits = not any(worker.is_current() for worker in workers)
+        for worker in workers:
+            worker.close(waits)
 
 
 class _Worker:
@@ -170,10 +172,14 @@ class _Worker:
         self._queue.put((work, end))
         return end
 
-    def close(self) -> None:
-        """End the thread after the work that it has been given."""
+    def is_current(self) -> bool:
+        """Return whether it is the thread that asks."""
+        return self._thread is threading.current_thread()
+
+    def close(self, waits: bool) -> None:
+        """End the thread after the work that it has been given, and wait for that if asked to."""
         self._queue.put(None)
-        if self._thread is not threading.current_thread():
+        if waits:
             self._thread.join()
 
 

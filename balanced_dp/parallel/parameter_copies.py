@@ -19,7 +19,7 @@ import torch
 
 from ..devices import gradient_stream, is_cuda, on_stream
 from .arrivals import Arrivals
-from .coalesced_copy import Copies, bring_to, copy_to, fill_buckets
+from .coalesced_copy import Copies, bring_to, copy_to, fill_buckets, has_hooks
 from .deferred_gradients import DeferredGradients, added, on_copy_stream
 from .move import AT_ONCE
 
@@ -73,6 +73,9 @@ class ParameterCopies:
             block.deferred.end()
 
 
+# torch gives its own autograd functions no types, so each call of apply() ignores that.
+
+
 class Receive(torch.autograd.Function):
     """Stand for the originals of a bucket on CUDA devices, to receive their gradients.
 
@@ -86,7 +89,7 @@ class Receive(torch.autograd.Function):
     def forward(ctx: Any, *originals: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return aliases of the originals, and a token."""
         ctx.set_materialize_grads(False)
-        return *(original.detach() for original in originals), torch.empty(0)
+        return *(original.detach() for original in originals), originals[0].new_empty(0)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
@@ -207,13 +210,14 @@ class _Block:
         trained = [i for i, p in enumerate(parameters) if p.requires_grad]
         nodes: list[list[Any]] = []
         token = next_token = None
-        # In backward, the last bucket comes first, and is handed on when the one before it is sent.
+        # In backward the last bucket comes first; it is handed on once the one before it is sent.
         for bucket in reversed(fill_buckets([parameters[i] for i in trained])):
             positions = [trained[i] for i in bucket]
             originals = [parameters[i] for i in positions]
             home = originals[0].device
             received: Sequence[torch.Tensor] = originals
-            if is_cuda(home):
+            # Receive runs even if its own bucket has no gradients; hooks would be called with None.
+            if is_cuda(home) and not has_hooks(originals[0]):
                 *received, next_token = _receive(originals)
             nodes.append([])
             for device in devices:
@@ -224,7 +228,6 @@ class _Block:
                 if parts[0].requires_grad:  # a call without gradients has used them
                     parts = [part.requires_grad_(False) for part in parts]
                 with on_copy_stream(device):
-                    # torch gives its own autograd functions no types.
                     parts = Broadcast.apply(parts, token, *received)  # type: ignore[no-untyped-call]
                 node: Any = parts[0].grad_fn
                 node.originals = originals
@@ -251,11 +254,12 @@ class _Block:
 def _receive(originals: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     """Return the outputs of ``Receive``, whose node runs on the gradient stream of the home."""
     home = originals[0].device
-    # The first time, torch makes the nodes that accumulate gradients, for the stream that computes.
-    before = Receive.apply(*originals)  # type: ignore[no-untyped-call]
+    # The first use of a parameter makes the node that accumulates its gradients, for the current
+    # stream. So the parameters are used on the stream that computes, too.
+    keeps_alive = Receive.apply(*originals)  # type: ignore[no-untyped-call]
     with on_stream(gradient_stream(home, home)):
         received: Sequence[torch.Tensor] = Receive.apply(*originals)  # type: ignore[no-untyped-call]
-    del before
+    del keeps_alive
     node: Any = received[-1].grad_fn
     node._set_sequence_nr(AT_ONCE)
     return received

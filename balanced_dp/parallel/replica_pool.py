@@ -169,7 +169,8 @@ class Replica:
         self._attributes = [copy.__dict__ for copy in self.modules]
         self._register_children(originals)
         has_bound = bind_to_replicas(originals.values, self.modules)
-        self._has_own_state = has_bound or any(map(_replicates_itself, originals.values))
+        # These keep what end() does not reset.
+        self._is_for_one_call = has_bound or any(map(_replicates_itself, originals.values))
         self._parameters = parameters.places(self._attributes)
         self._buffers = buffers.places(self._attributes)
         self._arriving: list[dict[str, Any]] = []
@@ -257,10 +258,13 @@ class Replica:
         Activation checkpointing, for example, keeps modules, or dictionaries of them, until
         backward.
         """
-        return not self._has_own_state and self._take_fingerprint() == self._fingerprint
+        return not self._is_for_one_call and self._take_fingerprint() == self._fingerprint
 
     def has_other_dictionaries(self) -> bool:
-        """Return whether a module has another dictionary of members or hooks than it was given."""
+        """Return whether a call has replaced dictionaries of hooks, or swapped those of members.
+
+        The fingerprint does not show either.
+        """
         return any(
             attributes[kind] is not as_made[kind]
             for attributes, as_made in zip(self._attributes, self._as_made, strict=False)
@@ -283,7 +287,7 @@ class Replica:
 
     def end(self) -> None:
         """Remove the tensors, and whatever else a call has left."""
-        deque(map(dict.update, self._changeable, self._values), maxlen=0)
+        deque(map(dict.update, self._changeable, self._values), maxlen=0)  # a loop in C
         if list(map(len, self._dictionaries)) != self._num_members:  # there are new ones
             for members, as_made in zip(self._dictionaries, self._as_made, strict=True):
                 members.clear()

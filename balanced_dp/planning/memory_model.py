@@ -94,7 +94,10 @@ class MemoryModel:
         )
 
     def peak_bytes(self, index: int, chunk_size: int, batch_size: int) -> int:
-        """Return the peak bytes of a device with a chunk of a batch."""
+        """Return the peak bytes of a device with a chunk of a batch.
+
+        It is 0 for a device without samples other than the first, even if it has parameters.
+        """
         if index == 0:
             terms = (self.first_terms if chunk_size else self.idle_terms) or self.first_terms
             return round(_maximum(terms or self.idle_terms, chunk_size, batch_size))
@@ -168,7 +171,7 @@ def _offsets(splits: Sequence[MeasuredSplit]) -> tuple[int, ...]:
         for peaks in phase_peak_bytes
         if len(set(chunk_sizes[1:])) == 1 and chunk_sizes[1]
     ]
-    # The least difference of all measurements, so that no prediction is too low.
+    # The least difference of all measurements, so that none of them makes a prediction too low.
     least = tuple(map(max, zip(*differences, strict=True)))
     return least or (0,) * (len(splits[0][0]) - 1)
 

@@ -112,10 +112,12 @@ def describe(
     gpu0_bsz: int,
     *,
     gather: bool = True,
+    spread: bool = False,
 ) -> Plan:
     """Return the plan with a given value, whether it fits or not.
 
-    Arguments are those of ``plan``. With ``gather=False`` there is no advice about gathering.
+    Arguments are those of ``plan``. With ``gather=False`` there is no advice about gathering, and
+    with ``spread`` none about spreading parameters.
     """
     budgets = [capacity - reserve for capacity in capacities]
     planner = Planner(model, budgets)
@@ -153,7 +155,7 @@ def describe(
         even_max_batch_size=planner.max_batch_size(planner.even_share),
         time_cost=max(chunk_sizes) / even,
         weighted=weighted,
-        advice=_advice(model, batch_size, needs, utilization, floor_bytes, gather),
+        advice=_advice(model, batch_size, needs, utilization, floor_bytes, gather, spread),
     )
 
 
@@ -297,6 +299,7 @@ def _advice(
     utilization: Sequence[float],
     floor_bytes: int,
     gather: bool,
+    spread: bool,
 ) -> tuple[str, ...]:
     whole_bytes = model.whole_bytes_per_sample * batch_size
     is_balanced = utilization[0] <= max(utilization[1:]) * (1 + _BALANCED)
@@ -307,10 +310,8 @@ def _advice(
         f"{format_bytes(floor_bytes)}, and no other device more than {format_bytes(max(needs[1:]))}"
     )
     if not gather or whole_bytes == 0:
-        return (
-            f"{fact}: parameters, gradients and optimizer state; a larger batch helps, and so does "
-            "spread=True",
-        )
+        remedy = "a larger batch helps" if spread else "a larger batch or spread=True helps"
+        return (f"{fact}: parameters, gradients and optimizer state; {remedy}",)
     return (
         f"{fact}. Gathering the outputs of {batch_size} samples and their loss costs device 0 "
         f"{format_bytes(whole_bytes)} ({format_bytes(model.whole_bytes_per_sample)} a sample). "

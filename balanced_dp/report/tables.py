@@ -82,8 +82,9 @@ def summary(report: Report) -> tuple[str, ...]:
 
 def _alternative(report: Report, other: Alternative) -> list[str]:
     """Return how other options compare, if they make a difference."""
+    options = other.options(report.spread)
     if other.plan is None or other.chosen is None:
-        return [f"With {other.options} it cannot be measured: {other.reason}"]
+        return [f"With {options} it cannot be measured: {other.reason}"]
     ours, theirs = (
         max(utilizations(measured.peak_bytes, report.plan.budgets))
         for measured in (report.chosen, other.chosen)
@@ -91,7 +92,7 @@ def _alternative(report: Report, other: Alternative) -> list[str]:
     if not is_better(ours, theirs) and not is_better(theirs, ours):
         return []
     return [
-        f"With {other.options}, and gpu0_bsz={other.plan.gpu0_bsz}, the bottleneck is "
+        f"With {options}, and gpu0_bsz={other.plan.gpu0_bsz}, the bottleneck is "
         f"{_bottleneck(report, other.chosen)}, and the largest batch that fits is "
         f"{other.plan.max_batch_size}."
     ]

@@ -89,14 +89,15 @@ class Alternative:
     chosen: Measurement | None = None
     reason: str | None = None
 
-    @property
-    def options(self) -> str:
-        """Return the options in words."""
+    def options(self, spread: bool) -> str:
+        """Return the options in words, for a comparison with a plan with ``spread``."""
         if self.gather:
             words = "the outputs gathered and their loss computed on device 0"
         else:
             words = "the loss computed on each device (gather=False and BalancedCriterion)"
-        return words + ", parameters spread over all devices (spread=True)" * self.spread
+        if self.spread:
+            return f"{words}, parameters spread over all devices (spread=True)"
+        return f"{words}, all parameters on device 0" if spread else words
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +148,7 @@ class Report:
         """Return the line for a training script."""
         plan = self.plan
         is_even = plan.gpu0_bsz >= even_share(plan.batch_size, len(plan.chunk_sizes))
-        value = None if self.spread and is_even else plan.gpu0_bsz
+        value = None if self.spread and is_even else plan.gpu0_bsz  # None is the usual value then
         return self._line(f"gpu0_bsz={value}, module=model")
 
     @property

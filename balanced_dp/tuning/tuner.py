@@ -73,8 +73,8 @@ def tune(
         gather: whether to gather outputs and compute their loss on device 0. Otherwise each device
             computes the loss of its chunk.
         spread: whether to spread parameters, gradients and optimizer state over all devices.
-        with_alternatives: whether to measure the opposites of ``gather`` and ``spread`` as well,
-            for comparison.
+        with_alternatives: whether to measure for comparison the opposite of ``gather``, and that of
+            ``spread`` with the loss on each device, if it can be computed there.
         on_measurement: called with each measurement and the approximate number of those to come.
 
     Raises:
@@ -127,7 +127,7 @@ def tune(
             for other in alternatives(capacities):
                 if other.plan is not None and min(other.plan.headroom_bytes) >= 0:
                     raise InfeasiblePlanError(
-                        f"{error}; with {other.options}, this batch fits, with "
+                        f"{error}; this batch fits with {other.options(spread)}, and "
                         f"gpu0_bsz={other.plan.gpu0_bsz}"
                     ) from None
         raise
@@ -346,7 +346,7 @@ def report_of_measurements(
         precision=precision,
         gather=gather,
         spread=spread,
-        plan=describe(model, batch_size, capacities, reserve, value, gather=gather),
+        plan=describe(model, batch_size, capacities, reserve, value, gather=gather, spread=spread),
         chosen=chosen,
         even=swept[even],
         weighted=None,

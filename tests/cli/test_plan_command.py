@@ -87,7 +87,7 @@ def test_what_no_value_balances_is_told():
         ),
         (
             [*WIDE, "--memory", "8GiB"],
-            "(gather=False and BalancedCriterion), this batch fits, with gpu0_bsz=",
+            "fits with the loss computed on each device (gather=False and BalancedCriterion), and",
         ),
     ],
 )

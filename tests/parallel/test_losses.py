@@ -180,6 +180,20 @@ def test_what_begins_to_differ_later_is_warned_of_later(kind):
             results(model, model.module, given | {"step": step}, True)
 
 
+def test_a_number_without_a_gradient_that_was_a_sum_may_become_a_mean():
+    def loss(net: Net, x: Tensor, o: Tensor, r: Tensor, step: int) -> tuple[Tensor, Tensor]:
+        losses = (o.detach() - r).square()
+        return o.mean(), losses.sum() if step < 2 else losses.mean()
+
+    given = {"r": REAL}
+    model, bare = make(Case(loss, given), ["cpu"] * 4, 1)
+    for step in range(8):
+        named = given | {"step": step}
+        found, expected = (m(X, **named) for m in (model, bare))
+        if step not in (2,):  # looked at again in the fourth call
+            torch.testing.assert_close(found, expected, **TOLERANCE)
+
+
 def test_what_is_computed_from_sums_over_the_batch_is_warned_of_without_gradients():
     case = Case(lambda n, x, o, r: (o - r).square().mean(0).sqrt().mean(), {"r": REAL})
     model, _ = make(case, ["cpu"] * 4, 1)

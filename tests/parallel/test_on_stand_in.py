@@ -453,6 +453,23 @@ def test_gradients_of_some_parameters_only(gpu0_bsz, spread, stand_in: StandIn):
     model.close()
 
 
+@pytest.mark.parametrize("spread", [False, True])
+def test_hooks_of_parameters_that_are_not_used_are_not_called(spread, stand_in: StandIn):
+    """Those of a bucket that is handed on later were, with None."""
+
+    def forward(self: Lambda, x: Tensor) -> Tensor:
+        return self.first(x).square().mean()
+
+    layers = {name: nn.Linear(4, 4) for name in ("first", "unused")}
+    module = Lambda(forward, **layers).double().to(stand_in.devices[0])
+    module.unused.weight.register_hook(lambda gradient: gradient * 2)
+    model = BalancedDataParallel(1, module, spread=spread)
+    model(torch.randn(BATCH, 4, dtype=torch.double)).backward()
+    assert module.unused.weight.grad is None
+    assert module.first.weight.grad is not None
+    model.close()
+
+
 class UsesOthersWeights(nn.Module):
     """Reads weights before and after the modules that hold them, in several streams, or never."""
 

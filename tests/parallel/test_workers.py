@@ -195,15 +195,26 @@ def test_the_same_threads_serve_whatever_is_called():
     workers.close()
 
 
-def test_close_inside_forward_is_no_error(emulated):
+@pytest.mark.parametrize("first", ["cpu", "emulated"])
+def test_close_inside_forward_is_no_error(emulated, first):
+    """All replicas call it at the same time, and none waits for another that waits for it."""
+    barrier = threading.Barrier(3)
+
     class Closes(Threads):
         def forward(self, x):
+            barrier.wait(timeout=60)
             models[0].close()
             return super().forward(x)
 
-    models = [BalancedDataParallel(1, Closes().to(emulated[0]), emulated[:3])]
-    assert models[0](X).shape == X.shape
+    devices = [torch.device("cpu") if first == "cpu" else emulated[0], *emulated[1:3]]
+    models = [BalancedDataParallel(1, Closes().to(devices[0]), devices)]
+    outputs: list[torch.Tensor] = []
+    call = threading.Thread(target=lambda: outputs.append(models[0](X)), daemon=True)
+    call.start()
+    call.join(60)
+    assert outputs[0].shape == X.shape
     models.clear()
+    outputs.clear()
 
 
 def test_a_thread_may_train_when_the_main_thread_has_ended():

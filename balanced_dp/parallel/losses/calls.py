@@ -177,7 +177,7 @@ class _Notes(TorchFunctionMode):
         return output
 
     def _is_derived(self, output: torch.Tensor, operands: Any) -> bool:
-        """Return whether an output with dimensions, no larger, was computed from a noted one."""
+        """Return whether a noted operand with dimensions is at least as large as the output."""
         return any(
             isinstance(item, torch.Tensor)
             and item.dim()

@@ -166,7 +166,7 @@ class ChunkLosses:
                 is_sum = name in self.history.sums
                 if not torch.is_grad_enabled():
                     self.history.warn(
-                        name, self.function, "without gradients it is not known how it was computed"
+                        name, self.function, "how it was computed is not known without gradients"
                     )
                 return weighted_mean(outputs, None if is_sum else self.chunk_sizes, device)
         terms = graph.terms()
@@ -217,6 +217,7 @@ class ChunkLosses:
 
     def _remember(self, name: str, term: Term) -> None:
         """Remember what noted calls have shown of an output without a graph."""
+        self.history.sums.discard(name)
         if term.weights is None:
             self.history.sums.add(name)
         elif not term.losses and not are_proportional(term.weights, self.chunk_sizes):
