@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..devices import default_device_type
 from ..errors import ArgumentError, ArgumentTypeError
 from ..parallel.data_parallel import BalancedDataParallel
+from ..parallel.homes import allow_alone
 
 
 def convert(
@@ -55,6 +56,7 @@ def convert(
         )
     model.close()
     module = model.module
+    allow_alone(module)
     if device is None and model.devices:
         device = _device_of_this_rank(model.devices)
     arguments: dict[str, Any] = {"gradient_as_bucket_view": True}

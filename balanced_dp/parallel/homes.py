@@ -56,15 +56,20 @@ def refuse_alone(module: nn.Module, args: object) -> None:
         )
 
 
+def allow_alone(module: nn.Module) -> None:
+    """Remove ``refuse_alone`` from the hooks of a module."""
+    for key, hook in list(module._forward_pre_hooks.items()):
+        if hook is refuse_alone:
+            del module._forward_pre_hooks[key]
+
+
 @contextlib.contextmanager
 def on_one_device(module: nn.Module, device: torch.device) -> Iterator[None]:
     """Context manager in which all parameters are on ``device``."""
     homes = [(parameter, parameter.device) for parameter in module.parameters()]
     hooks = module._forward_pre_hooks.copy()
     try:
-        for key, hook in hooks.items():
-            if hook is refuse_alone:  # torch.jit.script would compile it
-                del module._forward_pre_hooks[key]
+        allow_alone(module)  # torch.jit.script would compile the hook
         for parameter, _ in homes:
             _move(parameter, device)
         yield

@@ -29,8 +29,10 @@ def main() -> None:
     net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5)).double()
     plain = copy.deepcopy(net)
     with cuda_stand_in.opened() as stand_in:
-        wrapped = BalancedDataParallel(1, net.to(stand_in.devices[0]))
+        wrapped = BalancedDataParallel(None, net.to(stand_in.devices[0]), spread=True)
+        assert len(set(wrapped.homes().values())) > 1
         model = convert(wrapped, device=stand_in.devices[rank])
+        assert not model.module._forward_pre_hooks
         train(model, plain, rank, stand_in.devices[rank])
         found = [p.detach().cpu() for p in model.parameters()]
     torch.testing.assert_close(found, list(plain.parameters()), rtol=TOLERANCE, atol=TOLERANCE)
