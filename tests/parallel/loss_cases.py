@@ -321,6 +321,28 @@ EXACT: dict[str, Case] = {
         lambda n, x, o, m: (rows(o) * m).sum() / m.sum().clamp(min=1), {"m": HOLES}
     ),
     "smoothed count": Case(lambda n, x, o, m: (rows(o) * m).sum() / (m.sum() + 1), {"m": HOLES}),
+    **{
+        f"count plus {tiny}": Case(
+            lambda n, x, o, m, tiny=tiny: (rows(o) * m).sum() / (m.sum() + tiny), {"m": HOLES}
+        )
+        for tiny in (1e-8, 1e-6)
+    },
+    "number before the count": Case(
+        lambda n, x, o, m: (rows(o) * m).sum() / (1e-8 + m.sum().clone()), {"m": HOLES}
+    ),
+    "count minus a number": Case(
+        lambda n, x, o, m: (rows(o) * m).sum() / (m.sum() - 0.5), {"m": HOLES}
+    ),
+    "larger of a count and 1": Case(
+        lambda n, x, o, m: (rows(o) * m).sum() / torch.maximum(m.sum(), torch.ones(()).to(m)),
+        {"m": HOLES},
+    ),
+    "mean of masked by mean plus a number": Case(
+        lambda n, x, o, m: (rows(o) * m).mean() / (m.mean() + 1e-4), {"m": HOLES}
+    ),
+    "mean of masked by clamped mean": Case(
+        lambda n, x, o, m: (rows(o) * m).mean() / m.mean().clamp(min=1e-6), {"m": HOLES}
+    ),
     "smoothed count, twice": Case(
         lambda n, x, o, m: (rows(o) * m).sum() / torch.add(m.sum(), 1, alpha=2), {"m": HOLES}
     ),
@@ -389,6 +411,25 @@ UNCLEAR: dict[str, tuple[Case, str]] = {
     "where of a count": (
         Case(lambda n, x, o, m: (rows(o) * m).sum() / m.sum().where(m.any(), 1), {"m": HOLES}),
         "divided by a where, which need not add up",
+    ),
+    "largest entry plus 1": (
+        Case(lambda n, x, o, m: (rows(o) * m).sum() / (m.max() + 1), {"m": HOLES}),
+        "divided by a max, which need not add up",
+    ),
+    "clamped largest entry": (
+        Case(lambda n, x, o, m: (rows(o) * m).sum() / m.max().clamp(min=1), {"m": HOLES}),
+        "divided by a max, which need not add up",
+    ),
+    "larger of 1 and a count": (
+        Case(
+            lambda n, x, o, m: (rows(o) * m).sum() / torch.maximum(torch.ones(()).to(m), m.sum()),
+            {"m": HOLES},
+        ),
+        "which need not add up",
+    ),
+    "a count or 1": (
+        Case(lambda n, x, o, m: (rows(o) * m).sum() / max(m.sum(), torch.tensor(1)), {"m": HOLES}),
+        "computed differently",
     ),
     "mean of a mask": (
         Case(lambda n, x, o, m: (rows(o) * m).sum() / m.mean(), {"m": MASK}),

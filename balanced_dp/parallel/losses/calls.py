@@ -50,11 +50,8 @@ _FOLLOWED = {
 
 _JOINING = ("Sum", "Mean", "Stack", "Index")
 
-_FINISHING = ("add", "__add__", "__radd__", "clamp", "clamp_min", "clip")
+_FINISHING = ("clamp", "clamp_min", "clip", "maximum", "max")
 """Functions that turn a count into a denominator; those in place overwrite the count."""
-
-_TINY = 1e-6
-"""The largest number that, added to a denominator, is ignored."""
 
 BATCHMEAN = 3
 """The reduction of ``kl_div`` that divides the sum by the number of samples."""
@@ -77,11 +74,13 @@ class Call:
         output: the output; None if the call was not noted.
         count: if the call turns a count into a denominator, as ``clamp(min=1)`` does: that count.
         finish: the function that does so.
+        added: the number that the call adds to its only tensor; None if it does not.
     """
 
     output: torch.Tensor | None = None
     count: torch.Tensor
     finish: Callable[[torch.Tensor], torch.Tensor] | None = None
+    added: float | None = None
 
     def __init__(
         self,
@@ -98,6 +97,11 @@ class Call:
         )
         self.next_functions = tuple((item, 0) for item in inputs)
         vars(self).update(saved)
+
+    @property
+    def operand(self) -> Call | None:
+        """The call that computed the first operand, or None."""
+        return self.next_functions[0][0] if self.next_functions else None
 
     @property
     def _input_metadata(self) -> tuple[Call]:
@@ -232,14 +236,16 @@ def _saved(
         return {"_saved_self": operands[0], "_saved_other": operands[1]}
     saved: dict[str, Any] = {}
     if operator in ("Add", "Sub", "Rsub"):
-        saved["_saved_alpha"] = kwargs.get("alpha", 1)
+        saved["_saved_alpha"] = alpha = kwargs.get("alpha", 1)
+        if operator != "Rsub" and isinstance(operands[1], int | float):
+            saved["added"] = operands[1] * (alpha if operator == "Add" else -alpha)
     elif (reduction := _reduction(function, args, kwargs)) is not None:
         saved["_saved_reduction"] = _REDUCTIONS.get(reduction, 0)
-    if args and getattr(function, "__name__", "") in _FINISHING:
-        is_large = isinstance(operands[1], float | int) and operands[1] > _TINY
-        if operator != "Add" or is_large:
-            saved["count"] = args[0]
-            saved["finish"] = lambda whole: function(whole, *args[1:], **kwargs)
+    first: Any = args[0] if args else None
+    is_0_dim = isinstance(first, torch.Tensor) and not first.dim()
+    if is_0_dim and getattr(function, "__name__", "") in _FINISHING:
+        saved["count"] = first
+        saved["finish"] = lambda whole: function(whole.to(first.device), *args[1:], **kwargs)
     return saved
 
 

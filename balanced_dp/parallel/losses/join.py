@@ -40,7 +40,7 @@ class OutputHistory:
         notes_calls: whether the next call with or without gradients notes calls.
         sums: the names of outputs without a graph that are sums.
         axes: for outputs whose shapes have shown it once, the dimension of the samples.
-        places: for each output, the places of scales in its graph; see ``Scaling``.
+        places, added: for each output, what is known of places in its graph; see ``Scaling``.
         agreeing: graphs whose terms have different denominators that are proportional.
         seen: graphs whose multipliers were compared between replicas.
         warned: the outputs, as a warning calls them, and names of inputs that were warned of.
@@ -52,6 +52,7 @@ class OutputHistory:
     sums: set[str] = field(default_factory=set)
     axes: dict[str, int] = field(default_factory=dict)
     places: dict[str, dict[tuple[Any, ...], bool]] = field(default_factory=dict)
+    added: dict[str, dict[tuple[Any, ...], float]] = field(default_factory=dict)
     agreeing: set[tuple[str, ...]] = field(default_factory=set)
     seen: set[tuple[str, ...]] = field(default_factory=set)
     warned: set[str] = field(default_factory=set)
@@ -171,7 +172,7 @@ class ChunkLosses:
                 return weighted_mean(outputs, None if is_sum else self.chunk_sizes, device)
         terms = graph.terms()
         base = self._base(name, graph, terms)
-        if any(term.counts and term.counts[1] is not torch.clone for term in terms):
+        if graph.scaling.must_note:
             self.history.notes_calls[has_graph] = True
         if not has_graph and torch.is_grad_enabled():
             self._remember(name, base)
@@ -212,7 +213,10 @@ class ChunkLosses:
         ]
         places = self.history.places.setdefault(name, {})
         samples = Samples(self.chunk_sizes, self.dim, counted)
-        scaling = Scaling(self.chunk_sizes, self._calls, self._given, self._has_num_items, places)
+        added = self.history.added.setdefault(name, {})
+        scaling = Scaling(
+            self.chunk_sizes, self._calls, self._given, self._has_num_items, places, added
+        )
         return LossGraph(nodes, counted, samples, scaling)
 
     def _remember(self, name: str, term: Term) -> None:

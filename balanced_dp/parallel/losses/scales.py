@@ -10,7 +10,7 @@ the same for the whole batch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,10 +19,13 @@ import torch
 from .calls import Call, Calls
 from .counted import without_nan_gradients
 from .nodes import VIEWS
-from .terms import Scale, Term, Value, are_close, are_equal, are_proportional
+from .terms import Scale, Term, Value, are_close, are_equal, are_numbers, are_proportional
 
 _OF_NUMBERS = ("tensor", "as_tensor", "scalar_tensor", "full")
 """Functions that make a tensor of a number."""
+
+_ADDING_UP = ("Sum", "count_nonzero", *_OF_NUMBERS)
+"""Functions whose results for chunks add up to that for the batch, if they count entries."""
 
 
 class UnclearError(Exception):
@@ -42,9 +45,11 @@ class Scaling:
             too, are taken to be the same on all replicas if their place is not in ``places``.
         places: for each place in the graph with a scale, whether earlier calls have shown that the
             scale is a count of entries, and not the same on all replicas. It is updated.
+        added: for places of tensors that are a count plus a number: that number. It is updated.
         multipliers: the tensors by which terms are multiplied; if they are not equal on all
             replicas, the terms are not exact.
         doubts: why terms may not be exact.
+        must_note: whether only noted calls show what the weights add up to.
     """
 
     chunk_sizes: Sequence[int]
@@ -52,8 +57,10 @@ class Scaling:
     given: Sequence[Any]
     has_num_items: bool
     places: dict[tuple[Any, ...], bool]
+    added: dict[tuple[Any, ...], float]
     multipliers: list[Sequence[torch.Tensor]] = field(default_factory=list)
     doubts: list[str] = field(default_factory=list)
+    must_note: bool = False
 
     def term(
         self,
@@ -88,7 +95,7 @@ class Scaling:
                     raise UnclearError("it is divided by a tensor in some chunks only")
                 if any(value.dim() for value in values):
                     raise UnclearError("it is divided by a tensor with several entries")
-                counts = self._counts(values, weights is not None)
+                counts = self._counts(values, weights, place)
                 for node, count in zip(scale.nodes, values, strict=True):
                     if not isinstance(node, Call):
                         without_nan_gradients(node, count)
@@ -111,36 +118,47 @@ class Scaling:
         if all(map(self._is_given, values)):
             return True
         if self.calls:  # if it was not computed from samples, it is the same everywhere
-            first, *others = (self.calls.get(id(value)) for value in values)
-            is_count = first is not None and None not in others and first.is_of_samples
-            if not is_count and not are_close(values):
-                is_count = True
-            elif first is not None and _without_views(first).operator in _OF_NUMBERS:
-                is_multiple = float(values[0]) % self.chunk_sizes[0] == 0
-                is_count = not is_mean and are_equal(self.chunk_sizes) and is_multiple
-            self.places[place] = is_count
+            calls = [self.calls.get(id(value)) for value in values]
+            is_count = all(calls) and any(call is not None and call.is_of_samples for call in calls)
+            if not is_count:
+                is_of_number = calls[0] and _origin(calls[0])[0].operator in _OF_NUMBERS
+                may_be_count = is_of_number and not is_mean and are_equal(self.chunk_sizes)
+                is_multiple = may_be_count and float(values[0]) % self.chunk_sizes[0] == 0
+                is_count = is_multiple or not are_close(values)
+            self.places[place] = bool(is_count)
         return not self.places.get(place, not self.has_num_items)
 
-    def _counts(self, values: Sequence[Value], is_mean: bool) -> Any:
+    def _counts(
+        self, values: Sequence[Value], weights: Sequence[Value] | None, place: tuple[Any, ...]
+    ) -> Any:
         """Return ``Term.counts`` of denominators, from the calls that computed them.
 
         Args:
             values: the denominator on each replica.
-            is_mean: whether it divides a mean.
+            weights: the weights of the means that they divide; None for sums.
+            place: their place in the graph.
 
         Raises:
             UnclearError: they do not add up to the denominator of the batch.
         """
         calls = [self.calls.get(id(value)) for value in values]
-        known = [_without_views(call) for call in calls if call is not None]
-        if len(known) < len(calls):
-            return None
-        if all(call.finish is not None for call in known) and not is_mean:
-            return [call.count for call in known], known[0].finish
-        operator = known[0].operator
-        if operator not in (("Mean",) if is_mean else ("Sum", "count_nonzero", *_OF_NUMBERS)):
-            raise UnclearError(f"it is divided by a {operator}, which need not add up")
-        return None
+        known = [_origin(call) for call in calls if call]
+        finish = known[0][0].finish if known else None
+        if finish is not None and all(call.finish is not None for call, _ in known):
+            self.must_note = True
+            values = [call.count for call, _ in known]
+            known = [_origin(call.operand) for call, _ in known if call.operand]
+        if known:
+            operators = {call.operator for call, _ in known}
+            if len(known) < len(calls) or len(operators) > 1:
+                raise UnclearError("it is divided by tensors that replicas computed differently")
+            [operator] = operators
+            if operator not in (("Mean",) if weights else _ADDING_UP) or (
+                finish is not None and operator in _OF_NUMBERS
+            ):
+                raise UnclearError(f"it is divided by a {operator}, which need not add up")
+            self.added[place] = known[0][1]
+        return _joined_count(values, finish, self.added.get(place, 0.0), weights)
 
     def _is_count(self, scale: Scale, sizes: Sequence[Value], place: tuple[Any, ...]) -> bool:
         """Return whether a sum is divided by the number of its entries in each chunk."""
@@ -209,8 +227,29 @@ class Scaling:
         return self.places.get(place, False)
 
 
-def _without_views(call: Call) -> Call:
-    """Skip views and casts, and return the call that computed the value."""
-    while call.operator in VIEWS and call.next_functions[0][0]:
-        call = call.next_functions[0][0]
-    return call
+def _joined_count(
+    counts: Sequence[Value],
+    finish: Callable[[torch.Tensor], torch.Tensor] | None,
+    added: float,
+    weights: Sequence[Value] | None,
+) -> Any:
+    """Return ``Term.counts`` of counts that have a number added; of means with these weights."""
+    if weights is None and (finish is not None or added):
+        surplus, finish = added * (len(counts) - 1), finish or torch.clone
+        return counts, lambda whole: finish(whole - surplus)
+    if finish is None:  # means add up, each with the same number added
+        return None
+    if not are_numbers(weights or ()):
+        raise UnclearError("it is a mean over counted targets, divided by another mean")
+    total = sum(weights or ())
+    sums = [count * weight for count, weight in zip(counts, weights or (), strict=True)]
+    return sums, lambda whole: finish(whole / total) * total
+
+
+def _origin(call: Call) -> tuple[Call, float]:
+    """Skip views, casts and additions, and return the call before them and the number added."""
+    added = 0.0
+    while call.operand and (call.added is not None or call.operator in VIEWS):
+        added += call.added or 0.0
+        call = call.operand
+    return call, added

@@ -89,7 +89,10 @@ def are_equal(values: Sequence[Any]) -> bool:
 
 def are_close(values: Sequence[Value]) -> bool:
     """Return whether all tensors have the same shape and nearly the same values."""
-    first, *others = (torch.as_tensor(value).detach().cpu() for value in values)
+    # In a type that holds any other, as they may be of several types, and bools do not compare.
+    first, *others = (
+        torch.as_tensor(value).detach().to("cpu", torch.complex128) for value in values
+    )
     return all(other.shape == first.shape and other.allclose(first) for other in others)
 
 
@@ -134,7 +137,7 @@ def fractions_of(term: Term, device: torch.device, count: int) -> torch.Tensor |
         return tensors / tensors.sum()
     counts, finish = term.counts
     divisor: torch.Tensor = finish(_stacked(counts, device).sum())
-    return tensors / divisor
+    return tensors / divisor.to(device)
 
 
 def _stacked(weights: Iterable[Any], device: torch.device) -> torch.Tensor:
