@@ -28,6 +28,7 @@ from balanced_dp.tuning.step_benchmark import (
     uses_emulation,
 )
 from balanced_dp.tuning.workloads import find_workload
+from balanced_dp.units import format_bytes
 from benchmarks import before_and_after, engines
 
 pytestmark = pytest.mark.slow
@@ -98,8 +99,21 @@ def test_the_picture_of_engines_is_measured():
     figures = re.compile(r">([^<>]*(?:[MG]iB|samples)[^<>]*)<")
     drawn = figures.findall(engines.picture(found))
     assert figures.findall(engines.PATH.read_text("utf-8")) == drawn != []
-    *others, spread, ranks = (max(measured.peak_bytes) for measured in found.values())
-    assert spread < 0.55 * min(*others, ranks)
+    *others, spread, ranks, sharded = (max(measured.peak_bytes) for measured in found.values())
+    assert sharded < spread < 0.55 * min(*others, ranks)
+
+
+def test_the_largest_batch_of_fully_shard():
+    [row] = [line for line in README.splitlines() if line.startswith("| `fully_shard`")]
+    assert row.split(" | ")[1:3] == [
+        format_bytes(engines.sharded("gpt2-small", 32 // 4, 4).peak_bytes[0]),
+        "the same",
+    ]
+    fits, too_large = (
+        engines.sharded("gpt2-small", share, 4).peak_bytes[0] for share in (136 // 4, 136 // 4 + 1)
+    )
+    assert row.split(" | ")[3] == "136"
+    assert fits <= 10.5 * 2**30 < too_large
 
 
 def test_the_table_of_ways_is_measured(gpt2):
