@@ -24,7 +24,7 @@ parallel/ nested call_inputs move
 parallel/losses/ counted calls terms nodes samples scales graph weight join __init__
 parallel/ scatter arrivals coalesced_copy homes deferred_gradients parameter_copies
 parallel/ bound_methods written_state replica_pool replicate parallel_apply gather
-parallel/ per_device criterion auto_split split_policy data_parallel functional __init__
+parallel/ per_device criterion auto_split split_policy steps data_parallel functional __init__
 tuning/ models workloads step_benchmark report_types tuner __init__
 __init__
 distributed/ ranks batch_sampler loss_scaling to_ddp __init__

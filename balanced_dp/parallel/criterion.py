@@ -15,10 +15,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ..errors import ArgumentTypeError
 from .call_inputs import check_paths
-from .gather import gather
 from .losses.join import ChunkLosses, OutputHistory
 from .losses.weight import check_loss_weight
-from .parallel_apply import parallel_apply
 from .per_device import PerDevice
 from .replicate import Replicator
 from .scatter import scatter, scatter_arguments
@@ -111,19 +109,13 @@ class BalancedCriterion(nn.Module):
             outputs.dim,
             arguments,
             self.loss_weight,
-            is_auto=True,
         )
         replicas = self._replicator.replicate(self.criterion, outputs.devices)
         with (
-            losses.recording(),
             self._replicator.running(self.criterion, replicas),
             _split_weights_of_samples(replicas, outputs),
         ):
-            results = parallel_apply(
-                replicas, arguments, outputs.devices, outputs.chunk_sizes, outputs.workers
-            )
-        losses.read_arguments(results)
-        return gather(results, outputs.output_device, dim, "auto", outputs.chunk_sizes, losses)
+            return outputs.apply(replicas, losses, dim=dim)
 
 
 def as_module(criterion: Any) -> nn.Module:

@@ -10,24 +10,24 @@ from typing import Any, Literal, TypeVar, get_args
 import torch
 from torch import nn
 
-from ..devices import Device, default_device_type, resolve_device, resolve_devices
+from ..devices import Device
 from ..errors import ArgumentError, ArgumentTypeError
 from ..memory.probe import MemoryProbe
 from .call_inputs import check_paths, named_arguments
-from .gather import ScalarOutputs, gather
+from .gather import ScalarOutputs
 from .homes import on_one_device, spread_parameters
-from .losses.join import ChunkLosses, OutputHistory
+from .losses.join import ChunkLosses
 from .losses.weight import check_loss_weight
-from .parallel_apply import Workers, parallel_apply
 from .per_device import PerDevice, only_output
-from .replicate import Replicator, check_on_device, is_compiled
-from .scatter import find_batch_size, scatter_arguments
+from .replicate import check_on_device, is_compiled
+from .scatter import find_batch_size
 from .split_policy import SplitPolicy
+from .steps import DataParallelSteps
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
-class BalancedDataParallel(nn.DataParallel[ModuleT]):
+class BalancedDataParallel(DataParallelSteps[ModuleT]):
     """``torch.nn.DataParallel`` that gives ``device_ids[0]`` at most ``gpu0_bsz`` samples.
 
     The first device also holds the gathered outputs, the loss and, without ``spread``, the reduced
@@ -122,11 +122,6 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         (2, 6)
     """
 
-    # nn.DataParallel annotates ints: a device that is not an accelerator has no index.
-    device_ids: list[int | torch.device]  # type: ignore[assignment]
-    output_device: int | torch.device | None  # type: ignore[assignment]
-    src_device_obj: torch.device | None  # type: ignore[assignment]
-
     def __init__(
         self,
         gpu0_bsz: int | Literal["auto"] | None,
@@ -143,8 +138,6 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         device_weights: Sequence[float] | None = None,
         spread: bool = False,
     ) -> None:
-        # nn.DataParallel.__init__ refuses the CPU, and may advise to leave out the smaller GPU.
-        nn.Module.__init__(self)
         if isinstance(gpu0_bsz, nn.Module):
             raise ArgumentTypeError(
                 f"gpu0_bsz comes first and must be an integer, got a {type(gpu0_bsz).__name__}: "
@@ -161,50 +154,24 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
             )
         if isinstance(dim, bool) or not isinstance(dim, int):
             raise ArgumentTypeError(f"dim must be an integer, got {dim!r}")
-        check_loss_weight(loss_weight)
-        if loss_weight is not None and scalar_outputs not in ("auto", "mean"):
-            raise ArgumentError(
-                f"loss_weight weighs a mean, but scalar_outputs is {scalar_outputs!r}"
-            )
-        self._device_type = default_device_type()
-        devices = resolve_devices(device_ids, self._device_type)
-        self.device_ids = [self._id_of(device) for device in devices]
+        check_loss_weight(loss_weight, scalar_outputs)
+        super().__init__(device_ids, output_device)
+        devices = self.devices
         self._policy = SplitPolicy(gpu0_bsz, devices, device_weights, spread=spread)
         self.module = module
-        self.spread = spread
         self.dim = dim
         self.gathers_outputs = gather
         self.broadcast = check_paths("broadcast", broadcast, module.forward)
         self.split_inputs = check_paths("split", split, module.forward)
         self.scalar_outputs = scalar_outputs
         self.loss_weight = loss_weight
-        self.src_device_obj = devices[0] if devices else None
-        self.output_device = self.device_ids[0] if devices else None
-        if devices and output_device is not None:
-            self.output_device = self._id_of(resolve_device(output_device, self._device_type))
+        self.spread = spread
         self.chunk_sizes: tuple[int, ...] | None = None
-        self._history = OutputHistory(may_note=not any(map(is_compiled, module.modules())))
-        self._replicator = Replicator()
-        self._workers = Workers()
+        self._history.may_note = not any(map(is_compiled, module.modules()))
         if len(devices) == 1:
             module.to(devices[0])
         elif devices and spread:
             spread_parameters(module, list(dict.fromkeys(devices)))
-
-    @property
-    def devices(self) -> list[torch.device]:
-        """The devices of ``device_ids``, in order."""
-        return [self._device_of(device_id) for device_id in self.device_ids]
-
-    def _id_of(self, device: torch.device) -> int | torch.device:
-        """Return what nn.DataParallel calls a device: its index, if it is an accelerator."""
-        return device.index if device.type == self._device_type else device
-
-    def _device_of(self, device_id: int | torch.device | None) -> torch.device:
-        if isinstance(device_id, torch.device):
-            return device_id
-        assert self._device_type is not None and device_id is not None
-        return torch.device(self._device_type, device_id)
 
     @property
     def gpu0_bsz(self) -> int | None:
@@ -268,10 +235,8 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
                         replicas, chunks, chunk_kwargs, device_ids, chunk_sizes
                     )
                 losses.read_arguments(outputs)
-                if self.gathers_outputs:
-                    return self.gather(outputs, self.output_device, losses)
                 devices = [self._device_of(device_id) for device_id in device_ids]
-                return self._per_device(outputs, devices, chunk_sizes, losses)
+                return self._joined(outputs, devices, chunk_sizes, losses)
 
     def _batch_size(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
         named = named_arguments(self.module.forward, inputs, kwargs)
@@ -290,21 +255,21 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
             inputs = tuple(map(only_output, inputs))
             kwargs = {name: only_output(value) for name, value in kwargs.items()}
         output = self.module(*inputs, **kwargs)
-        if not self.gathers_outputs:
-            return self._per_device(
-                [output], [device], None if batch_size is None else [batch_size]
-            )
-        if not self.device_ids or self.output_device == self.device_ids[0]:
+        is_in_place = not self.device_ids or self.output_device == self.device_ids[0]
+        if self.gathers_outputs and is_in_place:
             return output
-        return self.gather([output], self.output_device)
+        return self._joined([output], [device], None if batch_size is None else [batch_size])
 
-    def _per_device(
+    def _joined(
         self,
         outputs: Sequence[Any],
         devices: Sequence[torch.device],
         chunk_sizes: Sequence[int] | None,
         losses: ChunkLosses | None = None,
-    ) -> PerDevice:
+    ) -> Any:
+        """Gather the outputs, or leave them on ``devices``."""
+        if self.gathers_outputs:
+            return self.gather(outputs, self.output_device, losses)
         return PerDevice(
             outputs,
             devices,
@@ -369,61 +334,3 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         """End the worker threads and drop the replicas. A later call makes new ones."""
         self._workers.close()
         self._replicator.release()
-
-    # The steps, as in nn.DataParallel; device_ids and chunk_sizes are those of active devices.
-
-    def scatter(
-        self,
-        inputs: tuple[Any, ...],
-        kwargs: dict[str, Any] | None,
-        device_ids: Sequence[int | torch.device],
-        chunk_sizes: Sequence[int] | None = None,
-    ) -> tuple[list[tuple[Any, ...]], list[dict[str, Any]]]:
-        """Return positional and keyword arguments for each device.
-
-        With ``chunk_sizes`` of None nothing is cut: each device gets every tensor whole.
-        """
-        kwargs = kwargs or {}
-        arguments = scatter_arguments(
-            self.module.forward,
-            inputs,
-            kwargs,
-            [self._device_of(device_id) for device_id in device_ids],
-            chunk_sizes,
-            self.dim,
-            self.broadcast,
-            self.split_inputs,
-            self._history.warned,
-        )
-        return [args for args, _ in arguments], [kwargs for _, kwargs in arguments]
-
-    def replicate(self, module: ModuleT, device_ids: Sequence[int | torch.device]) -> list[ModuleT]:
-        """Return a replica of ``module`` for each device."""
-        devices = [self._device_of(device_id) for device_id in device_ids]
-        homes = self.devices if self.spread else self.devices[:1]
-        return self._replicator.replicate(module, devices, homes)
-
-    def parallel_apply(
-        self,
-        replicas: Sequence[ModuleT],
-        inputs: Sequence[Any],
-        kwargs: Sequence[dict[str, Any]],
-        device_ids: Sequence[int | torch.device] | None = None,
-        chunk_sizes: Sequence[int] | None = None,
-    ) -> list[Any]:
-        """Return each replica's output for its arguments; by default on the first devices."""
-        ids = self.device_ids[: len(replicas)] if device_ids is None else device_ids
-        devices = [self._device_of(device_id) for device_id in ids]
-        arguments = list(zip(inputs, kwargs, strict=True))
-        return parallel_apply(replicas, arguments, devices, chunk_sizes, self._workers)
-
-    def gather(
-        self,
-        outputs: Sequence[Any],
-        output_device: int | torch.device | None,
-        losses: ChunkLosses | None = None,
-    ) -> Any:
-        """Return the outputs joined on ``output_device``; ``losses`` joins the 0-dim ones."""
-        sizes = None if losses is None else losses.chunk_sizes
-        device = self._device_of(output_device)
-        return gather(outputs, device, self.dim, self.scalar_outputs, sizes, losses)

@@ -140,17 +140,32 @@ class PerDevice(Scattered):
             self.chunk_sizes or [1],
             self.dim,
             arguments,
-            loss_weight=None,
             is_auto=scalar_outputs == "auto",
         )
+        return self.apply([function] * len(self), losses, scalar_outputs)
+
+    def apply(
+        self,
+        functions: Sequence[Callable[..., Any]],
+        losses: ChunkLosses,
+        scalar_outputs: ScalarOutputs = "auto",
+        dim: int | None = None,
+    ) -> Any:
+        """Call a function for each output, on its device, and join the results.
+
+        Args:
+            functions: one for each output.
+            losses: the record of the call, with the arguments of each function.
+            scalar_outputs: how 0-dim results are joined, as in ``map``.
+            dim: the batch dimension of the results; by default that of the outputs.
+        """
         with losses.recording():
             results = parallel_apply(
-                [function] * len(self), arguments, self.devices, self.chunk_sizes, self.workers
+                functions, losses.arguments, self.devices, self.chunk_sizes, self.workers
             )
         losses.read_arguments(results)
-        return gather(
-            results, self.output_device, self.dim, scalar_outputs, self.chunk_sizes, losses
-        )
+        dim = self.dim if dim is None else dim
+        return gather(results, self.output_device, dim, scalar_outputs, self.chunk_sizes, losses)
 
 
 def only_output(value: Any) -> Any:

@@ -99,8 +99,8 @@ class ChunkLosses:
     chunk_sizes: Sequence[int]
     dim: int
     arguments: Sequence[Arguments]
-    loss_weight: Callable[..., Any] | str | None
-    is_auto: bool
+    loss_weight: Callable[..., Any] | str | None = None
+    is_auto: bool = True
     _given: list[Any] = field(default_factory=list, init=False)
     _has_num_items: bool = field(default=False, init=False)
     _weights: list[Any] | None = field(default=None, init=False)

@@ -14,12 +14,15 @@ from ...errors import ArgumentError, ArgumentTypeError
 from ..call_inputs import described, named_arguments, parameters
 
 
-def check_loss_weight(loss_weight: object) -> None:
+def check_loss_weight(loss_weight: object, scalar_outputs: str = "auto") -> None:
     """Check an argument ``loss_weight``.
 
     Raises:
         ArgumentTypeError: it is neither a function nor a name nor None.
+        ArgumentError: ``scalar_outputs`` is not a mean.
     """
+    if loss_weight is not None and scalar_outputs not in ("auto", "mean"):
+        raise ArgumentError(f"loss_weight weighs a mean, but scalar_outputs is {scalar_outputs!r}")
     if loss_weight is not None and not callable(loss_weight) and not isinstance(loss_weight, str):
         raise ArgumentTypeError(
             f"loss_weight must be a function or the name of an argument, got {loss_weight!r}"
