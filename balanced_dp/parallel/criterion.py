@@ -105,7 +105,7 @@ class BalancedCriterion(nn.Module):
         losses = ChunkLosses(
             self._history,
             forward,
-            outputs.chunk_sizes or [1],
+            outputs.chunk_sizes,
             outputs.dim,
             arguments,
             self.loss_weight,
@@ -146,8 +146,9 @@ class _Function(nn.Module):
         for name in self._tensors:
             self.register_buffer(f"_{name}", options[name], persistent=False)
         self.function = function
-        if not options:  # broadcast and split use the names of its parameters
-            object.__setattr__(self, "forward", function)
+        if not self._tensors:  # broadcast and split use the names of its parameters
+            forward = functools.partial(function, **options) if options else function
+            object.__setattr__(self, "forward", forward)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function with its options."""
@@ -186,7 +187,7 @@ def _split_weights_of_samples(replicas: Sequence[nn.Module], outputs: PerDevice)
         setattr(replica, name, part)
     try:
         yield
-    finally:  # what replicas write to buffers is kept
+    finally:  # or the part would be written back to the criterion
         for replica, before in zip(replicas, whole, strict=True):
             setattr(replica, name, before)
 

@@ -38,11 +38,11 @@ class BalancedDataParallel(DataParallelSteps[ModuleT]):
     ``module``, ``device_ids``, ``output_device``, ``dim`` and the keys of the state dict are those
     of ``nn.DataParallel``. It differs on purpose in these points:
 
-    - Only devices with samples run. A batch of any size works, with any kind of arguments.
+    - Only devices with samples run, so a batch may be smaller than their number, or empty.
     - ``device_ids`` may name devices of any type and repeat one, as ``["cpu", "cpu"]`` does.
     - A tensor whose size along ``dim`` is not the batch size raises an error instead of being cut.
     - Outputs may hold dataclasses, and strings and numbers that are equal on every replica.
-    - Worker threads keep autocast's dtype, inference mode and context variables.
+    - Worker threads have the caller's autocast dtype, inference mode and context variables.
     - An exception from a replica is raised unchanged, with a note that names the replica.
 
     Args:
@@ -50,10 +50,10 @@ class BalancedDataParallel(DataParallelSteps[ModuleT]):
             ``"auto"`` finds the value during the first iterations of training: it starts with the
             even split, reads the peaks of each iteration when the next one begins, changes the
             value at most five times and then keeps it. It also changes the value when memory runs
-            out: catch ``torch.OutOfMemoryError`` and repeat the step. None means no limit: the even
-            split with ``spread``, or that of ``device_weights``; it needs one of them.
-        module: the module to parallelize; its buffers are on ``device_ids[0]``, and so are its
-            parameters without ``spread``.
+            out: catch ``torch.OutOfMemoryError`` and repeat the step. None, no limit, needs
+            ``spread`` (then the split is even) or ``device_weights``.
+        module: the module to parallelize. Its parameters and buffers must be on ``device_ids[0]``.
+            With ``spread`` or a single device they are moved.
         device_ids: devices as ints (of the accelerator), strings or ``torch.device``. None means
             all accelerators; without any, calls go to ``module`` as they are. Inside
             ``emulate_devices``, ints and None mean the emulated ones.
@@ -66,13 +66,13 @@ class BalancedDataParallel(DataParallelSteps[ModuleT]):
             ``module.forward``'s parameter.
         split: dotted paths of lists, tuples and arrays with an entry for each sample, such as
             ``"texts"``; each device gets the entries of its samples.
-        scalar_outputs: how 0-dim outputs are joined; integers must be equal, since a count has no
-            mean, unless ``"sum"`` or ``"stack"`` is chosen. ``"auto"``: the value and gradient of
-            the whole batch. Whether a loss is a sum, or what it is a mean over, is read from how it
-            was computed; what cannot be made exact, such as the square root of a mean, is averaged
-            by chunk size with a warning.
-            ``"mean"``: their mean, weighted by chunk size. ``"sum"``: their sum. ``"stack"``: a
-            vector with an entry for each replica, as ``nn.DataParallel`` returns.
+        scalar_outputs: how 0-dim outputs are joined. ``"auto"``: to the value and gradient of the
+            whole batch. Whether a loss is a sum, or what it is a mean over, is read from how it was
+            computed; what cannot be made exact, such as the square root of a mean, is averaged by
+            chunk size with a warning. ``"mean"``: to their mean, weighted by chunk size. ``"sum"``:
+            to their sum. ``"stack"``: to a vector with an entry for each replica, as
+            ``nn.DataParallel`` does. With ``"auto"`` and ``"mean"``, integers must be equal, since
+            a count has no mean.
         loss_weight: a function that returns the weight of a chunk's 0-dim floating outputs, for
             means that cannot be read from how they were computed. The names of its parameters are
             those of the arguments that it gets, as in ``lambda mask: mask.sum()``. It returns a
@@ -100,14 +100,16 @@ class BalancedDataParallel(DataParallelSteps[ModuleT]):
         ScatterError, GatherError: on a call, an input cannot be split or the outputs not joined.
         RuntimeError: on a call, a parameter or buffer is not on ``device_ids[0]``, or with
             ``spread`` a parameter on none of ``device_ids``; the module is scripted, compiled in
-            place or lazy; or weights were changed in ``shared_weights``.
+            place or lazy; or weights were changed inside ``shared_weights()``.
 
     Warns:
-        BalanceWarning: once each, if ``gpu0_bsz`` is not below the even share of the first batch
-            without ``spread``, a 0-dim output need not have the value of the whole batch, a
-            sequence that goes whole to each device is as long as the batch, ``forward`` sets an
-            attribute of the module, which is lost, or writes a parameter that replicas on one
-            device share.
+        BalanceWarning: once for each of these.
+
+            - Without ``spread``, ``gpu0_bsz`` is not below the even share of the first batch.
+            - A 0-dim output need not have the value of the whole batch.
+            - A sequence that goes whole to each device is as long as the batch.
+            - ``forward`` sets an attribute of the module, which is lost, or writes a parameter
+              that replicas on one device share.
 
     Source:
         Transformer-XL's ``BalancedDataParallel`` (Dai et al. 2019,
@@ -125,7 +127,7 @@ class BalancedDataParallel(DataParallelSteps[ModuleT]):
     def __init__(
         self,
         gpu0_bsz: int | Literal["auto"] | None,
-        module: ModuleT = None,  # type: ignore[assignment]  # required: see the errors below
+        module: ModuleT = None,  # type: ignore[assignment]  # required; None has its own error
         device_ids: Sequence[Device] | None = None,
         output_device: Device | None = None,
         dim: int = 0,
@@ -140,13 +142,13 @@ class BalancedDataParallel(DataParallelSteps[ModuleT]):
     ) -> None:
         if isinstance(gpu0_bsz, nn.Module):
             raise ArgumentTypeError(
-                f"gpu0_bsz comes first and must be an integer, got a {type(gpu0_bsz).__name__}: "
+                f"gpu0_bsz comes first, got a {type(gpu0_bsz).__name__}: "
                 "BalancedDataParallel(gpu0_bsz, module)"
             )
         if not isinstance(module, nn.Module):
             raise ArgumentTypeError(
-                f"module must be an nn.Module, got {type(module).__name__}; an optimizer, for "
-                "example, is not wrapped"
+                f"module must be an nn.Module, got {type(module).__name__}: "
+                "BalancedDataParallel(gpu0_bsz, module); optimizers are not wrapped"
             )
         if scalar_outputs not in get_args(ScalarOutputs):
             raise ArgumentError(
@@ -167,45 +169,15 @@ class BalancedDataParallel(DataParallelSteps[ModuleT]):
         self.loss_weight = loss_weight
         self.spread = spread
         self.chunk_sizes: tuple[int, ...] | None = None
+        # Dynamo would compile the notes that OutputHistory is about.
         self._history.may_note = not any(map(is_compiled, module.modules()))
         if len(devices) == 1:
             module.to(devices[0])
         elif devices and spread:
             spread_parameters(module, list(dict.fromkeys(devices)))
 
-    @property
-    def gpu0_bsz(self) -> int | None:
-        """The most samples that the first device gets.
-
-        With ``"auto"``, the value in use, after a look for memory that has run out, and None
-        before the first batch. It may be set to whatever the constructor accepts, at any time.
-        """
-        return self._policy.gpu0_bsz
-
-    @gpu0_bsz.setter
-    def gpu0_bsz(self, value: int | Literal["auto"] | None) -> None:
-        self._policy = SplitPolicy(value, self.devices, self.device_weights, spread=self.spread)
-
-    @property
-    def device_weights(self) -> tuple[float, ...] | None:
-        """The weight of each device, as it was given; None if none were."""
-        return self._policy.device_weights
-
-    def split(self, batch_size: int) -> tuple[int, ...]:
-        """Return how many samples of a batch of ``batch_size`` each device gets."""
-        return self._policy.split(batch_size)
-
-    @property
-    def memory(self) -> MemoryProbe:
-        """A new probe of the devices, which knows how this model splits.
-
-        Raises:
-            ProbeError: the devices do not count their memory, as ``"cpu"`` does not.
-        """
-        return MemoryProbe(model=self)
-
-    # Threads cannot be compiled, so torch.compile leaves this method as it is. Torch's stubs do
-    # not know the decorator.
+    # Threads cannot be compiled, so torch.compile leaves this method as it is. The decorator is
+    # private and has no types; torch.compiler.disable would import Dynamo here.
     @torch._disable_dynamo  # type: ignore[attr-defined]
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Split the batch, run the replicas, gather the outputs unless ``gather=False``."""
@@ -213,18 +185,18 @@ class BalancedDataParallel(DataParallelSteps[ModuleT]):
             if len(self.device_ids) < 2:
                 return self._forward_without_replicas(inputs, kwargs)
             batch_size = self._batch_size(inputs, kwargs)
-            split = self.chunk_sizes = self._policy.begin_call(self.module, batch_size or 0)
-            with self._policy.advising(split):
+            sizes = self.chunk_sizes = self._policy.begin_call(self.module, batch_size or 0)
+            with self._policy.advising(sizes):
                 # A batch without samples, or a call without tensors, runs on the first device.
-                active = [i for i, size in enumerate(split) if size] or [0]
+                active = [i for i, size in enumerate(sizes) if size] or [0]
                 device_ids = [self.device_ids[i] for i in active]
-                chunk_sizes = None if batch_size is None else [split[i] for i in active]
+                chunk_sizes = None if batch_size is None else [sizes[i] for i in active]
                 chunks, chunk_kwargs = self.scatter(inputs, kwargs, device_ids, chunk_sizes)
                 replicas = self.replicate(self.module, device_ids)
                 losses = ChunkLosses(
                     self._history,
                     self.module.forward,
-                    chunk_sizes or [1],
+                    chunk_sizes,
                     self.dim,
                     list(zip(chunks, chunk_kwargs, strict=True)),
                     self.loss_weight,
@@ -252,11 +224,12 @@ class BalancedDataParallel(DataParallelSteps[ModuleT]):
             [inputs], [kwargs] = self.scatter(inputs, kwargs, self.device_ids)
         else:
             device = next((tensor.device for tensor in tensors), torch.device("cpu"))
+            # As scatter does where there are devices.
             inputs = tuple(map(only_output, inputs))
             kwargs = {name: only_output(value) for name, value in kwargs.items()}
         output = self.module(*inputs, **kwargs)
-        is_in_place = not self.device_ids or self.output_device == self.device_ids[0]
-        if self.gathers_outputs and is_in_place:
+        stays = not self.device_ids or self.output_device == self.device_ids[0]
+        if self.gathers_outputs and stays:
             return output
         return self._joined([output], [device], None if batch_size is None else [batch_size])
 
@@ -280,6 +253,37 @@ class BalancedDataParallel(DataParallelSteps[ModuleT]):
             losses=losses,
             workers=self._workers,
         )
+
+    @property
+    def gpu0_bsz(self) -> int | None:
+        """The most samples that the first device gets.
+
+        With ``"auto"``, the value in use, and None before the first batch; reading it also checks
+        whether memory has run out since. It may be set to whatever the constructor accepts.
+        """
+        return self._policy.gpu0_bsz
+
+    @gpu0_bsz.setter
+    def gpu0_bsz(self, value: int | Literal["auto"] | None) -> None:
+        self._policy = SplitPolicy(value, self.devices, self.device_weights, spread=self.spread)
+
+    @property
+    def device_weights(self) -> tuple[float, ...] | None:
+        """The weight of each device, as it was given; None if none were."""
+        return self._policy.device_weights
+
+    def split(self, batch_size: int) -> tuple[int, ...]:
+        """Return how many samples of a batch of ``batch_size`` each device gets."""
+        return self._policy.split(batch_size)
+
+    @property
+    def memory(self) -> MemoryProbe:
+        """A new probe of the devices, which knows how this model splits.
+
+        Raises:
+            ProbeError: the devices do not count their memory, as ``"cpu"`` does not.
+        """
+        return MemoryProbe(model=self)
 
     def shared_weights(self) -> AbstractContextManager[None]:
         """Share one weight broadcast and one gradient reduction across the block.
@@ -325,12 +329,7 @@ class BalancedDataParallel(DataParallelSteps[ModuleT]):
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> BalancedDataParallel[ModuleT]:
         # torch gives this method no types.
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        # As after cuda(), which scripts call on wrappers.
+        # After cuda(), which scripts call on wrappers: all parameters are on the first device.
         if self.spread and {p.device for p in self.module.parameters()} == {self.src_device_obj}:
             spread_parameters(self.module, list(dict.fromkeys(self.devices)))
         return self
-
-    def close(self) -> None:
-        """End the worker threads and drop the replicas. A later call makes new ones."""
-        self._workers.close()
-        self._replicator.release()

@@ -100,6 +100,11 @@ class _Join:
             return self._scalars(tensors, path)
         if len(tensors) == 1:
             return tensors[0].to(self.device)
+        if any(t.is_nested or t.layout != torch.strided for t in tensors):
+            raise GatherError(
+                f"output {_named(path)} is a sparse or nested tensor, which is not joined; return "
+                "a dense one"
+            )
         # torch gives its own autograd functions no types.
         joined: torch.Tensor = Gather.apply(self.device, self._axis(tensors, path), *tensors)  # type: ignore[no-untyped-call]
         return joined

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..errors import ScatterError
 from .gather import ScalarOutputs, gather
 from .losses.join import ChunkLosses, OutputHistory
 from .parallel_apply import Workers, parallel_apply
@@ -91,7 +92,7 @@ class PerDevice(Scattered):
         return f"PerDevice(devices=({devices}), chunk_sizes={self.chunk_sizes})"
 
     def gather(self) -> Any:
-        """Return the outputs joined on ``output_device``, as a call without ``gather=False`` does.
+        """Return the outputs joined on ``output_device``, as a call with ``gather=True`` does.
 
         Raises:
             GatherError: the outputs differ in structure.
@@ -115,7 +116,7 @@ class PerDevice(Scattered):
         """Compute ``function(output, *args, **kwargs)`` on each device, and join the results.
 
         For metrics that are small where the outputs are large: ``outputs.map(num_right, labels,
-        scalar_outputs="sum")``. Without gradients, wrap it in ``torch.no_grad()``.
+        scalar_outputs="sum")``. It records gradients unless it is called under ``torch.no_grad()``.
 
         Args:
             function: called once for each output, in parallel. For ``n`` samples it returns tensors
@@ -128,7 +129,7 @@ class PerDevice(Scattered):
 
         Raises:
             ScatterError: an argument cannot be split as the batch was.
-            GatherError: the results differ in structure, or are unequal numbers without a mean.
+            GatherError: the results differ in structure, or are integers that differ.
         """
         arguments = scatter_arguments(
             function, (self, *args), kwargs, self.devices, self.chunk_sizes, self.dim
@@ -137,7 +138,7 @@ class PerDevice(Scattered):
         losses = ChunkLosses(
             OutputHistory(warned=warned),
             function,
-            self.chunk_sizes or [1],
+            self.chunk_sizes,
             self.dim,
             arguments,
             is_auto=scalar_outputs == "auto",
@@ -169,5 +170,13 @@ class PerDevice(Scattered):
 
 
 def only_output(value: Any) -> Any:
-    """Return the only output of a ``PerDevice``, and anything else as it is."""
-    return value[0] if isinstance(value, PerDevice) else value
+    """Return the only output of a ``PerDevice``, and anything else as it is.
+
+    Raises:
+        ScatterError: there are several outputs.
+    """
+    if not isinstance(value, PerDevice):
+        return value
+    if len(value) > 1:
+        raise ScatterError(f"a model without devices got {value!r}; gather() it first")
+    return value[0]

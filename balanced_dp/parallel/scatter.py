@@ -231,8 +231,9 @@ def _checked_entries(value: Scattered, path: Path, options: _Options) -> list[An
     """Return the entries of a ``Scattered`` that was split as in this call."""
     sizes = value.chunk_sizes if options.chunk_sizes is None else tuple(options.chunk_sizes)
     if (value.devices, value.chunk_sizes) != (tuple(options.devices), sizes):
+        split = "does not split" if options.chunk_sizes is None else f"splits {sizes}"
         raise ScatterError(
-            f"input {'.'.join(path)} is {value!r}, but this call splits {sizes} on "
+            f"input {'.'.join(path)} is {value!r}, but this call {split} on "
             f"{', '.join(map(str, options.devices))}; gather() it first"
         )
     return list(value)

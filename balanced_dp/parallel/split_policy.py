@@ -41,7 +41,7 @@ class SplitPolicy:
         self._number = None if isinstance(gpu0_bsz, str) else gpu0_bsz
         self.device_weights = None if device_weights is None else tuple(device_weights)
         self.auto: AutoSplit | None = None
-        self._has_checked = spread or device_weights is not None
+        self._has_warned = spread or device_weights is not None
         if self.device_weights is not None:
             if isinstance(gpu0_bsz, str):
                 raise ArgumentError(
@@ -84,12 +84,12 @@ class SplitPolicy:
         """
         if batch_size and self.auto is not None:
             self.auto.begin_call(module, batch_size)
-        elif batch_size and not self._has_checked:
-            self._check(batch_size)
-            self._has_checked = True
+        elif batch_size and not self._has_warned:
+            self._warn_if_even(batch_size)
+            self._has_warned = True
         return self.split(batch_size)
 
-    def _check(self, batch_size: int) -> None:
+    def _warn_if_even(self, batch_size: int) -> None:
         even = even_share(batch_size, len(self._devices))
         if self._number is not None and self._number >= even:
             warn(
@@ -127,6 +127,6 @@ class SplitPolicy:
         if self._number == 0:
             return f"{fact}; raise gpu0_bsz (now 0) or lower the batch size"
         return (
-            f"{fact}. If {self._devices[0]} ran out, lower gpu0_bsz (now {self.gpu0_bsz}); if "
+            f"{fact}. If {self._devices[0]} ran out, lower gpu0_bsz (now {self._number}); if "
             "another device did, raise gpu0_bsz or lower the batch size"
         )

@@ -21,8 +21,10 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 class DataParallelSteps(nn.DataParallel[ModuleT]):
     """``nn.DataParallel`` on devices of any type: its attributes, and its four steps.
 
-    The steps have the arguments of ``nn.DataParallel``'s, which subclasses override, and further
-    ones with defaults. ``device_ids`` and ``chunk_sizes`` are those of the devices with samples.
+    ``BalancedDataParallel.forward`` takes one step after the other. They have the arguments of
+    ``nn.DataParallel``'s and further ones with defaults. ``forward`` passes all of them, so an
+    override has to accept them and hand them on. Their ``device_ids`` and ``chunk_sizes`` are those
+    of the devices with samples.
 
     Args:
         device_ids: devices as ints (of the accelerator), strings or ``torch.device``; None means
@@ -37,6 +39,7 @@ class DataParallelSteps(nn.DataParallel[ModuleT]):
     device_ids: list[int | torch.device]  # type: ignore[assignment]
     output_device: int | torch.device | None  # type: ignore[assignment]
     src_device_obj: torch.device | None  # type: ignore[assignment]
+    # BalancedDataParallel sets these.
     module: ModuleT
     dim: int
     broadcast: frozenset[str]
@@ -96,7 +99,7 @@ class DataParallelSteps(nn.DataParallel[ModuleT]):
             self.split_inputs,
             self._history.warned,
         )
-        return [args for args, _ in arguments], [kwargs for _, kwargs in arguments]
+        return [args for args, _ in arguments], [named for _, named in arguments]
 
     def replicate(self, module: ModuleT, device_ids: Sequence[int | torch.device]) -> list[ModuleT]:
         """Return a replica of ``module`` for each device."""
@@ -125,6 +128,11 @@ class DataParallelSteps(nn.DataParallel[ModuleT]):
         losses: ChunkLosses | None = None,
     ) -> Any:
         """Return the outputs joined on ``output_device``; ``losses`` joins the 0-dim ones."""
-        sizes = None if losses is None else losses.chunk_sizes
+        sizes = None if losses is None else losses.sizes
         device = self._device_of(output_device)
         return gather(outputs, device, self.dim, self.scalar_outputs, sizes, losses)
+
+    def close(self) -> None:
+        """End the worker threads and drop the replicas. A later call makes new ones."""
+        self._workers.close()
+        self._replicator.release()

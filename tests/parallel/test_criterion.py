@@ -712,3 +712,16 @@ def test_a_module_with_loss_obeys_other_arguments(x):
     weighed = BalancedDataParallel(1, mean, ["cpu"] * 4, loss_weight=lambda x, _, mask: mask.sum())
     mask, target = (torch.arange(BATCH) % 3 == 1).double(), numbers(CLASSES)
     torch.testing.assert_close(weighed(x, target, mask), mean(x, target, mask))
+
+
+def test_options_name_the_parameters_of_a_function_that_is_a_partial():
+    def loss(output: Tensor, scale: float, mask: Tensor) -> Tensor:
+        return (output * mask).mean() * scale
+
+    x = torch.arange(12.0).view(6, 2)
+    outputs = BalancedDataParallel(1, nn.Identity(), ["cpu"] * 2, gather=False)(x)
+    of_columns = BalancedCriterion(functools.partial(loss, scale=2.0), broadcast="mask")
+    assert of_columns(outputs, mask=torch.ones(2)).item() == 2 * x.mean().item()
+    assert of_columns(outputs, mask=torch.ones(1)).item() == 2 * x.mean().item()
+    with pytest.raises(ArgumentError, match="broadcast names 'masks'"):
+        BalancedCriterion(functools.partial(loss, scale=2.0), broadcast="masks")

@@ -18,6 +18,7 @@ from balanced_dp import (
     ArgumentTypeError,
     BalancedDataParallel,
     BalanceWarning,
+    ScatterError,
     balanced_data_parallel,
     emulate_devices,
 )
@@ -211,7 +212,7 @@ def test_arguments_that_cannot_be_used_are_refused(options, error, message):
 
 
 def test_swapped_arguments_are_named_without_the_whole_module():
-    with pytest.raises(ArgumentTypeError, match="gpu0_bsz comes first and must be") as caught:
+    with pytest.raises(ArgumentTypeError, match="gpu0_bsz comes first, got a") as caught:
         BalancedDataParallel(nn.Sequential(*(nn.Linear(4, 4) for _ in range(50))), 4)
     assert len(str(caught.value)) < 200
 
@@ -477,7 +478,7 @@ def test_compiled_it_runs_as_it_is():
     "arguments", [(nn.Identity(),), (nn.Identity(), ["cpu"]), (nn.Identity(), 2)]
 )
 def test_without_gpu0_bsz_the_error_says_where_it_belongs(arguments):
-    with pytest.raises(ArgumentTypeError, match=r"comes first .*DataParallel\(gpu0_bsz, module\)"):
+    with pytest.raises(ArgumentTypeError, match=r"comes first, .*DataParallel\(gpu0_bsz, module\)"):
         BalancedDataParallel(*arguments)
 
 
@@ -607,3 +608,9 @@ def test_outputs_can_be_gathered_on_the_cpu(devices):
     output = linear(devices[:3], output_device="cpu")(torch.randn(7, 4))
     assert output.device == torch.device("cpu")
     assert linear(devices[:1], output_device="cpu")(torch.randn(7, 4)).device.type == "cpu"
+
+
+def test_a_model_without_devices_takes_no_outputs_of_several(no_accelerator):
+    outputs = BalancedDataParallel(1, nn.Identity(), ["cpu"] * 2, gather=False)(torch.ones(8, 3))
+    with pytest.raises(ScatterError, match=r"without devices got PerDevice.*gather\(\) it first"):
+        BalancedDataParallel(1, nn.Identity())(outputs)

@@ -121,6 +121,16 @@ def test_what_is_no_row_for_each_sample_is_an_error(shape):
             gather(parts, CPU, chunk_sizes=[4, 4])
 
 
+@pytest.mark.parametrize(
+    "kind",
+    [torch.Tensor.to_sparse, torch.Tensor.to_sparse_csr, lambda t: torch.nested.nested_tensor([t])],
+)
+@pytest.mark.filterwarnings("ignore:.*(CSR|nested tensors)")  # are in beta and prototypes
+def test_sparse_and_nested_outputs_are_refused(kind):
+    with pytest.raises(GatherError, match="output a is a sparse or nested tensor"):
+        gather([{"a": kind(torch.ones(2, 3))} for _ in range(2)], CPU)
+
+
 def test_a_container_that_all_replicas_return_is_an_error():
     """It held what the last replica had written, and was returned as that of the batch."""
     shared = {"hits": torch.zeros(())}

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from numbers import Real
 from typing import Any
 
@@ -86,7 +86,7 @@ class ChunkLosses:
     Attributes:
         history: what earlier calls have shown.
         function: the function that each replica computes.
-        chunk_sizes: how many samples each replica has.
+        sizes: how many samples each replica has; a single one if the batch was not split.
         dim: the batch dimension.
         arguments: the arguments of each replica; none once they have been read.
         loss_weight: computes the weight of each replica's losses; if None, it is read from their
@@ -96,7 +96,7 @@ class ChunkLosses:
 
     history: OutputHistory
     function: Callable[..., Any]
-    chunk_sizes: Sequence[int]
+    chunk_sizes: InitVar[Sequence[int] | None]
     dim: int
     arguments: Sequence[Arguments]
     loss_weight: Callable[..., Any] | str | None = None
@@ -107,11 +107,15 @@ class ChunkLosses:
     _results: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict, init=False)
     _counted: list[CountedLoss] = field(default_factory=list, init=False)
     _calls: Calls = field(default_factory=dict, init=False)
+    sizes: Sequence[int] = field(init=False)
+
+    def __post_init__(self, chunk_sizes: Sequence[int] | None) -> None:
+        self.sizes = chunk_sizes or [1]
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
         """Context manager in which the replicas run; counts cross entropies and notes calls."""
-        if len(self.chunk_sizes) < 2 or not self.is_auto:
+        if len(self.sizes) < 2 or not self.is_auto:
             yield
             return
         notes_calls, has_gradients = self.history.notes_calls, torch.is_grad_enabled()
@@ -155,7 +159,7 @@ class ChunkLosses:
                     graph.terms()  # replaces NaN gradients by 0
                 return weighted_mean(outputs, weights, device)
         if not self.is_auto:
-            return weighted_mean(outputs, self.chunk_sizes, device)
+            return weighted_mean(outputs, self.sizes, device)
         has_graph = outputs[0].grad_fn is not None
         alias = tuple(map(_storage, outputs))
         if not has_graph and alias in self._results:  # it was detached from another output
@@ -169,7 +173,7 @@ class ChunkLosses:
                     self.history.warn(
                         name, self.function, "how it was computed is not known without gradients"
                     )
-                return weighted_mean(outputs, None if is_sum else self.chunk_sizes, device)
+                return weighted_mean(outputs, None if is_sum else self.sizes, device)
         terms = graph.terms()
         base = self._base(name, graph, terms)
         if graph.scaling.must_note:
@@ -196,13 +200,13 @@ class ChunkLosses:
                 self.history.notes_calls[torch.is_grad_enabled()] = True
             if not all(map(are_close, graph.scaling.multipliers)):
                 reasons.append("it is multiplied by a tensor that differs between the replicas")
-        base = (unknown or known or [Term(self.chunk_sizes)])[0]
+        base = (unknown or known or [Term(self.sizes)])[0]
         is_sum_with_constant = base.weights is None and any(term.is_constant for term in terms)
         if is_sum_with_constant and unknown:
             reasons.append("it adds a term that is the same on every replica to a sum over samples")
         for text in [*reasons, *graph.scaling.doubts][:1]:
             self.history.warn(name, self.function, text)
-        return Term(self.chunk_sizes) if reasons or is_sum_with_constant else base
+        return Term(self.sizes) if reasons or is_sum_with_constant else base
 
     def _graph(self, outputs: Sequence[torch.Tensor], name: str) -> LossGraph:
         counted = {node: item for item in self._counted for node in _nodes_of(item)}
@@ -212,11 +216,9 @@ class ChunkLosses:
             for output in outputs
         ]
         places = self.history.places.setdefault(name, {})
-        samples = Samples(self.chunk_sizes, self.dim, counted)
+        samples = Samples(self.sizes, self.dim, counted)
         added = self.history.added.setdefault(name, {})
-        scaling = Scaling(
-            self.chunk_sizes, self._calls, self._given, self._has_num_items, places, added
-        )
+        scaling = Scaling(self.sizes, self._calls, self._given, self._has_num_items, places, added)
         return LossGraph(nodes, counted, samples, scaling)
 
     def _remember(self, name: str, term: Term) -> None:
@@ -224,7 +226,7 @@ class ChunkLosses:
         self.history.sums.discard(name)
         if term.weights is None:
             self.history.sums.add(name)
-        elif not term.losses and not are_proportional(term.weights, self.chunk_sizes):
+        elif not term.losses and not are_proportional(term.weights, self.sizes):
             self.history.warn(
                 name,
                 self.function,
@@ -246,7 +248,7 @@ class ChunkLosses:
             one, other = ([float(weight) for weight in weights] for weights in (one, other))
             if not are_proportional(one, other):
                 yield "it adds means over unlike numbers of entries"
-            elif not are_proportional(one, self.chunk_sizes):  # or it may be by chance
+            elif not are_proportional(one, self.sizes):  # or it may be by chance
                 self.history.agreeing.add(graph)
 
 
