@@ -330,9 +330,6 @@ EXACT: dict[str, Case] = {
     "number before the count": Case(
         lambda n, x, o, m: (rows(o) * m).sum() / (1e-8 + m.sum().clone()), {"m": HOLES}
     ),
-    "count minus a number": Case(
-        lambda n, x, o, m: (rows(o) * m).sum() / (m.sum() - 0.5), {"m": HOLES}
-    ),
     "larger of a count and 1": Case(
         lambda n, x, o, m: (rows(o) * m).sum() / torch.maximum(m.sum(), torch.ones(()).to(m)),
         {"m": HOLES},
@@ -342,6 +339,39 @@ EXACT: dict[str, Case] = {
     ),
     "mean of masked by clamped mean": Case(
         lambda n, x, o, m: (rows(o) * m).mean() / m.mean().clamp(min=1e-6), {"m": HOLES}
+    ),
+    "clamped count plus 1": Case(
+        lambda n, x, o, m: (rows(o) * m).sum() / (m.sum().clamp(min=1) + 1), {"m": HOLES}
+    ),
+    "clamped count and penalty": Case(
+        lambda n, x, o, m: (
+            (rows(o) * m).sum() / m.sum().clamp(min=1) + n.head.weight.square().sum()
+        ),
+        {"m": HOLES},
+    ),
+    "one less a masked mean": Case(
+        lambda n, x, o, m: 1 - (rows(o) * m).sum() / m.sum().clamp(min=1), {"m": HOLES}
+    ),
+    "weights of classes that add up to a constant": Case(
+        lambda n, x, o: (o.square() * CLASS_WEIGHT.to(o)).mean() / CLASS_WEIGHT.to(o).sum()
+    ),
+    "sum by the weights of classes": Case(
+        lambda n, x, o: (o.square() * CLASS_WEIGHT.to(o)).sum() / CLASS_WEIGHT.to(o).sum()
+    ),
+    "added to a vector": Case(
+        lambda n, x, o, m: (torch.zeros(1).to(o) + masked_mean(rows(o), m)).squeeze(), {"m": MASK}
+    ),
+    "concatenated": Case(
+        lambda n, x, o, m: torch.cat(
+            [masked_mean(rows(o), m).view(1), masked_mean(o.abs().mean(1), m).view(1)]
+        ).sum(),
+        {"m": MASK},
+    ),
+    "concatenated by an index": Case(
+        lambda n, x, o, m: torch.cat(
+            [masked_mean(rows(o), m)[None], masked_mean(o.abs().mean(1), m)[None]]
+        ).sum(),
+        {"m": MASK},
     ),
     "smoothed count, twice": Case(
         lambda n, x, o, m: (rows(o) * m).sum() / torch.add(m.sum(), 1, alpha=2), {"m": HOLES}
@@ -425,11 +455,48 @@ UNCLEAR: dict[str, tuple[Case, str]] = {
             lambda n, x, o, m: (rows(o) * m).sum() / torch.maximum(torch.ones(()).to(m), m.sum()),
             {"m": HOLES},
         ),
-        "which need not add up",
+        "computed differently",
     ),
     "a count or 1": (
         Case(lambda n, x, o, m: (rows(o) * m).sum() / max(m.sum(), torch.tensor(1)), {"m": HOLES}),
         "computed differently",
+    ),
+    "count minus a number": (
+        Case(lambda n, x, o, m: (rows(o) * m).sum() / (m.sum() - 0.5), {"m": HOLES}),
+        "need not add up",
+    ),
+    "count plus the number of samples": (
+        Case(lambda n, x, o, m: (rows(o) * m).sum() / (m.sum() + len(x)), {"m": HOLES}),
+        "computed differently",
+    ),
+    "larger of two counts": (
+        Case(
+            lambda n, x, o, m, w: (rows(o) * m).sum() / torch.maximum(m.sum(), w.sum()),
+            {"m": HOLES, "w": UNLIKE},
+        ),
+        "computed differently",
+    ),
+    "number of positions with a token": (
+        Case(
+            lambda n, x, o, m: (n.tokens(x).square().mean(-1) * m).sum() / (m.sum(0) > 0).sum(),
+            {"m": TOKEN_MASK},
+        ),
+        "divided by a Sum, which need not add up",
+    ),
+    "mean by a mean of others": (
+        Case(lambda n, x, o, y, w: F.cross_entropy(o, y) / w.mean(), {"y": IGNORED, "w": WEIGHT}),
+        "a mean over other entries",
+    ),
+    "smoothed count and penalty": (
+        Case(
+            lambda n, x, o, m: (rows(o) * m).sum() / (m.sum() + 1) + n.head.weight.square().sum(),
+            {"m": HOLES},
+        ),
+        "a count plus 1",
+    ),
+    "sum by the number of samples less one": (
+        Case(lambda n, x, o: rows(o).sum() / (len(x) - 1)),
+        "its number of entries plus -1",
     ),
     "mean of a mask": (
         Case(lambda n, x, o, m: (rows(o) * m).sum() / m.mean(), {"m": MASK}),

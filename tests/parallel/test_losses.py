@@ -24,8 +24,10 @@ from ..modules import Lambda
 from .loss_cases import (
     BATCH,
     EXACT,
+    HOLES,
     IGNORED,
     MASK,
+    PART,
     REAL,
     UNCLEAR,
     UNLIKE,
@@ -192,6 +194,40 @@ def test_a_number_without_a_gradient_that_was_a_sum_may_become_a_mean():
         found, expected = (m(X, **named) for m in (model, bare))
         if step not in (2,):  # looked at again in the fourth call
             torch.testing.assert_close(found, expected, **TOLERANCE)
+
+
+def test_weights_of_a_loss_function_are_its_denominator():
+    case = Case(lambda n, x, o, r, w: functional.mse_loss(o, r, weight=w), {"r": REAL, "w": PART})
+    model, bare = make(case, ["cpu"] * 4, 1)
+    found, expected = (results(m, m, case.given, True) for m in (model, bare))
+    torch.testing.assert_close(found[0], expected[0], **TOLERANCE)
+    with pytest.warns(BalanceWarning, match="samples are joined by mse_loss"):
+        results(model, model.module, case.given, False)  # the weights are not seen
+
+
+def test_a_loss_that_needs_notes_may_take_turns_with_another():
+    def loss(n, x, o, m, is_masked):
+        return (rows(o) * m).sum() / m.sum().clamp(min=1) if is_masked else o.square().mean()
+
+    model, bare = make(Case(loss), ["cpu"] * 4, 1)
+    for call in range(12):
+        given = {"m": HOLES, "is_masked": call % 2 == 0}
+        found, expected = (
+            results(model, model.module, given, True),
+            results(bare, bare, given, True),
+        )
+        torch.testing.assert_close(found, expected, **TOLERANCE)
+
+
+def test_outputs_of_one_storage_are_told_apart():
+    def losses(n, x, o):
+        both = torch.stack([o.square().mean(), o.abs().mean()])
+        a, b = both.unbind()
+        return {"loss": a + b, "a": a.detach(), "b": b.detach()}
+
+    model, bare = make(Case(losses), ["cpu"] * 4, 1)
+    found, expected = model(X), bare(X)
+    torch.testing.assert_close(found, expected, **TOLERANCE)
 
 
 def test_what_is_computed_from_sums_over_the_batch_is_warned_of_without_gradients():

@@ -32,7 +32,8 @@ _OPERATORS = {
     **dict.fromkeys(("neg", "negative"), "Neg"),
     **dict.fromkeys(("float", "double", "half", "bfloat16", "to", "type", "type_as"), "ToCopy"),
     **dict.fromkeys(("cpu", "cuda", "detach", "clone", "contiguous", "requires_grad"), "Clone"),
-    **dict.fromkeys(("squeeze", "view", "reshape", "flatten", "ravel"), "View"),
+    **dict.fromkeys(("squeeze", "unsqueeze", "view", "reshape", "flatten", "ravel"), "View"),
+    **dict.fromkeys(("cat", "concat", "concatenate"), "Cat"),
     "rsub": "Rsub",
     "mean": "Mean",
     "sum": "Sum",
@@ -44,11 +45,17 @@ _OPERATORS = {
 
 _FOLLOWED = {
     **dict.fromkeys(("Add", "Sub", "Rsub", "Mul"), 2),
-    **dict.fromkeys(("Div", "Sum", "Mean", "Index", "ToCopy", "Clone", "View"), 1),
+    **dict.fromkeys(("Div", "Sum", "Mean", "Index", "Select", "ToCopy", "Clone", "View"), 1),
 }
 """How many operands are followed; all of other operators."""
 
 _JOINING = ("Sum", "Mean", "Stack", "Index")
+
+_OF_LISTS = ("Stack", "Cat")
+"""Operators whose first operand is a list of tensors."""
+
+_WEIGHTED = ("l1_loss", "mse_loss", "huber_loss")
+"""Functions whose ``weight`` is part of the denominator of their mean."""
 
 _FINISHING = ("clamp", "clamp_min", "clip", "maximum", "max")
 """Functions that turn a count into a denominator; those in place overwrite the count."""
@@ -74,12 +81,14 @@ class Call:
         output: the output; None if the call was not noted.
         count: if the call turns a count into a denominator, as ``clamp(min=1)`` does: that count.
         finish: the function that does so.
+        limits: the other arguments of that function.
         added: the number that the call adds to its only tensor; None if it does not.
     """
 
     output: torch.Tensor | None = None
     count: torch.Tensor
     finish: Callable[[torch.Tensor], torch.Tensor] | None = None
+    limits: tuple[Any, ...] = ()
     added: float | None = None
 
     def __init__(
@@ -165,13 +174,15 @@ class _Notes(TorchFunctionMode):
             name = getattr(function, "__name__", "").strip("_")
             operator = _OPERATORS.get(name, name)
             operands = _operands(args, kwargs)
+            if operator == "Index" and not _selects(operands[1]):
+                operator = "Select"
+            joined = operands[0] if operator in _OF_LISTS else operands
             if (
                 not output.dim()
                 or (operator in _JOINING and _joins_rows(operator, operands, self._dim))
-                or self._is_derived(output, operands)
+                or self._is_derived(output, joined)
             ):
-                followed = operands[0] if operator == "Stack" else operands
-                inputs = [self._input(item) for item in followed[: _FOLLOWED.get(operator)]]
+                inputs = [self._input(item) for item in joined[: _FOLLOWED.get(operator)]]
                 saved = _saved(operator, function, operands, args, kwargs)
                 call = Call(operator, output.shape, inputs, output=output, **saved)
                 self._calls[id(output)] = call
@@ -181,14 +192,9 @@ class _Notes(TorchFunctionMode):
         return output
 
     def _is_derived(self, output: torch.Tensor, operands: Any) -> bool:
-        """Return whether a noted operand with dimensions is at least as large as the output."""
-        return any(
-            isinstance(item, torch.Tensor)
-            and item.dim()
-            and id(item) in self._calls
-            and item.numel() >= output.numel()
-            for item in operands
-        )
+        """Return whether noted operands have at least as many entries as the output."""
+        known = [t for t in operands if isinstance(t, torch.Tensor) and id(t) in self._calls]
+        return bool(known) and sum(t.numel() for t in known) >= output.numel()
 
     def _input(self, operand: Any) -> Call | None:
         if not isinstance(operand, torch.Tensor):
@@ -220,10 +226,15 @@ def _joins_rows(operator: str, operands: list[Any], dim: int) -> bool:
     if operator == "Stack":
         return not any(tensor.dim() for tensor in operands[0])
     if operator == "Index":
-        index = operands[1] if isinstance(operands[1], tuple) else (operands[1],)
-        return any(isinstance(item, torch.Tensor) for item in index)
+        return True
     num_dims, dims = operands[0].dim(), _dims(operands) or ()
     return any(each % num_dims in (0, dim % num_dims) for each in dims)
+
+
+def _selects(index: Any) -> bool:
+    """Return whether an index selects entries by a tensor."""
+    indices = index if isinstance(index, tuple) else (index,)
+    return any(isinstance(item, torch.Tensor) for item in indices)
 
 
 def _saved(
@@ -243,9 +254,10 @@ def _saved(
         saved["_saved_reduction"] = _REDUCTIONS.get(reduction, 0)
     first: Any = args[0] if args else None
     is_0_dim = isinstance(first, torch.Tensor) and not first.dim()
-    if is_0_dim and getattr(function, "__name__", "") in _FINISHING:
+    if is_0_dim and getattr(function, "__name__", "") in _FINISHING and "out" not in kwargs:
         saved["count"] = first
         saved["finish"] = lambda whole: function(whole.to(first.device), *args[1:], **kwargs)
+        saved["limits"] = (*args[1:], *kwargs.values())
     return saved
 
 
@@ -264,4 +276,5 @@ def _reduction(function: Any, args: Any, kwargs: Any) -> str | None:
         return None
     bound = signature.bind(*args, **kwargs)
     bound.apply_defaults()
-    return str(bound.arguments["reduction"])
+    is_weighted = function.__name__ in _WEIGHTED and bound.arguments.get("weight") is not None
+    return "" if is_weighted else str(bound.arguments["reduction"])

@@ -19,6 +19,7 @@ import torch
 
 from .calls import BATCHMEAN
 from .counted import MEAN, SUM, CountedLoss
+from .denominators import UnclearError
 from .nodes import (
     DOT_PRODUCTS,
     LEAVES,
@@ -32,8 +33,8 @@ from .nodes import (
     value_of,
 )
 from .samples import Samples
-from .scales import Scaling, UnclearError
-from .terms import Scale, Term, Value, are_equal
+from .scales import Scaling
+from .terms import Denominator, Scale, Term, Value, are_equal
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +71,7 @@ class LossGraph:
         scaling: finds the scales that count entries.
         names: the names of the operators that were met, in order.
         reasons: why terms are not exact.
+        adds_constant: whether something without a graph is added, such as a number.
     """
 
     nodes: Sequence[Any]
@@ -78,6 +80,7 @@ class LossGraph:
     scaling: Scaling
     names: list[str] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
+    adds_constant: bool = False
 
     def terms(self) -> list[Term]:
         """Return the terms that add up to the loss.
@@ -92,7 +95,7 @@ class LossGraph:
                 term = self._follow(routes.pop(), routes)
             except UnclearError as error:
                 self.reasons.append(str(error))
-                term = Term(self.scaling.chunk_sizes)
+                term = Term(self.scaling.chunks.sizes)
             if term is not None:
                 terms.append(term)
         return terms
@@ -135,6 +138,7 @@ class LossGraph:
                 (edges, scales, reductions) for edges in inputs if edges[0][0] is not None
             )
         elif operator in ("Add", "Sub", "Rsub", "Neg"):
+            self.adds_constant |= any(edges[0][0] is None for edges in inputs)
             for position, edges in enumerate(inputs):
                 if edges[0][0] is not None:
                     scale = Scale([factor_of(node, position) for node in nodes])
@@ -194,7 +198,7 @@ class LossGraph:
         counts = [item.count for item in counted]
         term = self._scaled_term(None if divisors[0] is None else divisors, sizes, scales)
         if any(one is not other for one, other in zip(divisors, counts, strict=True)):
-            term.counts = counts, torch.clone
+            term.denominator = Denominator(counts)
         if any(isinstance(v, torch.Tensor) and v.dim() for scale in scales for v in scale.values):
             raise UnclearError("it weighs several cross entropies by a vector")
         term.losses = [item.value for item in counted]

@@ -22,11 +22,15 @@ from .. import nested
 from ..call_inputs import Arguments, described
 from .calls import Call, Calls, noting
 from .counted import CountedLoss, counting
+from .denominators import Chunks
 from .graph import LossGraph
 from .samples import Samples
 from .scales import Scaling
 from .terms import Term, are_close, are_proportional, join_terms, weighted_mean
 from .weight import weight_of_chunk
+
+_TINY = 1e-6
+"""The largest number that is ignored if it is added to the denominators of chunks."""
 
 
 @dataclass(slots=True, eq=False)
@@ -38,6 +42,7 @@ class OutputHistory:
             compile the notes.
         num_calls: the number of calls with (True) and without gradients (False).
         notes_calls: whether the next call with or without gradients notes calls.
+        must_note: whether all calls with or without gradients do.
         sums: the names of outputs without a graph that are sums.
         axes: for outputs whose shapes have shown it once, the dimension of the samples.
         places, added: for each output, what is known of places in its graph; see ``Scaling``.
@@ -49,6 +54,7 @@ class OutputHistory:
     may_note: bool = True
     num_calls: Counter[bool] = field(default_factory=Counter)
     notes_calls: dict[bool, bool] = field(default_factory=lambda: {True: False, False: False})
+    must_note: set[bool] = field(default_factory=set)
     sums: set[str] = field(default_factory=set)
     axes: dict[str, int] = field(default_factory=dict)
     places: dict[str, dict[tuple[Any, ...], bool]] = field(default_factory=dict)
@@ -60,6 +66,8 @@ class OutputHistory:
     def begin_call(self, has_gradients: bool) -> None:
         """Count a call. In the first, second, fourth, eighth and so on, look at losses anew."""
         self.num_calls[has_gradients] += 1
+        if has_gradients in self.must_note:
+            self.notes_calls[has_gradients] = True
         if self.num_calls[has_gradients].bit_count() == 1:
             self.notes_calls[has_gradients] = True
             self.agreeing.clear()
@@ -104,7 +112,9 @@ class ChunkLosses:
     _given: list[Any] = field(default_factory=list, init=False)
     _has_num_items: bool = field(default=False, init=False)
     _weights: list[Any] | None = field(default=None, init=False)
-    _results: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict, init=False)
+    _results: dict[tuple[tuple[int, int], ...], torch.Tensor] = field(
+        default_factory=dict, init=False
+    )
     _counted: list[CountedLoss] = field(default_factory=list, init=False)
     _calls: Calls = field(default_factory=dict, init=False)
     sizes: Sequence[int] = field(init=False)
@@ -176,8 +186,8 @@ class ChunkLosses:
                 return weighted_mean(outputs, None if is_sum else self.sizes, device)
         terms = graph.terms()
         base = self._base(name, graph, terms)
-        if graph.scaling.must_note:
-            self.history.notes_calls[has_graph] = True
+        if graph.scaling.must_note:  # other calls may compute another loss, so from now on
+            self.history.must_note.add(torch.is_grad_enabled())
         if not has_graph and torch.is_grad_enabled():
             self._remember(name, base)
         joined = join_terms(outputs, terms, base, device)
@@ -201,9 +211,18 @@ class ChunkLosses:
             if not all(map(are_close, graph.scaling.multipliers)):
                 reasons.append("it is multiplied by a tensor that differs between the replicas")
         base = (unknown or known or [Term(self.sizes)])[0]
-        is_sum_with_constant = base.weights is None and any(term.is_constant for term in terms)
+        has_constant = any(term.is_constant for term in terms)
+        is_sum_with_constant = base.weights is None and has_constant
         if is_sum_with_constant and unknown:
             reasons.append("it adds a term that is the same on every replica to a sum over samples")
+        if base.denominator is not None and (has_constant or graph.adds_constant):
+            if base.denominator.added > _TINY:
+                reasons.append(
+                    "it adds a term that is the same on every replica to a sum that is divided by "
+                    f"a count plus {base.denominator.added:g}"
+                )
+            elif not base.denominator.may_be_empty:
+                base.denominator = None  # the fractions have to add up to 1
         for text in [*reasons, *graph.scaling.doubts][:1]:
             self.history.warn(name, self.function, text)
         return Term(self.sizes) if reasons or is_sum_with_constant else base
@@ -218,7 +237,8 @@ class ChunkLosses:
         places = self.history.places.setdefault(name, {})
         samples = Samples(self.sizes, self.dim, counted)
         added = self.history.added.setdefault(name, {})
-        scaling = Scaling(self.sizes, self._calls, self._given, self._has_num_items, places, added)
+        chunks = Chunks(self.sizes, self.dim)
+        scaling = Scaling(chunks, self._calls, self._given, self._has_num_items, places, added)
         return LossGraph(nodes, counted, samples, scaling)
 
     def _remember(self, name: str, term: Term) -> None:
@@ -263,8 +283,8 @@ def _nodes_of(counted: CountedLoss) -> Iterator[Any]:
     return (node for node in (counted.node, counted.call) if node is not None)
 
 
-def _storage(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
+def _storage(tensor: torch.Tensor) -> tuple[int, int]:
+    return int(tensor.untyped_storage()._cdata), int(tensor.storage_offset())
 
 
 def is_loss(tensor: torch.Tensor) -> bool:

@@ -82,6 +82,8 @@ def value_of(saved: Any) -> Value:
 
 def _is_number(tensor: torch.Tensor) -> bool:
     """Return whether an operator made a 0-dim tensor on the CPU from a Python number."""
+    if tensor.dtype not in (torch.double, torch.long, torch.bool, torch.cdouble):
+        return False
     # Type promotion lets a number yield to any tensor of its category, but not a 0-dim tensor.
     other = torch.half if tensor.is_floating_point() else torch.int8
     return torch.result_type(tensor, torch.empty((), dtype=other)) != tensor.dtype

@@ -82,15 +82,17 @@ class Samples:
         """Return whether a tensor with dimensions was reduced over the batch dimension."""
         while True:
             node, operator = edge[0], operator_of(edge)
-            if operator == "Stack":
-                return all(n is None or not shape_of((n, i)) for n, i in node.next_functions)
+            if not shape_of(edge):
+                return True
             if operator in ("Sum", "Mean"):
                 size = node._saved_self_sym_sizes
-                dims = dims_of(node._saved_dim or range(len(size)), len(size))
+                dims = dims_of(getattr(node, "_saved_dim", None) or range(len(size)), len(size))
                 dim = self.dim % len(size)
                 if dim in dims and size[dim] % self.chunk_sizes[0] == 0:
                     return True
             followed = [edge for edge in node.next_functions if edge[0] is not None]
+            if operator in ("Stack", "Cat"):
+                return all(map(self._is_reduced, followed))
             if len(followed) > 1 and operator in ("Add", "Sub", "Mul", "Div"):
                 with_data = [edge for edge in followed if self._has_data(edge)]
                 return bool(with_data) and all(map(self._is_reduced, with_data))

@@ -10,7 +10,7 @@ the same for the whole batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,18 +18,8 @@ import torch
 
 from .calls import Call, Calls
 from .counted import without_nan_gradients
-from .nodes import VIEWS
-from .terms import Scale, Term, Value, are_close, are_equal, are_numbers, are_proportional
-
-_OF_NUMBERS = ("tensor", "as_tensor", "scalar_tensor", "full")
-"""Functions that make a tensor of a number."""
-
-_ADDING_UP = ("Sum", "count_nonzero", *_OF_NUMBERS)
-"""Functions whose results for chunks add up to that for the batch, if they count entries."""
-
-
-class UnclearError(Exception):
-    """A term is not known to be a mean or a sum over samples; the message says why."""
+from .denominators import Chunks, UnclearError, find_denominator, is_of_number, with_added
+from .terms import Denominator, Scale, Term, Value, are_close, are_equal, are_proportional
 
 
 @dataclass(slots=True, eq=False)
@@ -37,7 +27,7 @@ class Scaling:
     """The scales of the terms of one loss.
 
     Attributes:
-        chunk_sizes: how many samples each replica had.
+        chunks: the chunks of the batch.
         calls: the calls that were noted.
         given: the numbers and 0-dim tensors among the arguments, which every replica has got: a
             division by one of them is the same on all replicas.
@@ -52,7 +42,7 @@ class Scaling:
         must_note: whether only noted calls show what the weights add up to.
     """
 
-    chunk_sizes: Sequence[int]
+    chunks: Chunks
     calls: Calls
     given: Sequence[Any]
     has_num_items: bool
@@ -80,7 +70,7 @@ class Scaling:
         Raises:
             UnclearError: the term is not known to be a mean or a sum.
         """
-        counts = None
+        denominator = None
         for position, scale in enumerate(scales):
             values, place = scale.values, (torch.is_grad_enabled(), names, position)
             if any(isinstance(value, torch.Tensor) for value in values):
@@ -95,7 +85,7 @@ class Scaling:
                     raise UnclearError("it is divided by a tensor in some chunks only")
                 if any(value.dim() for value in values):
                     raise UnclearError("it is divided by a tensor with several entries")
-                counts = self._counts(values, weights, place)
+                denominator = self._denominator(values, weights, place)
                 for node, count in zip(scale.nodes, values, strict=True):
                     if not isinstance(node, Call):
                         without_nan_gradients(node, count)
@@ -108,7 +98,7 @@ class Scaling:
                 weights = None
             elif not are_equal(values):
                 raise UnclearError("it is scaled by a number that differs between the replicas")
-        return Term(weights, scales, counts=counts)
+        return Term(weights, scales, denominator=denominator)
 
     def _is_whole(self, values: Sequence[Value], place: tuple[Any, ...], is_mean: bool) -> bool:
         """Return whether a denominator is that of the whole batch, so the same on all replicas.
@@ -118,20 +108,21 @@ class Scaling:
         if all(map(self._is_given, values)):
             return True
         if self.calls:  # if it was not computed from samples, it is the same everywhere
-            calls = [self.calls.get(id(value)) for value in values]
-            is_count = all(calls) and any(call is not None and call.is_of_samples for call in calls)
+            known = [self.calls[id(value)] for value in values if id(value) in self.calls]
+            is_count = len(known) == len(values) and self.chunks.are_behind(known)
             if not is_count:
-                is_of_number = calls[0] and _origin(calls[0])[0].operator in _OF_NUMBERS
-                may_be_count = is_of_number and not is_mean and are_equal(self.chunk_sizes)
-                is_multiple = may_be_count and float(values[0]) % self.chunk_sizes[0] == 0
-                is_count = is_multiple or not are_close(values)
-            self.places[place] = bool(is_count)
+                has_number = bool(known) and is_of_number(known[0])
+                may_be_count = has_number and not is_mean and are_equal(self.chunks.sizes)
+                is_multiple = may_be_count and float(values[0]) % self.chunks.sizes[0] == 0
+                was_count = has_number and self.places.get(place, False)
+                is_count = is_multiple or was_count or not are_close(values)
+            self.places[place] = is_count
         return not self.places.get(place, not self.has_num_items)
 
-    def _counts(
+    def _denominator(
         self, values: Sequence[Value], weights: Sequence[Value] | None, place: tuple[Any, ...]
-    ) -> Any:
-        """Return ``Term.counts`` of denominators, from the calls that computed them.
+    ) -> Denominator | None:
+        """Return ``Term.denominator`` of a term that is divided by these tensors.
 
         Args:
             values: the denominator on each replica.
@@ -139,35 +130,31 @@ class Scaling:
             place: their place in the graph.
 
         Raises:
-            UnclearError: they do not add up to the denominator of the batch.
+            UnclearError: it is not known how they add up to the denominator of the batch.
         """
-        calls = [self.calls.get(id(value)) for value in values]
-        known = [_origin(call) for call in calls if call]
-        finish = known[0][0].finish if known else None
-        if finish is not None and all(call.finish is not None for call, _ in known):
+        known = [self.calls[id(value)] for value in values if id(value) in self.calls]
+        if not known:
+            added = self.added.get(place, 0.0)
+            return with_added(values, added) if weights is None else None
+        denominator, added = find_denominator(known, values, weights, self.chunks)
+        if denominator is not None and denominator.may_be_empty:
             self.must_note = True
-            values = [call.count for call, _ in known]
-            known = [_origin(call.operand) for call, _ in known if call.operand]
-        if known:
-            operators = {call.operator for call, _ in known}
-            if len(known) < len(calls) or len(operators) > 1:
-                raise UnclearError("it is divided by tensors that replicas computed differently")
-            [operator] = operators
-            if operator not in (("Mean",) if weights else _ADDING_UP) or (
-                finish is not None and operator in _OF_NUMBERS
-            ):
-                raise UnclearError(f"it is divided by a {operator}, which need not add up")
-            self.added[place] = known[0][1]
-        return _joined_count(values, finish, self.added.get(place, 0.0), weights)
+        self.added[place] = added
+        return denominator
 
     def _is_count(self, scale: Scale, sizes: Sequence[Value], place: tuple[Any, ...]) -> bool:
         """Return whether a sum is divided by the number of its entries in each chunk."""
         numbers = [v if scale.divides else 1 / v if v else 0.0 for v in scale.values]
-        number, chunk_size = numbers[0], self.chunk_sizes[0]
+        number, chunk_size = numbers[0], self.chunks.sizes[0]
         if all(size == n for size, n in zip(sizes, numbers, strict=True)):
             self.places[place] = True
         elif not are_equal(numbers):
-            if 1 in numbers and not are_proportional(numbers, self.chunk_sizes):
+            surplus = {n - size for n, size in zip(numbers, sizes, strict=True)}
+            if len(surplus) == 1:
+                self.doubts.append(
+                    f"it is divided by its number of entries plus {surplus.pop():g} in each chunk"
+                )
+            if 1 in numbers and not are_proportional(numbers, self.chunks.sizes):
                 self.doubts.append(
                     "it is divided by 1 in a chunk, which may stand for a count of 0; divide by "
                     "the tensor mask.sum().clamp(min=1)"
@@ -180,19 +167,19 @@ class Scaling:
             self.places[place] = True
         elif self._is_given(number):
             return False
-        elif not are_equal(self.chunk_sizes):
+        elif not are_equal(self.chunks.sizes):
             if self.places.setdefault(place, False):
                 self.doubts.append(
                     f"it is divided by {number:g} in each chunk, but was by a count in another call"
                 )
         elif place not in self.places:
             # Neither a factor of 1/2 in chunks of two samples nor the batch size is a count.
-            if number == sum(self.chunk_sizes) and scale.divides:
+            if number == sum(self.chunks.sizes) and scale.divides:
                 self.doubts.append(
                     f"it is divided by {number:g}, which is the size of the batch, but may be a "
                     "multiple of that of each chunk"
                 )
-            is_multiple = number % chunk_size == 0 and number != sum(self.chunk_sizes)
+            is_multiple = number % chunk_size == 0 and number != sum(self.chunks.sizes)
             return number >= 1 and is_multiple and (scale.divides or chunk_size > 2)
         return self.places[place]
 
@@ -200,7 +187,7 @@ class Scaling:
         """Return whether a number or tensor is among the arguments of the call."""
         if isinstance(value, torch.Tensor):
             return any(item is value for item in self.given)
-        if value in (1, *self.chunk_sizes):  # then it may also be a count
+        if value in (1, *self.chunks.sizes):  # then it may also be a count
             return False
         return any(item == value for item in self.given if not isinstance(item, torch.Tensor))
 
@@ -216,40 +203,12 @@ class Scaling:
             if self.places[place] and any(value % 1 for value in values):
                 self.doubts.append("it is multiplied by fractions that differ between replicas")
         elif (
-            are_equal(self.chunk_sizes)
+            are_equal(self.chunks.sizes)
             and place not in self.places
-            and values[0] == self.chunk_sizes[0] > 1
+            and values[0] == self.chunks.sizes[0] > 1
         ):
             self.doubts.append(
                 f"it is multiplied by {values[0]:g}, which is also the number of samples in each "
                 "chunk, and is taken for a constant"
             )
         return self.places.get(place, False)
-
-
-def _joined_count(
-    counts: Sequence[Value],
-    finish: Callable[[torch.Tensor], torch.Tensor] | None,
-    added: float,
-    weights: Sequence[Value] | None,
-) -> Any:
-    """Return ``Term.counts`` of counts that have a number added; of means with these weights."""
-    if weights is None and (finish is not None or added):
-        surplus, finish = added * (len(counts) - 1), finish or torch.clone
-        return counts, lambda whole: finish(whole - surplus)
-    if finish is None:  # means add up, each with the same number added
-        return None
-    if not are_numbers(weights or ()):
-        raise UnclearError("it is a mean over counted targets, divided by another mean")
-    total = sum(weights or ())
-    sums = [count * weight for count, weight in zip(counts, weights or (), strict=True)]
-    return sums, lambda whole: finish(whole / total) * total
-
-
-def _origin(call: Call) -> tuple[Call, float]:
-    """Skip views, casts and additions, and return the call before them and the number added."""
-    added = 0.0
-    while call.operand and (call.added is not None or call.operator in VIEWS):
-        added += call.added or 0.0
-        call = call.operand
-    return call, added

@@ -40,6 +40,23 @@ class Scale:
     is_constant: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Denominator:
+    """The denominator of the batch, where those of chunks do not add up to it.
+
+    Attributes:
+        counts: a number of each chunk that adds up.
+        of_batch: computes the denominator of the batch from their sum.
+        added: a number that is added to each denominator, as in ``mask.sum() + 1``.
+        may_be_empty: whether a chunk whose count is 0 contributes 0, whatever its fraction.
+    """
+
+    counts: Sequence[Value]
+    of_batch: Callable[[torch.Tensor], torch.Tensor] = torch.clone
+    added: float = 0.0
+    may_be_empty: bool = False
+
+
 @dataclass(slots=True, eq=False)
 class Term:
     """A term of a loss, on all replicas.
@@ -49,16 +66,14 @@ class Term:
         scales: the scales that lead from it to the loss.
         losses: its value on each replica, if that is known.
         is_constant: whether it does not depend on samples, like a penalty on weights.
-        counts: if the weights do not add up to the denominator of the batch, as those of
-            ``mask.sum().clamp(min=1)``: the counts that do, and the function that makes the
-            denominator of the batch from their sum.
+        denominator: the denominator of the batch, if the weights do not add up to it.
     """
 
     weights: Sequence[Value] | None = None
     scales: Sequence[Scale] = ()
     losses: Sequence[torch.Tensor] | None = None
     is_constant: bool = False
-    counts: tuple[Sequence[Value], Callable[[Any], Any]] | None = None
+    denominator: Denominator | None = None
 
     def scaled_losses(self, device: torch.device) -> torch.Tensor:
         """Return the contribution of the term to the loss of each replica, on ``device``."""
@@ -133,11 +148,16 @@ def fractions_of(term: Term, device: torch.device, count: int) -> torch.Tensor |
         whole = sum(numbers)
         return [number / whole for number in numbers] if whole else [1 / count] * count
     tensors = _stacked(weights, device)
-    if term.counts is None:
+    if term.denominator is None:
         return tensors / tensors.sum()
-    counts, finish = term.counts
-    divisor: torch.Tensor = finish(_stacked(counts, device).sum())
-    return tensors / divisor.to(device)
+    counts = _stacked(term.denominator.counts, device)
+    fractions = tensors / term.denominator.of_batch(counts.sum()).to(device)
+    if not term.denominator.may_be_empty:
+        return fractions
+    # They have to add up to 1 for what is the same on every replica, such as a penalty.
+    is_empty = counts == 0
+    rest = 1 - fractions.masked_fill(is_empty, 0).sum()
+    return torch.where(is_empty, rest / is_empty.sum().clamp(min=1), fractions)
 
 
 def _stacked(weights: Iterable[Any], device: torch.device) -> torch.Tensor:
