@@ -27,7 +27,7 @@ from .nodes import (
     Edge,
     dims_of,
     factor_of,
-    is_recomputed,
+    has_unpack_hook,
     operator_of,
     shape_of,
     value_of,
@@ -151,7 +151,7 @@ class LossGraph:
         elif operator in ("Mul", "Div"):
             position, other = self._factor(operator, inputs)
             name = "self" if other == 0 else "other"
-            if is_recomputed(nodes[0], name):
+            if has_unpack_hook(nodes[0], name):
                 raise UnclearError(
                     "it is multiplied or divided by a tensor inside a checkpoint, or under "
                     "saved_tensors_hooks"

@@ -65,7 +65,7 @@ def factor_of(node: Any, position: int) -> float:
     return -factor if (operator, position) in _NEGATED else factor
 
 
-def is_recomputed(node: Any, name: str) -> bool:
+def has_unpack_hook(node: Any, name: str) -> bool:
     """Return whether a checkpoint, or another hook, would compute a saved operand again."""
     saved = getattr(node, f"_raw_saved_{name}", None)
     return getattr(saved, "unpack_hook", None) is not None
