@@ -177,7 +177,7 @@ def test_replicate(benchmark, monkeypatch, tables, what, name, num_replicas):
     devices = [torch.device("cpu")] * num_replicas
     # Nothing is copied on either side: tensors are handed on.
     monkeypatch.setattr(replicate_module, "copy_to", handed_on)
-    monkeypatch.setattr(replicate_module, "move_all", lambda tensors, device, copy: tensors)
+    monkeypatch.setattr(replicate_module, "move", lambda tensor, device, copy: tensor)
     torch_replicate = parallel.replicate.__globals__
     monkeypatch.setitem(
         torch_replicate,
