@@ -19,12 +19,14 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from .arrivals import Arrivals, ArrivingParameters, parameters_of
 from .bound_methods import HOOKS, bind_to_replicas
 from .homes import refuse_alone
 
-_DICTIONARIES = ("_modules", "_parameters", "_buffers", *HOOKS)
+_MEMBERS = ("_modules", "_parameters", "_buffers")
+_DICTIONARIES = (*_MEMBERS, *HOOKS)
 
 _OF_ANY_MODULE = vars(nn.Module()).keys() - {"training"}
 """Attributes that a forward pass does not assign, although it may change their contents."""
@@ -53,7 +55,10 @@ class ReplicaPool:
             _check_replicable(module)
             for members in (self._modules, self._parameters, self._buffers):
                 members.add(index, module.__dict__[members.kind])
-        self._contents = _contents(self._modules.values)
+        hooks = [module.__dict__[kind] for module in self._modules.values for kind in HOOKS]
+        self._hooks = list(filter(None, hooks))
+        self._without_hooks = [own for own in hooks if not own]
+        self._contents = _contents(self._modules.values, self._hooks)
         self._waiting: list[Replica] = []
         self.names = [name for name, _ in network.named_modules()]
         self.is_compiled = any(map(is_compiled, self._modules.values))
@@ -71,10 +76,10 @@ class ReplicaPool:
 
     def is_of(self, network: nn.Module) -> bool:
         """Return whether ``network`` is the module, and its attributes have not changed."""
-        if self._modules.values[0] is not network:
+        if self._modules.values[0] is not network or any(self._without_hooks):
             return False
         *before, values_before = self._contents
-        *now, values_now = _contents(self._modules.values)
+        *now, values_now = _contents(self._modules.values, self._hooks)
         return before == now and all(map(operator.is_, values_before, values_now))
 
     def take(self) -> Replica:
@@ -96,13 +101,20 @@ class ReplicaPool:
             self._waiting.append(replica)
 
 
-def _contents(modules: Sequence[nn.Module]) -> tuple[list[type], list[int], list[str], list[Any]]:
+def _contents(
+    modules: Sequence[nn.Module], hooks: Iterable[dict[int, Any]]
+) -> tuple[list[type], list[int], list[str], list[Any]]:
     """Return the contents of modules: their types, and the sizes, keys and values of dictionaries.
 
     Compare the values by identity, since not all of them support equality.
+
+    Args:
+        modules: the modules.
+        hooks: those of their dictionaries of hooks that are not empty.
     """
     own = [module.__dict__ for module in modules]
-    dictionaries = [*own, *chain.from_iterable(map(operator.itemgetter(*_DICTIONARIES), own))]
+    members = chain.from_iterable(map(operator.itemgetter(*_MEMBERS), own))
+    dictionaries = [*own, *members, *hooks]
     sizes = list(map(len, dictionaries))
     filled = list(compress(dictionaries, sizes))
     return (
@@ -176,9 +188,12 @@ class Replica:
         self._arriving: list[dict[str, Any]] = []
         self._rnns = [module for module in self.modules if isinstance(module, nn.RNNBase)]
         self._children = [a["_modules"] for a in self._attributes]
-        self._hooks = [a[kind] for a in self._attributes for kind in HOOKS]
+        hooks = [a[kind] for a in self._attributes for kind in HOOKS]
+        self._hooks = list(filter(None, hooks))
+        self._without_hooks = [own for own in hooks if not own]
+        self._num_hooks_of_any = RemovableHandle.next_id
         self._tensors = [a[kind] for a in self._attributes for kind in ("_parameters", "_buffers")]
-        self._named = list(filter(None, [*self._tensors, *self._children]))
+        self._named = list(filter(None, [*self._tensors, *self._children, *self._hooks]))
         self._dictionaries = [*self._attributes, *self._tensors]
         self._as_made = [*(a.copy() for a in self._attributes), *map(dict.fromkeys, self._tensors)]
         # A call may have changed these; they are few, so that it takes little time to reset them.
@@ -212,6 +227,7 @@ class Replica:
             device: the device of both.
             arrivals: the events to wait for before a parameter is used.
         """
+        self._num_hooks_of_any = RemovableHandle.next_id
         for members, name, position in self._parameters:
             members[name] = parameters[position]
         for members, name, position in self._buffers:
@@ -258,14 +274,20 @@ class Replica:
         Activation checkpointing, for example, keeps modules, or dictionaries of them, until
         backward.
         """
-        return not self._is_for_one_call and self._take_fingerprint() == self._fingerprint
+        # There are many dictionaries of hooks, so look only if a hook was registered, on anything.
+        may_have_hooks = RemovableHandle.next_id != self._num_hooks_of_any
+        return (
+            not self._is_for_one_call
+            and self._take_fingerprint() == self._fingerprint
+            and not (may_have_hooks and any(self._without_hooks))
+        )
 
     def has_other_dictionaries(self) -> bool:
-        """Return whether a call has replaced dictionaries of hooks, or swapped those of members.
+        """Return whether a call has replaced or filled dictionaries of hooks, or swapped members'.
 
-        The fingerprint does not show either.
+        ``is_recyclable`` need not show that.
         """
-        return any(
+        return any(self._without_hooks) or any(
             attributes[kind] is not as_made[kind]
             for attributes, as_made in zip(self._attributes, self._as_made, strict=False)
             for kind in _DICTIONARIES
@@ -275,7 +297,8 @@ class Replica:
         """Return what a call must not have changed, if another one is to use the replica.
 
         These are the references to modules and their dictionaries, weak ones included, the classes
-        of modules, the names of parameters, buffers and children, the children, and the hooks.
+        of modules, the names of parameters, buffers and children, the children, and hooks in
+        dictionaries that were not empty.
         """
         return (
             list(map(sys.getrefcount, chain(self.modules, self._dictionaries, self._children))),
