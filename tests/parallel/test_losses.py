@@ -219,6 +219,19 @@ def test_a_loss_that_needs_notes_may_take_turns_with_another():
         torch.testing.assert_close(found, expected, **TOLERANCE)
 
 
+def test_a_count_may_be_added_up_in_a_long_loop():
+    def loss(n, x, o, m):
+        count = torch.zeros(()).to(o)
+        for _ in range(1200):
+            count = count + m.sum()
+        return (rows(o) * m).sum() / count
+
+    model, bare = make(Case(loss), ["cpu"] * 4, 1)
+    with pytest.warns(BalanceWarning, match="divided by a Add"):
+        model(X, m=HOLES)
+    assert bare(X, m=HOLES).isfinite()
+
+
 def test_outputs_of_one_storage_are_told_apart():
     def losses(n, x, o):
         both = torch.stack([o.square().mean(), o.abs().mean()])

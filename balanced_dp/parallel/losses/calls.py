@@ -77,7 +77,6 @@ class Call:
         saved: the attributes that the autograd node would have.
 
     Attributes:
-        is_of_samples: whether it was computed from a tensor with dimensions.
         output: the output; None if the call was not noted.
         count: if the call turns a count into a denominator, as ``clamp(min=1)`` does: that count.
         finish: the function that does so.
@@ -100,10 +99,6 @@ class Call:
     ) -> None:
         self.operator = operator
         self.shape = shape
-        known = [item for item in inputs if item is not None]
-        self.is_of_samples: bool = (
-            any(item.is_of_samples for item in known) if known else bool(shape)
-        )
         self.next_functions = tuple((item, 0) for item in inputs)
         vars(self).update(saved)
 

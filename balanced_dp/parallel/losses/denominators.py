@@ -57,11 +57,16 @@ class Chunks:
 
 
 def _leaves(call: Call) -> Iterator[Call]:
-    operands = [operand for operand, _ in call.next_functions if operand is not None]
-    if not operands:
-        yield call
-    for operand in operands:
-        yield from _leaves(operand)
+    """Yield the calls from which a call was computed, as far as they were noted."""
+    calls, seen = [call], set()
+    while calls:
+        call = calls.pop()
+        operands = [operand for operand, _ in call.next_functions if operand is not None]
+        if not operands:
+            yield call
+        elif call not in seen:
+            seen.add(call)
+            calls += operands
 
 
 def is_of_number(call: Call | None) -> bool:
