@@ -232,6 +232,29 @@ def test_a_count_may_be_added_up_in_a_long_loop():
     assert bare(X, m=HOLES).isfinite()
 
 
+@pytest.mark.parametrize("gpu0_bsz", [0, 1])
+@pytest.mark.parametrize("has_gradients", [True, False])
+def test_losses_are_added_up_in_a_long_loop(has_gradients, gpu0_bsz):
+    """Of all steps of a sequence, for example: without recursion, and not as long as its square."""
+
+    def loss(n, x, o, y):
+        steps, vector = [], torch.zeros(o.shape[1]).to(o)
+        total = torch.zeros(()).to(o)
+        for step in range(1100):
+            total = total + o.mean() / 7
+            vector = vector + o.mean(0)
+            if step % 50 == 0:
+                steps.append(functional.cross_entropy(o, y.where(y != step % 7, -100)) * step)
+        return total + vector.sum() + sum(steps) / len(steps)
+
+    for batch_size in (BATCH, 12):
+        case = Case(loss, {"y": IGNORED[:batch_size], "x": batch_size})
+        model, bare = make(case, ["cpu"] * 4, gpu0_bsz)
+        found = results(model, model.module, case.given, has_gradients)
+        expected = results(bare, bare, case.given, has_gradients)
+        torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-8)
+
+
 def test_outputs_of_one_storage_are_told_apart():
     def losses(n, x, o):
         both = torch.stack([o.square().mean(), o.abs().mean()])

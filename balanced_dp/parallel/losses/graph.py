@@ -141,8 +141,9 @@ class LossGraph:
             self.adds_constant |= any(edges[0][0] is None for edges in inputs)
             for position, edges in enumerate(inputs):
                 if edges[0][0] is not None:
-                    scale = Scale([factor_of(node, position) for node in nodes])
-                    routes.append((edges, (*scales, scale), reductions))
+                    factors = [factor_of(node, position) for node in nodes]
+                    own = () if set(factors) == {1.0} else (Scale(factors),)
+                    routes.append((edges, (*scales, *own), reductions))
         elif operator in ("Sum", "Mean"):
             sizes = [node._saved_self_sym_sizes for node in nodes]
             dims = getattr(nodes[0], "_saved_dim", None) or range(len(sizes[0]))
@@ -237,4 +238,5 @@ class LossGraph:
     def _scaled_term(
         self, weights: Sequence[Value] | None, sizes: Sequence[Value], scales: Sequence[Scale]
     ) -> Term:
-        return self.scaling.term(weights, sizes, scales, tuple(self.names))
+        # The names identify the scales; without any, it would take long to copy them for each term.
+        return self.scaling.term(weights, sizes, scales, tuple(self.names) if scales else ())

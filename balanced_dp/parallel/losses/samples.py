@@ -8,7 +8,7 @@ the operators that computed the tensor are searched for reductions over the batc
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -39,11 +39,14 @@ class Samples:
         chunk_sizes: how many samples each replica had.
         dim: the batch dimension.
         counted: the nodes of counted cross entropies, which have reduced samples.
+
+    ``_reduced`` are nodes that are known to have been reduced over the batch dimension.
     """
 
     chunk_sizes: Sequence[int]
     dim: int
     counted: Collection[Any]
+    _reduced: set[Any] = field(default_factory=set, init=False)
 
     def are_in(self, edges: Sequence[Edge]) -> bool:
         """Return whether a tensor has entries for samples that nothing has joined yet."""
@@ -80,25 +83,29 @@ class Samples:
 
     def _is_reduced(self, edge: Edge) -> bool:
         """Return whether a tensor with dimensions was reduced over the batch dimension."""
-        while True:
+        edges, visited = [edge], set()
+        while edges:
+            edge = edges.pop()
             node, operator = edge[0], operator_of(edge)
-            if not shape_of(edge):
-                return True
+            if not shape_of(edge) or node in visited or node in self._reduced:
+                continue
+            visited.add(node)
             if operator in ("Sum", "Mean"):
                 size = node._saved_self_sym_sizes
                 dims = dims_of(getattr(node, "_saved_dim", None) or range(len(size)), len(size))
                 dim = self.dim % len(size)
                 if dim in dims and size[dim] % self.chunk_sizes[0] == 0:
-                    return True
+                    continue
             followed = [edge for edge in node.next_functions if edge[0] is not None]
-            if operator in ("Stack", "Cat"):
-                return all(map(self._is_reduced, followed))
             if len(followed) > 1 and operator in ("Add", "Sub", "Mul", "Div"):
-                with_data = [edge for edge in followed if self._has_data(edge)]
-                return bool(with_data) and all(map(self._is_reduced, with_data))
-            if len(followed) != 1:
+                followed = [edge for edge in followed if self._has_data(edge)]
+            elif len(followed) != 1 and operator not in ("Stack", "Cat"):
                 return False
-            edge = followed[0]
+            if not followed:
+                return False
+            edges += followed
+        self._reduced.update(visited)
+        return True
 
     def _has_data(self, edge: Edge) -> bool:
         """Return whether a tensor was computed from anything but parameters, or may have been."""
