@@ -205,9 +205,11 @@ def test_weights_of_a_loss_function_are_its_denominator():
         results(model, model.module, case.given, False)  # the weights are not seen
 
 
-def test_a_loss_that_needs_notes_may_take_turns_with_another():
+@pytest.mark.parametrize("added", [0, 1e-8])
+def test_a_loss_that_needs_notes_may_take_turns_with_another(added):
     def loss(n, x, o, m, is_masked):
-        return (rows(o) * m).sum() / m.sum().clamp(min=1) if is_masked else o.square().mean()
+        count = (m.sum() + added).clamp(min=1)
+        return (rows(o) * m).sum() / count if is_masked else o.square().mean()
 
     model, bare = make(Case(loss), ["cpu"] * 4, 1)
     for call in range(12):

@@ -137,7 +137,7 @@ class Scaling:
             added = self.added.get(place, 0.0)
             return with_added(values, added) if weights is None else None
         denominator, added = find_denominator(known, values, weights, self.chunks)
-        if denominator is not None and denominator.may_be_empty:
+        if denominator is not None and denominator.counts is not values:
             self.must_note = True
         self.added[place] = added
         return denominator
