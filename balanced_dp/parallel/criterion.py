@@ -115,7 +115,7 @@ class BalancedCriterion(nn.Module):
             self._replicator.running(self.criterion, replicas),
             _split_weights_of_samples(replicas, outputs),
         ):
-            return outputs.apply(replicas, losses, dim=dim)
+            return outputs._run(replicas, losses, dim=dim)
 
 
 def as_module(criterion: Any) -> nn.Module:

@@ -143,9 +143,9 @@ class PerDevice(Scattered):
             arguments,
             is_auto=scalar_outputs == "auto",
         )
-        return self.apply([function] * len(self), losses, scalar_outputs)
+        return self._run([function] * len(self), losses, scalar_outputs)
 
-    def apply(
+    def _run(
         self,
         functions: Sequence[Callable[..., Any]],
         losses: ChunkLosses,
