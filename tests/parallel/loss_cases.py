@@ -373,6 +373,12 @@ EXACT: dict[str, Case] = {
         ).sum(),
         {"m": MASK},
     ),
+    "count in bfloat16": Case(
+        lambda n, x, o, m: (rows(o) * m).sum() / (m.bfloat16().sum() + 1), {"m": HOLES}
+    ),
+    "huber loss with weights": Case(
+        lambda n, x, o, r, w: F.huber_loss(o, r, weight=w), {"r": REAL, "w": PART}
+    ),
     "smoothed count, twice": Case(
         lambda n, x, o, m: (rows(o) * m).sum() / torch.add(m.sum(), 1, alpha=2), {"m": HOLES}
     ),

@@ -54,7 +54,7 @@ _JOINING = ("Sum", "Mean", "Stack", "Index")
 _OF_LISTS = ("Stack", "Cat")
 """Operators whose first operand is a list of tensors."""
 
-_WEIGHTED = ("l1_loss", "mse_loss", "huber_loss")
+_WEIGHTED = ("l1_loss", "mse_loss")
 """Functions whose ``weight`` is part of the denominator of their mean."""
 
 _FINISHING = ("clamp", "clamp_min", "clip", "maximum", "max")
