@@ -127,7 +127,7 @@ class BalancedDataParallel(DataParallelSteps[ModuleT]):
     def __init__(
         self,
         gpu0_bsz: int | Literal["auto"] | None,
-        module: ModuleT = None,  # type: ignore[assignment]  # required; None has its own error
+        module: ModuleT = None,  # type: ignore[assignment]  # required, see below
         device_ids: Sequence[Device] | None = None,
         output_device: Device | None = None,
         dim: int = 0,
@@ -140,6 +140,7 @@ class BalancedDataParallel(DataParallelSteps[ModuleT]):
         device_weights: Sequence[float] | None = None,
         spread: bool = False,
     ) -> None:
+        # module has a default so that BalancedDataParallel(model) gets the first of these errors.
         if isinstance(gpu0_bsz, nn.Module):
             raise ArgumentTypeError(
                 f"gpu0_bsz comes first, got a {type(gpu0_bsz).__name__}: "

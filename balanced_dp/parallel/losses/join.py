@@ -66,10 +66,9 @@ class OutputHistory:
     def begin_call(self, has_gradients: bool) -> None:
         """Count a call. In the first, second, fourth, eighth and so on, look at losses anew."""
         self.num_calls[has_gradients] += 1
-        if has_gradients in self.must_note:
-            self.notes_calls[has_gradients] = True
-        if self.num_calls[has_gradients].bit_count() == 1:
-            self.notes_calls[has_gradients] = True
+        looks_anew = self.num_calls[has_gradients].bit_count() == 1
+        self.notes_calls[has_gradients] |= looks_anew or has_gradients in self.must_note
+        if looks_anew:
             self.agreeing.clear()
             self.seen.clear()
 
