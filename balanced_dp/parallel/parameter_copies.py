@@ -255,8 +255,8 @@ def _receive(originals: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     """Return the outputs of ``Receive``, whose node runs on the gradient stream of the home."""
     home = originals[0].device
     # The first use of a parameter makes the node that accumulates its gradients, for the current
-    # stream. So the parameters are used on the stream that computes, too. Torch gives Function.apply
-    # no types.
+    # stream. So the parameters are used on the stream that computes, too. Torch gives
+    # Function.apply no types.
     keeps_alive = Receive.apply(*originals)  # type: ignore[no-untyped-call]
     with on_stream(gradient_stream(home, home)):
         received: Sequence[torch.Tensor] = Receive.apply(*originals)  # type: ignore[no-untyped-call]
