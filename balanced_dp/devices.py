@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .emulation.machine import DEVICE_TYPE, has_machine
+from .emulation.machine import current_machine, has_machine
 from .errors import ArgumentError, ArgumentTypeError
 
 Device = int | str | torch.device
@@ -32,13 +32,18 @@ def is_out_of_memory(error: BaseException) -> bool:
     )
 
 
+def is_emulated(device: torch.device) -> bool:
+    """Return whether the device is one of the open ``emulate_devices`` context."""
+    return has_machine() and device.type == current_machine().device_type
+
+
 def default_device_type() -> str | None:
     """Return the type of the devices that ints name, None if there are none.
 
     That is the emulated devices' type inside ``emulate_devices``, else the accelerator's.
     """
     if has_machine():
-        return DEVICE_TYPE
+        return current_machine().device_type
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is not None and accelerator.type != "mps":  # MPS has a single device
         return accelerator.type
@@ -112,7 +117,7 @@ CUDA_LIKE = {"cuda"}
 
 def is_cuda(device: torch.device) -> bool:
     """Return whether the device has CUDA's streams, allocator and communicators."""
-    return device.type in CUDA_LIKE
+    return device.type in CUDA_LIKE and not is_emulated(device)
 
 
 @functools.cache

@@ -15,7 +15,8 @@ ROOT = Path(balanced_dp.__file__).parent
 # In the order of data flow: a file imports only from files above it.
 ORDER = """
 errors units split
-emulation/ ledger machine symbolic tensor kernels autocast device_module context __init__
+emulation/ ledger machine symbolic tensor kernels autocast device_module
+emulation/ cuda_functions cuda_tensors as_cuda context __init__
 devices
 memory/ nvml device_map device_memory nvml_sampler step_memory
 memory/ breakdown peaks probe logger __init__
@@ -25,12 +26,12 @@ parallel/losses/ counted calls terms nodes samples denominators scales graph wei
 parallel/ scatter arrivals coalesced_copy homes deferred_gradients parameter_copies
 parallel/ bound_methods written_state replica_pool replicate parallel_apply gather
 parallel/ per_device criterion auto_split split_policy steps data_parallel functional __init__
-tuning/ models workloads step_benchmark report_types tuner __init__
+tuning/ models workloads step_benchmark report_types tuner loop_recorder __init__
 __init__
 distributed/ ranks batch_sampler loss_scaling to_ddp __init__
-integrations/ __init__ trainer_parallel transformers
+integrations/ __init__ trainer_parallel transformers replacements
 report/ tables plots html markdown compare json_file __init__
-cli/ __init__ demo arguments console commands
+cli/ __init__ demo arguments console script run commands
 __main__
 """
 WITHOUT_TORCH = """

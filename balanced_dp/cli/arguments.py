@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -42,6 +42,15 @@ def parse_capacities(memory: str, num_devices: int | None, default: int) -> list
     if len(sizes) == 1:
         sizes *= default if num_devices is None else num_devices
     return [parse_bytes(size, "--memory") for size in sizes]
+
+
+def parse_gpu0_bsz(value: str) -> int | Literal["auto"] | None:
+    """Return the value of ``gpu0_bsz``; None means the even split."""
+    if value == "auto":
+        return "auto"
+    if value != "even" and not value.isdecimal():
+        raise ArgumentError(f"--gpu0-bsz must be a number, auto or even, got {value!r}")
+    return None if value == "even" else int(value)
 
 
 def parse_sweep(sweep: str | None) -> range:

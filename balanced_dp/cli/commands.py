@@ -37,6 +37,7 @@ from ..tuning.tuner import tune
 from ..tuning.workloads import BUILT_IN, find_workload
 from ..units import parse_bytes
 from . import demo as demos
+from . import run as scripts
 
 app = typer.Typer(
     name="balanced-dp",
@@ -264,6 +265,74 @@ def tune_command(
         print(report_json(report), end="")
     else:
         console.print_report(report, candidates=True)
+
+
+@app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+def run(
+    script: Annotated[str, typer.Argument(metavar="SCRIPT", help="A Python script.")],
+    script_arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="[ARGS]...", help="Its arguments.")
+    ] = None,
+    is_module: Annotated[
+        bool, typer.Option("-m", help="SCRIPT is a module, as for python -m.")
+    ] = False,
+    num_devices: arguments.NumDevices = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            help="Capacity of all devices, such as 11GiB, or of each: 24GiB,11GiB. Emulated ones "
+            "may hold more: the table says what does not fit."
+        ),
+    ] = None,
+    gpu0_bsz: Annotated[
+        str,
+        typer.Option(
+            metavar="N|auto|even",
+            help="Samples of device 0: a number, auto for the best, or even as nn.DataParallel.",
+        ),
+    ] = "auto",
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="End the script after so many training steps.")
+    ] = None,
+    symbolic: Annotated[
+        bool, typer.Option("--symbolic", help="Emulate shapes only: fast, and for any size.")
+    ] = False,
+    emulate: arguments.Emulate = False,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write a report to FILE.")
+    ] = None,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the report as an HTML page.")
+    ] = None,
+) -> None:
+    """Run a training script, unchanged, and show what fills each GPU and which gpu0_bsz is best.
+
+    Runs on all GPUs of this machine if it has two or more, otherwise on emulated ones that the
+    script sees as CUDA devices. nn.DataParallel becomes BalancedDataParallel.
+    """
+    arguments.check_writable(json_file, html)
+    settings = scripts.RunSettings(
+        script,
+        tuple(script_arguments or ()),
+        is_module,
+        arguments.parse_gpu0_bsz(gpu0_bsz),
+        num_devices,
+        memory,
+        steps,
+        symbolic,
+        emulate or symbolic,
+    )
+    result = scripts.run(settings, say=lambda text: print(f"balanced-dp: {text}", file=sys.stderr))
+    if result.measured is not None:
+        console.print_run(result.measured, result.report, result.capacities)
+    for sentence in result.notes:
+        print(sentence, file=sys.stderr)
+    if result.report is not None:
+        if json_file is not None:
+            _write(json_file, report_json(result.report))
+        if html is not None:
+            _write(html, report_html([result.report]))
+    raise typer.Exit(result.exit_code)
 
 
 @app.command("report")

@@ -30,6 +30,11 @@ def stdout_console() -> Console:
     return Console(width=None if sys.stdout.isatty() else 160, highlight=False)
 
 
+def stderr_console() -> Console:
+    """Return the console for results of a command whose output is a script's."""
+    return Console(width=None if sys.stderr.isatty() else 160, highlight=False, stderr=True)
+
+
 def table_of(left: Sequence[str], right: Sequence[str], **options: Any) -> Table:
     """Return a table with left-aligned columns of text and right-aligned columns of numbers."""
     columns = [Column(header, overflow="fold") for header in left]
@@ -87,6 +92,33 @@ def print_report(report: Report, candidates: bool) -> None:
         )
     console.print(tables.lines(report), soft_wrap=True)
     for sentence in tables.summary(report):
+        console.print(sentence, markup=False)
+
+
+def print_run(
+    measured: Measurement, report: Report | None, capacities: Sequence[int] | None
+) -> None:
+    """Print what the iterations of a script took of each device, on stderr."""
+    console = stderr_console()
+    if report is None:
+        title = f"{measured.workload}, batches of {measured.batch_size}"
+        console.print(_rich_table(tables.measurement_table(measured, capacities), title=title))
+    else:
+        measured = report.chosen
+        console.print(
+            _rich_table(
+                tables.device_table(report),
+                title=tables.title(report),
+                caption=tables.how_measured(report),
+            )
+        )
+        console.print(
+            _rich_table(tables.candidate_table(report), title="measured values of gpu0_bsz")
+        )
+    console.print(
+        _rich_table(tables.breakdown_table(measured), title="what fills each device at its peak")
+    )
+    for sentence in tables.summary(report) if report is not None else ():
         console.print(sentence, markup=False)
 
 

@@ -52,14 +52,16 @@ _cast_weights = WeakTensorKeyDictionary()
 
 
 @contextmanager
-def autocast_for_emulated_devices() -> Iterator[None]:
-    """Extend torch's autocast functions to emulated devices inside a ``with`` block."""
+def autocast_for_emulated_devices(device_type: str) -> Iterator[None]:
+    """Extend torch's autocast functions to emulated devices inside a ``with`` block.
+
+    Without a device type these functions are about CUDA devices.
+    """
+    emulated = {DEVICE_TYPE, device_type}
 
     def translated(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(device_type: str | None = None, *args: Any) -> Any:
-            if device_type is None:
-                return function()
-            if device_type == DEVICE_TYPE:
+        def call(device_type: str = "cuda", *args: Any) -> Any:
+            if device_type in emulated:
                 device_type = _AUTOCAST_DEVICE_TYPE
             return function(device_type, *args)
 
@@ -69,9 +71,8 @@ def autocast_for_emulated_devices() -> Iterator[None]:
 
     def set_autocast_enabled(device_type: Any, enabled: bool | None = None) -> None:
         if enabled is None:  # the deprecated form, which is CUDA's
-            set_enabled(device_type)
-            return
-        if device_type == DEVICE_TYPE and enabled:
+            device_type, enabled = "cuda", device_type
+        if device_type in emulated and enabled:
             with _registration_lock:
                 _register_kernels()
         translated(set_enabled)(device_type, enabled)

@@ -8,7 +8,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, overload
 from unittest import mock
 
@@ -23,6 +23,7 @@ from ..errors import ArgumentError, ArgumentTypeError
 from ..split import as_integer
 from ..units import format_bytes, parse_bytes
 from . import device_module
+from .as_cuda import named_cuda
 from .autocast import autocast_for_emulated_devices
 from .kernels import register_kernels
 from .ledger import Label, MemoryBreakdown
@@ -79,6 +80,7 @@ def emulate_devices(
     *,
     memory: int | str | Sequence[int | str] | None = None,
     symbolic: bool = False,
+    as_cuda: bool = False,
 ) -> Iterator[EmulatedDevices]:
     """Emulate ``num_devices`` accelerators on the CPU, ``torch.device("lazy", i)``.
 
@@ -99,6 +101,10 @@ def emulate_devices(
             arithmetic, a model far larger than this machine's memory can be measured. Integer and
             bool tensors keep their values. Reading a value that was not computed raises
             ``SymbolicValueError``.
+        as_cuda: whether the devices are named ``torch.device("cuda", i)``, for code that was
+            written for GPUs: ``.cuda()``, ``device="cuda:1"``, ``torch.cuda``,
+            ``torch.accelerator``, ``tensor.is_cuda`` and the like are about them then, in all
+            threads. What they cannot do, such as CUDA graphs and NCCL, raises ``EmulationError``.
 
     Yields:
         The devices, as a sequence with ``copied_bytes()`` and ``memory_breakdown(device)``.
@@ -118,7 +124,8 @@ def emulate_devices(
         ...     del x
         4096
     """
-    machine = Machine(_capacities(num_devices, memory), symbolic)
+    device_type = "cuda" if as_cuda else DEVICE_TYPE
+    machine = Machine(_capacities(num_devices, memory), symbolic, device_type)
     register_kernels()
     if not hasattr(torch, DEVICE_TYPE):
         torch._register_device_module(DEVICE_TYPE, device_module)
@@ -127,9 +134,10 @@ def emulate_devices(
         _parameters_keep_identity(),
         _seeded_by_torch(machine),
         _optimizers_as_on_cuda(),
-        autocast_for_emulated_devices(),
+        autocast_for_emulated_devices(device_type),
         _failed_backward_frees_its_queue(),
         _labels_from_hooks(machine),
+        named_cuda(machine) if as_cuda else nullcontext(),
     ):
         yield EmulatedDevices(machine)
         _warn_of_leaks(machine)

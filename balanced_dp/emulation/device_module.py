@@ -22,11 +22,18 @@ _initialized = True
 
 @dataclass(frozen=True, slots=True)
 class EmulatedDeviceProperties:
-    """The properties of an emulated device: memory in bytes, and a UUID new in each context."""
+    """The properties of an emulated device: memory in bytes, and a UUID new in each context.
+
+    The compute capability and the number of multiprocessors are those of an A100, so that scripts
+    choose what recent GPUs support, such as bfloat16.
+    """
 
     name: str
     total_memory: int
     uuid: _uuid.UUID
+    major: int = 8
+    minor: int = 0
+    multi_processor_count: int = 108
 
 
 class device:  # the name of torch.cuda.device
@@ -102,7 +109,7 @@ def memory_breakdown(device: Device = None) -> MemoryBreakdown:
 def mem_get_info(device: Device = None) -> tuple[int, int]:
     """Return the device's free and total bytes."""
     ledger = _ledger(device)
-    return ledger.capacity_bytes - ledger.allocated_bytes, ledger.capacity_bytes
+    return max(0, ledger.capacity_bytes - ledger.allocated_bytes), ledger.capacity_bytes
 
 
 def get_device_name(device: Device = None) -> str:

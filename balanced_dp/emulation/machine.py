@@ -38,15 +38,19 @@ class Machine:
     Args:
         capacities: the capacity of each device in bytes.
         symbolic: whether to keep only the shapes of floating-point tensors.
+        device_type: the type that devices report; tensors are on ``DEVICE_TYPE`` in any case.
     """
 
-    def __init__(self, capacities: Iterable[int], symbolic: bool) -> None:
+    def __init__(
+        self, capacities: Iterable[int], symbolic: bool, device_type: str = DEVICE_TYPE
+    ) -> None:
         self.symbolic = symbolic
+        self.device_type = device_type
         self.ledgers = [
-            DeviceLedger(capacity, partial(_out_of_memory, index, capacity))
+            DeviceLedger(capacity, partial(_out_of_memory, device_type, index, capacity))
             for index, capacity in enumerate(capacities)
         ]
-        self.devices = [torch.device(DEVICE_TYPE, index) for index in range(len(self.ledgers))]
+        self.devices = [torch.device(device_type, index) for index in range(len(self.ledgers))]
         self.uuids = [uuid.uuid4() for _ in self.devices]
         self.generators = [torch.Generator() for _ in self.devices]
         self.manual_seed_all(torch.initial_seed())
@@ -54,6 +58,8 @@ class Machine:
         self._copied_bytes: Counter[tuple[torch.device, torch.device]] = Counter()
         self._lock = threading.Lock()
         self.thread = _PerThread()
+        self.reads_unknown = False
+        """Whether reading a value that was not computed gives NaN instead of an error."""
 
     def index_of(self, device: torch.device | str | int | None) -> int:
         """Return the index of ``device``; None and a device without index mean the current one.
@@ -64,17 +70,22 @@ class Machine:
         if isinstance(device, str):
             device = torch.device(device)
         if isinstance(device, torch.device):
-            if device.type != DEVICE_TYPE:
+            if device.type not in (DEVICE_TYPE, self.device_type):
                 raise EmulationError(f"{device} is not an emulated device")
             device = device.index
         if device is None:
             return self.thread.current_index
         if not 0 <= device < len(self.devices):
             raise EmulationError(
-                f"there is no emulated device {DEVICE_TYPE}:{device}: "
+                f"there is no emulated device {self.device_type}:{device}: "
                 f"this context has {len(self.devices)} (emulate_devices(num_devices))"
             )
         return device
+
+    def allow_more(self) -> None:
+        """Let devices hold more than their capacity, which they still report."""
+        for ledger in self.ledgers:
+            ledger.is_limited = False
 
     def manual_seed_all(self, seed: int) -> None:
         """Set the seed of each device's generator."""
@@ -95,6 +106,13 @@ class Machine:
         allocation = self.ledgers[device.index].allocate(storage.nbytes(), label)
         self._bind(allocation, storage)
         return allocation
+
+    def device_of(self, storage: torch.UntypedStorage) -> torch.device | None:
+        """Return the device that a storage is on, None if it is on none."""
+        allocation = self._allocations.get(storage._cdata)
+        if allocation is None:
+            return None
+        return self.devices[self.ledgers.index(allocation.ledger)]
 
     def move(self, allocation: Allocation, elem: torch.Tensor) -> None:
         """Reuse ``allocation`` for the storage of ``elem``, which has the same size."""
@@ -126,7 +144,7 @@ class Machine:
 
 
 def _out_of_memory(
-    index: int, capacity_bytes: int, requested_bytes: int, free_bytes: int
+    device_type: str, index: int, capacity_bytes: int, requested_bytes: int, free_bytes: int
 ) -> torch.OutOfMemoryError:
     # CUDA's message, because training loops search for "CUDA out of memory.".
     return torch.OutOfMemoryError(
@@ -134,7 +152,7 @@ def _out_of_memory(
         f"GPU {index} has a total capacity of {format_bytes(capacity_bytes)} of which "
         f"{format_bytes(free_bytes)} is free. Of the allocated memory "
         f"{format_bytes(capacity_bytes - free_bytes)} is allocated by PyTorch. "
-        f"(This is the emulated device {DEVICE_TYPE}:{index}.)"
+        f"(This is the emulated device {device_type}:{index}.)"
     )
 
 

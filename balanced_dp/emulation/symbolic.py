@@ -6,6 +6,7 @@ A tensor whose values are not known is on torch's ``meta`` device.
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import torch
@@ -39,6 +40,40 @@ def require_known(elem: torch.Tensor, doing: str) -> None:
             f"{doing} needs the value of a {elem.dtype} tensor of shape {tuple(elem.shape)}, but "
             "emulate_devices(symbolic=True) keeps shapes only; use symbolic=False"
         )
+
+
+class UnknownNumber(float):
+    """NaN in place of a number that was not computed; what is computed from it is one, too.
+
+    Raises:
+        SymbolicValueError: it decides something: it is compared, or is a condition or an integer.
+    """
+
+    def _compute(self, *others: Any) -> UnknownNumber:
+        return self
+
+    def _decide(self, *others: Any) -> Any:
+        raise SymbolicValueError(
+            "a number that was not computed decides something here: symbolic devices keep the "
+            "shapes of tensors only; run without symbolic (--symbolic)"
+        )
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _compute
+    __truediv__ = __rtruediv__ = __neg__ = __abs__ = __pos__ = _compute
+    __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = __bool__ = __int__ = _decide
+    __round__ = _compute  # type: ignore[assignment]
+    __hash__ = float.__hash__
+
+
+def unknown_values(elem: torch.Tensor) -> torch.Tensor:
+    """Return NaN in the shape of ``elem``, whose values are not known.
+
+    Raises:
+        SymbolicValueError: ``elem`` has integers, which cannot be NaN.
+    """
+    if not is_unknown_dtype(elem.dtype):
+        require_known(elem, "copying it to the CPU")
+    return torch.full(elem.shape, math.nan, dtype=elem.dtype)
 
 
 def call(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

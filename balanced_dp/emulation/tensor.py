@@ -21,8 +21,18 @@ from torch.utils._mode_utils import no_dispatch
 
 from ..errors import EmulationError
 from .ledger import Allocation, Label
-from .machine import Machine, current_machine
-from .symbolic import CPU, META, call, is_known, is_unknown_dtype, is_written, require_known
+from .machine import DEVICE_TYPE, Machine, current_machine
+from .symbolic import (
+    CPU,
+    META,
+    UnknownNumber,
+    call,
+    is_known,
+    is_unknown_dtype,
+    is_written,
+    require_known,
+    unknown_values,
+)
 
 aten = torch.ops.aten
 
@@ -81,6 +91,15 @@ class EmulatedTensor(torch.Tensor):
         torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
         assert isinstance(value, EmulatedTensor)  # torch accepts no other tensor
         self._elem, self._allocations = value._elem, value._allocations
+
+    def item(self) -> Any:
+        """Return the value as a number."""
+        if current_machine().reads_unknown and not is_known(elem_of(self)):
+            return UnknownNumber(math.nan)
+        return super().item()
+
+    def __float__(self) -> float:
+        return float(self.item())
 
     def tolist(self) -> Any:
         """Return the values as nested lists."""
@@ -296,7 +315,7 @@ def _wrapper(
         elem.size(),
         dtype=elem.dtype,
         layout=elem.layout,
-        device=device,
+        device=torch.device(DEVICE_TYPE, device.index),
         _extra_dispatch_keys=_EXTRA_KEYS,
         **strided,
     )
@@ -404,7 +423,7 @@ def _to_copy(self: EmulatedTensor, **kwargs: Any) -> torch.Tensor:
     if target.type == "meta":
         return torch.empty_strided(elem.size(), elem.stride(), dtype=dtype, device=META)
     if target.type == "cpu":
-        require_known(elem, "copying it to the CPU")
+        elem = _readable(elem, machine)
     else:
         target = machine.devices[machine.index_of(target)]
     machine.record_copy(self.device, target, elem.numel() * dtype.itemsize)
@@ -420,8 +439,7 @@ def copy_(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
     source_elem = elem_of(source) if isinstance(source, EmulatedTensor) else source
     machine.record_copy(source.device, target.device, source.numel() * target.dtype.itemsize)
     if not isinstance(target, EmulatedTensor):
-        require_known(source_elem, "copying it to the CPU")
-        return target.copy_(source_elem)
+        return target.copy_(_readable(source_elem, machine))
     target_elem = elem_of(target)
     if is_known(target_elem):
         require_known(source_elem, "copying it into an integer tensor")
@@ -434,6 +452,14 @@ def copy_(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
         fresh = {Label.OTHER}
         set_label(target, Label.PARAMETER if is_parameter else Label.INPUT, over=fresh)
     return target
+
+
+def _readable(elem: torch.Tensor, machine: Machine) -> torch.Tensor:
+    """Return ``elem`` with values that the CPU may read."""
+    if machine.reads_unknown and not is_known(elem):
+        return unknown_values(elem)
+    require_known(elem, "copying it to the CPU")
+    return elem
 
 
 def _copy_label(source: EmulatedTensor, target: torch.device, machine: Machine) -> Label:

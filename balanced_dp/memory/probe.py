@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..devices import Device, default_device_type, resolve_devices
+from ..devices import Device, default_device_type, is_emulated, resolve_devices
 from ..errors import ArgumentError, ArgumentTypeError, ProbeError
 from .breakdown import chunk_size_of, replica_bytes
 from .device_map import find_board
@@ -305,7 +305,7 @@ def _synchronize(devices: Sequence[torch.device]) -> None:
 
 def _has_context(device: torch.device | None) -> bool:
     """Return whether this process may have a context on the device."""
-    if device is not None and device.type == "cuda":
+    if device is not None and device.type == "cuda" and not is_emulated(device):
         # Only builds with CUDA have this function, so the stubs lack it. It creates no context.
         has_context: bool = torch._C._cuda_hasPrimaryContext(device.index)  # type: ignore[attr-defined]
         return has_context
@@ -313,7 +313,7 @@ def _has_context(device: torch.device | None) -> bool:
 
 
 def _has_nvml(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.version.hip is None
+    return device.type == "cuda" and torch.version.hip is None and not is_emulated(device)
 
 
 def _num_alloc_retries(device: torch.device) -> int | None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ..emulation.machine import DEVICE_TYPE
+from ..devices import is_emulated
 from .call_inputs import Arguments
 from .losses.calls import noted
 
@@ -58,7 +58,7 @@ def parallel_apply(
     # Autograd runs the nodes of all emulated devices in one thread, the highest sequence number
     # first, and each thread counts by itself. If all forward passes run in such threads, the
     # numbers are alike, and backward passes take turns, as if side by side on accelerators.
-    are_alike = devices[0].type == DEVICE_TYPE and len(others) > 1
+    are_alike = is_emulated(devices[0]) and len(others) > 1
     first = None if are_alike else others.pop(0)
     with _reserved(workers) as threads:
         ends: list[threading.Event] = []

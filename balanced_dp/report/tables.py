@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -119,6 +120,36 @@ def device_table(report: Report) -> TextTable:
         headers=("device", "samples", "capacity", "predicted", "measured", "full", "even split"),
         rows=tuple((str(i), *cells) for i, cells in enumerate(zip(*columns, strict=True))),
         marked=plan.limiting_device,
+    )
+
+
+def measurement_table(measured: Measurement, capacities: Sequence[int] | None) -> TextTable:
+    """Return the chunk size and the peak of each device, and their capacities if they matter."""
+    rows = []
+    for index, (size, peak) in enumerate(
+        zip(measured.chunk_sizes, measured.peak_bytes, strict=True)
+    ):
+        cells = [str(index), str(size), format_bytes(peak)]
+        if capacities is not None:
+            cells += [format_bytes(capacities[index]), f"{peak / capacities[index]:.0%}"]
+        rows.append(tuple(cells))
+    headers = ("device", "samples", "peak", "capacity", "full")
+    return TextTable(headers if capacities is not None else headers[:3], tuple(rows))
+
+
+def breakdown_table(measured: Measurement) -> TextTable:
+    """Return what each device held at its peak, by use."""
+    largest = Counter[str]()
+    for sizes in measured.breakdown:
+        largest |= Counter(sizes)
+    scale, unit = byte_scale(max(measured.peak_bytes))
+    uses = [use for use, size in largest.most_common() if size >= scale / 200]
+    return TextTable(
+        headers=("device", *(f"{use}, {unit}" for use in uses)),
+        rows=tuple(
+            (str(index), *(f"{sizes.get(use, 0) / scale:.2f}" for use in uses))
+            for index, sizes in enumerate(measured.breakdown)
+        ),
     )
 
 

@@ -16,9 +16,9 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from ..devices import is_out_of_memory
+from ..devices import is_emulated, is_out_of_memory
 from ..emulation import emulate_devices
-from ..emulation.machine import DEVICE_TYPE, current_machine
+from ..emulation.machine import current_machine
 from ..errors import ArgumentError, BalanceWarning
 from ..memory.breakdown import memory_breakdown
 from ..memory.peaks import Peaks
@@ -93,6 +93,7 @@ def open_devices(
     memory: Sequence[int] | int | str | None = None,
     symbolic: bool = True,
     emulate: bool = False,
+    as_cuda: bool = False,
 ) -> Iterator[Sequence[torch.device]]:
     """Yield the machine's accelerators if there are two or more, otherwise emulated devices.
 
@@ -101,6 +102,7 @@ def open_devices(
         memory: capacity of emulated devices, as in ``emulate_devices``.
         symbolic: whether emulated devices keep shapes only.
         emulate: whether to emulate devices in any case.
+        as_cuda: whether emulated devices are named as CUDA's, as in ``emulate_devices``.
 
     Raises:
         ArgumentError: If there are fewer accelerators, or ``memory`` is given for them.
@@ -111,7 +113,9 @@ def open_devices(
         num_threads = torch.get_num_threads()
         torch.set_num_threads(1)
         try:
-            with emulate_devices(num_devices, memory=memory, symbolic=symbolic) as devices:
+            with emulate_devices(
+                num_devices, memory=memory, symbolic=symbolic, as_cuda=as_cuda
+            ) as devices:
                 yield devices
         finally:
             torch.set_num_threads(num_threads)
@@ -275,7 +279,7 @@ class StepMeter:
         """
         first = model = None
         for _ in range(num_steps or 2 - self._has_state):
-            step = _StepRecorder(self.devices)
+            step = StepRecorder(self.devices)
             try:
                 if model is None:
                     model = BalancedDataParallel(
@@ -304,7 +308,7 @@ class StepMeter:
         backward, optimizer = (*step.phases, (0,) * len(self.devices))[:2]
         return Measurement(
             workload=self.workload.name,
-            mode=_mode(self.devices[0]),
+            mode=mode_of(self.devices[0]),
             batch_size=batch_size,
             gpu0_bsz=gpu0_bsz,
             chunk_sizes=SplitPolicy(gpu0_bsz, self.devices, device_weights).split(batch_size),
@@ -317,7 +321,7 @@ class StepMeter:
             out_of_memory=step.out_of_memory,
         )
 
-    def _train(self, step: _StepRecorder, model: nn.Module, batch_size: int) -> torch.Tensor:
+    def _train(self, step: StepRecorder, model: nn.Module, batch_size: int) -> torch.Tensor:
         """Train for one step and return the loss."""
         args, kwargs, target = self.workload.make_batch(batch_size)
         self._optimizer.zero_grad()
@@ -337,7 +341,7 @@ class StepMeter:
         return loss
 
 
-class _StepRecorder:
+class StepRecorder:
     """Record the phases of a training step, as far as memory suffices.
 
     Attributes:
@@ -377,7 +381,8 @@ class _StepRecorder:
         self.begin_phase()
 
 
-def _mode(device: torch.device) -> Mode:
-    if device.type != DEVICE_TYPE:
+def mode_of(device: torch.device) -> Mode:
+    """Return how what is measured on a device is measured."""
+    if not is_emulated(device):
         return "real"
     return "symbolic" if current_machine().symbolic else "emulated"

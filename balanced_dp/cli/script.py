@@ -1,0 +1,129 @@
+"""Run somebody's training script in this process, as ``python`` would."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import gc
+import linecache
+import os
+import runpy
+import sys
+import threading
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+
+from ..errors import ArgumentError
+from ..tuning.loop_recorder import StepsDone, WrappedAt
+
+INTERRUPTED = 130
+"""The exit code after Ctrl-C, that of a shell."""
+
+
+def check_script(name: str, is_module: bool) -> None:
+    """Raise ArgumentError if there is no such script."""
+    if not is_module and not Path(name).is_file():
+        kind = "a folder" if Path(name).is_dir() else "no file"
+        raise ArgumentError(f"{name} is {kind}; name a Python script, or a module after -m")
+
+
+def run_script(name: str, arguments: Sequence[str], is_module: bool) -> int:
+    """Run a script, or with ``is_module`` a module, as ``__main__``; return its exit code.
+
+    An exception that the script does not catch is printed with the frames of the script.
+    """
+    before = sys.argv, sys.path[:]
+    sys.argv = [name, *arguments]
+    sys.path[0:0] = ["" if is_module else str(Path(name).absolute().parent)]
+    try:
+        if is_module:
+            runpy.run_module(name, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(name, run_name="__main__")
+    except StepsDone:
+        return 0
+    except SystemExit as end:
+        return _exit_code(end)
+    except KeyboardInterrupt as error:
+        _print_error(error)
+        return INTERRUPTED
+    except BaseException as error:
+        _print_error(error)
+        return 1
+    finally:
+        sys.argv, sys.path[:] = before
+        _join_threads()
+        sys.stdout.flush()
+        gc.collect()
+    return 0
+
+
+def _exit_code(end: SystemExit) -> int:
+    if end.code is None or isinstance(end.code, int):
+        return end.code or 0
+    sys.stderr.write(f"{end.code}\n")
+    return 1
+
+
+def _print_error(error: BaseException) -> None:
+    frames: TracebackType | None = error.__traceback__
+    ours = (__file__, runpy.__file__, "<frozen runpy>")
+    while frames is not None and frames.tb_frame.f_code.co_filename in ours:
+        frames = frames.tb_next
+    traceback.print_exception(type(error), error, frames)
+
+
+def _join_threads() -> None:
+    """Wait for the script's threads, as the interpreter does at its end."""
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join()
+
+
+def replaced_call(wrapped_at: WrappedAt, gpu0_bsz: int) -> str | None:
+    """Return the change of the script that gives device 0 ``gpu0_bsz`` samples, as a diff.
+
+    None if the call that wraps the model is not found in its file.
+    """
+    lines = linecache.getlines(wrapped_at.filename)
+    source = "".join(lines)
+    try:
+        tree = ast.parse(source)
+    except SyntaxError:
+        return None
+    calls = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        and node.lineno <= wrapped_at.line_number <= (node.end_lineno or 0)
+        and _last_name(node.func) in _REPLACED
+    ]
+    if not calls:
+        return None
+    call = calls[-1]  # the innermost one
+    first, last = call.lineno - 1, call.end_lineno or call.lineno
+    name = ast.get_source_segment(source, call.func) or ""
+    before, _, after = "".join(lines[first:last]).partition(name)
+    arguments = after.lstrip().removeprefix("(").lstrip(" ")
+    comma = "" if arguments.startswith(("\n", ")")) else ", "
+    new = f"{before}{_REPLACED[_last_name(call.func)]}({gpu0_bsz}{comma}{arguments}"
+    imports = [n.lineno - 1 for n in tree.body if isinstance(n, ast.Import | ast.ImportFrom)]
+    at = imports[0] if imports and imports[0] < first else 0
+    changed = [*lines[:at], "import balanced_dp\n", *lines[at:first], *new.splitlines(True)]
+    path = os.path.relpath(wrapped_at.filename)
+    diff = difflib.unified_diff(lines, [*changed, *lines[last:]], path, path, n=0)
+    return "".join(line if line.endswith("\n") else f"{line}\n" for line in diff)
+
+
+_REPLACED = {
+    "DataParallel": "balanced_dp.BalancedDataParallel",
+    "data_parallel": "balanced_dp.balanced_data_parallel",
+}
+
+
+def _last_name(function: ast.expr) -> str:
+    if isinstance(function, ast.Attribute):
+        return function.attr
+    return function.id if isinstance(function, ast.Name) else ""

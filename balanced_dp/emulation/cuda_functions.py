@@ -1,0 +1,276 @@
+"""What ``torch.cuda`` has and ``device_module`` lacks, for emulated devices that are named "cuda".
+
+Operations on emulated devices are synchronous and in order, so streams and events do nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..errors import EmulationError
+from ..units import format_bytes
+from . import device_module
+from .device_module import Device
+from .machine import current_machine
+
+
+class Stream:
+    """A stream of an emulated device, and the context manager that makes it current."""
+
+    def __init__(self, device: Device = None, priority: int = 0, **kwargs: Any) -> None:
+        machine = current_machine()
+        self.device = machine.devices[machine.index_of(device)]
+        self.device_index, self.priority = self.device.index, priority
+        self.cuda_stream = self.stream_id = id(self)
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        pass
+
+    def wait_stream(self, stream: Stream) -> None:
+        """Do nothing: what the other stream has to do is done."""
+
+    def wait_event(self, event: Event) -> None:
+        """Do nothing: what the event stands for is done."""
+
+    def synchronize(self) -> None:
+        """Do nothing: all is done."""
+
+    def query(self) -> bool:
+        """Return whether all is done, which it is."""
+        return True
+
+    def is_capturing(self) -> bool:
+        """Return False: there are no CUDA graphs."""
+        return False
+
+    def record_event(self, event: Event | None = None) -> Event:
+        """Record the event, a new one by default, and return it."""
+        event = event or Event()
+        event.record(self)
+        return event
+
+
+class Event:
+    """An event, which knows when it was recorded."""
+
+    def __init__(self, enable_timing: bool = False, **kwargs: Any) -> None:
+        self._time_s: float | None = None
+
+    def record(self, stream: Stream | None = None) -> None:
+        """Note the time."""
+        self._time_s = time.perf_counter()
+
+    def wait(self, stream: Stream | None = None) -> None:
+        """Do nothing: what the event stands for is done."""
+
+    def synchronize(self) -> None:
+        """Do nothing: what the event stands for is done."""
+
+    def query(self) -> bool:
+        """Return whether what the event stands for is done, which it is."""
+        return True
+
+    def elapsed_time(self, end_event: Event) -> float:
+        """Return the milliseconds of wall time until ``end_event``."""
+        if self._time_s is None or end_event._time_s is None:
+            raise ValueError("Both events must be recorded before calculating elapsed time.")
+        return (end_event._time_s - self._time_s) * 1e3
+
+
+class StreamContext:
+    """Context manager of ``torch.cuda.stream``, which does nothing."""
+
+    def __init__(self, stream: Stream | None) -> None:
+        self.stream = stream
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *exc: object) -> None:
+        pass
+
+
+class device_of(device_module.device):  # the name of torch.cuda.device_of
+    """Context manager that makes the device of a tensor the current one, if it is emulated."""
+
+    def __init__(self, obj: torch.Tensor) -> None:
+        super().__init__(obj.device if obj.is_cuda else None)
+
+
+stream = StreamContext
+
+
+def current_stream(device: Device = None) -> Stream:
+    """Return a stream of the device."""
+    return Stream(device)
+
+
+default_stream = current_stream
+
+
+def set_stream(stream: Stream) -> None:
+    """Make the stream's device the current one."""
+    device_module.set_device(stream.device)
+
+
+def init() -> None:
+    """Do nothing: emulated devices need no initialization."""
+
+
+ipc_collect = _lazy_init = init
+
+
+def is_initialized() -> bool:
+    """Return True."""
+    return True
+
+
+def is_current_stream_capturing() -> bool:
+    """Return False: there are no CUDA graphs."""
+    return False
+
+
+def is_bf16_supported(including_emulation: bool = True) -> bool:
+    """Return True."""
+    return True
+
+
+def is_tf32_supported() -> bool:
+    """Return True."""
+    return True
+
+
+def get_device_capability(device: Device = None) -> tuple[int, int]:
+    """Return the compute capability that the device claims."""
+    properties = device_module.get_device_properties(device)
+    return properties.major, properties.minor
+
+
+def get_arch_list() -> list[str]:
+    """Return the architecture of emulated devices."""
+    return ["sm_{}{}".format(*get_device_capability(0))]
+
+
+def can_device_access_peer(device: Device, peer_device: Device) -> bool:
+    """Return whether the devices differ."""
+    machine = current_machine()
+    return machine.index_of(device) != machine.index_of(peer_device)
+
+
+def set_sync_debug_mode(debug_mode: int | str) -> None:
+    """Do nothing: there is no synchronization to warn of."""
+
+
+def get_sync_debug_mode() -> int:
+    """Return 0, the mode without warnings."""
+    return 0
+
+
+def memory_summary(device: Device = None, abbreviated: bool = False) -> str:
+    """Return the device's memory by use, now and at the peak."""
+    breakdown = device_module.memory_breakdown(device)
+    rows = [
+        f"{use:<16} {format_bytes(breakdown.now[use]):>12} {format_bytes(peak):>12}"
+        for use, peak in breakdown.peak.items()
+    ]
+    head = f"{device_module.get_device_name(device):<16} {'now':>12} {'peak':>12}"
+    return "\n".join([head, *rows])
+
+
+memory_cached, max_memory_cached = device_module.memory_reserved, device_module.max_memory_reserved
+reset_max_memory_allocated = reset_max_memory_cached = device_module.reset_peak_memory_stats
+
+
+def reset_accumulated_memory_stats(device: Device = None) -> None:
+    """Reset the number of bytes ever allocated."""
+    device_module._ledger(device).total_bytes = 0
+
+
+def seed() -> None:
+    """Seed the current device's generator at random."""
+    device_module._generator(None).seed()
+
+
+def seed_all() -> None:
+    """Seed all generators alike, at random."""
+    current_machine().manual_seed_all(torch.Generator().seed())
+
+
+def initial_seed() -> int:
+    """Return the seed of the current device's generator."""
+    return device_module._generator(None).initial_seed()
+
+
+def get_rng_state_all() -> list[torch.Tensor]:
+    """Return the state of each device's generator."""
+    return [generator.get_state() for generator in current_machine().generators]
+
+
+def set_rng_state_all(new_states: Sequence[torch.Tensor]) -> None:
+    """Set the state of each device's generator."""
+    for index, state in enumerate(new_states):
+        device_module.set_rng_state(state, index)
+
+
+# Copies between devices, as torch.nn.parallel.comm asks torch._C for them.
+
+
+def broadcast(tensor: torch.Tensor, devices: Sequence[int]) -> list[torch.Tensor]:
+    """Return the tensor on each device."""
+    return [tensor.to(_device(index)) for index in devices]
+
+
+def broadcast_coalesced(
+    tensors: Sequence[torch.Tensor], devices: Sequence[int], buffer_size: int
+) -> list[list[torch.Tensor]]:
+    """Return the tensors on each device."""
+    return [[tensor.to(_device(index)) for tensor in tensors] for index in devices]
+
+
+def scatter(
+    tensor: torch.Tensor,
+    devices: Sequence[int],
+    chunk_sizes: Sequence[int] | None,
+    dim: int,
+    streams: object = None,
+) -> list[torch.Tensor]:
+    """Return a chunk of the tensor on each device."""
+    sizes = tensor.chunk(len(devices), dim) if chunk_sizes is None else None
+    chunks = tensor.split(list(chunk_sizes or ()), dim) if sizes is None else sizes
+    return [chunk.to(_device(index)) for chunk, index in zip(chunks, devices, strict=False)]
+
+
+def gather(tensors: Sequence[torch.Tensor], dim: int, destination: int | None) -> torch.Tensor:
+    """Return the tensors joined on a device; -1 is the CPU, None the current device."""
+    target = torch.device("cpu") if destination == -1 else _device(destination)
+    return torch.cat([tensor.to(target) for tensor in tensors], dim)
+
+
+def _device(index: int | None) -> torch.device:
+    machine = current_machine()
+    return machine.devices[machine.index_of(index)]
+
+
+COMMUNICATION = {
+    "_broadcast": broadcast,
+    "_broadcast_coalesced": broadcast_coalesced,
+    "_scatter": scatter,
+    "_gather": gather,
+}
+"""By the name in ``torch._C``, which only builds with CUDA have."""
+
+
+def refusal(name: str) -> type:
+    """Return a class that raises an EmulationError when it is called, as a function or a class."""
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise EmulationError(f"emulated devices do not support {name}")
+
+    return type(name.rpartition(".")[2], (), {"__new__": refuse})

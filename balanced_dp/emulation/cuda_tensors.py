@@ -1,0 +1,226 @@
+"""Tensors, storages and generators of emulated devices that are named "cuda".
+
+Below, they are on ``DEVICE_TYPE``: methods that take a device translate it, and what reports one
+translates it back.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .machine import DEVICE_TYPE, current_machine
+
+CUDA = "cuda"
+
+
+def to_emulated(device: Any) -> Any:
+    """Return the emulated device that ``device`` names; return it as it is if it names none.
+
+    Raises:
+        EmulationError: the device does not exist.
+    """
+    is_text = isinstance(device, str) and device.split(":")[0] == CUDA
+    if is_text:
+        device = torch.device(device)
+    is_index = isinstance(device, int) and not isinstance(device, bool)
+    if is_index or (isinstance(device, torch.device) and device.type == CUDA):
+        return torch.device(DEVICE_TYPE, current_machine().index_of(device))
+    return device
+
+
+def to_named(device: torch.device) -> torch.device:
+    """Return the name of an emulated device; return any other device as it is."""
+    return torch.device(CUDA, device.index) if device.type == DEVICE_TYPE else device
+
+
+def translating(function: Callable[..., Any], position: int | None = None) -> Callable[..., Any]:
+    """Return ``function`` with its device translated.
+
+    The device is the keyword ``device`` or, if it is given, the argument at ``position``.
+    """
+
+    @functools.wraps(function)
+    def translated(*args: Any, **kwargs: Any) -> Any:
+        if position is not None and len(args) > position:
+            args = (*args[:position], to_emulated(args[position]), *args[position + 1 :])
+        if "device" in kwargs:
+            kwargs["device"] = to_emulated(kwargs["device"])
+        is_pinned = kwargs.pop("pin_memory", False)
+        result = function(*args, **kwargs)
+        return result.pin_memory() if is_pinned and not result.is_cuda else result
+
+    return translated
+
+
+# Tensors.
+
+# Properties of torch, of which its stubs know no more than that they are attributes.
+_device_of_tensor: Any = vars(torch._C.TensorBase)["device"]
+_device_of_storage: Any = vars(torch._C.StorageBase)["device"]
+
+
+def tensor_methods() -> dict[str, Any]:
+    """Return methods for all tensors: those that take a device or name CUDA."""
+    base = torch._C.TensorBase
+    new = [name for name in vars(base) if name.startswith("new_")]
+    return {
+        **{name: translating(getattr(base, name)) for name in new},
+        "to": translating(base.to, position=1),
+        "cuda": _cuda,
+        "type": _type,
+        "pin_memory": _pin_memory,
+        "is_pinned": lambda self, device=None: getattr(self, "_is_pinned", False),
+    }
+
+
+EMULATED_TENSOR_METHODS = {
+    "device": property(lambda self: to_named(_device_of_tensor.__get__(self))),
+    "is_cuda": property(lambda self: True),
+    "record_stream": lambda self, stream: None,
+    "new": lambda self, *args, **kwargs: _legacy_tensor(self.dtype, self.device, args),
+}
+"""Methods for emulated tensors."""
+
+
+def _cuda(
+    self: torch.Tensor,
+    device: Any = None,
+    non_blocking: bool = False,
+    memory_format: torch.memory_format = torch.preserve_format,
+) -> torch.Tensor:
+    target = CUDA if device is None else device
+    return self.to(target, non_blocking=non_blocking, memory_format=memory_format)
+
+
+def _pin_memory(self: Any, device: Any = None) -> Any:
+    if self.is_cuda:
+        raise RuntimeError(f"cannot pin '{self.type()}' only dense CPU tensors can be pinned")
+    if self.is_pinned():
+        return self
+    pinned = self.clone()
+    pinned._is_pinned = True
+    return pinned
+
+
+def _type(self: torch.Tensor, dtype: Any = None, non_blocking: bool = False) -> Any:
+    if dtype is None:
+        name: str = torch._C.TensorBase.type(self)
+        return name.replace(f".{DEVICE_TYPE}.", f".{CUDA}.")
+    if isinstance(dtype, str) and dtype.startswith(f"torch.{CUDA}."):
+        dtype = LEGACY_TYPES[dtype.rpartition(".")[2]]
+    if isinstance(dtype, _LegacyType):
+        return self.to(CUDA, dtype.dtype, non_blocking)
+    return torch._C.TensorBase.type(self, dtype, non_blocking)
+
+
+# torch.cuda.FloatTensor and the like: deprecated, and still called by scripts.
+
+
+class _LegacyType(type):
+    dtype: torch.dtype
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        is_cuda = isinstance(instance, torch.Tensor) and instance.is_cuda
+        return is_cuda and instance.dtype == cls.dtype  # type: ignore[attr-defined]
+
+    def __call__(cls, *args: Any) -> torch.Tensor:
+        return _legacy_tensor(cls.dtype, CUDA, args)
+
+
+def _legacy_tensor(dtype: torch.dtype, device: Any, args: tuple[Any, ...]) -> torch.Tensor:
+    """Return a tensor with the sizes or with the data that are given."""
+    if all(isinstance(arg, int) for arg in args):
+        return torch.empty(args or (0,), dtype=dtype, device=device)
+    [data] = args
+    if isinstance(data, torch.Size):
+        return torch.empty(data, dtype=dtype, device=device)
+    return torch.as_tensor(data, dtype=dtype).to(device)
+
+
+LEGACY_TYPES = {
+    f"{name}Tensor": _LegacyType(f"{name}Tensor", (), {"dtype": getattr(torch, dtype)})
+    for name, dtype in (
+        ("BFloat16", "bfloat16"),
+        ("Bool", "bool"),
+        ("Byte", "uint8"),
+        ("Char", "int8"),
+        ("Double", "float64"),
+        ("Float", "float32"),
+        ("Half", "float16"),
+        ("Int", "int32"),
+        ("Long", "int64"),
+        ("Short", "int16"),
+    )
+}
+
+
+def set_default_tensor_type(kind: Any) -> None:
+    """Set the default dtype and device to those of a type, or of its name."""
+    if isinstance(kind, str):
+        kind = functools.reduce(getattr, kind.split(".")[1:], torch)
+    torch.set_default_dtype(kind.dtype)
+    torch.set_default_device(CUDA if isinstance(kind, _LegacyType) else None)
+
+
+# Generators.
+
+_TorchGenerator: Any = torch.Generator
+
+
+class _GeneratorType(type(_TorchGenerator)):  # type: ignore[misc]
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, _TorchGenerator)
+
+
+class Generator(_TorchGenerator, metaclass=_GeneratorType):  # type: ignore[misc]
+    """A ``torch.Generator`` of any device; as emulated devices, it computes on the CPU."""
+
+    def __new__(cls, device: Any = "cpu") -> Any:
+        """Return a new generator."""
+        generator = super().__new__(cls)
+        generator._device = to_named(torch.device(to_emulated(device)))
+        return generator
+
+    def __init__(self, device: Any = "cpu") -> None:
+        pass
+
+    device = property(lambda self: self._device)
+
+
+# Checkpoints are saved with the names of devices. They are loaded there, or to the device that
+# map_location names. Torch makes a tensor on the device of its storage, then sets the storage.
+
+
+class _CudaStorage(torch.UntypedStorage):
+    """A CPU storage that has torch make its tensor on an emulated device."""
+
+    _device: torch.device
+    device: Any = property(lambda self: self._device)
+
+
+def storage_on_cuda(self: Any, device: Any = None, non_blocking: bool = False) -> Any:
+    """Return a copy of a storage from which tensors on ``device`` are made."""
+    moved = getattr(self, "_untyped_storage", self).clone()
+    moved.__class__ = _CudaStorage
+    moved._device = to_named(to_emulated(CUDA if device is None else device))
+    return moved
+
+
+def device_of_storage(storage: torch.UntypedStorage) -> torch.device:
+    """Return the device of a storage."""
+    return to_named(_device_of_storage.__get__(storage))
+
+
+def location_of(storage: torch.UntypedStorage) -> str | None:
+    """Return the device under whose name a storage is saved, None for others than emulated."""
+    device = current_machine().device_of(storage)
+    return None if device is None else str(device)
+
+
+def restore(storage: Any, location: str) -> Any:
+    """Return the storage for a tensor on the device ``location``, None for others than CUDA's."""
+    return storage_on_cuda(storage, location) if location.split(":")[0] == CUDA else None

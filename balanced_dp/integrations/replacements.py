@@ -1,0 +1,147 @@
+"""``nn.DataParallel`` and ``Trainer`` of a script that is not changed, replaced by ours."""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import inspect
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import FrameType, ModuleType
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+
+from ..devices import Device
+from ..parallel.data_parallel import BalancedDataParallel
+from ..tuning.loop_recorder import LoopRecorder, WrappedAt
+
+_STEPS = {"forward", "scatter", "replicate", "parallel_apply", "gather"}
+_LIBRARIES = str(Path(torch.__file__).parent), str(Path(__file__).parents[1])
+
+
+@contextmanager
+def replaced_data_parallel(recorder: LoopRecorder) -> Iterator[None]:
+    """Replace ``nn.DataParallel``, ``data_parallel`` and ``Trainer`` inside a ``with`` block.
+
+    The class keeps the arguments of ``nn.DataParallel``, and ``isinstance`` says the same as
+    before. ``recorder`` splits the batches of its instances. A subclass with steps of its own, such
+    as ``forward`` or ``scatter``, stays a subclass of torch's class.
+    """
+    data_parallel = _data_parallel_class(recorder)
+
+    def function(
+        module: nn.Module,
+        inputs: Any,
+        device_ids: Sequence[Device] | None = None,
+        output_device: Device | None = None,
+        dim: int = 0,
+        module_kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if not isinstance(inputs, tuple):
+            inputs = () if inputs is None else (inputs,)
+        parallel = data_parallel(module, device_ids, output_device, dim)
+        try:
+            return parallel(*inputs, **(module_kwargs or {}))
+        finally:
+            parallel.close()
+
+    file = sys.modules["torch.nn.parallel.data_parallel"]  # torch.nn.parallel hides it
+    finder = _TrainerFinder(recorder)
+    with ExitStack() as stack:
+        for module in (nn, nn.parallel, file):
+            stack.enter_context(mock.patch.object(module, "DataParallel", data_parallel))
+        for module in (nn.parallel, file):
+            stack.enter_context(mock.patch.object(module, "data_parallel", function))
+        stack.enter_context(mock.patch.object(sys, "meta_path", [finder, *sys.meta_path]))
+        yield
+
+
+def _data_parallel_class(recorder: LoopRecorder) -> Any:
+    torch_class: Any = nn.DataParallel
+
+    class Meta(type):
+        def __instancecheck__(cls, instance: object) -> bool:
+            if cls is DataParallel:
+                return isinstance(instance, torch_class)
+            return super().__instancecheck__(instance)
+
+    class DataParallel(BalancedDataParallel[Any], metaclass=Meta):
+        def __init__(
+            self,
+            module: nn.Module,
+            device_ids: Sequence[Device] | None = None,
+            output_device: Device | None = None,
+            dim: int = 0,
+        ) -> None:
+            super().__init__(0, module, device_ids, output_device, dim)
+            recorder.adopt(self)
+            recorder.wrapped_at = recorder.wrapped_at or _call_of_script()
+
+        def __init_subclass__(cls) -> None:
+            super().__init_subclass__()
+            if _STEPS & set(vars(cls)):
+                cls.__bases__ = tuple(
+                    torch_class if base is DataParallel else base for base in cls.__bases__
+                )
+
+    # Where pickle looks for it.
+    DataParallel.__module__, DataParallel.__qualname__ = torch_class.__module__, "DataParallel"
+    return DataParallel
+
+
+def _call_of_script() -> WrappedAt | None:
+    """Return where the innermost frame that is not of a library calls."""
+    frame: FrameType | None = inspect.currentframe()
+    while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
+        frame = frame.f_back
+    return frame and WrappedAt(frame.f_code.co_filename, frame.f_lineno)
+
+
+class _TrainerFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Replaces ``Trainer`` by a ``BalancedTrainer`` where a script imports transformers."""
+
+    def __init__(self, recorder: LoopRecorder) -> None:
+        self.recorder = recorder
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """Find transformers.trainer as usual, to be loaded by this object."""
+        if name != "transformers.trainer":
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        if spec is not None:
+            self._loader: Any = spec.loader
+            spec.loader = self
+        return spec
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        """Leave it to the usual loader."""
+        module: ModuleType | None = self._loader.create_module(spec)
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Execute the module, then replace the class."""
+        self._loader.exec_module(module)
+        from .transformers import BalancedTrainerMixin  # imports the class that is replaced
+
+        recorder, original = self.recorder, module.Trainer
+
+        class Trainer(BalancedTrainerMixin, original):  # type: ignore[misc, valid-type]
+            __doc__ = original.__doc__
+
+            def __init__(self, *args: Any, **kwargs: Any) -> None:
+                super().__init__(*args, gpu0_bsz=0, **kwargs)
+
+            def _wrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+                wrapped = super()._wrap_model(model, *args, **kwargs)
+                if isinstance(wrapped, BalancedDataParallel):
+                    recorder.adopt(wrapped)
+                return wrapped
+
+        module.Trainer = Trainer  # type: ignore[attr-defined]

@@ -1,0 +1,333 @@
+"""Measure the iterations of somebody's training loop, and split its batches."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from ..devices import is_emulated
+from ..memory.breakdown import memory_breakdown
+from ..parallel.auto_split import smallest_chunk
+from ..parallel.data_parallel import BalancedDataParallel
+from ..parallel.split_policy import SplitPolicy
+from ..planning.auto_balance import AutoBalance
+from ..planning.memory_model import fit
+from ..split import even_share, split_batch
+from .report_types import Provenance, Report
+from .step_benchmark import Measurement, StepRecorder, mode_of
+from .tuner import fittable, report_of_measurements
+
+_PERSISTENT = ("parameter", "buffer", "gradient", "optimizer state")
+
+
+class StepsDone(SystemExit):
+    """Ends the script after as many iterations as were asked for; the exit code is 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class WrappedAt:
+    """Where the script wraps its model: the file and the line of the call."""
+
+    filename: str
+    line_number: int
+
+
+class LoopRecorder:
+    """Measures each iteration of a training loop that knows nothing of it.
+
+    An iteration lasts from the first forward pass with gradients to the end of an optimizer's step.
+    If a loop has several optimizers, the one that steps first ends the iterations. The first one is
+    not counted, unless it is the only one: there was no optimizer state at its peak.
+
+    Args:
+        devices: the devices of the loop.
+        capacities: capacity of each device in bytes, or None if they do not matter: then the even
+            split of the loop's batch fills the devices.
+        gpu0_bsz: ``"auto"`` to search for the best value; None for the even split; or a value. On
+            emulated devices the even split is measured before a given value.
+        name: the name of the loop in reports.
+        reserve: bytes of each capacity to keep free.
+        num_steps: the number of iterations after which the next forward pass raises ``StepsDone``;
+            None means never.
+
+    Attributes:
+        measurements: what was measured, by batch size and chunk size of the first device.
+        num_iterations: the number of iterations that have ended.
+        wrapped_at: where the script wraps its model, or None if it does not.
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[torch.device],
+        capacities: Sequence[int] | None = None,
+        gpu0_bsz: int | Literal["auto"] | None = "auto",
+        *,
+        name: str = "training loop",
+        reserve: int = 0,
+        num_steps: int | None = None,
+    ) -> None:
+        self.name = name
+        self.devices = list(devices)
+        self.capacities = capacities
+        self.reserve = reserve
+        self.gpu0_bsz = gpu0_bsz
+        self.num_steps = num_steps
+        self.measurements: dict[tuple[int, int], Measurement] = {}
+        self.num_iterations = 0
+        self.wrapped_at: WrappedAt | None = None
+        self.num_parameters = 0
+        self._auto: AutoBalance | None = None
+        self._is_settling = False
+        self._model: nn.Module | None = None
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._empty_bytes = 0
+        self._precision: str | None = None
+        # Of the iteration that is under way:
+        self._step: StepRecorder | None = None
+        self._batch_size = 0
+        self._chunk_sizes: tuple[int, ...] | None = None
+
+    @property
+    def is_splitting(self) -> bool:
+        """Whether a model of the script is split by this object."""
+        return isinstance(self._model, BalancedDataParallel)
+
+    # The split.
+
+    def adopt(self, model: BalancedDataParallel[Any]) -> None:
+        """Split the batches of a model, whose devices become those of the loop."""
+        if len(model.devices) < 2:
+            return
+        if self._model is None:
+            if self.capacities is not None:
+                known = dict(zip(self.devices, self.capacities, strict=True))
+                self.capacities = [known[device] for device in model.devices]
+            self.devices = model.devices
+        if model.devices == self.devices:
+            self._model = model
+            model._policy = _RecordedSplit(self)
+
+    def split(self, batch_size: int) -> tuple[int, ...]:
+        """Return the chunk sizes for a batch."""
+        return split_batch(batch_size, len(self.devices), self.value(batch_size))
+
+    def value(self, batch_size: int) -> int:
+        """Return the chunk size of the first device for a batch."""
+        even = even_share(batch_size, len(self.devices))
+        is_compared = self.num_iterations < 2 and is_emulated(self.devices[0])
+        if self.gpu0_bsz is None or is_compared:
+            return even
+        if self.gpu0_bsz != "auto":
+            return min(even, self.gpu0_bsz)
+        if self._auto is None:
+            return even
+        value = self._auto.gpu0_bsz(batch_size)
+        is_only_one = [size for size, _ in self.measurements].count(batch_size) == 1
+        if value == even and is_only_one and is_emulated(self.devices[0]):
+            return even // 2  # a second split, to tell samples of its own from those of the batch
+        return value
+
+    def begin_call(self, module: nn.Module, batch_size: int) -> None:
+        """Record the call of a model; its largest batch makes the peak."""
+        if not torch.is_grad_enabled() or batch_size < self._batch_size:
+            return
+        if self._auto is None and self.gpu0_bsz == "auto":
+            self._auto = AutoBalance(self.capacities or [1] * len(self.devices))
+            self._auto.smallest = smallest_chunk(module)
+        self._batch_size, self._chunk_sizes = batch_size, self.split(batch_size)
+        if torch.is_autocast_enabled(self.devices[0].type):
+            self._precision = str(torch.get_autocast_dtype(self.devices[0].type))
+
+    # The iterations.
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Record the training loop that runs inside a ``with`` block."""
+        with (
+            register_module_forward_pre_hook(self._begin_iteration),
+            register_optimizer_step_pre_hook(self._begin_step),
+            register_optimizer_step_post_hook(self._end_step),
+        ):
+            yield
+
+    def _begin_iteration(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if self.num_steps is not None and self.num_iterations >= self.num_steps:
+            raise StepsDone  # here, so that the script can print what it did in its last step
+        if self._step is None and torch.is_grad_enabled():
+            self._step = StepRecorder(self.devices)
+        if isinstance(module, nn.DataParallel) and not isinstance(module, BalancedDataParallel):
+            self._model, self._chunk_sizes = module, (0,) * len(self.devices)
+            self._batch_size = 0
+        elif getattr(module, "_is_replica", False) and isinstance(self._model, nn.DataParallel):
+            self._note_replica(module, args, self._model)
+
+    def _note_replica(
+        self, module: nn.Module, args: tuple[Any, ...], model: nn.DataParallel[Any]
+    ) -> None:
+        """Record the chunk of a replica of nn.DataParallel, or of a script's subclass of it."""
+        is_ours = isinstance(model, BalancedDataParallel)
+        if is_ours or type(module) is not type(model.module) or self._chunk_sizes is None:
+            return
+        for arg in args:
+            if isinstance(arg, torch.Tensor) and arg.device in self.devices:
+                sizes = list(self._chunk_sizes)
+                sizes[self.devices.index(arg.device)] = arg.size(model.dim)
+                self._chunk_sizes, self._batch_size = tuple(sizes), sum(sizes)
+                return
+
+    def _begin_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        if self._optimizer is None:
+            self._optimizer = optimizer
+            self.num_parameters = sum(p.numel() for p in _parameters(optimizer))
+        if optimizer is self._optimizer and self._step is not None:
+            self._step.end_phase(self._breakdown_of, optimizer)
+
+    def _end_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        if optimizer is not self._optimizer or self._step is None:
+            return
+        step, self._step = self._step, None
+        step.end_phase(self._breakdown_of, optimizer)
+        self.num_iterations += 1
+        self._record(step, optimizer)
+        self._batch_size, self._chunk_sizes = 0, None
+
+    @property
+    def _breakdown_of(self) -> Any:
+        if isinstance(self._model, BalancedDataParallel):
+            return self._model
+        return _Unwrapped(self.devices, self._optimizer)
+
+    def _record(self, step: StepRecorder, optimizer: torch.optim.Optimizer | None) -> None:
+        sizes = self._chunk_sizes or (self._batch_size, *(0 for _ in self.devices[1:]))
+        key = self._batch_size, sizes[0]
+        backward, at_step = (*step.phases, (0,) * len(self.devices))[:2]
+        measured = Measurement(
+            workload=self.name,
+            mode=mode_of(self.devices[0]),
+            batch_size=self._batch_size,
+            gpu0_bsz=sizes[0],
+            chunk_sizes=sizes,
+            status="ok" if step.out_of_memory is None else "oom",
+            backward_peak_bytes=backward,
+            optimizer_peak_bytes=at_step,
+            first_peak_bytes=None,
+            breakdown=tuple(step.breakdown),
+            seconds=step.seconds,
+            out_of_memory=step.out_of_memory,
+        )
+        if self.num_iterations == 2:  # the first one had no optimizer state
+            self.measurements.clear()
+        known = self.measurements.get(key)
+        if known is None or max(known.peak_bytes) < max(measured.peak_bytes):
+            self.measurements[key] = measured
+        self._empty_bytes = max(self._empty_bytes, self._persistent_bytes(optimizer))
+        if self._auto is None or self.num_iterations < 2 or self._settled():
+            return
+        before = self._auto.num_changes
+        replica_bytes = 0 if self._model is None else _num_bytes(self._model)
+        self._auto.observe(*key[:1], measured.peak_bytes, self._empty_bytes, replica_bytes)
+        self._is_settling = self._auto.num_changes > before and not is_emulated(self.devices[0])
+
+    def _settled(self) -> bool:
+        """Return whether the iteration was the first after a change; kernels are tuned in it."""
+        was_settling, self._is_settling = self._is_settling, False
+        return was_settling
+
+    def _persistent_bytes(self, optimizer: torch.optim.Optimizer | None) -> int:
+        """Return the bytes that the first device holds between iterations."""
+        module = torch.get_device_module(self.devices[0])
+        if hasattr(module, "memory_breakdown"):
+            uses = module.memory_breakdown(self.devices[0]).now
+        else:
+            uses = memory_breakdown(self._breakdown_of, optimizer)[0].uses
+        return sum(uses.get(use, 0) for use in _PERSISTENT)
+
+    # The result.
+
+    def end(self) -> None:
+        """Record the iteration that the script did not finish, if it is the only one."""
+        if self._step is not None and not self.measurements:
+            self._step.end_phase(self._breakdown_of, self._optimizer)
+            self._record(self._step, self._optimizer)
+
+    @property
+    def last(self) -> Measurement | None:
+        """The measurement of the largest batch, with the split that was measured last."""
+        largest = max((size for size, _ in self.measurements), default=None)
+        found = [m for (size, _), m in self.measurements.items() if size == largest]
+        return found[-1] if found else None
+
+    def report(self) -> Report | None:
+        """Return the report on the most frequent batch size; None without a second split of it."""
+        counts = Counter(size for size, _ in self.measurements)
+        batch_size = max(counts, key=lambda size: (counts[size], size), default=0)
+        even = even_share(batch_size, len(self.devices))
+        if counts[batch_size] < 2 or (batch_size, even) not in self.measurements:
+            return None
+        measured = [m for m in self.measurements.values() if m.batch_size == batch_size]
+        capacities = self.capacities
+        if capacities is None:
+            peak = max(self.measurements[batch_size, even].peak_bytes)
+            capacities = [math.ceil(peak / 2**20) * 2**20] * len(self.devices)
+        names = (torch.get_device_module(d).get_device_name(d) for d in self.devices)
+        return report_of_measurements(
+            measured,
+            Provenance.of_this_process(names),
+            capacities,
+            self.reserve,
+            batch_size=batch_size,
+            model=fit(fittable(measured), self._empty_bytes),
+            num_parameters=self.num_parameters,
+            precision=self._precision,
+        )
+
+
+class _RecordedSplit(SplitPolicy):
+    """The chunk sizes that a ``LoopRecorder`` chooses."""
+
+    def __init__(self, recorder: LoopRecorder) -> None:
+        self._recorder = recorder
+        super().__init__(None, recorder.devices, spread=True)
+
+    def split(self, batch_size: int) -> tuple[int, ...]:
+        return self._recorder.split(batch_size)
+
+    def begin_call(self, module: nn.Module, batch_size: int) -> tuple[int, ...]:
+        self._recorder.begin_call(module, batch_size)
+        return self.split(batch_size)
+
+
+@dataclass(frozen=True, slots=True)
+class _Unwrapped:
+    """What ``memory_breakdown`` asks a model, where a script wraps none."""
+
+    devices: Sequence[torch.device]
+    optimizer: torch.optim.Optimizer | None
+
+    def parameters(self) -> Iterator[torch.Tensor]:
+        return _parameters(self.optimizer)
+
+    def buffers(self) -> Iterator[torch.Tensor]:
+        return iter(())
+
+
+def _parameters(optimizer: torch.optim.Optimizer | None) -> Iterator[torch.Tensor]:
+    groups = [] if optimizer is None else optimizer.param_groups
+    return chain.from_iterable(group["params"] for group in groups)
+
+
+def _num_bytes(model: nn.Module) -> int:
+    return sum(tensor.nbytes for tensor in chain(model.parameters(), model.buffers()))
