@@ -20,7 +20,7 @@ emulation/ cuda_functions cuda_tensors as_cuda context __init__
 devices
 memory/ nvml device_map device_memory nvml_sampler step_memory
 memory/ breakdown peaks probe logger __init__
-planning/ memory_model split_planner auto_balance __init__
+planning/ memory_model estimates split_planner auto_balance __init__
 parallel/ nested call_inputs move
 parallel/losses/ counted calls terms nodes samples denominators scales graph weight join __init__
 parallel/ scatter arrivals coalesced_copy homes deferred_gradients parameter_copies
@@ -31,14 +31,14 @@ __init__
 distributed/ ranks batch_sampler loss_scaling to_ddp __init__
 integrations/ __init__ trainer_parallel transformers replacements
 report/ tables plots html markdown compare json_file __init__
-cli/ __init__ demo arguments console script run commands
+cli/ __init__ demo arguments script run console commands
 __main__
 """
 WITHOUT_TORCH = """
 errors units split
 emulation/ ledger
 memory/ nvml device_map device_memory nvml_sampler step_memory
-planning/ memory_model split_planner auto_balance
+planning/ memory_model estimates split_planner auto_balance
 parallel/ call_inputs
 """
 PRINTS = {"cli/commands.py"}

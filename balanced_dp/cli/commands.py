@@ -37,7 +37,7 @@ from ..tuning.tuner import tune
 from ..tuning.workloads import BUILT_IN, find_workload
 from ..units import parse_bytes
 from . import demo as demos
-from . import run as scripts
+from . import run as runs
 
 app = typer.Typer(
     name="balanced-dp",
@@ -311,7 +311,7 @@ def run(
     script sees as CUDA devices. nn.DataParallel becomes BalancedDataParallel.
     """
     arguments.check_writable(json_file, html)
-    settings = scripts.RunSettings(
+    settings = runs.RunSettings(
         script,
         tuple(script_arguments or ()),
         is_module,
@@ -322,11 +322,10 @@ def run(
         symbolic,
         emulate or symbolic,
     )
-    result = scripts.run(settings, say=lambda text: print(f"balanced-dp: {text}", file=sys.stderr))
-    if result.measured is not None:
-        console.print_run(result.measured, result.report, result.capacities)
-    for sentence in result.notes:
-        print(sentence, file=sys.stderr)
+    result = runs.run_and_measure(
+        settings, say=lambda text: print(f"balanced-dp: {text}", file=sys.stderr)
+    )
+    console.print_run(result)
     if result.report is not None:
         if json_file is not None:
             _write(json_file, report_json(result.report))

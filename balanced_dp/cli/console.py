@@ -22,6 +22,7 @@ from ..tuning.report_types import Report
 from ..tuning.step_benchmark import Measurement
 from ..units import format_bytes, format_mib
 from . import demo as demos
+from . import run as runs
 
 
 def stdout_console() -> Console:
@@ -95,31 +96,18 @@ def print_report(report: Report, candidates: bool) -> None:
         console.print(sentence, markup=False)
 
 
-def print_run(
-    measured: Measurement, report: Report | None, capacities: Sequence[int] | None
-) -> None:
-    """Print what the iterations of a script took of each device, on stderr."""
+def print_run(result: runs.RunResult) -> None:
+    """Print what the training steps of a script took of each device, on stderr."""
     console = stderr_console()
-    if report is None:
-        title = f"{measured.workload}, batches of {measured.batch_size}"
-        console.print(_rich_table(tables.measurement_table(measured, capacities), title=title))
-    else:
-        measured = report.chosen
-        console.print(
-            _rich_table(
-                tables.device_table(report),
-                title=tables.title(report),
-                caption=tables.how_measured(report),
-            )
-        )
-        console.print(
-            _rich_table(tables.candidate_table(report), title="measured values of gpu0_bsz")
-        )
-    console.print(
-        _rich_table(tables.breakdown_table(measured), title="what fills each device at its peak")
-    )
-    for sentence in tables.summary(report) if report is not None else ():
-        console.print(sentence, markup=False)
+    if result.measured is not None:
+        content = tables.use_table(result.measured, result.budgets, result.even)
+        first, *devices = content.headers
+        table = table_of((first,), devices, title=escape(result.title), **_NARROW)
+        for index, row in enumerate(content.rows):
+            table.add_row(*row, style="bold" if index == content.marked else None)
+        console.print(table)
+    for note in result.notes:  # sentences are wrapped, code is not
+        console.print(note, markup=False, soft_wrap="\n" in note)
 
 
 def print_comparison(before: Report, after: Report, comparisons: Sequence[Comparison]) -> None:

@@ -13,7 +13,9 @@ import torch
 from ..emulation.machine import current_machine
 from ..errors import InfeasiblePlanError
 from ..integrations.replacements import replaced_data_parallel
-from ..planning.split_planner import check_fits
+from ..planning.estimates import with_loss_on_each_device, with_spread
+from ..planning.split_planner import Planner, check_fits, utilizations
+from ..report import tables
 from ..split import even_share
 from ..tuning.loop_recorder import LoopRecorder
 from ..tuning.report_types import Report
@@ -65,20 +67,24 @@ class RunResult:
 
     Attributes:
         exit_code: that of the script.
-        measured: the last measurement of the largest batch, or None.
-        report: the report, or None if one split alone was measured.
-        capacities: what the devices were compared with, or None.
+        title: what was measured.
+        measured: the measurement of the best split, or of the only one; None without any.
+        even: the measurement of the even split.
+        budgets: the bytes of each device that may be used, if they matter.
+        report: the report, if there are enough measurements for one.
         notes: sentences and lines of code.
     """
 
     exit_code: int
+    title: str
     measured: Measurement | None
+    even: Measurement | None
+    budgets: Sequence[int] | None
     report: Report | None
-    capacities: Sequence[int] | None
     notes: tuple[str, ...]
 
 
-def run(settings: RunSettings, say: Callable[[str], object]) -> RunResult:
+def run_and_measure(settings: RunSettings, say: Callable[[str], object]) -> RunResult:
     """Run a script on GPUs or on emulated devices, and measure its training steps.
 
     ``say`` is called with a line on the devices before the script begins.
@@ -88,16 +94,7 @@ def run(settings: RunSettings, say: Callable[[str], object]) -> RunResult:
     """
     check_script(settings.script, settings.is_module)
     emulates = uses_emulation(settings.emulate)
-    num_devices = settings.num_devices
-    capacities = None
-    if settings.memory is not None:
-        if not emulates:
-            check_devices(2, settings.memory, settings.emulate)
-        default = default_num_devices(settings.emulate)
-        capacities = parse_capacities(settings.memory, num_devices, default)
-        num_devices = len(capacities)
-    if num_devices is None:
-        num_devices = default_num_devices(settings.emulate)
+    num_devices, capacities = _devices(settings)
     with (
         warnings.catch_warnings(),
         open_devices(
@@ -112,26 +109,37 @@ def run(settings: RunSettings, say: Callable[[str], object]) -> RunResult:
             warnings.simplefilter("ignore", ResourceWarning)  # the script's tensors outlive it
             current_machine().allow_more()
             current_machine().reads_unknown = True
-        say(_opening(settings, devices, capacities, emulates))
-        known = capacities
-        if not emulates:
-            known = [
-                torch.get_device_module(d).get_device_properties(d).total_memory for d in devices
+        else:
+            modules = map(torch.get_device_module, devices)
+            capacities = [
+                module.get_device_properties(device).total_memory
+                for module, device in zip(modules, devices, strict=True)
             ]
+        say(_opening(settings, devices, capacities, emulates))
         recorder = LoopRecorder(
             devices,
-            known,
+            capacities,
             settings.gpu0_bsz,
             name=Path(settings.script).name,
-            reserve=0 if known is None else _RESERVE,
+            reserve=0 if capacities is None else _RESERVE,
             num_steps=settings.steps,
         )
         with recorder.recording(), replaced_data_parallel(recorder):
             exit_code = run_script(settings.script, settings.arguments, settings.is_module)
         recorder.end()
-        report = recorder.report()
-        notes = tuple(_notes(settings, recorder, report))
-    return RunResult(exit_code, recorder.last, report, recorder.capacities, notes)
+        return _result(settings, recorder, exit_code)
+
+
+def _devices(settings: RunSettings) -> tuple[int, list[int] | None]:
+    """Return the number of devices and their capacities, None if they do not matter."""
+    num_devices = settings.num_devices
+    if num_devices is None:
+        num_devices = default_num_devices(settings.emulate)
+    if settings.memory is None:
+        return num_devices, None
+    check_devices(num_devices, settings.memory, settings.emulate)
+    capacities = parse_capacities(settings.memory, settings.num_devices, num_devices)
+    return len(capacities), capacities
 
 
 def _opening(
@@ -144,30 +152,53 @@ def _opening(
     names = f"{devices[0]} to {devices[-1]}" if len(devices) > 1 else str(devices[0])
     if not emulates:
         return f"running {settings.script} on {len(devices)} GPUs, {names}"
-    sizes = (
-        ""
-        if capacities is None
-        else " of " + ", ".join(map(format_bytes, sorted(set(capacities), reverse=True)))
+    sizes = ""
+    if capacities is not None:
+        sizes = f" of {', '.join(map(format_bytes, dict.fromkeys(capacities)))}"
+    kind = "shapes only: the values that it reads are NaN" if settings.symbolic else "on the CPU"
+    return f"running {settings.script} on {len(devices)} emulated GPUs{sizes}, {names} ({kind})"
+
+
+def _result(settings: RunSettings, recorder: LoopRecorder, exit_code: int) -> RunResult:
+    report = recorder.report()
+    measured = recorder.last if report is None else report.chosen
+    budgets = None if report is None else report.plan.budgets
+    if recorder.capacities is not None:
+        budgets = [capacity - recorder.reserve for capacity in recorder.capacities]
+    title = ""
+    if measured is not None:
+        title = measured.workload
+        if measured.batch_size:
+            title += f", batches of {measured.batch_size}"
+        if recorder.is_splitting:
+            title += f", gpu0_bsz={measured.chunk_sizes[0]}"
+    return RunResult(
+        exit_code,
+        title,
+        measured,
+        None if report is None else report.even,
+        budgets,
+        report,
+        tuple(_notes(settings, recorder, report)),
     )
-    values = "shapes only, so the values it reads are NaN" if settings.symbolic else "on the CPU"
-    return f"running {settings.script} on {len(devices)} emulated GPUs{sizes}, {names} ({values})"
 
 
 def _notes(settings: RunSettings, recorder: LoopRecorder, report: Report | None) -> Iterator[str]:
-    """Yield what there is to say beside the tables."""
-    if settings.steps is not None and recorder.num_iterations >= settings.steps:
-        yield f"The script was ended after {settings.steps} training steps (--steps)."
+    """Yield what there is to say beside the table."""
     if recorder.last is None:
         yield (
-            "Nothing was measured: the script took no step of a torch.optim.Optimizer, and ran no "
-            "forward pass with gradients."
+            "Nothing was measured: the script ran no forward pass with gradients, and took no step "
+            "of a torch.optim.Optimizer."
         )
         return
+    if settings.steps is not None and recorder.num_iterations >= settings.steps:
+        yield f"The script was ended after {settings.steps} training steps (--steps)."
     if not recorder.num_iterations:
-        yield "The peaks are those of the first training step, which was not finished."
+        yield "These are the peaks of the first training step, which was not finished."
     if report is None:
         yield from _without_report(settings, recorder)
         return
+    yield from tables.summary(report)
     plan = report.plan
     try:
         check_fits(plan, report.chosen.peak_bytes)
@@ -175,18 +206,52 @@ def _notes(settings: RunSettings, recorder: LoopRecorder, report: Report | None)
         yield f"It does not fit: {error}."
     if plan.gpu0_bsz >= even_share(plan.batch_size, len(plan.chunk_sizes)):
         yield "The even split of nn.DataParallel is the best one here."
-        return
-    diff = recorder.wrapped_at and replaced_call(recorder.wrapped_at, plan.gpu0_bsz)
-    if diff:
-        yield diff
-    elif recorder.wrapped_at is not None:
-        where = f"{recorder.wrapped_at.filename}:{recorder.wrapped_at.line_number}"
-        yield f"{where}: write balanced_dp.BalancedDataParallel({plan.gpu0_bsz}, model, ...)"
-    else:
-        yield (
+    yield from _estimates(report)
+    if plan.gpu0_bsz < even_share(plan.batch_size, len(plan.chunk_sizes)):
+        yield f"With gpu0_bsz={plan.gpu0_bsz} and nothing else:\n{_change(recorder, plan.gpu0_bsz)}"
+
+
+def _change(recorder: LoopRecorder, gpu0_bsz: int) -> str:
+    """Return the lines that change the script."""
+    wrapped_at = recorder.wrapped_at
+    if wrapped_at is None:  # only a Trainer wraps models in another way
+        return (
             "from balanced_dp.integrations.transformers import BalancedTrainer\n"
-            f"trainer = BalancedTrainer(gpu0_bsz={plan.gpu0_bsz}, ...)  # instead of Trainer"
+            f"trainer = BalancedTrainer(gpu0_bsz={gpu0_bsz}, ...)  # instead of Trainer(...)"
         )
+    return replaced_call(wrapped_at, gpu0_bsz) or (
+        f"{wrapped_at.filename}:{wrapped_at.line_number}: write "
+        f"balanced_dp.BalancedDataParallel({gpu0_bsz}, ...) instead of DataParallel(...)"
+    )
+
+
+def _estimates(report: Report) -> Iterator[str]:
+    """Yield which options would help more, with the lines to write."""
+    plan, num_devices = report.plan, len(report.plan.chunk_sizes)
+    gathered_bytes = report.chosen.breakdown[0].get("gathered output", 0) / plan.batch_size
+    on_each_device = with_loss_on_each_device(report.model, gathered_bytes)
+    best = max(utilizations(report.chosen.peak_bytes, plan.budgets))
+    for options, model in (
+        ("gather=False", on_each_device),
+        ("gather=False, spread=True", with_spread(on_each_device, num_devices)),
+    ):
+        planner = Planner(model, plan.budgets)
+        gpu0_bsz = planner.best_gpu0_bsz(plan.batch_size)
+        full = planner.utilization(plan.batch_size, gpu0_bsz)
+        if full >= best * _WORTH_IT:
+            continue
+        best = full
+        largest = planner.max_batch_size(planner.balanced_gpu0_bsz)
+        yield (
+            f"An estimate: {full:.0%} full, and batches up to {largest}, with the loss on each "
+            f"device{' and parameters on all devices' * ('spread' in options)}:\n"
+            f"    model = balanced_dp.BalancedDataParallel({gpu0_bsz}, model, {options})\n"
+            "    criterion = balanced_dp.BalancedCriterion(criterion)"
+        )
+
+
+_WORTH_IT = 0.9
+"""An option is mentioned if the bottleneck device is less full by this factor or more."""
 
 
 def _without_report(settings: RunSettings, recorder: LoopRecorder) -> Iterator[str]:

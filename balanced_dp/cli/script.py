@@ -107,7 +107,7 @@ def replaced_call(wrapped_at: WrappedAt, gpu0_bsz: int) -> str | None:
     name = ast.get_source_segment(source, call.func) or ""
     before, _, after = "".join(lines[first:last]).partition(name)
     arguments = after.lstrip().removeprefix("(").lstrip(" ")
-    comma = "" if arguments.startswith(("\n", ")")) else ", "
+    comma = {")": "", "\n": ","}.get(arguments[:1], ", ")
     new = f"{before}{_REPLACED[_last_name(call.func)]}({gpu0_bsz}{comma}{arguments}"
     imports = [n.lineno - 1 for n in tree.body if isinstance(n, ast.Import | ast.ImportFrom)]
     at = imports[0] if imports and imports[0] < first else 0

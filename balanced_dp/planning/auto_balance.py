@@ -83,7 +83,10 @@ class AutoBalance:
         else:
             latest = list(self._observed.items())[-_MAX_FITTED:]
             # An iteration is observed as a whole: as a single phase.
-            model = fit(((self._split(*key), [peaks]) for key, peaks in latest), empty_bytes)
+            model = fit(
+                ((self._split(*key), [peaks]) for key, peaks in latest),
+                [[empty_bytes]] * len(latest),
+            )
         self._planner = Planner(model, self.capacities)
         best = self._best_observed(batch_size)
         candidate = self._limited(batch_size, self._predicted(batch_size))

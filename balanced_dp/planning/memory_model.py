@@ -112,14 +112,18 @@ class MemoryModel:
         return max(term.whole_bytes_per_sample for term in (*self.idle_terms, *self.first_terms))
 
 
-def fit(splits: Iterable[MeasuredSplit], empty_bytes: int | None = None) -> MemoryModel:
+def fit(
+    splits: Iterable[MeasuredSplit],
+    empty_bytes: Sequence[Sequence[int]] | None = None,
+) -> MemoryModel:
     """Return the model that fits the measured splits best, by least squares.
 
     Args:
         splits: measurements of one workload on devices of one kind, with the same phases. The
             chunk of device 0 and the batch size should vary.
-        empty_bytes: what device 0 holds with an empty batch, if known. If all batches have one
-            size, it separates fixed bytes from those that grow with the batch.
+        empty_bytes: for each split and phase, what device 0 would hold with an empty batch, if it
+            is known. Where all batches have one size, it separates fixed bytes from those that grow
+            with the batch.
 
     Raises:
         ArgumentError: If there is no split, or only splits of a single device.
@@ -127,7 +131,6 @@ def fit(splits: Iterable[MeasuredSplit], empty_bytes: int | None = None) -> Memo
     measured_splits = list(splits)
     if not measured_splits or len(measured_splits[0][0]) < 2:
         raise ArgumentError("a memory model is fitted to measurements of two or more devices")
-    empty = [] if empty_bytes is None else [(0, 0, empty_bytes)]
     offsets = _offsets(measured_splits)
     first_terms: list[LinearTerm] = []
     idle_terms: list[LinearTerm] = []
@@ -136,14 +139,17 @@ def fit(splits: Iterable[MeasuredSplit], empty_bytes: int | None = None) -> Memo
         working: list[Point] = []
         idle: list[Point] = []
         others: list[Point] = []
-        for chunk_sizes, phase_peak_bytes in measured_splits:
+        for index, (chunk_sizes, phase_peak_bytes) in enumerate(measured_splits):
             first, *other_peaks = phase_peak_bytes[phase]
             own, *other_sizes = chunk_sizes
-            (working if own else idle).append((own, sum(chunk_sizes), first))
+            points = working if own else idle
+            points.append((own, sum(chunk_sizes), first))
+            if empty_bytes is not None:
+                points.append((0, 0, empty_bytes[index][phase]))
             sized_peaks = zip(other_sizes, other_peaks, offsets, strict=True)
             others += [(size, 0, held - offset) for size, held, offset in sized_peaks if size]
-        first_terms += _fit_terms(working and working + empty)
-        idle_terms += _fit_terms(idle and idle + empty)
+        first_terms += _fit_terms(list(dict.fromkeys(working)))
+        idle_terms += _fit_terms(list(dict.fromkeys(idle)))
         other_terms += _fit_terms(others)
     model = MemoryModel(
         tuple(first_terms),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ..planning.split_planner import utilizations
@@ -123,34 +123,35 @@ def device_table(report: Report) -> TextTable:
     )
 
 
-def measurement_table(measured: Measurement, capacities: Sequence[int] | None) -> TextTable:
-    """Return the chunk size and the peak of each device, and their capacities if they matter."""
-    rows = []
-    for index, (size, peak) in enumerate(
-        zip(measured.chunk_sizes, measured.peak_bytes, strict=True)
-    ):
-        cells = [str(index), str(size), format_bytes(peak)]
-        if capacities is not None:
-            cells += [format_bytes(capacities[index]), f"{peak / capacities[index]:.0%}"]
-        rows.append(tuple(cells))
-    headers = ("device", "samples", "peak", "capacity", "full")
-    return TextTable(headers if capacities is not None else headers[:3], tuple(rows))
+def use_table(
+    measured: Measurement, budgets: Sequence[int] | None, even: Measurement | None = None
+) -> TextTable:
+    """Return what fills each device at its peak, and how full it is; a column for each device.
 
-
-def breakdown_table(measured: Measurement) -> TextTable:
-    """Return what each device held at its peak, by use."""
+    Args:
+        measured: what was measured.
+        budgets: the bytes of each device that may be used, if they matter.
+        even: the measurement of the even split, to compare with.
+    """
+    scale, unit = byte_scale(max(measured.peak_bytes))
     largest = Counter[str]()
     for sizes in measured.breakdown:
         largest |= Counter(sizes)
-    scale, unit = byte_scale(max(measured.peak_bytes))
-    uses = [use for use, size in largest.most_common() if size >= scale / 200]
-    return TextTable(
-        headers=("device", *(f"{use}, {unit}" for use in uses)),
-        rows=tuple(
-            (str(index), *(f"{sizes.get(use, 0) / scale:.2f}" for use in uses))
-            for index, sizes in enumerate(measured.breakdown)
-        ),
-    )
+    rows: dict[str, Iterable[str]] = {}
+    if measured.batch_size:
+        rows["samples"] = map(str, measured.chunk_sizes)
+    for use, size in largest.most_common():
+        if size >= scale / 100:
+            rows[use] = [f"{sizes.get(use, 0) / scale:.2f}" for sizes in measured.breakdown]
+    rows["peak"] = (f"{peak / scale:.2f}" for peak in measured.peak_bytes)
+    if budgets is not None:
+        rows["full"] = map("{:.0%}".format, utilizations(measured.peak_bytes, budgets))
+    if even is not None and even is not measured:
+        rows["peak, even split"] = (f"{peak / scale:.2f}" for peak in even.peak_bytes)
+    devices = (f"device {index}" for index in range(len(measured.chunk_sizes)))
+    table = tuple((name, *cells) for name, cells in rows.items())
+    marked = [name for name, *_ in table].index("peak")
+    return TextTable((f"memory in {unit}", *devices), table, marked)
 
 
 def candidate_table(report: Report) -> TextTable:

@@ -19,7 +19,6 @@ from torch.optim.optimizer import (
 )
 
 from ..devices import is_emulated
-from ..memory.breakdown import memory_breakdown
 from ..parallel.auto_split import smallest_chunk
 from ..parallel.data_parallel import BalancedDataParallel
 from ..parallel.split_policy import SplitPolicy
@@ -29,8 +28,6 @@ from ..split import even_share, split_batch
 from .report_types import Provenance, Report
 from .step_benchmark import Measurement, StepRecorder, mode_of
 from .tuner import fittable, report_of_measurements
-
-_PERSISTENT = ("parameter", "buffer", "gradient", "optimizer state")
 
 
 class StepsDone(SystemExit):
@@ -93,7 +90,7 @@ class LoopRecorder:
         self._is_settling = False
         self._model: nn.Module | None = None
         self._optimizer: torch.optim.Optimizer | None = None
-        self._empty_bytes = 0
+        self._empty_bytes: dict[tuple[int, int], tuple[int, ...]] = {}
         self._precision: str | None = None
         # Of the iteration that is under way:
         self._step: StepRecorder | None = None
@@ -118,7 +115,7 @@ class LoopRecorder:
             self.devices = model.devices
         if model.devices == self.devices:
             self._model = model
-            model._policy = _RecordedSplit(self)
+        model._policy = _RecordedSplit(self, model.devices)
 
     def split(self, batch_size: int) -> tuple[int, ...]:
         """Return the chunk sizes for a batch."""
@@ -201,7 +198,7 @@ class LoopRecorder:
         step, self._step = self._step, None
         step.end_phase(self._breakdown_of, optimizer)
         self.num_iterations += 1
-        self._record(step, optimizer)
+        self._record(step)
         self._batch_size, self._chunk_sizes = 0, None
 
     @property
@@ -210,7 +207,7 @@ class LoopRecorder:
             return self._model
         return _Unwrapped(self.devices, self._optimizer)
 
-    def _record(self, step: StepRecorder, optimizer: torch.optim.Optimizer | None) -> None:
+    def _record(self, step: StepRecorder) -> None:
         sizes = self._chunk_sizes or (self._batch_size, *(0 for _ in self.devices[1:]))
         key = self._batch_size, sizes[0]
         backward, at_step = (*step.phases, (0,) * len(self.devices))[:2]
@@ -220,40 +217,34 @@ class LoopRecorder:
             batch_size=self._batch_size,
             gpu0_bsz=sizes[0],
             chunk_sizes=sizes,
-            status="ok" if step.out_of_memory is None else "oom",
+            status="ok",
             backward_peak_bytes=backward,
             optimizer_peak_bytes=at_step,
             first_peak_bytes=None,
-            breakdown=tuple(step.breakdown),
+            breakdown=step.breakdown,
             seconds=step.seconds,
-            out_of_memory=step.out_of_memory,
         )
         if self.num_iterations == 2:  # the first one had no optimizer state
             self.measurements.clear()
         known = self.measurements.get(key)
         if known is None or max(known.peak_bytes) < max(measured.peak_bytes):
             self.measurements[key] = measured
-        self._empty_bytes = max(self._empty_bytes, self._persistent_bytes(optimizer))
-        if self._auto is None or self.num_iterations < 2 or self._settled():
+            self._empty_bytes[key] = _empty_bytes(step)
+        if self._auto is not None and self.num_iterations >= 2:
+            self._observe(measured, _empty_bytes(step))
+
+    def _observe(self, measured: Measurement, empty_bytes: tuple[int, ...]) -> None:
+        """Let "auto" choose the next value; kernels are tuned in the first step after a change."""
+        assert self._auto is not None
+        was_settling, self._is_settling = self._is_settling, False
+        if was_settling:
             return
         before = self._auto.num_changes
         replica_bytes = 0 if self._model is None else _num_bytes(self._model)
-        self._auto.observe(*key[:1], measured.peak_bytes, self._empty_bytes, replica_bytes)
+        first_peaks = [peaks[0] for peaks in measured.phase_peak_bytes]
+        empty = empty_bytes[first_peaks.index(max(first_peaks))]
+        self._auto.observe(measured.batch_size, measured.peak_bytes, empty, replica_bytes)
         self._is_settling = self._auto.num_changes > before and not is_emulated(self.devices[0])
-
-    def _settled(self) -> bool:
-        """Return whether the iteration was the first after a change; kernels are tuned in it."""
-        was_settling, self._is_settling = self._is_settling, False
-        return was_settling
-
-    def _persistent_bytes(self, optimizer: torch.optim.Optimizer | None) -> int:
-        """Return the bytes that the first device holds between iterations."""
-        module = torch.get_device_module(self.devices[0])
-        if hasattr(module, "memory_breakdown"):
-            uses = module.memory_breakdown(self.devices[0]).now
-        else:
-            uses = memory_breakdown(self._breakdown_of, optimizer)[0].uses
-        return sum(uses.get(use, 0) for use in _PERSISTENT)
 
     # The result.
 
@@ -261,7 +252,7 @@ class LoopRecorder:
         """Record the iteration that the script did not finish, if it is the only one."""
         if self._step is not None and not self.measurements:
             self._step.end_phase(self._breakdown_of, self._optimizer)
-            self._record(self._step, self._optimizer)
+            self._record(self._step)
 
     @property
     def last(self) -> Measurement | None:
@@ -282,6 +273,7 @@ class LoopRecorder:
         if capacities is None:
             peak = max(self.measurements[batch_size, even].peak_bytes)
             capacities = [math.ceil(peak / 2**20) * 2**20] * len(self.devices)
+        empty_bytes = [self._empty_bytes[m.batch_size, m.chunk_sizes[0]] for m in measured]
         names = (torch.get_device_module(d).get_device_name(d) for d in self.devices)
         return report_of_measurements(
             measured,
@@ -289,24 +281,27 @@ class LoopRecorder:
             capacities,
             self.reserve,
             batch_size=batch_size,
-            model=fit(fittable(measured), self._empty_bytes),
+            model=fit(fittable(measured), empty_bytes),
             num_parameters=self.num_parameters,
             precision=self._precision,
         )
 
 
 class _RecordedSplit(SplitPolicy):
-    """The chunk sizes that a ``LoopRecorder`` chooses."""
+    """The chunk sizes that a ``LoopRecorder`` chooses; on other devices the even split."""
 
-    def __init__(self, recorder: LoopRecorder) -> None:
-        self._recorder = recorder
-        super().__init__(None, recorder.devices, spread=True)
+    def __init__(self, recorder: LoopRecorder, devices: Sequence[torch.device]) -> None:
+        self._recorder = recorder if devices == recorder.devices else None
+        super().__init__(None, devices, spread=True)
 
     def split(self, batch_size: int) -> tuple[int, ...]:
+        if self._recorder is None:
+            return super().split(batch_size)
         return self._recorder.split(batch_size)
 
     def begin_call(self, module: nn.Module, batch_size: int) -> tuple[int, ...]:
-        self._recorder.begin_call(module, batch_size)
+        if self._recorder is not None:
+            self._recorder.begin_call(module, batch_size)
         return self.split(batch_size)
 
 
@@ -322,6 +317,23 @@ class _Unwrapped:
 
     def buffers(self) -> Iterator[torch.Tensor]:
         return iter(())
+
+
+def _empty_bytes(step: StepRecorder) -> tuple[int, ...]:
+    """Return what the first device would hold with an empty batch, at the peak of each phase.
+
+    In the backward pass, all that is not persistent grows with the batch. In the optimizer's step,
+    so does what is left of the batch, where it is known; the rest is the optimizer's own.
+    """
+    backward, *at_step = (uses[0] for uses in step.uses)
+    return (
+        sum(backward.get(use, 0) for use in _PERSISTENT),
+        *(sum(size for use, size in uses.items() if use not in _OF_THE_BATCH) for uses in at_step),
+    )
+
+
+_PERSISTENT = ("parameter", "buffer", "gradient", "optimizer state")
+_OF_THE_BATCH = ("input", "activation", "gathered output")
 
 
 def _parameters(optimizer: torch.optim.Optimizer | None) -> Iterator[torch.Tensor]:

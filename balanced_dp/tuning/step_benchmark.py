@@ -316,7 +316,7 @@ class StepMeter:
             backward_peak_bytes=backward,
             optimizer_peak_bytes=optimizer,
             first_peak_bytes=first,
-            breakdown=tuple(step.breakdown),
+            breakdown=step.breakdown,
             seconds=step.seconds,
             out_of_memory=step.out_of_memory,
         )
@@ -347,7 +347,7 @@ class StepRecorder:
     Attributes:
         phases: peaks of allocated bytes, one tuple for forward and backward pass and loss, and one
             for the optimizer.
-        breakdown: bytes by use of each device at its peak, as in ``memory_breakdown``.
+        uses: by phase, the bytes by use of each device at its peak, as in ``memory_breakdown``.
         seconds: the wall time of the phases.
         out_of_memory: the message of the error if memory ran out.
     """
@@ -355,7 +355,7 @@ class StepRecorder:
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self.devices = devices
         self.phases: list[tuple[int, ...]] = []
-        self.breakdown: list[dict[str, int]] = [{} for _ in devices]
+        self.uses: list[tuple[dict[str, int], ...]] = []
         self.seconds = 0.0
         self.out_of_memory: str | None = None
         self.begin_phase()
@@ -372,13 +372,18 @@ class StepRecorder:
         for device in self.devices:
             torch.get_device_module(device).synchronize(device)
         self.seconds += time.perf_counter() - self._started
-        peaks = tuple(self._peaks.of(device)[0] for device in self.devices)
+        self.phases.append(tuple(self._peaks.of(device)[0] for device in self.devices))
         if model is not None:
-            for index, entry in enumerate(memory_breakdown(model, optimizer)):
-                if entry.peak_bytes >= max((p[index] for p in self.phases), default=0):
-                    self.breakdown[index] = entry.uses
-        self.phases.append(peaks)
+            self.uses.append(tuple(entry.uses for entry in memory_breakdown(model, optimizer)))
         self.begin_phase()
+
+    @property
+    def breakdown(self) -> tuple[dict[str, int], ...]:
+        """Return the bytes by use of each device, in the phase in which it was the fullest."""
+        if not self.uses:
+            return tuple({} for _ in self.devices)
+        by_device = zip(*self.uses, strict=True)
+        return tuple(max(reversed(uses), key=lambda u: sum(u.values())) for uses in by_device)
 
 
 def mode_of(device: torch.device) -> Mode:

@@ -1,0 +1,191 @@
+"""balanced-dp run: a script is run, unchanged, and what it needs is said."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from .. import processes
+
+SCRIPT = """
+import sys
+import torch
+from torch import nn
+
+num_steps, batch_size, wraps = int(sys.argv[1]), int(sys.argv[2]), "wrap" in sys.argv
+torch.manual_seed(0)
+device = "cuda" if torch.cuda.is_available() else "cpu"
+model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 512)).to(device)
+if wraps:
+    model = nn.DataParallel(model)
+optimizer = torch.optim.AdamW(model.parameters())
+for step in range(num_steps):
+    inputs = torch.randn(batch_size, 64, device="cpu").to(device)
+    loss = model(inputs).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    print(f"step {step} loss {loss.item():.7f}")
+if "fail" in sys.argv:
+    raise KeyError("the key")
+if "memory" in sys.argv:
+    print(torch.cuda.get_device_properties(1).total_memory)
+if "branch" in sys.argv and loss.item() < 1:
+    print("small")
+if "exit" in sys.argv:
+    sys.exit(5)
+"""
+DIFF = """\
+@@ -1,0 +2 @@
++import balanced_dp
+@@ -11 +12 @@
+-    model = nn.DataParallel(model)
++    model = balanced_dp.BalancedDataParallel("""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT, "utf-8")
+    return path
+
+
+def run(script: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return processes.python("-m", "balanced_dp", "run", *arguments, cwd=script.parent)
+
+
+def test_the_answer_for_a_script(script):
+    done = run(script, "--memory", "1GiB", "train.py", "9", "256", "wrap")
+    assert done.returncode == 0, done.stderr
+    plain = processes.python("train.py", "9", "256", cwd=script.parent)
+    for ours, theirs in zip(done.stdout.split("\n"), plain.stdout.split("\n"), strict=True):
+        assert ours.split(" ")[:2] == theirs.split(" ")[:2]
+        if ours:
+            assert abs(float(ours.split(" ")[-1]) - float(theirs.split(" ")[-1])) < 1e-5
+    lines = done.stderr.splitlines()
+    assert lines[0] == (
+        "balanced-dp: running train.py on 4 emulated GPUs of 1.00 GiB, cuda:0 to cuda:3 "
+        "(on the CPU)"
+    )
+    assert "train.py, batches of 256, gpu0_bsz=" in done.stderr
+    assert "memory in MiB     device 0  device 1  device 2  device 3" in done.stderr
+    assert "The largest batch that fits is" in done.stderr
+    assert DIFF in done.stderr
+    assert "gather=False)\n    criterion = balanced_dp.BalancedCriterion(criterion)" in done.stderr
+
+
+def test_the_script_ends_after_the_steps(script):
+    done = run(script, "--steps", "5", "train.py", "100000", "64", "wrap")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1].startswith("step 4 ")
+    assert "The script was ended after 5 training steps (--steps)." in done.stderr
+
+
+def test_the_report_is_read_by_the_other_commands(script):
+    arguments = ("train.py", "8", "64", "wrap")
+    files = ("--json", "run.json", "--html", "run.html")
+    done = run(script, *files, "--symbolic", "--devices", "3", *arguments)
+    assert done.returncode == 0, done.stderr
+    report = json.loads((script.parent / "run.json").read_text("utf-8"))
+    assert report["workload"] == "train.py"
+    assert sum(report["plan"]["chunk_sizes"]) == 64 and len(report["plan"]["chunk_sizes"]) == 3
+    assert "<svg" in (script.parent / "run.html").read_text("utf-8")
+    shown = processes.python("-m", "balanced_dp", "report", "run.json", cwd=script.parent)
+    assert "train.py, batches of 64, 3 devices" in shown.stdout
+    same = processes.python("-m", "balanced_dp", "compare", *["run.json"] * 2, cwd=script.parent)
+    assert same.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "says"),
+    [
+        (("6", "64", "wrap", "fail"), 1, "KeyError: 'the key'"),
+        (("6", "64", "wrap", "exit"), 5, "The largest batch that fits is"),
+        (("0", "64", "wrap"), 0, "Nothing was measured: the script ran no forward pass"),
+        (("4", "64"), 0, "The script splits no batch over the devices; model = torch.nn.DataPar"),
+        (("2", "64", "wrap"), 0, "A plan takes three training steps or more of one batch size"),
+        (("4", "1", "wrap"), 0, "batches of 1"),
+    ],
+)
+def test_scripts_that_end_otherwise(words, code, says, script):
+    done = run(script, "train.py", *words)
+    assert done.returncode == code, done.stderr
+    assert says in done.stderr
+    assert "balanced_dp/" not in done.stderr  # no frames of ours
+    if words[0] != "0":
+        assert "memory in MiB" in done.stderr
+    if "fail" in words:
+        assert 'File "train.py", line' in done.stderr
+
+
+def test_memory_that_is_too_small_is_said_and_not_enforced(script):
+    done = run(script, "--memory", "515MiB", "train.py", "8", "2048", "wrap", "memory")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == str(515 * 2**20)
+    said = " ".join(done.stderr.split())
+    assert "It does not fit: a batch of 2048 does not fit with any gpu0_bsz: with the best" in said
+    assert "device 0 needs" in said and "and lacks" in said
+
+
+def test_not_even_one_sample_fits(script):
+    done = run(script, "--memory", "513MiB", "train.py", "8", "256", "wrap")
+    said = " ".join(done.stderr.split())
+    assert "device 0 needs" in said and "the largest batch that fits is 0" in said
+
+
+@pytest.mark.parametrize("value", ["2", "even"])
+def test_a_value_that_is_given(value, script):
+    done = run(script, "--gpu0-bsz", value, "train.py", "5", "64", "wrap")
+    assert done.returncode == 0, done.stderr
+    if value == "even":
+        assert "batches of 64, gpu0_bsz=16" in done.stderr
+        assert "Without --gpu0-bsz even, the run searches" in done.stderr
+    else:
+        assert " 2 " in done.stderr and "with the even split it is device 0" in done.stderr
+
+
+def test_a_branch_on_a_value_that_was_not_computed(script):
+    done = run(script, "--symbolic", "train.py", "4", "64", "wrap", "branch")
+    assert done.returncode == 1
+    assert "loss nan" in done.stdout
+    assert "(shapes only: the values that it reads are NaN)" in done.stderr
+    assert "SymbolicValueError: a number that was not computed decides something" in done.stderr
+    assert "memory in MiB" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("none.py",), "none.py is no file; name a Python script"),
+        (("--gpu0-bsz", "many", "train.py"), "--gpu0-bsz must be a number, auto or even"),
+        (("--memory", "11GiB,24GiB", "--devices", "3", "train.py"), "--memory gives 2 devices"),
+        (("--memory", "plenty", "train.py"), "--memory"),
+        (("--devices", "0", "train.py"), "num_devices must be at least 1, got 0"),
+        (("--json", "no/such/folder.json", "train.py"), "there is no folder"),
+    ],
+)
+def test_wrong_input_is_one_line(arguments, says, script):
+    done = run(script, *arguments)
+    assert done.returncode == 2
+    [line] = done.stderr.splitlines()
+    assert line.startswith("balanced-dp: ") and says in line
+
+
+def test_a_module_and_its_options(script):
+    done = run(
+        script, "--steps", "4", "-m", "train", "9", "64", "wrap", "--memory", "of the script"
+    )
+    assert done.returncode == 0, done.stderr
+    assert "train, batches of 64, gpu0_bsz=" in done.stderr
+
+
+def test_help_shows_the_arguments():
+    done = subprocess.run(
+        [sys.executable, "-m", "balanced_dp", "run", "--help"], capture_output=True, text=True
+    )
+    for name in ("SCRIPT", "[ARGS]", "-m", "--gpu0-bsz", "--symbolic", "--steps"):
+        assert name in done.stdout

@@ -1,0 +1,142 @@
+"""A script runs in this process as under python, and the change of it is shown as a diff."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from balanced_dp import ArgumentError
+from balanced_dp.cli.script import INTERRUPTED, check_script, replaced_call, run_script
+from balanced_dp.tuning.loop_recorder import StepsDone, WrappedAt
+
+
+def write(path: Path, text: str) -> str:
+    path.write_text(text, "utf-8")
+    return str(path)
+
+
+def test_the_script_sees_what_it_would_see_under_python(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "beside.py", "VALUE = 7")
+    script = write(
+        tmp_path / "script.py",
+        "import os, sys, beside\n"
+        "if __name__ == '__main__':\n"
+        "    print(sys.argv, __file__, os.getcwd(), beside.VALUE)\n"
+        "    print(sys.modules['__main__'].__dict__ is globals())\n",
+    )
+    before = sys.argv, sys.path[:]
+    assert run_script(script, ["--lr", "-1", "x y"], is_module=False) == 0
+    argv = [script, "--lr", "-1", "x y"]
+    assert capsys.readouterr().out == f"{argv} {script} {tmp_path} 7\nTrue\n"
+    assert (sys.argv, sys.path) == before
+    del sys.modules["beside"]
+
+
+def test_a_module(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "someones_package"
+    folder.mkdir()
+    write(folder / "__init__.py", "")
+    write(folder / "train.py", "import sys\nprint(__name__, __package__, sys.argv[1:])")
+    assert run_script("someones_package.train", ["a"], is_module=True) == 0
+    assert capsys.readouterr().out == "__main__ someones_package ['a']\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "error"),
+    [
+        ("raise SystemExit", 0, ""),
+        ("raise SystemExit(3)", 3, ""),
+        ("raise SystemExit('no data')", 1, "no data\n"),
+        ("import sys; sys.exit(0)", 0, ""),
+    ],
+)
+def test_exit_codes(text, code, error, tmp_path, capsys):
+    assert run_script(write(tmp_path / "script.py", text), [], is_module=False) == code
+    assert capsys.readouterr().err == error
+
+
+def test_a_traceback_has_the_frames_of_the_script_only(tmp_path, capsys):
+    script = write(tmp_path / "script.py", "def f():\n    return {}['key']\nf()\n")
+    assert run_script(script, [], is_module=False) == 1
+    error = capsys.readouterr().err
+    assert error.splitlines()[0] == "Traceback (most recent call last):"
+    assert error.splitlines()[1].strip() == f'File "{script}", line 3, in <module>'
+    assert error.splitlines()[-1] == "KeyError: 'key'"
+    assert "runpy" not in error and "balanced_dp" not in error
+
+
+def test_a_script_that_cannot_be_parsed(tmp_path, capsys):
+    assert run_script(write(tmp_path / "script.py", "x ="), [], is_module=False) == 1
+    assert "SyntaxError: invalid syntax" in capsys.readouterr().err
+
+
+def test_an_interrupt_and_the_end_of_the_steps(tmp_path, capsys):
+    script = write(tmp_path / "script.py", "raise KeyboardInterrupt")
+    assert run_script(script, [], is_module=False) == INTERRUPTED
+    assert "KeyboardInterrupt" in capsys.readouterr().err
+    text = f"from {StepsDone.__module__} import StepsDone\nraise StepsDone"
+    assert run_script(write(tmp_path / "steps.py", text), [], is_module=False) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_it_waits_for_threads_of_the_script(tmp_path, capsys):
+    text = "import threading\nthreading.Timer(0.05, print, ['from a thread']).start()"
+    assert run_script(write(tmp_path / "script.py", text), [], is_module=False) == 0
+    assert capsys.readouterr().out == "from a thread\n"
+
+
+def test_no_such_script(tmp_path):
+    with pytest.raises(ArgumentError, match=r"none\.py is no file; name a Python script"):
+        check_script("none.py", is_module=False)
+    with pytest.raises(ArgumentError, match="is a folder"):
+        check_script(str(tmp_path), is_module=False)
+    check_script("anything", is_module=True)
+
+
+def test_no_such_module(capsys):
+    assert run_script("no_such_package.train", [], is_module=True) == 1
+    assert "No module named 'no_such_package'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("call", "changed"),
+    [
+        ("model = nn.DataParallel(model)", ["model = balanced_dp.BalancedDataParallel(3, model)"]),
+        (
+            "model = torch.nn.DataParallel(model, device_ids=[0, 1]).cuda()",
+            ["model = balanced_dp.BalancedDataParallel(3, model, device_ids=[0, 1]).cuda()"],
+        ),
+        ("m = DataParallel ( m)", ["m = balanced_dp.BalancedDataParallel(3, m)"]),
+        (
+            "y = nn.parallel.data_parallel(model, x)",
+            ["y = balanced_dp.balanced_data_parallel(3, model, x)"],
+        ),
+        (
+            "model = nn.DataParallel(\n    model,\n    dim=1,\n)",
+            ["model = balanced_dp.BalancedDataParallel(3,", "    model,", "    dim=1,", ")"],
+        ),
+    ],
+)
+@pytest.mark.parametrize("line_in_call", [0, -1])
+def test_the_change_as_a_diff(call, changed, line_in_call, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    head = '"""A script."""\nimport torch\nfrom torch import nn\n\n'
+    script = write(tmp_path / "train.py", f"{head}{call}\nprint(model)\n")
+    lines = range(5, 6 + call.count("\n"))
+    diff = replaced_call(WrappedAt(script, lines[line_in_call]), 3)
+    assert diff.startswith("--- train.py\n+++ train.py\n")
+    added = [line[1:] for line in diff.splitlines()[2:] if line.startswith("+")]
+    removed = [line[1:] for line in diff.splitlines()[2:] if line.startswith("-")]
+    before = call.splitlines()
+    assert added == ["import balanced_dp", *(line for line in changed if line not in before)]
+    assert removed == [line for line in before if line not in changed]
+
+
+@pytest.mark.parametrize("text", ["x =", "", "model = wrap(model)"])
+def test_no_diff_without_the_call(text, tmp_path):
+    script = write(tmp_path / "train.py", text)
+    assert replaced_call(WrappedAt(script, 1), 3) is None

@@ -1,0 +1,408 @@
+"""Emulated devices under the name "cuda": what scripts write works, and torch is left as it was."""
+
+from __future__ import annotations
+
+import io
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from balanced_dp import BalancedDataParallel, EmulationError, SymbolicValueError, emulate_devices
+from balanced_dp.emulation.machine import current_machine
+
+CUDA0, CUDA1 = torch.device("cuda", 0), torch.device("cuda", 1)
+
+
+@pytest.fixture
+def devices() -> Iterator[Any]:
+    with emulate_devices(4, memory="64MiB", as_cuda=True) as devices:
+        yield devices
+
+
+ON_CUDA_1: dict[str, Callable[[], torch.Tensor]] = {
+    "zeros": lambda: torch.zeros(2, device="cuda:1"),
+    "zeros of an int": lambda: torch.zeros(2, device=1),
+    "tensor": lambda: torch.tensor([1.0, 2.0], device=CUDA1),
+    "as_tensor": lambda: torch.as_tensor([1.0, 2.0], device="cuda:1"),
+    "asarray": lambda: torch.asarray([1.0, 2.0], device="cuda:1"),
+    "arange": lambda: torch.arange(2, device="cuda:1"),
+    "randn": lambda: torch.randn(2, device="cuda:1"),
+    "randperm": lambda: torch.randperm(2, device="cuda:1"),
+    "fftfreq": lambda: torch.fft.fftfreq(2, device="cuda:1"),
+    "ones_like": lambda: torch.ones_like(torch.zeros(2), device="cuda:1"),
+    "new_zeros": lambda: torch.zeros(3).new_zeros(2, device="cuda:1"),
+    "new_tensor": lambda: torch.zeros(3, device=1).new_tensor([1.0, 2.0]),
+    "new": lambda: torch.zeros(3, device=1).new(2),
+    "to": lambda: torch.ones(2).to("cuda:1"),
+    "to an int": lambda: torch.ones(2).to(1),
+    "to a device": lambda: torch.ones(2).to(CUDA1, torch.float64, non_blocking=True),
+    "to a keyword": lambda: torch.ones(2).to(device=CUDA1),
+    "to that of another": lambda: torch.ones(2).to(torch.ones(1, device=1)),
+    "cuda": lambda: torch.ones(2).cuda(1),
+    "cuda of a device": lambda: torch.ones(2).cuda(CUDA1, non_blocking=True),
+    "from another device": lambda: torch.ones(2).cuda().cuda(1),
+    "a parameter": lambda: nn.Linear(1, 2).cuda(1).bias,
+    "a module to an int": lambda: nn.Linear(1, 2).to(1).bias,
+    "a module made there": lambda: nn.Linear(1, 2, device="cuda:1").bias,
+    "a packed sequence": lambda: nn.utils.rnn.pack_sequence([torch.ones(2)]).to("cuda:1").data,
+}
+
+
+@pytest.mark.parametrize("make", ON_CUDA_1.values(), ids=ON_CUDA_1)
+def test_every_way_to_name_a_device(make, devices):
+    tensor = make()
+    assert tensor.device == CUDA1 == devices[1]
+    assert str(tensor.device) == "cuda:1"
+    assert tensor.is_cuda
+    assert tensor.get_device() == 1
+    assert tensor.type().startswith("torch.cuda.")
+    assert "device='cuda:1'" in repr(tensor)
+    assert tensor.shape == (2,)
+    assert torch.cuda.memory_allocated(1) > 0
+
+
+def test_the_current_device_is_that_of_cuda_without_an_index(devices):
+    assert torch.cuda.current_device() == 0
+    with torch.cuda.device(2):
+        assert torch.ones(1).cuda().device == torch.ones(1, device="cuda").device == devices[2]
+    torch.cuda.set_device("cuda:3")
+    assert torch.accelerator.current_device_index() == 3
+    assert torch.ones(1).to("cuda").device == devices[3]
+    with torch.cuda.device_of(torch.ones(1, device=CUDA1)):
+        assert torch.cuda.current_device() == 1
+
+
+def test_to_where_it_is_returns_the_tensor_itself(devices):
+    tensor = torch.ones(2, device="cuda")
+    assert tensor.to("cuda:0") is tensor
+    assert tensor.cuda() is tensor
+    assert tensor.to(0) is tensor
+    assert tensor.to(0, copy=True) is not tensor
+
+
+def test_devices_of_one_operation_must_agree(devices):
+    with pytest.raises(RuntimeError, match="two devices, cuda:0 and cuda:1"):
+        torch.ones(2, device="cuda") + torch.ones(2, device="cuda:1")
+    with pytest.raises(TypeError, match="can't convert cuda:0 device type tensor to numpy"):
+        torch.ones(2, device="cuda").numpy()
+    with pytest.raises(EmulationError, match="no emulated device cuda:7: this context has 4"):
+        torch.ones(2, device="cuda:7")
+
+
+def test_default_devices(devices):
+    with torch.device("cuda:1"):
+        assert torch.zeros(2).device == torch.tensor([1.0]).device == CUDA1
+    torch.set_default_device("cuda")
+    assert torch.get_default_device() == CUDA0
+    assert nn.Linear(2, 2).weight.device == CUDA0
+    torch.set_default_device(None)
+    assert torch.zeros(2).device.type == "cpu"
+
+
+def test_types_by_their_old_names(devices):
+    made = torch.cuda.FloatTensor(2, 3)
+    assert (made.device, made.dtype, made.shape) == (CUDA0, torch.float32, (2, 3))
+    assert made.type() == "torch.cuda.FloatTensor"
+    assert isinstance(made, torch.cuda.FloatTensor)
+    assert not isinstance(made, torch.cuda.HalfTensor)
+    assert not isinstance(made.cpu(), torch.cuda.FloatTensor)
+    assert torch.cuda.LongTensor([1, 2]).tolist() == [1, 2]
+    assert torch.cuda.FloatTensor(made.size()).shape == (2, 3)
+    for kind in (torch.cuda.HalfTensor, "torch.cuda.HalfTensor"):
+        assert torch.ones(2).type(kind).dtype == torch.float16
+    assert made.type(torch.FloatTensor).device.type == "cpu"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # deprecated
+        torch.set_default_tensor_type("torch.cuda.FloatTensor")
+        assert torch.zeros(1).device == CUDA0
+        torch.set_default_tensor_type(torch.FloatTensor)
+    assert torch.zeros(1).device.type == "cpu"
+
+
+def test_memory(devices):
+    tensor = torch.ones(1000, device="cuda:1")
+    assert torch.cuda.memory_allocated("cuda:1") == 4096
+    assert torch.cuda.max_memory_allocated(CUDA1) == torch.cuda.memory.max_memory_allocated(1)
+    assert torch.accelerator.memory_allocated(1) == 4096
+    assert torch.cuda.mem_get_info(1) == (64 * 2**20 - 4096, 64 * 2**20)
+    assert torch.cuda.memory_stats(1)["allocated_bytes.all.current"] == 4096
+    assert "activation" in torch.cuda.memory_summary(1)
+    del tensor
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(1)
+    assert torch.cuda.max_memory_reserved(1) == 0
+    with pytest.raises(torch.cuda.OutOfMemoryError, match="CUDA out of memory"):
+        torch.empty(2**25, device="cuda")
+
+
+def test_properties(devices):
+    assert torch.cuda.is_available() and torch.cuda.is_initialized()
+    assert torch.cuda.device_count() == torch.accelerator.device_count() == 4
+    assert torch.accelerator.current_accelerator() == torch.device("cuda")
+    assert torch.cuda.get_device_name(1) == "Emulated device 1"
+    assert torch.cuda.get_device_properties(0).total_memory == 64 * 2**20
+    assert torch.cuda.get_device_capability() == (8, 0)
+    assert torch.cuda.get_arch_list() == ["sm_80"]
+    assert torch.cuda.is_bf16_supported()
+    assert torch.cuda.can_device_access_peer(0, 1) and not torch.cuda.can_device_access_peer(1, 1)
+    assert torch.get_device_module("cuda") is torch.cuda
+
+
+def test_streams_and_events(devices):
+    stream = torch.cuda.Stream(device=1)
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    with torch.cuda.stream(stream):
+        tensor = torch.ones(2, device="cuda:1")
+        tensor.record_stream(stream)
+    torch.cuda.current_stream(1).wait_stream(stream)
+    end.record(stream)
+    torch.cuda.synchronize()
+    assert start.elapsed_time(end) >= 0
+    assert stream.query() and end.query() and stream.device == CUDA1
+    with pytest.raises(ValueError, match="must be recorded"):
+        start.elapsed_time(torch.cuda.Event())
+
+
+def test_random_numbers(devices):
+    torch.manual_seed(5)
+    drawn = torch.randn(3, device="cuda"), torch.randn(3, device="cuda:1")
+    assert drawn[0].tolist() == drawn[1].tolist()
+    torch.cuda.manual_seed_all(5)
+    assert torch.randn(3, device="cuda").tolist() == drawn[0].tolist()
+    states = torch.cuda.get_rng_state_all()
+    again = torch.randn(3, device="cuda")
+    torch.cuda.set_rng_state_all(states)
+    assert torch.randn(3, device="cuda").tolist() == again.tolist()
+    generator = torch.Generator(device="cuda:1").manual_seed(5)
+    assert generator.device == CUDA1
+    assert torch.randn(3, device=1, generator=generator).tolist() == drawn[0].tolist()
+    assert isinstance(torch.default_generator, torch.Generator)
+    assert isinstance(generator, torch.Generator)
+    with torch.random.fork_rng(devices=[0]):
+        torch.randn(3, device="cuda")
+    torch.cuda.seed_all()
+    assert torch.cuda.initial_seed() == torch.cuda.default_generators[0].initial_seed()
+
+
+def test_pinned_memory(devices):
+    pinned = torch.ones(2).pin_memory()
+    assert pinned.is_pinned() and pinned.pin_memory() is pinned
+    assert not torch.ones(2).is_pinned()
+    assert torch.empty(2, pin_memory=True).is_pinned()
+    with pytest.raises(RuntimeError, match="cannot pin"):
+        torch.ones(2, device="cuda").pin_memory()
+    data = torch.utils.data.TensorDataset(torch.arange(8.0))
+    loader = torch.utils.data.DataLoader(data, batch_size=4, pin_memory=True, num_workers=1)
+    batches = [(x.is_pinned(), x.cuda(non_blocking=True).tolist()) for (x,) in loader]
+    assert batches == [(True, [0, 1, 2, 3]), (True, [4, 5, 6, 7])]
+
+
+@pytest.mark.parametrize("old", [False, True], ids=["torch.amp", "torch.cuda.amp"])
+@pytest.mark.filterwarnings("ignore:`torch.cuda.amp:FutureWarning")
+def test_mixed_precision_training(old, devices):
+    def autocast(dtype: torch.dtype) -> Any:
+        return torch.cuda.amp.autocast(dtype=dtype) if old else torch.autocast("cuda", dtype)
+
+    scaler = torch.cuda.amp.GradScaler() if old else torch.amp.GradScaler("cuda")
+    model = nn.Linear(4, 4).cuda()
+    optimizer = torch.optim.AdamW(model.parameters())
+    before = model.weight.detach().clone()
+    with autocast(torch.bfloat16):
+        assert torch.is_autocast_enabled() and torch.is_autocast_enabled("cuda")
+        assert model(torch.ones(2, 4, device="cuda")).dtype == torch.bfloat16
+    with autocast(torch.float16):
+        output = model(torch.ones(2, 4, device="cuda"))
+        assert output.dtype == torch.float16
+        loss = output.float().square().mean()
+    assert not torch.is_autocast_enabled("cuda")
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.is_enabled() and not torch.equal(before, model.weight)
+    after = model.weight.detach().clone()
+    optimizer.zero_grad()
+    scaler.scale(model(torch.full((2, 4), torch.inf, device="cuda")).sum()).backward()
+    scaler.step(optimizer)  # skipped: the gradients are not finite
+    scaler.update()
+    assert torch.equal(after, model.weight)
+
+
+def test_checkpoints(devices, tmp_path):
+    model = nn.Linear(2, 2).cuda(1)
+    path = tmp_path / "model.pt"
+    torch.save({"model": model.state_dict(), "epoch": torch.arange(3)}, path)
+    loaded = torch.load(path)
+    assert loaded["model"]["weight"].device == CUDA1
+    assert loaded["epoch"].device.type == "cpu"
+    model.load_state_dict(loaded["model"])
+    for location, device in (
+        ("cpu", torch.device("cpu")),
+        ("cuda:2", devices[2]),
+        (torch.device("cuda"), CUDA0),
+        ({"cuda:1": "cuda:3"}, devices[3]),
+        (lambda storage, place: storage, torch.device("cpu")),
+        (lambda storage, place: storage.cuda(2), devices[2]),
+    ):
+        weight = torch.load(path, map_location=location)["model"]["weight"]
+        assert weight.device == device
+        assert torch.equal(weight.cpu(), model.weight.detach().cpu())
+    stream = io.BytesIO()
+    torch.save(torch.ones(2, device="cuda"), stream)
+    stream.seek(0)
+    with pytest.raises(EmulationError, match="no emulated device cuda:9"):
+        torch.load(stream, map_location="cuda:9")
+
+
+def test_names_hold_in_other_threads(devices):
+    seen = []
+    thread = threading.Thread(target=lambda: seen.append(torch.ones(2).cuda(1).device))
+    thread.start()
+    thread.join()
+    assert seen == [CUDA1]
+
+
+def test_both_data_parallels_run(devices):
+    module = nn.Sequential(nn.Linear(4, 3), nn.Tanh()).double().cuda()
+    inputs = torch.randn(8, 4, dtype=torch.float64)
+    module(inputs.cuda()).sum().backward()
+    expected = module[0].weight.grad.clone()
+    for parallel in (nn.DataParallel(module), BalancedDataParallel(1, module)):
+        module.zero_grad()
+        output = parallel(inputs)
+        assert output.device == CUDA0 and parallel.device_ids == [0, 1, 2, 3]
+        output.sum().backward()
+        assert torch.allclose(module[0].weight.grad, expected, rtol=0, atol=1e-12)
+    assert nn.parallel.data_parallel(module, inputs.cuda(), [0, 1]).shape == (8, 3)
+
+
+REFUSED: dict[str, Callable[[], Any]] = {
+    "torch.cuda.CUDAGraph": lambda: torch.cuda.CUDAGraph(),
+    "torch.cuda.graph": lambda: torch.cuda.graph(None),
+    "torch.cuda.memory_snapshot": lambda: torch.cuda.memory_snapshot(),
+    "torch.accelerator.Graph": lambda: torch.accelerator.Graph(),
+    "torch.compile with inductor": lambda: torch.compile(nn.Linear(2, 2)),
+    "NCCL process groups": lambda: torch.distributed.init_process_group("nccl"),
+    r"NCCL process groups \(backend=None": lambda: torch.distributed.init_process_group(),
+}
+
+
+@pytest.mark.parametrize(("name", "call"), REFUSED.items(), ids=REFUSED)
+def test_what_cannot_be_done_is_named(name, call, devices):
+    with pytest.raises(EmulationError, match=f"emulated devices do not support {name}"):
+        call()
+
+
+def test_compiling_without_inductor_is_left_to_torch(devices):
+    assert torch.compile(abs, backend="eager")(-1) == 1
+
+
+def attributes() -> dict[str, Any]:
+    """Everything that is patched, by name."""
+    owners: dict[str, Any] = {
+        "torch": torch,
+        "torch.Tensor": torch.Tensor,
+        "torch.cuda": torch.cuda,
+        "torch.cuda.memory": torch.cuda.memory,
+        "torch.accelerator": torch.accelerator,
+        "torch.UntypedStorage": torch.UntypedStorage,
+        "torch.distributed": torch.distributed,
+        "torch.serialization": torch.serialization,
+        "torch._C": torch._C,
+        "torch._C._nn": torch._C._nn,
+        "GradScaler": torch.amp.GradScaler,
+        "DeviceContext": torch.utils._device.DeviceContext,
+    }
+    return {
+        f"{owner} {name}": id(value)
+        for owner, target in owners.items()
+        for name, value in vars(target).items()
+        if not name.startswith("__") or name in ("__init__", "__torch_function__")
+    }
+
+
+@pytest.mark.parametrize("error", [None, KeyError], ids=["normally", "by an exception"])
+def test_torch_is_as_before_after_the_context(error):
+    with emulate_devices(1, as_cuda=True):
+        pass  # what is made on first use is made now
+    before = attributes()
+    try:
+        with emulate_devices(2, as_cuda=True, symbolic=True):
+            assert attributes() != before
+            torch.set_default_device("cuda")
+            if error is not None:
+                raise error
+    except KeyError:
+        pass
+    assert attributes() == before
+    assert torch.get_default_device().type == "cpu"
+    assert not torch.cuda.is_available()
+    with pytest.raises(AssertionError, match="not compiled with CUDA"):
+        torch.ones(2).cuda()
+
+
+def test_it_is_not_nested_and_off_by_default(devices):
+    with (
+        pytest.raises(EmulationError, match="cannot be nested"),
+        emulate_devices(2, as_cuda=True),
+    ):
+        pass
+    assert devices[0].type == "cuda"
+
+
+def test_the_name_is_lazy_by_default():
+    with emulate_devices(2) as devices:
+        assert torch.ones(1, device=devices[1]).device.type == "lazy"
+        assert not torch.cuda.is_available()
+
+
+# Shapes only.
+
+
+def test_a_scaler_takes_each_step_where_gradients_are_not_known():
+    with emulate_devices(1, as_cuda=True, symbolic=True):
+        parameter = nn.Parameter(torch.ones(2, device="cuda"))
+        optimizer = torch.optim.AdamW([parameter])
+        scaler = torch.amp.GradScaler("cuda")
+        scaler.scale(parameter.sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert optimizer.state[parameter]
+        del parameter, optimizer
+
+
+def test_unknown_numbers_are_nan_until_they_decide():
+    with emulate_devices(1, as_cuda=True, symbolic=True):
+        current_machine().reads_unknown = True
+        read_unknown_numbers()
+        current_machine().reads_unknown = False
+        with pytest.raises(SymbolicValueError):
+            torch.ones(3, device="cuda").mean().item()
+
+
+def read_unknown_numbers() -> None:
+    loss = torch.ones(3, device="cuda").mean()
+    assert f"{loss:.2f} {loss.item():.2f} {float(loss)}" == "nan nan nan"
+    assert loss.cpu().isnan()
+    assert str(loss.tolist()) == "nan"
+    total = 0.0
+    for _ in range(2):
+        total += loss.item() / 2
+    assert str(round(total, 3)) == "nan"
+    for decide in (
+        lambda: total < 1,
+        lambda: total == total,
+        lambda: bool(total),
+        lambda: int(total),
+        lambda: bool(loss > 0),
+        lambda: torch.ones(3, device="cuda").argmax().cpu(),
+    ):
+        with pytest.raises(SymbolicValueError):
+            decide()

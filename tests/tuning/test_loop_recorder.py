@@ -1,0 +1,231 @@
+"""The recorder measures training loops that know nothing of it."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.modules import module
+from torch.optim import optimizer
+
+from balanced_dp import BalancedDataParallel, emulate_devices
+from balanced_dp.split import best_gpu0_bsz, even_share, split_batch
+from balanced_dp.tuning.loop_recorder import LoopRecorder, StepsDone
+
+
+@pytest.fixture
+def devices() -> Iterator[Any]:
+    with emulate_devices(4) as devices:
+        yield devices
+
+
+def make_model(device: torch.device, features: int = 64) -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(features, 4 * features), nn.ReLU(), nn.Linear(4 * features, 8 * features)
+    ).to(device)
+
+
+def train(
+    model: nn.Module,
+    num_steps: int,
+    batch_size: int = 32,
+    after_step: Callable[[], object] = lambda: None,
+) -> None:
+    device = next(model.parameters()).device
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(num_steps):
+        output = model(torch.ones(batch_size, 64, device=device))
+        output.square().mean().backward()
+        del output
+        optimizer.step()
+        optimizer.zero_grad()
+        after_step()
+
+
+def recorded(devices: Any, num_steps: int, batch_size: int = 32, **options: Any) -> LoopRecorder:
+    recorder = LoopRecorder(devices, **options)
+    model = BalancedDataParallel(0, make_model(devices[0]))
+    recorder.adopt(model)
+    with recorder.recording():
+        train(model, num_steps, batch_size)
+    model.close()
+    return recorder
+
+
+def test_iterations_are_what_lies_between_steps(devices):
+    recorder = recorded(devices, 3, gpu0_bsz=None)
+    assert recorder.num_iterations == 3
+    [measured] = recorder.measurements.values()
+    assert measured.chunk_sizes == (8, 8, 8, 8) and measured.batch_size == 32
+    assert measured.mode == "emulated"
+    uses = measured.breakdown[0]
+    assert sum(uses.values()) == measured.peak_bytes[0]
+    assert uses["optimizer state"] > 0
+    assert recorder.report() is None
+
+
+def test_a_value_is_compared_with_the_even_split(devices):
+    recorder = recorded(devices, 4, gpu0_bsz=3)
+    assert [m.chunk_sizes for m in recorder.measurements.values()] == [(8, 8, 8, 8), (3, 10, 10, 9)]
+    assert recorder.last.chunk_sizes == (3, 10, 10, 9)
+    report = recorder.report()
+    assert report.even.chunk_sizes == (8, 8, 8, 8)
+    assert report.chosen.chunk_sizes == (3, 10, 10, 9)
+    assert report.num_parameters == sum(p.numel() for p in make_model("cpu").parameters())
+
+
+def test_auto_finds_the_value_that_trying_each_finds(devices):
+    tried = {}
+    for value in range(9):
+        gc.collect()
+        tried[value] = max(recorded(devices, 4, gpu0_bsz=value).last.peak_bytes)
+    gc.collect()
+    report = recorded(devices, 9).report()
+    assert report.plan.gpu0_bsz == best_gpu0_bsz(tried)
+    assert report.model.is_accurate
+
+
+@pytest.mark.parametrize("capacity", [12 * 2**20, 48 * 2**20])
+def test_the_largest_batch_is_the_largest_that_runs(capacity, devices):
+    report = recorded(devices, 9, 1024, capacities=[capacity] * 4).report()
+    largest, value = report.plan.max_batch_size, report.plan.max_batch_gpu0_bsz
+
+    def peak(batch_size: int) -> int:
+        gc.collect()
+        return max(recorded(devices, 4, batch_size, gpu0_bsz=value).last.peak_bytes)
+
+    assert peak(largest - 4) <= capacity < peak(largest + 4)
+
+
+def test_a_second_split_is_tried_where_the_even_one_is_best(devices):
+    recorder = LoopRecorder(devices)
+    model = BalancedDataParallel(
+        0, nn.Sequential(make_model("cpu"), nn.Linear(512, 1)).to(devices[0])
+    )
+    recorder.adopt(model)
+    with recorder.recording():
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(6):
+            model(torch.ones(4096, 64)).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    model.close()
+    assert len(recorder.measurements) >= 2
+    assert recorder.report().plan.gpu0_bsz > 900
+
+
+def test_two_optimizers_make_one_iteration(devices):
+    recorder = LoopRecorder(devices, gpu0_bsz=2)
+    first, second = (BalancedDataParallel(0, make_model(devices[0])) for _ in range(2))
+    recorder.adopt(first)
+    recorder.adopt(second)
+    optimizers = [torch.optim.AdamW(model.parameters()) for model in (first, second)]
+    with recorder.recording():
+        for _ in range(5):
+            for model, optimizer in zip((first, second), optimizers, strict=True):
+                model(torch.ones(16, 64)).mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    assert recorder.num_iterations == 5
+    assert first.chunk_sizes == second.chunk_sizes == (2, 5, 5, 4)
+    for model in (first, second):
+        model.close()
+
+
+def test_evaluation_is_not_counted(devices):
+    recorder = LoopRecorder(devices, gpu0_bsz=None)
+    model = BalancedDataParallel(0, make_model(devices[0]))
+    recorder.adopt(model)
+
+    def evaluate() -> None:
+        with torch.no_grad():
+            model(torch.ones(4096, 64))
+
+    with recorder.recording():
+        train(model, 3, after_step=evaluate)
+    model.close()
+    [measured] = recorder.measurements.values()
+    assert measured.batch_size == 32
+    assert max(measured.peak_bytes) < 2**22
+
+
+def test_gradient_accumulation_is_one_iteration(devices):
+    recorder = LoopRecorder(devices, gpu0_bsz=None)
+    model = BalancedDataParallel(0, make_model(devices[0]))
+    recorder.adopt(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with recorder.recording():
+        for _ in range(3):
+            for size in (8, 16, 12):
+                model(torch.ones(size, 64)).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    model.close()
+    assert recorder.num_iterations == 3
+    assert list(recorder.measurements) == [(16, 4)]
+
+
+def test_the_loop_ends_where_it_would_begin_one_step_too_many(devices):
+    recorder = LoopRecorder(devices, num_steps=2)
+    steps = []
+    with pytest.raises(StepsDone) as ended, recorder.recording():
+        train(make_model(devices[0]), 5, after_step=lambda: steps.append(1))
+    assert len(steps) == 2 and ended.value.code is None
+
+
+def test_an_iteration_that_fails_is_kept_if_it_is_the_only_one(devices):
+    recorder = LoopRecorder(devices)
+    model = make_model(devices[0])
+    with pytest.raises(KeyError), recorder.recording():
+        model(torch.ones(32, 64, device=devices[0]))
+        raise KeyError
+    assert recorder.last is None
+    recorder.end()
+    assert recorder.last.peak_bytes[0] > 0 == recorder.last.peak_bytes[1]
+
+
+def test_a_model_without_a_wrapper_is_measured_where_it_is(devices):
+    recorder = LoopRecorder(devices)
+    with recorder.recording():
+        train(make_model(devices[1]), 3)
+    assert recorder.last.peak_bytes[1] > 0 == recorder.last.peak_bytes[0]
+    assert not recorder.is_splitting and recorder.report() is None
+
+
+def test_chunks_of_torchs_own_class_are_counted():
+    with emulate_devices(4, as_cuda=True) as devices:
+        recorder = LoopRecorder(devices)
+        model = nn.DataParallel(make_model(devices[0]))
+        with recorder.recording():
+            train(model, 3, 30)
+        assert recorder.last.chunk_sizes == (8, 8, 8, 6) and recorder.last.batch_size == 30
+        assert not recorder.is_splitting
+        del model, recorder
+
+
+def test_capacities_follow_the_devices_of_the_model(devices):
+    recorder = LoopRecorder(devices, [1, 2, 3, 4], gpu0_bsz=None)
+    recorder.adopt(BalancedDataParallel(0, make_model(devices[3]), [3, 1]))
+    assert recorder.devices == [devices[3], devices[1]]
+    assert recorder.capacities == [4, 2]
+    assert recorder.split(7) == split_batch(7, 2, even_share(7, 2))
+
+
+def test_recording_leaves_no_hooks(devices):
+    def hooks() -> list[int]:
+        return [
+            len(found)
+            for found in (
+                module._global_forward_pre_hooks,
+                optimizer._global_optimizer_pre_hooks,
+                optimizer._global_optimizer_post_hooks,
+            )
+        ]
+
+    before = hooks()
+    recorded(devices, 1)
+    assert hooks() == before
