@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from .. import processes
+from balanced_dp.cli.run import RunSettings, run_and_measure
+
+from .. import cuda_stand_in, processes
 
 SCRIPT = """
 import sys
@@ -189,3 +191,21 @@ def test_help_shows_the_arguments():
     )
     for name in ("SCRIPT", "[ARGS]", "-m", "--gpu0-bsz", "--symbolic", "--steps"):
         assert name in done.stdout
+
+
+@pytest.mark.skipif(cuda_stand_in.WHY_NOT is not None, reason=str(cuda_stand_in.WHY_NOT))
+def test_accelerators_are_used_if_there_are_two(script, capsys):
+    with cuda_stand_in.opened() as stand_in:
+        device = str(stand_in.devices[0])
+        script.write_text(SCRIPT.replace('device = "cuda" if', f'device = "{device}" if 1 or'))
+        said: list[str] = []
+        settings = RunSettings(str(script), ("9", "256", "wrap"), gpu0_bsz="auto")
+        result = run_and_measure(settings, said.append)
+        assert not stand_in.races()
+    assert said == [f"running {script} on 4 GPUs, stand_in:0 to stand_in:3"]
+    assert result.exit_code == 0, capsys.readouterr().err
+    assert result.report is not None and result.report.chosen.mode == "real"
+    assert result.report.plan.capacity_bytes == (result.report.plan.capacity_bytes[0],) * 4
+    gpu0_bsz = result.report.plan.gpu0_bsz
+    assert gpu0_bsz < 64 == result.report.even.chunk_sizes[0]
+    assert f"balanced_dp.BalancedDataParallel({gpu0_bsz}, model)" in result.notes[-1]
