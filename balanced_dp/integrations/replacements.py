@@ -8,6 +8,7 @@ import inspect
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import chain
 from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any
@@ -16,8 +17,9 @@ from unittest import mock
 import torch
 from torch import nn
 
-from ..devices import Device
+from ..devices import Device, default_device_type, resolve_devices
 from ..parallel.data_parallel import BalancedDataParallel
+from ..parallel.replicate import check_on_device
 from ..tuning.loop_recorder import LoopRecorder, WrappedAt
 
 _STEPS = {"forward", "scatter", "replicate", "parallel_apply", "gather"}
@@ -42,6 +44,9 @@ def replaced_data_parallel(recorder: LoopRecorder) -> Iterator[None]:
         dim: int = 0,
         module_kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        devices = resolve_devices(device_ids, default_device_type())
+        if devices:
+            check_on_device(chain(module.parameters(), module.buffers()), devices[0])
         if not isinstance(inputs, tuple):
             inputs = () if inputs is None else (inputs,)
         parallel = data_parallel(module, device_ids, output_device, dim)
@@ -78,6 +83,8 @@ def _data_parallel_class(recorder: LoopRecorder) -> Any:
             output_device: Device | None = None,
             dim: int = 0,
         ) -> None:
+            if output_device == -1:  # torch's name for the CPU
+                output_device = "cpu"
             super().__init__(0, module, device_ids, output_device, dim)
             recorder.adopt(self)
             recorder.wrapped_at = recorder.wrapped_at or _call_of_script()

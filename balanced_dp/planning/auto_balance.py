@@ -32,6 +32,7 @@ class AutoBalance:
 
     Args:
         capacities: capacity of each device in bytes.
+        may_exceed: whether values are tried with which a device might hold more than its capacity.
 
     Attributes:
         smallest: the smallest chunk of device 0 that is not empty.
@@ -39,8 +40,9 @@ class AutoBalance:
         is_frozen: whether the search is over.
     """
 
-    def __init__(self, capacities: Sequence[int]) -> None:
+    def __init__(self, capacities: Sequence[int], may_exceed: bool = False) -> None:
         self.capacities = capacities
+        self.may_exceed = may_exceed
         self.smallest = 1
         self.num_changes = 0
         self.is_frozen = False
@@ -123,7 +125,7 @@ class AutoBalance:
             return True
         expected = self._planner.utilization(batch_size, candidate)
         if len(self._observed) == 1:  # an upper bound
-            return expected <= 1
+            return self.may_exceed or expected <= 1
         return is_better(expected, self._utilization(batch_size, best))
 
     def _is_idling_worth_trying(self, batch_size: int, best: int) -> bool:

@@ -94,8 +94,8 @@ class LoopRecorder:
         self._precision: str | None = None
         # Of the iteration that is under way:
         self._step: StepRecorder | None = None
-        self._batch_size = 0
-        self._chunk_sizes: tuple[int, ...] | None = None
+        self._chunk_sizes: tuple[int, ...] = ()
+        self._replica_sizes: dict[torch.device, int] = {}
 
     @property
     def is_splitting(self) -> bool:
@@ -105,7 +105,11 @@ class LoopRecorder:
     # The split.
 
     def adopt(self, model: BalancedDataParallel[Any]) -> None:
-        """Split the batches of a model, whose devices become those of the loop."""
+        """Split the batches of a model.
+
+        The devices of the first one become those of the loop. A model on others, or on these in
+        another order, gets even chunks.
+        """
         if len(model.devices) < 2:
             return
         if self._model is None:
@@ -115,7 +119,9 @@ class LoopRecorder:
             self.devices = model.devices
         if model.devices == self.devices:
             self._model = model
-        model._policy = _RecordedSplit(self, model.devices)
+            model._policy = _RecordedSplit(self)
+        else:
+            model._policy = SplitPolicy(None, model.devices, spread=True)
 
     def split(self, batch_size: int) -> tuple[int, ...]:
         """Return the chunk sizes for a batch."""
@@ -139,12 +145,14 @@ class LoopRecorder:
 
     def begin_call(self, module: nn.Module, batch_size: int) -> None:
         """Record the call of a model; its largest batch makes the peak."""
-        if not torch.is_grad_enabled() or batch_size < self._batch_size:
+        if not torch.is_grad_enabled() or batch_size < sum(self._chunk_sizes):
             return
         if self._auto is None and self.gpu0_bsz == "auto":
-            self._auto = AutoBalance(self.capacities or [1] * len(self.devices))
+            capacities = self.capacities or [self.reserve + 1] * len(self.devices)
+            budgets = [capacity - self.reserve for capacity in capacities]
+            self._auto = AutoBalance(budgets, may_exceed=is_emulated(self.devices[0]))
             self._auto.smallest = smallest_chunk(module)
-        self._batch_size, self._chunk_sizes = batch_size, self.split(batch_size)
+        self._chunk_sizes = self.split(batch_size)
         if torch.is_autocast_enabled(self.devices[0].type):
             self._precision = str(torch.get_autocast_dtype(self.devices[0].type))
 
@@ -166,23 +174,18 @@ class LoopRecorder:
         if self._step is None and torch.is_grad_enabled():
             self._step = StepRecorder(self.devices)
         if isinstance(module, nn.DataParallel) and not isinstance(module, BalancedDataParallel):
-            self._model, self._chunk_sizes = module, (0,) * len(self.devices)
-            self._batch_size = 0
-        elif getattr(module, "_is_replica", False) and isinstance(self._model, nn.DataParallel):
-            self._note_replica(module, args, self._model)
+            self._model = module
+        elif getattr(module, "_is_replica", False) and self._model is not None:
+            self._note_replica(module, args)
 
-    def _note_replica(
-        self, module: nn.Module, args: tuple[Any, ...], model: nn.DataParallel[Any]
-    ) -> None:
+    def _note_replica(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """Record the chunk of a replica of nn.DataParallel, or of a script's subclass of it."""
-        is_ours = isinstance(model, BalancedDataParallel)
-        if is_ours or type(module) is not type(model.module) or self._chunk_sizes is None:
+        model: Any = self._model
+        if self.is_splitting or type(module) is not type(model.module):
             return
         for arg in args:
             if isinstance(arg, torch.Tensor) and arg.device in self.devices:
-                sizes = list(self._chunk_sizes)
-                sizes[self.devices.index(arg.device)] = arg.size(model.dim)
-                self._chunk_sizes, self._batch_size = tuple(sizes), sum(sizes)
+                self._replica_sizes[arg.device] = arg.size(model.dim)
                 return
 
     def _begin_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
@@ -199,7 +202,7 @@ class LoopRecorder:
         step.end_phase(self._breakdown_of, optimizer)
         self.num_iterations += 1
         self._record(step)
-        self._batch_size, self._chunk_sizes = 0, None
+        self._chunk_sizes, self._replica_sizes = (), {}
 
     @property
     def _breakdown_of(self) -> Any:
@@ -208,13 +211,13 @@ class LoopRecorder:
         return _Unwrapped(self.devices, self._optimizer)
 
     def _record(self, step: StepRecorder) -> None:
-        sizes = self._chunk_sizes or (self._batch_size, *(0 for _ in self.devices[1:]))
-        key = self._batch_size, sizes[0]
+        sizes = self._chunk_sizes or tuple(self._replica_sizes.get(d, 0) for d in self.devices)
+        key = sum(sizes), sizes[0]
         backward, at_step = (*step.phases, (0,) * len(self.devices))[:2]
         measured = Measurement(
             workload=self.name,
             mode=mode_of(self.devices[0]),
-            batch_size=self._batch_size,
+            batch_size=sum(sizes),
             gpu0_bsz=sizes[0],
             chunk_sizes=sizes,
             status="ok",
@@ -237,7 +240,8 @@ class LoopRecorder:
         """Let "auto" choose the next value; kernels are tuned in the first step after a change."""
         assert self._auto is not None
         was_settling, self._is_settling = self._is_settling, False
-        if was_settling:
+        is_chosen = measured.chunk_sizes[0] == self._auto.gpu0_bsz(measured.batch_size)
+        if was_settling or not is_chosen:
             return
         before = self._auto.num_changes
         replica_bytes = 0 if self._model is None else _num_bytes(self._model)
@@ -288,20 +292,17 @@ class LoopRecorder:
 
 
 class _RecordedSplit(SplitPolicy):
-    """The chunk sizes that a ``LoopRecorder`` chooses; on other devices the even split."""
+    """The chunk sizes that a ``LoopRecorder`` chooses."""
 
-    def __init__(self, recorder: LoopRecorder, devices: Sequence[torch.device]) -> None:
-        self._recorder = recorder if devices == recorder.devices else None
-        super().__init__(None, devices, spread=True)
+    def __init__(self, recorder: LoopRecorder) -> None:
+        self._recorder = recorder
+        super().__init__(None, recorder.devices, spread=True)
 
     def split(self, batch_size: int) -> tuple[int, ...]:
-        if self._recorder is None:
-            return super().split(batch_size)
         return self._recorder.split(batch_size)
 
     def begin_call(self, module: nn.Module, batch_size: int) -> tuple[int, ...]:
-        if self._recorder is not None:
-            self._recorder.begin_call(module, batch_size)
+        self._recorder.begin_call(module, batch_size)
         return self.split(batch_size)
 
 
