@@ -206,7 +206,7 @@ def _notes(settings: RunSettings, recorder: LoopRecorder, report: Report | None)
         yield f"It does not fit: {error}."
     if plan.gpu0_bsz >= even_share(plan.batch_size, len(plan.chunk_sizes)):
         yield "The even split of nn.DataParallel is the best one here."
-    yield from _estimates(report)
+    yield from _estimates(recorder, report)
     if plan.gpu0_bsz < even_share(plan.batch_size, len(plan.chunk_sizes)):
         yield f"With gpu0_bsz={plan.gpu0_bsz} and nothing else:\n{_change(recorder, plan.gpu0_bsz)}"
 
@@ -225,15 +225,15 @@ def _change(recorder: LoopRecorder, gpu0_bsz: int) -> str:
     )
 
 
-def _estimates(report: Report) -> Iterator[str]:
+def _estimates(recorder: LoopRecorder, report: Report) -> Iterator[str]:
     """Yield which options would help more, with the lines to write."""
-    plan, num_devices = report.plan, len(report.plan.chunk_sizes)
+    plan = report.plan
     gathered_bytes = report.chosen.breakdown[0].get("gathered output", 0) / plan.batch_size
     on_each_device = with_loss_on_each_device(report.model, gathered_bytes)
     best = max(utilizations(report.chosen.peak_bytes, plan.budgets))
-    for options, model in (
-        ("gather=False", on_each_device),
-        ("gather=False, spread=True", with_spread(on_each_device, num_devices)),
+    for spread, model in (
+        (False, on_each_device),
+        (True, with_spread(on_each_device, len(plan.chunk_sizes))),
     ):
         planner = Planner(model, plan.budgets)
         gpu0_bsz = planner.best_gpu0_bsz(plan.batch_size)
@@ -242,12 +242,15 @@ def _estimates(report: Report) -> Iterator[str]:
             continue
         best = full
         largest = planner.max_batch_size(planner.balanced_gpu0_bsz)
-        yield (
-            f"An estimate: {full:.0%} full, and batches up to {largest}, with the loss on each "
-            f"device{' and parameters on all devices' * ('spread' in options)}:\n"
-            f"    model = balanced_dp.BalancedDataParallel({gpu0_bsz}, model, {options})\n"
-            "    criterion = balanced_dp.BalancedCriterion(criterion)"
-        )
+        options = ", gather=False" * (not recorder.returns_loss) + ", spread=True" * spread
+        line = f"    model = balanced_dp.BalancedDataParallel({gpu0_bsz}, model{options})"
+        how = "with the loss on each device"
+        if recorder.returns_loss:
+            how = "if forward returns the loss without other outputs"
+        else:
+            line += "\n    criterion = balanced_dp.BalancedCriterion(criterion)"
+        how += " and parameters on all devices" * spread
+        yield f"An estimate: {full:.0%} full, and batches up to {largest}, {how}:\n{line}"
 
 
 _WORTH_IT = 0.9

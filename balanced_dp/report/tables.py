@@ -194,6 +194,8 @@ def candidate_table(report: Report) -> TextTable:
 
 def byte_scale(largest: float) -> tuple[int, str]:
     """Return the size and the name of the unit for an amount of bytes."""
+    if largest < 2**20:
+        return 2**10, "KiB"
     return (2**30, "GiB") if largest >= 2**30 else (2**20, "MiB")
 
 

@@ -12,11 +12,15 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+from torch.utils._pytree import tree_leaves
 
 from ..devices import is_emulated
 from ..parallel.auto_split import smallest_chunk
@@ -64,6 +68,7 @@ class LoopRecorder:
         measurements: what was measured, by batch size and chunk size of the first device.
         num_iterations: the number of iterations that have ended.
         wrapped_at: where the script wraps its model, or None if it does not.
+        returns_loss: whether a loss is among the outputs of the model.
     """
 
     def __init__(
@@ -85,6 +90,7 @@ class LoopRecorder:
         self.measurements: dict[tuple[int, int], Measurement] = {}
         self.num_iterations = 0
         self.wrapped_at: WrappedAt | None = None
+        self.returns_loss = False
         self.num_parameters = 0
         self._auto: AutoBalance | None = None
         self._is_settling = False
@@ -163,6 +169,7 @@ class LoopRecorder:
         """Record the training loop that runs inside a ``with`` block."""
         with (
             register_module_forward_pre_hook(self._begin_iteration),
+            register_module_forward_hook(self._note_output),
             register_optimizer_step_pre_hook(self._begin_step),
             register_optimizer_step_post_hook(self._end_step),
         ):
@@ -187,6 +194,13 @@ class LoopRecorder:
             if isinstance(arg, torch.Tensor) and arg.device in self.devices:
                 self._replica_sizes[arg.device] = arg.size(model.dim)
                 return
+
+    def _note_output(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if module is self._model and not self.returns_loss:
+            self.returns_loss = any(
+                isinstance(leaf, torch.Tensor) and leaf.dim() == 0 and leaf.requires_grad
+                for leaf in tree_leaves(output)
+            )
 
     def _begin_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         if self._optimizer is None:
