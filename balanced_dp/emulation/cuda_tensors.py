@@ -108,8 +108,12 @@ def _pin_memory(self: Any, device: Any = None) -> Any:
 
 def _type(self: torch.Tensor, dtype: Any = None, non_blocking: bool = False) -> Any:
     if dtype is None:
-        name: str = torch._C.TensorBase.type(self)
-        return name.replace(f".{DEVICE_TYPE}.", f".{CUDA}.")
+        if not self.is_cuda:
+            return torch._C.TensorBase.type(self)
+        # Torch has no name for sparse tensors on DEVICE_TYPE.
+        alike = torch.empty(0, dtype=self.dtype, layout=self.layout, device="cpu")
+        name: str = torch._C.TensorBase.type(alike)
+        return name.replace("torch.", f"torch.{CUDA}.", 1)
     if isinstance(dtype, str) and dtype.startswith(f"torch.{CUDA}."):
         dtype = LEGACY_TYPES[dtype.rpartition(".")[2]]
     if isinstance(dtype, _LegacyType):
