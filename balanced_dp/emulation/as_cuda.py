@@ -159,7 +159,7 @@ def _data_parallel() -> _Patches:
         # torch's own makes devices of ints, which it refuses without an accelerator.
         ctx.dim = dim
         ctx.input_device = input.get_device() if input.is_cuda else -1
-        return tuple(torch.nn.parallel.comm.scatter(input, target_gpus, chunk_sizes, dim))
+        return tuple(cuda_functions.scatter(input, target_gpus, chunk_sizes, dim))
 
     return {
         torch._C: COMMUNICATION,
