@@ -231,7 +231,15 @@ def broadcast_coalesced(
     tensors: Sequence[torch.Tensor], devices: Sequence[int], buffer_size: int
 ) -> list[list[torch.Tensor]]:
     """Return the tensors on each device."""
+    first = _device(devices[0])
+    if any(tensor.device != first for tensor in tensors):
+        raise RuntimeError(f"All tensors must be on devices[0]: {first}")
     return [[tensor.to(_device(index)) for tensor in tensors] for index in devices]
+
+
+def broadcast_out(tensor: torch.Tensor, out: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Copy the tensor into each of ``out``, and return these."""
+    return [target.copy_(tensor) for target in out]
 
 
 def scatter(
@@ -247,10 +255,26 @@ def scatter(
     return [chunk.to(_device(index)) for chunk, index in zip(chunks, devices, strict=False)]
 
 
+def scatter_out(
+    tensor: torch.Tensor, out: Sequence[torch.Tensor], dim: int, streams: object = None
+) -> list[torch.Tensor]:
+    """Copy chunks of the tensor into ``out``, and return these."""
+    chunks = tensor.split([target.size(dim) for target in out], dim)
+    return [target.copy_(chunk) for target, chunk in zip(out, chunks, strict=True)]
+
+
 def gather(tensors: Sequence[torch.Tensor], dim: int, destination: int | None) -> torch.Tensor:
     """Return the tensors joined on a device; -1 is the CPU, None the current device."""
     target = torch.device("cpu") if destination == -1 else _device(destination)
     return torch.cat([tensor.to(target) for tensor in tensors], dim)
+
+
+def gather_out(tensors: Sequence[torch.Tensor], out: torch.Tensor, dim: int) -> torch.Tensor:
+    """Copy the tensors, joined, into ``out``, and return it."""
+    parts = out.split([tensor.size(dim) for tensor in tensors], dim)
+    for part, tensor in zip(parts, tensors, strict=True):
+        part.copy_(tensor)
+    return out
 
 
 def _device(index: int | None) -> torch.device:
@@ -261,8 +285,11 @@ def _device(index: int | None) -> torch.device:
 COMMUNICATION = {
     "_broadcast": broadcast,
     "_broadcast_coalesced": broadcast_coalesced,
+    "_broadcast_out": broadcast_out,
     "_scatter": scatter,
+    "_scatter_out": scatter_out,
     "_gather": gather,
+    "_gather_out": gather_out,
 }
 """By the name in ``torch._C``, which only builds with CUDA have."""
 
