@@ -23,9 +23,9 @@ NEEDS = {
         "test_documentation.py",
         "test_figures.py",
     ],
-    "transformers": ["integrations"],
-    "accelerate": ["integrations"],
-    "lightning_fabric": ["integrations"],
+    "transformers": ["integrations/test_loops.py", "integrations/test_transformers.py"],
+    "accelerate": ["integrations/test_loops.py", "integrations/test_transformers.py"],
+    "lightning_fabric": ["integrations/test_loops.py"],
 }
 """What an extra, or a package of the group dev, is needed for."""
 

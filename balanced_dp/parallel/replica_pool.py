@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from ..errors import warn
 from .arrivals import Arrivals, ArrivingParameters, parameters_of
 from .bound_methods import HOOKS, bind_to_replicas
 from .homes import refuse_alone
@@ -332,9 +333,19 @@ def _shallow_copy(module: nn.Module) -> nn.Module:
     copy: nn.Module = object.__new__(type(module))  # its own __new__ may need arguments
     attributes = copy.__dict__
     attributes.update(module.__dict__, _is_replica=True)
+    if type(module).zero_grad is nn.Module.zero_grad:
+        attributes["zero_grad"] = _keep_gradients
     for kind in _DICTIONARIES:
         attributes[kind] = attributes[kind].copy()
     return copy
+
+
+def _keep_gradients(set_to_none: bool = True) -> None:
+    """Do what ``zero_grad`` does in a replica of ``nn.DataParallel``: nothing."""
+    warn(
+        "zero_grad() in forward has no effect on a replica, whose parameters are not those that "
+        "gather gradients; call it outside of forward"
+    )
 
 
 def _replicates_itself(module: nn.Module) -> bool:

@@ -210,6 +210,30 @@ class UnhashableHook:
         return None
 
 
+@pytest.mark.filterwarnings("ignore:zero_grad:balanced_dp.BalanceWarning")
+def test_zero_grad_in_forward_has_no_effect(devices):
+    """The first replica has the module's own parameters: their gradients were erased."""
+
+    class Clears(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(2, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.zero_grad()
+            self.layer.zero_grad(set_to_none=False)
+            return self.layer(x)
+
+    model = BalancedDataParallel(1, Clears().to(devices[0]), devices)
+    for _ in range(2):
+        model(torch.ones(32, 2, device=devices[0])).sum().backward()
+    assert model.module.layer.bias.grad.item() == 64
+    model.zero_grad()
+    assert model.module.layer.bias.grad is None
+    with pytest.warns(BalanceWarning, match="zero_grad.. in forward has no effect"):
+        model(torch.ones(8, 2, device=devices[0]))
+
+
 def test_hooks_need_not_be_hashable():
     module = Lambda(lambda self, x: 2 * x)
     module.register_forward_pre_hook(UnhashableHook())
