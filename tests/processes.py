@@ -80,6 +80,7 @@ def _run(
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(environ)
+    multiprocessing.set_start_method(None, force=True)  # not that of this process, the default one
     sys.path[:0] = ["", *filter(None, environ.get("PYTHONPATH", "").split(os.pathsep))]
     if "LD_LIBRARY_PATH" in environ:  # which is read when a process starts, too early for a fork
         for library in Path(environ["LD_LIBRARY_PATH"]).glob("*.so.*"):

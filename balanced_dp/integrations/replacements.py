@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.abc
 import importlib.machinery
 import inspect
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from itertools import chain
 from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any
@@ -17,9 +17,9 @@ from unittest import mock
 import torch
 from torch import nn
 
-from ..devices import Device, default_device_type, resolve_devices
+from ..devices import Device
 from ..parallel.data_parallel import BalancedDataParallel
-from ..parallel.replicate import check_on_device
+from ..parallel.functional import call_once
 from ..tuning.loop_recorder import LoopRecorder, WrappedAt
 
 _STEPS = {"forward", "scatter", "replicate", "parallel_apply", "gather"}
@@ -36,25 +36,7 @@ def replaced_data_parallel(recorder: LoopRecorder) -> Iterator[None]:
     """
     data_parallel = _data_parallel_class(recorder)
 
-    def function(
-        module: nn.Module,
-        inputs: Any,
-        device_ids: Sequence[Device] | None = None,
-        output_device: Device | None = None,
-        dim: int = 0,
-        module_kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        devices = resolve_devices(device_ids, default_device_type())
-        if devices:
-            check_on_device(chain(module.parameters(), module.buffers()), devices[0])
-        if not isinstance(inputs, tuple):
-            inputs = () if inputs is None else (inputs,)
-        parallel = data_parallel(module, device_ids, output_device, dim)
-        try:
-            return parallel(*inputs, **(module_kwargs or {}))
-        finally:
-            parallel.close()
-
+    function = functools.partial(call_once, data_parallel)
     file = sys.modules["torch.nn.parallel.data_parallel"]  # torch.nn.parallel hides it
     finder = _TrainerFinder(recorder)
     with ExitStack() as stack:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -44,12 +45,26 @@ def balanced_data_parallel(
         >>> balanced_data_parallel(1, model, torch.ones(8, 4), ["cpu", "cpu"]).shape
         torch.Size([8, 2])
     """
+    wrap = functools.partial(BalancedDataParallel, gpu0_bsz)
+    return call_once(wrap, module, inputs, device_ids, output_device, dim, module_kwargs)
+
+
+def call_once(
+    wrap: Callable[..., BalancedDataParallel[Any]],
+    module: nn.Module,
+    inputs: Any,
+    device_ids: Sequence[Device] | None = None,
+    output_device: Device | None = None,
+    dim: int = 0,
+    module_kwargs: dict[str, Any] | None = None,
+) -> Any:
+    """Evaluate the module with what ``wrap(module, device_ids, output_device, dim)`` returns."""
     devices = resolve_devices(device_ids, default_device_type())
     if devices:
         check_on_device(chain(module.parameters(), module.buffers()), devices[0])
     if not isinstance(inputs, tuple):
         inputs = () if inputs is None else (inputs,)
-    parallel = BalancedDataParallel(gpu0_bsz, module, device_ids, output_device, dim)
+    parallel = wrap(module, device_ids, output_device, dim)
     try:
         return parallel(*inputs, **(module_kwargs or {}))
     finally:

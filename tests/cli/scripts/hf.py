@@ -1,0 +1,68 @@
+"""Train a small GPT-2 with the Trainer of Hugging Face, on padded sequences."""
+
+import argparse
+import tempfile
+
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--max_steps", type=int, default=10)
+parser.add_argument("--batch", type=int, default=24)
+parser.add_argument("--n_embd", type=int, default=32)
+args = parser.parse_args()
+
+torch.manual_seed(0)
+devices = max(1, torch.cuda.device_count())
+config = GPT2Config(
+    vocab_size=100,
+    n_positions=32,
+    n_embd=args.n_embd,
+    n_layer=2,
+    n_head=2,
+    resid_pdrop=0.0,
+    embd_pdrop=0.0,
+    attn_pdrop=0.0,
+    bos_token_id=0,
+    eos_token_id=0,
+)
+
+
+class Sentences(torch.utils.data.Dataset):
+    """Sequences of different lengths, padded at the end."""
+
+    def __init__(self, n):
+        self.lengths = torch.randint(8, 33, (n,)).tolist()
+        self.tokens = torch.randint(1, 100, (n, 32))
+
+    def __len__(self):
+        return len(self.lengths)
+
+    def __getitem__(self, index):
+        mask = (torch.arange(32) < self.lengths[index]).long()
+        tokens = self.tokens[index] * mask
+        labels = tokens.masked_fill(mask == 0, -100)
+        return {"input_ids": tokens, "attention_mask": mask, "labels": labels}
+
+
+class PrintLoss(TrainerCallback):
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if "loss" in logs:
+            print(f"step {state.global_step} loss {float(logs['loss']):.7f}")
+
+
+with tempfile.TemporaryDirectory() as folder:
+    arguments = TrainingArguments(
+        output_dir=folder,
+        max_steps=args.max_steps,
+        per_device_train_batch_size=args.batch // devices,
+        learning_rate=5e-3,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        seed=0,
+    )
+    data = Sentences(args.batch * args.max_steps)
+    model = GPT2LMHeadModel(config)
+    Trainer(model, arguments, train_dataset=data, callbacks=[PrintLoss()]).train()

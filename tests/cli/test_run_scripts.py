@@ -1,0 +1,138 @@
+"""Training scripts as people write them: same losses on emulated GPUs, and plans that hold."""
+
+from __future__ import annotations
+
+import functools
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from balanced_dp import Report
+from balanced_dp.cli.commands import app
+from balanced_dp.report import load_reports
+from balanced_dp.split import best_gpu0_bsz, even_share
+
+from ..processes import python
+
+SCRIPTS = Path(__file__).with_name("scripts")
+RESERVE = 512 * 2**20
+
+
+def losses(output: str) -> list[float]:
+    return [float(number) for number in re.findall(r"loss (\d+\.\d{6,})", output)]
+
+
+@functools.cache
+def losses_on_cpu(script: str, *arguments: str) -> list[float]:
+    done = python(script, *arguments, cwd=SCRIPTS)
+    assert done.returncode == 0, done.stderr
+    return losses(done.stdout)
+
+
+SLOW = pytest.mark.slow
+CASES = [
+    pytest.param(script, arguments, id=" ".join([script, *arguments]), marks=marks)
+    for script, arguments, marks in (
+        ("images.py", [], ()),
+        ("gpt.py", [], ()),
+        ("gan.py", [], ()),
+        ("xl.py", [], ()),
+        ("xl.py", ["--own"], ()),
+        ("ema.py", [], ()),
+        ("hf.py", [], SLOW),
+    )
+]
+
+
+@pytest.mark.parametrize(
+    "gpu0_bsz", ["auto", pytest.param("1", marks=SLOW), pytest.param("even", marks=SLOW)]
+)
+@pytest.mark.parametrize(("script", "arguments"), CASES)
+def test_losses_are_those_of_one_device(script, arguments, gpu0_bsz, tmp_path):
+    command = ["-m", "balanced_dp", "run", "--devices", "4", "--gpu0-bsz", gpu0_bsz]
+    done = python(*command, str(SCRIPTS / script), *arguments, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "cuda:0 to cuda:3" in done.stderr
+    expected = losses_on_cpu(script, *[a for a in arguments if a != "--own"])
+    assert len(expected) >= 10
+    assert losses(done.stdout) == pytest.approx(expected, abs=1e-4, rel=0)
+
+
+@pytest.fixture
+def report_of(tmp_path, monkeypatch):
+    """Run a script in this process, with shapes only, and return its report."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+
+    def run(arguments: str, memory: str | None, gpu0_bsz: str = "auto", steps: int = 8) -> Report:
+        script, *rest = arguments.split()
+        options = f"--symbolic --devices 4 --gpu0-bsz {gpu0_bsz} --steps {steps}"
+        options += "" if memory is None else f" --memory {memory}"
+        file = tmp_path / "report.json"
+        file.unlink(missing_ok=True)
+        given = ["run", *options.split(), "--json", str(file), str(SCRIPTS / script), *rest]
+        done = CliRunner().invoke(app, given)
+        assert done.exit_code == 0, done.stderr
+        [report] = load_reports(file)
+        return report
+
+    yield run
+    sys.modules.pop("meters", None)
+
+
+def peak(report: Report, batch_size: int, gpu0_bsz: int) -> int:
+    """Return the most that was measured on any device with a split."""
+    [found] = [
+        measured.peak_bytes
+        for measured in report.measurements
+        if (measured.batch_size, measured.chunk_sizes[0]) == (batch_size, gpu0_bsz)
+    ]
+    return max(found)
+
+
+GPT = "gpt.py --n-embd 256 --n-head 4 --block-size 256 --vocab 2000 --iters 8 --accumulate 1"
+IMAGES = "images.py --width 64 --size 64 --batches 9 --epochs 1"
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.cuda.amp:FutureWarning")
+@pytest.mark.parametrize(
+    ("arguments", "batch_size", "memory"),
+    [
+        pytest.param(GPT, 16, "8GiB", id="gpt-16"),
+        pytest.param(GPT, 37, "8GiB", id="gpt-37", marks=SLOW),
+        pytest.param(IMAGES, 16, "8GiB", id="images-16", marks=SLOW),
+        pytest.param(IMAGES, 37, "8GiB", id="images-37", marks=SLOW),
+        pytest.param("ema.py", 22, None, id="ema-22"),
+    ],
+)
+def test_the_recommended_value_is_the_best_of_all(arguments, batch_size, memory, report_of):
+    command = f"{arguments} --batch {batch_size}"
+    report = report_of(command, memory)
+    even = even_share(batch_size, 4)
+    peaks = {even: max(report.even.peak_bytes)}
+    for value in range(even):
+        peaks[value] = peak(report_of(command, memory, str(value), 3), batch_size, value)
+    assert peaks[report.plan.gpu0_bsz] == max(report.chosen.peak_bytes)
+    assert report.plan.gpu0_bsz == best_gpu0_bsz(peaks)
+
+
+@SLOW
+@pytest.mark.parametrize(
+    ("arguments", "batch_size", "memory"),
+    [
+        pytest.param(GPT, 16, 2 * 2**30, id="gpt"),
+        pytest.param(IMAGES, 160, 768 * 2**20, id="images"),
+    ],
+)
+def test_the_largest_batch_is_predicted(arguments, batch_size, memory, report_of):
+    def fits(size: int) -> bool:
+        """Return whether a batch fits with the value that is best for it."""
+        found = report_of(f"{arguments} --batch {size}", str(memory))
+        return max(found.chosen.peak_bytes) <= memory - RESERVE
+
+    predicted = report_of(f"{arguments} --batch {batch_size}", str(memory)).plan.max_batch_size
+    assert predicted > 2 * batch_size
+    assert fits(predicted - 4)  # one sample less on each device
+    assert not fits(predicted + 5)
