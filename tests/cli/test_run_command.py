@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -209,3 +210,17 @@ def test_accelerators_are_used_if_there_are_two(script, capsys):
     gpu0_bsz = result.report.plan.gpu0_bsz
     assert gpu0_bsz < 64 == result.report.even.chunk_sizes[0]
     assert f"balanced_dp.BalancedDataParallel({gpu0_bsz}, model)" in result.notes[-1]
+
+
+@pytest.mark.slow
+def test_what_the_readme_shows_is_what_is_printed():
+    root = Path(__file__).parents[2]
+    readme = (root / "README.md").read_text("utf-8")
+    [options] = re.findall(r"GPT-2 small \(`(--n-layer [^`]*)`\)", readme)
+    [shown] = re.findall(r"```\n( *gpt.py, batches of .*?)\n```", readme, re.DOTALL)
+    command = ["--memory", "11GiB", "--symbolic", "--steps", "8", "tests/cli/scripts/gpt.py"]
+    done = processes.python("-m", "balanced_dp", "run", *command, *options.split(), cwd=root)
+    assert done.returncode == 0, done.stderr
+    printed = " ".join(done.stderr.split())
+    for part in re.split(r"\n\n|(?<=\.)\n", shown):
+        assert " ".join(part.split()) in printed
