@@ -101,6 +101,14 @@ class EmulatedTensor(torch.Tensor):
     def __float__(self) -> float:
         return float(self.item())
 
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """Return the storage of the wrapped tensor; a tensor and its views share it."""
+        return elem_of(self).untyped_storage()
+
+    def data_ptr(self) -> int:
+        """Return the address of the wrapped tensor's first element."""
+        return elem_of(self).data_ptr()
+
     def tolist(self) -> Any:
         """Return the values as nested lists."""
         return self.cpu().tolist()

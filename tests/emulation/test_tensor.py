@@ -326,6 +326,15 @@ def test_a_tensor_says_where_it_is(devices: EmulatedDevices) -> None:
     assert x.to("lazy:0").device == devices[0]
 
 
+def test_a_storage_has_an_address_which_views_share(devices: EmulatedDevices) -> None:
+    """Safetensors compares addresses to find tied weights, so that Trainer could not save any."""
+    x, other = torch.zeros(2, 3, device=devices[0]), torch.zeros(2, 3, device=devices[0])
+    addresses = [tensor.untyped_storage().data_ptr() for tensor in (x, x[1:].t(), other)]
+    assert addresses[0] == addresses[1] != addresses[2]
+    assert addresses[0] == x.data_ptr() == x[1:].data_ptr() - 3 * 4
+    assert x.untyped_storage().nbytes() == 24
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.bool, torch.complex64])
 def test_values_can_be_read(devices: EmulatedDevices, dtype: torch.dtype) -> None:
     on_cpu = torch.tensor([[0, 1], [2, 3]]).to(dtype)
