@@ -29,6 +29,9 @@ from .tensor import EmulatedTensor
 _Patches = dict[Any, dict[str, Any]]
 """By object, the attributes that it gets."""
 
+_CUDA_VERSION = "12.6"
+"""The version that ``torch.version.cuda`` names, for scripts that compare it; None without CUDA."""
+
 
 @contextmanager
 def named_cuda(machine: Machine) -> Iterator[None]:
@@ -200,6 +203,7 @@ def _what_needs_hardware(machine: Machine) -> _Patches:
         torch.distributed: {"init_process_group": init},
         torch.distributed.distributed_c10d: {"init_process_group": init},
         torch.amp.GradScaler: scaler,
+        torch.version: {"cuda": _CUDA_VERSION},
         torch.backends.cudnn: {"is_acceptable": lambda tensor: False},
         torch.backends.mha: {"get_fastpath_enabled": lambda: False},
     }

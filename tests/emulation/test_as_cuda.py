@@ -151,6 +151,7 @@ def test_properties(devices):
     assert torch.cuda.is_bf16_supported()
     assert torch.cuda.can_device_access_peer(0, 1) and not torch.cuda.can_device_access_peer(1, 1)
     assert torch.get_device_module("cuda") is torch.cuda
+    assert torch.version.cuda.split(".")[0].isdecimal()  # Transformer-XL takes it apart on import
 
 
 def test_streams_and_events(devices):
