@@ -197,11 +197,14 @@ def _what_needs_hardware(machine: Machine) -> _Patches:
         init_scaler(self, *args, **kwargs)
         self._enabled = False
 
+    backend_class: Any = torch.distributed.Backend
+    backends = {**backend_class.default_device_backend_map, CUDA: "gloo"}
     scaler = {"__init__": init_without_scaling} if machine.symbolic else {}
     return {
         torch: {"compile": compile},
         torch.distributed: {"init_process_group": init},
         torch.distributed.distributed_c10d: {"init_process_group": init},
+        backend_class: {"default_device_backend_map": backends},
         torch.amp.GradScaler: scaler,
         torch.version: {"cuda": _CUDA_VERSION},
         torch.backends.cudnn: {"is_acceptable": lambda tensor: False},

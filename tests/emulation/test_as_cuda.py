@@ -305,6 +305,19 @@ def test_compiling_without_inductor_is_left_to_torch(devices):
     assert torch.compile(abs, backend="eager")(-1) == 1
 
 
+def test_distributed_data_parallel_with_the_default_backend_of_the_device(devices):
+    """PyTorch's example asks torch which backend to use."""
+    backend = torch.distributed.get_default_backend_for_device(torch.device("cuda"))
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1)
+    try:
+        model = nn.parallel.DistributedDataParallel(nn.Linear(3, 2).cuda(), device_ids=[0])
+        model(torch.ones(4, 3, device="cuda")).sum().backward()
+        assert model.module.weight.grad.tolist() == [[4.0] * 3] * 2
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def attributes() -> dict[str, Any]:
     """Everything that is patched, by name."""
     owners: dict[str, Any] = {
@@ -315,7 +328,9 @@ def attributes() -> dict[str, Any]:
         "torch.accelerator": torch.accelerator,
         "torch.UntypedStorage": torch.UntypedStorage,
         "torch.distributed": torch.distributed,
+        "torch.distributed.Backend": torch.distributed.Backend,
         "torch.serialization": torch.serialization,
+        "torch.version": torch.version,
         "torch._C": torch._C,
         "torch._C._nn": torch._C._nn,
         "GradScaler": torch.amp.GradScaler,
