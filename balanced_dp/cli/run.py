@@ -266,8 +266,15 @@ def _without_report(settings: RunSettings, recorder: LoopRecorder) -> Iterator[s
             "A plan takes three training steps or more of one batch size; the script took "
             f"{recorder.num_iterations}."
         )
+    elif recorder.last is not None and not any(recorder.last.peak_bytes):
+        yield "The script put no tensors on the devices."
     elif recorder.last is not None and sum(map(bool, recorder.last.chunk_sizes)) < 2:
         yield (
             "The script splits no batch over the devices; model = torch.nn.DataParallel(model) "
             "does, and this command shows what it saves."
+        )
+    else:
+        yield (
+            "The script has a class of its own that splits batches, which runs as it is; with "
+            "torch.nn.DataParallel instead, this command searches for the best split."
         )

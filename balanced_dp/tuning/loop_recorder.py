@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 from ..devices import is_emulated
 from ..parallel.auto_split import smallest_chunk
 from ..parallel.data_parallel import BalancedDataParallel
+from ..parallel.nested import tensors
 from ..parallel.split_policy import SplitPolicy
 from ..planning.auto_balance import AutoBalance
 from ..planning.memory_model import fit
@@ -102,6 +103,7 @@ class LoopRecorder:
         self._step: StepRecorder | None = None
         self._chunk_sizes: tuple[int, ...] = ()
         self._replica_sizes: dict[torch.device, int] = {}
+        self._replicated: type[nn.Module] | None = None
 
     @property
     def is_splitting(self) -> bool:
@@ -182,17 +184,19 @@ class LoopRecorder:
             self._step = StepRecorder(self.devices)
         if isinstance(module, nn.DataParallel) and not isinstance(module, BalancedDataParallel):
             self._model = module
-        elif getattr(module, "_is_replica", False) and self._model is not None:
+        is_replica = getattr(module, "_is_replica", False)
+        if is_replica and torch.is_grad_enabled() and not self.is_splitting:
             self._note_replica(module, args)
 
     def _note_replica(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        """Record the chunk of a replica of nn.DataParallel, or of a script's subclass of it."""
-        model: Any = self._model
-        if self.is_splitting or type(module) is not type(model.module):
+        """Record the chunk of a replica of nn.DataParallel, or of a script's own class."""
+        self._replicated = self._replicated or type(module)  # a replica is called before its parts
+        if type(module) is not self._replicated:
             return
-        for arg in args:
-            if isinstance(arg, torch.Tensor) and arg.device in self.devices:
-                self._replica_sizes[arg.device] = arg.size(model.dim)
+        dim = self._model.dim if isinstance(self._model, nn.DataParallel) else 0
+        for tensor in tensors(args):
+            if tensor.device in self.devices and tensor.dim() > dim:
+                self._replica_sizes[tensor.device] = tensor.size(dim)
                 return
 
     def _note_output(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:

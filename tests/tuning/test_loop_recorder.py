@@ -207,6 +207,38 @@ def test_chunks_of_torchs_own_class_are_counted():
         del model, recorder
 
 
+def test_chunks_of_a_class_that_knows_none_of_torchs_are_counted():
+    """CenterNet has one, which is a plain module and gets its batch as a dict."""
+
+    class Splitting(nn.Module):
+        def __init__(self, module: nn.Module) -> None:
+            super().__init__()
+            self.module = module
+
+        def forward(self, batch: torch.Tensor) -> torch.Tensor:
+            chunks = nn.parallel._functions.Scatter.apply([0, 1, 2], [2, 5, 5], 0, batch)
+            replicas = nn.parallel.replicate(self.module, [0, 1, 2])
+            inputs = [({"number": 3, "batch": chunk},) for chunk in chunks]
+            outputs = nn.parallel.parallel_apply(replicas, inputs, None, [0, 1, 2])
+            return nn.parallel.gather(outputs, 0)
+
+    class Inner(nn.Module):
+        def __init__(self, module: nn.Module) -> None:
+            super().__init__()
+            self.module = module
+
+        def forward(self, batch: dict[str, Any]) -> torch.Tensor:
+            return self.module(batch["batch"][:1])
+
+    with emulate_devices(4, as_cuda=True) as devices:
+        recorder = LoopRecorder(devices)
+        model = Splitting(Inner(make_model(devices[0])))
+        with recorder.recording():
+            train(model, 3, 12)
+        assert recorder.last.chunk_sizes == (2, 5, 5, 0) and recorder.last.batch_size == 12
+        del model, recorder
+
+
 def test_capacities_follow_the_devices_of_the_model(devices):
     recorder = LoopRecorder(devices, [1, 2, 3, 4], gpu0_bsz=None)
     recorder.adopt(BalancedDataParallel(0, make_model(devices[3]), [3, 1]))
