@@ -179,11 +179,13 @@ def _result(settings: RunSettings, recorder: LoopRecorder, exit_code: int) -> Ru
         None if report is None else report.even,
         budgets,
         report,
-        tuple(_notes(settings, recorder, report)),
+        tuple(_notes(settings, recorder, report, exit_code)),
     )
 
 
-def _notes(settings: RunSettings, recorder: LoopRecorder, report: Report | None) -> Iterator[str]:
+def _notes(
+    settings: RunSettings, recorder: LoopRecorder, report: Report | None, exit_code: int
+) -> Iterator[str]:
     """Yield what there is to say beside the table."""
     if recorder.last is None:
         yield (
@@ -193,7 +195,12 @@ def _notes(settings: RunSettings, recorder: LoopRecorder, report: Report | None)
         return
     if settings.steps is not None and recorder.num_iterations >= settings.steps:
         yield f"The script was ended after {settings.steps} training steps (--steps)."
-    if not recorder.num_iterations:
+    if not recorder.num_iterations and exit_code == 0:
+        yield (
+            "The script took no step of a torch.optim.Optimizer, so its training steps are not "
+            "told apart: these are the peaks of the whole run, and --steps does not end it."
+        )
+    elif not recorder.num_iterations:
         yield "These are the peaks of the first training step, which was not finished."
     if report is None:
         yield from _without_report(settings, recorder)
