@@ -235,8 +235,15 @@ def _change(recorder: LoopRecorder, gpu0_bsz: int) -> str:
 def _estimates(recorder: LoopRecorder, report: Report) -> Iterator[str]:
     """Yield which options would help more, with the lines to write."""
     plan = report.plan
+    input_bytes = _input_bytes_per_sample(report.chosen)
+    num_input_bytes = round(input_bytes * sum(plan.chunk_sizes[1:]))
+    if num_input_bytes > _MUCH * max(report.chosen.peak_bytes):
+        yield (
+            f"Device 0 holds {format_bytes(num_input_bytes)} of inputs for the other devices: the "
+            "script moves the whole batch there. Inputs that stay on the CPU go to each device."
+        )
     gathered_bytes = report.chosen.breakdown[0].get("gathered output", 0) / plan.batch_size
-    on_each_device = with_loss_on_each_device(report.model, gathered_bytes)
+    on_each_device = with_loss_on_each_device(report.model, gathered_bytes, input_bytes)
     best = max(utilizations(report.chosen.peak_bytes, plan.budgets))
     for spread, model in (
         (False, on_each_device),
@@ -259,6 +266,19 @@ def _estimates(recorder: LoopRecorder, report: Report) -> Iterator[str]:
         how += " and parameters on all devices" * spread
         yield f"An estimate: {full:.0%} full, and batches up to {largest}, {how}:\n{line}"
 
+
+def _input_bytes_per_sample(measured: Measurement) -> float:
+    """Return what device 0 holds of the inputs of each sample that is on another device."""
+    first, *others = measured.chunk_sizes
+    inputs = [uses.get("input", 0) for uses in measured.breakdown]
+    own = max(
+        (used / size for used, size in zip(inputs[1:], others, strict=True) if size), default=0
+    )
+    return max(0.0, inputs[0] - own * first) / max(1, sum(others))
+
+
+_MUCH = 0.1
+"""The inputs for other devices are mentioned if they are more than this part of the peak."""
 
 _WORTH_IT = 0.9
 """An option is mentioned if the bottleneck device is less full by this factor or more."""

@@ -8,17 +8,21 @@ from .memory_model import LinearTerm, MemoryModel
 
 
 def with_loss_on_each_device(
-    model: MemoryModel, gathered_bytes_per_sample: float = 0.0
+    model: MemoryModel,
+    gathered_bytes_per_sample: float = 0.0,
+    input_bytes_per_sample: float = 0.0,
 ) -> MemoryModel:
     """Return the model of the same training with ``gather=False`` and ``BalancedCriterion``.
 
     What device 0 held for each sample of the batch, each device holds for its own samples, except
-    for the copies of gathered outputs.
+    for the copies of gathered outputs. Inputs that the script moves to device 0 stay there.
     """
+    gone_bytes = gathered_bytes_per_sample + input_bytes_per_sample
 
     def moved(term: LinearTerm, own_bytes: float) -> LinearTerm:
-        own = term.own_bytes_per_sample + max(0.0, own_bytes - gathered_bytes_per_sample)
-        return LinearTerm(term.fixed_bytes, own)
+        own = term.own_bytes_per_sample + max(0.0, own_bytes - gone_bytes)
+        whole = min(term.whole_bytes_per_sample, input_bytes_per_sample)
+        return LinearTerm(term.fixed_bytes, own, whole)
 
     whole_bytes = model.whole_bytes_per_sample
     return replace(

@@ -128,6 +128,30 @@ def test_scripts_that_end_otherwise(words, code, says, script):
         assert 'File "train.py", line' in done.stderr
 
 
+WHOLE_BATCH = """
+import sys
+import torch
+from torch import nn
+
+model = nn.DataParallel(nn.Sequential(nn.AvgPool1d(64), nn.Linear(64, 2))).cuda()
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for _ in range(6):
+    inputs = torch.randn(256, 4096)
+    model(inputs.cuda() if "cuda" in sys.argv else inputs).sum().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("is_moved", [True, False])
+def test_inputs_for_other_devices_are_named(is_moved, script):
+    """PyTorch's ImageNet example moves the batch to device 0, which no kind of loss avoids."""
+    script.write_text(WHOLE_BATCH, "utf-8")
+    done = run(script, "train.py", *["cuda"] * is_moved)
+    assert done.returncode == 0, done.stderr
+    assert ("the script moves the whole batch there" in done.stderr) == is_moved
+    assert "gather=False" not in done.stderr
+
+
 def test_memory_that_is_too_small_is_said_and_not_enforced(script):
     done = run(script, "--memory", "515MiB", "train.py", "8", "2048", "wrap", "memory")
     assert done.returncode == 0, done.stderr
