@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from .emulation import device_module
 from .emulation.machine import current_machine, has_machine
 from .errors import ArgumentError, ArgumentTypeError
 
@@ -35,6 +36,14 @@ def is_out_of_memory(error: BaseException) -> bool:
 def is_emulated(device: torch.device) -> bool:
     """Return whether the device is one of the open ``emulate_devices`` context."""
     return has_machine() and device.type == current_machine().device_type
+
+
+def statistics_of(device: torch.device) -> Any:
+    """Return the module with the memory statistics of a device, to read and to reset.
+
+    Those of emulated devices are apart from those that a script sees in ``torch.cuda``.
+    """
+    return device_module if is_emulated(device) else torch.get_device_module(device)
 
 
 def default_device_type() -> str | None:

@@ -326,11 +326,11 @@ def run(
         settings, say=lambda text: print(f"balanced-dp: {text}", file=sys.stderr)
     )
     console.print_run(result)
-    if result.report is not None:
-        if json_file is not None:
-            _write(json_file, report_json(result.report))
-        if html is not None:
-            _write(html, report_html([result.report]))
+    for file, as_text in ((json_file, report_json), (html, lambda report: report_html([report]))):
+        if file is not None and result.report is None:
+            print(f"balanced-dp: {file} was not written: there is no plan", file=sys.stderr)
+        elif file is not None and result.report is not None:
+            _write(file, as_text(result.report))
     raise typer.Exit(result.exit_code)
 
 

@@ -11,10 +11,10 @@ from typing import Literal
 import torch
 
 from ..emulation.machine import current_machine
-from ..errors import InfeasiblePlanError
+from ..errors import ArgumentError, InfeasiblePlanError
 from ..integrations.replacements import replaced_data_parallel
 from ..planning.estimates import with_loss_on_each_device, with_spread
-from ..planning.split_planner import Planner, check_fits, utilizations
+from ..planning.split_planner import Plan, Planner, check_fits, utilizations
 from ..report import tables
 from ..split import even_share
 from ..tuning.loop_recorder import LoopRecorder
@@ -28,10 +28,13 @@ from ..tuning.step_benchmark import (
 )
 from ..units import format_bytes
 from .arguments import parse_capacities
-from .script import check_script, replaced_call, run_script
+from .script import check_script, replaced_calls, run_script
 
 _RESERVE = 2**29
 """Bytes of each device to keep free for CUDA's context and workspaces, as for a plan."""
+
+_REPORTED = "80GiB"
+"""The capacity that emulated devices report to the script if none is given."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +93,7 @@ def run_and_measure(settings: RunSettings, say: Callable[[str], object]) -> RunR
     ``say`` is called with a line on the devices before the script begins.
 
     Raises:
-        ArgumentError: there is no such script, or the devices cannot be opened.
+        ArgumentError: there is no such script, or the devices cannot be opened or are too small.
     """
     check_script(settings.script, settings.is_module)
     emulates = uses_emulation(settings.emulate)
@@ -99,7 +102,7 @@ def run_and_measure(settings: RunSettings, say: Callable[[str], object]) -> RunR
         warnings.catch_warnings(),
         open_devices(
             num_devices,
-            memory=capacities,
+            memory=_REPORTED if capacities is None and emulates else capacities,
             symbolic=settings.symbolic,
             emulate=settings.emulate,
             as_cuda=True,
@@ -139,6 +142,11 @@ def _devices(settings: RunSettings) -> tuple[int, list[int] | None]:
         return num_devices, None
     check_devices(num_devices, settings.memory, settings.emulate)
     capacities = parse_capacities(settings.memory, settings.num_devices, num_devices)
+    if min(capacities) <= _RESERVE:
+        raise ArgumentError(
+            f"--memory {settings.memory} leaves nothing to use: {format_bytes(_RESERVE)} of each "
+            "device are kept free for contexts and workspaces"
+        )
     return len(capacities), capacities
 
 
@@ -162,7 +170,7 @@ def _opening(
 def _result(settings: RunSettings, recorder: LoopRecorder, exit_code: int) -> RunResult:
     report = recorder.report()
     measured = recorder.last if report is None else report.chosen
-    budgets = None if report is None else report.plan.budgets
+    budgets = None
     if recorder.capacities is not None:
         budgets = [capacity - recorder.reserve for capacity in recorder.capacities]
     title = ""
@@ -172,67 +180,57 @@ def _result(settings: RunSettings, recorder: LoopRecorder, exit_code: int) -> Ru
             title += f", batches of {measured.batch_size}"
         if recorder.is_splitting:
             title += f", gpu0_bsz={measured.chunk_sizes[0]}"
-    return RunResult(
-        exit_code,
-        title,
-        measured,
-        None if report is None else report.even,
-        budgets,
-        report,
-        tuple(_notes(settings, recorder, report, exit_code)),
-    )
+    notes = [*_how_it_ended(settings, recorder, exit_code)]
+    if report is not None:
+        notes += [*_plan(recorder, report, budgets), *_what_else_helps(recorder, report)]
+        notes += _change(recorder, report.plan)
+    elif exit_code == 0:
+        notes += _without_report(settings, recorder)
+    even = None if report is None else report.even
+    return RunResult(exit_code, title, measured, even, budgets, report, tuple(notes))
 
 
-def _notes(
-    settings: RunSettings, recorder: LoopRecorder, report: Report | None, exit_code: int
-) -> Iterator[str]:
-    """Yield what there is to say beside the table."""
-    if recorder.last is None:
-        yield (
-            "Nothing was measured: the script ran no forward pass with gradients, and took no step "
-            "of a torch.optim.Optimizer."
-        )
-        return
+def _how_it_ended(settings: RunSettings, recorder: LoopRecorder, exit_code: int) -> Iterator[str]:
+    """Yield what the measurements are of, if that is not obvious."""
     if settings.steps is not None and recorder.num_iterations >= settings.steps:
         yield f"The script was ended after {settings.steps} training steps (--steps)."
-    if not recorder.num_iterations and exit_code == 0:
-        yield (
-            "The script took no step of a torch.optim.Optimizer, so its training steps are not "
-            "told apart: these are the peaks of the whole run, and --steps does not end it."
-        )
-    elif not recorder.num_iterations:
+    elif recorder.last is not None and not recorder.num_iterations and exit_code == 0:
+        yield "The script took no training step: these are the peaks of the whole run."
+    elif recorder.last is not None and not recorder.num_iterations:
         yield "These are the peaks of the first training step, which was not finished."
-    if report is None:
-        yield from _without_report(settings, recorder)
-        return
-    yield from tables.summary(report)
+
+
+def _plan(recorder: LoopRecorder, report: Report, budgets: Sequence[int] | None) -> Iterator[str]:
+    """Yield what the best split is like, and what fits with it."""
     plan = report.plan
+    best, even = (tables.bottleneck(m, budgets) for m in (report.chosen, report.even))
+    yield f"The bottleneck is {best}; with the even split it is {even}."
+    if budgets is None:
+        yield (
+            "With as much memory on each device as the even split takes, the largest batch is "
+            f"{plan.max_batch_size}, with gpu0_bsz={plan.max_batch_gpu0_bsz}."
+        )
+    else:
+        yield (
+            f"The largest batch that fits is {plan.max_batch_size}, with "
+            f"gpu0_bsz={plan.max_batch_gpu0_bsz}; with the even split it is "
+            f"{plan.even_max_batch_size}."
+        )
+    if plan.max_batch_size > _FAR * plan.batch_size:
+        yield (
+            f"That is computed from batches of {plan.batch_size}, which is far from it: run the "
+            "script with a larger batch to be sure."
+        )
     try:
         check_fits(plan, report.chosen.peak_bytes)
     except InfeasiblePlanError as error:
         yield f"It does not fit: {error}."
-    if plan.gpu0_bsz >= even_share(plan.batch_size, len(plan.chunk_sizes)):
-        yield "The even split of nn.DataParallel is the best one here."
-    yield from _estimates(recorder, report)
-    if plan.gpu0_bsz < even_share(plan.batch_size, len(plan.chunk_sizes)):
-        yield f"With gpu0_bsz={plan.gpu0_bsz} and nothing else:\n{_change(recorder, plan.gpu0_bsz)}"
+    first, *others = utilizations(report.chosen.peak_bytes, plan.budgets)
+    if plan.gpu0_bsz == 0 and first * _WORTH_IT > max(others):
+        yield "Device 0 stays the fullest without samples of its own; the table shows of what."
 
 
-def _change(recorder: LoopRecorder, gpu0_bsz: int) -> str:
-    """Return the lines that change the script."""
-    wrapped_at = recorder.wrapped_at
-    if wrapped_at is None:  # only a Trainer wraps models in another way
-        return (
-            "from balanced_dp.integrations.transformers import BalancedTrainer\n"
-            f"trainer = BalancedTrainer(gpu0_bsz={gpu0_bsz}, ...)  # instead of Trainer(...)"
-        )
-    return replaced_call(wrapped_at, gpu0_bsz) or (
-        f"{wrapped_at.filename}:{wrapped_at.line_number}: write "
-        f"balanced_dp.BalancedDataParallel({gpu0_bsz}, ...) instead of DataParallel(...)"
-    )
-
-
-def _estimates(recorder: LoopRecorder, report: Report) -> Iterator[str]:
+def _what_else_helps(recorder: LoopRecorder, report: Report) -> Iterator[str]:
     """Yield which options would help more, with the lines to write."""
     plan = report.plan
     input_bytes = _input_bytes_per_sample(report.chosen)
@@ -255,6 +253,7 @@ def _estimates(recorder: LoopRecorder, report: Report) -> Iterator[str]:
         if full >= best * _WORTH_IT:
             continue
         best = full
+        held = format_bytes(round(full * max(plan.budgets)))
         largest = planner.max_batch_size(planner.balanced_gpu0_bsz)
         options = ", gather=False" * (not recorder.returns_loss) + ", spread=True" * spread
         line = f"    model = balanced_dp.BalancedDataParallel({gpu0_bsz}, model{options})"
@@ -264,7 +263,7 @@ def _estimates(recorder: LoopRecorder, report: Report) -> Iterator[str]:
         else:
             line += "\n    criterion = balanced_dp.BalancedCriterion(criterion)"
         how += " and parameters on all devices" * spread
-        yield f"An estimate: {full:.0%} full, and batches up to {largest}, {how}:\n{line}"
+        yield f"An estimate: {held} on the fullest device, and batches up to {largest}, {how}:\n{line}"
 
 
 def _input_bytes_per_sample(measured: Measurement) -> float:
@@ -277,6 +276,9 @@ def _input_bytes_per_sample(measured: Measurement) -> float:
     return max(0.0, inputs[0] - own * first) / max(1, sum(others))
 
 
+_FAR = 4
+"""Predictions for batches that are larger by this factor are said to be uncertain."""
+
 _MUCH = 0.1
 """The inputs for other devices are mentioned if they are more than this part of the peak."""
 
@@ -284,18 +286,38 @@ _WORTH_IT = 0.9
 """An option is mentioned if the bottleneck device is less full by this factor or more."""
 
 
+def _change(recorder: LoopRecorder, plan: Plan) -> Iterator[str]:
+    """Yield the lines that change the script."""
+    if plan.gpu0_bsz >= even_share(plan.batch_size, len(plan.chunk_sizes)):
+        yield "The even split of nn.DataParallel is the best one here."
+        return
+    lines = (
+        "from balanced_dp.integrations.transformers import BalancedTrainer\n"
+        f"trainer = BalancedTrainer(gpu0_bsz={plan.gpu0_bsz}, ...)  # instead of Trainer(...)"
+    )
+    if recorder.wrapped_at:  # else a Trainer wraps the model
+        places = ", ".join(f"{at.filename}:{at.line_number}" for at in recorder.wrapped_at)
+        lines = replaced_calls(recorder.wrapped_at, plan.gpu0_bsz) or (
+            f"model = balanced_dp.BalancedDataParallel({plan.gpu0_bsz}, ...)  # in {places}"
+        )
+    yield f"To split with gpu0_bsz={plan.gpu0_bsz}, and change nothing else:\n{lines}"
+
+
 def _without_report(settings: RunSettings, recorder: LoopRecorder) -> Iterator[str]:
     """Yield why there is no plan."""
-    if recorder.is_splitting and settings.gpu0_bsz is None:
+    measured = recorder.last
+    if measured is None:
+        yield "Nothing was measured: the script ran no forward pass with gradients."
+    elif not any(measured.peak_bytes):
+        yield "The script put no tensors on the devices."
+    elif recorder.is_splitting and settings.gpu0_bsz is None:
         yield "Without --gpu0-bsz even, the run searches for the best value of gpu0_bsz."
     elif recorder.is_splitting:
         yield (
             "A plan takes three training steps or more of one batch size; the script took "
             f"{recorder.num_iterations}."
         )
-    elif recorder.last is not None and not any(recorder.last.peak_bytes):
-        yield "The script put no tensors on the devices."
-    elif recorder.last is not None and sum(map(bool, recorder.last.chunk_sizes)) < 2:
+    elif sum(map(bool, measured.chunk_sizes)) < 2:
         yield (
             "The script splits no batch over the devices; model = torch.nn.DataParallel(model) "
             "does, and this command shows what it saves."

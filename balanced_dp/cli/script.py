@@ -82,39 +82,48 @@ def _join_threads() -> None:
             thread.join()
 
 
-def replaced_call(wrapped_at: WrappedAt, gpu0_bsz: int) -> str | None:
-    """Return the change of the script that gives device 0 ``gpu0_bsz`` samples, as a diff.
+def replaced_calls(wrapped_at: Sequence[WrappedAt], gpu0_bsz: int) -> str | None:
+    """Return the change of a script that gives device 0 ``gpu0_bsz`` samples, as a diff.
 
-    None if the call that wraps the model is not found in its file.
+    None if no call that wraps a model is found in its file.
     """
-    lines = linecache.getlines(wrapped_at.filename)
-    source = "".join(lines)
+    diffs: list[str] = []
+    for filename in dict.fromkeys(place.filename for place in wrapped_at):
+        line_numbers = [place.line_number for place in wrapped_at if place.filename == filename]
+        before = linecache.getlines(filename)
+        after = _with_calls_replaced("".join(before), line_numbers, gpu0_bsz).splitlines(True)
+        path = os.path.relpath(filename)
+        diffs += difflib.unified_diff(before, after, path, path, n=0)
+    return "".join(line if line.endswith("\n") else f"{line}\n" for line in diffs).rstrip() or None
+
+
+def _with_calls_replaced(source: str, line_numbers: Sequence[int], gpu0_bsz: int) -> str:
     try:
         tree = ast.parse(source)
     except SyntaxError:
-        return None
+        return source
     calls = [
         node
         for node in ast.walk(tree)
         if isinstance(node, ast.Call)
-        and node.lineno <= wrapped_at.line_number <= (node.end_lineno or 0)
+        and any(node.lineno <= number <= (node.end_lineno or 0) for number in line_numbers)
         and _last_name(node.func) in _REPLACED
     ]
     if not calls:
-        return None
-    call = calls[-1]  # the innermost one
-    first, last = call.lineno - 1, call.end_lineno or call.lineno
-    name = ast.get_source_segment(source, call.func) or ""
-    before, _, after = "".join(lines[first:last]).partition(name)
-    arguments = after.lstrip().removeprefix("(").lstrip(" ")
-    comma = {")": "", "\n": ","}.get(arguments[:1], ", ")
-    new = f"{before}{_REPLACED[_last_name(call.func)]}({gpu0_bsz}{comma}{arguments}"
+        return source
+    lines = source.encode().splitlines(True)  # offsets of ast are those of bytes
+    for call in sorted(calls, key=lambda node: (node.lineno, node.col_offset), reverse=True):
+        name = call.func
+        first, last = name.lineno - 1, (name.end_lineno or name.lineno) - 1
+        head = lines[first][: name.col_offset].decode()
+        arguments = lines[last][name.end_col_offset :].decode().lstrip().removeprefix("(")
+        arguments = arguments.lstrip(" ")
+        comma = {")": "", "\n": ","}.get(arguments[:1], ", ")
+        new = f"{head}{_REPLACED[_last_name(name)]}({gpu0_bsz}{comma}{arguments}"
+        lines[first : last + 1] = [new.encode()]
     imports = [n.lineno - 1 for n in tree.body if isinstance(n, ast.Import | ast.ImportFrom)]
-    at = imports[0] if imports and imports[0] < first else 0
-    changed = [*lines[:at], "import balanced_dp\n", *lines[at:first], *new.splitlines(True)]
-    path = os.path.relpath(wrapped_at.filename)
-    diff = difflib.unified_diff(lines, [*changed, *lines[last:]], path, path, n=0)
-    return "".join(line if line.endswith("\n") else f"{line}\n" for line in diff)
+    lines.insert(imports[0] if imports else 0, b"import balanced_dp\n")
+    return b"".join(lines).decode()
 
 
 _REPLACED = {

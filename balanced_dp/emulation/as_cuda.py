@@ -202,6 +202,7 @@ def _what_needs_hardware(machine: Machine) -> _Patches:
     scaler = {"__init__": init_without_scaling} if machine.symbolic else {}
     return {
         torch: {"compile": compile},
+        torch.multiprocessing: {"spawn": refusal("processes that are spawned")},
         torch.distributed: {"init_process_group": init},
         torch.distributed.distributed_c10d: {"init_process_group": init},
         backend_class: {"default_device_backend_map": backends},

@@ -184,8 +184,29 @@ def memory_summary(device: Device = None, abbreviated: bool = False) -> str:
     return "\n".join([head, *rows])
 
 
-memory_cached, max_memory_cached = device_module.memory_reserved, device_module.max_memory_reserved
-reset_max_memory_allocated = reset_max_memory_cached = device_module.reset_peak_memory_stats
+# Scripts have a peak of their own to reset, so that they and our measurements do not meet.
+
+
+def max_memory_allocated(device: Device = None) -> int:
+    """Return the maximum of ``memory_allocated`` since the script last reset it."""
+    return device_module._ledger(device).script_peak_bytes
+
+
+def reset_peak_memory_stats(device: Device = None) -> None:
+    """Reset the script's peak to the memory allocated now."""
+    device_module._ledger(device).reset_script_peak()
+
+
+def memory_stats(device: Device = None) -> dict[str, int]:
+    """Return allocator statistics, with the script's peaks."""
+    peak = max_memory_allocated(device)
+    stats = device_module.memory_stats(device)
+    return {name: peak if name.endswith(".peak") else value for name, value in stats.items()}
+
+
+memory_cached = device_module.memory_reserved
+max_memory_reserved = max_memory_cached = max_memory_allocated
+reset_max_memory_allocated = reset_max_memory_cached = reset_peak_memory_stats
 
 
 def reset_accumulated_memory_stats(device: Device = None) -> None:

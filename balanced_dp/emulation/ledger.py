@@ -87,6 +87,8 @@ class DeviceLedger:
         self._allocated_bytes = 0
         self.peak_bytes = 0
         """The maximum of ``allocated_bytes`` since the last ``reset_peak``."""
+        self.script_peak_bytes = 0
+        """The same since the last ``reset_script_peak``: scripts do not disturb measurements."""
         self.total_bytes = 0
         """All bytes ever allocated, including those freed since."""
 
@@ -122,6 +124,7 @@ class DeviceLedger:
             self._live[block.number] = block
             self._allocated_bytes += size
             self.total_bytes += size
+            self.script_peak_bytes = max(self.script_peak_bytes, self._allocated_bytes)
             if self._allocated_bytes > self.peak_bytes:
                 self._mark_peak()
         return block
@@ -144,6 +147,10 @@ class DeviceLedger:
         with self._lock:
             self._free_blocks()
             self._mark_peak()
+
+    def reset_script_peak(self) -> None:
+        """Reset the scripts' peak to the bytes allocated now."""
+        self.script_peak_bytes = self.allocated_bytes
 
     @property
     def allocated_bytes(self) -> int:

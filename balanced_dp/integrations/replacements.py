@@ -69,7 +69,9 @@ def _data_parallel_class(recorder: LoopRecorder) -> Any:
                 output_device = "cpu"
             super().__init__(0, module, device_ids, output_device, dim)
             recorder.adopt(self)
-            recorder.wrapped_at = recorder.wrapped_at or _call_of_script()
+            place = _call_of_script()
+            if place is not None and place not in recorder.wrapped_at:
+                recorder.wrapped_at.append(place)
 
         def __init_subclass__(cls) -> None:
             super().__init_subclass__()

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..devices import is_cuda
+from ..devices import is_cuda, statistics_of
 
 _open: weakref.WeakSet[Peaks] = weakref.WeakSet()
 _lock = threading.Lock()
@@ -32,7 +32,7 @@ class Peaks:
                 for other in _open:
                     if device in other._earlier:
                         other._earlier[device] = other.of(device)
-                module = torch.get_device_module(device)
+                module = statistics_of(device)
                 if is_cuda(device):
                     module.init()  # else torch raises "Invalid device argument"
                 module.reset_peak_memory_stats(device)
@@ -40,7 +40,7 @@ class Peaks:
 
     def of(self, device: torch.device) -> tuple[int, int]:
         """Return the peaks of the allocated and of the reserved bytes of a device."""
-        module = torch.get_device_module(device)
+        module = statistics_of(device)
         allocated, reserved = self._earlier[device]
         return (
             max(allocated, module.max_memory_allocated(device)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import compress
 
 from ..planning.split_planner import utilizations
 from ..split import even_share, is_better
@@ -62,19 +63,19 @@ def summary(report: Report) -> tuple[str, ...]:
     plan = report.plan
     even = "memory runs out"
     if report.even.status == "ok":
-        even = f"it is {_bottleneck(report, report.even)}"
+        even = f"it is {bottleneck(report.even, plan.budgets)}"
     sentences = [
-        f"The bottleneck is {_bottleneck(report, report.chosen)}; with the even split {even}.",
+        f"The bottleneck is {bottleneck(report.chosen, plan.budgets)}; with the even split {even}.",
         f"The largest batch that fits is {plan.max_batch_size}, with "
         f"gpu0_bsz={plan.max_batch_gpu0_bsz}; with the even split it is "
         f"{plan.even_max_batch_size}.",
         f"The largest chunk is {plan.time_cost:.2f} times the even one.",
     ]
     if plan.weighted is not None and report.weighted is not None:
+        weighted = bottleneck(report.weighted, plan.budgets)
         sentences.append(
-            f"With device_weights the bottleneck is {_bottleneck(report, report.weighted)}, and "
-            f"the largest batch that fits is {plan.weighted.max_batch_size}: "
-            f"{report.weighted_line}"
+            f"With device_weights the bottleneck is {weighted}, and the largest batch that fits is "
+            f"{plan.weighted.max_batch_size}: {report.weighted_line}"
         )
     for other in report.alternatives:
         sentences += _alternative(report, other)
@@ -94,15 +95,17 @@ def _alternative(report: Report, other: Alternative) -> list[str]:
         return []
     return [
         f"With {options}, and gpu0_bsz={other.plan.gpu0_bsz}, the bottleneck is "
-        f"{_bottleneck(report, other.chosen)}, and the largest batch that fits is "
+        f"{bottleneck(other.chosen, report.plan.budgets)}, and the largest batch that fits is "
         f"{other.plan.max_batch_size}."
     ]
 
 
-def _bottleneck(report: Report, measured: Measurement) -> str:
-    full = utilizations(measured.peak_bytes, report.plan.budgets)
+def bottleneck(measured: Measurement, budgets: Sequence[int] | None) -> str:
+    """Return which device is the fullest, with its peak; ``budgets`` tell how full it is."""
+    full = utilizations(measured.peak_bytes, budgets or [1] * len(measured.peak_bytes))
     index = full.index(max(full))
-    return f"device {index} with {format_bytes(measured.peak_bytes[index])}, {max(full):.0%} full"
+    part = "" if budgets is None else f", {max(full):.0%} full"
+    return f"device {index} with {format_bytes(measured.peak_bytes[index])}{part}"
 
 
 def device_table(report: Report) -> TextTable:
@@ -148,10 +151,13 @@ def use_table(
         rows["full"] = map("{:.0%}".format, utilizations(measured.peak_bytes, budgets))
     if even is not None and even is not measured:
         rows["peak, even split"] = (f"{peak / scale:.2f}" for peak in even.peak_bytes)
+    is_used = [True] * (1 + len(measured.peak_bytes))
+    if sum(map(bool, measured.peak_bytes)) == 1:  # the script uses one device
+        is_used[1:] = map(bool, measured.peak_bytes)
     devices = (f"device {index}" for index in range(len(measured.chunk_sizes)))
-    table = tuple((name, *cells) for name, cells in rows.items())
-    marked = [name for name, *_ in table].index("peak")
-    return TextTable((f"memory in {unit}", *devices), table, marked)
+    headers = compress((f"memory in {unit}", *devices), is_used)
+    table = tuple(tuple(compress((name, *cells), is_used)) for name, cells in rows.items())
+    return TextTable(tuple(headers), table, list(rows).index("peak"))
 
 
 def candidate_table(report: Report) -> TextTable:

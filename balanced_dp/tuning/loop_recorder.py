@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Literal
+from unittest import mock
 
 import torch
 from torch import nn
@@ -41,7 +44,7 @@ class StepsDone(SystemExit):
 
 @dataclass(frozen=True, slots=True)
 class WrappedAt:
-    """Where the script wraps its model: the file and the line of the call."""
+    """Where a script wraps a model: the file and the line of the call."""
 
     filename: str
     line_number: int
@@ -51,8 +54,9 @@ class LoopRecorder:
     """Measures each iteration of a training loop that knows nothing of it.
 
     An iteration lasts from the first forward pass with gradients to the end of an optimizer's step.
-    If a loop has several optimizers, the one that steps first ends the iterations. The first one is
-    not counted, unless it is the only one: there was no optimizer state at its peak.
+    If a loop has several optimizers, the one that steps first ends the iterations; if there is
+    none, the next forward pass after a backward pass does. The first iteration is not counted,
+    unless it is the only one: there was no optimizer state at its peak.
 
     Args:
         devices: the devices of the loop.
@@ -68,7 +72,7 @@ class LoopRecorder:
     Attributes:
         measurements: what was measured, by batch size and chunk size of the first device.
         num_iterations: the number of iterations that have ended.
-        wrapped_at: where the script wraps its model, or None if it does not.
+        wrapped_at: the calls with which the script wraps models, in order.
         returns_loss: whether a loss is among the outputs of the model.
     """
 
@@ -90,17 +94,20 @@ class LoopRecorder:
         self.num_steps = num_steps
         self.measurements: dict[tuple[int, int], Measurement] = {}
         self.num_iterations = 0
-        self.wrapped_at: WrappedAt | None = None
+        self.wrapped_at: list[WrappedAt] = []
         self.returns_loss = False
         self.num_parameters = 0
         self._auto: AutoBalance | None = None
         self._is_settling = False
         self._model: nn.Module | None = None
         self._optimizer: torch.optim.Optimizer | None = None
+        self._others: set[int] = set()
+        self._pending: set[int] = set()
         self._empty_bytes: dict[tuple[int, int], tuple[int, ...]] = {}
         self._precision: str | None = None
         # Of the iteration that is under way:
         self._step: StepRecorder | None = None
+        self._has_gone_back = False
         self._chunk_sizes: tuple[int, ...] = ()
         self._replica_sizes: dict[torch.device, int] = {}
         self._replicated: type[nn.Module] | None = None
@@ -109,6 +116,10 @@ class LoopRecorder:
     def is_splitting(self) -> bool:
         """Whether a model of the script is split by this object."""
         return isinstance(self._model, BalancedDataParallel)
+
+    def __deepcopy__(self, memo: object) -> LoopRecorder:
+        """Return this object: copies of a model are part of the same loop."""
+        return self
 
     # The split.
 
@@ -174,11 +185,26 @@ class LoopRecorder:
             register_module_forward_hook(self._note_output),
             register_optimizer_step_pre_hook(self._begin_step),
             register_optimizer_step_post_hook(self._end_step),
+            mock.patch.object(torch.autograd, "backward", self._noting(torch.autograd.backward)),
         ):
             yield
 
+    def _noting(self, backward: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(backward)
+        def noted(*args: Any, **kwargs: Any) -> None:
+            backward(*args, **kwargs)
+            self._has_gone_back = True
+
+        return noted
+
+    @functools.cached_property
+    def _has_no_optimizer(self) -> bool:
+        return not any(isinstance(item, torch.optim.Optimizer) for item in gc.get_objects())
+
     def _begin_iteration(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if self.num_steps is not None and self.num_iterations >= self.num_steps:
+        if self._step is not None and self._has_gone_back and self._has_no_optimizer:
+            self._end_iteration()
+        if self._is_done():
             raise StepsDone  # here, so that the script can print what it did in its last step
         if self._step is None and torch.is_grad_enabled():
             self._step = StepRecorder(self.devices)
@@ -187,6 +213,12 @@ class LoopRecorder:
         is_replica = getattr(module, "_is_replica", False)
         if is_replica and torch.is_grad_enabled() and not self.is_splitting:
             self._note_replica(module, args)
+
+    def _is_done(self) -> bool:
+        """Return whether there were enough iterations; each other optimizer may end its step."""
+        if self.num_steps is None or self.num_iterations < self.num_steps:
+            return False
+        return not self._pending or self.num_iterations > self.num_steps
 
     def _note_replica(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """Record the chunk of a replica of nn.DataParallel, or of a script's own class."""
@@ -210,17 +242,24 @@ class LoopRecorder:
         if self._optimizer is None:
             self._optimizer = optimizer
             self.num_parameters = sum(p.numel() for p in _parameters(optimizer))
+        elif optimizer is not self._optimizer:
+            self._others.add(id(optimizer))
         if optimizer is self._optimizer and self._step is not None:
             self._step.end_phase(self._breakdown_of, optimizer)
 
     def _end_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        if optimizer is not self._optimizer or self._step is None:
-            return
+        self._pending.discard(id(optimizer))
+        if optimizer is self._optimizer and self._step is not None:
+            self._end_iteration()
+            self._pending = set(self._others)
+
+    def _end_iteration(self) -> None:
         step, self._step = self._step, None
-        step.end_phase(self._breakdown_of, optimizer)
+        assert step is not None
+        step.end_phase(self._breakdown_of, self._optimizer)
         self.num_iterations += 1
         self._record(step)
-        self._chunk_sizes, self._replica_sizes = (), {}
+        self._chunk_sizes, self._replica_sizes, self._has_gone_back = (), {}, False
 
     @property
     def _breakdown_of(self) -> Any:
@@ -344,10 +383,10 @@ def _empty_bytes(step: StepRecorder) -> tuple[int, ...]:
     In the backward pass, all that is not persistent grows with the batch. In the optimizer's step,
     so does what is left of the batch, where it is known; the rest is the optimizer's own.
     """
-    backward, *at_step = (uses[0] for uses in step.uses)
+    backward, at_step = (*(uses[0] for uses in step.uses), {})[:2]
     return (
         sum(backward.get(use, 0) for use in _PERSISTENT),
-        *(sum(size for use, size in uses.items() if use not in _OF_THE_BATCH) for uses in at_step),
+        sum(size for use, size in at_step.items() if use not in _OF_THE_BATCH),
     )
 
 

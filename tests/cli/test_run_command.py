@@ -108,12 +108,13 @@ def test_the_report_is_read_by_the_other_commands(script):
     ("words", "code", "says"),
     [
         (("6", "64", "wrap", "fail"), 1, "KeyError: 'the key'"),
-        (("6", "64", "wrap", "exit"), 5, "The largest batch that fits is"),
+        (("6", "64", "wrap", "exit"), 5, "With as much memory on each device as the even split"),
         (("0", "64", "wrap"), 0, "Nothing was measured: the script ran no forward pass"),
         (("4", "64"), 0, "The script splits no batch over the devices; model = torch.nn.DataPar"),
         (("2", "64", "wrap"), 0, "A plan takes three training steps or more of one batch size"),
         (("4", "1", "wrap"), 0, "batches of 1"),
-        (("4", "64", "plain"), 0, "The script took no step of a torch.optim.Optimizer, so its"),
+        (("3", "64", "wrap", "fail", "--json", "no.json"), 1, "KeyError: 'the key'"),
+        (("4", "64", "plain"), 0, "The script took no training step: these are the peaks of"),
         (("4", "64", "cpu"), 0, "The script put no tensors on the devices."),
     ],
 )
@@ -125,7 +126,58 @@ def test_scripts_that_end_otherwise(words, code, says, script):
     if words[0] != "0":
         assert "memory in " in done.stderr
     if "fail" in words:
+        assert "A plan takes" not in done.stderr
         assert 'File "train.py", line' in done.stderr
+
+
+BY_HAND = """
+import torch
+from torch import nn
+
+model = nn.DataParallel(nn.Linear(64, 512).cuda())
+for step in range(1000):
+    torch.cuda.reset_peak_memory_stats()
+    loss = model(torch.randn(64, 64)).square().mean()
+    loss.backward()
+    with torch.no_grad():
+        for p in model.parameters():
+            p -= 0.1 * p.grad
+            p.grad = None
+    print(step, torch.cuda.max_memory_allocated() > 2**18)
+"""
+
+
+def test_a_loop_without_an_optimizer_has_steps(script):
+    """PyTorch's word language model updates its weights by hand."""
+    script.write_text(BY_HAND, "utf-8")
+    done = run(script, "--steps", "6", "train.py")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [word for step in range(6) for word in (str(step), "True")]
+    assert "ended after 6 training steps" in done.stderr
+    assert "The bottleneck is device 0 with" in done.stderr
+
+
+ADVERSARIES = """
+import torch
+from torch import nn
+
+nets = [nn.DataParallel(nn.Linear(8, 8).cuda()) for _ in range(2)]
+optimizers = [torch.optim.Adam(net.parameters()) for net in nets]
+for step in range(1000):
+    for net, optimizer in zip(nets, optimizers):
+        optimizer.zero_grad()
+        net(torch.randn(32, 8)).square().mean().backward()
+        optimizer.step()
+    print(step)
+"""
+
+
+def test_the_last_step_is_that_of_all_optimizers(script):
+    script.write_text(ADVERSARIES, "utf-8")
+    done = run(script, "--steps", "4", "--gpu0-bsz", "even", "--json", "no.json", "train.py")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["0", "1", "2", "3"]
+    assert "no.json was not written: there is no plan" in done.stderr
 
 
 WHOLE_BATCH = """
@@ -194,6 +246,7 @@ def test_a_branch_on_a_value_that_was_not_computed(script):
         (("--gpu0-bsz", "many", "train.py"), "--gpu0-bsz must be a number, auto or even"),
         (("--memory", "11GiB,24GiB", "--devices", "3", "train.py"), "--memory gives 2 devices"),
         (("--memory", "plenty", "train.py"), "--memory"),
+        (("--memory", "512MiB", "train.py"), "512.00 MiB of each device are kept free"),
         (("--devices", "0", "train.py"), "num_devices must be at least 1, got 0"),
         (("--json", "no/such/folder.json", "train.py"), "there is no folder"),
     ],

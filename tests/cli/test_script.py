@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from balanced_dp import ArgumentError
-from balanced_dp.cli.script import INTERRUPTED, check_script, replaced_call, run_script
+from balanced_dp.cli.script import INTERRUPTED, check_script, replaced_calls, run_script
 from balanced_dp.tuning.loop_recorder import StepsDone, WrappedAt
 
 
@@ -127,7 +127,7 @@ def test_the_change_as_a_diff(call, changed, line_in_call, tmp_path, monkeypatch
     head = '"""A script."""\nimport torch\nfrom torch import nn\n\n'
     script = write(tmp_path / "train.py", f"{head}{call}\nprint(model)\n")
     lines = range(5, 6 + call.count("\n"))
-    diff = replaced_call(WrappedAt(script, lines[line_in_call]), 3)
+    diff = replaced_calls([WrappedAt(script, lines[line_in_call])], 3)
     assert diff.startswith("--- train.py\n+++ train.py\n")
     added = [line[1:] for line in diff.splitlines()[2:] if line.startswith("+")]
     removed = [line[1:] for line in diff.splitlines()[2:] if line.startswith("-")]
@@ -136,7 +136,25 @@ def test_the_change_as_a_diff(call, changed, line_in_call, tmp_path, monkeypatch
     assert removed == [line for line in before if line not in changed]
 
 
+def test_all_calls_are_changed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = 'é = "é"; a, b = DataParallel(a), DataParallel(b)\nimport sys\nc = nn.DataParallel(c)'
+    script = write(tmp_path / "train.py", text)
+    diff = replaced_calls([WrappedAt(script, 1), WrappedAt(script, 3)], 3)
+    assert diff == (
+        "--- train.py\n+++ train.py\n"
+        "@@ -1 +1,2 @@\n"
+        '-é = "é"; a, b = DataParallel(a), DataParallel(b)\n'
+        '+é = "é"; a, b = balanced_dp.BalancedDataParallel(3, a), '
+        "balanced_dp.BalancedDataParallel(3, b)\n"
+        "+import balanced_dp\n"
+        "@@ -3 +4 @@\n"
+        "-c = nn.DataParallel(c)\n"
+        "+c = balanced_dp.BalancedDataParallel(3, c)"
+    )
+
+
 @pytest.mark.parametrize("text", ["x =", "", "model = wrap(model)"])
 def test_no_diff_without_the_call(text, tmp_path):
     script = write(tmp_path / "train.py", text)
-    assert replaced_call(WrappedAt(script, 1), 3) is None
+    assert replaced_calls([WrappedAt(script, 1)], 3) is None

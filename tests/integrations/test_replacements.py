@@ -15,7 +15,7 @@ from torch import nn
 
 from balanced_dp import BalancedDataParallel, emulate_devices
 from balanced_dp.integrations.replacements import replaced_data_parallel
-from balanced_dp.tuning.loop_recorder import LoopRecorder
+from balanced_dp.tuning.loop_recorder import LoopRecorder, WrappedAt
 
 TORCHS = nn.DataParallel
 
@@ -125,12 +125,13 @@ def test_a_wrapped_model_can_be_pickled_as_torchs(recorder):
     model.load_state_dict(torch.load(stream))
 
 
-def test_the_place_of_the_call_is_noted(recorder):
+def test_the_places_of_calls_are_noted(recorder):
     line = sys._getframe().f_lineno + 1
     nn.DataParallel(nn.Linear(4, 2).cuda())
-    assert (recorder.wrapped_at.filename, recorder.wrapped_at.line_number) == (__file__, line)
-    nn.DataParallel(nn.Linear(4, 2).cuda())
-    assert recorder.wrapped_at.line_number == line
+    assert recorder.wrapped_at == [WrappedAt(__file__, line)]
+    for _ in range(2):
+        nn.DataParallel(nn.Linear(4, 2).cuda())
+    assert recorder.wrapped_at == [WrappedAt(__file__, line), WrappedAt(__file__, line + 3)]
 
 
 def test_everything_is_as_before_afterwards():
