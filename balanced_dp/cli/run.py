@@ -129,7 +129,6 @@ def run_and_measure(settings: RunSettings, say: Callable[[str], object]) -> RunR
         )
         with recorder.recording(), replaced_data_parallel(recorder):
             exit_code = run_script(settings.script, settings.arguments, settings.is_module)
-        recorder.end()
         return _result(settings, recorder, exit_code)
 
 
@@ -169,7 +168,8 @@ def _opening(
 
 def _result(settings: RunSettings, recorder: LoopRecorder, exit_code: int) -> RunResult:
     report = recorder.report()
-    measured = recorder.last if report is None else report.chosen
+    is_best = report is not None and settings.gpu0_bsz == "auto"
+    measured = report.chosen if report is not None and is_best else recorder.last
     budgets = None
     if recorder.capacities is not None:
         budgets = [capacity - recorder.reserve for capacity in recorder.capacities]
@@ -182,7 +182,8 @@ def _result(settings: RunSettings, recorder: LoopRecorder, exit_code: int) -> Ru
             title += f", gpu0_bsz={measured.chunk_sizes[0]}"
     notes = [*_how_it_ended(settings, recorder, exit_code)]
     if report is not None:
-        notes += [*_plan(recorder, report, budgets), *_what_else_helps(recorder, report)]
+        assert measured is not None
+        notes += [*_plan(measured, report, budgets), *_what_else_helps(recorder, report)]
         notes += _change(recorder, report.plan)
     elif exit_code == 0:
         notes += _without_report(settings, recorder)
@@ -200,11 +201,11 @@ def _how_it_ended(settings: RunSettings, recorder: LoopRecorder, exit_code: int)
         yield "These are the peaks of the first training step, which was not finished."
 
 
-def _plan(recorder: LoopRecorder, report: Report, budgets: Sequence[int] | None) -> Iterator[str]:
-    """Yield what the best split is like, and what fits with it."""
+def _plan(measured: Measurement, report: Report, budgets: Sequence[int] | None) -> Iterator[str]:
+    """Yield what the measured split is like, and what fits with the best one."""
     plan = report.plan
-    best, even = (tables.bottleneck(m, budgets) for m in (report.chosen, report.even))
-    yield f"The bottleneck is {best}; with the even split it is {even}."
+    bottleneck, even = (tables.bottleneck(m, budgets) for m in (measured, report.even))
+    yield f"The bottleneck is {bottleneck}; with the even split it is {even}."
     if budgets is None:
         yield (
             "With as much memory on each device as the even split takes, the largest batch is "
@@ -224,7 +225,8 @@ def _plan(recorder: LoopRecorder, report: Report, budgets: Sequence[int] | None)
     try:
         check_fits(plan, report.chosen.peak_bytes)
     except InfeasiblePlanError as error:
-        yield f"It does not fit: {error}."
+        text = str(error)
+        yield f"{text[0].upper()}{text[1:]}."
     first, *others = utilizations(report.chosen.peak_bytes, plan.budgets)
     if plan.gpu0_bsz == 0 and first * _WORTH_IT > max(others):
         yield "Device 0 stays the fullest without samples of its own; the table shows of what."
@@ -250,20 +252,37 @@ def _what_else_helps(recorder: LoopRecorder, report: Report) -> Iterator[str]:
         planner = Planner(model, plan.budgets)
         gpu0_bsz = planner.best_gpu0_bsz(plan.batch_size)
         full = planner.utilization(plan.batch_size, gpu0_bsz)
-        if full >= best * _WORTH_IT:
+        largest = planner.max_batch_size(planner.balanced_gpu0_bsz)
+        if full >= best * _WORTH_IT or largest < plan.batch_size:
             continue
         best = full
         held = format_bytes(round(full * max(plan.budgets)))
-        largest = planner.max_batch_size(planner.balanced_gpu0_bsz)
-        options = ", gather=False" * (not recorder.returns_loss) + ", spread=True" * spread
-        line = f"    model = balanced_dp.BalancedDataParallel({gpu0_bsz}, model{options})"
-        how = "with the loss on each device"
-        if recorder.returns_loss:
-            how = "if forward returns the loss without other outputs"
-        else:
-            line += "\n    criterion = balanced_dp.BalancedCriterion(criterion)"
-        how += " and parameters on all devices" * spread
-        yield f"An estimate: {held} on the fullest device, and batches up to {largest}, {how}:\n{line}"
+        value = planner.balanced_gpu0_bsz(largest)
+        estimate = (
+            f"An estimate: {held} on the fullest device, and batches up to {largest} (with "
+            f"gpu0_bsz={value})"
+        )
+        yield f"{estimate}, {_option(recorder, gpu0_bsz, spread)}"
+
+
+def _option(recorder: LoopRecorder, gpu0_bsz: int, spread: bool) -> str:
+    """Return an option in words, with the lines to write."""
+    how, options, lines = [], [], []
+    if recorder.returns_loss and recorder.returns_rows:
+        how.append("if forward returns the loss without other outputs")
+    elif not recorder.returns_loss:
+        how.append("with the loss on each device")
+        options.append("gather=False")
+        lines.append("    criterion = balanced_dp.BalancedCriterion(criterion)  # see docs/loss.md")
+    if spread:
+        how.append("with parameters on all devices")
+        options.append("spread=True")
+    if recorder.wrapped_at:
+        given = ", ".join([str(gpu0_bsz), "model", *options])
+        lines.insert(0, f"    model = balanced_dp.BalancedDataParallel({given})")
+    else:
+        lines = [f"    gpu0_bsz={gpu0_bsz}" + ", spread=True" * spread]
+    return "\n".join([f"{' and '.join(how)}:", *lines])
 
 
 def _input_bytes_per_sample(measured: Measurement) -> float:
@@ -312,11 +331,17 @@ def _without_report(settings: RunSettings, recorder: LoopRecorder) -> Iterator[s
         yield "The script put no tensors on the devices."
     elif recorder.is_splitting and settings.gpu0_bsz is None:
         yield "Without --gpu0-bsz even, the run searches for the best value of gpu0_bsz."
+    elif recorder.is_splitting and len(recorder.measurements) == 1 < recorder.num_iterations - 2:
+        yield "That is the even split, so there is nothing to compare it with; lower --gpu0-bsz."
     elif recorder.is_splitting:
         yield (
-            "A plan takes three training steps or more of one batch size; the script took "
+            "A plan takes four training steps or more of one batch size; the script took "
             f"{recorder.num_iterations}."
         )
+    elif recorder.is_balanced:
+        yield "The script has its own BalancedDataParallel, which is left as it is."
+    elif settings.num_devices == 1:
+        yield "There is one device, and nothing to split."
     elif sum(map(bool, measured.chunk_sizes)) < 2:
         yield (
             "The script splits no batch over the devices; model = torch.nn.DataParallel(model) "

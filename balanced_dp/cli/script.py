@@ -41,7 +41,7 @@ def run_script(name: str, arguments: Sequence[str], is_module: bool) -> int:
         if is_module:
             runpy.run_module(name, run_name="__main__", alter_sys=True)
         else:
-            runpy.run_path(name, run_name="__main__")
+            runpy.run_path(str(Path(name).absolute()), run_name="__main__")
     except StepsDone:
         return 0
     except SystemExit as end:
@@ -53,10 +53,10 @@ def run_script(name: str, arguments: Sequence[str], is_module: bool) -> int:
         _print_error(error)
         return 1
     finally:
-        sys.argv, sys.path[:] = before
         _join_threads()
+        sys.argv, sys.path[:] = before
         sys.stdout.flush()
-        gc.collect()
+        gc.collect()  # the script's modules and models refer to each other
     return 0
 
 
@@ -93,7 +93,7 @@ def replaced_calls(wrapped_at: Sequence[WrappedAt], gpu0_bsz: int) -> str | None
         before = linecache.getlines(filename)
         after = _with_calls_replaced("".join(before), line_numbers, gpu0_bsz).splitlines(True)
         path = os.path.relpath(filename)
-        diffs += difflib.unified_diff(before, after, path, path, n=0)
+        diffs += difflib.unified_diff(before, after, f"a/{path}", f"b/{path}")
     return "".join(line if line.endswith("\n") else f"{line}\n" for line in diffs).rstrip() or None
 
 
@@ -102,12 +102,16 @@ def _with_calls_replaced(source: str, line_numbers: Sequence[int], gpu0_bsz: int
         tree = ast.parse(source)
     except SyntaxError:
         return source
+    names = {name: name for name in _REPLACED}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            names |= {n.asname: n.name for n in node.names if n.asname and n.name in _REPLACED}
     calls = [
         node
         for node in ast.walk(tree)
         if isinstance(node, ast.Call)
         and any(node.lineno <= number <= (node.end_lineno or 0) for number in line_numbers)
-        and _last_name(node.func) in _REPLACED
+        and _last_name(node.func) in names
     ]
     if not calls:
         return source
@@ -119,10 +123,12 @@ def _with_calls_replaced(source: str, line_numbers: Sequence[int], gpu0_bsz: int
         arguments = lines[last][name.end_col_offset :].decode().lstrip().removeprefix("(")
         arguments = arguments.lstrip(" ")
         comma = {")": "", "\n": ","}.get(arguments[:1], ", ")
-        new = f"{head}{_REPLACED[_last_name(name)]}({gpu0_bsz}{comma}{arguments}"
+        new = f"{head}{_REPLACED[names[_last_name(name)]]}({gpu0_bsz}{comma}{arguments}"
         lines[first : last + 1] = [new.encode()]
-    imports = [n.lineno - 1 for n in tree.body if isinstance(n, ast.Import | ast.ImportFrom)]
-    lines.insert(imports[0] if imports else 0, b"import balanced_dp\n")
+    imports = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+    own = [node for node in imports if getattr(node, "module", None) != "__future__"]
+    after_imports = max((node.end_lineno or 0 for node in imports), default=0)
+    lines.insert(own[0].lineno - 1 if own else after_imports, b"import balanced_dp\n")
     return b"".join(lines).decode()
 
 

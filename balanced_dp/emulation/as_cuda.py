@@ -42,18 +42,24 @@ def named_cuda(machine: Machine) -> Iterator[None]:
         _cuda_modules(machine),
         _accelerator_modules(),
         _data_parallel(),
-        _what_needs_hardware(machine),
+        _refused(),
+        _without_hardware(machine),
     )
-    device = default_device.CURRENT_DEVICE
+    device, dtype = default_device.CURRENT_DEVICE, torch.get_default_dtype()
+    builtins = torch.jit._builtins._get_builtin_table()  # TorchScript knows functions by their id
     with ExitStack() as stack:
+        stack.enter_context(mock.patch.dict(builtins))
         for patches in everything:
             for target, attributes in patches.items():
                 for name, value in attributes.items():
+                    if id(getattr(target, name, None)) in builtins:
+                        builtins[id(value)] = builtins[id(getattr(target, name))]
                     stack.enter_context(mock.patch.object(target, name, value, create=True))
         try:
             yield
         finally:
             torch.set_default_device(device)
+            torch.set_default_dtype(dtype)
 
 
 def _tensors() -> _Patches:
@@ -67,11 +73,7 @@ def _tensors() -> _Patches:
             "Generator": cuda_tensors.Generator,
             "set_default_tensor_type": cuda_tensors.set_default_tensor_type,
         },
-        torch.TypedStorage: {"cuda": cuda_tensors.storage_on_cuda},
-        torch.UntypedStorage: {
-            "cuda": cuda_tensors.storage_on_cuda,
-            "device": property(cuda_tensors.device_of_storage),
-        },
+        torch.UntypedStorage: {"cuda": cuda_tensors.storage_on_cuda},
         torch.serialization: {
             "_package_registry": [(0, cuda_tensors.location_of, cuda_tensors.restore), *registry]
         },
@@ -106,7 +108,8 @@ _FUNCTIONS = {
     name: function
     for module in (device_module, cuda_functions)
     for name, function in vars(module).items()
-    if callable(function) and hasattr(torch.cuda, name)
+    if hasattr(torch.cuda, name)
+    and (getattr(function, "__module__", None) or "").startswith(__package__)
 }
 
 
@@ -121,25 +124,29 @@ def _cuda_modules(machine: Machine) -> _Patches:
         if not (inspect.isclass(value) and issubclass(value, BaseException))
     }
     everything = provided | refused
-    submodules = (torch.cuda.memory, torch.cuda.random, torch.cuda.streams, torch.cuda.graphs)
+    submodules = (torch.cuda.random, torch.cuda.streams)
     return {
         torch.cuda: {
             **everything,
             "default_generators": tuple(machine.generators),
             "memory_breakdown": device_module.memory_breakdown,
+            "_initialized": True,  # else torch.utils.checkpoint saves no states of generators
         },
         torch.cuda.nvtx: dict.fromkeys(("range_push", "range_pop", "mark"), lambda *args: 0),
         **{module: _of(module, everything) for module in submodules},
+        torch.cuda.memory: _of(torch.cuda.memory, everything)
+        | {name: refusal(f"torch.cuda.memory.{name}") for name in _RECORDS_ALLOCATIONS},
     }
+
+
+_RECORDS_ALLOCATIONS = ("_record_memory_history", "_snapshot", "_dump_snapshot")
 
 
 def _accelerator_modules() -> _Patches:
     everything = _of(torch.accelerator, _FUNCTIONS) | {
         "current_accelerator": lambda check_available=False: torch.device(CUDA),
         "current_device_index": device_module.current_device,
-        "current_device_idx": device_module.current_device,
         "set_device_index": device_module.set_device,
-        "set_device_idx": device_module.set_device,
         "device_index": device_module.device,
         "get_memory_info": device_module.mem_get_info,
         "Graph": refusal("torch.accelerator.Graph"),
@@ -171,10 +178,9 @@ def _data_parallel() -> _Patches:
     }
 
 
-def _what_needs_hardware(machine: Machine) -> _Patches:
-    """Return functions that raise an error, or do without kernels that only CUDA has."""
+def _refused() -> _Patches:
+    """Return functions that need the hardware, which raise an error instead."""
     compile_, init_process_group = torch.compile, torch.distributed.init_process_group
-    init_scaler = torch.amp.GradScaler.__init__
 
     def compile(model: Any = None, *, backend: Any = "inductor", **kwargs: Any) -> Any:
         if backend == "inductor" and not kwargs.get("disable"):
@@ -185,29 +191,33 @@ def _what_needs_hardware(machine: Machine) -> _Patches:
         return compile_(model, backend=backend, **kwargs)
 
     def init(backend: str | None = None, *args: Any, **kwargs: Any) -> None:
-        if backend is None or "nccl" in backend:
+        if backend is None or "nccl" in backend.lower():
             raise EmulationError(
                 f"emulated devices do not support NCCL process groups (backend={backend!r}); use "
                 "backend='gloo'"
             )
         init_process_group(backend, *args, **kwargs)
 
+    return {
+        torch: {"compile": compile},
+        torch.distributed: {"init_process_group": init},
+        torch.multiprocessing: {"spawn": refusal("processes that are spawned")},
+    }
+
+
+def _without_hardware(machine: Machine) -> _Patches:
+    """Return what torch does otherwise without CUDA, or where gradients are not known."""
+    backends: Any = torch.distributed.Backend.default_device_backend_map
+    init_scaler = torch.amp.GradScaler.__init__
+
     def init_without_scaling(self: Any, *args: Any, **kwargs: Any) -> None:
         # A scaler skips the step if a gradient is not finite, which symbolic devices do not know.
         init_scaler(self, *args, **kwargs)
         self._enabled = False
 
-    backend_class: Any = torch.distributed.Backend
-    backends = {**backend_class.default_device_backend_map, CUDA: "gloo"}
-    scaler = {"__init__": init_without_scaling} if machine.symbolic else {}
     return {
-        torch: {"compile": compile},
-        torch.multiprocessing: {"spawn": refusal("processes that are spawned")},
-        torch.distributed: {"init_process_group": init},
-        torch.distributed.distributed_c10d: {"init_process_group": init},
-        backend_class: {"default_device_backend_map": backends},
-        torch.amp.GradScaler: scaler,
+        torch.distributed.Backend: {"default_device_backend_map": {**backends, CUDA: "gloo"}},
+        torch.amp.GradScaler: {"__init__": init_without_scaling} if machine.symbolic else {},
         torch.version: {"cuda": _CUDA_VERSION},
         torch.backends.cudnn: {"is_acceptable": lambda tensor: False},
-        torch.backends.mha: {"get_fastpath_enabled": lambda: False},
     }

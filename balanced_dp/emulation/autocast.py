@@ -94,11 +94,13 @@ def autocast_for_emulated_devices(device_type: str) -> Iterator[None]:
         ),
     ):
         dtype = torch.get_autocast_dtype(DEVICE_TYPE)
+        is_enabled = torch.is_autocast_enabled(DEVICE_TYPE)
         torch.set_autocast_dtype(DEVICE_TYPE, torch.float16)  # CUDA's default
         try:
             yield
         finally:
             torch.set_autocast_dtype(DEVICE_TYPE, dtype)
+            translated(set_enabled)(DEVICE_TYPE, is_enabled)
             _cast_weights.clear()
 
 

@@ -172,17 +172,45 @@ def _parameters_keep_identity() -> Patch:
     lock = threading.RLock()
 
     @functools.wraps(apply)
-    def swapping_apply(*args: Any, **kwargs: Any) -> Any:
+    def swapping_apply(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        known = [(p, _own_state(p)) for p in self._parameters.values() if p is not None]
         with lock:  # all threads share the flag
             before = future.get_swap_module_params_on_conversion()
             future.set_swap_module_params_on_conversion(True)
             try:
                 # Module._apply has no annotations.
-                return apply(*args, **kwargs)  # type: ignore[no-untyped-call]
+                return apply(self, *args, **kwargs)  # type: ignore[no-untyped-call]
+            except RuntimeError as error:
+                if "Couldn't swap" not in str(error):
+                    raise
+                # A graph, a view or a weak reference holds a parameter: replace it instead.
+                future.set_swap_module_params_on_conversion(False)
+                return apply(self, *args, **kwargs)  # type: ignore[no-untyped-call]
             finally:
                 future.set_swap_module_params_on_conversion(before)
+                for parameter, state in known:
+                    _restore_own_state(parameter, state)
 
     return mock.patch.object(torch.nn.Module, "_apply", swapping_apply)
+
+
+_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+_OF_EMULATION = {"_elem", "_allocations"}
+
+
+def _own_state(parameter: torch.Tensor) -> dict[str, Any]:
+    """Return what a parameter has beside its data: attributes and hooks."""
+    attributes = {k: v for k, v in vars(parameter).items() if k not in _OF_EMULATION}
+    return attributes | {name: getattr(parameter, name) for name in _HOOKS}
+
+
+def _restore_own_state(parameter: torch.Tensor, state: dict[str, Any]) -> None:
+    """Give a parameter that was swapped its attributes and hooks again."""
+    for name, value in state.items():
+        if value is not None and name in _HOOKS:
+            setattr(parameter, name, None)  # else setting the same dictionary has no effect
+        if value is not getattr(parameter, name, None):
+            setattr(parameter, name, value)
 
 
 def _optimizers_as_on_cuda() -> Patch:

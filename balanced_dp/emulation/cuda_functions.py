@@ -25,13 +25,21 @@ class Stream:
         machine = current_machine()
         self.device = machine.devices[machine.index_of(device)]
         self.device_index, self.priority = self.device.index, priority
-        self.cuda_stream = self.stream_id = id(self)
+        self.cuda_stream = self.stream_id = 0
 
     def __enter__(self) -> Stream:
+        self._context = StreamContext(self)
+        self._context.__enter__()
         return self
 
     def __exit__(self, *exc: object) -> None:
-        pass
+        self._context.__exit__(*exc)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Stream) and self.device == other.device
+
+    def __hash__(self) -> int:
+        return hash(self.device)
 
     def wait_stream(self, stream: Stream) -> None:
         """Do nothing: what the other stream has to do is done."""
@@ -84,17 +92,11 @@ class Event:
         return (end_event._time_s - self._time_s) * 1e3
 
 
-class StreamContext:
-    """Context manager of ``torch.cuda.stream``, which does nothing."""
+class StreamContext(device_module.device):
+    """Context manager of ``torch.cuda.stream``: it makes the stream's device the current one."""
 
     def __init__(self, stream: Stream | None) -> None:
-        self.stream = stream
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *exc: object) -> None:
-        pass
+        super().__init__(None if stream is None else stream.device)
 
 
 class device_of(device_module.device):  # the name of torch.cuda.device_of
@@ -112,7 +114,9 @@ def current_stream(device: Device = None) -> Stream:
     return Stream(device)
 
 
-default_stream = current_stream
+def default_stream(device: Device = None) -> Stream:
+    """Return a stream of the device."""
+    return Stream(device)
 
 
 def set_stream(stream: Stream) -> None:

@@ -23,11 +23,9 @@ def to_emulated(device: Any) -> Any:
     Raises:
         EmulationError: the device does not exist.
     """
-    is_text = isinstance(device, str) and device.split(":")[0] == CUDA
-    if is_text:
-        device = torch.device(device)
-    is_index = isinstance(device, int) and not isinstance(device, bool)
-    if is_index or (isinstance(device, torch.device) and device.type == CUDA):
+    is_name = isinstance(device, str) and device.split(":")[0] == CUDA
+    is_device = isinstance(device, torch.device) and device.type == CUDA
+    if is_name or is_device or isinstance(device, int):
         return torch.device(DEVICE_TYPE, current_machine().index_of(device))
     return device
 
@@ -38,7 +36,7 @@ def to_named(device: torch.device) -> torch.device:
 
 
 def translating(function: Callable[..., Any], position: int | None = None) -> Callable[..., Any]:
-    """Return ``function`` with its device translated.
+    """Return ``function`` with its device translated, and with ``pin_memory`` emulated.
 
     The device is the keyword ``device`` or, if it is given, the argument at ``position``.
     """
@@ -58,9 +56,8 @@ def translating(function: Callable[..., Any], position: int | None = None) -> Ca
 
 # Tensors.
 
-# Properties of torch, of which its stubs know no more than that they are attributes.
+# A property, of which torch's stubs know no more than that it is an attribute.
 _device_of_tensor: Any = vars(torch._C.TensorBase)["device"]
-_device_of_storage: Any = vars(torch._C.StorageBase)["device"]
 
 
 def tensor_methods() -> dict[str, Any]:
@@ -81,7 +78,7 @@ EMULATED_TENSOR_METHODS = {
     "device": property(lambda self: to_named(_device_of_tensor.__get__(self))),
     "is_cuda": property(lambda self: True),
     "record_stream": lambda self, stream: None,
-    "new": lambda self, *args, **kwargs: _legacy_tensor(self.dtype, self.device, args),
+    "new": lambda self, *args, **kwargs: _new(self, args),
 }
 """Methods for emulated tensors."""
 
@@ -119,6 +116,12 @@ def _type(self: torch.Tensor, dtype: Any = None, non_blocking: bool = False) -> 
     if isinstance(dtype, _LegacyType):
         return self.to(CUDA, dtype.dtype, non_blocking)
     return torch._C.TensorBase.type(self, dtype, non_blocking)
+
+
+def _new(self: torch.Tensor, args: tuple[Any, ...]) -> torch.Tensor:
+    if self.is_sparse:
+        return torch.sparse_coo_tensor(*args, dtype=self.dtype, device=self.device)
+    return _legacy_tensor(self.dtype, self.device, args)
 
 
 # torch.cuda.FloatTensor and the like: deprecated, and still called by scripts.
@@ -189,9 +192,6 @@ class Generator(_TorchGenerator, metaclass=_GeneratorType):  # type: ignore[misc
         generator._device = to_named(torch.device(to_emulated(device)))
         return generator
 
-    def __init__(self, device: Any = "cpu") -> None:
-        pass
-
     device = property(lambda self: self._device)
 
 
@@ -208,23 +208,18 @@ class _CudaStorage(torch.UntypedStorage):
 
 def storage_on_cuda(self: Any, device: Any = None, non_blocking: bool = False) -> Any:
     """Return a copy of a storage from which tensors on ``device`` are made."""
-    moved = getattr(self, "_untyped_storage", self).clone()
+    moved = self.clone()
     moved.__class__ = _CudaStorage
     moved._device = to_named(to_emulated(CUDA if device is None else device))
     return moved
 
 
-def device_of_storage(storage: torch.UntypedStorage) -> torch.device:
-    """Return the device of a storage."""
-    return to_named(_device_of_storage.__get__(storage))
-
-
 def location_of(storage: torch.UntypedStorage) -> str | None:
-    """Return the device under whose name a storage is saved, None for others than emulated."""
+    """Return the device that a storage is saved with, or None if it is on no emulated device."""
     device = current_machine().device_of(storage)
     return None if device is None else str(device)
 
 
 def restore(storage: Any, location: str) -> Any:
-    """Return the storage for a tensor on the device ``location``, None for others than CUDA's."""
+    """Return the storage for a tensor on ``location``, or None if that is no CUDA device."""
     return storage_on_cuda(storage, location) if location.split(":")[0] == CUDA else None

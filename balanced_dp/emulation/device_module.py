@@ -34,6 +34,10 @@ class EmulatedDeviceProperties:
     major: int = 8
     minor: int = 0
     multi_processor_count: int = 108
+    warp_size: int = 32
+    L2_cache_size: int = 40 * 2**20
+    is_integrated: bool = False
+    is_multi_gpu_board: bool = False
 
 
 class device:  # the name of torch.cuda.device

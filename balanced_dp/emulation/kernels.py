@@ -28,6 +28,8 @@ def register_kernels() -> torch.library.Library:
     library = torch.library.Library("aten", "IMPL")
     library.impl("empty.memory_format", partial(_make, torch.empty), "Lazy")
     library.impl("empty_strided", partial(_make, torch.empty_strided), "Lazy")
+    # Called by torch.tensor([tensor, ...]).
+    library.impl("_local_scalar_dense", lambda tensor: elem_of(tensor).item(), "Lazy")
     # Called by torch.tensor(..., device="lazy:0").
     library.impl("_copy_from", lambda source, target, *_: copy_(target, source), "Lazy")
     for triangle in (torch.tril_indices, torch.triu_indices):
@@ -40,6 +42,9 @@ def register_kernels() -> torch.library.Library:
             aten.ctc_loss.Tensor: _ctc_loss,
             _fused: _fused_attention,
             _fused_backward: _fused_attention_backward,
+            # Wrappers have no bit for a conjugation or a sign that is still to be computed.
+            aten._conj.default: lambda tensor: run(aten.conj_physical.default, (tensor,), {}),
+            aten._neg_view.default: lambda tensor: run(aten.neg.default, (tensor,), {}),
             aten._pack_padded_sequence.default: _pack_padded_sequence,
             aten.native_dropout.default: _native_dropout,
             aten.native_batch_norm.default: _native_batch_norm,

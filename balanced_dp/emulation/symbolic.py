@@ -6,7 +6,6 @@ A tensor whose values are not known is on torch's ``meta`` device.
 from __future__ import annotations
 
 import functools
-import math
 from typing import Any
 
 import torch
@@ -38,7 +37,7 @@ def require_known(elem: torch.Tensor, doing: str) -> None:
     if not is_known(elem):
         raise SymbolicValueError(
             f"{doing} needs the value of a {elem.dtype} tensor of shape {tuple(elem.shape)}, but "
-            "emulate_devices(symbolic=True) keeps shapes only; use symbolic=False"
+            "emulate_devices(symbolic=True) keeps shapes only; use symbolic=False (no --symbolic)"
         )
 
 
@@ -59,21 +58,12 @@ class UnknownNumber(float):
         )
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _compute
-    __truediv__ = __rtruediv__ = __neg__ = __abs__ = __pos__ = _compute
+    __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = _compute
+    __mod__ = __rmod__ = __neg__ = __abs__ = __pos__ = _compute
+    __pow__ = __rpow__ = _compute
     __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = __bool__ = __int__ = _decide
     __round__ = _compute  # type: ignore[assignment]
     __hash__ = float.__hash__
-
-
-def unknown_values(elem: torch.Tensor) -> torch.Tensor:
-    """Return NaN in the shape of ``elem``, whose values are not known.
-
-    Raises:
-        SymbolicValueError: ``elem`` has integers, which cannot be NaN.
-    """
-    if not is_unknown_dtype(elem.dtype):
-        require_known(elem, "copying it to the CPU")
-    return torch.full(elem.shape, math.nan, dtype=elem.dtype)
 
 
 def call(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

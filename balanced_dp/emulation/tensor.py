@@ -31,7 +31,6 @@ from .symbolic import (
     is_unknown_dtype,
     is_written,
     require_known,
-    unknown_values,
 )
 
 aten = torch.ops.aten
@@ -148,7 +147,11 @@ class EmulatedTensor(torch.Tensor):
                 "protocol at the moment."
             )
         twin = self._leaf(self.detach().clone())
-        twin.grad = copy.deepcopy(self.grad, memo)
+        if not isinstance(self, torch.nn.Parameter):  # as torch's
+            twin.grad = copy.deepcopy(self.grad, memo)
+            own = {"_elem", "_allocations"}
+            kept = {name: value for name, value in vars(self).items() if name not in own}
+            vars(twin).update(copy.deepcopy(kept, memo))
         return twin
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -464,8 +467,8 @@ def copy_(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
 
 def _readable(elem: torch.Tensor, machine: Machine) -> torch.Tensor:
     """Return ``elem`` with values that the CPU may read."""
-    if machine.reads_unknown and not is_known(elem):
-        return unknown_values(elem)
+    if machine.reads_unknown and not is_known(elem) and is_unknown_dtype(elem.dtype):
+        return torch.full(elem.shape, math.nan, dtype=elem.dtype)
     require_known(elem, "copying it to the CPU")
     return elem
 

@@ -6,6 +6,7 @@ import functools
 import importlib.abc
 import importlib.machinery
 import inspect
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -23,7 +24,9 @@ from ..parallel.functional import call_once
 from ..tuning.loop_recorder import LoopRecorder, WrappedAt
 
 _STEPS = {"forward", "scatter", "replicate", "parallel_apply", "gather"}
-_LIBRARIES = str(Path(torch.__file__).parent), str(Path(__file__).parents[1])
+_LIBRARIES = tuple(
+    f"{path}{os.sep}" for path in (Path(torch.__file__).parent, Path(__file__).parents[1])
+)
 
 
 @contextmanager

@@ -53,17 +53,17 @@ class WrappedAt:
 class LoopRecorder:
     """Measures each iteration of a training loop that knows nothing of it.
 
-    An iteration lasts from the first forward pass with gradients to the end of an optimizer's step.
-    If a loop has several optimizers, the one that steps first ends the iterations; if there is
-    none, the next forward pass after a backward pass does. The first iteration is not counted,
-    unless it is the only one: there was no optimizer state at its peak.
+    An iteration lasts from the first forward pass with gradients to the first forward pass after
+    an optimizer's step: that of the optimizer which steps first, if there are several, or a
+    backward pass if there is none. The first iteration is not counted, unless it is the only one:
+    there was no optimizer state at its peak.
 
     Args:
         devices: the devices of the loop.
         capacities: capacity of each device in bytes, or None if they do not matter: then the even
             split of the loop's batch fills the devices.
         gpu0_bsz: ``"auto"`` to search for the best value; None for the even split; or a value. On
-            emulated devices the even split is measured before a given value.
+            emulated devices, the even split and half of it are measured before a given value.
         name: the name of the loop in reports.
         reserve: bytes of each capacity to keep free.
         num_steps: the number of iterations after which the next forward pass raises ``StepsDone``;
@@ -73,7 +73,8 @@ class LoopRecorder:
         measurements: what was measured, by batch size and chunk size of the first device.
         num_iterations: the number of iterations that have ended.
         wrapped_at: the calls with which the script wraps models, in order.
-        returns_loss: whether a loss is among the outputs of the model.
+        returns_loss: whether a 0-dim tensor, such as a loss, is among the outputs of the model.
+        returns_rows: whether others are.
     """
 
     def __init__(
@@ -95,7 +96,7 @@ class LoopRecorder:
         self.measurements: dict[tuple[int, int], Measurement] = {}
         self.num_iterations = 0
         self.wrapped_at: list[WrappedAt] = []
-        self.returns_loss = False
+        self.returns_loss = self.returns_rows = False
         self.num_parameters = 0
         self._auto: AutoBalance | None = None
         self._is_settling = False
@@ -108,6 +109,7 @@ class LoopRecorder:
         # Of the iteration that is under way:
         self._step: StepRecorder | None = None
         self._has_gone_back = False
+        self._has_stepped = False
         self._chunk_sizes: tuple[int, ...] = ()
         self._replica_sizes: dict[torch.device, int] = {}
         self._replicated: type[nn.Module] | None = None
@@ -115,7 +117,16 @@ class LoopRecorder:
     @property
     def is_splitting(self) -> bool:
         """Whether a model of the script is split by this object."""
-        return isinstance(self._model, BalancedDataParallel)
+        return isinstance(self._policy_of(self._model), _RecordedSplit)
+
+    @property
+    def is_balanced(self) -> bool:
+        """Whether the script itself uses ``BalancedDataParallel``."""
+        return isinstance(self._model, BalancedDataParallel) and not self.is_splitting
+
+    @staticmethod
+    def _policy_of(model: nn.Module | None) -> SplitPolicy | None:
+        return model._policy if isinstance(model, BalancedDataParallel) else None
 
     def __deepcopy__(self, memo: object) -> LoopRecorder:
         """Return this object: copies of a model are part of the same loop."""
@@ -152,6 +163,8 @@ class LoopRecorder:
         is_compared = self.num_iterations < 2 and is_emulated(self.devices[0])
         if self.gpu0_bsz is None or is_compared:
             return even
+        if self.gpu0_bsz != "auto" and self.num_iterations == 2 and is_emulated(self.devices[0]):
+            return even // 2  # as below
         if self.gpu0_bsz != "auto":
             return min(even, self.gpu0_bsz)
         if self._auto is None:
@@ -187,7 +200,10 @@ class LoopRecorder:
             register_optimizer_step_post_hook(self._end_step),
             mock.patch.object(torch.autograd, "backward", self._noting(torch.autograd.backward)),
         ):
-            yield
+            try:
+                yield
+            finally:
+                self._end_loop()
 
     def _noting(self, backward: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(backward)
@@ -202,13 +218,13 @@ class LoopRecorder:
         return not any(isinstance(item, torch.optim.Optimizer) for item in gc.get_objects())
 
     def _begin_iteration(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if self._step is not None and self._has_gone_back and self._has_no_optimizer:
+        if self._has_stepped or (self._has_gone_back and self._has_no_optimizer):
             self._end_iteration()
         if self._is_done():
             raise StepsDone  # here, so that the script can print what it did in its last step
         if self._step is None and torch.is_grad_enabled():
             self._step = StepRecorder(self.devices)
-        if isinstance(module, nn.DataParallel) and not isinstance(module, BalancedDataParallel):
+        if isinstance(module, nn.DataParallel) and not self.is_splitting:
             self._model = module
         is_replica = getattr(module, "_is_replica", False)
         if is_replica and torch.is_grad_enabled() and not self.is_splitting:
@@ -232,11 +248,9 @@ class LoopRecorder:
                 return
 
     def _note_output(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if module is self._model and not self.returns_loss:
-            self.returns_loss = any(
-                isinstance(leaf, torch.Tensor) and leaf.dim() == 0 and leaf.requires_grad
-                for leaf in tree_leaves(output)
-            )
+        if module is self._model and torch.is_grad_enabled():
+            dims = [leaf.dim() for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+            self.returns_loss, self.returns_rows = 0 in dims, any(dims)
 
     def _begin_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         if self._optimizer is None:
@@ -244,22 +258,34 @@ class LoopRecorder:
             self.num_parameters = sum(p.numel() for p in _parameters(optimizer))
         elif optimizer is not self._optimizer:
             self._others.add(id(optimizer))
+        elif self._has_stepped:  # its closure runs the model
+            self._end_iteration()
         if optimizer is self._optimizer and self._step is not None:
             self._step.end_phase(self._breakdown_of, optimizer)
 
     def _end_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         self._pending.discard(id(optimizer))
-        if optimizer is self._optimizer and self._step is not None:
-            self._end_iteration()
+        if optimizer is self._optimizer:
+            self._has_stepped = True
             self._pending = set(self._others)
 
     def _end_iteration(self) -> None:
         step, self._step = self._step, None
-        assert step is not None
+        self._has_gone_back = self._has_stepped = False
+        if step is None:
+            return
         step.end_phase(self._breakdown_of, self._optimizer)
         self.num_iterations += 1
         self._record(step)
-        self._chunk_sizes, self._replica_sizes, self._has_gone_back = (), {}, False
+        self._chunk_sizes, self._replica_sizes = (), {}
+
+    def _end_loop(self) -> None:
+        """Record the last iteration; if it is not finished, only if it is the only one."""
+        if self._has_stepped or (self._has_gone_back and self._has_no_optimizer):
+            self._end_iteration()
+        elif self._step is not None and not self.measurements:
+            self._step.end_phase(self._breakdown_of, self._optimizer)
+            self._record(self._step)
 
     @property
     def _breakdown_of(self) -> Any:
@@ -269,6 +295,8 @@ class LoopRecorder:
 
     def _record(self, step: StepRecorder) -> None:
         sizes = self._chunk_sizes or tuple(self._replica_sizes.get(d, 0) for d in self.devices)
+        if isinstance(self._model, BalancedDataParallel) and self._model.devices == self.devices:
+            sizes = self._chunk_sizes or self._model.chunk_sizes or sizes
         key = sum(sizes), sizes[0]
         backward, at_step = (*step.phases, (0,) * len(self.devices))[:2]
         measured = Measurement(
@@ -286,9 +314,9 @@ class LoopRecorder:
         )
         if self.num_iterations == 2:  # the first one had no optimizer state
             self.measurements.clear()
-        known = self.measurements.get(key)
-        if known is None or max(known.peak_bytes) < max(measured.peak_bytes):
-            self.measurements[key] = measured
+        known = self.measurements.pop(key, measured)  # the latest one is the last one
+        self.measurements[key] = max(measured, known, key=lambda m: max(m.peak_bytes))
+        if self.measurements[key] is measured:
             self._empty_bytes[key] = _empty_bytes(step)
         if self._auto is not None and self.num_iterations >= 2:
             self._observe(measured, _empty_bytes(step))
@@ -309,21 +337,15 @@ class LoopRecorder:
 
     # The result.
 
-    def end(self) -> None:
-        """Record the iteration that the script did not finish, if it is the only one."""
-        if self._step is not None and not self.measurements:
-            self._step.end_phase(self._breakdown_of, self._optimizer)
-            self._record(self._step)
-
     @property
     def last(self) -> Measurement | None:
-        """The measurement of the largest batch, with the split that was measured last."""
+        """The last measurement of the largest batch."""
         largest = max((size for size, _ in self.measurements), default=None)
         found = [m for (size, _), m in self.measurements.items() if size == largest]
         return found[-1] if found else None
 
     def report(self) -> Report | None:
-        """Return the report on the most frequent batch size; None without a second split of it."""
+        """Return the report on the batch size with the most splits; None if it has one only."""
         counts = Counter(size for size, _ in self.measurements)
         batch_size = max(counts, key=lambda size: (counts[size], size), default=0)
         even = even_share(batch_size, len(self.devices))

@@ -113,7 +113,7 @@ def test_the_recommended_value_is_the_best_of_all(arguments, batch_size, memory,
     even = even_share(batch_size, 4)
     peaks = {even: max(report.even.peak_bytes)}
     for value in range(even):
-        peaks[value] = peak(report_of(command, memory, str(value), 3), batch_size, value)
+        peaks[value] = peak(report_of(command, memory, str(value), 4), batch_size, value)
     assert peaks[report.plan.gpu0_bsz] == max(report.chosen.peak_bytes)
     assert report.plan.gpu0_bsz == best_gpu0_bsz(peaks)
 

@@ -128,7 +128,7 @@ def test_the_change_as_a_diff(call, changed, line_in_call, tmp_path, monkeypatch
     script = write(tmp_path / "train.py", f"{head}{call}\nprint(model)\n")
     lines = range(5, 6 + call.count("\n"))
     diff = replaced_calls([WrappedAt(script, lines[line_in_call])], 3)
-    assert diff.startswith("--- train.py\n+++ train.py\n")
+    assert diff.startswith("--- a/train.py\n+++ b/train.py\n")
     added = [line[1:] for line in diff.splitlines()[2:] if line.startswith("+")]
     removed = [line[1:] for line in diff.splitlines()[2:] if line.startswith("-")]
     before = call.splitlines()
@@ -142,16 +142,35 @@ def test_all_calls_are_changed(tmp_path, monkeypatch):
     script = write(tmp_path / "train.py", text)
     diff = replaced_calls([WrappedAt(script, 1), WrappedAt(script, 3)], 3)
     assert diff == (
-        "--- train.py\n+++ train.py\n"
-        "@@ -1 +1,2 @@\n"
+        "--- a/train.py\n+++ b/train.py\n"
+        "@@ -1,3 +1,4 @@\n"
         '-é = "é"; a, b = DataParallel(a), DataParallel(b)\n'
         '+é = "é"; a, b = balanced_dp.BalancedDataParallel(3, a), '
         "balanced_dp.BalancedDataParallel(3, b)\n"
         "+import balanced_dp\n"
-        "@@ -3 +4 @@\n"
+        " import sys\n"
         "-c = nn.DataParallel(c)\n"
         "+c = balanced_dp.BalancedDataParallel(3, c)"
     )
+
+
+def test_the_import_comes_after_those_of_the_future_and_other_names_are_found(tmp_path):
+    head = "from __future__ import annotations\n"
+    text = head + "is_wrapped = isinstance(m, DP); m = m if is_wrapped else DP(module=m)\n"
+    script = write(
+        tmp_path / "train.py", text.replace("\nis", "\nfrom torch.nn import DataParallel as DP\nis")
+    )
+    diff = replaced_calls([WrappedAt(script, 3)], 3)
+    added = [line for line in diff.splitlines()[2:] if line.startswith("+")]
+    assert added == [
+        "+import balanced_dp",
+        "+is_wrapped = isinstance(m, DP); m = m if is_wrapped else "
+        "balanced_dp.BalancedDataParallel(3, module=m)",
+    ]
+    script = write(tmp_path / "other.py", head + "m = DataParallel(m)\n")
+    first, *changed = replaced_calls([WrappedAt(script, 2)], 3).splitlines()[3:]
+    assert first == " from __future__ import annotations"
+    assert "+import balanced_dp" in changed
 
 
 @pytest.mark.parametrize("text", ["x =", "", "model = wrap(model)"])

@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from balanced_dp import BalancedDataParallel, EmulationError, SymbolicValueError, emulate_devices
 from balanced_dp.emulation.machine import current_machine
+from balanced_dp.memory.peaks import Peaks
 
 CUDA0, CUDA1 = torch.device("cuda", 0), torch.device("cuda", 1)
 
@@ -377,6 +379,84 @@ def test_the_name_is_lazy_by_default():
     with emulate_devices(2) as devices:
         assert torch.ones(1, device=devices[1]).device.type == "lazy"
         assert not torch.cuda.is_available()
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpoints_of_activations_repeat_dropout(use_reentrant, devices):
+    """The states of generators were not saved: gradients were those of other masks."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 64), nn.Dropout(0.5), nn.Linear(64, 1)).cuda()
+    x = torch.randn(3, 4, device="cuda", requires_grad=True)
+    gradients = []
+    for run in (model, lambda x: checkpoint(model, x, use_reentrant=use_reentrant)):
+        torch.manual_seed(0)
+        run(x).sum().backward()
+        gradients.append(x.grad)
+        x.grad = None
+    assert torch.equal(*gradients)
+
+
+@pytest.mark.filterwarnings("ignore:.*jit.script:DeprecationWarning")
+def test_scripts_and_transforms_know_the_factories(devices):
+    def cube(x: torch.Tensor) -> torch.Tensor:
+        return (x**3).sum()
+
+    assert torch.func.hessian(cube)(torch.ones(2)).tolist() == [[6, 0], [0, 6]]
+
+    assert torch.jit.script(with_zeros)(torch.ones(2)).tolist() == [1, 1]
+
+
+def with_zeros(x: torch.Tensor) -> torch.Tensor:
+    return x + torch.zeros(2, device=x.device)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+def test_old_ways(devices):
+    scalar = torch.ones((), device="cuda")
+    assert torch.tensor([scalar, 2 * scalar]).tolist() == [1, 2]
+    assert torch.FloatTensor([scalar]).tolist() == [1]
+    convolution = nn.utils.weight_norm(nn.Conv1d(4, 4, 3)).cuda()
+    assert convolution(torch.ones(1, 4, 5, device="cuda")).device == CUDA0
+    embedding = nn.Embedding(10, 3, sparse=True).cuda()
+    embedding(torch.tensor([1, 2], device="cuda")).sum().backward()
+    before = embedding.weight.detach().clone()
+    torch.optim.SparseAdam(embedding.parameters()).step()
+    assert (embedding.weight != before).any(1).tolist() == [False, True, True, *[False] * 7]
+
+
+def test_the_current_stream_is_of_the_current_device(devices):
+    with torch.cuda.stream(torch.cuda.Stream(2)):
+        assert torch.cuda.current_device() == 2
+        assert torch.cuda.current_stream() == torch.cuda.default_stream(2)
+    with torch.cuda.Stream(3) as stream:
+        assert torch.cuda.current_stream() == stream != torch.cuda.current_stream(0)
+        assert stream.record_event().query()
+    assert torch.cuda.current_device() == 0
+    torch.cuda.set_stream(stream)
+    assert torch.cuda.current_device() == 3
+    assert not torch.cuda.is_current_stream_capturing()
+
+
+def test_scripts_have_peaks_of_their_own(devices):
+    torch.ones(1000, device="cuda:1")
+    peaks = Peaks([CUDA1])
+    assert torch.cuda.max_memory_allocated(1) == 4096
+    assert torch.cuda.memory_stats(1)["allocated_bytes.all.peak"] == 4096
+    torch.ones(100, device="cuda:1")
+    torch.cuda.reset_peak_memory_stats(1)
+    assert torch.cuda.max_memory_allocated(1) == 0
+    assert peaks.of(CUDA1)[0] == 512
+
+
+def test_settings_of_a_script_end_with_the_context():
+    with emulate_devices(1, as_cuda=True), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # deprecated
+        torch.set_default_tensor_type("torch.cuda.HalfTensor")
+        torch.set_autocast_enabled("cuda", True)
+    assert torch.get_default_dtype() == torch.float32
+    with emulate_devices(1, as_cuda=True):
+        assert not torch.is_autocast_enabled("cuda")
 
 
 # Shapes only.

@@ -244,7 +244,7 @@ def test_an_optimizer_made_before_the_module_moves_trains_it(devices: EmulatedDe
     torch.testing.assert_close(module.bias.detach().cpu(), before - 1)
 
 
-def test_a_deep_copy_is_independent_and_keeps_ties_gradients_and_the_device(
+def test_a_deep_copy_is_independent_and_keeps_ties_and_the_device(
     devices: EmulatedDevices,
 ) -> None:
     module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3)).to(devices[1])
@@ -255,12 +255,49 @@ def test_a_deep_copy_is_independent_and_keeps_ties_gradients_and_the_device(
     assert twin[0].weight is not module[0].weight
     assert isinstance(twin[0].weight, nn.Parameter)
     assert {t.device for t in twin.state_dict().values()} == {devices[1]}
-    torch.testing.assert_close(twin[0].weight.grad.cpu(), module[0].weight.grad.cpu())
+    assert twin[0].weight.grad is None  # as torch's
     with torch.no_grad():
         twin[0].weight.zero_()
     assert module[0].weight.abs().sum().item() > 0
     with pytest.raises(RuntimeError, match="graph leaves"):
         copy.deepcopy(module[0].weight * 2)
+
+
+def test_conjugates_are_computed(devices: EmulatedDevices) -> None:
+    """Operators got the conjugate's data without its bit, and computed with the original."""
+    x = torch.tensor([1 + 2j, 3 - 1j])
+    y = x.to(devices[0])
+    for z in (x, y):
+        z.requires_grad_()
+    results = []
+    for z in (x, y):
+        value = (z * z.conj()).sum() + (z.view(1, 2) @ z.view(1, 2).mH).sum() + z.exp().abs().sum()
+        value.abs().backward()
+        assert z.grad is not None
+        results += [value.detach().cpu(), z.grad.cpu(), z.conj().imag.detach().cpu()]
+    torch.testing.assert_close(results[:3], results[3:])
+
+
+def test_modules_that_move_keep_attributes_and_hooks_of_parameters(
+    devices: EmulatedDevices,
+) -> None:
+    layer = nn.Linear(2, 2)
+    calls: list[str] = []
+    layer.weight.tag = "slow"  # type: ignore[attr-defined]
+    handle = layer.weight.register_hook(lambda grad: grad * 100)
+    layer.bias.register_post_accumulate_grad_hook(lambda parameter: calls.append("bias"))
+    weight = layer.weight
+    layer.to(devices[1])
+    assert layer.weight is weight and layer.weight.tag == "slow"  # type: ignore[attr-defined]
+    layer(torch.ones(1, 2, device=devices[1])).sum().backward()
+    assert layer.weight.grad.tolist() == [[100, 100]] * 2  # type: ignore[union-attr]
+    assert calls == ["bias"]
+    handle.remove()
+    layer.zero_grad()
+    layer.to("cpu")
+    layer(torch.ones(1, 2)).sum().backward()
+    assert layer.weight.grad.tolist() == [[1, 1]] * 2  # type: ignore[union-attr]
+    assert calls == ["bias"] * 2 and layer.weight.tag == "slow"  # type: ignore[attr-defined]
 
 
 def test_a_shallow_copy_shares_memory_on_the_device(devices: EmulatedDevices) -> None:
