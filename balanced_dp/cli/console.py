@@ -32,7 +32,7 @@ def stdout_console() -> Console:
 
 
 def stderr_console() -> Console:
-    """Return the console for results of a command whose output is a script's."""
+    """Return the console for results where stdout belongs to a script."""
     return Console(width=None if sys.stderr.isatty() else 160, highlight=False, stderr=True)
 
 

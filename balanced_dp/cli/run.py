@@ -12,7 +12,7 @@ import torch
 
 from ..emulation.machine import current_machine
 from ..errors import ArgumentError, InfeasiblePlanError
-from ..integrations.replacements import replaced_data_parallel
+from ..integrations.replacements import WrappedAt, replaced_data_parallel
 from ..planning.estimates import with_loss_on_each_device, with_spread
 from ..planning.split_planner import Plan, Planner, check_fits, utilizations
 from ..report import tables
@@ -110,8 +110,8 @@ def run_and_measure(settings: RunSettings, say: Callable[[str], object]) -> RunR
     ):
         if emulates:
             warnings.simplefilter("ignore", ResourceWarning)  # the script's tensors outlive it
-            current_machine().allow_more()
-            current_machine().reads_unknown = True
+            current_machine().ignore_capacities()
+            current_machine().reads_unknown_as_nan = True
         else:
             modules = map(torch.get_device_module, devices)
             capacities = [
@@ -127,9 +127,9 @@ def run_and_measure(settings: RunSettings, say: Callable[[str], object]) -> RunR
             reserve=0 if capacities is None else _RESERVE,
             num_steps=settings.steps,
         )
-        with recorder.recording(), replaced_data_parallel(recorder):
+        with recorder.recording(), replaced_data_parallel(recorder) as calls:
             exit_code = run_script(settings.script, settings.arguments, settings.is_module)
-        return _result(settings, recorder, exit_code)
+        return _result(settings, recorder, calls, exit_code)
 
 
 def _devices(settings: RunSettings) -> tuple[int, list[int] | None]:
@@ -166,7 +166,9 @@ def _opening(
     return f"running {settings.script} on {len(devices)} emulated GPUs{sizes}, {names} ({kind})"
 
 
-def _result(settings: RunSettings, recorder: LoopRecorder, exit_code: int) -> RunResult:
+def _result(
+    settings: RunSettings, recorder: LoopRecorder, calls: Sequence[WrappedAt], exit_code: int
+) -> RunResult:
     report = recorder.report()
     is_best = report is not None and settings.gpu0_bsz == "auto"
     measured = report.chosen if report is not None and is_best else recorder.last
@@ -183,8 +185,8 @@ def _result(settings: RunSettings, recorder: LoopRecorder, exit_code: int) -> Ru
     notes = [*_how_it_ended(settings, recorder, exit_code)]
     if report is not None:
         assert measured is not None
-        notes += [*_plan(measured, report, budgets), *_what_else_helps(recorder, report)]
-        notes += _change(recorder, report.plan)
+        notes += [*_plan(measured, report, budgets), *_what_else_helps(recorder, report, calls)]
+        notes += _change(calls, report.plan)
     elif exit_code == 0:
         notes += _without_report(settings, recorder)
     even = None if report is None else report.even
@@ -232,7 +234,9 @@ def _plan(measured: Measurement, report: Report, budgets: Sequence[int] | None) 
         yield "Device 0 stays the fullest without samples of its own; the table shows of what."
 
 
-def _what_else_helps(recorder: LoopRecorder, report: Report) -> Iterator[str]:
+def _what_else_helps(
+    recorder: LoopRecorder, report: Report, calls: Sequence[WrappedAt]
+) -> Iterator[str]:
     """Yield which options would help more, with the lines to write."""
     plan = report.plan
     input_bytes = _input_bytes_per_sample(report.chosen)
@@ -262,10 +266,10 @@ def _what_else_helps(recorder: LoopRecorder, report: Report) -> Iterator[str]:
             f"An estimate: {held} on the fullest device, and batches up to {largest} (with "
             f"gpu0_bsz={value})"
         )
-        yield f"{estimate}, {_option(recorder, gpu0_bsz, spread)}"
+        yield f"{estimate}, {_option(recorder, gpu0_bsz, spread, is_called=bool(calls))}"
 
 
-def _option(recorder: LoopRecorder, gpu0_bsz: int, spread: bool) -> str:
+def _option(recorder: LoopRecorder, gpu0_bsz: int, spread: bool, is_called: bool) -> str:
     """Return an option in words, with the lines to write."""
     how, options, lines = [], [], []
     if recorder.returns_loss and recorder.returns_rows:
@@ -277,7 +281,7 @@ def _option(recorder: LoopRecorder, gpu0_bsz: int, spread: bool) -> str:
     if spread:
         how.append("with parameters on all devices")
         options.append("spread=True")
-    if recorder.wrapped_at:
+    if is_called:
         given = ", ".join([str(gpu0_bsz), "model", *options])
         lines.insert(0, f"    model = balanced_dp.BalancedDataParallel({given})")
     else:
@@ -305,7 +309,7 @@ _WORTH_IT = 0.9
 """An option is mentioned if the bottleneck device is less full by this factor or more."""
 
 
-def _change(recorder: LoopRecorder, plan: Plan) -> Iterator[str]:
+def _change(calls: Sequence[WrappedAt], plan: Plan) -> Iterator[str]:
     """Yield the lines that change the script."""
     if plan.gpu0_bsz >= even_share(plan.batch_size, len(plan.chunk_sizes)):
         yield "The even split of nn.DataParallel is the best one here."
@@ -314,9 +318,9 @@ def _change(recorder: LoopRecorder, plan: Plan) -> Iterator[str]:
         "from balanced_dp.integrations.transformers import BalancedTrainer\n"
         f"trainer = BalancedTrainer(gpu0_bsz={plan.gpu0_bsz}, ...)  # instead of Trainer(...)"
     )
-    if recorder.wrapped_at:  # else a Trainer wraps the model
-        places = ", ".join(f"{at.filename}:{at.line_number}" for at in recorder.wrapped_at)
-        lines = replaced_calls(recorder.wrapped_at, plan.gpu0_bsz) or (
+    if calls:  # else a Trainer wraps the model
+        places = ", ".join(f"{at.filename}:{at.line_number}" for at in calls)
+        lines = replaced_calls(calls, plan.gpu0_bsz) or (
             f"model = balanced_dp.BalancedDataParallel({plan.gpu0_bsz}, ...)  # in {places}"
         )
     yield f"To split with gpu0_bsz={plan.gpu0_bsz}, and change nothing else:\n{lines}"

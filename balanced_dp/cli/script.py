@@ -16,7 +16,8 @@ from pathlib import Path
 from types import TracebackType
 
 from ..errors import ArgumentError
-from ..tuning.loop_recorder import StepsDone, WrappedAt
+from ..integrations.replacements import WrappedAt
+from ..tuning.loop_recorder import StepsDone
 
 INTERRUPTED = 130
 """The exit code after Ctrl-C, that of a shell."""

@@ -74,7 +74,7 @@ class DeviceLedger:
         self.capacity_bytes = capacity_bytes
         self._out_of_memory = out_of_memory
         self.closed = False
-        self.is_limited = True
+        self.enforces_capacity = True
         """Whether blocks must fit into the capacity."""
         self.num_ooms = 0
         self._lock = threading.Lock()
@@ -116,7 +116,7 @@ class DeviceLedger:
         with self._lock:
             self._free_blocks()
             free_bytes = self.capacity_bytes - self._allocated_bytes
-            if size > free_bytes and self.is_limited:
+            if size > free_bytes and self.enforces_capacity:
                 self.num_ooms += 1
                 raise self._out_of_memory(size, free_bytes)
             block = Block(self._next_number, size, label)

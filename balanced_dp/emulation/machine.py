@@ -58,7 +58,7 @@ class Machine:
         self._copied_bytes: Counter[tuple[torch.device, torch.device]] = Counter()
         self._lock = threading.Lock()
         self.thread = _PerThread()
-        self.reads_unknown = False
+        self.reads_unknown_as_nan = False
         """Whether reading a value that was not computed gives NaN instead of an error."""
 
     def index_of(self, device: torch.device | str | int | None) -> int:
@@ -82,10 +82,10 @@ class Machine:
             )
         return device
 
-    def allow_more(self) -> None:
+    def ignore_capacities(self) -> None:
         """Let devices hold more than their capacity, which they still report."""
         for ledger in self.ledgers:
-            ledger.is_limited = False
+            ledger.enforces_capacity = False
 
     def manual_seed_all(self, seed: int) -> None:
         """Set the seed of each device's generator."""

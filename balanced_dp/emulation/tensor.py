@@ -93,7 +93,7 @@ class EmulatedTensor(torch.Tensor):
 
     def item(self) -> Any:
         """Return the value as a number."""
-        if current_machine().reads_unknown and not is_known(elem_of(self)):
+        if current_machine().reads_unknown_as_nan and not is_known(elem_of(self)):
             return UnknownNumber(math.nan)
         return super().item()
 
@@ -467,7 +467,7 @@ def copy_(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
 
 def _readable(elem: torch.Tensor, machine: Machine) -> torch.Tensor:
     """Return ``elem`` with values that the CPU may read."""
-    if machine.reads_unknown and not is_known(elem) and is_unknown_dtype(elem.dtype):
+    if machine.reads_unknown_as_nan and not is_known(elem) and is_unknown_dtype(elem.dtype):
         return torch.full(elem.shape, math.nan, dtype=elem.dtype)
     require_known(elem, "copying it to the CPU")
     return elem

@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any
@@ -20,8 +21,8 @@ from torch import nn
 
 from ..devices import Device
 from ..parallel.data_parallel import BalancedDataParallel
-from ..parallel.functional import call_once
-from ..tuning.loop_recorder import LoopRecorder, WrappedAt
+from ..parallel.functional import evaluate_once
+from ..tuning.loop_recorder import LoopRecorder
 
 _STEPS = {"forward", "scatter", "replicate", "parallel_apply", "gather"}
 _LIBRARIES = tuple(
@@ -29,17 +30,29 @@ _LIBRARIES = tuple(
 )
 
 
+@dataclass(frozen=True, slots=True)
+class WrappedAt:
+    """Where a script wraps a model: the file and the line of the call."""
+
+    filename: str
+    line_number: int
+
+
 @contextmanager
-def replaced_data_parallel(recorder: LoopRecorder) -> Iterator[None]:
+def replaced_data_parallel(recorder: LoopRecorder) -> Iterator[list[WrappedAt]]:
     """Replace ``nn.DataParallel``, ``data_parallel`` and ``Trainer`` inside a ``with`` block.
 
     The class keeps the arguments of ``nn.DataParallel``, and ``isinstance`` says the same as
     before. ``recorder`` splits the batches of its instances. A subclass with steps of its own, such
     as ``forward`` or ``scatter``, stays a subclass of torch's class.
-    """
-    data_parallel = _data_parallel_class(recorder)
 
-    function = functools.partial(call_once, data_parallel)
+    Yields:
+        A list of the calls with which the script wraps models; it grows with them.
+    """
+    calls: list[WrappedAt] = []
+    data_parallel = _data_parallel_class(recorder, calls)
+
+    function = functools.partial(evaluate_once, data_parallel)
     file = sys.modules["torch.nn.parallel.data_parallel"]  # torch.nn.parallel hides it
     finder = _TrainerFinder(recorder)
     with ExitStack() as stack:
@@ -48,10 +61,10 @@ def replaced_data_parallel(recorder: LoopRecorder) -> Iterator[None]:
         for module in (nn.parallel, file):
             stack.enter_context(mock.patch.object(module, "data_parallel", function))
         stack.enter_context(mock.patch.object(sys, "meta_path", [finder, *sys.meta_path]))
-        yield
+        yield calls
 
 
-def _data_parallel_class(recorder: LoopRecorder) -> Any:
+def _data_parallel_class(recorder: LoopRecorder, calls: list[WrappedAt]) -> Any:
     torch_class: Any = nn.DataParallel
 
     class Meta(type):
@@ -73,8 +86,8 @@ def _data_parallel_class(recorder: LoopRecorder) -> Any:
             super().__init__(0, module, device_ids, output_device, dim)
             recorder.adopt(self)
             place = _call_of_script()
-            if place is not None and place not in recorder.wrapped_at:
-                recorder.wrapped_at.append(place)
+            if place is not None and place not in calls:
+                calls.append(place)
 
         def __init_subclass__(cls) -> None:
             super().__init_subclass__()

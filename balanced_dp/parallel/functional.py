@@ -46,10 +46,10 @@ def balanced_data_parallel(
         torch.Size([8, 2])
     """
     wrap = functools.partial(BalancedDataParallel, gpu0_bsz)
-    return call_once(wrap, module, inputs, device_ids, output_device, dim, module_kwargs)
+    return evaluate_once(wrap, module, inputs, device_ids, output_device, dim, module_kwargs)
 
 
-def call_once(
+def evaluate_once(
     wrap: Callable[..., BalancedDataParallel[Any]],
     module: nn.Module,
     inputs: Any,

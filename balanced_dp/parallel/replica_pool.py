@@ -334,13 +334,13 @@ def _shallow_copy(module: nn.Module) -> nn.Module:
     attributes = copy.__dict__
     attributes.update(module.__dict__, _is_replica=True)
     if type(module).zero_grad is nn.Module.zero_grad:
-        attributes["zero_grad"] = _keep_gradients
+        attributes["zero_grad"] = _zero_grad_of_replica
     for kind in _DICTIONARIES:
         attributes[kind] = attributes[kind].copy()
     return copy
 
 
-def _keep_gradients(set_to_none: bool = True) -> None:
+def _zero_grad_of_replica(set_to_none: bool = True) -> None:
     """Do what ``zero_grad`` does in a replica of ``nn.DataParallel``: nothing."""
     warn(
         "zero_grad() in forward has no effect on a replica, whose parameters are not those that "

@@ -30,24 +30,16 @@ from ..parallel.auto_split import smallest_chunk
 from ..parallel.data_parallel import BalancedDataParallel
 from ..parallel.nested import tensors
 from ..parallel.split_policy import SplitPolicy
-from ..planning.auto_balance import AutoBalance
 from ..planning.memory_model import fit
 from ..split import even_share, split_batch
 from .report_types import Provenance, Report
+from .split_search import SplitSearch
 from .step_benchmark import Measurement, StepRecorder, mode_of
 from .tuner import fittable, report_of_measurements
 
 
 class StepsDone(SystemExit):
     """Ends the script after as many iterations as were asked for; the exit code is 0."""
-
-
-@dataclass(frozen=True, slots=True)
-class WrappedAt:
-    """Where a script wraps a model: the file and the line of the call."""
-
-    filename: str
-    line_number: int
 
 
 class LoopRecorder:
@@ -72,7 +64,6 @@ class LoopRecorder:
     Attributes:
         measurements: what was measured, by batch size and chunk size of the first device.
         num_iterations: the number of iterations that have ended.
-        wrapped_at: the calls with which the script wraps models, in order.
         returns_loss: whether a 0-dim tensor, such as a loss, is among the outputs of the model.
         returns_rows: whether others are.
     """
@@ -95,11 +86,8 @@ class LoopRecorder:
         self.num_steps = num_steps
         self.measurements: dict[tuple[int, int], Measurement] = {}
         self.num_iterations = 0
-        self.wrapped_at: list[WrappedAt] = []
         self.returns_loss = self.returns_rows = False
         self.num_parameters = 0
-        self._auto: AutoBalance | None = None
-        self._is_settling = False
         self._model: nn.Module | None = None
         self._optimizer: torch.optim.Optimizer | None = None
         self._others: set[int] = set()
@@ -153,37 +141,23 @@ class LoopRecorder:
         else:
             model._policy = SplitPolicy(None, model.devices, spread=True)
 
+    @functools.cached_property
+    def _search(self) -> SplitSearch:
+        budgets = [1] * len(self.devices)
+        if self.capacities is not None:
+            budgets = [capacity - self.reserve for capacity in self.capacities]
+        return SplitSearch(self.gpu0_bsz, budgets, is_free=is_emulated(self.devices[0]))
+
     def split(self, batch_size: int) -> tuple[int, ...]:
         """Return the chunk sizes for a batch."""
-        return split_batch(batch_size, len(self.devices), self.value(batch_size))
-
-    def value(self, batch_size: int) -> int:
-        """Return the chunk size of the first device for a batch."""
-        even = even_share(batch_size, len(self.devices))
-        is_compared = self.num_iterations < 2 and is_emulated(self.devices[0])
-        if self.gpu0_bsz is None or is_compared:
-            return even
-        if self.gpu0_bsz != "auto" and self.num_iterations == 2 and is_emulated(self.devices[0]):
-            return even // 2  # as below
-        if self.gpu0_bsz != "auto":
-            return min(even, self.gpu0_bsz)
-        if self._auto is None:
-            return even
-        value = self._auto.gpu0_bsz(batch_size)
-        is_only_one = [size for size, _ in self.measurements].count(batch_size) == 1
-        if value == even and is_only_one and is_emulated(self.devices[0]):
-            return even // 2  # a second split, to tell samples of its own from those of the batch
-        return value
+        gpu0_bsz = self._search.gpu0_bsz(batch_size)
+        return split_batch(batch_size, len(self.devices), gpu0_bsz)
 
     def begin_call(self, module: nn.Module, batch_size: int) -> None:
         """Record the call of a model; its largest batch makes the peak."""
         if not torch.is_grad_enabled() or batch_size < sum(self._chunk_sizes):
             return
-        if self._auto is None and self.gpu0_bsz == "auto":
-            capacities = self.capacities or [self.reserve + 1] * len(self.devices)
-            budgets = [capacity - self.reserve for capacity in capacities]
-            self._auto = AutoBalance(budgets, may_exceed=is_emulated(self.devices[0]))
-            self._auto.smallest = smallest_chunk(module)
+        self._search.smallest = smallest_chunk(module)
         self._chunk_sizes = self.split(batch_size)
         if torch.is_autocast_enabled(self.devices[0].type):
             self._precision = str(torch.get_autocast_dtype(self.devices[0].type))
@@ -318,22 +292,8 @@ class LoopRecorder:
         self.measurements[key] = max(measured, known, key=lambda m: max(m.peak_bytes))
         if self.measurements[key] is measured:
             self._empty_bytes[key] = _empty_bytes(step)
-        if self._auto is not None and self.num_iterations >= 2:
-            self._observe(measured, _empty_bytes(step))
-
-    def _observe(self, measured: Measurement, empty_bytes: tuple[int, ...]) -> None:
-        """Let "auto" choose the next value; kernels are tuned in the first step after a change."""
-        assert self._auto is not None
-        was_settling, self._is_settling = self._is_settling, False
-        is_chosen = measured.chunk_sizes[0] == self._auto.gpu0_bsz(measured.batch_size)
-        if was_settling or not is_chosen:
-            return
-        before = self._auto.num_changes
         replica_bytes = 0 if self._model is None else _num_bytes(self._model)
-        first_peaks = [peaks[0] for peaks in measured.phase_peak_bytes]
-        empty = empty_bytes[first_peaks.index(max(first_peaks))]
-        self._auto.observe(measured.batch_size, measured.peak_bytes, empty, replica_bytes)
-        self._is_settling = self._auto.num_changes > before and not is_emulated(self.devices[0])
+        self._search.observe(measured, _empty_bytes(step), replica_bytes)
 
     # The result.
 

@@ -383,6 +383,7 @@ class StepRecorder:
         if not self.uses:
             return tuple({} for _ in self.devices)
         by_device = zip(*self.uses, strict=True)
+        # Of equally full phases the later one.
         return tuple(max(reversed(uses), key=lambda u: sum(u.values())) for uses in by_device)
 
 

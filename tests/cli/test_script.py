@@ -9,7 +9,8 @@ import pytest
 
 from balanced_dp import ArgumentError
 from balanced_dp.cli.script import INTERRUPTED, check_script, replaced_calls, run_script
-from balanced_dp.tuning.loop_recorder import StepsDone, WrappedAt
+from balanced_dp.integrations.replacements import WrappedAt
+from balanced_dp.tuning.loop_recorder import StepsDone
 
 
 def write(path: Path, text: str) -> str:

@@ -476,9 +476,9 @@ def test_a_scaler_takes_each_step_where_gradients_are_not_known():
 
 def test_unknown_numbers_are_nan_until_they_decide():
     with emulate_devices(1, as_cuda=True, symbolic=True):
-        current_machine().reads_unknown = True
+        current_machine().reads_unknown_as_nan = True
         read_unknown_numbers()
-        current_machine().reads_unknown = False
+        current_machine().reads_unknown_as_nan = False
         with pytest.raises(SymbolicValueError):
             torch.ones(3, device="cuda").mean().item()
 

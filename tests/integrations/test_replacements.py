@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from balanced_dp import BalancedDataParallel, emulate_devices
-from balanced_dp.integrations.replacements import replaced_data_parallel
-from balanced_dp.tuning.loop_recorder import LoopRecorder, WrappedAt
+from balanced_dp.integrations.replacements import WrappedAt, replaced_data_parallel
+from balanced_dp.tuning.loop_recorder import LoopRecorder
 
 TORCHS = nn.DataParallel
 
@@ -24,7 +24,7 @@ TORCHS = nn.DataParallel
 def recorder() -> Iterator[LoopRecorder]:
     with emulate_devices(4, as_cuda=True) as devices:
         recorder = LoopRecorder(devices, gpu0_bsz=1)
-        recorder.num_iterations = 2  # after the steps in which the even split is measured
+        recorder._search._num_iterations = 3  # after those with the splits to compare with
         with replaced_data_parallel(recorder):
             yield recorder
         recorder._model = recorder._optimizer = None
@@ -125,13 +125,16 @@ def test_a_wrapped_model_can_be_pickled_as_torchs(recorder):
     model.load_state_dict(torch.load(stream))
 
 
-def test_the_places_of_calls_are_noted(recorder):
-    line = sys._getframe().f_lineno + 1
-    nn.DataParallel(nn.Linear(4, 2).cuda())
-    assert recorder.wrapped_at == [WrappedAt(__file__, line)]
-    for _ in range(2):
-        nn.DataParallel(nn.Linear(4, 2).cuda())
-    assert recorder.wrapped_at == [WrappedAt(__file__, line), WrappedAt(__file__, line + 3)]
+def test_the_places_of_calls_are_noted():
+    with emulate_devices(2, as_cuda=True) as devices:
+        with replaced_data_parallel(LoopRecorder(devices)) as calls:
+            line = sys._getframe().f_lineno + 1
+            nn.DataParallel(nn.Linear(4, 2).cuda())
+            assert calls == [WrappedAt(__file__, line)]
+            for _ in range(2):
+                nn.DataParallel(nn.Linear(4, 2).cuda())
+            assert calls == [WrappedAt(__file__, line), WrappedAt(__file__, line + 3)]
+        gc.collect()
 
 
 def test_everything_is_as_before_afterwards():
