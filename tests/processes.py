@@ -22,7 +22,7 @@ from pathlib import Path
 HAS_FORKS = "forkserver" in multiprocessing.get_all_start_methods()
 CONTEXT = multiprocessing.get_context("forkserver" if HAS_FORKS else "spawn")
 CONTEXT.set_forkserver_preload(
-    ["torch._dynamo", "balanced_dp.cli.commands", "rich.live", "rich.table", "jinja2"]
+    ["torch._dynamo", "balanced_dp", "typer", "rich.live", "rich.table", "pydantic", "jinja2"]
 )
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from balanced_dp.cli.commands import app
 from balanced_dp.cli.run import RunSettings, run_and_measure
 
 from .. import cuda_stand_in, processes
@@ -266,9 +267,7 @@ def test_a_module_and_its_options(script):
 
 
 def test_help_shows_the_arguments():
-    done = subprocess.run(
-        [sys.executable, "-m", "balanced_dp", "run", "--help"], capture_output=True, text=True
-    )
+    done = CliRunner().invoke(app, ["run", "--help"])
     for name in ("SCRIPT", "[ARGS]", "-m", "--gpu0-bsz", "--symbolic", "--steps"):
         assert name in done.stdout
 

@@ -36,11 +36,11 @@ SLOW = pytest.mark.slow
 CASES = [
     pytest.param(script, arguments, id=" ".join([script, *arguments]), marks=marks)
     for script, arguments, marks in (
-        ("images.py", [], ()),
+        ("images.py", [], SLOW),
         ("gpt.py", [], ()),
         ("gan.py", [], ()),
         ("xl.py", [], ()),
-        ("xl.py", ["--own"], ()),
+        ("xl.py", ["--own"], SLOW),
         ("ema.py", [], ()),
         ("hf.py", [], SLOW),
     )

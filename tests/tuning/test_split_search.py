@@ -1,0 +1,79 @@
+"""The search chooses splits that a model can train on, and learns from its own choices."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from balanced_dp.split import even_share, split_batch
+from balanced_dp.tuning.split_search import SplitSearch
+from balanced_dp.tuning.step_benchmark import Measurement
+
+
+def measured(batch_size: int, gpu0_bsz: int, peaks: tuple[int, ...]) -> Measurement:
+    return Measurement(
+        workload="loop",
+        mode="emulated",
+        batch_size=batch_size,
+        gpu0_bsz=gpu0_bsz,
+        chunk_sizes=split_batch(batch_size, len(peaks), gpu0_bsz),
+        status="ok",
+        backward_peak_bytes=peaks,
+        optimizer_peak_bytes=(0,) * len(peaks),
+        first_peak_bytes=None,
+        breakdown=({},) * len(peaks),
+        seconds=0.0,
+    )
+
+
+@given(
+    wanted=st.sampled_from(["auto", None, 0, 1, 5, 1000]),
+    batch_size=st.integers(1, 100),
+    smallest=st.sampled_from([1, 2]),
+    own=st.integers(1, 50),
+    whole=st.integers(0, 50),
+    fixed=st.integers(0, 5000),
+)
+def test_chosen_values_are_chunks_that_can_be_trained_on(
+    wanted, batch_size, smallest, own, whole, fixed
+):
+    search = SplitSearch(wanted, [10**6] * 4, is_free=True)
+    search.smallest = smallest
+    even = even_share(batch_size, 4)
+    values = []
+    for _ in range(12):
+        values.append(search.gpu0_bsz(batch_size))
+        sizes = split_batch(batch_size, 4, values[-1])
+        first = fixed + own * sizes[0] + whole * batch_size
+        peaks = (first, *(fixed // 2 + own * size for size in sizes[1:]))
+        search.observe(measured(batch_size, values[-1], peaks), [fixed, 0], fixed // 2)
+    assert all(0 <= value <= even for value in values)
+    assert values[:2] == [even, even]
+    if isinstance(wanted, int):
+        assert values[3:] == [min(even, wanted)] * 9
+    elif wanted is None:
+        assert values == [even] * 12
+    else:
+        assert not {value for value in values if 0 < value < min(smallest, even)}
+        assert len(set(values)) > 1 or even < 2
+
+
+@pytest.mark.parametrize("is_free", [True, False])
+def test_accelerators_get_the_given_value_at_once(is_free):
+    search = SplitSearch(3, [1] * 4, is_free)
+    values = []
+    for _ in range(4):
+        values.append(search.gpu0_bsz(32))
+        search.observe(measured(32, values[-1], (4, 3, 3, 3)), [1, 0], 1)
+    assert values == ([8, 8, 4, 3] if is_free else [3] * 4)
+
+
+def test_on_accelerators_the_first_iteration_after_a_change_is_not_learned_from():
+    search = SplitSearch("auto", [100] * 4, is_free=False)
+    values = []
+    for _ in range(4):
+        values.append(search.gpu0_bsz(32))
+        peaks = (40 + values[-1], *(10 + (32 - values[-1]) // 3 for _ in range(3)))
+        search.observe(measured(32, values[-1], peaks), [40, 0], 5)
+    assert values[:2] == [8, 8] and values[2] == values[3] < 8
