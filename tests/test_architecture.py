@@ -31,7 +31,7 @@ __init__
 distributed/ ranks batch_sampler loss_scaling to_ddp __init__
 integrations/ __init__ trainer_parallel transformers replacements
 report/ tables plots html markdown compare json_file __init__
-cli/ __init__ demo arguments script run console commands
+cli/ __init__ demo arguments script answer run console commands
 __main__
 """
 WITHOUT_TORCH = """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -11,12 +11,8 @@ from typing import Literal
 import torch
 
 from ..emulation.machine import current_machine
-from ..errors import ArgumentError, InfeasiblePlanError
+from ..errors import ArgumentError
 from ..integrations.replacements import WrappedAt, replaced_data_parallel
-from ..planning.estimates import with_loss_on_each_device, with_spread
-from ..planning.split_planner import Plan, Planner, check_fits, utilizations
-from ..report import tables
-from ..split import even_share
 from ..tuning.loop_recorder import LoopRecorder
 from ..tuning.report_types import Report
 from ..tuning.step_benchmark import (
@@ -27,8 +23,9 @@ from ..tuning.step_benchmark import (
     uses_emulation,
 )
 from ..units import format_bytes
+from . import answer
 from .arguments import parse_capacities
-from .script import check_script, replaced_calls, run_script
+from .script import check_script, run_script
 
 _RESERVE = 2**29
 """Bytes of each device to keep free for CUDA's context and workspaces, as for a plan."""
@@ -182,177 +179,12 @@ def _result(
             title += f", batches of {measured.batch_size}"
         if recorder.is_splitting:
             title += f", gpu0_bsz={measured.chunk_sizes[0]}"
-    notes = [*_how_it_ended(settings, recorder, exit_code)]
-    if report is not None:
-        assert measured is not None
-        notes += [*_plan(measured, report, budgets), *_what_else_helps(recorder, report, calls)]
-        notes += _change(calls, report.plan)
+    notes = [*answer.how_it_ended(recorder, exit_code)]
+    if report is not None and measured is not None:
+        notes += answer.what_fits(measured, report, budgets)
+        notes += answer.what_else_helps(recorder, report, bool(calls))
+        notes.append(answer.what_to_change(calls, report.plan))
     elif exit_code == 0:
-        notes += _without_report(settings, recorder)
+        notes += answer.why_no_plan(recorder)
     even = None if report is None else report.even
     return RunResult(exit_code, title, measured, even, budgets, report, tuple(notes))
-
-
-def _how_it_ended(settings: RunSettings, recorder: LoopRecorder, exit_code: int) -> Iterator[str]:
-    """Yield what the measurements are of, if that is not obvious."""
-    if settings.steps is not None and recorder.num_iterations >= settings.steps:
-        yield f"The script was ended after {settings.steps} training steps (--steps)."
-    elif recorder.last is not None and not recorder.num_iterations and exit_code == 0:
-        yield "The script took no training step: these are the peaks of the whole run."
-    elif recorder.last is not None and not recorder.num_iterations:
-        yield "These are the peaks of the first training step, which was not finished."
-
-
-def _plan(measured: Measurement, report: Report, budgets: Sequence[int] | None) -> Iterator[str]:
-    """Yield what the measured split is like, and what fits with the best one."""
-    plan = report.plan
-    bottleneck, even = (tables.bottleneck(m, budgets) for m in (measured, report.even))
-    yield f"The bottleneck is {bottleneck}; with the even split it is {even}."
-    if budgets is None:
-        yield (
-            "With as much memory on each device as the even split takes, the largest batch is "
-            f"{plan.max_batch_size}, with gpu0_bsz={plan.max_batch_gpu0_bsz}."
-        )
-    else:
-        yield (
-            f"The largest batch that fits is {plan.max_batch_size}, with "
-            f"gpu0_bsz={plan.max_batch_gpu0_bsz}; with the even split it is "
-            f"{plan.even_max_batch_size}."
-        )
-    if plan.max_batch_size > _FAR * plan.batch_size:
-        yield (
-            f"That is computed from batches of {plan.batch_size}, which is far from it: run the "
-            "script with a larger batch to be sure."
-        )
-    try:
-        check_fits(plan, report.chosen.peak_bytes)
-    except InfeasiblePlanError as error:
-        text = str(error)
-        yield f"{text[0].upper()}{text[1:]}."
-    first, *others = utilizations(report.chosen.peak_bytes, plan.budgets)
-    if plan.gpu0_bsz == 0 and first * _WORTH_IT > max(others):
-        yield "Device 0 stays the fullest without samples of its own; the table shows of what."
-
-
-def _what_else_helps(
-    recorder: LoopRecorder, report: Report, calls: Sequence[WrappedAt]
-) -> Iterator[str]:
-    """Yield which options would help more, with the lines to write."""
-    plan = report.plan
-    input_bytes = _input_bytes_per_sample(report.chosen)
-    num_input_bytes = round(input_bytes * sum(plan.chunk_sizes[1:]))
-    if num_input_bytes > _MUCH * max(report.chosen.peak_bytes):
-        yield (
-            f"Device 0 holds {format_bytes(num_input_bytes)} of inputs for the other devices: the "
-            "script moves the whole batch there. Inputs that stay on the CPU go to each device."
-        )
-    gathered_bytes = report.chosen.breakdown[0].get("gathered output", 0) / plan.batch_size
-    on_each_device = with_loss_on_each_device(report.model, gathered_bytes, input_bytes)
-    best = max(utilizations(report.chosen.peak_bytes, plan.budgets))
-    for spread, model in (
-        (False, on_each_device),
-        (True, with_spread(on_each_device, len(plan.chunk_sizes))),
-    ):
-        planner = Planner(model, plan.budgets)
-        gpu0_bsz = planner.best_gpu0_bsz(plan.batch_size)
-        full = planner.utilization(plan.batch_size, gpu0_bsz)
-        largest = planner.max_batch_size(planner.balanced_gpu0_bsz)
-        if full >= best * _WORTH_IT or largest < plan.batch_size:
-            continue
-        best = full
-        held = format_bytes(round(full * max(plan.budgets)))
-        value = planner.balanced_gpu0_bsz(largest)
-        estimate = (
-            f"An estimate: {held} on the fullest device, and batches up to {largest} (with "
-            f"gpu0_bsz={value})"
-        )
-        yield f"{estimate}, {_option(recorder, gpu0_bsz, spread, is_called=bool(calls))}"
-
-
-def _option(recorder: LoopRecorder, gpu0_bsz: int, spread: bool, is_called: bool) -> str:
-    """Return an option in words, with the lines to write."""
-    how, options, lines = [], [], []
-    if recorder.returns_loss and recorder.returns_rows:
-        how.append("if forward returns the loss without other outputs")
-    elif not recorder.returns_loss:
-        how.append("with the loss on each device")
-        options.append("gather=False")
-        lines.append("    criterion = balanced_dp.BalancedCriterion(criterion)  # see docs/loss.md")
-    if spread:
-        how.append("with parameters on all devices")
-        options.append("spread=True")
-    if is_called:
-        given = ", ".join([str(gpu0_bsz), "model", *options])
-        lines.insert(0, f"    model = balanced_dp.BalancedDataParallel({given})")
-    else:
-        lines = [f"    gpu0_bsz={gpu0_bsz}" + ", spread=True" * spread]
-    return "\n".join([f"{' and '.join(how)}:", *lines])
-
-
-def _input_bytes_per_sample(measured: Measurement) -> float:
-    """Return what device 0 holds of the inputs of each sample that is on another device."""
-    first, *others = measured.chunk_sizes
-    inputs = [uses.get("input", 0) for uses in measured.breakdown]
-    own = max(
-        (used / size for used, size in zip(inputs[1:], others, strict=True) if size), default=0
-    )
-    return max(0.0, inputs[0] - own * first) / max(1, sum(others))
-
-
-_FAR = 4
-"""Predictions for batches that are larger by this factor are said to be uncertain."""
-
-_MUCH = 0.1
-"""The inputs for other devices are mentioned if they are more than this part of the peak."""
-
-_WORTH_IT = 0.9
-"""An option is mentioned if the bottleneck device is less full by this factor or more."""
-
-
-def _change(calls: Sequence[WrappedAt], plan: Plan) -> Iterator[str]:
-    """Yield the lines that change the script."""
-    if plan.gpu0_bsz >= even_share(plan.batch_size, len(plan.chunk_sizes)):
-        yield "The even split of nn.DataParallel is the best one here."
-        return
-    lines = (
-        "from balanced_dp.integrations.transformers import BalancedTrainer\n"
-        f"trainer = BalancedTrainer(gpu0_bsz={plan.gpu0_bsz}, ...)  # instead of Trainer(...)"
-    )
-    if calls:  # else a Trainer wraps the model
-        places = ", ".join(f"{at.filename}:{at.line_number}" for at in calls)
-        lines = replaced_calls(calls, plan.gpu0_bsz) or (
-            f"model = balanced_dp.BalancedDataParallel({plan.gpu0_bsz}, ...)  # in {places}"
-        )
-    yield f"To split with gpu0_bsz={plan.gpu0_bsz}, and change nothing else:\n{lines}"
-
-
-def _without_report(settings: RunSettings, recorder: LoopRecorder) -> Iterator[str]:
-    """Yield why there is no plan."""
-    measured = recorder.last
-    if measured is None:
-        yield "Nothing was measured: the script ran no forward pass with gradients."
-    elif not any(measured.peak_bytes):
-        yield "The script put no tensors on the devices."
-    elif recorder.is_splitting and settings.gpu0_bsz is None:
-        yield "Without --gpu0-bsz even, the run searches for the best value of gpu0_bsz."
-    elif recorder.is_splitting and len(recorder.measurements) == 1 < recorder.num_iterations - 2:
-        yield "That is the even split, so there is nothing to compare it with; lower --gpu0-bsz."
-    elif recorder.is_splitting:
-        yield (
-            "A plan takes four training steps or more of one batch size; the script took "
-            f"{recorder.num_iterations}."
-        )
-    elif recorder.is_balanced:
-        yield "The script has its own BalancedDataParallel, which is left as it is."
-    elif settings.num_devices == 1:
-        yield "There is one device, and nothing to split."
-    elif sum(map(bool, measured.chunk_sizes)) < 2:
-        yield (
-            "The script splits no batch over the devices; model = torch.nn.DataParallel(model) "
-            "does, and this command shows what it saves."
-        )
-    else:
-        yield (
-            "The script has a class of its own that splits batches, which runs as it is; with "
-            "torch.nn.DataParallel instead, this command searches for the best split."
-        )

@@ -1,0 +1,183 @@
+"""What the run of a script tells: the sentences and the lines of code below its table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from ..errors import InfeasiblePlanError
+from ..integrations.replacements import WrappedAt
+from ..planning.estimates import with_loss_on_each_device, with_spread
+from ..planning.split_planner import Plan, Planner, check_fits, utilizations
+from ..report import tables
+from ..split import even_share, split_batch
+from ..tuning.loop_recorder import LoopRecorder
+from ..tuning.report_types import Report
+from ..tuning.step_benchmark import Measurement
+from ..units import format_bytes
+from .script import replaced_calls
+
+_FAR = 4
+"""Predictions for batches that are larger by this factor are said to be uncertain."""
+
+_MUCH = 0.1
+"""The inputs for other devices are mentioned if they are more than this part of the peak."""
+
+_WORTH_IT = 0.9
+"""An option is mentioned if the bottleneck device is less full by this factor or more."""
+
+
+def how_it_ended(recorder: LoopRecorder, exit_code: int) -> Iterator[str]:
+    """Yield what the measurements are of, if that is not obvious."""
+    if recorder.num_steps is not None and recorder.num_iterations >= recorder.num_steps:
+        yield f"The script was ended after {recorder.num_steps} training steps (--steps)."
+    elif recorder.last is not None and not recorder.num_iterations and exit_code == 0:
+        yield "The script took no training step: these are the peaks of the whole run."
+    elif recorder.last is not None and not recorder.num_iterations:
+        yield "These are the peaks of the first training step, which was not finished."
+
+
+def why_no_plan(recorder: LoopRecorder) -> Iterator[str]:
+    """Yield why there is no plan."""
+    measured = recorder.last
+    if measured is None:
+        yield "Nothing was measured: the script ran no forward pass with gradients."
+    elif not any(measured.peak_bytes):
+        yield "The script put no tensors on the devices."
+    elif recorder.is_splitting and recorder.gpu0_bsz is None:
+        yield "Without --gpu0-bsz even, the run searches for the best value of gpu0_bsz."
+    elif recorder.is_splitting and len(recorder.measurements) == 1 < recorder.num_iterations - 2:
+        yield "That is the even split, so there is nothing to compare it with; lower --gpu0-bsz."
+    elif recorder.is_splitting:
+        yield (
+            "A plan takes four training steps or more of one batch size; the script took "
+            f"{recorder.num_iterations}."
+        )
+    elif recorder.is_balanced:
+        yield "The script has its own BalancedDataParallel, which is left as it is."
+    elif len(recorder.devices) == 1:
+        yield "There is one device, and nothing to split."
+    elif sum(map(bool, measured.chunk_sizes)) < 2:
+        yield (
+            "The script splits no batch over the devices; model = torch.nn.DataParallel(model) "
+            "does, and this command shows what it saves."
+        )
+    else:
+        yield (
+            "The script has a class of its own that splits batches, which runs as it is; with "
+            "torch.nn.DataParallel instead, this command searches for the best split."
+        )
+
+
+def what_fits(
+    measured: Measurement, report: Report, budgets: Sequence[int] | None
+) -> Iterator[str]:
+    """Yield what the measured split is like, and what fits with the best one."""
+    plan = report.plan
+    bottleneck, even = (tables.bottleneck(m, budgets) for m in (measured, report.even))
+    yield f"The bottleneck is {bottleneck}; with the even split it is {even}."
+    if budgets is None:
+        yield (
+            "With as much memory on each device as the even split takes, the largest batch is "
+            f"{plan.max_batch_size}, with gpu0_bsz={plan.max_batch_gpu0_bsz}."
+        )
+    else:
+        yield (
+            f"The largest batch that fits is {plan.max_batch_size}, with "
+            f"gpu0_bsz={plan.max_batch_gpu0_bsz}; with the even split it is "
+            f"{plan.even_max_batch_size}."
+        )
+    if plan.max_batch_size > _FAR * plan.batch_size:
+        yield (
+            f"That is computed from batches of {plan.batch_size}, which is far from it: run the "
+            "script with a larger batch to be sure."
+        )
+    try:
+        check_fits(plan, report.chosen.peak_bytes)
+    except InfeasiblePlanError as error:
+        text = str(error)
+        yield f"{text[0].upper()}{text[1:]}."
+    first, *others = utilizations(report.chosen.peak_bytes, plan.budgets)
+    if plan.gpu0_bsz == 0 and first * _WORTH_IT > max(others):
+        yield "Device 0 stays the fullest without samples of its own; the table shows of what."
+
+
+def what_else_helps(recorder: LoopRecorder, report: Report, has_calls: bool) -> Iterator[str]:
+    """Yield which options would help more, with the lines to write."""
+    plan = report.plan
+    per_sample = _input_bytes_per_sample(report.chosen)
+    input_bytes = round(per_sample * sum(plan.chunk_sizes[1:]))
+    if input_bytes > _MUCH * max(report.chosen.peak_bytes):
+        yield (
+            f"Device 0 holds {format_bytes(input_bytes)} of inputs for the other devices: the "
+            "script moves the whole batch there. Inputs that stay on the CPU go to each device."
+        )
+    gathered_bytes = report.chosen.breakdown[0].get("gathered output", 0) / plan.batch_size
+    on_each_device = with_loss_on_each_device(report.model, gathered_bytes, per_sample)
+    num_devices = len(plan.chunk_sizes)
+    best = max(utilizations(report.chosen.peak_bytes, plan.budgets))
+    for spread, model in (
+        (False, on_each_device),
+        (True, with_spread(on_each_device, num_devices)),
+    ):
+        planner = Planner(model, plan.budgets)
+        gpu0_bsz = planner.best_gpu0_bsz(plan.batch_size)
+        full = planner.utilization(plan.batch_size, gpu0_bsz)
+        largest = planner.max_batch_size(planner.balanced_gpu0_bsz)
+        how, lines = _option(recorder, gpu0_bsz, spread, has_calls)
+        if full >= best * _WORTH_IT or largest < plan.batch_size or not how:
+            continue
+        best = full
+        held_bytes = max(model.predict(split_batch(plan.batch_size, num_devices, gpu0_bsz)))
+        yield "\n".join(
+            [
+                f"An estimate: {format_bytes(held_bytes)} on the fullest device, and batches up to "
+                f"{largest} (with gpu0_bsz={planner.balanced_gpu0_bsz(largest)}), {how}:",
+                *lines,
+            ]
+        )
+
+
+def _option(
+    recorder: LoopRecorder, gpu0_bsz: int, spread: bool, has_calls: bool
+) -> tuple[str, list[str]]:
+    """Return in words how outputs are not gathered, and the lines to write."""
+    how, given, criterion = [], [str(gpu0_bsz), "model"], []
+    if not recorder.returns_loss:
+        how.append("with the loss on each device")
+        given.append("gather=False")
+        criterion = ["    criterion = balanced_dp.BalancedCriterion(criterion)  # see docs/loss.md"]
+    elif recorder.returns_rows:
+        how.append("if forward returns the loss without other outputs")
+    if spread:
+        how.append("with parameters on all devices")
+        given.append("spread=True")
+    lines = [f"    model = balanced_dp.BalancedDataParallel({', '.join(given)})", *criterion]
+    if not has_calls:  # a Trainer wraps the model
+        lines = [f"    BalancedTrainer(gpu0_bsz={gpu0_bsz}{', spread=True' * spread}, ...)"]
+    return " and ".join(how), lines
+
+
+def _input_bytes_per_sample(measured: Measurement) -> float:
+    """Return what device 0 holds of the inputs of each sample that is on another device."""
+    first, *others = measured.chunk_sizes
+    inputs = [uses.get("input", 0) for uses in measured.breakdown]
+    own = max(
+        (used / size for used, size in zip(inputs[1:], others, strict=True) if size), default=0
+    )
+    return max(0.0, inputs[0] - own * first) / max(1, sum(others))
+
+
+def what_to_change(calls: Sequence[WrappedAt], plan: Plan) -> str:
+    """Return the lines that change the script."""
+    if plan.gpu0_bsz >= even_share(plan.batch_size, len(plan.chunk_sizes)):
+        return "The even split of nn.DataParallel is the best one here."
+    lines = (
+        "from balanced_dp.integrations.transformers import BalancedTrainer\n"
+        f"trainer = BalancedTrainer(gpu0_bsz={plan.gpu0_bsz}, ...)  # instead of Trainer(...)"
+    )
+    if calls:  # else a Trainer wraps the model
+        places = ", ".join(f"{call.filename}:{call.line_number}" for call in calls)
+        lines = replaced_calls(calls, plan.gpu0_bsz) or (
+            f"model = balanced_dp.BalancedDataParallel({plan.gpu0_bsz}, ...)  # in {places}"
+        )
+    return f"To split with gpu0_bsz={plan.gpu0_bsz}, and change nothing else:\n{lines}"
