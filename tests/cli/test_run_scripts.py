@@ -38,10 +38,10 @@ CASES = [
     for script, arguments, marks in (
         ("images.py", [], SLOW),
         ("gpt.py", [], ()),
-        ("gan.py", [], ()),
+        ("gan.py", [], SLOW),
         ("xl.py", [], ()),
         ("xl.py", ["--own"], SLOW),
-        ("ema.py", [], ()),
+        ("ema.py", [], SLOW),
         ("hf.py", [], SLOW),
     )
 ]
@@ -100,7 +100,7 @@ IMAGES = "images.py --width 64 --size 64 --batches 9 --epochs 1"
 @pytest.mark.parametrize(
     ("arguments", "batch_size", "memory"),
     [
-        pytest.param(GPT, 16, "8GiB", id="gpt-16"),
+        pytest.param(GPT, 16, "8GiB", id="gpt-16", marks=SLOW),
         pytest.param(GPT, 37, "8GiB", id="gpt-37", marks=SLOW),
         pytest.param(IMAGES, 16, "8GiB", id="images-16", marks=SLOW),
         pytest.param(IMAGES, 37, "8GiB", id="images-37", marks=SLOW),
