@@ -25,7 +25,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from balanced_dp import Measurement, measure_step
 from balanced_dp.emulation.ledger import Label
 from balanced_dp.emulation.tensor import EmulatedTensor, set_label
-from balanced_dp.tuning.step_benchmark import open_devices
+from balanced_dp.tuning.open_devices import open_devices
 from balanced_dp.tuning.workloads import Workload, find_workload
 from balanced_dp.units import format_bytes
 

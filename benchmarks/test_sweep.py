@@ -19,12 +19,8 @@ import torch
 
 from balanced_dp import Provenance
 from balanced_dp.report.json_file import BENCHMARK_KEY
-from balanced_dp.tuning.step_benchmark import (
-    StepMeter,
-    default_num_devices,
-    open_devices,
-    step_meter,
-)
+from balanced_dp.tuning.open_devices import default_num_devices, open_devices
+from balanced_dp.tuning.step_benchmark import StepMeter, step_meter
 from balanced_dp.tuning.tuner import default_capacities
 from balanced_dp.tuning.workloads import BUILT_IN, find_workload
 

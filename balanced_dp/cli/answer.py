@@ -11,8 +11,8 @@ from ..planning.split_planner import Plan, Planner, check_fits, utilizations
 from ..report import tables
 from ..split import even_share, split_batch
 from ..tuning.loop_recorder import LoopRecorder
+from ..tuning.measurement import Measurement
 from ..tuning.report_types import Report
-from ..tuning.step_benchmark import Measurement
 from ..units import format_bytes
 from .script import replaced_calls
 

@@ -31,8 +31,8 @@ except ImportError as error:  # the library itself needs none of these
 import torch
 
 from ..memory.probe import MemoryProbe
+from ..tuning.open_devices import default_num_devices, uses_emulation
 from ..tuning.report_types import Report
-from ..tuning.step_benchmark import default_num_devices, uses_emulation
 from ..tuning.tuner import tune
 from ..tuning.workloads import BUILT_IN, find_workload
 from ..units import parse_bytes

@@ -18,8 +18,8 @@ from rich.table import Column, Table
 from ..memory.device_memory import DeviceMemory
 from ..report import tables
 from ..report.compare import Comparison
+from ..tuning.measurement import Measurement
 from ..tuning.report_types import Report
-from ..tuning.step_benchmark import Measurement
 from ..units import format_bytes, format_mib
 from . import demo as demos
 from . import run as runs

@@ -8,14 +8,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..split import as_integer, even_share
+from ..tuning.measurement import Measurement
 from ..tuning.models import CharTransformer
-from ..tuning.step_benchmark import (
-    Measurement,
-    check_devices,
-    open_devices,
-    step_meter,
-    uses_emulation,
-)
+from ..tuning.open_devices import check_devices, open_devices, uses_emulation
+from ..tuning.step_benchmark import step_meter
 from ..tuning.tuner import best_measured
 from ..tuning.workloads import Batch, Workload, encoded_text, find_workload
 from ..units import parse_bytes

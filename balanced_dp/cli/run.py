@@ -14,14 +14,9 @@ from ..emulation.machine import current_machine
 from ..errors import ArgumentError
 from ..integrations.replacements import WrappedAt, replaced_data_parallel
 from ..tuning.loop_recorder import LoopRecorder
+from ..tuning.measurement import Measurement
+from ..tuning.open_devices import check_devices, default_num_devices, open_devices, uses_emulation
 from ..tuning.report_types import Report
-from ..tuning.step_benchmark import (
-    Measurement,
-    check_devices,
-    default_num_devices,
-    open_devices,
-    uses_emulation,
-)
 from ..units import format_bytes
 from . import answer
 from .arguments import parse_capacities

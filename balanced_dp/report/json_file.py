@@ -12,8 +12,8 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from ..errors import ArgumentError, ReportError
+from ..tuning.measurement import Measurement
 from ..tuning.report_types import SCHEMA, Provenance, Report
-from ..tuning.step_benchmark import Measurement
 from ..tuning.tuner import report_of_measurements
 
 _REPORT = TypeAdapter(Report)

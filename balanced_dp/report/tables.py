@@ -9,8 +9,8 @@ from itertools import compress
 
 from ..planning.split_planner import utilizations
 from ..split import even_share, is_better
+from ..tuning.measurement import Measurement
 from ..tuning.report_types import Alternative, Report
-from ..tuning.step_benchmark import Measurement
 from ..units import format_bytes
 
 _MODES = {

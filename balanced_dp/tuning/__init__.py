@@ -1,7 +1,8 @@
 """Measure training steps of a workload, choose its split, and report both."""
 
+from .measurement import Measurement
 from .report_types import Alternative, Provenance, Report
-from .step_benchmark import Measurement, measure_step
+from .step_benchmark import measure_step
 from .tuner import tune
 from .workloads import Workload
 

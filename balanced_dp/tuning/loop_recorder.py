@@ -32,9 +32,9 @@ from ..parallel.nested import tensors
 from ..parallel.split_policy import SplitPolicy
 from ..planning.memory_model import fit
 from ..split import even_share, split_batch
+from .measurement import Measurement, StepRecorder, mode_of
 from .report_types import Provenance, Report
 from .split_search import SplitSearch
-from .step_benchmark import Measurement, StepRecorder, mode_of
 from .tuner import fittable, report_of_measurements
 
 

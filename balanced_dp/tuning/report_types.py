@@ -15,7 +15,7 @@ from pathlib import Path
 from ..planning.memory_model import MemoryModel
 from ..planning.split_planner import Plan
 from ..split import even_share
-from .step_benchmark import Measurement
+from .measurement import Measurement
 
 SCHEMA = 3
 """The version of a report's fields."""

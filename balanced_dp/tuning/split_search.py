@@ -7,7 +7,7 @@ from typing import Literal
 
 from ..planning.auto_balance import AutoBalance
 from ..split import even_share
-from .step_benchmark import Measurement
+from .measurement import Measurement
 
 
 class SplitSearch:

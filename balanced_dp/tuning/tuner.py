@@ -13,15 +13,10 @@ from ..errors import ArgumentError, InfeasiblePlanError
 from ..planning.memory_model import MeasuredSplit, MemoryModel, fit
 from ..planning.split_planner import Planner, check_batch, check_fits, describe, utilizations
 from ..split import best_gpu0_bsz, even_share
+from .measurement import Measurement
+from .open_devices import default_num_devices, open_devices, uses_emulation
 from .report_types import SCHEMA, Alternative, Provenance, Report
-from .step_benchmark import (
-    Measurement,
-    StepMeter,
-    default_num_devices,
-    open_devices,
-    step_meter,
-    uses_emulation,
-)
+from .step_benchmark import StepMeter, step_meter
 from .workloads import Workload
 
 _MAX_ROUNDS = 4

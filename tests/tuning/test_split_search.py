@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from balanced_dp.split import even_share, split_batch
+from balanced_dp.tuning.measurement import Measurement
 from balanced_dp.tuning.split_search import SplitSearch
-from balanced_dp.tuning.step_benchmark import Measurement
 
 
 def measured(batch_size: int, gpu0_bsz: int, peaks: tuple[int, ...]) -> Measurement:

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from balanced_dp import Measurement, measure_step, split_batch
-from balanced_dp.tuning.step_benchmark import open_devices
+from balanced_dp.tuning.open_devices import open_devices
 
 from .small_workloads import SMALL
 

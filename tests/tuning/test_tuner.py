@@ -18,7 +18,8 @@ from balanced_dp import (
     tune,
 )
 from balanced_dp.planning.auto_balance import MAX_CHANGES
-from balanced_dp.tuning.step_benchmark import open_devices, step_meter
+from balanced_dp.tuning.open_devices import open_devices
+from balanced_dp.tuning.step_benchmark import step_meter
 
 from ..parallel.test_auto import Loop, follow
 from .small_workloads import SMALL

@@ -6,7 +6,7 @@ from torch import nn
 
 from balanced_dp import ArgumentError, measure_step
 from balanced_dp.tuning.models import Bottleneck, TokenTransformer, TransformerXL
-from balanced_dp.tuning.step_benchmark import open_devices
+from balanced_dp.tuning.open_devices import open_devices
 from balanced_dp.tuning.workloads import BUILT_IN, find_workload
 
 
