@@ -29,7 +29,12 @@ _WORTH_IT = 0.9
 def how_it_ended(recorder: LoopRecorder, exit_code: int) -> Iterator[str]:
     """Yield what the measurements are of, if that is not obvious."""
     if recorder.num_steps is not None and recorder.num_iterations >= recorder.num_steps:
-        yield f"The script was ended after {recorder.num_steps} training steps (--steps)."
+        steps = (
+            "one training step"
+            if recorder.num_steps == 1
+            else f"{recorder.num_steps} training steps"
+        )
+        yield f"The script was ended after {steps} (--steps)."
     elif recorder.last is not None and not recorder.num_iterations and exit_code == 0:
         yield "The script took no training step: these are the peaks of the whole run."
     elif recorder.last is not None and not recorder.num_iterations:
