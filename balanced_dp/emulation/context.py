@@ -171,6 +171,7 @@ def _parameters_keep_identity() -> Patch:
     apply = torch.nn.Module._apply
     lock = threading.RLock()
 
+    # Module._apply has no annotations, so mypy wants its calls ignored.
     @functools.wraps(apply)
     def swapping_apply(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         known = [(p, _own_state(p)) for p in self._parameters.values() if p is not None]
@@ -178,7 +179,6 @@ def _parameters_keep_identity() -> Patch:
             before = future.get_swap_module_params_on_conversion()
             future.set_swap_module_params_on_conversion(True)
             try:
-                # Module._apply has no annotations.
                 return apply(self, *args, **kwargs)  # type: ignore[no-untyped-call]
             except RuntimeError as error:
                 if "Couldn't swap" not in str(error):

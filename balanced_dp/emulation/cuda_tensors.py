@@ -131,8 +131,9 @@ class _LegacyType(type):
     dtype: torch.dtype
 
     def __instancecheck__(cls, instance: object) -> bool:
-        is_cuda = isinstance(instance, torch.Tensor) and instance.is_cuda
-        return is_cuda and instance.dtype == cls.dtype  # type: ignore[attr-defined]
+        if not isinstance(instance, torch.Tensor):
+            return False
+        return instance.is_cuda and instance.dtype == cls.dtype
 
     def __call__(cls, *args: Any) -> torch.Tensor:
         return _legacy_tensor(cls.dtype, CUDA, args)
@@ -175,6 +176,7 @@ def set_default_tensor_type(kind: Any) -> None:
 
 # Generators.
 
+# torch's class, as the context patches its name. Being Any, it is no base class to mypy.
 _TorchGenerator: Any = torch.Generator
 
 

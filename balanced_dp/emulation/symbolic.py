@@ -62,7 +62,7 @@ class UnknownNumber(float):
     __mod__ = __rmod__ = __neg__ = __abs__ = __pos__ = _compute
     __pow__ = __rpow__ = _compute
     __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = __bool__ = __int__ = _decide
-    __round__ = _compute  # type: ignore[assignment]
+    __round__ = _compute  # type: ignore[assignment]  # float's has overloads
     __hash__ = float.__hash__
 
 

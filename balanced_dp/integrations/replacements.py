@@ -139,6 +139,7 @@ class _TrainerFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
         recorder, original = self.recorder, module.Trainer
 
+        # mypy knows neither this base class nor the attributes of a module that is being loaded.
         class Trainer(BalancedTrainerMixin, original):  # type: ignore[misc, valid-type]
             __doc__ = original.__doc__
 

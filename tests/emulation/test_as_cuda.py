@@ -449,6 +449,19 @@ def test_scripts_have_peaks_of_their_own(devices):
     assert peaks.of(CUDA1)[0] == 512
 
 
+def test_what_profilers_and_loggers_call(devices):
+    torch.cuda.nvtx.range_push("step")
+    torch.cuda.nvtx.range_pop()
+    assert torch.accelerator.get_memory_info(1) == torch.cuda.mem_get_info(1)
+    torch.ones(1000, device="cuda:1")
+    assert torch.cuda.memory_stats(1)["allocated_bytes.all.allocated"] == 4096
+    torch.cuda.reset_accumulated_memory_stats(1)
+    assert torch.cuda.memory_stats(1)["allocated_bytes.all.allocated"] == 0
+    torch.cuda.manual_seed(3)
+    torch.cuda.seed()
+    assert torch.cuda.initial_seed() != 3
+
+
 def test_settings_of_a_script_end_with_the_context():
     with emulate_devices(1, as_cuda=True), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # deprecated
