@@ -343,8 +343,8 @@ def _shallow_copy(module: nn.Module) -> nn.Module:
 def _zero_grad_of_replica(set_to_none: bool = True) -> None:
     """Do what ``zero_grad`` does in a replica of ``nn.DataParallel``: nothing."""
     warn(
-        "zero_grad() in forward has no effect on a replica, whose parameters are not those that "
-        "gather gradients; call it outside of forward"
+        "Calling .zero_grad() from a module created with nn.DataParallel() has no effect. The "
+        "gradients are those of the original module; call it outside of forward"
     )
 
 
