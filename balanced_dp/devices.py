@@ -12,6 +12,7 @@ import torch
 from .emulation import device_module
 from .emulation.machine import current_machine, has_machine
 from .errors import ArgumentError, ArgumentTypeError
+from .torch_versions import accelerator_type
 
 Device = int | str | torch.device
 
@@ -53,10 +54,8 @@ def default_device_type() -> str | None:
     """
     if has_machine():
         return current_machine().device_type
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is not None and accelerator.type != "mps":  # MPS has a single device
-        return accelerator.type
-    return None
+    device_type = accelerator_type()
+    return None if device_type == "mps" else device_type  # MPS has a single device
 
 
 def resolve_devices(
@@ -154,6 +153,11 @@ def weight_stream(device: torch.device) -> torch.Stream:
     """Return the stream of a CUDA device on which weights, and nothing else, are copied."""
     stream: torch.Stream = torch.get_device_module(device).Stream(device)
     return stream
+
+
+def has_streams(device: torch.device) -> bool:
+    """Return whether each thread has a current stream on the device."""
+    return device.type != "cpu" and hasattr(torch.get_device_module(device), "stream")
 
 
 def on_stream(stream: torch.Stream) -> contextlib.AbstractContextManager[Any]:

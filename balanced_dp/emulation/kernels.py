@@ -48,10 +48,10 @@ def register_kernels() -> torch.library.Library:
             aten._pack_padded_sequence.default: _pack_padded_sequence,
             aten.native_dropout.default: _native_dropout,
             aten.native_batch_norm.default: _native_batch_norm,
-            aten.rand_like.default: partial(_seeded, aten.rand_like.generator),
-            aten.randn_like.default: partial(_seeded, aten.randn_like.generator),
-            aten.randint_like.default: partial(_seeded, aten.randint_like.generator),
-            aten.randint_like.low_dtype: partial(_seeded, aten.randint_like.low_generator_dtype),
+            aten.rand_like.default: partial(_filled, aten.uniform_.default),
+            aten.randn_like.default: partial(_filled, aten.normal_.default),
+            aten.randint_like.default: partial(_filled, aten.random_.to),
+            aten.randint_like.low_dtype: partial(_filled, getattr(aten.random_, "from")),
         }
     )
     return library
@@ -76,8 +76,9 @@ def _make(
 # Random numbers come from the device's generator, so that replicas in threads are reproducible.
 
 
-def _seeded(func: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
-    return run(func, args, kwargs)
+def _filled(fill_: torch._ops.OpOverload, input: EmulatedTensor, *args: Any, **kwargs: Any) -> Any:
+    output = run(aten.empty_like.default, (input,), kwargs)
+    return run(fill_, (output, *args), {})
 
 
 def _native_dropout(input: EmulatedTensor, p: float, train: bool | None) -> Any:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ..devices import is_emulated
+from ..devices import has_streams, is_emulated, on_stream
 from .call_inputs import Arguments
 from .losses.calls import noted
 
@@ -229,7 +229,6 @@ class ThreadState:
     def of_caller(cls, devices: Sequence[torch.device]) -> ThreadState:
         """Return the calling thread's state, with its current streams on ``devices``."""
         types = {"cpu", *(device.type for device in devices)}
-        accelerator = torch.accelerator.current_accelerator()
         return cls(
             grad_enabled=torch.is_grad_enabled(),
             inference_mode=torch.is_inference_mode_enabled(),
@@ -244,9 +243,9 @@ class ThreadState:
                 and torch.is_autocast_enabled(device_type)
             ],
             streams={
-                device: torch.accelerator.current_stream(device)
+                device: torch.get_device_module(device).current_stream(device)
                 for device in devices
-                if accelerator is not None and device.type == accelerator.type
+                if has_streams(device)
             },
         )
 
@@ -262,7 +261,7 @@ class ThreadState:
             if hasattr(module, "device"):  # the CPU has no current device
                 stack.enter_context(module.device(device))
             if device in self.streams:
-                stack.enter_context(self.streams[device])
+                stack.enter_context(on_stream(self.streams[device]))
             yield
 
 

@@ -9,6 +9,7 @@ import torch
 
 from ..emulation import emulate_devices
 from ..errors import ArgumentError
+from ..torch_versions import accelerator_count, accelerator_type
 
 
 @contextmanager
@@ -45,17 +46,17 @@ def open_devices(
         finally:
             torch.set_num_threads(num_threads)
         return
-    accelerator = torch.accelerator.current_accelerator()
-    assert accelerator is not None
-    yield [torch.device(accelerator.type, index) for index in range(num_devices)]
-    torch.get_device_module(accelerator).empty_cache()
+    device_type = accelerator_type()
+    assert device_type is not None
+    yield [torch.device(device_type, index) for index in range(num_devices)]
+    torch.get_device_module(device_type).empty_cache()
 
 
 def check_devices(num_devices: int, memory: object, emulate: bool) -> None:
     """Raise ArgumentError if ``open_devices`` cannot open these devices."""
     if uses_emulation(emulate):
         return
-    count = torch.accelerator.device_count()
+    count = accelerator_count()
     if num_devices > count:
         raise ArgumentError(
             f"num_devices={num_devices}, but there are {count} accelerators; any number of devices "
@@ -70,9 +71,9 @@ def check_devices(num_devices: int, memory: object, emulate: bool) -> None:
 
 def uses_emulation(emulate: bool) -> bool:
     """Return whether devices are emulated: on request, or without two accelerators."""
-    return emulate or torch.accelerator.device_count() < 2
+    return emulate or accelerator_count() < 2
 
 
 def default_num_devices(emulate: bool) -> int:
     """Return the number of accelerators of this machine, or 4 if devices are emulated."""
-    return 4 if uses_emulation(emulate) else torch.accelerator.device_count()
+    return 4 if uses_emulation(emulate) else accelerator_count()

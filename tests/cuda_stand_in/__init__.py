@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from balanced_dp.devices import CUDA_LIKE
+from balanced_dp.torch_versions import accelerator_type
 
 from . import clock
 from .communicators import Communicators
@@ -32,7 +33,9 @@ def _why_not() -> str | None:
     missing = [tool for tool in ("g++", "ninja") if shutil.which(tool) is None]
     if missing:
         return f"the stand-in for CUDA devices is compiled, which needs {' and '.join(missing)}"
-    if torch.accelerator.is_available():
+    if not hasattr(torch._C, "_accelerator_getDeviceStats"):
+        return "the stand-in for CUDA devices needs a later torch"
+    if accelerator_type() is not None:
         return "torch has one accelerator at a time, and there is one here"
     return None
 
