@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import torch
+
+_ACCELERATOR = getattr(torch, "accelerator", None)
+ACCELERATOR_MODULES: list[ModuleType] = [
+    module for module in (_ACCELERATOR, getattr(_ACCELERATOR, "memory", None)) if module is not None
+]
+"""``torch.accelerator``, which is there from 2.6 on, and its ``memory``, from 2.9 on."""
 
 
 def accelerator_type() -> str | None:

@@ -99,7 +99,10 @@ def stock_on_cpu() -> Iterator[None]:
         mock.patch.object(_replicate, "_broadcast_coalesced_reshape", broadcast_coalesced_reshape),
         mock.patch.object(_scatter_gather, "Scatter", Scatter),
         mock.patch.object(_scatter_gather, "Gather", Gather),
-        mock.patch.object(torch, "accelerator", _accelerator),
+        mock.patch.object(torch, "accelerator", _accelerator, create=True),
+        mock.patch.object(torch.cuda, "current_stream", _accelerator.current_stream),
+        mock.patch.object(torch.cuda, "stream", lambda stream: stream),
+        mock.patch.object(torch.cuda, "device", lambda device: contextlib.nullcontext()),
     ):
         yield
 

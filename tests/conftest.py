@@ -81,8 +81,11 @@ def collects_what_it_makes() -> None:
 def no_thread_left_behind() -> Iterator[None]:
     before = set(threading.enumerate())
     yield
-    # tqdm's monitor, which transformers starts, lives as long as the process.
-    left = {t for t in threading.enumerate() if t not in before and t.name != "tqdm_monitor"}
+    # tqdm's monitor, which transformers starts, lives as long as the process, and so does the
+    # reader of inductor's workers in torch before 2.8.
+    of_process = ("tqdm_monitor", "_read_thread")
+    started = [thread for thread in threading.enumerate() if thread not in before]
+    left = {t for t in started if not any(name in t.name for name in of_process)}
     if left:
         gc.collect()  # a model's threads end with it, and it may be part of a cycle
     for thread in left:  # one that was told to end may need a moment

@@ -20,6 +20,7 @@ import torch.nn.parallel._functions as parallel_functions
 import torch.utils._device as default_device
 
 from ..errors import EmulationError
+from ..torch_versions import ACCELERATOR_MODULES
 from . import cuda_functions, cuda_tensors, device_module
 from .cuda_functions import COMMUNICATION, refusal
 from .cuda_tensors import CUDA, to_emulated, translating
@@ -143,7 +144,7 @@ _RECORDS_ALLOCATIONS = ("_record_memory_history", "_snapshot", "_dump_snapshot")
 
 
 def _accelerator_modules() -> _Patches:
-    everything = _of(torch.accelerator, _FUNCTIONS) | {
+    everything = _FUNCTIONS | {
         "current_accelerator": lambda check_available=False: torch.device(CUDA),
         "current_device_index": device_module.current_device,
         "set_device_index": device_module.set_device,
@@ -151,8 +152,7 @@ def _accelerator_modules() -> _Patches:
         "get_memory_info": device_module.mem_get_info,
         "Graph": refusal("torch.accelerator.Graph"),
     }
-    memory = torch.accelerator.memory
-    return {torch.accelerator: everything, memory: _of(memory, everything)}
+    return {module: _of(module, everything) for module in ACCELERATOR_MODULES}
 
 
 def _of(module: Any, attributes: dict[str, Any]) -> dict[str, Any]:

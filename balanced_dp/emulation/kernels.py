@@ -15,7 +15,16 @@ import torch
 from .ledger import Label
 from .machine import current_machine
 from .symbolic import CPU, META, is_known, is_unknown_dtype
-from .tensor import HANDLERS, EmulatedTensor, Wrapped, copy_, elem_of, run, wrap_elem
+from .tensor import (
+    HANDLERS,
+    EmulatedTensor,
+    Wrapped,
+    copy_,
+    elem_of,
+    references_of_call,
+    run,
+    wrap_elem,
+)
 
 aten = torch.ops.aten
 _fused = aten._scaled_dot_product_fused_attention_overrideable.default
@@ -25,6 +34,7 @@ _fused_backward = aten._scaled_dot_product_fused_attention_overrideable_backward
 @cache
 def register_kernels() -> torch.library.Library:
     """Register the kernels; torch removes them when the returned library is deallocated."""
+    references_of_call()  # counted now, since it runs a backward pass of its own
     library = torch.library.Library("aten", "IMPL")
     library.impl("empty.memory_format", partial(_make, torch.empty), "Lazy")
     library.impl("empty_strided", partial(_make, torch.empty_strided), "Lazy")

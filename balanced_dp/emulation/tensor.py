@@ -494,13 +494,41 @@ def _copy_label(source: EmulatedTensor, target: torch.device, machine: Machine) 
 
 
 def _add(self: Any, other: Any, **kwargs: Any) -> Any:
-    # At most the four references of the call: C++, the argument tuple, this frame and getrefcount.
-    if sys.getrefcount(self) > 4 or not _would_accumulate_in_place(self, other):
+    if sys.getrefcount(self) > references_of_call() or not _would_accumulate_in_place(self, other):
         return run(aten.add.Tensor, (self, other), kwargs)
     wrapped = Wrapped(aten.add.Tensor)
     elem = aten.add.Tensor(wrapped.unwrap(self), wrapped.unwrap(other))
     current_machine().move(self._allocations[0], elem)
     return _wrapper(elem, wrapped.device, self._allocations)
+
+
+@functools.cache
+def references_of_call() -> int:
+    """Return the references to a gradient that nobody keeps, in ``_add`` as the engine calls it.
+
+    They depend on the versions of torch and Python, so they are counted.
+    """
+    counts: list[int] = []
+
+    def add(self: Any, other: Any) -> None:
+        counts.append(sys.getrefcount(self))
+
+    class Counted(torch.Tensor):
+        @classmethod
+        def __torch_dispatch__(
+            cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+        ) -> Any:
+            if func is aten.add.Tensor:
+                add(*args)
+            with no_dispatch():
+                return counted(func(*args, **(kwargs or {})))
+
+    def counted(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.Tensor._make_subclass(Counted, tensor)
+
+    x = torch.zeros((), requires_grad=True)
+    torch.autograd.grad((2 * x, 3 * x), x, (counted(torch.ones(())), counted(torch.ones(()))))
+    return counts[0]
 
 
 def _would_accumulate_in_place(self: Any, other: Any) -> bool:

@@ -10,6 +10,7 @@ It is a model of the hardware, not hardware.
 from __future__ import annotations
 
 import shutil
+import sysconfig
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -26,7 +27,11 @@ from . import clock
 from .communicators import Communicators
 from .device_module import NAME, NUM_DEVICES, TOTAL_BYTES, DeviceModule
 
-BUILD = Path(__file__).parents[2] / "build" / "cuda_stand_in"
+BUILD = (
+    Path(__file__).parents[2]
+    / "build"
+    / f"cuda_stand_in-{torch.__version__}-{sysconfig.get_config_var('SOABI')}"
+)
 
 
 def _why_not() -> str | None:

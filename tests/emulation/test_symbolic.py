@@ -96,7 +96,7 @@ READS: dict[str, Callable[[Tensor], Any]] = {
     "masked_select": lambda x: x.masked_select(x > 0),
     "index with a mask": lambda x: x[x > 0],
     "index rows with a mask": lambda x: x[x.sum(1) > 0],
-    "write through a mask": lambda x: x.__setitem__(x > 0, 1.0),
+    "write through a mask": lambda x: x.index_put_((x > 0,), x.new_ones(1)),
     "unique": lambda x: x.unique(),
     "repeat_interleave": lambda x: x.repeat_interleave(x.argmax(1), 0),
     "bincount": lambda x: torch.bincount(x.argmax(1)),

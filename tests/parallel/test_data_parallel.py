@@ -23,12 +23,13 @@ from balanced_dp import (
     emulate_devices,
 )
 from balanced_dp.devices import default_device_type
+from balanced_dp.torch_versions import accelerator_type
 
 from ..modules import Lambda
 from ..notes import notes_of
 
 no_accelerator = pytest.mark.skipif(
-    torch.accelerator.is_available(), reason="there is an accelerator here"
+    accelerator_type() is not None, reason="there is an accelerator here"
 )
 
 
@@ -536,9 +537,7 @@ def test_compiled_modules_are_replicated(compiled, backend, with_loss):
 
 def test_an_open_context_of_emulated_devices_is_what_ints_mean(monkeypatch):
     """On a machine with GPUs they meant those, and the README's examples failed there."""
-    monkeypatch.setattr(
-        torch.accelerator, "current_accelerator", lambda check_available: torch.device("cuda")
-    )
+    monkeypatch.setattr("balanced_dp.devices.accelerator_type", lambda: "cuda")
     with emulate_devices(3) as devices:
         assert BalancedDataParallel(1, nn.Identity()).devices == list(devices)
     assert default_device_type() == "cuda"

@@ -21,6 +21,7 @@ from balanced_dp.parallel.losses.counted import counting
 
 from ..devices import kinds_of_splits
 from ..modules import Lambda
+from ..versions import has_torch
 from .loss_cases import (
     BATCH,
     EXACT,
@@ -118,6 +119,8 @@ def test_a_number_that_may_be_the_size_of_a_chunk_is_warned_of_unless_that_was_s
 )
 def test_what_is_not_exact_is_warned_of_once(name, gpu0_bsz):
     case, reason = UNCLEAR[name]
+    if "in a checkpoint" in name and not has_torch("2.10"):
+        pytest.skip("it is exact, but computed again: saved tensors do not tell their hooks")
     model, _ = make(case, ["cpu"] * 4, gpu0_bsz)
     with pytest.warns(BalanceWarning, match=f"the whole batch: .*{reason}.*loss_weight") as warned:
         for _ in range(3):
