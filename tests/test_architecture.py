@@ -14,9 +14,9 @@ ROOT = Path(balanced_dp.__file__).parent
 
 # In the order of data flow: a file imports only from files above it.
 ORDER = """
-errors units split
+errors units split torch_versions
 emulation/ ledger machine symbolic tensor kernels autocast device_module
-emulation/ cuda_functions cuda_tensors as_cuda context __init__
+emulation/ cuda_functions cuda_tensors as_cuda patches context __init__
 devices
 memory/ nvml device_map device_memory nvml_sampler step_memory
 memory/ breakdown peaks probe logger __init__
@@ -126,7 +126,7 @@ def test_nothing_but_the_command_line_prints():
 def test_nothing_runs_at_import():
     """At the top of a file there are definitions and constants, no statements that do things."""
     for name, tree in trees().items():
-        if name == "__main__.py":
+        if name in ("__main__.py", "torch_versions.py"):  # which checks the names of torch
             continue
         for node in tree.body:
             assert not isinstance(node, ast.With | ast.For | ast.While), (name, node.lineno)

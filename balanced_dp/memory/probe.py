@@ -14,6 +14,7 @@ import torch
 
 from ..devices import Device, default_device_type, is_emulated, resolve_devices
 from ..errors import ArgumentError, ArgumentTypeError, ProbeError
+from ..torch_versions import has_cuda_context
 from .breakdown import chunk_size_of, replica_bytes
 from .device_map import find_board
 from .device_memory import DeviceMemory, ProcessBytesSource
@@ -306,9 +307,7 @@ def _synchronize(devices: Sequence[torch.device]) -> None:
 def _has_context(device: torch.device | None) -> bool:
     """Return whether this process may have a context on the device."""
     if device is not None and device.type == "cuda" and not is_emulated(device):
-        # Only builds with CUDA have this function, so the stubs lack it. It creates no context.
-        has_context: bool = torch._C._cuda_hasPrimaryContext(device.index)  # type: ignore[attr-defined]
-        return has_context
+        return has_cuda_context(device)
     return device is not None
 
 

@@ -16,6 +16,7 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.nn.parallel import comm
 
 from ..devices import gradient_stream, is_cuda, on_stream, weight_stream
+from ..torch_versions import copy_all
 from .arrivals import Arrivals
 from .move import move, move_all
 
@@ -189,7 +190,7 @@ def bring_to(
         if len(dense) > 1 and not torch.is_grad_enabled():  # unless create_graph is set
             # A view that becomes a .grad would keep the memory of all.
             own = [torch.empty_like(view) for view in sent]
-            torch._foreach_copy_(own, list(sent))
+            copy_all(own, list(sent))
             sent = own
         parts = iter(sent)
         brought = [

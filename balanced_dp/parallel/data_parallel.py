@@ -13,6 +13,7 @@ from torch import nn
 from ..devices import Device
 from ..errors import ArgumentError, ArgumentTypeError
 from ..memory.probe import MemoryProbe
+from ..torch_versions import disable_dynamo
 from .call_inputs import check_paths, named_arguments
 from .gather import ScalarOutputs
 from .homes import on_one_device, spread_parameters
@@ -179,7 +180,7 @@ class BalancedDataParallel(DataParallelSteps[ModuleT]):
 
     # Threads cannot be compiled, so torch.compile leaves this method as it is. The decorator is
     # private and has no types; torch.compiler.disable would import Dynamo here.
-    @torch._disable_dynamo  # type: ignore[attr-defined]
+    @disable_dynamo  # type: ignore[untyped-decorator]
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Split the batch, run the replicas, gather the outputs unless ``gather=False``."""
         with torch.autograd.profiler.record_function("BalancedDataParallel.forward"):

@@ -8,12 +8,6 @@ import torch
 
 from ..devices import copy_stream, is_cuda, on_stream
 
-AT_ONCE = 2**64 - 2
-"""The sequence number of a node that runs as soon as it can; only ``AccumulateGrad``'s is higher.
-
-Autograd takes the highest first, so gradients leave for other devices before more are computed.
-"""
-
 
 def move(tensor: torch.Tensor, device: torch.device, copy: bool = False) -> torch.Tensor:
     """Return the tensor on ``device``; a new tensor if ``copy`` is set. Differentiable."""

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 
 from ..devices import gradient_stream, is_cuda, on_stream
+from ..torch_versions import run_at_once, will_execute
 from .arrivals import Arrivals
 from .coalesced_copy import Copies, bring_to, copy_to, fill_buckets, has_hooks
 from .deferred_gradients import DeferredGradients, added, on_copy_stream
-from .move import AT_ONCE
 
 
 class ParameterCopies:
@@ -133,7 +133,7 @@ def _accumulates_all(node: Any) -> bool:
         edges = [edge for edge in node.next_functions if edge[0]]
         if is_cuda(node.originals[0].device):
             edges = edges[-1][0].next_functions  # of Receive
-        return all(torch._C._will_engine_execute_node(n) for n, _ in edges)
+        return all(will_execute(node) for node, _ in edges)
     except RuntimeError:  # "we are currently running autograd.grad()"
         return False
 
@@ -231,7 +231,7 @@ class _Block:
                     parts = Broadcast.apply(parts, token, *received)  # type: ignore[no-untyped-call]
                 node: Any = parts[0].grad_fn
                 node.originals = originals
-                node._set_sequence_nr(AT_ONCE)
+                run_at_once(node)
                 nodes[-1].append(node)
                 for i, part in zip(positions, parts, strict=True):
                     copies[i] = part
@@ -261,8 +261,7 @@ def _receive(originals: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     with on_stream(gradient_stream(home, home)):
         received: Sequence[torch.Tensor] = Receive.apply(*originals)  # type: ignore[no-untyped-call]
     del keeps_alive
-    node: Any = received[-1].grad_fn
-    node._set_sequence_nr(AT_ONCE)
+    run_at_once(received[-1].grad_fn)
     return received
 
 

@@ -140,7 +140,7 @@ def test_what_cannot_be_replicated_is_refused(make, message):
         replicate(make(), [torch.device("cpu")])
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
 def test_scripted_modules_are_refused():
     with pytest.raises(RuntimeError, match="ScriptModule"):
         replicate(torch.jit.script(nn.Linear(2, 2)), [torch.device("cpu")])

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from ...torch_versions import has_unpack_hook
 from .calls import BATCHMEAN
 from .counted import MEAN, SUM, CountedLoss
 from .denominators import UnclearError
@@ -27,7 +28,6 @@ from .nodes import (
     Edge,
     dims_of,
     factor_of,
-    has_unpack_hook,
     operator_of,
     shape_of,
     value_of,

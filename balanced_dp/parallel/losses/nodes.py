@@ -65,12 +65,6 @@ def factor_of(node: Any, position: int) -> float:
     return -factor if (operator, position) in _NEGATED else factor
 
 
-def has_unpack_hook(node: Any, name: str) -> bool:
-    """Return whether a checkpoint, or another hook, would compute a saved operand again."""
-    saved = getattr(node, f"_raw_saved_{name}", None)
-    return getattr(saved, "unpack_hook", None) is not None
-
-
 def value_of(saved: Any) -> Value:
     """Return a saved operand; as a number, if it was one."""
     if not isinstance(saved, torch.Tensor):

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ..move import AT_ONCE
+from ...torch_versions import run_at_once
 
 Value = Any
 """A number or a tensor."""
@@ -197,8 +197,7 @@ def weighted_sum(
     moved = [output.to(device) for output in outputs]
     for output, there in zip(outputs, moved, strict=True):
         if there is not output and there.grad_fn is not None:
-            node: Any = there.grad_fn
-            node._set_sequence_nr(AT_ONCE)  # or other replicas would wait for the first
+            run_at_once(there.grad_fn)  # or other replicas would wait for the first
     if isinstance(fractions, torch.Tensor):
         values = torch.stack(moved)
         if may_be_nan:  # 0 / 0, if nothing counts in a chunk

@@ -1,0 +1,203 @@
+"""Private names of torch: all are listed, and what happens without each is what the list says."""
+
+from __future__ import annotations
+
+import ast
+import os
+import pkgutil
+import re
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+import balanced_dp
+from balanced_dp import EmulationError, emulate_devices
+from balanced_dp import torch_versions as versions
+
+from .processes import python
+
+ROOT = Path(balanced_dp.__file__).parent
+LISTED = (*versions.NEEDED, *versions.FOR_EMULATION, *versions.SLOWER_WITHOUT)
+
+
+class Missing:
+    """An attribute that its class does not have; C types accept no deletion."""
+
+    def __get__(self, instance: object, owner: type) -> object:
+        raise AttributeError("it was removed")
+
+
+def remove(name: str, patch: pytest.MonkeyPatch) -> None:
+    """Removes a name from torch."""
+    path, _, last = f"torch.{name}".rpartition(".")
+    owner = pkgutil.resolve_name(path)
+    declared = getattr(owner, "__annotations__", {})
+    if last in declared:
+        patch.delitem(declared, last)
+        patch.delattr(owner, last, raising=False)
+    elif owner in (torch.Tensor, torch.nn.Module, torch.UntypedStorage):
+        patch.setattr(owner, last, Missing())
+    elif isinstance(owner, type) or path.startswith("torch.ops"):
+        outer, _, its_name = path.rpartition(".")
+        known = {n: getattr(owner, n) for n in dir(owner) if n != last and n[:2] != "__"}
+        patch.setattr(pkgutil.resolve_name(outer), its_name, mock.Mock(spec_set=list(known)))
+    else:
+        patch.delattr(owner, last, raising=False)
+
+
+@pytest.mark.parametrize("name", versions.NEEDED)
+def test_what_is_needed_is_named_where_it_is_missing(name, monkeypatch):
+    assert versions.exists(name)
+    remove(name, monkeypatch)
+    with pytest.raises(
+        ImportError, match=rf"does not have .*torch\.{re.escape(name)}\b.*; install"
+    ):
+        versions.require(versions.NEEDED, "balanced_dp", ImportError)
+
+
+@pytest.mark.parametrize("name", versions.FOR_EMULATION)
+def test_without_what_emulation_needs_it_says_so(name, monkeypatch):
+    assert versions.exists(name)
+    remove(name, monkeypatch)
+    message = rf"does not have .*torch\.{re.escape(name)}\b.*; install"
+    with pytest.raises(EmulationError, match=message), emulate_devices(2):
+        pass
+
+
+PRELUDE = """
+import sys
+import pytest
+from tests.test_torch_versions import remove
+
+for module in [name for name in sys.modules if name.startswith("balanced_dp")]:
+    del sys.modules[module]
+patch = pytest.MonkeyPatch()
+for name in NAMES:
+    remove(name, patch)
+"""
+TRAIN = """
+import torch
+import balanced_dp
+
+torch.manual_seed(0)
+module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2)).double()
+x, y = torch.randn(7, 3).double(), torch.randint(2, (7,))
+
+def gradients(model):
+    module.zero_grad()
+    for _ in range(2):
+        torch.nn.functional.cross_entropy(model(x), y).backward()
+    return [p.grad.clone() for p in module.parameters()]
+
+def check(found):
+    torch.testing.assert_close(found, gradients(module), rtol=1e-10, atol=1e-10)
+
+model = balanced_dp.BalancedDataParallel(1, module, ["cpu"] * 3)
+check(gradients(model))
+module.zero_grad()
+with model.shared_weights():
+    for _ in range(2):
+        torch.nn.functional.cross_entropy(model(x), y).backward()
+check([p.grad.clone() for p in module.parameters()])
+"""
+
+
+def run_without(names: tuple[str, ...], script: str) -> str:
+    """The output of a script in a process where torch lacks these names; nothing if it succeeds."""
+    prelude = PRELUDE.replace("NAMES", repr(names))
+    path = os.pathsep.join([str(Path(__file__).parents[1]), str(ROOT.parent)])
+    done = python("-c", prelude + script, environ={**os.environ, "PYTHONPATH": path})
+    return done.stdout + done.stderr if done.returncode else ""
+
+
+def test_an_import_without_a_needed_name_names_it():
+    output = run_without(("_C._functorch.peek_interpreter_stack",), "import balanced_dp")
+    assert "ImportError: balanced_dp cannot be used with torch" in output
+    assert "does not have torch._C._functorch.peek_interpreter_stack" in output
+
+
+# Torch itself calls these when it imports and trains.
+OF_TORCH = {
+    *("nn.Module._apply", "Tensor._make_subclass", "autograd._engine_run_backward"),
+    *("jit._builtins._get_builtin_table", "random._seed_custom_device"),
+    *("_C._dispatch_has_kernel_for_dispatch_key", "_C._is_autocast_available"),
+}
+
+
+def test_training_needs_no_name_of_the_emulation():
+    names = {name for name in versions.FOR_EMULATION if not name.startswith("ops.")} - OF_TORCH
+    assert run_without(tuple(names), TRAIN) == ""
+
+
+@pytest.mark.parametrize("name", versions.SLOWER_WITHOUT)
+def test_what_is_only_slower_without_a_name_is_exact(name):
+    assert run_without((name,), TRAIN) == ""
+
+
+def test_copies_one_by_one(monkeypatch):
+    monkeypatch.delattr(torch, "_foreach_copy_")
+    targets, sources = [torch.zeros(2), torch.zeros(3)], [torch.ones(2), torch.ones(3)]
+    versions.copy_all(targets, sources)
+    assert [t.tolist() for t in targets] == [[1, 1], [1, 1, 1]]
+
+
+def test_a_torch_that_does_not_tell_may_have_a_context(monkeypatch):
+    monkeypatch.delattr(torch._C, "_cuda_hasPrimaryContext", raising=False)
+    assert versions.has_cuda_context(torch.device("cuda", 0))
+
+
+ELSEWHERE = {
+    # Python's, transformers' and our own.
+    *("_getframe", "_fields", "_move_model_to_device", "_n_gpu", "_setup_devices"),
+    "_train_batch_size",
+    # By these the module that torch.compile returns is recognized, and bound to a replica.
+    *("_orig_mod", "_initialize"),
+    # Read of an RNN, which has them.
+    *("_flat_weights", "_flat_weights_names"),
+    # Names that emulate_devices gives to functions of its own, and registers kernels for.
+    *("_broadcast", "_broadcast_coalesced", "_broadcast_out", "_gather_out", "_scatter_out"),
+    *("_dump_snapshot", "_snapshot", "_record_memory_history", "_is_pinned"),
+    *("_copy_from", "_local_scalar_dense"),
+    # Of sparse tensors, which have them, and in annotations only.
+    *("_indices", "_ops"),
+    # Beginnings and ends of names.
+    *("_saved_", "_raw_saved_", "_like"),
+}
+
+
+def private_names() -> set[str]:
+    """The private names in the package that it does not define itself."""
+    trees = [ast.parse(path.read_text("utf-8")) for path in ROOT.rglob("*.py")]
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    own = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    own |= {node.id for node in nodes if isinstance(node, ast.Name)}
+    own |= {node.arg for node in nodes if isinstance(node, ast.arg)}
+    own |= {node.arg for node in nodes if isinstance(node, ast.keyword) and node.arg}
+    used = set()
+    for node in nodes:
+        if isinstance(node, ast.Attribute):
+            is_own = ast.unparse(node.value) in ("self", "cls", "super()")
+            (own if is_own and isinstance(node.ctx, ast.Store) else used).add(node.attr)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            used.add(node.value)
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
+            is_private = "._" in node.module or node.module.endswith("_")
+            used |= {a.name for a in node.names if is_private or a.name.startswith("_")}
+    return {name for name in used - own if re.fullmatch(r"_[A-Za-z]\w*", name)}
+
+
+def test_all_private_names_are_listed():
+    listed = {part for name in LISTED for part in name.split(".")}
+    assert private_names() - listed - ELSEWHERE == set()
+    assert ELSEWHERE - private_names() == set()
+
+
+def test_nothing_listed_is_unused():
+    """The list itself apart, each name is in the sources; some are composed there."""
+    texts = {path.name: path.read_text("utf-8") for path in ROOT.rglob("*.py")}
+    texts["torch_versions.py"] = texts["torch_versions.py"].partition("ACCELERATOR_MODULES")[2]
+    names = {name: name.removesuffix("._schema").split(".")[-1] for name in LISTED}
+    unused = {n for n, last in names.items() if not any(last in t for t in texts.values())}
+    assert unused == {"_C._functions.DivBackward0._raw_saved_other"}
