@@ -145,7 +145,7 @@ disable_dynamo: Any = getattr(torch, "_disable_dynamo", torch.compiler.disable)
 def accelerator_type() -> str | None:
     """Return the type of this machine's accelerators; None if there are none."""
     # torch.accelerator is there from 2.6 on, and raises in 2.6 where there is no accelerator.
-    device: torch.device = torch._C._get_accelerator()  # type: ignore[attr-defined]
+    device: torch.device = torch._C._get_accelerator()
     is_there = device.type != "cpu" and torch.get_device_module(device).is_available()
     return device.type if is_there else None
 

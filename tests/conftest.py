@@ -115,9 +115,7 @@ def devices(kind: str) -> Iterator[list[torch.device]]:
 @pytest.fixture
 def no_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hides GPUs where there are any."""
-    monkeypatch.setattr(
-        torch.accelerator, "current_accelerator", lambda check_available=False: None
-    )
+    monkeypatch.setattr(torch._C, "_get_accelerator", lambda: torch.device("cpu"))
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from balanced_dp import BalancedDataParallel, EmulationError, SymbolicValueError, emulate_devices
 from balanced_dp.emulation.machine import current_machine
 from balanced_dp.memory.peaks import Peaks
+from balanced_dp.torch_versions import ACCELERATOR_MODULES
 
 from ..versions import since_torch
 
@@ -75,7 +76,6 @@ def test_the_current_device_is_that_of_cuda_without_an_index(devices):
     with torch.cuda.device(2):
         assert torch.ones(1).cuda().device == torch.ones(1, device="cuda").device == devices[2]
     torch.cuda.set_device("cuda:3")
-    assert torch.accelerator.current_device_index() == 3
     assert torch.ones(1).to("cuda").device == devices[3]
     with torch.cuda.device_of(torch.ones(1, device=CUDA1)):
         assert torch.cuda.current_device() == 1
@@ -145,8 +145,7 @@ def test_memory(devices):
 
 def test_properties(devices):
     assert torch.cuda.is_available() and torch.cuda.is_initialized()
-    assert torch.cuda.device_count() == torch.accelerator.device_count() == 4
-    assert torch.accelerator.current_accelerator() == torch.device("cuda")
+    assert torch.cuda.device_count() == 4
     assert torch.cuda.get_device_name(1) == "Emulated device 1"
     assert torch.cuda.get_device_properties(0).total_memory == 64 * 2**20
     assert torch.cuda.get_device_capability() == (8, 0)
@@ -291,11 +290,11 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "torch.cuda.CUDAGraph": lambda: torch.cuda.CUDAGraph(),
     "torch.cuda.graph": lambda: torch.cuda.graph(None),
     "torch.cuda.memory_snapshot": lambda: torch.cuda.memory_snapshot(),
-    **(
-        {"torch.accelerator.Graph": lambda: torch.accelerator.Graph()}
-        if hasattr(torch, "accelerator") and hasattr(torch.accelerator, "Graph")
-        else {}
-    ),
+    **{
+        f"{module.__name__}.Graph": lambda module=module: module.Graph()
+        for module in ACCELERATOR_MODULES
+        if hasattr(module, "Graph")
+    },
     "torch.compile with inductor": lambda: torch.compile(nn.Linear(2, 2)),
     "NCCL process groups": lambda: torch.distributed.init_process_group("nccl"),
     r"NCCL process groups \(backend=None": lambda: torch.distributed.init_process_group(),
@@ -312,6 +311,7 @@ def test_compiling_without_inductor_is_left_to_torch(devices):
     assert torch.compile(abs, backend="eager")(-1) == 1
 
 
+@since_torch("2.6")
 def test_distributed_data_parallel_with_the_default_backend_of_the_device(devices):
     """PyTorch's example asks torch which backend to use."""
     backend = torch.distributed.get_default_backend_for_device(torch.device("cuda"))
@@ -332,7 +332,7 @@ def attributes() -> dict[str, Any]:
         "torch.Tensor": torch.Tensor,
         "torch.cuda": torch.cuda,
         "torch.cuda.memory": torch.cuda.memory,
-        "torch.accelerator": torch.accelerator,
+        **{module.__name__: module for module in ACCELERATOR_MODULES},
         "torch.UntypedStorage": torch.UntypedStorage,
         "torch.distributed": torch.distributed,
         "torch.distributed.Backend": torch.distributed.Backend,
@@ -452,6 +452,14 @@ def test_scripts_have_peaks_of_their_own(devices):
     torch.cuda.reset_peak_memory_stats(1)
     assert torch.cuda.max_memory_allocated(1) == 0
     assert peaks.of(CUDA1)[0] == 512
+
+
+@since_torch("2.6")
+def test_the_accelerator(devices):
+    torch.cuda.set_device("cuda:3")
+    assert torch.accelerator.current_device_index() == 3
+    assert torch.accelerator.device_count() == 4
+    assert torch.accelerator.current_accelerator() == torch.device("cuda")
 
 
 @since_torch("2.9")

@@ -197,7 +197,8 @@ def command_with_cuda(*arguments: str) -> Any:
     """Run the command line with one CUDA device, the fastest of three boards."""
     stand_in = CudaStandIn([H100])
     stand_in.reserved_bytes = [GIB]
-    torch.accelerator.current_accelerator = lambda check_available: torch.device("cuda")
+    torch._C._get_accelerator = lambda: torch.device("cuda")
+    torch.cuda.is_available = lambda: True
     sys.argv = ["balanced-dp", *arguments]
     exit_code = 0
     with redirect_stdout(StringIO()) as output:

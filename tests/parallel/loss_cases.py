@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from ..versions import has_torch
+
 BATCH, WIDTH, CLASSES, LENGTH = 13, 6, 5, 4
 
 
@@ -106,6 +108,14 @@ def over_all(net: Net, x: Tensor, o: Tensor, y: Tensor, r: Tensor) -> dict[str, 
     class_loss, box_loss = F.cross_entropy(o, y), F.smooth_l1_loss(o, r)
     return {"loss": class_loss + 2 * box_loss, "class": class_loss, "box": box_loss.detach()}
 
+
+WEIGHTED_HUBER_LOSS = {
+    "huber loss with weights": Case(
+        lambda n, x, o, r, w: F.huber_loss(o, r, weight=w), {"r": REAL, "w": PART}
+    )
+}
+if not has_torch("2.6"):
+    WEIGHTED_HUBER_LOSS = {}
 
 EXACT: dict[str, Case] = {
     # Means over entries.
@@ -376,9 +386,7 @@ EXACT: dict[str, Case] = {
     "count in bfloat16": Case(
         lambda n, x, o, m: (rows(o) * m).sum() / (m.bfloat16().sum() + 1), {"m": HOLES}
     ),
-    "huber loss with weights": Case(
-        lambda n, x, o, r, w: F.huber_loss(o, r, weight=w), {"r": REAL, "w": PART}
-    ),
+    **WEIGHTED_HUBER_LOSS,
     "smoothed count, twice": Case(
         lambda n, x, o, m: (rows(o) * m).sum() / torch.add(m.sum(), 1, alpha=2), {"m": HOLES}
     ),

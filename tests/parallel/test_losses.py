@@ -21,7 +21,7 @@ from balanced_dp.parallel.losses.counted import counting
 
 from ..devices import kinds_of_splits
 from ..modules import Lambda
-from ..versions import has_torch
+from ..versions import has_torch, since_torch
 from .loss_cases import (
     BATCH,
     EXACT,
@@ -199,6 +199,7 @@ def test_a_number_without_a_gradient_that_was_a_sum_may_become_a_mean():
             torch.testing.assert_close(found, expected, **TOLERANCE)
 
 
+@since_torch("2.6")
 def test_weights_of_a_loss_function_are_its_denominator():
     case = Case(lambda n, x, o, r, w: functional.mse_loss(o, r, weight=w), {"r": REAL, "w": PART})
     model, bare = make(case, ["cpu"] * 4, 1)
@@ -631,6 +632,7 @@ def test_a_loss_weight_may_be_a_number_of_numpy():
 # Dynamo reads it of whatever it compiles for.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("has_gradients", [True, False])
+@since_torch("2.6")
 def test_a_function_that_is_compiled_whole_runs_in_forward(has_gradients):
     """Where calls were noted, torch could not compile that."""
 

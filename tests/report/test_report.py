@@ -13,7 +13,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from playwright.sync_api import sync_playwright
 
 from balanced_dp import ArgumentError, LinearTerm, ReportError, tune
 from balanced_dp.report import (
@@ -186,7 +185,8 @@ def test_markdown_has_the_line_the_tables_and_nothing_to_run(report, unlike):
 def browser():
     if CHROMIUM is None:
         pytest.skip("needs Chromium (Debian: apt-get install chromium)")
-    with sync_playwright() as playwright:
+    sync_api = pytest.importorskip("playwright.sync_api")
+    with sync_api.sync_playwright() as playwright:
         # As root, which CI may be, Chromium runs without its sandbox only.
         opened = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         yield opened
