@@ -3,7 +3,7 @@ BIN = .venv/bin
 PIP = $(BIN)/python -m pip --disable-pip-version-check
 INSTALLED = .venv/.installed
 
-.PHONY: help demo test test-all check format docs notebooks bench wheel constraints clean
+.PHONY: help demo test test-all check format docs notebooks bench wheel compat constraints clean
 
 help:  ## List these targets (the default)
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -47,6 +47,19 @@ wheel: $(INSTALLED)  ## Build the wheel, and test it with nothing but its depend
 		--group core-test build/wheel/*.whl
 	cp -r *.md Makefile pyproject.toml benchmarks docs notebooks tests build/wheel
 	cd build/wheel && venv/bin/pytest -o addopts= -n auto --dist worksteal tests $(ARGS)
+
+# Constraints of torch's own dependencies go with its version.
+compat:  ## Run the fast tests with another torch, TORCH=2.6.0, in build/compat (gigabytes)
+	@test -n "$(TORCH)" || { echo 'which torch? for example: make compat TORCH=2.6.0'; exit 2; }
+	mkdir -p build/compat
+	sed -E '/^(torch|triton|setuptools|sympy|cuda-|nvidia-)/d' constraints.txt > build/compat/constraints.txt
+	$(PYTHON) -m venv build/compat/$(TORCH)
+	build/compat/$(TORCH)/bin/python -m pip install --quiet --constraint build/compat/constraints.txt pip
+	build/compat/$(TORCH)/bin/python -m pip install --quiet --constraint build/compat/constraints.txt \
+		--group core-test torch==$(TORCH) .
+	build/compat/$(TORCH)/bin/python -c 'import sys, torch; print("Python", sys.version.split()[0], "torch", torch.__version__)'
+	build/compat/$(TORCH)/bin/pytest -o addopts= -n auto --maxprocesses 8 --dist worksteal \
+		-m "not slow" tests $(ARGS)
 
 bench: $(INSTALLED)  ## Run the benchmarks; ARGS="..." goes to pytest
 	$(BIN)/pytest benchmarks --benchmark-only $(ARGS)

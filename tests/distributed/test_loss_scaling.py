@@ -16,6 +16,7 @@ from balanced_dp import ArgumentError, ArgumentTypeError
 from balanced_dp.distributed import count_all_ranks, scale_loss
 
 from .. import cuda_stand_in
+from ..versions import since_torch
 from .launch import run_ranks
 from .worker import IGNORED, NUM_RANKS, cases
 
@@ -50,6 +51,7 @@ def test_ranks_on_devices_of_cudas_kind():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the names of threads from /proc")
+@since_torch("2.8")  # which names the threads
 def test_no_thread_outlives_the_process_group():
     """Where it did, Python aborted now and then: terminate called without an active exception."""
     code = """

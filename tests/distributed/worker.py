@@ -24,7 +24,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.functional import cross_entropy, mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
@@ -36,6 +35,11 @@ from balanced_dp.distributed import (
     scale_loss,
     split_ranks,
 )
+
+if torch.__version__ >= "2.8":  # earlier ones have no fully_shard for the CPU
+    from torch.distributed.fsdp import FSDPModule, fully_shard
+else:
+    FSDPModule = ()
 
 NUM_RANKS = 4
 IGNORED = -100
@@ -291,7 +295,9 @@ LOSSES = {
     "tokens": (tagger, token_labels, tokens),
     "masked": (tagger, token_labels, masked_mean),
 }
-WRAPPERS = {"ddp": replicated, "fully_shard": sharded, "converted": converted}
+WRAPPERS = {"ddp": replicated, "converted": converted}
+if FSDPModule:
+    WRAPPERS["fully_shard"] = sharded
 MORE = {  # once each, without accumulation
     "static graph": (Twice, numbers, rows, partial(replicated, static_graph=True)),
     "unused": (Partly, token_labels, masked_mean, partial(replicated, find_unused_parameters=True)),

@@ -58,7 +58,8 @@ def test_libraries_that_run_out_say_it_in_their_own_words(monkeypatch):
     text = "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
     with open_devices(2, emulate=True) as devices:
         measured = measure_step(SMALL["mlp"](), 8, 2, devices)
-        assert (measured.status, measured.out_of_memory) == ("oom", text)
+        assert measured.status == "oom"
+        assert measured.out_of_memory.startswith(text)  # Python 3.10 has no notes
         text = "CUDA error: an illegal memory access was encountered"
         with pytest.raises(RuntimeError, match="illegal memory access"):
             measure_step(SMALL["mlp"](), 8, 2, devices)

@@ -204,7 +204,8 @@ def test_a_loss_that_is_one_for_the_whole_batch_is_not_advised_on_each_device():
 
     report = tuned(replace(workload, loss=loss), 200, [PLENTY] * 2, with_alternatives=True)
     inside, spread = report.alternatives
-    assert (inside.plan, inside.reason) == (None, "RuntimeError: for device 0 only")
+    assert inside.plan is None
+    assert inside.reason.startswith("RuntimeError: for device 0 only")  # Python 3.10 has no notes
     assert (spread.gather, spread.spread, spread.reason) == (True, True, None)
     assert len(report.advice) == 1
 
