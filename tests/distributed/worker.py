@@ -36,7 +36,7 @@ from balanced_dp.distributed import (
     split_ranks,
 )
 
-if torch.__version__ >= "2.8":  # earlier ones have no fully_shard for the CPU
+if torch.__version__ >= "2.10":  # earlier ones have no fully_shard for the CPU
     from torch.distributed.fsdp import FSDPModule, fully_shard
 else:
     FSDPModule = ()
