@@ -162,6 +162,8 @@ ELSEWHERE = {
     *("_copy_from", "_local_scalar_dense"),
     # Of sparse tensors, which have them, and in annotations only.
     *("_indices", "_ops"),
+    # Of torch before 2.10, which has it.
+    "_get_default_store",
     # Beginnings and ends of names.
     *("_saved_", "_raw_saved_", "_like"),
 }

@@ -18,6 +18,7 @@ import torch.distributed.nn  # noqa: F401
 from torch import Tensor
 
 from ..errors import ArgumentError, ArgumentTypeError, DistributedError
+from ..torch_versions import store_of
 
 _ROLL_CALL_TIMEOUT_S = 5.0
 """Time for ranks to report to the store after a collective has failed."""
@@ -180,7 +181,7 @@ def _describe_failure(group: dist.ProcessGroup | None) -> str:
     # Restarts by torchrun may share a store.
     prefix = f"balanced_dp/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
     try:
-        store = known.get_group_store()
+        store = store_of(known)
         store.set(f"{prefix}/{dist.get_rank()}", "present")
         time.sleep(_ROLL_CALL_TIMEOUT_S)
         missing = [rank for rank in ranks if not store.check([f"{prefix}/{rank}"])]
