@@ -7,7 +7,11 @@ import re
 
 from .errors import ArgumentError, ArgumentTypeError
 
-_FACTORS = {"B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_FACTORS = {"B": 1} | {
+    f"{prefix}{rest}": 2 ** (10 * power)
+    for power, prefix in enumerate("KMGT", start=1)
+    for rest in ("", "B", "IB")
+}
 _TEXT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", re.ASCII)
 
 
@@ -15,13 +19,15 @@ def parse_bytes(size: int | str, argument: str = "memory") -> int:
     """Parse a size in bytes.
 
     Args:
-        size: an integer in bytes, or text such as ``"11GiB"``, ``"512 MiB"``, ``"1.5gib"`` or
-            ``"4096"`` (bytes). Units are binary: 1 GiB = 1024**3 bytes.
+        size: an integer in bytes, or text such as ``"11GiB"``, ``"512 MiB"``, ``"1.5g"`` or
+            ``"4096"`` (bytes). Units are binary, as the sizes of GPUs are: ``"11G"``, ``"11GB"``
+            and ``"11GiB"`` are all 11 * 1024**3 bytes.
         argument: the name of the argument in error messages.
 
     Raises:
         ArgumentTypeError: ``size`` is neither an integer nor text.
-        ArgumentError: ``size`` is not a size, negative or not finite.
+        ArgumentError: ``size`` is not a size, negative or not finite, or it is text without a unit
+            that would be less than 1024 bytes.
     """
     if isinstance(size, bool) or not isinstance(size, int | str):
         raise ArgumentTypeError(
@@ -39,6 +45,10 @@ def parse_bytes(size: int | str, argument: str = "memory") -> int:
             f"got {size!r}"
         )
     number = float(match[1]) * factor
+    if not match[2] and 0 < number < 1024:
+        raise ArgumentError(
+            f"{argument} is {size!r}, which is {match[1]} bytes; did you mean {match[1]}GiB?"
+        )
     if not math.isfinite(number):
         raise ArgumentError(f"{argument} is too large: {size!r}")
     return round(number) if "." in match[1] else int(match[1]) * factor
