@@ -7,10 +7,12 @@ import re
 
 from .errors import ArgumentError, ArgumentTypeError
 
-_FACTORS = {"B": 1} | {
-    f"{prefix}{rest}": 2 ** (10 * power)
-    for power, prefix in enumerate("KMGT", start=1)
-    for rest in ("", "B", "IB")
+_FACTORS = {
+    "B": 1,
+    **dict.fromkeys(("K", "KB", "KIB"), 2**10),
+    **dict.fromkeys(("M", "MB", "MIB"), 2**20),
+    **dict.fromkeys(("G", "GB", "GIB"), 2**30),
+    **dict.fromkeys(("T", "TB", "TIB"), 2**40),
 }
 _TEXT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", re.ASCII)
 

@@ -23,6 +23,7 @@ from torch import nn
 from balanced_dp.devices import CUDA_LIKE
 from balanced_dp.torch_versions import accelerator_type
 
+from ..versions import has_torch
 from . import clock
 from .communicators import Communicators
 from .device_module import NAME, NUM_DEVICES, TOTAL_BYTES, DeviceModule
@@ -38,8 +39,8 @@ def _why_not() -> str | None:
     missing = [tool for tool in ("g++", "ninja") if shutil.which(tool) is None]
     if missing:
         return f"the stand-in for CUDA devices is compiled, which needs {' and '.join(missing)}"
-    if not hasattr(torch._C, "_accelerator_getDeviceStats"):
-        return "the stand-in for CUDA devices needs a later torch"
+    if not has_torch("2.13"):
+        return "the stand-in for CUDA devices needs torch 2.13"
     if accelerator_type() is not None:
         return "torch has one accelerator at a time, and there is one here"
     return None

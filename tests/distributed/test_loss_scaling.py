@@ -51,7 +51,7 @@ def test_ranks_on_devices_of_cudas_kind():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the names of threads from /proc")
-@since_torch("2.10")  # which names the threads
+@since_torch("2.13")  # which names the threads
 def test_no_thread_outlives_the_process_group():
     """Where it did, Python aborted now and then: terminate called without an active exception."""
     code = """

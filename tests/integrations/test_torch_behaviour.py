@@ -355,7 +355,7 @@ def test_sparse_gradients_are_added_up(kind: str) -> None:
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_complex_parameters_and_inputs_stay_complex(kind: str, device: str) -> None:
-    if kind == "torch" and not has_torch("2.10"):
+    if kind == "torch" and not has_torch("2.13"):
         pytest.skip(
             "torch's own replicas get pairs of numbers from CUDA, as emulated devices do not"
         )
