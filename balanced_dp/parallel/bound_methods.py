@@ -13,6 +13,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
+from weakref import WeakValueDictionary
 
 from torch import nn
 
@@ -39,7 +40,7 @@ def bind_to_replicas(modules: Sequence[nn.Module], copies: Sequence[nn.Module]) 
 
 
 def _bind_methods(module: nn.Module, copy: nn.Module, references: _References) -> bool:
-    """Move the bound methods in the dictionary of a copy to a class of its own."""
+    """Move the bound methods in the dictionary of a copy to where its new class finds them."""
     bound: dict[str, Any] = {
         name: _Bound(value, references)
         for name, value in module.__dict__.items()
@@ -49,10 +50,42 @@ def _bind_methods(module: nn.Module, copy: nn.Module, references: _References) -
         return False
     for name in bound:
         del copy.__dict__[name]
-    kind = type(copy)
-    bound |= {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    copy.__class__ = types.new_class(kind.__name__, (kind,), exec_body=lambda ns: ns.update(bound))
+    copy.__dict__[_BOUND] = bound
+    copy.__class__ = _class_with(type(copy), frozenset(bound))
     return True
+
+
+_BOUND = "_bound_methods"
+"""The attribute of a replica in which its bound methods are stored."""
+
+_classes: WeakValueDictionary[tuple[type, frozenset[str]], type] = WeakValueDictionary()
+
+
+def _class_with(kind: type, names: frozenset[str]) -> type:
+    """Return a subclass whose attributes of these names are the bound methods of an instance.
+
+    Replicas share it, since Python 3.13 without its lock never frees a class.
+    """
+    known = _classes.get((kind, names))
+    if known is not None:
+        return known
+    attributes: dict[str, Any] = {name: _BoundMethod(kind, name) for name in names}
+    attributes |= {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    made = types.new_class(kind.__name__, (kind,), exec_body=lambda ns: ns.update(attributes))
+    return _classes.setdefault((kind, names), made)
+
+
+class _BoundMethod:
+    """An attribute of a class: the bound method that an instance stores under this name."""
+
+    def __init__(self, kind: type, name: str) -> None:
+        self._kind = kind
+        self._name = name
+
+    def __get__(self, instance: Any, owner: type) -> Any:
+        if instance is None:
+            return getattr(self._kind, self._name)
+        return instance.__dict__[_BOUND][self._name].method
 
 
 def _bind_hooks(copy: nn.Module, references: _References) -> bool:
@@ -85,18 +118,23 @@ def _is_bound(value: Any, references: _References) -> bool:
 class _Bound:
     """A method or partial that replaces each module by its replica when it is used.
 
-    As an attribute of a class it is a descriptor that returns the method; as a hook it is called.
+    Hooks are called; of a stored method, ``method`` is what the module would have.
     """
 
     def __init__(self, value: Any, references: _References) -> None:
         self.value = value
         self.references = references
 
-    def __get__(self, instance: object, owner: type) -> Any:
+    @property
+    def method(self) -> Any:
+        """The method or partial, bound to replicas."""
         return self._bind(self.value)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._bind(self.value)(*args, **kwargs)
+        return self.method(*args, **kwargs)
+
+    def __deepcopy__(self, memo: Any) -> _Bound:
+        return self  # a copy of a replica calls the replica
 
     def _bind(self, value: Any) -> Any:
         if isinstance(value, nn.Module):
