@@ -14,8 +14,8 @@ ROOT = Path(balanced_dp.__file__).parent
 
 # In the order of data flow: a file imports only from files above it.
 ORDER = """
-errors units split torch_versions
-emulation/ ledger machine symbolic tensor kernels autocast device_module
+errors units split torch_versions free_threading
+emulation/ ledger machine symbolic tensor operators kernels autocast device_module
 emulation/ cuda_functions cuda_tensors as_cuda patches context __init__
 devices
 memory/ nvml device_map device_memory nvml_sampler step_memory
@@ -36,7 +36,7 @@ cli/ __init__ demo arguments script answer run console commands
 __main__
 """
 WITHOUT_TORCH = """
-errors units split
+errors units split free_threading
 emulation/ ledger
 memory/ nvml device_map device_memory nvml_sampler step_memory
 planning/ memory_model estimates split_planner auto_balance

@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 
+from ..free_threading import is_free_threaded_build
 from .ledger import Label
 from .machine import current_machine
+from .operators import look_up_operators
 from .symbolic import CPU, META, is_known, is_unknown_dtype
 from .tensor import (
     HANDLERS,
@@ -35,6 +37,8 @@ _fused_backward = aten._scaled_dot_product_fused_attention_overrideable_backward
 def register_kernels() -> torch.library.Library:
     """Register the kernels; torch removes them when the returned library is deallocated."""
     references_of_call()  # counted now, since it runs a backward pass of its own
+    if is_free_threaded_build():
+        look_up_operators()
     library = torch.library.Library("aten", "IMPL")
     library.impl("empty.memory_format", partial(_make, torch.empty), "Lazy")
     library.impl("empty_strided", partial(_make, torch.empty_strided), "Lazy")

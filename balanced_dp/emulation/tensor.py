@@ -20,6 +20,7 @@ import torch
 from torch.utils._mode_utils import no_dispatch
 
 from ..errors import EmulationError
+from ..free_threading import looking_at_nodes
 from .ledger import Allocation, Label
 from .machine import DEVICE_TYPE, Machine, current_machine
 from .symbolic import (
@@ -373,16 +374,17 @@ def set_label(tensor: object, label: Label, over: set[Label] = _PROVISIONAL) -> 
 
 def _label(machine: Machine) -> Label:
     """Return the label of the running operator's results."""
-    node = torch._C._current_autograd_node()
-    if node is not None and _makes_parameter_gradients(node):
-        return Label.GRADIENT
+    if torch._C._current_graph_task_id() != -1:
+        with looking_at_nodes:
+            if _makes_parameter_gradients(torch._C._current_autograd_node()):
+                return Label.GRADIENT
     return Label.OTHER if machine.thread.in_optimizer_step else Label.ACTIVATION
 
 
 def _makes_parameter_gradients(node: Any) -> bool:
     """Return whether a node of the backward pass computes gradients of leaves only."""
-    if type(node).__name__ == "AccumulateGrad":
-        return True
+    if node is None or type(node).__name__ == "AccumulateGrad":
+        return node is not None
     targets = [target for target, _ in node.next_functions if target is not None]
     return bool(targets) and all(type(t).__name__ == "AccumulateGrad" for t in targets)
 
@@ -484,7 +486,7 @@ def _copy_label(source: EmulatedTensor, target: torch.device, machine: Machine) 
     known = source._allocations[0].block.label
     if known not in _PROVISIONAL:
         return known
-    in_backward = torch._C._current_autograd_node() is not None
+    in_backward = torch._C._current_graph_task_id() != -1
     return label if in_backward else Label.GATHERED_OUTPUT
 
 

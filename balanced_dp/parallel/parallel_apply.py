@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from ..devices import has_streams, is_emulated, on_stream
+from ..free_threading import is_free_threaded_build
 from .call_inputs import Arguments
 from .losses.calls import noted
 
@@ -195,7 +196,16 @@ def _serve(queue: SimpleQueue[Any]) -> None:
 
 @contextlib.contextmanager
 def _reserved(workers: Workers | None) -> Iterator[Workers]:
-    """Yield threads that no other call uses: ``workers``, or new ones while these are in use."""
+    """Yield threads that no other call uses: ``workers``, or new ones while these are in use.
+
+    On free-threaded builds of Python they are always new. There, what a thread has made and another
+    one releases is freed by the thread that made it, when that runs again or ends. A thread that
+    waits for the next call would keep the outputs and activations of the last one.
+    """
+    if is_free_threaded_build():
+        workers = None
+        if torch.is_grad_enabled():
+            _start_threads_of_autograd()
     if workers is not None and workers.in_use.acquire(blocking=False):
         try:
             yield workers
@@ -204,6 +214,16 @@ def _reserved(workers: Workers | None) -> Iterator[Workers]:
     else:
         with contextlib.closing(Workers()) as own:
             yield own
+
+
+@functools.cache
+def _start_threads_of_autograd() -> None:
+    """Start autograd's threads before ours.
+
+    A thread may get the identity of one that has ended, and with it what that one has made. Those
+    of autograd rarely run Python code, so they would keep it.
+    """
+    torch.ones((), device="cpu", requires_grad=True).backward()
 
 
 def _describe(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import operator
 import sys
+import threading
 import weakref
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,6 +23,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ..errors import warn
+from ..free_threading import is_free_threaded_build
 from .arrivals import Arrivals, ArrivingParameters, parameters_of
 from .bound_methods import HOOKS, bind_to_replicas
 from .homes import refuse_alone
@@ -204,6 +206,7 @@ class Replica:
         self._changeable = list(compress(self._dictionaries, values))
         self._values = list(filter(None, values))
         self._num_members = list(map(len, self._dictionaries))
+        self._thread = threading.get_ident()
         # A variable of this function that refers to a module would be counted as a reference, and
         # so is the first fingerprint in the second one.
         self._fingerprint = self._take_fingerprint()
@@ -279,8 +282,12 @@ class Replica:
         """
         # There are many dictionaries of hooks, so look only if a hook was registered, on anything.
         may_have_hooks = RemovableHandle.next_id != self._num_hooks_of_any
+        # A free-threaded build adds up the references of the thread that made an object and those
+        # of all others. Only that thread reads both at one time; to others the sum is a guess.
+        counts_exactly = self._thread == threading.get_ident() or not is_free_threaded_build()
         return (
             not self._is_for_one_call
+            and counts_exactly
             and self._take_fingerprint() == self._fingerprint
             and not (may_have_hooks and any(self._without_hooks))
         )

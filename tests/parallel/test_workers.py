@@ -13,11 +13,16 @@ import torch
 from torch import nn
 
 from balanced_dp import BalancedCriterion, BalancedDataParallel
+from balanced_dp.free_threading import is_free_threaded_build
 from balanced_dp.parallel.parallel_apply import Workers, parallel_apply
 
 from ..processes import python
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* sets seen in forward")
+
+with_threads_that_last = pytest.mark.skipif(
+    is_free_threaded_build(), reason="threads end with each call on free-threaded builds"
+)
 
 X = torch.ones(9, 2)
 
@@ -50,6 +55,7 @@ def before() -> set[threading.Thread]:
     return set(threading.enumerate())
 
 
+@with_threads_that_last
 def test_each_call_uses_the_same_threads(devices, before):
     model = BalancedDataParallel(1, Threads(), devices)
     model(X)
@@ -65,6 +71,7 @@ def test_each_call_uses_the_same_threads(devices, before):
     del model
 
 
+@with_threads_that_last
 def test_loss_and_metrics_run_in_the_model_s_threads(devices, before):
     model = BalancedDataParallel(1, Threads(), devices, gather=False)
     outputs = model(X)
@@ -76,6 +83,21 @@ def test_loss_and_metrics_run_in_the_model_s_threads(devices, before):
     del model, outputs
 
 
+def test_on_free_threaded_builds_threads_end_with_each_call(devices, before, monkeypatch):
+    """A thread that waited for the next call kept what it had made, whoever released it."""
+    monkeypatch.setattr("balanced_dp.parallel.parallel_apply.is_free_threaded_build", lambda: True)
+    model = BalancedDataParallel(1, Threads(), devices)
+    for _ in range(2):
+        output = model(X)
+        assert len(set(model.module.seen.values()) - {threading.get_ident()}) >= 1
+        assert new_threads(before) == []
+        output.sum().backward()
+        del output
+        held = [torch.lazy.memory_allocated(device) for device in devices[1:]]
+        assert held == [0, 0, 0]
+    del model
+
+
 def test_a_single_active_device_needs_no_thread(devices, before):
     model = BalancedDataParallel(1, Threads(), devices)
     model.gpu0_bsz = 0
@@ -85,6 +107,7 @@ def test_a_single_active_device_needs_no_thread(devices, before):
     del model
 
 
+@with_threads_that_last
 def test_close_ends_the_threads_and_a_call_starts_new_ones(devices, before):
     model = BalancedDataParallel(1, Threads(), devices[:3])
     with torch.no_grad():
@@ -99,6 +122,7 @@ def test_close_ends_the_threads_and_a_call_starts_new_ones(devices, before):
     del model
 
 
+@with_threads_that_last
 def test_they_end_with_the_model_without_the_garbage_collector(devices, before):
     gc.collect()
     gc.disable()
