@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -128,14 +128,29 @@ def is_cuda(device: torch.device) -> bool:
     return device.type in CUDA_LIKE and not is_emulated(device)
 
 
-@functools.cache
+def _one_for_each(make: Callable[..., torch.Stream]) -> Callable[..., torch.Stream]:
+    """Return a function that makes one stream for each of its arguments, for all threads.
+
+    With ``functools.cache``, threads that ask at the same time get different ones.
+    """
+    streams: dict[tuple[torch.device, ...], torch.Stream] = {}
+
+    @functools.wraps(make)
+    def stream_of(*devices: torch.device) -> torch.Stream:
+        stream = streams.get(devices)
+        return streams.setdefault(devices, make(*devices)) if stream is None else stream
+
+    return stream_of
+
+
+@_one_for_each
 def copy_stream(device: torch.device) -> torch.Stream:
     """Return the stream of a CUDA device on which inputs arrive and gradients leave."""
     stream: torch.Stream = torch.get_device_module(device).Stream(device)
     return stream
 
 
-@functools.cache
+@_one_for_each
 def gradient_stream(device: torch.device, source: torch.device) -> torch.Stream:
     """Return the stream of a CUDA device on which gradients arrive from another one.
 
@@ -148,7 +163,7 @@ def gradient_stream(device: torch.device, source: torch.device) -> torch.Stream:
     return stream
 
 
-@functools.cache
+@_one_for_each
 def weight_stream(device: torch.device) -> torch.Stream:
     """Return the stream of a CUDA device on which weights, and nothing else, are copied."""
     stream: torch.Stream = torch.get_device_module(device).Stream(device)

@@ -150,7 +150,9 @@ class DeviceLedger:
 
     def reset_script_peak(self) -> None:
         """Reset the scripts' peak to the bytes allocated now."""
-        self.script_peak_bytes = self.allocated_bytes
+        with self._lock:
+            self._free_blocks()
+            self.script_peak_bytes = self._allocated_bytes
 
     @property
     def allocated_bytes(self) -> int:

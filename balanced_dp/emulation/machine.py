@@ -157,6 +157,7 @@ def _out_of_memory(
 
 
 _current: Machine | None = None
+_lock = threading.Lock()
 
 
 def current_machine() -> Machine:
@@ -182,12 +183,13 @@ def has_machine() -> bool:
 def make_current(machine: Machine) -> Iterator[None]:
     """Make ``machine`` the current one inside a ``with`` block, and close it at the end."""
     global _current
-    if _current is not None:
-        raise EmulationError(
-            "emulate_devices contexts cannot be nested: leave the open one, which has "
-            f"{len(_current.devices)} devices, first"
-        )
-    _current = machine
+    with _lock:
+        if _current is not None:
+            raise EmulationError(
+                "emulate_devices contexts cannot be nested: leave the open one, which has "
+                f"{len(_current.devices)} devices, first"
+            )
+        _current = machine
     try:
         yield
     finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 import weakref
 from collections.abc import Sequence
 from itertools import chain
@@ -144,8 +145,9 @@ class AutoSplit:
 
     def _begin_iteration(self, module: nn.Module) -> None:
         self._parameter_ids = frozenset(id(p) for p in module.parameters() if p.requires_grad)
-        _watching.add(self)
-        _register_hook()
+        with _lock:
+            _watching.add(self)
+            _register_hook()
         if not self.balance.is_frozen or not self._num_ooms:
             self._num_ooms = self._count_ooms()
         if not self.balance.is_frozen:
@@ -187,12 +189,15 @@ class AutoSplit:
 
 
 _watching: weakref.WeakSet[AutoSplit] = weakref.WeakSet()
+_lock = threading.Lock()
 
 
 @functools.cache
 def _register_hook() -> None:
     def note_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
-        for split in list(_watching):
+        with _lock:
+            splits = list(_watching)
+        for split in splits:
             split.note_step(optimizer)
 
     register_optimizer_step_post_hook(note_step)

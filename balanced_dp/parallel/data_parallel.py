@@ -245,6 +245,8 @@ class BalancedDataParallel(DataParallelSteps[ModuleT]):
         """Gather the outputs, or leave them on ``devices``."""
         if self.gathers_outputs:
             return self.gather(outputs, self.output_device, losses)
+        if losses is not None:
+            losses.end()
         return PerDevice(
             outputs,
             devices,

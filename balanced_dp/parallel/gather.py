@@ -48,7 +48,10 @@ def gather(
         GatherError: the outputs differ in structure, or in a value that is not a tensor; or a
             tensor does not have its samples along a dimension.
     """
-    return _gather(list(outputs), (), _Join(device, dim, scalar_outputs, chunk_sizes, losses))
+    joined = _gather(list(outputs), (), _Join(device, dim, scalar_outputs, chunk_sizes, losses))
+    if losses is not None:
+        losses.end()
+    return joined
 
 
 def _gather(outputs: list[Any], path: Path, join: _Join) -> Any:

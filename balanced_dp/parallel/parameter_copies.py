@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from ..devices import gradient_stream, is_cuda, on_stream
+from ..free_threading import looking_at_nodes
 from ..torch_versions import run_at_once, will_execute
 from .arrivals import Arrivals
 from .coalesced_copy import Copies, bring_to, copy_to, fill_buckets, has_hooks
@@ -29,6 +31,7 @@ class ParameterCopies:
 
     def __init__(self) -> None:
         self._block: _Block | None = None
+        self._lock = threading.Lock()
 
     def on(
         self,
@@ -52,20 +55,25 @@ class ParameterCopies:
         homes = {parameter.device for parameter in parameters} if home is None else {home}
         away = [device for device in result if homes - {device}]
         # Deferred gradients are added to leaves: the graph of other tensors is freed by then.
-        is_shared = self._block is not None and all(p.is_leaf for p in parameters)
-        block = self._block if self._block is not None and is_shared else _Block()
+        shared = self._block
+        is_shared = shared is not None and all(p.is_leaf for p in parameters)
+        block = shared if shared is not None and is_shared else _Block()
         arrivals = Arrivals()
         if away:
-            result.update(block.on(away, parameters, None if is_shared else arrivals))
+            with block.lock:
+                result.update(block.on(away, parameters, None if is_shared else arrivals))
         return result, arrivals
 
     @contextlib.contextmanager
     def shared(self) -> Iterator[None]:
         """Context manager in which all calls use the same copies; reduces gradients at its end."""
-        if self._block is not None:
+        with self._lock:
+            is_nested = self._block is not None
+            if not is_nested:
+                self._block = block = _Block()
+        if is_nested:
             yield
             return
-        self._block = block = _Block()
         try:
             yield
         finally:
@@ -109,6 +117,7 @@ class Broadcast(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         """Return the copies, one of each original and on another device."""
         ctx.gathered = None
+        ctx.lock = threading.Lock()
         ctx.set_materialize_grads(False)  # a parameter that was not used gets no gradient
         return tuple(copies)
 
@@ -117,10 +126,11 @@ class Broadcast(torch.autograd.Function):
         """Return the gradients on the originals' device, or add them to deferred ones."""
         if ctx.gathered is None or torch.is_grad_enabled() or not _accumulates_all(ctx):
             return None, None, *bring_to(ctx.originals[0].device, gradients)
-        ctx.gathered = [
-            old if new is None else new if old is None else added(old, new)
-            for old, new in zip(ctx.gathered, gradients, strict=True)
-        ]
+        with ctx.lock:  # calls that share the node may be in other threads
+            ctx.gathered = [
+                old if new is None else new if old is None else added(old, new)
+                for old, new in zip(ctx.gathered, gradients, strict=True)
+            ]
         return (None,) * (2 + len(gradients))
 
 
@@ -130,12 +140,17 @@ def _accumulates_all(node: Any) -> bool:
     ``torch.autograd.grad`` does not, nor does ``backward`` with ``inputs``.
     """
     try:
-        edges = [edge for edge in node.next_functions if edge[0]]
-        if is_cuda(node.originals[0].device):
-            edges = edges[-1][0].next_functions  # of Receive
-        return all(will_execute(node) for node, _ in edges)
+        with looking_at_nodes:
+            return _will_execute_all(node)
     except RuntimeError:  # "we are currently running autograd.grad()"
         return False
+
+
+def _will_execute_all(node: Any) -> bool:
+    edges = [edge for edge in node.next_functions if edge[0]]
+    if is_cuda(node.originals[0].device):
+        edges = edges[-1][0].next_functions  # of Receive
+    return all(will_execute(node) for node, _ in edges)
 
 
 class _Block:
@@ -149,6 +164,8 @@ class _Block:
         """The same copies, as outputs of autograd nodes where they require gradients."""
         self._trained: list[torch.Tensor] = []
         self._versions: dict[int, int] = {}
+        self.lock = threading.Lock()
+        """Held by the call that makes copies: all calls of a block share them."""
         self.deferred = DeferredGradients()
 
     def on(

@@ -237,8 +237,8 @@ class Replicas(list[ModuleT]):
         self.has_originals = has_originals
         self._arrivals = arrivals
         self._replicas = replicas
-        pool.num_calls += 1
-        is_checked = pool.num_calls.bit_count() == 1  # the first, second, fourth, eighth and so on
+        pool.num_calls = num_calls = pool.num_calls + 1  # other threads may count, too
+        is_checked = num_calls.bit_count() == 1  # the first, second, fourth, eighth and so on
         self._before = replicas[0].state() if is_checked else None
 
     def join(self) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from ...errors import warn
+from ...free_threading import looking_at_nodes
 from .. import nested
 from ..call_inputs import Arguments, described
 from .calls import Call, Calls, noting
@@ -43,6 +44,8 @@ class OutputHistory:
         num_calls: the number of calls with (True) and without gradients (False).
         notes_calls: whether the next call with or without gradients notes calls.
         must_note: whether all calls with or without gradients do.
+        ended: whether a call with or without gradients has ended. Until then, those of other
+            threads cannot rely on what it shows.
         sums: the names of outputs without a graph that are sums.
         axes: for outputs whose shapes have shown it once, the dimension of the samples.
         places, added: for each output, what is known of places in its graph; see ``Scaling``.
@@ -53,8 +56,9 @@ class OutputHistory:
 
     may_note: bool = True
     num_calls: Counter[bool] = field(default_factory=Counter)
-    notes_calls: dict[bool, bool] = field(default_factory=lambda: {True: False, False: False})
+    notes_calls: dict[bool, bool] = field(default_factory=dict)
     must_note: set[bool] = field(default_factory=set)
+    ended: set[bool] = field(default_factory=set)
     sums: set[str] = field(default_factory=set)
     axes: dict[str, int] = field(default_factory=dict)
     places: dict[str, dict[tuple[Any, ...], bool]] = field(default_factory=dict)
@@ -63,14 +67,24 @@ class OutputHistory:
     seen: set[tuple[str, ...]] = field(default_factory=set)
     warned: set[str] = field(default_factory=set)
 
-    def begin_call(self, has_gradients: bool) -> None:
-        """Count a call. In the first, second, fourth, eighth and so on, look at losses anew."""
-        self.num_calls[has_gradients] += 1
-        looks_anew = self.num_calls[has_gradients].bit_count() == 1
-        self.notes_calls[has_gradients] |= looks_anew or has_gradients in self.must_note
+    def begin_call(self, has_gradients: bool) -> bool:
+        """Count a call, and return whether it notes calls.
+
+        In the first, second, fourth, eighth call and so on, look at losses anew.
+        """
+        num_calls = self.num_calls[has_gradients] + 1  # other threads may count, too
+        self.num_calls[has_gradients] = num_calls
+        looks_anew = num_calls.bit_count() == 1
+        notes = (
+            self.notes_calls.pop(has_gradients, False)
+            or looks_anew
+            or has_gradients in self.must_note
+            or has_gradients not in self.ended
+        )
         if looks_anew:
             self.agreeing.clear()
             self.seen.clear()
+        return notes
 
     def warn(self, name: str, function: Callable[..., Any], reason: str) -> None:
         """Warn, once for each output, that it may differ from its value for the whole batch."""
@@ -127,12 +141,16 @@ class ChunkLosses:
         if len(self.sizes) < 2 or not self.is_auto:
             yield
             return
-        notes_calls, has_gradients = self.history.notes_calls, torch.is_grad_enabled()
-        self.history.begin_call(has_gradients)
-        notes = notes_calls[has_gradients] and self.history.may_note and self.loss_weight is None
-        with counting() as self._counted, noting(notes, self.dim) as self._calls:
-            yield
-        notes_calls[has_gradients] = False  # join sets it again if necessary
+        has_gradients = torch.is_grad_enabled()
+        must_note = self.history.begin_call(has_gradients)
+        notes = must_note and self.history.may_note and self.loss_weight is None
+        try:
+            with counting() as self._counted, noting(notes, self.dim) as self._calls:
+                yield
+        except BaseException:
+            if must_note:  # the next call does instead
+                self.history.notes_calls[has_gradients] = True
+            raise
 
     def read_arguments(self, outputs: Sequence[Any]) -> None:
         """Read from the arguments what losses in the outputs need, and release them."""
@@ -150,6 +168,10 @@ class ChunkLosses:
             kwargs.get("num_items_in_batch") is not None for _, kwargs in arguments
         )
 
+    def end(self) -> None:
+        """Let later calls rely on what this one has shown of its losses."""
+        self.history.ended.add(torch.is_grad_enabled())
+
     def join(
         self, outputs: Sequence[torch.Tensor], name: str, device: torch.device
     ) -> torch.Tensor:
@@ -160,6 +182,12 @@ class ChunkLosses:
             name: the dotted path of the output.
             device: the device of the result.
         """
+        with looking_at_nodes:
+            return self._join(outputs, name, device)
+
+    def _join(
+        self, outputs: Sequence[torch.Tensor], name: str, device: torch.device
+    ) -> torch.Tensor:
         if self._weights is not None:
             weights = [w.get(name) if isinstance(w, Mapping) else w for w in self._weights]
             if not any(weight is None for weight in weights):
@@ -175,7 +203,7 @@ class ChunkLosses:
             return self._results[alias].detach()
         graph = self._graph(outputs, name)
         if not has_graph and not all(node in graph.counted for node in graph.nodes):
-            self.history.notes_calls[False] = True
+            self.history.must_note.add(False)
             if None in graph.nodes:
                 is_sum = name in self.history.sums
                 if not torch.is_grad_enabled():

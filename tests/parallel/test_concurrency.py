@@ -1,0 +1,216 @@
+"""Calls from eight threads, on one model each time: what they share leaves results exact.
+
+Without Python's lock they do run at the same time.
+"""
+
+from __future__ import annotations
+
+import copy
+import types
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from balanced_dp import BalancedCriterion, BalancedDataParallel
+from balanced_dp.devices import copy_stream, gradient_stream, weight_stream
+from balanced_dp.memory.peaks import Peaks
+from balanced_dp.parallel.auto_split import AutoSplit
+from balanced_dp.parallel.losses.counted import counted_loss, counting
+
+from ..at_once import NUM_THREADS, at_once
+
+EXACT = {"rtol": 1e-10, "atol": 1e-12}
+
+kinds = pytest.mark.parametrize("kind", ["emulated", "cpu"])
+
+
+class Net(nn.Module):
+    """Layers of several kinds, and the losses that ``loss`` names."""
+
+    def __init__(self, loss=None):
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(4, 8), nn.LayerNorm(8), *(nn.Sequential(nn.Linear(8, 8)) for _ in range(5))
+        )
+        self.head = nn.Linear(8, 5)
+        self.loss = loss
+
+    def forward(self, x, y=None):
+        output = self.head(self.layers(x))
+        return output if self.loss is None else self.loss(output, y)
+
+
+def batch(number):
+    """Samples and padded targets, different for each thread."""
+    generator = torch.Generator().manual_seed(number)
+    x = torch.randn(9 + number, 4, dtype=torch.float64, generator=generator)
+    y = torch.randint(0, 5, (9 + number,), generator=generator)
+    y[1 : 2 + number % 4] = -100
+    return x, y
+
+
+def make(devices, loss=None, **options):
+    torch.manual_seed(0)
+    bare = Net(loss).double()
+    model = BalancedDataParallel(1, copy.deepcopy(bare).to(devices[0]), devices[:3], **options)
+    return model, bare
+
+
+def gradients(module):
+    return [parameter.grad.cpu() for parameter in module.parameters()]
+
+
+def held(devices):
+    return [torch.lazy.memory_allocated(d) for d in devices if d.type != "cpu"]
+
+
+@kinds
+@pytest.mark.parametrize("is_bound", [False, True], ids=["recycled", "with a bound method"])
+def test_outputs(devices, is_bound):
+    model, bare = make(devices)
+    if is_bound:  # such replicas are made for each call
+        linear = model.module.head
+        linear.forward = types.MethodType(nn.Linear.forward, linear)
+    before = held(devices)
+
+    def evaluate(number):
+        with torch.no_grad():
+            return [model(batch(number)[0]).cpu() for _ in range(4)]
+
+    for number, outputs in enumerate(at_once(evaluate)):
+        for output in outputs:
+            torch.testing.assert_close(output, bare(batch(number)[0]).detach(), **EXACT)
+        del output, outputs
+    assert held(devices) == before
+
+
+@kinds
+def test_training_steps(devices):
+    """Gradients of all threads are added up in the same parameters."""
+    model, bare = make(devices)
+    before = held(devices)
+
+    def train(number):
+        for _ in range(2):
+            model(batch(number)[0]).square().mean().backward()
+
+    at_once(train)
+    for number in range(NUM_THREADS):
+        (2 * bare(batch(number)[0]).square().mean()).backward()
+    torch.testing.assert_close(gradients(model.module), gradients(bare), **EXACT)
+    model.zero_grad()
+    assert held(devices) == before
+
+
+def padded_mean(output, y):
+    return functional.cross_entropy(output, y)
+
+
+def plain_sum(output, y):
+    return output.square().sum()
+
+
+def two_terms(output, y):
+    return {"mean": functional.cross_entropy(output, y), "sum": output.square().sum()}
+
+
+@kinds
+@pytest.mark.parametrize("has_gradients", [True, False], ids=["training", "evaluation"])
+@pytest.mark.parametrize("loss", [padded_mean, plain_sum, two_terms])
+def test_losses_of_a_model_s_first_calls(devices, loss, has_gradients):
+    """The first calls find out what losses are means over, and later ones rely on it."""
+    model, bare = make(devices, loss)
+
+    def compute(number):
+        x, y = batch(number)
+        with torch.set_grad_enabled(has_gradients):
+            found = [model(x, y) for _ in range(3)]
+        return [torch.utils._pytree.tree_map(lambda t: t.detach().cpu(), each) for each in found]
+
+    for number, found in enumerate(at_once(compute)):
+        with torch.no_grad():
+            expected = bare(*batch(number))
+        torch.testing.assert_close(found, [expected] * 3, **EXACT)
+
+
+@kinds
+def test_criteria(devices):
+    model, bare = make(devices, gather=False)
+    criterion = BalancedCriterion(nn.CrossEntropyLoss())
+
+    def compute(number):
+        x, y = batch(number)
+        return [criterion(model(x), y).detach().cpu() for _ in range(3)]
+
+    for number, found in enumerate(at_once(compute)):
+        x, y = batch(number)
+        expected = functional.cross_entropy(bare(x), y).detach()
+        torch.testing.assert_close(found, [expected] * 3, **EXACT)
+
+
+@kinds
+def test_calls_that_share_weights(devices):
+    """One of the threads makes the copies, and a device adds up the gradients of all."""
+    model, bare = make(devices)
+
+    def train(number):
+        for _ in range(2):
+            model(batch(number)[0]).square().mean().backward()
+
+    with model.accumulate():
+        at_once(train)
+    for number in range(NUM_THREADS):
+        (2 * bare(batch(number)[0]).square().mean()).backward()
+    torch.testing.assert_close(gradients(model.module), gradients(bare), **EXACT)
+
+
+def test_counts_are_of_one_thread():
+    before = torch._C._nn.cross_entropy_loss
+
+    def count(number):
+        num_counted = []
+        for _ in range(20):
+            with counting() as found:
+                for _ in range(number):
+                    loss = functional.cross_entropy(torch.ones(4, 3), torch.ones(4).long())
+                    assert counted_loss(loss) is found[-1]
+            num_counted.append(len(found))
+        return num_counted
+
+    assert at_once(count) == [[number] * 20 for number in range(NUM_THREADS)]
+    assert torch._C._nn.cross_entropy_loss is before
+
+
+def test_threads_get_the_same_streams(stand_in):
+    """A thread waits on the stream on which another one has copied."""
+    for make_stream in (copy_stream, weight_stream, lambda d: gradient_stream(d, d)):
+        streams = at_once(lambda number, make=make_stream: make(stand_in.devices[3]))
+        assert all(stream is streams[0] for stream in streams)
+
+
+def test_optimizers_step_while_models_begin_to_watch(emulated):
+    def train(number):
+        module = nn.Linear(4, 4, device=emulated[0])
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        splits = [AutoSplit(emulated[:3]) for _ in range(10)]
+        for split in splits:
+            split.begin_call(module, 8)
+            module(torch.ones(2, 4, device=emulated[0])).sum().backward()
+            optimizer.step()
+        return all(split._has_stepped for split in splits)
+
+    assert all(at_once(train))
+
+
+def test_peaks_of_measurements_that_overlap(emulated):
+    def measure(number):
+        for size in range(1, 20):
+            peaks = Peaks(emulated[:1])
+            tensor = torch.empty(size * 2**10, device=emulated[0])
+            if peaks.of(emulated[0])[0] < tensor.nbytes:
+                return False
+        return True
+
+    assert all(at_once(measure))
