@@ -77,6 +77,7 @@ FOR_EMULATION = (
     "_C._nn._parse_to",
     "_C._current_autograd_node",
     "_C._current_graph_task_id",
+    "_C._dispatch_get_all_op_names",
     "_C._dispatch_has_kernel_for_dispatch_key",
     "_C._is_autocast_available",
     "_C._ExcludeDispatchKeyGuard",

@@ -156,6 +156,8 @@ ELSEWHERE = {
     *("_orig_mod", "_initialize"),
     # Read of an RNN, which has them.
     *("_flat_weights", "_flat_weights_names"),
+    # Of replicas.
+    "_bound_methods",
     # Names that emulate_devices gives to functions of its own, and registers kernels for.
     *("_broadcast", "_broadcast_coalesced", "_broadcast_out", "_gather_out", "_scatter_out"),
     *("_dump_snapshot", "_snapshot", "_record_memory_history", "_is_pinned"),
