@@ -30,6 +30,8 @@ from .planning import LinearTerm, MemoryModel, Plan, WeightedSplit, plan
 from .split import split_batch, split_by_weights
 from .tuning import Alternative, Measurement, Provenance, Report, Workload, measure_step, tune
 
+__version__ = "0.2.0"
+
 __all__ = [
     "Alternative",
     "ArgumentError",

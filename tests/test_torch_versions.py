@@ -205,3 +205,23 @@ def test_nothing_listed_is_unused():
     names = {name: name.removesuffix("._schema").split(".")[-1] for name in LISTED}
     unused = {n for n, last in names.items() if not any(last in t for t in texts.values())}
     assert unused == {"_C._functions.DivBackward0._raw_saved_other"}
+
+
+def test_the_range_is_the_one_that_is_documented():
+    root = Path(__file__).parents[1]
+    texts = {
+        name: (root / name).read_text("utf-8")
+        for name in (
+            "docs/versions.md",
+            "pyproject.toml",
+            "README.md",
+            "README.ko.md",
+            "README.zh.md",
+        )
+    }
+    rows = re.findall(r"^\| (2\.\d+\.\d+) ", texts.pop("docs/versions.md"), re.MULTILINE)
+    tested = sorted(rows, key=lambda version: [int(part) for part in version.split(".")])
+    assert (tested[0], tested[-1]) == versions.TESTED
+    oldest = versions.TESTED[0].rpartition(".")[0]
+    assert f'"torch>={oldest}"' in texts.pop("pyproject.toml")
+    assert all(f"torch {oldest} " in text for text in texts.values())

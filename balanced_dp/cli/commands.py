@@ -13,6 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
+from .. import __version__
 from ..errors import ArgumentError, BalancedDataParallelError, ProbeError
 
 try:
@@ -47,6 +48,28 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+
+
+def _print_version(is_set: bool) -> None:
+    if is_set:
+        versions = f"torch {torch.__version__}, Python {platform.python_version()}"
+        print(f"balanced-dp {__version__}, {versions}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            help="Print the versions of balanced-dp, torch and Python.",
+            callback=_print_version,
+            is_eager=True,
+        ),
+    ] = False,
+) -> None:
+    """Take the options that stand before a command."""
 
 
 @app.command()
