@@ -118,7 +118,8 @@ def demo(
         }
         write_atomically(json_file, json.dumps(record, indent=2) + "\n")
     console.print_demo(settings, runs)
-    if (demos.loss_difference(runs) or 0) > demos.LOSS_TOLERANCE:
+    difference = demos.loss_difference(runs)
+    if difference is None or difference > demos.LOSS_TOLERANCE:
         raise typer.Exit(1)
 
 

@@ -207,7 +207,12 @@ def print_demo(settings: demos.DemoSettings, runs: Sequence[demos.DemoRun]) -> N
     else:
         console.print(f"FAILED: the loss curves differ by {difference:.1e} {allowed}")
     _, even, balanced = runs
-    if even in ran and balanced in ran:
+    if even.measured.chunk_sizes == balanced.measured.chunk_sizes:
+        console.print(
+            f"gpu0_bsz={settings.gpu0_bsz} is the even split, since device 0 gets at most an equal "
+            f"part: {even.measured.chunk_sizes[0]} of {settings.batch_size} samples."
+        )
+    elif even in ran and balanced in ran:
         peaks = [format_bytes(max(run.measured.peak_bytes)) for run in (even, balanced)]
         console.print(
             f"The bottleneck device needs {peaks[0]} with the even split and {peaks[1]} with "

@@ -120,8 +120,14 @@ def emulate_devices(
         _warn_of_leaks(machine)
 
 
+_MAX_DEVICES = 128
+"""Torch keeps the index of a device in 8 bits with a sign."""
+
+
 def _capacities(num_devices: int, memory: int | str | Sequence[int | str] | None) -> list[int]:
     num_devices = as_integer("num_devices", num_devices, minimum=1)
+    if num_devices > _MAX_DEVICES:
+        raise ArgumentError(f"num_devices is {num_devices}, but torch has at most {_MAX_DEVICES}")
     if memory is None:
         return [sys.maxsize] * num_devices
     if isinstance(memory, int | str):

@@ -124,16 +124,26 @@ def test_the_command_prints_a_table_and_writes_json(tmp_path):
 def test_the_command_says_where_memory_ran_out():
     options = "--emulate --steps 1 --gpu0-bsz 5 --memory"
     done = python("-m", "balanced_dp", "demo", *options.split(), "20 MiB")
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 1, done.stderr
     assert len(re.findall(" out of memory *\n", done.stdout)) == 3
     assert done.stdout.count("CUDA out of memory. Tried to allocate") == 3
     assert "at its peak" not in done.stdout
     assert "no loss curves to compare" in done.stdout
 
 
+def test_the_command_says_that_the_value_is_the_even_split():
+    options = "--emulate --devices 3 --batch-size 8 --steps 2 --gpu0-bsz 40"
+    done = python("-m", "balanced_dp", "demo", *options.split())
+    assert done.returncode == 0, done.stderr
+    text = " ".join(done.stdout.split())
+    assert "gpu0_bsz=40 is the even split" in text and "an equal part: 3 of 8 samples" in text
+    assert "BalancedDataParallel(" not in text
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--devices", "130"], "num_devices is 130, but torch has at most 128"),
         (["--memory", "3foo"], "memory must be bytes or a size in B, KiB, MiB, GiB or TiB"),
         (["--json", "no/such/folder/x.json"], "there is no folder"),
         (["--steps", "1", "--gpu0-bsz", "2", "--json", "/dev/full"], "/dev/full cannot be written"),

@@ -116,6 +116,7 @@ def test_contexts_follow_one_another_but_do_not_nest() -> None:
     [
         ({"num_devices": 0}, ArgumentError, "num_devices must be at least 1, got 0"),
         ({"num_devices": -1}, ArgumentError, "num_devices must be at least 1, got -1"),
+        ({"num_devices": 129}, ArgumentError, "num_devices is 129, but torch has at most 128"),
         ({"num_devices": 1.0}, ArgumentTypeError, "num_devices must be an integer, got 1.0"),
         ({"num_devices": True}, ArgumentTypeError, "num_devices must be an integer, got True"),
         ({"num_devices": "2"}, ArgumentTypeError, "num_devices must be an integer, got '2'"),
