@@ -137,4 +137,4 @@ def test_what_is_not_installed_is_named_with_its_extra(module, package, extra):
     assert done.returncode == 1
     told = done.stderr.strip().splitlines()[-1]
     assert f"needs {package}" in told
-    assert f"extra '{extra}': pip install 'balanced-dp[{extra}]'" in told
+    assert f"extra '{extra}': pip install '.[{extra}]' in a clone" in told

@@ -26,7 +26,7 @@ try:
 except ImportError as error:  # the library itself needs none of these
     raise SystemExit(
         f"balanced-dp: the command line needs {error.name}, which is part of the extra 'cli': "
-        "pip install 'balanced-dp[cli]'"
+        "pip install '.[cli]' in a clone"
     ) from None
 
 import torch

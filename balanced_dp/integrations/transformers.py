@@ -26,7 +26,7 @@ try:
 except ImportError as error:
     raise ImportError(
         f"balanced_dp.integrations.transformers needs {error.name}, which is part of the extra "
-        "'hf': pip install 'balanced-dp[hf]'"
+        "'hf': pip install '.[hf]' in a clone"
     ) from error
 
 from ..devices import Device, default_device_type, resolve_devices

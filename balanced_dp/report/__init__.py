@@ -8,7 +8,7 @@ try:
 except ImportError as error:  # the library itself needs none of these
     raise ImportError(
         f"balanced_dp.report needs {error.name}, which is part of the extra 'report': "
-        "pip install 'balanced-dp[report]'",
+        "pip install '.[report]' in a clone",
         name=error.name,
     ) from error
 

@@ -165,6 +165,6 @@ def test_without_the_extra_the_command_names_it():
     done = python("-c", f"{without}; from balanced_dp.cli.commands import main; main()")
     assert done.returncode == 1
     assert re.fullmatch(
-        r"balanced-dp: the command line needs typer, .* pip install 'balanced-dp\[cli\]'\n",
+        r"balanced-dp: the command line needs typer, .* pip install '\.\[cli\]' in a clone\n",
         done.stderr,
     )
