@@ -8,6 +8,7 @@ import importlib.machinery
 import inspect
 import os
 import sys
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -66,6 +67,7 @@ def replaced_data_parallel(recorder: LoopRecorder) -> Iterator[list[WrappedAt]]:
 
 def _data_parallel_class(recorder: LoopRecorder, calls: list[WrappedAt]) -> Any:
     torch_class: Any = nn.DataParallel
+    recorder_of_block = weakref.ref(recorder)  # Python 3.13 without its lock never frees a class
 
     class Meta(type):
         def __instancecheck__(cls, instance: object) -> bool:
@@ -84,7 +86,9 @@ def _data_parallel_class(recorder: LoopRecorder, calls: list[WrappedAt]) -> Any:
             if output_device == -1:  # torch's name for the CPU
                 output_device = "cpu"
             super().__init__(0, module, device_ids, output_device, dim)
-            recorder.adopt(self)
+            current = recorder_of_block()
+            if current is not None:
+                current.adopt(self)
             place = _call_of_script()
             if place is not None and place not in calls:
                 calls.append(place)

@@ -223,7 +223,8 @@ def _start_threads_of_autograd() -> None:
     A thread may get the identity of one that has ended, and with it what that one has made. Those
     of autograd rarely run Python code, so they would keep it.
     """
-    torch.ones((), device="cpu", requires_grad=True).backward()
+    x = torch.ones((), device="cpu", requires_grad=True)
+    torch.autograd.grad(x, x)
 
 
 def _describe(
