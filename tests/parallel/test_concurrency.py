@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional
 
 from balanced_dp import BalancedCriterion, BalancedDataParallel
-from balanced_dp.devices import copy_stream, gradient_stream, weight_stream
+from balanced_dp.devices import _one_for_each
 from balanced_dp.memory.peaks import Peaks
 from balanced_dp.parallel.auto_split import AutoSplit
 from balanced_dp.parallel.losses.counted import counted_loss, counting
@@ -183,11 +183,19 @@ def test_counts_are_of_one_thread():
     assert torch._C._nn.cross_entropy_loss is before
 
 
-def test_threads_get_the_same_streams(stand_in):
+def test_threads_get_the_same_streams():
     """A thread waits on the stream on which another one has copied."""
-    for make_stream in (copy_stream, weight_stream, lambda d: gradient_stream(d, d)):
-        streams = at_once(lambda number, make=make_stream: make(stand_in.devices[3]))
-        assert all(stream is streams[0] for stream in streams)
+    made = []
+
+    @_one_for_each
+    def make(*devices):
+        made.append(devices)
+        return object()
+
+    for index in range(100):
+        devices = torch.device("cpu", index), torch.device("cpu")
+        assert len({id(stream) for stream in at_once(lambda number, d=devices: make(*d))}) == 1
+    assert len(made) >= 100
 
 
 def test_optimizers_step_while_models_begin_to_watch(emulated):
