@@ -18,8 +18,8 @@ for module in pkgutil.walk_packages(balanced_dp.__path__, "balanced_dp."):
     if module.name != "balanced_dp.__main__":
         try:
             importlib.import_module(module.name)
-        except ImportError as error:  # of an extra that is not installed
-            assert "part of the extra" in str(error), error
+        except ImportError:  # of an extra that is not installed
+            assert module.name.split(".")[1] in ("cli", "report", "integrations")
 print(sys._is_gil_enabled())
 """
 
