@@ -6,6 +6,7 @@ Without Python's lock they do run at the same time.
 from __future__ import annotations
 
 import copy
+import time
 import types
 
 import pytest
@@ -16,6 +17,7 @@ from torch.nn import functional
 from balanced_dp import BalancedCriterion, BalancedDataParallel
 from balanced_dp.devices import _one_for_each
 from balanced_dp.memory.peaks import Peaks
+from balanced_dp.parallel import parameter_copies
 from balanced_dp.parallel.auto_split import AutoSplit
 from balanced_dp.parallel.losses.counted import counted_loss, counting
 
@@ -151,8 +153,12 @@ def test_criteria(devices):
 
 
 @kinds
-def test_calls_that_share_weights(devices):
+def test_calls_that_share_weights(devices, monkeypatch):
     """One of the threads makes the copies, and a device adds up the gradients of all."""
+    fill_buckets = parameter_copies.fill_buckets
+    monkeypatch.setattr(  # so that the other threads come while the first one makes them
+        parameter_copies, "fill_buckets", lambda tensors: time.sleep(0.02) or fill_buckets(tensors)
+    )
     model, bare = make(devices)
 
     def train(number):
