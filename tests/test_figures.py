@@ -218,3 +218,13 @@ def test_the_benchmark_sweep_gives_the_same_report(tmp_path):
         assert record["plan"][name] == pytest.approx(tuned["plan"][name], rel=0.001)
     assert record["chosen"]["backward_peak_bytes"] == tuned["chosen"]["backward_peak_bytes"]
     assert record["origin"]["command"].startswith("python -m pytest ")
+
+
+def test_the_ratio_without_the_lock_is_measured():
+    results = ROOT / "benchmarks" / "results"
+    [table] = results.glob("free-threading_*.md")
+    row = "| balanced_dp | transformer, 48 layers, training | "
+    ratio = float(table.read_text("utf-8").partition(row)[2].split(" ")[0])
+    for page in ("README.md", "docs/step.md"):
+        text = " ".join((ROOT / page).read_text("utf-8").split())
+        assert f"took {ratio:.2f} times as long as" in text
