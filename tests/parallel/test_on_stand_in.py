@@ -23,6 +23,7 @@ from balanced_dp.free_threading import is_free_threaded_build
 from balanced_dp.parallel import coalesced_copy
 from balanced_dp.parallel.arrivals import Arrivals
 
+from .. import cuda_stand_in
 from ..cuda_stand_in import StandIn
 from ..modules import Lambda
 from ..step_on_clock import SPLITS, Layers, step_ratio
@@ -706,6 +707,7 @@ def test_tune_measures_up_to_where_memory_runs_out(failure, stand_in: StandIn):
     assert [m.out_of_memory for m in others if m.chunk_sizes == report.chosen.chunk_sizes] == [None]
 
 
+@pytest.mark.skipif(cuda_stand_in.WHY_NOT is not None, reason=str(cuda_stand_in.WHY_NOT))
 def test_the_demo_runs_before_anything_is_on_a_device():
     """It resets the peaks of devices that are not initialized."""
     pytest.importorskip("typer")
