@@ -20,6 +20,7 @@ from balanced_dp.memory.peaks import Peaks
 from balanced_dp.parallel import parameter_copies
 from balanced_dp.parallel.auto_split import AutoSplit
 from balanced_dp.parallel.losses.counted import counted_loss, counting
+from balanced_dp.parallel.losses.join import OutputHistory
 
 from ..at_once import NUM_THREADS, at_once
 
@@ -135,6 +136,23 @@ def test_losses_of_a_model_s_first_calls(devices, loss, has_gradients):
         with torch.no_grad():
             expected = bare(*batch(number))
         torch.testing.assert_close(found, [expected] * 3, **EXACT)
+
+
+def test_a_call_that_begins_while_the_first_one_ends():
+    """The first one says that all calls are to note, and then that it has ended."""
+    history = OutputHistory()
+    for _ in range(2):
+        history.begin_call(False)
+
+    class OtherCallEnds(set):
+        def __contains__(self, item):
+            found = super().__contains__(item)
+            self.add(item)
+            history.ended.add(item)
+            return found
+
+    history.must_note = OtherCallEnds()
+    assert history.begin_call(False)
 
 
 @kinds

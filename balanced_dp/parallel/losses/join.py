@@ -75,11 +75,12 @@ class OutputHistory:
         num_calls = self.num_calls[has_gradients] + 1  # other threads may count, too
         self.num_calls[has_gradients] = num_calls
         looks_anew = num_calls.bit_count() == 1
+        has_ended = has_gradients in self.ended  # first, as must_note may be set until then
         notes = (
             self.notes_calls.pop(has_gradients, False)
             or looks_anew
             or has_gradients in self.must_note
-            or has_gradients not in self.ended
+            or not has_ended
         )
         if looks_anew:
             self.agreeing.clear()
