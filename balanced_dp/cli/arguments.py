@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from ..errors import ArgumentError
+from ..tuning.options import Goal
 from ..units import parse_bytes
 
 Target = Annotated[str, typer.Argument(help="A built-in workload, or package.module:function.")]
@@ -22,14 +23,22 @@ Spread = Annotated[
     bool,
     typer.Option(
         "--spread",
-        help="With spread=True: parameters, gradients and optimizer state on all devices.",
+        help="Only with spread=True: parameters, gradients and optimizer state on all devices.",
+    ),
+]
+For = Annotated[
+    Goal,
+    typer.Option(
+        "--for",
+        help="What the best option has: the most speed, the most free memory, or the largest "
+        "batch.",
     ),
 ]
 LossOnDevice = Annotated[
     bool,
     typer.Option(
         "--loss-on-device",
-        help="Compute the loss on each device, with gather=False and BalancedCriterion.",
+        help="Only with the loss on each device: gather=False and BalancedCriterion.",
     ),
 ]
 

@@ -33,6 +33,7 @@ import torch
 
 from ..memory.probe import MemoryProbe
 from ..tuning.open_devices import default_num_devices, uses_emulation
+from ..tuning.options import Goal
 from ..tuning.report_types import Report
 from ..tuning.tuner import tune
 from ..tuning.workloads import BUILT_IN, find_workload
@@ -198,6 +199,7 @@ def plan_command(
     ] = "512MiB",
     loss_on_device: arguments.LossOnDevice = False,
     spread: arguments.Spread = False,
+    goal: arguments.For = "speed",
     as_json: arguments.Json = False,
 ) -> None:
     """Find gpu0_bsz for a workload on GPUs that this machine need not have.
@@ -213,6 +215,7 @@ def plan_command(
         emulate=True,
         gather=not loss_on_device,
         spread=spread,
+        goal=goal,
     )
     if as_json:
         print(report_json(report), end="")
@@ -255,6 +258,7 @@ def tune_command(
     emulate: arguments.Emulate = False,
     loss_on_device: arguments.LossOnDevice = False,
     spread: arguments.Spread = False,
+    goal: arguments.For = "speed",
     as_json: arguments.Json = False,
 ) -> None:
     """Measure a workload at several values, choose gpu0_bsz, and write a report.
@@ -280,6 +284,7 @@ def tune_command(
         emulate=emulate,
         gather=not loss_on_device,
         spread=spread,
+        goal=goal,
     )
     if output is not None:
         _write(output, report_json(report))
@@ -430,6 +435,7 @@ def _tuned(
     emulate: bool,
     gather: bool,
     spread: bool,
+    goal: Goal,
 ) -> Report:
     sys.path.insert(0, "")  # the workload may be in the current folder
     workload = find_workload(target)
@@ -446,6 +452,7 @@ def _tuned(
                 emulate=emulate,
                 gather=gather,
                 spread=spread,
+                goal=goal,
                 on_measurement=on_measurement,
             )
     except BalancedDataParallelError:

@@ -78,20 +78,15 @@ def measuring_progress() -> Iterator[Callable[[Measurement, int], None]]:
 
 
 def print_report(report: Report, candidates: bool) -> None:
-    """Print the plan, and with ``candidates`` all measured values for its batch."""
+    """Print the options, and with ``candidates`` all measured values for its batch."""
     console = stdout_console()
-    console.print(
-        _rich_table(
-            tables.device_table(report),
-            title=tables.title(report),
-            caption=tables.how_measured(report),
-        )
-    )
+    console.print(tables.verdict(report), markup=False)
+    console.print(_rich_table(tables.option_table(report), tables.title(report), tables.SPEED))
+    console.print(tables.lines(report), end="\n\n", markup=False, soft_wrap=True)
+    title, caption = "What each device holds with option 1", tables.how_measured(report)
+    console.print(_rich_table(tables.device_table(report), title, caption))
     if candidates:
-        console.print(
-            _rich_table(tables.candidate_table(report), title="measured values of gpu0_bsz")
-        )
-    console.print(tables.lines(report), soft_wrap=True)
+        console.print(_rich_table(tables.candidate_table(report), tables.candidates_title(report)))
     for sentence in tables.summary(report):
         console.print(sentence, markup=False)
 
@@ -135,8 +130,9 @@ def print_comparison(before: Report, after: Report, comparisons: Sequence[Compar
 
 
 def _rich_table(content: tables.TextTable, title: str, caption: str | None = None) -> Table:
-    columns = (Column(header, justify="right", overflow="fold") for header in content.headers)
-    table = Table(*columns, title=escape(title), caption=caption and escape(caption))
+    headers = (header.replace(" ", "\n") for header in content.headers)
+    columns = (Column(header, justify="right", overflow="fold") for header in headers)
+    table = Table(*columns, title=escape(title), caption=caption and escape(caption), **_NARROW)
     for index, row in enumerate(content.rows):
         table.add_row(*map(escape, row), style="bold" if index == content.marked else None)
     return table

@@ -51,8 +51,8 @@ class BalancedDataParallel(DataParallelSteps[ModuleT]):
             ``"auto"`` finds the value during the first iterations of training: it starts with the
             even split, reads the peaks of each iteration when the next one begins, changes the
             value at most five times and then keeps it. It also changes the value when memory runs
-            out: catch ``torch.OutOfMemoryError`` and repeat the step. None, no limit, needs
-            ``spread`` (then the split is even) or ``device_weights``.
+            out: catch ``torch.OutOfMemoryError`` and repeat the step. None is no limit: the
+            split is even, or that of ``device_weights``.
         module: the module to parallelize. Its parameters and buffers must be on ``device_ids[0]``.
             With ``spread`` or a single device they are moved.
         device_ids: devices as ints (of the accelerator), strings or ``torch.device``. None means

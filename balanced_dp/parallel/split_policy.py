@@ -24,7 +24,7 @@ class SplitPolicy:
         devices: the devices that share a batch.
         device_weights: if given, batches are split in proportion to them.
         spread: whether parameters are spread over the devices. Then the first one holds little more
-            than the others, so ``gpu0_bsz`` may be None, and no value is warned of.
+            than the others, so no value is warned of.
 
     Raises:
         ArgumentError, ArgumentTypeError: the arguments cannot be used, or not together.
@@ -54,10 +54,9 @@ class SplitPolicy:
                 )
         elif gpu0_bsz == "auto":
             self.auto = AutoSplit(devices)
-        elif isinstance(gpu0_bsz, str) or (gpu0_bsz is None and not spread):
+        elif isinstance(gpu0_bsz, str):
             raise ArgumentTypeError(
-                "gpu0_bsz must be an integer or 'auto', or None with device_weights or spread, "
-                f"got {gpu0_bsz!r}"
+                f"gpu0_bsz must be an integer, 'auto' or None, got {gpu0_bsz!r}"
             )
         self.split(0)  # raises where a number is out of its range
 

@@ -223,6 +223,13 @@ class Planner:
         values = range(self.even_share(batch_size) + 1)
         return best_gpu0_bsz({value: self.utilization(batch_size, value) for value in values})
 
+    def fastest_gpu0_bsz(self, batch_size: int) -> int:
+        """Return the largest value that fits, or the best one if none does."""
+        for value in range(self.even_share(batch_size), -1, -1):
+            if self.utilization(batch_size, value) <= 1:
+                return value
+        return self.best_gpu0_bsz(batch_size)
+
     def balanced_gpu0_bsz(self, batch_size: int) -> int:
         """Return the value with the lowest utilization, by bisection, for batches of any size.
 
@@ -241,8 +248,16 @@ class Planner:
         return min(candidates, key=lambda value: self.utilization(batch_size, value))
 
     def max_batch_size(self, choose: Callable[[int], int]) -> int:
-        """Return the largest batch, up to 2**24, that fits with the chosen ``gpu0_bsz``, or 0."""
-        return _num_fitting(lambda size: self.utilization(size, choose(size)) <= 1, _BATCH_SIZES)
+        """Return the largest batch that fits with the chosen ``gpu0_bsz``, or 0."""
+        return self.largest_batch(lambda size: split_batch(size, len(self.budgets), choose(size)))
+
+    def largest_batch(self, split: Callable[[int], Sequence[int]]) -> int:
+        """Return the largest batch that fits when it is split so, or 0."""
+
+        def fits(size: int) -> bool:
+            return max(utilizations(self.model.predict(split(size)), self.budgets)) <= 1
+
+        return _num_fitting(fits, _BATCH_SIZES)
 
     def largest_chunks(self, batch_size: int, utilization: float = 1.0) -> tuple[int, ...] | None:
         """Return the largest chunk that each device holds up to a utilization.
@@ -288,7 +303,10 @@ def _num_fitting(fits: Callable[[int], bool], numbers: range) -> int:
     return bisect.bisect_left(numbers, True, key=lambda number: not fits(number))
 
 
-_BATCH_SIZES = range(1, 2**24 + 1)
+LARGEST_BATCH = 2**24
+"""What is returned as the largest batch that fits if larger ones may fit, too."""
+
+_BATCH_SIZES = range(1, LARGEST_BATCH + 1)
 _BISECTIONS = 50
 
 

@@ -97,8 +97,11 @@ def load_reports(path: str | Path) -> tuple[Report, ...]:
 def _check_consistent(report: Report, path: str | Path) -> None:
     """Raise ReportError if figures on which tables and plots rely contradict each other."""
     plan, num_devices = report.plan, len(report.plan.chunk_sizes)
-    measured = [m for m in (report.chosen, report.even, report.weighted, *report.measurements) if m]
+    measured = [report.chosen, report.even, *report.measurements]
+    options = [*report.options, *(o for other in report.alternatives for o in other.options)]
+    measured += [option.measured for option in options if option.measured is not None]
     lists = [plan.predicted_bytes, plan.capacity_bytes, plan.headroom_bytes, plan.even_bytes]
+    lists += [split for o in options for split in (o.chunk_sizes, o.predicted_bytes)]
     for m in measured:
         lists += [m.chunk_sizes, *m.phase_peak_bytes]
     terms = (*report.model.first_terms, *report.model.idle_terms, *report.model.other_terms)

@@ -10,17 +10,20 @@ def report_markdown(report: Report) -> str:
     """Return the text and tables of the report as Markdown."""
     parts = [
         f"# {_escaped(tables.title(report))}",
+        _escaped(tables.verdict(report)),
+        _table(tables.option_table(report)),
+        _escaped(tables.SPEED),
         f"```python\n{tables.lines(report)}\n```",
         "\n".join(f"- {_escaped(sentence)}" for sentence in tables.summary(report)),
-        "## What each device holds",
+        "## What each device holds with option 1",
         _table(tables.device_table(report)),
         _escaped(tables.how_measured(report)),
-        "## Which gpu0_bsz",
+        f"## {_escaped(tables.candidates_title(report))}",
         _table(tables.candidate_table(report)),
         "## Where this comes from",
         _table(tables.provenance_table(report)),
     ]
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join(filter(None, parts)) + "\n"
 
 
 def _table(table: tables.TextTable) -> str:

@@ -99,7 +99,7 @@ def peaks_plot(axes: Axes, report: Report) -> None:
         "*",
         color="black",
         markersize=15,
-        label=f"chosen: gpu0_bsz={plan.gpu0_bsz}",
+        label=f"least full: gpu0_bsz={plan.gpu0_bsz}",
     )
     axes.set(xlabel="gpu0_bsz", ylabel=f"peak, {unit}")
     _from_zero(axes)
@@ -109,7 +109,7 @@ def peaks_plot(axes: Axes, report: Report) -> None:
 
 @_as_svg
 def breakdown_plot(axes: Axes, report: Report) -> None:
-    """Draw the breakdown of each device's peak, with the even split and the chosen one."""
+    """Draw the breakdown of each device's peak, with the even split and the least full one."""
     pairs = list(zip(report.even.breakdown, report.chosen.breakdown, strict=True))
     positions = [device + offset for device in range(len(pairs)) for offset in (-0.2, 0.2)]
     bars = [uses for pair in pairs for uses in pair]
@@ -117,7 +117,7 @@ def breakdown_plot(axes: Axes, report: Report) -> None:
     stacked_bars(axes, positions, bars, 0.36, scale)
     axes.set_xticks(
         positions,
-        [f"{device}\n{split}" for device in range(len(pairs)) for split in ("even", "chosen")],
+        [f"{device}\n{split}" for device in range(len(pairs)) for split in ("even", "least\nfull")],
         fontsize=8 if len(pairs) <= 4 else 6,
     )
     axes.set(xlabel="device", ylabel=f"held at the peak, {unit}")
@@ -179,7 +179,7 @@ def batch_plot(axes: Axes, report: Report) -> None:
 @_as_svg
 def prediction_plot(axes: Axes, report: Report) -> None:
     """Draw predicted against measured peaks."""
-    ran = [m for m in report.measurements if m.status == "ok" and m.gpu0_bsz is not None]
+    ran = [m for m in report.measurements if m.status == "ok"]
     scale, unit = byte_scale(max(max(m.peak_bytes) for m in ran))
     for name, colour, devices in (
         ("device 0", _COLOURS[0], slice(0, 1)),

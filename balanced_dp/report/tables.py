@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import compress
+from itertools import compress, groupby
 
-from ..planning.split_planner import utilizations
-from ..split import even_share, is_better
+from ..planning.split_planner import LARGEST_BATCH, utilizations
+from ..split import even_share
 from ..tuning.measurement import Measurement
-from ..tuning.report_types import Alternative, Report
+from ..tuning.options import Option
+from ..tuning.report_types import Report
 from ..units import format_bytes
 
 _MODES = {
@@ -32,75 +33,73 @@ class TextTable:
 def title(report: Report) -> str:
     """Return the title of the report."""
     plan = report.plan
-    return f"{report.workload}, batches of {plan.batch_size}, {len(plan.chunk_sizes)} devices"
+    batches = "largest batches" if report.goal == "batch" else f"batches of {plan.batch_size}"
+    return f"{report.workload}, {batches}, {len(plan.chunk_sizes)} devices"
 
 
 def how_measured(report: Report) -> str:
     """Return a sentence on how the figures were measured."""
-    reserve = report.plan.reserve_bytes
     precision = f"autocast to {report.precision}" if report.precision else "no autocast"
-    loss = "outputs gathered" if report.gather else "loss on each device"
-    loss += ", parameters spread" * report.spread
-    sentence = (
-        f"From {len(report.measurements)} splits measured on {_MODES[report.chosen.mode]}; "
-        f"{precision}, {loss}."
-    )
-    if reserve:
-        sentence += (
-            f" {format_bytes(reserve)} of each device are kept free for contexts and workspaces."
-        )
+    sentence = f"Measured on {_MODES[report.chosen.mode]}; {precision}."
+    if reserve := report.plan.reserve_bytes:
+        sentence += f" {format_bytes(reserve)} of each are kept free for contexts and workspaces."
     return sentence
 
 
+def candidates_title(report: Report) -> str:
+    """Return the title of the table of measured values."""
+    loss = "outputs gathered" if report.gather else "loss on each device"
+    return f"Measured values of gpu0_bsz, {loss}{', parameters spread' * report.spread}"
+
+
 def lines(report: Report) -> str:
-    """Return the lines for a training script."""
-    criterion = "" if report.gather else "\ncriterion = BalancedCriterion(criterion)"
-    return f"model = {report.line}{criterion}"
+    """Return the lines for a training script, of each option."""
+    texts = []
+    for number, option in enumerate(report.ranked_options, 1):
+        criterion = "" if option.gather else "\ncriterion = BalancedCriterion(criterion)"
+        texts.append(f"# option {number}\nmodel = {option.line}{criterion}")
+    return "\n".join(texts)
+
+
+def verdict(report: Report) -> str:
+    """Return a sentence on whether the even split fits, and what the best option is like."""
+    plan, best = report.plan, report.best
+    if not report.ranked_options:
+        return (
+            f"No split fits: with gpu0_bsz={plan.gpu0_bsz}, the best, the bottleneck is "
+            f"{bottleneck(report.chosen, plan.budgets)}."
+        )
+    if report.goal == "batch":
+        return f"The largest batch that fits is {_batch(best.batch_size)}, with option 1."
+    peak = bottleneck(best, plan.budgets)
+    if best.is_data_parallel:
+        is_better = "" if report.goal == "speed" else ", and nothing leaves more free"
+        return f"It fits as it is{is_better}: with nn.DataParallel the bottleneck is {peak}."
+    even = bottleneck(report.even, plan.budgets)
+    if not report.gather or report.spread:
+        return f"With option 1 the bottleneck is {peak}; with the even split it is {even}."
+    if report.even.status == "oom":
+        as_it_is = "With nn.DataParallel memory runs out"
+    elif max(utilizations(report.even.peak_bytes, plan.budgets)) > 1:
+        as_it_is = f"With nn.DataParallel it does not fit: the bottleneck is {even}"
+    else:
+        as_it_is = f"It fits as it is: with nn.DataParallel the bottleneck is {even}"
+    return f"{as_it_is}. With option 1 the bottleneck is {peak}."
 
 
 def summary(report: Report) -> tuple[str, ...]:
-    """Return the sentences that summarize the plan."""
-    plan = report.plan
-    even = "memory runs out"
-    if report.even.status == "ok":
-        even = f"it is {bottleneck(report.even, plan.budgets)}"
+    """Return the sentences that explain the options."""
     sentences = [
-        f"The bottleneck is {bottleneck(report.chosen, plan.budgets)}; with the even split {even}.",
-        f"The largest batch that fits is {plan.max_batch_size}, with "
-        f"gpu0_bsz={plan.max_batch_gpu0_bsz}; with the even split it is "
-        f"{plan.even_max_batch_size}.",
-        f"The largest chunk is {plan.time_cost:.2f} times the even one.",
+        f"The loss on each device cannot be measured: {other.reason}."
+        for other in report.alternatives
+        if other.reason is not None
     ]
-    if plan.weighted is not None and report.weighted is not None:
-        weighted = bottleneck(report.weighted, plan.budgets)
-        sentences.append(
-            f"With device_weights the bottleneck is {weighted}, and the largest batch that fits is "
-            f"{plan.weighted.max_batch_size}: {report.weighted_line}"
-        )
-    for other in report.alternatives:
-        sentences += _alternative(report, other)
+    if report.best.measured is None:
+        sentences.append("This batch is too large to be measured here: its peaks are predicted.")
     return (*sentences, *(f"{text[0].upper()}{text[1:]}." for text in report.advice))
 
 
-def _alternative(report: Report, other: Alternative) -> list[str]:
-    """Return how other options compare, if they make a difference."""
-    options = other.options(report.spread)
-    if other.plan is None or other.chosen is None:
-        return [f"With {options} it cannot be measured: {other.reason}"]
-    ours, theirs = (
-        max(utilizations(measured.peak_bytes, report.plan.budgets))
-        for measured in (report.chosen, other.chosen)
-    )
-    if not is_better(ours, theirs) and not is_better(theirs, ours):
-        return []
-    return [
-        f"With {options}, and gpu0_bsz={other.plan.gpu0_bsz}, the bottleneck is "
-        f"{bottleneck(other.chosen, report.plan.budgets)}, and the largest batch that fits is "
-        f"{other.plan.max_batch_size}."
-    ]
-
-
-def bottleneck(measured: Measurement, budgets: Sequence[int] | None) -> str:
+def bottleneck(measured: Measurement | Option, budgets: Sequence[int] | None) -> str:
     """Return which device is the fullest, with its peak; ``budgets`` tell how full it is."""
     full = utilizations(measured.peak_bytes, budgets or [1] * len(measured.peak_bytes))
     index = full.index(max(full))
@@ -108,22 +107,71 @@ def bottleneck(measured: Measurement, budgets: Sequence[int] | None) -> str:
     return f"device {index} with {format_bytes(measured.peak_bytes[index])}{part}"
 
 
+def option_table(report: Report) -> TextTable:
+    """Return the options that fit, the best first."""
+    rows = []
+    for number, option in enumerate(report.ranked_options, 1):
+        full = utilizations(option.peak_bytes, report.plan.budgets)
+        rows.append(
+            (
+                str(number),
+                _split(option.chunk_sizes),
+                f"device {full.index(max(full))} {max(full):.0%}",
+                _batch(option.max_batch_size),
+                f"{option.speed:.2f}",
+                "device 0" if option.gather else "each",
+                "all" if option.spread else "device 0",
+            )
+        )
+    headers = (
+        "option",
+        "split",
+        "bottleneck",
+        "largest batch",
+        "speed",
+        "loss on",
+        "parameters on",
+    )
+    return TextTable(headers, tuple(rows), 0 if rows else None)
+
+
+SPEED = "Speed is the even chunk over the largest one, for which the other devices wait."
+
+
+def _batch(size: int) -> str:
+    return f"{size} or more" if size == LARGEST_BATCH else str(size)
+
+
+def _split(chunk_sizes: Sequence[int]) -> str:
+    """Return the chunk sizes, of many devices in a short form."""
+    text = " ".join(map(str, chunk_sizes))
+    if len(text) <= _LONG:
+        return text
+    runs = [(size, len(list(run))) for size, run in groupby(chunk_sizes)]
+    return " ".join(f"{count}x{size}" if count > 1 else f"{size}" for size, count in runs)
+
+
+_LONG = 24
+"""The number of characters up to which a split is shown whole."""
+
+
 def device_table(report: Report) -> TextTable:
-    """Return the chunk size, the capacity and the peaks of each device."""
-    plan = report.plan
-    columns = (
-        map(str, plan.chunk_sizes),
-        map(format_bytes, plan.capacity_bytes),
-        map(format_bytes, plan.predicted_bytes),
-        map(format_bytes, report.chosen.peak_bytes),
-        map("{:.0%}".format, utilizations(report.chosen.peak_bytes, plan.budgets)),
-        map(format_bytes, report.even.peak_bytes),
-    )
-    return TextTable(
-        headers=("device", "samples", "capacity", "predicted", "measured", "full", "even split"),
-        rows=tuple((str(i), *cells) for i, cells in enumerate(zip(*columns, strict=True))),
-        marked=plan.limiting_device,
-    )
+    """Return the chunk size, the capacity and the peaks of each device with the best option."""
+    plan, best = report.plan, report.best
+    full = utilizations(best.peak_bytes, plan.budgets)
+    columns: dict[str, Iterable[str]] = {
+        "device": map(str, range(len(full))),
+        "samples": map(str, best.chunk_sizes),
+        "capacity": map(format_bytes, plan.capacity_bytes),
+        "predicted": map(format_bytes, best.predicted_bytes),
+    }
+    if best.measured is not None:
+        columns["measured"] = map(format_bytes, best.peak_bytes)
+    columns["full"] = map("{:.0%}".format, full)
+    if best.batch_size == plan.batch_size:
+        columns["even split"] = map(format_bytes, report.even.peak_bytes)
+    rows = tuple(zip(*columns.values(), strict=True))
+    return TextTable(tuple(columns), rows, marked=full.index(max(full)))
 
 
 def use_table(
@@ -208,7 +256,9 @@ def byte_scale(largest: float) -> tuple[int, str]:
 def candidates(report: Report) -> Sequence[Measurement]:
     """Return the measurements of the planned batch, in order of ``gpu0_bsz``."""
     swept = {
-        m.chunk_sizes[0]: m for m in report.measurements if m.batch_size == report.plan.batch_size
+        m.chunk_sizes[0]: m
+        for m in report.measurements
+        if m.batch_size == report.plan.batch_size and m.gpu0_bsz is not None
     }
     return [swept[value] for value in sorted(swept)]
 

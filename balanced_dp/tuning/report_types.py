@@ -14,10 +14,10 @@ from pathlib import Path
 
 from ..planning.memory_model import MemoryModel
 from ..planning.split_planner import Plan
-from ..split import even_share
 from .measurement import Measurement
+from .options import Goal, Option, ranked
 
-SCHEMA = 3
+SCHEMA = 4
 """The version of a report's fields."""
 
 
@@ -81,6 +81,7 @@ class Alternative:
         plan: the plan; None if it could not be measured.
         chosen: the measurement of the planned split.
         reason: why it could not be measured, or None.
+        options: ways to train with them.
     """
 
     gather: bool
@@ -88,16 +89,7 @@ class Alternative:
     plan: Plan | None = None
     chosen: Measurement | None = None
     reason: str | None = None
-
-    def options(self, spread: bool) -> str:
-        """Return the options in words, for a comparison with a plan with ``spread``."""
-        if self.gather:
-            words = "the outputs gathered and their loss computed on device 0"
-        else:
-            words = "the loss computed on each device (gather=False and BalancedCriterion)"
-        if self.spread:
-            return f"{words}, parameters spread over all devices (spread=True)"
-        return f"{words}, all parameters on device 0" if spread else words
+    options: tuple[Option, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +108,9 @@ class Report:
         plan: the plan.
         chosen: the measurement of the planned split.
         even: the measurement of the even split of ``nn.DataParallel``.
-        weighted: the measurement of ``plan.weighted``, if there is one.
-        alternatives: the best splits with other options, if they were measured.
+        options: ways to train with the same ``gather`` and ``spread``.
+        alternatives: plans and options with another ``gather`` or ``spread``, if measured.
+        goal: what the best option is the best in.
         model: the memory model.
         measurements: all measurements, in order; those that ran are what the model is fitted to.
     """
@@ -132,10 +125,11 @@ class Report:
     plan: Plan
     chosen: Measurement
     even: Measurement
-    weighted: Measurement | None
+    options: tuple[Option, ...]
     alternatives: tuple[Alternative, ...]
     model: MemoryModel
     measurements: tuple[Measurement, ...]
+    goal: Goal = "speed"
 
     @property
     def prediction_error(self) -> float:
@@ -144,25 +138,23 @@ class Report:
         return max(abs(predicted - held) / held for predicted, held in pairs if held)
 
     @property
-    def line(self) -> str:
-        """Return the line for a training script."""
+    def ranked_options(self) -> list[Option]:
+        """Return the options that fit and that no other one exceeds in all, the best first."""
+        others = [option for other in self.alternatives for option in other.options]
         plan = self.plan
-        is_even = plan.gpu0_bsz >= even_share(plan.batch_size, len(plan.chunk_sizes))
-        value = None if self.spread and is_even else plan.gpu0_bsz  # None is the usual value then
-        return self._line(f"gpu0_bsz={value}, module=model")
+        return ranked((*self.options, *others), plan.batch_size, plan.budgets, self.goal)
 
     @property
-    def weighted_line(self) -> str | None:
-        """Return the line with ``device_weights``, or None if the plan has none."""
-        if self.plan.weighted is None:
-            return None
-        weights = list(self.plan.weighted.chunk_sizes)
-        return self._line(f"gpu0_bsz=None, module=model, device_weights={weights}")
+    def best(self) -> Option:
+        """Return the best option, or the planned split if none fits."""
+        if options := self.ranked_options:
+            return options[0]
+        return next(o for o in self.options if o.chunk_sizes == self.plan.chunk_sizes)
 
-    def _line(self, arguments: str) -> str:
-        gather = "" if self.gather else ", gather=False"
-        spread = ", spread=True" if self.spread else ""
-        return f"BalancedDataParallel({arguments}{gather}{spread})"
+    @property
+    def line(self) -> str:
+        """Return the expression for a training script that wraps the model as the best option."""
+        return self.best.line
 
     @property
     def advice(self) -> tuple[str, ...]:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from typing import get_args
 
 import torch
 
@@ -15,6 +16,7 @@ from ..planning.split_planner import Planner, check_batch, check_fits, describe,
 from ..split import best_gpu0_bsz, even_share
 from .measurement import Measurement
 from .open_devices import default_num_devices, open_devices, uses_emulation
+from .options import Goal, find_options, ranked
 from .report_types import SCHEMA, Alternative, Provenance, Report
 from .step_benchmark import StepMeter, step_meter
 from .workloads import Workload
@@ -46,6 +48,7 @@ def tune(
     emulate: bool = False,
     gather: bool = True,
     spread: bool = False,
+    goal: Goal = "speed",
     with_alternatives: bool = True,
     on_measurement: OnMeasurement = lambda measurement, num_left: None,
 ) -> Report:
@@ -68,19 +71,24 @@ def tune(
         gather: whether to gather outputs and compute their loss on device 0. Otherwise each device
             computes the loss of its chunk.
         spread: whether to spread parameters, gradients and optimizer state over all devices.
-        with_alternatives: whether to measure for comparison the opposite of ``gather``, and that of
-            ``spread`` with the loss on each device, if it can be computed there.
+        goal: what the best option is the best in: ``"speed"``, the smallest of all largest chunks;
+            ``"headroom"``, the lowest utilization of the bottleneck device; or ``"batch"``, the
+            largest batch.
+        with_alternatives: whether to compare with the loss on each device, and with parameters on
+            all devices as well.
         on_measurement: called with each measurement and the approximate number of those to come.
 
     Raises:
         ArgumentError: If the batch, the devices or their capacities cannot be planned with.
-        InfeasiblePlanError: If no split of the batch fits.
+        InfeasiblePlanError: If no option fits.
         SymbolicValueError: If the workload reads values, which symbolic devices do not compute.
     """
+    if goal not in get_args(Goal):
+        raise ArgumentError(f"goal must be one of {get_args(Goal)}, got {goal!r}")
     if capacities is not None:
         check_batch(batch_size, capacities, reserve)
 
-    num_later = 2 * _FEW * with_alternatives
+    num_later = (gather + (not spread)) * _FEW * with_alternatives
 
     def on_each(measured: Measurement, num_left: int) -> None:
         on_measurement(measured, num_left + num_later)
@@ -94,13 +102,16 @@ def tune(
         except Exception as error:  # the user's loss may not work for chunks
             reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
             return Alternative(gather, spread, reason=reason)
-        return Alternative(gather, spread, other.plan, other.chosen)
+        return Alternative(gather, spread, other.plan, other.chosen, options=other.options)
 
     def alternatives(capacities: Sequence[int]) -> Iterator[Alternative]:
-        first = alternative(not gather, spread, capacities)
-        yield first
-        may_gather_less = not gather or first.reason is None
-        yield alternative(not may_gather_less, not spread, capacities)
+        gathers = gather
+        if gather:
+            apart = alternative(False, spread, capacities)
+            gathers = apart.reason is not None
+            yield apart
+        if not spread:
+            yield alternative(gathers, True, capacities)
 
     try:
         with _opened_meter(workload, devices, capacities, emulate, gather, spread) as meter:
@@ -111,24 +122,25 @@ def tune(
                     f"capacities must be one for each of {len(meter.devices)} devices, got "
                     f"{len(known)}"
                 )
-            swept = sorted(set(sweep))
-            report = _measured(meter, batch_size, known, reserve, swept, on_each)
-            check_fits(report.plan, report.chosen.peak_bytes)
-            if report.plan.weighted is not None:
-                weights = report.plan.weighted.chunk_sizes
-                report = replace(report, weighted=meter.measure(batch_size, None, weights))
+            report = _measured(meter, batch_size, known, reserve, sorted(set(sweep)), on_each)
     except InfeasiblePlanError as error:
         if with_alternatives and capacities is not None:
-            for other in alternatives(capacities):
-                if other.plan is not None and min(other.plan.headroom_bytes) >= 0:
-                    raise InfeasiblePlanError(
-                        f"{error}; this batch fits with {other.options(spread)}, and "
-                        f"gpu0_bsz={other.plan.gpu0_bsz}"
-                    ) from None
+            found = [option for other in alternatives(capacities) for option in other.options]
+            budgets = [capacity - reserve for capacity in capacities]
+            for option in ranked(found, batch_size, budgets, goal):
+                raise InfeasiblePlanError(f"{error}; this batch fits with {option.line}") from None
         raise
-    if not with_alternatives:
-        return report
-    return replace(report, alternatives=tuple(alternatives(report.plan.capacity_bytes)))
+    report = replace(report, goal=goal)
+    if with_alternatives:
+        report = replace(report, alternatives=tuple(alternatives(report.plan.capacity_bytes)))
+    if not report.ranked_options:
+        try:
+            check_fits(report.plan, report.chosen.peak_bytes)
+        except InfeasiblePlanError as error:
+            for option in replace(report, goal="batch").ranked_options[:1]:
+                error.args = (f"{error}; {option.batch_size} fit with {option.line}",)
+            raise
+    return report
 
 
 def _measured(
@@ -143,7 +155,7 @@ def _measured(
     search = _Search(meter, [c - reserve for c in capacities], on_measurement)
     model = search.run(batch_size, swept)
     return report_of_measurements(
-        list(search.measured.values()),
+        search.all_measured,
         Provenance.of_this_process(
             torch.get_device_module(d).get_device_name(d) for d in meter.devices
         ),
@@ -202,6 +214,12 @@ class _Search:
         self.on_measurement = on_measurement
         self.num_expected = _FEW
         self.measured: dict[tuple[int, int], Measurement] = {}
+        self.weighted: dict[tuple[int, ...], Measurement] = {}
+
+    @property
+    def all_measured(self) -> list[Measurement]:
+        """Return all measurements."""
+        return [*self.measured.values(), *self.weighted.values()]
 
     def run(self, batch_size: int, swept: Sequence[int]) -> MemoryModel:
         """Measure the splits that the choice depends on, and return a model of all of them."""
@@ -224,7 +242,7 @@ class _Search:
                 f"not even a batch of {smaller} ran: {self.measured[smaller, 0].out_of_memory}"
             )
         self.refine(batch_size)
-        model = fit(fittable(self.measured.values()))
+        model = fit(fittable(self.all_measured))
         if not model.is_accurate:
             values = range(0, even + 1, max(1, even // _MOST_VALUES))
             self.num_expected = len(self.measured) + len(values)
@@ -253,17 +271,24 @@ class _Search:
     def refine(self, batch_size: int) -> None:
         """Measure what the model plans, and fit it again, until it plans nothing new."""
         for _ in range(_MAX_ROUNDS):
-            before = len(self.measured)
-            planner = Planner(fit(fittable(self.measured.values())), self.budgets)
+            before = len(self.all_measured)
+            planner = Planner(fit(fittable(self.all_measured)), self.budgets)
             best = planner.best_gpu0_bsz(batch_size)
-            for gpu0_bsz in range(max(0, best - 1), best + 2):
+            near = range(max(0, best - 1), best + 2)
+            for gpu0_bsz in (*near, planner.fastest_gpu0_bsz(batch_size)):
                 self.measure(batch_size, gpu0_bsz)
             for choose in (planner.balanced_gpu0_bsz, planner.even_share):
                 # The largest batch may be too large to be made on the CPU.
                 largest = min(planner.max_batch_size(choose), _LARGEST_MEASURED_BATCH)
                 if largest:
                     self.measure(largest, choose(largest))
-            if len(self.measured) == before:
+            if len(set(self.budgets)) > 1:
+                split = planner.weighted_split(batch_size)
+                for weights in (split.chunk_sizes, split.max_batch_chunk_sizes):
+                    size = sum(weights)
+                    if 0 < size <= _LARGEST_MEASURED_BATCH and weights not in self.weighted:
+                        self.weighted[weights] = self.meter.measure(size, None, weights)
+            if len(self.all_measured) == before:
                 return
 
 
@@ -325,13 +350,18 @@ def report_of_measurements(
     if model is None:
         model = fit(fittable(measurements))
     even = even_share(batch_size, len(capacities))
-    swept = {m.chunk_sizes[0]: m for m in measurements if m.batch_size == batch_size}
+    swept = {
+        m.chunk_sizes[0]: m
+        for m in measurements
+        if m.batch_size == batch_size and m.gpu0_bsz is not None
+    }
     if even not in swept:
         raise ArgumentError(
             f"the sweep of {measurements[0].workload} lacks gpu0_bsz={even}, the even split "
             f"of its batch of {batch_size}"
         )
-    chosen = best_measured(swept.values(), [c - reserve for c in capacities])
+    budgets = [c - reserve for c in capacities]
+    chosen = best_measured(swept.values(), budgets)
     value = chosen.chunk_sizes[0]
     return Report(
         schema=SCHEMA,
@@ -344,7 +374,7 @@ def report_of_measurements(
         plan=describe(model, batch_size, capacities, reserve, value, gather=gather, spread=spread),
         chosen=chosen,
         even=swept[even],
-        weighted=None,
+        options=find_options(model, measurements, batch_size, budgets, gather, spread),
         alternatives=(),
         model=model,
         measurements=tuple(measurements),

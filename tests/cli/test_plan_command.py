@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 
 import pytest
+from pydantic import TypeAdapter
 from typer.testing import CliRunner
 
+from balanced_dp import Report
 from balanced_dp.cli.commands import app, main
 from balanced_dp.tuning.workloads import BUILT_IN
 
@@ -25,9 +28,12 @@ WIDE = [f"{SMALL}:wide_output", "--batch-size", "2000", "--devices", "4"]
 def test_the_loss_on_each_device_is_planned():
     done = CliRunner().invoke(app, ["plan", *WIDE, "--memory", "100GiB", "--loss-on-device"])
     told = " ".join(done.stdout.split())
-    assert "loss on each device. 512.00 MiB" in told
-    assert ", module=model, gather=False) criterion = BalancedCriterion(criterion) The" in told
-    assert "With the outputs gathered and their loss computed on device 0, and gpu0_bsz=" in told
+    assert told.startswith("With option 1 the bottleneck is device 0 with ")
+    assert (
+        "# option 1 model = BalancedDataParallel(gpu0_bsz=None, module=model, gather=False) "
+        "criterion = BalancedCriterion(criterion)"
+    ) in told
+    assert "nn.DataParallel" not in told
 
 
 def test_json_has_what_scripts_read():
@@ -59,9 +65,48 @@ def test_a_workload_of_ones_own_is_found_in_the_current_folder(tmp_path):
 def test_what_no_value_balances_is_told():
     done = CliRunner().invoke(app, ["plan", *WIDE, "--memory", "100GiB"])
     assert done.exit_code == 0
-    assert "model = BalancedDataParallel(gpu0_bsz=" in done.stdout
+    told = done.stdout
+    assert told.startswith("It fits as it is: with nn.DataParallel the bottleneck is device 0")
+    assert "# option 1\nmodel = nn.DataParallel(model)\n" in told
+    assert "gather=False)\ncriterion = BalancedCriterion(criterion)\n" in told
     assert "No value of gpu0_bsz balances this: without any samples device 0" in done.stdout
-    assert "(gather=False and BalancedCriterion), and gpu0_bsz=" in " ".join(done.stdout.split())
+
+
+def test_what_does_not_fit_as_it_is_leads_with_what_does():
+    done = CliRunner().invoke(app, ["plan", *WIDE, "--memory", "8GiB"])
+    assert done.exit_code == 0
+    told = done.stdout
+    assert told.startswith("With nn.DataParallel it does not fit: the bottleneck is device 0 with")
+    assert "# option 1\nmodel = BalancedDataParallel(gpu0_bsz=None, module=model, gat" in told
+    assert "nn.DataParallel(model)" not in told.replace("BalancedDataParallel", "")
+
+
+@pytest.mark.parametrize("goal", ["headroom", "batch"])
+def test_the_goal_decides_which_option_comes_first(goal):
+    options = ["--memory", "24GiB,11GiB,11GiB", "--for", goal, "--json"]
+    done = CliRunner().invoke(app, ["plan", *WIDE[:-2], *options])
+    report = TypeAdapter(Report).validate_json(done.stdout)
+    assert report.goal == goal
+    best, *others = report.ranked_options
+    assert best.device_weights is not None
+    full = [option.utilization(report.plan.budgets) for option in (best, *others)]
+    sizes = [option.max_batch_size for option in (best, *others)]
+    assert full[0] <= min(full) + 0.005 if goal == "headroom" else sizes[0] == max(sizes)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--memory", "11GiB"],
+        ["--memory", "24GiB,11GiB,11GiB", "--for", "batch"],
+        ["--memory", "100GiB", "--devices", "8", "--for", "headroom"],
+    ],
+)
+def test_tables_are_80_columns_wide(options):
+    done = CliRunner().invoke(app, ["plan", *WIDE[:-2], *options])
+    assert done.exit_code == 0, done.stderr
+    rows = [line for line in done.stdout.splitlines() if re.match(r" +\d|[ ─]+$", line)]
+    assert max(map(len, rows)) <= 80
 
 
 @pytest.mark.parametrize(
@@ -84,10 +129,6 @@ def test_what_no_value_balances_is_told():
                 "520MiB",
             ],
             "a batch of 32 does not fit with any gpu0_bsz: with",
-        ),
-        (
-            [*WIDE, "--memory", "8GiB"],
-            "fits with the loss computed on each device (gather=False and BalancedCriterion), and",
         ),
     ],
 )

@@ -75,8 +75,8 @@ def test_report_shows_a_file_again_in_each_form(folder, tuned, invoke):
     shown = invoke("report", "a.json")
     [report] = load_reports(folder / "a.json")
     assert shown.exit_code == 0
-    assert f"model = BalancedDataParallel(gpu0_bsz={report.plan.gpu0_bsz}" in shown.stdout
-    assert "measured values of gpu0_bsz" in shown.stdout
+    assert f"# option 1\nmodel = {report.line}\n" in shown.stdout
+    assert "Measured values of gpu0_bsz, outputs gathered" in shown.stdout
     written = invoke("report", "a.json", "--html", "b.html", "--markdown", "b.md", "--json")
     assert written.exit_code == 0
     assert written.stderr == "wrote b.html\nwrote b.md\n"
@@ -104,7 +104,10 @@ def test_devices_and_capacities_are_as_asked(folder, invoke):
     [report] = load_reports(folder / "d.json")
     assert report.plan.capacity_bytes == (80 * 2**20, 40 * 2**20)
     assert report.plan.reserve_bytes == 2**20
-    assert report.weighted is not None
+    assert any(option.device_weights for option in report.options)
+    done = invoke(
+        "plan", "mine:make", "--memory", "80MiB,40MiB", "--reserve", "0", "--for", "batch"
+    )
     assert "device_weights=[" in done.stdout
     workload = ("tests.tuning.small_workloads:mlp", "--batch-size", "12")
     done = invoke("tune", *workload, "--devices", "3", "--json")

@@ -440,7 +440,7 @@ def test_device_weights_split_in_proportion(devices, gpu0_bsz, expected):
 
 def test_a_value_that_is_refused_changes_nothing_and_weights_stay_as_given():
     model = BalancedDataParallel(2, torch.nn.Linear(2, 2), ["cpu", "cpu"])
-    for value in (-1, None, "AUTO", 2.5):
+    for value in (-1, "AUTO", 2.5):
         with pytest.raises((ArgumentError, ArgumentTypeError)):
             model.gpu0_bsz = value
         assert model.gpu0_bsz == 2
@@ -454,8 +454,7 @@ def test_a_value_that_is_refused_changes_nothing_and_weights_stay_as_given():
         (None, [1, 2, 3], r"one number for each of 2 devices, got 3"),
         ("auto", [1, 2], r"a gpu0_bsz that is a number or None, got 'auto'"),
         (None, [0, 0], "device_weights must not all be 0"),
-        (None, None, "an integer or 'auto', or None with device_weights or spread, got None"),
-        ("Auto", None, "gpu0_bsz must be an integer or 'auto', or .*, got 'Auto'"),
+        ("Auto", None, "gpu0_bsz must be an integer, 'auto' or None, got 'Auto'"),
     ],
 )
 def test_device_weights_that_cannot_be_used_are_refused(gpu0_bsz, weights, message):
@@ -463,6 +462,13 @@ def test_device_weights_that_cannot_be_used_are_refused(gpu0_bsz, weights, messa
         BalancedDataParallel(
             gpu0_bsz, torch.nn.Linear(2, 2), ["cpu", "cpu"], device_weights=weights
         )
+
+
+def test_none_is_the_even_split_without_a_warning():
+    model = BalancedDataParallel(None, torch.nn.Linear(2, 2), ["cpu"] * 3)
+    assert model.gpu0_bsz is None
+    assert model(torch.ones(8, 2)).shape == (8, 2)
+    assert model.chunk_sizes == (3, 3, 2)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo's

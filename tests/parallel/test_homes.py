@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 from balanced_dp import (
-    ArgumentTypeError,
     BalancedCriterion,
     BalancedDataParallel,
     emulate_devices,
@@ -314,9 +313,7 @@ def test_spreading_levels_memory_and_links_and_copies_as_many_bytes():
     assert max(peaks_spread) < 0.6 * max(peaks)
 
 
-def test_none_needs_spread_and_the_even_split_is_not_warned_of():
-    with pytest.raises(ArgumentTypeError, match="or None with device_weights or spread"):
-        BalancedDataParallel(None, nn.Linear(4, 2), ["cpu", "cpu"])
+def test_with_spread_the_even_split_is_not_warned_of():
     model = BalancedDataParallel(None, nn.Linear(4, 2), ["cpu", "cpu"], spread=True)
     assert model.split(9) == (5, 4)
     model(torch.ones(9, 4))

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from balanced_dp import ArgumentError, LinearTerm, ReportError, tune
+from balanced_dp.planning.split_planner import utilizations
 from balanced_dp.report import (
     compare_reports,
     load_reports,
@@ -22,6 +23,7 @@ from balanced_dp.report import (
     report_json,
     report_markdown,
     save_report,
+    tables,
 )
 from balanced_dp.report.compare import METRICS
 
@@ -54,7 +56,7 @@ def test_a_file_gives_back_what_was_saved(report, unlike, tmp_path):
 
 def test_json_names_what_scripts_read(report):
     record = json.loads(report_json(report))
-    assert record["schema"] == 3
+    assert record["schema"] == 4
     assert {"created", "command", "versions", "machine"} == record["origin"].keys()
     assert {"python", "torch", "balanced-dp", "nvidia-ml-py"} == record["origin"]["versions"].keys()
     assert {"first_laws", "idle_laws", "other_laws"} <= record["model"].keys()
@@ -73,8 +75,8 @@ def test_json_names_what_scripts_read(report):
         (lambda text: "", "is no report, or a truncated one: "),
         (lambda text: '{"a": 1}', "is JSON, but neither a report of balanced-dp nor one of pytest"),
         (lambda text: "[]", "is JSON, but neither"),
-        (lambda text: text.replace('"schema": 3', '"schema": 2'), "has version 2 of a report's"),
-        (lambda text: text.replace('"schema": 3', '"schema": "x"'), "has version 'x' of a"),
+        (lambda text: text.replace('"schema": 4', '"schema": 2'), "has version 2 of a report's"),
+        (lambda text: text.replace('"schema": 4', '"schema": "x"'), "has version 'x' of a"),
         (
             lambda text: text.replace('"max_batch_size"', '"other"', 1),
             r"is no report: plan\.max_batch_size: Field required",
@@ -174,11 +176,13 @@ def test_a_write_that_fails_leaves_the_old_file(report, tmp_path, monkeypatch):
 
 def test_markdown_has_the_line_the_tables_and_nothing_to_run(report, unlike):
     text = report_markdown(report)
-    assert f"model = BalancedDataParallel(gpu0_bsz={report.plan.gpu0_bsz}, module=model)" in text
+    assert f"```python\n# option 1\nmodel = {report.line}\n" in text
     assert "<script>" not in text.replace("\\<script\\>", "")
     rows = [line for line in text.splitlines() if line.startswith("| ")]
-    assert sum(row.startswith("| **") for row in rows) == 2  # the bottleneck, the chosen
-    assert f"device\\_weights=\\[{unlike.plan.weighted.chunk_sizes[0]}" in report_markdown(unlike)
+    assert (
+        sum(row.startswith("| **") for row in rows) == 3
+    )  # the best, the bottleneck, the least full
+    assert f"device_weights=[{unlike.plan.weighted.chunk_sizes[0]}" in report_markdown(unlike)
 
 
 @pytest.fixture(scope="module")
@@ -209,7 +213,7 @@ def test_the_page_shows_the_choice_and_draws_the_plots(report, unlike, browser, 
     for section, shown in zip(page.locator("section").all(), (report, unlike), strict=True):
         line = section.locator("pre.line")
         assert line.is_visible()
-        assert f"gpu0_bsz={shown.plan.gpu0_bsz}" in line.inner_text()
+        assert f"# option 1\nmodel = {shown.line}\n" in line.inner_text()
         assert shown.workload in section.locator("h1").inner_text()
         plots = section.locator("figure svg").all()
         assert len(plots) == 4
@@ -218,10 +222,12 @@ def test_the_page_shows_the_choice_and_draws_the_plots(report, unlike, browser, 
             assert min(box["width"], box["height"]) > 200
             assert box["x"] + box["width"] <= width
             assert plot.locator("path").count() >= 15
-        assert f"chosen: gpu0_bsz={shown.plan.gpu0_bsz}" in plots[0].inner_html()
+        assert f"least full: gpu0_bsz={shown.plan.gpu0_bsz}" in plots[0].inner_html()
         marked = section.locator("tr.marked").all()
+        full = utilizations(shown.best.peak_bytes, shown.plan.budgets)
         assert [row.locator("td").first.inner_text() for row in marked] == [
-            str(shown.plan.limiting_device),
+            "1",
+            str(full.index(max(full))),
             str(shown.plan.gpu0_bsz),
         ]
     assert page.evaluate("document.documentElement.scrollWidth") <= width
@@ -272,5 +278,17 @@ def test_different_workloads_are_not_compared(report, unlike):
 @given(st.text(max_size=30))
 def test_any_name_stays_text(report, name):
     renamed = replace(report, workload=name)
-    assert "\n\n```python\nmodel = " in report_markdown(renamed)
+    assert "\n\n```python\n# option 1\nmodel = " in report_markdown(renamed)
     assert json.loads(report_json(renamed))["workload"] == name
+
+
+def test_a_batch_that_was_not_searched_beyond_is_said_to_be_a_bound(report):
+    plan = report.plan
+    endless = replace(report, options=[replace(o, max_batch_size=2**24) for o in report.options])
+    endless = replace(endless, alternatives=())
+    cells = {row[3] for row in tables.option_table(endless).rows}
+    assert plan.max_batch_size < 2**24
+    assert cells == {"16777216 or more"}
+    unmeasured = replace(report, options=[replace(o, measured=None) for o in report.options])
+    assert "its peaks are predicted." in " ".join(tables.summary(unmeasured))
+    assert "predicted." not in " ".join(tables.summary(report))

@@ -18,6 +18,7 @@ from balanced_dp import (
     tune,
 )
 from balanced_dp.planning.auto_balance import MAX_CHANGES
+from balanced_dp.planning.split_planner import utilizations
 from balanced_dp.tuning.open_devices import open_devices
 from balanced_dp.tuning.step_benchmark import step_meter
 
@@ -150,7 +151,8 @@ def test_devices_of_unlike_capacity_are_filled_alike(alike):
     small = tuned(SMALL["char_transformer"](), 64, [2 * GIB, 8 * GIB, 8 * GIB])
     assert small.plan.gpu0_bsz < alike.plan.gpu0_bsz
     assert small.plan.capacity_bytes == (2 * GIB, 8 * GIB, 8 * GIB)
-    assert alike.plan.weighted is alike.weighted is alike.weighted_line is None
+    assert alike.plan.weighted is None
+    assert not any(option.device_weights for option in alike.options)
 
 
 def test_a_share_for_each_device_uses_what_gpu0_bsz_cannot():
@@ -159,16 +161,15 @@ def test_a_share_for_each_device_uses_what_gpu0_bsz_cannot():
     weighted = report.plan.weighted
     first, second, third = weighted.chunk_sizes
     assert first > second > third > 0
-    assert report.weighted.chunk_sizes == weighted.chunk_sizes
-    assert report.weighted.peak_bytes == pytest.approx(weighted.predicted_bytes, rel=0.01)
-    assert weighted.max_batch_size > 1.3 * report.plan.max_batch_size
-    assert report.weighted_line.endswith(f"device_weights=[{first}, {second}, {third}])")
-
-    def bottleneck(measured):
-        pairs = zip(measured.peak_bytes, capacities, strict=True)
-        return max(held / capacity for held, capacity in pairs)
-
-    assert bottleneck(report.weighted) < 0.8 * bottleneck(report.chosen)
+    best = replace(report, goal="headroom").best
+    assert best.chunk_sizes == weighted.chunk_sizes
+    assert best.measured.peak_bytes == pytest.approx(weighted.predicted_bytes, rel=0.01)
+    assert best.line.endswith(f"device_weights=[{first}, {second}, {third}])")
+    full = max(utilizations(report.chosen.peak_bytes, capacities))
+    assert best.utilization(capacities) < 0.8 * full
+    largest = replace(report, goal="batch").best
+    assert largest.measured.peak_bytes == pytest.approx(largest.predicted_bytes, rel=0.01)
+    assert largest.max_batch_size > 1.3 * report.plan.max_batch_size
 
 
 def test_what_does_not_fit_says_what_is_lacking():
@@ -318,14 +319,14 @@ def test_a_capacity_is_wanted_for_each_device():
         tune(SMALL["mlp"](), 8, 3, [GIB] * 2, emulate=True)
 
 
-def test_the_loss_on_each_device_may_be_what_is_planned():
-    """Compare with gathered outputs then."""
+def test_what_is_asked_for_is_part_of_each_option():
+    """The loss on each device, then with parameters on all devices as well."""
     report = tuned(SMALL["wide_output"](), 32, [8 * GIB] * 4, gather=False, with_alternatives=True)
-    assert max(report.alternatives[0].chosen.peak_bytes) > max(report.chosen.peak_bytes)
-    assert report.alternatives[0].plan.max_batch_size < 0.5 * report.plan.max_batch_size
-    assert report.line == (
-        f"BalancedDataParallel(gpu0_bsz={report.plan.gpu0_bsz}, module=model, gather=False)"
-    )
+    [spread] = report.alternatives
+    assert (spread.gather, spread.spread) == (False, True)
+    assert report.line == "BalancedDataParallel(gpu0_bsz=None, module=model, gather=False)"
+    both = tuned(SMALL["mlp"](), 32, [GIB] * 2, gather=False, spread=True, with_alternatives=True)
+    assert both.alternatives == ()
 
 
 @pytest.mark.parametrize("capacities", [[GIB] * 4, [2 * GIB, GIB, GIB]])
@@ -338,17 +339,19 @@ def test_spread_parameters_are_planned_with(capacities):
     assert report.prediction_error <= 0.02
     assert report.chosen.peak_bytes[0] < home.chosen.peak_bytes[0]
     assert report.plan.max_batch_size >= home.plan.max_batch_size
-    assert report.line.endswith(", module=model, gather=False, spread=True)")
-    even = replace(report, plan=replace(report.plan, gpu0_bsz=-(-48 // len(capacities))))
-    assert even.line.startswith("BalancedDataParallel(gpu0_bsz=None, module=model")
+    assert report.line == (
+        "BalancedDataParallel(gpu0_bsz=None, module=model, gather=False, spread=True)"
+    )
 
 
-def test_what_fits_only_with_spread_parameters_says_so():
+def test_what_fits_only_with_spread_parameters_is_the_best_option():
     workload = SMALL["tied_transformer"]()
     spread = tuned(workload, 8, [GIB] * 4, gather=False, spread=True)
     capacity = round(1.1 * max(spread.chosen.peak_bytes))
-    with pytest.raises(InfeasiblePlanError, match=r"fits with .*\(spread=True\), and gpu0_bsz="):
-        tuned(workload, 8, [capacity] * 4, with_alternatives=True)
+    report = tuned(workload, 8, [capacity] * 4, with_alternatives=True)
+    assert report.line.endswith("gather=False, spread=True)")
+    assert report.best.fits([capacity] * 4)
+    assert max(report.plan.predicted_bytes) > capacity  # that of what was asked
 
 
 def test_a_workload_whose_loss_is_a_module_keeps_it():
@@ -365,4 +368,10 @@ def test_only_what_fits_is_recommended():
     for gather in (True, False):
         with pytest.raises(InfeasiblePlanError) as raised:
             tuned(workload, 64, [150 * 2**20] * 4, gather=gather, with_alternatives=True)
-        assert "this batch fits" not in str(raised.value)
+        assert str(raised.value).endswith("; the largest batch that fits is 0")
+
+
+def test_what_does_not_fit_says_which_batch_would():
+    workload = SMALL["tied_transformer"]()
+    with pytest.raises(InfeasiblePlanError, match=r"; \d+ fit with BalancedDataParallel\(gpu0_bsz"):
+        tuned(workload, 4096, [GIB // 16] * 4, with_alternatives=True)

@@ -1,0 +1,145 @@
+"""Test which ways to train a batch are found, and how they are ranked."""
+
+from __future__ import annotations
+
+import typing
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from balanced_dp import LinearTerm, Measurement, MemoryModel
+from balanced_dp.planning.split_planner import utilizations
+from balanced_dp.split import even_share, split_batch, split_by_weights
+from balanced_dp.tuning.options import Goal, find_options, ranked
+
+GOALS = typing.get_args(Goal)
+
+
+def measurement(model, sizes, gpu0_bsz):
+    return Measurement(
+        "a model",
+        "symbolic",
+        sum(sizes),
+        gpu0_bsz,
+        sizes,
+        "ok",
+        model.predict(sizes),
+        (0,) * len(sizes),
+        None,
+        ({},) * len(sizes),
+        0.0,
+    )
+
+
+def memory_model(extra_bytes=0, own=10, whole=0.0):
+    """A model whose device 0 holds ``extra_bytes`` and ``whole`` for each sample of the batch."""
+    first = LinearTerm(100 + extra_bytes, own, whole)
+    idle = LinearTerm(100 + extra_bytes, 0, whole)
+    return MemoryModel((first,), (idle,), (LinearTerm(100, own),), 3, 0.0)
+
+
+def options_of(model, batch_size, budgets, gather=True, spread=False):
+    even = even_share(batch_size, len(budgets))
+    measured = [
+        measurement(model, split_batch(batch_size, len(budgets), value), value)
+        for value in range(even + 1)
+    ]
+    return find_options(model, measured, batch_size, budgets, gather, spread)
+
+
+models = st.builds(
+    memory_model, st.integers(0, 500), st.integers(1, 30), st.floats(0, 20, allow_nan=False)
+)
+
+
+@given(
+    models,
+    st.integers(1, 60),
+    st.lists(st.integers(200, 2000), min_size=2, max_size=5),
+    st.sampled_from(GOALS),
+)
+def test_the_best_one_is_the_best_in_its_goal(model, batch_size, budgets, goal):
+    found = options_of(model, batch_size, budgets)
+    best = ranked(found, batch_size, budgets, goal)
+    for option in found:
+        if option.device_weights is None:
+            value = option.batch_size if option.gpu0_bsz is None else option.gpu0_bsz
+            assert option.chunk_sizes == split_batch(option.batch_size, len(budgets), value)
+        else:
+            assert option.chunk_sizes == split_by_weights(option.batch_size, option.device_weights)
+    assert all(option.fits(budgets) for option in best)
+    values = {split_batch(batch_size, len(budgets), v) for v in range(batch_size + 1)}
+    fitting = [s for s in values if max(utilizations(model.predict(s), budgets)) <= 1]
+    if goal == "batch" or not fitting:
+        return
+    assert all(option.batch_size == batch_size for option in best)
+    if goal == "speed":
+        assert max(best[0].chunk_sizes) <= min(map(max, fitting))
+    else:
+        lowest = min(max(utilizations(model.predict(sizes), budgets)) for sizes in fitting)
+        assert best[0].utilization(budgets) <= lowest * 1.002 + 0.01
+
+
+@given(models, st.integers(1, 60), st.integers(300, 2000))
+def test_the_largest_batch_is_the_largest_with_this_line(model, batch_size, budget):
+    budgets = [budget] * 3
+    for option in options_of(model, batch_size, budgets):
+
+        def fits(size, option=option):
+            value = size if option.gpu0_bsz is None else option.gpu0_bsz
+            return max(model.predict(split_batch(size, 3, value))) <= budget
+
+        largest = option.max_batch_size
+        assert not any(map(fits, range(largest + 1, largest + 5)))
+        assert largest == 0 or fits(largest)
+
+
+def test_what_fits_as_it_is_comes_first_unless_memory_is_the_goal():
+    budgets = [1000] * 4
+    found = options_of(memory_model(extra_bytes=400), 40, budgets)
+    by_goal = {goal: ranked(found, 40, budgets, goal) for goal in GOALS}
+    assert by_goal["speed"][0].line == "nn.DataParallel(model)"
+    assert by_goal["speed"][0].chunk_sizes == (10, 10, 10, 10)
+    headroom = by_goal["headroom"][0]
+    assert headroom.line == f"BalancedDataParallel(gpu0_bsz={headroom.gpu0_bsz}, module=model)"
+    assert headroom.utilization(budgets) < 0.55
+    assert by_goal["batch"][0].max_batch_size > 3 * 40
+    assert by_goal["batch"][0].batch_size == by_goal["batch"][0].max_batch_size
+
+
+def test_the_fastest_that_fits_does_not_idle_device_0():
+    """The lowest utilization takes more from device 0 than what fits."""
+    budgets = [570] * 4
+    found = options_of(memory_model(extra_bytes=400), 40, budgets)
+    best, *_ = ranked(found, 40, budgets, "speed")
+    assert best.chunk_sizes == (7, 11, 11, 11)
+    assert ranked(found, 40, budgets, "headroom")[0].chunk_sizes == (0, 14, 13, 13)
+
+
+def test_weights_are_a_line_that_can_be_pasted():
+    budgets = [2400, 1100, 1100]
+    best, *_ = ranked(options_of(memory_model(), 30, budgets), 30, budgets, "batch")
+    assert best.line == (
+        f"BalancedDataParallel(gpu0_bsz=None, module=model, "
+        f"device_weights={list(best.chunk_sizes)})"
+    )
+    assert best.max_batch_size == 230 + 100 + 100
+
+
+def test_what_another_one_exceeds_is_left_out():
+    """The loss on each device holds more with the same chunks; it is a change, though."""
+    budgets = [1000] * 4
+    apart = options_of(memory_model(), 40, budgets, gather=False)
+    gathered = options_of(memory_model(whole=5), 40, budgets)
+    lines = [option.line for option in ranked((*apart, *gathered), 40, budgets, "speed")]
+    assert lines == [
+        "nn.DataParallel(model)",
+        "BalancedDataParallel(gpu0_bsz=None, module=model, gather=False)",
+    ]
+
+
+@pytest.mark.parametrize("goal", GOALS)
+def test_there_may_be_no_option(goal):
+    budgets = [90] * 4
+    assert ranked(options_of(memory_model(), 40, budgets), 40, budgets, goal) == []
