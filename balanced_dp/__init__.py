@@ -1,77 +1,21 @@
 """A torch.nn.DataParallel that gives the first GPU a smaller share of the batch."""
 
-from .emulation import EmulatedDevices, MemoryBreakdown, emulate_devices
-from .errors import (
-    ArgumentError,
-    ArgumentTypeError,
-    BalancedDataParallelError,
-    BalanceWarning,
-    DistributedError,
-    EmulationError,
-    GatherError,
-    ImbalanceWarning,
-    InfeasiblePlanError,
-    ProbeError,
-    ReportError,
-    ScatterError,
-    SymbolicValueError,
-)
-from .memory import (
-    DeviceBreakdown,
-    DeviceMemory,
-    DevicePeak,
-    MemoryLogger,
-    MemoryProbe,
-    StepMemory,
-    memory_breakdown,
-)
-from .parallel import BalancedCriterion, BalancedDataParallel, PerDevice, balanced_data_parallel
-from .planning import LinearTerm, MemoryModel, Plan, WeightedSplit, plan
-from .split import split_batch, split_by_weights
-from .tuning import Alternative, Measurement, Provenance, Report, Workload, measure_step, tune
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.2.0"
 
-__all__ = [
-    "Alternative",
-    "ArgumentError",
-    "ArgumentTypeError",
-    "BalanceWarning",
-    "BalancedCriterion",
-    "BalancedDataParallel",
-    "BalancedDataParallelError",
-    "DeviceBreakdown",
-    "DeviceMemory",
-    "DevicePeak",
-    "DistributedError",
-    "EmulatedDevices",
-    "EmulationError",
-    "GatherError",
-    "ImbalanceWarning",
-    "InfeasiblePlanError",
-    "LinearTerm",
-    "Measurement",
-    "MemoryBreakdown",
-    "MemoryLogger",
-    "MemoryModel",
-    "MemoryProbe",
-    "PerDevice",
-    "Plan",
-    "ProbeError",
-    "Provenance",
-    "Report",
-    "ReportError",
-    "ScatterError",
-    "StepMemory",
-    "SymbolicValueError",
-    "WeightedSplit",
-    "Workload",
-    "balanced_data_parallel",
-    "emulate_devices",
-    "measure_step",
-    "memory_breakdown",
-    "plan",
-    "split_batch",
-    "split_by_weights",
-    "tune",
-]
+if TYPE_CHECKING:
+    from .api import *  # noqa: F403
+    from .api import __all__ as __all__
+else:
+    # Importing torch takes seconds, and the command line's help needs none of it.
+    def __getattr__(name: str) -> Any:
+        api = import_module(".api", __name__)
+        # By now, the rooms that api has imported are attributes.
+        return globals()[name] if name in globals() else getattr(api, name)
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *import_module(".api", __name__).__all__})

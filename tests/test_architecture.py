@@ -28,7 +28,7 @@ parallel/ bound_methods written_state replica_pool replicate parallel_apply gath
 parallel/ per_device criterion auto_split split_policy steps data_parallel functional __init__
 tuning/ models workloads open_devices measurement options step_benchmark report_types tuner
 tuning/ split_search loop_recorder __init__
-__init__
+api __init__
 distributed/ ranks batch_sampler loss_scaling to_ddp __init__
 integrations/ __init__ trainer_parallel transformers replacements
 report/ tables plots html markdown compare json_file __init__

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import balanced_dp
-from balanced_dp import distributed
+from balanced_dp import api, distributed
 
 from .conftest import MISSING
 from .processes import python
@@ -44,9 +44,18 @@ PUBLIC = [
 
 def test_all_is_sorted_and_holds_what_the_package_offers():
     assert balanced_dp.__all__ == sorted(balanced_dp.__all__)
-    modules = {name for name, value in vars(balanced_dp).items() if inspect.ismodule(value)}
-    offered = {name for name in vars(balanced_dp) if not name.startswith("_")} - modules
+    offered = {name for name in vars(api) if not name.startswith("_")} - {"annotations"}
     assert offered == set(balanced_dp.__all__)
+    assert set(dir(balanced_dp)) > offered
+
+
+def test_the_package_alone_does_without_torch():
+    """So that the command line answers at once."""
+    script = (
+        "import sys, balanced_dp.cli.commands; assert 'torch' not in sys.modules\n"
+        "from balanced_dp import *; BalancedDataParallel, balanced_dp.emulation.ledger"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
 
 
 RECORDS = [item for item in PUBLIC if dataclasses.is_dataclass(item)]
@@ -85,7 +94,7 @@ def test_what_callables_raise_is_documented():
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
 def test_examples_in_docstrings_are_true(module):
-    failed, _ = doctest.testmod(module, extraglobs={"torch": torch, **vars(balanced_dp)})
+    failed, _ = doctest.testmod(module, extraglobs={"torch": torch, **vars(api)})
     assert failed == 0
 
 

@@ -113,7 +113,7 @@ def run_without(names: tuple[str, ...], script: str) -> str:
 
 
 def test_an_import_without_a_needed_name_names_it():
-    output = run_without(("_C._functorch.peek_interpreter_stack",), "import balanced_dp")
+    output = run_without(("_C._functorch.peek_interpreter_stack",), "import balanced_dp.api")
     assert "ImportError: balanced_dp cannot be used with torch" in output
     assert "does not have torch._C._functorch.peek_interpreter_stack" in output
 

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from ..errors import ArgumentError
-from ..tuning.options import Goal
+from ..planning.split_planner import Goal
 from ..units import parse_bytes
 
 Target = Annotated[str, typer.Argument(help="A built-in workload, or package.module:function.")]
@@ -24,6 +24,20 @@ Spread = Annotated[
     typer.Option(
         "--spread",
         help="Only with spread=True: parameters, gradients and optimizer state on all devices.",
+    ),
+]
+Reserve = Annotated[
+    str | None,
+    typer.Option(
+        help="Memory to keep free for CUDA's context and workspaces. Default: 512MiB if the "
+        "capacity is known."
+    ),
+]
+Numeric = Annotated[
+    bool,
+    typer.Option(
+        "--numeric",
+        help="Emulate values, not shapes only: slower, for models that read values.",
     ),
 ]
 For = Annotated[

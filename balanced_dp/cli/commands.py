@@ -1,45 +1,48 @@
-"""The command ``balanced-dp``: the only place of the package that prints."""
+"""The command ``balanced-dp``: the only place of the package that prints.
+
+Commands import what they need when they run: torch takes seconds, and ``--help`` needs none of it.
+"""
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import math
 import platform
+import site
 import sys
+import sysconfig
 import time
 import traceback
 from contextlib import nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from .. import __version__
-from ..errors import ArgumentError, BalancedDataParallelError, ProbeError
+from ..errors import ArgumentError, BalancedDataParallelError, ProbeError, SymbolicValueError
+from ..planning.split_planner import Goal
+
+_PACKAGE = Path(__file__).parents[1]
+_EXTRA = ("typer", "rich", "pydantic", "jinja2", "matplotlib")
+
+
+def _lacking(error: ImportError) -> SystemExit:
+    return SystemExit(
+        f"balanced-dp: the command line needs {error.name}, which is part of the extra 'cli': "
+        "pip install '.[cli]' in a clone"
+    )
+
 
 try:
     import typer
-    from rich.live import Live
 
-    from ..report import compare_reports, load_reports, report_html, report_json, report_markdown
-    from ..report.json_file import write_atomically
-    from . import arguments, console
+    from . import arguments
 except ImportError as error:  # the library itself needs none of these
-    raise SystemExit(
-        f"balanced-dp: the command line needs {error.name}, which is part of the extra 'cli': "
-        "pip install '.[cli]' in a clone"
-    ) from None
+    raise _lacking(error) from None
 
-import torch
-
-from ..memory.probe import MemoryProbe
-from ..tuning.open_devices import default_num_devices, uses_emulation
-from ..tuning.options import Goal
-from ..tuning.report_types import Report
-from ..tuning.tuner import tune
-from ..tuning.workloads import BUILT_IN, find_workload
-from ..units import parse_bytes
-from . import demo as demos
-from . import run as runs
+if TYPE_CHECKING:
+    from ..tuning.report_types import Report
 
 app = typer.Typer(
     name="balanced-dp",
@@ -53,8 +56,8 @@ app = typer.Typer(
 
 def _print_version(is_set: bool) -> None:
     if is_set:
-        versions = f"torch {torch.__version__}, Python {platform.python_version()}"
-        print(f"balanced-dp {__version__}, {versions}")
+        versions = " ".join(f"{name} {version}," for name, version in _versions().items())
+        print(f"balanced-dp {__version__}, {versions.rstrip(',')}")
         raise typer.Exit
 
 
@@ -93,6 +96,11 @@ def demo(
 
     Runs on all GPUs of this machine if it has two or more, otherwise on emulated devices.
     """
+    from ..report.json_file import write_atomically
+    from ..tuning.open_devices import default_num_devices
+    from . import console
+    from . import demo as demos
+
     if num_devices is None:
         num_devices = default_num_devices(emulate)
     settings = demos.DemoSettings(num_devices, batch_size, steps, gpu0_bsz, memory, emulate)
@@ -138,6 +146,11 @@ def probe(
 
     Without NVML, prints the reason and ends with exit code 1.
     """
+    from rich.live import Live
+
+    from ..memory.probe import MemoryProbe
+    from . import console
+
     if watch_s is not None and not 0 < watch_s < math.inf:
         raise ArgumentError(f"--watch must be a number of seconds above 0, got {watch_s:g}")
     memory_probe = MemoryProbe()
@@ -165,12 +178,17 @@ def probe(
 @app.command()
 def workloads(as_json: arguments.Json = False) -> None:
     """List the built-in workloads, their number of parameters and a usual batch size."""
+    import torch
+
+    from ..tuning.workloads import BUILT_IN
+    from . import console
+
     listed: list[dict[str, Any]] = []
     table = console.table_of(("workload", "what it is"), ("parameters", "batch size"))
     for name, make in BUILT_IN.items():
         workload = make()
         with torch.device("meta"):
-            size = sum(p.numel() for p in workload.model().parameters())
+            size = sum(p.numel() for p in workload.new_model().parameters())
         about = (make.__doc__ or "").strip().rstrip(".")
         batch_size = workload.batch_size
         listed.append(
@@ -194,18 +212,20 @@ def plan_command(
         int | None, typer.Option("--devices", help="Number of devices; default: 4.")
     ] = None,
     batch_size: arguments.BatchSize = None,
-    reserve: Annotated[
-        str, typer.Option(help="Memory to keep free for CUDA's context and workspaces.")
-    ] = "512MiB",
+    reserve: arguments.Reserve = None,
     loss_on_device: arguments.LossOnDevice = False,
     spread: arguments.Spread = False,
     goal: arguments.For = "speed",
+    numeric: arguments.Numeric = False,
     as_json: arguments.Json = False,
 ) -> None:
     """Find gpu0_bsz for a workload on GPUs that this machine need not have.
 
     Measures a few training steps on emulated devices that keep shapes only.
     """
+    from ..report import report_json
+    from . import console
+
     capacities = arguments.parse_capacities(memory, num_devices, default=4)
     report = _tuned(
         target,
@@ -216,6 +236,7 @@ def plan_command(
         gather=not loss_on_device,
         spread=spread,
         goal=goal,
+        numeric=numeric,
     )
     if as_json:
         print(report_json(report), end="")
@@ -241,13 +262,7 @@ def tune_command(
             "of the GPUs; for emulated devices, what the even split needs."
         ),
     ] = None,
-    reserve: Annotated[
-        str | None,
-        typer.Option(
-            help="Memory to keep free for CUDA's context and workspaces. Default: 512MiB if the "
-            "capacity is known."
-        ),
-    ] = None,
+    reserve: arguments.Reserve = None,
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", metavar="FILE", help="Write the report to FILE."),
@@ -259,18 +274,20 @@ def tune_command(
     loss_on_device: arguments.LossOnDevice = False,
     spread: arguments.Spread = False,
     goal: arguments.For = "speed",
+    numeric: arguments.Numeric = False,
     as_json: arguments.Json = False,
 ) -> None:
     """Measure a workload at several values, choose gpu0_bsz, and write a report.
 
     Runs on all GPUs of this machine if it has two or more, otherwise on emulated devices.
     """
+    from ..report import report_html, report_json
+    from ..tuning.open_devices import default_num_devices
+    from . import console
+
     capacities = None
     if memory is not None:
         capacities = arguments.parse_capacities(memory, num_devices, default_num_devices(emulate))
-    if reserve is None:
-        is_known = memory is not None or not uses_emulation(emulate)
-        reserve = "512MiB" if is_known else "0"
     arguments.check_writable(output, html)
     if output is not None and output == html:
         raise ArgumentError(f"--output and --html both name {output}")
@@ -285,6 +302,7 @@ def tune_command(
         gather=not loss_on_device,
         spread=spread,
         goal=goal,
+        numeric=numeric,
     )
     if output is not None:
         _write(output, report_json(report))
@@ -339,6 +357,10 @@ def run(
     Runs on all GPUs of this machine if it has two or more, otherwise on emulated ones that the
     script sees as CUDA devices. nn.DataParallel becomes BalancedDataParallel.
     """
+    from ..report import report_html, report_json
+    from . import console
+    from . import run as runs
+
     arguments.check_writable(json_file, html)
     settings = runs.RunSettings(
         script,
@@ -377,6 +399,9 @@ def report_command(
     ] = False,
 ) -> None:
     """Show a report, or write it as an HTML page or as Markdown."""
+    from ..report import load_reports, report_html, report_json, report_markdown
+    from . import console
+
     reports = load_reports(file)
     arguments.check_writable(html, markdown)
     if html is not None:
@@ -405,6 +430,9 @@ def compare_command(
     ] = "",
 ) -> None:
     """Compare the chosen splits of two reports for each workload."""
+    from ..report import compare_reports, load_reports
+    from . import console
+
     earlier = {report.workload: report for report in load_reports(before)}
     failed = False
     for report in load_reports(after):
@@ -420,6 +448,8 @@ def compare_command(
 
 
 def _write(path: Path, text: str) -> None:
+    from ..report.json_file import write_atomically
+
     write_atomically(path, text)
     print(f"wrote {path}", file=sys.stderr)
 
@@ -428,7 +458,7 @@ def _tuned(
     target: str,
     batch_size: int | None,
     capacities: list[int] | None,
-    reserve: str,
+    reserve: str | None,
     num_devices: int | None = None,
     sweep: range = range(0),
     *,
@@ -436,10 +466,16 @@ def _tuned(
     gather: bool,
     spread: bool,
     goal: Goal,
+    numeric: bool,
 ) -> Report:
+    from ..tuning.tuner import tune
+    from ..tuning.workloads import find_workload
+    from ..units import parse_bytes
+    from . import console
+
     sys.path.insert(0, "")  # the workload may be in the current folder
     workload = find_workload(target)
-    reserve_bytes = parse_bytes(reserve, "--reserve")
+    reserve_bytes = None if reserve is None else parse_bytes(reserve, "--reserve")
     try:
         with console.measuring_progress() as on_measurement:
             return tune(
@@ -450,27 +486,40 @@ def _tuned(
                 reserve=reserve_bytes,
                 sweep=sweep,
                 emulate=emulate,
+                symbolic=not numeric,
                 gather=gather,
                 spread=spread,
                 goal=goal,
                 on_measurement=on_measurement,
             )
+    except SymbolicValueError as error:
+        raise ArgumentError(
+            f"{target} reads values{_where(error)}, which takes --numeric: {error}"
+        ) from None
     except BalancedDataParallelError:
         raise
     except Exception as error:  # the workload is the user's code
-        frame = traceback.extract_tb(error.__traceback__)[-1]
         raise ArgumentError(
-            f"{target} failed at {frame.filename}:{frame.lineno} with {type(error).__name__}: "
+            f"{target} failed{_where(error)} with {type(error).__name__}: "
             f"{' '.join(str(error).split())[:300]}"
         ) from None
 
 
+def _where(error: BaseException) -> str:
+    """Return the line of the user's code in which an error was raised, if it was in one."""
+    libraries = ("<", *site.getsitepackages(), sysconfig.get_path("stdlib"), str(_PACKAGE))
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if not frame.filename.startswith(libraries):
+            return f" at {frame.filename}:{frame.lineno}"
+    return ""
+
+
 def _provenance() -> dict[str, Any]:
-    return {
-        "schema": 1,
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
-        "machine": platform.platform(),
-    }
+    return {"schema": 1, "versions": _versions(), "machine": platform.platform()}
+
+
+def _versions() -> dict[str, str]:
+    return {"torch": importlib.metadata.version("torch"), "Python": platform.python_version()}
 
 
 def main() -> None:
@@ -483,3 +532,7 @@ def main() -> None:
     except BalancedDataParallelError as error:
         print(f"balanced-dp: {error}", file=sys.stderr)
         raise SystemExit(1 if isinstance(error, ProbeError) else 2) from None
+    except ImportError as error:
+        if (error.name or "").split(".")[0] not in _EXTRA:
+            raise
+        raise _lacking(error) from None

@@ -6,6 +6,7 @@ import bisect
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from ..errors import ArgumentError, InfeasiblePlanError
 from ..split import (
@@ -18,6 +19,10 @@ from ..split import (
 )
 from ..units import format_bytes
 from .memory_model import MemoryModel
+
+Goal = Literal["speed", "headroom", "batch"]
+"""What the best option has: the smallest of all largest chunks, the lowest utilization, or the
+largest batch."""
 
 
 @dataclass(frozen=True, slots=True)

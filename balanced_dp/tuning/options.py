@@ -4,16 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from ..planning.memory_model import MemoryModel
-from ..planning.split_planner import Planner, utilizations
+from ..planning.split_planner import Goal, Planner, utilizations
 from ..split import best_gpu0_bsz, even_share, split_batch, split_by_weights
 from .measurement import Measurement
-
-Goal = Literal["speed", "headroom", "batch"]
-"""What the best option has: the smallest of all largest chunks, the lowest utilization, or the
-largest batch."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,9 +13,9 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from ..planning.memory_model import MemoryModel
-from ..planning.split_planner import Plan
+from ..planning.split_planner import Goal, Plan
 from .measurement import Measurement
-from .options import Goal, Option, ranked
+from .options import Option, ranked
 
 SCHEMA = 4
 """The version of a report's fields."""

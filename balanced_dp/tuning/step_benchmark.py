@@ -101,7 +101,7 @@ class StepMeter:
     @functools.cached_property
     def _module(self) -> nn.Module:
         with torch.device(self.devices[0]):
-            module = self.workload.model()
+            module = self.workload.new_model()
         return module.to(self.devices[0])
 
     @functools.cached_property
@@ -193,7 +193,7 @@ class StepMeter:
 
     def _train(self, step: StepRecorder, model: nn.Module, batch_size: int) -> torch.Tensor:
         """Train for one step and return the loss."""
-        args, kwargs, target = self.workload.make_batch(batch_size)
+        args, kwargs, target = self.workload.new_batch(batch_size)
         self._optimizer.zero_grad()
         step.begin_phase()
         precision = self.workload.precision

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -12,14 +13,17 @@ import torch
 
 from ..errors import ArgumentError, InfeasiblePlanError
 from ..planning.memory_model import MeasuredSplit, MemoryModel, fit
-from ..planning.split_planner import Planner, check_batch, check_fits, describe, utilizations
+from ..planning.split_planner import Goal, Planner, check_batch, check_fits, describe, utilizations
 from ..split import best_gpu0_bsz, even_share
 from .measurement import Measurement
 from .open_devices import default_num_devices, open_devices, uses_emulation
-from .options import Goal, find_options, ranked
+from .options import find_options, ranked
 from .report_types import SCHEMA, Alternative, Provenance, Report
 from .step_benchmark import StepMeter, step_meter
 from .workloads import Workload
+
+_RESERVE = 512 * 2**20
+"""Bytes that CUDA's context and the workspaces of libraries take, about."""
 
 _MAX_ROUNDS = 4
 """How often the model is fitted again after measuring what it planned."""
@@ -43,9 +47,10 @@ def tune(
     devices: int | Sequence[torch.device] | None = None,
     capacities: Sequence[int] | None = None,
     *,
-    reserve: int = 0,
+    reserve: int | None = None,
     sweep: Iterable[int] = (),
     emulate: bool = False,
+    symbolic: bool = True,
     gather: bool = True,
     spread: bool = False,
     goal: Goal = "speed",
@@ -65,9 +70,12 @@ def tune(
             for each capacity, or four.
         capacities: capacity of each device in bytes. By default that of the accelerators; for
             emulated devices what the bottleneck device needs with the even split, in whole MiB.
-        reserve: bytes of each capacity to keep free.
+        reserve: bytes of each capacity to keep free. By default 512 MiB for contexts and
+            workspaces, or 0 if the capacity is what the even split needs.
         sweep: values of ``gpu0_bsz`` to measure in addition.
         emulate: whether to emulate devices even if there are accelerators.
+        symbolic: whether emulated devices keep shapes only. Otherwise they compute values, for
+            workloads that read them.
         gather: whether to gather outputs and compute their loss on device 0. Otherwise each device
             computes the loss of its chunk.
         spread: whether to spread parameters, gradients and optimizer state over all devices.
@@ -85,8 +93,12 @@ def tune(
     """
     if goal not in get_args(Goal):
         raise ArgumentError(f"goal must be one of {get_args(Goal)}, got {goal!r}")
+    if reserve is None:
+        is_known = capacities is not None or not uses_emulation(emulate)
+        reserve = _RESERVE if is_known else 0
     if capacities is not None:
         check_batch(batch_size, capacities, reserve)
+    opened = functools.partial(_opened_meter, workload, devices, emulate, symbolic)
 
     num_later = (gather + (not spread)) * _FEW * with_alternatives
 
@@ -97,7 +109,7 @@ def tune(
         nonlocal num_later
         num_later -= _FEW
         try:
-            with _opened_meter(workload, devices, capacities, emulate, gather, spread) as meter:
+            with opened(capacities, gather, spread) as meter:
                 other = _measured(meter, batch_size, capacities, reserve, (), on_each)
         except Exception as error:  # the user's loss may not work for chunks
             reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
@@ -114,7 +126,7 @@ def tune(
             yield alternative(gathers, True, capacities)
 
     try:
-        with _opened_meter(workload, devices, capacities, emulate, gather, spread) as meter:
+        with opened(capacities, gather, spread) as meter:
             known = default_capacities(meter, batch_size) if capacities is None else capacities
             check_batch(batch_size, known, reserve)
             if len(known) != len(meter.devices):
@@ -174,8 +186,9 @@ def _measured(
 def _opened_meter(
     workload: Workload,
     devices: int | Sequence[torch.device] | None,
-    capacities: Sequence[int] | None,
     emulate: bool,
+    symbolic: bool,
+    capacities: Sequence[int] | None,
     gather: bool,
     spread: bool,
 ) -> Iterator[StepMeter]:
@@ -186,7 +199,9 @@ def _opened_meter(
     memory = capacities if are_unlike else None
     with ExitStack() as stack:
         if isinstance(devices, int):
-            devices = stack.enter_context(open_devices(devices, memory=memory, emulate=emulate))
+            devices = stack.enter_context(
+                open_devices(devices, memory=memory, emulate=emulate, symbolic=symbolic)
+            )
         yield stack.enter_context(step_meter(workload, devices, gather, spread))
 
 

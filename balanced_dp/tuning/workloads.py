@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib
 import pydoc_data.topics
@@ -28,9 +29,10 @@ class Workload:
 
     Attributes:
         model: returns the module, on torch's default device, so that a model larger than this
-            machine's memory can be made on emulated devices.
-        make_batch: returns the arguments of the model and the target for a batch of a given size,
-            on the CPU.
+            machine's memory can be made on emulated devices. Or a module, of which copies are
+            trained.
+        make_batch: returns positional and keyword arguments of the model, and the target, for a
+            batch of a given size, on the CPU. Or a tensor, the only argument, and the target.
         loss: returns the 0-dim loss of the model's output and the target.
         make_optimizer: returns an optimizer of the parameters.
         precision: the dtype of autocast, ``torch.bfloat16`` or ``torch.float16``, or None.
@@ -38,13 +40,48 @@ class Workload:
         batch_size: a usual batch size.
     """
 
-    model: Callable[[], nn.Module]
-    make_batch: Callable[[int], Batch]
+    model: Callable[[], nn.Module] | nn.Module
+    make_batch: Callable[[int], Batch | tuple[torch.Tensor, Any]]
     loss: Callable[[Any, Any], torch.Tensor]
     make_optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = torch.optim.AdamW
     precision: torch.dtype | None = None
     name: str = _UNNAMED
     batch_size: int = 32
+
+    def new_model(self) -> nn.Module:
+        """Return a new module.
+
+        Raises:
+            ArgumentTypeError: ``model`` does not return one.
+        """
+        if isinstance(self.model, nn.Module):
+            return copy.deepcopy(self.model)
+        module = self.model()
+        if not isinstance(module, nn.Module):
+            raise ArgumentTypeError(
+                f"model of {self.name} must return an nn.Module, but returned "
+                f"{type(module).__name__}"
+            )
+        return module
+
+    def new_batch(self, batch_size: int) -> Batch:
+        """Return positional and keyword arguments of the model, and the target.
+
+        Raises:
+            ArgumentTypeError: ``make_batch`` does not return them.
+        """
+        batch = self.make_batch(batch_size)
+        match batch:
+            case (torch.Tensor() as argument, target):
+                return (argument,), {}, target
+            case (tuple() | list() as args, dict() as kwargs, target):
+                return tuple(args), kwargs, target
+        types = ", ".join(type(item).__name__ for item in batch) if isinstance(batch, tuple) else ""
+        raise ArgumentTypeError(
+            f"make_batch of {self.name} must return (arguments, keyword arguments, target), such "
+            f"as ((x,), {{}}, y), or (x, y), but returned {type(batch).__name__}"
+            f"{f' of {types}' if types else ''}"
+        )
 
 
 def find_workload(target: str) -> Workload:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 
 import pytest
@@ -34,6 +35,26 @@ def fails():
 
 def wants(width):
     return make(width)
+
+class Net(torch.nn.Linear):
+    def forward(self, x):
+        return super().forward(x[:, :2])  # line 25
+
+def inside():
+    return Workload(Net(256, 256), make().make_batch, torch.nn.functional.mse_loss)
+
+class Reads(torch.nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * x.sum().item()  # line 32
+
+def reads():
+    return Workload(Reads(256, 256), make().make_batch, torch.nn.functional.mse_loss)
+
+def three():
+    return Workload(Net(256, 256), lambda n: (torch.zeros(n),) * 3, torch.nn.functional.mse_loss)
+
+def text():
+    return Workload(lambda: "a model", make().make_batch, torch.nn.functional.mse_loss)
 """
 
 
@@ -124,7 +145,10 @@ def test_devices_and_capacities_are_as_asked(folder, invoke):
         (["tune", "char-lm", "--batch-size", "0"], "batch_size must be at least 1, got 0"),
         (["tune", "char-lm", "-o", "none/a.json"], "there is no folder"),
         (["tune", "char-lm", "--html", "."], "is a folder; name a file"),
-        (["tune", "mine:fails"], "mine:fails failed at"),
+        (["tune", "mine:fails"], "mine:fails failed with TypeError: Linear.__init__() missing 2"),
+        (["tune", "mine:three"], "make_batch of mine:three must return (arguments, keyword argu"),
+        (["tune", "mine:three"], "or (x, y), but returned tuple of Tensor, Tensor, Tensor"),
+        (["tune", "mine:text"], "model of mine:text must return an nn.Module, but returned str"),
         (["tune", "mine:wants"], "cannot be made: TypeError: wants() missing 1 required"),
         (["report", "none.json"], "none.json cannot be read: No such file"),
         (["compare", "a.json", "a.json", "--fail", "x"], "--fail takes METRIC:NUMBER"),
@@ -139,6 +163,23 @@ def test_wrong_input_is_said_in_a_line_and_exit_code_2(
     assert ended.value.code == 2
     [line] = capsys.readouterr().err.strip().splitlines()
     assert message in line
+
+
+def test_what_fails_in_a_model_is_said_with_the_user_s_line(folder):
+    done = python("-m", "balanced_dp", "tune", "mine:inside", cwd=folder)
+    assert done.returncode == 2
+    assert "mine.py:25 with RuntimeError: a and b must have same reduction dim" in done.stderr
+
+
+def test_a_model_that_reads_values_takes_numeric(folder):
+    done = python("-m", "balanced_dp", "tune", "mine:reads", cwd=folder)
+    assert done.returncode == 2
+    assert re.search(
+        r"mine:reads reads values at .*mine\.py:32, which takes --numeric", done.stderr
+    )
+    done = python("-m", "balanced_dp", "tune", "mine:reads", "--numeric", cwd=folder)
+    assert done.returncode == 0
+    assert "Measured on emulated devices, with numbers" in done.stdout
 
 
 def test_reports_of_other_workloads_are_not_compared(folder, tuned):

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from balanced_dp import LinearTerm, Measurement, MemoryModel
-from balanced_dp.planning.split_planner import utilizations
+from balanced_dp.planning.split_planner import Goal, utilizations
 from balanced_dp.split import even_share, split_batch, split_by_weights
-from balanced_dp.tuning.options import Goal, find_options, ranked
+from balanced_dp.tuning.options import find_options, ranked
 
 GOALS = typing.get_args(Goal)
 

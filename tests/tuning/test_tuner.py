@@ -12,6 +12,7 @@ from balanced_dp import (
     ArgumentError,
     InfeasiblePlanError,
     Report,
+    SymbolicValueError,
     Workload,
     emulate_devices,
     split_batch,
@@ -29,11 +30,12 @@ GIB = 2**30
 PLENTY = 64 * GIB
 
 
-def tuned(workload, batch_size, capacities, *, with_alternatives=False, **options):
+def tuned(workload, batch_size, capacities, *, reserve=0, with_alternatives=False, **options):
     return tune(
         workload,
         batch_size,
         capacities=capacities,
+        reserve=reserve,
         emulate=True,
         with_alternatives=with_alternatives,
         **options,
@@ -219,6 +221,13 @@ def test_capacities_that_are_not_given_are_what_the_even_split_needs():
     assert report.plan.even_max_batch_size == 24 < report.plan.max_batch_size
 
 
+def test_half_a_gib_is_kept_free_of_capacities_that_are_given():
+    options = {"emulate": True, "with_alternatives": False}
+    report = tune(SMALL["mlp"](), 24, capacities=[GIB] * 3, **options)
+    assert report.plan.reserve_bytes == GIB // 2
+    assert tune(SMALL["mlp"](), 24, 3, **options).plan.reserve_bytes == 0
+
+
 def test_a_sweep_measures_each_value():
     report = tune(SMALL["mlp"](), 24, 3, sweep=range(3, 9), emulate=True, with_alternatives=False)
     swept = {m.gpu0_bsz for m in report.measurements if m.batch_size == 24}
@@ -231,7 +240,9 @@ def test_devices_that_are_given_are_measured_on():
     free = tuned(workload, 36, [GIB] * 3)
     capacity = (max(free.chosen.peak_bytes) + max(free.even.peak_bytes)) // 2
     with emulate_devices(3, symbolic=True, memory=capacity) as devices:
-        report = tune(workload, 36, list(devices), [capacity] * 3, with_alternatives=False)
+        report = tune(
+            workload, 36, list(devices), [capacity] * 3, reserve=0, with_alternatives=False
+        )
     assert {m.status for m in report.measurements} == {"ok", "oom"}
     assert report.chosen.peak_bytes == free.chosen.peak_bytes
     assert report.even.status == "oom"
@@ -239,12 +250,12 @@ def test_devices_that_are_given_are_measured_on():
         emulate_devices(3, symbolic=True, memory=capacity) as devices,
         pytest.raises(InfeasiblePlanError, match="a batch of 360 does not fit: memory ran out"),
     ):
-        tune(workload, 360, list(devices), [capacity] * 3, with_alternatives=False)
+        tune(workload, 360, list(devices), [capacity] * 3, reserve=0, with_alternatives=False)
     with (
         emulate_devices(3, symbolic=True, memory="24MiB") as devices,
         pytest.raises(InfeasiblePlanError, match="not even a batch of 1 ran: CUDA out of memory"),
     ):
-        tune(workload, 4, list(devices), [capacity] * 3, with_alternatives=False)
+        tune(workload, 4, list(devices), [capacity] * 3, reserve=0, with_alternatives=False)
 
 
 def test_half_precision_is_planned_with(alike):
@@ -265,6 +276,24 @@ class Nonlinear(torch.nn.Module):
 
     def forward(self, x):
         return self.layer(x) + x.new_zeros((len(x) % 3) * 100_000 + 1).sum()
+
+
+class Branching(torch.nn.Linear):
+    """Read a value."""
+
+    def forward(self, x):
+        return super().forward(x) * (2 if x.sum().item() > 0 else 1)
+
+
+def test_a_model_that_reads_values_is_measured_where_they_are_computed():
+    workload = Workload(
+        Branching(4, 4), lambda n: (torch.ones(n, 4), torch.ones(n, 4)), torch.nn.MSELoss()
+    )
+    with pytest.raises(SymbolicValueError):
+        tuned(workload, 12, [GIB] * 3)
+    report = tuned(workload, 12, [GIB] * 3, symbolic=False)
+    assert report.chosen.mode == "emulated"
+    assert workload.model.weight.grad is None  # a copy was trained
 
 
 def nonlinear():

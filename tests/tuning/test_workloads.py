@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from balanced_dp import ArgumentError, measure_step
+from balanced_dp import ArgumentError, ArgumentTypeError, Workload, measure_step
 from balanced_dp.tuning.models import Bottleneck, TokenTransformer, TransformerXL
 from balanced_dp.tuning.open_devices import open_devices
 from balanced_dp.tuning.workloads import BUILT_IN, find_workload
@@ -72,6 +72,41 @@ def test_batches_are_the_same_on_each_call_and_each_sample_like_the_others(name)
     assert torch.equal(first, again)
     assert len(first) == 6
     assert len(workload.make_batch(1)[0][0]) == 1
+
+
+def test_a_batch_may_be_a_tensor_and_its_target():
+    x, y = torch.ones(3), torch.zeros(3)
+    workload = Workload(nn.Identity(), lambda size: (x, y), nn.MSELoss())
+    args, kwargs, target = workload.new_batch(3)
+    assert (args[0] is x, len(args), kwargs, target is y) == (True, 1, {}, True)
+    args, kwargs, target = Workload(
+        nn.Identity(), lambda size: ([x], {"mask": y}, None), nn.MSELoss()
+    ).new_batch(3)
+    assert (args[0] is x, len(args), kwargs["mask"] is y, target) == (True, 1, True, None)
+
+
+@pytest.mark.parametrize(
+    ("batch", "described"),
+    [
+        ((torch.ones(3),), "tuple of Tensor"),
+        ((torch.ones(3), {}, torch.ones(3)), "tuple of Tensor, dict, Tensor"),
+        (((torch.ones(3),), torch.ones(3)), "tuple of tuple, Tensor"),
+        (torch.ones(3), "Tensor"),
+        (None, "NoneType"),
+    ],
+)
+def test_what_is_no_batch(batch, described):
+    workload = Workload(nn.Identity(), lambda size: batch, nn.MSELoss())
+    with pytest.raises(ArgumentTypeError, match=rf"or \(x, y\), but returned {described}$"):
+        workload.new_batch(3)
+
+
+def test_a_module_is_copied():
+    module = nn.Linear(2, 2)
+    workload = Workload(module, lambda size: (torch.ones(size, 2), None), nn.MSELoss())
+    copied = workload.new_model()
+    assert copied is not module
+    assert torch.equal(copied.weight, module.weight)
 
 
 def test_what_is_no_workload():
