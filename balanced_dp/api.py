@@ -1,5 +1,6 @@
 """The names that ``balanced_dp`` offers."""
 
+from .devices import training_devices
 from .emulation import EmulatedDevices, MemoryBreakdown, emulate_devices
 from .errors import (
     ArgumentError,
@@ -71,5 +72,6 @@ __all__ = [
     "plan",
     "split_batch",
     "split_by_weights",
+    "training_devices",
     "tune",
 ]

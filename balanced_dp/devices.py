@@ -1,4 +1,4 @@
-"""The devices that ``device_ids`` and ``output_device`` name, and their streams."""
+"""The devices to train on, those that arguments such as ``device_ids`` name, and their streams."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
-from .emulation import device_module
+from .emulation import device_module, emulate_devices
 from .emulation.machine import current_machine, has_machine
 from .errors import ArgumentError, ArgumentTypeError
+from .split import as_integer
 from .torch_versions import accelerator_type
 
 Device = int | str | torch.device
@@ -117,6 +118,52 @@ def resolve_device(device_id: Device, device_type: str | None) -> torch.device:
     if device.index is None:
         return torch.device(device.type, module.current_device())
     return device
+
+
+def training_devices(
+    num_devices: int | None = None,
+    *,
+    memory: int | str | Sequence[int | str] | None = None,
+    symbolic: bool = False,
+    as_cuda: bool = False,
+) -> contextlib.AbstractContextManager[Sequence[torch.device]]:
+    """Provide the GPUs of this machine or, where there are too few, emulated devices.
+
+    With ``num_devices``, they are the first GPUs if there are that many, otherwise emulated
+    devices. Without it, they are all GPUs if there are two or more, otherwise four emulated
+    devices. GPUs can be accelerators of any type. Inside ``emulate_devices``, its devices take the
+    place of the GPUs.
+
+    Emulated devices end with the ``with`` block. Copy what is needed later to the CPU.
+
+    Args:
+        num_devices: number of devices, at least 1. None means all GPUs, or four emulated devices.
+        memory: capacity of emulated devices, as in ``emulate_devices``. That of GPUs is their own.
+        symbolic: whether emulated devices keep shapes only, as in ``emulate_devices``.
+        as_cuda: whether emulated devices are named as CUDA's, as in ``emulate_devices``.
+
+    Returns:
+        A context manager with the devices. Move the module to the first one, and pass them all as
+        ``device_ids``, which may be omitted if ``num_devices`` is.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: an argument is invalid.
+        EmulationError: an ``emulate_devices`` context with fewer devices is open.
+
+    Examples:
+        >>> with training_devices(2) as devices:
+        ...     model = torch.nn.Linear(8, 1).to(devices[0])
+        ...     model = BalancedDataParallel(1, model, device_ids=devices)
+        ...     model.split(8)
+        ...     del model
+        (1, 7)
+    """
+    found = resolve_devices(None, default_device_type())
+    if num_devices is None:
+        num_devices = len(found) if len(found) > 1 else 4
+    if as_integer("num_devices", num_devices, minimum=1) <= len(found):
+        return contextlib.nullcontext(found[:num_devices])
+    return emulate_devices(num_devices, memory=memory, symbolic=symbolic, as_cuda=as_cuda)
 
 
 CUDA_LIKE = {"cuda"}

@@ -27,6 +27,7 @@ from balanced_dp import (
     plan,
     split_batch,
     split_by_weights,
+    training_devices,
     tune,
 )
 from balanced_dp.distributed import (
@@ -75,6 +76,8 @@ def train(x: Tensor, y: Tensor) -> None:
 
 def every_option(module: nn.Module, x: Tensor) -> None:
     BalancedDataParallel("auto", module, device_ids=[0, 1], output_device="cpu", dim=1)
+    with training_devices(2, memory=["1GiB", 2**30], symbolic=True) as devices:
+        BalancedDataParallel(2, module.to(devices[0]), device_ids=devices)
     BalancedDataParallel(None, module, ["cuda:0", torch.device("cuda", 1)], device_weights=[1, 2.5])
     model = BalancedDataParallel(2, module, gather=False, broadcast=["table"], split=("mask",))
     criterion = BalancedCriterion(nn.CrossEntropyLoss())
