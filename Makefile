@@ -1,6 +1,10 @@
 PYTHON ?= python3
 BIN = .venv/bin
 PIP = $(BIN)/python -m pip --disable-pip-version-check
+INSTALL = $(PIP) install --constraint constraints.txt --build-constraint constraints.txt
+# What pip says is shown if it fails; -q would hide which versions are in conflict.
+QUIETLY = > .venv/pip.log 2>&1 || { cat .venv/pip.log >&2; exit 1; }
+DEMO = .venv/.demo
 INSTALLED = .venv/.installed
 
 .PHONY: help demo test test-all check format docs notebooks bench wheel compat constraints clean
@@ -8,7 +12,7 @@ INSTALLED = .venv/.installed
 help:  ## List these targets (the default)
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
 
-demo: $(INSTALLED)  ## Run the demo; ARGS="..." is passed on
+demo: $(DEMO)  ## Run the demo; ARGS="..." is passed on
 	$(BIN)/balanced-dp demo $(ARGS)
 
 test: $(INSTALLED)  ## Run the fast tests; ARGS="..." goes to pytest
@@ -64,16 +68,21 @@ compat:  ## Run the fast tests with another torch, TORCH=2.6.0, in build/compat 
 bench: $(INSTALLED)  ## Run the benchmarks; ARGS="..." goes to pytest
 	$(BIN)/pytest benchmarks --benchmark-only $(ARGS)
 
-# Installs what pyproject.toml asks for, in the versions of constraints.txt, when either is newer.
-# pip itself comes first: the one in a new environment may be too old for --group (25.1) and
-# --build-constraint (25.3).
-$(INSTALLED): pyproject.toml constraints.txt
+# Installs what pyproject.toml asks for, in the versions of constraints.txt, when either is newer:
+# first what the demo needs, then the rest. pip itself comes first of all: the one in a new
+# environment may be too old for --group (25.1) and --build-constraint (25.3).
+$(DEMO): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version.split()[0]; sys.exit("balanced-dp needs Python 3.10 or newer, and $(PYTHON) is " + v + "; try: make PYTHON=python3.12" if sys.version_info < (3, 10) else 0)'
-	$(PYTHON) -m venv .venv
-	$(PIP) install --constraint constraints.txt pip
-	$(PIP) install --constraint constraints.txt --build-constraint constraints.txt \
-		--group dev --editable '.[cli,hf]'
-	touch $@
+	@echo 'Installing torch and what else the demo needs in .venv: 1.1 GB and a minute or two, more with CUDA.'
+	@$(PYTHON) -m venv .venv
+	@$(PIP) install --constraint constraints.txt pip $(QUIETLY)
+	@$(INSTALL) --editable '.[cli]' $(QUIETLY)
+	@touch $@
+
+$(INSTALLED): $(DEMO)
+	@echo 'Installing the tools for tests, notebooks, checks and documentation in .venv: 0.8 GB and a minute.'
+	@$(INSTALL) --group dev --editable '.[cli,hf]' $(QUIETLY)
+	@touch $@
 
 # uv, because it resolves for every supported Python and platform at once, from metadata alone.
 # torch keeps its line, so that a large download is never a surprise: edit that line to move it.
