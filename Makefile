@@ -6,8 +6,9 @@ INSTALL = $(PIP) install --constraint constraints.txt --build-constraint constra
 QUIETLY = > .venv/pip.log 2>&1 || { cat .venv/pip.log >&2; exit 1; }
 DEMO = .venv/.demo
 INSTALLED = .venv/.installed
+LAB = .venv/.lab
 
-.PHONY: help demo test test-all check format docs notebooks bench wheel compat constraints clean
+.PHONY: help demo test test-all check format docs notebooks lab bench wheel compat constraints clean
 
 help:  ## List these targets (the default)
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -40,6 +41,9 @@ docs: $(INSTALLED)  ## Build the guide and the API reference into build/site, an
 notebooks: $(INSTALLED)  ## Run the notebooks and store their outputs
 	$(BIN)/pytest --overwrite notebooks
 
+lab: $(LAB)  ## Open the notebooks in JupyterLab; ARGS="..." is passed on
+	$(BIN)/jupyter lab notebooks $(ARGS)
+
 # The tests run away from the sources, which would be imported in place of the wheel.
 wheel: $(INSTALLED)  ## Build the wheel, and test it with nothing but its dependencies installed
 	rm -rf build/wheel
@@ -49,7 +53,7 @@ wheel: $(INSTALLED)  ## Build the wheel, and test it with nothing but its depend
 	build/wheel/venv/bin/python -m pip install --quiet --constraint constraints.txt pip
 	build/wheel/venv/bin/python -m pip install --quiet --constraint constraints.txt \
 		--group core-test build/wheel/*.whl
-	cp -r *.md Makefile pyproject.toml benchmarks docs notebooks tests build/wheel
+	cp -r *.md Makefile pyproject.toml constraints.txt benchmarks docs notebooks tests build/wheel
 	cd build/wheel && venv/bin/pytest -o addopts= -n auto --dist worksteal tests $(ARGS)
 
 # Constraints of torch's own dependencies go with its version.
@@ -84,6 +88,11 @@ $(INSTALLED): $(DEMO)
 	@$(INSTALL) --group dev --editable '.[cli,hf]' $(QUIETLY)
 	@touch $@
 
+$(LAB): $(INSTALLED)
+	@echo 'Installing JupyterLab in .venv: 0.1 GB and half a minute.'
+	@$(INSTALL) --group lab $(QUIETLY)
+	@touch $@
+
 # uv, because it resolves for every supported Python and platform at once, from metadata alone.
 # torch keeps its line, so that a large download is never a surprise: edit that line to move it.
 # pip, hatchling and editables are what installing takes besides the dependencies.
@@ -91,7 +100,7 @@ constraints:  ## Resolve constraints.txt again (torch keeps its version)
 	$(PYTHON) -m venv .venv/uv
 	.venv/uv/bin/python -m pip install --quiet --upgrade uv
 	(grep '^torch==' constraints.txt; printf '%s\n' pip hatchling editables) | \
-		.venv/uv/bin/uv pip compile - pyproject.toml --group dev --extra cli --extra hf \
+		.venv/uv/bin/uv pip compile - pyproject.toml --group dev --group lab --extra cli --extra hf \
 		--universal --python-version 3.10 --no-python-downloads --upgrade --no-annotate --quiet \
 		--custom-compile-command 'make constraints' --output-file constraints.txt
 

@@ -31,7 +31,7 @@ def installed_by(clone, target):
     command = ["make", "--no-print-directory", "--dry-run", target]
     done = subprocess.run(command, cwd=clone, check=True, capture_output=True, text=True)
     lines = done.stdout.replace("\\\n", " ").splitlines()
-    return [line for line in lines if EXTRAS.search(line)]
+    return [line for line in lines if re.search("--editable|--group", line)]
 
 
 def mark(clone, name, seconds):
@@ -52,6 +52,15 @@ def test_other_targets_add_the_rest(clone, target):
     assert [demo] == installed_by(clone, "demo")
     assert EXTRAS.search(rest)[1] == ".[cli,hf]"
     assert "--group dev" in rest
+
+
+def test_lab_adds_jupyterlab(clone):
+    *others, lab = installed_by(clone, "lab")
+    assert others == installed_by(clone, "test")
+    assert "--group lab" in lab
+    for name, seconds in ((".demo", 10), (".installed", 20), (".lab", 30)):
+        mark(clone, f".venv/{name}", seconds)
+    assert installed_by(clone, "lab") == []
 
 
 def test_what_is_there_is_not_installed_again(clone):
