@@ -33,6 +33,7 @@ from ..devices import Device, default_device_type, resolve_devices
 from ..emulation.machine import has_machine
 from ..errors import ArgumentError
 from ..memory.logger import MemoryLogger
+from ..parallel.auto_split import STATE_KEY, AutoSplit
 from ..parallel.data_parallel import BalancedDataParallel
 from ..parallel.gather import ScalarOutputs
 
@@ -74,6 +75,7 @@ class BalancedTrainerMixin:
     label_smoother: Any
     compute_loss_func: Any
     label_names: list[str]
+    add_callback: Callable[[TrainerCallback], None]
 
     def __init__(
         self,
@@ -99,6 +101,7 @@ class BalancedTrainerMixin:
         }
         self._parallel: TrainerParallel | None = None
         super().__init__(*args, **kwargs)
+        self.add_callback(_KeepSplit(self))
         self._devices = self._choose_devices(device_ids)
         if self._devices:
             self._use_devices()
@@ -227,6 +230,29 @@ class BalancedTrainer(BalancedTrainerMixin, Trainer):  # type: ignore[misc]
     Raises:
         ArgumentError, ArgumentTypeError: the devices or the split are invalid.
     """
+
+
+class _KeepSplit(TrainerCallback):
+    """Stores what ``gpu0_bsz="auto"`` has found in the state of the Trainer, and starts with it.
+
+    Not an ``ExportableState``: with ``restore_callback_states_from_checkpoint`` the Trainer would
+    replace this object by one that does not know its trainer.
+    """
+
+    def __init__(self, trainer: BalancedTrainerMixin) -> None:
+        self._trainer = trainer
+
+    def _auto(self) -> AutoSplit | None:
+        parallel = self._trainer.parallel_model
+        return None if parallel is None else parallel._policy.auto
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if (auto := self._auto()) and (stored := state.stateful_callbacks.get(STATE_KEY)):
+            auto.load_state_dict(stored["attributes"], self._trainer.model)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if (auto := self._auto()) and (found := auto.state_dict()):
+            state.stateful_callbacks[STATE_KEY] = {"attributes": found}
 
 
 class MemoryCallback(TrainerCallback):

@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,6 +22,9 @@ from ..split import split_batch
 _PATIENCE = 100
 """After so many calls without an optimizer step, a warning says that "auto" learns nothing."""
 
+STATE_KEY = "auto_split"
+"""Where a checkpoint says what "auto" has found."""
+
 
 def smallest_chunk(module: nn.Module) -> int:
     """Return the fewest samples a replica can train on: batch norm refuses a single one."""
@@ -33,6 +37,9 @@ class AutoSplit:
     An iteration ends with the step of a ``torch.optim.Optimizer``; with gradient accumulation it
     has several calls. The first iteration after each change is not counted, since optimizer state
     is created and kernels are tuned in it.
+
+    Attributes:
+        batch_size: the largest batch so far; None before the first one.
 
     Raises:
         ArgumentError: the devices do not count their memory, or one of them repeats.
@@ -52,6 +59,7 @@ class AutoSplit:
             )
         self.devices = devices
         self.batch_size: int | None = None
+        self._loaded: Mapping[str, Any] | None = None
         self._num_ooms: list[int] = []
         self._is_settling = True
         # Of the iteration that is under way:
@@ -73,17 +81,33 @@ class AutoSplit:
 
     @property
     def gpu0_bsz(self) -> int | None:
-        """The value for batches of the last size; None before the first batch."""
+        """The value for the largest batch so far; before the first one, that of a loaded state."""
         if self.batch_size is None:
-            return None
+            return None if self._loaded is None else self.split(self._loaded["batch_size"])[0]
         if self._batch_sizes and not self._has_stepped and torch.is_grad_enabled():
             self.look_for_out_of_memory()
         return self.balance.gpu0_bsz(self.batch_size)
 
     def split(self, batch_size: int) -> tuple[int, ...]:
         """Return the chunk sizes for a batch."""
-        value = batch_size if self.batch_size is None else self.balance.gpu0_bsz(batch_size)
+        is_even = len(self.devices) < 2 or (self.batch_size is None and self._loaded is None)
+        value = batch_size if is_even else self.balance.gpu0_bsz(batch_size)
         return split_batch(batch_size, max(1, len(self.devices)), value)
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """Return what a later run can start with, as numbers and lists, or None."""
+        if self.batch_size is None:
+            return None if self._loaded is None else dict(self._loaded)
+        return self.balance.state_dict(self.batch_size)
+
+    def load_state_dict(self, state: Mapping[str, Any], module: nn.Module) -> None:
+        """Start with what an earlier run has found, unless training has begun."""
+        if self.batch_size is not None:
+            return
+        self._loaded = state
+        if len(self.devices) > 1:
+            self.balance.smallest = smallest_chunk(module)
+            self.balance.load_state_dict(state)
 
     def begin_call(self, module: nn.Module, batch_size: int) -> None:
         """End the iteration that is over when this call begins, if one is, or begin another.
@@ -97,7 +121,7 @@ class AutoSplit:
             return
         if self.batch_size is None:
             self.balance.smallest = smallest_chunk(module)
-        self.batch_size = batch_size
+        self.batch_size = max(batch_size, self.batch_size or 0)
         if self._batch_sizes:  # gradients accumulate, or the step before failed
             self.look_for_out_of_memory()
         if not self._batch_sizes:

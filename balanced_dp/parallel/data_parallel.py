@@ -14,6 +14,7 @@ from ..devices import Device
 from ..errors import ArgumentError, ArgumentTypeError
 from ..memory.probe import MemoryProbe
 from ..torch_versions import disable_dynamo
+from .auto_split import STATE_KEY
 from .call_inputs import check_paths, named_arguments
 from .gather import ScalarOutputs
 from .homes import on_one_device, spread_parameters
@@ -51,8 +52,9 @@ class BalancedDataParallel(DataParallelSteps[ModuleT]):
             ``"auto"`` finds the value during the first iterations of training: it starts with the
             even split, reads the peaks of each iteration when the next one begins, changes the
             value at most five times and then keeps it. It also changes the value when memory runs
-            out: catch ``torch.OutOfMemoryError`` and repeat the step. None is no limit: the
-            split is even, or that of ``device_weights``.
+            out: catch ``torch.OutOfMemoryError`` and repeat the step. The state dict contains what
+            it has found, and training that loads it starts with that. None is no limit: the split
+            is even, or that of ``device_weights``.
         module: the module to parallelize. Its parameters and buffers must be on ``device_ids[0]``.
             With ``spread`` or a single device they are moved.
         device_ids: devices as ints (of the accelerator), strings or ``torch.device``. None means
@@ -262,8 +264,9 @@ class BalancedDataParallel(DataParallelSteps[ModuleT]):
     def gpu0_bsz(self) -> int | None:
         """The most samples that the first device gets.
 
-        With ``"auto"``, the value in use, and None before the first batch; reading it also checks
-        whether memory has run out since. It may be set to whatever the constructor accepts.
+        With ``"auto"``, the value for the largest batch so far; None if there was none, and no
+        checkpoint that says it. Reading it also checks whether memory has run out since. It may be
+        set to whatever the constructor accepts.
         """
         return self._policy.gpu0_bsz
 
@@ -329,6 +332,20 @@ class BalancedDataParallel(DataParallelSteps[ModuleT]):
         """
         with on_one_device(self.module, self.devices[0]) if self.devices else nullcontext():
             yield self.module
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        state = self._policy.auto and self._policy.auto.state_dict()
+        if state and hasattr(destination, "_metadata"):
+            # Beside the version of the module: nn.DataParallel would refuse another key.
+            destination._metadata[prefix[:-1]][STATE_KEY] = state
+
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, local_metadata: dict[str, Any], *args: Any
+    ) -> None:
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+        if self._policy.auto is not None and STATE_KEY in local_metadata:
+            self._policy.auto.load_state_dict(local_metadata[STATE_KEY], self.module)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> BalancedDataParallel[ModuleT]:
         # torch gives this method no types.

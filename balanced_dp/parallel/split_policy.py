@@ -113,7 +113,8 @@ class SplitPolicy:
         fact = f"the batch of {sum(chunk_sizes)} was split {split}"
         if self.auto is not None:
             if self.auto.look_for_out_of_memory(has_failed=True):
-                return f"{fact}. gpu0_bsz='auto' is now {self.gpu0_bsz}: the step may be repeated"
+                value = self.split(sum(chunk_sizes))[0]
+                return f"{fact}. gpu0_bsz='auto' is now {value}: the step may be repeated"
             return f"{fact}, and gpu0_bsz='auto' knows no better; lower the batch size"
         if self.device_weights is not None:
             weights = list(self.device_weights)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from typing import Any
 
 from ..split import best_gpu0_bsz, even_share, is_better, split_batch
 from .memory_model import LinearTerm, MemoryModel, fit
@@ -25,8 +27,9 @@ _UNKNOWN = MemoryModel((), (), (), num_points=0, residual=math.inf)
 class AutoBalance:
     """Choose the next ``gpu0_bsz`` from what was observed.
 
-    The search starts with the even split, continues with the values that a model of the observed
-    peaks plans, and stays with the best value once the model plans no new one. The first change
+    The search starts with the even split, or with what an earlier one has found, continues with the
+    values that a model of the observed peaks plans, and stays with the best value once the model
+    plans no new one. The first change
     assumes the most bytes that a sample can take, so that no other device gets fuller than device 0
     was with the even split.
 
@@ -54,6 +57,33 @@ class AutoBalance:
         self._too_large: dict[int, int] = {}
         self._too_small: dict[int, int] = {}
         self._num_smaller = 0
+        self._first_share: float | Fraction = 1.0
+        """The share of device 0 in a batch while nothing is known of it."""
+
+    def state_dict(self, batch_size: int) -> dict[str, Any]:
+        """Return the value for a batch, and what ran out of memory, as numbers and lists."""
+        return {
+            "batch_size": batch_size,
+            "gpu0_bsz": self.gpu0_bsz(batch_size),
+            "capacities": list(self.capacities),
+            "too_large": [list(pair) for pair in self._too_large.items()],
+            "too_small": [list(pair) for pair in self._too_small.items()],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Start the search with the value of another one.
+
+        With another number of devices, device 0 starts with the same fraction of the even share.
+        What ran out of memory is only taken over from devices of the same capacities.
+        """
+        num_devices = len(self.capacities)
+        self._values = {}
+        self._first_share = Fraction(
+            state["gpu0_bsz"] * len(state["capacities"]), state["batch_size"] * num_devices
+        )
+        if state["capacities"] == list(self.capacities):
+            self._too_large = dict(state["too_large"])
+            self._too_small = dict(state["too_small"])
 
     def gpu0_bsz(self, batch_size: int) -> int:
         """Return the value for a batch, as predicted if its size is new."""
@@ -151,7 +181,7 @@ class AutoBalance:
         even = even_share(batch_size, len(self.capacities))
         if not self._planner.model.is_accurate:
             fractions = [v / n for n, v in self._observed if self._first_is_bottleneck(n, v)]
-            return min(even, math.ceil(batch_size * min(fractions, default=1.0)))
+            return min(even, math.ceil(batch_size * min(fractions, default=self._first_share)))
         value = self._planner.best_gpu0_bsz(batch_size)
         if len(self._observed) > 1:
             return value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import numpy as np
@@ -526,6 +527,70 @@ def test_gradient_checkpointing(tmp_path):
     arguments = {"gradient_checkpointing": True}
     several = make_trainer(tmp_path, arguments=arguments, dtype=torch.double)
     assert_same_training(alone(tmp_path), several)
+
+
+class Wide(nn.Module):
+    """A model whose activations fill the first device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(64, 4096), nn.ReLU(), nn.Linear(4096, 1))
+
+    def forward(self, x: Any, labels: Any) -> dict[str, Any]:
+        return {"loss": nn.functional.mse_loss(self.layers(x)[:, 0], labels)}
+
+
+class Chunks(hf.TrainerCallback):
+    """Notes the chunks of each step."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer, self.seen = trainer, []
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        self.seen.append(self.trainer.parallel_model.chunk_sizes)
+
+
+def chunks_of(folder: Any, memory: list[str], checkpoint: Any = None, **arguments: Any) -> Any:
+    """Train with "auto" on emulated devices; return the chunks of each step."""
+    with emulate_devices(3, memory=memory):
+        args = TrainingArguments(
+            str(folder),
+            per_device_train_batch_size=100,
+            use_cpu=True,
+            save_steps=12,
+            disable_tqdm=True,
+            report_to=[],
+            **{"max_steps": 12, **arguments},
+        )
+        data = [{"x": torch.ones(64), "labels": torch.ones(())}] * 300
+        trainer = BalancedTrainer(model=Wide(), args=args, train_dataset=data, gpu0_bsz="auto")
+        chunks = Chunks(trainer)
+        trainer.add_callback(chunks)
+        trainer.train(resume_from_checkpoint=checkpoint)
+        chunks.trainer = None
+        del trainer
+    return chunks.seen
+
+
+@pytest.mark.filterwarnings("ignore:tensors outlive:ResourceWarning")  # after the error
+@pytest.mark.parametrize("restores_callbacks", [False, True])
+def test_a_resumed_run_starts_with_what_auto_has_found(restores_callbacks, tmp_path):
+    found = chunks_of(tmp_path, ["64MiB"] * 3)[-1]
+    assert found[0] < 90
+    checkpoint = str(tmp_path / "checkpoint-12")
+    options = {"max_steps": 26, "restore_callback_states_from_checkpoint": restores_callbacks}
+    short = ["7MiB", "64MiB", "64MiB"]  # too little for 100 samples on the first one
+    resumed = chunks_of(tmp_path, short, checkpoint, **options)
+    assert resumed[0] == found
+    assert len(resumed) == 14
+    # Without the value that the checkpoint has, and as one that was written before there was one.
+    path = tmp_path / "checkpoint-12" / "trainer_state.json"
+    state = json.loads(path.read_text())
+    del state["stateful_callbacks"]["auto_split"]
+    path.write_text(json.dumps(state))
+    with pytest.raises(torch.OutOfMemoryError):
+        chunks_of(tmp_path, short, checkpoint, **options)
+    assert chunks_of(tmp_path, ["64MiB"] * 3, checkpoint, **options)[0] == (100, 100, 100)
 
 
 # Models that are wrapped.

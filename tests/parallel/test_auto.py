@@ -5,7 +5,11 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import json
+import math
 import pickle
+import subprocess
+import sys
 import warnings
 from dataclasses import replace
 
@@ -470,3 +474,159 @@ def test_auto_repeats_a_step_that_ran_out_in_backward():
                 values.append(model.chunk_sizes[0])
         assert model._policy.auto.balance.is_frozen
         del net, model, optimizer
+
+
+# Checkpoints.
+
+
+class Saved:
+    """A run in which the even split runs out of memory, until the value is found, and its end."""
+
+    def __init__(self, folder):
+        self.path = folder / "checkpoint.pt"
+
+    def model(self, devices, gpu0_bsz="auto"):
+        net = torch.nn.Sequential(torch.nn.Linear(64, 2048), torch.nn.ReLU())
+        net.append(torch.nn.Linear(2048, 1))
+        return BalancedDataParallel(gpu0_bsz, net.to(devices[0]))
+
+    def train(self, model, num_steps, batch_size=3000):
+        """Returns the chunks of each step, and how many steps ran out of memory."""
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        sizes, num_failures = [], 0
+        while len(sizes) < num_steps:
+            optimizer.zero_grad()
+            try:
+                model(torch.zeros(batch_size, 64)).mean().backward()
+            except torch.OutOfMemoryError:
+                num_failures += 1
+            else:
+                optimizer.step()
+                sizes.append(model.chunk_sizes)
+        return sizes, num_failures
+
+    def run(self):
+        """Trains and saves; returns the value that was found."""
+        with emulate_devices(3, memory=["14MiB", "64MiB", "64MiB"]) as devices:
+            model = self.model(devices)
+            _, num_failures = self.train(model, 14)
+            assert num_failures > 0
+            assert model._policy.auto.balance.is_frozen
+            found = model.gpu0_bsz
+            self.train(model, 1, batch_size=7)  # the last batch of an epoch says nothing
+            assert model.gpu0_bsz == found < 1000
+            torch.save(model.state_dict(), self.path)
+            del model
+        return found
+
+    def load(self):
+        return torch.load(self.path, weights_only=True)
+
+
+def test_a_resumed_run_starts_with_what_was_found_and_runs_out_of_memory_no_more(tmp_path):
+    saved = Saved(tmp_path)
+    found = saved.run()
+    with emulate_devices(3, memory=["14MiB", "64MiB", "64MiB"]) as devices:
+        model = saved.model(devices)
+        assert model.load_state_dict(saved.load()) is not None
+        assert model.gpu0_bsz == found
+        assert model.split(3000)[0] == found
+        sizes, num_failures = saved.train(model, 14)
+        assert sizes[0][0] == found
+        assert num_failures == 0
+        model.load_state_dict(saved.load())  # now training has begun
+        assert model.gpu0_bsz == sizes[-1][0]
+        del model
+
+
+def test_what_was_found_survives_another_process_and_a_run_on_one_device(tmp_path):
+    saved = Saved(tmp_path)
+    found = saved.run()
+    code = (
+        "import sys, torch, balanced_dp\n"
+        "for num_devices in (1, 3):\n"
+        "    with balanced_dp.emulate_devices(num_devices) as devices:\n"
+        "        net = [torch.nn.Linear(64, 2048), torch.nn.ReLU(), torch.nn.Linear(2048, 1)]\n"
+        "        net = torch.nn.Sequential(*net).to(devices[0])\n"
+        "        model = balanced_dp.BalancedDataParallel('auto', net)\n"
+        "        model.load_state_dict(torch.load(sys.argv[1], weights_only=True))\n"
+        "        model(torch.zeros(3000, 64)).mean().backward()\n"
+        "        torch.save(model.state_dict(), sys.argv[1])\n"
+        "        print(model.chunk_sizes)\n"
+        "        del net, model\n"
+    )
+    command = [sys.executable, "-c", code, str(saved.path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    rest = 3000 - found
+    assert done.stdout == f"None\n{(found, rest - rest // 2, rest // 2)}\n"
+
+
+def test_checkpoints_have_the_keys_of_data_parallel_and_load_both_ways(tmp_path):
+    saved = Saved(tmp_path)
+    saved.run()
+    stock = torch.nn.DataParallel(saved.model([torch.device("cpu")], 1).module, ["cpu"])
+    state = saved.load()
+    assert state.keys() == stock.state_dict().keys()
+    stock.load_state_dict(state, strict=True)
+    with emulate_devices(3) as devices:
+        for gpu0_bsz, given in (("auto", stock.state_dict()), ("auto", dict(state)), (5, state)):
+            model = saved.model(devices, gpu0_bsz)
+            model.load_state_dict(given, strict=True)
+            assert model.split(3000)[0] == (1000 if gpu0_bsz == "auto" else 5)
+            # Nothing was found here.
+            assert "auto_split" not in str(model.state_dict()._metadata)
+            del model
+
+
+def test_a_part_of_a_larger_model_keeps_its_own_value():
+    with emulate_devices(3) as devices:
+        parts = [BalancedDataParallel("auto", torch.nn.Linear(4, 4).to(devices[0])) for _ in "ab"]
+        whole = torch.nn.ModuleList(parts)
+        whole[1].load_state_dict(with_found(whole[1].state_dict(), "", 7))
+        state = whole.state_dict()
+        assert [part.gpu0_bsz for part in whole] == [None, 7]
+        others = copy.deepcopy(whole)
+        others.load_state_dict(state)
+        assert [part.gpu0_bsz for part in others] == [None, 7]
+        del parts, whole, others, state
+
+
+def with_found(state, prefix, value):
+    found = AutoBalance([10**9] * 3)
+    found.load_state_dict({**found.state_dict(64), "gpu0_bsz": value})
+    state._metadata[prefix]["auto_split"] = found.state_dict(64)
+    return state
+
+
+@given(budgets, budgets, st.integers(1, 300), st.data())
+def test_a_search_starts_with_the_value_of_another(capacities, others, batch_size, data):
+    even = -(-batch_size // len(capacities))
+    before = AutoBalance(capacities)
+    for _ in range(data.draw(st.integers(0, 4))):
+        before.out_of_memory(batch_size, data.draw(st.integers(0, len(capacities) - 1)))
+    state = json.loads(json.dumps(before.state_dict(batch_size)))
+    value = before.gpu0_bsz(batch_size)
+    after = AutoBalance(capacities)
+    after.load_state_dict(state)
+    assert after.gpu0_bsz(batch_size) == value <= even
+    assert after.state_dict(batch_size) == state
+    # On others it starts with the same fraction of the even share.
+    after = AutoBalance(others)
+    after.load_state_dict(state)
+    if others != capacities:
+        share = value * len(capacities) / len(others)
+        even = -(-batch_size // len(others))
+        assert after.gpu0_bsz(batch_size) == min(even, math.ceil(share - 1e-9))
+
+
+@given(models(), budgets, st.integers(1, 300))
+def test_a_search_that_starts_anywhere_ends_no_worse(model, capacities, batch_size):
+    capacities = [1000 * capacity for capacity in capacities]
+    before, _ = simulate(model, capacities, batch_size)
+    after = AutoBalance(capacities)
+    after.load_state_dict(before.state_dict(batch_size))
+    _, values = simulate(model, capacities, batch_size, after)
+    planner = Planner(model, capacities)
+    first, last = (planner.utilization(batch_size, value) for value in (values[0], values[-1]))
+    assert last <= first * 1.0011
+    assert values[0] == before.gpu0_bsz(batch_size)
