@@ -66,6 +66,7 @@ def tensor_methods() -> dict[str, Any]:
     new = [name for name in vars(base) if name.startswith("new_")]
     return {
         **{name: translating(getattr(base, name)) for name in new},
+        "_make_wrapper_subclass": staticmethod(translating(base._make_wrapper_subclass)),
         "to": translating(base.to, position=1),
         "cuda": _cuda,
         "type": _type,

@@ -238,6 +238,16 @@ def test_mixed_precision_training(old, devices):
     assert torch.equal(after, model.weight)
 
 
+def test_gradients_are_deferred(devices):
+    """Their placeholders are tensors of a class of their own, which name a device, too."""
+    net = nn.Linear(4, 2).cuda()
+    model = BalancedDataParallel(1, net)
+    with model.accumulate():
+        for _ in range(2):
+            model(torch.ones(6, 4)).sum().backward()
+    assert net.bias.grad.tolist() == [12.0, 12.0]
+
+
 def test_checkpoints(devices, tmp_path):
     model = nn.Linear(2, 2).cuda(1)
     path = tmp_path / "model.pt"
