@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
+from balanced_dp import emulate_devices
 from balanced_dp.cli.commands import app
 
 from .distributed.launch import run_ranks
@@ -19,12 +22,22 @@ BLOCK = re.compile(r"```python\n(.*?)```(?:\n\n```\n(.*?)```)?", re.DOTALL)
 """A block of code, and what it prints if that is shown below it."""
 SHOWN = [(name, *found) for name, text in TEXTS.items() for found in BLOCK.findall(text)]
 OF_RANKS = [shown for shown in SHOWN if "torchrun" in shown[1].splitlines()[0]]
+SCRIPTS = [shown for shown in SHOWN if "train.py:" in shown[1].splitlines()[0]]
+NEEDS_LIGHTNING = pytest.mark.skipif(
+    importlib.util.find_spec("lightning") is None, reason="lightning is not installed"
+)
 BLOCKS = [
     pytest.param(
-        code, output, id=f"{name}-{number}", marks=pytest.mark.slow if "= tune(" in code else ()
+        code,
+        output,
+        id=f"{name}-{number}",
+        marks=[
+            *([pytest.mark.slow] if "= tune(" in code else []),
+            *([NEEDS_LIGHTNING] if "import lightning\n" in code else []),
+        ],
     )
     for number, (name, code, output) in enumerate(SHOWN)
-    if "torchrun" not in code.splitlines()[0]
+    if (name, code, output) not in [*OF_RANKS, *SCRIPTS]
 ]
 
 
@@ -52,6 +65,57 @@ def test_the_script_of_ranks_runs(tmp_path):
     assert output == "".join(
         f"epoch {epoch}: shares (1, 5, 5, 5), 4 batches\n" for epoch in range(2)
     )
+
+
+def changed(script, diff, back=False):
+    """Returns the script with the changes of a diff, or as it was before them."""
+    for hunk in re.findall(r"(?:^-.*\n)*(?:^[+].*\n)+", diff, re.MULTILINE):
+        old, new = (
+            "".join(line[1:] for line in hunk.splitlines(keepends=True) if line[0] == sign)
+            for sign in "-+"
+        )
+        if not old:  # lines that are added before the line that follows
+            (old,) = re.findall(re.escape(hunk) + r"(?: (.*\n)|(?=-|\Z))", diff)
+            new += old
+        before, after = (new, old) if back else (old, new)
+        assert not before or script.count(before) == 1, before
+        script = script.replace(before, after) if before else script
+    return script
+
+
+def losses_of(script, capsys, num_devices=4):
+    with emulate_devices(num_devices, as_cuda=True):
+        exec(script, {"__name__": "__main__"})
+    return [float(loss) for loss in re.findall("loss (.+)", capsys.readouterr().out)]
+
+
+def test_the_training_script_before_and_after(tmp_path, monkeypatch, capsys):
+    [(page, script, _)] = SCRIPTS
+    monkeypatch.chdir(tmp_path)
+    checkpoint = tmp_path / "checkpoint.pt"
+    to_stock, to_loss_on_each = re.findall(r"```diff\n(.*?)```", TEXTS[page], re.DOTALL)
+    exact = script.replace("DTYPE):", "enabled=False):")
+    assert exact != script
+    expected = losses_of(changed(exact, to_stock, back=True), capsys)
+    assert len(expected) == 3
+    assert expected[-1] < expected[0] / 2
+    for ours in (exact, changed(exact, to_loss_on_each)):
+        checkpoint.unlink()
+        assert losses_of(ours, capsys) == pytest.approx(expected, abs=2e-4)
+    checkpoint.unlink()
+    assert losses_of(script, capsys) == pytest.approx(expected, rel=0.05)  # in bfloat16
+    checkpoint.unlink()
+    # Killed after each epoch; what "auto" has found outlives that.
+    half = script.replace("DTYPE = torch.bfloat16", "DTYPE = torch.float16")
+    killed = half.replace("first_epoch, EPOCHS", "first_epoch, first_epoch + 1")
+    losses = [loss for _ in range(3) for loss in losses_of(killed, capsys)]
+    assert losses == pytest.approx(expected, rel=0.2)  # batches are drawn again
+    saved = torch.load(checkpoint, map_location="cpu", weights_only=True)
+    assert saved["epoch"] == 2
+    assert saved["scaler"]["_growth_tracker"] == 15  # steps
+    found = saved["model"]._metadata[""]["auto_split"]
+    assert found["batch_size"] == 16
+    assert found["gpu0_bsz"] < 4
 
 
 def test_commands_that_are_shown_exist():
