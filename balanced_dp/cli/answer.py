@@ -106,7 +106,7 @@ def what_fits(
         yield "Device 0 stays the fullest without samples of its own; the table shows of what."
 
 
-def what_else_helps(recorder: LoopRecorder, report: Report, has_calls: bool) -> Iterator[str]:
+def what_else_helps(recorder: LoopRecorder, report: Report, wraps: bool) -> Iterator[str]:
     """Yield which options would help more, with the lines to write."""
     plan = report.plan
     per_sample = _input_bytes_per_sample(report.chosen)
@@ -128,7 +128,7 @@ def what_else_helps(recorder: LoopRecorder, report: Report, has_calls: bool) -> 
         gpu0_bsz = planner.best_gpu0_bsz(plan.batch_size)
         full = planner.utilization(plan.batch_size, gpu0_bsz)
         largest = planner.max_batch_size(planner.balanced_gpu0_bsz)
-        how, lines = _option(recorder, gpu0_bsz, spread, has_calls)
+        how, lines = _option(recorder, gpu0_bsz, spread, wraps)
         if full >= best * _WORTH_IT or largest < plan.batch_size or not how:
             continue
         best = full
@@ -143,7 +143,7 @@ def what_else_helps(recorder: LoopRecorder, report: Report, has_calls: bool) -> 
 
 
 def _option(
-    recorder: LoopRecorder, gpu0_bsz: int, spread: bool, has_calls: bool
+    recorder: LoopRecorder, gpu0_bsz: int, spread: bool, wraps: bool
 ) -> tuple[str, list[str]]:
     """Return in words how outputs are not gathered, and the lines to write."""
     how, given, criterion = [], [str(gpu0_bsz), "model"], []
@@ -157,7 +157,7 @@ def _option(
         how.append("with parameters on all devices")
         given.append("spread=True")
     lines = [f"    model = balanced_dp.BalancedDataParallel({', '.join(given)})", *criterion]
-    if not has_calls:  # a Trainer wraps the model
+    if not wraps:  # a Trainer wraps the model
         lines = [f"    BalancedTrainer(gpu0_bsz={gpu0_bsz}{', spread=True' * spread}, ...)"]
     return " and ".join(how), lines
 
@@ -172,7 +172,7 @@ def _input_bytes_per_sample(measured: Measurement) -> float:
     return max(0.0, inputs[0] - own * first) / max(1, sum(others))
 
 
-def what_to_change(calls: Sequence[WrappedAt], plan: Plan) -> str:
+def what_to_change(calls: Sequence[WrappedAt], plan: Plan, wraps: bool) -> str:
     """Return the lines that change the script."""
     if plan.gpu0_bsz >= even_share(plan.batch_size, len(plan.chunk_sizes)):
         return "The even split of nn.DataParallel is the best one here."
@@ -180,9 +180,9 @@ def what_to_change(calls: Sequence[WrappedAt], plan: Plan) -> str:
         "from balanced_dp.integrations.transformers import BalancedTrainer\n"
         f"trainer = BalancedTrainer(gpu0_bsz={plan.gpu0_bsz}, ...)  # instead of Trainer(...)"
     )
-    if calls:  # else a Trainer wraps the model
+    if wraps:
+        lines = f"model = balanced_dp.BalancedDataParallel({plan.gpu0_bsz}, ...)"
+    if calls:
         places = ", ".join(f"{call.filename}:{call.line_number}" for call in calls)
-        lines = replaced_calls(calls, plan.gpu0_bsz) or (
-            f"model = balanced_dp.BalancedDataParallel({plan.gpu0_bsz}, ...)  # in {places}"
-        )
+        lines = replaced_calls(calls, plan.gpu0_bsz) or (f"{lines}  # in {places}")
     return f"To split with gpu0_bsz={plan.gpu0_bsz}, and change nothing else:\n{lines}"

@@ -177,8 +177,9 @@ def _result(
     notes = [*answer.how_it_ended(recorder, exit_code)]
     if report is not None and measured is not None:
         notes += answer.what_fits(measured, report, budgets)
-        notes += answer.what_else_helps(recorder, report, bool(calls))
-        notes.append(answer.what_to_change(calls, report.plan))
+        wraps = bool(calls) or recorder.is_balanced  # else a Trainer does
+        notes += answer.what_else_helps(recorder, report, wraps)
+        notes.append(answer.what_to_change(calls, report.plan, wraps))
     elif exit_code == 0:
         notes += answer.why_no_plan(recorder)
     even = None if report is None else report.even

@@ -312,6 +312,19 @@ def test_accelerators_are_used_if_there_are_two(script, capsys):
     assert f"balanced_dp.BalancedDataParallel({gpu0_bsz}, model)" in result.notes[-1]
 
 
+def test_a_script_that_uses_auto_is_not_told_of_a_trainer(script):
+    script.write_text(
+        SCRIPT.replace("import sys", "import sys, balanced_dp").replace(
+            "nn.DataParallel(", "balanced_dp.BalancedDataParallel('auto', "
+        )
+    )
+    result = run_and_measure(RunSettings(str(script), ("9", "256", "wrap"), gpu0_bsz="auto"), print)
+    assert result.report is not None
+    gpu0_bsz = result.report.plan.gpu0_bsz
+    assert result.notes[-1].endswith(f"\nmodel = balanced_dp.BalancedDataParallel({gpu0_bsz}, ...)")
+    assert "Trainer" not in "".join(result.notes)
+
+
 @pytest.mark.slow
 def test_what_the_readme_shows_is_what_is_printed():
     root = Path(__file__).parents[2]
