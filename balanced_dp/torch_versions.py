@@ -26,6 +26,9 @@ NEEDED = (
     "nn.Module._compiled_call_impl",
     "nn.Module._is_full_backward_hook",
     "nn.modules.batchnorm._BatchNorm",
+    # What "auto" has found, in checkpoints.
+    "nn.Module._save_to_state_dict",
+    "nn.Module._load_from_state_dict",
     # Buckets of parameters and gradients.
     "_utils._flatten_dense_tensors",
     "_utils._unflatten_dense_tensors",
