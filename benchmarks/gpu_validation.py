@@ -1,4 +1,4 @@
-"""Checks on a machine with an NVIDIA GPU what the tests can only check on stand-ins.
+"""Makes long tables on a machine with an NVIDIA GPU; `balanced-dp validate` is the short check.
 
     python benchmarks/gpu_validation.py [PART ...] [--results FOLDER]
 
@@ -27,8 +27,6 @@ import re
 import statistics
 import subprocess
 import sys
-import time
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
@@ -40,15 +38,15 @@ from torch import nn
 
 from balanced_dp import (
     BalancedDataParallel,
-    BalanceWarning,
     DeviceMemory,
     MemoryProbe,
     Workload,
-    emulate_devices,
-    measure_step,
     memory_breakdown,
 )
+from balanced_dp.split import even_share
 from balanced_dp.tuning.workloads import BUILT_IN
+from balanced_dp.validation.peaks import emulated_peak, measure_peaks
+from balanced_dp.validation.seconds import step_seconds
 
 MIB, GIB = 2**20, 2**30
 RESULTS = Path(__file__).parent / "results"
@@ -223,22 +221,18 @@ def compare_peaks(
     gather: bool = True,
 ) -> Check:
     """Returns the steady peak of a training step, emulated and on ``device``."""
-    even = -(-batch_size // num_replicas)
-    with emulate_devices(1, symbolic=True) as emulated:
-        devices = list(emulated) * num_replicas
-        step = measure_step(workload, batch_size, even, devices, gather=gather)
-        predicted = step.peak_bytes[0]
-    measured = measure_step(workload, batch_size, even, [device] * num_replicas, gather=gather)
+    even = even_share(batch_size, num_replicas)
+    predicted = emulated_peak(workload, batch_size, num_replicas, gather=gather)
+    measured, held, kept = measure_peaks(
+        workload, batch_size, even, [device] * num_replicas, gather=gather
+    )
     precision = "float32" if workload.precision is None else str(workload.precision)
     name = f"{workload.name}, batch {batch_size}, {precision}, {[0] * num_replicas}"
     name += ", gathered" if gather else ", loss on each device"
     if measured.status == "oom":
         return Check(name, predicted, None, 0, "out of memory on the GPU")
-    # cuBLAS keeps a workspace for each thread and stream that computed; nothing else is left now.
-    workspaces = torch.get_device_module(device).memory_allocated(device)
-    held = measured.peak_bytes[0] - workspaces
-    note = f"{predicted / held - 1:+.2%}; cuBLAS's {workspaces / MIB:.0f} MiB left out"
-    return Check(name, predicted, held, round(0.10 * held), note)
+    note = f"{predicted / held[0] - 1:+.2%}; cuBLAS's {kept[0] / MIB:.0f} MiB left out"
+    return Check(name, predicted, held[0], round(0.10 * held[0]), note)
 
 
 def summaries(checks: list[Check]) -> Iterator[Check]:
@@ -257,7 +251,6 @@ def summaries(checks: list[Check]) -> Iterator[Check]:
 
 
 SMALL_BATCH, LARGE_BATCH = 8, 64
-ROUNDS = 20
 
 
 def speed() -> Iterator[Check]:
@@ -278,40 +271,12 @@ def speed() -> Iterator[Check]:
                     goal = 1000
                     if batch_size == SMALL_BATCH:
                         goal = 700 if training else 500
-                    times = step_times(workload, batch_size, models, training)
+                    times = step_seconds(workload, batch_size, models, training=training)
                     what = "training" if training else "evaluation"
                     yield speed_check(
                         f"{name}, batch {batch_size}, {device_ids}, {what}", times, goal
                     )
                 models["ours"].close()
-
-
-def step_times(
-    workload: Workload,
-    batch_size: int,
-    models: dict[str, nn.Module],
-    training: bool,
-    rounds: int = ROUNDS,
-) -> dict[str, float]:
-    """Returns the median seconds of a step of each model, which take turns."""
-    times: dict[str, list[float]] = {name: [] for name in models}
-    for index in range(3 + rounds):
-        for name, model in models.items():
-            args, kwargs, target = workload.make_batch(batch_size)
-            model.zero_grad()
-            device = next(model.parameters()).device
-            torch.get_device_module(device).synchronize(device)
-            start = time.perf_counter()
-            with torch.set_grad_enabled(training), warnings.catch_warnings():
-                warnings.simplefilter("ignore", BalanceWarning)  # the even split is compared
-                moved = [value.to(device) if name == "one GPU" else value for value in args]
-                loss = workload.loss(model(*moved, **kwargs), target.to(device))
-                if training:
-                    loss.backward()
-            torch.get_device_module(device).synchronize(device)
-            if index >= 3:  # the first ones tune kernels and take memory
-                times[name].append(time.perf_counter() - start)
-    return {name: statistics.median(values) for name, values in times.items()}
 
 
 def speed_check(name: str, times: dict[str, float], goal: int) -> Check:

@@ -29,10 +29,11 @@ parallel/ per_device criterion auto_split split_policy steps data_parallel funct
 tuning/ models workloads open_devices measurement options step_benchmark report_types tuner
 tuning/ split_search loop_recorder __init__
 api __init__
+validation/ check gradients peaks seconds rank all_checks __init__
 distributed/ ranks batch_sampler loss_scaling to_ddp __init__
 integrations/ __init__ trainer_parallel transformers replacements
-report/ tables plots html markdown compare json_file __init__
-cli/ __init__ demo arguments script answer run console commands
+report/ tables plots html markdown validation compare json_file __init__
+cli/ __init__ demo arguments script answer run console validate commands
 __main__
 """
 WITHOUT_TORCH = """
@@ -42,7 +43,7 @@ memory/ nvml device_map device_memory nvml_sampler step_memory
 planning/ memory_model estimates split_planner auto_balance
 parallel/ call_inputs
 """
-PRINTS = {"cli/commands.py"}
+PRINTS = {"cli/commands.py", "cli/validate.py"}
 
 
 def files(text: str) -> list[str]:

@@ -13,7 +13,8 @@ from unittest import mock
 import pytest
 import torch
 
-from balanced_dp import BalancedDataParallel, emulate_devices
+from balanced_dp import emulate_devices
+from balanced_dp.validation import peaks
 
 from .processes import python
 from .tuning.small_workloads import SMALL
@@ -85,7 +86,7 @@ def test_peaks_are_compared_with_those_of_another_device(
     validation, num_replicas, gather, precision
 ):
     """Here with an emulated one that computes numbers, which agrees to the byte."""
-    compare = validation.measure_step
+    compare = peaks.measure_step
 
     def measure(workload, batch_size, gpu0_bsz, devices, *, gather):
         if devices[0].type == "lazy":
@@ -96,7 +97,7 @@ def test_peaks_are_compared_with_those_of_another_device(
 
     workload = replace(SMALL["char_transformer"](), precision=precision)
     with (
-        mock.patch.object(validation, "measure_step", measure),
+        mock.patch.object(peaks, "measure_step", measure),
         mock.patch.object(torch.cpu, "memory_allocated", lambda device: 0, create=True),
     ):
         check = validation.compare_peaks(
@@ -119,19 +120,7 @@ def test_errors_are_summed_up_with_their_sign(validation):
     assert [c.outcome for c in validation.summaries([])] == ["FAILED"]
 
 
-def test_speed_is_a_ratio_of_steps_that_take_turns(validation):
-    workload = SMALL["mlp"]()
-    module = workload.model()
-    models = {
-        "ours": BalancedDataParallel(1, module, ["cpu", "cpu"]),
-        "nn.DataParallel": torch.nn.Sequential(module),
-        "one GPU": module,
-    }
-    for training in (True, False):
-        times = validation.step_times(workload, 4, models, training, rounds=2)
-        assert list(times) == list(models)
-        assert min(times.values()) > 0
-        assert (next(module.parameters()).grad is not None) == training
+def test_speed_is_a_ratio(validation):
     times = {"ours": 0.0035, "nn.DataParallel": 0.005, "one GPU": 0.003}
     check = validation.speed_check("a step", times, 700)
     assert (check.measured, check.outcome) == (700, "ok")

@@ -1,4 +1,4 @@
-"""The command ``balanced-dp``: the only place of the package that prints.
+"""The command ``balanced-dp``: with ``validate.py`` the only place that prints.
 
 Commands import what they need when they run: torch takes seconds, and ``--help`` needs none of it.
 """
@@ -38,6 +38,7 @@ try:
     import typer
 
     from . import arguments
+    from .validate import validate
 except ImportError as error:  # the library itself needs none of these
     raise _lacking(error) from None
 
@@ -383,6 +384,9 @@ def run(
         elif file is not None and result.report is not None:
             _write(file, as_text(result.report))
     raise typer.Exit(result.exit_code)
+
+
+validate_command = app.command()(validate)
 
 
 @app.command("report")

@@ -12,15 +12,18 @@ from typing import Any
 from rich import box
 from rich.console import Console
 from rich.markup import escape
+from rich.padding import Padding
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 from rich.table import Column, Table
 
 from ..memory.device_memory import DeviceMemory
 from ..report import tables
 from ..report.compare import Comparison
+from ..report.validation import validation_summary, validation_tables
 from ..tuning.measurement import Measurement
 from ..tuning.report_types import Report
 from ..units import format_bytes, format_mib
+from ..validation import ValidationReport
 from . import demo as demos
 from . import run as runs
 
@@ -167,6 +170,25 @@ def memory_table(memories: Sequence[DeviceMemory]) -> Table:
             *("?" if size is None else format_bytes(size) for size in sizes),
         )
     return table
+
+
+def print_validation(report: ValidationReport) -> None:
+    """Print the checks of each part, and whether the gradients are right."""
+    console = stdout_console()
+    console.print(escape(f"On {report.description}"))
+    for title, content in validation_tables(report):
+        columns = (
+            Column(width=32),
+            Column(width=6),
+            Column(width=9, justify="right"),
+            Column(overflow="fold"),
+        )
+        table = Table(*columns, box=None, show_header=False, pad_edge=False)
+        for row in content.rows:
+            table.add_row(*map(escape, row), style="bold" if row[1] == "not ok" else None)
+        console.print(f"\n{escape(title)}", style="bold")
+        console.print(Padding.indent(table, 2))
+    console.print(f"\n{validation_summary(report)}")
 
 
 def print_demo(settings: demos.DemoSettings, runs: Sequence[demos.DemoRun]) -> None:

@@ -68,6 +68,11 @@ class Nvml:
         with self._as_nvml_error():
             self._nvml.nvmlInit()
 
+    def driver_version(self) -> str | None:
+        """Return the version of the driver, as ``nvidia-smi --query-gpu=driver_version``."""
+        version = self._ask(self._nvml.nvmlSystemGetDriverVersion)
+        return None if version is None else str(version)
+
     def boards(self) -> list[Board]:
         """Return all boards in the order of their indices; a board in MIG mode as its slices.
 

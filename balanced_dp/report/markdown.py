@@ -9,35 +9,38 @@ from . import tables
 def report_markdown(report: Report) -> str:
     """Return the text and tables of the report as Markdown."""
     parts = [
-        f"# {_escaped(tables.title(report))}",
-        _escaped(tables.verdict(report)),
-        _table(tables.option_table(report)),
-        _escaped(tables.SPEED),
+        f"# {escaped(tables.title(report))}",
+        escaped(tables.verdict(report)),
+        markdown_table(tables.option_table(report)),
+        escaped(tables.SPEED),
         f"```python\n{tables.lines(report)}\n```",
-        "\n".join(f"- {_escaped(sentence)}" for sentence in tables.summary(report)),
+        "\n".join(f"- {escaped(sentence)}" for sentence in tables.summary(report)),
         "## What each device holds with option 1",
-        _table(tables.device_table(report)),
-        _escaped(tables.how_measured(report)),
-        f"## {_escaped(tables.candidates_title(report))}",
-        _table(tables.candidate_table(report)),
+        markdown_table(tables.device_table(report)),
+        escaped(tables.how_measured(report)),
+        f"## {escaped(tables.candidates_title(report))}",
+        markdown_table(tables.candidate_table(report)),
         "## Where this comes from",
-        _table(tables.provenance_table(report)),
+        markdown_table(tables.provenance_table(report)),
     ]
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
-def _table(table: tables.TextTable) -> str:
+def markdown_table(table: tables.TextTable) -> str:
+    """Return a table as Markdown."""
+
     def line(cells: tuple[str, ...]) -> str:
         return f"| {' | '.join(cells)} |"
 
     rows = [
-        line(tuple(f"**{_escaped(c)}**" if c and i == table.marked else _escaped(c) for c in row))
+        line(tuple(f"**{escaped(c)}**" if c and i == table.marked else escaped(c) for c in row))
         for i, row in enumerate(table.rows)
     ]
     return "\n".join([line(table.headers), line(("---",) * len(table.headers)), *rows])
 
 
-def _escaped(text: str) -> str:
+def escaped(text: str) -> str:
+    """Return text that Markdown shows as it is, in one line."""
     for character in "\\`*_{}[]<>|#":
         text = text.replace(character, f"\\{character}")
     return text.replace("\n", " ")
