@@ -172,15 +172,20 @@ def memory_table(memories: Sequence[DeviceMemory]) -> Table:
     return table
 
 
+def print_description(description: str, on_stderr: bool) -> None:
+    """Print what a validation runs on."""
+    console = stderr_console() if on_stderr else stdout_console()
+    console.print(f"Validating on {description}", markup=False)
+
+
 def print_validation(report: ValidationReport) -> None:
     """Print the checks of each part, and whether the gradients are right."""
     console = stdout_console()
-    console.print(escape(f"On {report.description}"))
     for title, content in validation_tables(report):
         columns = (
-            Column(width=32),
+            Column(width=30),
             Column(width=6),
-            Column(width=9, justify="right"),
+            Column(width=10, justify="right"),
             Column(overflow="fold"),
         )
         table = Table(*columns, box=None, show_header=False, pad_edge=False)

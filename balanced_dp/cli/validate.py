@@ -48,14 +48,15 @@ def validate(
     if num_devices is None:
         num_devices = default_num_devices(emulate)
     settings = ValidationSettings(num_devices, emulate)
-    print(f"balanced-dp: validating on {settings.description}", file=sys.stderr)
+    takes_stdout = _STDOUT in (json_file, markdown)
+    console.print_description(settings.description, on_stderr=takes_stdout)
     with console.progress_bar("predicting peaks of memory", NUM_CHECKS) as update:
 
         def on_check(check: Check) -> None:
             update(advance=1, description=f"checked {check.part}: {check.what}")
 
         report = run_checks(settings, on_check)
-    if _STDOUT not in (json_file, markdown):
+    if not takes_stdout:
         console.print_validation(report)
     for file, as_text in ((json_file, validation_json), (markdown, validation_markdown)):
         if file == _STDOUT:

@@ -23,7 +23,7 @@ ALLOWED = 0.1
 RESERVE = 2**29
 """Bytes of each device that a plan keeps free by default, for contexts and workspaces."""
 
-_NO_NVML = "NVML does not know these devices"
+_NO_NVML = "no NVML for these devices"
 
 
 def predict_peaks(

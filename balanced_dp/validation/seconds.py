@@ -44,7 +44,7 @@ def time_checks(workload: str, batch_size: int, devices: Sequence[torch.device])
     names = ["nn.DataParallel", "DistributedDataParallel"]
     if is_emulated(devices[0]):
         for name in names:
-            yield Check("seconds", name, "-", note="emulated devices tell nothing about time")
+            yield Check("seconds", name, "-", note="not on emulated devices")
         return
     times = data_parallel_seconds(find_workload(workload), batch_size, devices)
     ours, stock = times["ours"], times["nn.DataParallel"]
@@ -158,5 +158,5 @@ def rank_seconds(workload: str, batch_size: int, device_type: str, num_ranks: in
 
 def _first_error(output: str) -> str:
     """Return the first error in the output of the ranks, which torchrun may have marked."""
-    found = re.search(r"^(?:\[[^\]]*\]:? ?)*((?:\w+\.)*\w*(?:Error|Exception): .+)$", output, re.M)
+    found = re.search(r"^(?:\[[^\]]*\]:? ?)*(?:\w+\.)*(\w*(?:Error|Exception): .+)$", output, re.M)
     return found[1][:200] if found else "torchrun failed"

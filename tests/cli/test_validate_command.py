@@ -57,8 +57,7 @@ def done(tmp_path_factory):
 def test_it_says_first_on_what_it_runs(done):
     ran, _ = done
     assert ran.returncode == 0, ran.stderr
-    assert ran.stderr.startswith("balanced-dp: validating on 2 emulated devices, on the CPU")
-    assert ran.stdout.startswith("On 2 emulated devices, on the CPU")
+    assert ran.stdout.startswith("Validating on 2 emulated devices, on the CPU")
     assert ran.stdout.endswith("All gradients and outputs are those of one device.\n")
 
 
@@ -110,6 +109,7 @@ def test_a_dash_is_stdout_and_nothing_else_is_written_there(option, as_text, inv
     lines = as_text(report_of(*CHECKS)).splitlines()
     assert shown.stdout.splitlines()[:4] == lines[:4]
     assert len(shown.stdout.splitlines()) == len(lines)
+    assert shown.stderr.startswith("Validating on 4 emulated devices, on the CPU")
 
 
 @pytest.mark.parametrize(

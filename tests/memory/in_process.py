@@ -25,6 +25,7 @@ from balanced_dp import (
     MemoryProbe,
     StepMemory,
 )
+from balanced_dp.memory.nvml import Nvml
 
 from .cuda_stand_in import CudaStandIn
 from .driver import GIB, H100, MIB, State, open_state
@@ -47,6 +48,10 @@ def attempt(function: Callable[[], Any]) -> Any:
 def boards() -> Any:
     """List the boards by NVML alone, without CUDA in torch."""
     return attempt(lambda: snapshot(MemoryProbe()))
+
+
+def driver_version() -> Any:
+    return Nvml().driver_version()
 
 
 def cuda(cases: str) -> Any:

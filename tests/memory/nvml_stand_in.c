@@ -94,6 +94,11 @@ const char *nvmlErrorString(int error)
     return "an error of the stand-in";
 }
 
+int nvmlSystemGetDriverVersion(char *version, unsigned length)
+{
+    return snprintf(version, length, "580.95.05") < (int)length ? SUCCESS : INSUFFICIENT_SIZE;
+}
+
 int nvmlDeviceGetCount_v2(unsigned *count)
 {
     *count = NUM_BOARDS;

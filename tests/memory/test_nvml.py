@@ -25,6 +25,10 @@ def test_boards_are_shown_where_torch_has_no_cuda(driver):
         assert row["num_alloc_retries"] is row["error"] is None
 
 
+def test_the_driver_says_its_version(driver):
+    assert driver.run("driver_version") == "580.95.05"
+
+
 @pytest.mark.parametrize(
     ("age", "version", "counted", "told"),
     [("newest", 2, 0, RESERVED), ("no memory v2", 1, RESERVED, None)],

@@ -32,7 +32,7 @@ def test_the_memory_model_predicts_what_emulated_devices_hold(workload):
     for check in by_torch:
         assert (check.outcome, check.value) == ("ok", pytest.approx(0, abs=1))
     for check in by_nvml:
-        assert (check.outcome, check.note) == ("-", "NVML does not know these devices")
+        assert (check.outcome, check.note) == ("-", "no NVML for these devices")
 
 
 def test_replicas_that_share_a_device_are_predicted_together(workload):

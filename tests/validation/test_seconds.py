@@ -91,7 +91,7 @@ def test_ranks_that_fail_say_why():
     plain = output.replace("[rank1]: ", "")
     for text in (output, plain):
         found = seconds._first_error(text)
-        assert found == "torch.distributed.DistBackendError: NCCL error: unhandled"
+        assert found == "DistBackendError: NCCL error: unhandled"
     assert seconds._first_error("killed") == "torchrun failed"
 
 
