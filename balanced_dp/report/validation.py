@@ -32,7 +32,7 @@ def validation_summary(report: ValidationReport) -> str:
     """Return a sentence on the gradients, which decide."""
     if report.gradients_are_right:
         return "All gradients and outputs are those of one device."
-    return "WRONG GRADIENTS: some gradients or outputs are not those of one device."
+    return "FAILED: not all gradients and outputs are those of one device."
 
 
 def validation_markdown(report: ValidationReport) -> str:

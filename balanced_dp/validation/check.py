@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -10,6 +11,9 @@ from ..tuning.report_types import Provenance
 
 SCHEMA = 1
 """The version of a report's fields."""
+
+MAX_NOTE = 160
+"""The most characters of an error in a note."""
 
 Part = Literal["gradients", "peaks", "seconds", "communicators"]
 PARTS: tuple[Part, ...] = get_args(Part)
@@ -56,8 +60,8 @@ def judged(part: Part, what: str, value: float, note: str, is_within: bool, allo
 
 def failed(part: Part, what: str, error: Exception) -> Check:
     """Return the check that ended with an error."""
-    text = " ".join(str(error).split())[:200]
-    return Check(part, what, "not ok", note=f"{type(error).__name__}: {text}")
+    note = textwrap.shorten(f"{type(error).__name__}: {error}", MAX_NOTE, placeholder=" ...")
+    return Check(part, what, "not ok", note=note)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from ..errors import BalanceWarning
 from ..parallel.criterion import BalancedCriterion
 from ..parallel.data_parallel import BalancedDataParallel
 from ..split import even_share
-from ..tuning.models import CharTransformer
+from ..tuning.models import Block
 from .check import Check, failed
 
 TOLERANCE = 1e-10
@@ -27,15 +27,18 @@ Differences = Iterator[tuple[str, float]]
 """Cases of a check, and by how much each of them differs."""
 
 
-class _Model(CharTransformer):
-    """Return logits, or with targets their loss."""
+class _Model(nn.Module):
+    """Apply a causal transformer, and return logits, or with targets their loss."""
 
-    def __init__(self) -> None:
-        super().__init__(_VOCABULARY, _LENGTH, width=32, num_heads=2, num_layers=2)
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(_VOCABULARY, width)
+        self.layers = nn.Sequential(*(Block(width, 2, causal=True, dropout=0.0) for _ in range(2)))
+        self.head = nn.Linear(width, _VOCABULARY)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         """Return the logits at each position, or the mean loss of the targets that count."""
-        logits = super().forward(tokens)
+        logits: Tensor = self.head(self.layers(self.tokens(tokens)))
         return logits if targets is None else _loss(logits, targets)
 
 

@@ -10,6 +10,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +24,7 @@ from ..errors import BalanceWarning
 from ..parallel.data_parallel import BalancedDataParallel
 from ..split import even_share
 from ..tuning.workloads import Workload, find_workload
-from .check import Check, judged
+from .check import MAX_NOTE, Check, judged
 
 ALLOWED = 1.05
 """The most that a step may take, compared with ``nn.DataParallel``."""
@@ -159,4 +160,4 @@ def rank_seconds(workload: str, batch_size: int, device_type: str, num_ranks: in
 def _first_error(output: str) -> str:
     """Return the first error in the output of the ranks, which torchrun may have marked."""
     found = re.search(r"^(?:\[[^\]]*\]:? ?)*(?:\w+\.)*(\w*(?:Error|Exception): .+)$", output, re.M)
-    return found[1][:200] if found else "torchrun failed"
+    return textwrap.shorten(found[1], MAX_NOTE, placeholder=" ...") if found else "torchrun failed"

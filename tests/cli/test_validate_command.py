@@ -97,8 +97,8 @@ def test_only_a_wrong_gradient_is_a_failure(invoke):
     wrong = Check("gradients", "every split", "not ok", 0.1, "wrong: gpu0_bsz=1")
     shown = invoke(checks=(wrong, *CHECKS))
     assert shown.exit_code == 1
-    assert "WRONG GRADIENTS" in shown.stdout
-    assert "WRONG GRADIENTS" in validation_markdown(report_of(wrong))
+    assert "FAILED: not all gradients" in shown.stdout
+    assert "FAILED: not all gradients" in validation_markdown(report_of(wrong))
 
 
 @pytest.mark.parametrize(

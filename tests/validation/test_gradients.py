@@ -70,7 +70,7 @@ def test_a_padded_loss_that_is_weighted_by_samples_is_wrong(monkeypatch):
 
 def test_a_missing_gradient_is_wrong(monkeypatch):
     def damage(model):
-        model.module.positions.weight.requires_grad_(False)
+        model.module.tokens.weight.requires_grad_(False)
 
     *gradients, _ = broken(monkeypatch, damage)
     assert {check.value for check in gradients} == {math.inf}
