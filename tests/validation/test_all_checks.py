@@ -44,10 +44,11 @@ def test_replicas_that_share_one_device(stand_in, monkeypatch):
     assert report.kind == "one device"
     assert report.description == "2 replicas that share stand_in:0, stand-in"
     assert report.gradients_are_right
+    assert "6 to 1 samples" in [check.note for check in report.checks]  # two replicas
     assert len(outcomes(report, "peaks")) == 2
     stock, ranks = (check for check in report.checks if check.part == "seconds")
     assert stock.value > 0
-    assert ranks.outcome == "-"
+    assert (ranks.outcome, ranks.note) == ("-", "NCCL starts no two ranks on one device")
 
 
 def test_emulated_devices(no_accelerator):
