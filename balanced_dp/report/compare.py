@@ -16,7 +16,7 @@ METRICS: dict[str, Callable[[Report], float]] = {
     "max_batch": lambda report: report.plan.max_batch_size,
     "speed": lambda report: speed(report.chosen),
 }
-"""The bottleneck device's peak in bytes, (max - min) / max of the peaks, the largest batch that
+"""The highest peak of all devices in bytes, (max - min) / max of the peaks, the largest batch that
 fits, and samples per second (on emulated devices the even chunk over the largest one)."""
 
 _HIGHER_IS_BETTER = {"max_batch", "speed"}

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import io
+import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import matplotlib as mpl
@@ -15,13 +17,13 @@ from matplotlib.ticker import MaxNLocator
 from ..planning.split_planner import Planner
 from ..split import even_share, split_batch
 from ..tuning.report_types import Report
-from .tables import byte_scale, candidates, speed, speed_name
+from ..units import format_bytes
+from .tables import bottleneck, byte_scale, candidates, fullest_device, speed, speed_name
 
 _STYLE: Any = {
     "svg.fonttype": "none",  # text stays text
     "svg.hashsalt": "balanced-dp",  # the same plot gives the same file
     "font.family": "sans-serif",
-    "font.size": 10,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
@@ -42,19 +44,60 @@ _USES = {
 }
 """A colour for each use, the same in each report; the others have ``_OTHERS``."""
 
+PAGE_COLOURS = {
+    "#000000": ("#1c2024", "#e8eaed"),
+    "#d55e00": ("#c75300", "#f0803c"),
+    "#0072b2": ("#00639c", "#4b9fe0"),
+    "#009e73": ("#008a64", "#1fb98d"),
+    "#cc79a7": ("#b8578d", "#d98bb6"),
+    "#e69f00": ("#bd7e00", "#e6a817"),
+    "#56b4e9": ("#2f95d0", "#86cdf5"),
+    "#f0e442": ("#8f8400", "#f0e442"),
+    _OTHERS: ("#767676", "#9a9a9a"),
+}
+"""What a page draws for each colour, on a light and on a dark ground, with a contrast of 3 to 1."""
 
-def _as_svg(draw: Callable[[Axes, Report], None]) -> Callable[[Report], str]:
-    """Return a function that returns the drawing of the decorated one as SVG."""
+_PAGE_SIZE = (4.8, 4.2)
+_PAGE_FONT_SIZE = 11.5
+"""On a phone a plot is 360 pixels wide, 1.04 for each unit of the drawing."""
 
-    @functools.wraps(draw)
-    def plot(report: Report) -> str:
-        return svg(lambda figure: draw(figure.subplots(), report))
-
-    return plot
+_MARKERS = "os^DvPX*"
+"""The others' marks are told apart without colours, too."""
 
 
-@_as_svg
-def peaks_plot(axes: Axes, report: Report) -> None:
+@dataclass(frozen=True, slots=True)
+class Plot:
+    """Hold a plot of the page.
+
+    Attributes:
+        heading: its heading.
+        description: what it shows, with its main numbers, for those who do not see it.
+        svg: the drawing, with colours that are those of the page's scheme.
+    """
+
+    heading: str
+    description: str
+    svg: str
+
+
+def report_plots(report: Report) -> list[Plot]:
+    """Return the plots of a report."""
+    plots = (
+        ("The peak of each device, for each gpu0_bsz", _about_peaks, draw_peaks),
+        ("What fills each device", _about_uses, draw_uses),
+        ("Batch size and speed", _about_batches, draw_batches),
+        ("Predicted and measured", _about_predictions, draw_predictions),
+    )
+    return [Plot(name, about(report), _page_svg(draw, report)) for name, about, draw in plots]
+
+
+def _page_svg(draw: Callable[[Axes, Report], None], report: Report) -> str:
+    """Return the drawing of a function with the colours and the size of text for a page."""
+    text = svg(lambda figure: draw(figure.subplots(), report), _PAGE_SIZE, _PAGE_FONT_SIZE)
+    return re.sub("|".join(PAGE_COLOURS), lambda found: f"var(--plot-{found[0][1:]})", text)
+
+
+def draw_peaks(axes: Axes, report: Report) -> None:
     """Draw the peak of each device against ``gpu0_bsz``: lines predicted, points measured."""
     plan = report.plan
     ran = [m for m in candidates(report) if m.status == "ok"]
@@ -66,20 +109,22 @@ def peaks_plot(axes: Axes, report: Report) -> None:
     predicted = [
         report.model.predict(split_batch(plan.batch_size, num_devices, value)) for value in values
     ]
-    for device, colour in enumerate(_COLOURS[:num_devices]):
+    for device in range(num_devices):
+        colour, marker = (styles[device % len(_COLOURS)] for styles in (_COLOURS, _MARKERS))
+        width, size = (2.5, 6) if device == 0 else (1.2, 4)
         axes.plot(
             values,
             [needs[device] / scale for needs in predicted],
             color=colour,
-            label=f"device {device}",
-            linewidth=2.5 if device == 0 else 1.2,
+            linewidth=width,
         )
         axes.plot(
             [m.chunk_sizes[0] for m in ran],
             [m.peak_bytes[device] / scale for m in ran],
-            "o",
+            marker,
             color=colour,
-            markersize=5 if device == 0 else 3.5,
+            markersize=size,
+            label=f"device {device}" if device < len(_COLOURS) else None,
         )
     highest = max(max(needs) for needs in predicted)
     for capacity in sorted(set(plan.capacity_bytes)):
@@ -88,14 +133,16 @@ def peaks_plot(axes: Axes, report: Report) -> None:
             whose = [str(i) for i, c in enumerate(plan.capacity_bytes) if c == capacity]
             axes.annotate(
                 "capacity" if len(whose) == num_devices else f"capacity of {', '.join(whose)}",
-                (0.005, capacity / scale),
+                (0.01, capacity / scale),
+                (0, 2),
                 xycoords=("axes fraction", "data"),
+                textcoords="offset points",
                 va="bottom",
             )
     axes.axvline(plan.gpu0_bsz, color="black", linewidth=1, linestyle=":")
     axes.plot(
         plan.gpu0_bsz,
-        max(report.chosen.peak_bytes) / scale,
+        report.chosen.peak_bytes[fullest_device(report.chosen, plan.budgets)] / scale,
         "*",
         color="black",
         markersize=15,
@@ -107,22 +154,17 @@ def peaks_plot(axes: Axes, report: Report) -> None:
     _legend_below(axes)
 
 
-@_as_svg
-def breakdown_plot(axes: Axes, report: Report) -> None:
+def draw_uses(axes: Axes, report: Report) -> None:
     """Draw the breakdown of each device's peak, with the even split and the least full one."""
     pairs = list(zip(report.even.breakdown, report.chosen.breakdown, strict=True))
     positions = [device + offset for device in range(len(pairs)) for offset in (-0.2, 0.2)]
     bars = [uses for pair in pairs for uses in pair]
     scale, unit = byte_scale(max(sum(uses.values()) for uses in bars))
     stacked_bars(axes, positions, bars, 0.36, scale)
-    axes.set_xticks(
-        positions,
-        [f"{device}\n{split}" for device in range(len(pairs)) for split in ("even", "least\nfull")],
-        fontsize=8 if len(pairs) <= 4 else 6,
-    )
-    axes.set(xlabel="device", ylabel=f"held at the peak, {unit}")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set(xlabel="device (left: even, right: least full)", ylabel=f"held at the peak, {unit}")
     axes.grid(visible=False, axis="x")
-    _legend_below(axes)
+    _legend_below(axes, ncols=2)
 
 
 def stacked_bars(
@@ -143,47 +185,55 @@ def stacked_bars(
         bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
 
 
-@_as_svg
-def batch_plot(axes: Axes, report: Report) -> None:
+def draw_batches(axes: Axes, report: Report) -> None:
     """Draw the largest batch that fits and the speed against ``gpu0_bsz``."""
     plan = report.plan
     planner = Planner(report.model, plan.budgets)
-    num_devices = len(plan.chunk_sizes)
-    even = even_share(plan.batch_size, num_devices)
+    even = even_share(plan.batch_size, len(plan.chunk_sizes))
     highest = max(plan.max_batch_gpu0_bsz, even)
     step = max(1, highest // 60)
     values = sorted({*range(0, highest + 1, step), plan.max_batch_gpu0_bsz, plan.gpu0_bsz})
+    largest = {value: planner.max_batch_size(functools.partial(min, value)) for value in values}
+    largest[plan.max_batch_gpu0_bsz] = plan.max_batch_size  # the one that the page names
+    label = "largest batch that fits, predicted (left)"
+    axes.plot(values, [*largest.values()], color=_COLOURS[1], label=label)
     axes.plot(
-        values,
-        [planner.max_batch_size(functools.partial(min, value)) for value in values],
+        plan.max_batch_gpu0_bsz,
+        plan.max_batch_size,
+        "*",
         color=_COLOURS[1],
-        label="largest batch that fits with this gpu0_bsz (predicted)",
+        markersize=13,
+        label=f"the largest: {plan.max_batch_size}, with gpu0_bsz={plan.max_batch_gpu0_bsz}",
     )
-    axes.plot(plan.max_batch_gpu0_bsz, plan.max_batch_size, "*", color=_COLOURS[1], markersize=13)
+    axes.axhline(
+        plan.even_max_batch_size,
+        color=_COLOURS[1],
+        linestyle="--",
+        linewidth=1,
+        label=f"the largest with the even split: {plan.even_max_batch_size}",
+    )
     axes.set(xlabel="gpu0_bsz", ylabel="samples in a batch")
     _from_zero(axes)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     right = axes.twinx()
     ran = [m for m in candidates(report) if m.status == "ok"]
-    label = f"{speed_name(report)}, batches of {plan.batch_size}"
+    label = f"{speed_name(report)}, batches of {plan.batch_size} (right)"
     values = [m.chunk_sizes[0] for m in ran]
     right.plot(values, list(map(speed, ran)), "o", color=_COLOURS[0], label=label)
     right.set(ylabel=speed_name(report))
     _from_zero(right)
     right.grid(visible=False)
     right.spines["right"].set_visible(True)
-    handles = [*axes.get_legend_handles_labels()[0], *right.get_legend_handles_labels()[0]]
-    axes.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=1)
+    right.figure.legend(loc="outside lower center")
 
 
-@_as_svg
-def prediction_plot(axes: Axes, report: Report) -> None:
+def draw_predictions(axes: Axes, report: Report) -> None:
     """Draw predicted against measured peaks."""
     ran = [m for m in report.measurements if m.status == "ok"]
     scale, unit = byte_scale(max(max(m.peak_bytes) for m in ran))
-    for name, colour, devices in (
-        ("device 0", _COLOURS[0], slice(0, 1)),
-        ("other devices", _COLOURS[1], slice(1, None)),
+    for name, colour, marker, devices in (
+        ("device 0", _COLOURS[0], "o", slice(0, 1)),
+        ("other devices", _COLOURS[1], "s", slice(1, None)),
     ):
         pairs = [
             (held / scale, predicted / scale)
@@ -195,7 +245,7 @@ def prediction_plot(axes: Axes, report: Report) -> None:
             )
             if held
         ]
-        axes.plot(*zip(*pairs, strict=True), "o", color=colour, markersize=4, label=name)
+        axes.plot(*zip(*pairs, strict=True), marker, color=colour, markersize=5, label=name)
     end = max(axes.get_xlim()[1], axes.get_ylim()[1])
     axes.plot((0, end), (0, end), color="black", linewidth=0.8, label="equal")
     axes.set(xlabel=f"measured, {unit}", ylabel=f"predicted, {unit}")
@@ -203,27 +253,67 @@ def prediction_plot(axes: Axes, report: Report) -> None:
     _legend_below(axes)
 
 
-def report_plots(report: Report) -> dict[str, str]:
-    """Return the plots of a report by heading."""
-    return {
-        "The peak of each device, for each gpu0_bsz": peaks_plot(report),
-        "What fills each device": breakdown_plot(report),
-        "Batch size and speed": batch_plot(report),
-        "Predicted and measured": prediction_plot(report),
-    }
+def _about_peaks(report: Report) -> str:
+    plan = report.plan
+    even = even_share(plan.batch_size, len(plan.chunk_sizes))
+    with_even = "memory runs out"
+    if report.even.status == "ok":
+        with_even = f"it is {bottleneck(report.even, plan.budgets)}"
+    return (
+        f"Lines for the predicted peaks of {len(plan.chunk_sizes)} devices with gpu0_bsz from 0 to "
+        f"{even}, points for the measured ones. With gpu0_bsz={plan.gpu0_bsz} the bottleneck "
+        f"is the least full: {bottleneck(report.chosen, plan.budgets)}; with the even split "
+        f"{with_even}."
+    )
+
+
+def _about_uses(report: Report) -> str:
+    splits = []
+    for name, measured in (
+        ("the even split", report.even),
+        (f"gpu0_bsz={report.plan.gpu0_bsz}", report.chosen),
+    ):
+        uses = sorted(measured.breakdown[0].items(), key=lambda use: -use[1])
+        parts = ", ".join(f"{use} {format_bytes(size)}" for use, size in uses[:3])
+        splits.append(f"{format_bytes(measured.peak_bytes[0])} with {name} ({parts})")
+    return f"Two bars for each device, stacked by use. Device 0 holds {' and '.join(splits)}."
+
+
+def _about_batches(report: Report) -> str:
+    plan = report.plan
+    return (
+        "A line for the largest batch that fits with each gpu0_bsz, points for the speed. The "
+        f"largest batch is {plan.max_batch_size}, with gpu0_bsz={plan.max_batch_gpu0_bsz}; with "
+        f"the even split it is {plan.even_max_batch_size}. With batches of {plan.batch_size}, "
+        f"{speed_name(report)} is {speed(report.chosen):.2f} with gpu0_bsz={plan.gpu0_bsz} and "
+        f"{speed(report.even):.2f} with the even split."
+    )
+
+
+def _about_predictions(report: Report) -> str:
+    return (
+        f"Points for the peaks of {report.model.num_points} measured splits, predicted against "
+        f"measured. The largest error is {report.model.residual:.2%}, and "
+        f"{report.prediction_error:.2%} for gpu0_bsz={report.plan.gpu0_bsz}."
+    )
 
 
 def _from_zero(axes: Axes) -> None:
     axes.set_ylim(0, axes.get_ylim()[1] * 1.04)
 
 
-def _legend_below(axes: Axes) -> None:
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=3)
+def _legend_below(axes: Axes, ncols: int = 3) -> None:
+    handles, labels = axes.get_legend_handles_labels()
+    axes.figure.legend(
+        handles, labels, loc="outside lower center", ncols=ncols, columnspacing=1, handlelength=1.5
+    )
 
 
-def svg(draw: Callable[[Figure], None], size: tuple[float, float] = (6.4, 4.8)) -> str:
+def svg(
+    draw: Callable[[Figure], None], size: tuple[float, float] = (6.4, 4.8), font_size: float = 10
+) -> str:
     """Return a figure in the style of the reports; the size is in inches."""
-    with mpl.rc_context(_STYLE):
+    with mpl.rc_context({**_STYLE, "font.size": font_size}):
         figure = Figure(figsize=size, layout="constrained")
         draw(figure)
         buffer = io.StringIO()

@@ -102,8 +102,8 @@ def summary(report: Report) -> tuple[str, ...]:
 def bottleneck(measured: Measurement | Option, budgets: Sequence[int] | None) -> str:
     """Return which device is the fullest, with its peak; ``budgets`` tell how full it is."""
     full = utilizations(measured.peak_bytes, budgets or [1] * len(measured.peak_bytes))
-    index = full.index(max(full))
-    part = "" if budgets is None else f", {max(full):.0%} full"
+    index = fullest_device(measured, budgets)
+    part = "" if budgets is None else f", {full[index]:.0%} full"
     return f"device {index} with {format_bytes(measured.peak_bytes[index])}{part}"
 
 
@@ -111,12 +111,13 @@ def option_table(report: Report) -> TextTable:
     """Return the options that fit, the best first."""
     rows = []
     for number, option in enumerate(report.ranked_options, 1):
-        full = utilizations(option.peak_bytes, report.plan.budgets)
+        budgets = report.plan.budgets
+        device = fullest_device(option, budgets)
         rows.append(
             (
                 str(number),
                 _split(option.chunk_sizes),
-                f"device {full.index(max(full))} {max(full):.0%}",
+                f"device {device} {option.utilization(budgets):.0%}",
                 _batch(option.max_batch_size),
                 f"{option.speed:.2f}",
                 "device 0" if option.gather else "each",
@@ -171,7 +172,13 @@ def device_table(report: Report) -> TextTable:
     if best.batch_size == plan.batch_size:
         columns["even split"] = map(format_bytes, report.even.peak_bytes)
     rows = tuple(zip(*columns.values(), strict=True))
-    return TextTable(tuple(columns), rows, marked=full.index(max(full)))
+    return TextTable(tuple(columns), rows, marked=fullest_device(best, plan.budgets))
+
+
+def fullest_device(measured: Measurement | Option, budgets: Sequence[int] | None) -> int:
+    """Return the index of the bottleneck device, as it was measured."""
+    full = utilizations(measured.peak_bytes, budgets or [1] * len(measured.peak_bytes))
+    return full.index(max(full))
 
 
 def use_table(
@@ -287,6 +294,6 @@ def provenance_table(report: Report) -> TextTable:
         ("parameters of the model", f"{report.num_parameters:,}"),
         ("measurements that predictions are fitted to", str(report.model.num_points)),
         ("largest error among these", f"{report.model.residual:.2%}"),
-        ("largest error for the chosen split", f"{report.prediction_error:.2%}"),
+        (f"largest error for gpu0_bsz={report.plan.gpu0_bsz}", f"{report.prediction_error:.2%}"),
     )
     return TextTable(headers=("what", "value"), rows=rows)

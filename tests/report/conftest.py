@@ -1,0 +1,28 @@
+"""Reports that several files test."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from balanced_dp import tune
+
+from ..tuning.small_workloads import SMALL
+
+MIB = 2**20
+
+
+@pytest.fixture(scope="session")
+def report():
+    torch.manual_seed(0)
+    workload = replace(SMALL["char_transformer"](), name="<script>alert(1)</script>")
+    return tune(workload, 24, sweep=range(7), emulate=True)
+
+
+@pytest.fixture(scope="session")
+def unlike():
+    """The report of devices with unlike capacities."""
+    capacities = [6000 * MIB, 3000 * MIB, 2000 * MIB]
+    return tune(SMALL["wide_output"](), 32, capacities=capacities, reserve=MIB, emulate=True)

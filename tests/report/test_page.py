@@ -1,0 +1,251 @@
+"""Test the page of a report: its structure, and how it looks in a real browser."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from dataclasses import replace
+from html.parser import HTMLParser
+from itertools import pairwise
+
+import pytest
+
+from balanced_dp.report import report_html
+from balanced_dp.report.plots import PAGE_COLOURS, report_plots
+from balanced_dp.report.tables import device_table, fullest_device, verdict
+from balanced_dp.units import format_bytes
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("chrome")
+PHONE = 400
+
+
+class Outline(HTMLParser):
+    """Collect the elements of a page and the texts in them."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: list[tuple[str, str]] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag, attrs):
+        self.elements.append((tag, dict(attrs)))
+
+    def handle_data(self, data):
+        if self.elements and data.strip():
+            self.texts.append((self.elements[-1][0], data.strip()))
+
+    def all(self, name):
+        return [attributes for tag, attributes in self.elements if tag == name]
+
+
+@pytest.fixture(scope="module")
+def pages(report, unlike):
+    return {1: Outline(report_html([report])), 2: Outline(report_html([report, unlike]))}
+
+
+@pytest.mark.parametrize("num_reports", [1, 2])
+def test_screen_readers_find_their_way(pages, num_reports):
+    page = pages[num_reports]
+    [html] = page.all("html")
+    assert html["lang"] == "en"
+    title = next(text for tag, text in page.texts if tag == "title")
+    assert title.startswith("<script>alert(1)")
+    assert {"name": "viewport", "content": "width=device-width, initial-scale=1"} in page.all(
+        "meta"
+    )
+    levels = [int(tag[1]) for tag, _ in page.elements if re.fullmatch("h[1-6]", tag)]
+    assert levels[0] == 1 and levels.count(1) == 1
+    assert all(below <= above + 1 for above, below in pairwise(levels))
+    ids = [attributes["id"] for _, attributes in page.elements if "id" in attributes]
+    assert len(ids) == len(set(ids))
+    links = {
+        value[1:]
+        for _, a in page.elements
+        for name, value in a.items()
+        if name.endswith("href") and value[0] == "#"
+    }
+    assert links <= set(ids)
+    assert {section["aria-labelledby"] for section in page.all("section")} <= set(ids)
+
+
+def test_tables_have_captions_and_headers(pages):
+    page = pages[2]
+    tables = page.all("table")
+    assert len(tables) == len(page.all("caption")) == len(page.all("thead")) == 8
+    assert {header["scope"] for header in page.all("th")} == {"col", "row"}
+    assert len([1 for header in page.all("th") if header["scope"] == "row"]) >= sum(
+        1 for _ in page.all("tbody")
+    )
+    boxes = [box for box in page.all("div") if box.get("class") == "scroll"]
+    assert len(boxes) == len(tables)
+    assert all(box["tabindex"] == "0" and box["role"] == "region" for box in boxes)
+    assert all(box["aria-label"] for box in boxes)
+    hidden = [text for tag, text in page.texts if tag == "span"]
+    assert hidden == ["(best)", "(bottleneck)", "(least full)"] * 2
+
+
+def test_plots_say_what_they_show_in_numbers(pages, report):
+    drawings = pages[1].all("svg")
+    assert len(drawings) == 4
+    assert all(drawing["role"] == "img" for drawing in drawings)
+    peaks, uses, batches, predictions = (drawing["aria-label"] for drawing in drawings)
+    plan = report.plan
+    assert f"gpu0_bsz={plan.gpu0_bsz}" in peaks
+    assert format_bytes(max(report.chosen.peak_bytes)) in peaks
+    assert format_bytes(max(report.even.peak_bytes)) in peaks
+    assert f"Device 0 holds {format_bytes(report.even.peak_bytes[0])}" in uses
+    assert f"largest batch is {plan.max_batch_size}, with" in batches
+    assert f"{len(report.measurements)} measured splits" in predictions
+
+
+def test_memory_that_runs_out_is_in_the_words(report):
+    out = replace(report.even, status="oom", out_of_memory="out")
+    [peaks, *_] = report_plots(replace(report, even=out))
+    assert "with the even split memory runs out" in peaks.description
+
+
+def test_the_text_of_plots_is_large_enough_on_a_phone(report, unlike):
+    for plot in (*report_plots(report), *report_plots(unlike)):
+        [width] = re.findall(r'viewBox="0 0 ([\d.]+) ', plot.svg)
+        sizes = [float(size) for size in re.findall(r"font-size: ([\d.]+)px", plot.svg)]
+        assert len(sizes) >= 10
+        assert min(sizes) * (PHONE - 40) / float(width) >= 11
+
+
+def contrast(first: str, second: str) -> float:
+    """Return the contrast of two colours.
+
+    Source: https://www.w3.org/TR/WCAG22/#dfn-contrast-ratio
+    """
+    luminances = []
+    for colour in (first, second):
+        parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
+        luminances.append(sum(w * p for w, p in zip((0.2126, 0.7152, 0.0722), linear, strict=True)))
+    low, high = sorted(luminances)
+    return (high + 0.05) / (low + 0.05)
+
+
+def test_colours_stand_out_on_both_grounds(report, unlike):
+    page = report_html([report, unlike])
+    light, dark = (
+        dict(re.findall(r"--([\w-]+): (#\w+);", block))
+        for block in re.findall(r":root \{(.*?) \}", page, re.DOTALL)
+    )
+    light["ground"] = "#ffffff"
+    for scheme in (light, dark):
+        for name in ("ink", "soft", "focus", "plot-000000"):
+            assert contrast(scheme[name], scheme["ground"]) >= 4.5
+        assert contrast(scheme["ink"], scheme["mark"]) >= 4.5
+        for colour in PAGE_COLOURS:
+            assert contrast(scheme[f"plot-{colour[1:]}"], scheme["ground"]) >= 3
+    assert set(re.findall(r"var\(--(plot-\w+)\)", page)) <= light.keys() == dark.keys()
+    drawings = "".join(re.findall(r"<svg.*?</svg>", page, re.DOTALL))
+    assert set(re.findall(r"(?:fill|stroke): (#\w+)", drawings)) <= {"#ffffff", "#b0b0b0"}
+
+
+def test_the_page_names_one_largest_batch_and_one_bottleneck(report, unlike):
+    for shown in (report, unlike):
+        plan = shown.plan
+        batches = report_plots(shown)[2].svg
+        value = plan.max_batch_gpu0_bsz
+        assert f"the largest: {plan.max_batch_size}, with gpu0_bsz={value}<" in batches
+        assert f"the largest with the even split: {plan.even_max_batch_size}<" in batches
+        marked = device_table(shown).marked
+        assert marked == fullest_device(shown.best, plan.budgets)
+        assert f"the bottleneck is device {marked} with " in verdict(shown)
+
+
+@pytest.fixture(scope="module")
+def browser():
+    if CHROMIUM is None:
+        pytest.skip("needs Chromium (Debian: apt-get install chromium)")
+    sync_api = pytest.importorskip("playwright.sync_api")
+    with sync_api.sync_playwright() as playwright:
+        # As root, which CI may be, Chromium runs without its sandbox only.
+        opened = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield opened
+        opened.close()
+
+
+@pytest.fixture(scope="module")
+def file(report, unlike, tmp_path_factory):
+    path = tmp_path_factory.mktemp("page") / "report.html"
+    path.write_text(report_html([report, unlike]), encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("width", [1240, PHONE])
+def test_the_page_shows_the_choice_and_draws_the_plots(report, unlike, browser, file, width):
+    page = browser.new_page(viewport={"width": width, "height": 900})
+    told, requested = [], []
+    page.on("console", lambda message: told.append(message.text))
+    page.on("pageerror", lambda error: told.append(str(error)))
+    page.on("dialog", lambda dialog: told.append(dialog.message))
+    page.on("request", lambda request: requested.append(request.url))
+    page.goto(file.as_uri())
+    assert told == []
+    assert {url.split(":")[0] for url in requested} <= {"file", "data"}
+    for section, shown in zip(page.locator("section").all(), (report, unlike), strict=True):
+        line = section.locator("pre.line")
+        assert line.is_visible()
+        assert f"# option 1\nmodel = {shown.line}\n" in line.inner_text()
+        assert shown.workload in section.locator("h2").inner_text()
+        plots = section.locator("figure svg").all()
+        assert len(plots) == 4
+        for plot in plots:
+            box = plot.bounding_box()
+            assert min(box["width"], box["height"]) > 200
+            assert box["x"] + box["width"] <= width
+            assert plot.locator("path").count() >= 15
+        assert f"least full: gpu0_bsz={shown.plan.gpu0_bsz}" in plots[0].inner_html()
+        marked = section.locator("tr.marked").all()
+        assert [row.locator("th").inner_text().split()[0] for row in marked] == [
+            "1",
+            str(fullest_device(shown.best, shown.plan.budgets)),
+            str(shown.plan.gpu0_bsz),
+        ]
+        for hint in section.locator("p.hint").all():
+            assert hint.is_visible() == (width == PHONE)
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    smallest = page.evaluate(
+        """Math.min(...[...document.querySelectorAll("figure svg")].flatMap(svg => {
+            const scale = svg.getBoundingClientRect().width / svg.viewBox.baseVal.width
+            return [...svg.querySelectorAll("text")].map(
+                text => parseFloat(getComputedStyle(text).fontSize) * scale)
+        }))"""
+    )
+    assert smallest >= 11
+    page.close()
+
+
+def test_tables_scroll_by_keyboard(browser, file):
+    # The page's policy forbids what wait_for_function does, too.
+    page = browser.new_page(viewport={"width": PHONE, "height": 900}, bypass_csp=True)
+    page.goto(file.as_uri())
+    for expected in ("report-1", "report-2"):
+        page.keyboard.press("Tab")
+        assert page.evaluate("document.activeElement.hash") == f"#{expected}"
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.className") == "scroll"
+    assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid"
+    page.keyboard.press("ArrowRight")
+    page.wait_for_function("document.activeElement.scrollLeft > 0")
+    page.close()
+
+
+def test_the_page_is_dark_where_asked_and_light_on_paper(browser, file):
+    page = browser.new_page(color_scheme="dark")
+    page.goto(file.as_uri())
+    ground = "getComputedStyle(document.body).backgroundColor"
+    text = "getComputedStyle(document.querySelector('figure svg text')).fill"
+    assert page.evaluate(ground) == "rgb(21, 24, 29)"
+    assert page.evaluate(text) == "rgb(232, 234, 237)"
+    page.emulate_media(media="print")
+    assert page.evaluate(ground) == "rgb(255, 255, 255)"
+    assert page.evaluate(text) == "rgb(28, 32, 36)"
+    page.set_viewport_size({"width": 680, "height": 1000})  # A4 less its margins
+    for table in page.locator("table").all():
+        assert table.bounding_box()["width"] <= 680
+    page.close()
