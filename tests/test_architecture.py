@@ -43,7 +43,7 @@ memory/ nvml device_map device_memory nvml_sampler step_memory
 planning/ memory_model estimates split_planner auto_balance
 parallel/ call_inputs
 """
-PRINTS = {"cli/commands.py", "cli/validate.py"}
+PRINTS = {"cli/commands.py"}
 
 
 def files(text: str) -> list[str]:

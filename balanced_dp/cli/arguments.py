@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -19,6 +20,14 @@ NumDevices = Annotated[
 ]
 Emulate = Annotated[bool, typer.Option("--emulate", help="Emulate devices even if there are GPUs.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+JsonFile = Annotated[
+    Path | None,
+    typer.Option("--json", metavar="FILE", help="Write JSON to FILE, or with - to stdout."),
+]
+Html = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Write a self-contained HTML page to FILE; - is stdout."),
+]
 Spread = Annotated[
     bool,
     typer.Option(
@@ -86,10 +95,27 @@ def parse_sweep(sweep: str | None) -> range:
     return range(int(first), int(last) + 1)
 
 
-def check_writable(*paths: Path | None) -> None:
-    """Raise ArgumentError if a file cannot be written to its folder."""
-    for path in filter(None, paths):
-        if path.is_dir():
+STDOUT = Path("-")
+"""The name of a file that means stdout."""
+
+
+def check_outputs(outputs: Mapping[str, Path | None]) -> None:
+    """Raise ArgumentError if two outputs go to one place, or a folder is missing.
+
+    Args:
+        outputs: the files by option, None for those that were not given. Other names are for what
+            else uses stdout or must not be overwritten.
+    """
+    places: dict[Path, str] = {}
+    for option, path in outputs.items():
+        if path is None:
+            continue
+        if path != STDOUT and path.is_dir():
             raise ArgumentError(f"{path} is a folder; name a file")
         if not path.absolute().parent.is_dir():
             raise ArgumentError(f"{path}: there is no folder {path.absolute().parent}")
+        place = path if path == STDOUT else path.resolve()
+        other = places.setdefault(place, option)
+        if other != option:
+            name = "stdout" if path == STDOUT else path
+            raise ArgumentError(f"{other} and {option} are both {name}; name another file for one")

@@ -1,4 +1,4 @@
-"""The command ``balanced-dp``: with ``validate.py`` the only place that prints.
+"""The command ``balanced-dp``: the only place that prints.
 
 Commands import what they need when they run: torch takes seconds, and ``--help`` needs none of it.
 """
@@ -88,16 +88,13 @@ def demo(
     memory: Annotated[
         str | None, typer.Option(help="Capacity of each emulated device, such as 28MiB.")
     ] = None,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Also write the results to FILE.")
-    ] = None,
+    json_file: arguments.JsonFile = None,
     emulate: arguments.Emulate = False,
 ) -> None:
     """Train a small transformer on real text: on one device, split evenly, and balanced.
 
     Runs on all GPUs of this machine if it has two or more, otherwise on emulated devices.
     """
-    from ..report.json_file import write_atomically
     from ..tuning.open_devices import default_num_devices
     from . import console
     from . import demo as demos
@@ -105,7 +102,7 @@ def demo(
     if num_devices is None:
         num_devices = default_num_devices(emulate)
     settings = demos.DemoSettings(num_devices, batch_size, steps, gpu0_bsz, memory, emulate)
-    arguments.check_writable(json_file)
+    arguments.check_outputs({"--json": json_file})
     with console.progress_bar("training steps", settings.num_steps) as update:
         runs = demos.run_demo(settings, on_step=lambda: update(advance=1))
     if json_file is not None:
@@ -126,8 +123,9 @@ def demo(
                 for run in runs
             ],
         }
-        write_atomically(json_file, json.dumps(record, indent=2) + "\n")
-    console.print_demo(settings, runs)
+        console.write(json_file, json.dumps(record, indent=2) + "\n")
+    if json_file != arguments.STDOUT:
+        console.print_demo(settings, runs)
     difference = demos.loss_difference(runs)
     if difference is None or difference > demos.LOSS_TOLERANCE:
         raise typer.Exit(1)
@@ -166,9 +164,9 @@ def probe(
                 indent = 2 if watch_s is None else None
                 print(json.dumps({**_provenance(), "devices": devices}, indent=indent), flush=True)
             elif live is not None:
-                live.update(console.memory_table(memories), refresh=True)
+                live.update(console.memory_table(memories, output), refresh=True)
             else:
-                output.print(console.memory_table(memories))
+                output.print(console.memory_table(memories, output))
             if watch_s is None:
                 break
             time.sleep(watch_s)
@@ -185,7 +183,6 @@ def workloads(as_json: arguments.Json = False) -> None:
     from . import console
 
     listed: list[dict[str, Any]] = []
-    table = console.table_of(("workload", "what it is"), ("parameters", "batch size"))
     for name, make in BUILT_IN.items():
         workload = make()
         with torch.device("meta"):
@@ -195,11 +192,10 @@ def workloads(as_json: arguments.Json = False) -> None:
         listed.append(
             {"name": name, "about": about, "num_parameters": size, "batch_size": batch_size}
         )
-        table.add_row(name, about, f"{size / 1e6:.1f} M", str(batch_size))
     if as_json:
         print(json.dumps(listed, indent=2))
     else:
-        console.stdout_console().print(table)
+        console.print_workloads(listed)
 
 
 @app.command("plan")
@@ -266,11 +262,11 @@ def tune_command(
     reserve: arguments.Reserve = None,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", metavar="FILE", help="Write the report to FILE."),
+        typer.Option(
+            "--output", "-o", metavar="FILE", help="Write the report to FILE; - is stdout."
+        ),
     ] = None,
-    html: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the report as an HTML page.")
-    ] = None,
+    html: arguments.Html = None,
     emulate: arguments.Emulate = False,
     loss_on_device: arguments.LossOnDevice = False,
     spread: arguments.Spread = False,
@@ -289,9 +285,8 @@ def tune_command(
     capacities = None
     if memory is not None:
         capacities = arguments.parse_capacities(memory, num_devices, default_num_devices(emulate))
-    arguments.check_writable(output, html)
-    if output is not None and output == html:
-        raise ArgumentError(f"--output and --html both name {output}")
+    printed = arguments.STDOUT if as_json else None
+    arguments.check_outputs({"--json": printed, "--output": output, "--html": html})
     report = _tuned(
         target,
         batch_size,
@@ -306,12 +301,12 @@ def tune_command(
         numeric=numeric,
     )
     if output is not None:
-        _write(output, report_json(report))
+        console.write(output, report_json(report))
     if html is not None:
-        _write(html, report_html([report]))
+        console.write(html, report_html([report]))
     if as_json:
         print(report_json(report), end="")
-    else:
+    elif arguments.STDOUT not in (output, html):
         console.print_report(report, candidates=True)
 
 
@@ -350,7 +345,8 @@ def run(
         Path | None, typer.Option("--json", metavar="FILE", help="Write a report to FILE.")
     ] = None,
     html: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the report as an HTML page.")
+        Path | None,
+        typer.Option(metavar="FILE", help="Write the report as a self-contained HTML page."),
     ] = None,
 ) -> None:
     """Run a training script, unchanged, and show what fills each GPU and which gpu0_bsz is best.
@@ -362,7 +358,9 @@ def run(
     from . import console
     from . import run as runs
 
-    arguments.check_writable(json_file, html)
+    arguments.check_outputs(
+        {"the script's output": arguments.STDOUT, "--json": json_file, "--html": html}
+    )
     settings = runs.RunSettings(
         script,
         tuple(script_arguments or ()),
@@ -374,15 +372,13 @@ def run(
         symbolic,
         emulate or symbolic,
     )
-    result = runs.run_and_measure(
-        settings, say=lambda text: print(f"balanced-dp: {text}", file=sys.stderr)
-    )
+    result = runs.run_and_measure(settings, console.say)
     console.print_run(result)
     for file, as_text in ((json_file, report_json), (html, lambda report: report_html([report]))):
         if file is not None and result.report is None:
-            print(f"balanced-dp: {file} was not written: there is no plan", file=sys.stderr)
+            console.say(f"{file} was not written: there is no plan")
         elif file is not None and result.report is not None:
-            _write(file, as_text(result.report))
+            console.write(file, as_text(result.report))
     raise typer.Exit(result.exit_code)
 
 
@@ -394,28 +390,36 @@ def report_command(
     file: Annotated[
         Path, typer.Argument(help="A file of balanced-dp tune or pytest --benchmark-json.")
     ],
-    html: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write a self-contained HTML page.")
+    html: arguments.Html = None,
+    markdown: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write Markdown to FILE; - is stdout.")
     ] = None,
-    markdown: Annotated[Path | None, typer.Option(metavar="FILE", help="Write Markdown.")] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print JSON, one line for each workload.")
-    ] = False,
+    json_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--json",
+            metavar="FILE",
+            help="Write JSON to FILE, one line for each workload; - is stdout.",
+        ),
+    ] = None,
 ) -> None:
-    """Show a report, or write it as an HTML page or as Markdown."""
+    """Show a report, or write it as an HTML page, as Markdown or as JSON."""
     from ..report import load_reports, report_html, report_json, report_markdown
     from . import console
 
     reports = load_reports(file)
-    arguments.check_writable(html, markdown)
+    arguments.check_outputs(
+        {"the report": file, "--html": html, "--markdown": markdown, "--json": json_file}
+    )
     if html is not None:
-        _write(html, report_html(reports))
+        console.write(html, report_html(reports))
     if markdown is not None:
-        _write(markdown, "\n".join(map(report_markdown, reports)))
-    for report in reports:
-        if as_json:
-            print(json.dumps(json.loads(report_json(report))))
-        elif html is None and markdown is None:
+        console.write(markdown, "\n".join(map(report_markdown, reports)))
+    if json_file is not None:
+        lines = (json.dumps(json.loads(report_json(report))) + "\n" for report in reports)
+        console.write(json_file, "".join(lines))
+    if html is markdown is json_file is None:
+        for report in reports:
             console.print_report(report, candidates=True)
 
 
@@ -432,30 +436,32 @@ def compare_command(
             "peak:5%,imbalance:0.1; also max_batch and speed.",
         ),
     ] = "",
+    json_file: arguments.JsonFile = None,
 ) -> None:
     """Compare the chosen splits of two reports for each workload."""
     from ..report import compare_reports, load_reports
     from . import console
 
     earlier = {report.workload: report for report in load_reports(before)}
-    failed = False
+    arguments.check_outputs({"BEFORE": before, "--json": json_file})
+    arguments.check_outputs({"AFTER": after, "--json": json_file})
+    compared = []
     for report in load_reports(after):
         if report.workload not in earlier:
             raise ArgumentError(
                 f"{before} has no report of {report.workload}; it has {', '.join(earlier)}"
             )
         comparisons = compare_reports(earlier[report.workload], report, limits)
-        console.print_comparison(earlier[report.workload], report, comparisons)
-        failed |= any(found.failed for found in comparisons)
-    if failed:
+        if json_file != arguments.STDOUT:
+            console.print_comparison(earlier[report.workload], report, comparisons)
+        compared += [
+            {"workload": report.workload, **asdict(found), "failed": found.failed}
+            for found in comparisons
+        ]
+    if json_file is not None:
+        console.write(json_file, json.dumps(compared, indent=2) + "\n")
+    if any(found["failed"] for found in compared):
         raise typer.Exit(1)
-
-
-def _write(path: Path, text: str) -> None:
-    from ..report.json_file import write_atomically
-
-    write_atomically(path, text)
-    print(f"wrote {path}", file=sys.stderr)
 
 
 def _tuned(

@@ -7,18 +7,21 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from rich import box
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
 from rich.markup import escape
 from rich.padding import Padding
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 from rich.table import Column, Table
+from rich.text import Text
 
 from ..memory.device_memory import DeviceMemory
 from ..report import tables
 from ..report.compare import Comparison
+from ..report.json_file import write_atomically
 from ..report.validation import validation_summary, validation_tables
 from ..tuning.measurement import Measurement
 from ..tuning.report_types import Report
@@ -26,17 +29,44 @@ from ..units import format_bytes, format_mib
 from ..validation import ValidationReport
 from . import demo as demos
 from . import run as runs
+from .arguments import STDOUT
 
 
 def stdout_console() -> Console:
     """Return the console for results."""
     # Without a terminal, tables are not wrapped to the width of one.
-    return Console(width=None if sys.stdout.isatty() else 160, highlight=False)
+    return _console(is_terminal=sys.stdout.isatty())
 
 
 def stderr_console() -> Console:
     """Return the console for results where stdout belongs to a script."""
-    return Console(width=None if sys.stderr.isatty() else 160, highlight=False, stderr=True)
+    return _console(is_terminal=sys.stderr.isatty(), stderr=True)
+
+
+def _console(is_terminal: bool, **options: Any) -> Console:
+    return Console(width=None if is_terminal else 160, highlight=False, emoji=False, **options)
+
+
+def say(text: str) -> None:
+    """Print a line on stderr, which a terminal wraps between words."""
+    console = stderr_console()
+    console.print(f"balanced-dp: {text}", markup=False, soft_wrap=not console.is_terminal)
+
+
+def write(path: Path, text: str) -> None:
+    """Write a file that a user asked for, or stdout."""
+    if path == STDOUT:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    else:
+        write_atomically(path, text)
+        stderr_console().print(f"wrote {path}", markup=False, soft_wrap=True)
+
+
+def _fits(console: Console, table: Table) -> bool:
+    """Return whether no cell of the table is wrapped."""
+    unlimited = console.options.update(width=10_000)
+    return console.measure(table, options=unlimited).maximum <= console.width
 
 
 def table_of(left: Sequence[str], right: Sequence[str], **options: Any) -> Table:
@@ -56,6 +86,7 @@ def progress_bar(description: str, total: int | None = None) -> Iterator[Callabl
         TimeRemainingColumn(),
         console=Console(stderr=True),
         transient=True,
+        disable=not sys.stderr.isatty(),  # else it would print an empty line
     )
     with progress:
         yield functools.partial(progress.update, progress.add_task(description, total=total))
@@ -99,37 +130,69 @@ def print_run(result: runs.RunResult) -> None:
     console = stderr_console()
     if result.measured is not None:
         content = tables.use_table(result.measured, result.budgets, result.even)
-        first, *devices = content.headers
-        table = table_of((first,), devices, title=escape(result.title), **_NARROW)
-        for index, row in enumerate(content.rows):
-            table.add_row(*row, style="bold" if index == content.marked else None)
-        console.print(table)
-    for note in result.notes:  # sentences are wrapped, code is not
-        console.print(note, markup=False, soft_wrap="\n" in note)
+        console.print(_use_tables(console, content, escape(result.title)))
+    for note in result.notes:
+        sentence, *code = note.splitlines()
+        console.print(sentence, markup=False)
+        for line in code:
+            console.print(line, markup=False, soft_wrap=True)
+
+
+def _use_tables(console: Console, content: tables.TextTable, title: str) -> Group:
+    """Return the table, in parts of fewer devices if it is too wide."""
+    first, *devices = content.headers
+
+    def part(start: int, stop: int) -> Table:
+        table = table_of((first,), devices[start:stop], title=None if start else title, **_NARROW)
+        for index, (name, *cells) in enumerate(content.rows):
+            style = "bold" if index == content.marked else None
+            table.add_row(name, *cells[start:stop], style=style)
+        return table
+
+    for num_parts in range(1, len(devices) + 1):
+        size = -(-len(devices) // num_parts)
+        parts = [part(start, start + size) for start in range(0, len(devices), size)]
+        if all(_fits(console, part) for part in parts):
+            break
+    return Group(*parts)
 
 
 def print_comparison(before: Report, after: Report, comparisons: Sequence[Comparison]) -> None:
     """Print the metrics of two reports, and which of them are worse than allowed."""
-    values = f"gpu0_bsz {before.plan.gpu0_bsz} and {after.plan.gpu0_bsz}"
     table = table_of(
         ("metric",),
         ("before", "after", "worse by", "allowed", "outcome"),
-        title=escape(f"{tables.title(after)}, {values}"),
+        title=escape(tables.title(after)),
+        caption=f"gpu0_bsz={before.plan.gpu0_bsz} before, {after.plan.gpu0_bsz} after",
     )
     for found in comparisons:
-        as_text = format_bytes if found.metric == "peak" else "{:.4g}".format
-        unit = "{:.1%}".format if found.is_relative else "{:.4g}".format
-        allowed = "" if found.limit is None else unit(found.limit)
+        as_text = _METRICS[found.metric]
+        by = "{:.1%}".format if found.is_relative else _DIFFERENCES.get(found.metric, as_text)
+        allowed = "" if found.limit is None else by(found.limit)
         outcome = "" if found.limit is None else "FAILED" if found.failed else "ok"
         table.add_row(
             found.metric,
             as_text(found.before),
             as_text(found.after),
-            unit(found.worsened),
+            by(found.worsened),
             allowed,
             outcome,
         )
     stdout_console().print(table)
+
+
+_METRICS: dict[str, Callable[[float], str]] = {
+    "peak": format_bytes,
+    "imbalance": "{:.1%}".format,
+    "max_batch": "{:.0f}".format,
+    "speed": "{:.2f}".format,
+}
+"""Metrics as in the tables of a report."""
+
+_DIFFERENCES: dict[str, Callable[[float], str]] = {
+    "imbalance": lambda difference: f"{100 * difference:.1f} points",
+}
+"""How a difference is written, if otherwise than the metric: that of percentages, in points."""
 
 
 def _rich_table(content: tables.TextTable, title: str, caption: str | None = None) -> Table:
@@ -141,35 +204,53 @@ def _rich_table(content: tables.TextTable, title: str, caption: str | None = Non
     return table
 
 
-def memory_table(memories: Sequence[DeviceMemory]) -> Table:
-    """Return a table of what each GPU holds."""
+def memory_table(memories: Sequence[DeviceMemory], console: Console) -> RenderableType:
+    """Return a table of what each GPU holds, with names below it if it is too wide."""
     versions = {memory.memory_info_version for memory in memories}
     caption = "Used includes tensors, torch's cache, contexts and other processes."
     if 1 in versions:
         caption += " This driver counts its own reserve as used."
     if any(memory.device is None for memory in memories):
         caption += " Devices without a torch number are not visible to torch."
-    table = table_of(
-        ("device", "name", "UUID"),
-        ("total", "used", "free", "ours", "other processes"),
-        caption=caption,
-    )
+    sizes = ("total", "used", "free", "ours")
+    wide = table_of(("device", "name", "UUID"), (*sizes, "other processes"), caption=caption)
+    narrow = table_of(("device",), (*sizes, "others"), caption=caption, **_NARROW)
+    names, errors = [], []
     for memory in memories:
-        sizes = (
-            memory.total_bytes,
-            memory.used_bytes,
-            memory.free_bytes,
-            memory.process_bytes,
-            memory.other_process_bytes,
-        )
-        name = memory.name or "?"
-        table.add_row(
-            memory.label,
-            name if memory.error is None else f"{name}: {memory.error}",
-            memory.uuid or "?",
-            *("?" if size is None else format_bytes(size) for size in sizes),
-        )
-    return table
+        name, uuid = memory.name or "?", memory.uuid or "?"
+        cells = [
+            "?" if size is None else format_bytes(size)
+            for size in (
+                memory.total_bytes,
+                memory.used_bytes,
+                memory.free_bytes,
+                memory.process_bytes,
+                memory.other_process_bytes,
+            )
+        ]
+        wide.add_row(memory.label, name, uuid, *cells)
+        narrow.add_row(memory.label, *cells)
+        names.append(Text(f"{memory.label}: {name}\n    {uuid}"))
+        if memory.error is not None:
+            errors.append(Text(f"{memory.label}: {memory.error}"))
+    return Group(wide, *errors) if _fits(console, wide) else Group(narrow, *names, *errors)
+
+
+def print_workloads(listed: Sequence[dict[str, Any]]) -> None:
+    """Print the built-in workloads, with what they are below the table if it is too wide."""
+    console = stdout_console()
+    wide = table_of(("workload", "what it is"), ("parameters", "batch size"))
+    narrow = table_of(("workload",), ("parameters", "batch size"), **_NARROW)
+    for workload in listed:
+        numbers = (f"{workload['num_parameters'] / 1e6:.1f} M", str(workload["batch_size"]))
+        wide.add_row(workload["name"], workload["about"], *numbers)
+        narrow.add_row(workload["name"], *numbers)
+    if _fits(console, wide):
+        console.print(wide)
+        return
+    console.print(narrow)
+    for workload in listed:
+        console.print(f"{workload['name']}: {workload['about']}.", markup=False)
 
 
 def print_description(description: str, on_stderr: bool) -> None:
@@ -199,19 +280,7 @@ def print_validation(report: ValidationReport) -> None:
 def print_demo(settings: demos.DemoSettings, runs: Sequence[demos.DemoRun]) -> None:
     """Print the demo's runs and compare them."""
     console = stdout_console()
-    kind = "emulated devices, on the CPU" if settings.emulated else "devices"
-    table = table_of(
-        ("run", "split", "peak of each device"),
-        ("imbalance", "samples/s", "last loss"),
-        title=f"A character transformer, batches of {settings.batch_size}, "
-        f"{settings.num_devices} {kind}",
-        caption="Memory in MiB. Device 0 is the first one."
-        + " The speed is that of this CPU." * settings.emulated,
-        **_NARROW,
-    )
-    for run in runs:
-        table.add_row(run.name, " ".join(map(str, run.measured.chunk_sizes)), *_results(run))
-    console.print(table)
+    console.print(_demo_table(console, settings, runs))
     ran = [run for run in runs if run.measured.status == "ok"]
     if ran and settings.emulated:
         console.print(_breakdown_table({run.name: run.measured.breakdown[0] for run in ran}))
@@ -236,33 +305,65 @@ def print_demo(settings: demos.DemoSettings, runs: Sequence[demos.DemoRun]) -> N
             f"part: {even.measured.chunk_sizes[0]} of {settings.batch_size} samples."
         )
     elif even in ran and balanced in ran:
-        peaks = [format_bytes(max(run.measured.peak_bytes)) for run in (even, balanced)]
+        peaks = [format_mib(max(run.measured.peak_bytes)) for run in (even, balanced)]
         console.print(
-            f"The bottleneck device needs {peaks[0]} with the even split and {peaks[1]} with "
-            f"BalancedDataParallel({balanced.measured.chunk_sizes[0]}, model)."
+            f"The bottleneck device needs {peaks[0]} MiB with the even split and "
+            f"{peaks[1]} MiB with BalancedDataParallel({balanced.measured.chunk_sizes[0]}, model)."
         )
 
 
-def _results(run: demos.DemoRun) -> list[str]:
-    measured = run.measured
-    if measured.status == "oom":
-        return ["out of memory"]
-    return [
-        "  ".join(map(format_mib, measured.peak_bytes)),
-        f"{measured.imbalance:.0%}" if len(measured.chunk_sizes) > 1 else "",
-        f"{measured.samples_per_s:.1f}",
-        f"{run.losses[-1]:.4f}",
-    ]
+def _demo_table(
+    console: Console, settings: demos.DemoSettings, runs: Sequence[demos.DemoRun]
+) -> Table:
+    """Return the table with a row for each run, or with a column for each if that is too wide."""
+    kind = "emulated devices, on the CPU" if settings.emulated else "devices"
+    options = {
+        "title": f"A character transformer, batches of {settings.batch_size}, "
+        f"{settings.num_devices} {kind}",
+        "caption": "Memory in MiB. Device 0 is the first one."
+        + " The speed is that of this CPU." * settings.emulated,
+        **_NARROW,
+    }
+    results = ("imbalance", "samples/s", "last loss")
+    wide = table_of(("run", "split", "peak of each device"), results, **options)
+    columns = []
+    for run in runs:
+        sizes, peaks = run.measured.chunk_sizes, run.measured.peak_bytes
+        first, others, figures = "out of memory", "", ["", "", ""]
+        each = first
+        if run.measured.status == "ok":
+            first, others = format_mib(peaks[0]), _range(peaks[1:], format_mib)
+            each = "  ".join(map(format_mib, peaks))
+            figures = [
+                f"{run.measured.imbalance:.0%}" if len(sizes) > 1 else "",
+                f"{run.measured.samples_per_s:.1f}",
+                f"{run.losses[-1]:.4f}",
+            ]
+        wide.add_row(run.name, " ".join(map(str, sizes)), each, *figures)
+        columns.append([str(sizes[0]), _range(sizes[1:], str), first, others, *figures])
+    if _fits(console, wide):
+        return wide
+    narrow = table_of(("run",), [run.name for run in runs], **options)
+    names = ("samples, device 0", "samples, others", "peak, device 0", "peak, others", *results)
+    for name, *cells in zip(names, *columns, strict=True):
+        narrow.add_row(name, *cells)
+    return narrow
+
+
+def _range(numbers: Sequence[int], as_text: Callable[[int], str]) -> str:
+    """Return the lowest and the highest number, or the only one."""
+    ends = dict.fromkeys(as_text(end(numbers)) for end in (min, max)) if numbers else ()
+    return " to ".join(ends)
 
 
 def _breakdown_table(breakdowns: dict[str, dict[str, int]]) -> Table:
     largest = Counter[str]()
     for sizes in breakdowns.values():
         largest |= Counter(sizes)
-    uses = [use for use, size in largest.most_common() if size >= 2**20 // 10]
-    table = table_of(("run",), uses, title="Device 0 at its peak", **_NARROW)
-    for name, sizes in breakdowns.items():
-        table.add_row(name, *(format_mib(sizes.get(use, 0)) for use in uses))
+    table = table_of(("memory in MiB",), [*breakdowns], title="Device 0 at its peak", **_NARROW)
+    for use, size in largest.most_common():
+        if size >= 2**20 // 10:
+            table.add_row(use, *(format_mib(sizes.get(use, 0)) for sizes in breakdowns.values()))
     return table
 
 

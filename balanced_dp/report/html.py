@@ -26,6 +26,7 @@ def report_html(reports: Sequence[Report]) -> str:
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
+        keep_trailing_newline=True,
     )
     page = environment.get_template("page.html")
     return page.render(reports=reports, tables=tables, plots=plots, drawing=_drawing)

@@ -271,6 +271,11 @@ def test_a_branch_on_a_value_that_was_not_computed(script):
         (("--memory", "512MiB", "train.py"), "512.00 MiB of each device are kept free"),
         (("--devices", "0", "train.py"), "num_devices must be at least 1, got 0"),
         (("--json", "no/such/folder.json", "train.py"), "there is no folder"),
+        (
+            ("--json", "-", "train.py"),
+            "the script's output and --json are both stdout; name another",
+        ),
+        (("--json", "a", "--html", "a", "train.py"), "--json and --html are both a; name another"),
     ],
 )
 def test_wrong_input_is_one_line(arguments, says, script):

@@ -98,12 +98,38 @@ def test_report_shows_a_file_again_in_each_form(folder, tuned, invoke):
     assert shown.exit_code == 0
     assert f"# option 1\nmodel = {report.line}\n" in shown.stdout
     assert "Measured values of gpu0_bsz, outputs gathered" in shown.stdout
-    written = invoke("report", "a.json", "--html", "b.html", "--markdown", "b.md", "--json")
+    written = invoke("report", "a.json", "--html", "b.html", "--markdown", "b.md", "--json", "-")
     assert written.exit_code == 0
     assert written.stderr == "wrote b.html\nwrote b.md\n"
     assert (folder / "b.html").read_text() == (folder / "a.html").read_text()
     assert (folder / "b.md").read_text().startswith("# mine, batches of 64, 4 devices\n")
     assert json.loads(written.stdout)["plan"]["gpu0_bsz"] == report.plan.gpu0_bsz
+
+
+@pytest.mark.parametrize(
+    ("option", "begins", "ends"),
+    [
+        ("--html", "<!doctype html>", "</html>\n"),
+        ("--markdown", "# mine, batches of 64, 4 devices\n", " |\n"),
+        ("--json", '{"schema": ', "}\n"),
+    ],
+)
+def test_a_report_goes_to_stdout(tuned, invoke, option, begins, ends):
+    done = invoke("report", "a.json", option, "-")
+    assert (done.exit_code, done.stderr) == (0, "")
+    assert done.stdout.startswith(begins) and done.stdout.endswith(ends)
+
+
+def test_what_tune_and_compare_write_goes_to_stdout(tuned, invoke):
+    done = invoke("tune", "mine:make", "-o", "-")
+    assert (done.exit_code, done.stderr) == (0, "")
+    assert json.loads(done.stdout)["workload"] == "mine"
+    done = invoke("compare", "a.json", "a.json", "--fail", "peak:5%", "--json", "-")
+    assert (done.exit_code, done.stderr) == (0, "")
+    peak, *others = json.loads(done.stdout)
+    assert peak["workload"] == "mine" and peak["metric"] == "peak"
+    assert (peak["before"], peak["worsened"], peak["limit"]) == (peak["after"], 0, 0.05)
+    assert [found["failed"] for found in (peak, *others)] == [False] * 4
 
 
 def test_compare_ends_with_1_where_it_is_worse(tuned, invoke):
@@ -150,6 +176,18 @@ def test_devices_and_capacities_are_as_asked(folder, invoke):
         (["tune", "mine:three"], "or (x, y), but returned tuple of Tensor, Tensor, Tensor"),
         (["tune", "mine:text"], "model of mine:text must return an nn.Module, but returned str"),
         (["tune", "mine:wants"], "cannot be made: TypeError: wants() missing 1 required"),
+        (["tune", "char-lm", "-o", "x", "--html", "./x"], "--output and --html are both x; name"),
+        (["tune", "char-lm", "--json", "-o", "-"], "--json and --output are both stdout; name an"),
+        (
+            ["report", "a.json", "--html", "x", "--markdown", "x"],
+            "--html and --markdown are both x",
+        ),
+        (
+            ["report", "a.json", "--html", "-", "--json", "-"],
+            "--html and --json are both stdout; n",
+        ),
+        (["report", "a.json", "--html", "a.json"], "the report and --html are both a.json; name"),
+        (["compare", "a.json", "c.json", "--json", "c.json"], "AFTER and --json are both c.json"),
         (["report", "none.json"], "none.json cannot be read: No such file"),
         (["compare", "a.json", "a.json", "--fail", "x"], "--fail takes METRIC:NUMBER"),
     ],

@@ -1,0 +1,215 @@
+"""Test that tables fit a terminal of 80 columns, with what they usually hold."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from balanced_dp import Measurement, tune
+from balanced_dp.cli import console as consoles
+from balanced_dp.cli.commands import workloads
+from balanced_dp.cli.demo import DemoRun, DemoSettings
+from balanced_dp.cli.run import RunResult
+from balanced_dp.memory.device_memory import DeviceMemory
+from balanced_dp.report.compare import METRICS, Comparison
+from balanced_dp.report.tables import byte_scale
+from balanced_dp.split import split_batch
+from balanced_dp.tuning.workloads import BUILT_IN
+from balanced_dp.units import format_bytes, format_mib
+
+from ..processes import python
+from ..tuning.small_workloads import SMALL
+
+GIB = 2**30
+USES = ("parameter", "gradient", "optimizer state", "activation", "gathered output", "input")
+PEAKS = st.lists(st.integers(2**20, 192 * GIB), min_size=2, max_size=16)
+
+
+@contextlib.contextmanager
+def terminal(width=80):
+    """Yield a list that gets the lines that are printed."""
+    console = Console(file=io.StringIO(), width=width, highlight=False, emoji=False)
+    lines: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(consoles, "stdout_console", lambda: console)
+        patch.setattr(consoles, "stderr_console", lambda: console)
+        yield lines
+    lines += console.file.getvalue().splitlines()
+    assert max(map(len, lines)) <= width
+
+
+def cells(lines, name):
+    """Return the cells of the rows with a name, where the parts of a table are joined."""
+    rows = [re.split(r" *│ *| {2,}", line.strip(" │")) for line in lines]
+    return [cell.strip() for first, *row in rows if first.strip() == name for cell in row]
+
+
+def measured(peaks, gpu0_bsz=0, batch_size=64, workload="train.py"):
+    return Measurement(
+        workload=workload,
+        mode="real",
+        batch_size=batch_size,
+        gpu0_bsz=gpu0_bsz,
+        chunk_sizes=split_batch(batch_size, len(peaks), gpu0_bsz),
+        status="ok",
+        backward_peak_bytes=tuple(peaks),
+        optimizer_peak_bytes=tuple(peaks),
+        first_peak_bytes=None,
+        breakdown=tuple({use: peak // len(USES) for use in USES} for peak in peaks),
+        seconds=0.5,
+    )
+
+
+@given(PEAKS)
+def test_what_fills_each_device(peaks):
+    shown = measured(peaks)
+    even = measured(peaks[::-1], gpu0_bsz=64)
+    budgets = [192 * GIB] * len(peaks)
+    title = "a_script_with_a_long_name.py, batches of 64, gpu0_bsz=0"
+    with terminal() as lines:
+        consoles.print_run(RunResult(0, title, shown, even, budgets, None, ()))
+    scale, _ = byte_scale(max(peaks))
+    assert cells(lines, "peak") == [f"{peak / scale:.2f}" for peak in peaks]
+    assert cells(lines, "peak, even split") == [f"{peak / scale:.2f}" for peak in peaks[::-1]]
+    assert cells(lines, "samples") == list(map(str, shown.chunk_sizes))
+    assert " ".join(" ".join(lines).split()).count(title) == 1
+
+
+def test_sentences_are_wrapped_between_words_and_code_is_not():
+    code = f"    model = balanced_dp.BalancedDataParallel(0, model)  {'x' * 60}"
+    sentence = f"{'a word ' * 20}:"
+    console = Console(file=io.StringIO(), width=80)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(consoles, "stderr_console", lambda: console)
+        consoles.print_run(RunResult(0, "", None, None, None, None, (f"{sentence}\n{code}",)))
+    *wrapped, last = console.file.getvalue().splitlines()
+    assert last == code
+    assert len(wrapped) == 2
+    assert all(line.split()[-1] in ("a", "word", ":") for line in wrapped)
+
+
+@given(
+    st.integers(2, 16),
+    st.sampled_from([32, 256, 4096]),
+    st.lists(st.integers(2**20, 9 * GIB), min_size=16, max_size=16),
+)
+def test_the_demo_s_runs(num_devices, batch_size, sizes):
+    settings = DemoSettings(num_devices, batch_size, emulate=True)
+    runs = [
+        DemoRun("one device", measured(sizes[:1], batch_size, batch_size), (2.9645, 2.5)),
+        DemoRun("even split", measured(sizes[:num_devices], batch_size, batch_size), (2.9645, 2.5)),
+        DemoRun("balanced", measured(sizes[-num_devices:], 2, batch_size), (2.9645, 2.5)),
+    ]
+    with terminal() as lines:
+        consoles.print_demo(settings, runs)
+    firsts = [format_mib(run.measured.peak_bytes[0]) for run in runs]
+    if cells(lines, "peak, device 0"):
+        assert cells(lines, "peak, device 0") == firsts
+        assert cells(lines, "samples/s") == [f"{run.measured.samples_per_s:.1f}" for run in runs]
+    else:
+        for run in runs:
+            row = cells(lines, run.name)
+            assert row[1 : 1 + len(run.measured.peak_bytes)] == [
+                format_mib(peak) for peak in run.measured.peak_bytes
+            ]
+            assert row[-1] == f"{run.losses[-1]:.4f}"
+    for use in USES:
+        if max(sizes[0], sizes[-num_devices]) >= 2**20:
+            expected = [format_mib(run.measured.breakdown[0][use]) for run in runs]
+            assert cells(lines, use) in (expected, [])
+
+
+def test_the_demo_s_rows_where_memory_ran_out():
+    run = DemoRun("one device", replace(measured([GIB]), status="oom", out_of_memory="out"), ())
+    even = DemoRun("even split", measured([GIB] * 8), (1.0,))
+    for width in (80, 160):
+        with terminal(width) as lines:
+            consoles.print_demo(DemoSettings(8, 64, emulate=True), [run, even, even])
+        assert sum("out of memory" in line for line in lines) == 1
+
+
+@pytest.mark.parametrize("index", [None, 1])
+def test_what_each_gpu_holds(index):
+    memories = [
+        DeviceMemory(
+            device=f"cuda:{i}",
+            nvml_index=i,
+            mig_index=index,
+            uuid=f"GPU-8c1a4a3e-27c6-4a7a-8f3e-2f1d8ab9c3{i:02}",
+            name="NVIDIA RTX 6000 Ada Generation",
+            total_bytes=48 * GIB,
+            used_bytes=700 * 2**20,
+            free_bytes=47 * GIB,
+            process_bytes=10 * GIB,
+            other_process_bytes=None,
+            error="a lost GPU" if i == 7 else None,
+        )
+        for i in range(8)
+    ]
+    for width in (80, 160):
+        console = Console(file=io.StringIO(), width=width)
+        console.print(consoles.memory_table(memories, console))
+        lines = console.file.getvalue().splitlines()
+        assert max(map(len, lines)) <= width
+        for memory in memories:
+            *_, total, used, free, ours, others = cells(lines, memory.label)
+            assert (total, used, free, ours, others) == (
+                "48.00 GiB", "700.00 MiB", "47.00 GiB", "10.00 GiB", "?",
+            )  # fmt: skip
+            assert sum(memory.uuid in line for line in lines) == 1
+        assert sum(memories[0].name in line for line in lines) == len(memories)
+        assert lines[-1].strip() == f"{memories[-1].label}: a lost GPU"
+
+
+@pytest.fixture(scope="module")
+def report():
+    tuned = tune(SMALL["mlp"](), 16, emulate=True)
+    return replace(tuned, workload="transformer-xl-base")
+
+
+@given(st.sampled_from([2**20, 700 * 2**20, 192 * GIB]), st.booleans(), st.booleans())
+def test_two_reports_compared(report, peak, is_relative, has_limit):
+    values = {"peak": float(peak), "imbalance": 0.123, "max_batch": 16777216.0, "speed": 12345.6}
+    comparisons = [
+        Comparison(metric, values[metric], 0.99 * values[metric], 0.5, limit, is_relative)
+        for metric in METRICS
+        for limit in [0.25 if has_limit else None]
+    ]
+    with terminal() as lines:
+        consoles.print_comparison(report, report, comparisons)
+    assert cells(lines, "peak")[:2] == [format_bytes(peak), format_bytes(0.99 * peak)]
+    assert cells(lines, "imbalance")[0] == "12.3%"
+    assert cells(lines, "imbalance")[2] == ("50.0%" if is_relative else "50.0 points")
+    assert cells(lines, "max_batch")[0] == "16777216"
+    assert cells(lines, "speed")[0] == "12345.60"
+    assert sum("FAILED" in line for line in lines) == 4 * has_limit
+
+
+def test_the_workloads():
+    with terminal() as lines:
+        workloads()
+    for name in BUILT_IN:
+        assert re.fullmatch(r"[\d.]+ M", cells(lines, name)[0])
+        assert len(cells(lines, name)) == 2
+
+
+def test_progress_leaves_no_trace_without_a_terminal():
+    code = (
+        "from balanced_dp.cli.console import progress_bar\n"
+        "with progress_bar('steps', 3) as update:\n    update(advance=1)\n"
+    )
+    done = python("-c", code)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_what_is_said_is_a_line_that_a_terminal_wraps_between_words(capsys):
+    text = f"running {'long/' * 40}train.py on 4 GPUs"
+    consoles.say(text)
+    assert capsys.readouterr().err == f"balanced-dp: {text}\n"
