@@ -110,7 +110,12 @@ def draw_peaks(axes: Axes, report: Report) -> None:
         report.model.predict(split_batch(plan.batch_size, num_devices, value)) for value in values
     ]
     for device in range(num_devices):
-        colour, marker = (styles[device % len(_COLOURS)] for styles in (_COLOURS, _MARKERS))
+        label: str | None = f"device {device}"
+        style = device
+        if num_devices > len(_COLOURS) and device > 0:  # there are not enough colours
+            label = f"devices 1 to {num_devices - 1}" if device == 1 else None
+            style = 1
+        colour, marker = _COLOURS[style], _MARKERS[style]
         width, size = (2.5, 6) if device == 0 else (1.2, 4)
         axes.plot(
             values,
@@ -124,7 +129,7 @@ def draw_peaks(axes: Axes, report: Report) -> None:
             marker,
             color=colour,
             markersize=size,
-            label=f"device {device}" if device < len(_COLOURS) else None,
+            label=label,
         )
     highest = max(max(needs) for needs in predicted)
     for capacity in sorted(set(plan.capacity_bytes)):

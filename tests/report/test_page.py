@@ -10,10 +10,13 @@ from itertools import pairwise
 
 import pytest
 
+from balanced_dp import tune
 from balanced_dp.report import report_html
 from balanced_dp.report.plots import PAGE_COLOURS, report_plots
 from balanced_dp.report.tables import device_table, fullest_device, verdict
 from balanced_dp.units import format_bytes
+
+from ..tuning.small_workloads import SMALL
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("chrome")
 PHONE = 400
@@ -111,6 +114,12 @@ def test_the_text_of_plots_is_large_enough_on_a_phone(report, unlike):
         sizes = [float(size) for size in re.findall(r"font-size: ([\d.]+)px", plot.svg)]
         assert len(sizes) >= 10
         assert min(sizes) * (PHONE - 40) / float(width) >= 11
+
+
+def test_more_devices_than_colours_share_one():
+    shown = tune(SMALL["mlp"](), 20, devices=10, emulate=True)
+    peaks = report_plots(shown)[0].svg
+    assert ">device 0<" in peaks and ">devices 1 to 9<" in peaks and ">device 1<" not in peaks
 
 
 def contrast(first: str, second: str) -> float:
