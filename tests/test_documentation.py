@@ -44,7 +44,7 @@ BLOCKS = [
 def test_each_page_has_blocks_to_run():
     assert len(BLOCKS) >= 25
     without = set(TEXTS) - {name for name, _, _ in SHOWN}
-    assert without == {"docs/api.md"}
+    assert without == {"docs/api.md", "docs/limits.md", "docs/which_one.md"}  # of words and figures
 
 
 @pytest.mark.parametrize(("code", "output"), BLOCKS)

@@ -31,6 +31,8 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text("utf-8")
+WHICH_ONE = (ROOT / "docs" / "which_one.md").read_text("utf-8")
+PLANNING = (ROOT / "docs" / "planning.md").read_text("utf-8")
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +76,7 @@ def test_gpt2_fits_where_its_loss_is_computed_on_each_device(gpt2):
 
 
 def test_spread_parameters_level_all_devices(gpt2):
-    """Also where gradients and optimizer state alone do not fit device 0, as the README says."""
+    """Also where gradients and optimizer state alone do not fit device 0, as the guide says."""
     peaks = gpt2.alternatives[1].chosen.peak_bytes
     assert max(peaks) <= 1.03 * min(peaks)
     workload = find_workload("gpt2-large")
@@ -82,8 +84,8 @@ def test_spread_parameters_level_all_devices(gpt2):
         home = measure_step(workload, 4, 0, devices, gather=False)
         with step_meter(workload, devices, gather=False, spread=True) as meter:
             spread = {size: meter.measure(size, size // 4).peak_bytes for size in (12, 24, 28)}
-    assert f"{home.peak_bytes[0] / 2**30:.2f} GiB there without a sample" in README
-    assert f"(12 samples: {max(spread[12]) / 2**30:.2f} GiB)" in README
+    assert f"{home.peak_bytes[0] / 2**30:.2f} GiB there without a sample" in WHICH_ONE
+    assert f"(12 samples: {max(spread[12]) / 2**30:.2f} GiB)" in WHICH_ONE
     assert max(spread[12]) <= 1.03 * min(spread[12])
     assert max(spread[24]) < 10.5 * 2**30 < max(spread[28])
 
@@ -98,7 +100,7 @@ def test_the_picture_of_engines_is_measured():
 
 
 def test_the_largest_batch_of_fully_shard():
-    [row] = [line for line in README.splitlines() if line.startswith("| `fully_shard`")]
+    [row] = [line for line in WHICH_ONE.splitlines() if line.startswith("| `fully_shard`")]
     assert row.split(" | ")[1:3] == [
         format_bytes(engines.sharded("gpt2-small", 32 // 4, 4).peak_bytes[0]),
         "the same",
@@ -125,7 +127,7 @@ def test_the_table_of_ways_is_measured(gpt2):
     }
     for name, (measured, size) in ways.items():
         first, *others = (round(peak / 2**30, 2) for peak in measured.peak_bytes)
-        [row] = re.findall(rf"^\| `?{name}`? \| (.*)", README, re.MULTILINE)
+        [row] = re.findall(rf"^\| `?{name}`? \| (.*)", WHICH_ONE, re.MULTILINE)
         assert row.startswith(f"{first:.2f} GiB | {max(others):.2f} GiB | {size} |")
 
 
@@ -166,7 +168,7 @@ def test_the_demo_s_memory_figures_are_those_of_the_readme():
 
 @functools.cache
 def swept(*options):
-    """Returns the JSON of the command whose table the README shows."""
+    """Returns the JSON of the command whose table the guide shows."""
     return CliRunner().invoke(app, ["tune", "char-lm", "--sweep", "0:8", "--json", *options]).stdout
 
 
@@ -175,7 +177,7 @@ def test_the_table_of_values_is_measured(tmp_path):
     [report] = load_reports(tmp_path / "report.json")
     rows = candidate_table(report).rows
     assert len(rows) == 9
-    shown = [row.replace("**", "").split(" | ") for row in re.findall(r"\n\| (.*) \|", README)]
+    shown = [row.replace("**", "").split(" | ") for row in re.findall(r"\n\| (.*) \|", PLANNING)]
     for row in rows:
         [found] = [cells for cells in shown if cells[:2] == list(row[:2])]
         # The text, and with it the number of different characters, is that of the Python.
@@ -223,6 +225,6 @@ def test_the_ratio_without_the_lock_is_measured():
     [table] = results.glob("free-threading_*.md")
     row = "| balanced_dp | transformer, 48 layers, training | "
     ratio = float(table.read_text("utf-8").partition(row)[2].split(" ")[0])
-    for page in ("README.md", "docs/step.md"):
+    for page in ("docs/limits.md", "docs/step.md"):
         text = " ".join((ROOT / page).read_text("utf-8").split())
         assert f"took {ratio:.2f} times as long as" in text

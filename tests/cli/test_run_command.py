@@ -331,11 +331,11 @@ def test_a_script_that_uses_auto_is_not_told_of_a_trainer(script):
 
 
 @pytest.mark.slow
-def test_what_the_readme_shows_is_what_is_printed():
+def test_what_the_guide_shows_is_what_is_printed():
     root = Path(__file__).parents[2]
-    readme = (root / "README.md").read_text("utf-8")
-    [options] = re.findall(r"GPT-2 small \(`(--n-layer [^`]*)`\)", readme)
-    [shown] = re.findall(r"```\n( *gpt.py, batches of .*?)\n```", readme, re.DOTALL)
+    guide = (root / "docs/run.md").read_text("utf-8")
+    [options] = re.findall(r"GPT-2 small \(`(--n-layer [^`]*)`\)", guide)
+    [shown] = re.findall(r"```\n( *gpt.py, batches of .*?)\n```", guide, re.DOTALL)
     command = ["--memory", "11GiB", "--symbolic", "--steps", "8", "tests/cli/scripts/gpt.py"]
     done = processes.python("-m", "balanced_dp", "run", *command, *options.split(), cwd=root)
     assert done.returncode == 0, done.stderr
