@@ -196,7 +196,7 @@ _DIFFERENCES: dict[str, Callable[[float], str]] = {
 
 
 def _rich_table(content: tables.TextTable, title: str, caption: str | None = None) -> Table:
-    headers = (header.replace(" ", "\n") for header in content.headers)
+    headers = ("\n".join(header.rsplit(" ", 1)) for header in content.headers)
     columns = (Column(header, justify="right", overflow="fold") for header in headers)
     table = Table(*columns, title=escape(title), caption=caption and escape(caption), **_NARROW)
     for index, row in enumerate(content.rows):

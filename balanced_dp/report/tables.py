@@ -49,7 +49,9 @@ def how_measured(report: Report) -> str:
 def candidates_title(report: Report) -> str:
     """Return the title of the table of measured values."""
     loss = "outputs gathered" if report.gather else "loss on each device"
-    return f"Measured values of gpu0_bsz, {loss}{', parameters spread' * report.spread}"
+    unit = _unit(candidates(report))[1]
+    spread = ", parameters spread" * report.spread
+    return f"Measured values of gpu0_bsz, {loss}{spread}, peaks in {unit}"
 
 
 def lines(report: Report) -> str:
@@ -149,10 +151,10 @@ def _split(chunk_sizes: Sequence[int]) -> str:
     if len(text) <= _LONG:
         return text
     runs = [(size, len(list(run))) for size, run in groupby(chunk_sizes)]
-    return " ".join(f"{count}x{size}" if count > 1 else f"{size}" for size, count in runs)
+    return ", ".join(f"{count} x {size}" if count > 1 else f"{size}" for size, count in runs)
 
 
-_LONG = 24
+_LONG = 14
 """The number of characters up to which a split is shown whole."""
 
 
@@ -218,7 +220,7 @@ def use_table(
 def candidate_table(report: Report) -> TextTable:
     """Return the table of measured values of ``gpu0_bsz`` for the planned batch."""
     swept = candidates(report)
-    scale, unit = byte_scale(max(max(m.peak_bytes) for m in swept))
+    scale, _ = _unit(swept)
     rows = []
     for measured in swept:
         first, *others = (f"{peak / scale:.2f}" for peak in measured.peak_bytes)
@@ -226,31 +228,31 @@ def candidate_table(report: Report) -> TextTable:
         if measured.status == "ok":
             cells = (
                 first,
-                others[0]
-                if len(set(others)) == 1
-                else f"{min(others, key=float)} to {max(others, key=float)}",
+                max(others, key=float),
                 f"{max(utilizations(measured.peak_bytes, report.plan.budgets)):.1%}",
                 f"{measured.imbalance:.1%}",
                 f"{speed(measured):.2f}",
             )
-        rows.append(
-            (str(measured.chunk_sizes[0]), " ".join(map(str, measured.chunk_sizes)), *cells)
-        )
+        rows.append((str(measured.chunk_sizes[0]), _split(measured.chunk_sizes), *cells))
     return TextTable(
         headers=(
             "gpu0_bsz",
             "split",
-            f"device 0, {unit}",
-            f"others, {unit}",
+            "device 0",
+            "highest other",
             "bottleneck",
             "imbalance",
-            speed_name(report),
+            "samples/s" if report.chosen.mode == "real" else "speed",
         ),
         rows=tuple(rows),
         marked=next(
             (i for i, m in enumerate(swept) if m.chunk_sizes == report.plan.chunk_sizes), None
         ),
     )
+
+
+def _unit(measurements: Iterable[Measurement]) -> tuple[int, str]:
+    return byte_scale(max(max(m.peak_bytes) for m in measurements))
 
 
 def byte_scale(largest: float) -> tuple[int, str]:

@@ -8,7 +8,7 @@ import re
 import pytest
 from typer.testing import CliRunner
 
-from balanced_dp.cli import validate as command
+from balanced_dp import validation
 from balanced_dp.cli.commands import app
 from balanced_dp.report.validation import validation_json, validation_markdown
 from balanced_dp.tuning.report_types import Provenance
@@ -40,7 +40,7 @@ def report_of(*checks):
 @pytest.fixture
 def invoke(monkeypatch):
     def invoke(*arguments, checks=CHECKS):
-        monkeypatch.setattr(command, "run_checks", lambda settings, on_check: report_of(*checks))
+        monkeypatch.setattr(validation, "validate", lambda settings, on_check: report_of(*checks))
         return CliRunner().invoke(app, ["validate", "--emulate", *arguments])
 
     return invoke
@@ -115,7 +115,7 @@ def test_a_dash_is_stdout_and_nothing_else_is_written_there(option, as_text, inv
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--json", "-", "--markdown", "-"], "--json and --markdown both name stdout"),
+        (["--json", "-", "--markdown", "-"], "--json and --markdown are both stdout"),
         (["--devices", "1"], "num_devices must be at least 2, got 1"),
         (["--json", "no/such/folder/x.json"], "there is no folder"),
     ],

@@ -698,7 +698,9 @@ def test_tune_measures_up_to_where_memory_runs_out(failure, stand_in: StandIn):
     with ExitStack() as stack:
         for index, num_bytes in enumerate([900_000, *[4_000_000] * 3]):
             stack.enter_context(stand_in.limited(index, num_bytes, failure))
-        report = tune(workload, 64, stand_in.devices, sweep=[16], with_alternatives=False)
+        report = tune(
+            workload, 64, stand_in.devices, reserve=0, sweep=[16], with_alternatives=False
+        )
     even, *others = report.measurements
     assert even.chunk_sizes == (16, 16, 16, 16)
     assert (failure or "out of memory") in even.out_of_memory
