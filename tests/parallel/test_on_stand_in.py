@@ -706,7 +706,7 @@ def test_tune_measures_up_to_where_memory_runs_out(failure, stand_in: StandIn):
     assert (failure or "out of memory") in even.out_of_memory
     assert all(m.peak_bytes[0] < 900_000 for m in others if m.out_of_memory is None)
     assert report.chosen.gpu0_bsz < 16
-    assert [m.out_of_memory for m in others if m.chunk_sizes == report.chosen.chunk_sizes] == [None]
+    assert {m.out_of_memory for m in others if m.chunk_sizes == report.chosen.chunk_sizes} == {None}
 
 
 @pytest.mark.skipif(cuda_stand_in.WHY_NOT is not None, reason=str(cuda_stand_in.WHY_NOT))
