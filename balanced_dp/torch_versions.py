@@ -2,13 +2,15 @@
 
 A name that a later torch lacks makes one of three differences: ``import balanced_dp`` raises an
 error, ``emulate_devices`` does, or something is slower. What takes a name of torch from here need
-not ask for it again. docs/torch-versions.md lists the versions that were tested.
+not ask for it again. docs/versions.md lists the versions that were tested.
 """
 
 from __future__ import annotations
 
+import functools
 import pkgutil
-from collections.abc import Iterable
+import sys
+from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any
 
@@ -142,8 +144,16 @@ ACCELERATOR_MODULES: list[ModuleType] = [
 ]
 """``torch.accelerator``, which is there from 2.6 on, and its ``memory``, from 2.9 on."""
 
-disable_dynamo: Any = getattr(torch, "_disable_dynamo", torch.compiler.disable)
-"""Decorator of a function that Dynamo does not trace."""
+
+def disable_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that Dynamo does not trace. Dynamo is not imported for this."""
+    disabled = getattr(torch, "_disable_dynamo", torch.compiler.disable)(function)
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return (disabled if "torch._dynamo" in sys.modules else function)(*args, **kwargs)
+
+    return run
 
 
 def accelerator_type() -> str | None:

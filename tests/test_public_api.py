@@ -58,6 +58,16 @@ def test_the_package_alone_does_without_torch():
     subprocess.run([sys.executable, "-c", script], check=True)
 
 
+def test_a_call_does_without_dynamo():
+    """It takes seconds to import, and on free-threaded builds for CUDA turns Python's lock on."""
+    script = (
+        "import sys, torch; from balanced_dp import BalancedDataParallel\n"
+        "BalancedDataParallel(1, torch.nn.Linear(2, 2), ['cpu', 'cpu'])(torch.ones(4, 2))\n"
+        "assert 'torch._dynamo' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
 RECORDS = [item for item in PUBLIC if dataclasses.is_dataclass(item)]
 CALLABLE = [
     item

@@ -180,9 +180,8 @@ class BalancedDataParallel(DataParallelSteps[ModuleT]):
         elif devices and spread:
             spread_parameters(module, list(dict.fromkeys(devices)))
 
-    # Threads cannot be compiled, so torch.compile leaves this method as it is. The decorator is
-    # private and has no types; torch.compiler.disable would import Dynamo here.
-    @disable_dynamo  # type: ignore[untyped-decorator]
+    # Threads cannot be compiled, so torch.compile leaves this method as it is.
+    @disable_dynamo
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Split the batch, run the replicas, gather the outputs unless ``gather=False``."""
         with torch.autograd.profiler.record_function("BalancedDataParallel.forward"):

@@ -155,7 +155,7 @@ def draw_peaks(axes: Axes, report: Report) -> None:
     )
     axes.set(xlabel="gpu0_bsz", ylabel=f"peak, {unit}")
     _from_zero(axes)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     _legend_below(axes)
 
 
@@ -166,7 +166,7 @@ def draw_uses(axes: Axes, report: Report) -> None:
     bars = [uses for pair in pairs for uses in pair]
     scale, unit = byte_scale(max(sum(uses.values()) for uses in bars))
     stacked_bars(axes, positions, bars, 0.36, scale)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     axes.set(xlabel="device (left: even, right: least full)", ylabel=f"held at the peak, {unit}")
     axes.grid(visible=False, axis="x")
     _legend_below(axes, ncols=2)
@@ -219,7 +219,7 @@ def draw_batches(axes: Axes, report: Report) -> None:
     )
     axes.set(xlabel="gpu0_bsz", ylabel="samples in a batch")
     _from_zero(axes)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     right = axes.twinx()
     ran = [m for m in candidates(report) if m.status == "ok"]
     label = f"{speed_name(report)}, batches of {plan.batch_size} (right)"
