@@ -9,21 +9,16 @@ import importlib.metadata
 import json
 import math
 import platform
-import site
 import sys
-import sysconfig
 import time
-import traceback
 from contextlib import nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from .. import __version__
-from ..errors import ArgumentError, BalancedDataParallelError, ProbeError, SymbolicValueError
-from ..planning.split_planner import Goal
+from ..errors import ArgumentError, BalancedDataParallelError, ProbeError
 
-_PACKAGE = Path(__file__).parents[1]
 _EXTRA = ("typer", "rich", "pydantic", "jinja2", "matplotlib")
 
 
@@ -38,12 +33,10 @@ try:
     import typer
 
     from . import arguments
+    from .tune import plan_command, tune_command
     from .validate import validate
 except ImportError as error:  # the library itself needs none of these
     raise _lacking(error) from None
-
-if TYPE_CHECKING:
-    from ..tuning.report_types import Report
 
 app = typer.Typer(
     name="balanced-dp",
@@ -198,116 +191,8 @@ def workloads(as_json: arguments.Json = False) -> None:
         console.print_workloads(listed)
 
 
-@app.command("plan")
-def plan_command(
-    target: arguments.Target,
-    memory: Annotated[
-        str,
-        typer.Option(help="Capacity of all devices, such as 11GiB, or of each: 24GiB,11GiB."),
-    ],
-    num_devices: Annotated[
-        int | None, typer.Option("--devices", help="Number of devices; default: 4.")
-    ] = None,
-    batch_size: arguments.BatchSize = None,
-    reserve: arguments.Reserve = None,
-    loss_on_device: arguments.LossOnDevice = False,
-    spread: arguments.Spread = False,
-    goal: arguments.For = "speed",
-    numeric: arguments.Numeric = False,
-    as_json: arguments.Json = False,
-) -> None:
-    """Find gpu0_bsz for a workload on GPUs that this machine need not have.
-
-    Measures a few training steps on emulated devices that keep shapes only.
-    """
-    from ..report import report_json
-    from . import console
-
-    capacities = arguments.parse_capacities(memory, num_devices, default=4)
-    report = _tuned(
-        target,
-        batch_size,
-        capacities,
-        reserve,
-        emulate=True,
-        gather=not loss_on_device,
-        spread=spread,
-        goal=goal,
-        numeric=numeric,
-    )
-    if as_json:
-        print(report_json(report), end="")
-    else:
-        console.print_report(report, candidates=False)
-
-
-@app.command("tune")
-def tune_command(
-    target: arguments.Target,
-    batch_size: arguments.BatchSize = None,
-    sweep: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FIRST:LAST", help="Measure each gpu0_bsz in this range, such as 0:8."
-        ),
-    ] = None,
-    num_devices: arguments.NumDevices = None,
-    memory: Annotated[
-        str | None,
-        typer.Option(
-            help="Capacity of all devices, such as 11GiB, or of each: 24GiB,11GiB. Default: that "
-            "of the GPUs; for emulated devices, what the even split needs."
-        ),
-    ] = None,
-    reserve: arguments.Reserve = None,
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            "--output", "-o", metavar="FILE", help="Write the report to FILE; - is stdout."
-        ),
-    ] = None,
-    html: arguments.Html = None,
-    emulate: arguments.Emulate = False,
-    loss_on_device: arguments.LossOnDevice = False,
-    spread: arguments.Spread = False,
-    goal: arguments.For = "speed",
-    numeric: arguments.Numeric = False,
-    as_json: arguments.Json = False,
-) -> None:
-    """Measure a workload at several values, choose gpu0_bsz, and write a report.
-
-    Runs on all GPUs of this machine if it has two or more, otherwise on emulated devices.
-    """
-    from ..report import report_html, report_json
-    from ..tuning.open_devices import default_num_devices
-    from . import console
-
-    capacities = None
-    if memory is not None:
-        capacities = arguments.parse_capacities(memory, num_devices, default_num_devices(emulate))
-    printed = arguments.STDOUT if as_json else None
-    arguments.check_outputs({"--json": printed, "--output": output, "--html": html})
-    report = _tuned(
-        target,
-        batch_size,
-        capacities,
-        reserve,
-        num_devices,
-        arguments.parse_sweep(sweep),
-        emulate=emulate,
-        gather=not loss_on_device,
-        spread=spread,
-        goal=goal,
-        numeric=numeric,
-    )
-    if output is not None:
-        console.write(output, report_json(report))
-    if html is not None:
-        console.write(html, report_html([report]))
-    if as_json:
-        print(report_json(report), end="")
-    elif arguments.STDOUT not in (output, html):
-        console.print_report(report, candidates=True)
+plan = app.command("plan")(plan_command)
+tune = app.command("tune")(tune_command)
 
 
 @app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
@@ -462,66 +347,6 @@ def compare_command(
         console.write(json_file, json.dumps(compared, indent=2) + "\n")
     if any(found["failed"] for found in compared):
         raise typer.Exit(1)
-
-
-def _tuned(
-    target: str,
-    batch_size: int | None,
-    capacities: list[int] | None,
-    reserve: str | None,
-    num_devices: int | None = None,
-    sweep: range = range(0),
-    *,
-    emulate: bool,
-    gather: bool,
-    spread: bool,
-    goal: Goal,
-    numeric: bool,
-) -> Report:
-    from ..tuning.tuner import tune
-    from ..tuning.workloads import find_workload
-    from ..units import parse_bytes
-    from . import console
-
-    sys.path.insert(0, "")  # the workload may be in the current folder
-    workload = find_workload(target)
-    reserve_bytes = None if reserve is None else parse_bytes(reserve, "--reserve")
-    try:
-        with console.measuring_progress() as on_measurement:
-            return tune(
-                workload,
-                workload.batch_size if batch_size is None else batch_size,
-                num_devices,
-                capacities,
-                reserve=reserve_bytes,
-                sweep=sweep,
-                emulate=emulate,
-                symbolic=not numeric,
-                gather=gather,
-                spread=spread,
-                goal=goal,
-                on_measurement=on_measurement,
-            )
-    except SymbolicValueError as error:
-        raise ArgumentError(
-            f"{target} reads values{_where(error)}, which takes --numeric: {error}"
-        ) from None
-    except BalancedDataParallelError:
-        raise
-    except Exception as error:  # the workload is the user's code
-        raise ArgumentError(
-            f"{target} failed{_where(error)} with {type(error).__name__}: "
-            f"{' '.join(str(error).split())[:300]}"
-        ) from None
-
-
-def _where(error: BaseException) -> str:
-    """Return the line of the user's code in which an error was raised, if it was in one."""
-    libraries = ("<", *site.getsitepackages(), sysconfig.get_path("stdlib"), str(_PACKAGE))
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if not frame.filename.startswith(libraries):
-            return f" at {frame.filename}:{frame.lineno}"
-    return ""
 
 
 def _provenance() -> dict[str, Any]:
