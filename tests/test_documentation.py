@@ -23,9 +23,17 @@ BLOCK = re.compile(r"```python\n(.*?)```(?:\n\n```\n(.*?)```)?", re.DOTALL)
 SHOWN = [(name, *found) for name, text in TEXTS.items() for found in BLOCK.findall(text)]
 OF_RANKS = [shown for shown in SHOWN if "torchrun" in shown[1].splitlines()[0]]
 SCRIPTS = [shown for shown in SHOWN if "train.py:" in shown[1].splitlines()[0]]
-NEEDS_LIGHTNING = pytest.mark.skipif(
-    importlib.util.find_spec("lightning") is None, reason="lightning is not installed"
-)
+OPTIONAL = {"transformers", "accelerate", "lightning", "lightning_fabric"}
+
+
+def lacking(code: str) -> list[str]:
+    """What a block imports of optional packages that are not installed."""
+    words = set(
+        re.findall(r"\w+", " ".join(re.findall(r"^ *(?:from|import) .*", code, re.MULTILINE)))
+    )
+    return [name for name in OPTIONAL & words if importlib.util.find_spec(name) is None]
+
+
 BLOCKS = [
     pytest.param(
         code,
@@ -33,7 +41,7 @@ BLOCKS = [
         id=f"{name}-{number}",
         marks=[
             *([pytest.mark.slow] if "= tune(" in code else []),
-            *([NEEDS_LIGHTNING] if "import lightning\n" in code else []),
+            pytest.mark.skipif(bool(lacking(code)), reason=f"lacks {lacking(code)}"),
         ],
     )
     for number, (name, code, output) in enumerate(SHOWN)

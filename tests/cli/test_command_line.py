@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import platform
 from pathlib import Path
 
@@ -15,7 +16,9 @@ from ..processes import python
 def test_versions():
     done = python("-m", "balanced_dp", "--version")
     assert (done.returncode, done.stderr) == (0, "")
-    versions = f"torch {torch.__version__}, Python {platform.python_version()}"
+    torch_version = importlib.metadata.version("torch")
+    assert torch.__version__.startswith(torch_version.partition("+")[0])
+    versions = f"torch {torch_version}, Python {platform.python_version()}"
     assert done.stdout == f"balanced-dp {balanced_dp.__version__}, {versions}\n"
 
 
