@@ -14,8 +14,11 @@ else:
     # Importing torch takes seconds, and the command line's help needs none of it.
     def __getattr__(name: str) -> Any:
         api = import_module(".api", __name__)
-        # By now, the rooms that api has imported are attributes.
-        return globals()[name] if name in globals() else getattr(api, name)
+        if name in globals():  # a submodule, which api has imported
+            return globals()[name]
+        if not hasattr(api, name):
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(api, name)
 
     def __dir__() -> list[str]:
         return sorted({*globals(), *import_module(".api", __name__).__all__})

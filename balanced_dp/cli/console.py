@@ -12,7 +12,6 @@ from typing import Any
 
 from rich import box
 from rich.console import Console, Group, RenderableType
-from rich.markup import escape
 from rich.padding import Padding
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 from rich.table import Column, Table
@@ -44,13 +43,14 @@ def stderr_console() -> Console:
 
 
 def _console(is_terminal: bool, **options: Any) -> Console:
-    return Console(width=None if is_terminal else 160, highlight=False, emoji=False, **options)
+    width = None if is_terminal else 160
+    return Console(width=width, markup=False, highlight=False, emoji=False, **options)
 
 
 def say(text: str) -> None:
     """Print a line on stderr, which a terminal wraps between words."""
     console = stderr_console()
-    console.print(f"balanced-dp: {text}", markup=False, soft_wrap=not console.is_terminal)
+    console.print(f"balanced-dp: {text}", soft_wrap=not console.is_terminal)
 
 
 def write(path: Path, text: str) -> None:
@@ -60,7 +60,7 @@ def write(path: Path, text: str) -> None:
         sys.stdout.flush()
     else:
         write_atomically(path, text)
-        stderr_console().print(f"wrote {path}", markup=False, soft_wrap=True)
+        stderr_console().print(f"wrote {path}", soft_wrap=True)
 
 
 def _fits(console: Console, table: Table) -> bool:
@@ -114,15 +114,16 @@ def measuring_progress() -> Iterator[Callable[[Measurement, int], None]]:
 def print_report(report: Report, candidates: bool) -> None:
     """Print the options, and with ``candidates`` all measured values for its batch."""
     console = stdout_console()
-    console.print(tables.verdict(report), markup=False)
-    console.print(_rich_table(tables.option_table(report), tables.title(report), tables.SPEED))
-    console.print(tables.lines(report), end="\n\n", markup=False, soft_wrap=True)
-    title, caption = "What each device holds with option 1", tables.how_measured(report)
+    console.print(tables.verdict(report))
+    if report.ranked_options:
+        console.print(_rich_table(tables.option_table(report), tables.title(report), tables.SPEED))
+        console.print(tables.lines(report), end="\n\n", soft_wrap=True)
+    title, caption = tables.devices_title(report), tables.how_measured(report)
     console.print(_rich_table(tables.device_table(report), title, caption))
     if candidates:
         console.print(_rich_table(tables.candidate_table(report), tables.candidates_title(report)))
     for sentence in tables.summary(report):
-        console.print(sentence, markup=False)
+        console.print(sentence)
 
 
 def print_run(result: runs.RunResult) -> None:
@@ -130,12 +131,12 @@ def print_run(result: runs.RunResult) -> None:
     console = stderr_console()
     if result.measured is not None:
         content = tables.use_table(result.measured, result.budgets, result.even)
-        console.print(_use_tables(console, content, escape(result.title)))
+        console.print(_use_tables(console, content, result.title))
     for note in result.notes:
         sentence, *code = note.splitlines()
-        console.print(sentence, markup=False)
+        console.print(sentence)
         for line in code:
-            console.print(line, markup=False, soft_wrap=True)
+            console.print(line, soft_wrap=True)
 
 
 def _use_tables(console: Console, content: tables.TextTable, title: str) -> Group:
@@ -162,7 +163,7 @@ def print_comparison(before: Report, after: Report, comparisons: Sequence[Compar
     table = table_of(
         ("metric",),
         ("before", "after", "worse by", "allowed", "outcome"),
-        title=escape(tables.title(after)),
+        title=tables.title(after),
         caption=f"gpu0_bsz={before.plan.gpu0_bsz} before, {after.plan.gpu0_bsz} after",
     )
     for found in comparisons:
@@ -198,9 +199,9 @@ _DIFFERENCES: dict[str, Callable[[float], str]] = {
 def _rich_table(content: tables.TextTable, title: str, caption: str | None = None) -> Table:
     headers = ("\n".join(header.rsplit(" ", 1)) for header in content.headers)
     columns = (Column(header, justify="right", overflow="fold") for header in headers)
-    table = Table(*columns, title=escape(title), caption=caption and escape(caption), **_NARROW)
+    table = Table(*columns, title=title, caption=caption, **_NARROW)
     for index, row in enumerate(content.rows):
-        table.add_row(*map(escape, row), style="bold" if index == content.marked else None)
+        table.add_row(*row, style="bold" if index == content.marked else None)
     return table
 
 
@@ -250,13 +251,13 @@ def print_workloads(listed: Sequence[dict[str, Any]]) -> None:
         return
     console.print(narrow)
     for workload in listed:
-        console.print(f"{workload['name']}: {workload['about']}.", markup=False)
+        console.print(f"{workload['name']}: {workload['about']}.")
 
 
 def print_description(description: str, on_stderr: bool) -> None:
     """Print what a validation runs on."""
     console = stderr_console() if on_stderr else stdout_console()
-    console.print(f"Validating on {description}", markup=False)
+    console.print(f"Validating on {description}")
 
 
 def print_validation(report: ValidationReport) -> None:
@@ -271,8 +272,8 @@ def print_validation(report: ValidationReport) -> None:
         )
         table = Table(*columns, box=None, show_header=False, pad_edge=False)
         for row in content.rows:
-            table.add_row(*map(escape, row), style="bold" if row[1] == "not ok" else None)
-        console.print(f"\n{escape(title)}", style="bold")
+            table.add_row(*row, style="bold" if row[1] == "not ok" else None)
+        console.print(f"\n{title}", style="bold")
         console.print(Padding.indent(table, 2))
     console.print(f"\n{validation_summary(report)}")
 
@@ -286,7 +287,7 @@ def print_demo(settings: demos.DemoSettings, runs: Sequence[demos.DemoRun]) -> N
         console.print(_breakdown_table({run.name: run.measured.breakdown[0] for run in ran}))
     for run in runs:
         if run not in ran:
-            console.print(f"{run.name}: {run.measured.out_of_memory}", markup=False)
+            console.print(f"{run.name}: {run.measured.out_of_memory}")
     difference = demos.loss_difference(runs)
     allowed = f"(allowed: {demos.LOSS_TOLERANCE:.0e})."
     if difference is None:

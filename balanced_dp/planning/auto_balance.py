@@ -57,7 +57,7 @@ class AutoBalance:
         self._too_large: dict[int, int] = {}
         self._too_small: dict[int, int] = {}
         self._num_smaller = 0
-        self._first_share: float | Fraction = 1.0
+        self._first_share = Fraction(1)
         """The share of device 0 in a batch while nothing is known of it."""
 
     def state_dict(self, batch_size: int) -> dict[str, Any]:
@@ -180,7 +180,9 @@ class AutoBalance:
     def _predicted(self, batch_size: int) -> int:
         even = even_share(batch_size, len(self.capacities))
         if not self._planner.model.is_accurate:
-            fractions = [v / n for n, v in self._observed if self._first_is_bottleneck(n, v)]
+            fractions = [
+                Fraction(v, n) for n, v in self._observed if self._first_is_bottleneck(n, v)
+            ]
             return min(even, math.ceil(batch_size * min(fractions, default=self._first_share)))
         value = self._planner.best_gpu0_bsz(batch_size)
         if len(self._observed) > 1:

@@ -174,6 +174,8 @@ def check_fits(found: Plan, held_bytes: Sequence[int]) -> None:
     if not lacks:
         return
     remedy = f"the largest batch that fits is {found.max_batch_size}"
+    if not found.max_batch_size:
+        remedy = "not even a batch of 1 fits"
     weighted = found.weighted
     if weighted is not None and weighted.max_batch_size > found.max_batch_size:
         weights = list(weighted.max_batch_chunk_sizes)
@@ -264,6 +266,22 @@ class Planner:
 
         return _num_fitting(fits, _BATCH_SIZES)
 
+    def fastest_split(self, batch_size: int) -> tuple[int, ...] | None:
+        """Return the split that fits whose largest chunk is the smallest, or None if none fits."""
+        limits = self.largest_chunks(batch_size)
+        if limits is None or sum(limits) < batch_size:
+            return None
+
+        def cut(largest: int) -> list[int]:
+            return [min(limit, largest) for limit in limits]
+
+        sizes = cut(_num_fitting(lambda n: sum(cut(n - 1)) < batch_size, range(1, batch_size + 1)))
+        left = sum(sizes) - batch_size
+        for index in range(len(sizes)):  # device 0 first
+            taken = min(left, sizes[index])
+            sizes[index], left = sizes[index] - taken, left - taken
+        return tuple(sizes)
+
     def largest_chunks(self, batch_size: int, utilization: float = 1.0) -> tuple[int, ...] | None:
         """Return the largest chunk that each device holds up to a utilization.
 
@@ -332,7 +350,7 @@ def _advice(
         f"no value of gpu0_bsz balances this: without any samples device 0 needs "
         f"{format_bytes(floor_bytes)}, and no other device more than {format_bytes(max(needs[1:]))}"
     )
-    if not gather or whole_bytes == 0:
+    if not gather or whole_bytes < _BALANCED * floor_bytes:
         remedy = "a larger batch helps" if spread else "a larger batch or spread=True helps"
         return (f"{fact}: parameters, gradients and optimizer state; {remedy}",)
     return (

@@ -115,6 +115,8 @@ def _check_consistent(report: Report, path: str | Path) -> None:
         problem = "it has no linear terms"
     elif min(plan.budgets) <= 0 or plan.batch_size < 1 or not max(report.chosen.peak_bytes):
         problem = "it has no capacity, no batch or no peak"
+    elif not any(option.chunk_sizes == plan.chunk_sizes for option in report.options):
+        problem = "its plan is not among its options"
     elif not any(m.batch_size == plan.batch_size for m in report.measurements):
         problem = "it has no measurement of its batch"
     elif any(m.mode == "real" and m.seconds <= 0 for m in measured):

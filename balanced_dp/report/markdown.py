@@ -8,14 +8,17 @@ from . import tables
 
 def report_markdown(report: Report) -> str:
     """Return the text and tables of the report as Markdown."""
-    parts = [
-        f"# {escaped(tables.title(report))}",
-        escaped(tables.verdict(report)),
+    options = (
         markdown_table(tables.option_table(report)),
         escaped(tables.SPEED),
         f"```python\n{tables.lines(report)}\n```",
+    )
+    parts = [
+        f"# {escaped(tables.title(report))}",
+        escaped(tables.verdict(report)),
+        *(options if report.ranked_options else ()),
         "\n".join(f"- {escaped(sentence)}" for sentence in tables.summary(report)),
-        "## What each device holds with option 1",
+        f"## {escaped(tables.devices_title(report))}",
         markdown_table(tables.device_table(report)),
         escaped(tables.how_measured(report)),
         f"## {escaped(tables.candidates_title(report))}",

@@ -75,8 +75,7 @@ def verdict(report: Report) -> str:
         return f"The largest batch that fits is {_batch(best.batch_size)}, with option 1."
     peak = bottleneck(best, plan.budgets)
     if best.is_data_parallel:
-        is_better = "" if report.goal == "speed" else ", and nothing leaves more free"
-        return f"It fits as it is{is_better}: with nn.DataParallel the bottleneck is {peak}."
+        return f"It fits as it is: with nn.DataParallel the bottleneck is {peak}."
     even = bottleneck(report.even, plan.budgets)
     if not report.gather or report.spread:
         return f"With option 1 the bottleneck is {peak}; with the even split it is {even}."
@@ -97,16 +96,18 @@ def summary(report: Report) -> tuple[str, ...]:
         if other.reason is not None
     ]
     if report.best.measured is None:
-        sentences.append("This batch is too large to be measured here: its peaks are predicted.")
+        sentences.append("A batch of this size was not measured: its peaks are predicted.")
     return (*sentences, *(f"{text[0].upper()}{text[1:]}." for text in report.advice))
 
 
 def bottleneck(measured: Measurement | Option, budgets: Sequence[int] | None) -> str:
     """Return which device is the fullest, with its peak; ``budgets`` tell how full it is."""
-    full = utilizations(measured.peak_bytes, budgets or [1] * len(measured.peak_bytes))
+    if isinstance(measured, Measurement) and measured.status == "oom":
+        return "out of memory"
     index = fullest_device(measured, budgets)
-    part = "" if budgets is None else f", {full[index]:.0%} full"
-    return f"device {index} with {format_bytes(measured.peak_bytes[index])}{part}"
+    held = measured.peak_bytes[index]
+    part = "" if budgets is None else f", {held / budgets[index]:.0%} full"
+    return f"device {index} with {format_bytes(held)}{part}"
 
 
 def option_table(report: Report) -> TextTable:
@@ -120,7 +121,7 @@ def option_table(report: Report) -> TextTable:
                 str(number),
                 _split(option.chunk_sizes),
                 f"device {device} {option.utilization(budgets):.0%}",
-                _batch(option.max_batch_size),
+                _batch(option.batch_size if report.goal == "batch" else option.max_batch_size),
                 f"{option.speed:.2f}",
                 "device 0" if option.gather else "each",
                 "all" if option.spread else "device 0",
@@ -158,6 +159,12 @@ _LONG = 14
 """The number of characters up to which a split is shown whole."""
 
 
+def devices_title(report: Report) -> str:
+    """Return the title of ``device_table``."""
+    best = "option 1" if report.ranked_options else f"gpu0_bsz={report.plan.gpu0_bsz}"
+    return f"What each device holds with {best}"
+
+
 def device_table(report: Report) -> TextTable:
     """Return the chunk size, the capacity and the peaks of each device with the best option."""
     plan, best = report.plan, report.best
@@ -171,7 +178,7 @@ def device_table(report: Report) -> TextTable:
     if best.measured is not None:
         columns["measured"] = map(format_bytes, best.peak_bytes)
     columns["full"] = map("{:.0%}".format, full)
-    if best.batch_size == plan.batch_size:
+    if best.batch_size == plan.batch_size and report.even.status == "ok":
         columns["even split"] = map(format_bytes, report.even.peak_bytes)
     rows = tuple(zip(*columns.values(), strict=True))
     return TextTable(tuple(columns), rows, marked=fullest_device(best, plan.budgets))

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from ..planning.memory_model import MemoryModel
 from ..planning.split_planner import Goal, Planner, utilizations
 from ..split import best_gpu0_bsz, even_share, split_batch, split_by_weights
 from .measurement import Measurement
+
+LARGEST_MEASURED_BATCH = 2**16
+"""Batches are made on the CPU with their values, even if devices keep shapes only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +65,11 @@ class Option:
         return (not self.gather) + self.spread + is_uneven
 
     @property
+    def kind(self) -> tuple[bool, bool, bool, bool]:
+        """Return what distinguishes it except for the numbers."""
+        return self.gather, self.spread, self.gpu0_bsz is None, self.device_weights is None
+
+    @property
     def line(self) -> str:
         """Return the expression that wraps ``model``."""
         if self.is_data_parallel:
@@ -84,52 +92,57 @@ class Option:
 
 def find_options(
     model: MemoryModel,
-    measurements: Iterable[Measurement],
+    measurements: Sequence[Measurement],
     batch_size: int,
     budgets: Sequence[int],
     gather: bool,
     spread: bool,
 ) -> tuple[Option, ...]:
-    """Return the options with the same ``gather`` and ``spread`` that are the best in something.
+    """Return the options with the same ``gather`` and ``spread`` that may be the best.
 
     For the batch these are the even split, and of the measured values of ``gpu0_bsz`` the largest
-    that fits and the one with the lowest utilization. For the largest batch these are the even
-    split and the best ``gpu0_bsz``. For both, weights are added if capacities differ.
+    that fits and the one with the lowest utilization. All measured weights and other batches are
+    added, and the largest batch that is predicted to fit, if it is too large to be measured.
     """
     planner, num_devices = Planner(model, budgets), len(budgets)
     by_split = {m.chunk_sizes: m for m in measurements}
+    refuted = {
+        m.batch_size
+        for m in measurements
+        if m.status == "oom" or max(utilizations(m.peak_bytes, budgets)) > 1
+    }
 
     def option(
-        sizes: tuple[int, ...],
-        gpu0_bsz: int | None,
-        weights: tuple[int, ...] | None,
-        max_batch_size: int,
+        size: int,
+        split: Callable[[int], tuple[int, ...]],
+        gpu0_bsz: int | None = None,
+        weights: tuple[int, ...] | None = None,
     ) -> Option:
-        needs = model.predict(sizes)
-        # Chunks are whole numbers, so a batch may fit though a smaller one does not.
-        fits = max(utilizations(needs, budgets)) <= 1
-        return Option(
+        largest = planner.largest_batch(split)
+        while largest in refuted and split(largest) in by_split:
+            largest -= 1
+        found = Option(
             gather=gather,
             spread=spread,
             gpu0_bsz=gpu0_bsz,
             device_weights=weights,
-            chunk_sizes=sizes,
-            predicted_bytes=needs,
-            measured=by_split.get(sizes),
-            max_batch_size=max(max_batch_size, sum(sizes) * fits),
+            chunk_sizes=split(size),
+            predicted_bytes=model.predict(split(size)),
+            measured=by_split.get(split(size)),
+            max_batch_size=largest,
         )
+        # Chunks are whole numbers, so a batch may fit though a smaller one does not.
+        return replace(found, max_batch_size=max(largest, size)) if found.fits(budgets) else found
 
     def with_value(size: int, value: int) -> Option:
-        sizes = split_batch(size, num_devices, value)
         if value >= even_share(size, num_devices):
-            return option(sizes, None, None, planner.max_batch_size(planner.even_share))
-        return option(sizes, value, None, planner.max_batch_size(lambda size: min(size, value)))
+            return option(size, lambda n: split_batch(n, num_devices, n))
+        return option(size, lambda n: split_batch(n, num_devices, value), value)
 
     def with_weights(weights: tuple[int, ...]) -> Option:
-        largest = planner.largest_batch(lambda size: split_by_weights(size, weights))
-        return option(weights, None, weights, largest)
+        return option(sum(weights), lambda n: split_by_weights(n, weights), None, weights)
 
-    def found() -> Iterator[Option]:
+    def found_options() -> Iterator[Option]:
         even = even_share(batch_size, num_devices)
         full = {
             m.chunk_sizes[0]: max(utilizations(m.peak_bytes, budgets))
@@ -139,16 +152,17 @@ def find_options(
         fitting = [value for value, utilization in full.items() if utilization <= 1]
         for value in {even, best_gpu0_bsz(full), *sorted(fitting)[-1:]} if full else {even}:
             yield with_value(batch_size, value)
+        for measured in measurements:
+            if measured.gpu0_bsz is None:
+                yield with_weights(measured.chunk_sizes)
+            elif measured.batch_size != batch_size:
+                yield with_value(measured.batch_size, measured.chunk_sizes[0])
         for choose in (planner.even_share, planner.balanced_gpu0_bsz):
-            if largest := planner.max_batch_size(choose):
+            # A larger batch cannot be measured.
+            if (largest := planner.max_batch_size(choose)) > LARGEST_MEASURED_BATCH:
                 yield with_value(largest, choose(largest))
-        if len(set(budgets)) > 1:
-            weighted = planner.weighted_split(batch_size)
-            yield with_weights(weighted.chunk_sizes)
-            if weighted.max_batch_size:
-                yield with_weights(weighted.max_batch_chunk_sizes)
 
-    return tuple({(option.line, option.batch_size): option for option in found()}.values())
+    return tuple({(found.line, found.batch_size): found for found in found_options()}.values())
 
 
 def ranked(
@@ -156,22 +170,24 @@ def ranked(
 ) -> list[Option]:
     """Return the options that fit, the best first.
 
-    Without those that another one equals or exceeds in speed, utilization in whole percent and
-    largest batch with no more changes. For the goal ``"batch"`` each option is for its own largest
-    batch, otherwise for ``batch_size``.
+    For the goal ``"batch"`` each is for its own largest batch, otherwise for ``batch_size``. An
+    option is left out if a better one needs no more changes and is at least as good in speed,
+    utilization (in whole percent) and largest batch.
     """
-    candidates = [
-        option
-        for option in options
-        if option.fits(budgets)
-        and option.batch_size == (option.max_batch_size if goal == "batch" else batch_size)
-    ]
+    candidates = [option for option in options if option.fits(budgets)]
+    if goal == "batch":
+        # What was measured may not fit though it was predicted to; a smaller batch does.
+        ascending = sorted(candidates, key=lambda option: option.batch_size)
+        candidates = list({option.kind: option for option in ascending}.values())
+    else:
+        candidates = [option for option in candidates if option.batch_size == batch_size]
 
     def merits(option: Option) -> dict[Goal, float]:
         return {
             "speed": -round(option.speed, 2),
-            "headroom": round(option.utilization(budgets), 2) * (goal != "batch"),
-            "batch": -option.max_batch_size,
+            # At their largest batches, all are full.
+            "headroom": 0.0 if goal == "batch" else round(option.utilization(budgets), 2),
+            "batch": -(option.batch_size if goal == "batch" else option.max_batch_size),
         }
 
     def key(option: Option) -> tuple[float, ...]:

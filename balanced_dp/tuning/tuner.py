@@ -17,7 +17,7 @@ from ..planning.split_planner import Goal, Planner, check_batch, check_fits, des
 from ..split import best_gpu0_bsz, even_share
 from .measurement import Measurement
 from .open_devices import default_num_devices, open_devices, uses_emulation
-from .options import find_options, ranked
+from .options import LARGEST_MEASURED_BATCH, find_options, ranked
 from .report_types import SCHEMA, Alternative, Provenance, Report
 from .step_benchmark import StepMeter, step_meter
 from .workloads import Workload
@@ -28,14 +28,14 @@ _RESERVE = 512 * 2**20
 _MAX_ROUNDS = 4
 """How often the model is fitted again after measuring what it planned."""
 
+_A_LITTLE_LESS = (1.0, 0.999, 0.995, 0.98)
+"""Fractions of the largest batch that is predicted to fit, to be measured until one does."""
+
 _FEW = 12
 """Approximate number of measured splits."""
 
 _MOST_VALUES = 64
 """Number of evenly spaced values to measure if the model is not accurate."""
-
-_LARGEST_MEASURED_BATCH = 2**16
-"""Batches are made on the CPU with their values, even if devices keep shapes only."""
 
 OnMeasurement = Callable[[Measurement, int], object]
 """A function of each measurement and the approximate number of those to come."""
@@ -139,7 +139,7 @@ def tune(
         if with_alternatives and capacities is not None:
             found = [option for other in alternatives(capacities) for option in other.options]
             budgets = [capacity - reserve for capacity in capacities]
-            for option in ranked(found, batch_size, budgets, goal):
+            for option in ranked(found, batch_size, budgets, "speed"):
                 raise InfeasiblePlanError(f"{error}; this batch fits with {option.line}") from None
         raise
     report = replace(report, goal=goal)
@@ -167,7 +167,7 @@ def _measured(
     search = _Search(meter, [c - reserve for c in capacities], on_measurement)
     model = search.run(batch_size, swept)
     return report_of_measurements(
-        search.all_measured,
+        list(search.measured.values()),
         Provenance.of_this_process(
             torch.get_device_module(d).get_device_name(d) for d in meter.devices
         ),
@@ -228,13 +228,8 @@ class _Search:
         self.budgets = budgets
         self.on_measurement = on_measurement
         self.num_expected = _FEW
-        self.measured: dict[tuple[int, int], Measurement] = {}
-        self.weighted: dict[tuple[int, ...], Measurement] = {}
-
-    @property
-    def all_measured(self) -> list[Measurement]:
-        """Return all measurements."""
-        return [*self.measured.values(), *self.weighted.values()]
+        self.measured: dict[tuple[int, int | tuple[int, ...]], Measurement] = {}
+        """By batch size, and ``gpu0_bsz`` or weights."""
 
     def run(self, batch_size: int, swept: Sequence[int]) -> MemoryModel:
         """Measure the splits that the choice depends on, and return a model of all of them."""
@@ -257,7 +252,7 @@ class _Search:
                 f"not even a batch of {smaller} ran: {self.measured[smaller, 0].out_of_memory}"
             )
         self.refine(batch_size)
-        model = fit(fittable(self.all_measured))
+        model = fit(fittable(self.measured.values()))
         if not model.is_accurate:
             values = range(0, even + 1, max(1, even // _MOST_VALUES))
             self.num_expected = len(self.measured) + len(values)
@@ -265,15 +260,26 @@ class _Search:
                 self.measure(batch_size, gpu0_bsz)
         return model
 
-    def measure(self, batch_size: int, gpu0_bsz: int) -> None:
+    def measure(self, batch_size: int, gpu0_bsz: int) -> Measurement:
         """Measure the split, or the nearest one that the model can train on, unless it is known."""
         if gpu0_bsz:
             even = even_share(batch_size, len(self.budgets))
             gpu0_bsz = min(even, max(gpu0_bsz, self.meter.smallest_chunk))
         if (batch_size, gpu0_bsz) not in self.measured:
-            measurement = self.meter.measure(batch_size, gpu0_bsz)
-            self.measured[batch_size, gpu0_bsz] = measurement
-            self.on_measurement(measurement, max(0, self.num_expected - len(self.measured)))
+            self.record(gpu0_bsz, self.meter.measure(batch_size, gpu0_bsz))
+        return self.measured[batch_size, gpu0_bsz]
+
+    def measure_weights(self, weights: tuple[int, ...]) -> None:
+        """Measure a split by weights, unless it is known or the model cannot train on it."""
+        size = sum(weights)
+        is_known = (size, weights) in self.measured or size > LARGEST_MEASURED_BATCH
+        if not is_known and min(filter(None, weights), default=0) >= self.meter.smallest_chunk:
+            self.record(weights, self.meter.measure(size, None, weights))
+
+    def record(self, split: int | tuple[int, ...], measured: Measurement) -> None:
+        """Keep a measurement."""
+        self.measured[measured.batch_size, split] = measured
+        self.on_measurement(measured, max(0, self.num_expected - len(self.measured)))
 
     def measure_around(self, batch_size: int) -> None:
         """Measure splits of a batch and of twice its size, from which the terms can be fitted."""
@@ -286,25 +292,40 @@ class _Search:
     def refine(self, batch_size: int) -> None:
         """Measure what the model plans, and fit it again, until it plans nothing new."""
         for _ in range(_MAX_ROUNDS):
-            before = len(self.all_measured)
-            planner = Planner(fit(fittable(self.all_measured)), self.budgets)
+            before = len(self.measured)
+            planner = Planner(fit(fittable(self.measured.values())), self.budgets)
             best = planner.best_gpu0_bsz(batch_size)
             near = range(max(0, best - 1), best + 2)
             for gpu0_bsz in (*near, planner.fastest_gpu0_bsz(batch_size)):
                 self.measure(batch_size, gpu0_bsz)
             for choose in (planner.balanced_gpu0_bsz, planner.even_share):
                 # The largest batch may be too large to be made on the CPU.
-                largest = min(planner.max_batch_size(choose), _LARGEST_MEASURED_BATCH)
+                largest = min(planner.max_batch_size(choose), LARGEST_MEASURED_BATCH)
                 if largest:
                     self.measure(largest, choose(largest))
             if len(set(self.budgets)) > 1:
                 split = planner.weighted_split(batch_size)
-                for weights in (split.chunk_sizes, split.max_batch_chunk_sizes):
-                    size = sum(weights)
-                    if 0 < size <= _LARGEST_MEASURED_BATCH and weights not in self.weighted:
-                        self.weighted[weights] = self.meter.measure(size, None, weights)
-            if len(self.all_measured) == before:
-                return
+                for weights in (
+                    split.chunk_sizes,
+                    split.max_batch_chunk_sizes,
+                    planner.fastest_split(batch_size),
+                ):
+                    self.measure_weights(weights or ())
+            if len(self.measured) == before:
+                break
+        for choose in (planner.balanced_gpu0_bsz, planner.even_share):
+            largest = planner.max_batch_size(choose)
+            for size in (round(part * largest) for part in _A_LITTLE_LESS):
+                known = self.measured.get((size, choose(size)))
+                if known is None and 0 < size < LARGEST_MEASURED_BATCH:
+                    known = self.measure(size, choose(size))
+                if known is None or self.fits(known):
+                    break
+
+    def fits(self, measured: Measurement) -> bool:
+        """Return whether a split was measured to fit."""
+        full = max(utilizations(measured.peak_bytes, self.budgets))
+        return measured.status == "ok" and full <= 1
 
 
 def fittable(measurements: Iterable[Measurement]) -> list[MeasuredSplit]:

@@ -9,7 +9,7 @@ from itertools import chain
 
 import torch
 
-from ..devices import default_device_type, is_emulated
+from ..devices import is_emulated
 from ..errors import ArgumentError
 from ..memory.nvml import Nvml, NvmlError
 from ..memory.probe import MemoryProbe
@@ -60,7 +60,7 @@ class ValidationSettings:
     @property
     def kind(self) -> Kind:
         """Return what the checks run on."""
-        if self.emulate or default_device_type() is None:
+        if self.emulate or accelerator_type() is None:
             return "emulated"
         return "devices" if accelerator_count() > 1 else "one device"
 
@@ -68,7 +68,7 @@ class ValidationSettings:
     def description(self) -> str:
         """Return in words what the checks run on."""
         if self.kind == "emulated":
-            why = "" if default_device_type() else ": torch sees no GPU here"
+            why = "" if accelerator_type() else ": torch sees no GPU here"
             return f"{self.num_devices} emulated devices, on the CPU{why}"
         names = list(
             dict.fromkeys(torch.get_device_module(d).get_device_name(d) for d in self._ids)

@@ -30,9 +30,9 @@ class Check:
         part: the part of the validation.
         what: what was checked.
         outcome: ``"-"`` if it cannot be checked on these devices.
-        value: the number that decides. Of gradients, the relative difference; of peaks, the signed
-            difference of the prediction in percent of what was measured; of seconds, the ratio of
-            ours to theirs; of communicators, bytes.
+        value: the number that decides, except for NVML's peaks. Of gradients, the relative
+            difference; of peaks, the signed difference of the prediction in percent of what was
+            measured; of seconds, the ratio of ours to theirs; of communicators, bytes.
         note: more numbers, or why the outcome is not ``"ok"``.
     """
 

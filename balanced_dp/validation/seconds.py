@@ -58,7 +58,7 @@ def time_checks(workload: str, batch_size: int, devices: Sequence[torch.device])
     try:
         ranks = rank_seconds(workload, batch_size, devices[0].type, len(devices))
     except (OSError, subprocess.SubprocessError, RuntimeError) as error:
-        yield Check("seconds", names[1], "-", note=f"ranks did not start: {error}")
+        yield Check("seconds", names[1], "-", note=f"no times of the ranks: {error}")
         return
     yield Check("seconds", names[1], "ok", ours / ranks, f"{_milliseconds(ours, ranks)}; no limit")
 

@@ -20,7 +20,7 @@ CHECKS = (
     Check("gradients", "every split", "ok", 6.2e-16, "gpu0_bsz from 0 to 4"),
     Check("peaks", "gpu0_bsz=4, NVML", "not ok", -31.4, "by device: -31.4; allowed: 512.00 MiB"),
     Check("seconds", "nn.DataParallel", "ok", 0.8765, "10.0 ms and 11.4 ms"),
-    Check("seconds", "DistributedDataParallel", "-", note="ranks did not start: A|B"),
+    Check("seconds", "DistributedDataParallel", "-", note="no times of the ranks: A|B"),
     Check("communicators", "taken by the first step", "ok", 3 * 2**20, "by device: 3.00 MiB"),
 )
 
@@ -89,7 +89,7 @@ def test_the_number_has_its_unit(invoke):
     numbers = ("6.2e-16", "-31.4 %", "0.88", "3.00 MiB")
     for found in (shown.stdout, validation_markdown(report_of(*CHECKS))):
         assert [number for number in numbers if number not in found] == []
-    assert "ranks did not start: A\\|B" in validation_markdown(report_of(*CHECKS))
+    assert "no times of the ranks: A\\|B" in validation_markdown(report_of(*CHECKS))
 
 
 def test_only_a_wrong_gradient_is_a_failure(invoke):

@@ -222,3 +222,21 @@ def test_a_batch_that_was_not_searched_beyond_is_said_to_be_a_bound(report):
     unmeasured = replace(report, options=[replace(o, measured=None) for o in report.options])
     assert "its peaks are predicted." in " ".join(tables.summary(unmeasured))
     assert "predicted." not in " ".join(tables.summary(report))
+
+
+def test_what_ran_out_of_memory_has_no_peak(report):
+    failed = replace(report.even, status="oom", out_of_memory="CUDA out of memory")
+    shown = replace(report, even=failed)
+    assert "even split" in tables.device_table(report).headers
+    assert "even split" not in tables.device_table(shown).headers
+    assert tables.bottleneck(failed, shown.plan.budgets) == "out of memory"
+
+
+def test_without_an_option_the_plan_is_shown(report):
+    lacking = replace(report, alternatives=(), plan=replace(report.plan, reserve_bytes=19 * 2**20))
+    text = report_markdown(lacking)
+    assert "No split fits: with gpu0\\_bsz=" in text
+    assert "option 1" not in text
+    assert "```python" not in text
+    assert f"What each device holds with gpu0\\_bsz={report.plan.gpu0_bsz}" in text
+    assert "Options that fit" not in report_html([lacking])

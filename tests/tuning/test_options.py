@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import typing
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from balanced_dp import LinearTerm, Measurement, MemoryModel
-from balanced_dp.planning.split_planner import Goal, utilizations
+from balanced_dp.planning.split_planner import Goal, Planner, utilizations
 from balanced_dp.split import even_share, split_batch, split_by_weights
 from balanced_dp.tuning.options import find_options, ranked
 
@@ -45,6 +46,16 @@ def options_of(model, batch_size, budgets, gather=True, spread=False):
         measurement(model, split_batch(batch_size, len(budgets), value), value)
         for value in range(even + 1)
     ]
+    planner = Planner(model, budgets)
+    for choose in (planner.even_share, planner.balanced_gpu0_bsz):
+        if largest := planner.max_batch_size(choose):
+            value = choose(largest)
+            measured.append(measurement(model, split_batch(largest, len(budgets), value), value))
+    if len(set(budgets)) > 1:
+        weighted = planner.weighted_split(batch_size)
+        for sizes in (weighted.chunk_sizes, weighted.max_batch_chunk_sizes):
+            if any(sizes):
+                measured.append(measurement(model, sizes, None))
     return find_options(model, measured, batch_size, budgets, gather, spread)
 
 
@@ -127,6 +138,21 @@ def test_weights_are_a_line_that_can_be_pasted():
     assert best.max_batch_size == 230 + 100 + 100
 
 
+@given(models, st.integers(1, 60), st.lists(st.integers(200, 2000), min_size=2, max_size=5))
+def test_the_fastest_split_fits_and_no_other_has_a_smaller_largest_chunk(
+    model, batch_size, budgets
+):
+    planner = Planner(model, budgets)
+    found = planner.fastest_split(batch_size)
+    limits = planner.largest_chunks(batch_size)
+    if limits is None or sum(limits) < batch_size:
+        assert found is None
+        return
+    assert sum(found) == batch_size
+    assert all(0 <= size <= limit for size, limit in zip(found, limits, strict=True))
+    assert sum(min(limit, max(found) - 1) for limit in limits) < batch_size
+
+
 def test_what_another_one_exceeds_is_left_out():
     """The loss on each device holds more with the same chunks; it is a change, though."""
     budgets = [1000] * 4
@@ -143,3 +169,28 @@ def test_what_another_one_exceeds_is_left_out():
 def test_there_may_be_no_option(goal):
     budgets = [90] * 4
     assert ranked(options_of(memory_model(), 40, budgets), 40, budgets, goal) == []
+
+
+@pytest.mark.parametrize("goal", GOALS)
+def test_what_a_measurement_refutes_is_replaced_by_what_was_measured_to_fit(goal):
+    """The largest predicted batch takes a little more than it was predicted to."""
+    budgets, model = [1000] * 4, memory_model()
+    sizes = {
+        size: split_batch(size, 4, even_share(size, 4)) for size in (40, 200, 355, 360, 365, 370)
+    }
+    measured = [measurement(model, split, max(split)) for split in sizes.values()]
+    measured[3:] = [
+        replace(m, backward_peak_bytes=tuple(round(1.02 * b) for b in m.backward_peak_bytes))
+        for m in measured[3:]
+    ]
+    best, *_ = ranked(find_options(model, measured, 40, budgets, True, False), 40, budgets, goal)
+    assert best.fits(budgets)
+    assert best.batch_size == (355 if goal == "batch" else 40)
+
+
+def test_weights_that_were_not_measured_are_not_offered():
+    """The model cannot train on one of the chunks, for example."""
+    budgets, model = [2400, 1100, 1100], memory_model()
+    measured = [measurement(model, split_batch(30, 3, value), value) for value in range(11)]
+    found = find_options(model, measured, 30, budgets, gather=True, spread=False)
+    assert all(option.device_weights is None for option in found)

@@ -174,9 +174,29 @@ def test_a_share_for_each_device_uses_what_gpu0_bsz_cannot():
     assert largest.max_batch_size > 1.3 * report.plan.max_batch_size
 
 
+def test_weights_leave_no_chunk_that_batch_norm_refuses():
+    """A weight of one sample would."""
+    norm = Workload(
+        lambda: torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.BatchNorm1d(64)),
+        lambda n: (torch.ones(n, 64), torch.ones(n, 64)),
+        torch.nn.functional.mse_loss,
+    )
+    seen = []
+    report = tuned(
+        norm,
+        64,
+        [400 * 2**10] * 3 + [80 * 2**10],
+        on_measurement=lambda measured, left: seen.append(measured),
+    )
+    assert tuple(seen) == report.measurements
+    assert all(1 not in m.chunk_sizes for m in report.measurements)
+
+
 def test_what_does_not_fit_says_what_is_lacking():
     workload = SMALL["wide_output"]()
-    with pytest.raises(InfeasiblePlanError, match=r"device 0 needs .* and lacks .*; the largest"):
+    with pytest.raises(
+        InfeasiblePlanError, match=r"device 0 needs .* lacks .*; not even a batch of 1"
+    ):
         tuned(workload, 200, [GIB // 2] * 2)
 
 
@@ -397,7 +417,7 @@ def test_only_what_fits_is_recommended():
     for gather in (True, False):
         with pytest.raises(InfeasiblePlanError) as raised:
             tuned(workload, 64, [150 * 2**20] * 4, gather=gather, with_alternatives=True)
-        assert str(raised.value).endswith("; the largest batch that fits is 0")
+        assert str(raised.value).endswith("; not even a batch of 1 fits")
 
 
 def test_what_does_not_fit_says_which_batch_would():
