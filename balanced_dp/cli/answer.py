@@ -57,10 +57,10 @@ def why_no_plan(recorder: LoopRecorder) -> Iterator[str]:
             "A plan takes four training steps or more of one batch size; the script took "
             f"{recorder.num_iterations}."
         )
-    elif recorder.is_balanced:
-        yield "The script has its own BalancedDataParallel, which is left as it is."
     elif len(recorder.devices) == 1:
         yield "There is one device, and nothing to split."
+    elif recorder.is_balanced:
+        yield "The script has its own BalancedDataParallel, which is left as it is."
     elif sum(map(bool, measured.chunk_sizes)) < 2:
         yield (
             "The script splits no batch over the devices; model = torch.nn.DataParallel(model) "
@@ -115,6 +115,17 @@ def what_else_helps(recorder: LoopRecorder, report: Report, wraps: bool) -> Iter
         yield (
             f"Device 0 holds {format_bytes(input_bytes)} of inputs for the other devices: the "
             "script moves the whole batch there. Inputs that stay on the CPU go to each device."
+        )
+    if plan.weighted is not None:
+        weighted = plan.weighted
+        full = max(utilizations(weighted.predicted_bytes, plan.budgets))
+        yield "\n".join(
+            [
+                f"An estimate: the fullest device is {full:.0%} full, and batches up to "
+                f"{weighted.max_batch_size} fit, with weights instead of gpu0_bsz:",
+                "    model = balanced_dp.BalancedDataParallel(None, model, "
+                f"device_weights={list(weighted.chunk_sizes)})",
+            ]
         )
     gathered_bytes = report.chosen.breakdown[0].get("gathered output", 0) / plan.batch_size
     on_each_device = with_loss_on_each_device(report.model, gathered_bytes, per_sample)

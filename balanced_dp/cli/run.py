@@ -153,7 +153,8 @@ def _opening(
         return f"running {settings.script} on {len(devices)} GPUs, {names}"
     sizes = ""
     if capacities is not None:
-        sizes = f" of {', '.join(map(format_bytes, dict.fromkeys(capacities)))}"
+        same = len(set(capacities)) == 1
+        sizes = f" of {', '.join(map(format_bytes, capacities[:1] if same else capacities))}"
     kind = "shapes only: the values that it reads are NaN" if settings.symbolic else "on the CPU"
     return f"running {settings.script} on {len(devices)} emulated GPUs{sizes}, {names} ({kind})"
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import functools
+import io
+import os
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -43,6 +46,7 @@ def patches(machine: Machine) -> Iterator[None]:
         _failed_backward_frees_its_queue(),
         _labels_from_hooks(machine),
         named_cuda(machine) if is_cuda else nullcontext(),
+        _files_stay_whole() if machine.symbolic else nullcontext(),
     ):
         yield
 
@@ -96,6 +100,22 @@ def _restore_own_state(parameter: torch.Tensor, state: dict[str, Any]) -> None:
             setattr(parameter, name, None)  # else setting the same dictionary has no effect
         if value is not getattr(parameter, name, None):
             setattr(parameter, name, value)
+
+
+def _files_stay_whole() -> Patch:
+    # Saving values that were not computed raises an error, and torch.save has opened the file then.
+    save = torch.save
+
+    @functools.wraps(save)
+    def save_whole(obj: object, f: Any, *args: Any, **kwargs: Any) -> None:
+        if not isinstance(f, str | os.PathLike):
+            save(obj, f, *args, **kwargs)
+            return
+        content = io.BytesIO()
+        save(obj, content, *args, **kwargs)
+        Path(f).write_bytes(content.getbuffer())
+
+    return mock.patch.object(torch, "save", save_whole)
 
 
 def _optimizers_as_on_cuda() -> Patch:

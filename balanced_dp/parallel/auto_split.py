@@ -31,6 +31,19 @@ def smallest_chunk(module: nn.Module) -> int:
     return 1 + any(isinstance(child, _BatchNorm) for child in module.modules())
 
 
+def _is_state(state: Any) -> bool:
+    match state:
+        case {
+            "batch_size": int(batch_size),
+            "gpu0_bsz": int(value),
+            "capacities": [int(), *_],
+            "too_large": list(),
+            "too_small": list(),
+        }:
+            return 0 <= value <= batch_size > 0
+    return False
+
+
 class AutoSplit:
     """Chooses splits from the memory peaks of earlier iterations of a training loop.
 
@@ -101,10 +114,17 @@ class AutoSplit:
         return self.balance.state_dict(self.batch_size)
 
     def load_state_dict(self, state: Mapping[str, Any], module: nn.Module) -> None:
-        """Start with what an earlier run has found, unless training has begun."""
+        """Start with what an earlier run has found, unless training has begun.
+
+        Warns:
+            BalanceWarning: the state is none that ``state_dict`` returns; it is ignored.
+        """
         if self.batch_size is not None:
             return
-        self._loaded = state
+        if not _is_state(state):
+            warn(f"what the checkpoint says of gpu0_bsz='auto' is damaged and ignored: {state!r}")
+            return
+        self._loaded = dict(state)
         if len(self.devices) > 1:
             self.balance.smallest = smallest_chunk(module)
             self.balance.load_state_dict(state)

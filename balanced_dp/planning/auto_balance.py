@@ -73,14 +73,17 @@ class AutoBalance:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Start the search with the value of another one.
 
-        With another number of devices, device 0 starts with the same fraction of the even share.
-        What ran out of memory is only taken over from devices of the same capacities.
+        With another number of devices, device 0 starts with the same fraction of the even share,
+        or with all of it if it was idle. What ran out of memory is only taken over from devices of
+        the same capacities.
         """
-        num_devices = len(self.capacities)
+        num_devices, num_before = len(self.capacities), len(state["capacities"])
         self._values = {}
         self._first_share = Fraction(
-            state["gpu0_bsz"] * len(state["capacities"]), state["batch_size"] * num_devices
+            state["gpu0_bsz"] * num_before, state["batch_size"] * num_devices
         )
+        if not self._first_share and num_devices != num_before:
+            self._first_share = Fraction(1)
         if state["capacities"] == list(self.capacities):
             self._too_large = dict(state["too_large"])
             self._too_small = dict(state["too_small"])

@@ -189,7 +189,8 @@ class LoopRecorder:
 
     @functools.cached_property
     def _has_no_optimizer(self) -> bool:
-        return not any(isinstance(item, torch.optim.Optimizer) for item in gc.get_objects())
+        # Not isinstance, which asks the object: torch's deprecated ones warn.
+        return not any(issubclass(type(item), torch.optim.Optimizer) for item in gc.get_objects())
 
     def _begin_iteration(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if self._has_stepped or (self._has_gone_back and self._has_no_optimizer):

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from ..devices import is_out_of_memory
-from ..errors import BalanceWarning
+from ..errors import ArgumentError, BalanceWarning
 from ..parallel.auto_split import smallest_chunk
 from ..parallel.criterion import BalancedCriterion
 from ..parallel.data_parallel import BalancedDataParallel
@@ -191,7 +191,9 @@ class StepMeter:
             out_of_memory=step.out_of_memory,
         )
 
-    def _train(self, step: StepRecorder, model: nn.Module, batch_size: int) -> torch.Tensor:
+    def _train(
+        self, step: StepRecorder, model: BalancedDataParallel[nn.Module], batch_size: int
+    ) -> torch.Tensor:
         """Train for one step and return the loss."""
         args, kwargs, target = self.workload.new_batch(batch_size)
         self._optimizer.zero_grad()
@@ -201,6 +203,11 @@ class StepMeter:
         with warnings.catch_warnings(), autocast:
             warnings.simplefilter("ignore", BalanceWarning)  # the even split is measured as well
             output = model(*args, **kwargs)
+            if model.chunk_sizes and sum(model.chunk_sizes) != batch_size:
+                raise ArgumentError(
+                    f"make_batch({batch_size}) of {self.workload.name} returned "
+                    f"{sum(model.chunk_sizes)} samples"
+                )
             if self.gather:
                 target = tree_map_only(torch.Tensor, lambda t: t.to(self.devices[0]), target)
             loss: torch.Tensor = self._criterion(output, target)

@@ -101,8 +101,12 @@ def find_workload(target: str) -> Workload:
         )
     try:
         function = getattr(importlib.import_module(module_name), function_name)
-    except (ImportError, AttributeError) as error:
-        raise ArgumentError(f"workload {target!r} cannot be loaded: {error}") from error
+    except Exception as error:  # the module is the user's code
+        name = module_name.removesuffix(".py").removeprefix("./").replace("/", ".")
+        hint = "" if name == module_name else f"; did you mean {name}:{function_name}?"
+        raise ArgumentError(
+            f"workload {target!r} cannot be loaded: {type(error).__name__}: {error}{hint}"
+        ) from error
     try:
         workload = function() if callable(function) else function
     except Exception as error:

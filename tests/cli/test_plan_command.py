@@ -115,7 +115,10 @@ def test_no_cell_is_wrapped_at_80_columns(options):
     ("arguments", "message"),
     [
         (["nope", "--memory", "1GiB"], "there is no workload 'nope'; built in are char-lm, gpt2"),
-        (["no.such:x", "--memory", "1GiB"], "workload 'no.such:x' cannot be loaded: No module"),
+        (
+            ["no.such:x", "--memory", "1GiB"],
+            "workload 'no.such:x' cannot be loaded: ModuleNotFound",
+        ),
         (["os:getcwd", "--memory", "1GiB"], "os:getcwd must return a balanced_dp.Workload, but"),
         (["char-lm", "--memory", "much"], "--memory must be bytes or a size in B, KiB"),
         (["char-lm", "--memory", "1GiB", "--devices", "1"], "a plan is for two or more devices"),

@@ -238,7 +238,7 @@ def test_memory_that_is_too_small_is_said_and_not_enforced(script):
 def test_not_even_one_sample_fits(script):
     done = run(script, "--memory", "513MiB", "train.py", "8", "256", "wrap")
     said = " ".join(done.stderr.split())
-    assert "device 0 needs" in said and "the largest batch that fits is 0" in said
+    assert "device 0 needs" in said and "not even a batch of 1 fits" in said
 
 
 @pytest.mark.parametrize("value", ["2", "even"])

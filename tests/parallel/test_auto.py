@@ -630,3 +630,40 @@ def test_a_search_that_starts_anywhere_ends_no_worse(model, capacities, batch_si
     first, last = (planner.utilization(batch_size, value) for value in (values[0], values[-1]))
     assert last <= first * 1.0011
     assert values[0] == before.gpu0_bsz(batch_size)
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        None,
+        {},
+        "x",
+        {"batch_size": 0, "gpu0_bsz": 0, "capacities": [1], "too_large": [], "too_small": []},
+        {"batch_size": 8, "gpu0_bsz": -4, "capacities": [1], "too_large": [], "too_small": []},
+        {"batch_size": 8, "gpu0_bsz": 2.5, "capacities": [1], "too_large": [], "too_small": []},
+        {"batch_size": 8, "gpu0_bsz": 2, "capacities": [], "too_large": [], "too_small": []},
+    ],
+)
+def test_what_a_damaged_checkpoint_says_of_auto_is_ignored(state):
+    with emulate_devices(2) as devices:
+        model = BalancedDataParallel("auto", torch.nn.Linear(2, 2).to(devices[0]))
+        saved = model.state_dict()
+        saved._metadata[""]["auto_split"] = state
+        with pytest.warns(BalanceWarning, match="is damaged and ignored"):
+            model.load_state_dict(saved)
+        assert (model.gpu0_bsz, model.split(8)) == (None, (4, 4))
+        del model, saved
+
+
+def test_an_idle_first_device_gets_samples_again_with_another_number_of_devices():
+    state = {
+        "batch_size": 16,
+        "gpu0_bsz": 0,
+        "capacities": [1] * 8,
+        "too_large": [],
+        "too_small": [],
+    }
+    for num_devices, expected in ((8, 0), (2, 8)):
+        balance = AutoBalance([1] * num_devices)
+        balance.load_state_dict(state)
+        assert balance.gpu0_bsz(16) == expected

@@ -112,3 +112,35 @@ def test_a_module_is_copied():
 def test_what_is_no_workload():
     with pytest.raises(ArgumentError, match=r"name your own as package\.module:function"):
         find_workload("gpt3")
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("mine.py:make", "did you mean mine:make"),
+        ("./mine.py:make", "did you mean mine:make"),
+        ("broken:make", "SyntaxError"),
+        ("raises:make", "RuntimeError: not now"),
+        (":make", "ValueError"),
+    ],
+)
+def test_a_module_that_cannot_be_imported_is_said_with_the_reason(
+    tmp_path, monkeypatch, target, message
+):
+    (tmp_path / "broken.py").write_text("def make(:")
+    (tmp_path / "raises.py").write_text("raise RuntimeError('not now')")
+    (tmp_path / "mine.py").write_text("")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ArgumentError, match=message):
+        find_workload(target)
+
+
+def test_a_batch_of_another_size_is_not_planned_with():
+    workload = Workload(
+        nn.Linear(8, 8), lambda n: (torch.zeros(10, 8), torch.zeros(10, 8)), nn.MSELoss()
+    )
+    with (
+        open_devices(2, emulate=True) as devices,
+        pytest.raises(ArgumentError, match=r"make_batch\(6\) of workload returned 10 samples"),
+    ):
+        measure_step(workload, 6, 2, devices)
