@@ -117,7 +117,7 @@ def test_no_cell_is_wrapped_at_80_columns(options):
         (["nope", "--memory", "1GiB"], "there is no workload 'nope'; built in are char-lm, gpt2"),
         (
             ["no.such:x", "--memory", "1GiB"],
-            "workload 'no.such:x' cannot be loaded: ModuleNotFound",
+            "workload 'no.such:x' cannot be loaded: ModuleNot",
         ),
         (["os:getcwd", "--memory", "1GiB"], "os:getcwd must return a balanced_dp.Workload, but"),
         (["char-lm", "--memory", "much"], "--memory must be bytes or a size in B, KiB"),

@@ -136,9 +136,8 @@ def test_a_module_that_cannot_be_imported_is_said_with_the_reason(
 
 
 def test_a_batch_of_another_size_is_not_planned_with():
-    workload = Workload(
-        nn.Linear(8, 8), lambda n: (torch.zeros(10, 8), torch.zeros(10, 8)), nn.MSELoss()
-    )
+    ten = torch.zeros(10, 8)
+    workload = Workload(nn.Linear(8, 8), lambda n: (ten, ten), nn.MSELoss())
     with (
         open_devices(2, emulate=True) as devices,
         pytest.raises(ArgumentError, match=r"make_batch\(6\) of workload returned 10 samples"),
