@@ -13,6 +13,7 @@ import torch
 from ..emulation.machine import current_machine
 from ..errors import ArgumentError
 from ..integrations.replacements import WrappedAt, replaced_data_parallel
+from ..planning.split_planner import RESERVE
 from ..tuning.loop_recorder import LoopRecorder
 from ..tuning.measurement import Measurement
 from ..tuning.open_devices import check_devices, default_num_devices, open_devices, uses_emulation
@@ -21,9 +22,6 @@ from ..units import format_bytes
 from . import answer
 from .arguments import parse_capacities
 from .script import check_script, run_script
-
-_RESERVE = 2**29
-"""Bytes of each device to keep free for CUDA's context and workspaces, as for a plan."""
 
 _REPORTED = "80GiB"
 """The capacity that emulated devices report to the script if none is given."""
@@ -116,7 +114,7 @@ def run_and_measure(settings: RunSettings, say: Callable[[str], object]) -> RunR
             capacities,
             settings.gpu0_bsz,
             name=Path(settings.script).name,
-            reserve=0 if capacities is None else _RESERVE,
+            reserve=0 if capacities is None else RESERVE,
             num_steps=settings.steps,
         )
         with recorder.recording(), replaced_data_parallel(recorder) as calls:
@@ -133,9 +131,9 @@ def _devices(settings: RunSettings) -> tuple[int, list[int] | None]:
         return num_devices, None
     check_devices(num_devices, settings.memory, settings.emulate)
     capacities = parse_capacities(settings.memory, settings.num_devices, num_devices)
-    if min(capacities) <= _RESERVE:
+    if min(capacities) <= RESERVE:
         raise ArgumentError(
-            f"--memory {settings.memory} leaves nothing to use: {format_bytes(_RESERVE)} of each "
+            f"--memory {settings.memory} leaves nothing to use: {format_bytes(RESERVE)} of each "
             "device are kept free for contexts and workspaces"
         )
     return len(capacities), capacities

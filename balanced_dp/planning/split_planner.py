@@ -89,14 +89,20 @@ class Plan:
         return [capacity - self.reserve_bytes for capacity in self.capacity_bytes]
 
 
-def plan(model: MemoryModel, batch_size: int, capacities: Sequence[int], reserve: int = 0) -> Plan:
+RESERVE = 512 * 2**20
+"""Bytes of each device to keep free by default, for CUDA's context and workspaces of libraries."""
+
+
+def plan(
+    model: MemoryModel, batch_size: int, capacities: Sequence[int], reserve: int = RESERVE
+) -> Plan:
     """Return the plan with the lowest utilization of the bottleneck device.
 
     Args:
         model: predicts the peak of each device.
         batch_size: samples in the whole batch, at least 1.
         capacities: capacity of each device in bytes; they may differ.
-        reserve: bytes of each capacity to keep free.
+        reserve: bytes of each capacity to keep free, by default 512 MiB.
 
     Raises:
         ArgumentError: If the batch is empty, or a capacity does not exceed the reserve.

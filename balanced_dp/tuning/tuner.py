@@ -13,7 +13,15 @@ import torch
 
 from ..errors import ArgumentError, InfeasiblePlanError
 from ..planning.memory_model import MeasuredSplit, MemoryModel, fit
-from ..planning.split_planner import Goal, Planner, check_batch, check_fits, describe, utilizations
+from ..planning.split_planner import (
+    RESERVE,
+    Goal,
+    Planner,
+    check_batch,
+    check_fits,
+    describe,
+    utilizations,
+)
 from ..split import best_gpu0_bsz, even_share
 from .measurement import Measurement
 from .open_devices import default_num_devices, open_devices, uses_emulation
@@ -21,9 +29,6 @@ from .options import LARGEST_MEASURED_BATCH, find_options, ranked
 from .report_types import SCHEMA, Alternative, Provenance, Report
 from .step_benchmark import StepMeter, step_meter
 from .workloads import Workload
-
-_RESERVE = 512 * 2**20
-"""Bytes that CUDA's context and the workspaces of libraries take, about."""
 
 _MAX_ROUNDS = 4
 """How often the model is fitted again after measuring what it planned."""
@@ -95,7 +100,7 @@ def tune(
         raise ArgumentError(f"goal must be one of {get_args(Goal)}, got {goal!r}")
     if reserve is None:
         is_known = capacities is not None or not uses_emulation(emulate)
-        reserve = _RESERVE if is_known else 0
+        reserve = RESERVE if is_known else 0
     if capacities is not None:
         check_batch(batch_size, capacities, reserve)
     opened = functools.partial(_opened_meter, workload, devices, emulate, symbolic)

@@ -9,6 +9,7 @@ import torch
 from ..emulation import emulate_devices
 from ..memory.device_memory import DeviceMemory
 from ..memory.probe import MemoryProbe
+from ..planning.split_planner import RESERVE
 from ..split import even_share, split_batch
 from ..tuning.measurement import Measurement
 from ..tuning.step_benchmark import measure_step
@@ -19,9 +20,6 @@ from .check import Check, judged
 
 ALLOWED = 0.1
 """By how much of the measured peak of torch's allocator a prediction may differ."""
-
-RESERVE = 2**29
-"""Bytes of each device that a plan keeps free by default, for contexts and workspaces."""
 
 _NO_NVML = "no NVML for these devices"
 

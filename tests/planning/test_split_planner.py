@@ -81,19 +81,19 @@ def test_a_batch_that_fits_is_not_larger_than_the_largest_that_does():
 
 def test_a_given_value_is_described_and_not_chosen():
     model = MemoryModel((Term(100, 10, 1),), (Term(100, 0, 1),), (Term(0, 10),), 3, 0.0)
-    assert plan(model, 40, [10**6] * 4).gpu0_bsz != 3
+    assert plan(model, 40, [10**6] * 4, 0).gpu0_bsz != 3
     assert describe(model, 40, [10**6] * 4, 0, 3).chunk_sizes == (3, 13, 12, 12)
     assert describe(model, 40, [10] * 4, 0, 3).headroom_bytes[0] < 0
 
 
 def test_advice_is_for_what_no_value_balances():
     balanced = MemoryModel((Term(100, 10, 1),), (Term(100, 0, 1),), (Term(90, 10),), 3, 0.0)
-    assert plan(balanced, 40, [10**6] * 4).advice == ()
+    assert plan(balanced, 40, [10**6] * 4, 0).advice == ()
     gathered = MemoryModel((Term(100, 10, 1000),), (Term(100, 0, 1000),), (Term(90, 10),), 3, 0.0)
-    [sentence] = plan(gathered, 40, [10**6] * 4).advice
+    [sentence] = plan(gathered, 40, [10**6] * 4, 0).advice
     assert "costs device 0 39.06 KiB (1000 B a sample)" in sentence
     with pytest.raises(InfeasiblePlanError, match=r"the largest batch that fits is 9$"):
-        plan(gathered, 40, [10**4] * 4)
+        plan(gathered, 40, [10**4] * 4, 0)
 
 
 @given(models(), budgets, st.integers(1, 60))
@@ -139,8 +139,8 @@ def test_the_largest_weighted_batch_fits_and_the_next_does_not(model, capacities
 
 def test_unlike_devices_get_a_list_of_chunk_sizes_and_like_ones_do_not():
     model = MemoryModel((Term(100, 10, 1),), (Term(100, 0, 1),), (Term(0, 10),), 3, 0.0)
-    assert plan(model, 40, [10**6] * 4).weighted is None
-    found = plan(model, 40, [2000, 1000, 500]).weighted
+    assert plan(model, 40, [10**6] * 4, 0).weighted is None
+    found = plan(model, 40, [2000, 1000, 500], 0).weighted
     assert found.chunk_sizes[0] > found.chunk_sizes[1] > found.chunk_sizes[2] > 0
     with pytest.raises(InfeasiblePlanError, match=r"or \d+ with device_weights=\["):
-        plan(model, 200, [2000, 1000, 500])
+        plan(model, 200, [2000, 1000, 500], 0)
