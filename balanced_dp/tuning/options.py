@@ -86,8 +86,14 @@ class Option:
 
     def fits(self, budgets: Sequence[int]) -> bool:
         """Return whether no device holds more than its budget."""
-        ran = self.measured is None or self.measured.status == "ok"
-        return ran and self.utilization(budgets) <= 1
+        if self.measured is not None:
+            return fits(self.measured, budgets)
+        return self.utilization(budgets) <= 1
+
+
+def fits(measured: Measurement, budgets: Sequence[int]) -> bool:
+    """Return whether a split ran and no device held more than its budget."""
+    return measured.status == "ok" and max(utilizations(measured.peak_bytes, budgets)) <= 1
 
 
 def find_options(
@@ -106,11 +112,9 @@ def find_options(
     """
     planner, num_devices = Planner(model, budgets), len(budgets)
     by_split = {m.chunk_sizes: m for m in measurements}
-    refuted = {
-        m.batch_size
-        for m in measurements
-        if m.status == "oom" or max(utilizations(m.peak_bytes, budgets)) > 1
-    }
+
+    def is_refuted(sizes: tuple[int, ...]) -> bool:
+        return sizes in by_split and not fits(by_split[sizes], budgets)
 
     def option(
         size: int,
@@ -119,7 +123,7 @@ def find_options(
         weights: tuple[int, ...] | None = None,
     ) -> Option:
         largest = planner.largest_batch(split)
-        while largest in refuted and split(largest) in by_split:
+        while is_refuted(split(largest)):
             largest -= 1
         found = Option(
             gather=gather,

@@ -25,7 +25,7 @@ from ..planning.split_planner import (
 from ..split import best_gpu0_bsz, even_share
 from .measurement import Measurement
 from .open_devices import default_num_devices, open_devices, uses_emulation
-from .options import LARGEST_MEASURED_BATCH, find_options, ranked
+from .options import LARGEST_MEASURED_BATCH, find_options, fits, ranked
 from .report_types import SCHEMA, Alternative, Provenance, Report
 from .step_benchmark import StepMeter, step_meter
 from .workloads import Workload
@@ -324,13 +324,8 @@ class _Search:
                 known = self.measured.get((size, choose(size)))
                 if known is None and 0 < size < LARGEST_MEASURED_BATCH:
                     known = self.measure(size, choose(size))
-                if known is None or self.fits(known):
+                if known is None or fits(known, self.budgets):
                     break
-
-    def fits(self, measured: Measurement) -> bool:
-        """Return whether a split was measured to fit."""
-        full = max(utilizations(measured.peak_bytes, self.budgets))
-        return measured.status == "ok" and full <= 1
 
 
 def fittable(measurements: Iterable[Measurement]) -> list[MeasuredSplit]:
