@@ -211,7 +211,7 @@ def test_the_benchmark_sweep_gives_the_same_report(tmp_path):
     content = json.loads((tmp_path / "bench.json").read_text())
     for benchmark in content["benchmarks"]:
         assert len(benchmark["extra_info"]["peak_bytes"]) == 4
-    shown = CliRunner().invoke(app, ["report", str(tmp_path / "bench.json"), "--json"])
+    shown = CliRunner().invoke(app, ["report", str(tmp_path / "bench.json"), "--json", "-"])
     record = json.loads(shown.stdout)
     tuned = json.loads(swept(*(("--emulate",) if uses_emulation(emulate=False) else ())))
     for name in ("gpu0_bsz", "chunk_sizes", "capacity_bytes", "predicted_bytes", "even_bytes"):
