@@ -126,9 +126,11 @@ def emulated() -> Iterator[list[torch.device]]:
 
 
 @pytest.fixture
-def stand_in() -> Iterator[StandIn]:
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
     """Four devices of CUDA's kind that need no GPU; a race fails the test."""
     if cuda_stand_in.WHY_NOT is not None:
         pytest.skip(cuda_stand_in.WHY_NOT)
+    # torch's nn.DataParallel has one for each device that there was when it was first used.
+    monkeypatch.setattr("torch.nn.parallel._functions._streams", None)
     with cuda_stand_in.opened() as opened:
         yield opened
