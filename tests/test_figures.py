@@ -38,7 +38,7 @@ PLANNING = (ROOT / "docs" / "planning.md").read_text("utf-8")
 @pytest.fixture(scope="module")
 def gpt2_file(tmp_path_factory):
     """The report of the command that README and guide show."""
-    options = ("--devices", "4", "--memory", "11GiB", "--batch-size", "32", "--json")
+    options = ("--devices", "4", "--memory", "11GiB", "--batch-size", "32", "--json", "-")
     done = CliRunner().invoke(app, ["plan", "gpt2-small", *options])
     assert (done.exit_code, done.stderr.strip()) == (0, "")
     path = tmp_path_factory.mktemp("gpt2") / "plan.json"
@@ -169,7 +169,11 @@ def test_the_demo_s_memory_figures_are_those_of_the_readme():
 @functools.cache
 def swept(*options):
     """Returns the JSON of the command whose table the guide shows."""
-    return CliRunner().invoke(app, ["tune", "char-lm", "--sweep", "0:8", "--json", *options]).stdout
+    return (
+        CliRunner()
+        .invoke(app, ["tune", "char-lm", "--sweep", "0:8", "--json", "-", *options])
+        .stdout
+    )
 
 
 def test_the_table_of_values_is_measured(tmp_path):

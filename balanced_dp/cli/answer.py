@@ -39,6 +39,11 @@ def how_it_ended(recorder: LoopRecorder, exit_code: int) -> Iterator[str]:
         yield "The script took no training step: these are the peaks of the whole run."
     elif recorder.last is not None and not recorder.num_iterations:
         yield "These are the peaks of the first training step, which was not finished."
+    if recorder.is_searching and recorder.report() is not None:
+        yield (
+            f"The search for gpu0_bsz was not over after {recorder.num_iterations} training steps; "
+            "with more of them it may find a better value."
+        )
 
 
 def why_no_plan(recorder: LoopRecorder) -> Iterator[str]:
@@ -60,7 +65,10 @@ def why_no_plan(recorder: LoopRecorder) -> Iterator[str]:
     elif len(recorder.devices) == 1:
         yield "There is one device, and nothing to split."
     elif recorder.is_balanced:
-        yield "The script has its own BalancedDataParallel, which is left as it is."
+        yield (
+            "The script's BalancedDataParallel is left as it is: it has device_weights, repeats a "
+            "device, or the script sets its gpu0_bsz later."
+        )
     elif sum(map(bool, measured.chunk_sizes)) < 2:
         yield (
             "The script splits no batch over the devices; model = torch.nn.DataParallel(model) "
@@ -82,8 +90,9 @@ def what_fits(
     yield f"The bottleneck is {bottleneck}; with the even split it is {even}."
     if budgets is None:
         yield (
-            "With as much memory on each device as the even split takes, the largest batch is "
-            f"{plan.max_batch_size}, with gpu0_bsz={plan.max_batch_gpu0_bsz}."
+            f"With {format_bytes(max(plan.budgets))} on each device, as the even split takes, the "
+            f"largest batch is {plan.max_batch_size}, with gpu0_bsz={plan.max_batch_gpu0_bsz}; "
+            "--memory 11GiB says what fits on yours."
         )
     else:
         yield (
@@ -131,10 +140,10 @@ def what_else_helps(recorder: LoopRecorder, report: Report, wraps: bool) -> Iter
     on_each_device = with_loss_on_each_device(report.model, gathered_bytes, per_sample)
     num_devices = len(plan.chunk_sizes)
     best = max(utilizations(report.chosen.peak_bytes, plan.budgets))
-    for spread, model in (
-        (False, on_each_device),
-        (True, with_spread(on_each_device, num_devices)),
-    ):
+    models = {recorder.is_spread: on_each_device}
+    if not recorder.is_spread:
+        models[True] = with_spread(on_each_device, num_devices)
+    for spread, model in models.items():
         planner = Planner(model, plan.budgets)
         gpu0_bsz = planner.best_gpu0_bsz(plan.batch_size)
         full = planner.utilization(plan.batch_size, gpu0_bsz)
@@ -183,17 +192,23 @@ def _input_bytes_per_sample(measured: Measurement) -> float:
     return max(0.0, inputs[0] - own * first) / max(1, sum(others))
 
 
-def what_to_change(calls: Sequence[WrappedAt], plan: Plan, wraps: bool) -> str:
+def what_to_change(calls: Sequence[WrappedAt], plan: Plan, even_fits: bool) -> str:
     """Return the lines that change the script."""
     if plan.gpu0_bsz >= even_share(plan.batch_size, len(plan.chunk_sizes)):
         return "The even split of nn.DataParallel is the best one here."
-    lines = (
-        "from balanced_dp.integrations.transformers import BalancedTrainer\n"
-        f"trainer = BalancedTrainer(gpu0_bsz={plan.gpu0_bsz}, ...)  # instead of Trainer(...)"
-    )
-    if wraps:
-        lines = f"model = balanced_dp.BalancedDataParallel({plan.gpu0_bsz}, ...)"
+    if calls and all(call.gpu0_bsz == plan.gpu0_bsz for call in calls):
+        return f"gpu0_bsz={plan.gpu0_bsz}, which the script has, is the best value here."
     if calls:
         places = ", ".join(f"{call.filename}:{call.line_number}" for call in calls)
-        lines = replaced_calls(calls, plan.gpu0_bsz) or (f"{lines}  # in {places}")
-    return f"To split with gpu0_bsz={plan.gpu0_bsz}, and change nothing else:\n{lines}"
+        lines = replaced_calls(calls, plan.gpu0_bsz) or (
+            f"model = balanced_dp.BalancedDataParallel({plan.gpu0_bsz}, ...)  # in {places}"
+        )
+    else:  # a Trainer wraps the model
+        lines = (
+            "from balanced_dp.integrations.transformers import BalancedTrainer\n"
+            f"trainer = BalancedTrainer(gpu0_bsz={plan.gpu0_bsz}, ...)  # instead of Trainer(...)"
+        )
+    aim = f"To split with gpu0_bsz={plan.gpu0_bsz}"
+    if even_fits:
+        aim = f"It fits as it is. To leave more memory free with gpu0_bsz={plan.gpu0_bsz}"
+    return f"{aim}, and change nothing else:\n{lines}"

@@ -19,7 +19,6 @@ NumDevices = Annotated[
     typer.Option("--devices", help="Number of devices; default: all GPUs, or 4 emulated."),
 ]
 Emulate = Annotated[bool, typer.Option("--emulate", help="Emulate devices even if there are GPUs.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 JsonFile = Annotated[
     Path | None,
     typer.Option("--json", metavar="FILE", help="Write JSON to FILE, or with - to stdout."),

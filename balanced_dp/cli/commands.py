@@ -116,7 +116,7 @@ def demo(
                 for run in runs
             ],
         }
-        console.write(json_file, json.dumps(record, indent=2) + "\n")
+        console.write(json_file, _as_json(record))
     if json_file != arguments.STDOUT:
         console.print_demo(settings, runs)
     difference = demos.loss_difference(runs)
@@ -126,10 +126,7 @@ def demo(
 
 @app.command()
 def probe(
-    as_json: Annotated[
-        bool,
-        typer.Option("--json", help="Print JSON, sizes in bytes; with --watch a line each time."),
-    ] = False,
+    json_file: arguments.JsonFile = None,
     watch_s: Annotated[
         float | None, typer.Option("--watch", metavar="SECONDS", help="Repeat until Ctrl-C.")
     ] = None,
@@ -145,20 +142,23 @@ def probe(
 
     if watch_s is not None and not 0 < watch_s < math.inf:
         raise ArgumentError(f"--watch must be a number of seconds above 0, got {watch_s:g}")
+    if watch_s is not None and json_file not in (None, arguments.STDOUT):
+        raise ArgumentError(f"--watch writes to stdout: --json - instead of {json_file}")
+    arguments.check_outputs({"--json": json_file})
     memory_probe = MemoryProbe()
     output = console.stdout_console()
-    is_drawn_over = output.is_terminal and not as_json
+    is_drawn_over = output.is_terminal and json_file is None
     screen = Live(console=output, auto_refresh=False) if is_drawn_over else nullcontext()
     with suppress(KeyboardInterrupt), screen as live:
         while True:
             memories = memory_probe.snapshot()
-            if as_json:
+            if json_file is not None:
                 devices = [{"label": memory.label, **asdict(memory)} for memory in memories]
-                indent = 2 if watch_s is None else None
-                print(json.dumps({**_provenance(), "devices": devices}, indent=indent), flush=True)
-            elif live is not None:
+                record = {**_provenance(), "devices": devices}
+                console.write(json_file, _as_json(record, indent=2 if watch_s is None else None))
+            if live is not None:
                 live.update(console.memory_table(memories, output), refresh=True)
-            else:
+            elif json_file != arguments.STDOUT:
                 output.print(console.memory_table(memories, output))
             if watch_s is None:
                 break
@@ -168,13 +168,14 @@ def probe(
 
 
 @app.command()
-def workloads(as_json: arguments.Json = False) -> None:
+def workloads(json_file: arguments.JsonFile = None) -> None:
     """List the built-in workloads, their number of parameters and a usual batch size."""
     import torch
 
     from ..tuning.workloads import BUILT_IN
     from . import console
 
+    arguments.check_outputs({"--json": json_file})
     listed: list[dict[str, Any]] = []
     for name, make in BUILT_IN.items():
         workload = make()
@@ -185,9 +186,9 @@ def workloads(as_json: arguments.Json = False) -> None:
         listed.append(
             {"name": name, "about": about, "num_parameters": size, "batch_size": batch_size}
         )
-    if as_json:
-        print(json.dumps(listed, indent=2))
-    else:
+    if json_file is not None:
+        console.write(json_file, _as_json(listed))
+    if json_file != arguments.STDOUT:
         console.print_workloads(listed)
 
 
@@ -212,6 +213,7 @@ def run(
             "may hold more: the table says what does not fit."
         ),
     ] = None,
+    reserve: arguments.Reserve = None,
     gpu0_bsz: Annotated[
         str,
         typer.Option(
@@ -226,18 +228,14 @@ def run(
         bool, typer.Option("--symbolic", help="Emulate shapes only: fast, and for any size.")
     ] = False,
     emulate: arguments.Emulate = False,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write a report to FILE.")
-    ] = None,
-    html: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Write the report as a self-contained HTML page."),
-    ] = None,
+    json_file: arguments.JsonFile = None,
+    html: arguments.Html = None,
 ) -> None:
     """Run a training script, unchanged, and show what fills each GPU and which gpu0_bsz is best.
 
     Runs on all GPUs of this machine if it has two or more, otherwise on emulated ones that the
-    script sees as CUDA devices. nn.DataParallel becomes BalancedDataParallel.
+    script sees as CUDA devices. nn.DataParallel becomes BalancedDataParallel; the script's own
+    BalancedDataParallel is split as --gpu0-bsz says, too. stdout is the script's.
     """
     from ..report import report_html, report_json
     from . import console
@@ -253,6 +251,7 @@ def run(
         arguments.parse_gpu0_bsz(gpu0_bsz),
         num_devices,
         memory,
+        reserve,
         steps,
         symbolic,
         emulate or symbolic,
@@ -344,9 +343,13 @@ def compare_command(
             for found in comparisons
         ]
     if json_file is not None:
-        console.write(json_file, json.dumps(compared, indent=2) + "\n")
+        console.write(json_file, _as_json(compared))
     if any(found["failed"] for found in compared):
         raise typer.Exit(1)
+
+
+def _as_json(record: Any, indent: int | None = 2) -> str:
+    return json.dumps(record, indent=indent) + "\n"
 
 
 def _provenance() -> dict[str, Any]:

@@ -17,8 +17,9 @@ from ..planning.split_planner import RESERVE
 from ..tuning.loop_recorder import LoopRecorder
 from ..tuning.measurement import Measurement
 from ..tuning.open_devices import check_devices, default_num_devices, open_devices, uses_emulation
+from ..tuning.options import fits
 from ..tuning.report_types import Report
-from ..units import format_bytes
+from ..units import format_bytes, parse_bytes
 from . import answer
 from .arguments import parse_capacities
 from .script import check_script, run_script
@@ -38,6 +39,7 @@ class RunSettings:
         gpu0_bsz: how batches are split, as for ``LoopRecorder``.
         num_devices: number of devices; None means all GPUs, or four emulated ones.
         memory: capacities as text, for all devices or for each.
+        reserve: what is kept free of each, as text; None means ``RESERVE``.
         steps: the number of training steps after which the script is ended.
         symbolic: whether emulated devices keep shapes only.
         emulate: whether to emulate devices even if there are GPUs.
@@ -49,6 +51,7 @@ class RunSettings:
     gpu0_bsz: int | Literal["auto"] | None = "auto"
     num_devices: int | None = None
     memory: str | None = None
+    reserve: str | None = None
     steps: int | None = None
     symbolic: bool = False
     emulate: bool = False
@@ -87,7 +90,7 @@ def run_and_measure(settings: RunSettings, say: Callable[[str], object]) -> RunR
     """
     check_script(settings.script, settings.is_module)
     emulates = uses_emulation(settings.emulate)
-    num_devices, capacities = _devices(settings)
+    num_devices, capacities, reserve = _devices(settings)
     with (
         warnings.catch_warnings(),
         open_devices(
@@ -114,7 +117,7 @@ def run_and_measure(settings: RunSettings, say: Callable[[str], object]) -> RunR
             capacities,
             settings.gpu0_bsz,
             name=Path(settings.script).name,
-            reserve=0 if capacities is None else RESERVE,
+            reserve=reserve,
             num_steps=settings.steps,
         )
         with recorder.recording(), replaced_data_parallel(recorder) as calls:
@@ -122,21 +125,26 @@ def run_and_measure(settings: RunSettings, say: Callable[[str], object]) -> RunR
         return _result(settings, recorder, calls, exit_code)
 
 
-def _devices(settings: RunSettings) -> tuple[int, list[int] | None]:
-    """Return the number of devices and their capacities, None if they do not matter."""
+def _devices(settings: RunSettings) -> tuple[int, list[int] | None, int]:
+    """Return the number of devices, their capacities, None if unknown, and what is kept free."""
+    reserve = RESERVE if settings.reserve is None else parse_bytes(settings.reserve, "--reserve")
     num_devices = settings.num_devices
     if num_devices is None:
         num_devices = default_num_devices(settings.emulate)
     if settings.memory is None:
-        return num_devices, None
+        if not uses_emulation(settings.emulate):
+            return num_devices, None, reserve
+        if settings.reserve is not None:
+            raise ArgumentError("--reserve needs --memory, the capacity of the emulated devices")
+        return num_devices, None, 0
     check_devices(num_devices, settings.memory, settings.emulate)
     capacities = parse_capacities(settings.memory, settings.num_devices, num_devices)
-    if min(capacities) <= RESERVE:
+    if min(capacities) <= reserve:
         raise ArgumentError(
-            f"--memory {settings.memory} leaves nothing to use: {format_bytes(RESERVE)} of each "
-            "device are kept free for contexts and workspaces"
+            f"--memory {settings.memory} leaves nothing to use: {format_bytes(reserve)} of each "
+            "device are kept free for contexts and workspaces; --reserve 0 keeps nothing"
         )
-    return len(capacities), capacities
+    return len(capacities), capacities, reserve
 
 
 def _opening(
@@ -176,9 +184,9 @@ def _result(
     notes = [*answer.how_it_ended(recorder, exit_code)]
     if report is not None and measured is not None:
         notes += answer.what_fits(measured, report, budgets)
-        wraps = bool(calls) or recorder.is_balanced  # else a Trainer does
-        notes += answer.what_else_helps(recorder, report, wraps)
-        notes.append(answer.what_to_change(calls, report.plan, wraps))
+        even_fits = budgets is not None and fits(report.even, budgets)
+        notes += answer.what_else_helps(recorder, report, wraps=bool(calls))
+        notes.append(answer.what_to_change(calls, report.plan, even_fits))
     elif exit_code == 0:
         notes += answer.why_no_plan(recorder)
     even = None if report is None else report.even

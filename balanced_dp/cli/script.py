@@ -86,7 +86,7 @@ def _join_threads() -> None:
 def replaced_calls(wrapped_at: Sequence[WrappedAt], gpu0_bsz: int) -> str | None:
     """Return the change of a script that gives device 0 ``gpu0_bsz`` samples, as a diff.
 
-    None if no call that wraps a model is found in its file.
+    None if its file has no call to change.
     """
     diffs: list[str] = []
     for filename in dict.fromkeys(place.filename for place in wrapped_at):
@@ -103,10 +103,10 @@ def _with_calls_replaced(source: str, line_numbers: Sequence[int], gpu0_bsz: int
         tree = ast.parse(source)
     except SyntaxError:
         return source
-    names = {name: name for name in _REPLACED}
+    names = {name: name for name in (*_REPLACED, *_REPLACED.values())}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):
-            names |= {n.asname: n.name for n in node.names if n.asname and n.name in _REPLACED}
+            names |= {n.asname: n.name for n in node.names if n.asname and n.name in names}
     calls = [
         node
         for node in ast.walk(tree)
@@ -114,18 +114,25 @@ def _with_calls_replaced(source: str, line_numbers: Sequence[int], gpu0_bsz: int
         and any(node.lineno <= number <= (node.end_lineno or 0) for number in line_numbers)
         and _last_name(node.func) in names
     ]
-    if not calls:
-        return source
     lines = source.encode().splitlines(True)  # offsets of ast are those of bytes
     for call in sorted(calls, key=lambda node: (node.lineno, node.col_offset), reverse=True):
-        name = call.func
-        first, last = name.lineno - 1, (name.end_lineno or name.lineno) - 1
-        head = lines[first][: name.col_offset].decode()
-        arguments = lines[last][name.end_col_offset :].decode().lstrip().removeprefix("(")
-        arguments = arguments.lstrip(" ")
-        comma = {")": "", "\n": ","}.get(arguments[:1], ", ")
-        new = f"{head}{_REPLACED[names[_last_name(name)]]}({gpu0_bsz}{comma}{arguments}"
-        lines[first : last + 1] = [new.encode()]
+        name = _REPLACED.get(names[_last_name(call.func)])
+        if name is None:  # it is ours already
+            given = [word.value for word in call.keywords if word.arg == "gpu0_bsz"]
+            [changed, *_] = [*given, *call.args, call]
+            if changed is call or isinstance(changed, ast.Starred):  # it is given elsewhere
+                continue
+            head, tail = _around(changed, lines)
+            new = f"{head}{gpu0_bsz}{tail}"
+        else:
+            changed = call.func
+            head, tail = _around(changed, lines)
+            arguments = tail.lstrip().removeprefix("(").lstrip(" ")
+            comma = {")": "", "\n": ","}.get(arguments[:1], ", ")
+            new = f"{head}balanced_dp.{name}({gpu0_bsz}{comma}{arguments}"
+        lines[changed.lineno - 1 : changed.end_lineno] = [new.encode()]
+    if all(names[_last_name(call.func)] not in _REPLACED for call in calls):
+        return b"".join(lines).decode()
     imports = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
     own = [node for node in imports if getattr(node, "module", None) != "__future__"]
     after_imports = max((node.end_lineno or 0 for node in imports), default=0)
@@ -134,9 +141,16 @@ def _with_calls_replaced(source: str, line_numbers: Sequence[int], gpu0_bsz: int
 
 
 _REPLACED = {
-    "DataParallel": "balanced_dp.BalancedDataParallel",
-    "data_parallel": "balanced_dp.balanced_data_parallel",
+    "DataParallel": "BalancedDataParallel",
+    "data_parallel": "balanced_data_parallel",
 }
+
+
+def _around(node: ast.expr, lines: Sequence[bytes]) -> tuple[str, str]:
+    """Return what is before a node on its first line, and after it on its last line."""
+    head = lines[node.lineno - 1][: node.col_offset]
+    tail = lines[(node.end_lineno or node.lineno) - 1][node.end_col_offset :]
+    return head.decode(), tail.decode()
 
 
 def _last_name(function: ast.expr) -> str:

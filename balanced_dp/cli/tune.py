@@ -36,16 +36,14 @@ def plan_command(
     spread: arguments.Spread = False,
     goal: arguments.For = "speed",
     numeric: arguments.Numeric = False,
-    as_json: arguments.Json = False,
+    json_file: arguments.JsonFile = None,
 ) -> None:
     """Find gpu0_bsz for a workload on GPUs that this machine need not have.
 
     Measures a few training steps on emulated devices that keep shapes only.
     """
-    from ..report import report_json
-    from . import console
-
     capacities = arguments.parse_capacities(memory, num_devices, default=4)
+    arguments.check_outputs({"--json": json_file})
     report = _tuned(
         target,
         batch_size,
@@ -57,10 +55,7 @@ def plan_command(
         goal=goal,
         numeric=numeric,
     )
-    if as_json:
-        console.write(arguments.STDOUT, report_json(report))
-    else:
-        console.print_report(report, candidates=False)
+    _show(report, json_file)
 
 
 def tune_command(
@@ -81,33 +76,24 @@ def tune_command(
         ),
     ] = None,
     reserve: arguments.Reserve = None,
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            "--output", "-o", metavar="FILE", help="Write the report to FILE; - is stdout."
-        ),
-    ] = None,
+    json_file: arguments.JsonFile = None,
     html: arguments.Html = None,
     emulate: arguments.Emulate = False,
     loss_on_device: arguments.LossOnDevice = False,
     spread: arguments.Spread = False,
     goal: arguments.For = "speed",
     numeric: arguments.Numeric = False,
-    as_json: arguments.Json = False,
 ) -> None:
     """Measure a workload at several values, choose gpu0_bsz, and write a report.
 
     Runs on all GPUs of this machine if it has two or more, otherwise on emulated devices.
     """
-    from ..report import report_html, report_json
     from ..tuning.open_devices import default_num_devices
-    from . import console
 
     capacities = None
     if memory is not None:
         capacities = arguments.parse_capacities(memory, num_devices, default_num_devices(emulate))
-    printed = arguments.STDOUT if as_json else None
-    arguments.check_outputs({"--json": printed, "--output": output, "--html": html})
+    arguments.check_outputs({"--json": json_file, "--html": html})
     report = _tuned(
         target,
         batch_size,
@@ -121,14 +107,7 @@ def tune_command(
         goal=goal,
         numeric=numeric,
     )
-    if output is not None:
-        console.write(output, report_json(report))
-    if html is not None:
-        console.write(html, report_html([report]))
-    if as_json:
-        console.write(arguments.STDOUT, report_json(report))
-    elif arguments.STDOUT not in (output, html):
-        console.print_report(report, candidates=True)
+    _show(report, json_file, html, candidates=True)
 
 
 def _tuned(
@@ -182,10 +161,30 @@ def _tuned(
         ) from None
 
 
+def _show(
+    report: Report, json_file: Path | None, html: Path | None = None, candidates: bool = False
+) -> None:
+    """Write the files that were asked for, and print the report unless stdout is one of them."""
+    from ..report import report_html, report_json
+    from . import console
+
+    if json_file is not None:
+        console.write(json_file, report_json(report))
+    if html is not None:
+        console.write(html, report_html([report]))
+    if arguments.STDOUT not in (json_file, html):
+        console.print_report(report, candidates)
+
+
 def _where(error: BaseException) -> str:
-    """Return the line of the user's code in which an error was raised, if it was in one."""
+    """Return the line of the user's code in which an error was raised, or else the module."""
+    from torch import nn
+
     libraries = ("<", *site.getsitepackages(), sysconfig.get_path("stdlib"), str(_PACKAGE))
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if not frame.filename.startswith(libraries):
-            return f" at {frame.filename}:{frame.lineno}"
-    return ""
+    frames = [*traceback.walk_tb(error.__traceback__)][::-1]
+    for frame, line_number in frames:
+        if not frame.f_code.co_filename.startswith(libraries):
+            return f" at {frame.f_code.co_filename}:{line_number}"
+    owners = (frame.f_locals.get("self") for frame, _ in frames)
+    module = next((owner for owner in owners if isinstance(owner, nn.Module)), None)
+    return "" if module is None else f" in {' '.join(repr(module).split())[:100]}"

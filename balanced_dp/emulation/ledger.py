@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -37,6 +37,10 @@ class Label(str, Enum):
     ACTIVATION = "activation"
     GATHERED_OUTPUT = "gathered output"
     OTHER = "other"
+
+
+OF_THE_BATCH = {Label.INPUT, Label.ACTIVATION, Label.GATHERED_OUTPUT}
+"""Uses that grow with the batch."""
 
 
 @dataclass(slots=True, eq=False)
@@ -141,6 +145,19 @@ class DeviceLedger:
         self.peak_bytes = self._allocated_bytes
         self._peak_number = self._next_number - 1
         self._freed_since_peak.clear()
+
+    @property
+    def next_number(self) -> int:
+        """The number of the next block."""
+        return self._next_number
+
+    def relabel(self, before: int, over: Collection[Label], label: Label) -> None:
+        """Label the blocks with numbers below ``before`` whose label is one of ``over``."""
+        with self._lock:
+            self._free_blocks()
+            for block in self._live.values():
+                if block.number < before and block.label in over:
+                    block.label = label
 
     def reset_peak(self) -> None:
         """Reset the peak to the bytes allocated now."""

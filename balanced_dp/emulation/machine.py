@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import uuid
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from weakref import WeakValueDictionary
@@ -14,7 +14,7 @@ import torch
 
 from ..errors import EmulationError
 from ..units import format_bytes
-from .ledger import Allocation, DeviceLedger, Label
+from .ledger import OF_THE_BATCH, Allocation, DeviceLedger, Label
 
 DEVICE_TYPE = "lazy"
 """The device type of emulated accelerators.
@@ -86,6 +86,15 @@ class Machine:
         """Let devices hold more than their capacity, which they still report."""
         for ledger in self.ledgers:
             ledger.enforces_capacity = False
+
+    def next_blocks(self) -> tuple[int, ...]:
+        """Return the number of the next block of each device."""
+        return tuple(ledger.next_number for ledger in self.ledgers)
+
+    def label_older(self, next_blocks: Sequence[int]) -> None:
+        """Label what is allocated since before ``next_blocks`` as no part of the batch."""
+        for ledger, number in zip(self.ledgers, next_blocks, strict=True):
+            ledger.relabel(number, OF_THE_BATCH, Label.OTHER)
 
     def manual_seed_all(self, seed: int) -> None:
         """Set the seed of each device's generator."""

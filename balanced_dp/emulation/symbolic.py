@@ -146,6 +146,8 @@ def _tensors(values: Any) -> list[torch.Tensor]:
 def _to_meta(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.to(META) if is_known(value) else value
+    if isinstance(value, torch.UntypedStorage):  # of a checkpoint that is loaded to a device
+        return torch.UntypedStorage(value.nbytes(), device=META)
     if type(value) in (tuple, list):
         return type(value)(map(_to_meta, value))
     return value

@@ -1,4 +1,4 @@
-"""``nn.DataParallel`` and ``Trainer`` of a script that is not changed, replaced by ours."""
+"""What wraps models in a script that is not changed, replaced by what a recorder splits."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import importlib.machinery
 import inspect
 import os
 import sys
-import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -29,14 +28,22 @@ _STEPS = {"forward", "scatter", "replicate", "parallel_apply", "gather"}
 _LIBRARIES = tuple(
     f"{path}{os.sep}" for path in (Path(torch.__file__).parent, Path(__file__).parents[1])
 )
+_TRAINER = str(Path(__file__).with_name("transformers.py"))
 
 
 @dataclass(frozen=True, slots=True)
 class WrappedAt:
-    """Where a script wraps a model: the file and the line of the call."""
+    """Where a script wraps a model.
+
+    Attributes:
+        filename: the file of the call.
+        line_number: its line.
+        gpu0_bsz: the value that the script gives to ``BalancedDataParallel``; None without one.
+    """
 
     filename: str
     line_number: int
+    gpu0_bsz: int | str | None = None
 
 
 @contextmanager
@@ -44,19 +51,34 @@ def replaced_data_parallel(recorder: LoopRecorder) -> Iterator[list[WrappedAt]]:
     """Replace ``nn.DataParallel``, ``data_parallel`` and ``Trainer`` inside a ``with`` block.
 
     The class keeps the arguments of ``nn.DataParallel``, and ``isinstance`` says the same as
-    before. ``recorder`` splits the batches of its instances. A subclass with steps of its own, such
-    as ``forward`` or ``scatter``, stays a subclass of torch's class.
+    before. A subclass with steps of its own, such as ``forward`` or ``scatter``, stays a subclass
+    of torch's class. ``recorder`` splits the batches of all instances of ``BalancedDataParallel``,
+    the script's own included, unless they have ``device_weights``.
 
     Yields:
         A list of the calls with which the script wraps models; it grows with them.
     """
     calls: list[WrappedAt] = []
-    data_parallel = _data_parallel_class(recorder, calls)
+    initialize = BalancedDataParallel.__init__
 
+    @functools.wraps(initialize)
+    def initialize_recorded(self: BalancedDataParallel[Any], *args: Any, **kwargs: Any) -> None:
+        initialize(self, *args, **kwargs)
+        if self.device_weights is not None:
+            return
+        place = _call_of_script("auto" if self._policy.auto else self.gpu0_bsz)
+        recorder.adopt(self)
+        if place is not None and place not in calls:
+            calls.append(place)
+
+    data_parallel = _data_parallel_class()
     function = functools.partial(evaluate_once, data_parallel)
     file = sys.modules["torch.nn.parallel.data_parallel"]  # torch.nn.parallel hides it
-    finder = _TrainerFinder(recorder)
+    finder = _TrainerFinder()
     with ExitStack() as stack:
+        stack.enter_context(
+            mock.patch.object(BalancedDataParallel, "__init__", initialize_recorded)
+        )
         for module in (nn, nn.parallel, file):
             stack.enter_context(mock.patch.object(module, "DataParallel", data_parallel))
         for module in (nn.parallel, file):
@@ -65,9 +87,8 @@ def replaced_data_parallel(recorder: LoopRecorder) -> Iterator[list[WrappedAt]]:
         yield calls
 
 
-def _data_parallel_class(recorder: LoopRecorder, calls: list[WrappedAt]) -> Any:
+def _data_parallel_class() -> Any:
     torch_class: Any = nn.DataParallel
-    recorder_of_block = weakref.ref(recorder)  # Python 3.13 without its lock never frees a class
 
     class Meta(type):
         def __instancecheck__(cls, instance: object) -> bool:
@@ -85,13 +106,7 @@ def _data_parallel_class(recorder: LoopRecorder, calls: list[WrappedAt]) -> Any:
         ) -> None:
             if output_device == -1:  # torch's name for the CPU
                 output_device = "cpu"
-            super().__init__(0, module, device_ids, output_device, dim)
-            current = recorder_of_block()
-            if current is not None:
-                current.adopt(self)
-            place = _call_of_script()
-            if place is not None and place not in calls:
-                calls.append(place)
+            super().__init__(None, module, device_ids, output_device, dim)
 
         def __init_subclass__(cls) -> None:
             super().__init_subclass__()
@@ -105,19 +120,18 @@ def _data_parallel_class(recorder: LoopRecorder, calls: list[WrappedAt]) -> Any:
     return DataParallel
 
 
-def _call_of_script() -> WrappedAt | None:
-    """Return where the innermost frame that is not of a library calls."""
+def _call_of_script(gpu0_bsz: int | str | None) -> WrappedAt | None:
+    """Return where the innermost frame that is not of a library calls; None if a Trainer does."""
     frame: FrameType | None = inspect.currentframe()
     while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
+        if frame.f_code.co_filename == _TRAINER:
+            return None
         frame = frame.f_back
-    return frame and WrappedAt(frame.f_code.co_filename, frame.f_lineno)
+    return frame and WrappedAt(frame.f_code.co_filename, frame.f_lineno, gpu0_bsz)
 
 
 class _TrainerFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Replaces ``Trainer`` by a ``BalancedTrainer`` where a script imports transformers."""
-
-    def __init__(self, recorder: LoopRecorder) -> None:
-        self.recorder = recorder
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -141,19 +155,13 @@ class _TrainerFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         self._loader.exec_module(module)
         from .transformers import BalancedTrainerMixin  # imports the class that is replaced
 
-        recorder, original = self.recorder, module.Trainer
+        original = module.Trainer
 
         # mypy knows neither this base class nor the attributes of a module that is being loaded.
         class Trainer(BalancedTrainerMixin, original):  # type: ignore[misc, valid-type]
             __doc__ = original.__doc__
 
             def __init__(self, *args: Any, **kwargs: Any) -> None:
-                super().__init__(*args, gpu0_bsz=0, **kwargs)
-
-            def _wrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-                wrapped = super()._wrap_model(model, *args, **kwargs)
-                if isinstance(wrapped, BalancedDataParallel):
-                    recorder.adopt(wrapped)
-                return wrapped
+                super().__init__(*args, gpu0_bsz=None, **kwargs)
 
         module.Trainer = Trainer  # type: ignore[attr-defined]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from ..errors import ArgumentError
 from ..tuning.report_types import Report
+from ..units import parse_bytes
 from .tables import speed
 
 METRICS: dict[str, Callable[[Report], float]] = {
@@ -20,7 +21,7 @@ METRICS: dict[str, Callable[[Report], float]] = {
 fits, and samples per second (on emulated devices the even chunk over the largest one)."""
 
 _HIGHER_IS_BETTER = {"max_batch", "speed"}
-_LIMIT = re.compile(r"\s*(\w+)\s*:\s*(\d+(?:\.\d+)?)\s*(%?)\s*")
+_NUMBER = re.compile(r"\d+(\.\d+)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,7 @@ def compare_reports(before: Report, after: Report, limits: str = "") -> tuple[Co
         before: the first report.
         after: the second report.
         limits: how much worse metrics may be, such as ``"peak:5%,imbalance:0.1"``, relative to the
-            first report with ``%``, otherwise absolute.
+            first report with ``%``, otherwise absolute. That of ``peak`` has a unit: ``100MiB``.
 
     Raises:
         ArgumentError: If the limits are malformed, or the reports differ in workload, batch size,
@@ -82,16 +83,20 @@ def compare_reports(before: Report, after: Report, limits: str = "") -> tuple[Co
 
 
 def _parse(limits: str) -> dict[str, tuple[float, bool]]:
-    allowed = {}
+    allowed: dict[str, tuple[float, bool]] = {}
     for part in filter(None, limits.split(",")):
-        match = _LIMIT.fullmatch(part)
-        if match is None or match[1] not in METRICS:
+        metric, _, limit = (text.strip() for text in part.partition(":"))
+        number = limit.removesuffix("%").rstrip()
+        is_relative = number != limit
+        if metric == "peak" and limit and not is_relative:
+            allowed[metric] = (parse_bytes(limit, "the limit of peak"), False)
+        elif metric in METRICS and _NUMBER.fullmatch(number):
+            allowed[metric] = (float(number) / (100 if is_relative else 1), is_relative)
+        else:
             raise ArgumentError(
                 f"--fail takes METRIC:NUMBER or METRIC:NUMBER% of {', '.join(METRICS)}, separated "
                 f"by commas, such as peak:5%,imbalance:0.1, got {part!r}"
             )
-        is_relative = match[3] == "%"
-        allowed[match[1]] = (float(match[2]) / (100 if is_relative else 1), is_relative)
     return allowed
 
 

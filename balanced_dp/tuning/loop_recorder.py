@@ -26,6 +26,9 @@ from torch.optim.optimizer import (
 from torch.utils._pytree import tree_leaves
 
 from ..devices import is_emulated
+from ..emulation.ledger import Label
+from ..emulation.machine import current_machine
+from ..emulation.tensor import set_label
 from ..parallel.auto_split import smallest_chunk
 from ..parallel.data_parallel import BalancedDataParallel
 from ..parallel.nested import tensors
@@ -92,6 +95,7 @@ class LoopRecorder:
         self._optimizer: torch.optim.Optimizer | None = None
         self._others: set[int] = set()
         self._pending: set[int] = set()
+        self._next_blocks: tuple[int, ...] = ()
         self._empty_bytes: dict[tuple[int, int], tuple[int, ...]] = {}
         self._precision: str | None = None
         # Of the iteration that is under way:
@@ -109,8 +113,13 @@ class LoopRecorder:
 
     @property
     def is_balanced(self) -> bool:
-        """Whether the script itself uses ``BalancedDataParallel``."""
+        """Whether the script has a ``BalancedDataParallel`` that is left as it is."""
         return isinstance(self._model, BalancedDataParallel) and not self.is_splitting
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether the parameters of the script's model are spread over the devices."""
+        return isinstance(self._model, BalancedDataParallel) and self._model.spread
 
     @staticmethod
     def _policy_of(model: nn.Module | None) -> SplitPolicy | None:
@@ -126,14 +135,15 @@ class LoopRecorder:
         """Split the batches of a model.
 
         The devices of the first one become those of the loop. A model on others, or on these in
-        another order, gets even chunks.
+        another order, gets even chunks. One that repeats a device is left as it is.
         """
-        if len(model.devices) < 2:
+        known = set(self.devices)
+        if not 1 < len(model.devices) == len(known.intersection(model.devices)):
             return
         if self._model is None:
             if self.capacities is not None:
-                known = dict(zip(self.devices, self.capacities, strict=True))
-                self.capacities = [known[device] for device in model.devices]
+                of_device = dict(zip(self.devices, self.capacities, strict=True))
+                self.capacities = [of_device[device] for device in model.devices]
             self.devices = model.devices
         if model.devices == self.devices:
             self._model = model
@@ -147,6 +157,11 @@ class LoopRecorder:
         if self.capacities is not None:
             budgets = [capacity - self.reserve for capacity in self.capacities]
         return SplitSearch(self.gpu0_bsz, budgets, is_free=is_emulated(self.devices[0]))
+
+    @property
+    def is_searching(self) -> bool:
+        """Whether the search for the best value is not over."""
+        return self.is_splitting and not self._search.is_over
 
     def split(self, batch_size: int) -> tuple[int, ...]:
         """Return the chunk sizes for a batch."""
@@ -198,12 +213,25 @@ class LoopRecorder:
         if self._is_done():
             raise StepsDone  # here, so that the script can print what it did in its last step
         if self._step is None and torch.is_grad_enabled():
+            self._set_apart_what_is_kept(args)
             self._step = StepRecorder(self.devices)
         if isinstance(module, nn.DataParallel) and not self.is_splitting:
             self._model = module
         is_replica = getattr(module, "_is_replica", False)
         if is_replica and torch.is_grad_enabled() and not self.is_splitting:
             self._note_replica(module, args)
+
+    def _set_apart_what_is_kept(self, args: tuple[Any, ...]) -> None:
+        """Label what the script keeps on emulated devices since before its loop, as a data set."""
+        if not is_emulated(self.devices[0]) or self.num_iterations > 1:
+            return
+        if not self.num_iterations:
+            self._next_blocks = current_machine().next_blocks()
+            return
+        current_machine().label_older(self._next_blocks)
+        for tensor in tensors(args):
+            if not tensor._is_view():  # all iterations have the same batch, which is no data set
+                set_label(tensor, Label.INPUT, over={Label.OTHER})
 
     def _is_done(self) -> bool:
         """Return whether there were enough iterations; each other optimizer may end its step."""
@@ -368,12 +396,12 @@ def _empty_bytes(step: StepRecorder) -> tuple[int, ...]:
     """
     backward, at_step = (*(uses[0] for uses in step.uses), {})[:2]
     return (
-        sum(backward.get(use, 0) for use in _PERSISTENT),
+        sum(size for use, size in backward.items() if use in _FIXED),
         sum(size for use, size in at_step.items() if use not in _OF_THE_BATCH),
     )
 
 
-_PERSISTENT = ("parameter", "buffer", "gradient", "optimizer state")
+_FIXED = ("parameter", "buffer", "gradient", "optimizer state", "other")
 _OF_THE_BATCH = ("input", "activation", "gathered output")
 
 

@@ -74,7 +74,7 @@ class Option:
         """Return the expression that wraps ``model``."""
         if self.is_data_parallel:
             return "nn.DataParallel(model)"
-        arguments = [f"gpu0_bsz={self.gpu0_bsz}", "module=model"]
+        arguments = [str(self.gpu0_bsz), "model"]
         if self.device_weights is not None:
             arguments.append(f"device_weights={list(self.device_weights)}")
         arguments += ["gather=False"] * (not self.gather) + ["spread=True"] * self.spread

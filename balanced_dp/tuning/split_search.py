@@ -35,6 +35,11 @@ class SplitSearch:
         self._num_iterations = 0
         self._tried: dict[int, set[int]] = {}
 
+    @property
+    def is_over(self) -> bool:
+        """Whether the value stays as it is."""
+        return self._auto is None or self._auto.is_frozen
+
     def gpu0_bsz(self, batch_size: int) -> int:
         """Return the chunk size of the first device for a batch."""
         even = even_share(batch_size, len(self._budgets))

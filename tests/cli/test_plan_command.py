@@ -30,14 +30,16 @@ def test_the_loss_on_each_device_is_planned():
     told = " ".join(done.stdout.split())
     assert told.startswith("With option 1 the bottleneck is device 0 with ")
     assert (
-        "# option 1 model = BalancedDataParallel(gpu0_bsz=None, module=model, gather=False) "
+        "# option 1 model = BalancedDataParallel(None, model, gather=False) "
         "criterion = BalancedCriterion(criterion)"
     ) in told
     assert "nn.DataParallel" not in told
 
 
 def test_json_has_what_scripts_read():
-    done = CliRunner().invoke(app, ["plan", f"{SMALL}:convolutions", "--memory", "1GiB", "--json"])
+    done = CliRunner().invoke(
+        app, ["plan", f"{SMALL}:convolutions", "--memory", "1GiB", "--json", "-"]
+    )
     record = json.loads(done.stdout)
     plan = record["plan"]
     assert record["workload"] == "convolutions"
@@ -77,13 +79,13 @@ def test_what_does_not_fit_as_it_is_leads_with_what_does():
     assert done.exit_code == 0
     told = done.stdout
     assert told.startswith("With nn.DataParallel it does not fit: the bottleneck is device 0 with")
-    assert "# option 1\nmodel = BalancedDataParallel(gpu0_bsz=None, module=model, gat" in told
+    assert "# option 1\nmodel = BalancedDataParallel(None, model, gat" in told
     assert "nn.DataParallel(model)" not in told.replace("BalancedDataParallel", "")
 
 
 @pytest.mark.parametrize("goal", ["headroom", "batch"])
 def test_the_goal_decides_which_option_comes_first(goal):
-    options = ["--memory", "24GiB,11GiB,11GiB", "--for", goal, "--json"]
+    options = ["--memory", "24GiB,11GiB,11GiB", "--for", goal, "--json", "-"]
     done = CliRunner().invoke(app, ["plan", *WIDE[:-2], *options])
     report = TypeAdapter(Report).validate_json(done.stdout)
     assert report.goal == goal
@@ -150,7 +152,7 @@ def test_one_line_says_what_to_change(monkeypatch, capsys, arguments, message):
 
 
 def test_the_built_in_workloads_are_listed():
-    done = CliRunner().invoke(app, ["workloads", "--json"])
+    done = CliRunner().invoke(app, ["workloads", "--json", "-"])
     listed = {row["name"]: row for row in json.loads(done.stdout)}
     assert set(listed) == set(BUILT_IN)
     assert listed["gpt2-small"]["num_parameters"] == 124_439_808  # as published

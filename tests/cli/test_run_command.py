@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from balanced_dp import BalancedDataParallelError
@@ -128,7 +129,7 @@ def test_the_report_is_read_by_the_other_commands(script):
     ("words", "code", "says"),
     [
         (("6", "64", "wrap", "fail"), 1, "KeyError: 'the key'"),
-        (("6", "64", "wrap", "exit"), 5, "With as much memory on each device as the even split"),
+        (("6", "64", "wrap", "exit"), 5, "on each device, as the even split takes, the largest"),
         (("0", "64", "wrap"), 0, "Nothing was measured: the script ran no forward pass"),
         (("4", "64"), 0, "The script splits no batch over the devices; model = torch.nn.DataPar"),
         (("2", "64", "wrap"), 0, "A plan takes four training steps or more of one batch size"),
@@ -317,17 +318,108 @@ def test_accelerators_are_used_if_there_are_two(script, capsys):
     assert f"balanced_dp.BalancedDataParallel({gpu0_bsz}, model)" in result.notes[-1]
 
 
-def test_a_script_that_uses_auto_is_not_told_of_a_trainer(script):
-    script.write_text(
-        SCRIPT.replace("import sys", "import sys, balanced_dp").replace(
-            "nn.DataParallel(", "balanced_dp.BalancedDataParallel('auto', "
-        )
-    )
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("balanced_dp.BalancedDataParallel('auto', model)", "('auto', model)"),
+        ("balanced_dp.BalancedDataParallel(3, model, spread=True)", "(3, model, spread=True)"),
+        ("Balanced(module=model, gpu0_bsz=len('abc'))", "(module=model, gpu0_bsz=len('abc'))"),
+    ],
+)
+def test_a_script_that_is_balanced_already_is_split_anew(before, after, script):
+    imports = "import sys, balanced_dp\nfrom balanced_dp import BalancedDataParallel as Balanced"
+    text = SCRIPT.replace("import sys", imports).replace("nn.DataParallel(model)", before)
+    script.write_text(text)
     result = run_and_measure(RunSettings(str(script), ("9", "256", "wrap"), gpu0_bsz="auto"), print)
     assert result.report is not None
     gpu0_bsz = result.report.plan.gpu0_bsz
-    assert result.notes[-1].endswith(f"\nmodel = balanced_dp.BalancedDataParallel({gpu0_bsz}, ...)")
-    assert "Trainer" not in "".join(result.notes)
+    assert len({m.gpu0_bsz for m in result.report.measurements}) >= 3
+    new = before.replace("'auto'", str(gpu0_bsz)).replace("(3,", f"({gpu0_bsz},")
+    new = new.replace("len('abc')", str(gpu0_bsz))
+    assert after in before and after not in new
+    changed = [line for line in result.notes[-1].splitlines() if line[0] in "+-"][2:]
+    assert changed == [f"-    model = {before}", f"+    model = {new}"]
+    told = "".join(result.notes)
+    assert "Trainer" not in told
+    assert ("parameters on all devices" in told) != ("spread=True" in before)
+
+
+def test_the_best_value_may_be_that_of_the_script(script):
+    text = SCRIPT.replace("import sys", "import sys, balanced_dp")
+    for value in (7, None):
+        call = f"balanced_dp.BalancedDataParallel({value}, "
+        script.write_text(text.replace("nn.DataParallel(", call))
+        settings = RunSettings(str(script), ("9", "256", "wrap"), gpu0_bsz=7)
+        result = run_and_measure(settings, print)
+        assert result.measured is not None and result.measured.chunk_sizes[0] == 7
+        best = result.report.plan.gpu0_bsz if result.report else 0
+    script.write_text(
+        text.replace("nn.DataParallel(", f"balanced_dp.BalancedDataParallel({best}, ")
+    )
+    result = run_and_measure(RunSettings(str(script), ("9", "256", "wrap"), gpu0_bsz=7), print)
+    assert result.notes[-1] == f"gpu0_bsz={best}, which the script has, is the best value here."
+
+
+@pytest.mark.parametrize("options", ["device_weights=[1, 2, 2, 2]", "device_ids=[0, 1, 0]"])
+def test_what_is_split_otherwise_is_left_as_it_is(options, script):
+    call = f"balanced_dp.BalancedDataParallel(None, model, {options})"
+    text = SCRIPT.replace("import sys", "import sys, balanced_dp")
+    script.write_text(text.replace("nn.DataParallel(model)", call))
+    result = run_and_measure(RunSettings(str(script), ("5", "64", "wrap")), print)
+    assert result.exit_code == 0
+    assert "is left as it is: it has device_weights, repeats a device" in "".join(result.notes)
+
+
+@pytest.mark.parametrize("is_symbolic", [False, True])
+def test_what_the_script_keeps_does_not_grow_with_the_batch(is_symbolic, script):
+    loads = "checkpoint = torch.load('model.pt', map_location=device)\nmodel.load_state_dict("
+    kept = SCRIPT.replace(
+        "if wraps:", f"{loads}checkpoint)\ndata = torch.randn(9000, 64).to(device)\nif wraps:"
+    ).replace('torch.randn(batch_size, 64, device="cpu")', "data[step * batch_size:][:batch_size]")
+    model = torch.nn.Sequential(
+        torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 512)
+    )
+    torch.save(model.state_dict(), script.parent / "model.pt")
+    kept_bytes = 9000 * 64 * 4 + sum(p.nbytes for p in model.parameters())
+    reports = []
+    for text, num_bytes in ((kept, 20 * 2**20), (SCRIPT, 20 * 2**20 - kept_bytes)):
+        script.write_text(text)
+        settings = ["--memory", f"{num_bytes},20MiB,20MiB,20MiB", "--reserve", "0"]
+        settings += ["--symbolic"] * is_symbolic
+        done = run(script, *settings, "--json", "run.json", "train.py", "9", "256", "wrap")
+        assert done.returncode == 0, done.stderr
+        reports.append(json.loads((script.parent / "run.json").read_text("utf-8")))
+    keeping, plain = reports
+    assert keeping["chosen"]["breakdown"][0]["other"] >= kept_bytes
+    # As if device 0 were smaller by that much; its batch is a view of the data.
+    largest, at_least = (report["plan"]["max_batch_size"] for report in (keeping, plain))
+    assert at_least <= largest < 1.05 * at_least
+
+
+def test_a_batch_for_all_steps_is_no_data_set(script):
+    text = SCRIPT.replace(
+        '    inputs = torch.randn(batch_size, 64, device="cpu").to(device)\n', ""
+    ).replace("for step in", "inputs = torch.randn(batch_size, 64).to(device)\nfor step in")
+    script.write_text(text)
+    done = run(script, "--json", "run.json", "train.py", "9", "256", "wrap")
+    assert done.returncode == 0, done.stderr
+    report = json.loads((script.parent / "run.json").read_text("utf-8"))
+    assert report["chosen"]["breakdown"][0]["input"] >= 256 * 64 * 4
+
+
+def test_a_search_that_is_not_over_is_said(script):
+    told = run(script, "--steps", "3", "train.py", "99", "256", "wrap").stderr
+    assert "The search for gpu0_bsz was not over after 3 training steps" in told
+    told = run(script, "--steps", "12", "train.py", "99", "256", "wrap").stderr
+    assert "was not over" not in told
+
+
+def test_what_fits_as_it_is_is_said(script):
+    told = run(script, "--memory", "1GiB", "train.py", "9", "256", "wrap").stderr
+    assert "\nIt fits as it is. To leave more memory free with gpu0_bsz=" in told
+    options = ("--memory", "3MiB", "--reserve", "0")
+    told = run(script, *options, "train.py", "9", "256", "wrap").stderr
+    assert "It fits as it is" not in told and "\nTo split with gpu0_bsz=" in told
 
 
 @pytest.mark.slow

@@ -47,7 +47,7 @@ def test_a_lost_gpu_does_not_end_the_table(driver):
 
 
 def test_json_is_the_snapshot(driver):
-    done = driver.command("probe", "--json")
+    done = driver.command("probe", "--json", "-")
     record = json.loads(done.stdout)
     assert done.returncode == 0
     assert record["schema"] == 1
@@ -56,7 +56,7 @@ def test_json_is_the_snapshot(driver):
     assert record["devices"][0]["label"] == "gpu:0"
 
 
-@pytest.mark.parametrize("options", [(), ("--json",), ("--watch", "1")])
+@pytest.mark.parametrize("options", [(), ("--json", "-"), ("--watch", "1")])
 def test_one_line_where_nvml_does_not_answer(driver, options):
     driver.state.init_error = DRIVER_NOT_LOADED
     done = driver.command("probe", *options)
@@ -82,7 +82,7 @@ def test_one_line_without_a_library(driver, tmp_path):
 
 def test_torchs_side_is_shown_though_nvml_does_not_answer(driver):
     driver.state.init_error = DRIVER_NOT_LOADED
-    shown = driver.run("command_with_cuda", "probe", "--json")
+    shown = driver.run("command_with_cuda", "probe", "--json", "-")
     assert shown["exit_code"] == 1
     [device] = json.loads(shown["stdout"])["devices"]
     assert device["label"] == "cuda:0"
@@ -100,6 +100,13 @@ def test_both_numbers_are_shown(driver):
     assert [label for label in labels if label] == ["cuda:0 (gpu:2)", "gpu:0", "gpu:1"]
 
 
+def test_watch_writes_no_file(driver, tmp_path):
+    done = driver.command("probe", "--watch", "1", "--json", str(tmp_path / "a.json"))
+    assert done.returncode == 2
+    assert "--watch writes to stdout: --json - instead of" in done.stderr
+    assert not (tmp_path / "a.json").exists()
+
+
 @pytest.mark.parametrize("seconds", ["0", "-1", "nan", "inf", "soon"])
 def test_watch_wants_seconds(driver, seconds):
     done = driver.command("probe", "--watch", seconds)
@@ -109,7 +116,7 @@ def test_watch_wants_seconds(driver, seconds):
 
 def test_watch_goes_on_until_ctrl_c(driver):
     process = subprocess.Popen(
-        [sys.executable, "-m", "balanced_dp", "probe", "--json", "--watch", "0.01"],
+        [sys.executable, "-m", "balanced_dp", "probe", "--json", "-", "--watch", "0.01"],
         env=driver.environ(),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -113,7 +113,7 @@ def test_what_fits_as_it_is_comes_first_unless_memory_is_the_goal():
     assert by_goal["speed"][0].line == "nn.DataParallel(model)"
     assert by_goal["speed"][0].chunk_sizes == (10, 10, 10, 10)
     headroom = by_goal["headroom"][0]
-    assert headroom.line == f"BalancedDataParallel(gpu0_bsz={headroom.gpu0_bsz}, module=model)"
+    assert headroom.line == f"BalancedDataParallel({headroom.gpu0_bsz}, model)"
     assert headroom.utilization(budgets) < 0.55
     assert by_goal["batch"][0].max_batch_size > 3 * 40
     assert by_goal["batch"][0].batch_size == by_goal["batch"][0].max_batch_size
@@ -132,8 +132,7 @@ def test_weights_are_a_line_that_can_be_pasted():
     budgets = [2400, 1100, 1100]
     best, *_ = ranked(options_of(memory_model(), 30, budgets), 30, budgets, "batch")
     assert best.line == (
-        f"BalancedDataParallel(gpu0_bsz=None, module=model, "
-        f"device_weights={list(best.chunk_sizes)})"
+        f"BalancedDataParallel(None, model, device_weights={list(best.chunk_sizes)})"
     )
     assert best.max_batch_size == 230 + 100 + 100
 
@@ -161,7 +160,7 @@ def test_what_another_one_exceeds_is_left_out():
     lines = [option.line for option in ranked((*apart, *gathered), 40, budgets, "speed")]
     assert lines == [
         "nn.DataParallel(model)",
-        "BalancedDataParallel(gpu0_bsz=None, module=model, gather=False)",
+        "BalancedDataParallel(None, model, gather=False)",
     ]
 
 

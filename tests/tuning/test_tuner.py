@@ -373,7 +373,7 @@ def test_what_is_asked_for_is_part_of_each_option():
     report = tuned(SMALL["wide_output"](), 32, [8 * GIB] * 4, gather=False, with_alternatives=True)
     [spread] = report.alternatives
     assert (spread.gather, spread.spread) == (False, True)
-    assert report.line == "BalancedDataParallel(gpu0_bsz=None, module=model, gather=False)"
+    assert report.line == "BalancedDataParallel(None, model, gather=False)"
     both = tuned(SMALL["mlp"](), 32, [GIB] * 2, gather=False, spread=True, with_alternatives=True)
     assert both.alternatives == ()
 
@@ -388,9 +388,7 @@ def test_spread_parameters_are_planned_with(capacities):
     assert report.prediction_error <= 0.02
     assert report.chosen.peak_bytes[0] < home.chosen.peak_bytes[0]
     assert report.plan.max_batch_size >= home.plan.max_batch_size
-    assert report.line == (
-        "BalancedDataParallel(gpu0_bsz=None, module=model, gather=False, spread=True)"
-    )
+    assert report.line == ("BalancedDataParallel(None, model, gather=False, spread=True)")
 
 
 def test_what_fits_only_with_spread_parameters_is_the_best_option():
@@ -422,5 +420,5 @@ def test_only_what_fits_is_recommended():
 
 def test_what_does_not_fit_says_which_batch_would():
     workload = SMALL["tied_transformer"]()
-    with pytest.raises(InfeasiblePlanError, match=r"; \d+ fit with BalancedDataParallel\(gpu0_bsz"):
+    with pytest.raises(InfeasiblePlanError, match=r"; \d+ fit with BalancedDataParallel\("):
         tuned(workload, 4096, [GIB // 16] * 4, with_alternatives=True)
