@@ -25,7 +25,7 @@ NEEDS = {
     ],
     "transformers": ["integrations/test_loops.py", "integrations/test_transformers.py"],
     "accelerate": ["integrations/test_loops.py", "integrations/test_transformers.py"],
-    "lightning_fabric": ["integrations/test_loops.py"],
+    "lightning": ["integrations/test_loops.py"],
 }
 """What an extra, or a package of the group dev, is needed for."""
 

@@ -23,7 +23,7 @@ BLOCK = re.compile(r"```python\n(.*?)```(?:\n\n```\n(.*?)```)?", re.DOTALL)
 SHOWN = [(name, *found) for name, text in TEXTS.items() for found in BLOCK.findall(text)]
 OF_RANKS = [shown for shown in SHOWN if "torchrun" in shown[1].splitlines()[0]]
 SCRIPTS = [shown for shown in SHOWN if "train.py:" in shown[1].splitlines()[0]]
-OPTIONAL = {"transformers", "accelerate", "lightning", "lightning_fabric"}
+OPTIONAL = {"transformers", "accelerate", "lightning"}
 
 
 def lacking(code: str) -> list[str]:
@@ -57,6 +57,8 @@ def test_each_page_has_blocks_to_run():
 
 @pytest.mark.parametrize(("code", "output"), BLOCKS)
 @pytest.mark.filterwarnings("ignore:tensors outlive:ResourceWarning")
+@pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is:FutureWarning")  # Lightning
+@pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many:UserWarning")
 def test_blocks_run_and_print_what_is_shown(code, output, capsys):
     exec(code, {"__name__": "shown"})
     printed = capsys.readouterr().out

@@ -10,7 +10,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from lightning_fabric import Fabric
+from lightning.fabric import Fabric
 from torch import Tensor, nn
 
 from balanced_dp import BalancedCriterion, BalancedDataParallel
