@@ -9,8 +9,8 @@ from itertools import compress, groupby
 
 from ..planning.split_planner import LARGEST_BATCH, utilizations
 from ..split import even_share
-from ..tuning.measurement import Measurement
-from ..tuning.options import Option
+from ..tuning.measurement import Measurement, by_gpu0_bsz
+from ..tuning.options import Option, fits
 from ..tuning.report_types import Report
 from ..units import format_bytes
 
@@ -81,7 +81,7 @@ def verdict(report: Report) -> str:
         return f"With option 1 the bottleneck is {peak}; with the even split it is {even}."
     if report.even.status == "oom":
         as_it_is = "With nn.DataParallel memory runs out"
-    elif max(utilizations(report.even.peak_bytes, plan.budgets)) > 1:
+    elif not fits(report.even, plan.budgets):
         as_it_is = f"With nn.DataParallel it does not fit: the bottleneck is {even}"
     else:
         as_it_is = f"It fits as it is: with nn.DataParallel the bottleneck is {even}"
@@ -271,12 +271,7 @@ def byte_scale(largest: float) -> tuple[int, str]:
 
 def candidates(report: Report) -> Sequence[Measurement]:
     """Return the measurements of the planned batch, in order of ``gpu0_bsz``."""
-    swept = {
-        m.chunk_sizes[0]: m
-        for m in report.measurements
-        if m.batch_size == report.plan.batch_size and m.gpu0_bsz is not None
-    }
-    return [swept[value] for value in sorted(swept)]
+    return list(by_gpu0_bsz(report.measurements, report.plan.batch_size).values())
 
 
 def speed(measured: Measurement) -> float:

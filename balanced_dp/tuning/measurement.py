@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -71,6 +71,16 @@ class Measurement:
     def samples_per_s(self) -> float:
         """Return the samples per second of wall time, 0 if memory ran out."""
         return self.batch_size / self.seconds if self.status == "ok" else 0.0
+
+
+def by_gpu0_bsz(measurements: Iterable[Measurement], batch_size: int) -> dict[int, Measurement]:
+    """Return the measured splits of a batch by ``gpu0_bsz``, in its order, and none by weights."""
+    swept = {
+        m.chunk_sizes[0]: m
+        for m in measurements
+        if m.batch_size == batch_size and m.gpu0_bsz is not None
+    }
+    return dict(sorted(swept.items()))
 
 
 class StepRecorder:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from ..planning.memory_model import MemoryModel
 from ..planning.split_planner import Goal, Planner, utilizations
 from ..split import best_gpu0_bsz, even_share, split_batch, split_by_weights
-from .measurement import Measurement
+from .measurement import Measurement, by_gpu0_bsz
 
 LARGEST_MEASURED_BATCH = 2**16
 """Batches are made on the CPU with their values, even if devices keep shapes only."""
@@ -149,12 +149,12 @@ def find_options(
     def found_options() -> Iterator[Option]:
         even = even_share(batch_size, num_devices)
         full = {
-            m.chunk_sizes[0]: max(utilizations(m.peak_bytes, budgets))
-            for m in by_split.values()
-            if m.batch_size == batch_size and m.gpu0_bsz is not None and m.status == "ok"
+            value: max(utilizations(m.peak_bytes, budgets))
+            for value, m in by_gpu0_bsz(by_split.values(), batch_size).items()
+            if m.status == "ok"
         }
         fitting = [value for value, utilization in full.items() if utilization <= 1]
-        for value in {even, best_gpu0_bsz(full), *sorted(fitting)[-1:]} if full else {even}:
+        for value in {even, best_gpu0_bsz(full), *fitting[-1:]} if full else {even}:
             yield with_value(batch_size, value)
         for measured in measurements:
             if measured.gpu0_bsz is None:

@@ -23,7 +23,7 @@ from ..planning.split_planner import (
     utilizations,
 )
 from ..split import best_gpu0_bsz, even_share
-from .measurement import Measurement
+from .measurement import Measurement, by_gpu0_bsz
 from .open_devices import default_num_devices, open_devices, uses_emulation
 from .options import LARGEST_MEASURED_BATCH, find_options, fits, ranked
 from .report_types import SCHEMA, Alternative, Provenance, Report
@@ -386,11 +386,7 @@ def report_of_measurements(
     if model is None:
         model = fit(fittable(measurements))
     even = even_share(batch_size, len(capacities))
-    swept = {
-        m.chunk_sizes[0]: m
-        for m in measurements
-        if m.batch_size == batch_size and m.gpu0_bsz is not None
-    }
+    swept = by_gpu0_bsz(measurements, batch_size)
     if even not in swept:
         raise ArgumentError(
             f"the sweep of {measurements[0].workload} lacks gpu0_bsz={even}, the even split "
