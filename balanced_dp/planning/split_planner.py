@@ -54,14 +54,10 @@ class Plan:
         capacity_bytes: the capacity of each device.
         reserve_bytes: what is kept free of each capacity for contexts and workspaces, which are
             not counted.
-        headroom_bytes: what each device has left of its capacity after its peak and the reserve.
-        limiting_device: the index of the bottleneck device.
-        floor_bytes: the peak of device 0 with ``gpu0_bsz=0``, which no value can lower.
         max_batch_size: the largest batch that fits.
         max_batch_gpu0_bsz: the value with which that batch fits.
-        even_bytes: the peaks of the same batch with the even split of ``nn.DataParallel``.
-        even_max_batch_size: the largest batch that fits with the even split.
-        time_cost: the largest chunk over the even one: how much longer the replicas compute.
+        even_max_batch_size: the largest batch that fits with the even split of
+            ``nn.DataParallel``.
         weighted: the split by ``device_weights``, if capacities differ and it is better.
         advice: sentences about what else would help.
     """
@@ -72,14 +68,9 @@ class Plan:
     predicted_bytes: tuple[int, ...]
     capacity_bytes: tuple[int, ...]
     reserve_bytes: int
-    headroom_bytes: tuple[int, ...]
-    limiting_device: int
-    floor_bytes: int
     max_batch_size: int
     max_batch_gpu0_bsz: int
-    even_bytes: tuple[int, ...]
     even_max_batch_size: int
-    time_cost: float
     weighted: WeightedSplit | None
     advice: tuple[str, ...]
 
@@ -148,8 +139,6 @@ def describe(
         and not is_better(max(utilizations(weighted.predicted_bytes, budgets)), max(utilization))
     ):
         weighted = None
-    even = even_share(batch_size, len(budgets))
-    floor_bytes = model.predict(split_batch(batch_size, len(budgets), 0))[0]
     return Plan(
         batch_size=batch_size,
         gpu0_bsz=gpu0_bsz,
@@ -157,16 +146,11 @@ def describe(
         predicted_bytes=needs,
         capacity_bytes=tuple(capacities),
         reserve_bytes=reserve,
-        headroom_bytes=tuple(b - need for b, need in zip(budgets, needs, strict=True)),
-        limiting_device=utilization.index(max(utilization)),
-        floor_bytes=floor_bytes,
         max_batch_size=max_batch_size,
         max_batch_gpu0_bsz=max_batch_gpu0_bsz,
-        even_bytes=model.predict(split_batch(batch_size, len(budgets), even)),
         even_max_batch_size=planner.max_batch_size(planner.even_share),
-        time_cost=max(chunk_sizes) / even,
         weighted=weighted,
-        advice=_advice(model, batch_size, needs, utilization, floor_bytes, gather, spread),
+        advice=_advice(model, batch_size, needs, utilization, gather, spread),
     )
 
 
@@ -344,11 +328,11 @@ def _advice(
     batch_size: int,
     needs: Sequence[int],
     utilization: Sequence[float],
-    floor_bytes: int,
     gather: bool,
     spread: bool,
 ) -> tuple[str, ...]:
     whole_bytes = model.whole_bytes_per_sample * batch_size
+    floor_bytes, *_ = model.predict(split_batch(batch_size, len(needs), 0))
     is_balanced = utilization[0] <= max(utilization[1:]) * (1 + _BALANCED)
     if is_balanced or floor_bytes < needs[0] * (1 - _BALANCED):
         return ()

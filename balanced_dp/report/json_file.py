@@ -100,7 +100,7 @@ def _check_consistent(report: Report, path: str | Path) -> None:
     measured = [report.chosen, report.even, *report.measurements]
     options = [*report.options, *(o for other in report.alternatives for o in other.options)]
     measured += [option.measured for option in options if option.measured is not None]
-    lists = [plan.predicted_bytes, plan.capacity_bytes, plan.headroom_bytes, plan.even_bytes]
+    lists = [plan.predicted_bytes, plan.capacity_bytes]
     lists += [split for o in options for split in (o.chunk_sizes, o.predicted_bytes)]
     for m in measured:
         lists += [m.chunk_sizes, *m.phase_peak_bytes]

@@ -61,13 +61,12 @@ def test_a_plan_adds_up_or_says_what_is_lacking(model, capacities, batch_size, r
     assert sum(found.chunk_sizes) == batch_size
     assert found.chunk_sizes == split_batch(batch_size, len(capacities), found.gpu0_bsz)
     assert found.predicted_bytes == model.predict(found.chunk_sizes)
-    for need, headroom, capacity in zip(
-        found.predicted_bytes, found.headroom_bytes, capacities, strict=True
+    for need, budget, capacity in zip(
+        found.predicted_bytes, found.budgets, capacities, strict=True
     ):
-        assert need + headroom + reserve == capacity
-        assert headroom >= 0
-    assert found.time_cost >= 1 or len(capacities) > batch_size
-    assert found.floor_bytes <= found.predicted_bytes[0]
+        assert need <= budget == capacity - reserve
+    idle = split_batch(batch_size, len(capacities), 0)
+    assert model.predict(idle)[0] <= found.predicted_bytes[0]
     assert found.max_batch_size >= batch_size * (1 - 2 * EQUAL) - 1
 
 
@@ -83,7 +82,8 @@ def test_a_given_value_is_described_and_not_chosen():
     model = MemoryModel((Term(100, 10, 1),), (Term(100, 0, 1),), (Term(0, 10),), 3, 0.0)
     assert plan(model, 40, [10**6] * 4, 0).gpu0_bsz != 3
     assert describe(model, 40, [10**6] * 4, 0, 3).chunk_sizes == (3, 13, 12, 12)
-    assert describe(model, 40, [10] * 4, 0, 3).headroom_bytes[0] < 0
+    too_large = describe(model, 40, [10] * 4, 0, 3)
+    assert too_large.predicted_bytes[0] > too_large.budgets[0]
 
 
 def test_advice_is_for_what_no_value_balances():

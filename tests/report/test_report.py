@@ -40,10 +40,10 @@ def test_json_names_what_scripts_read(report):
     assert {"python", "torch", "balanced-dp", "nvidia-ml-py"} == record["origin"]["versions"].keys()
     assert {"first_laws", "idle_laws", "other_laws"} <= record["model"].keys()
     plan = record["plan"]
-    for name in ("chunk_sizes", "predicted_bytes", "capacity_bytes", "headroom_bytes"):
+    for name in ("chunk_sizes", "predicted_bytes", "capacity_bytes"):
         assert len(plan[name]) == 4
         assert all(type(value) is int for value in plan[name])
-    assert {"gpu0_bsz", "max_batch_size", "limiting_device"} <= plan.keys()
+    assert {"gpu0_bsz", "max_batch_size", "even_max_batch_size"} <= plan.keys()
     assert len(record["measurements"]) == report.model.num_points
 
 
