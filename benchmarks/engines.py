@@ -83,7 +83,6 @@ def sharded(name: str, share: int, num_ranks: int) -> Measurement:
         status="ok",
         backward_peak_bytes=(backward,),
         optimizer_peak_bytes=(optimizer,),
-        first_peak_bytes=None,
         breakdown=(uses,),
         seconds=0.0,
         out_of_memory=None,

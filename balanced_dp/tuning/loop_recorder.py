@@ -311,7 +311,6 @@ class LoopRecorder:
             status="ok",
             backward_peak_bytes=backward,
             optimizer_peak_bytes=at_step,
-            first_peak_bytes=None,
             breakdown=step.breakdown,
             seconds=step.seconds,
         )

@@ -32,8 +32,6 @@ class Measurement:
         status: ``"oom"`` if memory ran out; the peaks are those until then.
         backward_peak_bytes: peaks of allocated bytes in forward and backward pass and loss.
         optimizer_peak_bytes: peaks of allocated bytes in the optimizer's step.
-        first_peak_bytes: peaks of the first step, which starts without optimizer state, or None
-            if the model had been trained before.
         breakdown: bytes by use of each device at its peak, as in ``memory_breakdown``.
         seconds: wall time of the step, which means nothing on emulated devices.
         out_of_memory: the message of the error if memory ran out.
@@ -47,7 +45,6 @@ class Measurement:
     status: Literal["ok", "oom"]
     backward_peak_bytes: tuple[int, ...]
     optimizer_peak_bytes: tuple[int, ...]
-    first_peak_bytes: tuple[int, ...] | None
     breakdown: tuple[dict[str, int], ...]
     seconds: float
     out_of_memory: str | None = None

@@ -33,7 +33,7 @@ def measure_step(
     gather: bool = True,
     spread: bool = False,
 ) -> Measurement:
-    """Train for two steps and return the peaks of both and what the second one took.
+    """Train for two steps and return what the second one took.
 
     If memory runs out, the measurement says so, and what was allocated is freed.
 
@@ -147,7 +147,7 @@ class StepMeter:
         By default one step is measured, after another one if there is no optimizer state yet.
         ``on_loss`` is called with the loss of each step.
         """
-        first = model = None
+        model = None
         for _ in range(num_steps or 2 - self._has_state):
             step = StepRecorder(self.devices)
             try:
@@ -167,8 +167,7 @@ class StepMeter:
                 step.out_of_memory = str(error)
                 step.end_phase()
                 break
-            if not self._has_state:
-                self._has_state, first = True, tuple(map(max, zip(*step.phases, strict=True)))
+            self._has_state = True
         if self._has_state:
             self._optimizer.zero_grad()
         else:  # the optimizer's state may be incomplete
@@ -185,7 +184,6 @@ class StepMeter:
             status="ok" if step.out_of_memory is None else "oom",
             backward_peak_bytes=backward,
             optimizer_peak_bytes=optimizer,
-            first_peak_bytes=first,
             breakdown=step.breakdown,
             seconds=step.seconds,
             out_of_memory=step.out_of_memory,

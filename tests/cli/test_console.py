@@ -61,7 +61,6 @@ def measured(peaks, gpu0_bsz=0, batch_size=64, workload="train.py"):
         status="ok",
         backward_peak_bytes=tuple(peaks),
         optimizer_peak_bytes=tuple(peaks),
-        first_peak_bytes=None,
         breakdown=tuple({use: peak // len(USES) for use in USES} for peak in peaks),
         seconds=0.5,
     )

@@ -27,7 +27,6 @@ def measurement(model, sizes, gpu0_bsz):
         "ok",
         model.predict(sizes),
         (0,) * len(sizes),
-        None,
         ({},) * len(sizes),
         0.0,
     )

@@ -21,7 +21,6 @@ def measured(batch_size: int, gpu0_bsz: int, peaks: tuple[int, ...]) -> Measurem
         status="ok",
         backward_peak_bytes=peaks,
         optimizer_peak_bytes=(0,) * len(peaks),
-        first_peak_bytes=None,
         breakdown=({},) * len(peaks),
         seconds=0.0,
     )
