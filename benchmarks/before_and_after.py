@@ -18,18 +18,15 @@ from balanced_dp.units import format_bytes
 PATH = Path(__file__).parent.parent / "docs" / "before_and_after.svg"
 
 
-def measured() -> Report:
+def measured(**options: bool) -> Report:
     """Returns the report of 32 samples on four devices of 11 GiB, as the command has it."""
-    capacities = [11 * 2**30] * 4
-    return tune(
-        find_workload("gpt2-small"), 32, capacities=capacities, reserve=512 * 2**20, emulate=True
-    )
+    capacities, reserve = [11 * 2**30] * 4, 512 * 2**20
+    workload = find_workload("gpt2-small")
+    return tune(workload, 32, capacities=capacities, reserve=reserve, emulate=True, **options)
 
 
-def picture(report: Report) -> str:
+def picture(report: Report, other: Report) -> str:
     """Returns the picture: the even split, the best one, and the loss on each device."""
-    other = report.alternatives[0]
-    assert other.plan is not None and other.chosen is not None
     panels = {
         "nn.DataParallel's split": report.even,
         f"BalancedDataParallel({report.plan.gpu0_bsz}, model)": report.chosen,
@@ -73,4 +70,4 @@ def draw_devices(axes, title: str, found: Measurement) -> None:
 
 
 if __name__ == "__main__":
-    PATH.write_text(picture(measured()))
+    PATH.write_text(picture(measured(), measured(gather=False)))

@@ -52,6 +52,18 @@ def gpt2(gpt2_file):
     return report
 
 
+@pytest.fixture(scope="module")
+def apart():
+    """The same with the loss on each device."""
+    return before_and_after.measured(gather=False)
+
+
+@pytest.fixture(scope="module")
+def spread():
+    """The same with parameters on all devices as well."""
+    return before_and_after.measured(gather=False, spread=True)
+
+
 def test_the_plan_of_gpt2_small_says_what_gathering_costs(gpt2_file):
     done = CliRunner().invoke(app, ["report", str(gpt2_file)])
     assert done.exit_code == 0
@@ -63,31 +75,30 @@ def test_the_plan_of_gpt2_small_says_what_gathering_costs(gpt2_file):
     assert "with 8.70 GiB, 83% full." in done.stdout
 
 
-def test_gpt2_fits_where_its_loss_is_computed_on_each_device(gpt2):
+def test_gpt2_fits_where_its_loss_is_computed_on_each_device(gpt2, apart):
     """Gathered, logits fill device 0 whatever its share; left where they are, peaks are level."""
-    inside = gpt2.alternatives[0]
-    peaks = inside.chosen.peak_bytes
-    _, more, _, fewer = inside.chosen.chunk_sizes
+    peaks = apart.chosen.peak_bytes
+    _, more, _, fewer = apart.chosen.chunk_sizes
     sample_bytes = (peaks[1] - peaks[3]) / (more - fewer)
     assert max(peaks) <= 5.5 * 2**30
     assert max(peaks) - min(peaks) <= 1.5 * sample_bytes
     assert max(gpt2.chosen.peak_bytes) > 2 * max(peaks)
-    assert gpt2.plan.max_batch_size < 0.5 * inside.plan.max_batch_size
+    assert gpt2.plan.max_batch_size < 0.5 * apart.plan.max_batch_size
 
 
-def test_spread_parameters_level_all_devices(gpt2):
+def test_spread_parameters_level_all_devices(spread):
     """Also where gradients and optimizer state alone do not fit device 0, as the guide says."""
-    peaks = gpt2.alternatives[1].chosen.peak_bytes
+    peaks = spread.chosen.peak_bytes
     assert max(peaks) <= 1.03 * min(peaks)
     workload = find_workload("gpt2-large")
     with open_devices(4, emulate=True) as devices:
         home = measure_step(workload, 4, 0, devices, gather=False)
         with step_meter(workload, devices, gather=False, spread=True) as meter:
-            spread = {size: meter.measure(size, size // 4).peak_bytes for size in (12, 24, 28)}
+            large = {size: meter.measure(size, size // 4).peak_bytes for size in (12, 24, 28)}
     assert f"{home.peak_bytes[0] / 2**30:.2f} GiB there without a sample" in WHICH_ONE
-    assert f"(12 samples: {max(spread[12]) / 2**30:.2f} GiB)" in WHICH_ONE
-    assert max(spread[12]) <= 1.03 * min(spread[12])
-    assert max(spread[24]) < 10.5 * 2**30 < max(spread[28])
+    assert f"(12 samples: {max(large[12]) / 2**30:.2f} GiB)" in WHICH_ONE
+    assert max(large[12]) <= 1.03 * min(large[12])
+    assert max(large[24]) < 10.5 * 2**30 < max(large[28])
 
 
 def test_the_picture_of_engines_is_measured():
@@ -112,18 +123,12 @@ def test_the_largest_batch_of_fully_shard():
     assert fits <= 10.5 * 2**30 < too_large
 
 
-def test_the_table_of_ways_is_measured(gpt2):
+def test_the_table_of_ways_is_measured(gpt2, apart, spread):
     ways = {
         "nn.DataParallel": (gpt2.even, gpt2.plan.even_max_batch_size),
         "BalancedDataParallel": (gpt2.chosen, gpt2.plan.max_batch_size),
-        "the same, loss on each device": (
-            gpt2.alternatives[0].chosen,
-            gpt2.alternatives[0].plan.max_batch_size,
-        ),
-        "the same, `spread=True": (
-            gpt2.alternatives[1].chosen,
-            gpt2.alternatives[1].plan.max_batch_size,
-        ),
+        "the same, loss on each device": (apart.chosen, apart.plan.max_batch_size),
+        "the same, `spread=True": (spread.chosen, spread.plan.max_batch_size),
     }
     for name, (measured, size) in ways.items():
         first, *others = (round(peak / 2**30, 2) for peak in measured.peak_bytes)
@@ -131,7 +136,7 @@ def test_the_table_of_ways_is_measured(gpt2):
         assert row.startswith(f"{first:.2f} GiB | {max(others):.2f} GiB | {size} |")
 
 
-def test_the_picture_s_figures_are_measured(gpt2, monkeypatch):
+def test_the_picture_s_figures_are_measured(gpt2, apart, monkeypatch):
     asked = []
 
     def planned(workload, batch_size, **options):
@@ -144,13 +149,13 @@ def test_the_picture_s_figures_are_measured(gpt2, monkeypatch):
     options = {"capacities": capacities, "reserve": reserve, "emulate": True}
     assert asked == [(gpt2.workload, gpt2.plan.batch_size, options)]  # those of the command
     picture = before_and_after.PATH.read_text("utf-8")
-    drawn = before_and_after.picture(report)
+    drawn = before_and_after.picture(report, apart)
     figures = re.compile(r">([^<>]*(?:[MG]iB|samples|model)[^<>]*)<")
     assert figures.findall(picture) == figures.findall(drawn) != []
     even, best, on_devices = (
         report.plan.even_max_batch_size,
         report.plan.max_batch_size,
-        report.alternatives[0].plan.max_batch_size,
+        apart.plan.max_batch_size,
     )
     assert f"the largest batches are {even}, {best} and {on_devices}." in README
 

@@ -73,21 +73,17 @@ def _version(package: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """Describe the best split of the same batch with other options.
+    """List the ways to train the same batch with another ``gather`` or ``spread``.
 
     Attributes:
         gather: whether outputs are gathered, as in ``Report``.
         spread: whether parameters are spread over all devices.
-        plan: the plan; None if it could not be measured.
-        chosen: the measurement of the planned split.
         reason: why it could not be measured, or None.
         options: ways to train with them.
     """
 
     gather: bool
     spread: bool
-    plan: Plan | None = None
-    chosen: Measurement | None = None
     reason: str | None = None
     options: tuple[Option, ...] = ()
 
@@ -109,7 +105,7 @@ class Report:
         chosen: the measurement of the planned split.
         even: the measurement of the even split of ``nn.DataParallel``.
         options: ways to train with the same ``gather`` and ``spread``.
-        alternatives: plans and options with another ``gather`` or ``spread``, if measured.
+        alternatives: options with another ``gather`` or ``spread``, if measured.
         goal: what the best option is the best in.
         model: the memory model.
         measurements: all measurements, in order; those that ran are what the model is fitted to.

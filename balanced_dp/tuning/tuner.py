@@ -119,7 +119,7 @@ def tune(
         except Exception as error:  # the user's loss may not work for chunks
             reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
             return Alternative(gather, spread, reason=reason)
-        return Alternative(gather, spread, other.plan, other.chosen, options=other.options)
+        return Alternative(gather, spread, options=other.options)
 
     def alternatives(capacities: Sequence[int]) -> Iterator[Alternative]:
         gathers = gather

@@ -209,7 +209,11 @@ def test_what_no_value_balances_is_told():
     floor_bytes, *_ = report.model.predict(split_batch(2000, 4, 0))
     assert plan.predicted_bytes[0] == pytest.approx(floor_bytes, rel=0.01)
     assert report.advice[0] == sentence
-    inside, spread = (other.chosen for other in report.alternatives)
+    inside, spread = (
+        min(options, key=lambda option: max(option.peak_bytes))
+        for other in report.alternatives
+        if (options := [option for option in other.options if option.batch_size == 2000])
+    )
     assert max(spread.peak_bytes) > max(inside.peak_bytes)  # most of it is a single weight
     assert max(inside.peak_bytes) < 0.5 * max(report.chosen.peak_bytes)
     assert max(inside.peak_bytes) < 1.2 * min(inside.peak_bytes)
@@ -228,7 +232,7 @@ def test_a_loss_that_is_one_for_the_whole_batch_is_not_advised_on_each_device():
 
     report = tuned(replace(workload, loss=loss), 200, [PLENTY] * 2, with_alternatives=True)
     inside, spread = report.alternatives
-    assert inside.plan is None
+    assert inside.options == ()
     assert inside.reason.startswith("RuntimeError: for device 0 only")  # Python 3.10 has no notes
     assert (spread.gather, spread.spread, spread.reason) == (True, True, None)
     assert len(report.advice) == 1
