@@ -35,7 +35,7 @@ from ..parallel.nested import tensors
 from ..parallel.split_policy import SplitPolicy
 from ..planning.memory_model import fit
 from ..split import even_share, split_batch
-from .measurement import Measurement, StepRecorder, mode_of
+from .measurement import Measurement, StepRecorder
 from .report_types import Provenance, Report
 from .split_search import SplitSearch
 from .tuner import fittable, report_of_measurements
@@ -109,7 +109,8 @@ class LoopRecorder:
     @property
     def is_splitting(self) -> bool:
         """Whether a model of the script is split by this object."""
-        return isinstance(self._policy_of(self._model), _RecordedSplit)
+        model = self._model
+        return isinstance(model, BalancedDataParallel) and isinstance(model._policy, _RecordedSplit)
 
     @property
     def is_balanced(self) -> bool:
@@ -120,10 +121,6 @@ class LoopRecorder:
     def is_spread(self) -> bool:
         """Whether the parameters of the script's model are spread over the devices."""
         return isinstance(self._model, BalancedDataParallel) and self._model.spread
-
-    @staticmethod
-    def _policy_of(model: nn.Module | None) -> SplitPolicy | None:
-        return model._policy if isinstance(model, BalancedDataParallel) else None
 
     def __deepcopy__(self, memo: object) -> LoopRecorder:
         """Return this object: copies of a model are part of the same loop."""
@@ -207,8 +204,13 @@ class LoopRecorder:
         # Not isinstance, which asks the object: torch's deprecated ones warn.
         return not any(issubclass(type(item), torch.optim.Optimizer) for item in gc.get_objects())
 
+    @property
+    def _is_complete(self) -> bool:
+        """Whether the iteration ends with the next forward pass."""
+        return self._has_stepped or (self._has_gone_back and self._has_no_optimizer)
+
     def _begin_iteration(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if self._has_stepped or (self._has_gone_back and self._has_no_optimizer):
+        if self._is_complete:
             self._end_iteration()
         if self._is_done():
             raise StepsDone  # here, so that the script can print what it did in its last step
@@ -284,7 +286,7 @@ class LoopRecorder:
 
     def _end_loop(self) -> None:
         """Record the last iteration; if it is not finished, only if it is the only one."""
-        if self._has_stepped or (self._has_gone_back and self._has_no_optimizer):
+        if self._is_complete:
             self._end_iteration()
         elif self._step is not None and not self.measurements:
             self._step.end_phase(self._breakdown_of, self._optimizer)
@@ -301,19 +303,7 @@ class LoopRecorder:
         if isinstance(self._model, BalancedDataParallel) and self._model.devices == self.devices:
             sizes = self._chunk_sizes or self._model.chunk_sizes or sizes
         key = sum(sizes), sizes[0]
-        backward, at_step = (*step.phases, (0,) * len(self.devices))[:2]
-        measured = Measurement(
-            workload=self.name,
-            mode=mode_of(self.devices[0]),
-            batch_size=sum(sizes),
-            gpu0_bsz=sizes[0],
-            chunk_sizes=sizes,
-            status="ok",
-            backward_peak_bytes=backward,
-            optimizer_peak_bytes=at_step,
-            breakdown=step.breakdown,
-            seconds=step.seconds,
-        )
+        measured = step.measurement(self.name, sizes[0], sizes)
         if self.num_iterations == 2:  # the first one had no optimizer state
             self.measurements.clear()
         known = self.measurements.pop(key, measured)  # the latest one is the last one

@@ -125,9 +125,28 @@ class StepRecorder:
         # Of equally full phases the later one.
         return tuple(max(reversed(uses), key=lambda u: sum(u.values())) for uses in by_device)
 
+    @property
+    def mode(self) -> Mode:
+        """Return how the devices are measured."""
+        if not is_emulated(self.devices[0]):
+            return "real"
+        return "symbolic" if current_machine().symbolic else "emulated"
 
-def mode_of(device: torch.device) -> Mode:
-    """Return how what is measured on a device is measured."""
-    if not is_emulated(device):
-        return "real"
-    return "symbolic" if current_machine().symbolic else "emulated"
+    def measurement(
+        self, workload: str, gpu0_bsz: int | None, chunk_sizes: tuple[int, ...]
+    ) -> Measurement:
+        """Return the record of the step."""
+        backward, optimizer = (*self.phases, (0,) * len(self.devices))[:2]
+        return Measurement(
+            workload=workload,
+            mode=self.mode,
+            batch_size=sum(chunk_sizes),
+            gpu0_bsz=gpu0_bsz,
+            chunk_sizes=chunk_sizes,
+            status="ok" if self.out_of_memory is None else "oom",
+            backward_peak_bytes=backward,
+            optimizer_peak_bytes=optimizer,
+            breakdown=self.breakdown,
+            seconds=self.seconds,
+            out_of_memory=self.out_of_memory,
+        )

@@ -19,7 +19,7 @@ from ..parallel.auto_split import smallest_chunk
 from ..parallel.criterion import BalancedCriterion
 from ..parallel.data_parallel import BalancedDataParallel
 from ..parallel.split_policy import SplitPolicy
-from .measurement import Measurement, StepRecorder, mode_of
+from .measurement import Measurement, StepRecorder
 from .workloads import Workload
 
 
@@ -174,20 +174,8 @@ class StepMeter:
             self.close()
         gc.collect()  # an exception may have left cycles
         torch.get_device_module(self.devices[0]).empty_cache()
-        backward, optimizer = (*step.phases, (0,) * len(self.devices))[:2]
-        return Measurement(
-            workload=self.workload.name,
-            mode=mode_of(self.devices[0]),
-            batch_size=batch_size,
-            gpu0_bsz=gpu0_bsz,
-            chunk_sizes=SplitPolicy(gpu0_bsz, self.devices, device_weights).split(batch_size),
-            status="ok" if step.out_of_memory is None else "oom",
-            backward_peak_bytes=backward,
-            optimizer_peak_bytes=optimizer,
-            breakdown=step.breakdown,
-            seconds=step.seconds,
-            out_of_memory=step.out_of_memory,
-        )
+        chunk_sizes = SplitPolicy(gpu0_bsz, self.devices, device_weights).split(batch_size)
+        return step.measurement(self.workload.name, gpu0_bsz, chunk_sizes)
 
     def _train(
         self, step: StepRecorder, model: BalancedDataParallel[nn.Module], batch_size: int
