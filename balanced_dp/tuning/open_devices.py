@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
+from ..devices import resolve_devices
 from ..emulation import emulate_devices
 from ..errors import ArgumentError
 from ..torch_versions import accelerator_count, accelerator_type
@@ -46,10 +47,9 @@ def open_devices(
         finally:
             torch.set_num_threads(num_threads)
         return
-    device_type = accelerator_type()
-    assert device_type is not None
-    yield [torch.device(device_type, index) for index in range(num_devices)]
-    torch.get_device_module(device_type).empty_cache()
+    accelerators = resolve_devices(None, accelerator_type())[:num_devices]
+    yield accelerators
+    torch.get_device_module(accelerators[0]).empty_cache()
 
 
 def check_devices(num_devices: int, memory: object, emulate: bool) -> None:

@@ -9,7 +9,7 @@ from itertools import chain
 
 import torch
 
-from ..devices import is_emulated
+from ..devices import is_emulated, resolve_devices
 from ..errors import ArgumentError
 from ..memory.nvml import Nvml, NvmlError
 from ..memory.probe import MemoryProbe
@@ -70,25 +70,21 @@ class ValidationSettings:
         if self.kind == "emulated":
             why = "" if accelerator_type() else ": torch sees no GPU here"
             return f"{self.num_devices} emulated devices, on the CPU{why}"
-        names = list(
-            dict.fromkeys(torch.get_device_module(d).get_device_name(d) for d in self._ids)
-        )
+        devices = self._devices
+        names = dict.fromkeys(torch.get_device_module(d).get_device_name(d) for d in devices)
         if self.kind == "one device":
-            return f"{self.num_devices} replicas that share {self._ids[0]}, {names[0]}"
-        return f"{self._ids[0]} to {self._ids[-1]}, {' and '.join(names)}"
+            return f"{self.num_devices} replicas that share {devices[0]}, {' and '.join(names)}"
+        return f"{devices[0]} to {devices[-1]}, {' and '.join(names)}"
 
     @property
-    def _ids(self) -> list[torch.device]:
-        device_type = accelerator_type()
-        assert device_type is not None
-        count = min(self.num_devices, accelerator_count())
-        return [torch.device(device_type, index) for index in range(count)]
+    def _devices(self) -> list[torch.device]:
+        return resolve_devices(None, accelerator_type())[: self.num_devices]
 
     @contextmanager
     def open(self) -> Iterator[Sequence[torch.device]]:
         """Yield the device of each replica."""
         if self.kind == "one device":
-            yield self._ids * self.num_devices
+            yield self._devices * self.num_devices
             return
         with open_devices(self.num_devices, symbolic=False, emulate=self.emulate) as devices:
             yield devices

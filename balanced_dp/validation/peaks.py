@@ -93,10 +93,8 @@ def peak_checks(
         with MemoryProbe(devices).measure() as usage:
             measured, held, kept = measure_peaks(workload, batch_size, gpu0_bsz, devices)
         if measured.status == "oom":
-            yield Check(
-                "peaks", f"{split}, torch's counters", "-", note="out of memory on the devices"
-            )
-            yield Check("peaks", f"{split}, NVML", "-", note="out of memory on the devices")
+            for what in ("torch's counters", "NVML"):
+                yield Check("peaks", f"{split}, {what}", "-", note="out of memory on the devices")
             continue
         yield torch_check(f"{split}, torch's counters", predicted_bytes, held, max(kept))
         used = [

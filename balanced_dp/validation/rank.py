@@ -22,12 +22,10 @@ from .seconds import step_seconds
 
 def main(workload_name: str, num_samples: int, device_type: str, file: Path) -> None:
     """Time the steps of this rank, which wait for those of the others."""
-    device = torch.device(device_type, int(os.environ["LOCAL_RANK"]))
-    if device_type != "cpu":
-        torch.get_device_module(device).set_device(device)
+    torch.get_device_module(device_type).set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group()
     workload = find_workload(workload_name)
-    module = workload.new_model().to("cpu" if device_type == "cpu" else device)
+    module = workload.new_model().to(device_type)
     model = DistributedDataParallel(module, gradient_as_bucket_view=True)
     times = step_seconds(workload, num_samples, {"DistributedDataParallel": model})
     if dist.get_rank() == 0:
