@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import io
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -278,8 +279,8 @@ def _about_uses(report: Report) -> str:
         ("the even split", report.even),
         (f"gpu0_bsz={report.plan.gpu0_bsz}", report.chosen),
     ):
-        uses = sorted(measured.breakdown[0].items(), key=lambda use: -use[1])
-        parts = ", ".join(f"{use} {format_bytes(size)}" for use, size in uses[:3])
+        uses = Counter(measured.breakdown[0]).most_common(3)
+        parts = ", ".join(f"{use} {format_bytes(size)}" for use, size in uses)
         splits.append(f"{format_bytes(measured.peak_bytes[0])} with {name} ({parts})")
     return f"Two bars for each device, stacked by use. Device 0 holds {' and '.join(splits)}."
 
@@ -308,10 +309,7 @@ def _from_zero(axes: Axes) -> None:
 
 
 def _legend_below(axes: Axes, ncols: int = 3) -> None:
-    handles, labels = axes.get_legend_handles_labels()
-    axes.figure.legend(
-        handles, labels, loc="outside lower center", ncols=ncols, columnspacing=1, handlelength=1.5
-    )
+    axes.figure.legend(loc="outside lower center", ncols=ncols, columnspacing=1, handlelength=1.5)
 
 
 def svg(
