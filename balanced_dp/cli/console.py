@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -358,13 +357,9 @@ def _range(numbers: Sequence[int], as_text: Callable[[int], str]) -> str:
 
 
 def _breakdown_table(breakdowns: dict[str, dict[str, int]]) -> Table:
-    largest = Counter[str]()
-    for sizes in breakdowns.values():
-        largest |= Counter(sizes)
     table = table_of(("memory in MiB",), [*breakdowns], title="Device 0 at its peak", **_NARROW)
-    for use, size in largest.most_common():
-        if size >= 2**20 // 10:
-            table.add_row(use, *(format_mib(sizes.get(use, 0)) for sizes in breakdowns.values()))
+    for use in tables.largest_uses(breakdowns.values(), 2**20 // 10):
+        table.add_row(use, *(format_mib(sizes.get(use, 0)) for sizes in breakdowns.values()))
     return table
 
 

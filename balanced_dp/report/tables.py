@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress, groupby
 
@@ -201,15 +201,11 @@ def use_table(
         even: the measurement of the even split, to compare with.
     """
     scale, unit = byte_scale(max(measured.peak_bytes))
-    largest = Counter[str]()
-    for sizes in measured.breakdown:
-        largest |= Counter(sizes)
     rows: dict[str, Iterable[str]] = {}
     if measured.batch_size:
         rows["samples"] = map(str, measured.chunk_sizes)
-    for use, size in largest.most_common():
-        if size >= scale / 100:
-            rows[use] = [f"{sizes.get(use, 0) / scale:.2f}" for sizes in measured.breakdown]
+    for use in largest_uses(measured.breakdown, scale / 100):
+        rows[use] = [f"{sizes.get(use, 0) / scale:.2f}" for sizes in measured.breakdown]
     rows["peak"] = (f"{peak / scale:.2f}" for peak in measured.peak_bytes)
     if budgets is not None:
         rows["full"] = map("{:.0%}".format, utilizations(measured.peak_bytes, budgets))
@@ -222,6 +218,14 @@ def use_table(
     headers = compress((f"memory in {unit}", *devices), is_used)
     table = tuple(tuple(compress((name, *cells), is_used)) for name, cells in rows.items())
     return TextTable(tuple(headers), table, list(rows).index("peak"))
+
+
+def largest_uses(breakdowns: Iterable[Mapping[str, int]], least_bytes: float) -> list[str]:
+    """Return what at least ``least_bytes`` are used for in a breakdown, the largest use first."""
+    largest = Counter[str]()
+    for sizes in breakdowns:
+        largest |= Counter(sizes)
+    return [use for use, size in largest.most_common() if size >= least_bytes]
 
 
 def candidate_table(report: Report) -> TextTable:
