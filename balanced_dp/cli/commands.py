@@ -89,7 +89,7 @@ def demo(
     Runs on all GPUs of this machine if it has two or more, otherwise on emulated devices.
     """
     from ..tuning.open_devices import default_num_devices
-    from . import console
+    from . import console, demo_tables
     from . import demo as demos
 
     if num_devices is None:
@@ -118,7 +118,7 @@ def demo(
         }
         console.write(json_file, _as_json(record))
     if json_file != arguments.STDOUT:
-        console.print_demo(settings, runs)
+        demo_tables.print_demo(settings, runs)
     difference = demos.loss_difference(runs)
     if difference is None or difference > demos.LOSS_TOLERANCE:
         raise typer.Exit(1)

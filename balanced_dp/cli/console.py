@@ -23,11 +23,10 @@ from ..report.json_file import write_atomically
 from ..report.validation import validation_summary, validation_tables
 from ..tuning.measurement import Measurement
 from ..tuning.report_types import Report
-from ..units import format_bytes, format_mib
+from ..units import format_bytes
 from ..validation import ValidationReport
-from . import demo as demos
-from . import run as runs
 from .arguments import STDOUT
+from .run import RunResult
 
 
 def stdout_console() -> Console:
@@ -62,7 +61,7 @@ def write(path: Path, text: str) -> None:
         stderr_console().print(f"wrote {path}", soft_wrap=True)
 
 
-def _fits(console: Console, table: Table) -> bool:
+def fits(console: Console, table: Table) -> bool:
     """Return whether no cell of the table is wrapped."""
     unlimited = console.options.update(width=10_000)
     return console.measure(table, options=unlimited).maximum <= console.width
@@ -73,6 +72,10 @@ def table_of(left: Sequence[str], right: Sequence[str], **options: Any) -> Table
     columns = [Column(header, overflow="fold") for header in left]
     columns += [Column(header, justify="right") for header in right]
     return Table(*columns, **options)
+
+
+NARROW: dict[str, Any] = {"box": box.SIMPLE_HEAD, "pad_edge": False, "collapse_padding": True}
+"""Options of tables for 80 columns."""
 
 
 @contextmanager
@@ -125,7 +128,7 @@ def print_report(report: Report, candidates: bool) -> None:
         console.print(sentence)
 
 
-def print_run(result: runs.RunResult) -> None:
+def print_run(result: RunResult) -> None:
     """Print what the training steps of a script took of each device, on stderr."""
     console = stderr_console()
     if result.measured is not None:
@@ -143,7 +146,7 @@ def _use_tables(console: Console, content: tables.TextTable, title: str) -> Grou
     first, *devices = content.headers
 
     def part(start: int, stop: int) -> Table:
-        table = table_of((first,), devices[start:stop], title=None if start else title, **_NARROW)
+        table = table_of((first,), devices[start:stop], title=None if start else title, **NARROW)
         for index, (name, *cells) in enumerate(content.rows):
             style = "bold" if index == content.marked else None
             table.add_row(name, *cells[start:stop], style=style)
@@ -152,7 +155,7 @@ def _use_tables(console: Console, content: tables.TextTable, title: str) -> Grou
     for num_parts in range(1, len(devices) + 1):
         size = -(-len(devices) // num_parts)
         parts = [part(start, start + size) for start in range(0, len(devices), size)]
-        if all(_fits(console, part) for part in parts):
+        if all(fits(console, part) for part in parts):
             break
     return Group(*parts)
 
@@ -198,7 +201,7 @@ _DIFFERENCES: dict[str, Callable[[float], str]] = {
 def _rich_table(content: tables.TextTable, title: str, caption: str | None = None) -> Table:
     headers = ("\n".join(header.rsplit(" ", 1)) for header in content.headers)
     columns = (Column(header, justify="right", overflow="fold") for header in headers)
-    table = Table(*columns, title=title, caption=caption, **_NARROW)
+    table = Table(*columns, title=title, caption=caption, **NARROW)
     for index, row in enumerate(content.rows):
         table.add_row(*row, style="bold" if index == content.marked else None)
     return table
@@ -214,7 +217,7 @@ def memory_table(memories: Sequence[DeviceMemory], console: Console) -> Renderab
         caption += " Devices without a torch number are not visible to torch."
     sizes = ("total", "used", "free", "ours")
     wide = table_of(("device", "name", "UUID"), (*sizes, "other processes"), caption=caption)
-    narrow = table_of(("device",), (*sizes, "others"), caption=caption, **_NARROW)
+    narrow = table_of(("device",), (*sizes, "others"), caption=caption, **NARROW)
     names, errors = [], []
     for memory in memories:
         name, uuid = memory.name or "?", memory.uuid or "?"
@@ -233,19 +236,19 @@ def memory_table(memories: Sequence[DeviceMemory], console: Console) -> Renderab
         names.append(Text(f"{memory.label}: {name}\n    {uuid}"))
         if memory.error is not None:
             errors.append(Text(f"{memory.label}: {memory.error}"))
-    return Group(wide, *errors) if _fits(console, wide) else Group(narrow, *names, *errors)
+    return Group(wide, *errors) if fits(console, wide) else Group(narrow, *names, *errors)
 
 
 def print_workloads(listed: Sequence[dict[str, Any]]) -> None:
     """Print the built-in workloads, with what they are below the table if it is too wide."""
     console = stdout_console()
     wide = table_of(("workload", "what it is"), ("parameters", "batch size"))
-    narrow = table_of(("workload",), ("parameters", "batch size"), **_NARROW)
+    narrow = table_of(("workload",), ("parameters", "batch size"), **NARROW)
     for workload in listed:
         numbers = (f"{workload['num_parameters'] / 1e6:.1f} M", str(workload["batch_size"]))
         wide.add_row(workload["name"], workload["about"], *numbers)
         narrow.add_row(workload["name"], *numbers)
-    if _fits(console, wide):
+    if fits(console, wide):
         console.print(wide)
         return
     console.print(narrow)
@@ -275,92 +278,3 @@ def print_validation(report: ValidationReport) -> None:
         console.print(f"\n{title}", style="bold")
         console.print(Padding.indent(table, 2))
     console.print(f"\n{validation_summary(report)}")
-
-
-def print_demo(settings: demos.DemoSettings, runs: Sequence[demos.DemoRun]) -> None:
-    """Print the demo's runs and compare them."""
-    console = stdout_console()
-    console.print(_demo_table(console, settings, runs))
-    ran = [run for run in runs if run.measured.status == "ok"]
-    if ran and settings.emulated:
-        console.print(_breakdown_table({run.name: run.measured.breakdown[0] for run in ran}))
-    for run in runs:
-        if run not in ran:
-            console.print(f"{run.name}: {run.measured.out_of_memory}")
-    difference = demos.loss_difference(runs)
-    allowed = f"(allowed: {demos.LOSS_TOLERANCE:.0e})."
-    if difference is None:
-        console.print(
-            "Fewer than two runs fit, so there are no loss curves to compare. Try more --memory or "
-            "--devices, or a smaller --batch-size."
-        )
-    elif difference <= demos.LOSS_TOLERANCE:
-        console.print(f"The loss curves agree: they differ by {difference:.1e} at most {allowed}")
-    else:
-        console.print(f"FAILED: the loss curves differ by {difference:.1e} {allowed}")
-    _, even, balanced = runs
-    if even.measured.chunk_sizes == balanced.measured.chunk_sizes:
-        console.print(
-            f"gpu0_bsz={settings.gpu0_bsz} is the even split, since device 0 gets at most an equal "
-            f"part: {even.measured.chunk_sizes[0]} of {settings.batch_size} samples."
-        )
-    elif even in ran and balanced in ran:
-        peaks = [format_mib(max(run.measured.peak_bytes)) for run in (even, balanced)]
-        console.print(
-            f"The bottleneck device needs {peaks[0]} MiB with the even split and "
-            f"{peaks[1]} MiB with BalancedDataParallel({balanced.measured.chunk_sizes[0]}, model)."
-        )
-
-
-def _demo_table(
-    console: Console, settings: demos.DemoSettings, runs: Sequence[demos.DemoRun]
-) -> Table:
-    """Return the table with a row for each run, or with a column for each if that is too wide."""
-    kind = "emulated devices, on the CPU" if settings.emulated else "devices"
-    options = {
-        "title": f"A character transformer, batches of {settings.batch_size}, "
-        f"{settings.num_devices} {kind}",
-        "caption": "Memory in MiB. Device 0 is the first one."
-        + " The speed is that of this CPU." * settings.emulated,
-        **_NARROW,
-    }
-    results = ("imbalance", "samples/s", "last loss")
-    wide = table_of(("run", "split", "peak of each device"), results, **options)
-    columns = []
-    for run in runs:
-        sizes, peaks = run.measured.chunk_sizes, run.measured.peak_bytes
-        first, others, figures = "out of memory", "", ["", "", ""]
-        each = first
-        if run.measured.status == "ok":
-            first, others = format_mib(peaks[0]), _range(peaks[1:], format_mib)
-            each = "  ".join(map(format_mib, peaks))
-            figures = [
-                f"{run.measured.imbalance:.0%}" if len(sizes) > 1 else "",
-                f"{run.measured.samples_per_s:.1f}",
-                f"{run.losses[-1]:.4f}",
-            ]
-        wide.add_row(run.name, " ".join(map(str, sizes)), each, *figures)
-        columns.append([str(sizes[0]), _range(sizes[1:], str), first, others, *figures])
-    if _fits(console, wide):
-        return wide
-    narrow = table_of(("run",), [run.name for run in runs], **options)
-    names = ("samples, device 0", "samples, others", "peak, device 0", "peak, others", *results)
-    for name, *cells in zip(names, *columns, strict=True):
-        narrow.add_row(name, *cells)
-    return narrow
-
-
-def _range(numbers: Sequence[int], as_text: Callable[[int], str]) -> str:
-    """Return the lowest and the highest number, or the only one."""
-    ends = dict.fromkeys(as_text(end(numbers)) for end in (min, max)) if numbers else ()
-    return " to ".join(ends)
-
-
-def _breakdown_table(breakdowns: dict[str, dict[str, int]]) -> Table:
-    table = table_of(("memory in MiB",), [*breakdowns], title="Device 0 at its peak", **_NARROW)
-    for use in tables.largest_uses(breakdowns.values(), 2**20 // 10):
-        table.add_row(use, *(format_mib(sizes.get(use, 0)) for sizes in breakdowns.values()))
-    return table
-
-
-_NARROW: dict[str, Any] = {"box": box.SIMPLE_HEAD, "pad_edge": False, "collapse_padding": True}

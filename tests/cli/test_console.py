@@ -16,6 +16,7 @@ from balanced_dp import Measurement, tune
 from balanced_dp.cli import console as consoles
 from balanced_dp.cli.commands import workloads
 from balanced_dp.cli.demo import DemoRun, DemoSettings
+from balanced_dp.cli.demo_tables import print_demo
 from balanced_dp.cli.run import RunResult
 from balanced_dp.memory.device_memory import DeviceMemory
 from balanced_dp.report.compare import METRICS, Comparison
@@ -107,7 +108,7 @@ def test_the_demo_s_runs(num_devices, batch_size, sizes):
         DemoRun("balanced", measured(sizes[-num_devices:], 2, batch_size), (2.9645, 2.5)),
     ]
     with terminal() as lines:
-        consoles.print_demo(settings, runs)
+        print_demo(settings, runs)
     firsts = [format_mib(run.measured.peak_bytes[0]) for run in runs]
     if cells(lines, "peak, device 0"):
         assert cells(lines, "peak, device 0") == firsts
@@ -130,7 +131,7 @@ def test_the_demo_s_rows_where_memory_ran_out():
     even = DemoRun("even split", measured([GIB] * 8), (1.0,))
     for width in (80, 160):
         with terminal(width) as lines:
-            consoles.print_demo(DemoSettings(8, 64, emulate=True), [run, even, even])
+            print_demo(DemoSettings(8, 64, emulate=True), [run, even, even])
         assert sum("out of memory" in line for line in lines) == 1
 
 
