@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from itertools import compress, groupby
 
 from ..planning.split_planner import LARGEST_BATCH, utilizations
-from ..split import even_share
 from ..tuning.measurement import Measurement, by_gpu0_bsz
-from ..tuning.options import Option, fits
+from ..tuning.options import Option, fits, relative_speed
 from ..tuning.report_types import Report
 from ..units import format_bytes
 
@@ -280,10 +279,8 @@ def candidates(report: Report) -> Sequence[Measurement]:
 
 def speed(measured: Measurement) -> float:
     """Return samples per second, or on emulated devices the even chunk over the largest one."""
-    if measured.mode == "real":
-        return measured.samples_per_s
-    even = even_share(measured.batch_size, len(measured.chunk_sizes))
-    return even / max(measured.chunk_sizes)
+    is_real = measured.mode == "real"
+    return measured.samples_per_s if is_real else relative_speed(measured.chunk_sizes)
 
 
 def speed_name(report: Report) -> str:

@@ -50,8 +50,8 @@ class Option:
 
     @property
     def speed(self) -> float:
-        """Return the even chunk over the largest one, which the others wait for; at most 1."""
-        return even_share(self.batch_size, len(self.chunk_sizes)) / max(self.chunk_sizes)
+        """Return the relative speed of its split."""
+        return relative_speed(self.chunk_sizes)
 
     @property
     def is_data_parallel(self) -> bool:
@@ -94,6 +94,11 @@ class Option:
 def fits(measured: Measurement, budgets: Sequence[int]) -> bool:
     """Return whether a split ran and no device held more than its budget."""
     return measured.status == "ok" and max(utilizations(measured.peak_bytes, budgets)) <= 1
+
+
+def relative_speed(chunk_sizes: Sequence[int]) -> float:
+    """Return the even chunk over the largest one, which the others wait for; at most 1."""
+    return even_share(sum(chunk_sizes), len(chunk_sizes)) / max(chunk_sizes)
 
 
 def find_options(

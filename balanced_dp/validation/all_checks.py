@@ -102,7 +102,7 @@ def validate(
         on_check: called with each check.
     """
     name = settings.workload or ("char-lm" if settings.kind == "emulated" else "gpt2-small")
-    workload = replace(find_workload(name), name=name)
+    workload = find_workload(name)
     batch_size = _PER_DEVICE * settings.num_devices
     checks: list[Check] = []
     try:
