@@ -186,11 +186,11 @@ def check_batch(batch_size: int, capacities: Sequence[int], reserve: int) -> Non
     as_integer("batch_size", batch_size, minimum=1)
     as_integer("reserve", reserve, minimum=0)
     if len(capacities) < 2 or min(capacities) <= reserve:
+        hint = " (--reserve lowers it)" if len(capacities) > 1 else ""
         raise ArgumentError(
             "a plan is for two or more devices with capacities above the reserve of "
             f"{format_bytes(reserve)}, got {', '.join(map(format_bytes, capacities)) or 'none'}"
-            + " (--reserve lowers it)"
-            * (len(capacities) > 1)
+            f"{hint}"
         )
 
 
