@@ -13,20 +13,12 @@ from typing import Any
 import torch
 
 from ..free_threading import is_free_threaded_build
+from .copies import add, copy_, references_of_call, to_copy
 from .ledger import Label
 from .machine import current_machine
 from .operators import look_up_operators
 from .symbolic import CPU, META, is_known, is_unknown_dtype
-from .tensor import (
-    HANDLERS,
-    EmulatedTensor,
-    Wrapped,
-    copy_,
-    elem_of,
-    references_of_call,
-    run,
-    wrap_elem,
-)
+from .tensor import HANDLERS, EmulatedTensor, Wrapped, elem_of, run, wrap_elem
 
 aten = torch.ops.aten
 _fused = aten._scaled_dot_product_fused_attention_overrideable.default
@@ -52,6 +44,9 @@ def register_kernels() -> torch.library.Library:
     library.impl("ctc_loss.Tensor", _ctc_loss, "AutogradLazy")
     HANDLERS.update(
         {
+            aten._to_copy.default: to_copy,
+            aten.add.Tensor: add,
+            aten.copy_.default: copy_,
             aten.scaled_dot_product_attention.default: _attention,
             aten.ctc_loss.Tensor: _ctc_loss,
             _fused: _fused_attention,

@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import functools
 import math
-import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -42,8 +41,11 @@ AUTOCAST_KEY = torch._C.DispatchKey.AutocastPrivateUse1  # type: ignore[attr-def
 
 _EXTRA_KEYS = torch._C.DispatchKeySet(AUTOCAST_KEY)
 
-# Labels that a more specific one may replace later.
-_PROVISIONAL = {Label.ACTIVATION, Label.OTHER}
+PROVISIONAL = {Label.ACTIVATION, Label.OTHER}
+"""Labels that a more specific one may replace later."""
+
+HANDLERS: dict[torch._ops.OpOverload, Callable[..., Any]] = {}
+"""Operators with an implementation of their own; ``kernels`` fills it, ``run`` handles others."""
 
 
 class EmulatedTensor(torch.Tensor):
@@ -203,7 +205,7 @@ class Wrapped:
     def __init__(self, func: torch._ops.OpOverload) -> None:
         self.func = func
         self.machine = current_machine()
-        self.label = _label(self.machine)
+        self.label = label_of_results(self.machine)
         self.by_elem: dict[int, EmulatedTensor] = {}
         self.cpu_tensor: torch.Tensor | None = None
 
@@ -287,7 +289,7 @@ def wrap_elem(
     """
     if machine.symbolic and is_unknown_dtype(elem.dtype) and is_known(elem):
         elem = torch.empty_strided(elem.size(), elem.stride(), dtype=elem.dtype, device=META)
-    return _wrapper(elem, device, _enter(elem, machine, device, label))
+    return wrapper_of(elem, device, _enter(elem, machine, device, label))
 
 
 def _enter(
@@ -305,7 +307,7 @@ def _update_wrapper(
     for allocation in wrapper._allocations:
         allocation.ledger.resize(allocation, allocation.storage.nbytes())
     if _metadata(wrapper) != _metadata(elem):  # resize_, unsqueeze_, set_ ...
-        wrapper.data = _wrapper(elem, device, wrapper._allocations)
+        wrapper.data = wrapper_of(elem, device, wrapper._allocations)
 
 
 def _metadata(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -314,9 +316,10 @@ def _metadata(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.shape, tensor.stride(), tensor.storage_offset()
 
 
-def _wrapper(
+def wrapper_of(
     elem: torch.Tensor, device: torch.device, allocations: tuple[Allocation, ...]
 ) -> EmulatedTensor:
+    """Return ``elem`` as a tensor on ``device`` that is counted by ``allocations``."""
     strided: dict[str, Any] = (
         {"strides": elem.stride(), "storage_offset": elem.storage_offset()}
         if elem.layout is torch.strided
@@ -364,7 +367,7 @@ def elem_of(tensor: EmulatedTensor) -> torch.Tensor:
     return tensor._elem
 
 
-def set_label(tensor: object, label: Label, over: set[Label] = _PROVISIONAL) -> None:
+def set_label(tensor: object, label: Label, over: set[Label] = PROVISIONAL) -> None:
     """Label the memory of ``tensor`` if it is emulated and its present label is in ``over``."""
     if isinstance(tensor, EmulatedTensor):
         for allocation in tensor._allocations:
@@ -372,7 +375,7 @@ def set_label(tensor: object, label: Label, over: set[Label] = _PROVISIONAL) -> 
                 allocation.block.label = label
 
 
-def _label(machine: Machine) -> Label:
+def label_of_results(machine: Machine) -> Label:
     """Return the label of the running operator's results."""
     if torch._C._current_graph_task_id() != -1:
         with looking_at_nodes:
@@ -422,136 +425,3 @@ def _refused_cpu_dims(func: torch._ops.OpOverload) -> tuple[float, ...]:
         return 0 if is_written(argument) or isinstance(argument.type, torch.ListType) else 1
 
     return tuple(map(refused_dims, func._schema.arguments))
-
-
-# Copies: the only operators with two devices.
-
-
-def _to_copy(self: EmulatedTensor, **kwargs: Any) -> torch.Tensor:
-    machine = current_machine()
-    elem = elem_of(self)
-    dtype = kwargs.get("dtype") or elem.dtype
-    target = kwargs.pop("device", None) or self.device
-    kwargs.pop("pin_memory", None)
-    if target.type == "meta":
-        return torch.empty_strided(elem.size(), elem.stride(), dtype=dtype, device=META)
-    if target.type == "cpu":
-        elem = _readable(elem, machine)
-    else:
-        target = machine.devices[machine.index_of(target)]
-    machine.record_copy(self.device, target, elem.numel() * dtype.itemsize)
-    copied: torch.Tensor = aten._to_copy(elem, **kwargs)
-    if target.type == "cpu":
-        return copied
-    return wrap_elem(copied, machine, target, _copy_label(self, target, machine))
-
-
-def copy_(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-    """Copy ``source`` into ``target``, of which at least one is emulated: ``Tensor.copy_``."""
-    machine = current_machine()
-    source_elem = elem_of(source) if isinstance(source, EmulatedTensor) else source
-    machine.record_copy(source.device, target.device, source.numel() * target.dtype.itemsize)
-    if not isinstance(target, EmulatedTensor):
-        return target.copy_(_readable(source_elem, machine))
-    target_elem = elem_of(target)
-    if is_known(target_elem):
-        require_known(source_elem, "copying it into an integer tensor")
-        target_elem.copy_(source_elem)
-    if isinstance(source, EmulatedTensor):
-        if source.device != target.device:
-            set_label(target, _copy_label(source, target.device, machine))
-    else:
-        is_parameter = isinstance(source, torch.nn.Parameter)
-        fresh = {Label.OTHER}
-        set_label(target, Label.PARAMETER if is_parameter else Label.INPUT, over=fresh)
-    return target
-
-
-def _readable(elem: torch.Tensor, machine: Machine) -> torch.Tensor:
-    """Return ``elem`` with values that the CPU may read."""
-    if machine.reads_unknown_as_nan and not is_known(elem) and is_unknown_dtype(elem.dtype):
-        return torch.full(elem.shape, math.nan, dtype=elem.dtype)
-    require_known(elem, "copying it to the CPU")
-    return elem
-
-
-def _copy_label(source: EmulatedTensor, target: torch.device, machine: Machine) -> Label:
-    """Return the label of a copy: its source's, or gathered output for one from another device."""
-    label = _label(machine)
-    if label is Label.GRADIENT:
-        set_label(source, label)
-        return label
-    if source.device == target:
-        return label
-    known = source._allocations[0].block.label
-    if known not in _PROVISIONAL:
-        return known
-    in_backward = torch._C._current_graph_task_id() != -1
-    return label if in_backward else Label.GATHERED_OUTPUT
-
-
-# Accumulated gradients: the engine adds gradients of one tensor in place, but out of place if they
-# are tensor subclasses (can_accumulate_inplace in torch's input_buffer.cpp). Additions that would
-# be in place on CUDA take no memory here either.
-
-
-def _add(self: Any, other: Any, **kwargs: Any) -> Any:
-    if sys.getrefcount(self) > references_of_call() or not _would_accumulate_in_place(self, other):
-        return run(aten.add.Tensor, (self, other), kwargs)
-    wrapped = Wrapped(aten.add.Tensor)
-    elem = aten.add.Tensor(wrapped.unwrap(self), wrapped.unwrap(other))
-    current_machine().move(self._allocations[0], elem)
-    return _wrapper(elem, wrapped.device, self._allocations)
-
-
-@functools.cache
-def references_of_call() -> int:
-    """Return the references to a gradient that nobody keeps, in ``_add`` as the engine calls it.
-
-    They depend on the versions of torch and Python, so they are counted.
-    """
-    counts: list[int] = []
-
-    def add(self: Any, other: Any) -> None:
-        counts.append(sys.getrefcount(self))
-
-    class Counted(torch.Tensor):
-        @classmethod
-        def __torch_dispatch__(  # type: ignore[override]
-            cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-        ) -> Any:
-            if func is aten.add.Tensor:
-                add(*args)
-            with no_dispatch():
-                return counted(func(*args, **(kwargs or {})))
-
-    def counted(tensor: torch.Tensor) -> torch.Tensor:
-        return torch.Tensor._make_subclass(Counted, tensor)
-
-    x = torch.zeros((), requires_grad=True)
-    torch.autograd.grad((2 * x, 3 * x), x, (counted(torch.ones(())), counted(torch.ones(()))))
-    return counts[0]
-
-
-def _would_accumulate_in_place(self: Any, other: Any) -> bool:
-    return (
-        torch._C._current_graph_task_id() != -1
-        and not torch.is_grad_enabled()
-        and isinstance(self, EmulatedTensor)
-        and isinstance(other, EmulatedTensor)
-        and (self.shape, self.dtype, self.layout) == (other.shape, other.dtype, torch.strided)
-        and self._elem.nbytes == self._elem.untyped_storage().nbytes()
-        # No other reference in C++ than those of the engine, the Python object and the call (two),
-        # and no other tensor with this storage: the two references of its allocation are this
-        # tuple's and getrefcount's. (The stubs lack _use_count.)
-        and self._use_count() <= 4  # type: ignore[attr-defined]
-        and sys.getrefcount(self._allocations[0]) == 2
-    )
-
-
-HANDLERS: dict[torch._ops.OpOverload, Callable[..., Any]] = {
-    aten._to_copy.default: _to_copy,
-    aten.add.Tensor: _add,
-    aten.copy_.default: copy_,
-}
-"""Operators with a kernel of their own; ``run`` handles all others."""
