@@ -24,7 +24,7 @@ planning/ memory_model estimates split_planner auto_balance __init__
 parallel/ nested call_inputs move
 parallel/losses/ counted calls terms nodes samples denominators scales graph weight join __init__
 parallel/ scatter arrivals coalesced_copy homes deferred_gradients parameter_copies
-parallel/ bound_methods written_state replica_pool replicate parallel_apply gather
+parallel/ bound_methods written_state replica replica_pool replicate parallel_apply gather
 parallel/ per_device criterion auto_split split_policy steps data_parallel functional __init__
 tuning/ models workloads open_devices measurement options step_benchmark report_types tuner
 tuning/ split_search loop_recorder __init__

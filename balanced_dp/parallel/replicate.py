@@ -15,7 +15,8 @@ from .arrivals import Arrivals
 from .coalesced_copy import copy_to
 from .move import move
 from .parameter_copies import ParameterCopies, copy_attributes
-from .replica_pool import Replica, ReplicaPool, is_compiled
+from .replica import Replica, is_compiled
+from .replica_pool import ReplicaPool
 from .written_state import WrittenState
 
 __all__ = ["Replicas", "Replicator", "check_on_device", "is_compiled", "replicate"]
