@@ -155,7 +155,7 @@ def find_options(
         even = even_share(batch_size, num_devices)
         full = {
             value: max(utilizations(m.peak_bytes, budgets))
-            for value, m in by_gpu0_bsz(by_split.values(), batch_size).items()
+            for value, m in by_gpu0_bsz(measurements, batch_size).items()
             if m.status == "ok"
         }
         fitting = [value for value, utilization in full.items() if utilization <= 1]

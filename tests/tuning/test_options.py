@@ -192,3 +192,13 @@ def test_weights_that_were_not_measured_are_not_offered():
     measured = [measurement(model, split_batch(30, 3, value), value) for value in range(11)]
     found = find_options(model, measured, 30, budgets, gather=True, spread=False)
     assert all(option.device_weights is None for option in found)
+
+
+def test_a_value_and_weights_may_have_the_same_chunks():
+    budgets, model, sizes = [170, 500, 500], memory_model(), (4, 10, 10)
+    measured = [measurement(model, split_batch(24, 3, value), value) for value in (8, 4, 0)]
+    measured.append(measurement(model, sizes, None))
+    found = find_options(model, measured, 24, budgets, gather=True, spread=False)
+    lines = {option.line: option.chunk_sizes for option in found}
+    assert lines["BalancedDataParallel(4, model)"] == sizes
+    assert lines["BalancedDataParallel(None, model, device_weights=[4, 10, 10])"] == sizes
