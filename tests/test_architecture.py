@@ -26,8 +26,8 @@ parallel/losses/ counted calls terms nodes samples denominators scales graph wei
 parallel/ scatter arrivals coalesced_copy homes deferred_gradients parameter_copies
 parallel/ bound_methods written_state replica replica_pool replicate parallel_apply gather
 parallel/ per_device criterion auto_split split_policy steps data_parallel functional __init__
-tuning/ models workloads open_devices measurement options step_benchmark report_types tuner
-tuning/ split_search loop_recorder __init__
+tuning/ models workloads open_devices measurement options step_benchmark report_types reports
+tuning/ workload_search tuner split_search loop_recorder __init__
 api __init__
 validation/ check gradients peaks seconds rank all_checks __init__
 distributed/ ranks batch_sampler loss_scaling to_ddp __init__

@@ -11,8 +11,8 @@ from ..split import as_integer, even_share
 from ..tuning.measurement import Measurement
 from ..tuning.models import CharTransformer
 from ..tuning.open_devices import check_devices, open_devices, uses_emulation
+from ..tuning.reports import best_measured
 from ..tuning.step_benchmark import step_meter
-from ..tuning.tuner import best_measured
 from ..tuning.workloads import Batch, Workload, encoded_text, find_workload
 from ..units import parse_bytes
 

@@ -14,7 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 from ..errors import ArgumentError, ReportError
 from ..tuning.measurement import Measurement
 from ..tuning.report_types import SCHEMA, Provenance, Report
-from ..tuning.tuner import report_of_measurements
+from ..tuning.reports import report_of_measurements
 
 _REPORT = TypeAdapter(Report)
 _MEASUREMENT = TypeAdapter(Measurement)

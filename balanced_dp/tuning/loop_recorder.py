@@ -35,10 +35,10 @@ from ..parallel.nested import tensors
 from ..parallel.split_policy import SplitPolicy
 from ..planning.memory_model import fit
 from ..split import even_share, split_batch
-from .measurement import Measurement, StepRecorder
+from .measurement import Measurement, StepRecorder, fittable
 from .report_types import Provenance, Report
+from .reports import report_of_measurements
 from .split_search import SplitSearch
-from .tuner import fittable, report_of_measurements
 
 
 class StepsDone(SystemExit):

@@ -15,6 +15,7 @@ from ..emulation.machine import current_machine
 from ..memory.breakdown import memory_breakdown
 from ..memory.peaks import Peaks
 from ..memory.step_memory import imbalance_of
+from ..planning.memory_model import MeasuredSplit
 
 Mode = Literal["symbolic", "emulated", "real"]
 
@@ -78,6 +79,11 @@ def by_gpu0_bsz(measurements: Iterable[Measurement], batch_size: int) -> dict[in
         if m.batch_size == batch_size and m.gpu0_bsz is not None
     }
     return dict(sorted(swept.items()))
+
+
+def fittable(measurements: Iterable[Measurement]) -> list[MeasuredSplit]:
+    """Return what a model can be fitted to: the splits that ran."""
+    return [(m.chunk_sizes, m.phase_peak_bytes) for m in measurements if m.status == "ok"]
 
 
 class StepRecorder:

@@ -1,0 +1,133 @@
+"""Measure the splits of a workload on which the choice of the best one depends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from ..errors import ArgumentError, InfeasiblePlanError
+from ..planning.memory_model import MemoryModel, fit
+from ..planning.split_planner import Planner
+from ..split import even_share
+from .measurement import Measurement, fittable
+from .options import LARGEST_MEASURED_BATCH, fits
+from .step_benchmark import StepMeter
+
+NUM_MEASURED = 12
+"""Approximate number of measured splits."""
+
+_MAX_ROUNDS = 4
+"""How often the model is fitted again after measuring what it planned."""
+
+_A_LITTLE_LESS = (1.0, 0.999, 0.995, 0.98)
+"""Fractions of the largest batch that is predicted to fit, to be measured until one does."""
+
+_MOST_VALUES = 64
+"""Number of evenly spaced values to measure if the model is not accurate."""
+
+OnMeasurement = Callable[[Measurement, int], object]
+"""A function of each measurement and the approximate number of those to come."""
+
+
+class WorkloadSearch:
+    """Measure splits of a workload, each one once."""
+
+    def __init__(
+        self, meter: StepMeter, budgets: Sequence[int], on_measurement: OnMeasurement
+    ) -> None:
+        self.meter = meter
+        self.budgets = budgets
+        self.on_measurement = on_measurement
+        self.num_expected = NUM_MEASURED
+        self.measured: dict[tuple[int, int | tuple[int, ...]], Measurement] = {}
+        """By batch size, and ``gpu0_bsz`` or weights."""
+
+    def run(self, batch_size: int, swept: Sequence[int]) -> MemoryModel:
+        """Measure the splits that the choice depends on, and return a model of all of them."""
+        even = even_share(batch_size, len(self.budgets))
+        if swept and not 0 <= swept[0] <= swept[-1] <= even:
+            raise ArgumentError(
+                f"sweep goes from {swept[0]} to {swept[-1]}, but for a batch of {batch_size} on "
+                f"{len(self.budgets)} devices gpu0_bsz is from 0 to {even}, the even split"
+            )
+        self.num_expected += len(swept)
+        self.measure_around(batch_size)
+        for gpu0_bsz in swept:
+            self.measure(batch_size, gpu0_bsz)
+        smaller = batch_size
+        while len(fittable(self.measured.values())) < 3 and smaller > 1:  # memory ran out
+            smaller = -(-smaller // 2)
+            self.measure_around(smaller)
+        if not fittable(self.measured.values()):
+            raise InfeasiblePlanError(
+                f"not even a batch of {smaller} ran: {self.measured[smaller, 0].out_of_memory}"
+            )
+        self.refine(batch_size)
+        model = fit(fittable(self.measured.values()))
+        if not model.is_accurate:
+            values = range(0, even + 1, max(1, even // _MOST_VALUES))
+            self.num_expected = len(self.measured) + len(values)
+            for gpu0_bsz in values:
+                self.measure(batch_size, gpu0_bsz)
+        return model
+
+    def measure(self, batch_size: int, gpu0_bsz: int) -> Measurement:
+        """Measure the split, or the nearest one that the model can train on, unless it is known."""
+        if gpu0_bsz:
+            even = even_share(batch_size, len(self.budgets))
+            gpu0_bsz = min(even, max(gpu0_bsz, self.meter.smallest_chunk))
+        if (batch_size, gpu0_bsz) not in self.measured:
+            self.record(gpu0_bsz, self.meter.measure(batch_size, gpu0_bsz))
+        return self.measured[batch_size, gpu0_bsz]
+
+    def measure_weights(self, weights: tuple[int, ...]) -> None:
+        """Measure a split by weights, unless it is known or the model cannot train on it."""
+        size = sum(weights)
+        is_known = (size, weights) in self.measured or size > LARGEST_MEASURED_BATCH
+        if not is_known and min(filter(None, weights), default=0) >= self.meter.smallest_chunk:
+            self.record(weights, self.meter.measure(size, None, weights))
+
+    def record(self, split: int | tuple[int, ...], measured: Measurement) -> None:
+        """Keep a measurement."""
+        self.measured[measured.batch_size, split] = measured
+        self.on_measurement(measured, max(0, self.num_expected - len(self.measured)))
+
+    def measure_around(self, batch_size: int) -> None:
+        """Measure splits of a batch and of twice its size, from which the terms can be fitted."""
+        even = even_share(batch_size, len(self.budgets))
+        for gpu0_bsz in (even, 0, even // 2, 1):
+            self.measure(batch_size, gpu0_bsz)
+        for gpu0_bsz in (2 * even, 0):
+            self.measure(2 * batch_size, gpu0_bsz)
+
+    def refine(self, batch_size: int) -> None:
+        """Measure what the model plans, and fit it again, until it plans nothing new."""
+        for _ in range(_MAX_ROUNDS):
+            before = len(self.measured)
+            planner = Planner(fit(fittable(self.measured.values())), self.budgets)
+            best = planner.best_gpu0_bsz(batch_size)
+            near = range(max(0, best - 1), best + 2)
+            for gpu0_bsz in (*near, planner.fastest_gpu0_bsz(batch_size)):
+                self.measure(batch_size, gpu0_bsz)
+            for choose in (planner.balanced_gpu0_bsz, planner.even_share):
+                # The largest batch may be too large to be made on the CPU.
+                largest = min(planner.max_batch_size(choose), LARGEST_MEASURED_BATCH)
+                if largest:
+                    self.measure(largest, choose(largest))
+            if len(set(self.budgets)) > 1:
+                split = planner.weighted_split(batch_size)
+                for weights in (
+                    split.chunk_sizes,
+                    split.max_batch_chunk_sizes,
+                    planner.fastest_split(batch_size),
+                ):
+                    self.measure_weights(weights or ())
+            if len(self.measured) == before:
+                break
+        for choose in (planner.balanced_gpu0_bsz, planner.even_share):
+            largest = planner.max_batch_size(choose)
+            for size in (round(part * largest) for part in _A_LITTLE_LESS):
+                known = self.measured.get((size, choose(size)))
+                if known is None and 0 < size < LARGEST_MEASURED_BATCH:
+                    known = self.measure(size, choose(size))
+                if known is None or fits(known, self.budgets):
+                    break
