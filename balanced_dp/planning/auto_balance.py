@@ -57,6 +57,8 @@ class AutoBalance:
         self._too_large: dict[int, int] = {}
         self._too_small: dict[int, int] = {}
         self._num_smaller = 0
+        # Batch sizes of which an iteration has added to gradients that were there.
+        self._accumulating: set[int] = set()
         self._first_share = Fraction(1)
         """The share of device 0 in a batch while nothing is known of it."""
 
@@ -95,16 +97,30 @@ class AutoBalance:
         return self._values[batch_size]
 
     def observe(
-        self, batch_size: int, peak_bytes: tuple[int, ...], empty_bytes: int, replica_bytes: int
+        self,
+        batch_size: int,
+        peak_bytes: tuple[int, ...],
+        empty_bytes: int,
+        replica_bytes: int,
+        accumulates: bool = False,
     ) -> None:
         """Record an iteration; change or freeze the value if its batch was the largest so far.
+
+        If such a batch has added to gradients before, its peaks have them, and iterations in which
+        none does are ignored.
 
         Args:
             batch_size: the batch of the iteration, split by the current value.
             peak_bytes: the peak of each device in the iteration.
             empty_bytes: what device 0 would hold with an empty batch.
             replica_bytes: the least that another device holds of the model.
+            accumulates: whether such a batch has added to gradients in this iteration.
         """
+        if accumulates and batch_size not in self._accumulating:
+            self._accumulating.add(batch_size)
+            self._observed = {k: v for k, v in self._observed.items() if k[0] != batch_size}
+        elif batch_size in self._accumulating and not accumulates:
+            return
         value = self.gpu0_bsz(batch_size)
         known = self._observed.get((batch_size, value), peak_bytes)
         self._observed[batch_size, value] = tuple(map(max, zip(known, peak_bytes, strict=True)))

@@ -96,12 +96,14 @@ class LoopRecorder:
         self._others: set[int] = set()
         self._pending: set[int] = set()
         self._next_blocks: tuple[int, ...] = ()
+        self._accumulating: set[int] = set()
         self._empty_bytes: dict[tuple[int, int], tuple[int, ...]] = {}
         self._precision: str | None = None
         # Of the iteration that is under way:
         self._step: StepRecorder | None = None
         self._has_gone_back = False
         self._has_stepped = False
+        self._batch_sizes: list[int] = []
         self._chunk_sizes: tuple[int, ...] = ()
         self._replica_sizes: dict[torch.device, int] = {}
         self._replicated: type[nn.Module] | None = None
@@ -167,7 +169,10 @@ class LoopRecorder:
 
     def begin_call(self, module: nn.Module, batch_size: int) -> None:
         """Record the call of a model; its largest batch makes the peak."""
-        if not torch.is_grad_enabled() or batch_size < sum(self._chunk_sizes):
+        if not torch.is_grad_enabled():
+            return
+        self._batch_sizes.append(batch_size)
+        if batch_size < sum(self._chunk_sizes):
             return
         self._search.smallest = smallest_chunk(module)
         self._chunk_sizes = self.split(batch_size)
@@ -282,7 +287,7 @@ class LoopRecorder:
         step.end_phase(self._breakdown_of, self._optimizer)
         self.num_iterations += 1
         self._record(step)
-        self._chunk_sizes, self._replica_sizes = (), {}
+        self._batch_sizes, self._chunk_sizes, self._replica_sizes = [], (), {}
 
     def _end_loop(self) -> None:
         """Record the last iteration; if it is not finished, only if it is the only one."""
@@ -306,12 +311,26 @@ class LoopRecorder:
         measured = step.measurement(self.name, sizes[0], sizes)
         if self.num_iterations == 2:  # the first one had no optimizer state
             self.measurements.clear()
+        if not self._has_all_gradients(measured.batch_size):
+            return
         known = self.measurements.pop(key, measured)  # the latest one is the last one
         self.measurements[key] = max(measured, known, key=lambda m: max(m.peak_bytes))
         if self.measurements[key] is measured:
             self._empty_bytes[key] = _empty_bytes(step)
         replica_bytes = 0 if self._model is None else _num_bytes(self._model)
         self._search.observe(measured, _empty_bytes(step), replica_bytes)
+
+    def _has_all_gradients(self, batch_size: int) -> bool:
+        """Return whether the peak has the gradients that those of other iterations have.
+
+        If gradients accumulate, the second batch adds to them, unless the data ends before.
+        """
+        accumulates = batch_size in self._batch_sizes[1:]
+        if accumulates and batch_size not in self._accumulating:
+            self._accumulating.add(batch_size)
+            self.measurements = {k: v for k, v in self.measurements.items() if k[0] != batch_size}
+            vars(self).pop("_search", None)
+        return accumulates or batch_size not in self._accumulating
 
     # The result.
 

@@ -55,6 +55,24 @@ def simulate(model: MemoryModel, capacities, batch_size, balance=None):
     raise AssertionError(f"never frozen: {values}")
 
 
+@pytest.mark.parametrize("is_short_first", [False, True])
+def test_iterations_without_the_gradients_of_others_teach_nothing(is_short_first):
+    first, other = LinearTerm(2**17, 2**14), LinearTerm(0, 2**14)
+    model = MemoryModel((first,), (first,), (other,), 3, 0.0)
+
+    def found(kinds):
+        balance = AutoBalance([GIB] * 4)
+        for accumulates in kinds:
+            peaks = model.predict(split_batch(64, 4, balance.gpu0_bsz(64)))
+            # Without gradients to add to, device 0 holds less.
+            seen = peaks if accumulates else (peaks[0] // 3, *peaks[1:])
+            balance.observe(64, seen, 2**17, 0, accumulates)
+        assert balance.is_frozen
+        return balance.gpu0_bsz(64)
+
+    assert found([is_short_first, not is_short_first] * 8) == found([True] * 8) == 10
+
+
 @given(models(), budgets, st.integers(1, 300))
 def test_under_any_laws_it_ends_no_worse_than_the_even_split(model, capacities, batch_size):
     capacities = [1000 * capacity for capacity in capacities]

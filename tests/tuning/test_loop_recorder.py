@@ -169,6 +169,32 @@ def test_gradient_accumulation_is_one_iteration(devices):
     assert list(recorder.measurements) == [(16, 4)]
 
 
+@pytest.mark.parametrize("gpu0_bsz", ["auto", None])
+def test_iterations_whose_data_ended_are_not_compared_with_others(gpu0_bsz, devices):
+    """97 samples in batches of 32, two for each step: every second step has 32 and one."""
+
+    def peaks(*sizes: int) -> dict[Any, Any]:
+        recorder = LoopRecorder(devices, gpu0_bsz=gpu0_bsz)
+        model = BalancedDataParallel(0, make_model(devices[0]))
+        recorder.adopt(model)
+        optimizer = torch.optim.AdamW(model.parameters())
+        with recorder.recording():
+            for number in range(20):
+                model(torch.ones(sizes[number % len(sizes)], 64)).mean().backward()
+                if number % 2:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        model.close()
+        measured = recorder.measurements.values()
+        return {m.gpu0_bsz: m.peak_bytes for m in measured if m.batch_size == 32}
+
+    mixed = peaks(32, 32, 32, 1)
+    gc.collect()
+    assert mixed == peaks(32, 32)
+    assert (len(mixed) > 2) == (gpu0_bsz == "auto")
+    gc.collect()
+
+
 def test_the_loop_ends_where_it_would_begin_one_step_too_many(devices):
     recorder = LoopRecorder(devices, num_steps=2)
     steps = []
