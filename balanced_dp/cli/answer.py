@@ -55,11 +55,15 @@ def why_no_plan(recorder: LoopRecorder) -> Iterator[str]:
         yield "The script put no tensors on the devices."
     elif recorder.is_splitting and recorder.gpu0_bsz is None:
         yield "Without --gpu0-bsz even, the run searches for the best value of gpu0_bsz."
-    elif recorder.is_splitting and len(recorder.measurements) == 1 < recorder.num_iterations - 2:
+    elif (
+        recorder.is_splitting
+        and isinstance(recorder.gpu0_bsz, int)
+        and len(recorder.measurements) == 1 < recorder.num_iterations - 2
+    ):
         yield "That is the even split, so there is nothing to compare it with; lower --gpu0-bsz."
     elif recorder.is_splitting:
         yield (
-            "A plan takes four training steps or more of one batch size; the script took "
+            "A plan takes four training steps or more with the same batches; the script took "
             f"{recorder.num_iterations}."
         )
     elif len(recorder.devices) == 1:
@@ -148,29 +152,35 @@ def what_else_helps(recorder: LoopRecorder, report: Report, wraps: bool) -> Iter
         gpu0_bsz = planner.best_gpu0_bsz(plan.batch_size)
         full = planner.utilization(plan.batch_size, gpu0_bsz)
         largest = planner.max_batch_size(planner.balanced_gpu0_bsz)
-        how, lines = _option(recorder, gpu0_bsz, spread, wraps)
-        if full >= best * _WORTH_IT or largest < plan.batch_size or not how:
+        is_even = gpu0_bsz >= planner.even_share(plan.batch_size)
+        how, lines = _option(recorder, None if is_even else gpu0_bsz, spread, wraps)
+        if full >= best * _WORTH_IT or largest < plan.max_batch_size or not how:
             continue
         best = full
-        held_bytes = max(model.predict(split_batch(plan.batch_size, num_devices, gpu0_bsz)))
+        needs = model.predict(split_batch(plan.batch_size, num_devices, gpu0_bsz))
+        index = max(range(num_devices), key=lambda i: needs[i] / plan.budgets[i])
         yield "\n".join(
             [
-                f"An estimate: {format_bytes(held_bytes)} on the fullest device, and batches up to "
-                f"{largest} (with gpu0_bsz={planner.balanced_gpu0_bsz(largest)}), {how}:",
+                f"An estimate: {format_bytes(needs[index])} on the fullest device, {index}, and "
+                f"batches up to {largest} (with gpu0_bsz={planner.balanced_gpu0_bsz(largest)}), "
+                f"{how}:",
                 *lines,
             ]
         )
 
 
 def _option(
-    recorder: LoopRecorder, gpu0_bsz: int, spread: bool, wraps: bool
+    recorder: LoopRecorder, value: int | None, spread: bool, wraps: bool
 ) -> tuple[str, list[str]]:
     """Return in words how outputs are not gathered, and the lines to write."""
-    how, given, criterion = [], [str(gpu0_bsz), "model"], []
+    how, given, criterion = [], [str(value), "model"], []
     if not recorder.returns_loss:
         how.append("with the loss on each device")
         given.append("gather=False")
-        criterion = ["    criterion = balanced_dp.BalancedCriterion(criterion)  # see docs/loss.md"]
+        criterion = [
+            "    criterion = balanced_dp.BalancedCriterion(criterion)",
+            "    # the criterion also does what the script does to outputs before it: docs/loss.md",
+        ]
     elif recorder.returns_rows:
         how.append("if forward returns the loss without other outputs")
     if spread:
@@ -178,7 +188,7 @@ def _option(
         given.append("spread=True")
     lines = [f"    model = balanced_dp.BalancedDataParallel({', '.join(given)})", *criterion]
     if not wraps:  # a Trainer wraps the model
-        lines = [f"    BalancedTrainer(gpu0_bsz={gpu0_bsz}{', spread=True' * spread}, ...)"]
+        lines = [f"    BalancedTrainer(gpu0_bsz={value}{', spread=True' * spread}, ...)"]
     return " and ".join(how), lines
 
 
@@ -192,23 +202,45 @@ def _input_bytes_per_sample(measured: Measurement) -> float:
     return max(0.0, inputs[0] - own * first) / max(1, sum(others))
 
 
-def what_to_change(calls: Sequence[WrappedAt], plan: Plan, even_fits: bool) -> str:
-    """Return the lines that change the script."""
-    if plan.gpu0_bsz >= even_share(plan.batch_size, len(plan.chunk_sizes)):
+def what_to_change(
+    calls: Sequence[WrappedAt], plan: Plan, even_fits: bool, asked: int | None
+) -> str:
+    """Return the lines that change the script.
+
+    Args:
+        calls: where the script wraps its models.
+        plan: the plan.
+        even_fits: whether the even split is known to fit.
+        asked: the value that the user has asked for, if any.
+    """
+    even = even_share(plan.batch_size, len(plan.chunk_sizes))
+    if asked is not None and asked >= even:
+        return (
+            f"gpu0_bsz={asked} is the even split of batches of {plan.batch_size}, since device 0 "
+            "gets at most an equal part. Without --gpu0-bsz, the run searches for the best value."
+        )
+    gpu0_bsz = plan.gpu0_bsz if asked is None else asked
+    if gpu0_bsz >= even:
         return "The even split of nn.DataParallel is the best one here."
-    if calls and all(call.gpu0_bsz == plan.gpu0_bsz for call in calls):
-        return f"gpu0_bsz={plan.gpu0_bsz}, which the script has, is the best value here."
+    if calls and all(call.gpu0_bsz == gpu0_bsz for call in calls):
+        is_best = ", is the best value here" if asked is None else ", is what you asked for"
+        return f"gpu0_bsz={gpu0_bsz}, which the script has{is_best}."
     if calls:
         places = ", ".join(f"{call.filename}:{call.line_number}" for call in calls)
-        lines = replaced_calls(calls, plan.gpu0_bsz) or (
-            f"model = balanced_dp.BalancedDataParallel({plan.gpu0_bsz}, ...)  # in {places}"
+        lines = replaced_calls(calls, gpu0_bsz) or (
+            f"model = balanced_dp.BalancedDataParallel({gpu0_bsz}, ...)  # in {places}"
         )
     else:  # a Trainer wraps the model
         lines = (
             "from balanced_dp.integrations.transformers import BalancedTrainer\n"
-            f"trainer = BalancedTrainer(gpu0_bsz={plan.gpu0_bsz}, ...)  # instead of Trainer(...)"
+            f"trainer = BalancedTrainer(gpu0_bsz={gpu0_bsz}, ...)  # instead of Trainer(...)"
         )
-    aim = f"To split with gpu0_bsz={plan.gpu0_bsz}"
-    if even_fits:
-        aim = f"It fits as it is. To leave more memory free with gpu0_bsz={plan.gpu0_bsz}"
+    aim = f"To split with gpu0_bsz={gpu0_bsz}"
+    if any(call.gpu0_bsz == "auto" for call in calls):
+        aim = (
+            f'The script has gpu0_bsz="auto", which finds the value as it trains. To give '
+            f"gpu0_bsz={gpu0_bsz} from the start"
+        )
+    elif even_fits:
+        aim = f"It fits as it is. To leave more memory free with gpu0_bsz={gpu0_bsz}"
     return f"{aim}, and change nothing else:\n{lines}"

@@ -228,8 +228,13 @@ def run(
         bool, typer.Option("--symbolic", help="Emulate shapes only: fast, and for any size.")
     ] = False,
     emulate: arguments.Emulate = False,
-    json_file: arguments.JsonFile = None,
-    html: arguments.Html = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write a report to FILE.")
+    ] = None,
+    html: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write the report as a self-contained HTML page."),
+    ] = None,
 ) -> None:
     """Run a training script, unchanged, and show what fills each GPU and which gpu0_bsz is best.
 
@@ -322,7 +327,7 @@ def compare_command(
     ] = "",
     json_file: arguments.JsonFile = None,
 ) -> None:
-    """Compare the chosen splits of two reports for each workload."""
+    """Compare the best options of two reports for each workload."""
     from ..report import compare_reports, load_reports
     from . import console
 

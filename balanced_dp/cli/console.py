@@ -166,7 +166,7 @@ def print_comparison(before: Report, after: Report, comparisons: Sequence[Compar
         ("metric",),
         ("before", "after", "worse by", "allowed", "outcome"),
         title=tables.title(after),
-        caption=f"gpu0_bsz={before.plan.gpu0_bsz} before, {after.plan.gpu0_bsz} after",
+        caption=f"before: {before.line}\nafter: {after.line}",
     )
     for found in comparisons:
         as_text = _METRICS[found.metric]

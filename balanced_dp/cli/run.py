@@ -162,7 +162,8 @@ def _opening(
         same = len(set(capacities)) == 1
         sizes = f" of {', '.join(map(format_bytes, capacities[:1] if same else capacities))}"
     kind = "shapes only: the values that it reads are NaN" if settings.symbolic else "on the CPU"
-    return f"running {settings.script} on {len(devices)} emulated GPUs{sizes}, {names} ({kind})"
+    gpus = "GPU" if len(devices) == 1 else "GPUs"
+    return f"running {settings.script} on {len(devices)} emulated {gpus}{sizes}, {names} ({kind})"
 
 
 def _result(
@@ -170,7 +171,7 @@ def _result(
 ) -> RunResult:
     report = recorder.report()
     is_best = report is not None and settings.gpu0_bsz == "auto"
-    measured = report.chosen if report is not None and is_best else recorder.last
+    measured = report.chosen if report is not None and is_best else recorder.asked
     budgets = None
     if recorder.capacities is not None:
         budgets = [capacity - recorder.reserve for capacity in recorder.capacities]
@@ -186,7 +187,8 @@ def _result(
         notes += answer.what_fits(measured, report, budgets)
         even_fits = budgets is not None and fits(report.even, budgets)
         notes += answer.what_else_helps(recorder, report, wraps=bool(calls))
-        notes.append(answer.what_to_change(calls, report.plan, even_fits))
+        asked = settings.gpu0_bsz if isinstance(settings.gpu0_bsz, int) else None
+        notes.append(answer.what_to_change(calls, report.plan, even_fits, asked))
     elif exit_code == 0:
         notes += answer.why_no_plan(recorder)
     even = None if report is None else report.even

@@ -25,6 +25,8 @@ INTERRUPTED = 130
 
 def check_script(name: str, is_module: bool) -> None:
     """Raise ArgumentError if there is no such script."""
+    if name.startswith("-"):
+        raise ArgumentError(f"there is no option {name}; see balanced-dp run --help")
     if not is_module and not Path(name).is_file():
         kind = "a folder" if Path(name).is_dir() else "no file"
         raise ArgumentError(f"{name} is {kind}; name a Python script, or a module after -m")

@@ -20,6 +20,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from ..errors import SymbolicValueError, warn
 from . import device_module
 from .as_cuda import named_cuda
 from .autocast import autocast_for_emulated_devices
@@ -46,7 +47,7 @@ def patches(machine: Machine) -> Iterator[None]:
         _failed_backward_frees_its_queue(),
         _labels_from_hooks(machine),
         named_cuda(machine) if is_cuda else nullcontext(),
-        _files_stay_whole() if machine.symbolic else nullcontext(),
+        _files_stay_whole(machine) if machine.symbolic else nullcontext(),
     ):
         yield
 
@@ -102,7 +103,7 @@ def _restore_own_state(parameter: torch.Tensor, state: dict[str, Any]) -> None:
             setattr(parameter, name, value)
 
 
-def _files_stay_whole() -> Patch:
+def _files_stay_whole(machine: Machine) -> Patch:
     # Saving values that were not computed raises an error, and torch.save has opened the file then.
     save = torch.save
 
@@ -112,7 +113,13 @@ def _files_stay_whole() -> Patch:
             save(obj, f, *args, **kwargs)
             return
         content = io.BytesIO()
-        save(obj, content, *args, **kwargs)
+        try:
+            save(obj, content, *args, **kwargs)
+        except SymbolicValueError:
+            if not machine.reads_unknown_as_nan:
+                raise
+            warn(f"{os.fspath(f)} is not saved: symbolic devices keep the shapes of tensors only")
+            return
         Path(f).write_bytes(content.getbuffer())
 
     return mock.patch.object(torch, "save", save_whole)

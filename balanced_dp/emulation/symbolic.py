@@ -37,8 +37,8 @@ def require_known(elem: torch.Tensor, doing: str) -> None:
     if not is_known(elem):
         raise SymbolicValueError(
             f"{doing} needs the value of a {elem.dtype} tensor of shape {tuple(elem.shape)}, but "
-            "emulate_devices(symbolic=True) keeps shapes only; use symbolic=False (--numeric, or "
-            "no --symbolic)"
+            "emulate_devices(symbolic=True) keeps shapes only; use symbolic=False (plan and tune: "
+            "--numeric, run: without --symbolic)"
         )
 
 

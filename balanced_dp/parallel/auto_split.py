@@ -97,9 +97,12 @@ class AutoSplit:
         """The value for the largest batch so far; before the first one, that of a loaded state."""
         if self.batch_size is None:
             return None if self._loaded is None else self.split(self._loaded["batch_size"])[0]
+        return self.balance.gpu0_bsz(self.batch_size)
+
+    def end_failed_iteration(self) -> None:
+        """Change the value if memory has run out since the last call."""
         if self._batch_sizes and not self._has_stepped and torch.is_grad_enabled():
             self.look_for_out_of_memory()
-        return self.balance.gpu0_bsz(self.batch_size)
 
     def split(self, batch_size: int) -> tuple[int, ...]:
         """Return the chunk sizes for a batch."""

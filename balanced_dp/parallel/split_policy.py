@@ -63,10 +63,18 @@ class SplitPolicy:
     @property
     def gpu0_bsz(self) -> int | None:
         """The most samples that the first device gets now; None if "auto" has seen no batch."""
-        return self._number if self.auto is None else self.auto.gpu0_bsz
+        if self.auto is None:
+            return self._number
+        self.auto.end_failed_iteration()
+        return self.auto.gpu0_bsz
 
     def split(self, batch_size: int) -> tuple[int, ...]:
-        """Return the chunk size of each device."""
+        """Return the chunk size of each device for a batch of the next call."""
+        if self.auto is not None:
+            self.auto.end_failed_iteration()
+        return self._split(batch_size)
+
+    def _split(self, batch_size: int) -> tuple[int, ...]:
         if self.device_weights is not None:
             return split_by_weights(batch_size, self.device_weights, self._number)
         if self.auto is not None:
@@ -86,7 +94,7 @@ class SplitPolicy:
         elif batch_size and not self._has_warned:
             self._warn_if_even(batch_size)
             self._has_warned = True
-        return self.split(batch_size)
+        return self._split(batch_size)
 
     def _warn_if_even(self, batch_size: int) -> None:
         even = even_share(batch_size, len(self._devices))

@@ -1,4 +1,4 @@
-"""Compare two reports."""
+"""Compare the best options of two reports."""
 
 from __future__ import annotations
 
@@ -7,18 +7,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..errors import ArgumentError
+from ..memory.step_memory import imbalance_of
 from ..tuning.report_types import Report
 from ..units import parse_bytes
 from .tables import speed
 
 METRICS: dict[str, Callable[[Report], float]] = {
-    "peak": lambda report: max(report.chosen.peak_bytes),
-    "imbalance": lambda report: report.chosen.imbalance,
-    "max_batch": lambda report: report.plan.max_batch_size,
-    "speed": lambda report: speed(report.chosen),
+    "peak": lambda report: max(report.best.peak_bytes),
+    "imbalance": lambda report: imbalance_of(report.best.peak_bytes),
+    "max_batch": lambda report: report.best.max_batch_size,
+    "speed": lambda report: speed(report.best.measured or report.chosen),
 }
-"""The highest peak of all devices in bytes, (max - min) / max of the peaks, the largest batch that
-fits, and samples per second (on emulated devices the even chunk over the largest one)."""
+"""Of the best option, the highest peak of all devices in bytes, (max - min) / max of the peaks, the
+largest batch that fits, and samples per second (on emulated devices the even chunk over the largest
+one)."""
 
 _HIGHER_IS_BETTER = {"max_batch", "speed"}
 _NUMBER = re.compile(r"\d+(\.\d+)?")
@@ -52,7 +54,7 @@ class Comparison:
 
 
 def compare_reports(before: Report, after: Report, limits: str = "") -> tuple[Comparison, ...]:
-    """Compare the chosen splits of two reports, metric by metric.
+    """Compare the best options of two reports, metric by metric.
 
     Args:
         before: the first report.

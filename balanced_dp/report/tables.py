@@ -96,6 +96,9 @@ def summary(report: Report) -> tuple[str, ...]:
     ]
     if report.best.measured is None:
         sentences.append("A batch of this size was not measured: its peaks are predicted.")
+    largest = max(measured.batch_size for measured in report.measurements)
+    if report.plan.max_batch_size > largest:
+        sentences.append(f"Batches above {largest} were not measured: what fits is predicted.")
     return (*sentences, *(f"{text[0].upper()}{text[1:]}." for text in report.advice))
 
 

@@ -341,6 +341,15 @@ class LoopRecorder:
         found = [m for (size, _), m in self.measurements.items() if size == largest]
         return found[-1] if found else None
 
+    @property
+    def asked(self) -> Measurement | None:
+        """The measurement of the largest batch with the given value, or else the last one."""
+        last = self.last
+        if last is None or not isinstance(self.gpu0_bsz, int):
+            return last
+        value = min(self.gpu0_bsz, even_share(last.batch_size, len(self.devices)))
+        return self.measurements.get((last.batch_size, value), last)
+
     def report(self) -> Report | None:
         """Return the report on the batch size with the most splits; None if it has one only."""
         counts = Counter(size for size, _ in self.measurements)

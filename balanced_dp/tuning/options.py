@@ -10,9 +10,6 @@ from ..planning.split_planner import Goal, Planner, utilizations
 from ..split import best_gpu0_bsz, even_share, split_batch, split_by_weights
 from .measurement import Measurement, by_gpu0_bsz
 
-LARGEST_MEASURED_BATCH = 2**16
-"""Batches are made on the CPU with their values, even if devices keep shapes only."""
-
 
 @dataclass(frozen=True, slots=True)
 class Option:
@@ -56,13 +53,14 @@ class Option:
     @property
     def is_data_parallel(self) -> bool:
         """Return whether ``nn.DataParallel`` does the same."""
-        return self.num_changes == 0
+        return not self.features
 
     @property
-    def num_changes(self) -> int:
-        """Return how many of its features ``nn.DataParallel`` does not have."""
+    def features(self) -> set[str]:
+        """Return what of it ``nn.DataParallel`` does not have."""
         is_uneven = self.gpu0_bsz is not None or self.device_weights is not None
-        return (not self.gather) + self.spread + is_uneven
+        has = {"split": is_uneven, "loss on each device": not self.gather, "spread": self.spread}
+        return {feature for feature, is_there in has.items() if is_there}
 
     @property
     def kind(self) -> tuple[bool, bool, bool, bool]:
@@ -166,9 +164,10 @@ def find_options(
                 yield with_weights(measured.chunk_sizes)
             elif measured.batch_size != batch_size:
                 yield with_value(measured.batch_size, measured.chunk_sizes[0])
+        largest_measured = max((m.batch_size for m in measurements), default=0)
         for choose in (planner.even_share, planner.balanced_gpu0_bsz):
-            # A larger batch cannot be measured.
-            if (largest := planner.max_batch_size(choose)) > LARGEST_MEASURED_BATCH:
+            # It was too large to be measured.
+            if (largest := planner.max_batch_size(choose)) > largest_measured:
                 yield with_value(largest, choose(largest))
 
     return tuple({(found.line, found.batch_size): found for found in found_options()}.values())
@@ -180,7 +179,7 @@ def ranked(
     """Return the options that fit, the best first.
 
     For the goal ``"batch"`` each is for its own largest batch, otherwise for ``batch_size``. An
-    option is left out if a better one needs no more changes and is at least as good in speed,
+    option is left out if a better one has no other features and is at least as good in speed,
     utilization (in whole percent) and largest batch.
     """
     candidates = [option for option in options if option.fits(budgets)]
@@ -201,11 +200,11 @@ def ranked(
 
     def key(option: Option) -> tuple[float, ...]:
         found = merits(option)
-        return found.pop(goal), option.num_changes, *found.values()
+        return found.pop(goal), len(option.features), *found.values()
 
     def exceeds(other: Option, option: Option) -> bool:
         pairs = zip(merits(other).values(), merits(option).values(), strict=True)
-        return other.num_changes <= option.num_changes and all(a <= b for a, b in pairs)
+        return other.features <= option.features and all(a <= b for a, b in pairs)
 
     best: list[Option] = []
     for option in sorted(candidates, key=key):

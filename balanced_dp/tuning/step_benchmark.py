@@ -197,6 +197,11 @@ class StepMeter:
             if self.gather:
                 target = tree_map_only(torch.Tensor, lambda t: t.to(self.devices[0]), target)
             loss: torch.Tensor = self._criterion(output, target)
+            if loss.dim():
+                raise ArgumentError(
+                    f"the loss of {self.workload.name} must be 0-dim, as the mean or the sum of "
+                    f"all samples is, but has the shape {tuple(loss.shape)}"
+                )
         loss.backward()
         step.end_phase(model, self._optimizer)
         self._optimizer.step()

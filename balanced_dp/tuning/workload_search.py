@@ -9,7 +9,7 @@ from ..planning.memory_model import MemoryModel, fit
 from ..planning.split_planner import Planner
 from ..split import even_share
 from .measurement import Measurement, fittable
-from .options import LARGEST_MEASURED_BATCH, fits
+from .options import fits
 from .step_benchmark import StepMeter
 
 NUM_MEASURED = 12
@@ -17,6 +17,12 @@ NUM_MEASURED = 12
 
 _MAX_ROUNDS = 4
 """How often the model is fitted again after measuring what it planned."""
+
+_LARGEST_BATCH = 2**16
+"""The largest batch to measure: it is made on the CPU, even if devices keep shapes only."""
+
+_LARGEST_MULTIPLE = 4
+"""The same as a multiple of the batch, where devices are emulated with all values, on the CPU."""
 
 _A_LITTLE_LESS = (1.0, 0.999, 0.995, 0.98)
 """Fractions of the largest batch that is predicted to fit, to be measured until one does."""
@@ -38,6 +44,7 @@ class WorkloadSearch:
         self.budgets = budgets
         self.on_measurement = on_measurement
         self.num_expected = NUM_MEASURED
+        self.largest_batch = _LARGEST_BATCH
         self.measured: dict[tuple[int, int | tuple[int, ...]], Measurement] = {}
         """By batch size, and ``gpu0_bsz`` or weights."""
 
@@ -51,6 +58,8 @@ class WorkloadSearch:
             )
         self.num_expected += len(swept)
         self.measure_around(batch_size)
+        if any(measured.mode == "emulated" for measured in self.measured.values()):
+            self.largest_batch = _LARGEST_MULTIPLE * batch_size
         for gpu0_bsz in swept:
             self.measure(batch_size, gpu0_bsz)
         smaller = batch_size
@@ -82,7 +91,7 @@ class WorkloadSearch:
     def measure_weights(self, weights: tuple[int, ...]) -> None:
         """Measure a split by weights, unless it is known or the model cannot train on it."""
         size = sum(weights)
-        is_known = (size, weights) in self.measured or size > LARGEST_MEASURED_BATCH
+        is_known = (size, weights) in self.measured or size > self.largest_batch
         if not is_known and min(filter(None, weights), default=0) >= self.meter.smallest_chunk:
             self.record(weights, self.meter.measure(size, None, weights))
 
@@ -110,7 +119,7 @@ class WorkloadSearch:
                 self.measure(batch_size, gpu0_bsz)
             for choose in (planner.balanced_gpu0_bsz, planner.even_share):
                 # The largest batch may be too large to be made on the CPU.
-                largest = min(planner.max_batch_size(choose), LARGEST_MEASURED_BATCH)
+                largest = min(planner.max_batch_size(choose), self.largest_batch)
                 if largest:
                     self.measure(largest, choose(largest))
             if len(set(self.budgets)) > 1:
@@ -127,7 +136,7 @@ class WorkloadSearch:
             largest = planner.max_batch_size(choose)
             for size in (round(part * largest) for part in _A_LITTLE_LESS):
                 known = self.measured.get((size, choose(size)))
-                if known is None and 0 < size < LARGEST_MEASURED_BATCH:
+                if known is None and 0 < size < self.largest_batch:
                     known = self.measure(size, choose(size))
                 if known is None or fits(known, self.budgets):
                     break

@@ -12,7 +12,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from balanced_dp import BalancedDataParallelError
+from balanced_dp import BalancedDataParallelError, BalanceWarning
 from balanced_dp.cli.commands import app
 from balanced_dp.cli.run import RunSettings, run_and_measure
 
@@ -132,7 +132,7 @@ def test_the_report_is_read_by_the_other_commands(script):
         (("6", "64", "wrap", "exit"), 5, "on each device, as the even split takes, the largest"),
         (("0", "64", "wrap"), 0, "Nothing was measured: the script ran no forward pass"),
         (("4", "64"), 0, "The script splits no batch over the devices; model = torch.nn.DataPar"),
-        (("2", "64", "wrap"), 0, "A plan takes four training steps or more of one batch size"),
+        (("2", "64", "wrap"), 0, "A plan takes four training steps or more with the same batches"),
         (("4", "1", "wrap"), 0, "batches of 1"),
         (("3", "64", "wrap", "fail", "--json", "no.json"), 1, "KeyError: 'the key'"),
         (("4", "64", "plain"), 0, "The script took no training step: these are the peaks of"),
@@ -272,6 +272,7 @@ def test_a_branch_on_a_value_that_was_not_computed(script):
         (("--memory", "512MiB", "train.py"), "512.00 MiB of each device are kept free"),
         (("--devices", "0", "train.py"), "num_devices must be at least 1, got 0"),
         (("--json", "no/such/folder.json", "train.py"), "there is no folder"),
+        (("--step", "3", "train.py"), "there is no option --step; see balanced-dp run --help"),
         (
             ("--json", "-", "train.py"),
             "the script's output and --json are both stdout; name another",
@@ -346,18 +347,53 @@ def test_a_script_that_is_balanced_already_is_split_anew(before, after, script):
 
 def test_the_best_value_may_be_that_of_the_script(script):
     text = SCRIPT.replace("import sys", "import sys, balanced_dp")
-    for value in (7, None):
-        call = f"balanced_dp.BalancedDataParallel({value}, "
+    best = 7
+    for is_best in (False, True):
+        call = f"balanced_dp.BalancedDataParallel({best}, "
         script.write_text(text.replace("nn.DataParallel(", call))
-        settings = RunSettings(str(script), ("9", "256", "wrap"), gpu0_bsz=7)
-        result = run_and_measure(settings, print)
-        assert result.measured is not None and result.measured.chunk_sizes[0] == 7
-        best = result.report.plan.gpu0_bsz if result.report else 0
-    script.write_text(
-        text.replace("nn.DataParallel(", f"balanced_dp.BalancedDataParallel({best}, ")
+        result = run_and_measure(RunSettings(str(script), ("9", "256", "wrap")), print)
+        best = result.report.plan.gpu0_bsz
+        told = f"gpu0_bsz={best}, which the script has, is the best value here."
+        assert (result.notes[-1] == told) == is_best
+
+
+@pytest.mark.parametrize("num_steps", ["3", "9"])
+@pytest.mark.parametrize(
+    ("value", "first", "says"),
+    [
+        (7, 7, "To split with gpu0_bsz=7, and change nothing else:"),
+        (64, 64, "gpu0_bsz=64 is the even split of batches of 256, since device 0 gets at most"),
+        (90, 64, "gpu0_bsz=90 is the even split of batches of 256, since device 0 gets at most"),
+    ],
+)
+def test_the_value_that_was_asked_for_is_shown(value, first, says, num_steps, script):
+    settings = RunSettings(str(script), (num_steps, "256", "wrap"), gpu0_bsz=value)
+    result = run_and_measure(settings, print)
+    if num_steps == "9" or value >= 64:
+        assert result.measured.chunk_sizes[0] == first
+        assert f"gpu0_bsz={first}" in result.title
+    if num_steps == "9":
+        assert result.notes[-1].startswith(says)
+
+
+def test_a_script_with_auto_is_told_what_that_does(script):
+    text = SCRIPT.replace("import sys", "import sys, balanced_dp")
+    script.write_text(text.replace("nn.DataParallel(", "balanced_dp.BalancedDataParallel('auto', "))
+    result = run_and_measure(RunSettings(str(script), ("9", "256", "wrap")), print)
+    assert result.notes[-1].startswith(
+        'The script has gpu0_bsz="auto", which finds the value as it trains. To give gpu0_bsz='
     )
-    result = run_and_measure(RunSettings(str(script), ("9", "256", "wrap"), gpu0_bsz=7), print)
-    assert result.notes[-1] == f"gpu0_bsz={best}, which the script has, is the best value here."
+
+
+@pytest.mark.filterwarnings("default:model.pt is not saved")
+def test_saving_without_values_is_skipped(script):
+    script.write_text(f"{SCRIPT}\ntorch.save(model.state_dict(), 'model.pt')\nprint('the end')")
+    with pytest.warns(BalanceWarning, match="model.pt is not saved: symbolic devices keep the sh"):
+        done = run(script, "--symbolic", "train.py", "5", "64", "wrap")
+    assert done.returncode == 0 and done.stdout.endswith("the end\n")
+    assert not (script.parent / "model.pt").exists()
+    done = run(script, "train.py", "5", "64", "wrap")
+    assert (script.parent / "model.pt").exists()
 
 
 @pytest.mark.parametrize("options", ["device_weights=[1, 2, 2, 2]", "device_ids=[0, 1, 0]"])

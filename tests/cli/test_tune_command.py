@@ -53,6 +53,10 @@ def reads():
 def three():
     return Workload(Net(256, 256), lambda n: (torch.zeros(n),) * 3, torch.nn.functional.mse_loss)
 
+def unreduced():
+    loss = torch.nn.MSELoss(reduction="none")
+    return Workload(torch.nn.Linear(256, 256), make().make_batch, loss)
+
 def narrow():
     return Workload(torch.nn.Linear(2, 2), make().make_batch, torch.nn.functional.mse_loss)
 
@@ -175,6 +179,7 @@ def test_devices_and_capacities_are_as_asked(folder, invoke):
         (["tune", "char-lm", "--json", "none/a.json"], "there is no folder"),
         (["tune", "char-lm", "--html", "."], "is a folder; name a file"),
         (["tune", "mine:fails"], "mine:fails failed with TypeError: Linear.__init__() missing 2"),
+        (["tune", "mine:unreduced"], "the loss of mine:unreduced must be 0-dim, as the mean or"),
         (["tune", "mine:narrow"], "mine:narrow failed in Linear(in_features=2, out_features=2"),
         (["tune", "mine:three"], "make_batch of mine:three must return (arguments, keyword argu"),
         (["tune", "mine:three"], "or (x, y), but returned tuple of Tensor, Tensor, Tensor"),

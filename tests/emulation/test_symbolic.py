@@ -133,8 +133,8 @@ def test_the_error_says_what_needs_which_tensor(
         read(torch.zeros(2, 3, device=symbolic_devices[0]))
     assert str(error.value) == (
         f"{doing} needs the value of a torch.float32 tensor of shape {shape}, but "
-        "emulate_devices(symbolic=True) keeps shapes only; use symbolic=False (--numeric, or "
-        "no --symbolic)"
+        "emulate_devices(symbolic=True) keeps shapes only; use symbolic=False (plan and tune: "
+        "--numeric, run: without --symbolic)"
     )
 
 

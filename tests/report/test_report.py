@@ -173,14 +173,15 @@ def test_the_page_is_the_same_each_time_and_needs_nothing_else(report):
 
 
 def test_a_report_is_compared_with_another(report):
-    worse = replace(report, chosen=report.even, plan=replace(report.plan, max_batch_size=20))
+    report, worse = replace(report, goal="headroom"), replace(report, goal="speed")
+    assert worse.best.is_data_parallel and not report.best.is_data_parallel
     same = compare_reports(report, report, "peak:0%, imbalance:0, max_batch:0%,speed:0%")
     assert [found.metric for found in same] == list(METRICS)
     assert not any(found.failed for found in same)
     found = {c.metric: c for c in compare_reports(report, worse, "peak:5%,imbalance:0.05")}
     assert found["peak"].failed
     assert found["peak"].worsened == pytest.approx(
-        max(report.even.peak_bytes) / max(report.chosen.peak_bytes) - 1
+        max(report.even.peak_bytes) / max(report.best.peak_bytes) - 1
     )
     assert found["imbalance"].failed
     assert found["max_batch"].worsened > 0

@@ -20,6 +20,7 @@ from balanced_dp import (
 )
 from balanced_dp.planning.auto_balance import MAX_CHANGES
 from balanced_dp.planning.split_planner import utilizations
+from balanced_dp.report.tables import summary
 from balanced_dp.tuning.open_devices import open_devices
 from balanced_dp.tuning.step_benchmark import step_meter
 
@@ -319,6 +320,10 @@ def test_a_model_that_reads_values_is_measured_where_they_are_computed():
     report = tuned(workload, 12, [GIB] * 3, symbolic=False)
     assert report.chosen.mode == "emulated"
     assert workload.model.weight.grad is None  # a copy was trained
+    # Larger batches might not fit this machine.
+    assert max(m.batch_size for m in report.measurements) == 4 * 12
+    assert report.plan.max_batch_size > 1000 < report.best.max_batch_size
+    assert "Batches above 48 were not measured: what fits is predicted." in summary(report)
 
 
 def nonlinear():
