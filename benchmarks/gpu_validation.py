@@ -44,7 +44,7 @@ from balanced_dp import (
     memory_breakdown,
 )
 from balanced_dp.split import even_share
-from balanced_dp.tuning.workloads import BUILT_IN
+from balanced_dp.tuning.workloads import BUILT_IN, find_workload
 from balanced_dp.validation.peaks import emulated_peak, measure_peaks
 from balanced_dp.validation.seconds import step_seconds
 
@@ -200,7 +200,7 @@ def emulation() -> Iterator[Check]:
     """Part 2: what emulated devices predict."""
     device = torch.device("cuda", torch.cuda.current_device())
     checks = []
-    for workload in (make() for make in BUILT_IN.values()):
+    for workload in map(find_workload, BUILT_IN):
         for batch_size in (workload.batch_size // 4, workload.batch_size // 2, workload.batch_size):
             for precision in (None, torch.bfloat16):
                 varied = replace(workload, precision=precision)

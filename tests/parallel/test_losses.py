@@ -76,11 +76,14 @@ def make(case: Case, devices: Any, gpu0_bsz: int, **options: Any) -> tuple[Any, 
 
 
 def check(case: Case, devices: Any, gpu0_bsz: int, size: int = BATCH) -> None:
-    """Steps with and without gradients in turn, since what one shows serves the next."""
+    """Steps with and without gradients in turn, since what one shows serves the next.
+
+    Calls are noted in the first, second and fourth of each kind.
+    """
     model, bare = make(case, devices, gpu0_bsz)
     given = first(case.given, size)
     expected = {flag: results(bare, bare, given, flag) for flag in (True, False)}
-    for has_gradients in (True, False, True, False):
+    for has_gradients in (True, False) * 5:
         found = results(model, model.module, given, has_gradients)
         torch.testing.assert_close(found, expected[has_gradients], **TOLERANCE)
 
@@ -123,8 +126,10 @@ def test_what_is_not_exact_is_warned_of_once(name, gpu0_bsz):
         pytest.skip("it is exact, but computed again: saved tensors do not tell their hooks")
     model, _ = make(case, ["cpu"] * 4, gpu0_bsz)
     with pytest.warns(BalanceWarning, match=f"the whole batch: .*{reason}.*loss_weight") as warned:
-        for _ in range(3):
-            results(model, model.module, case.given, True)
+        losses = [results(model, model.module, case.given, True)[0] for _ in range(5)]
+    torch.testing.assert_close(
+        losses, losses[:1] * 5, equal_nan=True
+    )  # in noted calls and in others
     assert len(warned) == 1 and warned[0].filename == __file__
     assert "<lambda>" in str(warned[0].message) or "Net.forward" in str(warned[0].message)
 
@@ -683,3 +688,40 @@ def test_the_mean_of_losses_weighs_every_sample_the_same(devices, chunks, gpu0_b
     expected.backward()
     assert loss.item() == pytest.approx(expected.item(), rel=1e-12)
     torch.testing.assert_close(module.a.weight.grad.cpu(), reference.a.weight.grad)
+
+
+def test_a_scripted_cross_entropy_is_counted_by_its_graph():
+    """It does not look up the functions that count; without a graph, a warning says so."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        scripted = torch.jit.script(_cross_entropy)
+    given = {"y": IGNORED}
+    case = Case(lambda net, x, o, y: scripted(o, y), given)
+    model, bare = make(case, ["cpu"] * 4, 1)
+    for _ in range(5):
+        found, expected = (
+            results(m, m0, given, True) for m, m0 in ((model, model.module), (bare, bare))
+        )
+        torch.testing.assert_close(found, expected, **TOLERANCE)
+    with pytest.warns(BalanceWarning, match="how it was computed is not known without gradients"):
+        results(model, model.module, given, False)
+
+
+def _cross_entropy(o: Tensor, y: Tensor) -> Tensor:
+    return functional.cross_entropy(o, y)
+
+
+@pytest.mark.skipif(not hasattr(functional, "linear_cross_entropy"), reason="torch 2.13 has it")
+@pytest.mark.parametrize("has_gradients", [True, False])
+def test_a_cross_entropy_that_nobody_counts_is_warned_of(has_gradients):
+    """With options, this one does not call F.cross_entropy."""
+    weight = torch.randn(5, X.size(1), dtype=X.dtype)
+    options = nn.LinearCrossEntropyOptions()
+
+    def loss(net: Net, x: Tensor, o: Tensor, y: Tensor) -> Tensor:
+        return functional.linear_cross_entropy(x + 0 * o.sum(), weight, y, options=options)
+
+    given = {"y": IGNORED}
+    model, _ = make(Case(loss, given), ["cpu"] * 4, 1)
+    with pytest.warns(BalanceWarning, match="may differ from its value for the whole batch"):
+        results(model, model.module, given, has_gradients)

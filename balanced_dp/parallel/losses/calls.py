@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from .counted import MEAN, SUM, counted_loss
@@ -269,6 +270,8 @@ def _reduction(function: Any, args: Any, kwargs: Any) -> str | None:
     signature = _signature(function)
     if signature is None or "reduction" not in signature.parameters:
         return None
+    if "ignore_index" in signature.parameters and function is not functional.cross_entropy:
+        return ""  # a mean over targets that nobody has counted
     bound = signature.bind(*args, **kwargs)
     bound.apply_defaults()
     is_weighted = function.__name__ in _WEIGHTED and bound.arguments.get("weight") is not None

@@ -62,7 +62,7 @@ class OutputHistory:
     sums: set[str] = field(default_factory=set)
     axes: dict[str, int] = field(default_factory=dict)
     places: dict[str, dict[tuple[Any, ...], bool]] = field(default_factory=dict)
-    added: dict[str, dict[tuple[Any, ...], float]] = field(default_factory=dict)
+    added: dict[str, dict[tuple[Any, ...], float | str]] = field(default_factory=dict)
     agreeing: set[tuple[str, ...]] = field(default_factory=set)
     seen: set[tuple[str, ...]] = field(default_factory=set)
     warned: set[str] = field(default_factory=set)

@@ -35,7 +35,8 @@ class Scaling:
             too, are taken to be the same on all replicas if their place is not in ``places``.
         places: for each place in the graph with a scale, whether earlier calls have shown that the
             scale is a count of entries, and not the same on all replicas. It is updated.
-        added: for places of tensors that are a count plus a number: that number. It is updated.
+        added: for places of tensors that are a count plus a number, that number, and for those that
+            are no count, why. It is updated.
         multipliers: the tensors by which terms are multiplied; if they are not equal on all
             replicas, the terms are not exact.
         doubts: why terms may not be exact.
@@ -47,7 +48,7 @@ class Scaling:
     given: Sequence[Any]
     has_num_items: bool
     places: dict[tuple[Any, ...], bool]
-    added: dict[tuple[Any, ...], float]
+    added: dict[tuple[Any, ...], float | str]
     multipliers: list[Sequence[torch.Tensor]] = field(default_factory=list)
     doubts: list[str] = field(default_factory=list)
     must_note: bool = False
@@ -135,8 +136,14 @@ class Scaling:
         known = [self.calls[id(value)] for value in values if id(value) in self.calls]
         if not known:
             added = self.added.get(place, 0.0)
+            if isinstance(added, str):
+                raise UnclearError(added)
             return with_added(values, added) if weights is None else None
-        denominator, added = find_denominator(known, values, weights, self.chunks)
+        try:
+            denominator, added = find_denominator(known, values, weights, self.chunks)
+        except UnclearError as error:
+            self.added[place] = str(error)
+            raise
         if denominator is not None and denominator.counts is not values:
             self.must_note = True
         self.added[place] = added

@@ -75,20 +75,6 @@ class Term:
     is_constant: bool = False
     denominator: Denominator | None = None
 
-    def can_be_stacked(self) -> bool:
-        """Return whether weights are tensors, and scales numbers that are equal on all replicas."""
-        return (
-            self.denominator is None
-            and self.weights is not None
-            and not any(not isinstance(weight, torch.Tensor) for weight in self.weights)
-            and all(are_numbers(s.values) and are_equal(s.values) for s in self.scales)
-        )
-
-    def factor(self) -> float:
-        """Return the product of scales that are equal on all replicas."""
-        values = (1 / s.values[0] if s.divides else s.values[0] for s in self.scales)
-        return float(math.prod(values))
-
     def scaled_losses(self, device: torch.device) -> torch.Tensor:
         """Return the contribution of the term to the loss of each replica, on ``device``."""
         values = torch.stack([loss.to(device) for loss in self.losses or ()])
@@ -226,29 +212,12 @@ def join_terms(
     fractions = fractions_of(base, device, len(outputs))
     may_be_nan = not base.losses or not all(are_numbers(scale.values) for scale in base.scales)
     joined = weighted_sum(outputs, fractions, device, may_be_nan)
-    others = [term for term in terms if term.losses and term is not base]
-    alike = [term for term in others if term.can_be_stacked()]
-    if len(alike) > 1:
-        joined = joined + _stacked_difference(alike, fractions, device)
-        others = [term for term in others if not term.can_be_stacked()]
-    for term in others:
+    for term in terms:
+        if not term.losses or term is base:
+            continue
         own = fractions_of(term, device, len(outputs))
         own, given = (
             torch.as_tensor(f, dtype=torch.double, device=device) for f in (own, fractions)
         )
         joined = joined + _dot(term.scaled_losses(device), own - given)
     return joined
-
-
-def _stacked_difference(
-    terms: Sequence[Term], fractions: torch.Tensor | list[float], device: torch.device
-) -> torch.Tensor:
-    """Return what other fractions than those of the terms have changed, for all terms at once."""
-    of_replicas = zip(*(term.losses or () for term in terms), strict=True)
-    values = torch.stack([torch.stack(losses).to(device) for losses in of_replicas])
-    of_replicas = zip(*(term.weights or () for term in terms), strict=True)
-    weights = torch.stack([torch.stack(counts).to(device).double() for counts in of_replicas])
-    given = torch.as_tensor(fractions, dtype=torch.double, device=device)[:, None]
-    factors = weights.new_tensor([term.factor() for term in terms])
-    changes = (weights / weights.sum(0) - given) * factors
-    return _dot(values.flatten(), changes.flatten())
