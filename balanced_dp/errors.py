@@ -69,3 +69,11 @@ def warn(message: str) -> None:
     while frame.f_globals.get("__name__", "").split(".")[0] in internal and frame.f_back:
         level, frame = level + 1, frame.f_back
     warnings.warn(message, BalanceWarning, stacklevel=level)
+
+
+def add_note(error: BaseException, note: str) -> None:
+    """Add ``note`` to what a traceback shows of ``error``."""
+    if hasattr(error, "add_note"):
+        error.add_note(note)
+    else:  # Python 3.10
+        error.args = (f"{error}\n{note}",)

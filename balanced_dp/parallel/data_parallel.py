@@ -21,7 +21,8 @@ from .homes import on_one_device, spread_parameters
 from .losses.join import ChunkLosses
 from .losses.weight import check_loss_weight
 from .per_device import PerDevice, only_output
-from .replicate import check_on_device, is_compiled
+from .replica import is_compiled
+from .replicate import check_on_device
 from .scatter import find_batch_size
 from .split_policy import SplitPolicy
 from .steps import DataParallelSteps
@@ -45,16 +46,16 @@ class BalancedDataParallel(DataParallelSteps[ModuleT]):
     - A tensor whose size along ``dim`` is not the batch size raises an error instead of being cut.
     - Outputs may hold dataclasses, and strings and numbers that are equal on every replica.
     - Worker threads have the caller's autocast dtype, inference mode and context variables.
-    - An exception from a replica is raised unchanged, with a note that names the replica.
+    - An exception from a replica is raised, with a note that names the replica.
 
     Args:
         gpu0_bsz: the most samples that the first device gets, at least 0. With 0 it runs nothing.
             ``"auto"`` finds the value during the first iterations of training: it starts with the
             even split, reads the peaks of each iteration when the next one begins, changes the
-            value at most five times and then keeps it. It also changes the value when memory runs
-            out: catch ``torch.OutOfMemoryError`` and repeat the step. The state dict contains what
-            it has found, and training that loads it starts with that. None is no limit: the split
-            is even, or that of ``device_weights``.
+            value at most five times and then keeps it, unless memory runs out: catch
+            ``torch.OutOfMemoryError`` and repeat the step. The state dict contains what it has
+            found, and training that loads it starts with that. None is no limit: the split is even,
+            or that of ``device_weights``.
         module: the module to parallelize. Its parameters and buffers must be on ``device_ids[0]``.
             With ``spread`` or a single device they are moved.
         device_ids: devices as ints (of the accelerator), strings or ``torch.device``. None means
@@ -106,13 +107,13 @@ class BalancedDataParallel(DataParallelSteps[ModuleT]):
             place or lazy; or weights were changed inside ``shared_weights()``.
 
     Warns:
-        BalanceWarning: once for each of these.
+        BalanceWarning: once for each output, input or attribute that it is about.
 
             - Without ``spread``, ``gpu0_bsz`` is not below the even share of the first batch.
             - A 0-dim output need not have the value of the whole batch.
             - A sequence that goes whole to each device is as long as the batch.
             - ``forward`` sets an attribute of the module, which is lost, or writes a parameter
-              that replicas on one device share.
+              that replicas on one device share, or that depends on the samples of each device.
 
     Source:
         Transformer-XL's ``BalancedDataParallel`` (Dai et al. 2019,
@@ -173,7 +174,7 @@ class BalancedDataParallel(DataParallelSteps[ModuleT]):
         self.loss_weight = loss_weight
         self.spread = spread
         self.chunk_sizes: tuple[int, ...] | None = None
-        # Dynamo would compile the notes that OutputHistory is about.
+        # Dynamo would trace the mode that notes calls of torch functions (losses/calls.py).
         self._history.may_note = not any(map(is_compiled, module.modules()))
         if len(devices) == 1:
             module.to(devices[0])
@@ -193,13 +194,13 @@ class BalancedDataParallel(DataParallelSteps[ModuleT]):
                 # A batch without samples, or a call without tensors, runs on the first device.
                 active = [i for i, size in enumerate(sizes) if size] or [0]
                 device_ids = [self.device_ids[i] for i in active]
-                chunk_sizes = None if batch_size is None else [sizes[i] for i in active]
-                chunks, chunk_kwargs = self.scatter(inputs, kwargs, device_ids, chunk_sizes)
+                active_sizes = None if batch_size is None else [sizes[i] for i in active]
+                chunks, chunk_kwargs = self.scatter(inputs, kwargs, device_ids, active_sizes)
                 replicas = self.replicate(self.module, device_ids)
                 losses = ChunkLosses(
                     self._history,
                     self.module.forward,
-                    chunk_sizes,
+                    active_sizes,
                     self.dim,
                     list(zip(chunks, chunk_kwargs, strict=True)),
                     self.loss_weight,
@@ -207,11 +208,11 @@ class BalancedDataParallel(DataParallelSteps[ModuleT]):
                 )
                 with losses.recording(), self._replicator.running(self.module, replicas):
                     outputs = self.parallel_apply(
-                        replicas, chunks, chunk_kwargs, device_ids, chunk_sizes
+                        replicas, chunks, chunk_kwargs, device_ids, active_sizes
                     )
-                losses.read_arguments(outputs)
+                losses.read_arguments(outputs)  # and release them before outputs are gathered
                 devices = [self._device_of(device_id) for device_id in device_ids]
-                return self._joined(outputs, devices, chunk_sizes, losses)
+                return self._joined(outputs, devices, active_sizes, losses)
 
     def _batch_size(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
         named = named_arguments(self.module.forward, inputs, kwargs)
@@ -227,7 +228,7 @@ class BalancedDataParallel(DataParallelSteps[ModuleT]):
             [inputs], [kwargs] = self.scatter(inputs, kwargs, self.device_ids)
         else:
             device = next((tensor.device for tensor in tensors), torch.device("cpu"))
-            # As scatter does where there are devices.
+            # scatter, which does this for several devices, is not called without any.
             inputs = tuple(map(only_output, inputs))
             kwargs = {name: only_output(value) for name, value in kwargs.items()}
         output = self.module(*inputs, **kwargs)

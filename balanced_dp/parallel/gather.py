@@ -113,7 +113,13 @@ class _Join:
         return joined
 
     def _axis(self, tensors: Sequence[torch.Tensor], path: Path) -> int:
-        """Return the dimension of the samples, counted from the end."""
+        """Return the dimension of the samples, counted from the end.
+
+        It is the batch dimension if the output has a row for each sample there; or else another
+        one, the first, with as many entries as there are samples, as states of RNNs have; or else
+        the batch dimension with some rows for each sample. Where shapes leave a choice, it is the
+        dimension that an earlier call has shown.
+        """
         shapes, sizes = [tensor.shape for tensor in tensors], self.chunk_sizes
         known = {} if self.losses is None else self.losses.history.axes
         name = ".".join(path)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from ..devices import has_streams, is_emulated, on_stream
+from ..errors import add_note
 from ..free_threading import is_free_threaded_build
 from .call_inputs import Arguments
 from .losses.calls import noted
@@ -284,11 +285,3 @@ class ThreadState:
             if device in self.streams:
                 stack.enter_context(on_stream(self.streams[device]))
             yield
-
-
-def add_note(error: BaseException, note: str) -> None:
-    """Add ``note`` to what a traceback shows of ``error``."""
-    if hasattr(error, "add_note"):
-        error.add_note(note)
-    else:  # Python 3.10
-        error.args = (f"{error}\n{note}",)

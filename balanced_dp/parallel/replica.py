@@ -89,23 +89,30 @@ class Replica:
         self._buffers = buffers.places(self._attributes)
         self._arriving: list[dict[str, Any]] = []
         self._rnns = [module for module in self.modules if isinstance(module, nn.RNNBase)]
-        self._children = [a["_modules"] for a in self._attributes]
+        self._child_dicts = [a["_modules"] for a in self._attributes]
         hooks = [a[kind] for a in self._attributes for kind in HOOKS]
         self._hooks = list(filter(None, hooks))
         self._without_hooks = [own for own in hooks if not own]
         self._num_hooks_of_any = RemovableHandle.next_id
-        self._tensors = [a[kind] for a in self._attributes for kind in ("_parameters", "_buffers")]
-        self._named = list(filter(None, [*self._tensors, *self._children, *self._hooks]))
-        self._dictionaries = [*self._attributes, *self._tensors]
-        self._as_made = [*(a.copy() for a in self._attributes), *map(dict.fromkeys, self._tensors)]
+        self._tensor_dicts = [
+            a[kind] for a in self._attributes for kind in ("_parameters", "_buffers")
+        ]
+        self._filled_dicts = list(
+            filter(None, [*self._tensor_dicts, *self._child_dicts, *self._hooks])
+        )
+        self._reset_dicts = [*self._attributes, *self._tensor_dicts]
+        self._as_made = [
+            *(a.copy() for a in self._attributes),
+            *map(dict.fromkeys, self._tensor_dicts),
+        ]
         # A call may have changed these; they are few, so that it takes little time to reset them.
         values = [{k: v for k, v in d.items() if k not in _OF_ANY_MODULE} for d in self._as_made]
-        self._changeable = list(compress(self._dictionaries, values))
+        self._changeable = list(compress(self._reset_dicts, values))
         self._values = list(filter(None, values))
-        self._num_members = list(map(len, self._dictionaries))
+        self._num_members = list(map(len, self._reset_dicts))
         self._thread = threading.get_ident()
-        # A variable of this function that refers to a module would be counted as a reference, and
-        # so is the first fingerprint in the second one.
+        # sys.getrefcount counts local variables, so none may hold a module. The fingerprint holds
+        # references itself, so the second one is what a call must leave.
         self._fingerprint = self._take_fingerprint()
         self._fingerprint = self._take_fingerprint()
 
@@ -136,11 +143,12 @@ class Replica:
         for members, name, position in self._buffers:
             members[name] = buffers[position]
         events = arrivals.on(device)
-        for attributes in self._attributes if events else ():
-            plain = attributes["_parameters"]
-            if awaited := [events[id(p)] for p in plain.values() if id(p) in events]:
-                attributes["_parameters"] = ArrivingParameters(plain, device, awaited)
-                self._arriving.append(attributes)
+        if events:
+            for attributes in self._attributes:
+                plain = attributes["_parameters"]
+                if awaited := [events[id(p)] for p in plain.values() if id(p) in events]:
+                    attributes["_parameters"] = ArrivingParameters(plain, device, awaited)
+                    self._arriving.append(attributes)
         for rnn in self._rnns:  # or flatten_parameters() in forward would be that of the original
             rnn._flat_weights = [getattr(rnn, name) for name in rnn._flat_weights_names]
 
@@ -190,12 +198,13 @@ class Replica:
         )
 
     def has_other_dictionaries(self) -> bool:
-        """Return whether a call has replaced or filled dictionaries of hooks, or swapped members'.
+        """Return whether a call has registered the first hooks, or replaced a dictionary.
 
         ``is_recyclable`` need not show that.
         """
         return any(self._without_hooks) or any(
             attributes[kind] is not as_made[kind]
+            # _as_made goes on with the dictionaries of tensors.
             for attributes, as_made in zip(self._attributes, self._as_made, strict=False)
             for kind in _DICTIONARIES
         )
@@ -208,18 +217,18 @@ class Replica:
         dictionaries that were not empty.
         """
         return (
-            list(map(sys.getrefcount, chain(self.modules, self._dictionaries, self._children))),
+            list(map(sys.getrefcount, chain(self.modules, self._reset_dicts, self._child_dicts))),
             list(map(weakref.getweakrefcount, self.modules)),
             list(map(type, self.modules)),
-            list(chain.from_iterable(self._named)),
-            gc.get_referents(*self._children, *self._hooks),
+            list(chain.from_iterable(self._filled_dicts)),
+            gc.get_referents(*self._child_dicts, *self._hooks),
         )
 
     def end(self) -> None:
         """Remove the tensors, and whatever else a call has left."""
         deque(map(dict.update, self._changeable, self._values), maxlen=0)  # a loop in C
-        if list(map(len, self._dictionaries)) != self._num_members:  # there are new ones
-            for members, as_made in zip(self._dictionaries, self._as_made, strict=True):
+        if list(map(len, self._reset_dicts)) != self._num_members:  # there are new ones
+            for members, as_made in zip(self._reset_dicts, self._as_made, strict=True):
                 members.clear()
                 members.update(as_made)
 
@@ -249,8 +258,8 @@ def _shallow_copy(module: nn.Module) -> nn.Module:
 def _zero_grad_of_replica(set_to_none: bool = True) -> None:
     """Do what ``zero_grad`` does in a replica of ``nn.DataParallel``: nothing."""
     warn(
-        "Calling .zero_grad() from a module created with nn.DataParallel() has no effect. The "
-        "gradients are those of the original module; call it outside of forward"
+        "zero_grad() in forward has no effect, as under nn.DataParallel: a replica has no "
+        "gradients of its own; call it outside of forward"
     )
 
 

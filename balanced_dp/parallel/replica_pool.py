@@ -76,7 +76,7 @@ class ReplicaPool:
         """Return a replica that waited, or else a new one. ``begin`` gives it its tensors."""
         try:
             return self._waiting.pop()
-        except IndexError:  # another thread may have taken the last one
+        except IndexError:  # none waits, or another thread has just taken the last one
             return Replica(self._modules, self._parameters, self._buffers)
 
     def recycle(self, replica: Replica, is_checked: bool) -> None:

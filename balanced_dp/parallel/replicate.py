@@ -15,11 +15,9 @@ from .arrivals import Arrivals
 from .coalesced_copy import copy_to
 from .move import move
 from .parameter_copies import ParameterCopies, copy_attributes
-from .replica import Replica, is_compiled
+from .replica import Replica
 from .replica_pool import ReplicaPool
 from .written_state import WrittenState
-
-__all__ = ["Replicas", "Replicator", "check_on_device", "is_compiled", "replicate"]
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -58,7 +56,7 @@ class Replicator:
         self.copies = ParameterCopies()
         self._pool: ReplicaPool | None = None
         self._tensors: list[int] = []
-        """The identities of the buffers and parameters that ``_written_silently`` is about."""
+        """The ids of the buffers and parameters: with others, ``_written_silently`` is void."""
         self._written_silently: dict[bool, frozenset[int]] = {}
         """By grad mode, the result of ``WrittenState.write_back``."""
         self._warned: set[str] = set()
@@ -200,15 +198,17 @@ def _buffers_of_replicas(
     sent = copy_to(away, buffers)
 
     def copies_on(device: torch.device) -> list[torch.Tensor]:
+        # The first replica on a device gets what was sent, another one a copy of the original.
         there = sent.pop(device, buffers)
         pairs = zip(there, buffers, strict=True)
         return [move(one, device, copy=True) if one is other else one for one, other in pairs]
 
     first, *others = devices
     copies = [sent.pop(first, buffers), *map(copies_on, others)]
-    for own in copies if any(map(vars, buffers)) else ():
-        for buffer, copy in zip(buffers, own, strict=True):
-            copy_attributes(buffer, copy)
+    if any(map(vars, buffers)):
+        for own in copies:
+            for buffer, copy in zip(buffers, own, strict=True):
+                copy_attributes(buffer, copy)
     return copies
 
 

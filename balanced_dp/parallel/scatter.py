@@ -250,6 +250,7 @@ def _scatter_sequence(sequence: Any, path: Path, options: _Options) -> list[Any]
     bounds = pairwise(accumulate(options.chunk_sizes, initial=0))
     parts = []
     for device, (start, end) in zip(options.devices, bounds, strict=True):
+        # The entries are cut already, and what is below them has no name.
         whole = _Options([device], None, options.dim, (), (), set(), "")
         parts += _scatter(sequence[start:end], path, whole)
     return parts

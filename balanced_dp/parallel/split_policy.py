@@ -10,10 +10,9 @@ import torch
 from torch import nn
 
 from ..devices import is_out_of_memory
-from ..errors import ArgumentError, ArgumentTypeError, warn
+from ..errors import ArgumentError, ArgumentTypeError, add_note, warn
 from ..split import even_share, split_batch, split_by_weights
 from .auto_split import AutoSplit
-from .parallel_apply import add_note
 
 
 class SplitPolicy:
@@ -41,7 +40,7 @@ class SplitPolicy:
         self._number = None if isinstance(gpu0_bsz, str) else gpu0_bsz
         self.device_weights = None if device_weights is None else tuple(device_weights)
         self.auto: AutoSplit | None = None
-        self._has_warned = spread or device_weights is not None
+        self._may_warn = not spread and device_weights is None
         if self.device_weights is not None:
             if isinstance(gpu0_bsz, str):
                 raise ArgumentError(
@@ -91,9 +90,9 @@ class SplitPolicy:
         """
         if batch_size and self.auto is not None:
             self.auto.begin_call(module, batch_size)
-        elif batch_size and not self._has_warned:
+        elif batch_size and self._may_warn:
             self._warn_if_even(batch_size)
-            self._has_warned = True
+            self._may_warn = False
         return self._split(batch_size)
 
     def _warn_if_even(self, batch_size: int) -> None:

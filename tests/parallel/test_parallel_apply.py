@@ -15,7 +15,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from balanced_dp import BalancedDataParallel
-from balanced_dp.parallel.parallel_apply import add_note, parallel_apply
+from balanced_dp.errors import add_note
+from balanced_dp.parallel.parallel_apply import parallel_apply
 
 from ..notes import notes_of
 
