@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.2.0"
 
 if TYPE_CHECKING:
-    from .api import *  # noqa: F403
+    from .api import *  # noqa: F403  # type checkers know all its names
     from .api import __all__ as __all__
 else:
     # Importing torch takes seconds, and the command line's help needs none of it.

@@ -242,5 +242,7 @@ def what_to_change(
             f"gpu0_bsz={gpu0_bsz} from the start"
         )
     elif even_fits:
-        aim = f"It fits as it is. To leave more memory free with gpu0_bsz={gpu0_bsz}"
+        is_even = all(call.gpu0_bsz is None for call in calls)
+        fits = "It fits as it is" if is_even else "The even split fits"
+        aim = f"{fits}. To leave more memory free with gpu0_bsz={gpu0_bsz}"
     return f"{aim}, and change nothing else:\n{lines}"

@@ -453,6 +453,12 @@ def test_a_search_that_is_not_over_is_said(script):
 def test_what_fits_as_it_is_is_said(script):
     told = run(script, "--memory", "1GiB", "train.py", "9", "256", "wrap").stderr
     assert "\nIt fits as it is. To leave more memory free with gpu0_bsz=" in told
+    text = SCRIPT.replace("import sys", "import sys, balanced_dp")
+    call = "balanced_dp.BalancedDataParallel(60, "
+    script.write_text(text.replace("nn.DataParallel(", call))
+    told = run(script, "--memory", "1GiB", "train.py", "9", "256", "wrap").stderr
+    assert "\nThe even split fits. To leave more memory free with gpu0_bsz=" in told
+    script.write_text(SCRIPT)
     options = ("--memory", "3MiB", "--reserve", "0")
     told = run(script, *options, "train.py", "9", "256", "wrap").stderr
     assert "It fits as it is" not in told and "\nTo split with gpu0_bsz=" in told
