@@ -91,6 +91,7 @@ FOR_EMULATION = (
     "_C.DispatchKeySet",
     "ops.aten._conj.default._schema",
     "ops.aten._neg_view",
+    "ops.aten._to_copy",
     "ops.aten._softmax_backward_data",
     "ops.aten._scaled_dot_product_attention_math",
     "ops.aten._scaled_dot_product_flash_attention_for_cpu",

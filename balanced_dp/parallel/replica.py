@@ -257,9 +257,9 @@ def _shallow_copy(module: nn.Module) -> nn.Module:
 
 def _zero_grad_of_replica(set_to_none: bool = True) -> None:
     """Do what ``zero_grad`` does in a replica of ``nn.DataParallel``: nothing."""
-    warn(
-        "zero_grad() in forward has no effect, as under nn.DataParallel: a replica has no "
-        "gradients of its own; call it outside of forward"
+    warn(  # torch's words, by which scripts filter it
+        "Calling .zero_grad() from a module created with nn.DataParallel() has no effect. A "
+        "replica has no gradients of its own; call it outside of forward"
     )
 
 
