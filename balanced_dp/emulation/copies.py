@@ -122,6 +122,7 @@ def references_of_call() -> int:
         counts.append(sys.getrefcount(self))
 
     class Counted(torch.Tensor):
+        # In torch's stubs it has wider types.
         @classmethod
         def __torch_dispatch__(  # type: ignore[override]
             cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

@@ -76,7 +76,9 @@ class AutoSplit:
         self._num_ooms: list[int] = []
         self._is_settling = True
         # Of the iteration that is under way:
-        self._batch_sizes: list[int] = []
+        self._batch_sizes: set[int] = set()
+        self._later_batch_sizes: set[int] = set()
+        """Those of calls after the first one, whose gradients are added to others."""
         self._peaks: Peaks | None = None
         self._parameter_ids: frozenset[int] = frozenset()
         self._has_stepped = False
@@ -149,7 +151,9 @@ class AutoSplit:
             self.look_for_out_of_memory()
         if not self._batch_sizes:
             self._begin_iteration(module)
-        self._batch_sizes.append(batch_size)
+        if self._batch_sizes:
+            self._later_batch_sizes.add(batch_size)
+        self._batch_sizes.add(batch_size)
         self._num_calls += 1
         if self._num_calls == _PATIENCE and not self.balance.is_frozen:
             warn(
@@ -187,7 +191,8 @@ class AutoSplit:
         batch_size = max(self._batch_sizes)
         value = self.balance.gpu0_bsz(batch_size)
         self.balance.out_of_memory(batch_size, ran_out[0])
-        self._batch_sizes, self._peaks, self._is_settling = [], None, True
+        self._batch_sizes, self._later_batch_sizes = set(), set()
+        self._peaks, self._is_settling = None, True
         return self.balance.gpu0_bsz(batch_size) != value
 
     def _begin_iteration(self, module: nn.Module) -> None:
@@ -201,8 +206,8 @@ class AutoSplit:
             self._peaks = Peaks(self.devices)
 
     def _end_iteration(self, module: nn.Module) -> None:
-        sizes, peaks = self._batch_sizes, self._peaks
-        self._batch_sizes, self._peaks = [], None
+        sizes, later_sizes, peaks = self._batch_sizes, self._later_batch_sizes, self._peaks
+        self._batch_sizes, self._later_batch_sizes, self._peaks = set(), set(), None
         self._has_stepped, self._num_calls = False, 0
         if peaks is None:
             return
@@ -216,7 +221,7 @@ class AutoSplit:
             tuple(peaks.of(device)[0] for device in self.devices),
             self._empty_bytes(module),
             sum(tensor.nbytes for tensor in chain(module.parameters(), module.buffers())),
-            accumulates=batch_size in sizes[1:],
+            accumulates=batch_size in later_sizes,
         )
         self._is_settling = self.balance.num_changes > num_changes
 

@@ -711,7 +711,7 @@ def _cross_entropy(o: Tensor, y: Tensor) -> Tensor:
     return functional.cross_entropy(o, y)
 
 
-@pytest.mark.skipif(not hasattr(functional, "linear_cross_entropy"), reason="torch 2.13 has it")
+@pytest.mark.skipif(not hasattr(functional, "linear_cross_entropy"), reason="needs torch 2.13")
 @pytest.mark.parametrize("has_gradients", [True, False])
 def test_a_cross_entropy_that_nobody_counts_is_warned_of(has_gradients):
     """With options, this one does not call F.cross_entropy."""
