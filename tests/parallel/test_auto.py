@@ -495,6 +495,29 @@ def test_auto_repeats_a_step_that_ran_out_in_backward():
         del net, model, optimizer
 
 
+@pytest.mark.parametrize(("sizes", "expected"), [((64, 64), {True}), ((64, 1), {False})])
+def test_auto_knows_whether_gradients_have_accumulated(sizes, expected, monkeypatch):
+    seen = []
+    observe = AutoBalance.observe
+
+    def noted(self, batch_size, *args, accumulates):
+        seen.append((batch_size, accumulates))
+        observe(self, batch_size, *args, accumulates=accumulates)
+
+    monkeypatch.setattr(AutoBalance, "observe", noted)
+    with emulate_devices(3) as devices:
+        model = BalancedDataParallel("auto", torch.nn.Linear(8, 64).to(devices[0]))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for number in range(24):
+            model(torch.ones(sizes[number % len(sizes)], 8)).mean().backward()
+            if number % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+        del model, optimizer
+    assert {size for size, _ in seen} == {64}
+    assert {accumulates for _, accumulates in seen} == expected
+
+
 # Checkpoints.
 
 
