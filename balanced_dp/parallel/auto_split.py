@@ -31,6 +31,11 @@ def smallest_chunk(module: nn.Module) -> int:
     return 1 + any(isinstance(child, _BatchNorm) for child in module.modules())
 
 
+def has_gradients(module: nn.Module) -> bool:
+    """Return whether a backward pass adds to gradients that are there."""
+    return any(parameter.grad is not None for parameter in module.parameters())
+
+
 def _is_state(state: Any) -> bool:
     match state:
         case {
@@ -75,11 +80,14 @@ class AutoSplit:
         self._loaded: Mapping[str, Any] | None = None
         self._num_ooms: list[int] = []
         self._is_settling = True
+        # Sizes of batches whose gradients have been added to others. Peaks without them are less.
+        self._accumulating: set[int] = set()
         # Of the iteration that is under way:
         self._batch_sizes: set[int] = set()
-        self._later_batch_sizes: set[int] = set()
-        """Those of calls after the first one, whose gradients are added to others."""
+        self._added_sizes: set[int] = set()
+        """Those of calls whose gradients are added to others."""
         self._peaks: Peaks | None = None
+        self._peak_bytes: tuple[int, ...] = ()
         self._parameter_ids: frozenset[int] = frozenset()
         self._has_stepped = False
         self._num_calls = 0
@@ -151,9 +159,9 @@ class AutoSplit:
             self.look_for_out_of_memory()
         if not self._batch_sizes:
             self._begin_iteration(module)
-        if self._batch_sizes:
-            self._later_batch_sizes.add(batch_size)
         self._batch_sizes.add(batch_size)
+        if has_gradients(module):
+            self._added_sizes.add(batch_size)
         self._num_calls += 1
         if self._num_calls == _PATIENCE and not self.balance.is_frozen:
             warn(
@@ -167,6 +175,8 @@ class AutoSplit:
         parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
         if any(id(parameter) in self._parameter_ids for parameter in parameters):
             self._has_stepped = True
+            if self._peaks is not None:  # read now: scripts print and reset them after the step
+                self._peak_bytes = tuple(self._peaks.of(device)[0] for device in self.devices)
 
     def look_for_out_of_memory(self, has_failed: bool = False) -> bool:
         """End an iteration in which memory ran out; return whether the next split differs.
@@ -191,8 +201,8 @@ class AutoSplit:
         batch_size = max(self._batch_sizes)
         value = self.balance.gpu0_bsz(batch_size)
         self.balance.out_of_memory(batch_size, ran_out[0])
-        self._batch_sizes, self._later_batch_sizes = set(), set()
-        self._peaks, self._is_settling = None, True
+        self._end_calls()
+        self._is_settling = True
         return self.balance.gpu0_bsz(batch_size) != value
 
     def _begin_iteration(self, module: nn.Module) -> None:
@@ -205,23 +215,32 @@ class AutoSplit:
         if not self.balance.is_frozen:
             self._peaks = Peaks(self.devices)
 
-    def _end_iteration(self, module: nn.Module) -> None:
-        sizes, later_sizes, peaks = self._batch_sizes, self._later_batch_sizes, self._peaks
-        self._batch_sizes, self._later_batch_sizes, self._peaks = set(), set(), None
+    def _end_calls(self) -> None:
+        self._batch_sizes, self._added_sizes, self._peaks = set(), set(), None
         self._has_stepped, self._num_calls = False, 0
-        if peaks is None:
-            return
-        if self._is_settling:
+
+    def _end_iteration(self, module: nn.Module) -> None:
+        batch_size = max(self._batch_sizes)  # of several that accumulate, it makes the peak
+        accumulates = batch_size in self._added_sizes
+        is_observed = self._peaks is not None
+        self._end_calls()
+        if is_observed and self._is_settling:
             self._is_settling = False
             return
-        batch_size = max(sizes)  # of several that accumulate, it makes the peak
+        if accumulates and batch_size not in self._accumulating:
+            self._accumulating.add(batch_size)
+            self.balance.forget(batch_size)
+        if not is_observed:
+            return
+        if batch_size in self._accumulating and not accumulates:
+            self.balance.skip()
+            return
         num_changes = self.balance.num_changes
         self.balance.observe(
             batch_size,
-            tuple(peaks.of(device)[0] for device in self.devices),
+            self._peak_bytes,
             self._empty_bytes(module),
             sum(tensor.nbytes for tensor in chain(module.parameters(), module.buffers())),
-            accumulates=batch_size in later_sizes,
         )
         self._is_settling = self.balance.num_changes > num_changes
 

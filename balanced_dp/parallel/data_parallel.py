@@ -51,11 +51,10 @@ class BalancedDataParallel(DataParallelSteps[ModuleT]):
     Args:
         gpu0_bsz: the most samples that the first device gets, at least 0. With 0 it runs nothing.
             ``"auto"`` finds the value during the first iterations of training: it starts with the
-            even split, reads the peaks of each iteration when the next one begins, changes the
-            value at most five times and then keeps it, unless memory runs out: catch
-            ``torch.OutOfMemoryError`` and repeat the step. The state dict contains what it has
-            found, and training that loads it starts with that. None is no limit: the split is even,
-            or that of ``device_weights``.
+            even split, reads the peaks of each iteration after the step, changes the value at most
+            five times and then keeps it, unless memory runs out: catch ``torch.OutOfMemoryError``
+            and repeat the step. The state dict contains what it has found, and training that loads
+            it starts with that. None is no limit: the split is even, or that of ``device_weights``.
         module: the module to parallelize. Its parameters and buffers must be on ``device_ids[0]``.
             With ``spread`` or a single device they are moved.
         device_ids: devices as ints (of the accelerator), strings or ``torch.device``. None means

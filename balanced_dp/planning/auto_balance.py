@@ -17,8 +17,8 @@ MAX_CHANGES = 5
 _MAX_FITTED = 16
 """The model is fitted to this number of observations, the latest ones."""
 
-_MAX_SMALLER = 100
-"""The search ends after this number of iterations with smaller batches than the largest."""
+_MAX_SKIPPED = 100
+"""The search ends after this number of iterations that tell nothing."""
 
 _UNKNOWN = MemoryModel((), (), (), num_points=0, residual=math.inf)
 """The model before the first iteration."""
@@ -56,9 +56,7 @@ class AutoBalance:
         # Batch size -> value with which device 0, or another device, ran out of memory.
         self._too_large: dict[int, int] = {}
         self._too_small: dict[int, int] = {}
-        self._num_smaller = 0
-        # Batch sizes of which an iteration has added to gradients that were there.
-        self._accumulating: set[int] = set()
+        self._num_skipped = 0
         self._first_share = Fraction(1)
         """The share of device 0 in a batch while nothing is known of it."""
 
@@ -102,32 +100,21 @@ class AutoBalance:
         peak_bytes: tuple[int, ...],
         empty_bytes: int,
         replica_bytes: int,
-        accumulates: bool = False,
     ) -> None:
         """Record an iteration; change or freeze the value if its batch was the largest so far.
-
-        If such a batch has added to gradients before, its peaks have them, and iterations in which
-        none does are ignored.
 
         Args:
             batch_size: the batch of the iteration, split by the current value.
             peak_bytes: the peak of each device in the iteration.
             empty_bytes: what device 0 would hold with an empty batch.
             replica_bytes: the least that another device holds of the model.
-            accumulates: whether such a batch has added to gradients in this iteration.
         """
-        if accumulates and batch_size not in self._accumulating:
-            self._accumulating.add(batch_size)
-            self._observed = {k: v for k, v in self._observed.items() if k[0] != batch_size}
-        elif batch_size in self._accumulating and not accumulates:
-            return
         value = self.gpu0_bsz(batch_size)
         known = self._observed.get((batch_size, value), peak_bytes)
         self._observed[batch_size, value] = tuple(map(max, zip(known, peak_bytes, strict=True)))
         if batch_size < max(size for size, _ in self._observed):
             # The largest batch decides, since it fills the devices the most.
-            self._num_smaller += 1
-            self.is_frozen = self._num_smaller >= _MAX_SMALLER
+            self.skip()
             return
         if len(self._observed) == 1:
             model = _cautious_model(self._split(batch_size, value), peak_bytes, replica_bytes)
@@ -147,6 +134,18 @@ class AutoBalance:
             candidate = self._limited(batch_size, best) if self.is_frozen else 0
         self.num_changes += candidate != value
         self._values = {batch_size: candidate}
+
+    def skip(self) -> None:
+        """Record an iteration that tells nothing; end the search after many of them."""
+        self._num_skipped += 1
+        self.is_frozen = self._num_skipped >= _MAX_SKIPPED
+
+    def forget(self, batch_size: int) -> None:
+        """Search again if anything was observed of such batches, with none of it."""
+        others = {key: peaks for key, peaks in self._observed.items() if key[0] != batch_size}
+        if len(others) < len(self._observed):
+            self._observed, self.is_frozen = others, False
+            self._planner = Planner(_UNKNOWN, self.capacities)
 
     def out_of_memory(self, batch_size: int, index: int) -> None:
         """Change the value with which device ``index`` ran out of memory."""

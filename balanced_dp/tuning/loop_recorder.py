@@ -29,7 +29,7 @@ from ..devices import is_emulated
 from ..emulation.ledger import Label
 from ..emulation.machine import current_machine
 from ..emulation.tensor import set_label
-from ..parallel.auto_split import smallest_chunk
+from ..parallel.auto_split import has_gradients, smallest_chunk
 from ..parallel.data_parallel import BalancedDataParallel
 from ..parallel.nested import tensors
 from ..parallel.split_policy import SplitPolicy
@@ -103,7 +103,7 @@ class LoopRecorder:
         self._step: StepRecorder | None = None
         self._has_gone_back = False
         self._has_stepped = False
-        self._batch_sizes: list[int] = []
+        self._added_sizes: set[int] = set()
         self._chunk_sizes: tuple[int, ...] = ()
         self._replica_sizes: dict[torch.device, int] = {}
         self._replicated: type[nn.Module] | None = None
@@ -171,7 +171,8 @@ class LoopRecorder:
         """Record the call of a model; its largest batch makes the peak."""
         if not torch.is_grad_enabled():
             return
-        self._batch_sizes.append(batch_size)
+        if has_gradients(module):
+            self._added_sizes.add(batch_size)
         if batch_size < sum(self._chunk_sizes):
             return
         self._search.smallest = smallest_chunk(module)
@@ -287,7 +288,7 @@ class LoopRecorder:
         step.end_phase(self._breakdown_of, self._optimizer)
         self.num_iterations += 1
         self._record(step)
-        self._batch_sizes, self._chunk_sizes, self._replica_sizes = [], (), {}
+        self._added_sizes, self._chunk_sizes, self._replica_sizes = set(), (), {}
 
     def _end_loop(self) -> None:
         """Record the last iteration; if it is not finished, only if it is the only one."""
@@ -325,11 +326,13 @@ class LoopRecorder:
 
         If gradients accumulate, the second batch adds to them, unless the data ends before.
         """
-        accumulates = batch_size in self._batch_sizes[1:]
+        accumulates = batch_size in self._added_sizes
         if accumulates and batch_size not in self._accumulating:
             self._accumulating.add(batch_size)
-            self.measurements = {k: v for k, v in self.measurements.items() if k[0] != batch_size}
-            vars(self).pop("_search", None)
+            others = {k: v for k, v in self.measurements.items() if k[0] != batch_size}
+            if len(others) < len(self.measurements):
+                self.measurements = others
+                del self._search
         return accumulates or batch_size not in self._accumulating
 
     # The result.

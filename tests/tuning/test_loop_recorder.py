@@ -195,6 +195,23 @@ def test_iterations_whose_data_ended_are_not_compared_with_others(gpu0_bsz, devi
     gc.collect()
 
 
+def test_a_skipped_step_is_not_taken_for_accumulation(devices):
+    """Else all later iterations would be left out, since none of them accumulates."""
+    recorder = LoopRecorder(devices, gpu0_bsz="auto")
+    model = BalancedDataParallel(0, make_model(devices[0]))
+    recorder.adopt(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with recorder.recording():
+        for number in range(10):
+            optimizer.zero_grad()
+            model(torch.ones(32, 64)).square().mean().backward()
+            if number != 2:
+                optimizer.step()
+    model.close()
+    assert len(recorder.measurements) > 2
+    assert not recorder.is_searching
+
+
 def test_the_loop_ends_where_it_would_begin_one_step_too_many(devices):
     recorder = LoopRecorder(devices, num_steps=2)
     steps = []
