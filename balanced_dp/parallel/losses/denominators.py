@@ -7,13 +7,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
 import torch
 
 from .calls import Call
 from .nodes import VIEWS
+from .samples import Samples
 from .terms import Denominator, Value, are_close, are_equal, are_numbers, are_proportional
 
 OF_NUMBERS = ("tensor", "as_tensor", "scalar_tensor", "full")
@@ -22,51 +22,6 @@ OF_NUMBERS = ("tensor", "as_tensor", "scalar_tensor", "full")
 
 class UnclearError(Exception):
     """A term is not known to be a mean or a sum over samples; the message says why."""
-
-
-@dataclass(frozen=True, slots=True)
-class Chunks:
-    """The chunks of a batch.
-
-    Methods take a call on each replica.
-
-    Attributes:
-        sizes: how many samples each replica had.
-        dim: the batch dimension.
-    """
-
-    sizes: Sequence[int]
-    dim: int
-
-    def are_in(self, calls: Sequence[Call]) -> bool:
-        """Return whether tensors have entries for samples, or for some that were selected."""
-        shape = calls[0].shape
-        if calls[0].operator == "Index":
-            return True
-        if not are_equal(self.sizes):
-            return any(call.shape != shape for call in calls)
-        is_joined = calls[0].output is not None
-        return bool(shape) and not is_joined and not shape[self.dim % len(shape)] % self.sizes[0]
-
-    def are_behind(self, calls: Sequence[Call]) -> bool:
-        """Return whether tensors were computed from such with entries for samples."""
-        leaves = [list(_leaves(call)) for call in calls]
-        if any(len(own) != len(leaves[0]) for own in leaves):
-            return True
-        return any(self.are_in(same) for same in zip(*leaves, strict=True))
-
-
-def _leaves(call: Call) -> Iterator[Call]:
-    """Yield the calls from which a call was computed, as far as they were noted."""
-    calls, seen = [call], set()
-    while calls:
-        call = calls.pop()
-        operands = [operand for operand, _ in call.next_functions if operand is not None]
-        if not operands:
-            yield call
-        elif call not in seen:
-            seen.add(call)
-            calls += operands
 
 
 def is_of_number(call: Call | None) -> bool:
@@ -78,7 +33,7 @@ def find_denominator(
     calls: Sequence[Call],
     values: Sequence[torch.Tensor],
     weights: Sequence[Value] | None,
-    chunks: Chunks,
+    samples: Samples,
 ) -> tuple[Denominator | None, float]:
     """Return the denominator of the batch, and the number that was added to those of the chunks.
 
@@ -88,7 +43,7 @@ def find_denominator(
         calls: the call that computed the denominator of each replica.
         values: the denominators.
         weights: the weights of the means that they divide; None for sums.
-        chunks: the chunks.
+        samples: the entries of samples.
 
     Raises:
         UnclearError: it cannot be computed from them.
@@ -106,7 +61,8 @@ def find_denominator(
     operands = [call.operand for call, _ in counted if call.operand]
     adds_up = operator in OF_NUMBERS and not finishing and weights is None
     if operator in (("Sum", "count_nonzero") if weights is None else ("Mean",)):
-        adds_up = len(operands) == len(calls) and chunks.are_in(operands)
+        adds_up = len(operands) == len(calls)
+        adds_up = adds_up and samples.are_selected_in([(operand, 0) for operand in operands])
     if not adds_up or added < 0:
         raise UnclearError(f"it is divided by a {operator}, which need not add up")
     if weights is not None and not (

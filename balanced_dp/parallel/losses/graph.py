@@ -95,7 +95,7 @@ class LossGraph:
                 term = self._follow(routes.pop(), routes)
             except UnclearError as error:
                 self.reasons.append(str(error))
-                term = Term(self.scaling.chunks.sizes)
+                term = Term(self.samples.chunk_sizes)
             if term is not None:
                 terms.append(term)
         return terms

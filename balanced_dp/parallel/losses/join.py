@@ -23,7 +23,6 @@ from .. import nested
 from ..call_inputs import Arguments, described
 from .calls import Call, Calls, noting
 from .counted import CountedLoss, counting
-from .denominators import Chunks
 from .graph import LossGraph
 from .samples import Samples
 from .scales import Scaling
@@ -265,8 +264,7 @@ class ChunkLosses:
         places = self.history.places.setdefault(name, {})
         samples = Samples(self.sizes, self.dim, counted)
         added = self.history.added.setdefault(name, {})
-        chunks = Chunks(self.sizes, self.dim)
-        scaling = Scaling(chunks, self._calls, self._given, self._has_num_items, places, added)
+        scaling = Scaling(samples, self._calls, self._given, self._has_num_items, places, added)
         return LossGraph(nodes, counted, samples, scaling)
 
     def _remember(self, name: str, term: Term) -> None:

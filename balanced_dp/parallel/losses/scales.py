@@ -18,7 +18,8 @@ import torch
 
 from .calls import Call, Calls
 from .counted import without_nan_gradients
-from .denominators import Chunks, UnclearError, find_denominator, is_of_number, with_added
+from .denominators import UnclearError, find_denominator, is_of_number, with_added
+from .samples import Samples
 from .terms import Denominator, Scale, Term, Value, are_close, are_equal, are_proportional
 
 
@@ -27,7 +28,7 @@ class Scaling:
     """The scales of the terms of one loss.
 
     Attributes:
-        chunks: the chunks of the batch.
+        samples: finds the entries of samples.
         calls: the calls that were noted.
         given: the numbers and 0-dim tensors among the arguments, which every replica has got: a
             division by one of them is the same on all replicas.
@@ -43,7 +44,7 @@ class Scaling:
         must_note: whether only noted calls show what the weights add up to.
     """
 
-    chunks: Chunks
+    samples: Samples
     calls: Calls
     given: Sequence[Any]
     has_num_items: bool
@@ -110,11 +111,13 @@ class Scaling:
             return True
         if self.calls:  # if it was not computed from samples, it is the same everywhere
             known = [self.calls[id(value)] for value in values if id(value) in self.calls]
-            is_count = len(known) == len(values) and self.chunks.are_behind(known)
+            is_count = len(known) == len(values) and self.samples.are_behind(
+                [(call, 0) for call in known]
+            )
             if not is_count:
                 has_number = bool(known) and is_of_number(known[0])
-                may_be_count = has_number and not is_mean and are_equal(self.chunks.sizes)
-                is_multiple = may_be_count and float(values[0]) % self.chunks.sizes[0] == 0
+                may_be_count = has_number and not is_mean and are_equal(self.samples.chunk_sizes)
+                is_multiple = may_be_count and float(values[0]) % self.samples.chunk_sizes[0] == 0
                 was_count = has_number and self.places.get(place, False)
                 is_count = is_multiple or was_count or not are_close(values)
             self.places[place] = is_count
@@ -140,7 +143,7 @@ class Scaling:
                 raise UnclearError(added)
             return with_added(values, added) if weights is None else None
         try:
-            denominator, added = find_denominator(known, values, weights, self.chunks)
+            denominator, added = find_denominator(known, values, weights, self.samples)
         except UnclearError as error:
             self.added[place] = str(error)
             raise
@@ -152,7 +155,7 @@ class Scaling:
     def _is_count(self, scale: Scale, sizes: Sequence[Value], place: tuple[Any, ...]) -> bool:
         """Return whether a sum is divided by the number of its entries in each chunk."""
         numbers = [v if scale.divides else 1 / v if v else 0.0 for v in scale.values]
-        number, chunk_size = numbers[0], self.chunks.sizes[0]
+        number, chunk_size = numbers[0], self.samples.chunk_sizes[0]
         if all(size == n for size, n in zip(sizes, numbers, strict=True)):
             self.places[place] = True
         elif not are_equal(numbers):
@@ -161,7 +164,7 @@ class Scaling:
                 self.doubts.append(
                     f"it is divided by its number of entries plus {surplus.pop():g} in each chunk"
                 )
-            if 1 in numbers and not are_proportional(numbers, self.chunks.sizes):
+            if 1 in numbers and not are_proportional(numbers, self.samples.chunk_sizes):
                 self.doubts.append(
                     "it is divided by 1 in a chunk, which may stand for a count of 0; divide by "
                     "the tensor mask.sum().clamp(min=1)"
@@ -174,19 +177,19 @@ class Scaling:
             self.places[place] = True
         elif self._is_given(number):
             return False
-        elif not are_equal(self.chunks.sizes):
+        elif not are_equal(self.samples.chunk_sizes):
             if self.places.setdefault(place, False):
                 self.doubts.append(
                     f"it is divided by {number:g} in each chunk, but was by a count in another call"
                 )
         elif place not in self.places:
             # Neither a factor of 1/2 in chunks of two samples nor the batch size is a count.
-            if number == sum(self.chunks.sizes) and scale.divides:
+            if number == sum(self.samples.chunk_sizes) and scale.divides:
                 self.doubts.append(
                     f"it is divided by {number:g}, which is the size of the batch, but may be a "
                     "multiple of that of each chunk"
                 )
-            is_multiple = number % chunk_size == 0 and number != sum(self.chunks.sizes)
+            is_multiple = number % chunk_size == 0 and number != sum(self.samples.chunk_sizes)
             return number >= 1 and is_multiple and (scale.divides or chunk_size > 2)
         return self.places[place]
 
@@ -194,7 +197,7 @@ class Scaling:
         """Return whether a number or tensor is among the arguments of the call."""
         if isinstance(value, torch.Tensor):
             return any(item is value for item in self.given)
-        if value in (1, *self.chunks.sizes):  # then it may also be a count
+        if value in (1, *self.samples.chunk_sizes):  # then it may also be a count
             return False
         return any(item == value for item in self.given if not isinstance(item, torch.Tensor))
 
@@ -210,9 +213,9 @@ class Scaling:
             if self.places[place] and any(value % 1 for value in values):
                 self.doubts.append("it is multiplied by fractions that differ between replicas")
         elif (
-            are_equal(self.chunks.sizes)
+            are_equal(self.samples.chunk_sizes)
             and place not in self.places
-            and values[0] == self.chunks.sizes[0] > 1
+            and values[0] == self.samples.chunk_sizes[0] > 1
         ):
             self.doubts.append(
                 f"it is multiplied by {values[0]:g}, which is also the number of samples in each "
