@@ -110,7 +110,8 @@ class BalancedDataParallel(DataParallelSteps[ModuleT]):
 
             - Without ``spread``, ``gpu0_bsz`` is not below the even share of the first batch.
             - A 0-dim output need not have the value of the whole batch.
-            - A sequence that goes whole to each device is as long as the batch.
+            - A sequence that goes whole to each device is as long as the batch, or an object that
+              does holds tensors.
             - ``forward`` sets an attribute of the module, which is lost, or writes a parameter
               that replicas on one device share, or that depends on the samples of each device.
 

@@ -110,7 +110,7 @@ def scatter(
 
     Warns:
         BalanceWarning: another sequence is as long as the batch, so it may have one entry for each
-            sample.
+            sample; or an object that is no container has tensors as attributes.
     """
     inputs = list(inputs)
     first_path: Path = ()
@@ -169,6 +169,7 @@ def _scatter(value: Any, path: Path, options: _Options) -> list[Any]:
         return [value.to(device) for device in options.devices]  # type: ignore[arg-type]
     children = checked_items(value, path, ScatterError)
     if children is None:
+        _warn_if_it_hides_tensors(value, path, options)
         return [value] * len(options.devices)
     try:
         columns = [_scatter(child, (*path, name), options) for name, child in children]
@@ -277,6 +278,22 @@ def _has_samples(value: Any, path: Path, options: _Options) -> bool:
             f"its samples, and broadcast=({name!r},) silences this warning"
         )
     return False
+
+
+def _warn_if_it_hides_tensors(value: Any, path: Path, options: _Options) -> None:
+    name = ".".join(path)
+    hidden = [
+        attribute
+        for attribute, held in getattr(value, "__dict__", {}).items()
+        if isinstance(held, torch.Tensor) and held.dim() and not isinstance(value, type)
+    ]
+    if hidden and name not in options.warned and not _is_broadcast(path, options.broadcast):
+        options.warned.add(name)
+        warn(
+            f"input {name} is a {type(value).__name__}, whose tensors ({', '.join(hidden)}) are "
+            "neither split nor moved; pass a dataclass or dictionary of them to split them, or "
+            f"silence this warning with broadcast=({name!r},)"
+        )
 
 
 def _is_as_long_as_the_batch(value: Any, options: _Options) -> bool:

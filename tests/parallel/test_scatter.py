@@ -196,6 +196,21 @@ def test_a_sequence_as_long_as_the_batch_is_warned_of_once(value):
     scatter([("x", torch.zeros(4, 2)), ("texts", value)], [CPU, CPU], [1, 3])
 
 
+def test_an_object_that_hides_tensors_is_warned_of_once():
+    """Only containers are split: each replica would see the tensors of the whole batch."""
+    normal = torch.distributions.Normal(torch.zeros(3), torch.ones(3))
+    inputs = [("x", torch.zeros(3, 2)), ("noise", normal)]
+    warned: set[str] = set()
+    with pytest.warns(BalanceWarning, match=r"noise is a Normal.*\(loc, scale\).*\('noise',\)"):
+        chunks = scatter(inputs, [CPU, CPU], [1, 2], warned=warned)
+    assert chunks[0][1] is chunks[1][1] is normal
+    scatter(inputs, [CPU, CPU], [1, 2], warned=warned)
+    scatter(inputs, [CPU, CPU], [1, 2], broadcast=("noise",))
+    with pytest.warns(BalanceWarning, match="noise is a Normal"):
+        scatter(inputs[1:], [CPU], None)
+    scatter([*inputs[:1], ("module", torch.nn.Linear(2, 2)), ("f", scatter)], [CPU, CPU], [1, 2])
+
+
 def test_lists_of_images_are_told_what_to_do():
     images = [torch.zeros(3, 4, size) for size in (5, 6)]
     with pytest.raises(ScatterError, match=r"images has one entry .*\('images',\) splits it, or"):
