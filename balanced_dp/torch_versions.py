@@ -40,21 +40,10 @@ NEEDED = (
     "Tensor._make_wrapper_subclass",
     "_C._disabled_torch_function_impl",
     "UntypedStorage._cdata",
-    # What a loss is a mean over: torch's cross entropies, and what nodes of its graph tell.
-    "_C._nn.cross_entropy_loss",
-    "_C._nn.nll_loss_nd",
+    # Means and sums over samples: where torch computes them, and what is computed from them.
+    *(f"_C._nn.{name}" for name in ("cross_entropy_loss", "nll_loss_nd")),
     "_C._functorch.peek_interpreter_stack",
-    "_C._functions.SumBackward0._input_metadata",
-    "_C._functions.SumBackward0._saved_self_sym_sizes",
-    "_C._functions.SumBackward1._saved_dim",
-    "_C._functions.MeanBackward0._saved_self_sym_sizes",
-    "_C._functions.MeanBackward1._saved_dim",
-    "_C._functions.MulBackward0._saved_self",
-    "_C._functions.DivBackward0._saved_other",
-    "_C._functions.AddBackward0._saved_alpha",
-    "_C._functions.MseLossBackward0._saved_reduction",
-    "_C._functions.NllLossBackward0._saved_total_weight",
-    "_C._functions.DivBackward0._raw_saved_other",
+    "_C.DisableTorchFunctionSubclass",
     # The type of this machine's accelerators.
     "_C._get_accelerator",
     # Nested containers.
@@ -107,8 +96,6 @@ SLOWER_WITHOUT = {
     "_C._will_engine_execute_node": "gradients of a block of calls are brought home by each call",
     "_C._functions.SumBackward0._set_sequence_nr": "gradients leave for other devices later",
     "_C._cuda_hasPrimaryContext": "a probe of devices without a CUDA context opens one",
-    "autograd.SavedTensor.unpack_hook": "a masked mean inside a checkpoint is computed again, and "
-    "so is exact; before torch 2.10, which added it",
 }
 """What is slower without one of these."""
 
@@ -189,12 +176,6 @@ def will_execute(node: Any) -> bool:
     """
     tells = getattr(torch._C, "_will_engine_execute_node", None)
     return tells is not None and bool(tells(node))
-
-
-def has_unpack_hook(node: Any, name: str) -> bool:
-    """Return whether a checkpoint, or another hook, would compute a saved operand again."""
-    saved = getattr(node, f"_raw_saved_{name}", None)
-    return getattr(saved, "unpack_hook", None) is not None
 
 
 def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:

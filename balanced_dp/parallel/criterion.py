@@ -27,11 +27,10 @@ class BalancedCriterion(nn.Module):
 
     It is called with the ``PerDevice`` that a model with ``gather=False`` returns, and the targets
     of the whole batch. Each device computes the loss of its own chunk, so that large outputs, such
-    as the logits of a vocabulary, are never gathered on one device. The losses are joined by how
-    they were computed: a mean is weighted by what it is over (entries, or the targets that cross
-    entropy counts), sums are added, rows are concatenated. A warning names what that cannot make
-    exact, such as the square root of a mean. Anything but a ``PerDevice`` is passed to
-    ``criterion`` unchanged, so that the same line works for a bare model.
+    as the logits of a vocabulary, are never gathered on one device. The loss of the batch is
+    computed from the means and sums over all chunks; rows are concatenated. A warning names a loss
+    that is no function of these. Anything but a ``PerDevice`` is passed to ``criterion`` unchanged,
+    so that the same line works for a bare model.
 
     Outputs, targets and losses may be nested in tuples, dictionaries and dataclasses; a target may
     be another ``PerDevice``.
@@ -109,6 +108,7 @@ class BalancedCriterion(nn.Module):
             outputs.dim,
             arguments,
             self.loss_weight,
+            traces=outputs.traces,
         )
         replicas = self._replicator.replicate(self.criterion, outputs.devices)
         with (

@@ -21,7 +21,6 @@ from .homes import on_one_device, spread_parameters
 from .losses.join import ChunkLosses
 from .losses.weight import check_loss_weight
 from .per_device import PerDevice, only_output
-from .replica import is_compiled
 from .replicate import check_on_device
 from .scatter import find_batch_size
 from .split_policy import SplitPolicy
@@ -70,14 +69,13 @@ class BalancedDataParallel(DataParallelSteps[ModuleT]):
         split: dotted paths of lists, tuples and arrays with an entry for each sample, such as
             ``"texts"``; each device gets the entries of its samples.
         scalar_outputs: how 0-dim outputs are joined. ``"auto"``: to the value and gradient of the
-            whole batch. Whether a loss is a sum, or what it is a mean over, is read from how it was
-            computed; what cannot be made exact, such as the square root of a mean, is averaged by
-            chunk size with a warning. ``"mean"``: to their mean, weighted by chunk size. ``"sum"``:
+            whole batch, computed from the means and sums over all chunks. What is no function of
+            these is averaged by chunk size, with a warning. ``"mean"``: to their mean, weighted by chunk size. ``"sum"``:
             to their sum. ``"stack"``: to a vector with an entry for each replica, as
             ``nn.DataParallel`` does. With ``"auto"`` and ``"mean"``, integers must be equal, since
             a count has no mean.
         loss_weight: a function that returns the weight of a chunk's 0-dim floating outputs, for
-            means that cannot be read from how they were computed. The names of its parameters are
+            means that torch does not compute, such as those of a custom kernel. The names of its parameters are
             those of the arguments that it gets, as in ``lambda mask: mask.sum()``. It returns a
             number of at least 0, a tensor with one, or a dictionary of them by output name. A
             string such as ``"labels"`` counts the entries of that argument that are not -100.
@@ -174,8 +172,6 @@ class BalancedDataParallel(DataParallelSteps[ModuleT]):
         self.loss_weight = loss_weight
         self.spread = spread
         self.chunk_sizes: tuple[int, ...] | None = None
-        # Dynamo would trace the mode that notes calls of torch functions (losses/calls.py).
-        self._history.may_note = not any(map(is_compiled, module.modules()))
         if len(devices) == 1:
             module.to(devices[0])
         elif devices and spread:
@@ -247,8 +243,6 @@ class BalancedDataParallel(DataParallelSteps[ModuleT]):
         """Gather the outputs, or leave them on ``devices``."""
         if self.gathers_outputs:
             return self.gather(outputs, self.output_device, losses)
-        if losses is not None:
-            losses.end()
         return PerDevice(
             outputs,
             devices,

@@ -12,7 +12,7 @@ import torch
 from ..errors import GatherError
 from . import nested
 from .losses.join import ChunkLosses, is_loss
-from .losses.terms import weighted_mean
+from .losses.weighted import total, weighted_mean
 from .nested import Path, checked_items
 
 ScalarOutputs = Literal["auto", "mean", "sum", "stack"]
@@ -48,10 +48,7 @@ def gather(
         GatherError: the outputs differ in structure, or in a value that is not a tensor; or a
             tensor does not have its samples along a dimension.
     """
-    joined = _gather(list(outputs), (), _Join(device, dim, scalar_outputs, chunk_sizes, losses))
-    if losses is not None:
-        losses.end()
-    return joined
+    return _gather(list(outputs), (), _Join(device, dim, scalar_outputs, chunk_sizes, losses))
 
 
 def _gather(outputs: list[Any], path: Path, join: _Join) -> Any:
@@ -151,7 +148,7 @@ class _Join:
 
     def _scalars(self, tensors: Sequence[torch.Tensor], path: Path) -> torch.Tensor:
         if self.scalar_outputs == "sum":
-            return weighted_mean(tensors, None, self.device)
+            return total(tensors, self.device)
         if all(map(is_loss, tensors)):
             if self.losses is not None:
                 return self.losses.join(tensors, ".".join(path), self.device)

@@ -19,7 +19,7 @@ from ..devices import has_streams, is_emulated, on_stream
 from ..errors import add_note
 from ..free_threading import is_free_threaded_build
 from .call_inputs import Arguments
-from .losses.calls import noted
+from .losses.trace import traced
 
 
 def parallel_apply(
@@ -54,7 +54,7 @@ def parallel_apply(
     jobs: dict[torch.device, dict[int, Callable[[], Any]]] = {}
     for index, (device, function) in enumerate(zip(devices, functions, strict=True)):
         args, kwargs = arguments[index]
-        call = noted(functools.partial(function, *args, **kwargs))
+        call = traced(functools.partial(function, *args, **kwargs), index)
         jobs.setdefault(device, {})[index] = call
     others = list(jobs.items())
     # Autograd runs the nodes of all emulated devices in one thread, the highest sequence number

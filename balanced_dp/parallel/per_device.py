@@ -10,6 +10,7 @@ import torch
 from ..errors import ScatterError
 from .gather import ScalarOutputs, gather
 from .losses.join import ChunkLosses, OutputHistory
+from .losses.trace import Trace
 from .parallel_apply import Workers, parallel_apply
 from .scatter import Scattered, scatter_arguments
 
@@ -142,8 +143,14 @@ class PerDevice(Scattered):
             self.dim,
             arguments,
             is_auto=scalar_outputs == "auto",
+            traces=self.traces,
         )
         return self._run([function] * len(self), losses, scalar_outputs)
+
+    @property
+    def traces(self) -> Sequence[Trace]:
+        """What each replica has computed of means and sums over samples, such as a loss."""
+        return () if self._losses is None else self._losses.traces
 
     def _run(
         self,

@@ -416,112 +416,85 @@ EXACT: dict[str, Case] = {
         lambda n, x, o, m: (((1 - o.sigmoid()) ** 2 * F.softplus(-o)).sum(1) * m).sum() / m.sum(),
         {"m": HOLES},
     ),
+    # Not linear in means and sums.
+    "dice": Case(
+        lambda n, x, o, m: (
+            1 - 2 * (o[:, 0].sigmoid() * m).sum() / (o[:, 0].sigmoid().sum() + m.sum())
+        ),
+        {"m": MASK},
+    ),
+    "rmse": Case(lambda n, x, o, r: F.mse_loss(o, r).sqrt(), {"r": REAL}),
+    "perplexity": Case(lambda n, x, o, y: F.cross_entropy(o, y).exp(), {"y": Y}),
+    "product": Case(lambda n, x, o, r: F.mse_loss(o, r) * o.abs().mean(), {"r": REAL}),
+    "statistics": Case(lambda n, x, o: o.mean(0).square().sum()),
+    "two masks": Case(
+        lambda n, x, o, m, w: masked_mean(rows(o), m) + masked_mean(rows(o), w),
+        {"m": MASK, "w": WEIGHT},
+    ),
+    "sum and mean": Case(
+        lambda n, x, o, r: F.mse_loss(o, r, reduction="sum") + o.mean(), {"r": REAL}
+    ),
+    "sum and penalty": Case(lambda n, x, o: o.square().sum() + n.head.weight.square().sum()),
+    "where of a count": Case(
+        lambda n, x, o, m: (rows(o) * m).sum() / m.sum().where(m.any(), 1), {"m": HOLES}
+    ),
+    "largest entry plus 1": Case(
+        lambda n, x, o, m: (rows(o) * m).sum() / (m.max() + 1), {"m": HOLES}
+    ),
+    "clamped largest entry": Case(
+        lambda n, x, o, m: (rows(o) * m).sum() / m.max().clamp(min=1), {"m": HOLES}
+    ),
+    "larger of 1 and a count": Case(
+        lambda n, x, o, m: (rows(o) * m).sum() / torch.maximum(torch.ones(()).to(m), m.sum()),
+        {"m": HOLES},
+    ),
+    "count minus a number": Case(
+        lambda n, x, o, m: (rows(o) * m).sum() / (m.sum() - 0.5), {"m": HOLES}
+    ),
+    "count plus the number of samples": Case(
+        lambda n, x, o, m: (rows(o) * m).sum() / (m.sum() + len(x)), {"m": HOLES}
+    ),
+    "larger of two counts": Case(
+        lambda n, x, o, m, w: (rows(o) * m).sum() / torch.maximum(m.sum(), w.sum()),
+        {"m": HOLES, "w": UNLIKE},
+    ),
+    "number of positions with a token": Case(
+        lambda n, x, o, m: (n.tokens(x).square().mean(-1) * m).sum() / (m.sum(0) > 0).sum(),
+        {"m": TOKEN_MASK},
+    ),
+    "mean by a mean of others": Case(
+        lambda n, x, o, y, w: F.cross_entropy(o, y) / w.mean(), {"y": IGNORED, "w": WEIGHT}
+    ),
+    "smoothed count and penalty": Case(
+        lambda n, x, o, m: (rows(o) * m).sum() / (m.sum() + 1) + n.head.weight.square().sum(),
+        {"m": HOLES},
+    ),
+    "mean of a mask": Case(lambda n, x, o, m: (rows(o) * m).sum() / m.mean(), {"m": MASK}),
+    "means of columns with masks": Case(
+        lambda n, x, o, m: ((o.square() * m).sum(0) / m.sum(0).clamp(min=1)).mean(),
+        {"m": (PART > 0.4).double()},
+    ),
+    "masked mean in a checkpoint": Case(
+        lambda n, x, o, m: checkpoint(
+            lambda o: masked_mean(rows(o), m), o, use_reentrant=False, preserve_rng_state=False
+        ),
+        {"m": MASK},
+    ),
 }
 """Their values and gradients are those of the whole batch, and nothing is warned of."""
 
 UNCLEAR: dict[str, tuple[Case, str]] = {
-    "dice": (
-        Case(
-            lambda n, x, o, m: (
-                1 - 2 * (o[:, 0].sigmoid() * m).sum() / (o[:, 0].sigmoid().sum() + m.sum())
-            ),
-            {"m": MASK},
-        ),
-        "divided by a tensor that requires a gradient",
-    ),
-    "rmse": (Case(lambda n, x, o, r: F.mse_loss(o, r).sqrt(), {"r": REAL}), "but a Sqrt"),
-    "perplexity": (Case(lambda n, x, o, y: F.cross_entropy(o, y).exp(), {"y": Y}), "but a Exp"),
-    "norm": (Case(lambda n, x, o, r: (o - r).norm(), {"r": REAL}), "LinalgVectorNorm"),
-    "product": (
-        Case(lambda n, x, o, r: F.mse_loss(o, r) * o.abs().mean(), {"r": REAL}),
-        "the product of two means",
-    ),
-    "statistics": (Case(lambda n, x, o: o.mean(0).square().sum()), "but a Pow"),
-    "two masks": (
-        Case(
-            lambda n, x, o, m, w: masked_mean(rows(o), m) + masked_mean(rows(o), w),
-            {"m": MASK, "w": WEIGHT},
-        ),
-        "unlike numbers of entries",
-    ),
-    "sum and mean": (
-        Case(lambda n, x, o, r: F.mse_loss(o, r, reduction="sum") + o.mean(), {"r": REAL}),
-        "a mean and a sum",
-    ),
-    "sum and penalty": (
-        Case(lambda n, x, o: o.square().sum() + n.head.weight.square().sum()),
-        "the same on every replica to a sum",
-    ),
-    "where of a count": (
-        Case(lambda n, x, o, m: (rows(o) * m).sum() / m.sum().where(m.any(), 1), {"m": HOLES}),
-        "divided by a where, which need not add up",
-    ),
-    "largest entry plus 1": (
-        Case(lambda n, x, o, m: (rows(o) * m).sum() / (m.max() + 1), {"m": HOLES}),
-        "divided by a max, which need not add up",
-    ),
-    "clamped largest entry": (
-        Case(lambda n, x, o, m: (rows(o) * m).sum() / m.max().clamp(min=1), {"m": HOLES}),
-        "divided by a max, which need not add up",
-    ),
-    "larger of 1 and a count": (
-        Case(
-            lambda n, x, o, m: (rows(o) * m).sum() / torch.maximum(torch.ones(()).to(m), m.sum()),
-            {"m": HOLES},
-        ),
-        "computed differently",
+    "norm": (
+        Case(lambda n, x, o, r: (o - r).norm(), {"r": REAL}),
+        "uses a LinalgVectorNorm",
     ),
     "a count or 1": (
         Case(lambda n, x, o, m: (rows(o) * m).sum() / max(m.sum(), torch.tensor(1)), {"m": HOLES}),
-        "computed differently",
-    ),
-    "count minus a number": (
-        Case(lambda n, x, o, m: (rows(o) * m).sum() / (m.sum() - 0.5), {"m": HOLES}),
-        "need not add up",
-    ),
-    "count plus the number of samples": (
-        Case(lambda n, x, o, m: (rows(o) * m).sum() / (m.sum() + len(x)), {"m": HOLES}),
-        "computed differently",
-    ),
-    "larger of two counts": (
-        Case(
-            lambda n, x, o, m, w: (rows(o) * m).sum() / torch.maximum(m.sum(), w.sum()),
-            {"m": HOLES, "w": UNLIKE},
-        ),
-        "computed differently",
-    ),
-    "number of positions with a token": (
-        Case(
-            lambda n, x, o, m: (n.tokens(x).square().mean(-1) * m).sum() / (m.sum(0) > 0).sum(),
-            {"m": TOKEN_MASK},
-        ),
-        "divided by a Sum, which need not add up",
-    ),
-    "mean by a mean of others": (
-        Case(lambda n, x, o, y, w: F.cross_entropy(o, y) / w.mean(), {"y": IGNORED, "w": WEIGHT}),
-        "a mean over other entries",
-    ),
-    "smoothed count and penalty": (
-        Case(
-            lambda n, x, o, m: (rows(o) * m).sum() / (m.sum() + 1) + n.head.weight.square().sum(),
-            {"m": HOLES},
-        ),
-        "a count plus 1",
+        "in different ways",
     ),
     "sum by the number of samples less one": (
         Case(lambda n, x, o: rows(o).sum() / (len(x) - 1)),
         "its number of entries plus -1",
-    ),
-    "mean of a mask": (
-        Case(lambda n, x, o, m: (rows(o) * m).sum() / m.mean(), {"m": MASK}),
-        "divided by a Mean, which need not add up",
-    ),
-    "means of columns with masks": (
-        Case(
-            lambda n, x, o, m: ((o.square() * m).sum(0) / m.sum(0).clamp(min=1)).mean(),
-            {"m": (PART > 0.4).double()},
-        ),
-        "a tensor with several entries",
     ),
     "contrastive": (
         Case(
@@ -532,18 +505,12 @@ UNCLEAR: dict[str, tuple[Case, str]] = {
     ),
     "sum by a deviation": (
         Case(lambda n, x, o, r: (o - r).square().sum() / r.std().item(), {"r": REAL}),
-        "numbers that differ between replicas and are not counts",
+        "that differs between the replicas and is no count",
     ),
-    "masked mean in a checkpoint": (
-        Case(
-            lambda n, x, o, m: checkpoint(
-                lambda o: masked_mean(rows(o), m), o, use_reentrant=False, preserve_rng_state=False
-            ),
-            {"m": MASK},
-        ),
-        "inside a checkpoint",
+    "one sample": (
+        Case(lambda n, x, o: rows(o)[0]),
+        "uses a Select that is no mean",
     ),
-    "one sample": (Case(lambda n, x, o: rows(o)[0]), "an entry of a single sample"),
     "branch": (
         Case(lambda n, x, o: o.mean() if len(x) < 4 else o.square().mean().mul(2)),
         "in different ways",

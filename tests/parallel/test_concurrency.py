@@ -19,8 +19,8 @@ from balanced_dp.devices import _one_for_each
 from balanced_dp.memory.peaks import Peaks
 from balanced_dp.parallel import parameter_copies
 from balanced_dp.parallel.auto_split import AutoSplit
-from balanced_dp.parallel.losses.counted import counted_loss, counting
-from balanced_dp.parallel.losses.join import OutputHistory
+from balanced_dp.parallel.losses.reductions import noticing
+from balanced_dp.parallel.losses.trace import Trace, traced, tracing
 
 from ..at_once import NUM_THREADS, at_once
 
@@ -138,23 +138,6 @@ def test_losses_of_a_model_s_first_calls(devices, loss, has_gradients):
         torch.testing.assert_close(found, [expected] * 3, **EXACT)
 
 
-def test_a_call_that_begins_while_the_first_one_ends():
-    """The first one says that all calls are to note, and then that it has ended."""
-    history = OutputHistory()
-    for _ in range(2):
-        history.begin_call(False)
-
-    class OtherCallEnds(set):
-        def __contains__(self, item):
-            found = super().__contains__(item)
-            self.add(item)
-            history.ended.add(item)
-            return found
-
-    history.must_note = OtherCallEnds()
-    assert history.begin_call(False)
-
-
 @kinds
 def test_criteria(devices):
     model, bare = make(devices, gather=False)
@@ -196,11 +179,17 @@ def test_counts_are_of_one_thread():
     def count(number):
         num_counted = []
         for _ in range(20):
-            with counting() as found:
+            trace = Trace(0)
+            losses = []
+
+            def compute(losses=losses):
                 for _ in range(number):
                     loss = functional.cross_entropy(torch.ones(4, 3), torch.ones(4).long())
-                    assert counted_loss(loss) is found[-1]
-            num_counted.append(len(found))
+                    losses.append(loss)
+
+            with noticing(), tracing([trace]):
+                traced(compute, 0)()
+            num_counted.append(sum(trace.step_of(loss) is not None for loss in losses))
         return num_counted
 
     assert at_once(count) == [[number] * 20 for number in range(NUM_THREADS)]

@@ -527,7 +527,7 @@ def test_compiled_modules_are_replicated(compiled, backend, with_loss):
         for net in (model, reference):
             net.zero_grad()
             warns = hides_its_loss and net is model and not step
-            message = "computed by CompiledFunction, whose inputs are not known"
+            message = "it uses a CompiledFunction that is no mean or sum over samples"
             with pytest.warns(BalanceWarning, match=message) if warns else nullcontext():
                 output = net(x, labels)
             losses.append(output if with_loss else functional.cross_entropy(output, labels))

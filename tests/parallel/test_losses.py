@@ -17,7 +17,8 @@ from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 from balanced_dp import ArgumentError, BalancedCriterion, BalancedDataParallel, BalanceWarning
-from balanced_dp.parallel.losses.counted import counting
+from balanced_dp.parallel.losses.reductions import noticing
+from balanced_dp.parallel.losses.trace import Trace, traced, tracing
 
 from ..devices import kinds_of_splits
 from ..modules import Lambda
@@ -31,7 +32,6 @@ from .loss_cases import (
     PART,
     REAL,
     UNCLEAR,
-    UNLIKE,
     Case,
     Net,
     X,
@@ -40,6 +40,8 @@ from .loss_cases import (
 )
 
 TOLERANCE = {"rtol": 1e-10, "atol": 1e-12}
+NUMBERS_OF_SAMPLES = {"mean times length", "count plus the number of samples"}
+"""Losses that use a number that may be a constant, if all chunks have one size."""
 
 
 def results(model: Any, module: nn.Module, given: Any, has_gradients: bool) -> list[Any]:
@@ -97,7 +99,7 @@ def test_losses_in_the_module_are_those_of_the_whole_batch(name, gpu0_bsz, devic
 
 
 @pytest.mark.filterwarnings("ignore:gpu0_bsz")
-@pytest.mark.parametrize("name", [name for name in EXACT if name != "mean times length"])
+@pytest.mark.parametrize("name", sorted(EXACT.keys() - NUMBERS_OF_SAMPLES))
 def test_chunks_of_one_size(name):
     """Shapes do not tell then what is over the batch."""
     check(EXACT[name], ["cpu"] * 4, 3, size=12)
@@ -107,7 +109,7 @@ def test_a_number_that_may_be_the_size_of_a_chunk_is_warned_of_unless_that_was_s
     case = EXACT["mean times length"]
     model, bare = make(case, ["cpu"] * 4, 0)
     given = first(case.given, 12)
-    with pytest.warns(BalanceWarning, match="multiplied by 4, which is also the number of samples"):
+    with pytest.warns(BalanceWarning, match="with 4, which is also the number of samples"):
         results(model, model.module, given, True)
     model, bare = make(case, ["cpu"] * 4, 0)
     results(model, model.module, case.given, True)  # 13 samples
@@ -170,22 +172,18 @@ def test_evaluation_may_compute_one_loss_and_then_another():
             torch.testing.assert_close(found, expected, **TOLERANCE)
 
 
-@pytest.mark.parametrize("kind", ["multiplier", "masks"])
-def test_what_begins_to_differ_later_is_warned_of_later(kind):
+def test_what_begins_to_differ_later_is_warned_of_later():
     """At the latest when there have been twice as many calls."""
 
-    def loss(net: Net, x: Tensor, o: Tensor, r: Tensor, m: Tensor, w: Tensor, step: int) -> Tensor:
-        if kind == "multiplier":
-            factor = rows(o).detach().mean().clamp(0, 1) * (step > 2)
-            return functional.mse_loss(o, r) - factor * o.mean()
-        other = w if step > 2 else m
-        return (rows(o) * m).sum() / m.sum() + (o.abs().mean(1) * other).sum() / other.sum()
+    def loss(net: Net, x: Tensor, o: Tensor, r: Tensor, step: int) -> Tensor:
+        factor = rows(o).detach().std() * (step > 2)
+        return functional.mse_loss(o, r) - factor * o.mean()
 
-    given = {"r": REAL, "m": MASK, "w": UNLIKE}
+    given = {"r": REAL}
     model, _ = make(Case(loss, given), ["cpu"] * 4, 3)
     for step in (1, 2):
         results(model, model.module, given | {"step": step}, True)
-    with pytest.warns(BalanceWarning, match="differs between the replicas|unlike numbers"):
+    with pytest.warns(BalanceWarning, match="it has a part that is no mean or sum"):
         for step in (3, 4):
             results(model, model.module, given | {"step": step}, True)
 
@@ -207,11 +205,7 @@ def test_a_number_without_a_gradient_that_was_a_sum_may_become_a_mean():
 @since_torch("2.6")
 def test_weights_of_a_loss_function_are_its_denominator():
     case = Case(lambda n, x, o, r, w: functional.mse_loss(o, r, weight=w), {"r": REAL, "w": PART})
-    model, bare = make(case, ["cpu"] * 4, 1)
-    found, expected = (results(m, m, case.given, True) for m in (model, bare))
-    torch.testing.assert_close(found[0], expected[0], **TOLERANCE)
-    with pytest.warns(BalanceWarning, match="samples are joined by mse_loss"):
-        results(model, model.module, case.given, False)  # the weights are not seen
+    check(case, ["cpu"] * 4, 1)
 
 
 @pytest.mark.parametrize("added", [0, 1e-8])
@@ -237,10 +231,7 @@ def test_a_count_may_be_added_up_in_a_long_loop():
             count = count + m.sum()
         return (rows(o) * m).sum() / count
 
-    model, bare = make(Case(loss), ["cpu"] * 4, 1)
-    with pytest.warns(BalanceWarning, match="divided by a Add"):
-        model(X, m=HOLES)
-    assert bare(X, m=HOLES).isfinite()
+    check(Case(loss, {"m": HOLES}), ["cpu"] * 4, 1)
 
 
 @pytest.mark.parametrize("gpu0_bsz", [0, 1])
@@ -277,11 +268,28 @@ def test_outputs_of_one_storage_are_told_apart():
     torch.testing.assert_close(found, expected, **TOLERANCE)
 
 
-def test_what_is_computed_from_sums_over_the_batch_is_warned_of_without_gradients():
-    case = Case(lambda n, x, o, r: (o - r).square().mean(0).sqrt().mean(), {"r": REAL})
+@pytest.mark.parametrize("has_gradients", [True, False])
+def test_many_means_over_the_batch_are_not_traced_and_warned_of(has_gradients):
+    check(Case(lambda n, x, o: n.tokens(x).mean(0).square().mean()), ["cpu"] * 4, 1)
+    case = Case(lambda n, x, o: n.tokens(x).repeat(1, 1, 4000).mean(0).square().mean())
     model, _ = make(case, ["cpu"] * 4, 1)
-    with pytest.warns(BalanceWarning, match="not linear in means or sums over samples, but a sqrt"):
-        results(model, model.module, case.given, False)
+    with pytest.warns(BalanceWarning, match="samples are joined before they are added up"):
+        results(model, model.module, case.given, has_gradients)
+
+
+@pytest.mark.parametrize("has_gradients", [True, False])
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda n, x, o, m: (rows(o) * (m / m.sum())).sum(),
+        lambda n, x, o, m: (rows(o) - rows(o).mean()).square().mean(),
+    ],
+)
+def test_samples_that_are_combined_with_a_mean_of_their_chunk_are_warned_of(loss, has_gradients):
+    """As sums they would be added up, though each is a mean of its chunk."""
+    model, _ = make(Case(loss), ["cpu"] * 4, 1)
+    with pytest.warns(BalanceWarning, match="over the samples of a chunk is combined"):
+        results(model, model.module, {"m": MASK}, has_gradients)
 
 
 @pytest.mark.filterwarnings("ignore:gpu0_bsz")
@@ -294,7 +302,7 @@ def test_what_is_computed_from_sums_over_the_batch_is_warned_of_without_gradient
         ),
         (
             lambda n, x, o, r: functional.mse_loss(o[1:], r[1:]) * ((len(x) - 1) / len(x)),
-            "fractions",
+            "such as 0, that differs between the replicas and is no count",
         ),
     ],
 )
@@ -348,7 +356,7 @@ def test_losses_of_single_samples_in_a_loop(gpu0_bsz):
 
 
 def test_the_warning_is_silenced_by_saying_how_losses_join():
-    case, _ = UNCLEAR["rmse"]
+    case = EXACT["rmse"]
     for options in ({"scalar_outputs": "mean"}, {"loss_weight": lambda x, r: len(x)}):
         model, _ = make(case, ["cpu"] * 4, 1, **options)
         loss = model(X, **case.given)
@@ -466,25 +474,38 @@ def test_map_knows_the_numbers_that_it_was_given():
 
 def test_map_warns_once_for_all_batches():
     model = BalancedDataParallel(1, nn.Identity(), ["cpu"] * 3, gather=False)
-    with pytest.warns(BalanceWarning, match="the whole batch: it is not linear") as warned:
+    with pytest.warns(BalanceWarning, match="the whole batch: it has a part") as warned:
         for _ in range(3):
-            model(REAL).map(lambda output: output.square().mean().sqrt())
+            model(REAL).map(lambda output: output.norm())
     assert len(warned) == 1
 
 
-def test_what_one_thread_counts_is_not_anothers():
-    with counting() as found:
-        thread = threading.Thread(target=functional.cross_entropy, args=(REAL, Y))
+def test_only_what_a_replica_computes_is_traced():
+    """Not what other threads compute; and torch's functions are afterwards as they were."""
+    traces = [Trace(0), Trace(0)]
+    losses: list[Tensor] = []
+
+    def compute(y: Tensor) -> None:
+        losses.append(functional.cross_entropy(REAL, y))
+
+    def replica() -> None:
+        compute(Y)
+        thread = threading.Thread(target=compute, args=(Y,))
         thread.start()
         thread.join()
-        assert not found
-        functional.cross_entropy(REAL, Y)
-        with counting() as inner:
-            functional.cross_entropy(REAL, IGNORED)
-    assert [int(item.count) for item in found] == [BATCH]
-    assert [int(item.count) for item in inner] == [int((IGNORED >= 0).sum())]
-    assert torch._C._nn.cross_entropy_loss.__name__ == "cross_entropy_loss"
-    assert isinstance(torch._C._nn.cross_entropy_loss, type(torch._C._nn.nll_loss))
+
+    before = [torch._C._nn.cross_entropy_loss, torch.sum]
+    with noticing(), tracing(traces):
+        compute(Y)
+        traced(replica, 0)()
+        traced(lambda: compute(IGNORED), 1)()
+        assert [type(loss) is Tensor for loss in losses] == [True, False, True, False]
+    counts = [[trace.step_of(loss) for loss in losses] for trace in traces]
+    found = [[int(s.reduction.count) if s else None for s in steps] for steps in counts]
+    assert found == [[None, BATCH, None, None], [None, None, None, int((IGNORED >= 0).sum())]]
+    assert all(type(loss) is Tensor for loss in losses)
+    assert before == [torch._C._nn.cross_entropy_loss, torch.sum]
+    assert type(REAL.sum()) is Tensor
 
 
 def test_functions_are_noted_however_their_arguments_are_given():
@@ -690,21 +711,17 @@ def test_the_mean_of_losses_weighs_every_sample_the_same(devices, chunks, gpu0_b
     torch.testing.assert_close(module.a.weight.grad.cpu(), reference.a.weight.grad)
 
 
-def test_a_scripted_cross_entropy_is_counted_by_its_graph():
-    """It does not look up the functions that count; without a graph, a warning says so."""
+@pytest.mark.parametrize("has_gradients", [True, False])
+def test_a_scripted_cross_entropy_is_warned_of(has_gradients):
+    """It does not look up the functions that count."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         scripted = torch.jit.script(_cross_entropy)
     given = {"y": IGNORED}
     case = Case(lambda net, x, o, y: scripted(o, y), given)
-    model, bare = make(case, ["cpu"] * 4, 1)
-    for _ in range(5):
-        found, expected = (
-            results(m, m0, given, True) for m, m0 in ((model, model.module), (bare, bare))
-        )
-        torch.testing.assert_close(found, expected, **TOLERANCE)
-    with pytest.warns(BalanceWarning, match="how it was computed is not known without gradients"):
-        results(model, model.module, given, False)
+    model, _ = make(case, ["cpu"] * 4, 1)
+    with pytest.warns(BalanceWarning, match="no mean or sum over samples"):
+        results(model, model.module, given, has_gradients)
 
 
 def _cross_entropy(o: Tensor, y: Tensor) -> Tensor:

@@ -1,11 +1,11 @@
-"""Compute the loss of the batch from the losses of its chunks.
+"""Compute the loss of the batch from what the replicas computed for their chunks.
 
-A loss is a sum of terms, and each term is a mean or a sum over samples. A mean over the batch is
-the mean of those over the chunks, weighted by their numbers of entries; sums are added up. These
-steps find out which of the two a term is, and over how many entries:
+Whatever a loss is, samples enter it through means and sums. A replica takes these over its chunk;
+the loss of the batch is computed from those over the batch:
 
-1. ``counted`` counts the targets of each cross entropy where torch computes it.
-2. ``calls`` notes the calls of torch functions where autograd records no graph.
-3. ``graph`` walks the graph of a loss and returns its terms.
-4. ``join`` adds up the losses of the chunks by these terms.
+1. ``reductions`` notices each mean and sum over samples where torch computes it, and counts what it
+   is over.
+2. ``trace`` records what is computed from them: a division by a count, the sum with a penalty.
+3. ``batch_value`` adds up the means and sums of all replicas, and repeats these steps with them.
+4. ``join`` does so for the 0-dim outputs of a call, or warns and averages them by chunk size.
 """
