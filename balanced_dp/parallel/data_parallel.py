@@ -70,15 +70,16 @@ class BalancedDataParallel(DataParallelSteps[ModuleT]):
             ``"texts"``; each device gets the entries of its samples.
         scalar_outputs: how 0-dim outputs are joined. ``"auto"``: to the value and gradient of the
             whole batch, computed from the means and sums over all chunks. What is no function of
-            these is averaged by chunk size, with a warning. ``"mean"``: to their mean, weighted by chunk size. ``"sum"``:
-            to their sum. ``"stack"``: to a vector with an entry for each replica, as
-            ``nn.DataParallel`` does. With ``"auto"`` and ``"mean"``, integers must be equal, since
-            a count has no mean.
+            these is averaged by chunk size, with a warning. ``"mean"``: to their mean, weighted by
+            chunk size. ``"sum"``: to their sum. ``"stack"``: to a vector with an entry for each
+            replica, as ``nn.DataParallel`` does. With ``"auto"`` and ``"mean"``, integers must be
+            equal, since a count has no mean.
         loss_weight: a function that returns the weight of a chunk's 0-dim floating outputs, for
-            means that torch does not compute, such as those of a custom kernel. The names of its parameters are
-            those of the arguments that it gets, as in ``lambda mask: mask.sum()``. It returns a
-            number of at least 0, a tensor with one, or a dictionary of them by output name. A
-            string such as ``"labels"`` counts the entries of that argument that are not -100.
+            means that torch does not compute, such as those of a custom kernel. The names of its
+            parameters are those of the arguments that it gets, as in ``lambda mask: mask.sum()``.
+            It returns a number of at least 0, a tensor with one, or a dictionary of them by output
+            name. A string such as ``"labels"`` counts the entries of that argument that are not
+            -100.
         device_weights: one number for each device. The batch is split in proportion to them, with
             ``split_by_weights``, for devices of unlike capacity.
         spread: whether parameters are spread over all devices, in proportion to their memory. A

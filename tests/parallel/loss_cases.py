@@ -436,7 +436,7 @@ EXACT: dict[str, Case] = {
     ),
     "sum and penalty": Case(lambda n, x, o: o.square().sum() + n.head.weight.square().sum()),
     "where of a count": Case(
-        lambda n, x, o, m: (rows(o) * m).sum() / m.sum().where(m.any(), 1), {"m": HOLES}
+        lambda n, x, o, m: (rows(o) * m).sum() / m.sum().where(m.sum() > 0, 1), {"m": HOLES}
     ),
     "largest entry plus 1": Case(
         lambda n, x, o, m: (rows(o) * m).sum() / (m.max() + 1), {"m": HOLES}
@@ -487,6 +487,10 @@ UNCLEAR: dict[str, tuple[Case, str]] = {
     "norm": (
         Case(lambda n, x, o, r: (o - r).norm(), {"r": REAL}),
         "uses a LinalgVectorNorm",
+    ),
+    "where of any": (
+        Case(lambda n, x, o, m: (rows(o) * m).sum() / m.sum().where(m.any(), 1), {"m": HOLES}),
+        "it has a part that is no mean or sum over samples",
     ),
     "a count or 1": (
         Case(lambda n, x, o, m: (rows(o) * m).sum() / max(m.sum(), torch.tensor(1)), {"m": HOLES}),

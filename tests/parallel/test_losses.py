@@ -285,11 +285,8 @@ def test_many_means_over_the_batch_are_not_traced_and_warned_of(has_gradients):
         lambda n, x, o, m: (rows(o) - rows(o).mean()).square().mean(),
     ],
 )
-def test_samples_that_are_combined_with_a_mean_of_their_chunk_are_warned_of(loss, has_gradients):
-    """As sums they would be added up, though each is a mean of its chunk."""
-    model, _ = make(Case(loss), ["cpu"] * 4, 1)
-    with pytest.warns(BalanceWarning, match="over the samples of a chunk is combined"):
-        results(model, model.module, {"m": MASK}, has_gradients)
+def test_samples_may_be_combined_with_a_mean_or_sum_of_the_batch(loss, has_gradients):
+    check(Case(loss, {"m": MASK}), ["cpu"] * 4, 1)
 
 
 @pytest.mark.filterwarnings("ignore:gpu0_bsz")

@@ -17,7 +17,7 @@ import torch
 
 from .numbers import Fact, Numbers, UnclearError
 from .origins import Origin, operator_name, origin_of
-from .trace import Step, Trace
+from .trace import Reduction, Step, Trace
 from .weighted import moved, total, weighted_mean
 
 Steps = tuple[Step, ...]
@@ -27,8 +27,11 @@ Place = tuple[Any, ...]
 """The output, the position of a step, and that of an operand: where the history has a fact."""
 
 _UNLIKE = "the replicas computed it in different ways"
-_MIXED = "a mean or sum over the samples of a chunk is combined with these samples"
 _JOINED = "its samples are joined before they are added up"
+
+
+class _SamplesError(Exception):
+    """A step has an argument with entries of samples, so its value is not one for the batch."""
 
 
 @dataclass(slots=True, eq=False)
@@ -54,7 +57,11 @@ class BatchValues:
     looks_anew: bool
     doubts: list[str] = field(default_factory=list)
     _values: dict[Step, Any] = field(default_factory=dict)
-    _of_samples: set[Step] = field(default_factory=set)
+    _of_samples: dict[Step, Sequence[Any]] = field(default_factory=dict)
+    """The values on all replicas of steps with entries of samples."""
+    _as_recorded: set[Step] = field(default_factory=set)
+    """Steps with entries of samples that were computed from such steps only."""
+    _devices: Sequence[torch.device] = ()
     _entries: dict[Step, Sequence[Any]] = field(default_factory=dict)
     """Over how many entries the steps are sums that were computed from sums only."""
 
@@ -70,6 +77,7 @@ class BatchValues:
         """
         steps = [trace.step_of(t) for trace, t in zip(self.traces, outputs, strict=True)]
         roots = tuple(step for step in steps if step is not None)
+        self._devices = [output.device for output in outputs]
         if not roots:
             return self._constant(outputs, (name,))
         if len(roots) < len(steps):
@@ -97,37 +105,52 @@ class BatchValues:
         return sorted(found.values(), key=lambda group: group[0].index)
 
     def _compute(self, group: Steps, place: Place) -> None:
-        """Compute the value of a step, or find out that it has an entry for each sample."""
+        """Compute the value of a step for the batch or, with entries of samples, for each chunk."""
         first = group[0]
         parents = first.parents()
-        are_samples = [parent in self._of_samples for parent in parents]
-        if first.function is None or (all(are_samples) and first.reduction):
-            self._reduce(group, place)
-        elif all(are_samples):
-            self._of_samples.add(first)
-        elif any(are_samples):
-            raise UnclearError(_MIXED)
-        else:
-            for step in group:
-                if step.value is not None and step.value.requires_grad != step.requires_grad:
-                    name = operator_name(step.value.grad_fn.name())
-                    raise UnclearError(f"it is computed by {name}, whose inputs are not known")
-            if all(parent in self._entries for parent in parents):
-                self._entries[first] = self._entries[parents[0]]
-            args = self._merged([step.args for step in group], first, place)
-            kwargs = self._merged([step.kwargs for step in group], first, place)
-            self._values[first] = first.repeat(args, kwargs)
+        if first.function is None or self._as_recorded.issuperset(parents):
+            self._join(group, [step.value for step in group], place)
+            if first in self._of_samples:
+                self._as_recorded.add(first)
+            return
+        for step in group:
+            if step.value is not None and step.value.requires_grad != step.requires_grad:
+                name = operator_name(step.value.grad_fn.name())
+                raise UnclearError(f"it is computed by {name}, whose inputs are not known")
+        if all(parent in self._entries for parent in parents):
+            self._entries[first] = self._entries[parents[0]]
+        try:
+            self._values[first] = self._repeated(group, place)
+        except _SamplesError:
+            chunks = range(len(group))
+            self._join(group, [self._repeated(group, place, chunk) for chunk in chunks], place)
 
-    def _reduce(self, group: Steps, place: Place) -> None:
-        """Join the means or sums of a step."""
+    def _repeated(self, group: Steps, place: Place, chunk: int | None = None) -> Any:
+        """Return what a step returns with the values of the batch, or of a chunk.
+
+        Raises:
+            UnclearError: it is not known with which values.
+            _SamplesError: for the batch, an argument has entries of samples.
+        """
+        args = self._merged([step.args for step in group], group[0], place, chunk)
+        kwargs = self._merged([step.kwargs for step in group], group[0], place, chunk)
+        try:
+            return group[0].repeat(args, kwargs)
+        except (IndexError, RuntimeError, TypeError, ValueError) as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            text = str(error).partition("\n")[0]
+            raise UnclearError(f"it cannot be computed for the whole batch ({text})") from None
+
+    def _join(self, group: Steps, values: Sequence[Any], place: Place) -> None:
+        """Join the values of a step on all replicas, if it is a mean or sum over samples."""
         first = group[0]
-        values = [step.value for step in group]
         reductions = [step.reduction for step in group if step.reduction]
-        if any(value.shape != values[0].shape for value in values):
-            self._of_samples.add(first)  # it was reduced along another dimension
+        if not reductions or any(value.shape != values[0].shape for value in values):
+            self._of_samples[first] = values  # or it was reduced along another dimension
             return
         if all(reduction.shape == reductions[0].shape for reduction in reductions):
-            if not self._is_over_samples(group, place):
+            if not self._is_over_samples(reductions[0], values, place):
                 self._values[first] = values[0].to(self.device)
                 return
         else:
@@ -143,46 +166,55 @@ class BatchValues:
         else:
             self._values[first] = getattr(torch, name)(torch.stack(moved(values, self.device)), 0)
 
-    def _is_over_samples(self, group: Steps, place: Place) -> bool:
+    @property
+    def _are_chunks_equal(self) -> bool:
+        return all(size == self.chunk_sizes[0] for size in self.chunk_sizes)
+
+    def _may_have_samples(self, shape: torch.Size) -> bool:
+        """Return whether a tensor of one shape on all replicas may have entries of samples."""
+        return self._are_chunks_equal and math.prod(shape) % self.chunk_sizes[0] == 0
+
+    def _is_over_samples(self, reduction: Reduction, values: Sequence[Any], place: Place) -> bool:
         """Return whether tensors of one shape on all replicas had entries of samples.
 
         Raises:
             UnclearError: they were computed from samples, but have no entries of them.
         """
-        fact, reduction = self.facts.get(place), group[0].reduction
-        assert reduction is not None
+        fact = self.facts.get(place)
         origin = Origin.SELECTED if fact is Fact.SAMPLES else origin_of(reduction.source)
-        has_equal_chunks = all(size == self.chunk_sizes[0] for size in self.chunk_sizes)
-        may_be = has_equal_chunks and math.prod(reduction.shape) % self.chunk_sizes[0] == 0
+        may_be = self._may_have_samples(reduction.shape)
         if origin is not Origin.UNKNOWN:
             fact = Fact.SAMPLES if may_be or origin is Origin.SELECTED else Fact.UNCLEAR
         elif fact is None or self.looks_anew:
-            values = [step.value for step in group]
             if _are_equal(values) and not (may_be and _is_whole(values[0])):
                 fact = Fact.SAME  # as a penalty on weights is; counts may be equal by chance
             else:
-                fact = Fact.SAMPLES if has_equal_chunks else Fact.UNCLEAR
+                fact = Fact.SAMPLES if self._are_chunks_equal else Fact.UNCLEAR
         self.facts[place] = fact
         if fact is Fact.UNCLEAR:
             raise UnclearError(_JOINED)
         return fact is Fact.SAMPLES
 
-    def _merged(self, items: Sequence[Any], step: Step, place: Place) -> Any:
-        """Return the arguments of a step for the batch, from those of the replicas."""
+    def _merged(self, items: Sequence[Any], step: Step, place: Place, chunk: int | None) -> Any:
+        """Return the arguments of a step for the batch or a chunk, from those of the replicas."""
         first = items[0]
         if isinstance(first, Step):
-            return self._values[first]
+            if first not in self._of_samples:
+                return self._moved(self._values[first], chunk)
+            if chunk is None:
+                raise _SamplesError
+            return self._of_samples[first][chunk]
         if all(isinstance(item, torch.Tensor) for item in items):
-            return self._constant(items, place)
+            return self._constant(items, place, chunk)
         if any(type(item) is not type(first) for item in items):
             raise UnclearError(_UNLIKE)
         if isinstance(first, dict):
-            return {n: self._merged([d[n] for d in items], step, (*place, n)) for n in first}
+            return {n: self._merged([d[n] for d in items], step, (*place, n), chunk) for n in first}
         if isinstance(first, list):
             if any(len(item) != len(first) for item in items):
                 raise UnclearError(_UNLIKE)
             columns = enumerate(zip(*items, strict=True))
-            return [self._merged(column, step, (*place, i)) for i, column in columns]
+            return [self._merged(column, step, (*place, i), chunk) for i, column in columns]
         if isinstance(first, Real) and not isinstance(first, bool):
             numbers = Numbers(self.chunk_sizes, self.given, self.facts, self.doubts)
             function = getattr(step.function, "__name__", "").strip("_")
@@ -192,28 +224,48 @@ class BatchValues:
             raise UnclearError(_UNLIKE)
         return first
 
-    def _constant(self, values: Sequence[torch.Tensor], place: Place) -> torch.Tensor:
-        """Return tensors that are not traced, one of each replica, as that of the batch."""
-        if any(value.shape != values[0].shape for value in values):
-            raise UnclearError(_MIXED)
+    def _constant(
+        self, values: Sequence[torch.Tensor], place: Place, chunk: int | None = None
+    ) -> torch.Tensor:
+        """Return tensors that are not traced, one of each replica, as that of the batch or a chunk.
+
+        Raises:
+            UnclearError: they differ, and are no counts and have no entries of samples.
+            _SamplesError: for the batch, they have entries of samples.
+        """
         is_given = all(any(item is value for item in self.given) for value in values)
         fact = Fact.SAME if is_given else self.facts.get(place)
-        if fact is None or (self.looks_anew and not is_given):
+        if any(value.shape != values[0].shape for value in values):
+            fact = Fact.SAMPLES
+        elif fact is None or (self.looks_anew and not is_given):
             fact = self.facts[place] = self._compared(values)
         if fact is Fact.UNCLEAR:
             node = values[0].grad_fn
             what = "it has a part" if node is None else f"it uses a {operator_name(node.name())}"
             raise UnclearError(f"{what} that is no mean or sum over samples")
-        return total(values, self.device) if fact is Fact.COUNT else values[0].to(self.device)
+        if fact is Fact.SAMPLES and chunk is None:
+            raise _SamplesError
+        if fact is Fact.COUNT:
+            whole = total(values, self.device)
+            return whole if chunk is None else whole.to(self._devices[chunk])
+        return values[0].to(self.device) if chunk is None else values[chunk]
+
+    def _moved(self, value: Any, chunk: int | None) -> Any:
+        """Return a value of the batch on the device of a chunk."""
+        if chunk is None or not isinstance(value, torch.Tensor):
+            return value
+        return value.to(self._devices[chunk])
 
     def _compared(self, values: Sequence[torch.Tensor]) -> Fact:
-        """Compare a tensor between the replicas; 0-dim integers may be counts."""
+        """Compare tensors of one shape between the replicas; 0-dim integers may be counts."""
         is_same, value = _are_equal(values), values[0]
-        if value.dim() or value.is_floating_point() or value.is_complex():
+        if value.dim():
+            may_be = self._may_have_samples(value.shape)
+            return Fact.SAME if is_same else Fact.SAMPLES if may_be else Fact.UNCLEAR
+        if value.dtype is torch.bool or value.is_floating_point() or value.is_complex():
             return Fact.SAME if is_same else Fact.UNCLEAR
-        size = self.chunk_sizes[0]
-        has_equal_chunks = all(other == size for other in self.chunk_sizes)
-        may_be_count = has_equal_chunks and int(value) > 0 and int(value) % size == 0
+        may_be_count = self._may_have_samples(value.shape) and int(value) > 0
+        may_be_count = may_be_count and int(value) % self.chunk_sizes[0] == 0
         return Fact.SAME if is_same and not may_be_count else Fact.COUNT
 
 

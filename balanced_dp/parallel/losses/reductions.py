@@ -148,7 +148,8 @@ def _reduced(function: Any, args: Any, kwargs: Any, join: str, joins_samples: bo
     if not isinstance(value, torch.Tensor) or value.numel() > MAX_NUMEL:
         return value  # or it is a pair: max(dim) returns indices, too
     reduced = args[0] if args else kwargs["input"]
-    if not reduced.dim():
+    is_length = join in ("amax", "amin") and not reduced.is_floating_point()
+    if not reduced.dim() or is_length:  # the largest length decides on shapes
         return value
     if value.dim() and not (joins_samples or _joins_samples(reduced, args, kwargs)):
         return value

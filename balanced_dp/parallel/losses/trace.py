@@ -107,7 +107,8 @@ class Trace:
         is_new = id(value) not in self._steps
         self._steps[id(value)] = self._step(value, reduction, function, args, kwargs)
         if is_new:
-            kind = type(value)
+            # Replicas on one device may share what they write to.
+            kind = getattr(type(value), "original", type(value))
             with contextlib.suppress(TypeError):  # a class that is built in another way
                 value.__class__ = _traced_class(kind)
                 self._traced.append((value, kind))
@@ -116,11 +117,10 @@ class Trace:
         self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         """Call a function on traced tensors, and trace what it returns."""
-        writes = is_in_place(function)
-        target = args[0] if writes else None
+        target = args[0] if is_in_place(function) else None
+        if function is torch.autograd.grad or (target is not None and target.numel() > MAX_NUMEL):
+            return function(*args, **kwargs)  # a gradient of a sum may be one of each sample
         if target is not None:
-            if target.numel() > MAX_NUMEL:
-                return function(*args, **kwargs)
             with torch.set_grad_enabled(target.requires_grad):
                 before = target.clone()
             step = self.step_of(target)
@@ -238,7 +238,7 @@ def traced(function: Callable[[], ResultT], index: int) -> Callable[[], ResultT]
 
 @functools.cache
 def _traced_class(kind: type) -> type:
-    return type(f"Traced{kind.__name__}", (_Traced, kind), {})
+    return type(f"Traced{kind.__name__}", (_Traced, kind), {"original": kind})
 
 
 @functools.cache
