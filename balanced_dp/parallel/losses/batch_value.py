@@ -24,7 +24,7 @@ Steps = tuple[Step, ...]
 """The same step of each replica."""
 
 Place = tuple[Any, ...]
-"""The output, the position of a step, and that of an operand: where the history has a fact."""
+"""The output and its steps, the position of a step, and that of an argument."""
 
 _UNLIKE = "the replicas computed it in different ways"
 _JOINED = "its samples are joined before they are added up"
@@ -83,9 +83,10 @@ class BatchValues:
         if len(roots) < len(steps):
             raise UnclearError(_UNLIKE)
         ordered = self._in_order(roots)
+        kind = hash((name, *(group[0].name for group in ordered)))
         for position, group in enumerate(ordered):
             if group[0] not in self._values and group[0] not in self._of_samples:
-                self._compute(group, (name, len(ordered), position))
+                self._compute(group, (kind, position))
         if roots[0] in self._of_samples:
             raise UnclearError("it is an entry of a single sample")
         value: torch.Tensor = self._values[roots[0]]
@@ -217,9 +218,8 @@ class BatchValues:
             return [self._merged(column, step, (*place, i), chunk) for i, column in columns]
         if isinstance(first, Real) and not isinstance(first, bool):
             numbers = Numbers(self.chunk_sizes, self.given, self.facts, self.doubts)
-            function = getattr(step.function, "__name__", "").strip("_")
             entries = next((self._entries.get(parent) for parent in step.parents()), None)
-            return numbers.of_batch(items, function, entries, place)
+            return numbers.of_batch(items, step.name.strip("_"), entries, place)
         if any(item != first for item in items):
             raise UnclearError(_UNLIKE)
         return first

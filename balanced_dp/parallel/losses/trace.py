@@ -68,6 +68,13 @@ class Step:
     args: Sequence[Any] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def name(self) -> str:
+        """The name of the function, or of the reduction."""
+        if self.function is not None:
+            return getattr(self.function, "__name__", "")
+        return "" if self.reduction is None else self.reduction.name
+
     def parents(self) -> list[Step]:
         """Return the steps among the arguments, in order."""
         return list(_steps_in([self.args, self.kwargs]))
