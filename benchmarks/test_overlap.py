@@ -16,7 +16,7 @@ from tests.step_on_clock import NUM_LAYERS, SPLITS, Layers, step_ratio
 
 NOTES = {
     "overlap": "Length of a step, or of its backward pass, over the computing of the largest "
-    f"chunk; median of 15. {NUM_LAYERS} linear layers on four devices, inputs on the CPU. "
+    f"chunk; median of 5. {NUM_LAYERS} linear layers on four devices, inputs on the CPU. "
     "Transfers: how long the gradients of one device travel, next to the backward pass of the "
     "largest chunk; weights travel as long, inputs almost not. A model of the hardware, in which "
     "one transfer at a time goes into a device, a collective takes as long as one, and launching "
@@ -44,7 +44,7 @@ def test_transfers_beside_computing(benchmark, tables, split, spread, transfer_s
             ratio, _ = step_ratio(stand_in, model, sizes, transfer_share, has_forward)
             ratios.append(ratio)
 
-        benchmark.pedantic(measure, rounds=15)
+        benchmark.pedantic(measure, rounds=5)
         if isinstance(model, BalancedDataParallel):
             model.close()
     tables["overlap"].append(

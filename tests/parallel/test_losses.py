@@ -711,8 +711,8 @@ def test_the_mean_of_losses_weighs_every_sample_the_same(devices, chunks, gpu0_b
 @pytest.mark.parametrize("has_gradients", [True, False])
 def test_a_scripted_cross_entropy_is_warned_of(has_gradients):
     """It does not look up the functions that count."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
+    with warnings.catch_warnings():  # that it is deprecated, in a class for each version
+        warnings.simplefilter("ignore")
         scripted = torch.jit.script(_cross_entropy)
     given = {"y": IGNORED}
     case = Case(lambda net, x, o, y: scripted(o, y), given)
