@@ -106,7 +106,6 @@ class BalancedCriterion(nn.Module):
             forward,
             outputs.chunk_sizes,
             outputs.dim,
-            arguments,
             self.loss_weight,
             traces=outputs.traces,
         )
@@ -115,7 +114,7 @@ class BalancedCriterion(nn.Module):
             self._replicator.running(self.criterion, replicas),
             _split_weights_of_samples(replicas, outputs),
         ):
-            return outputs._run(replicas, losses, dim=dim)
+            return outputs._run(replicas, arguments, losses, dim=dim)
 
 
 def as_module(criterion: Any) -> nn.Module:

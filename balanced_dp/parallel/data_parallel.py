@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
 
 from ..devices import Device
-from ..errors import ArgumentError, ArgumentTypeError
+from ..errors import ArgumentTypeError
 from ..memory.probe import MemoryProbe
 from ..torch_versions import disable_dynamo
 from .auto_split import STATE_KEY
-from .call_inputs import check_paths, named_arguments
+from .call_inputs import named_arguments
 from .gather import ScalarOutputs
-from .homes import on_one_device, spread_parameters
-from .losses.join import ChunkLosses
-from .losses.weight import check_loss_weight
-from .per_device import PerDevice, only_output
+from .homes import spread_parameters
+from .per_device import only_output
 from .replicate import check_on_device
 from .scatter import find_batch_size
 from .split_policy import SplitPolicy
@@ -49,11 +46,10 @@ class BalancedDataParallel(DataParallelSteps[ModuleT]):
 
     Args:
         gpu0_bsz: the most samples that the first device gets, at least 0. With 0 it runs nothing.
-            ``"auto"`` finds the value during the first iterations of training: it starts with the
-            even split, reads the peaks of each iteration after the step, changes the value at most
-            five times and then keeps it, unless memory runs out: catch ``torch.OutOfMemoryError``
-            and repeat the step. The state dict contains what it has found, and training that loads
-            it starts with that. None is no limit: the split is even, or that of ``device_weights``.
+            None is no limit: the split is even, or that of ``device_weights``. ``"auto"`` starts
+            with the even split, reads the peaks after each optimizer step, changes the value at
+            most five times and then keeps it, unless memory runs out: catch
+            ``torch.OutOfMemoryError`` and repeat the step. State dicts carry what it has found.
         module: the module to parallelize. Its parameters and buffers must be on ``device_ids[0]``.
             With ``spread`` or a single device they are moved.
         device_ids: devices as ints (of the accelerator), strings or ``torch.device``. None means
@@ -68,29 +64,24 @@ class BalancedDataParallel(DataParallelSteps[ModuleT]):
             ``module.forward``'s parameter.
         split: dotted paths of lists, tuples and arrays with an entry for each sample, such as
             ``"texts"``; each device gets the entries of its samples.
-        scalar_outputs: how 0-dim outputs are joined. ``"auto"``: to the value and gradient of the
-            whole batch, computed from the means and sums over all chunks. What is no function of
-            these is averaged by chunk size, with a warning. ``"mean"``: to their mean, weighted by
-            chunk size. ``"sum"``: to their sum. ``"stack"``: to a vector with an entry for each
-            replica, as ``nn.DataParallel`` does. With ``"auto"`` and ``"mean"``, integers must be
-            equal, since a count has no mean.
+        scalar_outputs: how 0-dim outputs are joined. ``"auto"``: to the value of the whole batch,
+            computed from the means and sums over all chunks; anything else is averaged as by
+            ``"mean"``, with a warning. ``"mean"``: to their mean, weighted by chunk size.
+            ``"sum"``: to their sum. ``"stack"``: to a vector, as ``nn.DataParallel`` does. Integers
+            must be equal unless they are added up or stacked.
         loss_weight: a function that returns the weight of a chunk's 0-dim floating outputs, for
-            means that torch does not compute, such as those of a custom kernel. The names of its
-            parameters are those of the arguments that it gets, as in ``lambda mask: mask.sum()``.
-            It returns a number of at least 0, a tensor with one, or a dictionary of them by output
-            name. A string such as ``"labels"`` counts the entries of that argument that are not
-            -100.
-        device_weights: one number for each device. The batch is split in proportion to them, with
-            ``split_by_weights``, for devices of unlike capacity.
-        spread: whether parameters are spread over all devices, in proportion to their memory. A
-            parameter is moved to one device, its home, which also holds its gradient and optimizer
-            state. If not, ``device_ids[0]`` is the home of all.
+            means that torch does not compute, such as those of a custom kernel. Its parameters
+            name the arguments of ``forward`` that it gets: ``lambda mask: mask.sum()``. A weight is
+            a number of at least 0, a tensor with one, or a dictionary of them by output name. A
+            string such as ``"labels"`` counts the entries of that argument that are not -100.
+        device_weights: one number for each device; the batch is split in proportion to them.
+        spread: whether parameters are spread over all devices, in proportion to their memory, with
+            their gradients and optimizer state. If not, all are on ``device_ids[0]``.
 
     Attributes:
         chunk_sizes: how many samples each device got in the last call; None before the first, and
             with a single device.
-        gathers_outputs: the argument ``gather``.
-        spread: the argument ``spread``.
+        gathers_outputs, spread: the arguments ``gather`` and ``spread``.
 
     Shape:
         - Input: tensors of ``(N, *)``, with N at ``dim``, on any device.
@@ -109,10 +100,10 @@ class BalancedDataParallel(DataParallelSteps[ModuleT]):
 
             - Without ``spread``, ``gpu0_bsz`` is not below the even share of the first batch.
             - A 0-dim output need not have the value of the whole batch.
-            - A sequence that goes whole to each device is as long as the batch, or an object that
-              does holds tensors.
-            - ``forward`` sets an attribute of the module, which is lost, or writes a parameter
-              that replicas on one device share, or that depends on the samples of each device.
+            - A list goes whole to each device though it is as long as the batch, or an object
+              does though it holds tensors.
+            - ``forward`` sets an attribute, which is lost, or writes a parameter that replicas
+              share, or differently on each device.
 
     Source:
         Transformer-XL's ``BalancedDataParallel`` (Dai et al. 2019,
@@ -154,29 +145,24 @@ class BalancedDataParallel(DataParallelSteps[ModuleT]):
                 f"module must be an nn.Module, got {type(module).__name__}: "
                 "BalancedDataParallel(gpu0_bsz, module); optimizers are not wrapped"
             )
-        if scalar_outputs not in get_args(ScalarOutputs):
-            raise ArgumentError(
-                f"scalar_outputs must be one of {get_args(ScalarOutputs)}, got {scalar_outputs!r}"
-            )
-        if isinstance(dim, bool) or not isinstance(dim, int):
-            raise ArgumentTypeError(f"dim must be an integer, got {dim!r}")
-        check_loss_weight(loss_weight, scalar_outputs)
-        super().__init__(device_ids, output_device)
-        devices = self.devices
-        self._policy = SplitPolicy(gpu0_bsz, devices, device_weights, spread=spread)
-        self.module = module
-        self.dim = dim
-        self.gathers_outputs = gather
-        self.broadcast = check_paths("broadcast", broadcast, module.forward)
-        self.split_inputs = check_paths("split", split, module.forward)
-        self.scalar_outputs = scalar_outputs
-        self.loss_weight = loss_weight
-        self.spread = spread
+        super().__init__(
+            module,
+            device_ids,
+            output_device,
+            dim,
+            gather=gather,
+            broadcast=broadcast,
+            split=split,
+            scalar_outputs=scalar_outputs,
+            loss_weight=loss_weight,
+            spread=spread,
+        )
+        self._policy = SplitPolicy(gpu0_bsz, self.devices, device_weights, spread=spread)
         self.chunk_sizes: tuple[int, ...] | None = None
-        if len(devices) == 1:
-            module.to(devices[0])
-        elif devices and spread:
-            spread_parameters(module, list(dict.fromkeys(devices)))
+        if len(self.devices) == 1:
+            module.to(self.devices[0])
+        elif spread and self.devices:
+            spread_parameters(module, self.devices)
 
     # Threads cannot be compiled, so torch.compile leaves this method as it is.
     @disable_dynamo
@@ -190,26 +176,15 @@ class BalancedDataParallel(DataParallelSteps[ModuleT]):
             with self._policy.advising(sizes):
                 # A batch without samples, or a call without tensors, runs on the first device.
                 active = [i for i, size in enumerate(sizes) if size] or [0]
-                device_ids = [self.device_ids[i] for i in active]
-                active_sizes = None if batch_size is None else [sizes[i] for i in active]
-                chunks, chunk_kwargs = self.scatter(inputs, kwargs, device_ids, active_sizes)
-                replicas = self.replicate(self.module, device_ids)
-                losses = ChunkLosses(
-                    self._history,
-                    self.module.forward,
-                    active_sizes,
-                    self.dim,
-                    list(zip(chunks, chunk_kwargs, strict=True)),
-                    self.loss_weight,
-                    is_auto=self.scalar_outputs == "auto",
-                )
+                ids = [self.device_ids[i] for i in active]
+                chunk_sizes = None if batch_size is None else [sizes[i] for i in active]
+                args, named = self.scatter(inputs, kwargs, ids, chunk_sizes)
+                replicas = self.replicate(self.module, ids)
+                losses = self._losses(chunk_sizes)
                 with losses.recording(), self._replicator.running(self.module, replicas):
-                    outputs = self.parallel_apply(
-                        replicas, chunks, chunk_kwargs, device_ids, active_sizes
-                    )
-                losses.read_arguments(outputs)  # and release them before outputs are gathered
-                devices = [self._device_of(device_id) for device_id in device_ids]
-                return self._joined(outputs, devices, active_sizes, losses)
+                    outputs = self.parallel_apply(replicas, args, named, ids, chunk_sizes)
+                losses.read_arguments(list(zip(args, named, strict=True)), outputs)
+                return self._joined(outputs, self._devices_of(ids), losses)
 
     def _batch_size(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
         named = named_arguments(self.module.forward, inputs, kwargs)
@@ -232,28 +207,8 @@ class BalancedDataParallel(DataParallelSteps[ModuleT]):
         stays = not self.device_ids or self.output_device == self.device_ids[0]
         if self.gathers_outputs and stays:
             return output
-        return self._joined([output], [device], None if batch_size is None else [batch_size])
-
-    def _joined(
-        self,
-        outputs: Sequence[Any],
-        devices: Sequence[torch.device],
-        chunk_sizes: Sequence[int] | None,
-        losses: ChunkLosses | None = None,
-    ) -> Any:
-        """Gather the outputs, or leave them on ``devices``."""
-        if self.gathers_outputs:
-            return self.gather(outputs, self.output_device, losses)
-        return PerDevice(
-            outputs,
-            devices,
-            chunk_sizes,
-            output_device=self._device_of(self.output_device) if self.device_ids else devices[0],
-            dim=self.dim,
-            scalar_outputs=self.scalar_outputs,
-            losses=losses,
-            workers=self._workers,
-        )
+        sizes = None if batch_size is None else [batch_size]
+        return self._joined([output], [device], self._losses(sizes))
 
     @property
     def gpu0_bsz(self) -> int | None:
@@ -287,47 +242,6 @@ class BalancedDataParallel(DataParallelSteps[ModuleT]):
         """
         return MemoryProbe(model=self)
 
-    def shared_weights(self) -> AbstractContextManager[None]:
-        """Share one weight broadcast and one gradient reduction across the block.
-
-        For loops that do not change the weights: evaluation and gradient accumulation. Each device
-        adds up the gradients of its own chunks; when the block ends, they are added to those of the
-        parameters. Until then ``.grad`` cannot be used: call ``zero_grad()`` before the block, clip
-        gradients and step the optimizer after it. Parameters with hooks are exempt: their gradients
-        arrive in each backward pass. Other devices do not see writes to weights through ``.data``,
-        or to frozen ones by the module itself, before the block ends.
-
-        Raises:
-            RuntimeError: a gradient was used in the block, or replaced, which is found at its end;
-                or, on a call, a parameter that requires grad was changed.
-
-        Examples:
-            >>> model = BalancedDataParallel(1, torch.nn.Linear(4, 1), ["cpu", "cpu"])
-            >>> with model.shared_weights():
-            ...     for batch in torch.ones(3, 8, 4):
-            ...         model(batch).mean().backward()
-            >>> model.module.bias.grad
-            tensor([3.])
-        """
-        return self._replicator.copies.shared()
-
-    accumulate = no_sync = shared_weights
-    """The same for gradient accumulation, and under the name of ``DistributedDataParallel``."""
-
-    def homes(self) -> dict[str, torch.device]:
-        """Return the device that keeps each parameter, by name."""
-        return {name: parameter.device for name, parameter in self.module.named_parameters()}
-
-    @contextmanager
-    def on_one_device(self) -> Iterator[ModuleT]:
-        """Context manager that yields the module with all its parameters on ``device_ids[0]``.
-
-        For ``generate``, export and so on: with ``spread``, the module cannot run by itself.
-        Afterwards, parameters are at their homes again.
-        """
-        with on_one_device(self.module, self.devices[0]) if self.devices else nullcontext():
-            yield self.module
-
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         state = self._policy.auto and self._policy.auto.state_dict()
@@ -341,11 +255,3 @@ class BalancedDataParallel(DataParallelSteps[ModuleT]):
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
         if self._policy.auto is not None and STATE_KEY in local_metadata:
             self._policy.auto.load_state_dict(local_metadata[STATE_KEY], self.module)
-
-    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> BalancedDataParallel[ModuleT]:
-        # torch gives this method no types.
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        # After cuda(), which scripts call on wrappers: all parameters are on the first device.
-        if self.spread and {p.device for p in self.module.parameters()} == {self.src_device_obj}:
-            spread_parameters(self.module, list(dict.fromkeys(self.devices)))
-        return self

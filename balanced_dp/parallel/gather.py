@@ -5,17 +5,25 @@ from __future__ import annotations
 import functools
 from collections.abc import MutableMapping, MutableSequence, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
-from ..errors import GatherError
+from ..errors import ArgumentError, GatherError
 from . import nested
 from .losses.join import ChunkLosses, is_loss
 from .losses.weighted import total, weighted_mean
 from .nested import Path, checked_items
 
 ScalarOutputs = Literal["auto", "mean", "sum", "stack"]
+
+
+def check_scalar_outputs(scalar_outputs: str) -> None:
+    """Raise ArgumentError unless ``scalar_outputs`` is one of ``ScalarOutputs``."""
+    if scalar_outputs not in get_args(ScalarOutputs):
+        raise ArgumentError(
+            f"scalar_outputs must be one of {get_args(ScalarOutputs)}, got {scalar_outputs!r}"
+        )
 
 
 def gather(

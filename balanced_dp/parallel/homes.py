@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from typing import TypeVar
 
 import torch
 from torch import nn
 
 from .coalesced_copy import BUCKET_BYTES
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
 def spread_parameters(module: nn.Module, devices: Sequence[torch.device]) -> None:
@@ -19,9 +22,12 @@ def spread_parameters(module: nn.Module, devices: Sequence[torch.device]) -> Non
     least full. So the parameters that are copied together are used one soon after the other, and
     gradients arrive at all devices at once.
 
+    A device may repeat.
+
     Raises:
         RuntimeError: a parameter cannot be moved in place; call ``module.to(devices[0])`` first.
     """
+    devices = list(dict.fromkeys(devices))
     capacities = _capacities(devices)
     held = [0] * len(devices)
     num_bytes = sum(parameter.nbytes for parameter in module.parameters())
@@ -64,15 +70,15 @@ def allow_alone(module: nn.Module) -> None:
 
 
 @contextlib.contextmanager
-def on_one_device(module: nn.Module, device: torch.device) -> Iterator[None]:
-    """Context manager in which all parameters are on ``device``."""
+def on_one_device(module: ModuleT, device: torch.device) -> Iterator[ModuleT]:
+    """Context manager that yields the module with all its parameters on ``device``."""
     homes = [(parameter, parameter.device) for parameter in module.parameters()]
     hooks = module._forward_pre_hooks.copy()
     try:
         allow_alone(module)  # torch.jit.script would compile the hook
         for parameter, _ in homes:
             _move(parameter, device)
-        yield
+        yield module
     finally:
         module._forward_pre_hooks.update(hooks)
         for parameter, home in homes:

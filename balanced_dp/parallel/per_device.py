@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from ..errors import ScatterError
-from .gather import ScalarOutputs, gather
+from .call_inputs import Arguments
+from .gather import ScalarOutputs, check_scalar_outputs, gather
 from .losses.join import ChunkLosses, OutputHistory
 from .losses.trace import Trace
 from .parallel_apply import Workers, parallel_apply
@@ -131,7 +132,9 @@ class PerDevice(Scattered):
         Raises:
             ScatterError: an argument cannot be split as the batch was.
             GatherError: the results differ in structure, or are integers that differ.
+            ArgumentError: ``scalar_outputs`` is none of these.
         """
+        check_scalar_outputs(scalar_outputs)
         arguments = scatter_arguments(
             function, (self, *args), kwargs, self.devices, self.chunk_sizes, self.dim
         )
@@ -141,11 +144,10 @@ class PerDevice(Scattered):
             function,
             self.chunk_sizes,
             self.dim,
-            arguments,
             is_auto=scalar_outputs == "auto",
             traces=self.traces,
         )
-        return self._run([function] * len(self), losses, scalar_outputs)
+        return self._run([function] * len(self), arguments, losses, scalar_outputs)
 
     @property
     def traces(self) -> Sequence[Trace]:
@@ -155,6 +157,7 @@ class PerDevice(Scattered):
     def _run(
         self,
         functions: Sequence[Callable[..., Any]],
+        arguments: Sequence[Arguments],
         losses: ChunkLosses,
         scalar_outputs: ScalarOutputs = "auto",
         dim: int | None = None,
@@ -163,15 +166,16 @@ class PerDevice(Scattered):
 
         Args:
             functions: one for each output.
-            losses: the record of the call, with the arguments of each function.
+            arguments: those of each function.
+            losses: the record of the call.
             scalar_outputs: how 0-dim results are joined, as in ``map``.
             dim: the batch dimension of the results; by default that of the outputs.
         """
         with losses.recording():
             results = parallel_apply(
-                functions, losses.arguments, self.devices, self.chunk_sizes, self.workers
+                functions, arguments, self.devices, self.chunk_sizes, self.workers
             )
-        losses.read_arguments(results)
+        losses.read_arguments(arguments, results)
         dim = self.dim if dim is None else dim
         return gather(results, self.output_device, dim, scalar_outputs, self.chunk_sizes, losses)
 

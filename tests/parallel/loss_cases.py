@@ -397,9 +397,6 @@ EXACT: dict[str, Case] = {
     "sum of selected by number": Case(
         lambda n, x, o, m: rows(o)[m > 0].sum() / (m > 0).sum().item(), {"m": MASK}
     ),
-    "count made a tensor": Case(
-        lambda n, x, o, m: (rows(o) * m).sum() / torch.tensor(int(m.sum())), {"m": UNLIKE}
-    ),
     "summed cross entropy, clamped count": Case(
         lambda n, x, o, y: F.cross_entropy(o, y, reduction="sum") / (y != -100).sum().clamp(min=1),
         {"y": NONE_IN_A_CHUNK},
@@ -491,6 +488,24 @@ UNCLEAR: dict[str, tuple[Case, str]] = {
     "where of any": (
         Case(lambda n, x, o, m: (rows(o) * m).sum() / m.sum().where(m.any(), 1), {"m": HOLES}),
         "it has a part that is no mean or sum over samples",
+    ),
+    "count made a tensor": (
+        Case(lambda n, x, o, m: (rows(o) * m).sum() / torch.tensor(int(m.sum())), {"m": UNLIKE}),
+        "taken for counts that add up|number of entries plus",
+    ),
+    "largest integer": (
+        Case(lambda n, x, o, y: rows(o).sum() / (y.max() + 1), {"y": Y.cumsum(0)}),
+        "taken for counts that add up",
+    ),
+    "flag": (
+        Case(lambda n, x, o: rows(o).mean() * (2.0 if rows(o).mean() > 0.35 else 1.0)),
+        "taken for counts that add up",
+    ),
+    "smaller of two": (
+        Case(
+            lambda n, x, o, r: min([(o - r).square().mean(), (o + r).square().mean()]), {"r": REAL}
+        ),
+        "in different ways",
     ),
     "a count or 1": (
         Case(lambda n, x, o, m: (rows(o) * m).sum() / max(m.sum(), torch.tensor(1)), {"m": HOLES}),

@@ -273,20 +273,68 @@ def test_many_means_over_the_batch_are_not_traced_and_warned_of(has_gradients):
     check(Case(lambda n, x, o: n.tokens(x).mean(0).square().mean()), ["cpu"] * 4, 1)
     case = Case(lambda n, x, o: n.tokens(x).repeat(1, 1, 4000).mean(0).square().mean())
     model, _ = make(case, ["cpu"] * 4, 1)
-    with pytest.warns(BalanceWarning, match="samples are joined before they are added up"):
+    with pytest.warns(BalanceWarning, match="no entry for each sample"):
         results(model, model.module, case.given, has_gradients)
+
+
+@pytest.mark.parametrize("has_gradients", [True, False])
+@pytest.mark.parametrize("num_columns", [1, 4000])
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda n, x, o, m: (rows(o)[:, None] * (m / m.sum())[:, None]).sum(),
+        lambda n, x, o, m: (o - o.mean(0)).square().mean(),
+        lambda n, x, o, m: (o * o.mean()).mean(),
+        lambda n, x, o, m: (lambda c: c / (c.norm(dim=0) + 1))(o - o.mean(0)).abs().mean(),
+        lambda n, x, o, m: functional.relu(o - o.mean(0), inplace=True).mean(),
+        lambda n, x, o, m: rows(o)[rows(o) > rows(o).mean()].mean(),
+    ],
+)
+def test_samples_that_are_combined_with_a_mean_over_their_chunk_are_warned_of(
+    loss, num_columns, has_gradients
+):
+    """Small ones are traced; of larger ones it is known that a mean was combined with them."""
+
+    def widened(n, x, o, m):
+        return loss(n, x, o.repeat(1, num_columns), m)
+
+    model, _ = make(Case(widened), ["cpu"] * 4, 1)
+    with pytest.warns(
+        BalanceWarning, match="over each chunk is combined|in different ways|written to in place"
+    ):
+        results(model, model.module, {"m": MASK}, has_gradients)
 
 
 @pytest.mark.parametrize("has_gradients", [True, False])
 @pytest.mark.parametrize(
     "loss",
     [
-        lambda n, x, o, m: (rows(o) * (m / m.sum())).sum(),
-        lambda n, x, o, m: (rows(o) - rows(o).mean()).square().mean(),
+        # Parameters that are normalized are no samples.
+        lambda n, x, o: (x @ (n.head.weight / n.head.weight.abs().sum()).T).square().mean(),
+        lambda n, x, o: (o / n.head.weight.square().mean()).square().mean(),
+        # Neither are samples of which several outputs are averaged.
+        lambda n, x, o: torch.stack([o, 2 * o, o**2]).mean(0).square().mean(),
+        lambda n, x, o: n.tokens(x).transpose(0, 1).sum(0).abs().mean(),
+        # A gradient of a sum over samples is one of each sample.
+        lambda n, x, o: functional.dropout(o, 0.0).square().mean(),
+        # The largest length decides on a shape.
+        lambda n, x, o: o[:, : (o > -9).sum(1).max()].square().mean(),
+        lambda n, x, o: n.head.weight[[0, 1]].sum() + o.mean(),
     ],
 )
-def test_samples_may_be_combined_with_a_mean_or_sum_of_the_batch(loss, has_gradients):
-    check(Case(loss, {"m": MASK}), ["cpu"] * 4, 1)
+def test_nothing_else_is_taken_for_a_mean_over_a_chunk(loss, has_gradients):
+    for gpu0_bsz, size in ((1, 13), (0, 13), (3, 12), (1, 4)):
+        model, bare = make(Case(loss), ["cpu"] * 4, gpu0_bsz)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            results(model, model.module, {"x": size}, True)
+            found = [results(model, model.module, {"x": size}, has_gradients) for _ in range(5)]
+        expected = results(bare, bare, {"x": size}, has_gradients)
+        texts = [str(w.message) for w in told if "balances nothing" not in str(w.message)]
+        # Chunks have as many samples as there are outputs, or a single one.
+        if not (texts and size < 13 and "along another dimension" in texts[0]):
+            assert not texts
+            torch.testing.assert_close(found, [expected] * 5, **TOLERANCE)
 
 
 @pytest.mark.filterwarnings("ignore:gpu0_bsz")
@@ -330,7 +378,7 @@ def test_a_count_of_1_that_may_be_a_floor_is_warned_of():
     mask = (torch.arange(BATCH) % 3 > 0).double()  # none in the first chunk
     case = Case(lambda n, x, o, m: (rows(o) * m).sum() / max(int(m.sum()), 1), {"m": mask})
     model, _ = make(case, ["cpu"] * 4, 1)
-    with pytest.warns(BalanceWarning, match="by 1 in a chunk, which may stand for a count of 0"):
+    with pytest.warns(BalanceWarning, match="such as 1, that differ between the replicas"):
         results(model, model.module, case.given, True)
 
 
@@ -401,7 +449,7 @@ class OfLogits(nn.Module):
         return self.loss(logits, y, *self.options)
 
 
-@pytest.mark.filterwarnings("ignore:gpu0_bsz")
+@pytest.mark.filterwarnings("ignore:gpu0_bsz", "ignore:.*as many classes as each chunk")
 @given(
     targets,
     st.sampled_from([as_nll, as_function, as_module, as_subclass, as_masked_mean]),

@@ -15,23 +15,20 @@ from typing import Any
 
 import torch
 
-from .numbers import Fact, Numbers, UnclearError
+from ...errors import SymbolicValueError
+from .numbers import Fact, Numbers, Place, UnclearError
 from .origins import Origin, operator_name, origin_of
-from .trace import Reduction, Step, Trace
+from .trace import Reduction, Step, Trace, version_of
 from .weighted import moved, total, weighted_mean
 
 Steps = tuple[Step, ...]
 """The same step of each replica."""
 
-Place = tuple[Any, ...]
-"""The output and its steps, the position of a step, and that of an argument."""
+_MAX_FACTS = 10_000
 
 _UNLIKE = "the replicas computed it in different ways"
-_JOINED = "its samples are joined before they are added up"
-
-
-class _SamplesError(Exception):
-    """A step has an argument with entries of samples, so its value is not one for the batch."""
+_JOINED = "it reduces a tensor that has no entry for each sample"
+_MIXED = "a mean or sum over each chunk is combined with samples"
 
 
 @dataclass(slots=True, eq=False)
@@ -40,28 +37,21 @@ class BatchValues:
 
     Attributes:
         traces: the steps of each replica.
-        chunk_sizes: how many samples each replica had.
+        numbers: the chunk sizes, and what is known of numbers and tensors. It is updated.
         device: the device of the results.
-        given: the numbers and 0-dim tensors among the arguments, which every replica has got.
-        facts: what earlier calls have shown of a place. It is updated.
-        looks_anew: whether tensors are compared between replicas even where they were the same
-            before; that waits for their devices.
-        doubts: why values may not be those of the batch, though they were computed.
+        looks_anew: whether tensors are compared again that an earlier call has compared; comparing
+            waits for their devices.
     """
 
     traces: Sequence[Trace]
-    chunk_sizes: Sequence[int]
+    numbers: Numbers
     device: torch.device
-    given: Sequence[Any]
-    facts: dict[Place, Fact]
     looks_anew: bool
-    doubts: list[str] = field(default_factory=list)
     _values: dict[Step, Any] = field(default_factory=dict)
-    _of_samples: dict[Step, Sequence[Any]] = field(default_factory=dict)
-    """The values on all replicas of steps with entries of samples."""
-    _as_recorded: set[Step] = field(default_factory=set)
-    """Steps with entries of samples that were computed from such steps only."""
-    _devices: Sequence[torch.device] = ()
+    _of_samples: set[Step] = field(default_factory=set)
+    """Steps with entries of samples, which have no value for the batch."""
+    _same: set[Step] = field(default_factory=set)
+    """Steps that depend on parameters only."""
     _entries: dict[Step, Sequence[Any]] = field(default_factory=dict)
     """Over how many entries the steps are sums that were computed from sums only."""
 
@@ -75,25 +65,35 @@ class BatchValues:
         Raises:
             UnclearError: it is not known.
         """
+        if len(self.numbers.facts) > _MAX_FACTS:
+            self.numbers.facts.clear()
+        if self.looks_anew:
+            self._look_at_lost_steps()
         steps = [trace.step_of(t) for trace, t in zip(self.traces, outputs, strict=True)]
         roots = tuple(step for step in steps if step is not None)
-        self._devices = [output.device for output in outputs]
         if not roots:
             return self._constant(outputs, (name,))
         if len(roots) < len(steps):
             raise UnclearError(_UNLIKE)
-        ordered = self._in_order(roots)
-        kind = hash((name, *(group[0].name for group in ordered)))
-        for position, group in enumerate(ordered):
-            if group[0] not in self._values and group[0] not in self._of_samples:
-                self._compute(group, (kind, position))
+        self._compute_all(roots, name)
         if roots[0] in self._of_samples:
             raise UnclearError("it is an entry of a single sample")
         value: torch.Tensor = self._values[roots[0]]
         return value
 
-    def _in_order(self, roots: Steps) -> list[Steps]:
-        """Return the steps that a value takes, those that others use first."""
+    def _look_at_lost_steps(self) -> None:
+        """Doubt all values if a mean or sum over samples was combined with larger tensors."""
+        for group in zip(*(trace.lost for trace in self.traces), strict=False):
+            try:
+                self._compute_all(group, "")
+            except UnclearError:
+                continue  # what depends on it is unclear, too
+            if group[0] not in self._same and group[0] not in self._of_samples:
+                self.numbers.doubts.append(f"{_MIXED}, or with other larger tensors")
+                return
+
+    def _compute_all(self, roots: Steps, name: str) -> None:
+        """Compute the steps that a step takes, and itself."""
         groups: list[Steps] = [roots]
         found: dict[Step, Steps] = {}
         while groups:
@@ -102,64 +102,83 @@ class BatchValues:
             if any(one is not other for one, other in zip(known, group, strict=True)):
                 raise UnclearError(_UNLIKE)
             if known is group:
-                groups += _parents(group)
-        return sorted(found.values(), key=lambda group: group[0].index)
+                groups += self._parents(group)
+        ordered = sorted(found.values(), key=lambda group: group[0].index)
+        kind = hash((name, *(group[0].name for group in ordered)))
+        for position, group in enumerate(ordered):
+            if group[0] not in self._values and group[0] not in self._of_samples:
+                self._compute(group, (kind, position))
+
+    def _parents(self, group: Steps) -> list[Steps]:
+        """Return the steps that a step of all replicas uses."""
+        first, parents = group[0], [step.parents() for step in group]
+        # With as many reductions on all replicas, one differs from another by its number.
+        num_reductions = [trace.num_reductions for trace in self.traces]
+        are_aligned = all(number == num_reductions[0] for number in num_reductions)
+        for step, found in zip(group, parents, strict=True):
+            if step.function != first.function or len(found) != len(parents[0]):
+                raise UnclearError(_UNLIKE)
+            if step.reduction is not None and first.reduction is not None:
+                is_other = step.reduction.function != first.reduction.function
+                if is_other or (are_aligned and step.ordinal != first.ordinal):
+                    raise UnclearError(_UNLIKE)
+        return list(zip(*parents, strict=True))
 
     def _compute(self, group: Steps, place: Place) -> None:
-        """Compute the value of a step for the batch or, with entries of samples, for each chunk."""
+        """Compute the value of a step for the batch, unless it has entries of samples."""
         first = group[0]
         parents = first.parents()
-        if first.function is None or self._as_recorded.issuperset(parents):
-            self._join(group, [step.value for step in group], place)
-            if first in self._of_samples:
-                self._as_recorded.add(first)
+        for step in group:
+            if step.value is not None and step.version != version_of(step.value):
+                raise UnclearError("it was written to in place")
+        if self._of_samples.issuperset(parents):
+            self._join(group, place)
             return
         for step in group:
-            if step.value is not None and step.value.requires_grad != step.requires_grad:
+            if step.value is not None and step.value.grad_fn is not step.node:
                 name = operator_name(step.value.grad_fn.name())
                 raise UnclearError(f"it is computed by {name}, whose inputs are not known")
         if all(parent in self._entries for parent in parents):
             self._entries[first] = self._entries[parents[0]]
+        if self._same.issuperset(parents):
+            self._same.add(first)
         try:
-            self._values[first] = self._repeated(group, place)
+            args = self._merged([step.args for step in group], first, place)
+            kwargs = self._merged([step.kwargs for step in group], first, place)
         except _SamplesError:
-            chunks = range(len(group))
-            self._join(group, [self._repeated(group, place, chunk) for chunk in chunks], place)
-
-    def _repeated(self, group: Steps, place: Place, chunk: int | None = None) -> Any:
-        """Return what a step returns with the values of the batch, or of a chunk.
-
-        Raises:
-            UnclearError: it is not known with which values.
-            _SamplesError: for the batch, an argument has entries of samples.
-        """
-        args = self._merged([step.args for step in group], group[0], place, chunk)
-        kwargs = self._merged([step.kwargs for step in group], group[0], place, chunk)
+            if not self._same.issuperset(set(parents) - self._of_samples):
+                raise UnclearError(_MIXED) from None
+            self._same.discard(first)
+            self._join(group, place)
+            return
         try:
-            return group[0].repeat(args, kwargs)
+            self._values[first] = first.repeat(args, kwargs, self.device)
+        except torch.OutOfMemoryError:
+            raise
         except (IndexError, RuntimeError, TypeError, ValueError) as error:
-            if isinstance(error, torch.OutOfMemoryError):
-                raise
             text = str(error).partition("\n")[0]
             raise UnclearError(f"it cannot be computed for the whole batch ({text})") from None
 
-    def _join(self, group: Steps, values: Sequence[Any], place: Place) -> None:
+    def _join(self, group: Steps, place: Place) -> None:
         """Join the values of a step on all replicas, if it is a mean or sum over samples."""
         first = group[0]
+        values = [step.value for step in group]
         reductions = [step.reduction for step in group if step.reduction]
-        if not reductions or any(value.shape != values[0].shape for value in values):
-            self._of_samples[first] = values  # or it was reduced along another dimension
+        if not reductions or self._keeps_samples(group, place):
+            self._of_samples.add(first)
             return
         if all(reduction.shape == reductions[0].shape for reduction in reductions):
             if not self._is_over_samples(reductions[0], values, place):
-                self._values[first] = values[0].to(self.device)
+                self._values[first] = None if values[0] is None else values[0].to(self.device)
+                self._same.add(first)
                 return
         else:
-            self.facts[place] = Fact.SAMPLES
-        if any(r.num_classes != reductions[0].num_classes for r in reductions):
-            raise UnclearError("the classes of its cross entropy are the samples of each chunk")
+            self.numbers.facts[_place_of(reductions[0], place)] = Fact.SAMPLES
+        self._check_classes(reductions, place)
         name, counts = reductions[0].name, [reduction.count for reduction in reductions]
-        if name == "mean":
+        if values[0] is None:  # too large to be kept
+            self._values[first] = None
+        elif name == "mean":
             self._values[first] = weighted_mean(values, counts, self.device)
         elif name == "sum":
             self._values[first] = total(values, self.device)
@@ -167,128 +186,181 @@ class BatchValues:
         else:
             self._values[first] = getattr(torch, name)(torch.stack(moved(values, self.device)), 0)
 
-    @property
-    def _are_chunks_equal(self) -> bool:
-        return all(size == self.chunk_sizes[0] for size in self.chunk_sizes)
+    def _keeps_samples(self, group: Steps, place: Place) -> bool:
+        """Return whether a reduction of some dimensions has left that of the samples."""
+        first, size = group[0], self.numbers.chunk_sizes[0]
+        if not first.shape or not self.numbers.are_chunks_equal:
+            return any(step.shape != first.shape for step in group)
+        # The number of entries that were reduced to one is a multiple, if these were samples.
+        assert first.reduction is not None
+        if first.reduction.shape.numel() // max(1, first.shape.numel()) % size:
+            return True
+        fact = self.numbers.facts.get(_place_of(first.reduction, place))
+        if size in first.shape and fact is not Fact.SAMPLES:
+            self.numbers.doubts.append(
+                f"it reduces a tensor of shape {tuple(first.reduction.shape)}, which may have its "
+                "samples along another dimension"
+            )
+        return False
+
+    def _check_classes(self, reductions: Sequence[Reduction], place: Place) -> None:
+        """Check that the classes of a cross entropy are not the samples of each chunk."""
+        numbers = [reduction.num_classes for reduction in reductions]
+        if any(number != numbers[0] for number in numbers):
+            raise UnclearError("the classes of its cross entropy are the samples of each chunk")
+        place = (*place, "classes")
+        if not self.numbers.are_chunks_equal:
+            self.numbers.facts[place] = Fact.SAME
+        elif numbers[0] == self.numbers.chunk_sizes[0] > 2 and place not in self.numbers.facts:
+            self.numbers.doubts.append(
+                f"it has as many classes as each chunk has samples, {numbers[0]}; these may be the "
+                "samples"
+            )
 
     def _may_have_samples(self, shape: torch.Size) -> bool:
         """Return whether a tensor of one shape on all replicas may have entries of samples."""
-        return self._are_chunks_equal and math.prod(shape) % self.chunk_sizes[0] == 0
+        size = self.numbers.chunk_sizes[0]
+        return self.numbers.are_chunks_equal and math.prod(shape) % size == 0
 
-    def _is_over_samples(self, reduction: Reduction, values: Sequence[Any], place: Place) -> bool:
+    def _is_over_samples(
+        self, reduction: Reduction, values: Sequence[torch.Tensor | None], place: Place
+    ) -> bool:
         """Return whether tensors of one shape on all replicas had entries of samples.
 
         Raises:
             UnclearError: they were computed from samples, but have no entries of them.
         """
-        fact = self.facts.get(place)
-        origin = Origin.SELECTED if fact is Fact.SAMPLES else origin_of(reduction.source)
-        may_be = self._may_have_samples(reduction.shape)
-        if origin is not Origin.UNKNOWN:
-            fact = Fact.SAMPLES if may_be or origin is Origin.SELECTED else Fact.UNCLEAR
-        elif fact is None or self.looks_anew:
-            if _are_equal(values) and not (may_be and _is_whole(values[0])):
-                fact = Fact.SAME  # as a penalty on weights is; counts may be equal by chance
-            else:
-                fact = Fact.SAMPLES if self._are_chunks_equal else Fact.UNCLEAR
-        self.facts[place] = fact
+        place = _place_of(reduction, place)
+        fact = self.numbers.facts.get(place)
+        if fact is Fact.SAMPLES or reduction.num_classes is not None:
+            return True
+        if fact is None or self.looks_anew:
+            fact = self.numbers.facts[place] = self._supposed(reduction, values, fact)
         if fact is Fact.UNCLEAR:
             raise UnclearError(_JOINED)
-        return fact is Fact.SAMPLES
+        return fact is Fact.SUPPOSED_SAMPLES
 
-    def _merged(self, items: Sequence[Any], step: Step, place: Place, chunk: int | None) -> Any:
-        """Return the arguments of a step for the batch or a chunk, from those of the replicas."""
+    def _supposed(self, reduction: Reduction, values: Sequence[Any], known: Fact | None) -> Fact:
+        """Suppose whether a tensor had entries of samples, by its graph and its values."""
+        may_be, origin = self._may_have_samples(reduction.shape), origin_of(reduction.source)
+        are_equal = False if values[0] is None else _are_equal(values)
+        if are_equal is None:
+            return Fact.SAME if origin is Origin.UNKNOWN else Fact.SUPPOSED_SAMPLES
+        if not are_equal:
+            are_samples = may_be or origin is Origin.SELECTED or known is Fact.SUPPOSED_SAMPLES
+            return Fact.SUPPOSED_SAMPLES if are_samples else Fact.UNCLEAR
+        if not may_be or known is Fact.SAME:
+            return Fact.SAME
+        if reduction.name != "sum":  # it makes no difference
+            return Fact.SUPPOSED_SAMPLES if origin is Origin.SAMPLES else Fact.SAME
+        if reduction.source is None and _is_whole(values[0]):
+            return Fact.SUPPOSED_SAMPLES  # counts may be equal by chance
+        if reduction.source is None or origin is Origin.SAMPLES:
+            self.numbers.doubts.append(
+                "it has a sum that is the same on all replicas, which may be over samples or over "
+                "parameters only"
+            )
+        return Fact.SUPPOSED_SAMPLES if origin is Origin.SAMPLES else Fact.SAME
+
+    def _merged(self, items: Sequence[Any], step: Step, place: Place) -> Any:
+        """Return the arguments of a step for the batch, from those of the replicas.
+
+        Raises:
+            UnclearError: they differ, and are no counts.
+            _SamplesError: an argument has entries of samples.
+        """
         first = items[0]
         if isinstance(first, Step):
-            if first not in self._of_samples:
-                return self._moved(self._values[first], chunk)
-            if chunk is None:
+            if first in self._of_samples:
                 raise _SamplesError
-            return self._of_samples[first][chunk]
+            return self._values[first]
         if all(isinstance(item, torch.Tensor) for item in items):
-            return self._constant(items, place, chunk)
+            return self._constant(items, place)
         if any(type(item) is not type(first) for item in items):
             raise UnclearError(_UNLIKE)
         if isinstance(first, dict):
-            return {n: self._merged([d[n] for d in items], step, (*place, n), chunk) for n in first}
+            return {n: self._merged([d[n] for d in items], step, (*place, n)) for n in first}
         if isinstance(first, list):
             if any(len(item) != len(first) for item in items):
                 raise UnclearError(_UNLIKE)
             columns = enumerate(zip(*items, strict=True))
-            return [self._merged(column, step, (*place, i), chunk) for i, column in columns]
+            return [self._merged(column, step, (*place, i)) for i, column in columns]
         if isinstance(first, Real) and not isinstance(first, bool):
-            numbers = Numbers(self.chunk_sizes, self.given, self.facts, self.doubts)
             entries = next((self._entries.get(parent) for parent in step.parents()), None)
-            return numbers.of_batch(items, step.name.strip("_"), entries, place)
-        if any(item != first for item in items):
+            return self.numbers.of_batch(items, step.name.strip("_"), entries, place)
+        if not all(_is_equal(item, first) for item in items):
             raise UnclearError(_UNLIKE)
         return first
 
-    def _constant(
-        self, values: Sequence[torch.Tensor], place: Place, chunk: int | None = None
-    ) -> torch.Tensor:
-        """Return tensors that are not traced, one of each replica, as that of the batch or a chunk.
+    def _constant(self, values: Sequence[torch.Tensor], place: Place) -> torch.Tensor:
+        """Return tensors that are not traced, one of each replica, as that of the batch.
 
         Raises:
-            UnclearError: they differ, and are no counts and have no entries of samples.
-            _SamplesError: for the batch, they have entries of samples.
+            UnclearError: they differ, and are no counts.
+            _SamplesError: they have entries of samples.
         """
-        is_given = all(any(item is value for item in self.given) for value in values)
-        fact = Fact.SAME if is_given else self.facts.get(place)
+        facts = self.numbers.facts
+        is_given = all(any(item is value for item in self.numbers.given) for value in values)
+        fact = Fact.SAME if is_given else facts.get(place)
         if any(value.shape != values[0].shape for value in values):
             fact = Fact.SAMPLES
         elif fact is None or (self.looks_anew and not is_given):
-            fact = self.facts[place] = self._compared(values)
+            fact = facts[place] = self._compared(values)
         if fact is Fact.UNCLEAR:
             node = values[0].grad_fn
             what = "it has a part" if node is None else f"it uses a {operator_name(node.name())}"
             raise UnclearError(f"{what} that is no mean or sum over samples")
-        if fact is Fact.SAMPLES and chunk is None:
+        if fact is Fact.SAMPLES:
             raise _SamplesError
-        if fact is Fact.COUNT:
-            whole = total(values, self.device)
-            return whole if chunk is None else whole.to(self._devices[chunk])
-        return values[0].to(self.device) if chunk is None else values[chunk]
-
-    def _moved(self, value: Any, chunk: int | None) -> Any:
-        """Return a value of the batch on the device of a chunk."""
-        if chunk is None or not isinstance(value, torch.Tensor):
-            return value
-        return value.to(self._devices[chunk])
+        return total(values, self.device) if fact is Fact.COUNT else values[0].to(self.device)
 
     def _compared(self, values: Sequence[torch.Tensor]) -> Fact:
         """Compare tensors of one shape between the replicas; 0-dim integers may be counts."""
-        is_same, value = _are_equal(values), values[0]
+        are_equal, value = _are_equal(values), values[0]
+        is_same = are_equal is not False
         if value.dim():
             may_be = self._may_have_samples(value.shape)
             return Fact.SAME if is_same else Fact.SAMPLES if may_be else Fact.UNCLEAR
         if value.dtype is torch.bool or value.is_floating_point() or value.is_complex():
             return Fact.SAME if is_same else Fact.UNCLEAR
-        may_be_count = self._may_have_samples(value.shape) and int(value) > 0
-        may_be_count = may_be_count and int(value) % self.chunk_sizes[0] == 0
-        return Fact.SAME if is_same and not may_be_count else Fact.COUNT
+        if are_equal is None:
+            return Fact.SAME
+        numbers = [int(value) for value in values]
+        size = self.numbers.chunk_sizes[0]
+        if is_same and not (self.numbers.are_chunks_equal and numbers[0] and not numbers[0] % size):
+            return Fact.SAME
+        self.numbers.doubt_count(numbers)
+        return Fact.COUNT
 
 
-def _parents(group: Steps) -> list[Steps]:
-    """Return the steps that a step of all replicas uses."""
-    parents = [step.parents() for step in group]
-    if all(step.function == group[0].function for step in group) and all(
-        len(found) == len(parents[0]) for found in parents
-    ):
-        return list(zip(*parents, strict=True))
-    if not all(step.reduction for step in group):
-        raise UnclearError(_UNLIKE)
-    for step in group:  # it is over a stack with an entry for each sample
-        step.function, step.args, step.kwargs = None, [], {}
-    return []
+class _SamplesError(Exception):
+    """A step uses entries of samples, so it has a value for each chunk and none for the batch."""
 
 
-def _are_equal(values: Sequence[torch.Tensor]) -> bool:
-    """Return whether tensors have equal values, or only NaN; this waits for their devices."""
-    first, *others = (value.detach().cpu() for value in values)
-    return all(
-        other.equal(first) or bool((other.isnan() & first.isnan()).all()) for other in others
-    )
+def _place_of(reduction: Reduction, place: Place) -> Place:
+    """Return the place of a reduction; one of the same form may also be over parameters."""
+    return (*place, reduction.shape[1:])
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    try:
+        return bool(one == other)
+    except (RuntimeError, TypeError, ValueError):  # an array, for example
+        return False
+
+
+def _are_equal(values: Sequence[torch.Tensor]) -> bool | None:
+    """Return whether tensors have equal values, or only NaN; this waits for their devices.
+
+    Of emulated devices that keep shapes only, nobody knows: None.
+    """
+    try:
+        first, *others = (value.detach().cpu() for value in values)
+        return all(
+            other.equal(first) or bool((other.isnan() & first.isnan()).all()) for other in others
+        )
+    except SymbolicValueError:
+        return None
 
 
 def _is_whole(value: torch.Tensor) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import InitVar, dataclass, field
+from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any
 
@@ -18,8 +18,8 @@ import torch
 from ...errors import warn
 from .. import nested
 from ..call_inputs import Arguments, described
-from .batch_value import BatchValues, Place
-from .numbers import Fact, UnclearError
+from .batch_value import BatchValues
+from .numbers import Fact, Numbers, Place, UnclearError
 from .reductions import noticing
 from .trace import Trace, tracing
 from .weight import weight_of_chunk
@@ -62,9 +62,8 @@ class ChunkLosses:
     Attributes:
         history: what earlier calls have shown.
         function: the function that each replica computes.
-        sizes: how many samples each replica has; a single one if the batch was not split.
+        chunk_sizes: how many samples each replica has; None if the batch was not split.
         dim: the batch dimension.
-        arguments: those of the function, for each replica.
         loss_weight: the weight of each replica's losses; if None, it is found out.
         is_auto: whether it is found out how losses were computed; if not, they are weighted by
             chunk size.
@@ -73,38 +72,32 @@ class ChunkLosses:
 
     history: OutputHistory
     function: Callable[..., Any]
-    chunk_sizes: InitVar[Sequence[int] | None]
+    chunk_sizes: Sequence[int] | None
     dim: int
-    arguments: Sequence[Arguments]
     loss_weight: Callable[..., Any] | str | None = None
     is_auto: bool = True
     traces: Sequence[Trace] = ()
-    sizes: Sequence[int] = field(init=False)
     _looks_anew: bool = field(default=False, init=False)
     _given: list[Any] = field(default_factory=list, init=False)
     _weights: list[Any] | None = field(default=None, init=False)
     _values: BatchValues | None = field(default=None, init=False)
 
-    def __post_init__(self, chunk_sizes: Sequence[int] | None) -> None:
-        self.sizes = chunk_sizes or [1]
-
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
         """Context manager in which the replicas run, and means and sums are traced."""
-        if len(self.sizes) < 2 or not self.is_auto:
+        if len(self.chunk_sizes or ()) < 2 or not self.is_auto:
             yield
             return
         has_gradients = torch.is_grad_enabled()
         self.history.num_calls[has_gradients] += 1
         # In the first, second, fourth, eighth call and so on.
         self._looks_anew = self.history.num_calls[has_gradients].bit_count() == 1
-        self.traces = self.traces or [Trace(self.dim) for _ in self.sizes]
+        self.traces = self.traces or [Trace(self.dim) for _ in self.chunk_sizes or ()]
         with noticing(), tracing(self.traces):
             yield
 
-    def read_arguments(self, outputs: Sequence[Any]) -> None:
-        """Read from the arguments what losses in the outputs need, and release them."""
-        arguments, self.arguments = self.arguments, ()
+    def read_arguments(self, arguments: Sequence[Arguments], outputs: Sequence[Any]) -> None:
+        """Read what losses in the outputs need from the arguments of each replica."""
         if not any(map(is_loss, nested.tensors(outputs[0]))):
             return
         if self.loss_weight is not None:
@@ -125,6 +118,7 @@ class ChunkLosses:
             name: the dotted path of the output.
             device: the device of the result.
         """
+        sizes = self.chunk_sizes or [1] * len(outputs)
         if self._weights is not None:
             weights = [w.get(name) if isinstance(w, Mapping) else w for w in self._weights]
             if not any(weight is None for weight in weights):
@@ -132,19 +126,18 @@ class ChunkLosses:
                     if isinstance(weight, torch.Tensor):
                         trace.ignore_gradients_where(weight == 0, output)
                 return weighted_mean(outputs, weights, device)
-        if not self.traces:
-            return weighted_mean(outputs, self.sizes, device)
+        if not self.is_auto or not self.traces:
+            return weighted_mean(outputs, sizes, device)
         if self._values is None or self._values.device != device:
-            self._values = BatchValues(
-                self.traces, self.sizes, device, self._given, self.history.facts, self._looks_anew
-            )
-        reasons = self._values.doubts
+            numbers = Numbers(sizes, self._given, self.history.facts)
+            self._values = BatchValues(self.traces, numbers, device, self._looks_anew)
+        reasons = self._values.numbers.doubts
         reasons.clear()
         try:
             value = self._values.of(outputs, name)
         except UnclearError as error:
             reasons.insert(0, str(error))
-            value = weighted_mean(outputs, self.sizes, device)
+            value = weighted_mean(outputs, sizes, device)
         if reasons:
             self.history.warn(name, self.function, reasons[0])
         return value

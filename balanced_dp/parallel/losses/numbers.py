@@ -11,12 +11,15 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+
+Place = tuple[Any, ...]
+"""The output, the position of a step, and that of an operand: where the history has a fact."""
 
 DIVISIONS = ("div", "divide", "itruediv", "true_divide", "truediv")
 MULTIPLICATIONS = ("imul", "mul", "multiply", "rmul")
-_ADDITIONS = ("add", "iadd", "isub", "radd", "sub", "subtract")
+_ADDITIONS = ("add", "iadd", "isub", "radd", "rsub", "sub", "subtract")
 """Functions of torch by their names, without underscores at either end."""
 
 
@@ -31,6 +34,7 @@ class Fact(enum.Enum):
     COUNT = "a count of each chunk"
     SUPPOSED_COUNT = "a count of each chunk, or else the same on all replicas"
     SAMPLES = "over the samples of each chunk"
+    SUPPOSED_SAMPLES = "over the samples of each chunk, or else the same on all replicas"
     UNCLEAR = "none of these"
 
 
@@ -47,8 +51,8 @@ class Numbers:
 
     chunk_sizes: Sequence[int]
     given: Sequence[Any]
-    facts: dict[Any, Fact]
-    doubts: list[str]
+    facts: dict[Place, Fact]
+    doubts: list[str] = field(default_factory=list)
 
     def of_batch(
         self, numbers: Sequence[Any], function: str, entries: Sequence[Any] | None, place: Any
@@ -72,9 +76,9 @@ class Numbers:
                 return numbers[0]
         else:
             self.facts[place] = Fact.COUNT
-        if all(number % 1 == 0 for number in numbers):
-            if entries is not None and list(numbers) != list(entries):
-                self._doubt_count(numbers, entries)
+        is_arithmetic = function in (*DIVISIONS, *MULTIPLICATIONS, *_ADDITIONS)
+        if is_arithmetic and all(number % 1 == 0 for number in numbers):
+            self.doubt_count(numbers, entries)
             return sum(numbers)
         inverses = [1 / number if number else math.nan for number in numbers]
         if function in MULTIPLICATIONS and all(
@@ -87,7 +91,8 @@ class Numbers:
         )
 
     @property
-    def _are_chunks_equal(self) -> bool:
+    def are_chunks_equal(self) -> bool:
+        """Whether all chunks have one size, so that counts of them do not differ."""
         return all(size == self.chunk_sizes[0] for size in self.chunk_sizes)
 
     def _fact(
@@ -95,20 +100,22 @@ class Numbers:
     ) -> Fact | None:
         """Return what a number is that all replicas have in common; None if that is not sure."""
         fact, number = self.facts.get(place), numbers[0]
-        if fact is Fact.SUPPOSED_COUNT and not self._are_chunks_equal:
+        if fact is Fact.SUPPOSED_COUNT and not self.are_chunks_equal:
             self.doubts.append(
                 f"it is divided by {number:g} in each chunk, but was by a count in another call"
             )
             return Fact.SAME
         if fact is not None or self._is_given(number):
             return fact
+        if not self.are_chunks_equal and list(numbers) != list(entries or ()):
+            return Fact.SAME
         if entries is not None and function in DIVISIONS and list(numbers) == list(entries):
             return Fact.COUNT
         return self._supposed(number, function, entries is not None)
 
     def _supposed(self, number: Any, function: str, of_sum: bool) -> Fact | None:
         size, batch_size = self.chunk_sizes[0], sum(self.chunk_sizes)
-        if not self._are_chunks_equal or not number:
+        if not self.are_chunks_equal or not number:
             return None
         if of_sum and function in DIVISIONS:
             if number == batch_size:  # which is no count of a chunk
@@ -132,21 +139,22 @@ class Numbers:
             )
         return None
 
-    def _doubt_count(self, numbers: Sequence[Any], entries: Sequence[Any]) -> None:
+    def doubt_count(self, numbers: Sequence[Any], entries: Sequence[Any] | None = None) -> None:
         """Note a doubt if numbers need not be counts that add up."""
-        sizes = self.chunk_sizes
-        surplus = {n - s for n, s in zip(numbers, entries, strict=True)}
-        if len(surplus) == 1 and not self._are_chunks_equal:
+        pairs = list(zip(numbers, self.chunk_sizes, strict=True))
+        is_multiple = all(n * self.chunk_sizes[0] == numbers[0] * size for n, size in pairs)
+        if is_multiple or (entries is not None and list(numbers) == list(entries)):
+            return
+        surplus = {n - s for n, s in zip(numbers, entries or self.chunk_sizes, strict=True)}
+        if len(surplus) == 1:
             self.doubts.append(
                 f"it is computed with its number of entries plus {surplus.pop():g} in each chunk"
             )
-        elif 1 in numbers and any(
-            n * sizes[0] != numbers[0] * s for n, s in zip(numbers, sizes, strict=True)
-        ):
-            self.doubts.append(
-                "it is divided by 1 in a chunk, which may stand for a count of 0; divide by the "
-                "tensor mask.sum().clamp(min=1)"
-            )
+            return
+        self.doubts.append(
+            f"it is computed with numbers, such as {numbers[0]:g}, that differ between the "
+            "replicas and are taken for counts that add up; use a tensor, such as mask.sum()"
+        )
 
     def _is_given(self, number: float) -> bool:
         """Return whether a number is among the arguments of the call."""

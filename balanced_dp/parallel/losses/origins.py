@@ -43,12 +43,10 @@ def origin_of(node: Any) -> Origin:
             parents = [parent for parent, _ in node.next_functions]
             if name in _SELECTIONS:
                 return Origin.SELECTED
-            if (
-                name in _LOOKUPS
-                or (name in _PRODUCTS and None in parents)
-                or len(seen) > _MAX_NODES
-            ):
+            if name in _LOOKUPS or (name in _PRODUCTS and None in parents):
                 return Origin.SAMPLES
+            if len(seen) > _MAX_NODES:
+                return Origin.UNKNOWN
             nodes += parents
     return Origin.UNKNOWN
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from .trace import MAX_NUMEL, Reduction, current_trace
+from .trace import Reduction, current_trace
 
 MEAN, SUM = 1, 2
 """The reductions, as in ``torch.nn._reduction.get_enum``."""
@@ -109,6 +109,7 @@ def _versions() -> list[tuple[Any, str, Any, Any]]:
         function = getattr(owner, name)
         version = _recording_version(function, record)
         if owner is torch.Tensor:
+            version.__module__, version.__qualname__ = "torch", f"Tensor.{name}"  # for pickle
             setattr(owner, name, version)
         else:
             versions.append((owner, name, function, version))
@@ -133,20 +134,22 @@ def _recording_version(
     return call
 
 
-def _record(value: torch.Tensor, reduced: torch.Tensor, **reduction: Any) -> torch.Tensor:
+def _record(
+    value: torch.Tensor, function: Any, reduced: torch.Tensor, **reduction: Any
+) -> torch.Tensor:
     """Record a reduction of ``reduced`` to ``value`` in the current trace, and return it."""
     trace = current_trace.get()
     assert trace is not None
     if trace.step_of(value) is None:  # or it was recorded as a function of traced tensors
         reduction = {"shape": reduced.shape, "source": reduced.grad_fn, **reduction}
-        trace.record(value, Reduction(**reduction))
+        trace.record(value, Reduction(function=function, **reduction))
     return value
 
 
 def _reduced(function: Any, args: Any, kwargs: Any, join: str, joins_samples: bool = False) -> Any:
     value = function(*args, **kwargs)
-    if not isinstance(value, torch.Tensor) or value.numel() > MAX_NUMEL:
-        return value  # or it is a pair: max(dim) returns indices, too
+    if not isinstance(value, torch.Tensor):
+        return value  # it is a pair: max(dim) returns indices, too
     reduced = args[0] if args else kwargs["input"]
     is_length = join in ("amax", "amin") and not reduced.is_floating_point()
     if not reduced.dim() or is_length:  # the largest length decides on shapes
@@ -154,7 +157,7 @@ def _reduced(function: Any, args: Any, kwargs: Any, join: str, joins_samples: bo
     if value.dim() and not (joins_samples or _joins_samples(reduced, args, kwargs)):
         return value
     count = reduced.numel() // max(1, value.numel())
-    return _record(value, reduced, name=join, count=count)
+    return _record(value, function, reduced, name=join, count=count)
 
 
 def _joins_samples(reduced: torch.Tensor, args: Any, kwargs: Any) -> bool:
@@ -173,11 +176,18 @@ def _loss(function: Any, args: Any, kwargs: Any, position: int) -> torch.Tensor:
     reduction = args[position] if len(args) > position else kwargs.get("reduction", MEAN)
     if value.dim() or reduction not in (MEAN, SUM):
         return value
-    name = "mean" if reduction == MEAN else "sum"
-    return _record(value, args[0], name=name, count=args[0].numel())
+    name, count = "mean" if reduction == MEAN else "sum", args[0].numel()
+    if function.__name__ == "ctc_loss":  # a mean over samples, whatever the length of the longest
+        count = args[0].shape[1] if args[0].dim() > 2 else 1
+    return _record(value, function, args[0], name=name, count=count)
 
 
 def _cross_entropy(function: Any, args: Any, kwargs: Any) -> torch.Tensor:
+    """Compute a cross entropy, and count the targets that are not ignored.
+
+    Autograd saves the same tensors as without counting, since activation checkpointing computes a
+    loss again, without counting, and compares them.
+    """
     return _counted(function, *args, **kwargs)
 
 
@@ -190,15 +200,10 @@ def _counted(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
 ) -> torch.Tensor:
-    """Compute a cross entropy, and count the targets that are not ignored.
-
-    Autograd saves the same tensors as without counting, since activation checkpointing computes a
-    loss again, without counting, and compares them.
-    """
     smoothing = (label_smoothing,) if label_smoothing else ()
     num_classes = input.shape[min(1, input.dim() - 1)]
     record = functools.partial(
-        _record, reduced=target, source=input.grad_fn, num_classes=num_classes
+        _record, function=function, reduced=target, source=input.grad_fn, num_classes=num_classes
     )
 
     def loss_of(reduction: int) -> torch.Tensor:
@@ -215,24 +220,16 @@ def _counted(
         return record(loss_of(MEAN), name="mean", count=_count_nonzero(is_counted))
     weights = weight.detach()[target.where(is_counted, 0).long()] * is_counted
     if smoothing:  # then targets of weight 0 have a loss, too
-        return record(loss_of(SUM), name="sum", count=target.numel()) / weights.sum()
+        total = record(_sum(weights), name="sum", count=target.numel())
+        return record(loss_of(SUM), name="sum", count=target.numel()) / total
     count = _sum(weights)
     loss = record(loss_of(MEAN), name="mean", count=count)
     if loss.grad_fn is not None:
-        without_nan_gradients(loss.grad_fn, count)
+        loss.grad_fn.register_hook(functools.partial(_filled, count))
     return loss
 
 
-def without_nan_gradients(node: Any, count: torch.Tensor) -> None:
-    """Replace the gradients of a mean over ``count``, 0 / 0 if nothing counts, by 0.
-
-    Args:
-        node: the autograd node of the mean.
-        count: its denominator, 0-dim.
-    """
-    node.register_hook(functools.partial(_filled, count))
-
-
 def _filled(count: torch.Tensor, grad_inputs: Any, grad_outputs: Any) -> Any:
+    """Replace the gradients of a mean over ``count``, 0 / 0 if nothing counts, by 0."""
     first, *rest = grad_inputs
     return (None if first is None else first.masked_fill(count == 0, 0), *rest)
