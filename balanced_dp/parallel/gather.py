@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from ..errors import ArgumentError, GatherError
+from ..errors import ArgumentError, GatherError, warn
 from . import nested
 from .losses.join import ChunkLosses, is_loss
 from .losses.weighted import total, weighted_mean
@@ -39,8 +39,8 @@ def gather(
     Tensors are concatenated along ``dim``, or along the only other dimension that has the size of
     the chunks. 0-dim tensors become one 0-dim tensor or a vector; integers and bools must be equal
     on every replica, unless they are added up or stacked. Mappings, dataclasses, named tuples,
-    tuples and lists are joined item by item. Anything else must be equal on every replica and is
-    returned as it is.
+    tuples and lists are joined item by item. In place of a key-value cache of transformers there is
+    None. Anything else must be equal on every replica and is returned as it is.
 
     Args:
         outputs: the output of each replica; at least one.
@@ -77,6 +77,9 @@ def _gather(outputs: list[Any], path: Path, join: _Join) -> Any:
             f"output {_named(path)} is the same {type(first).__name__} on every replica, which "
             "holds what the last one wrote to it; return a new one from each forward"
         )
+    if all(map(nested.is_cache, outputs)):
+        join.leave_out_cache(first, path)
+        return None
     children = [checked_items(output, path, GatherError) for output in outputs]
     if children[0] is None:
         if not all(_equal(first, other) for other in outputs[1:]):
@@ -116,6 +119,16 @@ class _Join:
         # torch gives its own autograd functions no types.
         joined: torch.Tensor = Gather.apply(self.device, self._axis(tensors, path), *tensors)  # type: ignore[no-untyped-call]
         return joined
+
+    def leave_out_cache(self, cache: Any, path: Path) -> None:
+        """Warn, once for each model, that a cache of its replicas is not among the outputs."""
+        warned = set() if self.losses is None else self.losses.history.warned
+        if _named(path) not in warned:
+            warned.add(_named(path))
+            warn(
+                f"output {_named(path)} is left out: a {type(cache).__name__} belongs to one model "
+                "and not to its replicas; call the model with use_cache=False"
+            )
 
     def _axis(self, tensors: Sequence[torch.Tensor], path: Path) -> int:
         """Return the dimension of the samples, counted from the end.

@@ -56,7 +56,7 @@ def checked_items(
             f"{where} is a PackedSequence, which has no batch dimension to split; pass the padded "
             "batch and its lengths, and pack and unpack inside forward"
         )
-    if any(kind.__module__ == "transformers.cache_utils" for kind in type(value).__mro__):
+    if is_cache(value):
         raise error(
             f"{where} is a {type(value).__name__}, which belongs to one model and not to its "
             "replicas; call the model with use_cache=False"
@@ -69,6 +69,11 @@ def checked_items(
                 "tensors; use a dict, list or tuple"
             )
     return found
+
+
+def is_cache(value: object) -> bool:
+    """Return whether a value is a key-value cache of transformers."""
+    return any(kind.__module__ == "transformers.cache_utils" for kind in type(value).__mro__)
 
 
 def tensors(value: object) -> Iterator[torch.Tensor]:

@@ -138,7 +138,7 @@ class AutoBalance:
     def skip(self) -> None:
         """Record an iteration that tells nothing; end the search after many of them."""
         self._num_skipped += 1
-        self.is_frozen = self._num_skipped >= _MAX_SKIPPED
+        self.is_frozen |= self._num_skipped >= _MAX_SKIPPED
 
     def forget(self, batch_size: int) -> None:
         """Search again if anything was observed of such batches, with none of it."""

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from balanced_dp import BalancedDataParallel, GatherError, ScatterError
+from balanced_dp import BalancedDataParallel, BalanceWarning, ScatterError
 
 
 class AttributeDict(dict):
@@ -94,7 +94,7 @@ def test_a_dataclass_field_that_was_never_set():
     assert not hasattr(output, "later")
 
 
-def test_a_cache_of_transformers_is_refused_with_the_remedy():
+def test_a_cache_of_transformers_is_left_out_and_cannot_be_given():
     """use_cache is on by default in generating models, and their caches cannot be joined."""
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(
@@ -102,8 +102,13 @@ def test_a_cache_of_transformers_is_refused_with_the_remedy():
     )
     model = BalancedDataParallel(2, transformers.GPT2LMHeadModel(config), ["cpu", "cpu"])
     ids = torch.randint(0, 50, (8, 6))
-    with pytest.raises(GatherError, match=r"past_key_values is a DynamicCache.*use_cache=False"):
-        model(input_ids=ids, labels=ids)
+    with pytest.warns(BalanceWarning, match=r"past_key_values is left out: .*use_cache=False") as w:
+        for _ in range(3):
+            output = model(input_ids=ids, labels=ids)
+            assert output.past_key_values is None and output.loss.isfinite()
+    assert len(w) == 1
+    with pytest.warns(BalanceWarning, match="output 1 is left out"):
+        assert model(input_ids=ids, return_dict=False)[1] is None
     with pytest.raises(ScatterError, match=r"past_key_values is a DynamicCache.*use_cache=False"):
         model(input_ids=ids, past_key_values=transformers.DynamicCache())
     assert model(input_ids=ids, labels=ids, use_cache=False).logits.shape == (8, 6, 50)
