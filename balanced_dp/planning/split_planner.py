@@ -336,8 +336,9 @@ def _advice(
     is_balanced = utilization[0] <= max(utilization[1:]) * (1 + _BALANCED)
     if is_balanced or floor_bytes < needs[0] * (1 - _BALANCED):
         return ()
+    where = "with gathered outputs " if gather else ""
     fact = (
-        f"no value of gpu0_bsz balances this: without any samples device 0 needs "
+        f"{where}no value of gpu0_bsz balances this: without any samples device 0 needs "
         f"{format_bytes(floor_bytes)}, and no other device more than {format_bytes(max(needs[1:]))}"
     )
     if not gather or whole_bytes < _BALANCED * floor_bytes:

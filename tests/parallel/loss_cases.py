@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +26,7 @@ class Net(nn.Module):
         self.head = nn.Linear(WIDTH, CLASSES)
         self.token_head = nn.Linear(WIDTH, LENGTH * CLASSES)
         self.scale = nn.Parameter(torch.tensor(0.3))
+        self.ones = nn.Parameter(torch.ones(12))
         self.register_buffer("temperature", torch.tensor(0.7))
         self.loss = loss
 
@@ -102,6 +105,54 @@ def in_place(net: Net, x: Tensor, o: Tensor, y: Tensor, r: Tensor) -> Tensor:
     loss = F.cross_entropy(o, y)
     loss += 0.5 * F.mse_loss(o, r)
     return loss
+
+
+def not_trained(net: Net, x: Tensor, o: Tensor, r: Tensor) -> Tensor:
+    with torch.no_grad():
+        factor = net.scale * o.abs().mean()
+    return F.mse_loss(o, r) * factor
+
+
+def updated(net: Net, x: Tensor, o: Tensor, r: Tensor) -> Tensor:
+    losses = [F.mse_loss(o, r), F.l1_loss(o, r)]
+    vector = torch.zeros(2).to(o)
+    vector[0] = losses[0]
+    vector[1] = losses[1]
+    vector *= 2
+    return vector.sum() + losses[0].clamp_(max=10)
+
+
+def logged(net: Net, x: Tensor, o: Tensor, r: Tensor) -> Tensor:
+    """What else is done with a loss asks for its class."""
+    loss = F.mse_loss(o, r)
+    assert f"{loss.detach():.3f}" == format(loss.item(), ".3f")
+    copies = [copy.deepcopy(loss.detach()), pickle.loads(pickle.dumps(loss.detach()))]
+    assert type(copies[0]) is type(o) and float(copies[0]) == float(copies[1]) == loss.item()
+    return loss
+
+
+class Halved(torch.autograd.Function):
+    """Its gradient is not that of its value."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor) -> Tensor:
+        return loss.view_as(loss)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad / 2
+
+
+def hooked(net: Net, x: Tensor, o: Tensor) -> Tensor:
+    loss = 2 * rows(o).mean()
+    loss.register_hook(lambda grad: grad / 2)
+    return loss
+
+
+def written_through_a_view(net: Net, x: Tensor, o: Tensor) -> Tensor:
+    both = torch.stack([rows(o).mean(), o.abs().mean()])
+    both[0].mul_(2)
+    return both.sum()
 
 
 def over_all(net: Net, x: Tensor, o: Tensor, y: Tensor, r: Tensor) -> dict[str, Tensor]:
@@ -413,6 +464,37 @@ EXACT: dict[str, Case] = {
         lambda n, x, o, m: (((1 - o.sigmoid()) ** 2 * F.softplus(-o)).sum(1) * m).sum() / m.sum(),
         {"m": HOLES},
     ),
+    "not trained": Case(not_trained, {"r": REAL}),
+    "updated in place": Case(updated, {"r": REAL}),
+    "logged": Case(logged, {"r": REAL}),
+    "penalty on selected weights": Case(
+        lambda n, x, o, r: F.mse_loss(o, r) + n.head.weight[[0, 1]].square().sum(), {"r": REAL}
+    ),
+    "orthogonality of selected pairs": Case(
+        lambda n, x, o, r: (
+            F.mse_loss(o, r)
+            + (n.head.weight @ n.head.weight.T)[~torch.eye(CLASSES, dtype=torch.bool)]
+            .square()
+            .sum()
+        ),
+        {"r": REAL},
+    ),
+    "penalty on ones": Case(
+        lambda n, x, o, r: F.mse_loss(o, r) + (n.ones * 2).abs().sum(), {"r": REAL}
+    ),
+    "distance to weights that were": Case(
+        lambda n, x, o, r: (
+            F.mse_loss(o, r) + (n.head.weight - n.head.weight.detach()).square().sum()
+        ),
+        {"r": REAL},
+    ),
+    "balance of experts": Case(
+        lambda n, x, o: (
+            torch.histc(o.detach().argmax(1).double(), CLASSES, 0, CLASSES)
+            / o.argmax(1).numel()
+            * o.softmax(1).mean(0)
+        ).sum()
+    ),
     # Not linear in means and sums.
     "dice": Case(
         lambda n, x, o, m: (
@@ -529,6 +611,21 @@ UNCLEAR: dict[str, tuple[Case, str]] = {
     "one sample": (
         Case(lambda n, x, o: rows(o)[0]),
         "uses a Select that is no mean",
+    ),
+    "halved gradient": (Case(lambda n, x, o: Halved.apply(rows(o).mean())), "computed by Halved"),
+    "hooked": (Case(hooked), "uses a Mul that is no mean"),
+    "written through a view": (
+        Case(written_through_a_view),
+        "has no entry for each sample|along another dimension|combined with samples",
+    ),
+    "balanced cross entropy": (
+        Case(
+            lambda n, x, o, y: F.cross_entropy(
+                o, y, weight=1 / F.one_hot(y, CLASSES).double().sum(0).clamp(min=1)
+            ),
+            {"y": Y},
+        ),
+        "over each chunk is combined with samples",
     ),
     "branch": (
         Case(lambda n, x, o: o.mean() if len(x) < 4 else o.square().mean().mul(2)),

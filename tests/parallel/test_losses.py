@@ -234,6 +234,81 @@ def test_a_count_may_be_added_up_in_a_long_loop():
     check(Case(loss, {"m": HOLES}), ["cpu"] * 4, 1)
 
 
+def test_what_one_loss_has_shown_is_not_told_of_another_one():
+    """The same functions, of samples in one call and of weights in the next."""
+
+    def loss(net: Net, x: Tensor, o: Tensor, step: int) -> Tensor:
+        return 0.5 * (net.head.weight if step % 2 else o).square().sum()
+
+    model, bare = make(Case(loss), ["cpu"] * 4, 1)
+    for step in range(4):
+        found, expected = (
+            results(m, m0, {"step": step}, True) for m, m0 in ((model, model.module), (bare, bare))
+        )
+        torch.testing.assert_close(found, expected, **TOLERANCE)
+
+
+def test_a_number_that_unlike_chunks_had_in_common_is_no_count_of_equal_ones():
+    model, bare = make(Case(lambda n, x, o: o.square().sum() / 4), ["cpu"] * 4, 0)
+    for size in (13, 12):
+        found, expected = (
+            results(m, m0, {"x": size}, True) for m, m0 in ((model, model.module), (bare, bare))
+        )
+        torch.testing.assert_close(found, expected, **TOLERANCE)
+
+
+def test_as_many_classes_as_samples_are_warned_of_unless_they_were_classes():
+    """In a contrastive loss the classes are the samples of the chunk."""
+
+    def contrastive(net: Net, x: Tensor, o: Tensor) -> Tensor:
+        return functional.cross_entropy(o @ o.T, torch.arange(len(x)))
+
+    model, _ = make(Case(contrastive), ["cpu"] * 4, 0)
+    with pytest.warns(BalanceWarning, match="as many classes as each chunk has samples, 4"):
+        results(model, model.module, {"x": 12}, True)
+    model, _ = make(Case(lambda n, x, o, y: functional.cross_entropy(o, y)), ["cpu"] * 4, 0)
+    x, y = X.repeat(2, 1), Y.repeat(2)
+    for size in (16, 15):  # 5 samples in the chunks of the second batch, and 5 classes
+        assert model(x[:size], y=y[:size]).isfinite()
+
+
+def test_ctc_is_a_mean_over_samples_whatever_their_lengths():
+    lengths = torch.tensor([1, 2, 2, 2, 1, 3, 3, 2, 1, 4, 4, 3, 1])
+
+    def loss(net: Net, x: Tensor, o: Tensor, lengths: Tensor) -> Tensor:
+        outputs = net.tokens(x)[:, : int(lengths.max())].log_softmax(-1).transpose(0, 1)
+        ones = torch.ones(len(x), dtype=torch.long)
+        return functional.ctc_loss(outputs, ones[:, None], lengths, ones)
+
+    check(Case(loss, {"lengths": lengths}), ["cpu"] * 4, 1)
+
+
+@pytest.mark.parametrize("is_outer", [True, False])
+def test_autocast_of_a_part_of_forward_is_kept(is_outer):
+    def loss(net: Net, x: Tensor, o: Tensor, r: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=not is_outer):
+            mean = (o.float() - r).square().mean().float()
+            return mean * 3 + (mean.view(1, 1) @ mean.view(1, 1)).squeeze()
+
+    model, bare = make(Case(loss), ["cpu"] * 4, 1)
+    model, bare = model.float(), bare.float()
+    with torch.autocast("cpu", torch.bfloat16, enabled=is_outer):
+        found, expected = (m(X.float(), r=REAL.float()) for m in (model, bare))
+    assert found.dtype == expected.dtype
+    torch.testing.assert_close(found, expected, rtol=1e-2 if not is_outer else 1e-5, atol=0)
+
+
+def test_lists_of_losses_may_be_written_to_at_once():
+    def loss(net: Net, x: Tensor, o: Tensor) -> Tensor:
+        losses = [o.square().mean(), o.abs().mean()]
+        torch._foreach_mul_(losses, 0.5)
+        return losses[0] + losses[1]
+
+    model, _ = make(Case(loss), ["cpu"] * 4, 1)
+    with torch.no_grad(), pytest.warns(BalanceWarning, match="no mean or sum|in place"):
+        model(X)
+
+
 @pytest.mark.parametrize("gpu0_bsz", [0, 1])
 @pytest.mark.parametrize("has_gradients", [True, False])
 def test_losses_are_added_up_in_a_long_loop(has_gradients, gpu0_bsz):

@@ -205,7 +205,9 @@ def test_what_no_value_balances_is_told():
     report = tuned(SMALL["wide_output"](), 2000, [PLENTY] * 4, with_alternatives=True)
     plan = report.plan
     [sentence] = plan.advice
-    assert sentence.startswith("no value of gpu0_bsz balances this: without any samples device 0")
+    assert sentence.startswith(
+        "with gathered outputs no value of gpu0_bsz balances this: without any samples device 0"
+    )
     assert "Gathering the outputs of 2000 samples and their loss costs device 0" in sentence
     floor_bytes, *_ = report.model.predict(split_batch(2000, 4, 0))
     assert plan.predicted_bytes[0] == pytest.approx(floor_bytes, rel=0.01)
