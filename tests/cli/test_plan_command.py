@@ -71,7 +71,10 @@ def test_what_no_value_balances_is_told():
     assert told.startswith("It fits as it is: with nn.DataParallel the bottleneck is device 0")
     assert "# option 1\nmodel = nn.DataParallel(model)\n" in told
     assert "gather=False)\ncriterion = BalancedCriterion(criterion)\n" in told
-    assert "With gathered outputs no value of gpu0_bsz balances this: without any samples" in done.stdout
+    assert (
+        "With gathered outputs no value of gpu0_bsz balances this: without any samples"
+        in done.stdout
+    )
 
 
 def test_what_does_not_fit_as_it_is_leads_with_what_does():

@@ -270,7 +270,7 @@ def test_a_branch_on_a_value_that_was_not_computed(script):
         (("--memory", "11GiB,24GiB", "--devices", "3", "train.py"), "--memory gives 2 devices"),
         (("--memory", "plenty", "train.py"), "--memory"),
         (("--memory", "512MiB", "train.py"), "512.00 MiB of each device are kept free"),
-        (("--devices", "0", "train.py"), "'--devices': 0 is not in the range"),
+        (("--devices", "0", "train.py"), "num_devices must be at least 1, got 0"),
         (("--json", "no/such/folder.json", "train.py"), "there is no folder"),
         (("--step", "3", "train.py"), "there is no option --step; see balanced-dp run --help"),
         (
