@@ -22,8 +22,8 @@ from .written_state import WrittenState
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
-def replicate(network: ModuleT, devices: Sequence[torch.device]) -> list[ModuleT]:
-    """Return one replica of ``network`` for each device.
+class Replicator:
+    """Replicate a module for one call after the other, and recycle the replicas.
 
     This is ``torch.nn.parallel.replicate`` with these differences: the ``parameters()`` of a
     replica are its copies; replicas on one device share them, and on the network's own device they
@@ -34,19 +34,6 @@ def replicate(network: ModuleT, devices: Sequence[torch.device]) -> list[ModuleT
     Parameters are copied differentiably: backward adds the gradients of each replica to those of
     the parameters as soon as a bucket of them is complete. The first replica shares the buffers on
     its device, so that in-place updates are kept; every other replica has copies of its own.
-
-    Args:
-        network: the module, with its parameters and buffers on one device.
-        devices: the devices of the replicas, of any type; a device may repeat.
-
-    Raises:
-        RuntimeError: ``network`` holds modules that are lazy, scripted or compiled in place.
-    """
-    return Replicator().replicate(network, devices)
-
-
-class Replicator:
-    """Replicate a module for one call after the other, and recycle the replicas.
 
     Attributes:
         copies: the parameters on other devices.
@@ -70,7 +57,7 @@ class Replicator:
         devices: Sequence[torch.device],
         homes: Sequence[torch.device] = (),
     ) -> Replicas[ModuleT]:
-        """Return one replica for each device; see ``replicate``.
+        """Return one replica for each device.
 
         Args:
             network: the module.

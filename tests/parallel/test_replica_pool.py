@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from balanced_dp import BalancedDataParallel, BalanceWarning
-from balanced_dp.parallel.replicate import Replicator, replicate
+from balanced_dp.parallel.replicate import Replicator
 
 from ..modules import Lambda
 
@@ -233,7 +233,7 @@ def test_every_change_between_two_calls_is_seen(changes, grad):
         change(net, i)
         with torch.set_grad_enabled(grad):
             ours = replicator.replicate(net, [CPU, OTHER, OTHER])
-            fresh = replicate(net, [CPU, OTHER, OTHER])
+            fresh = Replicator().replicate(net, [CPU, OTHER, OTHER])
             assert [describe(replica) for replica in ours] == [
                 describe(replica) for replica in fresh
             ]
@@ -292,7 +292,7 @@ def test_what_forward_adds_or_takes_is_gone_in_the_next_call(what):
     net, replicator = Changes(), Replicator()
     for _ in range(3):
         replicas = replicator.replicate(net, [CPU, OTHER])
-        fresh = replicate(net, [CPU, OTHER])
+        fresh = Replicator().replicate(net, [CPU, OTHER])
         assert [describe(replica) for replica in replicas] == [describe(r) for r in fresh]
         for replica in replicas:
             replica(torch.ones(1, 2))

@@ -9,9 +9,13 @@ import torch
 from torch import nn
 
 from balanced_dp import BalancedDataParallel, BalanceWarning
-from balanced_dp.parallel.replicate import replicate
+from balanced_dp.parallel.replicate import Replicator
 
 from ..modules import Lambda
+
+
+def replicate(network, devices):
+    return Replicator().replicate(network, devices)
 
 
 class Counter(nn.Module):

@@ -1,8 +1,8 @@
 """Compute values of the batch from the steps that the replicas have traced.
 
 The means and sums of the replicas are joined into those over the batch, and the steps that were
-computed from them are repeated with these. What else goes into a step, numbers and tensors that are
-not traced, has to be the same on all replicas, or a count that adds up.
+computed from them are repeated with these. Every other argument of a step must be equal on all
+replicas, or a count, which adds up.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ class BatchValues:
         traces: the steps of each replica.
         numbers: the chunk sizes, and what is known of numbers and tensors. It is updated.
         device: the device of the results.
-        looks_anew: whether tensors are compared again that an earlier call has compared; comparing
+        compares_again: whether tensors are compared again that an earlier call has compared, which
             waits for their devices.
     """
 
     traces: Sequence[Trace]
     numbers: Numbers
     device: torch.device
-    looks_anew: bool
+    compares_again: bool
     _values: dict[Step, Any] = field(default_factory=dict)
     _of_samples: set[Step] = field(default_factory=set)
     """Steps with entries of samples, which have no value for the batch."""
@@ -67,7 +67,7 @@ class BatchValues:
         """
         if len(self.numbers.facts) > _MAX_FACTS:
             self.numbers.facts.clear()
-        if self.looks_anew:
+        if self.compares_again:
             self._look_at_lost_steps()
         steps = [trace.step_of(t) for trace, t in zip(self.traces, outputs, strict=True)]
         roots = tuple(step for step in steps if step is not None)
@@ -234,7 +234,7 @@ class BatchValues:
         fact = self.numbers.facts.get(place)
         if fact is Fact.SAMPLES or reduction.num_classes is not None:
             return True
-        if fact is None or self.looks_anew:
+        if fact is None or self.compares_again:
             fact = self.numbers.facts[place] = self._supposed(reduction, values, fact)
         if fact is Fact.UNCLEAR:
             raise UnclearError(_JOINED)
@@ -304,7 +304,7 @@ class BatchValues:
         fact = Fact.SAME if is_given else facts.get(place)
         if any(value.shape != values[0].shape for value in values):
             fact = Fact.SAMPLES
-        elif fact is None or (self.looks_anew and not is_given):
+        elif fact is None or (self.compares_again and not is_given):
             fact = facts[place] = self._compared(values)
         if fact is Fact.UNCLEAR:
             node = values[0].grad_fn

@@ -77,7 +77,7 @@ class ChunkLosses:
     loss_weight: Callable[..., Any] | str | None = None
     is_auto: bool = True
     traces: Sequence[Trace] = ()
-    _looks_anew: bool = field(default=False, init=False)
+    _compares_again: bool = field(default=False, init=False)
     _given: list[Any] = field(default_factory=list, init=False)
     _weights: list[Any] | None = field(default=None, init=False)
     _values: BatchValues | None = field(default=None, init=False)
@@ -91,7 +91,7 @@ class ChunkLosses:
         has_gradients = torch.is_grad_enabled()
         self.history.num_calls[has_gradients] += 1
         # In the first, second, fourth, eighth call and so on.
-        self._looks_anew = self.history.num_calls[has_gradients].bit_count() == 1
+        self._compares_again = self.history.num_calls[has_gradients].bit_count() == 1
         self.traces = self.traces or [Trace(self.dim) for _ in self.chunk_sizes or ()]
         with noticing(), tracing(self.traces):
             yield
@@ -130,7 +130,7 @@ class ChunkLosses:
             return weighted_mean(outputs, sizes, device)
         if self._values is None or self._values.device != device:
             numbers = Numbers(sizes, self._given, self.history.facts)
-            self._values = BatchValues(self.traces, numbers, device, self._looks_anew)
+            self._values = BatchValues(self.traces, numbers, device, self._compares_again)
         reasons = self._values.numbers.doubts
         reasons.clear()
         try:

@@ -1,9 +1,9 @@
 """Find out what a number that the replicas compute with is for the batch.
 
 A number is the same on all replicas, or a count of each chunk, such as the number of its samples,
-which adds up. If all chunks have one size, such counts do not differ; then earlier calls may have
-shown which it is. If not, a sum over samples is taken to be divided by a count if the number is a
-multiple of the chunk size.
+which adds up. With equal chunks, such counts are equal, too. An earlier call with unequal chunks may
+have shown which it is; otherwise the divisor of a sum is taken for a count if it is a multiple of
+the chunk size.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Numbers:
             return sum(numbers)
         inverses = [1 / number if number else math.nan for number in numbers]
         if function in MULTIPLICATIONS and all(
-            n == n and math.isclose(n, round(n)) for n in inverses
+            math.isfinite(n) and math.isclose(n, round(n)) for n in inverses
         ):
             return 1 / sum(map(round, inverses))
         raise UnclearError(

@@ -23,7 +23,7 @@ class Origin(enum.Enum):
 
     SELECTED = "samples that were selected"
     SAMPLES = "samples"
-    UNKNOWN = "parameters only, for all that its graph tells"
+    UNKNOWN = "parameters only, as far as its graph shows"
 
 
 def origin_of(node: Any) -> Origin:

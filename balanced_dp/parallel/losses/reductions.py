@@ -73,7 +73,7 @@ def noticing() -> Iterator[None]:
     """
     global _num_users
     with _lock:
-        versions = _versions()
+        versions = _install()
         if not _num_users:
             for owner, name, _, version in versions:
                 setattr(owner, name, version)
@@ -89,15 +89,15 @@ def noticing() -> Iterator[None]:
 
 
 @functools.cache
-def _versions() -> list[tuple[Any, str, Any, Any]]:
-    """Replace methods, and return functions and their versions that record their results."""
+def _install() -> list[tuple[Any, str, Any, Any]]:
+    """Replace methods of ``Tensor``, and return what to replace functions by."""
     records: list[tuple[Any, str, Callable[..., Any]]] = []
     for owner in (torch, torch.Tensor):
         for name, join in _REDUCTIONS.items():
             records.append((owner, name, functools.partial(_reduced, join=join)))
         for name in _HISTOGRAMS:
             records.append(
-                (owner, name, functools.partial(_reduced, join="sum", joins_samples=True))
+                (owner, name, functools.partial(_reduced, join="sum", reduces_batch_dim=True))
             )
     records.append((torch.Tensor, "__matmul__", functools.partial(_reduced, join="sum")))
     for module, losses in _LOSSES.items():
@@ -146,7 +146,9 @@ def _record(
     return value
 
 
-def _reduced(function: Any, args: Any, kwargs: Any, join: str, joins_samples: bool = False) -> Any:
+def _reduced(
+    function: Any, args: Any, kwargs: Any, join: str, reduces_batch_dim: bool = False
+) -> Any:
     value = function(*args, **kwargs)
     if not isinstance(value, torch.Tensor):
         return value  # it is a pair: max(dim) returns indices, too
@@ -154,13 +156,13 @@ def _reduced(function: Any, args: Any, kwargs: Any, join: str, joins_samples: bo
     is_length = join in ("amax", "amin") and not reduced.is_floating_point()
     if not reduced.dim() or is_length:  # the largest length decides on shapes
         return value
-    if value.dim() and not (joins_samples or _joins_samples(reduced, args, kwargs)):
+    if value.dim() and not (reduces_batch_dim or _reduces_batch_dim(reduced, args, kwargs)):
         return value
     count = reduced.numel() // max(1, value.numel())
     return _record(value, function, reduced, name=join, count=count)
 
 
-def _joins_samples(reduced: torch.Tensor, args: Any, kwargs: Any) -> bool:
+def _reduces_batch_dim(reduced: torch.Tensor, args: Any, kwargs: Any) -> bool:
     """Return whether a reduction of some dimensions includes the first or the batch dimension."""
     dims = args[1] if len(args) > 1 else kwargs.get("dim", kwargs.get("axis"))
     trace = current_trace.get()
