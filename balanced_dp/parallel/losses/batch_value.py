@@ -18,7 +18,8 @@ import torch
 from ...errors import SymbolicValueError
 from .numbers import Fact, Numbers, Place, UnclearError
 from .origins import Origin, operator_name, origin_of
-from .trace import Reduction, Step, Trace, version_of
+from .step import Reduction, Step, version_of
+from .trace import Trace
 from .weighted import moved, total, weighted_mean
 
 Steps = tuple[Step, ...]

@@ -1,9 +1,9 @@
 """Find out what a number that the replicas compute with is for the batch.
 
 A number is the same on all replicas, or a count of each chunk, such as the number of its samples,
-which adds up. With equal chunks, such counts are equal, too. An earlier call with unequal chunks may
-have shown which it is; otherwise the divisor of a sum is taken for a count if it is a multiple of
-the chunk size.
+which adds up. With equal chunks, such counts are equal, too. An earlier call with unequal chunks
+may have shown which it is; otherwise the divisor of a sum is taken for a count if it is a multiple
+of the chunk size.
 """
 
 from __future__ import annotations

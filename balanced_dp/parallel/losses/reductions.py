@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from .trace import Reduction, current_trace
+from .step import Reduction
+from .trace import current_trace
 
 MEAN, SUM = 1, 2
 """The reductions, as in ``torch.nn._reduction.get_enum``."""

@@ -13,10 +13,11 @@ import functools
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
+
+from .step import Reduction, Step, is_in_place, steps_in, version_of
 
 ResultT = TypeVar("ResultT")
 
@@ -28,93 +29,6 @@ _SMALL_NUMEL = 2**10
 
 _TO_DEVICE = ("to", "cuda", "cpu")
 """Functions that may move a tensor; the steps of all replicas are repeated on one device."""
-
-
-@dataclass(frozen=True, slots=True)
-class Reduction:
-    """A mean, a sum or another function of many entries.
-
-    Attributes:
-        name: of the function: ``"mean"``, ``"sum"``, ``"amax"`` or ``"amin"``.
-        count: how many entries it is over: a number, or a 0-dim tensor.
-        shape: the shape of the tensor that was reduced.
-        source: the autograd node of that tensor, or None.
-        function: the function of torch that was called.
-        num_classes: for a cross entropy, the number of classes.
-    """
-
-    name: str
-    count: int | torch.Tensor
-    shape: torch.Size
-    source: Any
-    function: Callable[..., Any]
-    num_classes: int | None = None
-
-
-@dataclass(slots=True, eq=False)
-class Step:
-    """A traced tensor, and how it was computed.
-
-    Attributes:
-        index: steps have a higher one than the steps that they use.
-        value: the tensor of the chunk; None if the function returned several, or a large one.
-        shape: its shape.
-        node: the autograd node of the tensor when it was recorded.
-        version: the version of the tensor, which a write in place raises.
-        reduction: the mean or sum that it is; None if it is none.
-        ordinal: the number of reductions before it, if it is one.
-        function: the function that was called on traced tensors; None if there were none.
-        args, kwargs: its arguments, with a step in place of each traced tensor, and lists in place
-            of tuples.
-        has_grad: whether gradients were enabled.
-        autocast: whether autocast was, and its dtype.
-    """
-
-    index: int
-    value: Any
-    shape: torch.Size = field(default_factory=torch.Size)
-    node: Any = None
-    version: int = 0
-    reduction: Reduction | None = None
-    ordinal: int = 0
-    function: Callable[..., Any] | None = None
-    args: Sequence[Any] = ()
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
-    has_grad: bool = True
-    autocast: tuple[bool, torch.dtype] | None = None
-
-    @property
-    def name(self) -> str:
-        """The name of the function, or of the reduction."""
-        if self.function is not None:
-            return getattr(self.function, "__name__", "")
-        return "" if self.reduction is None else self.reduction.name
-
-    def parents(self) -> list[Step]:
-        """Return the steps among the arguments, in order."""
-        return list(_steps_in([self.args, self.kwargs]))
-
-    def repeat(self, args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device) -> Any:
-        """Call the function with other arguments, in the modes in which it was called.
-
-        What it would write to is copied first.
-
-        Args:
-            args: its positional arguments.
-            kwargs: its keyword arguments.
-            device: the device of both.
-        """
-        assert self.function is not None
-        with contextlib.ExitStack() as modes:
-            modes.enter_context(torch.set_grad_enabled(self.has_grad and torch.is_grad_enabled()))
-            if self.autocast is not None and self.autocast != autocast_of(device):
-                enabled, dtype = self.autocast
-                modes.enter_context(torch.autocast(device.type, dtype, enabled))
-            if not is_in_place(self.function):
-                return self.function(*args, **kwargs)
-            target = args[0].clone()
-            self.function(target, *args[1:], **kwargs)
-            return target
 
 
 class Trace:
@@ -155,18 +69,14 @@ class Trace:
         self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         """Call a function on traced tensors, and trace what it returns or writes."""
-        target = args[0] if args and is_in_place(function) else None
         used = self._with_steps(args)
         named = {name: self._with_steps(value) for name, value in kwargs.items() if name != "out"}
-        parents = list(_steps_in([used, named]))
+        parents = list(steps_in([used, named]))
+        if not parents:
+            return function(*args, **kwargs)
+        target = args[0] if args and is_in_place(function) else None
         if isinstance(target, torch.Tensor) and self._fits(target, parents):
-            with torch.set_grad_enabled(target.requires_grad):
-                before = target.clone()
-            if isinstance(used[0], Step):
-                step = used[0]
-                step.value, step.node, step.version = before, before.grad_fn, version_of(before)
-            else:
-                used[0] = before
+            used[0] = _before_write(used[0], target)
         num_steps = self.num_steps
         output = function(*args, **kwargs)
         result = target if isinstance(target, torch.Tensor) else output
@@ -181,24 +91,31 @@ class Trace:
         elif isinstance(result, torch.Tensor):
             known = self.step_of(result)
             if known is not None and known.index >= num_steps:  # a reduction of traced tensors
-                _explain(known, function, used, named, result.device)
-            elif known is None and not self._fits(result, parents):
-                self.lost += filter(_has_values, parents)
+                known.explain(function, used, named, result.device)
+            elif known is None and name in _TO_DEVICE:
+                self._trace_call(result, parents, torch.Tensor.to, [used[0], result.dtype], {})
             elif known is None:
-                if name in _TO_DEVICE:
-                    function, used, named = torch.Tensor.to, [used[0], result.dtype], {}
-                step = _explain(self._step(), function, used, named, result.device)
-                self._trace(result, step)
+                self._trace_call(result, parents, function, used, named)
         elif isinstance(result, tuple | list):
-            tensors = [(i, t) for i, t in enumerate(result) if isinstance(t, torch.Tensor)]
-            for position, part in tensors:
-                if self._fits(part, parents):
-                    parts = _explain(self._step(), function, used, named, part.device)
-                    step = _explain(
-                        self._step(), operator.getitem, [parts, position], {}, part.device
-                    )
-                    self._trace(part, step)
+            several = self._step().explain(function, used, named, parents[0].value.device)
+            for position, part in enumerate(result):
+                if isinstance(part, torch.Tensor):
+                    self._trace_call(part, parents, operator.getitem, [several, position], {})
         return output
+
+    def _trace_call(
+        self,
+        result: torch.Tensor,
+        parents: Sequence[Step],
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> None:
+        """Trace what a call on traced tensors returned, unless it is too large."""
+        if self._fits(result, parents):
+            self._trace(result, self._step().explain(function, args, kwargs, result.device))
+        else:
+            self.lost += [step for step in parents if step.has_values]
 
     def ignore_gradients_where(self, is_ignored: torch.Tensor, output: torch.Tensor) -> None:
         """Replace gradients of an output, such as 0 / 0, by 0 if ``is_ignored``, which is 0-dim."""
@@ -241,7 +158,7 @@ class Trace:
     def _fits(self, value: torch.Tensor, parents: Sequence[Step]) -> bool:
         """Return whether a tensor is small, or no larger than what it was computed from."""
         # Vectors of integers are indices and offsets, so others are not computed from their values.
-        may_grow = any(_has_values(step) for step in parents)
+        may_grow = any(step.has_values for step in parents)
         num_entries = sum(step.shape.numel() for step in parents)
         return value.numel() <= min(MAX_NUMEL, max(_SMALL_NUMEL * may_grow, num_entries))
 
@@ -325,67 +242,20 @@ def traced(function: Callable[[], ResultT], index: int) -> Callable[[], ResultT]
     return run
 
 
-def _explain(
-    step: Step,
-    function: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    device: torch.device,
-) -> Step:
-    """Note the call that a step is, and the modes in which it is made."""
-    step.function, step.args, step.kwargs = function, args, kwargs
-    step.has_grad, step.autocast = torch.is_grad_enabled(), autocast_of(device)
-    return step
-
-
-def autocast_of(device: torch.device) -> tuple[bool, torch.dtype] | None:
-    """Return whether autocast is enabled for a device, and its dtype; None if it has none."""
-    try:
-        return torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
-    except RuntimeError:
-        return None
-
-
-@functools.cache
-def is_in_place(function: Callable[..., Any]) -> bool:
-    """Return whether a function of torch writes to its first argument, by its name."""
-    name = getattr(function, "__name__", "")
-    if name.startswith("__"):
-        not_written = ("__int__", "__index__", "__invert__", "__iter__")
-        return name in ("__set__", "__setitem__") or (
-            name.startswith("__i") and name not in not_written
-        )
-    return name.endswith("_")
-
-
 @functools.cache
 def _traced_class(kind: type) -> type:
     return type(f"Traced{kind.__name__}", (_Traced, kind), {"original": kind})
 
 
-def version_of(tensor: torch.Tensor) -> int:
-    """Return the version of a tensor; 0 if it has none."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return 0 if tensor.is_inference() else tensor._version
-
-
-def _has_values(step: Step) -> bool:
-    return not step.shape or step.value is None or not _is_integer(step.value.dtype)
-
-
-def _is_integer(dtype: torch.dtype) -> bool:
-    return not (dtype.is_floating_point or dtype.is_complex or dtype is torch.bool)
+def _before_write(used: Any, target: torch.Tensor) -> Any:
+    """Return the argument for a tensor that will be written to, with a copy of its value."""
+    with torch.set_grad_enabled(target.requires_grad):
+        before = target.clone()
+    if not isinstance(used, Step):
+        return before
+    used.value, used.node, used.version = before, before.grad_fn, version_of(before)
+    return used
 
 
 def _filled(is_filled: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
     return grad.masked_fill(is_filled, 0)
-
-
-def _steps_in(value: Any) -> Iterator[Step]:
-    if isinstance(value, Step):
-        yield value
-    elif isinstance(value, dict):
-        yield from _steps_in(list(value.values()))
-    elif type(value) in (tuple, list):
-        for item in value:
-            yield from _steps_in(item)

@@ -1,0 +1,154 @@
+"""A step in the computation of a loss: a traced tensor, and the function that computed it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """A mean, a sum or another function of many entries.
+
+    Attributes:
+        name: of the function: ``"mean"``, ``"sum"``, ``"amax"`` or ``"amin"``.
+        count: how many entries it is over: a number, or a 0-dim tensor.
+        shape: the shape of the tensor that was reduced.
+        source: the autograd node of that tensor, or None.
+        function: the function of torch that was called.
+        num_classes: for a cross entropy, the number of classes.
+    """
+
+    name: str
+    count: int | torch.Tensor
+    shape: torch.Size
+    source: Any
+    function: Callable[..., Any]
+    num_classes: int | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Step:
+    """A traced tensor, and how it was computed.
+
+    Attributes:
+        index: steps have a higher one than the steps that they use.
+        value: the tensor of the chunk; None if the function returned several, or a large one.
+        shape: its shape.
+        node: the autograd node of the tensor when it was recorded.
+        version: the version of the tensor, which a write in place raises.
+        reduction: the mean or sum that it is; None if it is none.
+        ordinal: the number of reductions before it, if it is one.
+        function: the function that was called on traced tensors; None if there were none.
+        args, kwargs: its arguments, with a step in place of each traced tensor, and lists in place
+            of tuples.
+        has_grad: whether gradients were enabled.
+        autocast: whether autocast was, and its dtype.
+    """
+
+    index: int
+    value: Any
+    shape: torch.Size = field(default_factory=torch.Size)
+    node: Any = None
+    version: int = 0
+    reduction: Reduction | None = None
+    ordinal: int = 0
+    function: Callable[..., Any] | None = None
+    args: Sequence[Any] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    has_grad: bool = True
+    autocast: tuple[bool, torch.dtype] | None = None
+
+    @property
+    def name(self) -> str:
+        """The name of the function, or of the reduction."""
+        if self.function is not None:
+            return getattr(self.function, "__name__", "")
+        return "" if self.reduction is None else self.reduction.name
+
+    def explain(
+        self,
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        device: torch.device,
+    ) -> Step:
+        """Note the call that the step is, and the modes in which it is made."""
+        self.function, self.args, self.kwargs = function, args, kwargs
+        self.has_grad, self.autocast = torch.is_grad_enabled(), autocast_of(device)
+        return self
+
+    @property
+    def has_values(self) -> bool:
+        """Whether it is more than a vector of integers, which are indices or offsets."""
+        if not self.shape or self.value is None or self.value.dtype is torch.bool:
+            return True
+        return bool(self.value.is_floating_point() or self.value.is_complex())
+
+    def parents(self) -> list[Step]:
+        """Return the steps among the arguments, in order."""
+        return list(steps_in([self.args, self.kwargs]))
+
+    def repeat(self, args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device) -> Any:
+        """Call the function with other arguments, in the modes in which it was called.
+
+        What it would write to is copied first.
+
+        Args:
+            args: its positional arguments.
+            kwargs: its keyword arguments.
+            device: the device of both.
+        """
+        assert self.function is not None
+        with contextlib.ExitStack() as modes:
+            modes.enter_context(torch.set_grad_enabled(self.has_grad and torch.is_grad_enabled()))
+            if self.autocast is not None and self.autocast != autocast_of(device):
+                enabled, dtype = self.autocast
+                modes.enter_context(torch.autocast(device.type, dtype, enabled))
+            if not is_in_place(self.function):
+                return self.function(*args, **kwargs)
+            target = args[0].clone()
+            self.function(target, *args[1:], **kwargs)
+            return target
+
+
+def steps_in(value: Any) -> Iterator[Step]:
+    """Yield the steps in nested lists, tuples and dictionaries."""
+    if isinstance(value, Step):
+        yield value
+    elif isinstance(value, dict):
+        yield from steps_in(list(value.values()))
+    elif type(value) in (tuple, list):
+        for item in value:
+            yield from steps_in(item)
+
+
+def autocast_of(device: torch.device) -> tuple[bool, torch.dtype] | None:
+    """Return whether autocast is enabled for a device, and its dtype; None if it has none."""
+    try:
+        return torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
+    except RuntimeError:
+        return None
+
+
+@functools.cache
+def is_in_place(function: Callable[..., Any]) -> bool:
+    """Return whether a function of torch writes to its first argument, by its name."""
+    name = getattr(function, "__name__", "")
+    if name.startswith("__"):
+        not_written = ("__int__", "__index__", "__invert__", "__iter__")
+        return name in ("__set__", "__setitem__") or (
+            name.startswith("__i") and name not in not_written
+        )
+    return name.endswith("_")
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Return the version of a tensor; 0 if it has none."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return 0 if tensor.is_inference() else tensor._version
