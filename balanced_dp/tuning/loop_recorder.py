@@ -384,13 +384,19 @@ class _RecordedSplit(SplitPolicy):
 
     def __init__(self, recorder: LoopRecorder) -> None:
         self._recorder = recorder
+        self._largest = 0
         super().__init__(None, recorder.devices, spread=True)
+
+    @property
+    def gpu0_bsz(self) -> int | None:
+        return self.split(self._largest)[0] if self._largest else None
 
     def split(self, batch_size: int) -> tuple[int, ...]:
         return self._recorder.split(batch_size)
 
     def begin_call(self, module: nn.Module, batch_size: int) -> tuple[int, ...]:
         self._recorder.begin_call(module, batch_size)
+        self._largest = max(self._largest, batch_size)
         return self.split(batch_size)
 
 

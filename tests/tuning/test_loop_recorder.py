@@ -78,6 +78,20 @@ def test_a_value_is_compared_with_the_even_split(devices):
     assert report.num_parameters == sum(p.numel() for p in make_model("cpu").parameters())
 
 
+def test_the_model_has_the_value_of_its_largest_batch(devices):
+    """Scripts store it in their checkpoints."""
+    recorder = LoopRecorder(devices, gpu0_bsz="auto")
+    model = BalancedDataParallel("auto", make_model(devices[0]))
+    recorder.adopt(model)
+    assert model.gpu0_bsz is None
+    with recorder.recording():
+        train(model, 8)
+    assert model.gpu0_bsz == model.chunk_sizes[0] < 8
+    model(torch.ones(3, 64))
+    assert model.gpu0_bsz == model.split(32)[0]
+    model.close()
+
+
 def test_auto_finds_the_value_that_trying_each_finds(devices):
     tried = {}
     for value in range(9):
