@@ -22,7 +22,7 @@ from balanced_dp.parallel.losses.trace import Trace, traced, tracing
 
 from ..devices import kinds_of_splits
 from ..modules import Lambda
-from ..versions import has_torch, since_torch
+from ..versions import since_torch
 from .loss_cases import (
     BATCH,
     EXACT,
@@ -80,7 +80,7 @@ def make(case: Case, devices: Any, gpu0_bsz: int, **options: Any) -> tuple[Any, 
 def check(case: Case, devices: Any, gpu0_bsz: int, size: int = BATCH) -> None:
     """Steps with and without gradients in turn, since what one shows serves the next.
 
-    Calls are noted in the first, second and fourth of each kind.
+    Tensors are compared in the first, second and fourth of each kind.
     """
     model, bare = make(case, devices, gpu0_bsz)
     given = first(case.given, size)
@@ -124,14 +124,12 @@ def test_a_number_that_may_be_the_size_of_a_chunk_is_warned_of_unless_that_was_s
 )
 def test_what_is_not_exact_is_warned_of_once(name, gpu0_bsz):
     case, reason = UNCLEAR[name]
-    if "in a checkpoint" in name and not has_torch("2.10"):
-        pytest.skip("it is exact, but computed again: saved tensors do not tell their hooks")
     model, _ = make(case, ["cpu"] * 4, gpu0_bsz)
     with pytest.warns(BalanceWarning, match=f"the whole batch: .*{reason}.*loss_weight") as warned:
         losses = [results(model, model.module, case.given, True)[0] for _ in range(5)]
     torch.testing.assert_close(
         losses, losses[:1] * 5, equal_nan=True
-    )  # in noted calls and in others
+    )  # where tensors are compared and elsewhere
     assert len(warned) == 1 and warned[0].filename == __file__
     assert "<lambda>" in str(warned[0].message) or "Net.forward" in str(warned[0].message)
 
@@ -209,7 +207,7 @@ def test_weights_of_a_loss_function_are_its_denominator():
 
 
 @pytest.mark.parametrize("added", [0, 1e-8])
-def test_a_loss_that_needs_notes_may_take_turns_with_another(added):
+def test_a_loss_may_take_turns_with_another(added):
     def loss(n, x, o, m, is_masked):
         count = (m.sum() + added).clamp(min=1)
         return (rows(o) * m).sum() / count if is_masked else o.square().mean()
@@ -628,7 +626,7 @@ def test_only_what_a_replica_computes_is_traced():
     assert type(REAL.sum()) is Tensor
 
 
-def test_functions_are_noted_however_their_arguments_are_given():
+def test_functions_are_traced_however_their_arguments_are_given():
     def loss(net: Net, x: Tensor, o: Tensor, r: Tensor) -> Any:
         return {
             "mean": torch.mean(dim=0, input=rows(o)),
@@ -641,13 +639,7 @@ def test_functions_are_noted_however_their_arguments_are_given():
             "clamped": torch.div(other=torch.clamp(min=1, input=(o > 0).sum()), input=o.sum()),
         }
 
-    model, bare = make(Case(loss, {"r": REAL}), ["cpu"] * 4, 1)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", BalanceWarning)
-        found = [results(model, model.module, {"r": REAL}, False) for _ in range(2)]
-    expected = results(bare, bare, {"r": REAL}, False)
-    torch.testing.assert_close(found[0][:5], expected[:5], **TOLERANCE)
-    torch.testing.assert_close(found[1][:5], expected[:5], **TOLERANCE)
+    check(Case(loss, {"r": REAL}), ["cpu"] * 4, 1)
 
 
 @pytest.mark.parametrize(("dim", "reduced"), [(0, 0), (0, -2), (1, 1), (1, -1)])
@@ -780,7 +772,7 @@ def test_a_loss_weight_may_be_a_number_of_numpy():
 @pytest.mark.parametrize("has_gradients", [True, False])
 @since_torch("2.6")
 def test_a_function_that_is_compiled_whole_runs_in_forward(has_gradients):
-    """Where calls were noted, torch could not compile that."""
+    """A TorchFunctionMode, which once was active in some calls, could not be compiled."""
 
     @torch.compile(backend="eager", fullgraph=True)
     def mean(inner: nn.Linear, x: torch.Tensor) -> torch.Tensor:
