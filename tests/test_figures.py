@@ -67,7 +67,7 @@ def spread():
 def test_the_plan_of_gpt2_small_says_what_gathering_costs(gpt2_file):
     done = CliRunner().invoke(app, ["report", str(gpt2_file)])
     assert done.exit_code == 0
-    assert "No value of gpu0_bsz balances this: without any samples device 0" in done.stdout
+    assert "With gathered outputs no value of gpu0_bsz balances this: without any" in done.stdout
     assert "costs device 0 6.13 GiB" in done.stdout
     assert done.stdout.startswith(
         "It fits as it is: with nn.DataParallel the bottleneck is device 0"
