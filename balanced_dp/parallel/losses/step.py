@@ -150,5 +150,4 @@ def is_in_place(function: Callable[..., Any]) -> bool:
 
 def version_of(tensor: torch.Tensor) -> int:
     """Return the version of a tensor; 0 if it has none."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return 0 if tensor.is_inference() else tensor._version
+    return 0 if tensor.is_inference() else tensor._version
