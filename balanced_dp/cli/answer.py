@@ -161,9 +161,9 @@ def what_else_helps(recorder: LoopRecorder, report: Report, wraps: bool) -> Iter
         index = max(range(num_devices), key=lambda i: needs[i] / plan.budgets[i])
         yield "\n".join(
             [
-                f"An estimate: {format_bytes(needs[index])} on the fullest device, {index}, and "
-                f"batches up to {largest} (with gpu0_bsz={planner.balanced_gpu0_bsz(largest)}), "
-                f"{how}:",
+                f"An estimate: {format_bytes(needs[index])} on the bottleneck device, {index}, "
+                f"{how} (batches of up to {largest} would fit, with "
+                f"gpu0_bsz={planner.balanced_gpu0_bsz(largest)}):",
                 *lines,
             ]
         )
@@ -236,6 +236,8 @@ def what_to_change(
             f"trainer = BalancedTrainer(gpu0_bsz={gpu0_bsz}, ...)  # instead of Trainer(...)"
         )
     aim = f"To split with gpu0_bsz={gpu0_bsz}"
+    if plan.max_batch_size < plan.batch_size:
+        aim += f" smaller batches, of {plan.max_batch_size} at most"
     if any(call.gpu0_bsz == "auto" for call in calls):
         aim = (
             f'The script has gpu0_bsz="auto", which finds the value as it trains. To give '

@@ -89,6 +89,8 @@ def tune_command(
     Runs on all GPUs of this machine if it has two or more, otherwise on emulated devices.
     """
     from ..tuning.open_devices import default_num_devices
+    from ..units import format_bytes
+    from . import console
 
     capacities = None
     if memory is not None:
@@ -107,6 +109,10 @@ def tune_command(
         goal=goal,
         numeric=numeric,
     )
+    is_shown = arguments.STDOUT not in (json_file, html)
+    if is_shown and capacities is None and report.even.mode != "real":
+        capacity = format_bytes(report.plan.capacity_bytes[0])
+        console.say(f"Without --memory, each device has what the even split needs, {capacity}.")
     _show(report, json_file, html, candidates=True)
 
 

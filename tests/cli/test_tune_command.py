@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from balanced_dp.cli.commands import app, main
 from balanced_dp.report import load_reports
+from balanced_dp.units import format_bytes
 
 from ..processes import python
 
@@ -93,6 +94,8 @@ def test_tune_writes_and_prints_the_report(folder, tuned):
     [report] = load_reports(folder / "a.json")
     assert f"# option 1\nmodel = {report.line}\n" in tuned.stdout
     assert report.workload == "mine"
+    capacity = format_bytes(report.plan.capacity_bytes[0])
+    assert f"each device has what the even split needs, {capacity}." in tuned.stderr
     assert report.plan.batch_size == 64
     assert {m.gpu0_bsz for m in report.measurements if m.batch_size == 64} >= set(range(4))
     assert report.provenance.command.startswith("python -m balanced_dp tune mine:make --sweep 0:3")
