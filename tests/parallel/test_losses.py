@@ -17,6 +17,7 @@ from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 from balanced_dp import ArgumentError, BalancedCriterion, BalancedDataParallel, BalanceWarning
+from balanced_dp.parallel.losses.numbers import Numbers
 from balanced_dp.parallel.losses.reductions import noticing
 from balanced_dp.parallel.losses.trace import Trace, traced, tracing
 
@@ -294,6 +295,41 @@ def test_autocast_of_a_part_of_forward_is_kept(is_outer):
         found, expected = (m(X.float(), r=REAL.float()) for m in (model, bare))
     assert found.dtype == expected.dtype
     torch.testing.assert_close(found, expected, rtol=1e-2 if not is_outer else 1e-5, atol=0)
+
+
+def test_given_tensors_are_not_read():
+    """A number was compared with them, which waits for their device."""
+
+    class Unread(Tensor):
+        @classmethod
+        def __torch_function__(cls, function, types, args=(), kwargs=None):
+            raise AssertionError(f"{function} was called")
+
+    numbers = Numbers((4, 4), [torch.tensor(3.0).as_subclass(Unread), 6], {})
+    assert numbers.of_batch([6, 6], "div", [8, 8], ("place",)) == 6
+
+
+def test_replicas_may_name_other_arguments():
+    def loss(net: Net, x: Tensor, o: Tensor) -> Tensor:
+        return rows(o).mean().clamp(**({"min": 0} if len(x) < 4 else {"max": 9}))
+
+    model, _ = make(Case(loss), ["cpu"] * 4, 1)
+    with pytest.warns(BalanceWarning, match="in different ways"):
+        assert model(X).isfinite()
+
+
+def test_a_weighted_loss_may_use_its_parts_many_times():
+    """Each use was followed, so 40 doublings took for ever."""
+
+    def loss(net: Net, x: Tensor, o: Tensor) -> Tensor:
+        doubled = rows(o).mean()
+        for _ in range(40):
+            doubled = doubled + doubled
+        return doubled
+
+    options = {"loss_weight": lambda x: torch.tensor(len(x))}
+    model, bare = make(Case(loss), ["cpu"] * 4, 1, **options)
+    torch.testing.assert_close(model(X), bare(X), **TOLERANCE)
 
 
 def test_lists_of_losses_may_be_written_to_at_once():

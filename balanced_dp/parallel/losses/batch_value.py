@@ -136,8 +136,9 @@ class BatchValues:
             self._join(group, place)
             return
         for step in group:
-            if step.value is not None and step.value.grad_fn is not step.node:
-                name = operator_name(step.value.grad_fn.name())
+            node = step.node if step.value is None else step.value.grad_fn
+            if node is not step.node:
+                name = "detach" if node is None else operator_name(node.name())
                 raise UnclearError(f"it is computed by {name}, whose inputs are not known")
         if all(parent in self._entries for parent in parents):
             self._entries[first] = self._entries[parents[0]]
@@ -156,7 +157,7 @@ class BatchValues:
             self._values[first] = first.repeat(args, kwargs, self.device)
         except torch.OutOfMemoryError:
             raise
-        except (IndexError, RuntimeError, TypeError, ValueError) as error:
+        except Exception as error:  # of whatever function; forward itself has ended well
             text = str(error).partition("\n")[0]
             raise UnclearError(f"it cannot be computed for the whole batch ({text})") from None
 
@@ -280,6 +281,8 @@ class BatchValues:
         if any(type(item) is not type(first) for item in items):
             raise UnclearError(_UNLIKE)
         if isinstance(first, dict):
+            if any(item.keys() != first.keys() for item in items):
+                raise UnclearError(_UNLIKE)
             return {n: self._merged([d[n] for d in items], step, (*place, n)) for n in first}
         if isinstance(first, list):
             if any(len(item) != len(first) for item in items):

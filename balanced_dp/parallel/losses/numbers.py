@@ -12,6 +12,7 @@ import enum
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any
 
 Place = tuple[Any, ...]
@@ -44,7 +45,8 @@ class Numbers:
 
     Attributes:
         chunk_sizes: how many samples each replica had.
-        given: the numbers among the arguments of the call: they are the same on all replicas.
+        given: the numbers and 0-dim tensors among the arguments of the call, which every replica
+            has got. Tensors are not read: that would wait for their devices.
         facts: what earlier calls have shown, by place. It is updated.
         doubts: why numbers of the batch may be others. It is updated.
     """
@@ -160,4 +162,4 @@ class Numbers:
         """Return whether a number is among the arguments of the call."""
         if number in (1, *self.chunk_sizes):  # then it may also be a count
             return False
-        return number in self.given
+        return any(isinstance(item, Real) and item == number for item in self.given)

@@ -228,11 +228,11 @@ def _counted(
     count = _sum(weights)
     loss = record(loss_of(MEAN), name="mean", count=count)
     if loss.grad_fn is not None:
-        loss.grad_fn.register_hook(functools.partial(_filled, count))
+        loss.grad_fn.register_hook(functools.partial(_without_nan, count))
     return loss
 
 
-def _filled(count: torch.Tensor, grad_inputs: Any, grad_outputs: Any) -> Any:
+def _without_nan(count: torch.Tensor, grad_inputs: Any, grad_outputs: Any) -> Any:
     """Replace the gradients of a mean over ``count``, 0 / 0 if nothing counts, by 0."""
     first, *rest = grad_inputs
     return (None if first is None else first.masked_fill(count == 0, 0), *rest)

@@ -96,7 +96,7 @@ class Trace:
                 self._trace_call(result, parents, torch.Tensor.to, [used[0], result.dtype], {})
             elif known is None:
                 self._trace_call(result, parents, function, used, named)
-        elif isinstance(result, tuple | list):
+        elif isinstance(result, tuple | list) and any(isinstance(r, torch.Tensor) for r in result):
             several = self._step().explain(function, used, named, parents[0].value.device)
             for position, part in enumerate(result):
                 if isinstance(part, torch.Tensor):
@@ -119,12 +119,16 @@ class Trace:
 
     def ignore_gradients_where(self, is_ignored: torch.Tensor, output: torch.Tensor) -> None:
         """Replace gradients of an output, such as 0 / 0, by 0 if ``is_ignored``, which is 0-dim."""
-        steps = [self.step_of(output)]
+        root = self.step_of(output)
+        steps, seen = [] if root is None else [root], set()
         while steps:
             step = steps.pop()
-            if step is not None and step.reduction is None:
+            if step in seen:
+                continue
+            seen.add(step)
+            if step.reduction is None:
                 steps += step.parents()
-            elif step is not None and step.value.requires_grad:
+            elif step.value.requires_grad:
                 fill = functools.partial(_filled, is_ignored.to(step.value.device))
                 step.value.register_hook(fill)
 
