@@ -7,7 +7,6 @@ replicas, or a count, which adds up.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from numbers import Real
@@ -15,10 +14,10 @@ from typing import Any
 
 import torch
 
-from ...errors import SymbolicValueError
 from .numbers import Fact, Numbers, Place, UnclearError
-from .origins import Origin, operator_name, origin_of
-from .step import Reduction, Step, version_of
+from .origins import operator_name
+from .samples import Samples, place_of
+from .step import Step, version_of
 from .trace import Trace
 from .weighted import moved, total, weighted_mean
 
@@ -28,7 +27,6 @@ Steps = tuple[Step, ...]
 _MAX_FACTS = 10_000
 
 _UNLIKE = "the replicas computed it in different ways"
-_JOINED = "it reduces a tensor that has no entry for each sample"
 _MIXED = "a mean or sum over each chunk is combined with samples"
 
 
@@ -38,16 +36,13 @@ class BatchValues:
 
     Attributes:
         traces: the steps of each replica.
-        numbers: the chunk sizes, and what is known of numbers and tensors. It is updated.
+        samples: the chunk sizes, and what is known of numbers and tensors. It is updated.
         device: the device of the results.
-        compares_again: whether tensors are compared again that an earlier call has compared, which
-            waits for their devices.
     """
 
     traces: Sequence[Trace]
-    numbers: Numbers
+    samples: Samples
     device: torch.device
-    compares_again: bool
     _values: dict[Step, Any] = field(default_factory=dict)
     _of_samples: set[Step] = field(default_factory=set)
     """Steps with entries of samples, which have no value for the batch."""
@@ -55,6 +50,11 @@ class BatchValues:
     """Steps that depend on parameters only."""
     _entries: dict[Step, Sequence[Any]] = field(default_factory=dict)
     """Over how many entries the steps are sums that were computed from sums only."""
+
+    @property
+    def numbers(self) -> Numbers:
+        """The numbers that the replicas compute with."""
+        return self.samples.numbers
 
     def of(self, outputs: Sequence[torch.Tensor], name: str) -> torch.Tensor:
         """Return the value of the batch of a 0-dim output.
@@ -68,7 +68,7 @@ class BatchValues:
         """
         if len(self.numbers.facts) > _MAX_FACTS:
             self.numbers.facts.clear()
-        if self.compares_again:
+        if self.samples.compares_again:
             self._look_at_lost_steps()
         steps = [trace.step_of(t) for trace, t in zip(self.traces, outputs, strict=True)]
         roots = tuple(step for step in steps if step is not None)
@@ -166,17 +166,17 @@ class BatchValues:
         first = group[0]
         values = [step.value for step in group]
         reductions = [step.reduction for step in group if step.reduction]
-        if not reductions or self._keeps_samples(group, place):
+        if not reductions or self.samples.keeps_samples(group, place):
             self._of_samples.add(first)
             return
         if all(reduction.shape == reductions[0].shape for reduction in reductions):
-            if not self._is_over_samples(reductions[0], values, place):
+            if not self.samples.are_over_samples(reductions[0], values, place):
                 self._values[first] = None if values[0] is None else values[0].to(self.device)
                 self._same.add(first)
                 return
         else:
-            self.numbers.facts[_place_of(reductions[0], place)] = Fact.SAMPLES
-        self._check_classes(reductions, place)
+            self.numbers.facts[place_of(reductions[0], place)] = Fact.SAMPLES
+        self.samples.check_classes(reductions, place)
         name, counts = reductions[0].name, [reduction.count for reduction in reductions]
         if values[0] is None:  # too large to be kept
             self._values[first] = None
@@ -187,82 +187,6 @@ class BatchValues:
             self._entries[first] = counts
         else:
             self._values[first] = getattr(torch, name)(torch.stack(moved(values, self.device)), 0)
-
-    def _keeps_samples(self, group: Steps, place: Place) -> bool:
-        """Return whether a reduction of some dimensions has left that of the samples."""
-        first, size = group[0], self.numbers.chunk_sizes[0]
-        if not first.shape or not self.numbers.are_chunks_equal:
-            return any(step.shape != first.shape for step in group)
-        # The number of entries that were reduced to one is a multiple, if these were samples.
-        assert first.reduction is not None
-        if first.reduction.shape.numel() // max(1, first.shape.numel()) % size:
-            return True
-        fact = self.numbers.facts.get(_place_of(first.reduction, place))
-        if size in first.shape and fact is not Fact.SAMPLES:
-            self.numbers.doubts.append(
-                f"it reduces a tensor of shape {tuple(first.reduction.shape)}, which may have its "
-                "samples along another dimension"
-            )
-        return False
-
-    def _check_classes(self, reductions: Sequence[Reduction], place: Place) -> None:
-        """Check that the classes of a cross entropy are not the samples of each chunk."""
-        numbers = [reduction.num_classes for reduction in reductions]
-        if any(number != numbers[0] for number in numbers):
-            raise UnclearError("the classes of its cross entropy are the samples of each chunk")
-        place = (*place, "classes")
-        if not self.numbers.are_chunks_equal:
-            self.numbers.facts[place] = Fact.SAME
-        elif numbers[0] == self.numbers.chunk_sizes[0] > 2 and place not in self.numbers.facts:
-            self.numbers.doubts.append(
-                f"it has as many classes as each chunk has samples, {numbers[0]}; these may be the "
-                "samples"
-            )
-
-    def _may_have_samples(self, shape: torch.Size) -> bool:
-        """Return whether a tensor of one shape on all replicas may have entries of samples."""
-        size = self.numbers.chunk_sizes[0]
-        return self.numbers.are_chunks_equal and math.prod(shape) % size == 0
-
-    def _is_over_samples(
-        self, reduction: Reduction, values: Sequence[torch.Tensor | None], place: Place
-    ) -> bool:
-        """Return whether tensors of one shape on all replicas had entries of samples.
-
-        Raises:
-            UnclearError: they were computed from samples, but have no entries of them.
-        """
-        place = _place_of(reduction, place)
-        fact = self.numbers.facts.get(place)
-        if fact is Fact.SAMPLES or reduction.num_classes is not None:
-            return True
-        if fact is None or self.compares_again:
-            fact = self.numbers.facts[place] = self._supposed(reduction, values, fact)
-        if fact is Fact.UNCLEAR:
-            raise UnclearError(_JOINED)
-        return fact is Fact.SUPPOSED_SAMPLES
-
-    def _supposed(self, reduction: Reduction, values: Sequence[Any], known: Fact | None) -> Fact:
-        """Suppose whether a tensor had entries of samples, by its graph and its values."""
-        may_be, origin = self._may_have_samples(reduction.shape), origin_of(reduction.source)
-        are_equal = False if values[0] is None else _are_equal(values)
-        if are_equal is None:
-            return Fact.SAME if origin is Origin.UNKNOWN else Fact.SUPPOSED_SAMPLES
-        if not are_equal:
-            are_samples = may_be or origin is Origin.SELECTED or known is Fact.SUPPOSED_SAMPLES
-            return Fact.SUPPOSED_SAMPLES if are_samples else Fact.UNCLEAR
-        if not may_be or known is Fact.SAME:
-            return Fact.SAME
-        if reduction.name != "sum":  # it makes no difference
-            return Fact.SUPPOSED_SAMPLES if origin is Origin.SAMPLES else Fact.SAME
-        if reduction.source is None and _is_whole(values[0]):
-            return Fact.SUPPOSED_SAMPLES  # counts may be equal by chance
-        if reduction.source is None or origin is Origin.SAMPLES:
-            self.numbers.doubts.append(
-                "it has a sum that is the same on all replicas, which may be over samples or over "
-                "parameters only"
-            )
-        return Fact.SUPPOSED_SAMPLES if origin is Origin.SAMPLES else Fact.SAME
 
     def _merged(self, items: Sequence[Any], step: Step, place: Place) -> Any:
         """Return the arguments of a step for the batch, from those of the replicas.
@@ -308,8 +232,8 @@ class BatchValues:
         fact = Fact.SAME if is_given else facts.get(place)
         if any(value.shape != values[0].shape for value in values):
             fact = Fact.SAMPLES
-        elif fact is None or (self.compares_again and not is_given):
-            fact = facts[place] = self._compared(values)
+        elif fact is None or (self.samples.compares_again and not is_given):
+            fact = facts[place] = self.samples.compare(values)
         if fact is Fact.UNCLEAR:
             node = values[0].grad_fn
             what = "it has a part" if node is None else f"it uses a {operator_name(node.name())}"
@@ -318,32 +242,9 @@ class BatchValues:
             raise _SamplesError
         return total(values, self.device) if fact is Fact.COUNT else values[0].to(self.device)
 
-    def _compared(self, values: Sequence[torch.Tensor]) -> Fact:
-        """Compare tensors of one shape between the replicas; 0-dim integers may be counts."""
-        are_equal, value = _are_equal(values), values[0]
-        is_same = are_equal is not False
-        if value.dim():
-            may_be = self._may_have_samples(value.shape)
-            return Fact.SAME if is_same else Fact.SAMPLES if may_be else Fact.UNCLEAR
-        if value.dtype is torch.bool or value.is_floating_point() or value.is_complex():
-            return Fact.SAME if is_same else Fact.UNCLEAR
-        if are_equal is None:
-            return Fact.SAME
-        numbers = [int(value) for value in values]
-        size = self.numbers.chunk_sizes[0]
-        if is_same and not (self.numbers.are_chunks_equal and numbers[0] and not numbers[0] % size):
-            return Fact.SAME
-        self.numbers.doubt_count(numbers)
-        return Fact.COUNT
-
 
 class _SamplesError(Exception):
     """A step uses entries of samples, so it has a value for each chunk and none for the batch."""
-
-
-def _place_of(reduction: Reduction, place: Place) -> Place:
-    """Return the place of a reduction; one of the same form may also be over parameters."""
-    return (*place, reduction.shape[1:])
 
 
 def _is_equal(one: Any, other: Any) -> bool:
@@ -351,22 +252,3 @@ def _is_equal(one: Any, other: Any) -> bool:
         return bool(one == other)
     except (RuntimeError, TypeError, ValueError):  # an array, for example
         return False
-
-
-def _are_equal(values: Sequence[torch.Tensor]) -> bool | None:
-    """Return whether tensors have equal values, or only NaN; this waits for their devices.
-
-    Of emulated devices that keep shapes only, nobody knows: None.
-    """
-    try:
-        first, *others = (value.detach().cpu() for value in values)
-        return all(
-            other.equal(first) or bool((other.isnan() & first.isnan()).all()) for other in others
-        )
-    except SymbolicValueError:
-        return None
-
-
-def _is_whole(value: torch.Tensor) -> bool:
-    """Return whether a tensor has whole numbers only."""
-    return not value.is_complex() and bool((value.detach().double() % 1 == 0).all())

@@ -21,6 +21,7 @@ from ..call_inputs import Arguments, described
 from .batch_value import BatchValues
 from .numbers import Fact, Numbers, Place, UnclearError
 from .reductions import noticing
+from .samples import Samples
 from .trace import Trace, tracing
 from .weight import weight_of_chunk
 from .weighted import weighted_mean
@@ -130,7 +131,8 @@ class ChunkLosses:
             return weighted_mean(outputs, sizes, device)
         if self._values is None or self._values.device != device:
             numbers = Numbers(sizes, self._given, self.history.facts)
-            self._values = BatchValues(self.traces, numbers, device, self._compares_again)
+            samples = Samples(numbers, self._compares_again)
+            self._values = BatchValues(self.traces, samples, device)
         reasons = self._values.numbers.doubts
         reasons.clear()
         try:
