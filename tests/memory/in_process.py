@@ -8,7 +8,6 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
 from contextlib import redirect_stdout, suppress
 from dataclasses import asdict
 from io import StringIO
@@ -18,13 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from balanced_dp import (
-    BalancedDataParallel,
-    BalancedDataParallelError,
-    MemoryLogger,
-    MemoryProbe,
-    StepMemory,
-)
+from balanced_dp import BalancedDataParallel, MemoryLogger, MemoryProbe, ProbeError, StepMemory
 from balanced_dp.memory.nvml import Nvml
 
 from .cuda_stand_in import CudaStandIn
@@ -38,28 +31,21 @@ def snapshot(probe: MemoryProbe) -> list[dict[str, Any]]:
     return [{**asdict(memory), "label": memory.label} for memory in probe.snapshot()]
 
 
-def attempt(function: Callable[[], Any]) -> Any:
-    try:
-        return function()
-    except BalancedDataParallelError as error:
-        return f"{type(error).__name__}: {error}"
-
-
 def boards() -> Any:
     """List the boards by NVML alone, without CUDA in torch."""
-    return attempt(lambda: snapshot(MemoryProbe()))
+    try:
+        return snapshot(MemoryProbe())
+    except ProbeError as error:
+        return f"ProbeError: {error}"
 
 
 def driver_version() -> Any:
     return Nvml().driver_version()
 
 
-def cuda(cases: str) -> Any:
+def cuda(units: str) -> Any:
     """Take a snapshot with these units of the driver as CUDA devices."""
-    return [
-        attempt(lambda units=units: snapshot(MemoryProbe(CudaStandIn(units).devices)))
-        for units in json.loads(cases)
-    ]
+    return snapshot(MemoryProbe(CudaStandIn(json.loads(units)).devices))
 
 
 def process_bytes() -> Any:
