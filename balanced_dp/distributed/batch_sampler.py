@@ -71,8 +71,9 @@ class BalancedBatchSampler(Sampler[list[int]]):
         drop_last: bool = False,
     ) -> None:
         self.world_size = as_integer("world_size", num_ranks(world_size), minimum=1)
-        is_known = rank is not None or world_size is not None
-        self.rank = as_integer("rank", rank if is_known else dist.get_rank())
+        if rank is None and world_size is None:
+            rank = dist.get_rank()
+        self.rank = as_integer("rank", rank)
         self.num_samples = len(dataset)
         self.batch_size = as_integer("batch_size", batch_size, minimum=1)
         self.chunk_sizes = tuple(as_integer("chunk_sizes", size, 0) for size in chunk_sizes)
@@ -172,12 +173,10 @@ class BalancedBatchSampler(Sampler[list[int]]):
             state: a result of ``state_dict``.
 
         Raises:
-            ArgumentError: an entry is missing, or the state is of another dataset or order.
+            ArgumentError: the state is of another dataset or order.
             ArgumentTypeError: an entry is not an integer.
+            KeyError: an entry is missing.
         """
-        names = {"epoch", "num_samples_done", "num_samples", "shuffle", "seed"}
-        if not names <= set(state):
-            raise ArgumentError(f"the state has no {', '.join(sorted(names - set(state)))}")
         for name in ("num_samples", "shuffle", "seed"):
             if state[name] != getattr(self, name):
                 raise ArgumentError(
@@ -224,6 +223,4 @@ def _without_rows(batch: Any) -> Any:
     if isinstance(batch, Tensor):
         return batch[:0] if batch.dim() else batch
     named = items(batch)
-    if named is None:
-        return batch
-    return rebuild(batch, [_without_rows(value) for _, value in named])
+    return batch if named is None else rebuild(batch, [_without_rows(value) for _, value in named])

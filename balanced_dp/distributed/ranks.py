@@ -45,13 +45,21 @@ def split_ranks(
 
     Raises:
         ArgumentError: none of the three is given, both weights and capacities are, their number is
-            not ``world_size``, or a device cannot hold ``fixed_bytes``.
+            not ``world_size``, or a device has no memory beside ``fixed_bytes``.
         ArgumentTypeError: an argument has the wrong type.
     """
     if weights is not None and capacities is not None:
         raise ArgumentError("weights and capacities both determine the split; give one of them")
     if capacities is not None:
-        weights = _free_bytes(capacities, fixed_bytes)
+        fixed_bytes = as_integer("fixed_bytes", fixed_bytes, minimum=0)
+        weights = [as_integer("capacities", capacity) - fixed_bytes for capacity in capacities]
+        for rank, free_bytes in enumerate(weights):
+            if free_bytes <= 0:
+                raise ArgumentError(
+                    f"rank {rank} can hold {format_bytes(capacities[rank])}, but needs "
+                    f"{format_bytes(fixed_bytes)} without any samples; leave the rank out, or "
+                    "shard the model"
+                )
     if weights is None:
         if rank0_bsz is None:
             raise ArgumentError("give rank0_bsz, weights or capacities")
@@ -78,20 +86,3 @@ def num_ranks(world_size: int | None) -> int:
             "torch.distributed.init_process_group first (torchrun starts the processes)"
         )
     return dist.get_world_size()
-
-
-def _free_bytes(capacities: Sequence[int], fixed_bytes: int) -> list[int]:
-    fixed_bytes = as_integer("fixed_bytes", fixed_bytes, minimum=0)
-    for rank, capacity in enumerate(capacities):
-        if as_integer("capacities", capacity) < fixed_bytes:
-            raise ArgumentError(
-                f"rank {rank} can hold {format_bytes(capacity)}, but needs "
-                f"{format_bytes(fixed_bytes)} without any samples; leave the rank out, or shard "
-                "the model"
-            )
-    if max(capacities) == fixed_bytes:
-        raise ArgumentError(
-            f"no rank can hold more than the {format_bytes(fixed_bytes)} that it needs without any "
-            "samples; shard the model"
-        )
-    return [capacity - fixed_bytes for capacity in capacities]
