@@ -1,16 +1,11 @@
-"""Functions that start scripts of this folder in several processes, with or without torchrun."""
+"""A script of this folder in several processes, as torchrun starts them."""
 
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch.distributed as dist
-
-import balanced_dp
 
 from ..processes import pythons
 
@@ -39,38 +34,3 @@ def run_ranks(script: str | Path, *arguments: str | Path, num_processes: int) ->
     done = pythons(environs, *command, timeout_s=TIMEOUT_S)
     output = "".join(rank.stdout + rank.stderr for rank in done)
     return next((rank.returncode for rank in done if rank.returncode), 0), output
-
-
-def torchrun(
-    script: str | Path,
-    arguments: Sequence[str | Path],
-    options: Sequence[str] = ("--standalone",),
-    *,
-    num_processes: int,
-    **environment: str,
-) -> subprocess.Popen[str]:
-    """Start a script with torchrun; the output of its processes is in ``stdout``."""
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", *options),
-        *("--nproc-per-node", str(num_processes), str(HERE / script), *map(str, arguments)),
-    ]
-    package = Path(balanced_dp.__file__).parents[1]
-    return subprocess.Popen(
-        command,
-        env={**os.environ, "PYTHONPATH": str(package), "OMP_NUM_THREADS": "1", **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-
-
-def wait_for(process: subprocess.Popen[str]) -> tuple[int, str]:
-    """Return the exit code and the output of a process; kill it if it does not end."""
-    try:
-        output, _ = process.communicate(timeout=TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, 9)
-        output, _ = process.communicate()
-        raise AssertionError(f"did not end within {TIMEOUT_S} s:\n{output}") from None
-    return process.returncode, output

@@ -2,29 +2,40 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 from torch.nn.functional import mse_loss
 
+import balanced_dp
 from balanced_dp.distributed import BalancedBatchSampler
 
-from .launch import torchrun, wait_for
+from .launch import HERE, TIMEOUT_S
 from .restarted import BATCH_SIZE, NUM_SAMPLES, SEED, sgd, start
 
 
 @pytest.mark.slow
 def test_a_restart_resumes_with_each_sample_seen_once(tmp_path):
-    options = ("--standalone", "--max-restarts", "1")
-    # Otherwise restarts share the store, and their processes find addresses of earlier ones
-    # (pytorch/pytorch#135712, and so in torch 2.13).
-    own_store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     checkpoint = tmp_path / "checkpoint"
-    ranks = torchrun("restarted.py", [checkpoint], options, num_processes=2, **own_store)
-    exit_code, output = wait_for(ranks)
-    assert exit_code == 0, output
-    assert re.search(r"exitcode: -9\) local_rank: 1 ", output), output
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone")
+    options = ("--max-restarts", "1", "--nproc-per-node", "2")
+    environ = {
+        **os.environ,
+        "PYTHONPATH": str(Path(balanced_dp.__file__).parents[1]),
+        "OMP_NUM_THREADS": "1",
+        # Otherwise restarts share the store, and their processes find addresses of earlier ones
+        # (pytorch/pytorch#135712, and so in torch 2.13).
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    }
+    command = [*torchrun, *options, str(HERE / "restarted.py"), str(checkpoint)]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"exitcode: -9\) local_rank: 1 ", done.stderr), done.stderr
 
     data, net = start()
     optimizer = sgd(net)
