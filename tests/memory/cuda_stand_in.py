@@ -39,20 +39,13 @@ class CudaStandIn:
         cuda.get_device_properties = lambda device: self.properties(device.index)
         cuda.memory_stats = lambda device: {"num_alloc_retries": self.num_alloc_retries}
         for name in ("memory_allocated", "memory_reserved"):
-            setattr(cuda, name, self.reserved)
-            setattr(cuda, f"max_{name}", self.reserved)
+            for prefix in ("", "max_"):
+                setattr(cuda, prefix + name, lambda device: self.reserved_bytes[device.index])
         cuda.synchronize = self.synchronize
-        cuda.reset_peak_memory_stats = self.reset_peaks
-        self.before_peaks_are_reset: Callable[[], object] | None = None
+        cuda.reset_peak_memory_stats = lambda device: self.before_peaks_are_reset()
+        self.before_peaks_are_reset: Callable[[], object] = lambda: None
         self.broken = False
         self.devices = [f"cuda:{index}" for index in range(len(units))]
-
-    def reserved(self, device: torch.device) -> int:
-        return self.reserved_bytes[device.index]
-
-    def reset_peaks(self, device: torch.device) -> None:
-        if self.before_peaks_are_reset is not None:
-            self.before_peaks_are_reset()
 
     def synchronize(self, device: torch.device) -> None:
         if self.broken:
