@@ -15,7 +15,6 @@ from torch.utils.data import Dataset, Sampler, default_collate
 from ..errors import ArgumentError
 from ..parallel.nested import items, rebuild
 from ..split import as_integer, split_by_weights
-from .ranks import num_ranks
 
 
 class BalancedBatchSampler(Sampler[list[int]]):
@@ -56,6 +55,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
         ArgumentError: an argument is out of range, or the sum of ``chunk_sizes`` is not
             ``batch_size``.
         ArgumentTypeError: an argument has the wrong type.
+        ValueError: ``world_size`` is not given, and there is no process group.
     """
 
     def __init__(
@@ -70,9 +70,10 @@ class BalancedBatchSampler(Sampler[list[int]]):
         seed: int = 0,
         drop_last: bool = False,
     ) -> None:
-        self.world_size = as_integer("world_size", num_ranks(world_size), minimum=1)
-        if rank is None and world_size is None:
-            rank = dist.get_rank()
+        if world_size is None:
+            world_size = dist.get_world_size()
+            rank = dist.get_rank() if rank is None else rank
+        self.world_size = as_integer("world_size", world_size, minimum=1)
         self.rank = as_integer("rank", rank)
         self.num_samples = len(dataset)
         self.batch_size = as_integer("batch_size", batch_size, minimum=1)

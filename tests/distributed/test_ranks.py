@@ -36,7 +36,7 @@ def test_the_same_split_as_on_one_machine():
     ("arguments", "message"),
     [
         ({"world_size": 2}, "give rank0_bsz, weights or capacities"),
-        ({"rank0_bsz": 2}, "world_size is not given, and there is no process group; call"),
+        ({"rank0_bsz": 2}, "call init_process_group"),
         ({"weights": [1, 2], "capacities": [1, 2]}, "weights and capacities both determine"),
         ({"weights": [1, 2], "world_size": 3}, "world_size=3, but weights or capacities are given"),
         (
