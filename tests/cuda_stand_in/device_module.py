@@ -97,8 +97,7 @@ class DeviceModule(types.ModuleType):
             self._extension.manual_seed(index, seed)
 
     def get_rng_state(self, device: Any = None) -> torch.Tensor:
-        state: torch.Tensor = self._extension.get_rng_state(_index(device))
-        return state
+        return self._extension.get_rng_state(_index(device))
 
     def set_rng_state(self, state: torch.Tensor, device: Any = None) -> None:
         self._extension.set_rng_state(_index(device), state)
