@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from balanced_dp import emulate_devices
 from balanced_dp.cli.commands import app
 
-from .distributed.launch import run_ranks
+from .processes import run_ranks
 
 ROOT = Path(__file__).parent.parent
 PAGES = [*sorted(ROOT.glob("README*.md")), *sorted((ROOT / "docs").glob("*.md"))]

@@ -15,9 +15,9 @@ from torch.nn.functional import cross_entropy
 from balanced_dp import ArgumentError, ArgumentTypeError
 from balanced_dp.distributed import count_all_ranks, scale_loss
 
+from ..processes import run_ranks
 from ..versions import since_torch
-from .launch import run_ranks
-from .worker import IGNORED, NUM_RANKS, cases
+from . import worker
 
 TOLERANCE = 1e-10
 
@@ -25,10 +25,10 @@ TOLERANCE = 1e-10
 def test_ranks_train_as_one_process_does(tmp_path):
     """Run all cases of ``worker.py`` in processes that are started once."""
     path = tmp_path / "results.json"
-    exit_code, output = run_ranks("worker.py", path, num_processes=NUM_RANKS)
+    exit_code, output = run_ranks(worker.__file__, path, num_processes=worker.NUM_RANKS)
     assert exit_code == 0, output
     results = json.loads(path.read_text())
-    assert len(results) == len(list(cases()))
+    assert len(results) == len(list(worker.cases()))
     wrong = {name: off for name, off in results.items() if not isinstance(off, float)}
     assert not wrong, "\n".join(f"{name}: {error}" for name, error in wrong.items())
     # NaN is not below the limit either.
@@ -71,7 +71,7 @@ def alone():
 @pytest.mark.parametrize(
     "loss_of",
     [
-        lambda x: cross_entropy(x, torch.full((4,), IGNORED)),
+        lambda x: cross_entropy(x, torch.full((4,), worker.IGNORED)),
         lambda x: (x * torch.zeros(4, 1)).sum() / torch.zeros(4).sum(),
         lambda x: x[:0].mean(),
         lambda x: (x / 0).exp().sum(),

@@ -15,7 +15,7 @@ from torch.nn.functional import mse_loss
 import balanced_dp
 from balanced_dp.distributed import BalancedBatchSampler
 
-from .launch import HERE, TIMEOUT_S
+from . import restarted
 from .restarted import BATCH_SIZE, NUM_SAMPLES, SEED, sgd, start
 
 
@@ -32,8 +32,8 @@ def test_a_restart_resumes_with_each_sample_seen_once(tmp_path):
         # (pytorch/pytorch#135712, and so in torch 2.13).
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
-    command = [*torchrun, *options, str(HERE / "restarted.py"), str(checkpoint)]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=TIMEOUT_S)
+    command = [*torchrun, *options, restarted.__file__, str(checkpoint)]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert re.search(r"exitcode: -9\) local_rank: 1 ", done.stderr), done.stderr
 
