@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemaining
 from rich.table import Column, Table
 from rich.text import Text
 
-from ..memory.device_memory import DeviceMemory
+from ..memory.probe import DeviceMemory
 from ..report import tables
 from ..report.compare import Comparison
 from ..report.json_file import write_atomically

@@ -18,7 +18,7 @@ from balanced_dp.cli.commands import workloads
 from balanced_dp.cli.demo import DemoRun, DemoSettings
 from balanced_dp.cli.demo_tables import print_demo
 from balanced_dp.cli.run import RunResult
-from balanced_dp.memory.device_memory import DeviceMemory
+from balanced_dp.memory.probe import DeviceMemory
 from balanced_dp.report.compare import METRICS, Comparison
 from balanced_dp.report.tables import byte_scale
 from balanced_dp.split import split_batch

@@ -36,14 +36,14 @@ def test_the_same_split_as_on_one_machine():
     ("arguments", "message"),
     [
         ({"world_size": 2}, "give rank0_bsz, weights or capacities"),
-        ({"rank0_bsz": 2}, "world_size is not given, and there is no process group; call"),
+        ({"rank0_bsz": 2}, "call init_process_group"),
         ({"weights": [1, 2], "capacities": [1, 2]}, "weights and capacities both determine"),
         ({"weights": [1, 2], "world_size": 3}, "world_size=3, but weights or capacities are given"),
         (
             {"capacities": [4 * GiB, 2 * GiB], "fixed_bytes": 3 * GiB},
             "rank 1 can hold 2.00 GiB, but needs 3.00 GiB without any samples",
         ),
-        ({"capacities": [GiB, GiB], "fixed_bytes": GiB}, "no rank can hold more than the 1.00 GiB"),
+        ({"capacities": [GiB, GiB], "fixed_bytes": GiB}, "rank 0 can hold 1.00 GiB, but needs 1.0"),
         ({"world_size": 4, "rank0_bsz": -1}, "rank0_bsz must be at least 0, got -1"),
         ({"world_size": 0, "rank0_bsz": 1}, "at least 1"),
     ],
