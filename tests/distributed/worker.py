@@ -1,4 +1,4 @@
-"""Script for four processes: training on two and four ranks.
+"""Script for four processes: training on two, three and four ranks.
 
 Rank 0 writes a JSON object with the name of each case and the largest difference between the ranks
 and one process with the whole batch, or the exception that was raised.
@@ -50,6 +50,7 @@ IGNORED = -100
 # The rows of three batches on each rank, or of three micro-batches of one.
 SHARES = {
     2: ((2, 7), (5, 0), (0, 4)),
+    3: ((1, 0, 8), (0, 2, 4), (3, 2, 1)),
     4: ((2, 4, 0, 3), (0, 1, 5, 0), (1, 3, 1, 2)),
 }
 
