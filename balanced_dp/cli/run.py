@@ -65,7 +65,6 @@ class RunResult:
         exit_code: that of the script.
         title: what was measured.
         measured: the measurement of the best split, or of the only one; None without any.
-        even: the measurement of the even split.
         budgets: the bytes of each device that may be used, if they matter.
         report: the report, if there are enough measurements for one.
         notes: sentences and lines of code.
@@ -74,7 +73,6 @@ class RunResult:
     exit_code: int
     title: str
     measured: Measurement | None
-    even: Measurement | None
     budgets: Sequence[int] | None
     report: Report | None
     notes: tuple[str, ...]
@@ -106,10 +104,9 @@ def run_and_measure(settings: RunSettings, say: Callable[[str], object]) -> RunR
             current_machine().ignore_capacities()
             current_machine().reads_unknown_as_nan = True
         else:
-            modules = map(torch.get_device_module, devices)
             capacities = [
-                module.get_device_properties(device).total_memory
-                for module, device in zip(modules, devices, strict=True)
+                torch.get_device_module(device).get_device_properties(device).total_memory
+                for device in devices
             ]
         say(_opening(settings, devices, capacities, emulates))
         recorder = LoopRecorder(
@@ -157,39 +154,34 @@ def _opening(
     names = f"{devices[0]} to {devices[-1]}" if len(devices) > 1 else str(devices[0])
     if not emulates:
         return f"running {settings.script} on {len(devices)} GPUs, {names}"
-    sizes = ""
-    if capacities is not None:
-        same = len(set(capacities)) == 1
-        sizes = f" of {', '.join(map(format_bytes, capacities[:1] if same else capacities))}"
+    sizes = [] if capacities is None else [format_bytes(capacity) for capacity in capacities]
+    of = f" of {', '.join(sizes[:1] if len(set(sizes)) == 1 else sizes)}" if sizes else ""
     kind = "shapes only: the values that it reads are NaN" if settings.symbolic else "on the CPU"
     gpus = "GPU" if len(devices) == 1 else "GPUs"
-    return f"running {settings.script} on {len(devices)} emulated {gpus}{sizes}, {names} ({kind})"
+    return f"running {settings.script} on {len(devices)} emulated {gpus}{of}, {names} ({kind})"
 
 
 def _result(
     settings: RunSettings, recorder: LoopRecorder, calls: Sequence[WrappedAt], exit_code: int
 ) -> RunResult:
-    report = recorder.report()
-    is_best = report is not None and settings.gpu0_bsz == "auto"
-    measured = report.chosen if report is not None and is_best else recorder.asked
+    report, measured = recorder.report(), recorder.asked
+    if report is not None and settings.gpu0_bsz == "auto":
+        measured = report.chosen
     budgets = None
     if recorder.capacities is not None:
         budgets = [capacity - recorder.reserve for capacity in recorder.capacities]
     title = ""
     if measured is not None:
-        title = measured.workload
-        if measured.batch_size:
-            title += f", batches of {measured.batch_size}"
-        if recorder.is_splitting:
-            title += f", gpu0_bsz={measured.chunk_sizes[0]}"
+        batches = f", batches of {measured.batch_size}" if measured.batch_size else ""
+        split = f", gpu0_bsz={measured.chunk_sizes[0]}" if recorder.is_splitting else ""
+        title = f"{measured.workload}{batches}{split}"
     notes = [*answer.how_it_ended(recorder, exit_code)]
     if report is not None and measured is not None:
         notes += answer.what_fits(measured, report, budgets)
-        even_fits = budgets is not None and fits(report.even, budgets)
         notes += answer.what_else_helps(recorder, report, wraps=bool(calls))
+        even_fits = budgets is not None and fits(report.even, budgets)
         asked = settings.gpu0_bsz if isinstance(settings.gpu0_bsz, int) else None
         notes.append(answer.what_to_change(calls, report.plan, even_fits, asked))
     elif exit_code == 0:
         notes += answer.why_no_plan(recorder)
-    even = None if report is None else report.even
-    return RunResult(exit_code, title, measured, even, budgets, report, tuple(notes))
+    return RunResult(exit_code, title, measured, budgets, report, tuple(notes))

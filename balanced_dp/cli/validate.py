@@ -39,7 +39,8 @@ def validate(
         num_devices = default_num_devices(emulate)
     settings = ValidationSettings(num_devices, emulate)
     takes_stdout = arguments.STDOUT in (json_file, markdown)
-    console.print_description(settings.description, on_stderr=takes_stdout)
+    output = console.stderr_console() if takes_stdout else console.stdout_console()
+    output.print(f"Validating on {settings.description}")
     with console.progress_bar("predicting peaks of memory", NUM_CHECKS) as update:
 
         def on_check(check: Check) -> None:
@@ -48,8 +49,7 @@ def validate(
         report = run_checks(settings, on_check)
     if not takes_stdout:
         console.print_validation(report)
-    for file, as_text in ((json_file, validation_json), (markdown, validation_markdown)):
-        if file is not None:
-            console.write(file, as_text(report))
+    console.write(json_file, validation_json, report)
+    console.write(markdown, validation_markdown, report)
     if not report.gradients_are_right:
         raise typer.Exit(1)

@@ -39,10 +39,10 @@ def title(report: Report) -> str:
 def how_measured(report: Report) -> str:
     """Return a sentence on how the figures were measured."""
     precision = f"autocast to {report.precision}" if report.precision else "no autocast"
-    sentence = f"Measured on {_MODES[report.chosen.mode]}; {precision}."
+    text = f"Measured on {_MODES[report.chosen.mode]}; {precision}."
     if reserve := report.plan.reserve_bytes:
-        sentence += f" {format_bytes(reserve)} of each are kept free for contexts and workspaces."
-    return sentence
+        text += f" {format_bytes(reserve)} of each are kept free for contexts and workspaces."
+    return text
 
 
 def candidates_title(report: Report) -> str:
@@ -99,7 +99,12 @@ def summary(report: Report) -> tuple[str, ...]:
     largest = max(measured.batch_size for measured in report.measurements)
     if report.plan.max_batch_size > largest:
         sentences.append(f"Batches above {largest} were not measured: what fits is predicted.")
-    return (*sentences, *(f"{text[0].upper()}{text[1:]}." for text in report.advice))
+    return (*sentences, *map(sentence, report.advice))
+
+
+def sentence(text: str) -> str:
+    """Return text, such as an error's, with a capital letter and a full stop."""
+    return f"{text[0].upper()}{text[1:]}."
 
 
 def bottleneck(measured: Measurement | Option, budgets: Sequence[int] | None) -> str:

@@ -6,6 +6,7 @@ import contextlib
 import io
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -15,8 +16,7 @@ from rich.console import Console
 from balanced_dp import Measurement, tune
 from balanced_dp.cli import console as consoles
 from balanced_dp.cli.commands import workloads
-from balanced_dp.cli.demo import DemoRun, DemoSettings
-from balanced_dp.cli.demo_tables import print_demo
+from balanced_dp.cli.demo import DemoRun, DemoSettings, print_demo
 from balanced_dp.cli.run import RunResult
 from balanced_dp.memory.device_memory import DeviceMemory
 from balanced_dp.report.compare import METRICS, Comparison
@@ -74,7 +74,7 @@ def test_what_fills_each_device(peaks):
     budgets = [192 * GIB] * len(peaks)
     title = "a_script_with_a_long_name.py, batches of 64, gpu0_bsz=0"
     with terminal() as lines:
-        consoles.print_run(RunResult(0, title, shown, even, budgets, None, ()))
+        consoles.print_run(RunResult(0, title, shown, budgets, SimpleNamespace(even=even), ()))
     scale, _ = byte_scale(max(peaks))
     assert cells(lines, "peak") == [f"{peak / scale:.2f}" for peak in peaks]
     assert cells(lines, "peak, even split") == [f"{peak / scale:.2f}" for peak in peaks[::-1]]
@@ -88,7 +88,7 @@ def test_sentences_are_wrapped_between_words_and_code_is_not():
     console = Console(file=io.StringIO(), width=80)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(consoles, "stderr_console", lambda: console)
-        consoles.print_run(RunResult(0, "", None, None, None, None, (f"{sentence}\n{code}",)))
+        consoles.print_run(RunResult(0, "", None, None, None, (f"{sentence}\n{code}",)))
     *wrapped, last = console.file.getvalue().splitlines()
     assert last == code
     assert len(wrapped) == 2
