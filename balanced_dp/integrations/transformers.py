@@ -7,8 +7,7 @@ This one wraps it in ``BalancedDataParallel``; nothing else changes in a script.
 from __future__ import annotations
 
 import copy
-import importlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 from unittest import mock
@@ -17,12 +16,10 @@ import torch
 from torch import nn
 
 try:
-    for package in ("transformers", "accelerate"):  # transformers' own error does not name it
-        importlib.import_module(package)
-    from transformers import Trainer, TrainerCallback
+    from accelerate.utils import convert_to_fp32  # first: transformers' error does not name it
+    from transformers import Cache, Trainer, TrainerCallback
     from transformers.training_args import ParallelMode
-
-    from .trainer_parallel import TrainerParallel
+    from transformers.utils.generic import ModelOutput
 except ImportError as error:
     raise ImportError(
         f"balanced_dp.integrations.transformers needs {error.name}, which is part of the extra "
@@ -36,6 +33,40 @@ from ..memory.logger import MemoryLogger
 from ..parallel.auto_split import STATE_KEY, AutoSplit
 from ..parallel.data_parallel import BalancedDataParallel
 from ..parallel.gather import ScalarOutputs
+from ..parallel.losses.join import ChunkLosses
+
+
+class _TrainerParallel(BalancedDataParallel[nn.Module]):
+    """A ``BalancedDataParallel`` that gathers only the outputs that ``Trainer`` needs."""
+
+    gathers_loss_only = False
+    """Whether only the loss is gathered."""
+
+    def gather(
+        self,
+        outputs: Sequence[Any],
+        output_device: int | torch.device | None,
+        losses: ChunkLosses | None = None,
+    ) -> Any:
+        """Gather the outputs; with autocast, convert them to float32 as accelerate does."""
+        select = _loss_only if self.gathers_loss_only else _without_caches
+        gathered = super().gather([select(output) for output in outputs], output_device, losses)
+        is_autocast = torch.is_autocast_enabled(self.devices[0].type)
+        return convert_to_fp32(gathered) if is_autocast else gathered
+
+
+def _loss_only(output: Any) -> Any:
+    if isinstance(output, Mapping) and "loss" in output:
+        cls = type(output) if isinstance(output, ModelOutput) else dict
+        return cls(loss=output["loss"])
+    return output[:1] if isinstance(output, tuple) else output
+
+
+def _without_caches(output: Any) -> Any:
+    """Return the output without its key-value caches, which the Trainer ignores."""
+    if not isinstance(output, ModelOutput):
+        return output
+    return type(output)(**{name: v for name, v in output.items() if not isinstance(v, Cache)})
 
 
 class BalancedTrainerMixin:
@@ -99,7 +130,7 @@ class BalancedTrainerMixin:
             "scalar_outputs": scalar_outputs,
             "spread": spread,
         }
-        self._parallel: TrainerParallel | None = None
+        self._parallel: _TrainerParallel | None = None
         super().__init__(*args, **kwargs)
         self.add_callback(_KeepSplit(self))
         self._devices = self._choose_devices(device_ids)
@@ -153,7 +184,7 @@ class BalancedTrainerMixin:
         is_quantized = any(getattr(model, f"is_loaded_in_{bits}bit", False) for bits in (4, 8))
         if self.args.n_gpu < 2 or not is_bare or is_quantized:
             return wrapped
-        self._parallel = TrainerParallel(module=model, device_ids=self._devices, **self._split)
+        self._parallel = _TrainerParallel(module=model, device_ids=self._devices, **self._split)
         return self._parallel
 
     def _get_num_items_in_batch(self, *args: Any, **kwargs: Any) -> Any:
@@ -209,9 +240,8 @@ class BalancedTrainerMixin:
 
     def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> Any:
         """Return a context manager for autocast in the precision of the Trainer's arguments."""
-        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(
-            self.accelerator.mixed_precision
-        )
+        dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}
+        dtype = dtypes.get(self.accelerator.mixed_precision)
         if self._parallel is None or dtype is None:
             return super().autocast_smart_context_manager(cache_enabled)  # type: ignore[misc]
         return torch.autocast(self.args.device.type, dtype, cache_enabled=cache_enabled)
@@ -280,9 +310,7 @@ class MemoryCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Create the logger if the model is wrapped."""
         parallel = self._trainer.parallel_model
-        self._logger = None
-        if parallel is not None:
-            self._logger = MemoryLogger(parallel, self._store, every=1)
+        self._logger = None if parallel is None else MemoryLogger(parallel, self._store, every=1)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Log the peaks if the Trainer logs after this step."""
