@@ -186,16 +186,17 @@ def _input_bytes_per_sample(measured: Measurement) -> float:
 
 
 def what_to_change(
-    calls: Sequence[WrappedAt], plan: Plan, even_fits: bool, asked: int | None
+    recorder: LoopRecorder, calls: Sequence[WrappedAt], plan: Plan, even_fits: bool
 ) -> str:
     """Return the lines that change the script.
 
     Args:
+        recorder: what has measured the script.
         calls: where the script wraps its models.
         plan: the plan.
         even_fits: whether the even split is known to fit.
-        asked: the value that the user has asked for, if any.
     """
+    asked = recorder.gpu0_bsz if isinstance(recorder.gpu0_bsz, int) else None
     even = even_share(plan.batch_size, len(plan.chunk_sizes))
     if asked is not None and asked >= even:
         return (

@@ -31,9 +31,7 @@ def _lacking(error: ImportError) -> SystemExit:
 try:
     import typer
 
-    from . import arguments
-    from .tune import compare_command, plan_command, report_command, tune_command
-    from .validate import validate
+    from . import arguments, tune
 except ImportError as error:  # the library itself needs none of these
     raise _lacking(error) from None
 
@@ -147,30 +145,9 @@ def probe(
         raise ProbeError(memory_probe.nvml_error)
 
 
-@app.command()
-def workloads(json_file: arguments.JsonFile = None) -> None:
-    """List the built-in workloads, their number of parameters and a usual batch size."""
-    import torch
-
-    from ..tuning.workloads import BUILT_IN
-    from . import console
-
-    arguments.check_outputs({"--json": json_file})
-    listed: list[dict[str, Any]] = []
-    for name, make in BUILT_IN.items():
-        workload = make()
-        about = (make.__doc__ or "").strip().rstrip(".")
-        with torch.device("meta"):
-            size = sum(p.numel() for p in workload.new_model().parameters())
-        numbers = {"num_parameters": size, "batch_size": workload.batch_size}
-        listed.append({"name": name, "about": about, **numbers})
-    console.write(json_file, console.as_json, listed)
-    if json_file != arguments.STDOUT:
-        console.print_workloads(listed)
-
-
-app.command("plan")(plan_command)
-app.command("tune")(tune_command)
+app.command("workloads")(tune.workloads_command)
+app.command("plan")(tune.plan_command)
+app.command("tune")(tune.tune_command)
 
 
 @app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
@@ -221,24 +198,24 @@ def run(
     """
     from ..report import report_html, report_json
     from . import console
-    from . import run as runs
+    from .run import run_and_measure
 
     arguments.check_outputs(
         {"the script's output": arguments.STDOUT, "--json": json_file, "--html": html}
     )
-    settings = runs.RunSettings(
+    result = run_and_measure(
         script,
-        tuple(script_arguments or ()),
-        is_module,
-        arguments.parse_gpu0_bsz(gpu0_bsz),
-        num_devices,
-        memory,
-        reserve,
-        steps,
-        symbolic,
-        emulate or symbolic,
+        script_arguments or (),
+        is_module=is_module,
+        gpu0_bsz=arguments.parse_gpu0_bsz(gpu0_bsz),
+        num_devices=num_devices,
+        memory=memory,
+        reserve=reserve,
+        steps=steps,
+        symbolic=symbolic,
+        emulate=emulate or symbolic,
+        say=console.say,
     )
-    result = runs.run_and_measure(settings, console.say)
     console.print_run(result)
     if result.report is not None:
         console.write(json_file, report_json, result.report)
@@ -249,9 +226,51 @@ def run(
     raise typer.Exit(result.exit_code)
 
 
-app.command()(validate)
-app.command("report")(report_command)
-app.command("compare")(compare_command)
+@app.command()
+def validate(
+    num_devices: arguments.NumDevices = None,
+    emulate: arguments.Emulate = False,
+    json_file: arguments.JsonFile = None,
+    markdown: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write Markdown for an issue to FILE; - is stdout."),
+    ] = None,
+) -> None:
+    """Check gradients, predicted memory and speed on the GPUs of this machine.
+
+    Runs on all GPUs, with replicas that share it on a single one, and without any on emulated
+    devices. Ends with exit code 1 if a gradient is wrong.
+    """
+    from ..report.validation import validation_json, validation_markdown
+    from ..tuning.open_devices import default_num_devices
+    from ..validation import Check, ValidationSettings
+    from ..validation import validate as run_checks
+    from ..validation.all_checks import NUM_CHECKS
+    from . import console
+
+    arguments.check_outputs({"--json": json_file, "--markdown": markdown})
+    if num_devices is None:
+        num_devices = default_num_devices(emulate)
+    settings = ValidationSettings(num_devices, emulate)
+    takes_stdout = arguments.STDOUT in (json_file, markdown)
+    output = console.stderr_console() if takes_stdout else console.stdout_console()
+    output.print(f"Validating on {settings.description}")
+    with console.progress_bar("predicting peaks of memory", NUM_CHECKS) as update:
+
+        def on_check(check: Check) -> None:
+            update(advance=1, description=f"checked {check.part}: {check.what}")
+
+        report = run_checks(settings, on_check)
+    if not takes_stdout:
+        console.print_validation(report)
+    console.write(json_file, validation_json, report)
+    console.write(markdown, validation_markdown, report)
+    if not report.gradients_are_right:
+        raise typer.Exit(1)
+
+
+app.command("report")(tune.report_command)
+app.command("compare")(tune.compare_command)
 
 
 def _provenance() -> dict[str, Any]:

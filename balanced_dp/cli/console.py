@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rich import box
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, Group
 from rich.padding import Padding
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 from rich.table import Column, Table
@@ -204,7 +204,7 @@ def _rich_table(content: tables.TextTable, title: str, caption: str | None = Non
     return table
 
 
-def memory_table(memories: Sequence[DeviceMemory], console: Console) -> RenderableType:
+def memory_table(memories: Sequence[DeviceMemory], console: Console) -> Group:
     """Return a table of what each GPU holds, with names below it if it is too wide."""
     caption = "Used includes tensors, torch's cache, contexts and other processes."
     if any(memory.memory_info_version == 1 for memory in memories):

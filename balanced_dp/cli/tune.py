@@ -1,4 +1,4 @@
-"""The commands ``balanced-dp plan`` and ``tune``, and ``report`` and ``compare`` of their files."""
+"""The commands that measure workloads, and those that read their reports."""
 
 from __future__ import annotations
 
@@ -20,6 +20,27 @@ if TYPE_CHECKING:
     from ..tuning.report_types import Report
 
 _PACKAGE = Path(__file__).parents[1]
+
+
+def workloads_command(json_file: arguments.JsonFile = None) -> None:
+    """List the built-in workloads, their number of parameters and a usual batch size."""
+    import torch
+
+    from ..tuning.workloads import BUILT_IN
+    from . import console
+
+    arguments.check_outputs({"--json": json_file})
+    listed: list[dict[str, Any]] = []
+    for name, make in BUILT_IN.items():
+        workload = make()
+        about = (make.__doc__ or "").strip().rstrip(".")
+        with torch.device("meta"):
+            size = sum(p.numel() for p in workload.new_model().parameters())
+        numbers = {"num_parameters": size, "batch_size": workload.batch_size}
+        listed.append({"name": name, "about": about, **numbers})
+    console.write(json_file, console.as_json, listed)
+    if json_file != arguments.STDOUT:
+        console.print_workloads(listed)
 
 
 def plan_command(
