@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 
 import pytest
 from pydantic import TypeAdapter
 from typer.testing import CliRunner
 
 from balanced_dp import Report
-from balanced_dp.cli.commands import app, main
+from balanced_dp.cli.commands import app
 from balanced_dp.tuning.workloads import BUILT_IN
 
 from ..processes import python
@@ -114,44 +113,6 @@ def test_no_cell_is_wrapped_at_80_columns(options):
     rows = [line for line in done.stdout.splitlines() if re.match(r" +\d|[ ─]+$", line)]
     assert len(rows) > 5
     assert max(len(line.rstrip()) for line in rows) <= 80
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["nope", "--memory", "1GiB"], "there is no workload 'nope'; built in are char-lm, gpt2"),
-        (
-            ["no.such:x", "--memory", "1GiB"],
-            "workload 'no.such:x' cannot be loaded: ModuleNot",
-        ),
-        (["os:getcwd", "--memory", "1GiB"], "os:getcwd must return a balanced_dp.Workload, but"),
-        (["char-lm", "--memory", "much"], "--memory must be bytes or a size in B, KiB"),
-        (["char-lm", "--memory", "1GiB", "--devices", "1"], "a plan is for two or more devices"),
-        (["char-lm", "--memory", "1GiB,1GiB", "--devices", "3"], "--memory gives 2 devices, but"),
-        (["char-lm", "--memory", "400MiB"], "capacities above the reserve of 512.00 MiB"),
-        (["char-lm", "--memory", "1GiB", "--batch-size", "0"], "batch_size must be at least 1"),
-        (
-            [
-                "tests.tuning.small_workloads:convolutions",
-                "--batch-size",
-                "32",
-                "--memory",
-                "520MiB",
-            ],
-            "a batch of 32 does not fit with any gpu0_bsz: with",
-        ),
-    ],
-)
-def test_one_line_says_what_to_change(monkeypatch, capsys, arguments, message):
-    monkeypatch.setattr(sys, "argv", ["balanced-dp", "plan", *arguments])
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 2
-    told = capsys.readouterr()
-    [line] = told.err.strip().splitlines()
-    assert message in line
-    assert told.out == ""
 
 
 def test_the_built_in_workloads_are_listed():

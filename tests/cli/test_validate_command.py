@@ -110,16 +110,3 @@ def test_a_dash_is_stdout_and_nothing_else_is_written_there(option, as_text, inv
     assert shown.stdout.splitlines()[:4] == lines[:4]
     assert len(shown.stdout.splitlines()) == len(lines)
     assert shown.stderr.startswith("Validating on 4 emulated devices, on the CPU")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--json", "-", "--markdown", "-"], "--json and --markdown are both stdout"),
-        (["--devices", "1"], "num_devices must be at least 2, got 1"),
-        (["--json", "no/such/folder/x.json"], "there is no folder"),
-    ],
-)
-def test_wrong_input_is_said_before_anything_runs(arguments, message, invoke):
-    shown = invoke(*arguments)
-    assert message in str(shown.exception)
