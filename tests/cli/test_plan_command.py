@@ -24,17 +24,6 @@ SMALL = "tests.tuning.small_workloads"
 WIDE = [f"{SMALL}:wide_output", "--batch-size", "2000", "--devices", "4"]
 
 
-def test_the_loss_on_each_device_is_planned():
-    done = CliRunner().invoke(app, ["plan", *WIDE, "--memory", "100GiB", "--loss-on-device"])
-    told = " ".join(done.stdout.split())
-    assert told.startswith("With option 1 the bottleneck is device 0 with ")
-    assert (
-        "# option 1 model = BalancedDataParallel(None, model, gather=False) "
-        "criterion = BalancedCriterion(criterion)"
-    ) in told
-    assert "nn.DataParallel" not in told
-
-
 def test_json_has_what_scripts_read():
     done = CliRunner().invoke(
         app, ["plan", f"{SMALL}:convolutions", "--memory", "1GiB", "--json", "-"]
@@ -63,26 +52,39 @@ def test_a_workload_of_ones_own_is_found_in_the_current_folder(tmp_path):
     assert "<script>, batches of 10, 2 devices" in done.stdout
 
 
-def test_what_no_value_balances_is_told():
-    done = CliRunner().invoke(app, ["plan", *WIDE, "--memory", "100GiB"])
-    assert done.exit_code == 0
-    told = done.stdout
-    assert told.startswith("It fits as it is: with nn.DataParallel the bottleneck is device 0")
-    assert "# option 1\nmodel = nn.DataParallel(model)\n" in told
-    assert "gather=False)\ncriterion = BalancedCriterion(criterion)\n" in told
-    assert (
-        "With gathered outputs no value of gpu0_bsz balances this: without any samples"
-        in done.stdout
-    )
-
-
-def test_what_does_not_fit_as_it_is_leads_with_what_does():
-    done = CliRunner().invoke(app, ["plan", *WIDE, "--memory", "8GiB"])
-    assert done.exit_code == 0
-    told = done.stdout
-    assert told.startswith("With nn.DataParallel it does not fit: the bottleneck is device 0 with")
-    assert "# option 1\nmodel = BalancedDataParallel(None, model, gat" in told
-    assert "nn.DataParallel(model)" not in told.replace("BalancedDataParallel", "")
+@pytest.mark.parametrize(
+    ("options", "begins", "has"),
+    [
+        (
+            ["--memory", "100GiB"],
+            "It fits as it is: with nn.DataParallel the bottleneck is device 0",
+            [
+                "# option 1\nmodel = nn.DataParallel(model)\n",
+                "gather=False)\ncriterion = BalancedCriterion(criterion)\n",
+                "With gathered outputs no value of gpu0_bsz balances this: without any samples",
+            ],
+        ),
+        (
+            ["--memory", "8GiB"],  # what does not fit leads with what does
+            "With nn.DataParallel it does not fit: the bottleneck is device 0 with",
+            ["# option 1\nmodel = BalancedDataParallel(None, model, gat"],
+        ),
+        (
+            ["--memory", "100GiB", "--loss-on-device"],
+            "With option 1 the bottleneck is device 0 with ",
+            [
+                "# option 1\nmodel = BalancedDataParallel(None, model, gather=False)\n"
+                "criterion = BalancedCriterion(criterion)"
+            ],
+        ),
+    ],
+)
+def test_the_options_are_told_the_best_one_first(options, begins, has):
+    done = CliRunner().invoke(app, ["plan", *WIDE, *options])
+    assert done.exit_code == 0, done.stderr
+    assert done.stdout.startswith(begins)
+    assert [part for part in has if part not in done.stdout] == []
+    assert ("= nn.DataParallel(model)" in done.stdout) == begins.startswith("It fits")
 
 
 @pytest.mark.parametrize("goal", ["headroom", "batch"])

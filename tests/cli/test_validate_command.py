@@ -54,15 +54,11 @@ def done(tmp_path_factory):
     return ran, folder
 
 
-def test_it_says_first_on_what_it_runs(done):
-    ran, _ = done
+def test_each_line_has_an_outcome_and_a_number_or_a_reason(done):
+    ran, folder = done
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.startswith("Validating on 2 emulated devices, on the CPU")
     assert ran.stdout.endswith("All gradients and outputs are those of one device.\n")
-
-
-def test_each_line_has_an_outcome_and_a_number_or_a_reason(done):
-    ran, folder = done
     record = json.loads((folder / "a.json").read_text())
     lines = [line for line in ran.stdout.splitlines() if line.startswith("  ")]
     assert len(lines) == len(record["checks"]) >= 12
