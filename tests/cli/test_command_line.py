@@ -62,6 +62,8 @@ def test_the_version_is_in_the_changelog():
         ),
         ("tune mine:text", "model of mine:text must return an nn.Module, but returned str"),
         ("tune mine:wants", "cannot be made: TypeError: wants() missing 1 required"),
+        ("tune mine:inside", "mine.py:25 with RuntimeError: a and b must have same reduction"),
+        ("tune mine:reads", "mine.py:32, which takes --numeric: "),
         ("report a.json --html x --markdown x", "--html and --markdown are both x"),
         ("report a.json --html - --json -", "--html and --json are both stdout; n"),
         ("report a.json --html a.json", "the report and --html are both a.json; name"),

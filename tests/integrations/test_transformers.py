@@ -122,27 +122,6 @@ def leaves(predictions: Any) -> list[Any]:
     return list(predictions) if isinstance(predictions, tuple) else [predictions]
 
 
-@pytest.mark.filterwarnings("ignore:gpu0_bsz")
-@pytest.mark.parametrize("accumulation", [1, 4])
-def test_ten_steps_over_real_text(accumulation, tmp_path):
-    """In float32, with evaluations: 70 samples are four batches of 16 and one of 6."""
-    arguments = {"max_steps": 10, "learning_rate": 1e-3, "eval_strategy": "steps", "eval_steps": 5}
-    arguments["gradient_accumulation_steps"] = accumulation
-    options = {"arguments": arguments, "num_samples": 70, "dtype": torch.float}
-    one = alone(tmp_path, **options)
-    one.train()
-    losses = history(one, "loss")
-    assert (len(losses), len(history(one, "eval_loss"))) == (10, 2)
-    assert losses[-1] < losses[0]
-    for gpu0_bsz in (0, 1, 4):
-        several = make_trainer(tmp_path, gpu0_bsz=gpu0_bsz, **options)
-        several.train()
-        for name in ("loss", "eval_loss"):
-            torch.testing.assert_close(
-                history(several, name), history(one, name), rtol=0, atol=1e-4
-            )
-
-
 def test_fifty_steps_with_spread_parameters(tmp_path):
     arguments = {
         "max_steps": 50,
