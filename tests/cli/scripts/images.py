@@ -59,7 +59,7 @@ if __name__ == "__main__":
     options = {"batch_size": args.batch, "num_workers": 1, "pin_memory": torch.cuda.is_available()}
     train_loader = DataLoader(images(args.batches * args.batch, args.size), shuffle=True, **options)
     val_loader = DataLoader(images(args.batch, args.size), **options)
-    best, weights = -1.0, None
+    best = 0.0
     for epoch in range(args.epochs):
         run_epoch(train_loader, model, criterion, device, f"epoch {epoch}", optimizer)
         top1 = run_epoch(val_loader, model, criterion, device, "validation")
