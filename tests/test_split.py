@@ -131,6 +131,7 @@ def test_what_is_no_integer_is_refused_by_name(value):
         (split_by_weights, (8, []), ArgumentError, r"must not all be 0, got \[\]"),
         (split_by_weights, (8, [1, -1]), ArgumentError, "at least 0, got -1 for device 1"),
         (split_by_weights, (8, [1, math.nan]), ArgumentError, "finite .*, got nan for device 1"),
+        (split_by_weights, (8, [1, math.inf]), ArgumentError, "finite .*, got inf for device 1"),
         (split_by_weights, (8, [1, "2"]), ArgumentTypeError, "numbers, got '2' for device 1"),
         (split_by_weights, (8, [1, True]), ArgumentTypeError, "numbers, got True for device 1"),
         (split_by_weights, (8, [1, 0], 3), ArgumentError, "gpu0_bsz=3 leaves 5 samples to dev"),

@@ -145,9 +145,9 @@ def probe(
         raise ProbeError(memory_probe.nvml_error)
 
 
-app.command("workloads")(tune.workloads_command)
-app.command("plan")(tune.plan_command)
-app.command("tune")(tune.tune_command)
+workloads_command = app.command("workloads")(tune.workloads_command)
+plan_command = app.command("plan")(tune.plan_command)
+tune_command = app.command("tune")(tune.tune_command)
 
 
 @app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
@@ -269,8 +269,8 @@ def validate(
         raise typer.Exit(1)
 
 
-app.command("report")(tune.report_command)
-app.command("compare")(tune.compare_command)
+report_command = app.command("report")(tune.report_command)
+compare_command = app.command("compare")(tune.compare_command)
 
 
 def _provenance() -> dict[str, Any]:
