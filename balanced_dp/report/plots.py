@@ -19,8 +19,8 @@ from ..planning.split_planner import Planner
 from ..split import even_share, split_batch
 from ..tuning.measurement import Measurement
 from ..tuning.report_types import Report
-from ..units import format_bytes
-from .tables import bottleneck, byte_scale, candidates, fullest_device, speed, speed_name
+from ..units import byte_scale, format_bytes
+from .tables import bottleneck, candidates, fullest_device, speed, speed_name
 
 _STYLE: Any = {
     "svg.fonttype": "none",  # text stays text

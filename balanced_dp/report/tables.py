@@ -11,7 +11,7 @@ from ..planning.split_planner import LARGEST_BATCH, utilizations
 from ..tuning.measurement import Measurement, by_gpu0_bsz
 from ..tuning.options import Option, fits, relative_speed
 from ..tuning.report_types import Report
-from ..units import format_bytes
+from ..units import byte_scale, format_bytes
 
 _MODES = {
     "symbolic": "emulated devices, shapes only",
@@ -248,13 +248,6 @@ def candidate_table(report: Report) -> TextTable:
 
 def _unit(measurements: Iterable[Measurement]) -> tuple[int, str]:
     return byte_scale(max(max(m.peak_bytes) for m in measurements))
-
-
-def byte_scale(largest: float) -> tuple[int, str]:
-    """Return the size and the name of the unit for an amount of bytes."""
-    if largest < 2**20:
-        return 2**10, "KiB"
-    return (2**30, "GiB") if largest >= 2**30 else (2**20, "MiB")
 
 
 def candidates(report: Report) -> Sequence[Measurement]:

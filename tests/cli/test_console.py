@@ -20,10 +20,9 @@ from balanced_dp.cli.run import RunResult
 from balanced_dp.cli.tune import workloads_command
 from balanced_dp.memory.device_memory import DeviceMemory
 from balanced_dp.report.compare import METRICS, Comparison
-from balanced_dp.report.tables import byte_scale
 from balanced_dp.split import split_batch
 from balanced_dp.tuning.workloads import BUILT_IN
-from balanced_dp.units import format_bytes, format_mib
+from balanced_dp.units import byte_scale, format_bytes, format_mib
 
 from ..processes import python
 from ..tuning.small_workloads import SMALL
