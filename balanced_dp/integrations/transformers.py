@@ -70,12 +70,12 @@ def _without_caches(output: Any) -> Any:
 
 
 if TYPE_CHECKING:
-    _Trainer = Trainer  # what the mixin is mixed into
+    _AnyTrainer = Trainer  # what the mixin is mixed into
 else:
-    _Trainer = object
+    _AnyTrainer = object
 
 
-class BalancedTrainerMixin(_Trainer):
+class BalancedTrainerMixin(_AnyTrainer):
     """A mixin for subclasses of ``Trainer`` that splits each batch unevenly over the devices.
 
     ``class MyBalancedTrainer(BalancedTrainerMixin, MyTrainer): ...`` takes the arguments of
