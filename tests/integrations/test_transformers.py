@@ -95,11 +95,10 @@ def history(trainer: Any, name: str) -> list[float]:
 def assert_same_training(one: Any, several: Any, tolerance: float = 1e-9) -> None:
     for trainer in (one, several):
         trainer.train()
-    for name in ("loss", "grad_norm"):
-        expected = history(one, name)
-        assert len(expected) == one.state.max_steps
+    assert len(history(one, "loss")) == len(history(one, "grad_norm")) == one.state.max_steps
+    for name in ("loss", "grad_norm", "eval_loss"):
         # The logged losses are rounded only by their summation in float32.
-        torch.testing.assert_close(history(several, name), expected, rtol=2e-6, atol=2e-6)
+        torch.testing.assert_close(history(several, name), history(one, name), rtol=2e-6, atol=2e-6)
     torch.testing.assert_close(
         several.model.state_dict(), one.model.state_dict(), rtol=tolerance, atol=tolerance
     )
@@ -167,8 +166,9 @@ def summed_over_items(outputs: Any, labels: Any, num_items_in_batch: Any = None)
         ({"arguments": {"label_smoothing_factor": 0.1, **ACCUMULATION}}, {}, 1e-9),
         ({"compute_loss_func": summed_over_items}, {}, 1e-9),
         ({}, {"arguments": {"gradient_checkpointing": True}}, 1e-9),
+        ({"arguments": {"eval_strategy": "steps", "eval_steps": 2, **ACCUMULATION}}, {}, 1e-9),
     ],
-    ids=["averaged", "not averaged", "summed", "smoothing", "own loss", "checkpointing"],
+    ids=["averaged", "not averaged", "summed", "smoothing", "own loss", "checkpointing", "eval"],
 )
 def test_options_train_as_on_one_device(options, ours, tolerance, tmp_path):
     several = make_trainer(tmp_path, **{**options, **ours})
