@@ -273,6 +273,18 @@ def test_labels_and_losses_of_ones_own(loss, options, gathered, tmp_path):
     assert gathered == [1] * 4  # the loss of a tuple
 
 
+def test_a_loss_function_of_ones_own_has_the_logits_beside_the_models_loss(tmp_path):
+    data = [{"x": torch.randn(3), "target": torch.tensor(i % 4)} for i in range(21)]
+    options = {
+        "model": Scorer(nn.CrossEntropyLoss()),
+        "data": data,
+        "arguments": {"label_names": ["target"]},
+        "compute_loss_func": lambda outputs, labels, **_: outputs[1].square().mean(),
+    }
+    one = alone(tmp_path, **copy.deepcopy(options))
+    assert_same_training(one, make_trainer(tmp_path, **options), tolerance=1e-5)
+
+
 def test_the_arguments_of_the_caller_are_unchanged(tmp_path):
     args = TrainingArguments(str(tmp_path), use_cpu=True)
     trainer = BalancedTrainer(Scorer(nn.MSELoss()), args, gpu0_bsz=1, device_ids=FOUR)
