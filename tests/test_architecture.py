@@ -32,9 +32,9 @@ tuning/ workload_search tuner split_search loop_recorder __init__
 api __init__
 validation/ check gradients peaks seconds rank all_checks __init__
 distributed/ ranks batch_sampler loss_scaling to_ddp __init__
-integrations/ __init__ trainer_parallel transformers replacements
+integrations/ __init__ transformers replacements
 report/ tables plots html markdown validation compare json_file __init__
-cli/ __init__ demo arguments script answer run console demo_tables tune validate commands
+cli/ __init__ arguments script answer run console demo tune commands
 __main__
 """
 WITHOUT_TORCH = """
