@@ -140,7 +140,6 @@ def test_a_torch_that_does_not_tell_may_have_a_context(monkeypatch):
 ELSEWHERE = {
     # Python's, transformers' and our own.
     *("_getframe", "_fields", "_move_model_to_device", "_n_gpu", "_setup_devices"),
-    "_train_batch_size",
     # By these the module that torch.compile returns is recognized, and bound to a replica.
     *("_orig_mod", "_initialize"),
     # Read of an RNN, which has them.
