@@ -95,6 +95,8 @@ class BatchValues:
 
     def _compute_all(self, roots: Steps, name: str) -> None:
         """Compute the steps that a step takes, and itself."""
+        # With as many reductions on all replicas, one differs from another by its number.
+        are_aligned = len({trace.num_reductions for trace in self.traces}) == 1
         groups: list[Steps] = [roots]
         found: dict[Step, Steps] = {}
         while groups:
@@ -103,32 +105,17 @@ class BatchValues:
             if any(one is not other for one, other in zip(known, group, strict=True)):
                 raise UnclearError(_UNLIKE)
             if known is group:
-                groups += self._parents(group)
+                _check_alike(group, are_aligned)
+                groups += zip(*(step.parents for step in group), strict=True)
         ordered = sorted(found.values(), key=lambda group: group[0].index)
         kind = hash((name, *(group[0].name for group in ordered)))
         for position, group in enumerate(ordered):
             if group[0] not in self._values and group[0] not in self._of_samples:
                 self._compute(group, (kind, position))
 
-    def _parents(self, group: Steps) -> list[Steps]:
-        """Return the steps that a step of all replicas uses."""
-        first, parents = group[0], [step.parents() for step in group]
-        # With as many reductions on all replicas, one differs from another by its number.
-        num_reductions = [trace.num_reductions for trace in self.traces]
-        are_aligned = all(number == num_reductions[0] for number in num_reductions)
-        for step, found in zip(group, parents, strict=True):
-            if step.function != first.function or len(found) != len(parents[0]):
-                raise UnclearError(_UNLIKE)
-            if step.reduction is not None and first.reduction is not None:
-                is_other = step.reduction.function != first.reduction.function
-                if is_other or (are_aligned and step.ordinal != first.ordinal):
-                    raise UnclearError(_UNLIKE)
-        return list(zip(*parents, strict=True))
-
     def _compute(self, group: Steps, place: Place) -> None:
         """Compute the value of a step for the batch, unless it has entries of samples."""
-        first = group[0]
-        parents = first.parents()
+        first, parents = group[0], group[0].parents
         for step in group:
             if step.value is not None and step.version != version_of(step.value):
                 raise UnclearError("it was written to in place")
@@ -140,26 +127,27 @@ class BatchValues:
             if node is not step.node:
                 name = "detach" if node is None else operator_name(node.name())
                 raise UnclearError(f"it is computed by {name}, whose inputs are not known")
-        if all(parent in self._entries for parent in parents):
-            self._entries[first] = self._entries[parents[0]]
-        if self._same.issuperset(parents):
-            self._same.add(first)
         try:
             args = self._merged([step.args for step in group], first, place)
-            kwargs = self._merged([step.kwargs for step in group], first, place)
+            kwargs = {
+                name: self._merged([step.kwargs[name] for step in group], first, (*place, name))
+                for name in first.kwargs
+            }
+            self._values[first] = first.repeat(args, kwargs, self.device)
         except _SamplesError:
             if not self._same.issuperset(set(parents) - self._of_samples):
                 raise UnclearError(_MIXED) from None
-            self._same.discard(first)
             self._join(group, place)
             return
-        try:
-            self._values[first] = first.repeat(args, kwargs, self.device)
-        except torch.OutOfMemoryError:
+        except (UnclearError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # of whatever function; forward itself has ended well
             text = str(error).partition("\n")[0]
             raise UnclearError(f"it cannot be computed for the whole batch ({text})") from None
+        if self._same.issuperset(parents):
+            self._same.add(first)
+        if all(parent in self._entries for parent in parents):
+            self._entries[first] = self._entries[parents[0]]
 
     def _join(self, group: Steps, place: Place) -> None:
         """Join the values of a step on all replicas, if it is a mean or sum over samples."""
@@ -204,19 +192,15 @@ class BatchValues:
             return self._constant(items, place)
         if any(type(item) is not type(first) for item in items):
             raise UnclearError(_UNLIKE)
-        if isinstance(first, dict):
-            if any(item.keys() != first.keys() for item in items):
-                raise UnclearError(_UNLIKE)
-            return {n: self._merged([d[n] for d in items], step, (*place, n)) for n in first}
         if isinstance(first, list):
             if any(len(item) != len(first) for item in items):
                 raise UnclearError(_UNLIKE)
             columns = enumerate(zip(*items, strict=True))
             return [self._merged(column, step, (*place, i)) for i, column in columns]
         if isinstance(first, Real) and not isinstance(first, bool):
-            entries = next((self._entries.get(parent) for parent in step.parents()), None)
+            entries = self._entries.get(step.parents[0])
             return self.numbers.of_batch(items, step.name.strip("_"), entries, place)
-        if not all(_is_equal(item, first) for item in items):
+        if any(item is not first and item != first for item in items):
             raise UnclearError(_UNLIKE)
         return first
 
@@ -243,12 +227,18 @@ class BatchValues:
         return total(values, self.device) if fact is Fact.COUNT else values[0].to(self.device)
 
 
+def _check_alike(group: Steps, are_aligned: bool) -> None:
+    """Check that the replicas called one function, with as many steps among its arguments."""
+    first = group[0]
+    for step in group:
+        if (
+            step.function != first.function
+            or step.kwargs.keys() != first.kwargs.keys()
+            or len(step.parents) != len(first.parents)
+            or (are_aligned and step.ordinal != first.ordinal)
+        ):
+            raise UnclearError(_UNLIKE)
+
+
 class _SamplesError(Exception):
     """A step uses entries of samples, so it has a value for each chunk and none for the batch."""
-
-
-def _is_equal(one: Any, other: Any) -> bool:
-    try:
-        return bool(one == other)
-    except (RuntimeError, TypeError, ValueError):  # an array, for example
-        return False

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from .step import Reduction, Step, is_in_place, steps_in, version_of
+from .step import Reduction, Step, is_in_place, version_of
 
 ResultT = TypeVar("ResultT")
 
@@ -26,9 +26,6 @@ MAX_NUMEL = 2**16
 
 _SMALL_NUMEL = 2**10
 """The most entries that are traced if the tensors of which they were computed had fewer."""
-
-_TO_DEVICE = ("to", "cuda", "cpu")
-"""Functions that may move a tensor; the steps of all replicas are repeated on one device."""
 
 
 class Trace:
@@ -54,9 +51,11 @@ class Trace:
         step = self._steps.get(id(tensor))
         return step if step is not None and step.version == version_of(tensor) else None
 
-    def record(self, value: torch.Tensor, reduction: Reduction) -> None:
-        """Record a reduction, and trace its result from now on."""
-        step = self._step(reduction)
+    def record(
+        self, value: torch.Tensor, function: Callable[..., Any], reduction: Reduction
+    ) -> None:
+        """Record a reduction that a function has computed, and trace its result from now on."""
+        step = self._step(function, reduction)
         step.ordinal = self.num_reductions
         self.num_reductions += 1
         if value.numel() <= MAX_NUMEL:
@@ -69,9 +68,9 @@ class Trace:
         self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         """Call a function on traced tensors, and trace what it returns or writes."""
-        used = self._with_steps(args)
-        named = {name: self._with_steps(value) for name, value in kwargs.items() if name != "out"}
-        parents = list(steps_in([used, named]))
+        parents: list[Step] = []
+        used = self._with_steps(args, parents)
+        named = {n: self._with_steps(v, parents) for n, v in kwargs.items() if n != "out"}
         if not parents:
             return function(*args, **kwargs)
         target = args[0] if args and is_in_place(function) else None
@@ -86,36 +85,23 @@ class Trace:
             self.lost += [p for p in parents if p.reduction is None or p.reduction.name != "sum"]
         elif name == "register_hook":
             for step in parents:
-                if step.function is not None:  # gradients pass by its value
+                if step.parents:  # gradients pass by its value
                     step.version = -1
         elif isinstance(result, torch.Tensor):
             known = self.step_of(result)
-            if known is not None and known.index >= num_steps:  # a reduction of traced tensors
-                known.explain(function, used, named, result.device)
-            elif known is None and name in _TO_DEVICE:
-                self._trace_call(result, parents, torch.Tensor.to, [used[0], result.dtype], {})
-            elif known is None:
-                self._trace_call(result, parents, function, used, named)
+            if known is None:
+                step = self._step(function).explain(function, used, named, parents)
+                self._trace_if_small(result, step, parents)
+            elif known.index >= num_steps:  # a reduction of traced tensors
+                known.explain(function, used, named, parents)
         elif isinstance(result, tuple | list) and any(isinstance(r, torch.Tensor) for r in result):
-            several = self._step().explain(function, used, named, parents[0].value.device)
+            several = self._step(function).explain(function, used, named, parents)
             for position, part in enumerate(result):
                 if isinstance(part, torch.Tensor):
-                    self._trace_call(part, parents, operator.getitem, [several, position], {})
+                    step = self._step(operator.getitem)
+                    step.args, step.parents = [several, position], [several]
+                    self._trace_if_small(part, step, parents)
         return output
-
-    def _trace_call(
-        self,
-        result: torch.Tensor,
-        parents: Sequence[Step],
-        function: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-    ) -> None:
-        """Trace what a call on traced tensors returned, unless it is too large."""
-        if self._fits(result, parents):
-            self._trace(result, self._step().explain(function, args, kwargs, result.device))
-        else:
-            self.lost += [step for step in parents if step.has_values]
 
     def ignore_gradients_where(self, is_ignored: torch.Tensor, output: torch.Tensor) -> None:
         """Replace gradients of an output, such as 0 / 0, by 0 if ``is_ignored``, which is 0-dim."""
@@ -127,7 +113,7 @@ class Trace:
                 continue
             seen.add(step)
             if step.reduction is None:
-                steps += step.parents()
+                steps += step.parents
             elif step.value.requires_grad:
                 fill = functools.partial(_filled, is_ignored.to(step.value.device))
                 step.value.register_hook(fill)
@@ -142,15 +128,21 @@ class Trace:
         for tensor, kind in self._traced:
             tensor.__class__ = kind
 
-    def _step(self, reduction: Reduction | None = None) -> Step:
+    def _step(self, function: Callable[..., Any], reduction: Reduction | None = None) -> Step:
         self.num_steps += 1
-        return Step(self.num_steps - 1, None, reduction=reduction)
+        return Step(self.num_steps - 1, function, reduction)
+
+    def _trace_if_small(self, result: torch.Tensor, step: Step, parents: Sequence[Step]) -> None:
+        """Trace what a call on traced tensors returned, unless it is too large."""
+        if self._fits(result, parents):
+            self._trace(result, step)
+        else:
+            self.lost += [parent for parent in parents if parent.has_values]
 
     def _trace(self, value: torch.Tensor, step: Step) -> None:
         """Trace a tensor as the result of a step."""
         is_new = id(value) not in self._steps
-        step.value, step.shape, step.node = value, value.shape, value.grad_fn
-        step.version = version_of(value)
+        step.keep(value)
         self._steps[id(value)] = step
         if is_new:
             # Another replica on this device may trace the same tensor.
@@ -166,15 +158,17 @@ class Trace:
         num_entries = sum(step.shape.numel() for step in parents)
         return value.numel() <= min(MAX_NUMEL, max(_SMALL_NUMEL * may_grow, num_entries))
 
-    def _with_steps(self, value: Any) -> Any:
-        """Return arguments with a step in place of each traced tensor."""
+    def _with_steps(self, value: Any, found: list[Step]) -> Any:
+        """Return arguments with a step in place of each traced tensor; add these to ``found``."""
         if isinstance(value, torch.Tensor):
             step = self.step_of(value)
-            if step is None and id(value) in self._steps:  # it was written to, through a view
+            if step is not None:
+                found.append(step)
+                return step
+            if id(value) in self._steps:  # it was written to, through a view
                 self.lost.append(self._steps[id(value)])
-            return value if step is None else step
-        if type(value) in (tuple, list):
-            return [self._with_steps(item) for item in value]
+        elif type(value) in (tuple, list):
+            return [self._with_steps(item, found) for item in value]
         return value
 
 
@@ -257,7 +251,7 @@ def _before_write(used: Any, target: torch.Tensor) -> Any:
         before = target.clone()
     if not isinstance(used, Step):
         return before
-    used.value, used.node, used.version = before, before.grad_fn, version_of(before)
+    used.keep(before)
     return used
 
 
