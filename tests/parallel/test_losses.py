@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 from balanced_dp import ArgumentError, BalancedCriterion, BalancedDataParallel, BalanceWarning
-from balanced_dp.parallel.losses.numbers import Numbers
+from balanced_dp.parallel.losses.facts import Facts
 from balanced_dp.parallel.losses.reductions import noticing
 from balanced_dp.parallel.losses.trace import Trace, traced, tracing
 
@@ -305,8 +305,8 @@ def test_given_tensors_are_not_read():
         def __torch_function__(cls, function, types, args=(), kwargs=None):
             raise AssertionError(f"{function} was called")
 
-    numbers = Numbers((4, 4), [torch.tensor(3.0).as_subclass(Unread), 6], {})
-    assert numbers.of_batch([6, 6], "div", [8, 8], ("place",)) == 6
+    facts = Facts((4, 4), [torch.tensor(3.0).as_subclass(Unread), 6], {}, compares_again=False)
+    assert facts.number([6, 6], "div", [8, 8], ("place",)) == 6
 
 
 def test_replicas_may_name_other_arguments():
@@ -651,8 +651,8 @@ def test_only_what_a_replica_computes_is_traced():
     before = [torch._C._nn.cross_entropy_loss, torch.sum]
     with noticing(), tracing(traces):
         compute(Y)
-        traced(replica, 0)()
-        traced(lambda: compute(IGNORED), 1)()
+        traced(0, replica)
+        traced(1, compute, IGNORED)
         assert [type(loss) is Tensor for loss in losses] == [True, False, True, False]
     counts = [[trace.step_of(loss) for loss in losses] for trace in traces]
     found = [[int(s.reduction.count) if s else None for s in steps] for steps in counts]

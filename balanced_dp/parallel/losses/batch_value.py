@@ -14,9 +14,8 @@ from typing import Any
 
 import torch
 
-from .numbers import Fact, Numbers, Place, UnclearError
+from .facts import Fact, Facts, Place, UnclearError
 from .origins import operator_name
-from .samples import Samples, place_of
 from .step import Step, version_of
 from .trace import Trace
 from .weighted import moved, total, weighted_mean
@@ -36,12 +35,12 @@ class BatchValues:
 
     Attributes:
         traces: the steps of each replica.
-        samples: the chunk sizes, and what is known of numbers and tensors. It is updated.
+        facts: the chunk sizes, and what is known of numbers and tensors. It is updated.
         device: the device of the results.
     """
 
     traces: Sequence[Trace]
-    samples: Samples
+    facts: Facts
     device: torch.device
     _values: dict[Step, Any] = field(default_factory=dict)
     _of_samples: set[Step] = field(default_factory=set)
@@ -50,11 +49,6 @@ class BatchValues:
     """Steps that depend on parameters only."""
     _entries: dict[Step, Sequence[Any]] = field(default_factory=dict)
     """Over how many entries the steps are sums that were computed from sums only."""
-
-    @property
-    def numbers(self) -> Numbers:
-        """The numbers that the replicas compute with."""
-        return self.samples.numbers
 
     def of(self, outputs: Sequence[torch.Tensor], name: str) -> torch.Tensor:
         """Return the value of the batch of a 0-dim output.
@@ -66,9 +60,9 @@ class BatchValues:
         Raises:
             UnclearError: it is not known.
         """
-        if len(self.numbers.facts) > _MAX_FACTS:
-            self.numbers.facts.clear()
-        if self.samples.compares_again:
+        if len(self.facts.known) > _MAX_FACTS:
+            self.facts.known.clear()
+        if self.facts.compares_again:
             self._look_at_lost_steps()
         steps = [trace.step_of(t) for trace, t in zip(self.traces, outputs, strict=True)]
         roots = tuple(step for step in steps if step is not None)
@@ -90,7 +84,7 @@ class BatchValues:
             except UnclearError:
                 continue  # what depends on it is unclear, too
             if group[0] not in self._same and group[0] not in self._of_samples:
-                self.numbers.doubts.append(f"{_MIXED}, or with other larger tensors")
+                self.facts.doubts.append(f"{_MIXED}, or with other larger tensors")
                 return
 
     def _compute_all(self, roots: Steps, name: str) -> None:
@@ -154,17 +148,14 @@ class BatchValues:
         first = group[0]
         values = [step.value for step in group]
         reductions = [step.reduction for step in group if step.reduction]
-        if not reductions or self.samples.keeps_samples(group, place):
+        if not reductions or self.facts.keeps_samples(group, place):
             self._of_samples.add(first)
             return
-        if all(reduction.shape == reductions[0].shape for reduction in reductions):
-            if not self.samples.are_over_samples(reductions[0], values, place):
-                self._values[first] = None if values[0] is None else values[0].to(self.device)
-                self._same.add(first)
-                return
-        else:
-            self.numbers.facts[place_of(reductions[0], place)] = Fact.SAMPLES
-        self.samples.check_classes(reductions, place)
+        if not self.facts.are_over_samples(reductions, values, place):
+            self._values[first] = None if values[0] is None else values[0].to(self.device)
+            self._same.add(first)
+            return
+        self.facts.check_classes(reductions, place)
         name, counts = reductions[0].name, [reduction.count for reduction in reductions]
         if values[0] is None:  # too large to be kept
             self._values[first] = None
@@ -199,7 +190,7 @@ class BatchValues:
             return [self._merged(column, step, (*place, i)) for i, column in columns]
         if isinstance(first, Real) and not isinstance(first, bool):
             entries = self._entries.get(step.parents[0])
-            return self.numbers.of_batch(items, step.name.strip("_"), entries, place)
+            return self.facts.number(items, step.name.strip("_"), entries, place)
         if any(item is not first and item != first for item in items):
             raise UnclearError(_UNLIKE)
         return first
@@ -211,13 +202,12 @@ class BatchValues:
             UnclearError: they differ, and are no counts.
             _SamplesError: they have entries of samples.
         """
-        facts = self.numbers.facts
-        is_given = all(any(item is value for item in self.numbers.given) for value in values)
-        fact = Fact.SAME if is_given else facts.get(place)
+        is_given = all(any(item is value for item in self.facts.given) for value in values)
+        fact = Fact.SAME if is_given else self.facts.known.get(place)
         if any(value.shape != values[0].shape for value in values):
             fact = Fact.SAMPLES
-        elif fact is None or (self.samples.compares_again and not is_given):
-            fact = facts[place] = self.samples.compare(values)
+        elif fact is None or (self.facts.compares_again and not is_given):
+            fact = self.facts.known[place] = self.facts.compare(values)
         if fact is Fact.UNCLEAR:
             node = values[0].grad_fn
             what = "it has a part" if node is None else f"it uses a {operator_name(node.name())}"

@@ -212,7 +212,7 @@ _traces: ContextVar[Sequence[Trace]] = ContextVar("traces", default=())
 
 @contextlib.contextmanager
 def tracing(traces: Sequence[Trace]) -> Iterator[None]:
-    """Context manager in which functions that ``traced`` returned are traced."""
+    """Context manager in which functions that are called by ``traced`` are traced."""
     token = _traces.set(traces)
     try:
         for trace in traces:
@@ -224,20 +224,14 @@ def tracing(traces: Sequence[Trace]) -> Iterator[None]:
             trace.end()
 
 
-def traced(function: Callable[[], ResultT], index: int) -> Callable[[], ResultT]:
-    """Return a function whose tensors are traced, for the replica ``index``, in ``tracing``."""
-
-    def run() -> ResultT:
-        traces = _traces.get()
-        if not traces:
-            return function()
-        token = current_trace.set(traces[index])
-        try:
-            return function()
-        finally:
-            current_trace.reset(token)
-
-    return run
+def traced(index: int, function: Callable[..., ResultT], *args: Any, **kwargs: Any) -> ResultT:
+    """Call a function as the replica ``index``; in ``tracing``, its tensors are traced."""
+    traces = _traces.get()
+    token = current_trace.set(traces[index] if traces else current_trace.get())
+    try:
+        return function(*args, **kwargs)
+    finally:
+        current_trace.reset(token)
 
 
 @functools.cache
