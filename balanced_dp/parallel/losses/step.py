@@ -110,9 +110,7 @@ class Step:
                 enabled, dtype = self.autocast
                 modes.enter_context(torch.autocast(device.type, dtype, enabled))
             if not is_in_place(self.function):
-                result = self.function(*args, **kwargs)
-                # It may have moved its argument to the device of a replica.
-                return result.to(device) if isinstance(result, torch.Tensor) else result
+                return self.function(*args, **kwargs)
             target = args[0].clone()
             self.function(target, *args[1:], **kwargs)
             return target

@@ -27,6 +27,9 @@ MAX_NUMEL = 2**16
 _SMALL_NUMEL = 2**10
 """The most entries that are traced if the tensors of which they were computed had fewer."""
 
+_TO_DEVICE = ("to", "cuda", "cpu")
+"""Functions that may move a tensor; the steps of all replicas are repeated on one device."""
+
 
 class Trace:
     """The traced tensors of one replica.
@@ -89,6 +92,8 @@ class Trace:
                     step.version = -1
         elif isinstance(result, torch.Tensor):
             known = self.step_of(result)
+            if name in _TO_DEVICE:
+                function, used, named = torch.Tensor.to, [used[0], result.dtype], {}
             if known is None:
                 step = self._step(function).explain(function, used, named, parents)
                 self._trace_if_small(result, step, parents)
