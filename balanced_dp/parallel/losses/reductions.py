@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from .step import Reduction
 from .trace import Trace, current_trace
 
 MEAN, SUM = 1, 2
@@ -142,7 +141,7 @@ def _reduced(join: str, trace: Trace, function: Any, *args: Any, **kwargs: Any) 
         return value
     if value.dim() and not _reduces_batch_dim(trace, reduced, *args[1:2], **kwargs):
         return value
-    return _record(trace, function, value, reduced, join)
+    return trace.record(function, value, reduced, join)
 
 
 def _reduces_batch_dim(
@@ -159,7 +158,7 @@ def _reduces_batch_dim(
 
 
 def _histogram(trace: Trace, function: Any, input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    return _record(trace, function, function(input, *args, **kwargs), input, "sum")
+    return trace.record(function, function(input, *args, **kwargs), input, "sum")
 
 
 def _loss(position: int, trace: Trace, function: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -170,7 +169,7 @@ def _loss(position: int, trace: Trace, function: Any, *args: Any, **kwargs: Any)
     count = None
     if function.__name__ == "ctc_loss":  # a mean over samples, whatever the length of the longest
         count = args[0].shape[1] if args[0].dim() > 2 else 1
-    return _record(trace, function, value, args[0], "mean" if reduction == MEAN else "sum", count)
+    return trace.record(function, value, args[0], "mean" if reduction == MEAN else "sum", count)
 
 
 def _cross_entropy(
@@ -192,8 +191,8 @@ def _cross_entropy(
     num_classes = input.shape[min(1, input.dim() - 1)]
 
     def record(value: torch.Tensor, name: str, count: torch.Tensor | None = None) -> torch.Tensor:
-        reduced = target, name, count, input.grad_fn, num_classes
-        return _record(trace, function, value, *reduced)
+        others = {"source": input.grad_fn, "num_classes": num_classes}
+        return trace.record(function, value, target, name, count, **others)
 
     def loss_of(reduction: int) -> torch.Tensor:
         return function(input, target, weight, reduction, ignore_index, *smoothing)
@@ -216,25 +215,6 @@ def _cross_entropy(
     if loss.grad_fn is not None:
         loss.grad_fn.register_hook(functools.partial(_without_nan, count))
     return loss
-
-
-def _record(
-    trace: Trace,
-    function: Callable[..., Any],
-    value: torch.Tensor,
-    reduced: torch.Tensor,
-    name: str,
-    count: int | torch.Tensor | None = None,
-    source: Any = None,
-    num_classes: int | None = None,
-) -> torch.Tensor:
-    """Record a reduction of ``reduced`` to ``value``, and return it; see ``Reduction``."""
-    if trace.step_of(value) is None:  # or it was recorded as a function of traced tensors
-        if count is None:
-            count = reduced.numel() // max(1, value.numel())
-        source = reduced.grad_fn if source is None else source
-        trace.record(value, function, Reduction(name, count, reduced.shape, source, num_classes))
-    return value
 
 
 def _without_nan(count: torch.Tensor, grad_inputs: Any, grad_outputs: Any) -> Any:

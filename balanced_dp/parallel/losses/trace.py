@@ -55,9 +55,23 @@ class Trace:
         return step if step is not None and step.version == version_of(tensor) else None
 
     def record(
-        self, value: torch.Tensor, function: Callable[..., Any], reduction: Reduction
-    ) -> None:
-        """Record a reduction that a function has computed, and trace its result from now on."""
+        self,
+        function: Callable[..., Any],
+        value: torch.Tensor,
+        reduced: torch.Tensor,
+        name: str,
+        count: int | torch.Tensor | None = None,
+        **others: Any,
+    ) -> torch.Tensor:
+        """Record that a function reduced ``reduced`` to ``value``, which is returned and traced.
+
+        By default the count is that of the entries of ``reduced``; see ``Reduction``.
+        """
+        if self.step_of(value) is not None:  # it was recorded as a function of traced tensors
+            return value
+        if count is None:
+            count = reduced.numel() // max(1, value.numel())
+        reduction = Reduction(name, count, reduced.shape, **{"source": reduced.grad_fn, **others})
         step = self._step(function, reduction)
         step.ordinal = self.num_reductions
         self.num_reductions += 1
@@ -66,6 +80,7 @@ class Trace:
         else:
             step.shape = value.shape
             self.lost.append(step)
+        return value
 
     def call(
         self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -123,15 +138,10 @@ class Trace:
                 fill = functools.partial(_filled, is_ignored.to(step.value.device))
                 step.value.register_hook(fill)
 
-    def begin(self) -> None:
-        """Trace the tensors that were traced before ``end``."""
+    def set_classes(self, are_traced: bool) -> None:
+        """Trace the tensors that were traced before, or give each its own class back."""
         for tensor, kind in self._traced:
-            tensor.__class__ = _traced_class(kind)
-
-    def end(self) -> None:
-        """Give each tensor its own class back."""
-        for tensor, kind in self._traced:
-            tensor.__class__ = kind
+            tensor.__class__ = _traced_class(kind) if are_traced else kind
 
     def _step(self, function: Callable[..., Any], reduction: Reduction | None = None) -> Step:
         self.num_steps += 1
@@ -221,12 +231,12 @@ def tracing(traces: Sequence[Trace]) -> Iterator[None]:
     token = _traces.set(traces)
     try:
         for trace in traces:
-            trace.begin()
+            trace.set_classes(are_traced=True)
         yield
     finally:
         _traces.reset(token)
         for trace in traces:
-            trace.end()
+            trace.set_classes(are_traced=False)
 
 
 def traced(index: int, function: Callable[..., ResultT], *args: Any, **kwargs: Any) -> ResultT:
