@@ -22,7 +22,7 @@ memory/ nvml nvml_sampler step_memory
 memory/ breakdown peaks probe logger __init__
 planning/ memory_model estimates split_planner auto_balance __init__
 parallel/ nested call_inputs move
-parallel/losses/ weighted step trace reductions origins numbers samples batch_value
+parallel/losses/ weighted step trace reductions origins facts batch_value
 parallel/losses/ weight join __init__
 parallel/ scatter arrivals coalesced_copy homes deferred_gradients parameter_copies
 parallel/ bound_methods written_state replica replica_pool replicate parallel_apply gather

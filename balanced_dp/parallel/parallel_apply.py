@@ -54,7 +54,7 @@ def parallel_apply(
     jobs: dict[torch.device, dict[int, Callable[[], Any]]] = {}
     for index, (device, function) in enumerate(zip(devices, functions, strict=True)):
         args, kwargs = arguments[index]
-        call = traced(functools.partial(function, *args, **kwargs), index)
+        call = functools.partial(traced, index, function, *args, **kwargs)
         jobs.setdefault(device, {})[index] = call
     others = list(jobs.items())
     # Autograd runs the nodes of all emulated devices in one thread, the highest sequence number

@@ -188,7 +188,7 @@ def test_counts_are_of_one_thread():
                     losses.append(loss)
 
             with noticing(), tracing([trace]):
-                traced(compute, 0)()
+                traced(0, compute)
             num_counted.append(sum(trace.step_of(loss) is not None for loss in losses))
         return num_counted
 
