@@ -20,6 +20,9 @@ from torch import nn
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 """The attributes in which a module stores its hooks."""
 
+DICTIONARIES = ("_modules", "_parameters", "_buffers", *HOOKS)
+"""The attributes in which it stores all that is registered, which each replica has of its own."""
+
 # The replica of each module. A strong reference from within a replica would make a cycle, and the
 # memory of the replica would wait for the garbage collector.
 _References = Mapping[nn.Module, "weakref.ref[nn.Module]"]

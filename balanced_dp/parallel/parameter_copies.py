@@ -37,7 +37,6 @@ class ParameterCopies:
         self,
         devices: Iterable[torch.device],
         parameters: Sequence[torch.Tensor],
-        home: torch.device | None = None,
     ) -> tuple[Copies, Arrivals]:
         """Return the parameters on each device, and the events of their arrival.
 
@@ -46,13 +45,12 @@ class ParameterCopies:
         Args:
             devices: the destinations; a device may repeat.
             parameters: the parameters, none twice.
-            home: the device that all of them are on, if there is one.
 
         Raises:
             RuntimeError: inside ``shared``, a parameter that is trained has changed.
         """
         result: dict[torch.device, Sequence[torch.Tensor]] = dict.fromkeys(devices, parameters)
-        homes = {parameter.device for parameter in parameters} if home is None else {home}
+        homes = {parameter.device for parameter in parameters}
         away = [device for device in result if homes - {device}]
         # Deferred gradients are added to leaves: the graph of other tensors is freed by then.
         shared = self._block
