@@ -53,7 +53,7 @@ def _bind_methods(module: nn.Module, copy: Any, references: _References) -> bool
     for name in bound:
         del copy.__dict__[name]
     copy.__dict__[_BOUND] = bound
-    copy.__class__ = _class_with(type(copy), frozenset(bound))
+    copy.__class__ = _class_with(copy.__class__, frozenset(bound))
     return True
 
 
