@@ -17,7 +17,7 @@ from torch.nn.parallel import comm
 from ..devices import gradient_stream, is_cuda, on_stream, weight_stream
 from ..torch_versions import copy_all
 from .arrivals import Arrivals
-from .move import move, move_all
+from .move import move
 
 BUCKET_BYTES = 25 * 2**20
 """The most bytes in a bucket of several tensors.
@@ -98,7 +98,7 @@ def copy_to(
             all copies.
     """
     if not all(map(is_cuda, devices)):
-        return {device: move_all(tensors, device) for device in devices}
+        return {device: [move(t, device) for t in tensors] for device in devices}
     is_recorded = torch.is_grad_enabled()
     copies = {device: list(tensors) for device in devices}
     together = []
@@ -181,7 +181,7 @@ def bring_to(
                 copy_all(own, brought)
                 brought = own
         else:
-            brought = move_all(present, device)
+            brought = [move(g, device) for g in present]
     torch.get_device_module(source).current_stream(source).wait_stream(stream)
     parts = iter(brought)
     return [None if g is None else next(parts) for g in gradients]

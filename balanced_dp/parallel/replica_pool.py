@@ -9,17 +9,15 @@ its modules.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import chain, compress
 from typing import Any
 
 import torch
 from torch import nn
 
-from .bound_methods import HOOKS
+from .bound_methods import DICTIONARIES
 from .replica import Replica, is_compiled
-
-_MEMBERS = ("_modules", "_parameters", "_buffers")
 
 
 class ReplicaPool:
@@ -47,10 +45,7 @@ class ReplicaPool:
         self.buffers = self._members("_buffers")
         self.is_compiled = any(map(is_compiled, self.modules))
         self.num_calls = 0
-        hooks = [module.__dict__[kind] for module in self.modules for kind in HOOKS]
-        self._hooks = list(filter(None, hooks))
-        self._without_hooks = [own for own in hooks if not own]
-        self._contents = _contents(self.modules, self._hooks)
+        self._contents = _contents(self.modules)
         self._waiting: list[Replica] = []
 
     def _members(self, kind: str) -> list[torch.Tensor]:
@@ -60,11 +55,10 @@ class ReplicaPool:
 
     def is_of(self, network: nn.Module) -> bool:
         """Return whether ``network`` is the module, and its attributes have not changed."""
-        if self.modules[0] is not network or any(self._without_hooks):
-            return False
         *before, values_before = self._contents
-        *now, values_now = _contents(self.modules, self._hooks)
-        return before == now and all(map(operator.is_, values_before, values_now))
+        *now, values_now = _contents(self.modules)
+        is_same = self.modules[0] is network and before == now
+        return is_same and all(map(operator.is_, values_before, values_now))
 
     def take(self) -> Replica:
         """Return a replica that waited, or else a new one. ``begin`` gives it its tensors."""
@@ -80,19 +74,15 @@ class ReplicaPool:
 
 
 def _contents(
-    modules: Sequence[nn.Module], hooks: Iterable[dict[int, Any]]
+    modules: Sequence[nn.Module],
 ) -> tuple[list[type], list[int], list[str], list[Any]]:
     """Return the contents of modules: their types, and the sizes, keys and values of dictionaries.
 
     Compare the values by identity, since not all of them support equality.
-
-    Args:
-        modules: the modules.
-        hooks: those of their dictionaries of hooks that are not empty.
     """
     own = [module.__dict__ for module in modules]
-    members = chain.from_iterable(map(operator.itemgetter(*_MEMBERS), own))
-    dictionaries = [*own, *members, *hooks]
+    registered = chain.from_iterable(map(operator.itemgetter(*DICTIONARIES), own))
+    dictionaries = [*own, *registered]
     sizes = list(map(len, dictionaries))
     filled = list(compress(dictionaries, sizes))
     return (

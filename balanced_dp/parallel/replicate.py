@@ -186,7 +186,8 @@ def _buffers_of_replicas(
     devices: Sequence[torch.device], buffers: Sequence[torch.Tensor]
 ) -> list[Sequence[torch.Tensor]]:
     """Return the buffers of each replica: copies, unless the first has them on its device."""
-    away = [d for d in dict.fromkeys(devices) if any(buffer.device != d for buffer in buffers)]
+    homes = {buffer.device for buffer in buffers}
+    away = [device for device in dict.fromkeys(devices) if homes - {device}]
     sent = copy_to(away, buffers)
     have_attributes = any(map(vars, buffers))
     copies: list[Sequence[torch.Tensor]] = []

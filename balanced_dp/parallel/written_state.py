@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import chain, islice
+from itertools import chain
 from typing import Any
 
 import torch
@@ -42,31 +42,20 @@ class WrittenState:
         self._copies: list[tuple[int, torch.Tensor, torch.Tensor, Any]] = []
         self._shared: list[tuple[str, torch.Tensor, Any, Any]] = []
         self._others: list[tuple[str, torch.Tensor, Any, torch.Tensor]] = []
-        self._devices: set[torch.device] = set()
+        heads = [next(_parameters(replica), None) for replica in replicas]
+        self._devices = {head.device for head in heads if head is not None}
         if silently is None:
-            heads = [next(_parameters(replica), None) for replica in replicas]
             shared: dict[int, tuple[str, torch.Tensor]] = {}
             for index, other in enumerate(others, start=1):
                 if any(heads[index] is head for head in heads[:index]):
                     shared |= {id(p): (name, p) for name, p in other.named_parameters()}
                 else:
-                    self._others += [
-                        (name, copy, _signs(copy), original)
-                        for (name, original), copy in zip(
-                            _named(first), _parameters(other), strict=True
-                        )
-                    ]
+                    pairs = zip(_named(first), _parameters(other), strict=True)
+                    self._others += [(n, copy, _signs(copy), p) for (n, p), copy in pairs]
             self._shared = [(n, p, _signs(p), _values(p)) for n, p in shared.values()]
         if not is_shared:
-            self._devices = {
-                tensor.device for r in replicas for tensor in islice(_parameters(r), 1)
-            }
-            pairs = enumerate(zip(_state(network), _state(first), strict=True))
-            self._copies = [
-                (index, original, copy, _signs(copy))
-                for index, (original, copy) in pairs
-                if copy is not original
-            ]
+            states = enumerate(zip(_state(network), _state(first), strict=True))
+            self._copies = [(i, p, copy, _signs(copy)) for i, (p, copy) in states if copy is not p]
 
     def written_by_several(self) -> list[str]:
         """Return the names of parameters that replicas on one device share and have written.
