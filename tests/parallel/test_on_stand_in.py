@@ -110,7 +110,6 @@ def test_training_with_evaluation_between(gpu0_bsz, where, streams, stand_in: St
             loss.backward()
             optimizer.step()
             assert loss.item() == pytest.approx(loss_on_cpu, 1e-10)
-    model.close()
 
 
 @pytest.mark.parametrize("output_device", ["stand_in:0", "stand_in:2", "cpu"])
@@ -129,7 +128,6 @@ def test_criterion_and_output_device(gathers, output_device, stand_in: StandIn):
         criterion = BalancedCriterion(criterion)
     criterion(model(x), labels.to(output_device)).backward()
     torch.testing.assert_close(fetch(module), expected, **CLOSE)
-    model.close()
 
 
 @pytest.mark.parametrize("gpu0_bsz", [0, 2])
@@ -148,7 +146,6 @@ def test_several_backwards_with_one_copy_of_the_weights(
         for batch in batches:
             model(*batch).backward()
     torch.testing.assert_close(fetch(module), expected, **CLOSE)
-    model.close()
 
 
 def triple_gradient(parameter: Tensor) -> None:
@@ -175,7 +172,6 @@ def test_hooks_of_parameters_and_modules(stand_in: StandIn):
     model(*batch).backward()
     torch.testing.assert_close(fetch(module), fetch(reference), **CLOSE)
     assert sorted(seen) == sorted(seen_alone)
-    model.close()
 
 
 @pytest.mark.parametrize("gpu0_bsz", [0, 1])
@@ -201,7 +197,6 @@ def test_checkpointing(use_reentrant, gpu0_bsz, stand_in: StandIn):
         model(x).backward()
         found.append(fetch(model))
     torch.testing.assert_close(found[1], found[0])
-    model.close()
 
 
 @pytest.mark.parametrize("where", ["cpu", "stand_in:0"])
@@ -219,7 +214,6 @@ def test_double_backward(where, stand_in: StandIn):
     model = BalancedDataParallel(1, module.to(stand_in.devices[0]))
     penalty(model, x.to(where))
     torch.testing.assert_close(fetch(module), expected, **CLOSE)
-    model.close()
 
 
 @pytest.mark.parametrize("trains", [True, False])
@@ -243,7 +237,6 @@ def test_four_threads_call_one_model(trains, stand_in: StandIn):
         thread.start()
     for thread in threads:
         thread.join()
-    model.close()
     assert not errors, errors[0]
 
 
@@ -263,7 +256,6 @@ def test_an_rnn_that_puts_its_weights_together_in_forward(gpu0_bsz, kind, stand_
         model.zero_grad()
         model(x).square().mean().backward()
         torch.testing.assert_close(fetch(module), expected, **CLOSE)
-    model.close()
 
 
 @pytest.mark.parametrize("gpu0_bsz", [0, 1])
@@ -283,7 +275,6 @@ def test_buffers_and_other_dtypes(gpu0_bsz, stand_in: StandIn):
     model = BalancedDataParallel(gpu0_bsz, module.to(stand_in.devices[0]))
     model(x).backward()
     torch.testing.assert_close(fetch(module), expected, **CLOSE)
-    model.close()
 
 
 @pytest.mark.skipif(
@@ -302,7 +293,6 @@ def test_gradients_hold_no_more_than_their_bytes(gpu0_bsz, num_devices, stand_in
     held = torch.accelerator.memory_allocated(devices[0]) - before
     own = sum(p.grad.nbytes for p in module.parameters() if p.grad is not None)
     assert own <= held <= 1.02 * own
-    model.close()
 
 
 def test_one_communicator_serves_weights_buffers_and_criteria(stand_in: StandIn):
@@ -320,7 +310,6 @@ def test_one_communicator_serves_weights_buffers_and_criteria(stand_in: StandIn)
         with model.shared_weights(), torch.no_grad():
             model(x)
     assert stand_in.nccl.opened == [(0, 1, 2, 3)]
-    model.close()
 
 
 @pytest.mark.parametrize("gpu0_bsz", [0, 2])
@@ -329,7 +318,6 @@ def test_two_devices_need_no_communicator(gpu0_bsz, stand_in: StandIn):
     model = BalancedDataParallel(gpu0_bsz, module, stand_in.devices[:2])
     model(make_batch()[0]).square().mean().backward()
     assert stand_in.nccl.opened == []
-    model.close()
 
 
 def normed(device: torch.device) -> nn.Sequential:
@@ -343,7 +331,6 @@ def test_shared_weights_are_broadcast_once(stand_in: StandIn):
     module_bytes = sum(parameter.nbytes for parameter in model.parameters())
     with stand_in.recorded() as work, torch.no_grad(), model.shared_weights():
         model(x), model(x)
-    model.close()
     sent = [(len(streams), size) for name, streams, _, size, _ in work if name == "broadcast"]
     assert {streams for streams, _ in sent} == {4}
     assert sum(size for _, size in sent) == module_bytes
@@ -366,7 +353,6 @@ def test_inputs_from_the_cpu_arrive_in_streams_of_their_own(stand_in: StandIn):
         )
         assert len(arrived) == len(computed) > 0
         assert not arrived & computed
-        model.close()
 
 
 @pytest.mark.parametrize("backward_in", ["side streams", "default streams"])
@@ -381,7 +367,6 @@ def test_accumulation_left_in_other_streams_than_it_ran_in(backward_in, stand_in
                     loss.backward()
             if backward_in == "default streams":
                 loss.backward()
-    model.close()
     assert not stand_in.races()
 
 
@@ -394,7 +379,6 @@ def test_no_warning_in_side_streams(stand_in: StandIn):
             model(*make_batch()).backward()
     finally:
         torch.set_warn_always(False)
-        model.close()
 
 
 @pytest.mark.filterwarnings("ignore:gpu0_bsz=16 balances nothing")
@@ -404,7 +388,6 @@ def test_gradients_travel_beside_computing(split, transfer_share, stand_in: Stan
     """Devices marched in step: backward took 1.4 and 2.1 times the largest chunk's computing."""
     model = BalancedDataParallel(split[0], Layers().to(stand_in.devices[0]))
     assert is_reached(1.25, stand_in, model, split, transfer_share, has_forward=False)
-    model.close()
 
 
 @pytest.mark.filterwarnings("ignore:gpu0_bsz=16 balances nothing")
@@ -414,7 +397,6 @@ def test_weights_travel_beside_computing(split, transfer_share, limit, stand_in:
     """Before computing began they took the step to 1.11 and 1.30 times its computing."""
     model = BalancedDataParallel(split[0], Layers().to(stand_in.devices[0]))
     assert is_reached(limit, stand_in, model, split, transfer_share, has_forward=True)
-    model.close()
 
 
 @pytest.mark.parametrize(("transfer_share", "limit"), [(0.1, 1.05), (0.3, 1.12)])
@@ -422,7 +404,6 @@ def test_gradients_travel_beside_computing_to_all_homes(transfer_share, limit, s
     """Each home computed no further before they had arrived: 1.24 and 1.30."""
     model = BalancedDataParallel(None, Layers().to(stand_in.devices[0]), spread=True)
     assert is_reached(limit, stand_in, model, SPLITS[0], transfer_share, has_forward=True)
-    model.close()
 
 
 @pytest.mark.parametrize("spread", [False, True])
@@ -456,7 +437,6 @@ def test_gradients_of_some_parameters_only(gpu0_bsz, spread, stand_in: StandIn):
     for _ in range(2):
         plain(x, True).backward()
     torch.testing.assert_close(fetch(module), fetch(plain), **CLOSE)
-    model.close()
 
 
 @pytest.mark.parametrize("spread", [False, True])
@@ -473,7 +453,6 @@ def test_hooks_of_parameters_that_are_not_used_are_not_called(spread, stand_in: 
     model(torch.randn(BATCH, 4, dtype=torch.double)).backward()
     assert module.unused.weight.grad is None
     assert module.first.weight.grad is not None
-    model.close()
 
 
 class UsesOthersWeights(nn.Module):
@@ -527,7 +506,6 @@ def test_weights_are_waited_for_wherever_they_are_read(has_gradients, gpu0_bsz, 
     if has_gradients:
         output.sum().backward()
         torch.testing.assert_close(fetch(module), gradients, **CLOSE)
-    model.close()
 
 
 def test_weights_are_sent_when_the_optimizer_has_written_them(stand_in: StandIn):
@@ -547,7 +525,6 @@ def test_weights_are_sent_when_the_optimizer_has_written_them(stand_in: StandIn)
         model(*batch).backward()
         optimizer.step()
     torch.testing.assert_close(module.cpu().state_dict(), plain.state_dict(), **CLOSE)
-    model.close()
 
 
 @pytest.mark.parametrize("gpu0_bsz", [0, 2])
@@ -570,7 +547,6 @@ def test_what_forward_writes_to_weights_comes_after_they_were_sent(gpu0_bsz, sta
         for _ in range(5):
             torch.testing.assert_close(model(x).cpu(), plain(x), **CLOSE)
     torch.testing.assert_close(module.cpu().state_dict(), plain.state_dict(), **CLOSE)
-    model.close()
 
 
 def test_weights_that_nobody_waited_for_when_forward_raised(stand_in: StandIn):
@@ -591,7 +567,6 @@ def test_weights_that_nobody_waited_for_when_forward_raised(stand_in: StandIn):
         for device in stand_in.devices:
             for parameter in mlp().parameters():
                 torch.ones_like(parameter, device=device)
-    model.close()
 
 
 def test_replicas_made_by_hand_wait(stand_in: StandIn):
@@ -605,7 +580,6 @@ def test_replicas_made_by_hand_wait(stand_in: StandIn):
         torch.testing.assert_close(output.cpu(), expected, **CLOSE)
         del replicas, output
         torch.ones(WIDTH * WIDTH, dtype=torch.double, device=stand_in.devices[2])
-    model.close()
 
 
 def test_the_first_device_may_be_the_cpu(stand_in: StandIn):
@@ -619,7 +593,6 @@ def test_the_first_device_may_be_the_cpu(stand_in: StandIn):
         for _ in range(2):
             model(x).sum().backward()
     torch.testing.assert_close(fetch(module), expected, **CLOSE)
-    model.close()
 
 
 def test_gradients_with_a_graph_of_an_empty_parameter(stand_in: StandIn):
@@ -637,7 +610,6 @@ def test_gradients_with_a_graph_of_an_empty_parameter(stand_in: StandIn):
     found = torch.autograd.grad(loss, list(module.parameters()), create_graph=True)
     [second] = torch.autograd.grad(found[1].sum(), module.weight)
     assert second.tolist() == [2 * BATCH] * 4
-    model.close()
 
 
 def repeated_until_it_runs(step: Callable[[], None]) -> int:
@@ -684,7 +656,6 @@ def test_memory_that_runs_out_is_seen_whoever_says_so(gpu0_bsz, advice, failure,
         if gpu0_bsz == "auto":
             assert repeated_until_it_runs(lambda: model(x).sum().backward()) < 5
             assert model.gpu0_bsz < 8
-    model.close()
 
 
 @pytest.mark.parametrize("failure", FAILURES.values(), ids=FAILURES)
@@ -750,7 +721,6 @@ def test_a_stream_that_left_before_the_first_read_waits_for_itself(stand_in: Sta
     with torch.no_grad():
         for _ in range(3):
             torch.testing.assert_close(model(x).cpu(), expected, **CLOSE)
-    model.close()
 
 
 @pytest.mark.parametrize("trains", [True, False])
@@ -776,7 +746,6 @@ def test_four_threads_share_the_weights_of_one_block(trains, stand_in: StandIn):
     assert len(outputs) == 20
     for output in outputs:
         torch.testing.assert_close(output, expected, **CLOSE)
-    model.close()
 
 
 @pytest.mark.parametrize("is_shared", [True, False])
@@ -798,7 +767,6 @@ def test_memory_that_runs_out_while_weights_are_sent(is_shared, monkeypatch, sta
         for device in stand_in.devices:
             for parameter in mlp(8).parameters():
                 torch.ones_like(parameter, device=device)
-    model.close()
 
 
 # Dynamo reads it of whatever it compiles for.
@@ -822,7 +790,6 @@ def test_functions_that_are_compiled_are_not_compiled_at_each_call(stand_in: Sta
     model = BalancedDataParallel(6, Compiles().double().to(stand_in.devices[0]), [0, 1])
     for _ in range(12):  # torch gives up after 8
         model(make_batch()[0])
-    model.close()
     assert Arrivals.are_traced
 
 
@@ -838,7 +805,6 @@ def test_replicas_made_by_hand_leave_no_memory_to_the_garbage_collector(stand_in
         assert torch.accelerator.memory_allocated(1) == allocated
     finally:
         gc.enable()
-    model.close()
 
 
 def test_small_weights_are_sent_together_whoever_watches_their_gradients(
@@ -850,5 +816,4 @@ def test_small_weights_are_sent_together_whoever_watches_their_gradients(
         parameter.register_post_accumulate_grad_hook(lambda parameter: None)
     with stand_in.recorded() as work:
         model(make_batch()[0])
-    model.close()
     assert [name for name, *_ in work if name == "broadcast"] == ["broadcast"]
