@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import gc
 import subprocess
 import sys
-import threading
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
@@ -24,6 +22,7 @@ from balanced_dp.parallel import coalesced_copy
 from balanced_dp.parallel.arrivals import Arrivals
 
 from .. import cuda_stand_in
+from ..at_once import at_once
 from ..cuda_stand_in import StandIn
 from ..modules import Lambda
 from ..step_on_clock import SPLITS, Layers, step_ratio
@@ -57,6 +56,14 @@ def make_batch() -> tuple[Tensor, Tensor]:
 def fetch(module: nn.Module) -> list[Tensor | None]:
     """Returns the gradients on the CPU, where the current streams have them."""
     return [None if p.grad is None else p.grad.to("cpu", copy=True) for p in module.parameters()]
+
+
+def gradients_of(step: Callable[[nn.Module], object], module: nn.Module) -> list[Tensor | None]:
+    """Returns the gradients of a step of the module itself, which has none afterwards."""
+    step(module)
+    found = fetch(module)
+    module.zero_grad()
+    return found
 
 
 def losses_on_cpu(module: nn.Module, batches: list[Any], **options: Any) -> list[float]:
@@ -117,9 +124,9 @@ def test_training_with_evaluation_between(gpu0_bsz, where, streams, stand_in: St
 def test_criterion_and_output_device(gathers, output_device, stand_in: StandIn):
     module, (x, labels) = mlp(), make_batch()
     weight = torch.rand(CLASSES, dtype=torch.double)
-    functional.cross_entropy(module(x), labels, weight).backward()
-    expected = fetch(module)
-    module.zero_grad()
+    expected = gradients_of(
+        lambda m: functional.cross_entropy(m(x), labels, weight).backward(), module
+    )
     model = BalancedDataParallel(
         1, module.to(stand_in.devices[0]), output_device=output_device, gather=gathers
     )
@@ -137,14 +144,15 @@ def test_several_backwards_with_one_copy_of_the_weights(
     block, streams, gpu0_bsz, stand_in: StandIn
 ):
     module, batches = Lambda(cross_entropy, inner=mlp()), [make_batch() for _ in range(3)]
-    for batch in batches:
-        module(*batch).backward()
-    expected = fetch(module)
-    module.zero_grad()
+
+    def train(module: nn.Module) -> None:
+        for batch in batches:
+            module(*batch).backward()
+
+    expected = gradients_of(train, module)
     model = BalancedDataParallel(gpu0_bsz, module.to(stand_in.devices[0]))
     with side_streams(stand_in.devices[:streams]), getattr(model, block)():
-        for batch in batches:
-            model(*batch).backward()
+        train(model)
     torch.testing.assert_close(fetch(module), expected, **CLOSE)
 
 
@@ -208,9 +216,7 @@ def test_double_backward(where, stand_in: StandIn):
         [gradient] = torch.autograd.grad(module(x).square().sum(), x, create_graph=True)
         gradient.square().sum().backward()
 
-    penalty(module, x)
-    expected = fetch(module)
-    module.zero_grad()
+    expected = gradients_of(lambda m: penalty(m, x), module)
     model = BalancedDataParallel(1, module.to(stand_in.devices[0]))
     penalty(model, x.to(where))
     torch.testing.assert_close(fetch(module), expected, **CLOSE)
@@ -220,24 +226,15 @@ def test_double_backward(where, stand_in: StandIn):
 def test_four_threads_call_one_model(trains, stand_in: StandIn):
     module, batch = Lambda(cross_entropy, inner=mlp()), make_batch()
     model = BalancedDataParallel(1, module.to(stand_in.devices[0]))
-    errors: list[BaseException] = []
 
-    def work() -> None:
-        try:
-            for _ in range(5):
-                with torch.set_grad_enabled(trains):
-                    loss = model(*batch)
-                    if trains:
-                        loss.backward()
-        except BaseException as error:
-            errors.append(error)
+    def work(_: int) -> None:
+        for _ in range(5):
+            with torch.set_grad_enabled(trains):
+                loss = model(*batch)
+                if trains:
+                    loss.backward()
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors, errors[0]
+    at_once(work, 4)
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
@@ -249,8 +246,7 @@ def test_an_rnn_that_puts_its_weights_together_in_forward(gpu0_bsz, kind, stand_
 
     module = Lambda(forward, rnn=kind(WIDTH, 6, 2, batch_first=True)).double()
     x = torch.randn(BATCH, 5, WIDTH, dtype=torch.double)
-    module(x).square().mean().backward()
-    expected = fetch(module)
+    expected = gradients_of(lambda m: m(x).square().mean().backward(), module)
     model = BalancedDataParallel(gpu0_bsz, module.to(stand_in.devices[0]))
     for _ in range(5):
         model.zero_grad()
@@ -269,9 +265,7 @@ def test_buffers_and_other_dtypes(gpu0_bsz, stand_in: StandIn):
     module.register_buffer("small", torch.arange(WIDTH, dtype=torch.int16))
     module.norm.eval()
     x = make_batch()[0]
-    module(x).backward()
-    expected = fetch(module)
-    module.zero_grad()
+    expected = gradients_of(lambda m: m(x).backward(), module)
     model = BalancedDataParallel(gpu0_bsz, module.to(stand_in.devices[0]))
     model(x).backward()
     torch.testing.assert_close(fetch(module), expected, **CLOSE)
@@ -325,17 +319,6 @@ def normed(device: torch.device) -> nn.Sequential:
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)).to(device).eval()
 
 
-def test_shared_weights_are_broadcast_once(stand_in: StandIn):
-    model = BalancedDataParallel(1, mlp().to(stand_in.devices[0]))
-    x, _ = make_batch()
-    module_bytes = sum(parameter.nbytes for parameter in model.parameters())
-    with stand_in.recorded() as work, torch.no_grad(), model.shared_weights():
-        model(x), model(x)
-    sent = [(len(streams), size) for name, streams, _, size, _ in work if name == "broadcast"]
-    assert {streams for streams, _ in sent} == {4}
-    assert sum(size for _, size in sent) == module_bytes
-
-
 @pytest.mark.filterwarnings("ignore:gpu0_bsz=1 balances nothing")
 def test_inputs_from_the_cpu_arrive_in_streams_of_their_own(stand_in: StandIn):
     module = normed(stand_in.devices[0])
@@ -382,21 +365,20 @@ def test_no_warning_in_side_streams(stand_in: StandIn):
 
 
 @pytest.mark.filterwarnings("ignore:gpu0_bsz=16 balances nothing")
-@pytest.mark.parametrize("transfer_share", [0.1, 0.3])
+@pytest.mark.parametrize(
+    ("has_forward", "transfer_share", "limit"),
+    [(False, 0.1, 1.25), (False, 0.3, 1.25), (True, 0.1, 1.1), (True, 0.3, 1.25)],
+)
 @pytest.mark.parametrize("split", SPLITS, ids=str)
-def test_gradients_travel_beside_computing(split, transfer_share, stand_in: StandIn):
-    """Devices marched in step: backward took 1.4 and 2.1 times the largest chunk's computing."""
-    model = BalancedDataParallel(split[0], Layers().to(stand_in.devices[0]))
-    assert is_reached(1.25, stand_in, model, split, transfer_share, has_forward=False)
+def test_weights_and_gradients_travel_beside_computing(
+    split, has_forward, transfer_share, limit, stand_in: StandIn
+):
+    """Devices marched in step: backward took 1.4 and 2.1 times the largest chunk's computing.
 
-
-@pytest.mark.filterwarnings("ignore:gpu0_bsz=16 balances nothing")
-@pytest.mark.parametrize(("transfer_share", "limit"), [(0.1, 1.1), (0.3, 1.25)])
-@pytest.mark.parametrize("split", SPLITS, ids=str)
-def test_weights_travel_beside_computing(split, transfer_share, limit, stand_in: StandIn):
-    """Before computing began they took the step to 1.11 and 1.30 times its computing."""
+    Weights that travel before computing begins took the step to 1.11 and 1.30 times of it.
+    """
     model = BalancedDataParallel(split[0], Layers().to(stand_in.devices[0]))
-    assert is_reached(limit, stand_in, model, split, transfer_share, has_forward=True)
+    assert is_reached(limit, stand_in, model, split, transfer_share, has_forward=has_forward)
 
 
 @pytest.mark.parametrize(("transfer_share", "limit"), [(0.1, 1.05), (0.3, 1.12)])
@@ -586,9 +568,7 @@ def test_the_first_device_may_be_the_cpu(stand_in: StandIn):
     module = mlp()
     model = BalancedDataParallel(1, module, ["cpu", *stand_in.devices[:2]])
     x, _ = make_batch()
-    module(x).sum().backward()
-    expected = [2 * gradient for gradient in fetch(module) if gradient is not None]
-    module.zero_grad()
+    expected = gradients_of(lambda m: (2 * m(x).sum()).backward(), module)
     with model.accumulate():
         for _ in range(2):
             model(x).sum().backward()
@@ -612,12 +592,12 @@ def test_gradients_with_a_graph_of_an_empty_parameter(stand_in: StandIn):
     assert second.tolist() == [2 * BATCH] * 4
 
 
-def repeated_until_it_runs(step: Callable[[], None]) -> int:
-    """Returns how many times memory ran out before."""
-    for num_failures in range(10):
+def num_failures(step: Callable[[], None]) -> int:
+    """Returns how many times memory runs out before a step that is repeated runs."""
+    for count in range(10):
         with suppress(RuntimeError):
             step()
-            return num_failures
+            return count
     return 10
 
 
@@ -654,7 +634,7 @@ def test_memory_that_runs_out_is_seen_whoever_says_so(gpu0_bsz, advice, failure,
             model(x)
         assert advice in "".join(getattr(caught.value, "__notes__", caught.value.args))
         if gpu0_bsz == "auto":
-            assert repeated_until_it_runs(lambda: model(x).sum().backward()) < 5
+            assert num_failures(lambda: model(x).sum().backward()) < 5
             assert model.gpu0_bsz < 8
 
 
@@ -727,25 +707,18 @@ def test_a_stream_that_left_before_the_first_read_waits_for_itself(stand_in: Sta
 def test_four_threads_share_the_weights_of_one_block(trains, stand_in: StandIn):
     model = BalancedDataParallel(2, mlp().to(stand_in.devices[0]))
     expected = copy.deepcopy(model.module).cpu()(x := make_batch()[0])
-    outputs: list[Tensor] = []
 
-    def work() -> None:
+    def work(_: int) -> Tensor:
         with torch.set_grad_enabled(trains):
-            output = model(x)
+            output: Tensor = model(x)
             if trains:
                 output.sum().backward()
-        outputs.append(output.cpu())
+        return output.cpu()
 
     for _ in range(5):
         with model.shared_weights():
-            threads = [threading.Thread(target=work) for _ in range(4)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-    assert len(outputs) == 20
-    for output in outputs:
-        torch.testing.assert_close(output, expected, **CLOSE)
+            outputs = at_once(work, 4)
+        torch.testing.assert_close(outputs, [expected] * 4, **CLOSE)
 
 
 @pytest.mark.parametrize("is_shared", [True, False])
@@ -793,18 +766,16 @@ def test_functions_that_are_compiled_are_not_compiled_at_each_call(stand_in: Sta
     assert Arrivals.are_traced
 
 
-def test_replicas_made_by_hand_leave_no_memory_to_the_garbage_collector(stand_in: StandIn):
+def test_replicas_made_by_hand_leave_no_memory_to_the_garbage_collector(
+    no_collector, stand_in: StandIn
+):
     module = mlp().to(stand_in.devices[0])
     model = BalancedDataParallel(1, module)
     allocated = torch.accelerator.memory_allocated(1)
-    gc.disable()
-    try:
-        replicas = model.replicate(module, stand_in.devices)
-        replicas[1](torch.ones(1, WIDTH, dtype=torch.double, device=stand_in.devices[1]))
-        del replicas
-        assert torch.accelerator.memory_allocated(1) == allocated
-    finally:
-        gc.enable()
+    replicas = model.replicate(module, stand_in.devices)
+    replicas[1](torch.ones(1, WIDTH, dtype=torch.double, device=stand_in.devices[1]))
+    del replicas
+    assert torch.accelerator.memory_allocated(1) == allocated
 
 
 def test_small_weights_are_sent_together_whoever_watches_their_gradients(
