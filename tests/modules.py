@@ -21,12 +21,12 @@ class Case:
 
 
 class Lambda(nn.Module):
-    """Submodules and a forward pass made of them, in one expression."""
+    """Submodules or parameters, and a forward pass made of them, in one expression."""
 
-    def __init__(self, forward: Callable[..., Any], **modules: nn.Module) -> None:
+    def __init__(self, forward: Callable[..., Any], **members: nn.Module | nn.Parameter) -> None:
         super().__init__()
-        for name, module in modules.items():
-            self.add_module(name, module)
+        for name, member in members.items():
+            setattr(self, name, member)
         self.function = forward
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -222,21 +222,6 @@ def test_double_backward(where, stand_in: StandIn):
     torch.testing.assert_close(fetch(module), expected, **CLOSE)
 
 
-@pytest.mark.parametrize("trains", [True, False])
-def test_four_threads_call_one_model(trains, stand_in: StandIn):
-    module, batch = Lambda(cross_entropy, inner=mlp()), make_batch()
-    model = BalancedDataParallel(1, module.to(stand_in.devices[0]))
-
-    def work(_: int) -> None:
-        for _ in range(5):
-            with torch.set_grad_enabled(trains):
-                loss = model(*batch)
-                if trains:
-                    loss.backward()
-
-    at_once(work, 4)
-
-
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 @pytest.mark.parametrize("gpu0_bsz", [0, 1])
 def test_an_rnn_that_puts_its_weights_together_in_forward(gpu0_bsz, kind, stand_in: StandIn):
@@ -511,18 +496,14 @@ def test_weights_are_sent_when_the_optimizer_has_written_them(stand_in: StandIn)
 
 @pytest.mark.parametrize("gpu0_bsz", [0, 2])
 def test_what_forward_writes_to_weights_comes_after_they_were_sent(gpu0_bsz, stand_in: StandIn):
-    class Decays(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = mlp()
+    def forward(self: Lambda, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            for parameter in self.layers.parameters():
+                parameter.mul_(0.5)
+        output: Tensor = self.layers(x)
+        return output
 
-        def forward(self, x: Tensor) -> Tensor:
-            with torch.no_grad():
-                for parameter in self.layers.parameters():
-                    parameter.mul_(0.5)
-            return self.layers(x)
-
-    module = Decays()
+    module = Lambda(forward, layers=mlp())
     plain, (x, _) = copy.deepcopy(module), make_batch()
     model = BalancedDataParallel(gpu0_bsz, module.to(stand_in.devices[0]))
     with torch.no_grad():
@@ -534,15 +515,10 @@ def test_what_forward_writes_to_weights_comes_after_they_were_sent(gpu0_bsz, sta
 def test_weights_that_nobody_waited_for_when_forward_raised(stand_in: StandIn):
     """Their memory is used again by what is computed next, which comes after the transfer."""
 
-    class Raises(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = mlp()
+    def forward(self: Lambda, x: Tensor) -> Tensor:
+        raise ValueError("as planned")
 
-        def forward(self, x: Tensor) -> Tensor:
-            raise ValueError("as planned")
-
-    model = BalancedDataParallel(1, Raises().to(stand_in.devices[0]))
+    model = BalancedDataParallel(1, Lambda(forward, layers=mlp()).to(stand_in.devices[0]))
     for gradients in (True, False):
         with torch.set_grad_enabled(gradients), pytest.raises(ValueError, match="as planned"):
             model(make_batch()[0])
@@ -576,15 +552,11 @@ def test_the_first_device_may_be_the_cpu(stand_in: StandIn):
 
 
 def test_gradients_with_a_graph_of_an_empty_parameter(stand_in: StandIn):
-    class Empty(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.empty, self.weight = nn.Parameter(torch.zeros(0, 4)), nn.Parameter(torch.ones(4))
+    def forward(self: Lambda, x: Tensor) -> Tensor:
+        return x * self.weight.square() + self.empty.sum()
 
-        def forward(self, x: Tensor) -> Tensor:
-            return x * self.weight.square() + self.empty.sum()
-
-    module = Empty().to(stand_in.devices[0])
+    empty, weight = nn.Parameter(torch.zeros(0, 4)), nn.Parameter(torch.ones(4))
+    module = Lambda(forward, empty=empty, weight=weight).to(stand_in.devices[0])
     model = BalancedDataParallel(1, module)
     loss = model(torch.ones(BATCH, 4)).sum()
     found = torch.autograd.grad(loss, list(module.parameters()), create_graph=True)
@@ -678,33 +650,9 @@ def test_the_demo_runs_before_anything_is_on_a_device():
     assert "The loss curves agree" in done.stdout
 
 
-def test_a_stream_that_left_before_the_first_read_waits_for_itself(stand_in: StandIn):
-    class Forks(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Linear(WIDTH, WIDTH)
-
-        def forward(self, x: Tensor) -> Tensor:
-            main, side = torch.accelerator.current_stream(x.device), torch.Stream(x.device)
-            side.wait_stream(main)
-            y = self.inner(x)
-            x.record_stream(side)
-            with torch.get_device_module(x.device).stream(side):
-                z = self.inner(x)
-            main.wait_stream(side)
-            z.record_stream(main)
-            return y + z
-
-    module, x = Forks().double(), make_batch()[0]
-    expected = 2 * module.inner(x)
-    model = BalancedDataParallel(2, module.to(stand_in.devices[0]))
-    with torch.no_grad():
-        for _ in range(3):
-            torch.testing.assert_close(model(x).cpu(), expected, **CLOSE)
-
-
+@pytest.mark.parametrize("is_shared", [True, False])
 @pytest.mark.parametrize("trains", [True, False])
-def test_four_threads_share_the_weights_of_one_block(trains, stand_in: StandIn):
+def test_four_threads_call_one_model(trains, is_shared, stand_in: StandIn):
     model = BalancedDataParallel(2, mlp().to(stand_in.devices[0]))
     expected = copy.deepcopy(model.module).cpu()(x := make_batch()[0])
 
@@ -716,7 +664,7 @@ def test_four_threads_share_the_weights_of_one_block(trains, stand_in: StandIn):
         return output.cpu()
 
     for _ in range(5):
-        with model.shared_weights():
+        with model.shared_weights() if is_shared else nullcontext():
             outputs = at_once(work, 4)
         torch.testing.assert_close(outputs, [expected] * 4, **CLOSE)
 
@@ -751,16 +699,8 @@ def test_functions_that_are_compiled_are_not_compiled_at_each_call(stand_in: Sta
     def twice(inner: nn.Linear, x: Tensor) -> Tensor:
         return x @ inner.weight + (x @ inner.weight)
 
-    class Compiles(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Linear(WIDTH, WIDTH)
-
-        def forward(self, x: Tensor) -> Tensor:
-            output: Tensor = twice(self.inner, x)
-            return output
-
-    model = BalancedDataParallel(6, Compiles().double().to(stand_in.devices[0]), [0, 1])
+    module = Lambda(lambda self, x: twice(self.inner, x), inner=nn.Linear(WIDTH, WIDTH)).double()
+    model = BalancedDataParallel(6, module.to(stand_in.devices[0]), [0, 1])
     for _ in range(12):  # torch gives up after 8
         model(make_batch()[0])
     assert Arrivals.are_traced

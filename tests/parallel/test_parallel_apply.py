@@ -17,6 +17,7 @@ from balanced_dp import BalancedDataParallel
 from balanced_dp.errors import add_note
 from balanced_dp.parallel.parallel_apply import parallel_apply
 
+from ..modules import Lambda
 from ..notes import notes_of
 
 CPUS = [torch.device("cpu")] * 3
@@ -228,13 +229,12 @@ def test_checkpointing_draws_the_same_dropout_again(devices):
     of backward were not those of forward.
     """
 
-    class Module(nn.Module):
-        def forward(self, x):
-            for _ in range(4):
-                x = checkpoint(lambda x: nn.functional.dropout(x * 1.0), x, use_reentrant=False)
-            return x
+    def forward(self, x):
+        for _ in range(4):
+            x = checkpoint(lambda x: nn.functional.dropout(x * 1.0), x, use_reentrant=False)
+        return x
 
     x = torch.ones(64, 256, requires_grad=True, device=devices[0])
-    output = BalancedDataParallel(20, Module(), devices[:3])(x)
+    output = BalancedDataParallel(20, Lambda(forward), devices[:3])(x)
     (gradient,) = torch.autograd.grad(output.sum(), x)
     assert torch.equal(gradient.cpu(), output.detach().cpu())

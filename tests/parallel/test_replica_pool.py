@@ -215,15 +215,11 @@ def test_replicas_are_recycled_with_nothing_left_of_the_last_call():
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_activation_checkpointing_calls_replicas_in_backward(emulated, use_reentrant):
-    class Checkpointed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3))
+    def forward(self, x):
+        return checkpoint(self.inner, x, use_reentrant=use_reentrant)
 
-        def forward(self, x):
-            return checkpoint(self.inner, x, use_reentrant=use_reentrant)
-
-    module = Checkpointed().double()
+    inner = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3))
+    module = Lambda(forward, inner=inner).double()
     expected = torch.zeros(4, 3, dtype=torch.double)
     model = BalancedDataParallel(1, module.to(emulated[0]), emulated[:4])
     for _ in range(3):
@@ -239,24 +235,20 @@ def test_activation_checkpointing_calls_replicas_in_backward(emulated, use_reent
     del outputs, model, module
 
 
-@pytest.mark.filterwarnings("ignore:Remembers sets memory in forward")
+@pytest.mark.filterwarnings("ignore:Lambda sets memory in forward")
 def test_a_call_leaves_no_activations_behind(no_collector, emulated):
-    class Remembers(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(1))
+    def forward(self, x):
+        self.memory = x * self.weight
+        return self.memory.sum()
 
-        def forward(self, x):
-            self.memory = x * self.weight
-            return self.memory.sum()
-
-    model = BalancedDataParallel(1, Remembers().to(emulated[0]), emulated[:3])
+    module = Lambda(forward, weight=nn.Parameter(torch.ones(1))).to(emulated[0])
+    model = BalancedDataParallel(1, module, emulated[:3])
     for _ in range(2):
         with torch.no_grad():
             model(torch.ones(9, 1000))
         held = [torch.lazy.memory_allocated(device) for device in emulated[:3]]
         assert held == [512, 0, 0]  # the weight
-    del model
+    del model, module
 
 
 def test_wrappers_are_copied_and_pickled_without_what_they_keep(devices):

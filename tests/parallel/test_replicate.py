@@ -190,17 +190,13 @@ def test_warnings_of_the_replicator_point_to_the_caller():
 def test_zero_grad_in_forward_has_no_effect(devices):
     """The first replica has the module's own parameters: their gradients were erased."""
 
-    class Clears(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(2, 1)
+    def forward(self, x):
+        self.zero_grad()
+        self.layer.zero_grad(set_to_none=False)
+        return self.layer(x)
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.zero_grad()
-            self.layer.zero_grad(set_to_none=False)
-            return self.layer(x)
-
-    model = BalancedDataParallel(1, Clears().to(devices[0]), devices)
+    module = Lambda(forward, layer=nn.Linear(2, 1)).to(devices[0])
+    model = BalancedDataParallel(1, module, devices)
     for _ in range(2):
         model(torch.ones(32, 2, device=devices[0])).sum().backward()
     assert model.module.layer.bias.grad.item() == 64

@@ -11,21 +11,15 @@ from torch import nn
 from balanced_dp import BalancedDataParallel, BalanceWarning
 from balanced_dp.parallel import written_state
 
-
-class Scaled(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(4, 2)
-        self.register_buffer("scale", torch.ones(2))
-
-    def forward(self, x):
-        return self.layer(x) * self.scale
+from ..modules import Lambda
 
 
 @pytest.mark.parametrize("gpu0_bsz", [0, 2])
 def test_a_buffer_that_is_only_read_keeps_its_version(emulated, gpu0_bsz):
     """With gpu0_bsz=0 it was written back at each call, which graphs that use it do not allow."""
-    module = Scaled().to(emulated[0])
+    module = Lambda(lambda self, x: self.layer(x) * self.scale, layer=nn.Linear(4, 2))
+    module.register_buffer("scale", torch.ones(2))
+    module = module.to(emulated[0])
     parallel = BalancedDataParallel(gpu0_bsz, module, emulated[:3])
     x = torch.randn(8, 4)
     (parallel(x) * module.scale + parallel(x)).sum().backward()
