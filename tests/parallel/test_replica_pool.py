@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from balanced_dp import BalancedDataParallel
+from balanced_dp.parallel.replica_pool import ReplicaPool
 from balanced_dp.parallel.replicate import Replicator
 
 from ..modules import Lambda
@@ -311,7 +312,7 @@ def test_a_replica_whose_members_somebody_keeps_is_not_used_again(emulated, keep
     del losses, loss
 
 
-def test_flat_weights_of_an_rnn_are_those_of_the_replica(emulated):
+def test_flat_weights_of_an_rnn_are_those_of_the_replica(devices):
     """flatten_parameters() in forward, as advised, was of the original's, by all threads."""
 
     def forward(self, x):
@@ -320,11 +321,16 @@ def test_flat_weights_of_an_rnn_are_those_of_the_replica(emulated):
         return self.rnn(x)[0]
 
     seen = []
-    module = Lambda(forward, rnn=nn.GRU(2, 3, batch_first=True)).to(emulated[0])
-    model = BalancedDataParallel(1, module, emulated[:3])
+    plain = Lambda(forward, rnn=nn.LSTM(2, 3, 2, batch_first=True)).double()
+    module = copy.deepcopy(plain).to(devices[0])
+    model = BalancedDataParallel(1, module, devices[:3])
+    x = torch.randn(7, 4, 2).double()
     for _ in range(2):
-        model(torch.randn(7, 4, 2)).sum().backward()
-    assert seen == [True] * 6
+        for call in (plain, model):
+            call(x).sum().backward()
+    assert seen == [True] * 8
+    for ours, theirs in zip(module.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad.cpu(), theirs.grad)
 
 
 class Changes(nn.Module):
@@ -425,3 +431,10 @@ def test_a_class_may_have_a_constructor_of_its_own():
     module = Named("any")
     x = torch.ones(4, 2)
     torch.testing.assert_close(BalancedDataParallel(1, module, ["cpu"] * 2)(x), module(x))
+
+
+def test_parameters_that_were_registered_together_are_copied_together():
+    """Not all norms of all layers: such a bucket is complete when backward is over."""
+    network = nn.Sequential(*(nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8)) for _ in range(3)))
+    parameters = ReplicaPool(network).parameters
+    assert [id(p) for p in parameters] == [id(p) for p in network.parameters()]

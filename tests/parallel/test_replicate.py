@@ -113,65 +113,53 @@ def test_what_cannot_be_replicated_is_refused(make, message):
         replicate(make(), [torch.device("cpu")])
 
 
-class Sets(nn.Module):
-    """Sets attributes in forward, which copies of a module lose."""
+def setting(change):
+    """Returns a module that changes itself in forward, which copies of it lose."""
 
-    def __init__(self, how):
-        super().__init__()
-        self.layer = nn.Linear(2, 2)
-        self.how, self.step, self.losses = how, 0, []
-        self.register_buffer("mean", torch.zeros(2))
-
-    def forward(self, x, sets=True):
-        if sets and self.how == "new":
-            self.aux = x.mean()
-        elif sets and self.how == "number":
-            self.step += 1
-        elif sets and self.how == "list":
-            self.losses.append(x.mean())
-        elif sets and self.how == "buffer":
-            self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
-        elif sets and self.how == "parameter":
-            self.extra = nn.Parameter(torch.ones(1))
-        elif sets and self.how == "submodule":
-            self.extra = nn.Linear(1, 1)
-        elif sets and self.how == "parameter of a submodule":
-            self.layer.weight = nn.Parameter(torch.ones(2, 2, device=x.device))
-        elif self.how == "same":
-            self.step, self.how = 0, "same"
-        elif self.how == "in place":
-            self.mean.add_(1)
+    def forward(self, x, changes=True):
+        if changes:
+            change(self, x)
         return self.layer(x)
+
+    module = Lambda(forward, layer=nn.Linear(2, 2))
+    module.step, module.losses = 0, []
+    module.register_buffer("mean", torch.zeros(2))
+    return module
+
+
+SETS = {
+    "aux": lambda self, x: setattr(self, "aux", x.mean()),
+    "step": lambda self, x: setattr(self, "step", self.step + 1),
+    "losses": lambda self, x: self.losses.append(x.mean()),
+    "mean": lambda self, x: setattr(self, "mean", 0.9 * self.mean + x.detach().mean(0)),
+    "weight": lambda self, x: setattr(self, "weight", nn.Parameter(torch.ones(1))),
+    "child": lambda self, x: setattr(self, "child", nn.Linear(1, 1)),
+    "layer.bias": lambda self, x: setattr(self.layer, "bias", nn.Parameter(0 * x[0])),
+}
 
 
 @pytest.mark.parametrize(("gpu0_bsz", "first"), [(0, 1), (1, 1), (1, 4)])
-@pytest.mark.parametrize(
-    ("how", "name"),
-    [
-        ("new", "aux"),
-        ("number", "step"),
-        ("list", "losses"),
-        ("buffer", "mean"),
-        ("parameter", "extra"),
-        ("submodule", "extra"),
-        ("parameter of a submodule", r"layer\.weight"),
-    ],
-)
-def test_attributes_that_forward_sets_are_warned_of_once(devices, how, name, gpu0_bsz, first):
+@pytest.mark.parametrize("name", SETS)
+def test_attributes_that_forward_sets_are_warned_of_once(devices, name, gpu0_bsz, first):
     """Though it may begin in a later call."""
-    module = Lambda(lambda self, *inputs: self.inner(*inputs), inner=Sets(how)).to(devices[0])
+    inner = setting(SETS[name])
+    module = Lambda(lambda self, *inputs: self.inner(*inputs), inner=inner).to(devices[0])
     model = BalancedDataParallel(gpu0_bsz, module, devices[:4])
     for _ in range(1, first):
         model(torch.ones(8, 2), False)
-    with pytest.warns(BalanceWarning, match=rf"sets inner\.{name} in forward.*return it") as caught:
+    with pytest.warns(BalanceWarning, match=rf"sets inner\.{name} in forward.*return it") as seen:
         for _ in range(4):
             model(torch.ones(8, 2), True)
-    assert len(caught) == 1
+    assert len(seen) == 1
 
 
-@pytest.mark.parametrize("how", ["same", "in place"])
-def test_attributes_that_stay_as_they_were_are_not_warned_of(devices, how):
-    module = nn.Sequential(nn.utils.spectral_norm(nn.Linear(2, 2)), Sets(how)).to(devices[0])
+@pytest.mark.parametrize(
+    "change",
+    [lambda self, x: setattr(self, "step", 0), lambda self, x: self.mean.add_(1)],
+    ids=["same", "in place"],
+)
+def test_attributes_that_stay_as_they_were_are_not_warned_of(devices, change):
+    module = nn.Sequential(nn.utils.spectral_norm(nn.Linear(2, 2)), setting(change)).to(devices[0])
     model = BalancedDataParallel(1, module, devices[:4])
     for _ in range(4):
         model(torch.ones(8, 2)).sum().backward()
@@ -180,7 +168,7 @@ def test_attributes_that_stay_as_they_were_are_not_warned_of(devices, how):
 def test_warnings_of_the_replicator_point_to_the_caller():
     """They pointed into contextlib, and ended what has no name for its module."""
     for run in (lambda m, x: m(x), lambda m, x: exec("m(x)", {"m": m, "x": x})):
-        model = BalancedDataParallel(1, Sets("new"), ["cpu"] * 2)
+        model = BalancedDataParallel(1, setting(SETS["aux"]), ["cpu"] * 2)
         with pytest.warns(BalanceWarning, match="sets aux in forward") as caught:
             run(model, torch.ones(8, 2))
         assert caught[0].filename in (__file__, "<string>")
