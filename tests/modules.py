@@ -33,6 +33,15 @@ class Lambda(nn.Module):
         return self.function(self, *args, **kwargs)
 
 
+def assert_same_gradients(module: nn.Module, reference: nn.Module) -> None:
+    """Asserts that gradients are exact, in float64, and None where those of the reference are."""
+    for ours, theirs in zip(module.parameters(), reference.parameters(), strict=True):
+        assert (ours.grad is None) == (theirs.grad is None)
+        if ours.grad is not None:
+            pair = [gradient.cpu().to_dense() for gradient in (ours.grad, theirs.grad)]
+            torch.testing.assert_close(*pair, rtol=1e-10, atol=1e-10)
+
+
 class KeywordOnly(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -24,6 +24,7 @@ from balanced_dp.parallel.losses.trace import Trace, traced, tracing
 
 from ..at_once import NUM_THREADS, at_once
 from ..devices import KINDS
+from ..modules import assert_same_gradients
 
 EXACT = {"rtol": 1e-10, "atol": 1e-12}
 
@@ -60,10 +61,6 @@ def make(devices, loss=None, **options):
     bare = Net(loss).double()
     model = BalancedDataParallel(1, copy.deepcopy(bare).to(devices[0]), devices[:3], **options)
     return model, bare
-
-
-def gradients(module):
-    return [parameter.grad.cpu() for parameter in module.parameters()]
 
 
 def held(devices):
@@ -103,7 +100,7 @@ def test_training_steps(devices):
     at_once(train)
     for number in range(NUM_THREADS):
         (2 * bare(batch(number)[0]).square().mean()).backward()
-    torch.testing.assert_close(gradients(model.module), gradients(bare), **EXACT)
+    assert_same_gradients(model.module, bare)
     model.zero_grad()
     assert held(devices) == before
 
@@ -171,7 +168,7 @@ def test_calls_that_share_weights(devices, monkeypatch):
         at_once(train)
     for number in range(NUM_THREADS):
         (2 * bare(batch(number)[0]).square().mean()).backward()
-    torch.testing.assert_close(gradients(model.module), gradients(bare), **EXACT)
+    assert_same_gradients(model.module, bare)
 
 
 def test_counts_are_of_one_thread():

@@ -156,32 +156,6 @@ def test_several_backwards_with_one_copy_of_the_weights(
     torch.testing.assert_close(fetch(module), expected, **CLOSE)
 
 
-def triple_gradient(parameter: Tensor) -> None:
-    assert parameter.grad is not None
-    parameter.grad.mul_(3)
-
-
-def test_hooks_of_parameters_and_modules(stand_in: StandIn):
-    def hook(module: Lambda) -> list[str]:
-        seen: list[str] = []
-        for name, parameter in list(module.named_parameters())[:3]:
-            parameter.register_hook(lambda g, name=name: seen.append(name) or g * 2)
-        last = module.inner[-1]
-        last.register_forward_hook(lambda module, args, output: output * 2)
-        last.register_full_backward_hook(lambda module, grad_input, grad_output: None)
-        last.bias.register_post_accumulate_grad_hook(triple_gradient)
-        return seen
-
-    reference, batch = Lambda(cross_entropy, inner=mlp()), make_batch()
-    module = copy.deepcopy(reference).to(stand_in.devices[0])
-    model = BalancedDataParallel(1, module)
-    seen, seen_alone = hook(module), hook(reference)
-    reference(*batch).backward()
-    model(*batch).backward()
-    torch.testing.assert_close(fetch(module), fetch(reference), **CLOSE)
-    assert sorted(seen) == sorted(seen_alone)
-
-
 @pytest.mark.parametrize("gpu0_bsz", [0, 1])
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_checkpointing(use_reentrant, gpu0_bsz, stand_in: StandIn):
@@ -205,21 +179,6 @@ def test_checkpointing(use_reentrant, gpu0_bsz, stand_in: StandIn):
         model(x).backward()
         found.append(fetch(model))
     torch.testing.assert_close(found[1], found[0])
-
-
-@pytest.mark.parametrize("where", ["cpu", "stand_in:0"])
-def test_double_backward(where, stand_in: StandIn):
-    module, (x, _) = mlp(), make_batch()
-
-    def penalty(module: nn.Module, x: Tensor) -> None:
-        x = x.detach().requires_grad_()
-        [gradient] = torch.autograd.grad(module(x).square().sum(), x, create_graph=True)
-        gradient.square().sum().backward()
-
-    expected = gradients_of(lambda m: penalty(m, x), module)
-    model = BalancedDataParallel(1, module.to(stand_in.devices[0]))
-    penalty(model, x.to(where))
-    torch.testing.assert_close(fetch(module), expected, **CLOSE)
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
@@ -491,24 +450,6 @@ def test_weights_are_sent_when_the_optimizer_has_written_them(stand_in: StandIn)
         optimizer.zero_grad()
         model(*batch).backward()
         optimizer.step()
-    torch.testing.assert_close(module.cpu().state_dict(), plain.state_dict(), **CLOSE)
-
-
-@pytest.mark.parametrize("gpu0_bsz", [0, 2])
-def test_what_forward_writes_to_weights_comes_after_they_were_sent(gpu0_bsz, stand_in: StandIn):
-    def forward(self: Lambda, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            for parameter in self.layers.parameters():
-                parameter.mul_(0.5)
-        output: Tensor = self.layers(x)
-        return output
-
-    module = Lambda(forward, layers=mlp())
-    plain, (x, _) = copy.deepcopy(module), make_batch()
-    model = BalancedDataParallel(gpu0_bsz, module.to(stand_in.devices[0]))
-    with torch.no_grad():
-        for _ in range(5):
-            torch.testing.assert_close(model(x).cpu(), plain(x), **CLOSE)
     torch.testing.assert_close(module.cpu().state_dict(), plain.state_dict(), **CLOSE)
 
 

@@ -24,7 +24,8 @@ from balanced_dp.parallel import parameter_copies
 from balanced_dp.parallel.parameter_copies import ParameterCopies
 from balanced_dp.tuning.workloads import gpt2_small
 
-from ..modules import Lambda
+from ..devices import DISTINCT
+from ..modules import Lambda, assert_same_gradients
 
 TOLERANCE = {"rtol": 1e-10, "atol": 1e-10}
 
@@ -358,13 +359,6 @@ def gradients_of(module):
     return [None if p.grad is None else p.grad.detach().cpu() for p in module.parameters()]
 
 
-def assert_same_gradients(module, reference):
-    for ours, theirs in zip(gradients_of(module), gradients_of(reference), strict=True):
-        assert (ours is None) == (theirs is None)
-        if ours is not None:
-            torch.testing.assert_close(ours.to_dense(), theirs.to_dense(), **TOLERANCE)
-
-
 def test_accumulation_copies_weights_and_gradients_once(emulated):
     model, copied = wrapped(emulated), Copied()
     losses = []
@@ -403,13 +397,14 @@ def test_accumulated_gradients_are_those_of_one_device(devices, how, gpu0_bsz):
     del model, module, late
 
 
-def test_second_derivatives_are_exact_inside_accumulate(emulated):
+@pytest.mark.parametrize("accumulates", [False, True])
+def test_second_derivatives_are_exact(devices, accumulates):
     module = mlp().double()
     reference = copy.deepcopy(module)
-    model = wrapped(emulated, module)
+    model = wrapped(devices, module)
     x = torch.randn(9, 5, dtype=torch.double)
-    with model.accumulate():
-        penalize(model, x.to(emulated[0]))
+    with model.accumulate() if accumulates else contextlib.nullcontext():
+        penalize(model, x.to(devices[0]))
     penalize(reference, x)
     assert_same_gradients(module, reference)
 
@@ -506,18 +501,21 @@ def partly() -> nn.Module:
     return Lambda(lambda self, x: self.layer(x) * self.used, layer=layer, used=used, unused=unused)
 
 
+@pytest.mark.parametrize("kind", DISTINCT)
 @pytest.mark.parametrize("accumulates", [False, True])
 @pytest.mark.parametrize("gpu0_bsz", [0, 2])
-def test_hooks_see_whole_gradients_and_only_of_what_was_used(emulated, gpu0_bsz, accumulates):
+def test_hooks_see_whole_gradients_and_only_of_what_was_used(devices, gpu0_bsz, accumulates):
     module = partly().double()
     reference = copy.deepcopy(module)
-    model = BalancedDataParallel(gpu0_bsz, module.to(emulated[0]), emulated[:4])
+    model = BalancedDataParallel(gpu0_bsz, module.to(devices[0]), devices[:4])
     seen = []
     for net in (module, reference):
+        net.layer.register_forward_hook(lambda module, args, output: output * 2)
+        net.layer.register_full_backward_hook(lambda module, grad_input, grad_output: None)
         for parameter in net.parameters():
             parameter.register_hook(lambda gradient: gradient.clamp(-0.05, 0.05))
             parameter.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.shape))
-    x = torch.randn(10, 40, dtype=torch.double)
+    x = torch.randn(10, 40, dtype=torch.double, requires_grad=True)
     for _ in range(2):
         reference(x).mean().backward()
     expected = list(seen)

@@ -21,7 +21,7 @@ from balanced_dp import BalancedDataParallel
 from balanced_dp.parallel.replica_pool import ReplicaPool
 from balanced_dp.parallel.replicate import Replicator
 
-from ..modules import Lambda
+from ..modules import Lambda, assert_same_gradients
 
 CPU = torch.device("cpu")
 OTHER = torch.device("cpu", 1)  # another name for the same memory: copies are real
@@ -267,49 +267,39 @@ def test_wrappers_are_copied_and_pickled_without_what_they_keep(devices):
 def test_a_replica_whose_members_somebody_keeps_is_not_used_again(emulated, keeps):
     """Checkpoints over values() or items() found None there in backward; a cache was stale."""
 
-    class Checkpointed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = nn.ModuleDict({name: nn.Linear(2, 2) for name in "abc"})
-            self.cache = weakref.WeakKeyDictionary()
+    def forward(self, x):
+        layers = self.layers.values()
+        key = self.layers["a"]
+        cached = self.cache.setdefault(key, (key.weight._version, key.weight.detach().clone()))
+        if cached[0] == key.weight._version:
+            assert cached[1].equal(key.weight)
 
-        def forward(self, x):
-            layers = self.layers.values()
-            key = self.layers["a"]
-            cached = self.cache.setdefault(key, (key.weight._version, key.weight.detach().clone()))
-            if cached[0] == key.weight._version:
-                assert cached[1].equal(key.weight)
+        members = [layer._parameters for layer in layers]
 
-            members = [layer._parameters for layer in layers]
-
-            def run(x):
+        def run(x):
+            if keeps == "children":
                 for layer in layers:
                     x = layer(x)
-                return x
-
-            def run_with_parameters(x):
+            else:
                 for member in members:
-                    x = torch.nn.functional.linear(x, member["weight"], member["bias"])
-                return x
+                    x = nn.functional.linear(x, member["weight"], member["bias"])
+            return x
 
-            return checkpoint(
-                run if keeps == "children" else run_with_parameters, x, use_reentrant=False
-            )
+        return checkpoint(run, x, use_reentrant=False)
 
-    module = Checkpointed().to(emulated[0])
-    reference = copy.deepcopy(module)
+    layers = nn.ModuleDict({name: nn.Linear(2, 2) for name in "abc"})
+    reference = Lambda(forward, layers=layers).double()
+    reference.cache = weakref.WeakKeyDictionary()
+    module = copy.deepcopy(reference).to(emulated[0])
     model = BalancedDataParallel(1, module, emulated[:3])
     for _ in range(3):
         with torch.no_grad():
             for net in (module, reference):
                 net.layers["a"].weight.add_(1)
-        x = torch.randn(7, 2)
-        losses = [model(x).sum(), reference(x.to(emulated[0])).sum()]
-        for loss in losses:
-            loss.backward()
-        for ours, theirs in zip(module.parameters(), reference.parameters(), strict=True):
-            torch.testing.assert_close(ours.grad, theirs.grad)
-    del losses, loss
+        x = torch.randn(7, 2, dtype=torch.double)
+        for call in (model, reference):
+            call(x).sum().backward()
+        assert_same_gradients(module, reference)
 
 
 def test_flat_weights_of_an_rnn_are_those_of_the_replica(devices):
@@ -329,8 +319,7 @@ def test_flat_weights_of_an_rnn_are_those_of_the_replica(devices):
         for call in (plain, model):
             call(x).sum().backward()
     assert seen == [True] * 8
-    for ours, theirs in zip(module.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad.cpu(), theirs.grad)
+    assert_same_gradients(module, plain)
 
 
 class Changes(nn.Module):

@@ -11,6 +11,7 @@ from torch import nn
 from balanced_dp import BalancedDataParallel, BalanceWarning
 from balanced_dp.parallel import written_state
 
+from ..devices import DISTINCT
 from ..modules import Lambda
 
 
@@ -50,14 +51,15 @@ def writes(how, trained):
     return module
 
 
+@pytest.mark.parametrize("kind", DISTINCT)
 @pytest.mark.parametrize("trained", [False, True])
 @pytest.mark.parametrize("gpu0_bsz", [0, 2])
 @pytest.mark.parametrize("how", WRITES)
-def test_what_forward_writes_is_kept_though_device_0_runs_nothing(emulated, how, gpu0_bsz, trained):
+def test_what_forward_writes_is_kept_though_device_0_runs_nothing(devices, how, gpu0_bsz, trained):
     """Encoders that follow others, normalized weights and first statistics were lost."""
     reference = writes(how, trained)
-    module = copy.deepcopy(reference).to(emulated[0])
-    model = BalancedDataParallel(gpu0_bsz, module, emulated[:3])
+    module = copy.deepcopy(reference).to(devices[0])
+    model = BalancedDataParallel(gpu0_bsz, module, devices[:3])
     x = torch.randn(8, 2, dtype=torch.double)
     for has_gradients in (True, False, True, True, False):
         with torch.set_grad_enabled(has_gradients):
