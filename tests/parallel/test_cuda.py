@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 
 import pytest
@@ -108,42 +107,6 @@ def test_a_step_in_a_side_stream(accumulated, devices):
             else:
                 model(x, labels).backward()
         torch.cuda.current_stream().wait_stream(stream)
-        torch.testing.assert_close([p.grad for p in model.parameters()], expected)
-
-
-def test_several_threads_call_one_model(devices):
-    model, batch = make_model(devices, cross_entropy), make_batch(devices[0])
-    expected = model.module(*batch).detach()
-    found: list[Tensor] = []
-
-    def work() -> None:
-        torch.cuda.synchronize()  # a thread's first product warns if nothing opened a context there
-        for has_gradients in (True, False) * 10:
-            with torch.set_grad_enabled(has_gradients):
-                found.append(model(*batch).detach())
-
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    torch.testing.assert_close(torch.stack(found), expected.expand(80))
-
-
-def test_an_rnn_that_puts_its_weights_together_in_forward(devices):
-    def forward(self: Lambda, x: Tensor) -> Tensor:
-        self.rnn.flatten_parameters()
-        return self.rnn(x)[0]
-
-    module = Lambda(forward, rnn=nn.LSTM(WIDTH, 16, 2, batch_first=True)).to(devices[0]).double()
-    model = BalancedDataParallel(1, module, devices)
-    x = torch.randn(BATCH, 6, WIDTH, dtype=torch.double, device=devices[0])
-    for _ in range(5):
-        model.zero_grad()
-        module(x).square().mean().backward()
-        expected = [parameter.grad for parameter in model.parameters()]
-        model.zero_grad()
-        model(x).square().mean().backward()
         torch.testing.assert_close([p.grad for p in model.parameters()], expected)
 
 
