@@ -11,9 +11,6 @@ from typing import Any, cast
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-Path = tuple[str, ...]
-"""The names that lead to a value in nested containers, outermost first."""
-
 
 def items(container: object) -> list[tuple[str, Any]] | None:
     """Return the named items of a container, or None if ``container`` is a leaf.
@@ -35,22 +32,13 @@ def items(container: object) -> list[tuple[str, Any]] | None:
     return None
 
 
-def checked_items(
-    value: object, path: Path, error: type[Exception]
-) -> list[tuple[str, Any]] | None:
-    """Return the named items of an input or output, as ``items`` does.
-
-    Args:
-        value: the container or leaf.
-        path: its path, for the message.
-        error: the type of the exception.
+def checked_items(value: object, path: str, error: type[Exception]) -> list[tuple[str, Any]] | None:
+    """Return the items of the input or output at ``path``, each with its dotted path, or None.
 
     Raises:
-        Exception: of type ``error``, if ``value`` holds tensors but can be neither split nor
-            joined.
+        error: the value holds tensors but can be neither split nor joined.
     """
-    found = items(value)
-    where = ".".join(path) or "the output"
+    where = path or "the output"
     if isinstance(value, PackedSequence):
         raise error(
             f"{where} is a PackedSequence, which has no batch dimension to split; pass the padded "
@@ -61,14 +49,17 @@ def checked_items(
             f"{where} is a {type(value).__name__}, which belongs to one model and not to its "
             "replicas; call the model with use_cache=False"
         )
-    if found is None and isinstance(value, Mapping | Set | Sequence) and not isinstance(value, str):
+    found = items(value)
+    if found is not None:
+        return [(f"{path}.{name}".lstrip("."), child) for name, child in found]
+    if isinstance(value, Mapping | Set | Sequence) and not isinstance(value, str):
         held = value.values() if isinstance(value, Mapping) else value
         if any(isinstance(item, torch.Tensor) for item in held):
             raise error(
                 f"{where} is a {type(value).__name__}, which cannot be rebuilt with other "
                 "tensors; use a dict, list or tuple"
             )
-    return found
+    return None
 
 
 def is_cache(value: object) -> bool:
