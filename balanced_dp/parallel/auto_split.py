@@ -95,27 +95,28 @@ class AutoSplit:
     @functools.cached_property
     def balance(self) -> AutoBalance:
         """What chooses the values."""
-        return AutoBalance(
-            [
-                torch.get_device_module(device).get_device_properties(device).total_memory
-                for device in self.devices
-            ]
-        )
+        modules = [(torch.get_device_module(device), device) for device in self.devices]
+        return AutoBalance([m.get_device_properties(d).total_memory for m, d in modules])
 
     @property
     def gpu0_bsz(self) -> int | None:
         """The value for the largest batch so far; before the first one, that of a loaded state."""
-        if self.batch_size is None:
-            return None if self._loaded is None else self.split(self._loaded["batch_size"])[0]
-        return self.balance.gpu0_bsz(self.batch_size)
+        self._end_failed_iteration()
+        if self.batch_size is not None:
+            return self.balance.gpu0_bsz(self.batch_size)
+        return None if self._loaded is None else self._split(self._loaded["batch_size"])[0]
 
-    def end_failed_iteration(self) -> None:
+    def split(self, batch_size: int) -> tuple[int, ...]:
+        """Return the chunk sizes for a batch of the next call."""
+        self._end_failed_iteration()
+        return self._split(batch_size)
+
+    def _end_failed_iteration(self) -> None:
         """Change the value if memory has run out since the last call."""
         if self._batch_sizes and not self._has_stepped and torch.is_grad_enabled():
             self.look_for_out_of_memory()
 
-    def split(self, batch_size: int) -> tuple[int, ...]:
-        """Return the chunk sizes for a batch."""
+    def _split(self, batch_size: int) -> tuple[int, ...]:
         is_even = len(self.devices) < 2 or (self.batch_size is None and self._loaded is None)
         value = batch_size if is_even else self.balance.gpu0_bsz(batch_size)
         return split_batch(batch_size, max(1, len(self.devices)), value)
@@ -142,16 +143,19 @@ class AutoSplit:
             self.balance.smallest = smallest_chunk(module)
             self.balance.load_state_dict(state)
 
-    def begin_call(self, module: nn.Module, batch_size: int) -> None:
-        """End the iteration that is over when this call begins, if one is, or begin another.
+    def begin_call(self, module: nn.Module, batch_size: int) -> tuple[int, ...]:
+        """End the iteration before, if it is over, and return the chunk sizes for this call.
 
         Warns:
             BalanceWarning: no optimizer has stepped for many calls.
         """
         if self._has_stepped:
             self._end_iteration(module)
-        if not torch.is_grad_enabled():  # not training
-            return
+        if torch.is_grad_enabled():  # training
+            self._begin_training_call(module, batch_size)
+        return self._split(batch_size)
+
+    def _begin_training_call(self, module: nn.Module, batch_size: int) -> None:
         if self.batch_size is None:
             self.balance.smallest = smallest_chunk(module)
         self.batch_size = max(batch_size, self.batch_size or 0)

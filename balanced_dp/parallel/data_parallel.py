@@ -24,7 +24,7 @@ from .losses.weight import check_loss_weight
 from .parallel_apply import Workers, parallel_apply
 from .per_device import PerDevice, only_output
 from .replicate import Replicator, check_on_device
-from .scatter import find_batch_size, scatter_arguments
+from .scatter import find_batch_size, scatter
 from .split_policy import SplitPolicy
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -245,7 +245,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
 
         With ``chunk_sizes`` of None nothing is cut: each device gets every tensor whole.
         """
-        arguments = scatter_arguments(
+        arguments = scatter(
             self.module.forward,
             inputs,
             kwargs or {},

@@ -6,7 +6,7 @@ import copy
 import dataclasses
 from collections import deque
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence, Set
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.nn.utils.rnn import PackedSequence
@@ -78,34 +78,22 @@ def tensors(value: object) -> Iterator[torch.Tensor]:
 
 def rebuild(container: Any, values: Sequence[Any]) -> Any:
     """Return a container like ``container`` that holds ``values``, in the order of its items."""
+    if isinstance(container, tuple):
+        make = getattr(container, "_make", type(container))  # of named tuples
+        return make(values)
+    result = copy.copy(container)  # keeps attributes, and needs no constructor
     if isinstance(container, MutableMapping):
-        return _rebuilt_mapping(container, values)
-    if dataclasses.is_dataclass(container):
-        result = copy.copy(cast(Any, container))
+        attributes = getattr(container, "__dict__", {})
+        if attributes is container:
+            result.__dict__ = result
+        for (key, old), new in zip(container.items(), values, strict=True):
+            result[key] = new
+            if key in attributes and attributes[key] is old:  # as those of ModelOutput are
+                result.__dict__[key] = new
+    elif dataclasses.is_dataclass(container):
         for (name, _), value in zip(items(container) or (), values, strict=True):
             object.__setattr__(result, name, value)  # works for frozen ones, too
-        return result
-    if hasattr(container, "_fields"):
-        return container._make(values)
-    if isinstance(container, list | deque):
-        result = copy.copy(container)  # keeps attributes, and needs no constructor
+    else:
         result.clear()
         result.extend(values)
-        return result
-    return type(container)(values)
-
-
-def _rebuilt_mapping(container: MutableMapping[Any, Any], values: Sequence[Any]) -> Any:
-    result: Any = copy.copy(container)
-    replaced = {id(old): new for old, new in zip(list(container.values()), values, strict=True)}
-    for key, value in zip(list(container), values, strict=True):
-        result[key] = value
-    # Some dictionaries, as ModelOutput, have their items as attributes, too.
-    attributes = getattr(container, "__dict__", {})
-    if attributes is container:
-        result.__dict__ = result
-    else:
-        for name, old in attributes.items():
-            if id(old) in replaced:
-                result.__dict__[name] = replaced[id(old)]
     return result

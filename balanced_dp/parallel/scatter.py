@@ -38,12 +38,8 @@ def find_batch_size(
 ) -> int | None:
     """Return the size along ``dim`` of the first tensor to split, or None if there is none.
 
-    Args:
-        inputs: the names and values of the arguments, positional ones first.
-        dim: the batch dimension.
-        broadcast: dotted paths of tensors, or of containers of tensors, that are not split.
-        split: dotted paths of sequences with an entry for each sample. If no tensor is split, the
-            batch size is the length of the first of these, or that of the first ``Scattered``.
+    If no tensor is split, it is the length of the first sequence that ``split`` names, or that of
+    the first ``Scattered``. The arguments are those of ``scatter``, with a name for each input.
 
     Raises:
         ScatterError: the tensor has no dimension ``dim``.
@@ -83,15 +79,17 @@ def _all_to_split(
 
 
 def scatter(
-    inputs: Iterable[tuple[str, Any]],
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
     devices: Sequence[torch.device],
     chunk_sizes: Sequence[int] | None,
     dim: int = 0,
     broadcast: Collection[str] = (),
     split: Collection[str] = (),
     warned: set[str] | None = None,
-) -> list[list[Any]]:
-    """Split the arguments, and return their values for each device, in order. Differentiable.
+) -> list[Arguments]:
+    """Return the arguments with which ``function`` is called on each device. Differentiable.
 
     Tensors of batch size along ``dim`` are split, and so are the sequences named in ``split``.
     0-dim tensors and those named in ``broadcast`` are copied whole to each device. Anything else is
@@ -100,7 +98,9 @@ def scatter(
     alive than the chunks need; then it is a copy.
 
     Args:
-        inputs: the names and values of the arguments.
+        function: the function, whose parameters give the arguments their names.
+        args: the positional arguments of the whole batch.
+        kwargs: its keyword arguments.
         devices: the destinations.
         chunk_sizes: the number of samples for each device. If None, nothing is split, and every
             tensor is copied whole to each device.
@@ -117,31 +117,13 @@ def scatter(
         BalanceWarning: another sequence is as long as the batch, so it may have one entry for each
             sample; or an object that is no container has tensors as attributes.
     """
-    inputs = list(inputs)
+    inputs = named_arguments(function, args, kwargs)
     warned = set() if warned is None else warned
     call = _Scatter(inputs, devices, chunk_sizes, dim, broadcast, split, warned)
     columns = [call.scatter(value, path) for path, value in inputs]
-    return [[column[i] for column in columns] for i in range(len(devices))]
-
-
-def scatter_arguments(
-    function: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    devices: Sequence[torch.device],
-    chunk_sizes: Sequence[int] | None,
-    dim: int = 0,
-    broadcast: Collection[str] = (),
-    split: Collection[str] = (),
-    warned: set[str] | None = None,
-) -> list[Arguments]:
-    """Return the arguments with which ``function`` is called on each device; see ``scatter``."""
-    named = named_arguments(function, args, kwargs)
-    chunks = scatter(named, devices, chunk_sizes, dim, broadcast, split, warned)
+    chunks = [tuple(column[i] for column in columns) for i in range(len(devices))]
     count = len(args)
-    return [
-        (tuple(chunk[:count]), dict(zip(kwargs, chunk[count:], strict=True))) for chunk in chunks
-    ]
+    return [(chunk[:count], dict(zip(kwargs, chunk[count:], strict=True))) for chunk in chunks]
 
 
 @dataclass(frozen=True, slots=True)
