@@ -224,8 +224,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
             inputs = tuple(map(only_output, inputs))
             kwargs = {name: only_output(value) for name, value in kwargs.items()}
         output = self.module(*inputs, **kwargs)
-        stays = not self.device_ids or self.output_device == self.device_ids[0]
-        if self.gathers_outputs and stays:
+        if self.gathers_outputs and self.output_device in (None, *self.device_ids):
             return output
         sizes = None if batch_size is None else [batch_size]
         return self._joined([output], [device], self._losses(sizes))
@@ -284,11 +283,10 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
     ) -> Any:
         """Return the outputs joined on ``output_device``; ``losses`` joins the 0-dim ones."""
         sizes = None if losses is None else losses.chunk_sizes
-        device = self._device_of(output_device)
+        [device] = self._devices_of([output_device])
         return gather(outputs, device, self.dim, self.scalar_outputs, sizes, losses)
 
     def _losses(self, chunk_sizes: Sequence[int] | None) -> ChunkLosses:
-        """Return the record of the losses of a call."""
         return ChunkLosses(
             self._history,
             self.module.forward,
@@ -305,11 +303,12 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         output_device = devices[0] if self.output_device is None else self.output_device
         if self.gathers_outputs:
             return self.gather(outputs, output_device, losses)
+        [output_device] = self._devices_of([output_device])
         return PerDevice(
             outputs,
             devices,
             losses.chunk_sizes,
-            output_device=self._device_of(output_device),
+            output_device=output_device,
             dim=self.dim,
             scalar_outputs=self.scalar_outputs,
             losses=losses,
@@ -325,13 +324,8 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         """Return what nn.DataParallel calls a device: its index, if it is an accelerator."""
         return device.index if device.type == self._device_type else device
 
-    def _device_of(self, device_id: int | torch.device) -> torch.device:
-        if isinstance(device_id, torch.device):
-            return device_id
-        return torch.device(self._device_type, device_id)
-
-    def _devices_of(self, device_ids: Iterable[int | torch.device]) -> list[torch.device]:
-        return list(map(self._device_of, device_ids))
+    def _devices_of(self, ids: Iterable[int | torch.device]) -> list[torch.device]:
+        return [torch.device(self._device_type, i) if isinstance(i, int) else i for i in ids]
 
     @property
     def gpu0_bsz(self) -> int | None:

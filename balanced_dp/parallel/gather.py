@@ -46,9 +46,7 @@ def gather(
         outputs: the output of each replica; at least one.
         device: the device of the joined tensors.
         dim: the batch dimension.
-        scalar_outputs: how 0-dim tensors are joined. ``"auto"``: into the value of the whole batch,
-            by ``losses``. ``"mean"``: into their mean, weighted by chunk size, or by the
-            ``loss_weight`` of ``losses``. ``"sum"``: into their sum. ``"stack"``: into a vector.
+        scalar_outputs: how 0-dim tensors are joined, as in ``BalancedDataParallel``.
         chunk_sizes: how many samples each replica had; None if the batch was not split.
         losses: how floating 0-dim tensors were computed; without it, they are averaged.
 
@@ -60,17 +58,13 @@ def gather(
 
 
 def _gather(outputs: list[Any], path: str, join: _Join) -> Any:
-    first = outputs[0]
+    first, *others = outputs
     if all(isinstance(output, torch.Tensor) for output in outputs):
         return join(outputs, path)
-    if any(type(output) is not type(first) for output in outputs):
+    if any(type(other) is not type(first) for other in others):
         raise _differ(path, outputs, "different types")
-    if (
-        len(outputs) > 1
-        and isinstance(first, MutableMapping | MutableSequence)
-        and len(first)
-        and all(output is first for output in outputs)
-    ):
+    is_shared = others and all(other is first for other in others)
+    if is_shared and isinstance(first, MutableMapping | MutableSequence) and len(first):
         raise GatherError(
             f"output {_named(path)} is the same {type(first).__name__} on every replica, which "
             "holds what the last one wrote to it; return a new one from each forward"
@@ -80,7 +74,7 @@ def _gather(outputs: list[Any], path: str, join: _Join) -> Any:
         return None
     children = [checked_items(output, path, GatherError) for output in outputs]
     if children[0] is None:
-        if not all(_equal(first, other) for other in outputs[1:]):
+        if not all(_equal(first, other) for other in others):
             raise _differ(path, outputs, "different values")
         return first
     named = [dict(items or ()) for items in children]
@@ -185,9 +179,8 @@ def _differ_along_only(dim: int, shapes: Sequence[torch.Size]) -> bool:
 
 def _is_of_rows(lengths: Sequence[int], chunk_sizes: Sequence[int]) -> bool:
     """Return whether lengths differ between chunks, or are a multiple of equal chunk sizes."""
-    return len(set(lengths)) > 1 or (
-        len(set(chunk_sizes)) == 1 and lengths[0] % chunk_sizes[0] == 0
-    )
+    are_equal = len(set(chunk_sizes)) == 1 and lengths[0] % chunk_sizes[0] == 0
+    return are_equal or len(set(lengths)) > 1
 
 
 def _equal(first: Any, other: Any) -> bool:
@@ -209,11 +202,10 @@ def _differ(path: str, values: Sequence[Any], what: str) -> GatherError:
         str(tuple(value.shape)) if isinstance(value, torch.Tensor) else repr(value)
         for value in values
     )
-    if len(shown) > 200:
-        shown = shown[:200] + " ..."
+    shown = shown if len(shown) <= 200 else f"{shown[:200]} ..."
     return GatherError(
-        f"output {_named(path)} cannot be joined: the replicas returned {what} "
-        f"({shown}); return tensors, or what is equal on every replica"
+        f"output {_named(path)} cannot be joined: the replicas returned {what} ({shown}); return "
+        "tensors, or what is equal on every replica"
     )
 
 
