@@ -80,14 +80,14 @@ def test_a_step_does_not_wait_for_the_device(loss, gpu0_bsz, training, devices, 
 def test_inputs_do_not_wait_for_what_is_queued(whole, devices):
     x = torch.randn(BATCH, 1 << 16)
     sizes = None if whole else [1, 4, 4, 4]
-    scatter([("x", x)], devices, sizes)  # makes the streams
+    scatter(torch.sin, (x,), {}, devices, sizes)  # makes the streams
     torch.cuda.synchronize()
     torch.cuda._sleep(2_000_000_000)  # about a second
     queued = torch.cuda.Event()
     queued.record()
-    chunks = scatter([("x", x)], devices, sizes)
+    chunks = scatter(torch.sin, (x,), {}, devices, sizes)
     assert not queued.query()
-    found = [chunk.cpu() for [chunk] in chunks]
+    found = [chunk.cpu() for [chunk], _ in chunks]
     expected = [x] * 4 if whole else x.split(sizes)
     torch.testing.assert_close(found, list(expected))
 

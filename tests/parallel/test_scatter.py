@@ -17,12 +17,19 @@ from balanced_dp import (
     emulate_devices,
 )
 from balanced_dp.parallel.gather import gather
-from balanced_dp.parallel.scatter import find_batch_size, scatter
+from balanced_dp.parallel.scatter import find_batch_size
+from balanced_dp.parallel.scatter import scatter as scatter_arguments
 
 from ..modules import Lambda
 from .containers import Frozen, Pair, Slotted
 
 CPU = torch.device("cpu")
+
+
+def scatter(inputs, devices, chunk_sizes, **options):
+    """Scatter keyword arguments and return their values for each device."""
+    call = scatter_arguments(lambda **_: None, (), dict(inputs), devices, chunk_sizes, **options)
+    return [list(kwargs.values()) for _, kwargs in call]
 
 
 def cut(value, *chunk_sizes, **options):
@@ -257,7 +264,7 @@ COMPLEX = torch.randn(6, 6, dtype=torch.cdouble, generator=torch.Generator().man
 )
 def test_tensors_of_any_kind_travel(tensor, dim, devices):
     """On CUDA some were an error, and the gradient of an input on the CPU came with a warning."""
-    chunks = scatter([("x", tensor)], devices[:3], [1, 3, 2], dim)
+    chunks = scatter([("x", tensor)], devices[:3], [1, 3, 2], dim=dim)
     joined = gather([chunk for [chunk] in chunks], torch.device("cpu"), dim)
     torch.testing.assert_close(joined.detach(), tensor.detach())
     if tensor.requires_grad:
