@@ -20,20 +20,17 @@ from __future__ import annotations
 import argparse
 import csv
 import importlib.metadata
-import json
 import os
-import platform
-import re
 import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
-from datetime import datetime, timezone
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from tables import write_table
 from torch import nn
 
 from balanced_dp import (
@@ -52,34 +49,32 @@ MIB, GIB = 2**20, 2**30
 RESULTS = Path(__file__).parent / "results"
 
 
-@dataclass(frozen=True, slots=True)
-class Check:
-    """Two figures in bytes that should agree; ``reference`` is None where it could not be had."""
-
-    name: str
-    measured: int | None
-    reference: int | None
-    allowed_difference: int
-    note: str = ""
-
-    @property
-    def outcome(self) -> str:
-        if self.reference is None:
-            return "not run"
-        if self.measured is None:
-            return "FAILED"
-        agrees = abs(self.measured - self.reference) <= self.allowed_difference
-        return "ok" if agrees else "FAILED"
+Check = dict[str, Any]
+"""A row of a part's table."""
 
 
-@dataclass(frozen=True, slots=True)
-class AtMost(Check):
-    """A ratio in thousandths that should not exceed ``reference``."""
-
-    @property
-    def outcome(self) -> str:
-        assert self.measured is not None and self.reference is not None
-        return "ok" if self.measured <= self.reference else "FAILED"
+def check(
+    name: str,
+    measured: int | None,
+    reference: int | None,
+    allowed_difference: int = 0,
+    note: str = "",
+    outcome: str | None = None,
+) -> Check:
+    """Compares two figures that should agree; ``reference`` is None where it could not be had."""
+    if outcome is None and reference is None:
+        outcome = "not run"
+    elif outcome is None:
+        agree = measured is not None and abs(measured - reference) <= allowed_difference
+        outcome = "ok" if agree else "FAILED"
+    return {
+        "check": name,
+        "measured": measured,
+        "reference": reference,
+        "allowed difference": allowed_difference,
+        "outcome": outcome,
+        "note": note,
+    }
 
 
 def probe() -> Iterator[Check]:
@@ -103,12 +98,12 @@ def _allocator_checks(memory_probe: MemoryProbe, device: torch.device) -> Iterat
         ("peak_allocated_bytes", torch.cuda.max_memory_allocated),
         ("peak_reserved_bytes", torch.cuda.max_memory_reserved),
     ):
-        yield Check(f"{name} and torch.cuda", getattr(memory, name), function(device), 0)
+        yield check(f"{name} and torch.cuda", getattr(memory, name), function(device))
     free, total = torch.cuda.mem_get_info(device)
     # What the driver keeps is not CUDA's to give: it is left out of its total and of its free.
     driver = memory.reserved_by_driver_bytes or 0
-    yield Check("free_bytes and mem_get_info", memory.free_bytes, free, 2 * MIB)
-    yield Check("total_bytes - driver's and mem_get_info", memory.total_bytes - driver, total, GIB)
+    yield check("free_bytes and mem_get_info", memory.free_bytes, free, 2 * MIB)
+    yield check("total_bytes - driver's and mem_get_info", memory.total_bytes - driver, total, GIB)
     del held
 
 
@@ -125,9 +120,9 @@ def _nvidia_smi_checks(memory_probe: MemoryProbe) -> Iterator[Check]:
     for index, attribute in enumerate(fields.values(), start=1):
         listed = None if row is None else _mib(row[index])
         # nvidia-smi rounds to MiB, and asks a moment earlier.
-        yield Check(f"{attribute} and nvidia-smi", getattr(memory, attribute), listed, 4 * MIB)
+        yield check(f"{attribute} and nvidia-smi", getattr(memory, attribute), listed, 4 * MIB)
     note = f"memory info version {memory.memory_info_version}, {memory.label}"
-    yield Check("nvidia-smi lists the UUID", int(row is not None), 1, 0, note)
+    yield check("nvidia-smi lists the UUID", int(row is not None), 1, 0, note)
 
 
 def _process_checks(memory_probe: MemoryProbe, before: DeviceMemory) -> Iterator[Check]:
@@ -136,10 +131,10 @@ def _process_checks(memory_probe: MemoryProbe, before: DeviceMemory) -> Iterator
     note = f"obtained by {memory.process_bytes_source!r}, before by {before.process_bytes_source!r}"
     rows = _nvidia_smi("--query-compute-apps=pid,used_memory")
     listed = next((_mib(row[1]) for row in rows if row[0] == str(os.getpid())), None)
-    yield Check("process_bytes and nvidia-smi", memory.process_bytes, listed, 4 * MIB, note)
+    yield check("process_bytes and nvidia-smi", memory.process_bytes, listed, 4 * MIB, note)
     # Besides what torch reserved there is the context, some hundreds of MiB.
     beside = None if memory.process_bytes is None else memory.process_bytes - memory.reserved_bytes
-    yield Check("process_bytes beside the reserved", beside, GIB // 2, GIB // 2, note)
+    yield check("process_bytes beside the reserved", beside, GIB // 2, GIB // 2, note)
     del held
 
 
@@ -162,9 +157,9 @@ def _sampling_checks(memory_probe: MemoryProbe, device: torch.device) -> Iterato
         sampled = peak.peak_used_bytes - before.used_bytes
     grown = peak.peak_reserved_bytes - before.reserved_bytes  # 4 GiB, and a product
     note = f"{usage.num_samples} samples in {usage.elapsed_s:.3f} s; {usage.sampling_error or ''}"
-    yield Check("the allocator reserved 4 GiB more", grown, 4 * GIB, GIB)
-    yield Check("the sampled peak is the reserved", sampled, grown, 64 * MIB, note)
-    yield Check("the measured block is valid", int(usage.valid), 1, 0, usage.reason or "")
+    yield check("the allocator reserved 4 GiB more", grown, 4 * GIB, GIB)
+    yield check("the sampled peak is the reserved", sampled, grown, 64 * MIB, note)
+    yield check("the measured block is valid", int(usage.valid), 1, 0, usage.reason or "")
 
 
 def _step_checks(device: torch.device, length: int = 128) -> Iterator[Check]:
@@ -185,15 +180,15 @@ def _step_checks(device: torch.device, length: int = 128) -> Iterator[Check]:
         step()
     [entry] = memory_breakdown(model, optimizer)
     peak = torch.get_device_module(device).max_memory_allocated(device)
-    yield Check("step's peak and torch.cuda", usage.devices[0].peak_allocated_bytes, peak, 0)
-    yield Check(
+    yield check("step's peak and torch.cuda", usage.devices[0].peak_allocated_bytes, peak, 0)
+    yield check(
         "breakdown's sum and torch.cuda", sum(entry.uses.values()), peak, 0, str(entry.uses)
     )
     parameters = sum(-(-p.nbytes // 512) * 512 for p in module.parameters())
-    yield Check("parameters of the breakdown", entry.uses["parameter"], parameters, 0)
-    yield Check("gradients of the breakdown", entry.uses["gradient"], parameters, 0)
+    yield check("parameters of the breakdown", entry.uses["parameter"], parameters, 0)
+    yield check("gradients of the breakdown", entry.uses["gradient"], parameters, 0)
     state = entry.uses["optimizer state"]
-    yield Check("two moments of AdamW", state, 2 * parameters, parameters // 100, "and step counts")
+    yield check("two moments of AdamW", state, 2 * parameters, parameters // 100, "and step counts")
 
 
 def emulation() -> Iterator[Check]:
@@ -230,24 +225,25 @@ def compare_peaks(
     name = f"{workload.name}, batch {batch_size}, {precision}, {[0] * num_replicas}"
     name += ", gathered" if gather else ", loss on each device"
     if measured.status == "oom":
-        return Check(name, predicted, None, 0, "out of memory on the GPU")
+        return check(name, predicted, None, 0, "out of memory on the GPU")
     note = f"{predicted / held[0] - 1:+.2%}; cuBLAS's {kept[0] / MIB:.0f} MiB left out"
-    return Check(name, predicted, held[0], round(0.10 * held[0]), note)
+    return check(name, predicted, held[0], round(0.10 * held[0]), note)
 
 
 def summaries(checks: list[Check]) -> Iterator[Check]:
     """Yields the checks of all errors together, in parts per million."""
-    errors = [c.measured / c.reference - 1 for c in checks if c.measured and c.reference]
+    pairs = [(c["measured"], c["reference"]) for c in checks if c["measured"] and c["reference"]]
+    errors = [measured / reference - 1 for measured, reference in pairs]
     if not errors:
-        yield Check("errors", None, 0, 0, "nothing could be compared")
+        yield check("errors", None, 0, 0, "nothing could be compared")
         return
     sizes = sorted(map(abs, errors))
     median, worst = (round(1e6 * size) for size in (statistics.median(sizes), sizes[-1]))
     too_low = sum(error < 0 for error in errors)
-    yield Check("median error, ppm", median, 0, 30_000)
-    yield Check("worst error, ppm", worst, 0, 100_000)
+    yield check("median error, ppm", median, 0, 30_000)
+    yield check("worst error, ppm", worst, 0, 100_000)
     note = f"of {len(errors)}, by {-min(*errors, 0):.2%} at most"
-    yield Check("how many were too low", too_low, None, 0, note)
+    yield check("how many were too low", too_low, None, 0, note)
 
 
 SMALL_BATCH, LARGE_BATCH = 8, 64
@@ -282,7 +278,8 @@ def speed() -> Iterator[Check]:
 def speed_check(name: str, times: dict[str, float], goal: int) -> Check:
     """Returns whether our time is at most ``goal`` thousandths of nn.DataParallel's."""
     note = ", ".join(f"{model} {1e3 * seconds:.2f} ms" for model, seconds in times.items())
-    return AtMost(name, round(1000 * times["ours"] / times["nn.DataParallel"]), goal, 0, note)
+    ratio = round(1000 * times["ours"] / times["nn.DataParallel"])
+    return check(name, ratio, goal, note=note, outcome="ok" if ratio <= goal else "FAILED")
 
 
 def _nvidia_smi(query: str) -> list[list[str]]:
@@ -306,52 +303,6 @@ PARTS: dict[str, Callable[[], Iterator[Check]]] = {
 }
 
 
-def write_report(part: str, checks: list[Check], hardware: str, folder: Path) -> list[Path]:
-    """Writes the Markdown and the JSON file of a part and returns their paths."""
-    now = datetime.now(timezone.utc)
-    record: dict[str, Any] = {
-        "schema": 1,
-        "part": part,
-        "hardware": hardware,
-        "date": now.isoformat(timespec="seconds"),
-        "command": f"python benchmarks/gpu_validation.py {part}",
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "cuda": torch.version.cuda,
-            "nvidia-ml-py": importlib.metadata.version("nvidia-ml-py"),
-            "driver": next(iter(_nvidia_smi("--query-gpu=driver_version")), [None])[0],
-        },
-        "checks": [{**asdict(check), "outcome": check.outcome} for check in checks],
-    }
-    slug = re.sub(r"[^a-z0-9]+", "-", hardware.lower()).strip("-")
-    stem = folder / f"{part}_{slug}_{now:%Y-%m-%d}"
-    versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
-    lines = [
-        f"# {part} on {hardware}, {now:%Y-%m-%d}",
-        "",
-        f"`{record['command']}`",
-        "",
-        versions,
-        "",
-        "Figures are bytes, or 1 for true; of speed, thousandths.",
-        "",
-        "| check | measured | reference | allowed difference | outcome | note |",
-        "|---|---:|---:|---:|---|---|",
-        *(_row(check) for check in checks),
-    ]
-    paths = [stem.with_suffix(".md"), stem.with_suffix(".json")]
-    paths[0].write_text("\n".join(lines) + "\n")
-    paths[1].write_text(json.dumps(record, indent=2) + "\n")
-    return paths
-
-
-def _row(check: Check) -> str:
-    figures = (check.measured, check.reference, check.allowed_difference)
-    cells = ["" if figure is None else f"{figure:,}" for figure in figures]
-    return f"| {check.name} | {' | '.join(cells)} | {check.outcome} | {check.note} |"
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description="Checks that need an NVIDIA GPU.")
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; all")
@@ -368,11 +319,20 @@ def main() -> int:
         return max(subprocess.run([*command, part], check=False).returncode for part in parts)
     [part] = parts
     checks = list(PARTS[part]())
-    for path in write_report(part, checks, torch.cuda.get_device_name(), arguments.results):
+    versions = {
+        "cuda": torch.version.cuda,
+        "nvidia-ml-py": importlib.metadata.version("nvidia-ml-py"),
+        "driver": next(iter(_nvidia_smi("--query-gpu=driver_version")), ["unknown"])[0],
+    }
+    note = "Figures are bytes, or 1 for true; of speed, thousandths."
+    hardware = torch.cuda.get_device_name()
+    for path in write_table(
+        part, checks, arguments.results, on=hardware, note=note, versions=versions
+    ):
         print(path)
-    for check in checks:
-        print(f"{check.outcome:8} {check.name}")
-    return int(any(check.outcome == "FAILED" for check in checks))
+    for row in checks:
+        print(f"{row['outcome']:8} {row['check']}")
+    return int(any(row["outcome"] == "FAILED" for row in checks))
 
 
 if __name__ == "__main__":

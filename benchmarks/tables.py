@@ -83,4 +83,11 @@ def write_table(
 
 
 def _cell(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    match value:
+        case None:
+            return ""
+        case int():
+            return f"{value:,}"
+        case float():
+            return f"{value:.4g}"
+    return str(value)

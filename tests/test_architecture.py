@@ -30,7 +30,7 @@ parallel/ per_device criterion auto_split split_policy data_parallel functional 
 tuning/ models workloads open_devices measurement options step_benchmark report_types reports
 tuning/ workload_search tuner split_search loop_recorder __init__
 api __init__
-validation/ check gradients peaks seconds rank all_checks __init__
+validation/ check gradients peaks seconds all_checks __init__
 distributed/ ranks batch_sampler loss_scaling to_ddp __init__
 integrations/ __init__ transformers replacements
 report/ tables plots html markdown validation compare json_file __init__

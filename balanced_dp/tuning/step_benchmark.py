@@ -62,11 +62,11 @@ def step_meter(
     spread: bool = False,
 ) -> Iterator[StepMeter]:
     """Yield a ``StepMeter``, and free what it holds at the end."""
-    meter = StepMeter(workload, devices, gather, spread)
     # Garbage is collected after each measurement: exclude what was there before.
     is_ours = gc.get_freeze_count() == 0
     if is_ours:
         gc.freeze()
+    meter = StepMeter(workload, devices, gather, spread)
     try:
         yield meter
     finally:
@@ -78,19 +78,11 @@ def step_meter(
 class StepMeter:
     """Measure training steps at several splits, with one model and one optimizer.
 
-    Args:
-        workload: the workload to train.
-        devices: real or emulated devices.
-        gather: whether to gather outputs, or to compute the loss on each device.
-        spread: whether to spread parameters over all devices.
+    Arguments are those of ``measure_step``.
     """
 
     def __init__(
-        self,
-        workload: Workload,
-        devices: Sequence[torch.device],
-        gather: bool = True,
-        spread: bool = False,
+        self, workload: Workload, devices: Sequence[torch.device], gather: bool, spread: bool
     ) -> None:
         self.workload = workload
         self.devices = list(devices)
@@ -99,29 +91,22 @@ class StepMeter:
         self._has_state = False
 
     @functools.cached_property
-    def _module(self) -> nn.Module:
+    def _trained(self) -> tuple[nn.Module, BalancedCriterion, torch.optim.Optimizer]:
         with torch.device(self.devices[0]):
             module = self.workload.new_model()
-        return module.to(self.devices[0])
-
-    @functools.cached_property
-    def _criterion(self) -> BalancedCriterion:
-        return BalancedCriterion(copy.deepcopy(self.workload.loss)).to(self.devices[0])
-
-    @functools.cached_property
-    def _optimizer(self) -> torch.optim.Optimizer:
-        return self.workload.make_optimizer(self._module.parameters())
+        module = module.to(self.devices[0])
+        criterion = BalancedCriterion(copy.deepcopy(self.workload.loss)).to(self.devices[0])
+        return module, criterion, self.workload.make_optimizer(module.parameters())
 
     def close(self) -> None:
         """Free the model and the optimizer's state; the next measurement makes them again."""
-        for name in ("_module", "_criterion", "_optimizer"):
-            vars(self).pop(name, None)
+        vars(self).pop("_trained", None)
         self._has_state = False
 
     @property
     def smallest_chunk(self) -> int:
         """Return the smallest chunk that a replica trains on."""
-        return smallest_chunk(self._module)
+        return smallest_chunk(self._trained[0])
 
     @property
     def precision(self) -> str | None:
@@ -131,7 +116,7 @@ class StepMeter:
     @property
     def num_parameters(self) -> int:
         """Return the number of trained parameters."""
-        return sum(p.numel() for p in self._module.parameters() if p.requires_grad)
+        return sum(p.numel() for p in self._trained[0].parameters() if p.requires_grad)
 
     def measure(
         self,
@@ -154,7 +139,7 @@ class StepMeter:
                 if model is None:
                     model = BalancedDataParallel(
                         gpu0_bsz,
-                        self._module,
+                        self._trained[0],
                         self.devices,
                         gather=self.gather,
                         device_weights=device_weights,
@@ -169,7 +154,7 @@ class StepMeter:
                 break
             self._has_state = True
         if self._has_state:
-            self._optimizer.zero_grad()
+            self._trained[2].zero_grad()
         else:  # the optimizer's state may be incomplete
             self.close()
         gc.collect()  # an exception may have left cycles
@@ -182,7 +167,8 @@ class StepMeter:
     ) -> torch.Tensor:
         """Train for one step and return the loss."""
         args, kwargs, target = self.workload.new_batch(batch_size)
-        self._optimizer.zero_grad()
+        _, criterion, optimizer = self._trained
+        optimizer.zero_grad()
         step.begin_phase()
         precision = self.workload.precision
         autocast = torch.autocast(self.devices[0].type, precision, enabled=precision is not None)
@@ -196,14 +182,14 @@ class StepMeter:
                 )
             if self.gather:
                 target = tree_map_only(torch.Tensor, lambda t: t.to(self.devices[0]), target)
-            loss: torch.Tensor = self._criterion(output, target)
+            loss: torch.Tensor = criterion(output, target)
             if loss.dim():
                 raise ArgumentError(
                     f"the loss of {self.workload.name} must be 0-dim, as the mean or the sum of "
                     f"all samples is, but has the shape {tuple(loss.shape)}"
                 )
         loss.backward()
-        step.end_phase(model, self._optimizer)
-        self._optimizer.step()
-        step.end_phase(model, self._optimizer)
+        step.end_phase(model, optimizer)
+        optimizer.step()
+        step.end_phase(model, optimizer)
         return loss

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -11,14 +10,8 @@ from typing import get_args
 import torch
 
 from ..errors import ArgumentError, InfeasiblePlanError
-from ..planning.split_planner import (
-    RESERVE,
-    Goal,
-    check_batch,
-    check_fits,
-)
+from ..planning.split_planner import RESERVE, Goal, check_batch, check_fits
 from ..split import even_share
-from .measurement import Measurement
 from .open_devices import default_num_devices, open_devices, uses_emulation
 from .options import ranked
 from .report_types import Alternative, Provenance, Report
@@ -85,23 +78,66 @@ def tune(
         reserve = RESERVE if is_known else 0
     if capacities is not None:
         check_batch(batch_size, capacities, reserve)
-    opened = functools.partial(_opened_meter, workload, devices, emulate, symbolic)
-
     num_later = (gather + (not spread)) * NUM_MEASURED * with_alternatives
 
-    def on_each(measured: Measurement, num_left: int) -> None:
-        on_measurement(measured, num_left + num_later)
+    @contextmanager
+    def opened(
+        gather: bool, spread: bool, capacities: Sequence[int] | None
+    ) -> Iterator[tuple[StepMeter, Sequence[int]]]:
+        opened = devices
+        if opened is None:
+            opened = default_num_devices(emulate) if capacities is None else len(capacities)
+        # Parameters are spread in proportion to what devices of unlike memory hold.
+        are_unlike = spread and uses_emulation(emulate) and len(set(capacities or ())) > 1
+        with ExitStack() as stack:
+            if isinstance(opened, int):
+                memory = capacities if are_unlike else None
+                opened = stack.enter_context(
+                    open_devices(opened, memory=memory, emulate=emulate, symbolic=symbolic)
+                )
+            meter = stack.enter_context(step_meter(workload, opened, gather, spread))
+            yield meter, capacities or default_capacities(meter, batch_size)
+
+    def measured(
+        gather: bool, spread: bool, capacities: Sequence[int] | None, swept: Sequence[int] = ()
+    ) -> Report:
+        """Return the report of the best split, whether it fits or not."""
+        with opened(gather, spread, capacities) as (meter, known):
+            check_batch(batch_size, known, reserve)
+            if len(known) != len(meter.devices):
+                raise ArgumentError(
+                    f"capacities must be one for each of {len(meter.devices)} devices, got "
+                    f"{len(known)}"
+                )
+            search = WorkloadSearch(
+                meter,
+                [capacity - reserve for capacity in known],
+                lambda measured, num_left: on_measurement(measured, num_left + num_later),
+            )
+            model = search.run(batch_size, swept)
+            return report_of_measurements(
+                list(search.measured.values()),
+                Provenance.of_this_process(
+                    torch.get_device_module(d).get_device_name(d) for d in meter.devices
+                ),
+                known,
+                reserve,
+                batch_size=batch_size,
+                model=model,
+                num_parameters=meter.num_parameters,
+                precision=meter.precision,
+                gather=gather,
+                spread=spread,
+            )
 
     def alternative(gather: bool, spread: bool, capacities: Sequence[int]) -> Alternative:
         nonlocal num_later
         num_later -= NUM_MEASURED
         try:
-            with opened(capacities, gather, spread) as meter:
-                other = _measured(meter, batch_size, capacities, reserve, (), on_each)
+            return Alternative(gather, spread, options=measured(gather, spread, capacities).options)
         except Exception as error:  # the user's loss may not work for chunks
             reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
             return Alternative(gather, spread, reason=reason)
-        return Alternative(gather, spread, options=other.options)
 
     def alternatives(capacities: Sequence[int]) -> Iterator[Alternative]:
         gathers = gather
@@ -113,15 +149,7 @@ def tune(
             yield alternative(gathers, True, capacities)
 
     try:
-        with opened(capacities, gather, spread) as meter:
-            known = default_capacities(meter, batch_size) if capacities is None else capacities
-            check_batch(batch_size, known, reserve)
-            if len(known) != len(meter.devices):
-                raise ArgumentError(
-                    f"capacities must be one for each of {len(meter.devices)} devices, got "
-                    f"{len(known)}"
-                )
-            report = _measured(meter, batch_size, known, reserve, sorted(set(sweep)), on_each)
+        report = replace(measured(gather, spread, capacities, sorted(set(sweep))), goal=goal)
     except InfeasiblePlanError as error:
         if with_alternatives and capacities is not None:
             found = [option for other in alternatives(capacities) for option in other.options]
@@ -129,7 +157,6 @@ def tune(
             for option in ranked(found, batch_size, budgets, "speed"):
                 raise InfeasiblePlanError(f"{error}; this batch fits with {option.line}") from None
         raise
-    report = replace(report, goal=goal)
     if with_alternatives:
         report = replace(report, alternatives=tuple(alternatives(report.plan.capacity_bytes)))
     if not report.ranked_options:
@@ -140,56 +167,6 @@ def tune(
                 error.args = (f"{error}; {option.batch_size} fit with {option.line}",)
             raise
     return report
-
-
-def _measured(
-    meter: StepMeter,
-    batch_size: int,
-    capacities: Sequence[int],
-    reserve: int,
-    swept: Sequence[int],
-    on_measurement: OnMeasurement,
-) -> Report:
-    """Return the report of the best split, whether it fits or not."""
-    search = WorkloadSearch(meter, [c - reserve for c in capacities], on_measurement)
-    model = search.run(batch_size, swept)
-    return report_of_measurements(
-        list(search.measured.values()),
-        Provenance.of_this_process(
-            torch.get_device_module(d).get_device_name(d) for d in meter.devices
-        ),
-        capacities,
-        reserve,
-        batch_size=batch_size,
-        model=model,
-        num_parameters=meter.num_parameters,
-        precision=meter.precision,
-        gather=meter.gather,
-        spread=meter.spread,
-    )
-
-
-@contextmanager
-def _opened_meter(
-    workload: Workload,
-    devices: int | Sequence[torch.device] | None,
-    emulate: bool,
-    symbolic: bool,
-    capacities: Sequence[int] | None,
-    gather: bool,
-    spread: bool,
-) -> Iterator[StepMeter]:
-    if devices is None:
-        devices = default_num_devices(emulate) if capacities is None else len(capacities)
-    # Parameters are spread in proportion to what devices of unlike memory hold.
-    are_unlike = spread and uses_emulation(emulate) and len(set(capacities or ())) > 1
-    memory = capacities if are_unlike else None
-    with ExitStack() as stack:
-        if isinstance(devices, int):
-            devices = stack.enter_context(
-                open_devices(devices, memory=memory, emulate=emulate, symbolic=symbolic)
-            )
-        yield stack.enter_context(step_meter(workload, devices, gather, spread))
 
 
 def default_capacities(meter: StepMeter, batch_size: int) -> list[int]:

@@ -84,21 +84,21 @@ class WorkloadSearch:
         if gpu0_bsz:
             even = even_share(batch_size, len(self.budgets))
             gpu0_bsz = min(even, max(gpu0_bsz, self.meter.smallest_chunk))
-        if (batch_size, gpu0_bsz) not in self.measured:
-            self.record(gpu0_bsz, self.meter.measure(batch_size, gpu0_bsz))
-        return self.measured[batch_size, gpu0_bsz]
+        return self._measured(batch_size, gpu0_bsz)
 
     def measure_weights(self, weights: tuple[int, ...]) -> None:
         """Measure a split by weights, unless it is known or the model cannot train on it."""
         size = sum(weights)
-        is_known = (size, weights) in self.measured or size > self.largest_batch
-        if not is_known and min(filter(None, weights), default=0) >= self.meter.smallest_chunk:
-            self.record(weights, self.meter.measure(size, None, weights))
+        smallest = min(filter(None, weights), default=0)
+        if size <= self.largest_batch and smallest >= self.meter.smallest_chunk:
+            self._measured(size, weights)
 
-    def record(self, split: int | tuple[int, ...], measured: Measurement) -> None:
-        """Keep a measurement."""
-        self.measured[measured.batch_size, split] = measured
-        self.on_measurement(measured, max(0, self.num_expected - len(self.measured)))
+    def _measured(self, batch_size: int, split: int | tuple[int, ...]) -> Measurement:
+        if (batch_size, split) not in self.measured:
+            arguments = (split,) if isinstance(split, int) else (None, split)
+            self.measured[batch_size, split] = found = self.meter.measure(batch_size, *arguments)
+            self.on_measurement(found, max(0, self.num_expected - len(self.measured)))
+        return self.measured[batch_size, split]
 
     def measure_around(self, batch_size: int) -> None:
         """Measure splits of a batch and of twice its size, from which the terms can be fitted."""

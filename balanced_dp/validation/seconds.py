@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
+import gc
 import math
-import os
 import re
 import statistics
-import subprocess
-import sys
 import tempfile
 import textwrap
 import time
@@ -17,7 +14,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn
+from torch.nn.parallel import DistributedDataParallel
 
 from ..devices import is_emulated
 from ..errors import BalanceWarning
@@ -57,8 +57,9 @@ def time_checks(workload: str, batch_size: int, devices: Sequence[torch.device])
     torch.get_device_module(devices[0]).empty_cache()  # the ranks need the memory
     try:
         ranks = rank_seconds(workload, batch_size, devices[0].type, len(devices))
-    except (OSError, subprocess.SubprocessError, RuntimeError) as error:
-        yield Check("seconds", names[1], "-", note=f"no times of the ranks: {error}")
+    except (OSError, ProcessRaisedException, ProcessExitedException) as error:
+        reason = _first_error(str(error))
+        yield Check("seconds", names[1], "-", note=f"no times of the ranks: {reason}")
         return
     yield Check("seconds", names[1], "ok", ours / ranks, f"{_milliseconds(ours, ranks)}; no limit")
 
@@ -122,42 +123,49 @@ def step_seconds(
 def rank_seconds(workload: str, batch_size: int, device_type: str, num_ranks: int) -> float:
     """Return the median seconds of a training step with ``DistributedDataParallel``.
 
-    The ranks are processes that torchrun starts, each with an even share of the batch.
+    The ranks are processes, each with an even share of the batch.
 
     Raises:
-        RuntimeError: The ranks failed, or did not end in time.
+        ProcessRaisedException, ProcessExitedException: A rank failed.
+        TimeoutError: They did not end in time.
     """
+    num_samples = even_share(batch_size, num_ranks)
+    deadline = time.monotonic() + _RANKS_TIME_LIMIT_S
     with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, "seconds.json")
-        command = [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *("--nproc-per-node", str(num_ranks), "-m", "balanced_dp.validation.rank"),
-            *(workload, str(even_share(batch_size, num_ranks)), device_type, str(file)),
-        ]
-        package = str(Path(__file__).parents[2])
-        paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
-        process = subprocess.Popen(
-            command,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        arguments = (num_ranks, workload, num_samples, device_type, folder)
+        ranks = spawn(_run_rank, arguments, num_ranks, join=False)
         try:
-            _, errors = process.communicate(timeout=_RANKS_TIME_LIMIT_S)
-        except subprocess.TimeoutExpired:
-            raise RuntimeError(f"they took more than {_RANKS_TIME_LIMIT_S:.0f} s") from None
+            while not ranks.join(max(0.0, deadline - time.monotonic())):
+                if time.monotonic() >= deadline:
+                    raise TimeoutError(f"they took more than {_RANKS_TIME_LIMIT_S:.0f} s")
         finally:
-            if process.poll() is None:
-                process.terminate()  # torchrun then ends the ranks
-                process.communicate()
-        if process.returncode:
-            raise RuntimeError(_first_error(errors))
-        seconds: float = json.loads(file.read_text())
-        return seconds
+            for process in ranks.processes:
+                process.terminate()
+                process.join()
+        return float(Path(folder, "seconds").read_text())
 
 
-def _first_error(output: str) -> str:
-    """Return the first error in the output of the ranks, which torchrun may have marked."""
-    found = re.search(r"^(?:\[[^\]]*\]:? ?)*(?:\w+\.)*(\w*(?:Error|Exception): .+)$", output, re.M)
-    return textwrap.shorten(found[1], MAX_NOTE, placeholder=" ...") if found else "torchrun failed"
+def _run_rank(
+    rank: int, num_ranks: int, workload: str, num_samples: int, device_type: str, folder: str
+) -> None:
+    """Time the steps of a rank, which wait for those of the others; rank 0 writes the median."""
+    torch.set_num_threads(1)
+    torch.get_device_module(device_type).set_device(rank)
+    meeting = Path(folder, "ranks").as_uri()
+    dist.init_process_group(init_method=meeting, rank=rank, world_size=num_ranks)
+    trained = find_workload(workload)
+    module = trained.new_model().to(device_type)
+    model = DistributedDataParallel(module, gradient_as_bucket_view=True)
+    [median] = step_seconds(trained, num_samples, {"DistributedDataParallel": model}).values()
+    if rank == 0:
+        Path(folder, "seconds").write_text(str(median))
+    dist.barrier()
+    del model
+    gc.collect()  # no model outlives its group
+    dist.destroy_process_group()
+
+
+def _first_error(text: str) -> str:
+    """Return the line of a traceback that names the error, or what is there instead of one."""
+    found = re.search(r"^(?:\w+\.)*(\w*(?:Error|Exception): .+)$", text, re.M)
+    return textwrap.shorten(found[1] if found else text, MAX_NOTE, placeholder=" ...")
