@@ -48,12 +48,6 @@ def test_the_current_device_is_the_first_until_set(devices, lazy):
     assert lazy.memory_allocated() == lazy.memory_allocated(2) == 512
 
 
-def test_the_current_device_comes_back_after_an_error(lazy):
-    with pytest.raises(ZeroDivisionError), lazy.device(1):
-        _ = 1 / 0
-    assert lazy.current_device() == 0
-
-
 def test_each_thread_has_its_own_current_device(lazy):
     def before_and_after_setting():
         before = lazy.current_device()

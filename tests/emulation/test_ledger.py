@@ -125,14 +125,6 @@ LedgerAgainstNaiveBooks.TestCase.settings = settings(
 TestLedgerAgainstNaiveBooks = LedgerAgainstNaiveBooks.TestCase
 
 
-def test_what_was_freed_before_the_peak_is_reset_is_not_in_the_new_peak():
-    ledger = DeviceLedger(10 * ROUND_BYTES, MemoryError)
-    kept, freed = (ledger.allocate(ROUND_BYTES, Label.OTHER) for _ in range(2))
-    del freed
-    ledger.reset_peak()
-    assert ledger.peak_bytes == kept.block.num_bytes == ROUND_BYTES
-
-
 @pytest.fixture
 def frequent_thread_switches() -> Iterator[None]:
     before = sys.getswitchinterval()
@@ -177,17 +169,6 @@ def allocated(device: torch.device) -> int:
 
 def peak(device: torch.device) -> int:
     return torch.get_device_module(device).max_memory_allocated(device)
-
-
-@pytest.mark.parametrize(
-    ("num_elements", "num_bytes"), [(0, 0), (1, 512), (128, 512), (129, 1024), (1000, 4096)]
-)
-def test_a_tensor_costs_its_bytes_rounded_up_to_512(devices, num_elements, num_bytes):
-    x = torch.zeros(num_elements, device=devices[1])
-    assert allocated(devices[1]) == num_bytes
-    assert allocated(devices[0]) == 0
-    del x
-    assert allocated(devices[1]) == 0
 
 
 @pytest.mark.usefixtures("reference_counting_only")
