@@ -6,7 +6,7 @@ Operations on emulated devices are synchronous and in order, so streams and even
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,22 +18,19 @@ from .device_module import Device
 from .machine import current_machine
 
 
-class Stream:
-    """A stream of an emulated device, and the context manager that makes it current."""
+def _always(answer: Any) -> Callable[..., Any]:
+    """Return a function, or method, that returns ``answer`` for any arguments."""
+    return lambda *args, **kwargs: answer
+
+
+class Stream(device_module.device):
+    """The only stream of an emulated device; as a context manager, it makes the device current."""
 
     def __init__(self, device: Device = None, priority: int = 0, **kwargs: Any) -> None:
-        machine = current_machine()
-        self.device = machine.devices[machine.index_of(device)]
-        self.device_index, self.priority = self.device.index, priority
+        super().__init__(device)
+        self.device = current_machine().devices[self.index]
+        self.device_index, self.priority = self.index, priority
         self.cuda_stream = self.stream_id = 0
-
-    def __enter__(self) -> Stream:
-        self._context = StreamContext(self)
-        self._context.__enter__()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._context.__exit__(*exc)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Stream) and self.device == other.device
@@ -41,22 +38,9 @@ class Stream:
     def __hash__(self) -> int:
         return hash(self.device)
 
-    def wait_stream(self, stream: Stream) -> None:
-        """Do nothing: what the other stream has to do is done."""
-
-    def wait_event(self, event: Event) -> None:
-        """Do nothing: what the event stands for is done."""
-
-    def synchronize(self) -> None:
-        """Do nothing: all is done."""
-
-    def query(self) -> bool:
-        """Return whether all is done, which it is."""
-        return True
-
-    def is_capturing(self) -> bool:
-        """Return False: there are no CUDA graphs."""
-        return False
+    wait_stream = wait_event = synchronize = _always(None)
+    query = _always(True)
+    is_capturing = _always(False)
 
     def record_event(self, event: Event | None = None) -> Event:
         """Record the event, a new one by default, and return it."""
@@ -75,15 +59,8 @@ class Event:
         """Note the time."""
         self._time_s = time.perf_counter()
 
-    def wait(self, stream: Stream | None = None) -> None:
-        """Do nothing: what the event stands for is done."""
-
-    def synchronize(self) -> None:
-        """Do nothing: what the event stands for is done."""
-
-    def query(self) -> bool:
-        """Return whether what the event stands for is done, which it is."""
-        return True
+    wait = synchronize = _always(None)
+    query = _always(True)
 
     def elapsed_time(self, end_event: Event) -> float:
         """Return the milliseconds of wall time until ``end_event``."""
@@ -107,16 +84,7 @@ class device_of(device_module.device):  # the name of torch.cuda.device_of
 
 
 stream = StreamContext
-
-
-def current_stream(device: Device = None) -> Stream:
-    """Return a stream of the device."""
-    return Stream(device)
-
-
-def default_stream(device: Device = None) -> Stream:
-    """Return a stream of the device."""
-    return Stream(device)
+current_stream = default_stream = Stream
 
 
 def set_stream(stream: Stream) -> None:
@@ -124,31 +92,10 @@ def set_stream(stream: Stream) -> None:
     device_module.set_device(stream.device)
 
 
-def init() -> None:
-    """Do nothing: emulated devices need no initialization."""
-
-
-ipc_collect = _lazy_init = init
-
-
-def is_initialized() -> bool:
-    """Return True."""
-    return True
-
-
-def is_current_stream_capturing() -> bool:
-    """Return False: there are no CUDA graphs."""
-    return False
-
-
-def is_bf16_supported(including_emulation: bool = True) -> bool:
-    """Return True."""
-    return True
-
-
-def is_tf32_supported() -> bool:
-    """Return True."""
-    return True
+init = ipc_collect = _lazy_init = set_sync_debug_mode = _always(None)
+is_initialized = is_bf16_supported = is_tf32_supported = _always(True)
+is_current_stream_capturing = _always(False)  # there are no CUDA graphs
+get_sync_debug_mode = _always(0)  # the mode without warnings
 
 
 def get_device_capability(device: Device = None) -> tuple[int, int]:
@@ -166,15 +113,6 @@ def can_device_access_peer(device: Device, peer_device: Device) -> bool:
     """Return whether the devices differ."""
     machine = current_machine()
     return machine.index_of(device) != machine.index_of(peer_device)
-
-
-def set_sync_debug_mode(debug_mode: int | str) -> None:
-    """Do nothing: there is no synchronization to warn of."""
-
-
-def get_sync_debug_mode() -> int:
-    """Return 0, the mode without warnings."""
-    return 0
 
 
 def memory_summary(device: Device = None, abbreviated: bool = False) -> str:
@@ -244,27 +182,14 @@ def set_rng_state_all(new_states: Sequence[torch.Tensor]) -> None:
         device_module.set_rng_state(state, index)
 
 
-# Copies between devices, as torch.nn.parallel.comm asks torch._C for them.
-
-
-def broadcast(tensor: torch.Tensor, devices: Sequence[int]) -> list[torch.Tensor]:
-    """Return the tensor on each device."""
-    return [tensor.to(_device(index)) for index in devices]
+# Copies between devices, which torch.nn.parallel.comm asks of torch._C.
 
 
 def broadcast_coalesced(
     tensors: Sequence[torch.Tensor], devices: Sequence[int], buffer_size: int
 ) -> list[list[torch.Tensor]]:
     """Return the tensors on each device."""
-    first = _device(devices[0])
-    if any(tensor.device != first for tensor in tensors):
-        raise RuntimeError(f"All tensors must be on devices[0]: {first}")
-    return [[tensor.to(_device(index)) for tensor in tensors] for index in devices]
-
-
-def broadcast_out(tensor: torch.Tensor, out: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Copy the tensor into each of ``out``, and return these."""
-    return [target.copy_(tensor) for target in out]
+    return [[tensor.to(index) for tensor in tensors] for index in devices]
 
 
 def scatter(
@@ -275,48 +200,17 @@ def scatter(
     streams: object = None,
 ) -> list[torch.Tensor]:
     """Return a chunk of the tensor on each device."""
-    sizes = tensor.chunk(len(devices), dim) if chunk_sizes is None else None
-    chunks = tensor.split(list(chunk_sizes or ()), dim) if sizes is None else sizes
-    return [chunk.to(_device(index)) for chunk, index in zip(chunks, devices, strict=False)]
+    if chunk_sizes is None:
+        chunks = tensor.chunk(len(devices), dim)
+    else:
+        chunks = tensor.split(list(chunk_sizes), dim)
+    return [chunk.to(index) for chunk, index in zip(chunks, devices, strict=False)]
 
 
-def scatter_out(
-    tensor: torch.Tensor, out: Sequence[torch.Tensor], dim: int, streams: object = None
-) -> list[torch.Tensor]:
-    """Copy chunks of the tensor into ``out``, and return these."""
-    chunks = tensor.split([target.size(dim) for target in out], dim)
-    return [target.copy_(chunk) for target, chunk in zip(out, chunks, strict=True)]
-
-
-def gather(tensors: Sequence[torch.Tensor], dim: int, destination: int | None) -> torch.Tensor:
-    """Return the tensors joined on a device; -1 is the CPU, None the current device."""
-    target = torch.device("cpu") if destination == -1 else _device(destination)
+def gather(tensors: Sequence[torch.Tensor], dim: int, destination: int) -> torch.Tensor:
+    """Return the tensors joined on a device; -1 is the CPU."""
+    target = "cpu" if destination == -1 else destination
     return torch.cat([tensor.to(target) for tensor in tensors], dim)
-
-
-def gather_out(tensors: Sequence[torch.Tensor], out: torch.Tensor, dim: int) -> torch.Tensor:
-    """Copy the tensors, joined, into ``out``, and return it."""
-    parts = out.split([tensor.size(dim) for tensor in tensors], dim)
-    for part, tensor in zip(parts, tensors, strict=True):
-        part.copy_(tensor)
-    return out
-
-
-def _device(index: int | None) -> torch.device:
-    machine = current_machine()
-    return machine.devices[machine.index_of(index)]
-
-
-COMMUNICATION = {
-    "_broadcast": broadcast,
-    "_broadcast_coalesced": broadcast_coalesced,
-    "_broadcast_out": broadcast_out,
-    "_scatter": scatter,
-    "_scatter_out": scatter_out,
-    "_gather": gather,
-    "_gather_out": gather_out,
-}
-"""By the name in ``torch._C``, which only builds with CUDA have."""
 
 
 def refusal(name: str) -> type:
@@ -326,3 +220,15 @@ def refusal(name: str) -> type:
         raise EmulationError(f"emulated devices do not support {name}")
 
     return type(name.rpartition(".")[2], (), {"__new__": refuse})
+
+
+COMMUNICATION = {
+    "_broadcast_coalesced": broadcast_coalesced,
+    "_scatter": scatter,
+    "_gather": gather,
+    "_broadcast": lambda tensor, devices: [tensor.to(index) for index in devices],
+    "_broadcast_out": refusal("torch.cuda.comm.broadcast with out"),
+    "_scatter_out": refusal("torch.cuda.comm.scatter with out"),
+    "_gather_out": refusal("torch.cuda.comm.gather with out"),
+}
+"""By the name in ``torch._C``, which only builds with CUDA have."""
