@@ -45,7 +45,7 @@ class _TrainerParallel(BalancedDataParallel[nn.Module]):
     def gather(
         self,
         outputs: Sequence[Any],
-        output_device: int | torch.device | None,
+        output_device: int | torch.device,
         losses: ChunkLosses | None = None,
     ) -> Any:
         """Gather the outputs; with autocast, convert them to float32 as accelerate does."""
