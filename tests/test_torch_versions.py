@@ -147,14 +147,15 @@ ELSEWHERE = {
     # Of replicas.
     "_bound_methods",
     # Names that emulate_devices gives to functions of its own, and registers kernels for.
-    *("_broadcast", "_broadcast_coalesced", "_broadcast_out", "_gather_out", "_scatter_out"),
+    *("_broadcast", "_broadcast_coalesced", "_broadcast_out"),
+    *("_gather_out", "_scatter", "_scatter_out"),
     *("_dump_snapshot", "_snapshot", "_record_memory_history", "_is_pinned"),
     *("_copy_from", "_local_scalar_dense"),
     # Of sparse tensors, which have them, and in annotations only.
     *("_indices", "_ops"),
     # Of torch before 2.10, which has it.
     "_get_default_store",
-    "_like",  # the end of names
+    *("_hooks", "_like"),  # parts of names
 }
 
 

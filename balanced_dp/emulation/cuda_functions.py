@@ -182,14 +182,27 @@ def set_rng_state_all(new_states: Sequence[torch.Tensor]) -> None:
         device_module.set_rng_state(state, index)
 
 
-# Copies between devices, which torch.nn.parallel.comm asks of torch._C.
+# Copies between devices, as torch.nn.parallel.comm asks torch._C for them.
+
+
+def broadcast(tensor: torch.Tensor, devices: Sequence[int]) -> list[torch.Tensor]:
+    """Return the tensor on each device."""
+    return [tensor.to(_device(index)) for index in devices]
 
 
 def broadcast_coalesced(
     tensors: Sequence[torch.Tensor], devices: Sequence[int], buffer_size: int
 ) -> list[list[torch.Tensor]]:
     """Return the tensors on each device."""
-    return [[tensor.to(index) for tensor in tensors] for index in devices]
+    first = _device(devices[0])
+    if any(tensor.device != first for tensor in tensors):
+        raise RuntimeError(f"All tensors must be on devices[0]: {first}")
+    return [[tensor.to(_device(index)) for tensor in tensors] for index in devices]
+
+
+def broadcast_out(tensor: torch.Tensor, out: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Copy the tensor into each of ``out``, and return these."""
+    return [target.copy_(tensor) for target in out]
 
 
 def scatter(
@@ -200,17 +213,48 @@ def scatter(
     streams: object = None,
 ) -> list[torch.Tensor]:
     """Return a chunk of the tensor on each device."""
-    if chunk_sizes is None:
-        chunks = tensor.chunk(len(devices), dim)
-    else:
-        chunks = tensor.split(list(chunk_sizes), dim)
-    return [chunk.to(index) for chunk, index in zip(chunks, devices, strict=False)]
+    sizes = tensor.chunk(len(devices), dim) if chunk_sizes is None else None
+    chunks = tensor.split(list(chunk_sizes or ()), dim) if sizes is None else sizes
+    return [chunk.to(_device(index)) for chunk, index in zip(chunks, devices, strict=False)]
 
 
-def gather(tensors: Sequence[torch.Tensor], dim: int, destination: int) -> torch.Tensor:
-    """Return the tensors joined on a device; -1 is the CPU."""
-    target = "cpu" if destination == -1 else destination
+def scatter_out(
+    tensor: torch.Tensor, out: Sequence[torch.Tensor], dim: int, streams: object = None
+) -> list[torch.Tensor]:
+    """Copy chunks of the tensor into ``out``, and return these."""
+    chunks = tensor.split([target.size(dim) for target in out], dim)
+    return [target.copy_(chunk) for target, chunk in zip(out, chunks, strict=True)]
+
+
+def gather(tensors: Sequence[torch.Tensor], dim: int, destination: int | None) -> torch.Tensor:
+    """Return the tensors joined on a device; -1 is the CPU, None the current device."""
+    target = torch.device("cpu") if destination == -1 else _device(destination)
     return torch.cat([tensor.to(target) for tensor in tensors], dim)
+
+
+def gather_out(tensors: Sequence[torch.Tensor], out: torch.Tensor, dim: int) -> torch.Tensor:
+    """Copy the tensors, joined, into ``out``, and return it."""
+    parts = out.split([tensor.size(dim) for tensor in tensors], dim)
+    for part, tensor in zip(parts, tensors, strict=True):
+        part.copy_(tensor)
+    return out
+
+
+def _device(index: int | None) -> torch.device:
+    machine = current_machine()
+    return machine.devices[machine.index_of(index)]
+
+
+COMMUNICATION = {
+    "_broadcast": broadcast,
+    "_broadcast_coalesced": broadcast_coalesced,
+    "_broadcast_out": broadcast_out,
+    "_scatter": scatter,
+    "_scatter_out": scatter_out,
+    "_gather": gather,
+    "_gather_out": gather_out,
+}
+"""By the name in ``torch._C``, which only builds with CUDA have."""
 
 
 def refusal(name: str) -> type:
@@ -220,15 +264,3 @@ def refusal(name: str) -> type:
         raise EmulationError(f"emulated devices do not support {name}")
 
     return type(name.rpartition(".")[2], (), {"__new__": refuse})
-
-
-COMMUNICATION = {
-    "_broadcast_coalesced": broadcast_coalesced,
-    "_scatter": scatter,
-    "_gather": gather,
-    "_broadcast": lambda tensor, devices: [tensor.to(index) for index in devices],
-    "_broadcast_out": refusal("torch.cuda.comm.broadcast with out"),
-    "_scatter_out": refusal("torch.cuda.comm.scatter with out"),
-    "_gather_out": refusal("torch.cuda.comm.gather with out"),
-}
-"""By the name in ``torch._C``, which only builds with CUDA have."""
