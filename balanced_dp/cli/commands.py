@@ -152,6 +152,7 @@ tune_command = app.command("tune")(tune.tune_command)
 
 @app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 def run(
+    context: typer.Context,
     script: Annotated[str, typer.Argument(metavar="SCRIPT", help="A Python script.")],
     script_arguments: Annotated[
         list[str] | None, typer.Argument(metavar="[ARGS]...", help="Its arguments.")
@@ -217,6 +218,10 @@ def run(
         say=console.say,
     )
     console.print_run(result)
+    own = {name for option in context.command.params for name in option.opts}
+    misplaced = [name for name in script_arguments or () if name.partition("=")[0] in own]
+    if result.exit_code == 2 and misplaced:  # what argparse ends a script with
+        console.say(f"{misplaced[0]} went to the script; options of run come before its name")
     if result.report is not None:
         console.write(json_file, report_json, result.report)
         console.write(html, report_html, [result.report])

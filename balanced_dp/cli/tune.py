@@ -50,7 +50,7 @@ def plan_command(
         typer.Option(help="Capacity of all devices, such as 11GiB, or of each: 24GiB,11GiB."),
     ],
     num_devices: Annotated[
-        int | None, typer.Option("--devices", help="Number of devices; default: 4.")
+        int | None, typer.Option("--devices", min=1, help="Number of devices; default: 4.")
     ] = None,
     batch_size: arguments.BatchSize = None,
     reserve: arguments.Reserve = None,

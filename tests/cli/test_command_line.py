@@ -84,7 +84,6 @@ def test_the_version_is_in_the_changelog():
         ("run --memory plenty mine.py", "--memory must be bytes or a size"),
         ("run --memory 512MiB mine.py", "512.00 MiB of each device are kept free"),
         ("run --reserve 1GiB mine.py", "--reserve needs --memory, the capacity of the"),
-        ("run --devices 0 mine.py", "num_devices must be at least 1, got 0"),
         ("run --json none/x.json mine.py", "there is no folder"),
         ("run --step 3 mine.py", "there is no option --step; see balanced-dp run --help"),
         ("run --json - mine.py", "the script's output and --json are both stdout; name"),
@@ -105,3 +104,11 @@ def test_wrong_input_is_said_in_a_line_and_exit_code_2(
     [line] = told.err.strip().splitlines()
     assert line.startswith("balanced-dp: ") and message in line
     assert told.out == ""
+
+
+@pytest.mark.parametrize("command", ["plan char-lm --memory 1GiB", "tune char-lm", "run mine.py"])
+def test_without_devices_the_option_is_named(command, invoke):
+    command, *arguments = command.split()
+    ended = invoke(command, "--devices", "0", *arguments)
+    assert ended.exit_code == 2
+    assert "Invalid value for '--devices': Input should be greater than or equal to 1" in ended.output

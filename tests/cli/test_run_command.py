@@ -105,6 +105,13 @@ def test_the_answer_for_a_script(script):
     assert "gather=False)\n    criterion = balanced_dp.BalancedCriterion(" in done.stderr
 
 
+def test_options_that_the_script_has_got_are_named(script):
+    script.write_text("import argparse\nargparse.ArgumentParser().parse_args()\n")
+    done = run(script, "train.py", "--steps=3")
+    assert done.exit_code == 2
+    assert "--steps=3 went to the script; options of run come before its name" in done.stderr
+
+
 @pytest.mark.parametrize(("steps", "is_over"), [("3", False), ("12", True)])
 def test_the_script_ends_after_the_steps(steps, is_over, script):
     done = run(script, "--steps", steps, "train.py", "100000", "256", "wrap")
