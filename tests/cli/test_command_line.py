@@ -111,4 +111,5 @@ def test_without_devices_the_option_is_named(command, invoke):
     command, *arguments = command.split()
     ended = invoke(command, "--devices", "0", *arguments)
     assert ended.exit_code == 2
-    assert "Invalid value for '--devices': Input should be greater than or equal to 1" in ended.output
+    message = "Invalid value for '--devices': Input should be greater than or equal to 1"
+    assert message in ended.output

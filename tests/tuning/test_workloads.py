@@ -138,9 +138,7 @@ def test_a_module_that_cannot_be_imported_is_said_with_the_reason(
 def test_a_workload_may_be_named_by_its_file(tmp_path, monkeypatch):
     """As Python finds them for a script, modules beside it can be imported."""
     monkeypatch.setattr(sys, "path", sys.path.copy())
-    (tmp_path / "beside_it.py").write_text(
-        "from tests.tuning.small_workloads import mlp as it"
-    )
+    (tmp_path / "beside_it.py").write_text("from tests.tuning.small_workloads import mlp as it")
     (tmp_path / "named_by_file.py").write_text("from beside_it import it")
     assert isinstance(find_workload(f"{tmp_path}/named_by_file.py:it"), Workload)
 
