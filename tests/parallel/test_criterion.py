@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
-import functools
 import gc
 import warnings
 import weakref
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
@@ -66,21 +67,25 @@ def numbers(*shape: int) -> Tensor:
     return torch.rand(BATCH, *shape, dtype=torch.double)
 
 
-def ctc(**options: Any) -> dict[str, Any]:
-    lengths = torch.arange(BATCH) % 4 + 1
-    return {
-        "criterion": nn.CTCLoss(**options),
-        # Log-probabilities are (T, N, C): the batch is their second dimension.
-        "module": Lambda(
-            lambda self, x: self.inner(x).transpose(0, 1).log_softmax(-1),
-            inner=linear(9, CLASSES),
-        ),
-        "targets": (
-            torch.randint(1, CLASSES, (BATCH, 4)),
-            torch.full((BATCH,), 9),
-            lengths,
-        ),
-    }
+@dataclass
+class Case:
+    criterion: Any
+    module: nn.Module
+    targets: tuple[Any, ...]
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def loss(self, model: Any, criterion: Any, x: Tensor) -> Any:
+        return criterion(model(x), *self.targets, **self.kwargs)
+
+
+def ctc(**options: Any) -> Case:
+    # Log-probabilities are (T, N, C): the batch is their second dimension.
+    module = Lambda(
+        lambda self, x: self.inner(x).transpose(0, 1).log_softmax(-1), inner=linear(9, CLASSES)
+    )
+    lengths = torch.full((BATCH,), 9), torch.arange(BATCH) % 4 + 1
+    return Case(nn.CTCLoss(**options), module, (torch.randint(1, CLASSES, (BATCH, 4)), *lengths))
 
 
 def log_softmax(module: nn.Module) -> nn.Module:
@@ -91,131 +96,113 @@ def masked_mean(output: Tensor, target: Tensor, mask: Tensor) -> Tensor:
     return ((output - target).square() * mask[:, None]).sum() / mask.sum()
 
 
-def make_cases() -> dict[str, Any]:
+def make_cases() -> dict[str, Case]:
     torch.manual_seed(0)
-    found: dict[str, Any] = {}
+    cross_entropy, bce = nn.CrossEntropyLoss, nn.BCEWithLogitsLoss
+    reducing = {
+        "cross_entropy ignored": (cross_entropy, linear(CLASSES), classes(ignored=-100)),
+        "cross_entropy ignore_index": (
+            partial(cross_entropy, ignore_index=2),
+            linear(CLASSES),
+            classes(ignored=2),
+        ),
+        "cross_entropy weight": (
+            partial(cross_entropy, weight=WEIGHTS),
+            linear(CLASSES),
+            classes(ignored=3),  # by a weight of 0
+        ),
+        "cross_entropy label_smoothing": (
+            partial(cross_entropy, label_smoothing=0.1),
+            linear(CLASSES, 3),
+            classes(3, ignored=-100),
+        ),
+        "cross_entropy all options": (
+            partial(cross_entropy, weight=WEIGHTS, label_smoothing=0.2, ignore_index=1),
+            linear(CLASSES, 3, 2),
+            classes(3, 2, ignored=1),
+        ),
+        "cross_entropy probabilities": (
+            partial(cross_entropy, weight=WEIGHTS, label_smoothing=0.2),
+            linear(CLASSES, 3),
+            numbers(CLASSES, 3).softmax(1),
+        ),
+        "nll": (
+            partial(nn.NLLLoss, weight=WEIGHTS),
+            log_softmax(linear(CLASSES, 3)),
+            classes(3, ignored=-100),
+        ),
+        "bce weights of samples": (
+            partial(nn.BCELoss, weight=numbers(1)),
+            nn.Sequential(linear(CLASSES), nn.Sigmoid()),
+            numbers(CLASSES),
+        ),
+        "bce_with_logits": (bce, linear(CLASSES), numbers(CLASSES)),
+        "bce_with_logits weights": (
+            partial(bce, weight=WEIGHTS, pos_weight=WEIGHTS),
+            linear(CLASSES),
+            numbers(CLASSES).round(),
+        ),
+        "bce_with_logits weights of samples": (
+            partial(bce, weight=numbers(1)),
+            linear(CLASSES),
+            numbers(CLASSES),
+        ),
+        "mse": (nn.MSELoss, linear(4), numbers(4)),
+        "kl_div": (nn.KLDivLoss, log_softmax(linear(CLASSES)), numbers(CLASSES).softmax(1)),
+        "multi_margin": (
+            partial(nn.MultiMarginLoss, weight=WEIGHTS),
+            linear(CLASSES),
+            classes(),
+        ),
+    }
+    found = {
+        "kl_div batchmean": Case(
+            nn.KLDivLoss(reduction="batchmean", log_target=True),
+            log_softmax(linear(CLASSES, 3)),
+            (numbers(CLASSES, 3).log_softmax(1),),
+        ),
+        "partial": Case(
+            partial(functional.cross_entropy, weight=WEIGHTS, ignore_index=4, label_smoothing=0.1),
+            linear(CLASSES),
+            (classes(ignored=4),),
+        ),
+        "loss_weight": Case(
+            masked_mean,
+            linear(4),
+            (numbers(4), (torch.arange(BATCH) % 3 == 1).double()),
+            options={"loss_weight": lambda output, target, mask: mask.sum()},
+        ),
+        "several": Case(
+            lambda output, target, *, extra: {
+                "first": functional.mse_loss(output["a"], target["a"]),
+                "second": [functional.l1_loss(output["b"][0], extra), output["a"].square()],
+            },
+            Lambda(
+                lambda self, x: {"a": self.first(x), "b": (self.second(x),)},
+                first=linear(4),
+                second=linear(2),
+            ),
+            ({"a": numbers(4)},),
+            {"extra": numbers(2)},
+        ),
+        "keyword": Case(cross_entropy(), linear(CLASSES), (), {"target": classes(ignored=-100)}),
+        "with parameters": Case(
+            Lambda(
+                lambda self, output, target: functional.mse_loss(self.head(output), target),
+                head=linear(4),
+            ),
+            linear(WIDTH),
+            (numbers(4),),
+        ),
+    }
     for reduction in ("mean", "sum", "none"):
-        named = {
-            "cross_entropy ignored": (nn.CrossEntropyLoss, linear(CLASSES), classes(ignored=-100)),
-            "cross_entropy ignore_index": (
-                functools.partial(nn.CrossEntropyLoss, ignore_index=2),
-                linear(CLASSES),
-                classes(ignored=2),
-            ),
-            "cross_entropy weight": (
-                functools.partial(nn.CrossEntropyLoss, weight=WEIGHTS),
-                linear(CLASSES),
-                classes(ignored=3),  # by a weight of 0
-            ),
-            "cross_entropy label_smoothing": (
-                functools.partial(nn.CrossEntropyLoss, label_smoothing=0.1),
-                linear(CLASSES, 3),
-                classes(3, ignored=-100),
-            ),
-            "cross_entropy all options": (
-                functools.partial(
-                    nn.CrossEntropyLoss, weight=WEIGHTS, label_smoothing=0.2, ignore_index=1
-                ),
-                linear(CLASSES, 3, 2),
-                classes(3, 2, ignored=1),
-            ),
-            "cross_entropy probabilities": (
-                functools.partial(nn.CrossEntropyLoss, weight=WEIGHTS, label_smoothing=0.2),
-                linear(CLASSES, 3),
-                numbers(CLASSES, 3).softmax(1),
-            ),
-            "nll": (
-                functools.partial(nn.NLLLoss, weight=WEIGHTS),
-                log_softmax(linear(CLASSES, 3)),
-                classes(3, ignored=-100),
-            ),
-            "bce weights of samples": (
-                functools.partial(nn.BCELoss, weight=numbers(1)),
-                nn.Sequential(linear(CLASSES), nn.Sigmoid()),
-                numbers(CLASSES),
-            ),
-            "bce_with_logits": (nn.BCEWithLogitsLoss, linear(CLASSES), numbers(CLASSES)),
-            "bce_with_logits weights": (
-                functools.partial(nn.BCEWithLogitsLoss, weight=WEIGHTS, pos_weight=WEIGHTS),
-                linear(CLASSES),
-                numbers(CLASSES).round(),
-            ),
-            "bce_with_logits weights of samples": (
-                functools.partial(nn.BCEWithLogitsLoss, weight=numbers(1)),
-                linear(CLASSES),
-                numbers(CLASSES),
-            ),
-            "mse": (nn.MSELoss, linear(4), numbers(4)),
-            "kl_div": (nn.KLDivLoss, log_softmax(linear(CLASSES)), numbers(CLASSES).softmax(1)),
-            "multi_margin": (
-                functools.partial(nn.MultiMarginLoss, weight=WEIGHTS),
-                linear(CLASSES),
-                classes(),
-            ),
-        }
-        for name, (make, module, targets) in named.items():
-            found[f"{name} {reduction}"] = {
-                "criterion": make(reduction=reduction),
-                "module": module,
-                "targets": (targets,),
-            }
+        for name, (make, module, target) in reducing.items():
+            found[f"{name} {reduction}"] = Case(make(reduction=reduction), module, (target,))
         found[f"ctc {reduction}"] = ctc(reduction=reduction)
-        found[f"ctc zero_infinity {reduction}"] = ctc(
-            reduction=reduction, zero_infinity=True, blank=0
-        )
-    found["kl_div batchmean"] = {
-        "criterion": nn.KLDivLoss(reduction="batchmean", log_target=True),
-        "module": log_softmax(linear(CLASSES, 3)),
-        "targets": (numbers(CLASSES, 3).log_softmax(1),),
-    }
-    found["partial"] = {
-        "criterion": functools.partial(
-            functional.cross_entropy, weight=WEIGHTS, ignore_index=4, label_smoothing=0.1
-        ),
-        "module": linear(CLASSES),
-        "targets": (classes(ignored=4),),
-    }
-    found["loss_weight"] = {
-        "criterion": masked_mean,
-        "options": {"loss_weight": lambda output, target, mask: mask.sum()},
-        "module": linear(4),
-        "targets": (numbers(4), (torch.arange(BATCH) % 3 == 1).double()),
-    }
-    found["several"] = {
-        "criterion": lambda output, target, *, extra: {
-            "first": functional.mse_loss(output["a"], target["a"]),
-            "second": [functional.l1_loss(output["b"][0], extra), output["a"].square()],
-        },
-        "module": Lambda(
-            lambda self, x: {"a": self.first(x), "b": (self.second(x),)},
-            first=linear(4),
-            second=linear(2),
-        ),
-        "targets": ({"a": numbers(4)},),
-        "kwargs": {"extra": numbers(2)},
-    }
-    found["keyword"] = {
-        "criterion": nn.CrossEntropyLoss(),
-        "module": linear(CLASSES),
-        "targets": (),
-        "kwargs": {"target": classes(ignored=-100)},
-    }
-    found["with parameters"] = {
-        "criterion": Lambda(
-            lambda self, output, target: functional.mse_loss(self.head(output), target),
-            head=linear(4),
-        ),
-        "module": linear(WIDTH),
-        "targets": (numbers(4),),
-    }
+        found[f"ctc zero_infinity {reduction}"] = ctc(reduction=reduction, zero_infinity=True)
     if hasattr(nn, "LinearCrossEntropyLoss"):
-        found["linear_cross_entropy"] = {
-            "criterion": nn.LinearCrossEntropyLoss(
-                WIDTH, CLASSES, dtype=torch.double, weight=WEIGHTS
-            ),
-            "module": linear(WIDTH),
-            "targets": (classes(ignored=-100),),
-        }
+        criterion = nn.LinearCrossEntropyLoss(WIDTH, CLASSES, dtype=torch.double, weight=WEIGHTS)
+        found["linear_cross_entropy"] = Case(criterion, linear(WIDTH), (classes(ignored=-100),))
     return found
 
 
@@ -244,12 +231,9 @@ def results(modules: list[nn.Module], run: Any, x: Tensor) -> list[Any]:
     return [None if t is None else t.cpu() for t in found]
 
 
-def expected_of(case: Any, x: Tensor) -> list[Any]:
-    module, criterion = case["module"], case["criterion"]
-    modules = [m for m in (module, criterion) if isinstance(m, nn.Module)]
-    return results(
-        modules, lambda x: criterion(module(x), *case["targets"], **case.get("kwargs", {})), x
-    )
+def expected_of(case: Case, x: Tensor) -> list[Any]:
+    modules = [m for m in (case.module, case.criterion) if isinstance(m, nn.Module)]
+    return results(modules, lambda x: case.loss(case.module, case.criterion, x), x)
 
 
 @pytest.fixture
@@ -258,30 +242,30 @@ def x() -> Tensor:
     return torch.randn(BATCH, WIDTH, dtype=torch.double)
 
 
-def balanced(case: Any, x: Tensor, devices: Any, split: tuple[int, ...]) -> list[Any]:
+def balanced(case: Case, x: Tensor, devices: Any, split: tuple[int, ...]) -> list[Any]:
+    module, criterion = copy.deepcopy(case.module), copy.deepcopy(case.criterion)
     model = BalancedDataParallel(
-        module=copy.deepcopy(case["module"]).to(devices[0]),
-        device_ids=devices,
-        gather=False,
-        **SPLITS[split],
+        module=module.to(devices[0]), device_ids=devices, gather=False, **SPLITS[split]
     )
-    criterion = BalancedCriterion(copy.deepcopy(case["criterion"]), **case.get("options", {}))
-    criterion.to(devices[0])
-    found = results(
-        [model, criterion],
-        lambda x: criterion(model(x), *case["targets"], **case.get("kwargs", {})),
-        x,
-    )
+    criterion = BalancedCriterion(criterion, **case.options).to(devices[0])
+    found = results([model, criterion], lambda x: case.loss(model, criterion, x), x)
     assert model.chunk_sizes == split
     return found
 
 
-def balanced_inside(case: Any, x: Tensor, devices: Any, split: tuple[int, ...]) -> list[Any]:
-    module = with_loss(copy.deepcopy(case["module"]), copy.deepcopy(case["criterion"]))
+def balanced_inside(case: Case, x: Tensor, devices: Any, split: tuple[int, ...]) -> list[Any]:
+    module = with_loss(copy.deepcopy(case.module), copy.deepcopy(case.criterion))
     model = BalancedDataParallel(module=module.to(devices[0]), device_ids=devices, **SPLITS[split])
-    found = results([model], lambda x: model(x, *case["targets"], **case.get("kwargs", {})), x)
+    found = results([model], lambda x: model(x, *case.targets, **case.kwargs), x)
     assert model.chunk_sizes == split
     return found
+
+
+def check(criterion: Any, output: Tensor, *targets: Any, dim: int = 0, **kwargs: Any) -> None:
+    """Compares the loss of outputs that are in chunks with that of the whole."""
+    model = BalancedDataParallel(1, nn.Identity(), ["cpu"] * 3, dim=dim, gather=False)
+    loss = BalancedCriterion(criterion)(model(output), *targets, **kwargs)
+    torch.testing.assert_close(loss, criterion(output, *targets, **kwargs), **TOLERANCE)
 
 
 # All but those whose criterion has to know the batch, that are no mean over samples, or that hold a
@@ -467,18 +451,9 @@ def test_modules_and_their_methods_are_the_same(x):
     assert BalancedCriterion(criterion.forward).criterion is criterion
 
 
-def test_targets_of_any_integer_type(x):
-    targets = classes().byte()
-    for weight in (None, WEIGHTS.float()):
-        criterion = nn.CrossEntropyLoss(weight=weight)
-        outputs = make_model(["cpu"] * 4)(x)
-        logits = [logits.float() for logits in outputs]
-        outputs = PerDevice(
-            logits, outputs.devices, outputs.chunk_sizes, output_device=outputs.output_device
-        )
-        torch.testing.assert_close(
-            BalancedCriterion(criterion)(outputs, targets), criterion(outputs.gather(), targets)
-        )
+@pytest.mark.parametrize("weight", [None, WEIGHTS])
+def test_targets_of_any_integer_type(weight, x):
+    check(nn.CrossEntropyLoss(weight=weight), x[:, :CLASSES], classes().byte())
 
 
 def test_outputs_of_several_calls_are_compared(devices, x):
@@ -514,12 +489,8 @@ def test_outputs_of_one_model_go_into_another_where_they_are(devices, x):
 
 def test_a_weight_of_classes_is_none_of_samples(x):
     """Where there are as many classes as samples."""
-    outputs = make_model(["cpu"] * 4)(x[:CLASSES])
-    criterion = nn.BCEWithLogitsLoss(weight=WEIGHTS)
-    targets = numbers(CLASSES)[:CLASSES]
-    torch.testing.assert_close(
-        BalancedCriterion(criterion)(outputs, targets), criterion(outputs.gather(), targets)
-    )
+    output = x[:CLASSES, :CLASSES]
+    check(nn.BCEWithLogitsLoss(weight=WEIGHTS), output, numbers(CLASSES)[:CLASSES])
 
 
 def test_a_weight_that_is_given_replaces_the_count_of_targets(x):
@@ -567,31 +538,26 @@ def test_losses_of_unlike_structure_are_an_error(x):
 
 
 @pytest.mark.parametrize("dim", [1, -2])
-def test_batchmean_where_the_batch_is_another_dimension(dim, x):
+def test_batchmean_where_the_batch_is_another_dimension(dim):
     """It divides by the first dimension, which is the same for all chunks."""
-    inputs = torch.randn(3, BATCH, CLASSES, dtype=torch.double).log_softmax(-1)
-    targets = torch.randn(3, BATCH, CLASSES, dtype=torch.double).softmax(-1)
-    criterion = nn.KLDivLoss(reduction="batchmean")
-    model = BalancedDataParallel(5, nn.Identity(), ["cpu"] * 3, dim=dim, gather=False)
-    loss = BalancedCriterion(criterion)(model(inputs), targets)
-    torch.testing.assert_close(loss, criterion(inputs, targets), **TOLERANCE)
+    output, target = torch.randn(2, 3, BATCH, CLASSES, dtype=torch.double).log_softmax(-1)
+    check(nn.KLDivLoss(reduction="batchmean"), output, target.exp(), dim=dim)
 
 
 def test_ctc_takes_its_targets_in_a_row_and_its_lengths_as_numbers(devices, x):
     case = CASES["ctc mean"]
-    targets, input_lengths, target_lengths = case["targets"]
-    expected = case["criterion"](case["module"](x), *case["targets"])
-    module = copy.deepcopy(case["module"]).to(devices[0])
+    targets, *lengths = case.targets
+    expected = functional.ctc_loss(case.module(x), *case.targets, reduction="sum")
+    module = copy.deepcopy(case.module).to(devices[0])
     model = BalancedDataParallel(1, module, devices, gather=False)
-    row = torch.cat([t[:n] for t, n in zip(targets, target_lengths, strict=True)])
-    loss = BalancedCriterion(functional.ctc_loss)(
-        model(x),
-        row,
-        input_lengths=tuple(input_lengths.tolist()),
-        target_lengths=tuple(target_lengths.tolist()),
-    )
-    torch.testing.assert_close(loss.cpu(), expected, **TOLERANCE)
-    del loss
+    row = torch.cat([t[:n] for t, n in zip(targets, lengths[1], strict=True)])
+    names = ("input_lengths", "target_lengths")
+    as_numbers = {n: tuple(v.tolist()) for n, v in zip(names, lengths, strict=True)}
+    for arguments, named in (((row,), as_numbers), (case.targets, {})):
+        criterion = BalancedCriterion(functional.ctc_loss)
+        loss = criterion(model(x), *arguments, **named, reduction="sum")
+        torch.testing.assert_close(loss.cpu(), expected, **TOLERANCE)
+        del loss
 
 
 @pytest.mark.parametrize("options", [{}, {"reduction": "sum"}, {"reduction": "none"}])
@@ -599,15 +565,10 @@ def test_ctc_takes_its_targets_in_a_row_and_its_lengths_as_numbers(devices, x):
 @pytest.mark.parametrize("name", ["binary_cross_entropy", "binary_cross_entropy_with_logits"])
 def test_options_of_binary_cross_entropy_may_come_with_the_call(name, has_weight, options, x):
     function = getattr(functional, name)
-    weight = {"weight": torch.rand(BATCH, 1, dtype=torch.double)} if has_weight else {}
-    output, target = x.sigmoid()[:, :1], torch.rand(BATCH, 1, dtype=torch.double)
-    model = BalancedDataParallel(1, nn.Identity(), ["cpu"] * 3, gather=False)
-    expected = function(output, target, **weight, **options)
-    for loss in (
-        BalancedCriterion(functools.partial(function, **weight))(model(output), target, **options),
-        BalancedCriterion(function)(model(output), target, **weight, **options),
-    ):
-        torch.testing.assert_close(loss, expected, **TOLERANCE)
+    weight = {"weight": numbers(1)} if has_weight else {}
+    output, target = x.sigmoid()[:, :1], numbers(1)
+    check(partial(function, **weight), output, target, **options)
+    check(function, output, target, **weight, **options)
 
 
 @pytest.mark.parametrize("as_function", [False, True])
@@ -615,7 +576,7 @@ def test_weights_of_samples_are_the_same_in_each_call(devices, as_function):
     """What replicas write to buffers is kept, and their part of a weight once was the weight."""
     weight = torch.rand(BATCH, 1, dtype=torch.double)
     module = nn.BCELoss(weight=weight.clone())
-    function = functools.partial(functional.binary_cross_entropy, weight=weight.clone())
+    function = partial(functional.binary_cross_entropy, weight=weight.clone())
     criterion = BalancedCriterion(function if as_function else module)
     criterion.to(devices[0])
     model = BalancedDataParallel(1, nn.Identity(), devices, gather=False)
@@ -624,14 +585,6 @@ def test_weights_of_samples_are_the_same_in_each_call(devices, as_function):
         expected = functional.binary_cross_entropy(*batch, weight=weight)
         torch.testing.assert_close(loss.cpu(), expected, **TOLERANCE)
         del loss
-
-
-def test_options_of_ctc_may_come_with_the_call(x):
-    case = CASES["ctc mean"]
-    expected = functional.ctc_loss(case["module"](x), *case["targets"], reduction="sum")
-    model = BalancedDataParallel(1, case["module"], ["cpu"] * 3, gather=False)
-    loss = BalancedCriterion(functional.ctc_loss)(model(x), *case["targets"], reduction="sum")
-    torch.testing.assert_close(loss, expected, **TOLERANCE)
 
 
 def test_buffers_of_a_criterion_are_kept(devices, x):
@@ -724,8 +677,8 @@ def test_options_name_the_parameters_of_a_function_that_is_a_partial():
 
     x = torch.arange(12.0).view(6, 2)
     outputs = BalancedDataParallel(1, nn.Identity(), ["cpu"] * 2, gather=False)(x)
-    of_columns = BalancedCriterion(functools.partial(loss, scale=2.0), broadcast="mask")
+    of_columns = BalancedCriterion(partial(loss, scale=2.0), broadcast="mask")
     assert of_columns(outputs, mask=torch.ones(2)).item() == 2 * x.mean().item()
     assert of_columns(outputs, mask=torch.ones(1)).item() == 2 * x.mean().item()
     with pytest.raises(ArgumentError, match="broadcast names 'masks'"):
-        BalancedCriterion(functools.partial(loss, scale=2.0), broadcast="masks")
+        BalancedCriterion(partial(loss, scale=2.0), broadcast="masks")
