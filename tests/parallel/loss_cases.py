@@ -450,6 +450,11 @@ if has_torch("2.6"):
 
 UNCLEAR: dict[str, tuple[Callable[..., Any], str]] = {
     "norm": (lambda n, x, o, real: (o - real).norm(), "uses a LinalgVectorNorm"),
+    "standard deviations": (
+        lambda n, x, o: (1 - torch.sqrt(o.var(0, correction=0) + 1e-4)).relu().mean(),
+        "computed from var of the samples in each chunk",
+    ),
+    "standard deviation of all": (lambda n, x, o: o.std(), "computed from std of the samples"),
     "where of any": (
         lambda n, x, o, holes: (rows(o) * holes).sum() / holes.sum().where(holes.any(), 1),
         "it has a part that is no mean or sum over samples",

@@ -157,6 +157,8 @@ class BatchValues:
             return
         self.facts.check_classes(reductions, place)
         name, counts = reductions[0].name, [reduction.count for reduction in reductions]
+        if name in ("std", "var"):
+            raise UnclearError(f"it is computed from {name} of the samples in each chunk")
         if values[0] is None:  # too large to be kept
             self._values[first] = None
         elif name == "mean":

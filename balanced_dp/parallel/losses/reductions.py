@@ -51,8 +51,10 @@ _REDUCTIONS = {
     "mean": "mean",
     **dict.fromkeys(("max", "amax"), "amax"),
     **dict.fromkeys(("min", "amin"), "amin"),
+    "std": "std",
+    "var": "var",
 }
-"""Functions and methods, and how their results for chunks are joined."""
+"""Functions and methods, and how their results for chunks are joined; the last two are not."""
 
 _HISTOGRAMS = ("bincount", "histc")
 
