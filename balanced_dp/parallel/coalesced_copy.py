@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
@@ -64,22 +65,29 @@ def fill_buckets(tensors: Sequence[torch.Tensor], *, of_gradients: bool = True) 
             of its own, since autograd would call them with None if only others in its bucket had
             gradients. If not, a bucket holds up to ``LEAST_BYTES`` even if that is more.
     """
-    num_bytes = sum(tensor.nbytes for tensor in tensors if _is_plain(tensor))
+    sizes = [tensor.nbytes if _is_plain(tensor) else None for tensor in tensors]
+    num_bytes = sum(filter(None, sizes))
     bucket_bytes = min(max(num_bytes // 8, 0 if of_gradients else LEAST_BYTES), BUCKET_BYTES)
     buckets: list[list[int]] = []
-    filling: dict[tuple[torch.dtype, torch.device], tuple[list[int], int]] = {}
-    for position, tensor in enumerate(tensors):
-        if not _is_plain(tensor) or (of_gradients and has_hooks(tensor)):
+    filling: dict[tuple[torch.dtype, torch.device], _Bucket] = {}
+    for position, (tensor, size) in enumerate(zip(tensors, sizes, strict=True)):
+        if size is None or (of_gradients and has_hooks(tensor)):
             buckets.append([position])
             continue
         kind = (tensor.dtype, tensor.device)
-        bucket, free_bytes = filling.get(kind, ([], -1))
-        if free_bytes < tensor.nbytes:
-            bucket, free_bytes = [], bucket_bytes
-            buckets.append(bucket)
-        bucket.append(position)
-        filling[kind] = bucket, free_bytes - tensor.nbytes
+        bucket = filling.get(kind)
+        if bucket is None or bucket.free_bytes < size:
+            bucket = filling[kind] = _Bucket([], bucket_bytes)
+            buckets.append(bucket.positions)
+        bucket.positions.append(position)
+        bucket.free_bytes -= size
     return buckets
+
+
+@dataclass(slots=True)
+class _Bucket:
+    positions: list[int]
+    free_bytes: int
 
 
 def copy_to(

@@ -155,10 +155,14 @@ def test_attributes_that_forward_sets_are_warned_of_once(devices, name, gpu0_bsz
 
 @pytest.mark.parametrize(
     "change",
-    [lambda self, x: setattr(self, "step", 0), lambda self, x: self.mean.add_(1)],
-    ids=["same", "in place"],
+    [
+        lambda self, x: setattr(self, "step", 0),
+        lambda self, x: self.mean.add_(1),
+        lambda self, x: setattr(self, "_cache", x),
+    ],
+    ids=["same", "in place", "private"],
 )
-def test_attributes_that_stay_as_they_were_are_not_warned_of(devices, change):
+def test_attributes_that_are_private_or_stay_as_they_were_are_not_warned_of(devices, change):
     module = nn.Sequential(nn.utils.spectral_norm(nn.Linear(2, 2)), setting(change)).to(devices[0])
     model = BalancedDataParallel(1, module, devices[:4])
     for _ in range(4):
