@@ -121,10 +121,3 @@ def test_what_cannot_be_scaled_is_said(alone, arguments, error, message):
     loss, count, *total = arguments
     with pytest.raises(error, match=re.escape(message)):
         scale_loss(loss, count, total=total[0] if total else None)
-
-
-def test_a_group_is_needed():
-    with pytest.raises(ValueError, match="init_process_group"):
-        scale_loss(torch.ones(()), 2)
-    with pytest.raises(ArgumentError, match="count must be at least 0"):
-        count_all_ranks(-1)

@@ -3,11 +3,12 @@ from __future__ import annotations
 import re
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from balanced_dp import split_batch, split_by_weights
-from balanced_dp.distributed import split_ranks
+from balanced_dp import ArgumentError, split_batch, split_by_weights
+from balanced_dp.distributed import count_all_ranks, scale_loss, split_ranks
 
 GiB = 2**30
 
@@ -51,3 +52,10 @@ def test_the_same_split_as_on_one_machine():
 def test_what_cannot_be_split_is_said(arguments, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         split_ranks(32, **arguments)
+
+
+def test_a_process_group_is_needed_to_scale_a_loss():
+    with pytest.raises(ValueError, match="init_process_group"):
+        scale_loss(torch.ones(()), 2)
+    with pytest.raises(ArgumentError, match="count must be at least 0"):
+        count_all_ranks(-1)
