@@ -183,6 +183,20 @@ def test_calls_may_differ(loss, gpu0_bsz, calls):
         compare(model, bare, {"x": X, **others}, has_gradients)
 
 
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda n, x, o, y, epoch: 0.5 * o.square().sum(),
+        lambda n, x, o, y, epoch: functional.cross_entropy(o[:, :2], y % 2),
+        lambda n, x, o, y, epoch: o.square().sum() / len(x),
+    ],
+)
+def test_chunks_of_two_samples(loss):
+    """One half is a factor, two classes are no samples, and the epoch is not what divides."""
+    model, bare = make(loss, None)
+    compare(model, bare, {"x": X[:8], "y": Y[:8], "epoch": 2})
+
+
 def test_evaluation_may_compute_one_loss_and_then_another():
     def loss(net: Net, x: Tensor, o: Tensor, ignored: Tensor, mask: Tensor, kind: str) -> Tensor:
         if kind == "masked":
@@ -224,10 +238,11 @@ def test_as_many_classes_as_samples_are_warned_of_unless_they_were_classes():
     model, _ = make(lambda n, x, o: functional.cross_entropy(o @ o.T, torch.arange(len(x))), 0)
     with pytest.warns(BalanceWarning, match="as many classes as each chunk has samples, 4"):
         model(X[:12])
-    model, _ = make(EXACT["cross entropy"], 0)
-    x, y = X.repeat(2, 1), Y.repeat(2)
-    for size in (16, 15):  # 5 samples in the chunks of the second batch, and 5 classes
-        assert model(x[:size], y=y[:size]).isfinite()
+    for name in ("cross entropy", "statistics"):
+        model, _ = make(EXACT[name], 0)
+        for size in (16, 15):  # 5 samples in the chunks of the second batch, and 5 classes
+            items = given_to(EXACT[name]).items()
+            assert model(**{n: torch.cat([v, v])[:size] for n, v in items}).isfinite()
 
 
 def test_ctc_is_a_mean_over_samples_whatever_their_lengths():
@@ -587,21 +602,13 @@ def test_a_loss_without_a_gradient_to_which_one_with_a_gradient_is_added():
 # What the caller says of weights.
 
 
-def labelled(x: Tensor, labels: Tensor | None = None) -> Any:
-    if labels is None:
-        return x
-    is_counted = labels != -100
-    losses = rows(x)
-    return {
-        "loss": (losses * is_counted).sum().div(float(is_counted.sum()) or 1.0),
-        "mean": losses.mean(),
-        "logits": x,
-    }
-
-
 class Labelled(nn.Module):
     def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
-        return labelled(x, labels)
+        if labels is None:
+            return x
+        is_counted, losses = labels != -100, rows(x)
+        loss = (losses * is_counted).sum().div(float(is_counted.sum()) or 1.0)
+        return {"loss": loss, "mean": losses.mean(), "logits": x}
 
 
 @pytest.mark.parametrize(
@@ -617,7 +624,7 @@ class Labelled(nn.Module):
 )
 def test_loss_weight_gets_the_arguments_that_it_names(loss_weight, takes_keywords):
     model = BalancedDataParallel(1, Labelled(), ["cpu"] * 4, loss_weight=loss_weight)
-    expected = labelled(X, IGNORED)
+    expected = Labelled()(X, IGNORED)
     torch.testing.assert_close(model(X, IGNORED)["loss"], expected["loss"])
     if takes_keywords:
         torch.testing.assert_close(model(x=X, labels=IGNORED)["loss"], expected["loss"])
@@ -628,7 +635,7 @@ def test_a_dictionary_of_weights_leaves_other_outputs_as_they_are():
     model = BalancedDataParallel(
         1, Labelled(), ["cpu"] * 4, loss_weight=lambda labels: {"loss": (labels != -100).sum()}
     )
-    torch.testing.assert_close(model(X, IGNORED), labelled(X, IGNORED))
+    torch.testing.assert_close(model(X, IGNORED), Labelled()(X, IGNORED))
 
 
 @pytest.mark.parametrize(
@@ -636,10 +643,7 @@ def test_a_dictionary_of_weights_leaves_other_outputs_as_they_are():
     [
         ("targets", "loss_weight is 'targets', but the arguments of the call are input"),
         (lambda x, labels: 1, r"loss_weight \(.*<lambda>.*\) takes x, labels, but .* are input;"),
-        (
-            lambda input, *, k: 1,
-            "missing a required argument: 'k'|takes input, k, but .* are input",
-        ),
+        (lambda input, *, k: 1, "takes input, k, but .* are input;"),
         (lambda input: -1, "loss_weight must return a number of at least 0, .* got -1"),
         (lambda input: input, "loss_weight must return a number of at least 0, .* got tensor"),
     ],
@@ -667,7 +671,7 @@ def test_loss_weight_is_not_read_back():
         loss_weight=lambda labels: (labels != -100).sum().as_subclass(Unread),
     )
     torch.testing.assert_close(
-        torch.Tensor(model(X, IGNORED)["loss"]), labelled(X, IGNORED)["loss"], check_dtype=False
+        torch.Tensor(model(X, IGNORED)["loss"]), Labelled()(X, IGNORED)["loss"], check_dtype=False
     )
 
 

@@ -47,7 +47,6 @@ class Trace:
         self.num_reductions = 0
         self.lost: list[Step] = []
         self._steps: dict[int, Step] = {}
-        self._traced: list[tuple[torch.Tensor, type]] = []
 
     def step_of(self, tensor: torch.Tensor) -> Step | None:
         """Return how a tensor was computed; None if it is not traced, or was written to since."""
@@ -135,13 +134,13 @@ class Trace:
             if step.reduction is None:
                 steps += step.parents
             elif step.value.requires_grad:
-                fill = functools.partial(_filled, is_ignored.to(step.value.device))
-                step.value.register_hook(fill)
+                where = is_ignored.to(step.value.device)
+                step.value.register_hook(lambda grad, where=where: grad.masked_fill(where, 0))
 
     def set_classes(self, are_traced: bool) -> None:
         """Trace the tensors that were traced before, or give each its own class back."""
-        for tensor, kind in self._traced:
-            tensor.__class__ = _traced_class(kind) if are_traced else kind
+        for step in self._steps.values():
+            _set_class(step.value, are_traced)
 
     def _step(self, function: Callable[..., Any], reduction: Reduction | None = None) -> Step:
         self.num_steps += 1
@@ -156,15 +155,9 @@ class Trace:
 
     def _trace(self, value: torch.Tensor, step: Step) -> None:
         """Trace a tensor as the result of a step."""
-        is_new = id(value) not in self._steps
         step.keep(value)
         self._steps[id(value)] = step
-        if is_new:
-            # Another replica on this device may trace the same tensor.
-            kind = getattr(type(value), "original", type(value))
-            with contextlib.suppress(TypeError):  # a class with another memory layout
-                value.__class__ = _traced_class(kind)
-                self._traced.append((value, kind))
+        _set_class(value, is_traced=True)
 
     def _fits(self, value: torch.Tensor, parents: Sequence[Step]) -> bool:
         """Return whether a tensor is small, or no larger than what it was computed from."""
@@ -254,6 +247,13 @@ def _traced_class(kind: type) -> type:
     return type(f"Traced{kind.__name__}", (_Traced, kind), {"original": kind})
 
 
+def _set_class(tensor: torch.Tensor, is_traced: bool) -> None:
+    # Another replica on this device may trace the same tensor, which has the class already.
+    kind = getattr(type(tensor), "original", type(tensor))
+    with contextlib.suppress(TypeError):  # a class with another memory layout
+        tensor.__class__ = _traced_class(kind) if is_traced else kind
+
+
 def _before_write(used: Any, target: torch.Tensor) -> Any:
     """Return the argument for a tensor that will be written to, with a copy of its value."""
     with torch.set_grad_enabled(target.requires_grad):
@@ -262,7 +262,3 @@ def _before_write(used: Any, target: torch.Tensor) -> Any:
         return before
     used.keep(before)
     return used
-
-
-def _filled(is_filled: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-    return grad.masked_fill(is_filled, 0)
