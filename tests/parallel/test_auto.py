@@ -133,6 +133,17 @@ def wide():
     )
 
 
+def tall():
+    return Workload(
+        lambda: torch.nn.Sequential(
+            torch.nn.Linear(64, 2048), torch.nn.ReLU(), torch.nn.Linear(2048, 1)
+        ),
+        lambda n: ((torch.zeros(n, 64),), {}, None),
+        lambda output, target: output.mean(),
+        functools.partial(torch.optim.SGD, lr=0.1),
+    )
+
+
 class Loop:
     """A training loop of a workload on emulated devices."""
 
@@ -156,8 +167,10 @@ class Loop:
     def step(self, *batch_sizes: int) -> torch.Tensor:
         """Adds up the gradients of batches, and returns the loss of the last one."""
         self.optimizer.zero_grad()
+        self.values = set()
         for batch_size in batch_sizes:
             loss = self.forward_backward(batch_size)
+            self.values.add(self.model.chunk_sizes[0])
         self.optimizer.step()
         return loss
 
@@ -166,7 +179,7 @@ class Loop:
         values = []
         for _ in range(num_steps):
             self.step(batch_size)
-            values.append(self.model.chunk_sizes[0])
+            values += self.values
         return values
 
     def repeat(self, batch_size: int, num_steps: int = 14) -> int:
@@ -250,7 +263,7 @@ def train_irregularly(loop, num_steps):
     """Gradient accumulation, evaluation and a smaller last batch between the steps."""
     for index in range(num_steps):
         loop.step(400, 400)
-        value = loop.model.chunk_sizes[0]
+        [value] = loop.values
         if index % 4 == 1:
             with torch.no_grad():
                 loop.model(*loop.workload.make_batch(2000)[0])
@@ -313,17 +326,12 @@ def test_a_run_that_stock_cannot_hold_trains_after_repeating_steps(name):
 
 
 def test_running_out_in_forward_says_that_the_step_may_be_repeated():
-    with emulate_devices(2, memory=["12MiB", "1GiB"], symbolic=True) as devices:
-        net = torch.nn.Sequential(torch.nn.Linear(64, 4096), torch.nn.Linear(4096, 64))
-        model = BalancedDataParallel("auto", net.to(devices[0]))
-        x = torch.zeros(2000, 64)
+    with looping(wide(), 2, memory=["30MiB", "1GiB"]) as loop:
         with pytest.raises(torch.OutOfMemoryError) as caught:
-            model(x)
+            loop.step(2000)
         assert "gpu0_bsz='auto' is now 500: the step may be repeated" in str(notes_of(caught.value))
         del caught
-        model(x)
-        assert model.chunk_sizes == (500, 1500)
-        del net, model
+        assert loop.follow(2000, 1) == [500]
 
 
 def test_a_loop_without_steps_is_told():
@@ -372,7 +380,7 @@ def test_one_device_or_none_has_nothing_to_balance():
     model = BalancedDataParallel("auto", torch.nn.Linear(2, 2), ["cpu"])
     assert model(torch.ones(3, 2)).shape == (3, 2)
     with looping(wide(), 1) as loop:
-        loop.step(3)
+        loop.forward_backward(3)
         assert loop.model.split(3) == (3,)
 
 
@@ -407,39 +415,24 @@ def test_evaluation_in_each_iteration_and_unlike_parts_do_not_keep_it_from_learn
 
 
 def test_running_out_in_evaluation_moves_nothing():
-    with emulate_devices(4, memory="4MiB", symbolic=True) as devices:
-        net = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.Linear(256, 64))
-        model = BalancedDataParallel("auto", net.to(devices[0]))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with looping(wide(), memory="16MiB") as loop:
         for _ in range(2):
             with torch.no_grad(), pytest.raises(torch.OutOfMemoryError) as caught:
-                model(torch.zeros(60_000, 64))
+                loop.model(torch.zeros(60_000, 64))
             assert "lower the batch size" in str(notes_of(caught.value))
             del caught
-            assert model.split(400) == (100, 100, 100, 100)
-            model(torch.zeros(400, 64)).sum().backward()
-            optimizer.step()
-        del net, model, optimizer
+            assert loop.model.split(400) == (100, 100, 100, 100)
+            loop.step(400)
 
 
 def test_auto_repeats_a_step_that_ran_out_in_backward():
-    with emulate_devices(3, memory=["24MiB", "64MiB", "64MiB"]) as devices:
-        net, optimizer = short_of_memory_in_backward(devices)
-        model = BalancedDataParallel("auto", net)
-        values = []
-        while len(values) < 12:
-            optimizer.zero_grad()
-            try:
-                model(torch.ones(3000, 64)).mean().backward()
-            except torch.OutOfMemoryError:
-                assert values == []
-                assert model.split(3000)[0] < 1000  # it has moved by now
-                assert model.split(3000)[0] == model.gpu0_bsz
-            else:
-                optimizer.step()
-                values.append(model.chunk_sizes[0])
-        assert model._policy.auto.balance.is_frozen
-        del net, model, optimizer
+    workload = replace(tall(), model=lambda: short_of_memory_in_backward(["lazy:0"])[0])
+    with looping(workload, 3, symbolic=False, memory=["24MiB", "64MiB", "64MiB"]) as loop:
+        with pytest.raises(torch.OutOfMemoryError):
+            loop.step(3000)
+        assert loop.model.split(3000)[0] == loop.model.gpu0_bsz < 1000  # it has moved by now
+        loop.follow(3000)
+        assert loop.balance.is_frozen
 
 
 @pytest.mark.parametrize("ended_early", [(), (1,), (3, 5), (2, 9), range(5)])
@@ -479,17 +472,6 @@ def test_a_script_may_print_and_reset_peaks_after_the_step(loop):
 
 
 # Checkpoints.
-
-
-def tall():
-    return Workload(
-        lambda: torch.nn.Sequential(
-            torch.nn.Linear(64, 2048), torch.nn.ReLU(), torch.nn.Linear(2048, 1)
-        ),
-        lambda n: ((torch.zeros(n, 64),), {}, None),
-        lambda output, target: output.mean(),
-        functools.partial(torch.optim.SGD, lr=0.1),
-    )
 
 
 SHORT_OF_MEMORY = ["14MiB", "64MiB", "64MiB"]

@@ -21,7 +21,6 @@ from balanced_dp import (
     BalancedCriterion,
     BalancedDataParallel,
     BalanceWarning,
-    GatherError,
     PerDevice,
     ScatterError,
     emulate_devices,
@@ -94,6 +93,20 @@ def log_softmax(module: nn.Module) -> nn.Module:
 
 def masked_mean(output: Tensor, target: Tensor, mask: Tensor) -> Tensor:
     return ((output - target).square() * mask[:, None]).sum() / mask.sum()
+
+
+class Shifted(nn.CrossEntropyLoss):
+    """As of a causal language model: what torch's loss sees is not what the subclass gets."""
+
+    def forward(self, input: Tensor, target: Any) -> Tensor:
+        labels = target["labels"][:, 1:]
+        return super().forward(input[:, :-1].flatten(0, 1), labels.flatten())
+
+
+class Masked(nn.NLLLoss):
+    def forward(self, input: Tensor, mask: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        loss = super().forward(input.log_softmax(-1), target.masked_fill(mask, -100))
+        return loss, input.argmax(-1)
 
 
 def make_cases() -> dict[str, Case]:
@@ -186,6 +199,10 @@ def make_cases() -> dict[str, Case]:
             {"extra": numbers(2)},
         ),
         "keyword": Case(cross_entropy(), linear(CLASSES), (), {"target": classes(ignored=-100)}),
+        "subclass": Case(Shifted(), linear(7, CLASSES), ({"labels": classes(7, ignored=-100)},)),
+        "subclass with a mask": Case(
+            Masked(weight=WEIGHTS), linear(CLASSES), (torch.arange(BATCH) % 3 != 1, classes())
+        ),
         "with parameters": Case(
             Lambda(
                 lambda self, output, target: functional.mse_loss(self.head(output), target),
@@ -310,13 +327,14 @@ def test_outputs_stay_on_their_devices(devices, x):
     del outputs
 
 
-def test_only_replicas_that_ran_have_an_output(devices, x):
-    outputs = make_model(devices, gpu0_bsz=0)(x[:2])
+@pytest.mark.parametrize("output_device", [None, "cpu"])
+def test_only_replicas_that_ran_have_an_output(devices, output_device, x):
+    outputs = make_model(devices, gpu0_bsz=0, output_device=output_device)(x[:2])
     assert outputs.devices == tuple(devices[1:3])
     assert outputs.chunk_sizes == (1, 1)
     assert repr(outputs) == f"PerDevice(devices=({devices[1]}, {devices[2]}), chunk_sizes=(1, 1))"
     loss = BalancedCriterion(nn.CrossEntropyLoss())(outputs, torch.tensor([1, 2]))
-    assert loss.device == devices[0]
+    assert loss.device == outputs.gather().device == torch.device(output_device or devices[0])
     loss.backward()
     del outputs, loss
 
@@ -345,14 +363,6 @@ def test_nothing_to_cut_is_one_call(devices):
     expected = (4 * module.inner.weight.square()).mean()
     torch.testing.assert_close(loss, expected)
     del outputs, loss, expected
-
-
-def test_outputs_go_to_the_output_device(devices, x):
-    outputs = make_model(devices, output_device="cpu")(x)
-    assert outputs.gather().device == torch.device("cpu")
-    loss = BalancedCriterion(nn.CrossEntropyLoss())(outputs, classes())
-    assert loss.device == torch.device("cpu")
-    del outputs, loss
 
 
 def test_metrics_are_gathered_and_logits_are_not(devices, x):
@@ -387,16 +397,9 @@ def test_metrics_are_gathered_and_logits_are_not(devices, x):
 
 def test_targets_that_do_not_fit_are_named(devices, x):
     outputs = make_model(devices)(x)
-    criterion = BalancedCriterion(nn.CrossEntropyLoss())
-    with pytest.raises(
-        ScatterError, match=r"input target of shape .* but the batch has 32 samples"
-    ):
-        criterion(outputs, classes()[:30])
-    whole = BalancedCriterion(lambda output, scale: (output * scale).mean(), broadcast="scale")
-    scale = torch.arange(CLASSES).double()
-    expected = (outputs.gather() * scale.to(devices[0])).mean()
-    torch.testing.assert_close(whole(outputs, scale), expected)
-    del outputs, expected
+    with pytest.raises(ScatterError, match=r"target of shape .* but the batch has 32 samples"):
+        BalancedCriterion(nn.CrossEntropyLoss())(outputs, classes()[:30])
+    del outputs
 
 
 @pytest.mark.parametrize(
@@ -410,40 +413,6 @@ def test_targets_that_do_not_fit_are_named(devices, x):
 def test_arguments_that_cannot_be_used_are_named_at_once(arguments, error, message):
     with pytest.raises(error, match=message):
         BalancedCriterion(**arguments)
-
-
-class Shifted(nn.CrossEntropyLoss):
-    """As of a causal language model: what torch's loss sees is not what the subclass gets."""
-
-    def forward(self, input: Tensor, target: Any) -> Tensor:
-        labels = target["labels"][:, 1:]
-        return super().forward(input[:, :-1].flatten(0, 1), labels.flatten())
-
-
-class Masked(nn.NLLLoss):
-    def forward(self, input: Tensor, mask: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        loss = super().forward(input.log_softmax(-1), target.masked_fill(mask, -100))
-        return loss, input.argmax(-1)
-
-
-@pytest.mark.parametrize("is_inside", [False, True])
-def test_what_counts_is_what_a_subclass_hands_to_torch(is_inside, x):
-    mask = torch.arange(BATCH) % 3 > 0
-    mask[:2] = True
-    cases = [
-        (linear(7, CLASSES), Shifted(), ({"labels": classes(7, ignored=-100)},)),
-        (linear(CLASSES), Masked(weight=WEIGHTS), (mask, classes())),
-    ]
-    for module, criterion, targets in cases:
-        expected = leaves(criterion(module(x), *targets))
-        if is_inside:
-            model = BalancedDataParallel(1, with_loss(module, criterion), ["cpu"] * 4)
-            found = leaves(model(x, *targets))
-        else:
-            model = BalancedDataParallel(1, module, ["cpu"] * 4, gather=False)
-            found = leaves(BalancedCriterion(criterion)(model(x), *targets))
-        torch.testing.assert_close(found, expected, **TOLERANCE)
-        assert criterion.reduction == "mean"
 
 
 def test_modules_and_their_methods_are_the_same(x):
@@ -493,22 +462,6 @@ def test_a_weight_of_classes_is_none_of_samples(x):
     check(nn.BCEWithLogitsLoss(weight=WEIGHTS), output, numbers(CLASSES)[:CLASSES])
 
 
-def test_a_weight_that_is_given_replaces_the_count_of_targets(x):
-    module, targets = linear(CLASSES), classes(ignored=-100)
-    model = BalancedDataParallel(
-        None,
-        with_loss(module, nn.CrossEntropyLoss()),
-        ["cpu"] * 2,
-        device_weights=[1, 3],
-        loss_weight=lambda x, target: 1 + len(target) // 10,
-    )
-    losses = [
-        nn.functional.cross_entropy(module(part), target)
-        for part, target in zip(x.split([8, 24]), targets.split([8, 24]), strict=True)
-    ]
-    torch.testing.assert_close(model(x, targets), (losses[0] + 3 * losses[1]) / 4)
-
-
 def test_what_an_output_of_several_devices_is_not(x):
     outputs = make_model(["cpu"] * 2)(x)
     remedy = "it holds one output for each device; compute the loss with BalancedCriterion"
@@ -520,21 +473,19 @@ def test_what_an_output_of_several_devices_is_not(x):
         nn.CrossEntropyLoss()(outputs, classes())
 
 
-def test_gathering_later_knows_the_weights(x):
-    module = Lambda(lambda self, x: self.inner(x).mean(), inner=linear(4))
+@pytest.mark.parametrize("gathers", [True, False])
+def test_a_weight_that_is_given_replaces_the_count_of_targets(gathers, x):
+    """Also where outputs are gathered later."""
+    module = with_loss(linear(CLASSES), nn.CrossEntropyLoss())
     model = BalancedDataParallel(
-        1, module, ["cpu"] * 4, gather=False, loss_weight=lambda x: 1 + len(x) % 2
+        1, module, ["cpu"] * 4, gather=gathers, loss_weight=lambda x, target: 1 + len(x) % 2
     )
-    outputs = model(x)
-    weights = [1 + size % 2 for size in outputs.chunk_sizes]
-    expected = sum(w * loss for w, loss in zip(weights, outputs, strict=True)) / sum(weights)
-    torch.testing.assert_close(outputs.gather(), expected)
-
-
-def test_losses_of_unlike_structure_are_an_error(x):
-    criterion = BalancedCriterion(lambda output, target: output.sum() if len(output) > 1 else "?")
-    with pytest.raises(GatherError, match="different types"):
-        criterion(make_model(["cpu"] * 2)(x), classes())
+    targets, sizes = classes(), model.split(BATCH)
+    losses = [module(*chunk) for chunk in zip(x.split(sizes), targets.split(sizes), strict=True)]
+    weights = [1 + size % 2 for size in sizes]
+    expected = sum(w * loss for w, loss in zip(weights, losses, strict=True)) / sum(weights)
+    loss = model(x, targets)
+    torch.testing.assert_close(loss if gathers else loss.gather(), expected)
 
 
 @pytest.mark.parametrize("dim", [1, -2])
@@ -663,12 +614,6 @@ def test_a_module_with_loss_obeys_other_arguments(x):
     assert stacked(x, targets).shape == (4,)
     summed = BalancedDataParallel(1, total, ["cpu"] * 4, gather=False)
     torch.testing.assert_close(summed(x, targets).gather(), total(x, targets))
-    mean = Lambda(
-        lambda self, x, target, mask: masked_mean(self.inner(x), target, mask), inner=module
-    )
-    weighed = BalancedDataParallel(1, mean, ["cpu"] * 4, loss_weight=lambda x, _, mask: mask.sum())
-    mask, target = (torch.arange(BATCH) % 3 == 1).double(), numbers(CLASSES)
-    torch.testing.assert_close(weighed(x, target, mask), mean(x, target, mask))
 
 
 def test_options_name_the_parameters_of_a_function_that_is_a_partial():
