@@ -15,7 +15,7 @@ _PRODUCTS = {"Addmm", "Addmv", "Baddbmm", "Bmm", "Convolution", "Linear", "Mm", 
 """Operators by the names of their autograd nodes, without the suffix ``Backward0``."""
 
 _MAX_NODES = 64
-"""The number of nodes after which a tensor is taken to depend on samples."""
+"""The number of nodes that are looked at before the origin is taken to be unknown."""
 
 
 class Origin(enum.Enum):

@@ -11,6 +11,7 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -75,10 +76,10 @@ def noticing() -> Iterator[None]:
     """
     global _num_users
     with _lock:
-        versions = _install()
+        modules = _install()
         if not _num_users:
-            for owner, name, _, version in versions:
-                setattr(owner, name, version)
+            for module, (_, versions) in modules.items():
+                vars(module).update(versions)
         _num_users += 1
     try:
         yield
@@ -86,13 +87,13 @@ def noticing() -> Iterator[None]:
         with _lock:
             _num_users -= 1
             if not _num_users:
-                for owner, name, function, _ in versions:
-                    setattr(owner, name, function)
+                for module, (functions, _) in modules.items():
+                    vars(module).update(functions)
 
 
 @functools.cache
-def _install() -> list[tuple[Any, str, Any, Any]]:
-    """Replace methods of ``Tensor``, and return what to replace functions by."""
+def _install() -> dict[ModuleType, tuple[dict[str, Any], dict[str, Any]]]:
+    """Replace methods of ``Tensor``; return functions of modules, and versions that record."""
     records: list[tuple[Any, str, Callable[..., Any]]] = []
     for owner in (torch, torch.Tensor):
         for name, join in _REDUCTIONS.items():
@@ -103,7 +104,7 @@ def _install() -> list[tuple[Any, str, Any, Any]]:
         for name, position in losses.items():
             records.append((module, name, functools.partial(_loss, position)))
     records += [(torch._C._nn, name, _cross_entropy) for name in _CROSS_ENTROPIES]
-    versions = []
+    modules: dict[Any, Any] = {torch: ({}, {}), torch._C._nn: ({}, {})}
     for owner, name, record in records:
         function = getattr(owner, name)
         version = _recording_version(function, record)
@@ -111,8 +112,9 @@ def _install() -> list[tuple[Any, str, Any, Any]]:
             version.__module__, version.__qualname__ = "torch", f"Tensor.{name}"  # for pickle
             setattr(owner, name, version)
         else:
-            versions.append((owner, name, function, version))
-    return versions
+            functions, versions = modules[owner]
+            functions[name], versions[name] = function, version
+    return modules
 
 
 def _recording_version(

@@ -61,9 +61,8 @@ def weight_of_chunk(
     takes_any = inspect.Parameter.VAR_KEYWORD in kinds
     wanted = {n for n, p in signature.parameters.items() if p.default is p.empty}
     if not takes_all and (takes_any or wanted <= {*named, *parameters(function)}):
-        args = ()
+        args, fits = (), True
         kwargs = {n: v for n, v in named.items() if takes_any or n in signature.parameters}
-        fits = True
     else:  # its parameters have other names
         fits = takes_all or len(wanted) == len(named)
     try:
