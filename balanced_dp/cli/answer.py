@@ -87,7 +87,9 @@ def what_fits(
     bottleneck, even = (tables.bottleneck(m, budgets) for m in (measured, report.even))
     yield f"The bottleneck is {bottleneck}; with the even split it is {even}."
     largest = f"is {plan.max_batch_size}, with gpu0_bsz={plan.max_batch_gpu0_bsz}"
-    if budgets is None:
+    if not plan.max_batch_size:
+        yield "No batch fits."
+    elif budgets is None:
         yield (
             f"With {format_bytes(max(plan.budgets))} on each device, as the even split takes, the "
             f"largest batch {largest}; --memory 11GiB says what fits on yours."
@@ -164,7 +166,8 @@ def _option(
         given.append("gather=False")
         criterion = (
             "\n    criterion = balanced_dp.BalancedCriterion(criterion)\n"
-            "    # the criterion also does what the script does to outputs before it: docs/loss.md"
+            "    # for criteria that treat each sample by itself; with what the script does to outputs\n"
+            "    # before it: docs/loss.md"
         )
     elif recorder.returns_rows:
         how.append("if forward returns the loss without other outputs")
@@ -204,6 +207,8 @@ def what_to_change(
             "gets at most an equal part. Without --gpu0-bsz, the run searches for the best value."
         )
     gpu0_bsz = plan.gpu0_bsz if asked is None else asked
+    if not plan.max_batch_size:
+        return "No split helps where no batch fits; docs/which_one.md says what does."
     if gpu0_bsz >= even:
         return "The even split of nn.DataParallel is the best one here."
     if calls and all(call.gpu0_bsz == gpu0_bsz for call in calls):

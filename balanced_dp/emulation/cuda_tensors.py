@@ -192,19 +192,24 @@ class Generator(_TorchGenerator, metaclass=_GeneratorType):  # type: ignore[misc
 # map_location names. Torch makes a tensor on the device of its storage, then sets the storage.
 
 
-class _CudaStorage(torch.UntypedStorage):
+class _Storage(torch.UntypedStorage):
     """A CPU storage that has torch make its tensor on an emulated device."""
 
     _device: torch.device
     device: Any = property(lambda self: self._device)
 
 
-def storage_on_cuda(self: Any, device: Any = None, non_blocking: bool = False) -> Any:
-    """Return a copy of a storage from which tensors on ``device`` are made."""
-    moved = self.clone()
-    moved.__class__ = _CudaStorage
-    moved._device = to_named(to_emulated(CUDA if device is None else device))
+def storage_on(storage: Any, device: torch.device) -> Any:
+    """Return a copy of a storage from which torch makes tensors on an emulated device."""
+    moved = storage.clone()
+    moved.__class__ = _Storage
+    moved._device = device
     return moved
+
+
+def storage_on_cuda(self: Any, device: Any = None, non_blocking: bool = False) -> Any:
+    """Do what ``storage.cuda`` does."""
+    return storage_on(self, to_named(to_emulated(CUDA if device is None else device)))
 
 
 def location_of(storage: torch.UntypedStorage) -> str | None:

@@ -24,6 +24,7 @@ from ..errors import SymbolicValueError, warn
 from . import device_module
 from .as_cuda import named_cuda
 from .autocast import autocast_for_emulated_devices
+from .cuda_tensors import storage_on
 from .kernels import register_kernels
 from .ledger import Label
 from .machine import DEVICE_TYPE, Machine
@@ -46,10 +47,20 @@ def patches(machine: Machine) -> Iterator[None]:
         autocast_for_emulated_devices(machine.device_type),
         _failed_backward_frees_its_queue(),
         _labels_from_hooks(machine),
-        named_cuda(machine) if is_cuda else nullcontext(),
+        named_cuda(machine) if is_cuda else _files_load_to_devices(),
         _files_stay_whole(machine) if machine.symbolic else nullcontext(),
     ):
         yield
+
+
+def _files_load_to_devices() -> Patch:
+    # As in torch.load(..., map_location="lazy:0"). Files name the CPU, so they load anywhere.
+    def restore(storage: Any, location: str) -> Any:
+        is_emulated = location.split(":")[0] == DEVICE_TYPE
+        return storage_on(storage, torch.device(location)) if is_emulated else None
+
+    registry = [(0, lambda storage: None, restore), *torch.serialization._package_registry]
+    return mock.patch.object(torch.serialization, "_package_registry", registry)
 
 
 def _parameters_keep_identity() -> Patch:

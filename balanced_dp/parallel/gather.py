@@ -168,8 +168,8 @@ class _Join:
             return moved[0]
         raise GatherError(
             f"output {_named(path)} is a number of type {tensors[0].dtype} that differs between "
-            "the replicas, and a count has no mean; return it as a tensor of one entry, or choose "
-            "scalar_outputs='sum' or 'stack'"
+            "the replicas, and a count has no mean; return count.float(), which adds up, or choose "
+            "scalar_outputs='sum' or 'stack' for all 0-dim outputs"
         )
 
 

@@ -135,6 +135,8 @@ def tune(
         num_later -= NUM_MEASURED
         try:
             return Alternative(gather, spread, options=measured(gather, spread, capacities).options)
+        except InfeasiblePlanError:  # none of its options fits
+            return Alternative(gather, spread)
         except Exception as error:  # the user's loss may not work for chunks
             reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
             return Alternative(gather, spread, reason=reason)

@@ -251,6 +251,7 @@ def test_memory_that_is_too_small_is_said_and_not_enforced(memory, says, script)
     assert done.stdout.splitlines()[-1] == str(int(memory[:3]) * 2**20)
     said = " ".join(done.stderr.split())
     assert says in said and "device 0 needs" in said and "and lacks" in said
+    assert ("smaller batches, of" in said) != ("No batch fits." in said)
 
 
 def test_the_even_split_may_be_asked_for(script):

@@ -527,3 +527,15 @@ def test_tensors_are_described_on_the_meta_device(emulated):
     for described in (x.to("meta"), torch.empty_like(x, device="meta")):
         assert described.device.type == "meta"
         assert described.shape == (3, 2)
+
+
+@pytest.mark.parametrize("location", [torch.device, str], ids=["device", "name"])
+def test_a_checkpoint_loads_to_a_device(location):
+    file = io.BytesIO()
+    torch.save(torch.arange(3.0), file)
+    file.seek(0)
+    with emulate_devices(2) as devices:
+        loaded = torch.load(file, map_location=location(devices[1]))
+        assert (loaded.device, loaded.tolist()) == (devices[1], [0, 1, 2])
+        assert torch.get_device_module("lazy").memory_allocated(devices[1]) == 512
+        del loaded

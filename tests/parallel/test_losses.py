@@ -245,6 +245,35 @@ def test_as_many_classes_as_samples_are_warned_of_unless_they_were_classes():
             assert model(**{n: torch.cat([v, v])[:size] for n, v in items}).isfinite()
 
 
+LOOPS = {
+    "rows": lambda n, x, o, holes: (
+        sum(
+            (row.square() * hole).sum() / hole.sum().clamp(min=1)
+            for row, hole in zip(o, holes[:, None], strict=True)
+        )
+        / len(x)
+    ),
+    "indices": lambda n, x, o: torch.stack(
+        [o[i].norm() + o[i].mean().exp() for i in range(len(o))]
+    ).mean(),
+    "slices": lambda n, x, o: sum(o[i : i + 1].std().exp() for i in range(len(o))) / len(o),
+    "pieces": lambda n, x, o: sum(row.square().mean().sqrt() for row in o.split(1)) / len(o),
+}
+"""Detection models compute a loss for each image."""
+
+
+@pytest.mark.parametrize("loss", LOOPS.values(), ids=LOOPS)
+@pytest.mark.parametrize(("gpu0_bsz", "size"), [(None, 8), (0, 6), (0, 9)])
+def test_losses_of_samples_in_a_loop_are_averaged_and_warned_of(loss, gpu0_bsz, size):
+    """Not joined with each other: those of the first sample of each chunk, for example."""
+    model, bare = make(loss, gpu0_bsz)
+    given = given_to(loss, size)
+    with pytest.warns(BalanceWarning, match="each sample by itself, in a loop or by an index"):
+        compare(model, bare, given)
+    for has_gradients in (True, False, True, True):
+        compare(model, bare, given, has_gradients)
+
+
 def test_ctc_is_a_mean_over_samples_whatever_their_lengths():
     lengths = torch.tensor([1, 2, 2, 2, 1, 3, 3, 2, 1, 4, 4, 3, 1])
 

@@ -42,6 +42,7 @@ class Fact(enum.Enum):
     SUPPOSED_COUNT = "a count of each chunk, or else the same on all replicas"
     SAMPLES = "over the samples of each chunk"
     SUPPOSED_SAMPLES = "over the samples of each chunk, or else the same on all replicas"
+    ONE = "over a single sample"
     UNCLEAR = "none of these"
 
 
@@ -219,6 +220,10 @@ class Facts:
             return True
         if fact is None or self.compares_again:
             fact = self.known[place] = self._supposed_samples(first, values, fact)
+        if fact is Fact.ONE:
+            raise UnclearError(
+                "it is computed from each sample by itself, in a loop or by an index"
+            )
         if fact is Fact.UNCLEAR:
             raise UnclearError("it reduces a tensor that has no entry for each sample")
         return fact is Fact.SUPPOSED_SAMPLES
@@ -248,7 +253,10 @@ class Facts:
         self, reduction: Reduction, values: Sequence[Any], known: Fact | None
     ) -> Fact:
         """Suppose whether a tensor had entries of samples, by its graph and its values."""
-        may_be, origin = self._may_have_samples(reduction.shape), origin_of(reduction.source)
+        may_be = self._may_have_samples(reduction.shape)
+        origin = origin_of(reduction.source, self.chunk_sizes[0])
+        if known is Fact.ONE or (origin is Origin.ONE and self.are_chunks_equal):
+            return Fact.ONE
         are_equal = False if values[0] is None else _are_equal(values)
         if are_equal is None:
             return Fact.SAME if origin is Origin.UNKNOWN else Fact.SUPPOSED_SAMPLES

@@ -11,6 +11,7 @@ from ...free_threading import looking_at_nodes
 
 _SELECTIONS = {"Gather", "Index", "IndexSelect", "MaskedSelect", "Take"}
 _LOOKUPS = {"Embedding", "EmbeddingBag"}
+_PARTS = {"Select", "Slice", "Split", "SplitWithSizes", "Unbind"}
 _PRODUCTS = {"Addmm", "Addmv", "Baddbmm", "Bmm", "Convolution", "Linear", "Mm", "Mv"}
 """Operators by the names of their autograd nodes, without the suffix ``Backward0``."""
 
@@ -21,16 +22,17 @@ _MAX_NODES = 64
 class Origin(enum.Enum):
     """What a tensor was computed from."""
 
+    ONE = "an entry of the first dimension, which has as many as there are samples"
     SELECTED = "samples that were selected"
     SAMPLES = "samples"
     UNKNOWN = "parameters only, as far as its graph shows"
 
 
-def origin_of(node: Any) -> Origin:
+def origin_of(node: Any, chunk_size: int) -> Origin:
     """Return what the tensor of an autograd node was computed from.
 
     Samples are not nodes of the graph, but are seen where they meet parameters in a product, and
-    where an index selects them.
+    where an index selects them, or one of ``chunk_size``.
     """
     nodes, seen = [node], set[Any]()
     with looking_at_nodes:
@@ -41,12 +43,24 @@ def origin_of(node: Any) -> Origin:
             seen.add(node)
             name = operator_name(node.name())
             parents = [parent for parent, _ in node.next_functions]
+            if _takes_one(node, name, chunk_size):
+                return Origin.ONE
             if name in _SELECTIONS:
                 return Origin.SELECTED
             if name in _LOOKUPS or (name in _PRODUCTS and None in parents):
                 return Origin.SAMPLES
             nodes += parents
     return Origin.UNKNOWN
+
+
+def _takes_one(node: Any, name: str, size: int) -> bool:
+    """Return whether a node takes one of ``size`` entries, or some: ``x[i]``, ``for row in x``."""
+    if name not in _PARTS or node._saved_dim != 0:
+        return False
+    if name == "Unbind":
+        return len(node._input_metadata) == size
+    is_part = name != "Slice" or node._saved_end - node._saved_start < size
+    return is_part and node._saved_self_sym_sizes[0] == size
 
 
 @functools.cache
