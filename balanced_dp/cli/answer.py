@@ -166,8 +166,8 @@ def _option(
         given.append("gather=False")
         criterion = (
             "\n    criterion = balanced_dp.BalancedCriterion(criterion)\n"
-            "    # for criteria that treat each sample by itself; with what the script does to outputs\n"
-            "    # before it: docs/loss.md"
+            "    # for criteria that treat each sample by itself; with what the script does to\n"
+            "    # outputs before it: docs/loss.md"
         )
     elif recorder.returns_rows:
         how.append("if forward returns the loss without other outputs")

@@ -60,7 +60,7 @@ def _takes_one(node: Any, name: str, size: int) -> bool:
     if name == "Unbind":
         return len(node._input_metadata) == size
     is_part = name != "Slice" or node._saved_end - node._saved_start < size
-    return is_part and node._saved_self_sym_sizes[0] == size
+    return bool(is_part and node._saved_self_sym_sizes[0] == size)
 
 
 @functools.cache
