@@ -85,8 +85,6 @@ FOR_EMULATION = (
     "ops.aten._scaled_dot_product_attention_math",
     "ops.aten._scaled_dot_product_flash_attention_for_cpu",
     "ops.aten._scaled_dot_product_flash_attention_for_cpu_backward",
-    "ops.aten._scaled_dot_product_fused_attention_overrideable",
-    "ops.aten._scaled_dot_product_fused_attention_overrideable_backward",
 )
 """Without one of these, ``emulate_devices`` raises an EmulationError that names it."""
 

@@ -63,10 +63,16 @@ def format_bytes(num_bytes: float) -> str:
         >>> format_bytes(11 * 2**30), format_bytes(3_500_000), format_bytes(512)
         ('11.00 GiB', '3.34 MiB', '512 B')
     """
+    factor, unit = byte_scale(num_bytes)
+    return f"{num_bytes / factor:.2f} {unit}" if factor > 1 else f"{num_bytes:.0f} B"
+
+
+def byte_scale(largest: float) -> tuple[int, str]:
+    """Return the size and the name of the largest binary unit that gives at least 1, or bytes."""
     for unit, factor in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if abs(num_bytes) >= factor:
-            return f"{num_bytes / factor:.2f} {unit}"
-    return f"{num_bytes:.0f} B"
+        if abs(largest) >= factor:
+            return factor, unit
+    return 1, "B"
 
 
 def format_mib(num_bytes: float) -> str:

@@ -99,6 +99,15 @@ def seeded() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    """Turns the garbage collector off: memory must be released by counting references alone."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
 @pytest.fixture(params=KINDS)
 def kind(request: pytest.FixtureRequest) -> str:
     """Each kind of devices in turn, or those that a test is parametrized with."""

@@ -21,6 +21,9 @@ if torch.cuda.is_available():
 if torch.cuda.device_count() > 1:
     KINDS.append("cuda")
 
+DISTINCT = [kind for kind in KINDS if kind in ("emulated", "stand-in", "cuda")]
+"""Those in which each device has memory of its own."""
+
 
 def kinds_of_splits(splits: Sequence[Any]) -> list[tuple[str, Any]]:
     """Returns every split with a repeated CPU, and the other kinds with one of the splits each.

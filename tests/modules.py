@@ -21,16 +21,25 @@ class Case:
 
 
 class Lambda(nn.Module):
-    """Submodules and a forward pass made of them, in one expression."""
+    """Submodules or parameters, and a forward pass made of them, in one expression."""
 
-    def __init__(self, forward: Callable[..., Any], **modules: nn.Module) -> None:
+    def __init__(self, forward: Callable[..., Any], **members: nn.Module | nn.Parameter) -> None:
         super().__init__()
-        for name, module in modules.items():
-            self.add_module(name, module)
+        for name, member in members.items():
+            setattr(self, name, member)
         self.function = forward
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.function(self, *args, **kwargs)
+
+
+def assert_same_gradients(module: nn.Module, reference: nn.Module) -> None:
+    """Asserts that gradients are exact, in float64, and None where those of the reference are."""
+    for ours, theirs in zip(module.parameters(), reference.parameters(), strict=True):
+        assert (ours.grad is None) == (theirs.grad is None)
+        if ours.grad is not None:
+            pair = [gradient.cpu().to_dense() for gradient in (ours.grad, theirs.grad)]
+            torch.testing.assert_close(*pair, rtol=1e-10, atol=1e-10)
 
 
 class KeywordOnly(nn.Module):

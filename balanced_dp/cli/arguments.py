@@ -12,11 +12,14 @@ from ..errors import ArgumentError
 from ..planning.split_planner import Goal
 from ..units import parse_bytes
 
-Target = Annotated[str, typer.Argument(help="A built-in workload, or package.module:function.")]
+Target = Annotated[
+    str,
+    typer.Argument(help="A built-in workload, or package.module:function, or file.py:function."),
+]
 BatchSize = Annotated[int | None, typer.Option(help="Samples in a batch; default: the workload's.")]
 NumDevices = Annotated[
     int | None,
-    typer.Option("--devices", help="Number of devices; default: all GPUs, or 4 emulated."),
+    typer.Option("--devices", min=1, help="Number of devices; default: all GPUs, or 4 emulated."),
 ]
 Emulate = Annotated[bool, typer.Option("--emulate", help="Emulate devices even if there are GPUs.")]
 JsonFile = Annotated[

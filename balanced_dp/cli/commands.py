@@ -1,4 +1,4 @@
-"""The command ``balanced-dp``: the only place that prints.
+"""The command ``balanced-dp``.
 
 Commands import what they need when they run: torch takes seconds, and ``--help`` needs none of it.
 """
@@ -6,7 +6,6 @@ Commands import what they need when they run: torch takes seconds, and ``--help`
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import math
 import platform
 import sys
@@ -32,9 +31,7 @@ def _lacking(error: ImportError) -> SystemExit:
 try:
     import typer
 
-    from . import arguments
-    from .tune import plan_command, tune_command
-    from .validate import validate
+    from . import arguments, tune
 except ImportError as error:  # the library itself needs none of these
     raise _lacking(error) from None
 
@@ -89,7 +86,7 @@ def demo(
     Runs on all GPUs of this machine if it has two or more, otherwise on emulated devices.
     """
     from ..tuning.open_devices import default_num_devices
-    from . import console, demo_tables
+    from . import console
     from . import demo as demos
 
     if num_devices is None:
@@ -98,27 +95,9 @@ def demo(
     arguments.check_outputs({"--json": json_file})
     with console.progress_bar("training steps", settings.num_steps) as update:
         runs = demos.run_demo(settings, on_step=lambda: update(advance=1))
-    if json_file is not None:
-        record = {
-            **_provenance(),
-            "settings": asdict(settings),
-            "emulated": settings.emulated,
-            "loss_difference": demos.loss_difference(runs),
-            "runs": [
-                {
-                    "name": run.name,
-                    "losses": run.losses,
-                    **asdict(run.measured),
-                    "peak_bytes": run.measured.peak_bytes,
-                    "imbalance": run.measured.imbalance,
-                    "samples_per_s": run.measured.samples_per_s,
-                }
-                for run in runs
-            ],
-        }
-        console.write(json_file, _as_json(record))
+    console.write(json_file, console.as_json, _provenance() | demos.demo_record(settings, runs))
     if json_file != arguments.STDOUT:
-        demo_tables.print_demo(settings, runs)
+        demos.print_demo(settings, runs)
     difference = demos.loss_difference(runs)
     if difference is None or difference > demos.LOSS_TOLERANCE:
         raise typer.Exit(1)
@@ -152,10 +131,9 @@ def probe(
     with suppress(KeyboardInterrupt), screen as live:
         while True:
             memories = memory_probe.snapshot()
-            if json_file is not None:
-                devices = [{"label": memory.label, **asdict(memory)} for memory in memories]
-                record = {**_provenance(), "devices": devices}
-                console.write(json_file, _as_json(record, indent=2 if watch_s is None else None))
+            devices = [{"label": memory.label, **asdict(memory)} for memory in memories]
+            record, indent = _provenance() | {"devices": devices}, None if watch_s else 2
+            console.write(json_file, console.as_json, record, indent)
             if live is not None:
                 live.update(console.memory_table(memories, output), refresh=True)
             elif json_file != arguments.STDOUT:
@@ -167,37 +145,14 @@ def probe(
         raise ProbeError(memory_probe.nvml_error)
 
 
-@app.command()
-def workloads(json_file: arguments.JsonFile = None) -> None:
-    """List the built-in workloads, their number of parameters and a usual batch size."""
-    import torch
-
-    from ..tuning.workloads import BUILT_IN
-    from . import console
-
-    arguments.check_outputs({"--json": json_file})
-    listed: list[dict[str, Any]] = []
-    for name, make in BUILT_IN.items():
-        workload = make()
-        with torch.device("meta"):
-            size = sum(p.numel() for p in workload.new_model().parameters())
-        about = (make.__doc__ or "").strip().rstrip(".")
-        batch_size = workload.batch_size
-        listed.append(
-            {"name": name, "about": about, "num_parameters": size, "batch_size": batch_size}
-        )
-    if json_file is not None:
-        console.write(json_file, _as_json(listed))
-    if json_file != arguments.STDOUT:
-        console.print_workloads(listed)
-
-
-plan = app.command("plan")(plan_command)
-tune = app.command("tune")(tune_command)
+workloads_command = app.command("workloads")(tune.workloads_command)
+plan_command = app.command("plan")(tune.plan_command)
+tune_command = app.command("tune")(tune.tune_command)
 
 
 @app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 def run(
+    context: typer.Context,
     script: Annotated[str, typer.Argument(metavar="SCRIPT", help="A Python script.")],
     script_arguments: Annotated[
         list[str] | None, typer.Argument(metavar="[ARGS]...", help="Its arguments.")
@@ -244,117 +199,83 @@ def run(
     """
     from ..report import report_html, report_json
     from . import console
-    from . import run as runs
+    from .run import run_and_measure
 
     arguments.check_outputs(
         {"the script's output": arguments.STDOUT, "--json": json_file, "--html": html}
     )
-    settings = runs.RunSettings(
+    result = run_and_measure(
         script,
-        tuple(script_arguments or ()),
-        is_module,
-        arguments.parse_gpu0_bsz(gpu0_bsz),
-        num_devices,
-        memory,
-        reserve,
-        steps,
-        symbolic,
-        emulate or symbolic,
+        script_arguments or (),
+        is_module=is_module,
+        gpu0_bsz=arguments.parse_gpu0_bsz(gpu0_bsz),
+        num_devices=num_devices,
+        memory=memory,
+        reserve=reserve,
+        steps=steps,
+        symbolic=symbolic,
+        emulate=emulate or symbolic,
+        say=console.say,
     )
-    result = runs.run_and_measure(settings, console.say)
     console.print_run(result)
-    for file, as_text in ((json_file, report_json), (html, lambda report: report_html([report]))):
-        if file is not None and result.report is None:
+    own = {name for option in context.command.params for name in option.opts}
+    misplaced = [name for name in script_arguments or () if name.partition("=")[0] in own]
+    if result.exit_code == 2 and misplaced:  # what argparse ends a script with
+        console.say(f"{misplaced[0]} went to the script; options of run come before its name")
+    if result.report is not None:
+        console.write(json_file, report_json, result.report)
+        console.write(html, report_html, [result.report])
+    else:
+        for file in filter(None, (json_file, html)):
             console.say(f"{file} was not written: there is no plan")
-        elif file is not None and result.report is not None:
-            console.write(file, as_text(result.report))
     raise typer.Exit(result.exit_code)
 
 
-validate_command = app.command()(validate)
-
-
-@app.command("report")
-def report_command(
-    file: Annotated[
-        Path, typer.Argument(help="A file of balanced-dp tune or pytest --benchmark-json.")
-    ],
-    html: arguments.Html = None,
-    markdown: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write Markdown to FILE; - is stdout.")
-    ] = None,
-    json_file: Annotated[
-        Path | None,
-        typer.Option(
-            "--json",
-            metavar="FILE",
-            help="Write JSON to FILE, one line for each workload; - is stdout.",
-        ),
-    ] = None,
-) -> None:
-    """Show a report, or write it as an HTML page, as Markdown or as JSON."""
-    from ..report import load_reports, report_html, report_json, report_markdown
-    from . import console
-
-    reports = load_reports(file)
-    arguments.check_outputs(
-        {"the report": file, "--html": html, "--markdown": markdown, "--json": json_file}
-    )
-    if html is not None:
-        console.write(html, report_html(reports))
-    if markdown is not None:
-        console.write(markdown, "\n".join(map(report_markdown, reports)))
-    if json_file is not None:
-        lines = (json.dumps(json.loads(report_json(report))) + "\n" for report in reports)
-        console.write(json_file, "".join(lines))
-    if html is markdown is json_file is None:
-        for report in reports:
-            console.print_report(report, candidates=True)
-
-
-@app.command("compare")
-def compare_command(
-    before: Annotated[Path, typer.Argument(help="The first report.")],
-    after: Annotated[Path, typer.Argument(help="The second report.")],
-    limits: Annotated[
-        str,
-        typer.Option(
-            "--fail",
-            metavar="METRIC:LIMIT,...",
-            help="End with exit code 1 if a metric is worse by more, such as "
-            "peak:5%,imbalance:0.1; also max_batch and speed.",
-        ),
-    ] = "",
+@app.command()
+def validate(
+    num_devices: arguments.NumDevices = None,
+    emulate: arguments.Emulate = False,
     json_file: arguments.JsonFile = None,
+    markdown: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write Markdown for an issue to FILE; - is stdout."),
+    ] = None,
 ) -> None:
-    """Compare the best options of two reports for each workload."""
-    from ..report import compare_reports, load_reports
+    """Check gradients, predicted memory and speed on the GPUs of this machine.
+
+    Runs on all GPUs, with replicas that share it on a single one, and without any on emulated
+    devices. Ends with exit code 1 if a gradient is wrong.
+    """
+    from ..report.validation import validation_json, validation_markdown
+    from ..tuning.open_devices import default_num_devices
+    from ..validation import Check, ValidationSettings
+    from ..validation import validate as run_checks
+    from ..validation.all_checks import NUM_CHECKS
     from . import console
 
-    earlier = {report.workload: report for report in load_reports(before)}
-    arguments.check_outputs({"BEFORE": before, "--json": json_file})
-    arguments.check_outputs({"AFTER": after, "--json": json_file})
-    compared = []
-    for report in load_reports(after):
-        if report.workload not in earlier:
-            raise ArgumentError(
-                f"{before} has no report of {report.workload}; it has {', '.join(earlier)}"
-            )
-        comparisons = compare_reports(earlier[report.workload], report, limits)
-        if json_file != arguments.STDOUT:
-            console.print_comparison(earlier[report.workload], report, comparisons)
-        compared += [
-            {"workload": report.workload, **asdict(found), "failed": found.failed}
-            for found in comparisons
-        ]
-    if json_file is not None:
-        console.write(json_file, _as_json(compared))
-    if any(found["failed"] for found in compared):
+    arguments.check_outputs({"--json": json_file, "--markdown": markdown})
+    if num_devices is None:
+        num_devices = default_num_devices(emulate)
+    settings = ValidationSettings(num_devices, emulate)
+    takes_stdout = arguments.STDOUT in (json_file, markdown)
+    output = console.stderr_console() if takes_stdout else console.stdout_console()
+    output.print(f"Validating on {settings.description}")
+    with console.progress_bar("predicting peaks of memory", NUM_CHECKS) as update:
+
+        def on_check(check: Check) -> None:
+            update(advance=1, description=f"checked {check.part}: {check.what}")
+
+        report = run_checks(settings, on_check)
+    if not takes_stdout:
+        console.print_validation(report)
+    console.write(json_file, validation_json, report)
+    console.write(markdown, validation_markdown, report)
+    if not report.gradients_are_right:
         raise typer.Exit(1)
 
 
-def _as_json(record: Any, indent: int | None = 2) -> str:
-    return json.dumps(record, indent=indent) + "\n"
+report_command = app.command("report")(tune.report_command)
+compare_command = app.command("compare")(tune.compare_command)
 
 
 def _provenance() -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -10,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from rich import box
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, Group
 from rich.padding import Padding
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 from rich.table import Column, Table
 from rich.text import Text
 
-from ..memory.device_memory import DeviceMemory
+from ..memory.probe import DeviceMemory
 from ..report import tables
 from ..report.compare import Comparison
 from ..report.json_file import write_atomically
@@ -31,18 +32,18 @@ from .run import RunResult
 
 def stdout_console() -> Console:
     """Return the console for results."""
-    # Without a terminal, tables are not wrapped to the width of one.
-    return _console(is_terminal=sys.stdout.isatty())
+    return _console(stderr=False)
 
 
 def stderr_console() -> Console:
     """Return the console for results where stdout belongs to a script."""
-    return _console(is_terminal=sys.stderr.isatty(), stderr=True)
+    return _console(stderr=True)
 
 
-def _console(is_terminal: bool, **options: Any) -> Console:
-    width = None if is_terminal else 160
-    return Console(width=width, markup=False, highlight=False, emoji=False, **options)
+def _console(*, stderr: bool) -> Console:
+    is_terminal = (sys.stderr if stderr else sys.stdout).isatty()
+    width = None if is_terminal else 160  # else tables are wrapped to the width of a terminal
+    return Console(stderr=stderr, width=width, markup=False, highlight=False, emoji=False)
 
 
 def say(text: str) -> None:
@@ -51,14 +52,19 @@ def say(text: str) -> None:
     console.print(f"balanced-dp: {text}", soft_wrap=not console.is_terminal)
 
 
-def write(path: Path, text: str) -> None:
-    """Write a file that a user asked for, or stdout."""
+def write(path: Path | None, as_text: Callable[..., str], *content: Any) -> None:
+    """Write what ``as_text`` makes of the content, if the user asked for a file or stdout."""
     if path == STDOUT:
-        sys.stdout.write(text)
+        sys.stdout.write(as_text(*content))
         sys.stdout.flush()
-    else:
-        write_atomically(path, text)
+    elif path is not None:
+        write_atomically(path, as_text(*content))
         stderr_console().print(f"wrote {path}", soft_wrap=True)
+
+
+def as_json(record: Any, indent: int | None = 2) -> str:
+    """Return a record as a JSON text that ends its line."""
+    return json.dumps(record, indent=indent) + "\n"
 
 
 def fits(console: Console, table: Table) -> bool:
@@ -132,7 +138,8 @@ def print_run(result: RunResult) -> None:
     """Print what the training steps of a script took of each device, on stderr."""
     console = stderr_console()
     if result.measured is not None:
-        content = tables.use_table(result.measured, result.budgets, result.even)
+        even = None if result.report is None else result.report.even
+        content = tables.use_table(result.measured, result.budgets, even)
         console.print(_use_tables(console, content, result.title))
     for note in result.notes:
         sentence, *code = note.splitlines()
@@ -169,33 +176,23 @@ def print_comparison(before: Report, after: Report, comparisons: Sequence[Compar
         caption=f"before: {before.line}\nafter: {after.line}",
     )
     for found in comparisons:
-        as_text = _METRICS[found.metric]
-        by = "{:.1%}".format if found.is_relative else _DIFFERENCES.get(found.metric, as_text)
-        allowed = "" if found.limit is None else by(found.limit)
-        outcome = "" if found.limit is None else "FAILED" if found.failed else "ok"
-        table.add_row(
-            found.metric,
-            as_text(found.before),
-            as_text(found.after),
-            by(found.worsened),
-            allowed,
-            outcome,
-        )
+        as_text, difference_as_text = _METRICS[found.metric]
+        by = "{:.1%}".format if found.is_relative else difference_as_text
+        values = as_text(found.before), as_text(found.after), by(found.worsened)
+        limit = ("", "")
+        if found.limit is not None:
+            limit = by(found.limit), "FAILED" if found.failed else "ok"
+        table.add_row(found.metric, *values, *limit)
     stdout_console().print(table)
 
 
-_METRICS: dict[str, Callable[[float], str]] = {
-    "peak": format_bytes,
-    "imbalance": "{:.1%}".format,
-    "max_batch": "{:.0f}".format,
-    "speed": "{:.2f}".format,
+_METRICS: dict[str, tuple[Callable[[float], str], Callable[[float], str]]] = {
+    "peak": (format_bytes, format_bytes),
+    "imbalance": ("{:.1%}".format, lambda difference: f"{100 * difference:.1f} points"),
+    "max_batch": ("{:.0f}".format,) * 2,
+    "speed": ("{:.2f}".format,) * 2,
 }
-"""Metrics as in the tables of a report."""
-
-_DIFFERENCES: dict[str, Callable[[float], str]] = {
-    "imbalance": lambda difference: f"{100 * difference:.1f} points",
-}
-"""How a difference is written, if otherwise than the metric: that of percentages, in points."""
+"""Metrics and differences of them as text."""
 
 
 def _rich_table(content: tables.TextTable, title: str, caption: str | None = None) -> Table:
@@ -207,35 +204,23 @@ def _rich_table(content: tables.TextTable, title: str, caption: str | None = Non
     return table
 
 
-def memory_table(memories: Sequence[DeviceMemory], console: Console) -> RenderableType:
+def memory_table(memories: Sequence[DeviceMemory], console: Console) -> Group:
     """Return a table of what each GPU holds, with names below it if it is too wide."""
-    versions = {memory.memory_info_version for memory in memories}
     caption = "Used includes tensors, torch's cache, contexts and other processes."
-    if 1 in versions:
+    if any(memory.memory_info_version == 1 for memory in memories):
         caption += " This driver counts its own reserve as used."
     if any(memory.device is None for memory in memories):
         caption += " Devices without a torch number are not visible to torch."
     sizes = ("total", "used", "free", "ours")
     wide = table_of(("device", "name", "UUID"), (*sizes, "other processes"), caption=caption)
     narrow = table_of(("device",), (*sizes, "others"), caption=caption, **NARROW)
-    names, errors = [], []
-    for memory in memories:
-        name, uuid = memory.name or "?", memory.uuid or "?"
-        cells = [
-            "?" if size is None else format_bytes(size)
-            for size in (
-                memory.total_bytes,
-                memory.used_bytes,
-                memory.free_bytes,
-                memory.process_bytes,
-                memory.other_process_bytes,
-            )
-        ]
-        wide.add_row(memory.label, name, uuid, *cells)
-        narrow.add_row(memory.label, *cells)
-        names.append(Text(f"{memory.label}: {name}\n    {uuid}"))
-        if memory.error is not None:
-            errors.append(Text(f"{memory.label}: {memory.error}"))
+    for m in memories:
+        held = m.total_bytes, m.used_bytes, m.free_bytes, m.process_bytes, m.other_process_bytes
+        cells = ["?" if size is None else format_bytes(size) for size in held]
+        wide.add_row(m.label, m.name or "?", m.uuid or "?", *cells)
+        narrow.add_row(m.label, *cells)
+    names = [Text(f"{m.label}: {m.name or '?'}\n    {m.uuid or '?'}") for m in memories]
+    errors = [Text(f"{m.label}: {m.error}") for m in memories if m.error is not None]
     return Group(wide, *errors) if fits(console, wide) else Group(narrow, *names, *errors)
 
 
@@ -254,12 +239,6 @@ def print_workloads(listed: Sequence[dict[str, Any]]) -> None:
     console.print(narrow)
     for workload in listed:
         console.print(f"{workload['name']}: {workload['about']}.")
-
-
-def print_description(description: str, on_stderr: bool) -> None:
-    """Print what a validation runs on."""
-    console = stderr_console() if on_stderr else stdout_console()
-    console.print(f"Validating on {description}")
 
 
 def print_validation(report: ValidationReport) -> None:

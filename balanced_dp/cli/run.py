@@ -29,35 +29,6 @@ _REPORTED = "80GiB"
 
 
 @dataclass(frozen=True, slots=True)
-class RunSettings:
-    """Describe the run of a script.
-
-    Attributes:
-        script: its file, or with ``is_module`` the name of a module.
-        arguments: its command line.
-        is_module: whether it is run as by ``python -m``.
-        gpu0_bsz: how batches are split, as for ``LoopRecorder``.
-        num_devices: number of devices; None means all GPUs, or four emulated ones.
-        memory: capacities as text, for all devices or for each.
-        reserve: what is kept free of each, as text; None means ``RESERVE``.
-        steps: the number of training steps after which the script is ended.
-        symbolic: whether emulated devices keep shapes only.
-        emulate: whether to emulate devices even if there are GPUs.
-    """
-
-    script: str
-    arguments: tuple[str, ...] = ()
-    is_module: bool = False
-    gpu0_bsz: int | Literal["auto"] | None = "auto"
-    num_devices: int | None = None
-    memory: str | None = None
-    reserve: str | None = None
-    steps: int | None = None
-    symbolic: bool = False
-    emulate: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class RunResult:
     """Record what the run of a script told.
 
@@ -65,7 +36,6 @@ class RunResult:
         exit_code: that of the script.
         title: what was measured.
         measured: the measurement of the best split, or of the only one; None without any.
-        even: the measurement of the even split.
         budgets: the bytes of each device that may be used, if they matter.
         report: the report, if there are enough measurements for one.
         notes: sentences and lines of code.
@@ -74,30 +44,65 @@ class RunResult:
     exit_code: int
     title: str
     measured: Measurement | None
-    even: Measurement | None
     budgets: Sequence[int] | None
     report: Report | None
     notes: tuple[str, ...]
 
 
-def run_and_measure(settings: RunSettings, say: Callable[[str], object]) -> RunResult:
+def run_and_measure(
+    script: str,
+    script_arguments: Sequence[str] = (),
+    *,
+    is_module: bool = False,
+    gpu0_bsz: int | Literal["auto"] | None = "auto",
+    num_devices: int | None = None,
+    memory: str | None = None,
+    reserve: str | None = None,
+    steps: int | None = None,
+    symbolic: bool = False,
+    emulate: bool = False,
+    say: Callable[[str], object] = print,
+) -> RunResult:
     """Run a script on GPUs or on emulated devices, and measure its training steps.
 
-    ``say`` is called with a line on the devices before the script begins.
+    Args:
+        script: its file, or with ``is_module`` the name of a module.
+        script_arguments: its command line.
+        is_module: whether it is run as by ``python -m``.
+        gpu0_bsz: how batches are split, as for ``LoopRecorder``.
+        num_devices: number of devices; None means all GPUs, or four emulated ones.
+        memory: capacities as text, for all devices or for each.
+        reserve: what is kept free of each, as text; None means ``RESERVE``.
+        steps: the number of training steps after which the script is ended.
+        symbolic: whether emulated devices keep shapes only.
+        emulate: whether to emulate devices even if there are GPUs.
+        say: called with a line on the devices before the script begins.
 
     Raises:
         ArgumentError: there is no such script, or the devices cannot be opened or are too small.
     """
-    check_script(settings.script, settings.is_module)
-    emulates = uses_emulation(settings.emulate)
-    num_devices, capacities, reserve = _devices(settings)
+    check_script(script, is_module)
+    emulates = uses_emulation(emulate)
+    if emulates and reserve is not None and memory is None:
+        raise ArgumentError("--reserve needs --memory, the capacity of the emulated devices")
+    reserve_bytes = RESERVE if reserve is None else parse_bytes(reserve, "--reserve")
+    capacities, num = None, default_num_devices(emulate) if num_devices is None else num_devices
+    if memory is not None:
+        check_devices(num, memory, emulate)
+        capacities = parse_capacities(memory, num_devices, num)
+        num = len(capacities)
+        if min(capacities) <= reserve_bytes:
+            raise ArgumentError(
+                f"--memory {memory} leaves nothing to use: {format_bytes(reserve_bytes)} of each "
+                "device are kept free for contexts and workspaces; --reserve 0 keeps nothing"
+            )
     with (
         warnings.catch_warnings(),
         open_devices(
-            num_devices,
+            num,
             memory=_REPORTED if capacities is None and emulates else capacities,
-            symbolic=settings.symbolic,
-            emulate=settings.emulate,
+            symbolic=symbolic,
+            emulate=emulate,
             as_cuda=True,
         ) as devices,
     ):
@@ -106,90 +111,56 @@ def run_and_measure(settings: RunSettings, say: Callable[[str], object]) -> RunR
             current_machine().ignore_capacities()
             current_machine().reads_unknown_as_nan = True
         else:
-            modules = map(torch.get_device_module, devices)
             capacities = [
-                module.get_device_properties(device).total_memory
-                for module, device in zip(modules, devices, strict=True)
+                torch.get_device_module(device).get_device_properties(device).total_memory
+                for device in devices
             ]
-        say(_opening(settings, devices, capacities, emulates))
+        kind = "shapes only: the values that it reads are NaN" if symbolic else "on the CPU"
+        say(f"running {script} on {_named(devices, capacities, kind if emulates else None)}")
         recorder = LoopRecorder(
             devices,
             capacities,
-            settings.gpu0_bsz,
-            name=Path(settings.script).name,
-            reserve=reserve,
-            num_steps=settings.steps,
+            gpu0_bsz,
+            name=Path(script).name,
+            reserve=0 if capacities is None else reserve_bytes,
+            num_steps=steps,
         )
         with recorder.recording(), replaced_data_parallel(recorder) as calls:
-            exit_code = run_script(settings.script, settings.arguments, settings.is_module)
-        return _result(settings, recorder, calls, exit_code)
+            exit_code = run_script(script, script_arguments, is_module)
+        return _result(recorder, calls, exit_code)
 
 
-def _devices(settings: RunSettings) -> tuple[int, list[int] | None, int]:
-    """Return the number of devices, their capacities, None if unknown, and what is kept free."""
-    reserve = RESERVE if settings.reserve is None else parse_bytes(settings.reserve, "--reserve")
-    num_devices = settings.num_devices
-    if num_devices is None:
-        num_devices = default_num_devices(settings.emulate)
-    if settings.memory is None:
-        if not uses_emulation(settings.emulate):
-            return num_devices, None, reserve
-        if settings.reserve is not None:
-            raise ArgumentError("--reserve needs --memory, the capacity of the emulated devices")
-        return num_devices, None, 0
-    check_devices(num_devices, settings.memory, settings.emulate)
-    capacities = parse_capacities(settings.memory, settings.num_devices, num_devices)
-    if min(capacities) <= reserve:
-        raise ArgumentError(
-            f"--memory {settings.memory} leaves nothing to use: {format_bytes(reserve)} of each "
-            "device are kept free for contexts and workspaces; --reserve 0 keeps nothing"
-        )
-    return len(capacities), capacities, reserve
-
-
-def _opening(
-    settings: RunSettings,
-    devices: Sequence[torch.device],
-    capacities: Sequence[int] | None,
-    emulates: bool,
+def _named(
+    devices: Sequence[torch.device], capacities: Sequence[int] | None, emulation: str | None
 ) -> str:
-    """Return the line on the devices that the script runs on."""
+    """Return the devices in words; ``emulation`` is how they are emulated, or None."""
     names = f"{devices[0]} to {devices[-1]}" if len(devices) > 1 else str(devices[0])
-    if not emulates:
-        return f"running {settings.script} on {len(devices)} GPUs, {names}"
-    sizes = ""
-    if capacities is not None:
-        same = len(set(capacities)) == 1
-        sizes = f" of {', '.join(map(format_bytes, capacities[:1] if same else capacities))}"
-    kind = "shapes only: the values that it reads are NaN" if settings.symbolic else "on the CPU"
+    if emulation is None:
+        return f"{len(devices)} GPUs, {names}"
+    sizes = [] if capacities is None else [format_bytes(capacity) for capacity in capacities]
+    of = f" of {', '.join(sizes[:1] if len(set(sizes)) == 1 else sizes)}" if sizes else ""
     gpus = "GPU" if len(devices) == 1 else "GPUs"
-    return f"running {settings.script} on {len(devices)} emulated {gpus}{sizes}, {names} ({kind})"
+    return f"{len(devices)} emulated {gpus}{of}, {names} ({emulation})"
 
 
-def _result(
-    settings: RunSettings, recorder: LoopRecorder, calls: Sequence[WrappedAt], exit_code: int
-) -> RunResult:
-    report = recorder.report()
-    is_best = report is not None and settings.gpu0_bsz == "auto"
-    measured = report.chosen if report is not None and is_best else recorder.asked
+def _result(recorder: LoopRecorder, calls: Sequence[WrappedAt], exit_code: int) -> RunResult:
+    report, measured = recorder.report(), recorder.asked
+    if report is not None and recorder.gpu0_bsz == "auto":
+        measured = report.chosen
     budgets = None
     if recorder.capacities is not None:
         budgets = [capacity - recorder.reserve for capacity in recorder.capacities]
     title = ""
     if measured is not None:
-        title = measured.workload
-        if measured.batch_size:
-            title += f", batches of {measured.batch_size}"
-        if recorder.is_splitting:
-            title += f", gpu0_bsz={measured.chunk_sizes[0]}"
+        batches = f", batches of {measured.batch_size}" if measured.batch_size else ""
+        split = f", gpu0_bsz={measured.chunk_sizes[0]}" if recorder.is_splitting else ""
+        title = f"{measured.workload}{batches}{split}"
     notes = [*answer.how_it_ended(recorder, exit_code)]
     if report is not None and measured is not None:
         notes += answer.what_fits(measured, report, budgets)
-        even_fits = budgets is not None and fits(report.even, budgets)
         notes += answer.what_else_helps(recorder, report, wraps=bool(calls))
-        asked = settings.gpu0_bsz if isinstance(settings.gpu0_bsz, int) else None
-        notes.append(answer.what_to_change(calls, report.plan, even_fits, asked))
+        even_fits = budgets is not None and fits(report.even, budgets)
+        notes.append(answer.what_to_change(recorder, calls, report.plan, even_fits))
     elif exit_code == 0:
         notes += answer.why_no_plan(recorder)
-    even = None if report is None else report.even
-    return RunResult(exit_code, title, measured, even, budgets, report, tuple(notes))
+    return RunResult(exit_code, title, measured, budgets, report, tuple(notes))

@@ -13,11 +13,9 @@ import threading
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 
 from ..errors import ArgumentError
 from ..integrations.replacements import WrappedAt
-from ..tuning.loop_recorder import StepsDone
 
 INTERRUPTED = 130
 """The exit code after Ctrl-C, that of a shell."""
@@ -45,16 +43,14 @@ def run_script(name: str, arguments: Sequence[str], is_module: bool) -> int:
             runpy.run_module(name, run_name="__main__", alter_sys=True)
         else:
             runpy.run_path(str(Path(name).absolute()), run_name="__main__")
-    except StepsDone:
-        return 0
     except SystemExit as end:
-        return _exit_code(end)
-    except KeyboardInterrupt as error:
-        _print_error(error)
-        return INTERRUPTED
+        if end.code is None or isinstance(end.code, int):
+            return end.code or 0
+        sys.stderr.write(f"{end.code}\n")
+        return 1
     except BaseException as error:
         _print_error(error)
-        return 1
+        return INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
     finally:
         _join_threads()
         sys.argv, sys.path[:] = before
@@ -63,15 +59,8 @@ def run_script(name: str, arguments: Sequence[str], is_module: bool) -> int:
     return 0
 
 
-def _exit_code(end: SystemExit) -> int:
-    if end.code is None or isinstance(end.code, int):
-        return end.code or 0
-    sys.stderr.write(f"{end.code}\n")
-    return 1
-
-
 def _print_error(error: BaseException) -> None:
-    frames: TracebackType | None = error.__traceback__
+    frames = error.__traceback__
     ours = (__file__, runpy.__file__, "<frozen runpy>")
     while frames is not None and frames.tb_frame.f_code.co_filename in ours:
         frames = frames.tb_next
@@ -117,42 +106,31 @@ def _with_calls_replaced(source: str, line_numbers: Sequence[int], gpu0_bsz: int
         and _last_name(node.func) in names
     ]
     lines = source.encode().splitlines(True)  # offsets of ast are those of bytes
+    is_imported = True
     for call in sorted(calls, key=lambda node: (node.lineno, node.col_offset), reverse=True):
         name = _REPLACED.get(names[_last_name(call.func)])
+        changed, new = call.func, f"balanced_dp.{name}({gpu0_bsz}"
         if name is None:  # it is ours already
             given = [word.value for word in call.keywords if word.arg == "gpu0_bsz"]
-            [changed, *_] = [*given, *call.args, call]
+            changed, new = [*given, *call.args, call][0], str(gpu0_bsz)
             if changed is call or isinstance(changed, ast.Starred):  # it is given elsewhere
                 continue
-            head, tail = _around(changed, lines)
-            new = f"{head}{gpu0_bsz}{tail}"
-        else:
-            changed = call.func
-            head, tail = _around(changed, lines)
-            arguments = tail.lstrip().removeprefix("(").lstrip(" ")
-            comma = {")": "", "\n": ","}.get(arguments[:1], ", ")
-            new = f"{head}balanced_dp.{name}({gpu0_bsz}{comma}{arguments}"
-        lines[changed.lineno - 1 : changed.end_lineno] = [new.encode()]
-    if all(names[_last_name(call.func)] not in _REPLACED for call in calls):
-        return b"".join(lines).decode()
-    imports = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
-    own = [node for node in imports if getattr(node, "module", None) != "__future__"]
-    after_imports = max((node.end_lineno or 0 for node in imports), default=0)
-    lines.insert(own[0].lineno - 1 if own else after_imports, b"import balanced_dp\n")
+        head = lines[changed.lineno - 1][: changed.col_offset].decode()
+        tail = lines[(changed.end_lineno or 0) - 1][changed.end_col_offset :].decode()
+        if name is not None:
+            is_imported = False
+            tail = tail.lstrip().removeprefix("(").lstrip(" ")
+            new += {")": "", "\n": ","}.get(tail[:1], ", ")
+        lines[changed.lineno - 1 : changed.end_lineno] = [f"{head}{new}{tail}".encode()]
+    if not is_imported:
+        imports = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+        own = [node for node in imports if getattr(node, "module", None) != "__future__"]
+        after_imports = max((node.end_lineno or 0 for node in imports), default=0)
+        lines.insert(own[0].lineno - 1 if own else after_imports, b"import balanced_dp\n")
     return b"".join(lines).decode()
 
 
-_REPLACED = {
-    "DataParallel": "BalancedDataParallel",
-    "data_parallel": "balanced_data_parallel",
-}
-
-
-def _around(node: ast.expr, lines: Sequence[bytes]) -> tuple[str, str]:
-    """Return what is before a node on its first line, and after it on its last line."""
-    head = lines[node.lineno - 1][: node.col_offset]
-    tail = lines[(node.end_lineno or node.lineno) - 1][node.end_col_offset :]
-    return head.decode(), tail.decode()
+_REPLACED = {"DataParallel": "BalancedDataParallel", "data_parallel": "balanced_data_parallel"}
 
 
 def _last_name(function: ast.expr) -> str:

@@ -1,24 +1,46 @@
-"""The commands ``balanced-dp plan`` and ``balanced-dp tune``."""
+"""The commands that measure workloads, and those that read their reports."""
 
 from __future__ import annotations
 
+import json
 import site
 import sys
 import sysconfig
 import traceback
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ..errors import ArgumentError, BalancedDataParallelError, SymbolicValueError
-from ..planning.split_planner import Goal
 from . import arguments
 
 if TYPE_CHECKING:
     from ..tuning.report_types import Report
 
 _PACKAGE = Path(__file__).parents[1]
+
+
+def workloads_command(json_file: arguments.JsonFile = None) -> None:
+    """List the built-in workloads, their number of parameters and a usual batch size."""
+    import torch
+
+    from ..tuning.workloads import BUILT_IN
+    from . import console
+
+    arguments.check_outputs({"--json": json_file})
+    listed: list[dict[str, Any]] = []
+    for name, make in BUILT_IN.items():
+        workload = make()
+        about = (make.__doc__ or "").strip().rstrip(".")
+        with torch.device("meta"):
+            size = sum(p.numel() for p in workload.new_model().parameters())
+        numbers = {"num_parameters": size, "batch_size": workload.batch_size}
+        listed.append({"name": name, "about": about, **numbers})
+    console.write(json_file, console.as_json, listed)
+    if json_file != arguments.STDOUT:
+        console.print_workloads(listed)
 
 
 def plan_command(
@@ -28,7 +50,7 @@ def plan_command(
         typer.Option(help="Capacity of all devices, such as 11GiB, or of each: 24GiB,11GiB."),
     ],
     num_devices: Annotated[
-        int | None, typer.Option("--devices", help="Number of devices; default: 4.")
+        int | None, typer.Option("--devices", min=1, help="Number of devices; default: 4.")
     ] = None,
     batch_size: arguments.BatchSize = None,
     reserve: arguments.Reserve = None,
@@ -47,13 +69,13 @@ def plan_command(
     report = _tuned(
         target,
         batch_size,
-        capacities,
         reserve,
+        capacities=capacities,
         emulate=True,
         gather=not loss_on_device,
         spread=spread,
         goal=goal,
-        numeric=numeric,
+        symbolic=not numeric,
     )
     _show(report, json_file)
 
@@ -99,15 +121,15 @@ def tune_command(
     report = _tuned(
         target,
         batch_size,
-        capacities,
         reserve,
-        num_devices,
-        arguments.parse_sweep(sweep),
+        devices=num_devices,
+        capacities=capacities,
+        sweep=arguments.parse_sweep(sweep),
         emulate=emulate,
         gather=not loss_on_device,
         spread=spread,
         goal=goal,
-        numeric=numeric,
+        symbolic=not numeric,
     )
     is_shown = arguments.STDOUT not in (json_file, html)
     if is_shown and capacities is None and report.even.mode != "real":
@@ -116,20 +138,81 @@ def tune_command(
     _show(report, json_file, html, candidates=True)
 
 
-def _tuned(
-    target: str,
-    batch_size: int | None,
-    capacities: list[int] | None,
-    reserve: str | None,
-    num_devices: int | None = None,
-    sweep: range = range(0),
-    *,
-    emulate: bool,
-    gather: bool,
-    spread: bool,
-    goal: Goal,
-    numeric: bool,
-) -> Report:
+def report_command(
+    file: Annotated[
+        Path, typer.Argument(help="A file of balanced-dp tune or pytest --benchmark-json.")
+    ],
+    html: arguments.Html = None,
+    markdown: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write Markdown to FILE; - is stdout.")
+    ] = None,
+    json_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--json",
+            metavar="FILE",
+            help="Write JSON to FILE, one line for each workload; - is stdout.",
+        ),
+    ] = None,
+) -> None:
+    """Show a report, or write it as an HTML page, as Markdown or as JSON."""
+    from ..report import load_reports, report_html, report_json, report_markdown
+    from . import console
+
+    reports = load_reports(file)
+    arguments.check_outputs(
+        {"the report": file, "--html": html, "--markdown": markdown, "--json": json_file}
+    )
+    console.write(html, report_html, reports)
+    console.write(markdown, lambda: "\n".join(map(report_markdown, reports)))
+    lines = (console.as_json(json.loads(report_json(report)), None) for report in reports)
+    console.write(json_file, "".join, lines)
+    if html is markdown is json_file is None:
+        for report in reports:
+            console.print_report(report, candidates=True)
+
+
+def compare_command(
+    before: Annotated[Path, typer.Argument(help="The first report.")],
+    after: Annotated[Path, typer.Argument(help="The second report.")],
+    limits: Annotated[
+        str,
+        typer.Option(
+            "--fail",
+            metavar="METRIC:LIMIT,...",
+            help="End with exit code 1 if a metric is worse by more, such as "
+            "peak:5%,imbalance:0.1; also max_batch and speed.",
+        ),
+    ] = "",
+    json_file: arguments.JsonFile = None,
+) -> None:
+    """Compare the best options of two reports for each workload."""
+    from ..report import compare_reports, load_reports
+    from . import console
+
+    earlier = {report.workload: report for report in load_reports(before)}
+    arguments.check_outputs({"BEFORE": before, "--json": json_file})
+    arguments.check_outputs({"AFTER": after, "--json": json_file})
+    compared = []
+    for report in load_reports(after):
+        if report.workload not in earlier:
+            raise ArgumentError(
+                f"{before} has no report of {report.workload}; it has {', '.join(earlier)}"
+            )
+        comparisons = compare_reports(earlier[report.workload], report, limits)
+        if json_file != arguments.STDOUT:
+            console.print_comparison(earlier[report.workload], report, comparisons)
+        compared += [
+            {"workload": report.workload, **asdict(found), "failed": found.failed}
+            for found in comparisons
+        ]
+    console.write(json_file, console.as_json, compared)
+    if any(found["failed"] for found in compared):
+        raise typer.Exit(1)
+
+
+def _tuned(target: str, batch_size: int | None, reserve: str | None, **options: Any) -> Report:
+    """Return the report of a workload; ``options`` are those of ``tune``."""
     from ..tuning.tuner import tune
     from ..tuning.workloads import find_workload
     from ..units import parse_bytes
@@ -137,22 +220,16 @@ def _tuned(
 
     sys.path.insert(0, "")  # the workload may be in the current folder
     workload = find_workload(target)
+    batch_size = workload.batch_size if batch_size is None else batch_size
     reserve_bytes = None if reserve is None else parse_bytes(reserve, "--reserve")
     try:
         with console.measuring_progress() as on_measurement:
             return tune(
                 workload,
-                workload.batch_size if batch_size is None else batch_size,
-                num_devices,
-                capacities,
+                batch_size,
                 reserve=reserve_bytes,
-                sweep=sweep,
-                emulate=emulate,
-                symbolic=not numeric,
-                gather=gather,
-                spread=spread,
-                goal=goal,
                 on_measurement=on_measurement,
+                **options,
             )
     except SymbolicValueError as error:
         raise ArgumentError(
@@ -174,10 +251,8 @@ def _show(
     from ..report import report_html, report_json
     from . import console
 
-    if json_file is not None:
-        console.write(json_file, report_json(report))
-    if html is not None:
-        console.write(html, report_html([report]))
+    console.write(json_file, report_json, report)
+    console.write(html, report_html, [report])
     if arguments.STDOUT not in (json_file, html):
         console.print_report(report, candidates)
 

@@ -15,7 +15,6 @@ from torch.utils.data import Dataset, Sampler, default_collate
 from ..errors import ArgumentError
 from ..parallel.nested import items, rebuild
 from ..split import as_integer, split_by_weights
-from .ranks import num_ranks
 
 
 class BalancedBatchSampler(Sampler[list[int]]):
@@ -56,6 +55,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
         ArgumentError: an argument is out of range, or the sum of ``chunk_sizes`` is not
             ``batch_size``.
         ArgumentTypeError: an argument has the wrong type.
+        ValueError: ``world_size`` is not given, and there is no process group.
     """
 
     def __init__(
@@ -70,9 +70,11 @@ class BalancedBatchSampler(Sampler[list[int]]):
         seed: int = 0,
         drop_last: bool = False,
     ) -> None:
-        self.world_size = as_integer("world_size", num_ranks(world_size), minimum=1)
-        is_known = rank is not None or world_size is not None
-        self.rank = as_integer("rank", rank if is_known else dist.get_rank())
+        if world_size is None:
+            world_size = dist.get_world_size()
+            rank = dist.get_rank() if rank is None else rank
+        self.world_size = as_integer("world_size", world_size, minimum=1)
+        self.rank = as_integer("rank", rank)
         self.num_samples = len(dataset)
         self.batch_size = as_integer("batch_size", batch_size, minimum=1)
         self.chunk_sizes = tuple(as_integer("chunk_sizes", size, 0) for size in chunk_sizes)
@@ -172,12 +174,10 @@ class BalancedBatchSampler(Sampler[list[int]]):
             state: a result of ``state_dict``.
 
         Raises:
-            ArgumentError: an entry is missing, or the state is of another dataset or order.
+            ArgumentError: the state is of another dataset or order.
             ArgumentTypeError: an entry is not an integer.
+            KeyError: an entry is missing.
         """
-        names = {"epoch", "num_samples_done", "num_samples", "shuffle", "seed"}
-        if not names <= set(state):
-            raise ArgumentError(f"the state has no {', '.join(sorted(names - set(state)))}")
         for name in ("num_samples", "shuffle", "seed"):
             if state[name] != getattr(self, name):
                 raise ArgumentError(
@@ -224,6 +224,4 @@ def _without_rows(batch: Any) -> Any:
     if isinstance(batch, Tensor):
         return batch[:0] if batch.dim() else batch
     named = items(batch)
-    if named is None:
-        return batch
-    return rebuild(batch, [_without_rows(value) for _, value in named])
+    return batch if named is None else rebuild(batch, [_without_rows(value) for _, value in named])

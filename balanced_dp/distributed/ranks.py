@@ -45,53 +45,30 @@ def split_ranks(
 
     Raises:
         ArgumentError: none of the three is given, both weights and capacities are, their number is
-            not ``world_size``, or a device cannot hold ``fixed_bytes``.
+            not ``world_size``, or a device has no memory beside ``fixed_bytes``.
         ArgumentTypeError: an argument has the wrong type.
+        ValueError: ``world_size`` is needed, and there is no process group.
     """
     if weights is not None and capacities is not None:
         raise ArgumentError("weights and capacities both determine the split; give one of them")
     if capacities is not None:
-        weights = _free_bytes(capacities, fixed_bytes)
+        fixed_bytes = as_integer("fixed_bytes", fixed_bytes, minimum=0)
+        weights = [as_integer("capacities", capacity) - fixed_bytes for capacity in capacities]
+        for rank, free_bytes in enumerate(weights):
+            if free_bytes <= 0:
+                raise ArgumentError(
+                    f"rank {rank} can hold {format_bytes(capacities[rank])}, but needs "
+                    f"{format_bytes(fixed_bytes)} without any samples; leave the rank out, or "
+                    "shard the model"
+                )
     if weights is None:
         if rank0_bsz is None:
             raise ArgumentError("give rank0_bsz, weights or capacities")
         rank0_bsz = as_integer("rank0_bsz", rank0_bsz, minimum=0)
-        return split_batch(batch_size, num_ranks(world_size), rank0_bsz)
+        world_size = dist.get_world_size() if world_size is None else world_size
+        return split_batch(batch_size, world_size, rank0_bsz)
     if world_size is not None and world_size != len(weights):
         raise ArgumentError(
             f"world_size={world_size}, but weights or capacities are given for {len(weights)} ranks"
         )
     return split_by_weights(batch_size, weights, rank0_bsz)
-
-
-def num_ranks(world_size: int | None) -> int:
-    """Return ``world_size``, or if it is None, that of the default process group.
-
-    Raises:
-        ArgumentError: ``world_size`` is None and there is no process group.
-    """
-    if world_size is not None:
-        return world_size
-    if not dist.is_initialized():
-        raise ArgumentError(
-            "world_size is not given, and there is no process group; call "
-            "torch.distributed.init_process_group first (torchrun starts the processes)"
-        )
-    return dist.get_world_size()
-
-
-def _free_bytes(capacities: Sequence[int], fixed_bytes: int) -> list[int]:
-    fixed_bytes = as_integer("fixed_bytes", fixed_bytes, minimum=0)
-    for rank, capacity in enumerate(capacities):
-        if as_integer("capacities", capacity) < fixed_bytes:
-            raise ArgumentError(
-                f"rank {rank} can hold {format_bytes(capacity)}, but needs "
-                f"{format_bytes(fixed_bytes)} without any samples; leave the rank out, or shard "
-                "the model"
-            )
-    if max(capacities) == fixed_bytes:
-        raise ArgumentError(
-            f"no rank can hold more than the {format_bytes(fixed_bytes)} that it needs without any "
-            "samples; shard the model"
-        )
-    return [capacity - fixed_bytes for capacity in capacities]

@@ -59,13 +59,14 @@ def convert(
     allow_alone(module)
     if device is None and model.devices:
         device = _device_of_this_rank(model.devices)
-    arguments: dict[str, Any] = {"gradient_as_bucket_view": True}
+    arguments = {"gradient_as_bucket_view": True, **ddp_arguments}
     if device is not None:
         device = torch.device(device)
         module.to(device)
         if device.type == default_device_type():
-            arguments["device_ids"] = [device]  # moves inputs there, as BalancedDataParallel does
-    ddp = DistributedDataParallel(module, **{**arguments, **ddp_arguments})
+            # Moves inputs there, as BalancedDataParallel does.
+            arguments.setdefault("device_ids", [device])
+    ddp = DistributedDataParallel(module, **arguments)
     ddp.training = model.training  # of the wrapper only, unlike train()
     _transfer_hooks(model, ddp)
     return ddp

@@ -30,9 +30,6 @@ from .tensor import EmulatedTensor
 _Patches = dict[Any, dict[str, Any]]
 """By object, the attributes that it gets."""
 
-_CUDA_VERSION = "12.6"
-"""The version that ``torch.version.cuda`` names, for scripts that compare it; None without CUDA."""
-
 
 @contextmanager
 def named_cuda(machine: Machine) -> Iterator[None]:
@@ -46,7 +43,6 @@ def named_cuda(machine: Machine) -> Iterator[None]:
         _refused(),
         _without_hardware(machine),
     )
-    device, dtype = default_device.CURRENT_DEVICE, torch.get_default_dtype()
     builtins = torch.jit._builtins._get_builtin_table()  # TorchScript knows functions by their id
     with ExitStack() as stack:
         stack.enter_context(mock.patch.dict(builtins))
@@ -56,11 +52,9 @@ def named_cuda(machine: Machine) -> Iterator[None]:
                     if id(getattr(target, name, None)) in builtins:
                         builtins[id(value)] = builtins[id(getattr(target, name))]
                     stack.enter_context(mock.patch.object(target, name, value, create=True))
-        try:
-            yield
-        finally:
-            torch.set_default_device(device)
-            torch.set_default_dtype(dtype)
+        stack.callback(torch.set_default_device, default_device.CURRENT_DEVICE)
+        stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+        yield
 
 
 def _tensors() -> _Patches:
@@ -218,6 +212,6 @@ def _without_hardware(machine: Machine) -> _Patches:
     return {
         torch.distributed.Backend: {"default_device_backend_map": {**backends, CUDA: "gloo"}},
         torch.amp.GradScaler: {"__init__": init_without_scaling} if machine.symbolic else {},
-        torch.version: {"cuda": _CUDA_VERSION},
+        torch.version: {"cuda": "12.6"},  # for scripts that compare it
         torch.backends.cudnn: {"is_acceptable": lambda tensor: False},
     }

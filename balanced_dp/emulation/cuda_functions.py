@@ -6,7 +6,7 @@ Operations on emulated devices are synchronous and in order, so streams and even
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,22 +18,19 @@ from .device_module import Device
 from .machine import current_machine
 
 
-class Stream:
-    """A stream of an emulated device, and the context manager that makes it current."""
+def _always(answer: Any) -> Callable[..., Any]:
+    """Return a function, or method, that returns ``answer`` for any arguments."""
+    return lambda *args, **kwargs: answer
+
+
+class Stream(device_module.device):
+    """The only stream of an emulated device; as a context manager, it makes the device current."""
 
     def __init__(self, device: Device = None, priority: int = 0, **kwargs: Any) -> None:
-        machine = current_machine()
-        self.device = machine.devices[machine.index_of(device)]
-        self.device_index, self.priority = self.device.index, priority
+        super().__init__(device)
+        self.device = current_machine().devices[self.index]
+        self.device_index, self.priority = self.index, priority
         self.cuda_stream = self.stream_id = 0
-
-    def __enter__(self) -> Stream:
-        self._context = StreamContext(self)
-        self._context.__enter__()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._context.__exit__(*exc)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Stream) and self.device == other.device
@@ -41,22 +38,9 @@ class Stream:
     def __hash__(self) -> int:
         return hash(self.device)
 
-    def wait_stream(self, stream: Stream) -> None:
-        """Do nothing: what the other stream has to do is done."""
-
-    def wait_event(self, event: Event) -> None:
-        """Do nothing: what the event stands for is done."""
-
-    def synchronize(self) -> None:
-        """Do nothing: all is done."""
-
-    def query(self) -> bool:
-        """Return whether all is done, which it is."""
-        return True
-
-    def is_capturing(self) -> bool:
-        """Return False: there are no CUDA graphs."""
-        return False
+    wait_stream = wait_event = synchronize = _always(None)
+    query = _always(True)
+    is_capturing = _always(False)
 
     def record_event(self, event: Event | None = None) -> Event:
         """Record the event, a new one by default, and return it."""
@@ -75,15 +59,8 @@ class Event:
         """Note the time."""
         self._time_s = time.perf_counter()
 
-    def wait(self, stream: Stream | None = None) -> None:
-        """Do nothing: what the event stands for is done."""
-
-    def synchronize(self) -> None:
-        """Do nothing: what the event stands for is done."""
-
-    def query(self) -> bool:
-        """Return whether what the event stands for is done, which it is."""
-        return True
+    wait = synchronize = _always(None)
+    query = _always(True)
 
     def elapsed_time(self, end_event: Event) -> float:
         """Return the milliseconds of wall time until ``end_event``."""
@@ -107,16 +84,7 @@ class device_of(device_module.device):  # the name of torch.cuda.device_of
 
 
 stream = StreamContext
-
-
-def current_stream(device: Device = None) -> Stream:
-    """Return a stream of the device."""
-    return Stream(device)
-
-
-def default_stream(device: Device = None) -> Stream:
-    """Return a stream of the device."""
-    return Stream(device)
+current_stream = default_stream = Stream
 
 
 def set_stream(stream: Stream) -> None:
@@ -124,31 +92,10 @@ def set_stream(stream: Stream) -> None:
     device_module.set_device(stream.device)
 
 
-def init() -> None:
-    """Do nothing: emulated devices need no initialization."""
-
-
-ipc_collect = _lazy_init = init
-
-
-def is_initialized() -> bool:
-    """Return True."""
-    return True
-
-
-def is_current_stream_capturing() -> bool:
-    """Return False: there are no CUDA graphs."""
-    return False
-
-
-def is_bf16_supported(including_emulation: bool = True) -> bool:
-    """Return True."""
-    return True
-
-
-def is_tf32_supported() -> bool:
-    """Return True."""
-    return True
+init = ipc_collect = _lazy_init = set_sync_debug_mode = _always(None)
+is_initialized = is_bf16_supported = is_tf32_supported = _always(True)
+is_current_stream_capturing = _always(False)  # there are no CUDA graphs
+get_sync_debug_mode = _always(0)  # the mode without warnings
 
 
 def get_device_capability(device: Device = None) -> tuple[int, int]:
@@ -166,15 +113,6 @@ def can_device_access_peer(device: Device, peer_device: Device) -> bool:
     """Return whether the devices differ."""
     machine = current_machine()
     return machine.index_of(device) != machine.index_of(peer_device)
-
-
-def set_sync_debug_mode(debug_mode: int | str) -> None:
-    """Do nothing: there is no synchronization to warn of."""
-
-
-def get_sync_debug_mode() -> int:
-    """Return 0, the mode without warnings."""
-    return 0
 
 
 def memory_summary(device: Device = None, abbreviated: bool = False) -> str:

@@ -151,19 +151,9 @@ def _legacy_tensor(dtype: torch.dtype, device: Any, args: tuple[Any, ...]) -> to
 
 
 LEGACY_TYPES = {
-    f"{name}Tensor": _LegacyType(f"{name}Tensor", (), {"dtype": getattr(torch, dtype)})
-    for name, dtype in (
-        ("BFloat16", "bfloat16"),
-        ("Bool", "bool"),
-        ("Byte", "uint8"),
-        ("Char", "int8"),
-        ("Double", "float64"),
-        ("Float", "float32"),
-        ("Half", "float16"),
-        ("Int", "int32"),
-        ("Long", "int64"),
-        ("Short", "int16"),
-    )
+    name: _LegacyType(name, (), {"dtype": getattr(torch, name).dtype})
+    for name in torch.cuda.__all__
+    if name.endswith("Tensor")
 }
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import uuid as _uuid
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -46,9 +47,10 @@ class device:  # the name of torch.cuda.device
     def __init__(self, device: Device) -> None:
         self.index = current_machine().index_of(device)
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> Any:
         self.previous = current_device()
         set_device(self.index)
+        return self
 
     def __exit__(self, *exc: object) -> None:
         set_device(self.previous)

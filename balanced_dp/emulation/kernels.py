@@ -21,8 +21,8 @@ from .symbolic import CPU, META, is_known, is_unknown_dtype
 from .tensor import HANDLERS, EmulatedTensor, Wrapped, elem_of, run, wrap_elem
 
 aten = torch.ops.aten
-_fused = aten._scaled_dot_product_fused_attention_overrideable.default
-_fused_backward = aten._scaled_dot_product_fused_attention_overrideable_backward.default
+_fused = aten._scaled_dot_product_flash_attention_for_cpu.default
+_fused_backward = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
 @cache
@@ -169,8 +169,7 @@ def _attention(
             zero = torch.zeros_like(attn_mask, dtype=query.dtype)
             attn_mask = zero.masked_fill_(attn_mask.logical_not(), -math.inf)
         attn_mask = attn_mask.expand(*query.shape[:3], key.size(2))
-    output, *_ = _fused(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)
-    return output
+    return _fused(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]
 
 
 def _is_fusable(
@@ -203,33 +202,26 @@ def _fused_attention(
     query: EmulatedTensor,
     key: EmulatedTensor,
     value: EmulatedTensor,
-    attn_bias: EmulatedTensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
-    return_debug_mask: bool = False,
     *,
+    attn_mask: EmulatedTensor | None = None,
     scale: float | None = None,
 ) -> Any:
     wrapped = Wrapped(_fused)
-    q, k, v, bias = map(wrapped.unwrap, (query, key, value, attn_bias))
-    seed = torch.empty(1, dtype=torch.int64)
-    if dropout_p:
-        seed.random_(generator=wrapped.generator)
+    q, k, v, mask = map(wrapped.unwrap, (query, key, value, attn_mask))
     output = torch.empty_like(q)
     logsumexp = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
     if is_known(q) and dropout_p:
-        weights, kept = _attention_weights(q, k, bias, dropout_p, is_causal, scale, seed)
+        # Backward needs the seed and not the log-sum-exp, so the seed is kept in its place.
+        logsumexp.random_(2**24, generator=wrapped.generator)
+        weights, kept = _attention_weights(q, k, mask, dropout_p, is_causal, scale, logsumexp)
         output.copy_(torch.matmul(weights * kept, v))
     elif is_known(q):
-        result, lse = aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, 0.0, is_causal, attn_mask=bias, scale=scale
-        )
+        result, lse = _fused(q, k, v, 0.0, is_causal, attn_mask=mask, scale=scale)
         output.copy_(result)
         logsumexp.copy_(lse)
-    empty, debug_mask = q.new_empty(0), q.new_empty(0)
-    offset = torch.zeros(1, dtype=torch.int64)
-    lengths = q.size(2), k.size(2)
-    return wrapped.wrap((output, logsumexp, empty, empty, *lengths, seed, offset, debug_mask))
+    return wrapped.wrap((output, logsumexp))
 
 
 def _fused_attention_backward(
@@ -237,33 +229,25 @@ def _fused_attention_backward(
     query: EmulatedTensor,
     key: EmulatedTensor,
     value: EmulatedTensor,
-    attn_bias: EmulatedTensor | None,
-    grad_input_mask: list[bool],
     out: EmulatedTensor,
     logsumexp: EmulatedTensor,
-    cum_seq_q: EmulatedTensor,
-    cum_seq_k: EmulatedTensor,
-    max_q: int,
-    max_k: int,
     dropout_p: float,
     is_causal: bool,
-    philox_seed: EmulatedTensor,
-    philox_offset: EmulatedTensor,
     *,
+    attn_mask: EmulatedTensor | None = None,
     scale: float | None = None,
 ) -> Any:
     if grad_out is None:
-        return None, None, None, None
+        return None, None, None
     wrapped = Wrapped(_fused_backward)
-    grad, q, k, v, bias, o, lse = map(
-        wrapped.unwrap, (grad_out, query, key, value, attn_bias, out, logsumexp)
+    grad, q, k, v, mask, o, lse = map(
+        wrapped.unwrap, (grad_out, query, key, value, attn_mask, out, logsumexp)
     )
     grads = tuple(map(torch.empty_like, (q, k, v)))
     if not is_known(q):
         results = grads
     elif dropout_p:
-        seed = elem_of(philox_seed)
-        weights, kept = _attention_weights(q, k, bias, dropout_p, is_causal, scale, seed)
+        weights, kept = _attention_weights(q, k, mask, dropout_p, is_causal, scale, lse)
         grad_weights = torch.matmul(grad, v.transpose(-2, -1)) * kept
         grad_scores = aten._softmax_backward_data(grad_weights, weights, -1, weights.dtype)
         grad_scores *= q.size(-1) ** -0.5 if scale is None else scale
@@ -273,18 +257,18 @@ def _fused_attention_backward(
             torch.matmul((weights * kept).transpose(-2, -1), grad),
         )
     else:
-        results = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, q, k, v, o, lse, 0.0, is_causal, attn_mask=bias, scale=scale
+        results = _fused_backward(
+            grad, q, k, v, o, lse, 0.0, is_causal, attn_mask=mask, scale=scale
         )
     for target, result in zip(grads, results, strict=True):
         target.copy_(result)
-    return wrapped.wrap((*grads, None))
+    return wrapped.wrap(grads)
 
 
 def _attention_weights(
     q: torch.Tensor,
     k: torch.Tensor,
-    bias: torch.Tensor | None,
+    mask: torch.Tensor | None,
     dropout_p: float,
     is_causal: bool,
     scale: float | None,
@@ -296,8 +280,8 @@ def _attention_weights(
     """
     no_values = k[..., :0]
     weights = aten._scaled_dot_product_attention_math(
-        q, k, no_values, bias, 0.0, is_causal, scale=scale
+        q, k, no_values, mask, 0.0, is_causal, scale=scale
     )[1]
-    generator = torch.Generator().manual_seed(int(seed.item()))
+    generator = torch.Generator().manual_seed(int(seed.flatten()[0]))
     kept = torch.empty_like(weights).bernoulli_(1 - dropout_p, generator=generator)
     return weights, kept / (1 - dropout_p)

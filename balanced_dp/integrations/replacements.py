@@ -8,7 +8,7 @@ import importlib.machinery
 import inspect
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,16 +74,14 @@ def replaced_data_parallel(recorder: LoopRecorder) -> Iterator[list[WrappedAt]]:
     data_parallel = _data_parallel_class()
     function = functools.partial(evaluate_once, data_parallel)
     file = sys.modules["torch.nn.parallel.data_parallel"]  # torch.nn.parallel hides it
-    finder = _TrainerFinder()
     with ExitStack() as stack:
-        stack.enter_context(
-            mock.patch.object(BalancedDataParallel, "__init__", initialize_recorded)
-        )
-        for module in (nn, nn.parallel, file):
-            stack.enter_context(mock.patch.object(module, "DataParallel", data_parallel))
-        for module in (nn.parallel, file):
-            stack.enter_context(mock.patch.object(module, "data_parallel", function))
-        stack.enter_context(mock.patch.object(sys, "meta_path", [finder, *sys.meta_path]))
+        for owner, name, ours in (
+            (BalancedDataParallel, "__init__", initialize_recorded),
+            *((module, "DataParallel", data_parallel) for module in (nn, nn.parallel, file)),
+            *((module, "data_parallel", function) for module in (nn.parallel, file)),
+            (sys, "meta_path", [_TrainerFinder(), *sys.meta_path]),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, ours))
         yield calls
 
 
@@ -130,38 +128,33 @@ def _call_of_script(gpu0_bsz: int | str | None) -> WrappedAt | None:
     return frame and WrappedAt(frame.f_code.co_filename, frame.f_lineno, gpu0_bsz)
 
 
-class _TrainerFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+class _TrainerFinder(importlib.abc.MetaPathFinder):
     """Replaces ``Trainer`` by a ``BalancedTrainer`` where a script imports transformers."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Find transformers.trainer as usual, to be loaded by this object."""
+        """Find transformers.trainer as usual; once it is executed, the class is replaced."""
         if name != "transformers.trainer":
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path, target)
         if spec is not None:
-            self._loader: Any = spec.loader
-            spec.loader = self
+            loader: Any = spec.loader
+            loader.exec_module = functools.partial(_execute_trainer, loader.exec_module)
         return spec
 
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
-        """Leave it to the usual loader."""
-        module: ModuleType | None = self._loader.create_module(spec)
-        return module
 
-    def exec_module(self, module: ModuleType) -> None:
-        """Execute the module, then replace the class."""
-        self._loader.exec_module(module)
-        from .transformers import BalancedTrainerMixin  # imports the class that is replaced
+def _execute_trainer(execute: Callable[[ModuleType], None], module: ModuleType) -> None:
+    execute(module)
+    from .transformers import BalancedTrainerMixin  # imports the class that is replaced
 
-        original = module.Trainer
+    original = module.Trainer
 
-        # mypy knows neither this base class nor the attributes of a module that is being loaded.
-        class Trainer(BalancedTrainerMixin, original):  # type: ignore[misc, valid-type]
-            __doc__ = original.__doc__
+    # mypy knows neither this base class nor the attributes of a module that is being loaded.
+    class Trainer(BalancedTrainerMixin, original):  # type: ignore[misc, valid-type]
+        __doc__ = original.__doc__
 
-            def __init__(self, *args: Any, **kwargs: Any) -> None:
-                super().__init__(*args, gpu0_bsz=None, **kwargs)
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, gpu0_bsz=None, **kwargs)
 
-        module.Trainer = Trainer  # type: ignore[attr-defined]
+    module.Trainer = Trainer  # type: ignore[attr-defined]

@@ -7,22 +7,19 @@ This one wraps it in ``BalancedDataParallel``; nothing else changes in a script.
 from __future__ import annotations
 
 import copy
-import importlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 from unittest import mock
 
 import torch
 from torch import nn
 
 try:
-    for package in ("transformers", "accelerate"):  # transformers' own error does not name it
-        importlib.import_module(package)
-    from transformers import Trainer, TrainerCallback
+    from accelerate.utils import convert_to_fp32  # first: transformers' error does not name it
+    from transformers import Cache, Trainer, TrainerCallback
     from transformers.training_args import ParallelMode
-
-    from .trainer_parallel import TrainerParallel
+    from transformers.utils.generic import ModelOutput
 except ImportError as error:
     raise ImportError(
         f"balanced_dp.integrations.transformers needs {error.name}, which is part of the extra "
@@ -36,9 +33,49 @@ from ..memory.logger import MemoryLogger
 from ..parallel.auto_split import STATE_KEY, AutoSplit
 from ..parallel.data_parallel import BalancedDataParallel
 from ..parallel.gather import ScalarOutputs
+from ..parallel.losses.join import ChunkLosses
 
 
-class BalancedTrainerMixin:
+class _TrainerParallel(BalancedDataParallel[nn.Module]):
+    """A ``BalancedDataParallel`` that gathers only the outputs that ``Trainer`` needs."""
+
+    gathers_loss_only = False
+    """Whether only the loss is gathered."""
+
+    def gather(
+        self,
+        outputs: Sequence[Any],
+        output_device: int | torch.device,
+        losses: ChunkLosses | None = None,
+    ) -> Any:
+        """Gather the outputs; with autocast, convert them to float32 as accelerate does."""
+        select = _loss_only if self.gathers_loss_only else _without_caches
+        gathered = super().gather([select(output) for output in outputs], output_device, losses)
+        is_autocast = torch.is_autocast_enabled(self.devices[0].type)
+        return convert_to_fp32(gathered) if is_autocast else gathered
+
+
+def _loss_only(output: Any) -> Any:
+    if isinstance(output, Mapping) and "loss" in output:
+        cls = type(output) if isinstance(output, ModelOutput) else dict
+        return cls(loss=output["loss"])
+    return output[:1] if isinstance(output, tuple) else output
+
+
+def _without_caches(output: Any) -> Any:
+    """Return the output without its key-value caches, which the Trainer ignores."""
+    if not isinstance(output, ModelOutput):
+        return output
+    return type(output)(**{name: v for name, v in output.items() if not isinstance(v, Cache)})
+
+
+if TYPE_CHECKING:
+    _AnyTrainer = Trainer  # what the mixin is mixed into
+else:
+    _AnyTrainer = object
+
+
+class BalancedTrainerMixin(_AnyTrainer):
     """A mixin for subclasses of ``Trainer`` that splits each batch unevenly over the devices.
 
     ``class MyBalancedTrainer(BalancedTrainerMixin, MyTrainer): ...`` takes the arguments of
@@ -67,15 +104,7 @@ class BalancedTrainerMixin:
         ArgumentError, ArgumentTypeError: the devices or the split are invalid.
     """
 
-    # Attributes of Trainer. It is not a base class of the mixin, so mypy does not know the methods
-    # of super() and reports the "misc" errors that are ignored below.
-    args: Any
     model: Any
-    accelerator: Any
-    label_smoother: Any
-    compute_loss_func: Any
-    label_names: list[str]
-    add_callback: Callable[[TrainerCallback], None]
 
     def __init__(
         self,
@@ -99,7 +128,7 @@ class BalancedTrainerMixin:
             "scalar_outputs": scalar_outputs,
             "spread": spread,
         }
-        self._parallel: TrainerParallel | None = None
+        self._parallel: _TrainerParallel | None = None
         super().__init__(*args, **kwargs)
         self.add_callback(_KeepSplit(self))
         self._devices = self._choose_devices(device_ids)
@@ -108,8 +137,7 @@ class BalancedTrainerMixin:
 
     def _choose_devices(self, device_ids: Sequence[Device] | None) -> list[torch.device]:
         """Return the devices, or an empty list to behave as ``Trainer``."""
-        trainer: Any = self
-        if trainer.is_model_parallel or self.args.parallel_mode == ParallelMode.DISTRIBUTED:
+        if self.is_model_parallel or self.args.parallel_mode == ParallelMode.DISTRIBUTED:
             if device_ids is not None:
                 raise ArgumentError(
                     "device_ids cannot be used in a distributed launch, or with a model that is "
@@ -122,14 +150,12 @@ class BalancedTrainerMixin:
         return resolve_devices(device_ids, default_device_type())
 
     def _use_devices(self) -> None:
-        trainer: Any = self
         self.args = copy.copy(self.args)  # the caller may pass them to another Trainer
         self.args._n_gpu = len(self._devices)
-        trainer._train_batch_size = self.args.train_batch_size
-        if self.args.device != self._devices[0]:
-            self.args.__dict__["_setup_devices"] = self._devices[0]
-            if trainer.place_model_on_device:
-                trainer._move_model_to_device(self.model, self._devices[0])
+        self._train_batch_size = self.args.train_batch_size
+        self.args.__dict__["_setup_devices"] = self._devices[0]
+        if self.place_model_on_device:
+            self._move_model_to_device(self.model, self._devices[0])
         # Raises errors for invalid arguments now, not in the first step.
         BalancedDataParallel(
             module=nn.Identity(),
@@ -144,31 +170,28 @@ class BalancedTrainerMixin:
 
     def _wrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         """Return the model to call; training and evaluation share one wrapper."""
-        if self._parallel is not None and model in (self._parallel, self._parallel.module):
+        if self._parallel is not None and model is self._parallel.module:
             return self._parallel
-        trainer: Any = super()
         with self._with_one_gpu():  # else it is wrapped in nn.DataParallel
-            wrapped: nn.Module = trainer._wrap_model(model, *args, **kwargs)
+            wrapped: nn.Module = super()._wrap_model(model, *args, **kwargs)
         is_bare = self.accelerator.unwrap_model(model, keep_torch_compile=False) is model is wrapped
         is_quantized = any(getattr(model, f"is_loaded_in_{bits}bit", False) for bits in (4, 8))
         if self.args.n_gpu < 2 or not is_bare or is_quantized:
             return wrapped
-        self._parallel = TrainerParallel(module=model, device_ids=self._devices, **self._split)
+        self._parallel = _TrainerParallel(module=model, device_ids=self._devices, **self._split)
         return self._parallel
 
     def _get_num_items_in_batch(self, *args: Any, **kwargs: Any) -> Any:
         with self._with_one_gpu():  # else it is repeated or divided for several devices
-            return super()._get_num_items_in_batch(*args, **kwargs)  # type: ignore[misc]
+            return super()._get_num_items_in_batch(*args, **kwargs)
 
-    def compute_loss(
+    def compute_loss(  # type: ignore[override]  # Trainer's names each argument
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, **kwargs: Any
     ) -> Any:
         """Return the loss of the whole batch, as ``Trainer.compute_loss``."""
         loss_only = not return_outputs and self._is_from_trainer("compute_loss")
         with self._with_one_gpu(), self._gathering(loss_only):
-            return super().compute_loss(  # type: ignore[misc]
-                model, inputs, return_outputs=return_outputs, **kwargs
-            )
+            return super().compute_loss(model, inputs, return_outputs=return_outputs, **kwargs)
 
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any
@@ -181,15 +204,13 @@ class BalancedTrainerMixin:
             and type(self).compute_loss is BalancedTrainerMixin.compute_loss
         )
         with self._gathering(loss_only):
-            return super().prediction_step(  # type: ignore[misc]
-                model, inputs, prediction_loss_only, *args, **kwargs
-            )
+            return super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Run ``Trainer.evaluation_loop`` with replicas shared by all batches."""
         parallel = self._parallel
         with nullcontext() if parallel is None else parallel.shared_weights():
-            return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
+            return super().evaluation_loop(*args, **kwargs)
 
     def _is_from_trainer(self, name: str) -> bool:
         """Return whether no class between this mixin and ``Trainer`` overrides the method."""
@@ -209,16 +230,14 @@ class BalancedTrainerMixin:
 
     def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> Any:
         """Return a context manager for autocast in the precision of the Trainer's arguments."""
-        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(
-            self.accelerator.mixed_precision
-        )
+        dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}
+        dtype = dtypes.get(self.accelerator.mixed_precision)
         if self._parallel is None or dtype is None:
-            return super().autocast_smart_context_manager(cache_enabled)  # type: ignore[misc]
+            return super().autocast_smart_context_manager(cache_enabled)
         return torch.autocast(self.args.device.type, dtype, cache_enabled=cache_enabled)
 
 
-# The ignored error: compute_loss has **kwargs where Trainer's names each argument.
-class BalancedTrainer(BalancedTrainerMixin, Trainer):  # type: ignore[misc]
+class BalancedTrainer(BalancedTrainerMixin, Trainer):
     """``transformers.Trainer`` with a smaller chunk of each batch on the first device.
 
     See ``BalancedTrainerMixin`` for the differences.
@@ -280,9 +299,7 @@ class MemoryCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Create the logger if the model is wrapped."""
         parallel = self._trainer.parallel_model
-        self._logger = None
-        if parallel is not None:
-            self._logger = MemoryLogger(parallel, self._store, every=1)
+        self._logger = None if parallel is None else MemoryLogger(parallel, self._store, every=1)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Log the peaks if the Trainer logs after this step."""

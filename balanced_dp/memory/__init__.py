@@ -1,9 +1,8 @@
 """The memory of each device: measured, broken down by use, and logged."""
 
 from .breakdown import DeviceBreakdown, memory_breakdown
-from .device_memory import DeviceMemory
 from .logger import MemoryLogger
-from .probe import MemoryProbe
+from .probe import DeviceMemory, MemoryProbe
 from .step_memory import DevicePeak, StepMemory
 
 __all__ = [

@@ -64,22 +64,14 @@ def memory_breakdown(
     Raises:
         ProbeError: no device of the model counts its memory.
     """
-    counted = {device: _uses(device, model, optimizer) for device in _devices_of(model)}
-    peaks = tuple(
-        DevicePeak(
-            device=str(device),
-            capacity_bytes=None,
-            start_allocated_bytes=sum(uses.get(use, 0) for use in _PERSISTENT),
-            peak_allocated_bytes=sum(uses.values()),
-            chunk_size=chunk_size_of(model, device),
-        )
-        for device, uses in counted.items()
-    )
-    breakdowns = [
-        DeviceBreakdown(peak.device, peak.peak_allocated_bytes, uses)
-        for peak, uses in zip(peaks, counted.values(), strict=True)
-    ]
-    floor_bytes = StepMemory(devices=peaks).floor_bytes
+    breakdowns, peaks = [], []
+    for device in _devices_of(model):
+        uses = _uses(device, model, optimizer)
+        kept_bytes, peak_bytes = sum(uses.get(use, 0) for use in _PERSISTENT), sum(uses.values())
+        breakdowns.append(DeviceBreakdown(str(device), peak_bytes, uses))
+        chunk_size = chunk_size_of(model, device)
+        peaks.append(DevicePeak(str(device), None, kept_bytes, peak_bytes, chunk_size=chunk_size))
+    floor_bytes = StepMemory(devices=tuple(peaks)).floor_bytes
     if floor_bytes is not None:
         first = breakdowns[0]
         movable_bytes = sum(first.uses.get(use, 0) for use in _OF_THE_CHUNK)
@@ -106,15 +98,11 @@ def replica_bytes(model: Any, device: torch.device, chunk_size: int | None) -> i
 
 def _devices_of(model: nn.Module) -> list[torch.device]:
     tensors = chain(model.parameters(), model.buffers())
-    devices = getattr(model, "devices", None) or [tensor.device for tensor in tensors]
-    counting = [
-        device
-        for device in dict.fromkeys(devices)
-        if hasattr(torch.get_device_module(device), "max_memory_allocated")
-    ]
+    devices = dict.fromkeys(getattr(model, "devices", None) or (t.device for t in tensors))
+    counting = [d for d in devices if hasattr(torch.get_device_module(d), "max_memory_allocated")]
     if not counting:
         raise ProbeError(
-            f"no device of the model counts its memory: {sorted(set(map(str, devices)))}; to "
+            f"no device of the model counts its memory: {sorted(map(str, devices))}; to "
             "measure on a machine without accelerators, use emulate_devices"
         )
     return counting

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from ..errors import ProbeError
 
 _REASONS = {
     "NVMLError_LibraryNotFound": "there is no NVML library (libnvidia-ml.so.1): it comes with "
@@ -65,13 +67,12 @@ class Nvml:
 
     def __init__(self) -> None:
         self._nvml = _import_pynvml()
-        with self._as_nvml_error():
-            self._nvml.nvmlInit()
+        self._query(self._nvml.nvmlInit)
 
     def driver_version(self) -> str | None:
         """Return the version of the driver, as ``nvidia-smi --query-gpu=driver_version``."""
-        version = self._ask(self._nvml.nvmlSystemGetDriverVersion)
-        return None if version is None else str(version)
+        version: str | None = self._ask(self._nvml.nvmlSystemGetDriverVersion)
+        return version
 
     def boards(self) -> list[Board]:
         """Return all boards in the order of their indices; a board in MIG mode as its slices.
@@ -79,8 +80,7 @@ class Nvml:
         Raises:
             NvmlError: NVML cannot count the boards.
         """
-        with self._as_nvml_error():
-            count = self._nvml.nvmlDeviceGetCount()
+        count = self._query(self._nvml.nvmlDeviceGetCount)
         return [board for index in range(count) for board in self._boards_at(index)]
 
     def memory(self, board: Board) -> MemoryInfo:
@@ -97,18 +97,12 @@ class Nvml:
         """
         if board.error is not None:
             raise NvmlError(board.error)
-        nvml = self._nvml
-        with self._as_nvml_error():
-            try:
-                info = nvml.nvmlDeviceGetMemoryInfo(board.handle, nvml.nvmlMemory_v2)
-                return MemoryInfo(info.total, info.used, info.free, info.reserved, 2)
-            except (
-                nvml.NVMLError_FunctionNotFound,
-                nvml.NVMLError_ArgumentVersionMismatch,
-                nvml.NVMLError_NotSupported,
-            ):
-                info = nvml.nvmlDeviceGetMemoryInfo(board.handle)
-                return MemoryInfo(info.total, info.used, info.free, None, 1)
+        query = self._nvml.nvmlDeviceGetMemoryInfo
+        info = self._ask(query, board.handle, self._nvml.nvmlMemory_v2)
+        if info is not None:
+            return MemoryInfo(info.total, info.used, info.free, info.reserved, 2)
+        info = self._query(query, board.handle)
+        return MemoryInfo(info.total, info.used, info.free, None, 1)
 
     def processes(self, board: Board) -> dict[int, int | None] | None:
         """Return the bytes in use by each process, by PID; None if the query fails.
@@ -116,42 +110,37 @@ class Nvml:
         The bytes of a process are None if NVML does not report them.
 
         Source:
-            ``nvidia-smi --query-compute-apps=pid,used_memory``, with graphics and MPS clients.
+            ``nvidia-smi --query-compute-apps=pid,used_memory``, with graphics and MPS clients;
+            driver 510 and newer.
         """
         compute = self._processes("Compute", board)
         if compute is None:
             return None
-        others = [self._processes(kind, board) or {} for kind in ("Graphics", "MPSCompute")]
-        sizes: dict[int, int | None] = {}
-        for listed in (compute, *others):  # a process may be on two lists, each with all its bytes
-            for pid, size in listed.items():
+        sizes = dict(compute)
+        for kind in ("Graphics", "MPSCompute"):
+            # A process may be on two lists, each with all its bytes.
+            for pid, size in (self._processes(kind, board) or {}).items():
                 known = sizes.get(pid, 0)
                 sizes[pid] = None if size is None or known is None else max(known, size)
         return sizes
 
     def _processes(self, kind: str, board: Board) -> dict[int, int | None] | None:
-        nvml = self._nvml
-        for version in ("v3", "v2"):  # v3: driver 510 and newer
-            function = getattr(nvml, f"nvmlDeviceGet{kind}RunningProcesses_{version}")
-            try:
-                listed = function(board.handle)
-            except nvml.NVMLError_FunctionNotFound:
-                continue
-            except nvml.NVMLError:
-                return None
-            sizes: dict[int, int | None] = {}
-            for process in listed:  # once for each of its contexts
-                size, known = process.usedGpuMemory, sizes.get(process.pid, 0)
-                sizes[process.pid] = None if size is None or known is None else known + size
-            return sizes
-        return None
+        query = getattr(self._nvml, f"nvmlDeviceGet{kind}RunningProcesses_v3")
+        listed = self._ask(query, board.handle)
+        if listed is None:
+            return None
+        sizes: dict[int, int | None] = {}
+        for process in listed:  # once for each of its contexts
+            size, known = process.usedGpuMemory, sizes.get(process.pid, 0)
+            sizes[process.pid] = None if size is None or known is None else known + size
+        return sizes
 
     def _boards_at(self, index: int) -> list[Board]:
         nvml = self._nvml
         try:
-            handle = nvml.nvmlDeviceGetHandleByIndex(index)
-        except nvml.NVMLError as error:
-            return [Board(index, error=_reason(error))]
+            handle = self._query(nvml.nvmlDeviceGetHandleByIndex, index)
+        except NvmlError as error:
+            return [Board(index, error=str(error))]
         pci = self._ask(nvml.nvmlDeviceGetPciInfo, handle)
         num_slices = self._ask(nvml.nvmlDeviceGetMaxMigDeviceCount, handle) or 0
         slices: dict[int | None, Any] = {
@@ -171,23 +160,64 @@ class Nvml:
             if part is not None
         ]
 
+    def _query(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Return the result of a query; raise an NvmlError with the reason if it fails."""
+        try:
+            return function(*arguments)
+        except self._nvml.NVMLError as error:
+            reason = _REASONS.get(type(error).__name__, f"NVML failed: {error}")
+            raise NvmlError(reason) from None
+
     def _ask(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Return the result of a query, or None if it fails."""
         try:
-            return function(*arguments)
-        except self._nvml.NVMLError:
+            return self._query(function, *arguments)
+        except NvmlError:
             return None
 
-    @contextmanager
-    def _as_nvml_error(self) -> Iterator[None]:
-        try:
-            yield
-        except self._nvml.NVMLError as error:
-            raise NvmlError(_reason(error)) from None
+
+@functools.cache
+def connection(pid: int) -> Nvml:
+    """Return the connection of this process, which a forked process cannot use."""
+    return Nvml()
 
 
-def _reason(error: Exception) -> str:
-    return _REASONS.get(type(error).__name__, f"NVML failed: {error}")
+def find_board(
+    cuda_index: int, properties: Any, boards: Sequence[Board], visible: str | None
+) -> Board:
+    """Return the board of ``cuda:i``, by UUID or else by PCI bus id.
+
+    Indices differ: CUDA numbers the devices in ``CUDA_VISIBLE_DEVICES``, by default the fastest
+    first, and NVML all boards in the order of their PCI bus ids. MIG slices have the PCI bus id of
+    their board, and CUDA may report its UUID, too. Then ``CUDA_VISIBLE_DEVICES`` decides, which
+    names the slice by its UUID or a prefix of it.
+
+    Args:
+        cuda_index: the index of the device, for the message.
+        properties: what ``torch.cuda.get_device_properties`` returns.
+        boards: the boards that NVML lists.
+        visible: ``CUDA_VISIBLE_DEVICES`` as CUDA was initialized with it, None if it is not set.
+
+    Raises:
+        ProbeError: no board matches, or several do; the message says why.
+    """
+    uuid = str(properties.uuid)
+    bus = (properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id)
+    # Of GPU-5a... and MIG-5a..., torch's form is 5a...
+    with_uuid = [b for b in boards if b.uuid and b.uuid.partition("-")[2].lower() == uuid.lower()]
+    on_bus = [board for board in boards if board.pci_bus_id == bus]
+    prefixes = tuple(filter(None, map(str.strip, (visible or "").split(","))))
+    named = [board for board in on_bus if board.uuid and board.uuid.startswith(prefixes)]
+    for found in (with_uuid, on_bus, named):
+        if len(found) == 1:
+            return found[0]
+    listed = ", ".join(f"{b.label} ({b.uuid or b.error or 'no UUID'})" for b in boards)
+    raise ProbeError(
+        f"cannot tell which NVML device is cuda:{cuda_index}: neither its UUID ({uuid}) nor its "
+        f"PCI bus id is that of exactly one of NVML's {listed or 'nothing'}, and "
+        f"CUDA_VISIBLE_DEVICES is {'not set' if visible is None else repr(visible)}; set it to "
+        "the UUID of a single MIG slice before the program starts"
+    )
 
 
 def _import_pynvml() -> Any:

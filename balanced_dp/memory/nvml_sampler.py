@@ -10,27 +10,25 @@ from .nvml import Board, Nvml, NvmlError
 SAMPLING_INTERVAL_S = 0.010
 
 
-class Sampler:
+class Sampler(threading.Thread):
     """A thread that samples boards from its creation to ``stop``, every 10 ms or less often.
 
     Other threads may hold Python's lock for longer than 10 ms. The first and the last sample are
     taken in any case.
-
-    Attributes:
-        num_samples: number of samples of each board.
     """
 
     def __init__(self, nvml: Nvml, boards: Sequence[Board]) -> None:
+        super().__init__(name="NVML sampler", daemon=True)
         self.num_samples = 0
         self._nvml = nvml
         self._boards = boards
-        self._peaks = {board.label: 0 for board in boards}
+        self._peaks = dict.fromkeys((board.label for board in boards), 0)
         self._errors: dict[str, NvmlError] = {}
         self._stop_requested = threading.Event()
-        self._thread = threading.Thread(target=self._sample, name="NVML sampler", daemon=True)
-        self._thread.start()
+        self.start()
 
-    def _sample(self) -> None:
+    def run(self) -> None:
+        """Sample the boards until ``stop`` is called, and once more."""
         is_last = False
         while not is_last:
             is_last = self._stop_requested.wait(SAMPLING_INTERVAL_S if self.num_samples else 0)
@@ -45,7 +43,7 @@ class Sampler:
     def stop(self) -> None:
         """Take the last sample and end the thread."""
         self._stop_requested.set()
-        self._thread.join()
+        self.join()
 
     def peak_used_bytes(self, board: Board) -> int | None:
         """Return the largest sample of a board, None if one of its queries failed.

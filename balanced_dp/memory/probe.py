@@ -2,26 +2,89 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, replace
-from typing import Any
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
 
 import torch
 
-from ..devices import Device, default_device_type, is_emulated, resolve_devices
+from ..devices import Device, default_device_type, is_cuda, is_emulated, resolve_devices
 from ..errors import ArgumentError, ArgumentTypeError, ProbeError
 from ..torch_versions import has_cuda_context
 from .breakdown import chunk_size_of, replica_bytes
-from .device_map import find_board
-from .device_memory import DeviceMemory, ProcessBytesSource
-from .nvml import Board, MemoryInfo, Nvml, NvmlError
+from .nvml import Board, Nvml, NvmlError, connection, find_board
 from .nvml_sampler import Sampler
 from .peaks import Peaks
 from .step_memory import DevicePeak, StepMemory
+
+ProcessBytesSource = Literal["process", "device-delta", "unknown"]
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """The memory of one device, in bytes; None where it is not known.
+
+    There are three layers. Tensors occupy ``allocated_bytes``. Torch's allocator holds
+    ``reserved_bytes``: the tensors and its cache. The device has ``used_bytes`` in use: all of
+    that, CUDA contexts, workspaces outside of the allocator, and other processes.
+
+    Attributes:
+        device: torch's name of the device; None for a board that NVML lists and torch does not see.
+        nvml_index: the index of the board in NVML and nvidia-smi.
+        mig_index: the index of the MIG slice, None for a whole board.
+        uuid: the UUID of nvidia-smi, ``GPU-...`` or ``MIG-...``.
+        name: the name of the device.
+        total_bytes: the capacity of the device.
+        used_bytes: memory in use by all processes.
+        free_bytes: memory not in use.
+        reserved_by_driver_bytes: memory that the driver reserves for itself.
+        memory_info_version: the version of NVML's query, 1 or 2. Version 1 counts the memory
+            reserved by the driver as used.
+        process_bytes: memory in use by this process.
+        process_bytes_source: the source of ``process_bytes``. ``"process"``: NVML's list of
+            processes. ``"device-delta"``: the growth of ``used_bytes`` since the probe was made, by
+            any process, since the list does not have this PID, as in a container. ``"unknown"``:
+            there is no ``process_bytes``.
+        other_process_bytes: memory in use by the other listed processes; None if this process
+            cannot be told from them.
+        allocated_bytes: memory occupied by tensors of this process.
+        reserved_bytes: memory managed by torch's allocator.
+        peak_allocated_bytes: maximum of ``allocated_bytes`` since the peak was last reset.
+        peak_reserved_bytes: maximum of ``reserved_bytes`` since the peak was last reset.
+        num_alloc_retries: number of times that the allocator emptied its cache and tried again.
+        error: why values are missing, such as a lost GPU.
+    """
+
+    device: str | None
+    nvml_index: int | None = None
+    mig_index: int | None = None
+    uuid: str | None = None
+    name: str | None = None
+    total_bytes: int | None = None
+    used_bytes: int | None = None
+    free_bytes: int | None = None
+    reserved_by_driver_bytes: int | None = None
+    memory_info_version: int | None = None
+    process_bytes: int | None = None
+    process_bytes_source: ProcessBytesSource = "unknown"
+    other_process_bytes: int | None = None
+    allocated_bytes: int | None = None
+    reserved_bytes: int | None = None
+    peak_allocated_bytes: int | None = None
+    peak_reserved_bytes: int | None = None
+    num_alloc_retries: int | None = None
+    error: str | None = None
+
+    @property
+    def label(self) -> str:
+        """The CUDA and NVML names, ``"cuda:0 (gpu:3)"``, or the only one that is known."""
+        board = "" if self.nvml_index is None else Board(self.nvml_index, self.mig_index).label
+        if self.device is None:
+            return board
+        return f"{self.device} ({board})" if board else self.device
 
 
 class MemoryProbe:
@@ -72,8 +135,7 @@ class MemoryProbe:
                 raise ProbeError(
                     "the model has no devices to measure; pass device_ids, or use emulate_devices"
                 )
-        device_type = default_device_type()
-        self.devices = list(dict.fromkeys(resolve_devices(devices, device_type)))
+        self.devices = list(dict.fromkeys(resolve_devices(devices, default_device_type())))
         self.nvml_error: str | None = None
         self._model = model
         self._nvml: Nvml | None = None
@@ -87,28 +149,27 @@ class MemoryProbe:
                     "accelerators, use emulate_devices"
                 )
         if any(map(_has_nvml, self.devices)) or (uses_all and not self.devices):
-            self._open_nvml(uses_all)
+            try:
+                self._open_nvml(uses_all)
+            except NvmlError as error:
+                self.nvml_error = str(error)
         if not self.devices and not self._unseen:
             reason = self.nvml_error or "NVML lists no board"
             raise ProbeError(f"torch sees no accelerator, and {reason}")
 
     def _open_nvml(self, uses_all: bool) -> None:
-        try:
-            self._nvml = _nvml(os.getpid())
-            boards = self._nvml.boards()
-        except NvmlError as error:
-            self.nvml_error = str(error)
-            return
+        nvml = connection(os.getpid())
+        boards = nvml.boards()
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         for device in filter(_has_nvml, self.devices):
-            module = torch.get_device_module(device)
-            known = module.get_device_properties(device)
-            pci_bus_id = (known.pci_domain_id, known.pci_bus_id, known.pci_device_id)
-            board = find_board(device.index, str(known.uuid), pci_bus_id, boards, os.environ)
+            properties = torch.cuda.get_device_properties(device)
+            board = find_board(device.index, properties, boards, visible)
             self._boards[device] = board
             with suppress(NvmlError):
-                self._used_before[device] = self._nvml.memory(board).used_bytes
+                self._used_before[device] = nvml.memory(board).used_bytes
         if uses_all:
             self._unseen = [board for board in boards if board not in self._boards.values()]
+        self._nvml = nvml
 
     def snapshot(self) -> tuple[DeviceMemory, ...]:
         """Return the memory of each device now, without synchronizing the devices."""
@@ -130,7 +191,7 @@ class MemoryProbe:
             reserved_bytes=module.memory_reserved(device),
             peak_allocated_bytes=module.max_memory_allocated(device),
             peak_reserved_bytes=module.max_memory_reserved(device),
-            num_alloc_retries=_num_alloc_retries(device),
+            num_alloc_retries=_retries(device),
             error=self.nvml_error,
         )
         if device in self._boards:
@@ -158,35 +219,28 @@ class MemoryProbe:
             info = self._nvml.memory(board)
         except NvmlError as error:
             return replace(memory, error=str(error))
-        processes = self._nvml.processes(board)
-        ours, source = self._process_bytes(processes, info, device)
-        others = None
-        if processes is not None and source == "process":
-            sizes = [size for pid, size in processes.items() if pid != os.getpid()]
-            others = None if None in sizes else sum(size or 0 for size in sizes)
-        return replace(
-            memory,
-            **asdict(info),
-            process_bytes=ours,
-            process_bytes_source=source,
-            other_process_bytes=others,
-        )
-
-    def _process_bytes(
-        self, processes: dict[int, int | None] | None, info: MemoryInfo, device: torch.device | None
-    ) -> tuple[int | None, ProcessBytesSource]:
-        if processes is not None and os.getpid() not in processes and not _has_context(device):
-            return 0, "process"  # not listed, and this process does not use the device
-        reserved_bytes = 0 if device is None else torch.cuda.memory_reserved(device)
-        listed = (processes or {}).get(os.getpid())
+        memory = replace(memory, **asdict(info))
+        listed = self._nvml.processes(board)
+        others = dict(listed or {})
+        ours = others.pop(os.getpid(), None)
+        has_context = device is not None and _has_context(device)
+        if listed is not None and os.getpid() not in listed and not has_context:
+            ours = 0
+        reserved_bytes = memory.reserved_bytes or 0
         # In a container our PID may be that of another process, and some drivers list ours with 0.
-        if listed is not None and listed >= reserved_bytes:
-            return listed, "process"
-        if device in self._used_before and reserved_bytes:
+        if ours is not None and ours >= reserved_bytes:
+            sizes = [size for size in others.values() if size is not None]
+            return replace(
+                memory,
+                process_bytes=ours,
+                process_bytes_source="process",
+                other_process_bytes=sum(sizes) if len(sizes) == len(others) else None,
+            )
+        if device in self._used_before:
             change = info.used_bytes - self._used_before[device]
-            if change >= reserved_bytes:
-                return change, "device-delta"
-        return None, "unknown"
+            if change >= reserved_bytes > 0:
+                return replace(memory, process_bytes=change, process_bytes_source="device-delta")
+        return memory
 
     @contextmanager
     def measure(self) -> Iterator[StepMemory]:
@@ -217,72 +271,81 @@ class MemoryProbe:
                 "or use emulate_devices"
             )
         usage = StepMemory()
-        with ExitStack() as stack:
-            block = _Block(self)
-            if block.sampler is not None:
-                stack.callback(block.sampler.stop)
-            if self._model is not None:
-                stack.enter_context(self._model.register_forward_hook(block.record_split))
-            try:
-                yield usage
-            except BaseException as error:
-                with suppress(Exception):  # the exception of the block is the one to raise
-                    block.finish(usage)
-                usage.valid = False
-                usage.reason = f"the block ended with {type(error).__name__}: {error}"
-                raise
+        block = _Block(self)
+        try:
+            yield usage
             block.finish(usage)
+        except BaseException as error:
+            with suppress(Exception):  # the exception of the block is the one to raise
+                block.finish(usage)
+            usage.valid = False
+            usage.reason = f"the block ended with {type(error).__name__}: {error}"
+            raise
+        finally:
+            block.close()
 
 
 class _Block:
     """A measurement, which begins with the constructor: it synchronizes the devices first."""
 
     def __init__(self, probe: MemoryProbe) -> None:
+        devices = probe.devices
         self.probe = probe
         self.splits: set[tuple[int, ...] | None] = set()
-        devices = probe.devices
         _synchronize(devices)
         self.peaks = Peaks(devices)
-        self.allocated_bytes = {d: torch.get_device_module(d).memory_allocated(d) for d in devices}
-        self.num_alloc_retries = {d: _num_alloc_retries(d) for d in devices}
+        self.start = {
+            device: (torch.get_device_module(device).memory_allocated(device), _retries(device))
+            for device in devices
+        }
+        model = probe._model
+        self.hook = None if model is None else model.register_forward_hook(self.record_split)
         self.sampler: Sampler | None = None
         if probe._nvml is not None and probe._boards:
             self.sampler = Sampler(probe._nvml, list(probe._boards.values()))
-        self.time_s = time.perf_counter()
+        self.start_s = time.perf_counter()
 
     def record_split(self, model: Any, inputs: Any, output: Any) -> None:
         """Record the chunk sizes of a batch; a forward hook."""
         self.splits.add(model.chunk_sizes)
 
+    def close(self) -> None:
+        """End the sampler, and record no more batches."""
+        if self.sampler is not None:
+            self.sampler.stop()
+        if self.hook is not None:
+            self.hook.remove()
+
     def finish(self, usage: StepMemory) -> None:
         """Synchronize the devices and complete ``usage``."""
         _synchronize(self.probe.devices)
-        usage.elapsed_s = time.perf_counter() - self.time_s
+        usage.elapsed_s = time.perf_counter() - self.start_s
+        self.close()
         usage.sampling_error = self.probe.nvml_error
         if self.sampler is not None:
-            self.sampler.stop()
             usage.num_samples, usage.sampling_error = self.sampler.num_samples, self.sampler.error
         usage.devices = tuple(map(self._peak, self.probe.devices))
-        retried = [peak.device for peak in usage.devices if (peak.num_alloc_retries or 0) > 0]
+        retried = ", ".join(peak.device for peak in usage.devices if peak.num_alloc_retries)
         usage.valid = not retried
         usage.reason = None
         if retried:
             usage.reason = (
-                f"on {', '.join(retried)} the allocator had to empty its cache and try again, so "
-                "the peaks are lower than what the block would take"
+                f"on {retried} the allocator had to empty its cache and try again, so the peaks "
+                "are lower than what the block would take"
             )
 
     def _peak(self, device: torch.device) -> DevicePeak:
         module = torch.get_device_module(device)
         board, sampler = self.probe._boards.get(device), self.sampler
-        earlier, retries = self.num_alloc_retries[device], _num_alloc_retries(device)
+        start_allocated_bytes, earlier = self.start[device]
+        retries = _retries(device)
         # Batches with different splits have no common chunk sizes.
         chunk_size = chunk_size_of(self.probe._model, device) if len(self.splits) == 1 else None
         allocated_bytes, reserved_bytes = self.peaks.of(device)
         return DevicePeak(
             device=str(device),
             capacity_bytes=module.get_device_properties(device).total_memory,
-            start_allocated_bytes=self.allocated_bytes[device],
+            start_allocated_bytes=start_allocated_bytes,
             peak_allocated_bytes=allocated_bytes,
             peak_reserved_bytes=reserved_bytes,
             peak_used_bytes=sampler.peak_used_bytes(board) if sampler and board else None,
@@ -292,29 +355,21 @@ class _Block:
         )
 
 
-@functools.cache
-def _nvml(pid: int) -> Nvml:
-    """Return the connection of this process, which a forked process cannot use."""
-    return Nvml()
-
-
 def _synchronize(devices: Sequence[torch.device]) -> None:
     for device in devices:
         if _has_context(device):  # else synchronizing would create one, which takes memory
             torch.get_device_module(device).synchronize(device)
 
 
-def _has_context(device: torch.device | None) -> bool:
+def _has_context(device: torch.device) -> bool:
     """Return whether this process may have a context on the device."""
-    if device is not None and device.type == "cuda" and not is_emulated(device):
-        return has_cuda_context(device)
-    return device is not None
+    return not is_cuda(device) or has_cuda_context(device)
 
 
 def _has_nvml(device: torch.device) -> bool:
     return device.type == "cuda" and torch.version.hip is None and not is_emulated(device)
 
 
-def _num_alloc_retries(device: torch.device) -> int | None:
+def _retries(device: torch.device) -> int | None:
     stats: dict[str, int] = torch.get_device_module(device).memory_stats(device)
     return stats.get("num_alloc_retries")

@@ -166,21 +166,17 @@ def _advice(usage: StepMemory, tolerance: float) -> str | None:
     utilization = usage.utilization
     if not usage.valid:
         return f"the measurement is not valid: {usage.reason}"
-    if imbalance_of(utilization) <= tolerance:
+    difference = imbalance_of(utilization)
+    if difference <= tolerance:
         return None
-    emptiest = usage.devices[utilization.index(min(utilization))]
-    fullest = usage.fullest
-    fact = f"{_compare(fullest, emptiest)}, {imbalance_of(utilization):.0%} apart"
-    return f"{fact}: {_remedy(usage, utilization, tolerance)}"
-
-
-def _compare(one: DevicePeak, other: DevicePeak) -> str:
-    alike = one.capacity_bytes == other.capacity_bytes
-    return " and ".join(
+    fullest, emptiest = usage.fullest, usage.devices[utilization.index(min(utilization))]
+    alike = fullest.capacity_bytes == emptiest.capacity_bytes
+    fact = " and ".join(
         f"{peak.device} peaks at {format_bytes(peak.peak_allocated_bytes)}"
         + ("" if alike else f" of {format_bytes(peak.capacity_bytes or 0)}")
-        for peak in (one, other)
+        for peak in (fullest, emptiest)
     )
+    return f"{fact}, {difference:.0%} apart: {_remedy(usage, utilization, tolerance)}"
 
 
 def _remedy(usage: StepMemory, utilization: Sequence[float], tolerance: float) -> str:
@@ -192,14 +188,11 @@ def _remedy(usage: StepMemory, utilization: Sequence[float], tolerance: float) -
         return "gpu0_bsz cannot change that; check what else is on the devices"
     sample = f"a sample takes about {format_bytes(usage.bytes_per_sample or 0)}"
     moved = target - first.chunk_size
+    remedy = f"no other gpu0_bsz than {target} would be better, since {sample}"
     if moved:
         direction = "raise" if moved > 0 else "lower"
-        remedy = (
-            f"{direction} gpu0_bsz by about {abs(moved)}, from {first.chunk_size} to {target} "
-            f"({sample})"
-        )
-    else:
-        remedy = f"no other gpu0_bsz than {target} would be better, since {sample}"
+        change = f"by about {abs(moved)}, from {first.chunk_size} to {target}"
+        remedy = f"{direction} gpu0_bsz {change} ({sample})"
     if utilization[0] > others and not target:
         floor = format_bytes(usage.floor_bytes or 0)
         remedy += (

@@ -83,9 +83,7 @@ class AutoSplit:
         # Sizes of batches whose gradients have been added to others. Peaks without them are less.
         self._accumulating: set[int] = set()
         # Of the iteration that is under way:
-        self._batch_sizes: set[int] = set()
-        self._added_sizes: set[int] = set()
-        """Those of calls whose gradients are added to others."""
+        self._adds: dict[int, bool] = {}  # batch size -> whether gradients were there before
         self._peaks: Peaks | None = None
         self._peak_bytes: tuple[int, ...] = ()
         self._parameter_ids: frozenset[int] = frozenset()
@@ -95,27 +93,28 @@ class AutoSplit:
     @functools.cached_property
     def balance(self) -> AutoBalance:
         """What chooses the values."""
-        return AutoBalance(
-            [
-                torch.get_device_module(device).get_device_properties(device).total_memory
-                for device in self.devices
-            ]
-        )
+        modules = [(torch.get_device_module(device), device) for device in self.devices]
+        return AutoBalance([m.get_device_properties(d).total_memory for m, d in modules])
 
     @property
     def gpu0_bsz(self) -> int | None:
         """The value for the largest batch so far; before the first one, that of a loaded state."""
-        if self.batch_size is None:
-            return None if self._loaded is None else self.split(self._loaded["batch_size"])[0]
-        return self.balance.gpu0_bsz(self.batch_size)
-
-    def end_failed_iteration(self) -> None:
-        """Change the value if memory has run out since the last call."""
-        if self._batch_sizes and not self._has_stepped and torch.is_grad_enabled():
-            self.look_for_out_of_memory()
+        self._end_failed_iteration()
+        if self.batch_size is not None:
+            return self.balance.gpu0_bsz(self.batch_size)
+        return None if self._loaded is None else self._split(self._loaded["batch_size"])[0]
 
     def split(self, batch_size: int) -> tuple[int, ...]:
-        """Return the chunk sizes for a batch."""
+        """Return the chunk sizes for a batch of the next call."""
+        self._end_failed_iteration()
+        return self._split(batch_size)
+
+    def _end_failed_iteration(self) -> None:
+        """Change the value if memory has run out since the last call."""
+        if self._adds and not self._has_stepped and torch.is_grad_enabled():
+            self.look_for_out_of_memory()
+
+    def _split(self, batch_size: int) -> tuple[int, ...]:
         is_even = len(self.devices) < 2 or (self.batch_size is None and self._loaded is None)
         value = batch_size if is_even else self.balance.gpu0_bsz(batch_size)
         return split_batch(batch_size, max(1, len(self.devices)), value)
@@ -142,26 +141,27 @@ class AutoSplit:
             self.balance.smallest = smallest_chunk(module)
             self.balance.load_state_dict(state)
 
-    def begin_call(self, module: nn.Module, batch_size: int) -> None:
-        """End the iteration that is over when this call begins, if one is, or begin another.
+    def begin_call(self, module: nn.Module, batch_size: int) -> tuple[int, ...]:
+        """End the iteration before, if it is over, and return the chunk sizes for this call.
 
         Warns:
             BalanceWarning: no optimizer has stepped for many calls.
         """
         if self._has_stepped:
             self._end_iteration(module)
-        if not torch.is_grad_enabled():  # not training
-            return
+        if torch.is_grad_enabled():  # training
+            self._begin_training_call(module, batch_size)
+        return self._split(batch_size)
+
+    def _begin_training_call(self, module: nn.Module, batch_size: int) -> None:
         if self.batch_size is None:
             self.balance.smallest = smallest_chunk(module)
         self.batch_size = max(batch_size, self.batch_size or 0)
-        if self._batch_sizes:  # gradients accumulate, or the step before failed
+        if self._adds:  # gradients accumulate, or the step before failed
             self.look_for_out_of_memory()
-        if not self._batch_sizes:
+        if not self._adds:
             self._begin_iteration(module)
-        self._batch_sizes.add(batch_size)
-        if has_gradients(module):
-            self._added_sizes.add(batch_size)
+        self._adds[batch_size] = self._adds.get(batch_size, False) or has_gradients(module)
         self._num_calls += 1
         if self._num_calls == _PATIENCE and not self.balance.is_frozen:
             warn(
@@ -189,18 +189,17 @@ class AutoSplit:
                 memory is taken then.
         """
         before, self._num_ooms = self._num_ooms, self._count_ooms()
-        if not self._batch_sizes or not torch.is_grad_enabled():
+        if not self._adds or not torch.is_grad_enabled():
             return False
-        pairs = enumerate(zip(before, self._num_ooms, strict=True))
-        ran_out = [index for index, (count, now) in pairs if now > count]
-        if has_failed and not ran_out:
+        ran_out = [now > count for count, now in zip(before, self._num_ooms, strict=True)]
+        if has_failed and not any(ran_out):
             free_bytes = [torch.get_device_module(d).mem_get_info(d)[0] for d in self.devices]
-            ran_out = [free_bytes.index(min(free_bytes))]
-        if not ran_out:
+            ran_out = [free == min(free_bytes) for free in free_bytes]
+        if not any(ran_out):
             return False
-        batch_size = max(self._batch_sizes)
+        batch_size = max(self._adds)
         value = self.balance.gpu0_bsz(batch_size)
-        self.balance.out_of_memory(batch_size, ran_out[0])
+        self.balance.out_of_memory(batch_size, ran_out.index(True))
         self._end_calls()
         self._is_settling = True
         return self.balance.gpu0_bsz(batch_size) != value
@@ -216,12 +215,11 @@ class AutoSplit:
             self._peaks = Peaks(self.devices)
 
     def _end_calls(self) -> None:
-        self._batch_sizes, self._added_sizes, self._peaks = set(), set(), None
-        self._has_stepped, self._num_calls = False, 0
+        self._adds, self._peaks, self._has_stepped, self._num_calls = {}, None, False, 0
 
     def _end_iteration(self, module: nn.Module) -> None:
-        batch_size = max(self._batch_sizes)  # of several that accumulate, it makes the peak
-        accumulates = batch_size in self._added_sizes
+        # Of several batches that accumulate, the largest one makes the peak.
+        batch_size, accumulates = max(self._adds.items())
         is_observed = self._peaks is not None
         self._end_calls()
         if is_observed and self._is_settling:
@@ -254,10 +252,8 @@ class AutoSplit:
         )
 
     def _count_ooms(self) -> list[int]:
-        return [
-            torch.get_device_module(device).memory_stats(device).get("num_ooms", 0)
-            for device in self.devices
-        ]
+        statistics = [torch.get_device_module(d).memory_stats(d) for d in self.devices]
+        return [of_device.get("num_ooms", 0) for of_device in statistics]
 
 
 _watching: weakref.WeakSet[AutoSplit] = weakref.WeakSet()

@@ -8,17 +8,19 @@ shallow copy of the module would store the same methods and call the originals. 
 from __future__ import annotations
 
 import functools
+import operator
 import types
 import weakref
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
-from weakref import WeakValueDictionary
 
 from torch import nn
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 """The attributes in which a module stores its hooks."""
+
+DICTIONARIES = ("_modules", "_parameters", "_buffers", *HOOKS)
+"""The attributes in which it stores all that is registered, which each replica has of its own."""
 
 # The replica of each module. A strong reference from within a replica would make a cycle, and the
 # memory of the replica would wait for the garbage collector.
@@ -39,40 +41,35 @@ def bind_to_replicas(modules: Sequence[nn.Module], copies: Sequence[nn.Module]) 
     return has_bound
 
 
-def _bind_methods(module: nn.Module, copy: nn.Module, references: _References) -> bool:
+def _bind_methods(module: nn.Module, copy: Any, references: _References) -> bool:
     """Move the bound methods in the dictionary of a copy to where its new class finds them."""
     bound: dict[str, Any] = {
         name: _Bound(value, references)
         for name, value in module.__dict__.items()
-        if _is_bound(value, references)
+        if _holds_module(value, references)
     }
     if not bound:
         return False
     for name in bound:
         del copy.__dict__[name]
     copy.__dict__[_BOUND] = bound
-    copy.__class__ = _class_with(type(copy), frozenset(bound))
+    copy.__class__ = _class_with(copy.__class__, frozenset(bound))
     return True
 
 
 _BOUND = "_bound_methods"
 """The attribute of a replica in which its bound methods are stored."""
 
-_classes: WeakValueDictionary[tuple[type, frozenset[str]], type] = WeakValueDictionary()
 
-
+@functools.lru_cache
 def _class_with(kind: type, names: frozenset[str]) -> type:
     """Return a subclass whose attributes of these names are the bound methods of an instance.
 
     Replicas share it, since Python 3.13 without its lock never frees a class.
     """
-    known = _classes.get((kind, names))
-    if known is not None:
-        return known
     attributes: dict[str, Any] = {name: _BoundMethod(kind, name) for name in names}
     attributes |= {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    made = types.new_class(kind.__name__, (kind,), exec_body=lambda ns: ns.update(attributes))
-    return _classes.setdefault((kind, names), made)
+    return types.new_class(kind.__name__, (kind,), exec_body=lambda ns: ns.update(attributes))
 
 
 class _BoundMethod:
@@ -92,27 +89,38 @@ def _bind_hooks(copy: nn.Module, references: _References) -> bool:
     has_bound = False
     for name in HOOKS:
         hooks = copy.__dict__[name]
-        if any(_is_bound(hook, references) for hook in hooks.values()):
+        bound = {k: _Bound(h, references) for k, h in hooks.items() if _holds_module(h, references)}
+        if bound:
             has_bound = True
-            copy.__dict__[name] = OrderedDict(
-                (key, _Bound(hook, references) if _is_bound(hook, references) else hook)
-                for key, hook in hooks.items()
-            )
+            copy.__dict__[name] = hooks.copy()  # one that replicates itself has the module's own
+            copy.__dict__[name].update(bound)
     return has_bound
 
 
-def _is_bound(value: Any, references: _References) -> bool:
+def _holds_module(value: Any, references: _References) -> bool:
     """Return whether a value is a method or partial that holds a module with a replica."""
+    return not isinstance(value, nn.Module) and _bound(value, references) is not value
+
+
+def _bound(value: Any, references: _References) -> Any:
+    """Return a module's replica, and a method or partial bound to replicas; else the value."""
+    if isinstance(value, nn.Module):
+        reference = references.get(value)
+        replica = None if reference is None else reference()
+        return value if replica is None else replica
     if isinstance(value, types.MethodType):
-        inner: Sequence[Any] = (value.__self__,)
-    elif isinstance(value, functools.partial):
-        inner = (value.func, *value.args, *value.keywords.values())
-    else:
-        return False
-    return any(
-        (isinstance(item, nn.Module) and item in references) or _is_bound(item, references)
-        for item in inner
-    )
+        owner = _bound(value.__self__, references)
+        return value if owner is value.__self__ else types.MethodType(value.__func__, owner)
+    if isinstance(value, functools.partial):
+        parts = [value.func, *value.args, *value.keywords.values()]
+        bound = [_bound(part, references) for part in parts]
+        if all(map(operator.is_, parts, bound)):
+            return value
+        function, *arguments = bound
+        num_positional = len(value.args)
+        keywords = dict(zip(value.keywords, arguments[num_positional:], strict=True))
+        return functools.partial(function, *arguments[:num_positional], **keywords)
+    return value
 
 
 class _Bound:
@@ -122,31 +130,16 @@ class _Bound:
     """
 
     def __init__(self, value: Any, references: _References) -> None:
-        self.value = value
-        self.references = references
+        self._value = value
+        self._references = references
 
     @property
     def method(self) -> Any:
         """The method or partial, bound to replicas."""
-        return self._bind(self.value)
+        return _bound(self._value, self._references)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.method(*args, **kwargs)
 
     def __deepcopy__(self, memo: Any) -> _Bound:
         return self  # a copy of a replica calls the replica
-
-    def _bind(self, value: Any) -> Any:
-        if isinstance(value, nn.Module):
-            reference = self.references.get(value)
-            replica = None if reference is None else reference()
-            return value if replica is None else replica
-        if isinstance(value, types.MethodType):
-            return types.MethodType(value.__func__, self._bind(value.__self__))
-        if isinstance(value, functools.partial):
-            return functools.partial(
-                self._bind(value.func),
-                *map(self._bind, value.args),
-                **{name: self._bind(argument) for name, argument in value.keywords.items()},
-            )
-        return value

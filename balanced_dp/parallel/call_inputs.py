@@ -31,12 +31,7 @@ def named_arguments(
 def check_paths(
     option: str, paths: str | Iterable[str], function: Callable[..., Any]
 ) -> frozenset[str]:
-    """Return dotted paths of arguments of ``function`` as a set, after a check.
-
-    Args:
-        option: the name of the option that the paths were given for.
-        paths: the paths; one may be given by itself.
-        function: the function that is called.
+    """Return the dotted paths, or the only one, that ``option`` names as arguments of ``function``.
 
     Raises:
         ArgumentError: a path does not begin with a parameter of ``function``.
@@ -48,7 +43,8 @@ def check_paths(
     for path in paths:
         if path.split(".")[0] not in (*names, "inputs"):
             raise ArgumentError(
-                f"{option} names {path!r}, but {_qualified_name(function)} takes {', '.join(names)}"
+                f"{option} names {path!r}, but {getattr(function, '__qualname__', function)} takes "
+                f"{', '.join(names)}"
             )
     return paths
 
@@ -67,12 +63,6 @@ def parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
         return inspect.signature(function).parameters
     except (TypeError, ValueError):
         return {}
-
-
-def _qualified_name(function: Callable[..., Any]) -> str:
-    owner = getattr(function, "__self__", None)
-    name = getattr(function, "__name__", repr(function))
-    return name if owner is None else f"{type(owner).__name__}.{name}"
 
 
 def described(function: Callable[..., Any]) -> str:

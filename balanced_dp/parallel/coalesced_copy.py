@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +18,7 @@ from torch.nn.parallel import comm
 from ..devices import gradient_stream, is_cuda, on_stream, weight_stream
 from ..torch_versions import copy_all
 from .arrivals import Arrivals
-from .move import move, move_all
+from .move import move
 
 BUCKET_BYTES = 25 * 2**20
 """The most bytes in a bucket of several tensors.
@@ -106,22 +106,19 @@ def copy_to(
             all copies.
     """
     if not all(map(is_cuda, devices)):
-        return {device: move_all(tensors, device) for device in devices}
+        return {device: [move(t, device) for t in tensors] for device in devices}
     is_recorded = torch.is_grad_enabled()
-    together = [
-        i
-        for i, t in enumerate(tensors)
-        if _is_plain(t)
-        and is_cuda(t.device)
-        and t.dtype in _NCCL_DTYPES
-        and not (is_recorded and t.requires_grad)
-    ]
     copies = {device: list(tensors) for device in devices}
-    for i in set(range(len(tensors))).difference(together):
-        for device, own in copies.items():
-            own[i] = move(tensors[i], device)
+    together = []
+    for i, t in enumerate(tensors):
+        is_sent = _is_plain(t) and is_cuda(t.device) and t.dtype in _NCCL_DTYPES
+        if is_sent and not (is_recorded and t.requires_grad):
+            together.append(i)
+        else:
+            for device, own in copies.items():
+                own[i] = move(t, device)
     if together and devices:
-        transfers = Arrivals() if arrivals is None else arrivals
+        transfers = arrivals or Arrivals()
         _send(tensors, together, copies, transfers)
         if arrivals is None:
             transfers.join()
@@ -136,15 +133,20 @@ def _send(
     arrivals: Arrivals,
 ) -> None:
     """Set the copies at these positions. Those of a bucket share memory."""
-    homes = {tensors[i].device: None for i in positions}
     filled = fill_buckets([tensors[i] for i in positions], of_gradients=False)
     buckets = [[positions[i] for i in bucket] for bucket in filled]
-    pieces = [_empty_pieces([tensors[i] for i in bucket], copies) for bucket in buckets]
+    pieces = []  # uninitialized, and memory of the current streams
+    for bucket in buckets:
+        home, dtype = tensors[bucket[0]].device, tensors[bucket[0]].dtype
+        size = sum(tensors[i].numel() for i in bucket)
+        others = [device for device in copies if device != home]
+        pieces.append([torch.empty(size, dtype=dtype, device=device) for device in others])
+    devices = dict.fromkeys([*(tensors[i].device for i in positions), *copies])
     with _sending, contextlib.ExitStack() as stack:
         # After an error the pieces are freed, so the copies must be over.
         stack.push(lambda kind, *_: arrivals.join() if kind else None)
-        arrivals.expect(homes | dict.fromkeys(copies))
-        for device in homes | dict.fromkeys(copies):
+        arrivals.expect(devices)
+        for device in devices:
             stack.enter_context(on_stream(weight_stream(device)))
         for bucket, there in zip(buckets, pieces, strict=True):
             originals = [tensors[i] for i in bucket]
@@ -164,50 +166,33 @@ def _send(
                     copies[flat.device][i] = part
 
 
-def _empty_pieces(
-    originals: Sequence[torch.Tensor], devices: Iterable[torch.device]
-) -> list[torch.Tensor]:
-    """Return for each other device an uninitialized tensor with as many elements as all."""
-    size, dtype, home = sum(t.numel() for t in originals), originals[0].dtype, originals[0].device
-    return [torch.empty(size, dtype=dtype, device=device) for device in devices if device != home]
-
-
 def bring_to(
     device: torch.device, gradients: Sequence[torch.Tensor | None]
 ) -> list[torch.Tensor | None]:
     """Return the gradients of a bucket on ``device``. Differentiable.
 
-    Between CUDA devices, dense gradients are copied in one piece on a stream of their own,
-    so that its computing goes on. The current stream of the source device waits for the copy.
+    Between CUDA devices they are copied on a stream of their own, so that its computing goes on,
+    and dense ones in one piece. The current stream of the source device waits for the copy.
     """
     source = next((g.device for g in gradients if g is not None), device)
     if not is_cuda(device) or not is_cuda(source):
         return [None if g is None else move(g, device) for g in gradients]
+    present = [g for g in gradients if g is not None]
     stream = gradient_stream(device, source)
     with on_stream(stream):
-        dense = [g for g in gradients if g is not None and g.layout is torch.strided]
-        sent = _in_one_piece(dense, device)
-        if len(dense) > 1 and not torch.is_grad_enabled():  # unless create_graph is set
-            # A view that becomes a .grad would keep the memory of all.
-            own = [torch.empty_like(view) for view in sent]
-            copy_all(own, list(sent))
-            sent = own
-        parts = iter(sent)
-        brought = [
-            None if g is None else next(parts) if g.layout is torch.strided else move(g, device)
-            for g in gradients
-        ]
+        if len(present) > 1 and all(g.layout is torch.strided for g in present):
+            flat = move(_flatten_dense_tensors(present), device)
+            brought = list(_unflatten_dense_tensors(flat, present))
+            if not torch.is_grad_enabled():  # unless create_graph is set
+                # A view that becomes a .grad would keep the memory of all.
+                own = [torch.empty_like(view) for view in brought]
+                copy_all(own, brought)
+                brought = own
+        else:
+            brought = [move(g, device) for g in present]
     torch.get_device_module(source).current_stream(source).wait_stream(stream)
-    return brought
-
-
-def _in_one_piece(tensors: Sequence[torch.Tensor], device: torch.device) -> Sequence[torch.Tensor]:
-    """Return dense tensors of one dtype on ``device``, as views of one tensor that was copied."""
-    if len(tensors) < 2:
-        return move_all(tensors, device)
-    flat = move(_flatten_dense_tensors(tensors), device)
-    parts: Sequence[torch.Tensor] = _unflatten_dense_tensors(flat, tensors)
-    return parts
+    parts = iter(brought)
+    return [None if g is None else next(parts) for g in gradients]
 
 
 def has_hooks(tensor: torch.Tensor) -> bool:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.func import functional_call
 from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
@@ -19,7 +19,7 @@ from .losses.join import ChunkLosses, OutputHistory
 from .losses.weight import check_loss_weight
 from .per_device import PerDevice
 from .replicate import Replicator
-from .scatter import scatter, scatter_arguments
+from .scatter import scatter
 
 
 class BalancedCriterion(nn.Module):
@@ -86,11 +86,11 @@ class BalancedCriterion(nn.Module):
         if not isinstance(outputs, PerDevice):
             return self.criterion(outputs, *targets, **kwargs)
         dim = outputs.dim
-        if _computes(self.criterion, functional.ctc_loss, nn.CTCLoss):
+        if _computes(self.criterion, nn.CTCLoss, functional.ctc_loss):
             # Log-probabilities have the batch at the model's dim, targets and losses at 0.
             targets, kwargs, dim = *_ctc_targets(*targets, **kwargs), 0
         forward = self.criterion.forward
-        arguments = scatter_arguments(
+        arguments = scatter(
             forward,
             (outputs, *targets),
             kwargs,
@@ -110,11 +110,9 @@ class BalancedCriterion(nn.Module):
             traces=outputs.traces,
         )
         replicas = self._replicator.replicate(self.criterion, outputs.devices)
-        with (
-            self._replicator.running(self.criterion, replicas),
-            _split_weights_of_samples(replicas, outputs),
-        ):
-            return outputs._run(replicas, arguments, losses, dim=dim)
+        with self._replicator.running(self.criterion, replicas):
+            functions = _with_weights_of_samples(replicas, outputs)
+            return outputs._run(functions, arguments, losses, dim=dim)
 
 
 def as_module(criterion: Any) -> nn.Module:
@@ -155,40 +153,40 @@ class _Function(nn.Module):
         return self.function(*args, **{**self._options, **tensors, **kwargs})
 
 
-def _computes(criterion: nn.Module, function: Callable[..., Any], module: type[nn.Module]) -> bool:
+_BINARY_CROSS_ENTROPIES = (
+    (nn.BCELoss, functional.binary_cross_entropy),
+    (nn.BCEWithLogitsLoss, functional.binary_cross_entropy_with_logits),
+)
+
+
+def _computes(criterion: nn.Module, module: type[nn.Module], function: Callable[..., Any]) -> bool:
     """Return whether a criterion is ``module``, or was made of ``function``."""
     return isinstance(criterion, module) or getattr(criterion, "function", None) is function
 
 
-@contextlib.contextmanager
-def _split_weights_of_samples(replicas: Sequence[nn.Module], outputs: PerDevice) -> Iterator[None]:
-    """Context manager that splits a weight of binary cross entropy with a row for each sample."""
+def _with_weights_of_samples(
+    replicas: Sequence[nn.Module], outputs: PerDevice
+) -> Sequence[Callable[..., Any]]:
+    """Return the replicas, with their rows of a binary cross entropy's weight for each sample."""
     criterion, output, sizes, dim = replicas[0], outputs[0], outputs.chunk_sizes, outputs.dim
-    bce, with_logits = functional.binary_cross_entropy, functional.binary_cross_entropy_with_logits
-    weight = None
-    if _computes(criterion, bce, nn.BCELoss) or _computes(
-        criterion, with_logits, nn.BCEWithLogitsLoss
-    ):
-        name = "_weight" if isinstance(criterion, _Function) else "weight"
-        weight = getattr(criterion, name, None)
+    name = "_weight" if isinstance(criterion, _Function) else "weight"
+    weight = getattr(criterion, name, None)
     if (
-        weight is None
+        not any(_computes(criterion, *loss) for loss in _BINARY_CROSS_ENTROPIES)
+        or weight is None
         or sizes is None
         or not isinstance(output, torch.Tensor)
         or not 0 < weight.dim() == output.dim()
         or weight.size(dim) != sum(sizes)
     ):
-        yield
-        return
-    whole = [getattr(replica, name) for replica in replicas]
-    parts = scatter([("weight", weight)], outputs.devices, sizes, dim)
-    for replica, [part] in zip(replicas, parts, strict=True):
-        setattr(replica, name, part)
-    try:
-        yield
-    finally:  # or the part would be written back to the criterion
-        for replica, before in zip(replicas, whole, strict=True):
-            setattr(replica, name, before)
+        return replicas
+
+    def call(index: int, *args: Any, **kwargs: Any) -> Any:
+        replica = replicas[index]
+        rows = getattr(replica, name).split(sizes, dim)[index]
+        return functional_call(replica, {name: rows}, args, kwargs)
+
+    return [functools.partial(call, index) for index in range(len(replicas))]
 
 
 def _ctc_targets(

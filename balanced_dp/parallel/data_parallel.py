@@ -204,8 +204,7 @@ class BalancedDataParallel(DataParallelSteps[ModuleT]):
             inputs = tuple(map(only_output, inputs))
             kwargs = {name: only_output(value) for name, value in kwargs.items()}
         output = self.module(*inputs, **kwargs)
-        stays = not self.device_ids or self.output_device == self.device_ids[0]
-        if self.gathers_outputs and stays:
+        if self.gathers_outputs and self.output_device in (None, *self.device_ids):
             return output
         sizes = None if batch_size is None else [batch_size]
         return self._joined([output], [device], self._losses(sizes))

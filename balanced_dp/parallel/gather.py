@@ -13,7 +13,7 @@ from ..errors import ArgumentError, GatherError, warn
 from . import nested
 from .losses.join import ChunkLosses, is_loss
 from .losses.weighted import total, weighted_mean
-from .nested import Path, checked_items
+from .nested import checked_items
 
 ScalarOutputs = Literal["auto", "mean", "sum", "stack"]
 
@@ -46,9 +46,7 @@ def gather(
         outputs: the output of each replica; at least one.
         device: the device of the joined tensors.
         dim: the batch dimension.
-        scalar_outputs: how 0-dim tensors are joined. ``"auto"``: into the value of the whole batch,
-            by ``losses``. ``"mean"``: into their mean, weighted by chunk size, or by the
-            ``loss_weight`` of ``losses``. ``"sum"``: into their sum. ``"stack"``: into a vector.
+        scalar_outputs: how 0-dim tensors are joined, as in ``BalancedDataParallel``.
         chunk_sizes: how many samples each replica had; None if the batch was not split.
         losses: how floating 0-dim tensors were computed; without it, they are averaged.
 
@@ -56,39 +54,33 @@ def gather(
         GatherError: the outputs differ in structure, or in a value that is not a tensor; or a
             tensor does not have its samples along a dimension.
     """
-    return _gather(list(outputs), (), _Join(device, dim, scalar_outputs, chunk_sizes, losses))
+    return _gather(list(outputs), "", _Join(device, dim, scalar_outputs, chunk_sizes, losses))
 
 
-def _gather(outputs: list[Any], path: Path, join: _Join) -> Any:
-    first = outputs[0]
-    if any(type(output) is not type(first) for output in outputs) and not all(
-        isinstance(output, torch.Tensor) for output in outputs
-    ):
-        raise _differ(path, outputs, "different types")
-    if isinstance(first, torch.Tensor):
+def _gather(outputs: list[Any], path: str, join: _Join) -> Any:
+    first, *others = outputs
+    if all(isinstance(output, torch.Tensor) for output in outputs):
         return join(outputs, path)
-    if (
-        len(outputs) > 1
-        and isinstance(first, MutableMapping | MutableSequence)
-        and len(first)
-        and all(output is first for output in outputs)
-    ):
+    if any(type(other) is not type(first) for other in others):
+        raise _differ(path, outputs, "different types")
+    is_shared = others and all(other is first for other in others)
+    if is_shared and isinstance(first, MutableMapping | MutableSequence) and len(first):
         raise GatherError(
             f"output {_named(path)} is the same {type(first).__name__} on every replica, which "
             "holds what the last one wrote to it; return a new one from each forward"
         )
-    if all(map(nested.is_cache, outputs)):
+    if nested.is_cache(first):
         join.leave_out_cache(first, path)
         return None
     children = [checked_items(output, path, GatherError) for output in outputs]
     if children[0] is None:
-        if not all(_equal(first, other) for other in outputs[1:]):
+        if not all(_equal(first, other) for other in others):
             raise _differ(path, outputs, "different values")
         return first
     named = [dict(items or ()) for items in children]
     if any(other.keys() != named[0].keys() for other in named):
         raise _differ(path, [list(items) for items in named], "different items")
-    values = [_gather([items[name] for items in named], (*path, name), join) for name in named[0]]
+    values = [_gather([items[name] for items in named], name, join) for name in named[0]]
     return nested.rebuild(first, values)
 
 
@@ -102,15 +94,14 @@ class _Join:
     chunk_sizes: Sequence[int] | None
     losses: ChunkLosses | None
 
-    def __call__(self, tensors: Sequence[torch.Tensor], path: Path) -> torch.Tensor:
-        if all(tensor.dim() == 0 for tensor in tensors):
-            if self.scalar_outputs == "stack":
-                return torch.stack([tensor.to(self.device) for tensor in tensors])
-            if len(tensors) == 1:
-                return tensors[0].to(self.device)
-            return self._scalars(tensors, path)
+    def __call__(self, tensors: Sequence[torch.Tensor], path: str) -> torch.Tensor:
+        are_scalars = all(tensor.dim() == 0 for tensor in tensors)
+        if are_scalars and self.scalar_outputs == "stack":
+            return torch.stack([tensor.to(self.device) for tensor in tensors])
         if len(tensors) == 1:
             return tensors[0].to(self.device)
+        if are_scalars:
+            return self._scalars(tensors, path)
         if any(t.is_nested or t.layout != torch.strided for t in tensors):
             raise GatherError(
                 f"output {_named(path)} is a sparse or nested tensor, which is not joined; return "
@@ -120,7 +111,7 @@ class _Join:
         joined: torch.Tensor = Gather.apply(self.device, self._axis(tensors, path), *tensors)  # type: ignore[no-untyped-call]
         return joined
 
-    def leave_out_cache(self, cache: Any, path: Path) -> None:
+    def leave_out_cache(self, cache: Any, path: str) -> None:
         """Warn, once for each model, that a cache of its replicas is not among the outputs."""
         warned = set() if self.losses is None else self.losses.history.warned
         if _named(path) not in warned:
@@ -130,8 +121,8 @@ class _Join:
                 "and not to its replicas; call the model with use_cache=False"
             )
 
-    def _axis(self, tensors: Sequence[torch.Tensor], path: Path) -> int:
-        """Return the dimension of the samples, counted from the end.
+    def _axis(self, tensors: Sequence[torch.Tensor], path: str) -> int:
+        """Return the dimension of the samples.
 
         It is the batch dimension if the output has a row for each sample there; or else another
         one, the first, with as many entries as there are samples, as states of RNNs have; or else
@@ -139,40 +130,38 @@ class _Join:
         dimension that an earlier call has shown.
         """
         shapes, sizes = [tensor.shape for tensor in tensors], self.chunk_sizes
+        num_dims = len(shapes[0])
+        dim = self.dim if self.dim >= 0 else self.dim + num_dims
+        fits = [d for d in range(num_dims) if _differ_along_only(d, shapes)]
+        exact = [d for d in fits if sizes and [s[d] for s in shapes] == list(sizes)]
         known = {} if self.losses is None else self.losses.history.axes
-        name = ".".join(path)
-        fits = [d for d in range(-tensors[0].dim(), 0) if _differ_along_only(d, tensors)]
-        along_dim = [d for d in fits if d in (self.dim, self.dim - tensors[0].dim())]
-        if sizes is None:
-            found = along_dim
+        if known.get(path) in (exact or fits):  # another layout has another exact one
+            return known[path]
+        if dim in exact:
+            found = dim
+        elif exact and (num_dims > 2 or dim not in fits):  # states of an RNN
+            found = exact[0]
+        elif dim not in fits:
+            raise _differ(path, tensors, f"shapes that cannot be joined along dim {self.dim}")
+        elif sizes is None or _is_of_rows([s[dim] for s in shapes], sizes):
+            found = dim
         else:
-            exact = [d for d in fits if all(s[d] == c for s, c in zip(shapes, sizes, strict=True))]
-            found = [d for d in along_dim if d in exact]
-            if not found and (len(shapes[0]) > 2 or not along_dim):  # states of an RNN
-                found = exact[:1]
-            if not found:
-                found = [d for d in along_dim if _is_of_rows([s[d] for s in shapes], sizes)]
-            if known.get(name) in (exact or fits):  # another layout has another exact one
-                found = [known[name]]
-            elif found and len(fits) == 1:  # the shapes leave no choice
-                known[name] = found[0]
-        if len(found) == 1:
-            return found[0]
-        if along_dim:
             raise GatherError(
                 f"output {_named(path)} has shape {tuple(shapes[0])} on every replica, though "
-                f"these have {', '.join(map(str, sizes or ()))} samples, so it has no row for each "
-                "of them: return a mean without dimensions (no unsqueeze), compute statistics "
+                f"these have {', '.join(map(str, sizes))} samples, so it has no row for each of "
+                "them: return a mean without dimensions (no unsqueeze), compute statistics "
                 "outside, from gathered rows, and read parameters from model.module"
             )
-        raise _differ(path, tensors, f"shapes that cannot be joined along dim {self.dim}")
+        if len(fits) == 1:  # the shapes leave no choice
+            known[path] = found
+        return found
 
-    def _scalars(self, tensors: Sequence[torch.Tensor], path: Path) -> torch.Tensor:
+    def _scalars(self, tensors: Sequence[torch.Tensor], path: str) -> torch.Tensor:
         if self.scalar_outputs == "sum":
             return total(tensors, self.device)
         if all(map(is_loss, tensors)):
             if self.losses is not None:
-                return self.losses.join(tensors, ".".join(path), self.device)
+                return self.losses.join(tensors, path, self.device)
             return weighted_mean(tensors, self.chunk_sizes or [1] * len(tensors), self.device)
         moved = [tensor.to(self.device) for tensor in tensors]
         if all(bool(tensor == moved[0]) for tensor in moved):
@@ -184,21 +173,14 @@ class _Join:
         )
 
 
-def _differ_along_only(dim: int, tensors: Sequence[torch.Tensor]) -> bool:
-    first, axis = tensors[0], dim % tensors[0].dim()
-    return all(
-        tensor.dim() == first.dim()
-        and tensor.shape[:axis] == first.shape[:axis]
-        and tensor.shape[axis + 1 :] == first.shape[axis + 1 :]
-        for tensor in tensors
-    )
+def _differ_along_only(dim: int, shapes: Sequence[torch.Size]) -> bool:
+    return len({(len(shape), *shape[:dim], *shape[dim + 1 :]) for shape in shapes}) == 1
 
 
 def _is_of_rows(lengths: Sequence[int], chunk_sizes: Sequence[int]) -> bool:
     """Return whether lengths differ between chunks, or are a multiple of equal chunk sizes."""
-    return len(set(lengths)) > 1 or (
-        len(set(chunk_sizes)) == 1 and lengths[0] % chunk_sizes[0] == 0
-    )
+    are_equal = len(set(chunk_sizes)) == 1 and lengths[0] % chunk_sizes[0] == 0
+    return are_equal or len(set(lengths)) > 1
 
 
 def _equal(first: Any, other: Any) -> bool:
@@ -211,20 +193,19 @@ def _equal(first: Any, other: Any) -> bool:
         return False
 
 
-def _named(path: Path) -> str:
-    return ".".join(path) or "(the whole)"
+def _named(path: str) -> str:
+    return path or "(the whole)"
 
 
-def _differ(path: Path, values: Sequence[Any], what: str) -> GatherError:
+def _differ(path: str, values: Sequence[Any], what: str) -> GatherError:
     shown = ", ".join(
         str(tuple(value.shape)) if isinstance(value, torch.Tensor) else repr(value)
         for value in values
     )
-    if len(shown) > 200:
-        shown = shown[:200] + " ..."
+    shown = shown if len(shown) <= 200 else f"{shown[:200]} ..."
     return GatherError(
-        f"output {_named(path)} cannot be joined: the replicas returned {what} "
-        f"({shown}); return tensors, or what is equal on every replica"
+        f"output {_named(path)} cannot be joined: the replicas returned {what} ({shown}); return "
+        "tensors, or what is equal on every replica"
     )
 
 

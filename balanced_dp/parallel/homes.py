@@ -29,22 +29,22 @@ def spread_parameters(module: nn.Module, devices: Sequence[torch.device]) -> Non
     """
     devices = list(dict.fromkeys(devices))
     capacities = _capacities(devices)
-    held = [0] * len(devices)
+    held = dict.fromkeys(devices, 0)
     num_bytes = sum(parameter.nbytes for parameter in module.parameters())
     run_bytes = min(num_bytes // (2 * len(devices)), BUCKET_BYTES)
-    index, free_bytes = 0, run_bytes
+    home, free_bytes = devices[0], run_bytes
     seen: set[nn.Parameter] = set()
     for submodule in module.modules():
         own = [p for p in submodule.parameters(recurse=False) if p not in seen]
         seen.update(own)
         size = sum(parameter.nbytes for parameter in own)
-        if size > free_bytes and any(held):
-            fractions = [(n + size) / c for n, c in zip(held, capacities, strict=True)]
-            index, free_bytes = fractions.index(min(fractions)), run_bytes
-        held[index] += size
+        if size > free_bytes and any(held.values()):
+            fractions = {d: (held[d] + size) / capacities[d] for d in devices}
+            home, free_bytes = min(devices, key=fractions.__getitem__), run_bytes
+        held[home] += size
         free_bytes -= size
         for parameter in own:
-            _move(parameter, devices[index])
+            _move(parameter, home)
         for buffer in submodule.buffers(recurse=False):
             _move(buffer, devices[0])
     if len(devices) > 1 and refuse_alone not in module._forward_pre_hooks.values():
@@ -100,10 +100,9 @@ def _move(tensor: torch.Tensor, device: torch.device) -> None:
         tensor.grad.data = tensor.grad.data.to(device)
 
 
-def _capacities(devices: Sequence[torch.device]) -> list[int]:
+def _capacities(devices: Sequence[torch.device]) -> dict[torch.device, int]:
     """Return the bytes of memory of each device, or 1 for all if any does not tell."""
-    modules = [torch.get_device_module(device) for device in devices]
-    if not all(hasattr(module, "get_device_properties") for module in modules):
-        return [1] * len(devices)
-    pairs = zip(modules, devices, strict=True)
-    return [module.get_device_properties(device).total_memory for module, device in pairs]
+    modules = {device: torch.get_device_module(device) for device in devices}
+    if not all(hasattr(module, "get_device_properties") for module in modules.values()):
+        return dict.fromkeys(devices, 1)
+    return {d: module.get_device_properties(d).total_memory for d, module in modules.items()}

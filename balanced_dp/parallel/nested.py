@@ -6,13 +6,10 @@ import copy
 import dataclasses
 from collections import deque
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence, Set
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.nn.utils.rnn import PackedSequence
-
-Path = tuple[str, ...]
-"""The names that lead to a value in nested containers, outermost first."""
 
 
 def items(container: object) -> list[tuple[str, Any]] | None:
@@ -35,22 +32,13 @@ def items(container: object) -> list[tuple[str, Any]] | None:
     return None
 
 
-def checked_items(
-    value: object, path: Path, error: type[Exception]
-) -> list[tuple[str, Any]] | None:
-    """Return the named items of an input or output, as ``items`` does.
-
-    Args:
-        value: the container or leaf.
-        path: its path, for the message.
-        error: the type of the exception.
+def checked_items(value: object, path: str, error: type[Exception]) -> list[tuple[str, Any]] | None:
+    """Return the items of the input or output at ``path``, each with its dotted path, or None.
 
     Raises:
-        Exception: of type ``error``, if ``value`` holds tensors but can be neither split nor
-            joined.
+        error: the value holds tensors but can be neither split nor joined.
     """
-    found = items(value)
-    where = ".".join(path) or "the output"
+    where = path or "the output"
     if isinstance(value, PackedSequence):
         raise error(
             f"{where} is a PackedSequence, which has no batch dimension to split; pass the padded "
@@ -61,14 +49,17 @@ def checked_items(
             f"{where} is a {type(value).__name__}, which belongs to one model and not to its "
             "replicas; call the model with use_cache=False"
         )
-    if found is None and isinstance(value, Mapping | Set | Sequence) and not isinstance(value, str):
+    found = items(value)
+    if found is not None:
+        return [(f"{path}.{name}".lstrip("."), child) for name, child in found]
+    if isinstance(value, Mapping | Set | Sequence) and not isinstance(value, str):
         held = value.values() if isinstance(value, Mapping) else value
         if any(isinstance(item, torch.Tensor) for item in held):
             raise error(
                 f"{where} is a {type(value).__name__}, which cannot be rebuilt with other "
                 "tensors; use a dict, list or tuple"
             )
-    return found
+    return None
 
 
 def is_cache(value: object) -> bool:
@@ -87,34 +78,22 @@ def tensors(value: object) -> Iterator[torch.Tensor]:
 
 def rebuild(container: Any, values: Sequence[Any]) -> Any:
     """Return a container like ``container`` that holds ``values``, in the order of its items."""
+    if isinstance(container, tuple):
+        make = getattr(container, "_make", type(container))  # of named tuples
+        return make(values)
+    result = copy.copy(container)  # keeps attributes, and needs no constructor
     if isinstance(container, MutableMapping):
-        return _rebuilt_mapping(container, values)
-    if dataclasses.is_dataclass(container):
-        result = copy.copy(cast(Any, container))
+        attributes = getattr(container, "__dict__", {})
+        if attributes is container:
+            result.__dict__ = result
+        for (key, old), new in zip(container.items(), values, strict=True):
+            result[key] = new
+            if key in attributes and attributes[key] is old:  # as those of ModelOutput are
+                result.__dict__[key] = new
+    elif dataclasses.is_dataclass(container):
         for (name, _), value in zip(items(container) or (), values, strict=True):
             object.__setattr__(result, name, value)  # works for frozen ones, too
-        return result
-    if hasattr(container, "_fields"):
-        return container._make(values)
-    if isinstance(container, list | deque):
-        result = copy.copy(container)  # keeps attributes, and needs no constructor
+    else:
         result.clear()
         result.extend(values)
-        return result
-    return type(container)(values)
-
-
-def _rebuilt_mapping(container: MutableMapping[Any, Any], values: Sequence[Any]) -> Any:
-    result: Any = copy.copy(container)
-    replaced = {id(old): new for old, new in zip(list(container.values()), values, strict=True)}
-    for key, value in zip(list(container), values, strict=True):
-        result[key] = value
-    # Some dictionaries, as ModelOutput, have their items as attributes, too.
-    attributes = getattr(container, "__dict__", {})
-    if attributes is container:
-        result.__dict__ = result
-    else:
-        for name, old in attributes.items():
-            if id(old) in replaced:
-                result.__dict__[name] = replaced[id(old)]
     return result

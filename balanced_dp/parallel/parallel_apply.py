@@ -7,9 +7,7 @@ import contextvars
 import functools
 import os
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any
 
@@ -48,14 +46,25 @@ def parallel_apply(
         BaseException: the exception of the first call that failed, unchanged, after all have ended.
         KeyboardInterrupt: after all have ended; a second one does not wait for ``workers``.
     """
-    state = ThreadState.of_caller(devices)
+    restored = _state_of_caller(devices)
     results: dict[int, Any] = {}
     errors: dict[int, BaseException] = {}
     jobs: dict[torch.device, dict[int, Callable[[], Any]]] = {}
     for index, (device, function) in enumerate(zip(devices, functions, strict=True)):
         args, kwargs = arguments[index]
-        call = traced(functools.partial(function, *args, **kwargs), index)
+        call = functools.partial(traced, index, function, *args, **kwargs)
         jobs.setdefault(device, {})[index] = call
+
+    def work(device: torch.device, job: dict[int, Callable[[], Any]]) -> None:
+        try:
+            for index, call in job.items():
+                with restored(device):
+                    results[index] = call()
+        except BaseException as error:
+            errors[index] = error
+        finally:
+            job.clear()
+
     others = list(jobs.items())
     # Autograd runs the nodes of all emulated devices in one thread, the highest sequence number
     # first, and each thread counts by itself. If all forward passes run in such threads, the
@@ -66,13 +75,11 @@ def parallel_apply(
         ends: list[threading.Event] = []
         try:
             for device, job in others:
-                work = functools.partial(_work, job, device, state, results, errors)
                 # Each in a copy of its own: a context cannot be entered twice at a time.
-                run = functools.partial(contextvars.copy_context().run, work)
-                ends.append(threads.submit(device, run))
+                run = contextvars.copy_context().run
+                ends.append(threads.submit(device, functools.partial(run, work, device, job)))
             if first is not None:
-                work = functools.partial(_work, first[1], first[0], state, results, errors)
-                contextvars.copy_context().run(work) if others else work()
+                contextvars.copy_context().run(work, *first) if others else work(*first)
             _wait(ends)
         except BaseException:  # the replicas still work on the caller's tensors
             if not any(isinstance(error, KeyboardInterrupt) for error in errors.values()):
@@ -100,33 +107,15 @@ def _wait(events: Sequence[threading.Event]) -> None:
         event.wait()
 
 
-def _work(
-    job: dict[int, Callable[[], Any]],
-    device: torch.device,
-    state: ThreadState,
-    results: dict[int, Any],
-    errors: dict[int, BaseException],
-) -> None:
-    try:
-        for index, call in job.items():
-            try:
-                with state.restored(device):
-                    results[index] = call()
-            except BaseException as error:
-                errors[index] = error
-                return
-    finally:
-        job.clear()
-
-
 class Workers:
     """Threads that wait for calls: one for each device, started when it is first needed.
 
-    They end with ``close``, or with this object. A forked process starts its own.
+    They end with ``close``, or with this object. A forked process starts its own. Unlike
+    ``ThreadPoolExecutor``, they accept work after the main thread has ended, while others train.
     """
 
     def __init__(self) -> None:
-        self._workers: dict[torch.device, _Worker] = {}
+        self._threads: dict[torch.device, tuple[threading.Thread, SimpleQueue[Any]]] = {}
         self._pid = os.getpid()
         self.in_use = threading.Lock()
         """Held by the call that uses the threads."""
@@ -141,48 +130,31 @@ class Workers:
         each thread that uses a device.
         """
         if self._pid != os.getpid():  # forked, without the threads
-            self._workers, self._pid = {}, os.getpid()
-        if device not in self._workers:
-            self._workers[device] = _Worker(f"replicas on {device}")
-        return self._workers[device].submit(work)
+            self._threads, self._pid = {}, os.getpid()
+        if device not in self._threads:
+            queue: SimpleQueue[Any] = SimpleQueue()
+            name = f"replicas on {device}"
+            thread = threading.Thread(target=_serve, args=(queue,), name=name, daemon=True)
+            thread.start()
+            self._threads[device] = thread, queue
+        end = threading.Event()
+        self._threads[device][1].put((work, end))
+        return end
 
     def close(self) -> None:
         """End the threads, and wait for them unless called by one. A later call starts new ones."""
-        workers, self._workers = list(self._workers.values()), {}
+        ended, self._threads = list(self._threads.values()), {}
+        for _, queue in ended:
+            queue.put(None)
+        threads = [thread for thread, _ in ended]
         # Inside forward, several may call this, and none may wait for another.
-        waits = not any(worker.is_current() for worker in workers)
-        for worker in workers:
-            worker.close(waits)
+        if threading.current_thread() not in threads:
+            for thread in threads:
+                thread.join()
 
-
-class _Worker:
-    """A thread that runs one piece of work after the other.
-
-    Unlike ``ThreadPoolExecutor`` it accepts work after the main thread has ended, while other
-    threads still train.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._queue: SimpleQueue[Any] = SimpleQueue()
-        self._thread = threading.Thread(target=_serve, args=(self._queue,), name=name, daemon=True)
-        self._thread.start()
-        weakref.finalize(self, self._queue.put, None).atexit = False
-
-    def submit(self, work: Callable[[], None]) -> threading.Event:
-        """Run ``work`` in the thread, and return an event that is set at its end."""
-        end = threading.Event()
-        self._queue.put((work, end))
-        return end
-
-    def is_current(self) -> bool:
-        """Return whether it is the thread that asks."""
-        return self._thread is threading.current_thread()
-
-    def close(self, waits: bool) -> None:
-        """End the thread after the work that it has been given, and wait for that if asked to."""
-        self._queue.put(None)
-        if waits:
-            self._thread.join()
+    def __del__(self) -> None:
+        for _, queue in self._threads.values():
+            queue.put(None)
 
 
 def _serve(queue: SimpleQueue[Any]) -> None:
@@ -238,50 +210,42 @@ def _describe(
     return f"{where}, with {chunk_sizes[index]} of the batch's {sum(chunk_sizes)} samples"
 
 
-@dataclass(frozen=True, slots=True)
-class ThreadState:
-    """What torch keeps for each thread, to be restored in another one."""
+def _state_of_caller(
+    devices: Sequence[torch.device],
+) -> Callable[[torch.device], contextlib.AbstractContextManager[None]]:
+    """Return what restores the state that torch keeps for each thread in another one.
 
-    grad_enabled: bool
-    inference_mode: bool
-    autocasts: list[dict[str, Any]]
-    streams: dict[torch.device, torch.Stream]
-
-    @classmethod
-    def of_caller(cls, devices: Sequence[torch.device]) -> ThreadState:
-        """Return the calling thread's state, with its current streams on ``devices``."""
-        types = {"cpu", *(device.type for device in devices)}
-        return cls(
-            grad_enabled=torch.is_grad_enabled(),
-            inference_mode=torch.is_inference_mode_enabled(),
-            autocasts=[
-                {
-                    "device_type": device_type,
-                    "dtype": torch.get_autocast_dtype(device_type),
-                    "cache_enabled": torch.is_autocast_cache_enabled(),
-                }
-                for device_type in types
-                if torch.amp.is_autocast_available(device_type)
-                and torch.is_autocast_enabled(device_type)
-            ],
-            streams={
-                device: torch.get_device_module(device).current_stream(device)
-                for device in devices
-                if has_streams(device)
-            },
+    That is a function from a device to a context manager in which it is current.
+    """
+    grad_enabled, inference_mode = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    autocasts = [
+        functools.partial(
+            torch.autocast,
+            device_type,
+            dtype=torch.get_autocast_dtype(device_type),
+            cache_enabled=torch.is_autocast_cache_enabled(),
         )
+        for device_type in {"cpu", *(device.type for device in devices)}
+        if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
+    ]
+    streams = {
+        device: torch.get_device_module(device).current_stream(device)
+        for device in devices
+        if has_streams(device)
+    }
 
     @contextlib.contextmanager
-    def restored(self, device: torch.device) -> Iterator[None]:
-        """Restore the state in the current thread, with ``device`` current."""
+    def restored(device: torch.device) -> Iterator[None]:
         module = torch.get_device_module(device)
         with contextlib.ExitStack() as stack:
-            stack.enter_context(torch.inference_mode(self.inference_mode))
-            stack.enter_context(torch.set_grad_enabled(self.grad_enabled))
-            for autocast in self.autocasts:
-                stack.enter_context(torch.autocast(**autocast))
+            stack.enter_context(torch.inference_mode(inference_mode))
+            stack.enter_context(torch.set_grad_enabled(grad_enabled))
+            for autocast in autocasts:
+                stack.enter_context(autocast())
             if hasattr(module, "device"):  # the CPU has no current device
                 stack.enter_context(module.device(device))
-            if device in self.streams:
-                stack.enter_context(on_stream(self.streams[device]))
+            if device in streams:
+                stack.enter_context(on_stream(streams[device]))
             yield
+
+    return restored

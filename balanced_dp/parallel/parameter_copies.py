@@ -34,10 +34,7 @@ class ParameterCopies:
         self._lock = threading.Lock()
 
     def on(
-        self,
-        devices: Iterable[torch.device],
-        parameters: Sequence[torch.Tensor],
-        home: torch.device | None = None,
+        self, devices: Iterable[torch.device], parameters: Sequence[torch.Tensor]
     ) -> tuple[Copies, Arrivals]:
         """Return the parameters on each device, and the events of their arrival.
 
@@ -46,39 +43,35 @@ class ParameterCopies:
         Args:
             devices: the destinations; a device may repeat.
             parameters: the parameters, none twice.
-            home: the device that all of them are on, if there is one.
 
         Raises:
             RuntimeError: inside ``shared``, a parameter that is trained has changed.
         """
         result: dict[torch.device, Sequence[torch.Tensor]] = dict.fromkeys(devices, parameters)
-        homes = {parameter.device for parameter in parameters} if home is None else {home}
+        homes = {parameter.device for parameter in parameters}
         away = [device for device in result if homes - {device}]
+        block = self._block
         # Deferred gradients are added to leaves: the graph of other tensors is freed by then.
-        shared = self._block
-        is_shared = shared is not None and all(p.is_leaf for p in parameters)
-        block = shared if shared is not None and is_shared else _Block()
+        if block is None or not all(parameter.is_leaf for parameter in parameters):
+            block = _Block(is_shared=False)
         arrivals = Arrivals()
         if away:
             with block.lock:
-                result.update(block.on(away, parameters, None if is_shared else arrivals))
+                result.update(block.on(away, parameters, arrivals))
         return result, arrivals
 
     @contextlib.contextmanager
     def shared(self) -> Iterator[None]:
         """Context manager in which all calls use the same copies; reduces gradients at its end."""
         with self._lock:
-            is_nested = self._block is not None
-            if not is_nested:
-                self._block = block = _Block()
-        if is_nested:
-            yield
-            return
+            outer = self._block
+            block = self._block = outer or _Block(is_shared=True)
         try:
             yield
         finally:
-            self._block = None
-            block.deferred.end()
+            if outer is None:
+                self._block = None
+                block.deferred.end()
 
 
 # torch gives its own autograd functions no types, so each call of apply() ignores that.
@@ -154,16 +147,22 @@ def _will_execute_all(node: Any) -> bool:
 
 
 class _Block:
-    """The copies that one call uses, or all calls inside ``ParameterCopies.shared``."""
+    """The copies that one call uses, or all calls inside ``ParameterCopies.shared``.
 
-    def __init__(self) -> None:
+    Args:
+        is_shared: whether several calls use them. Then current streams wait for all copies, and
+            gradients are deferred until the end of the block.
+    """
+
+    def __init__(self, is_shared: bool) -> None:
+        self._is_shared = is_shared
         self._copies: dict[torch.device, Sequence[torch.Tensor]] = {}
         self._streams: dict[torch.device, torch.Stream] = {}
         """The streams on which the copies were made."""
         self._outputs: dict[torch.device, list[torch.Tensor]] = {}
         """The same copies, as outputs of autograd nodes where they require gradients."""
-        self._trained: list[torch.Tensor] = []
-        self._versions: dict[int, int] = {}
+        self._versions: dict[torch.Tensor, int] = {}
+        """The versions of the trained parameters in the first call."""
         self.lock = threading.Lock()
         """Held by the call that makes copies: all calls of a block share them."""
         self.deferred = DeferredGradients()
@@ -172,29 +171,27 @@ class _Block:
         self,
         devices: Sequence[torch.device],
         parameters: Sequence[torch.Tensor],
-        arrivals: Arrivals | None,
+        arrivals: Arrivals,
     ) -> Copies:
         """Return the copies on each device; differentiable if gradients are enabled.
 
         Args:
             devices: the destinations, none twice.
             parameters: the originals.
-            arrivals: records when the copies are complete. If None, other calls use them as well:
-                current streams wait for all copies, and gradients are deferred until the end of
-                the block.
+            arrivals: records when copies that are not shared are complete.
         """
-        is_shared, has_gradients = arrivals is None, torch.is_grad_enabled()
+        has_gradients = torch.is_grad_enabled()
         # Tensors of inference mode could not be used outside it.
         with torch.inference_mode(False), torch.no_grad():
             missing = [device for device in devices if device not in self._copies]
-            self._copies.update(copy_to(missing, parameters, arrivals))
+            self._copies.update(copy_to(missing, parameters, None if self._is_shared else arrivals))
             if any(map(vars, parameters)) or not has_gradients:
                 for device in missing:
                     for original, copy in zip(parameters, self._copies[device], strict=True):
                         copy.requires_grad_(original.requires_grad)
                         copy_attributes(original, copy)
-        self._record_streams(devices)
-        if is_shared:
+        if self._is_shared:
+            self._record_streams(devices)
             self._check_unchanged(parameters)
         if not has_gradients:
             return {device: self._copies[device] for device in devices}
@@ -202,7 +199,7 @@ class _Block:
         missing = [device for device in devices if device not in self._outputs]
         if missing:
             nodes = self._make_nodes(missing, parameters)
-            if is_shared:
+            if self._is_shared:
                 self.deferred.begin(parameters, nodes)
         return {device: self._outputs[device] for device in devices}
 
@@ -257,10 +254,9 @@ class _Block:
 
     def _check_unchanged(self, parameters: Sequence[torch.Tensor]) -> None:
         # Forward itself may write to frozen ones, see WrittenState.
-        trained = [p for p in parameters if p.requires_grad and not p.is_inference()]
-        versions = {id(parameter): parameter._version for parameter in trained}
-        if not self._trained:
-            self._trained, self._versions = trained, versions
+        trained = (p for p in parameters if p.requires_grad and not p.is_inference())
+        versions = {parameter: parameter._version for parameter in trained}
+        self._versions = self._versions or versions
         if versions != self._versions:
             raise RuntimeError(
                 "a parameter was changed inside shared_weights() or accumulate(), whose calls all "

@@ -13,7 +13,7 @@ from .gather import ScalarOutputs, check_scalar_outputs, gather
 from .losses.join import ChunkLosses, OutputHistory
 from .losses.trace import Trace
 from .parallel_apply import Workers, parallel_apply
-from .scatter import Scattered, scatter_arguments
+from .scatter import Scattered, scatter
 
 _REMEDY = (
     "it holds one output for each device; compute the loss with BalancedCriterion, use map, or "
@@ -135,7 +135,7 @@ class PerDevice(Scattered):
             ArgumentError: ``scalar_outputs`` is none of these.
         """
         check_scalar_outputs(scalar_outputs)
-        arguments = scatter_arguments(
+        arguments = scatter(
             function, (self, *args), kwargs, self.devices, self.chunk_sizes, self.dim
         )
         warned = set() if self._losses is None else self._losses.history.warned
@@ -162,15 +162,7 @@ class PerDevice(Scattered):
         scalar_outputs: ScalarOutputs = "auto",
         dim: int | None = None,
     ) -> Any:
-        """Call a function for each output, on its device, and join the results.
-
-        Args:
-            functions: one for each output.
-            arguments: those of each function.
-            losses: the record of the call.
-            scalar_outputs: how 0-dim results are joined, as in ``map``.
-            dim: the batch dimension of the results; by default that of the outputs.
-        """
+        """Call a function for each output, on its device, and join the results along ``dim``."""
         with losses.recording():
             results = parallel_apply(
                 functions, arguments, self.devices, self.chunk_sizes, self.workers
@@ -181,11 +173,7 @@ class PerDevice(Scattered):
 
 
 def only_output(value: Any) -> Any:
-    """Return the only output of a ``PerDevice``, and anything else as it is.
-
-    Raises:
-        ScatterError: there are several outputs.
-    """
+    """Return the only output of a ``PerDevice``, and anything else as it is."""
     if not isinstance(value, PerDevice):
         return value
     if len(value) > 1:

@@ -7,9 +7,9 @@ import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from itertools import chain, compress
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,110 +17,93 @@ from torch.utils.hooks import RemovableHandle
 
 from ..errors import warn
 from ..free_threading import is_free_threaded_build
-from .arrivals import Arrivals, ArrivingParameters, parameters_of
-from .bound_methods import HOOKS, bind_to_replicas
-from .homes import refuse_alone
-
-_DICTIONARIES = ("_modules", "_parameters", "_buffers", *HOOKS)
+from .arrivals import Arrivals, ArrivingParameters
+from .bound_methods import DICTIONARIES, HOOKS, bind_to_replicas
 
 _OF_ANY_MODULE = vars(nn.Module()).keys() - {"training"}
 """Attributes that a forward pass does not assign, although it may change their contents."""
-
-
-class Members:
-    """All submodules, parameters or buffers of a module, each once, and where they are registered.
-
-    Args:
-        kind: the attribute of a module in which they are registered.
-        values: the first of them, in order.
-    """
-
-    def __init__(
-        self, kind: Literal["_modules", "_parameters", "_buffers"], values: Iterable[Any] = ()
-    ) -> None:
-        self.kind = kind
-        self.values = list(values)
-        self._positions = {id(value): position for position, value in enumerate(self.values)}
-        self._places: list[tuple[int, str, int]] = []  # index of the module, name, position
-
-    def add(self, index: int, members: Mapping[str, Any]) -> None:
-        """Add the members of the module with this index."""
-        for name, value in members.items():
-            if value is not None:
-                position = self._positions.setdefault(id(value), len(self.values))
-                if position == len(self.values):
-                    self.values.append(value)
-                self._places.append((index, name, position))
-
-    def places(
-        self, attributes: Sequence[Mapping[str, dict[str, Any]]]
-    ) -> list[tuple[dict[str, Any], str, int]]:
-        """Return the dictionary, name and position of each member in the modules of a replica.
-
-        ``Module.__setattr__`` would find the dictionary itself, but registers as a parameter
-        nothing but an ``nn.Parameter``.
-
-        Args:
-            attributes: the ``__dict__`` of each module.
-        """
-        return [(attributes[i][self.kind], name, position) for i, name, position in self._places]
 
 
 class Replica:
     """A replica of a module.
 
     Args:
-        originals: the submodules that it copies.
-        parameters: the parameters that they have.
-        buffers: the buffers that they have.
+        originals: the submodules of the module, each once.
+        parameters: their parameters, each once.
+        buffers: their buffers, each once.
 
     Attributes:
         modules: the copies, in the order of ``originals``; the first is that of the module itself.
     """
 
-    def __init__(self, originals: Members, parameters: Members, buffers: Members) -> None:
-        self.modules: list[Any] = list(map(_shallow_copy, originals.values))
+    def __init__(
+        self,
+        originals: Sequence[nn.Module],
+        parameters: Sequence[torch.Tensor],
+        buffers: Sequence[torch.Tensor],
+    ) -> None:
+        self.modules: list[Any] = list(map(_shallow_copy, originals))
         self._attributes = [copy.__dict__ for copy in self.modules]
         self._register_children(originals)
-        has_bound = bind_to_replicas(originals.values, self.modules)
+        has_bound = bind_to_replicas(originals, self.modules)
         # These keep what end() does not reset.
-        self._is_for_one_call = has_bound or any(map(_replicates_itself, originals.values))
-        self._parameters = parameters.places(self._attributes)
-        self._buffers = buffers.places(self._attributes)
+        self._is_for_one_call = has_bound or any(map(_replicates_itself, originals))
+        self._parameters = self._places("_parameters", originals, parameters)
+        self._buffers = self._places("_buffers", originals, buffers)
         self._arriving: list[dict[str, Any]] = []
         self._rnns = [module for module in self.modules if isinstance(module, nn.RNNBase)]
-        self._child_dicts = [a["_modules"] for a in self._attributes]
-        hooks = [a[kind] for a in self._attributes for kind in HOOKS]
-        self._hooks = list(filter(None, hooks))
-        self._without_hooks = [own for own in hooks if not own]
-        self._num_hooks_of_any = RemovableHandle.next_id
-        self._tensor_dicts = [
-            a[kind] for a in self._attributes for kind in ("_parameters", "_buffers")
-        ]
-        self._filled_dicts = list(
-            filter(None, [*self._tensor_dicts, *self._child_dicts, *self._hooks])
-        )
-        self._reset_dicts = [*self._attributes, *self._tensor_dicts]
-        self._as_made = [
-            *(a.copy() for a in self._attributes),
-            *map(dict.fromkeys, self._tensor_dicts),
-        ]
-        # A call may have changed these; they are few, so that it takes little time to reset them.
-        values = [{k: v for k, v in d.items() if k not in _OF_ANY_MODULE} for d in self._as_made]
-        self._changeable = list(compress(self._reset_dicts, values))
-        self._values = list(filter(None, values))
-        self._num_members = list(map(len, self._reset_dicts))
+        self._watch()
         self._thread = threading.get_ident()
         # sys.getrefcount counts local variables, so none may hold a module. The fingerprint holds
         # references itself, so the second one is what a call must leave.
         self._fingerprint = self._take_fingerprint()
         self._fingerprint = self._take_fingerprint()
 
-    def _register_children(self, originals: Members) -> None:
-        for members, name, position in originals.places(self._attributes):
+    def _register_children(self, originals: Sequence[nn.Module]) -> None:
+        for members, name, position in self._places("_modules", originals, originals):
             members[name] = self.modules[position]
         for module in filter(is_compiled, self.modules):
             module._initialize()  # binds its forward to the replica
+
+    def _places(
+        self, kind: str, originals: Sequence[nn.Module], values: Sequence[Any]
+    ) -> list[tuple[dict[str, Any], str, int]]:
+        """Return the dictionary, name and position in ``values`` of each member of the modules.
+
+        ``Module.__setattr__`` would find the dictionary itself, but registers as a parameter
+        nothing but an ``nn.Parameter``.
+
+        Args:
+            kind: the attribute of a module in which they are registered.
+            originals: the modules that hold ``values``.
+            values: all members of this kind.
+        """
+        positions = {id(value): position for position, value in enumerate(values)}
+        return [
+            (own[kind], name, positions[id(value)])
+            for original, own in zip(originals, self._attributes, strict=True)
+            for name, value in original.__dict__[kind].items()
+            if value is not None
+        ]
+
+    def _watch(self) -> None:
+        """Note what a call must not change, and what is reset after it."""
+        attributes = self._attributes
+        tensors = [own[kind] for own in attributes for kind in ("_parameters", "_buffers")]
+        children = [own["_modules"] for own in attributes]
+        hooks = [own[kind] for own in attributes for kind in HOOKS]
+        self._num_hooks_of_any = RemovableHandle.next_id
+        self._without_hooks = [own for own in hooks if not own]
+        self._constant = [*children, *filter(None, hooks)]
+        self._named = list(filter(None, [*tensors, *self._constant]))
+        self._counted = [*attributes, *tensors, *children]
+        self._reset = [*attributes, *tensors]
+        self._as_made = [*map(dict.copy, attributes), *map(dict.fromkeys, tensors)]
+        self._num_members = list(map(len, self._reset))
+        # A call may have changed these; they are few, so that it takes little time to reset them.
+        values = [{k: v for k, v in d.items() if k not in _OF_ANY_MODULE} for d in self._as_made]
+        self._changeable = list(compress(self._reset, values))
+        self._values = list(filter(None, values))
 
     def begin(
         self,
@@ -158,56 +141,31 @@ class Replica:
             attributes = self._arriving.pop()
             attributes["_parameters"] = attributes["_parameters"].plain
 
-    def state(self) -> list[dict[str, tuple[Any, int]]]:
-        """Return the attributes of each module, and the lengths of containers.
+    def end(self) -> bool:
+        """Remove the tensors, and whatever else a call has left, and return whether that is all.
 
-        Of modules that set weights on purpose, only parameters and submodules are returned.
-        """
-        return [
-            {
-                name: (value, len(value) if isinstance(value, list | dict | set) else 0)
-                for name, value in chain(
-                    parameters_of(module).items(),
-                    module._modules.items(),
-                    *(
-                        ()
-                        if _sets_weights(module)
-                        else (vars(module).items(), module._buffers.items())
-                    ),
-                )
-            }
-            for module in self.modules
-        ]
-
-    def is_recyclable(self) -> bool:
-        """Return whether nobody else refers to its modules, and these have changed nothing.
-
-        Activation checkpointing, for example, keeps modules, or dictionaries of them, until
-        backward.
+        If nobody else refers to its modules, and these have changed nothing else, the replica may
+        be used again. Activation checkpointing, for example, keeps modules, or dictionaries of
+        them, until backward; then the tensors stay.
         """
         # There are many dictionaries of hooks, so look only if a hook was registered, on anything.
         may_have_hooks = RemovableHandle.next_id != self._num_hooks_of_any
         # A free-threaded build adds up the references of the thread that made an object and those
         # of all others. Only that thread reads both at one time; to others the sum is a guess.
         counts_exactly = self._thread == threading.get_ident() or not is_free_threaded_build()
-        return (
-            not self._is_for_one_call
-            and counts_exactly
-            and self._take_fingerprint() == self._fingerprint
-            and not (may_have_hooks and any(self._without_hooks))
-        )
-
-    def has_other_dictionaries(self) -> bool:
-        """Return whether a call has registered the first hooks, or replaced a dictionary.
-
-        ``is_recyclable`` need not show that.
-        """
-        return any(self._without_hooks) or any(
-            attributes[kind] is not as_made[kind]
-            # _as_made goes on with the dictionaries of tensors.
-            for attributes, as_made in zip(self._attributes, self._as_made, strict=False)
-            for kind in _DICTIONARIES
-        )
+        if (
+            self._is_for_one_call
+            or not counts_exactly
+            or self._take_fingerprint() != self._fingerprint
+            or (may_have_hooks and any(self._without_hooks))
+        ):
+            return False
+        deque(map(dict.update, self._changeable, self._values), maxlen=0)  # a loop in C
+        if list(map(len, self._reset)) != self._num_members:  # there are new ones
+            for members, as_made in zip(self._reset, self._as_made, strict=True):
+                members.clear()
+                members.update(as_made)
+        return True
 
     def _take_fingerprint(self) -> tuple[list[Any], ...]:
         """Return what a call must not have changed, if another one is to use the replica.
@@ -217,27 +175,12 @@ class Replica:
         dictionaries that were not empty.
         """
         return (
-            list(map(sys.getrefcount, chain(self.modules, self._reset_dicts, self._child_dicts))),
+            list(map(sys.getrefcount, chain(self.modules, self._counted))),
             list(map(weakref.getweakrefcount, self.modules)),
             list(map(type, self.modules)),
-            list(chain.from_iterable(self._filled_dicts)),
-            gc.get_referents(*self._child_dicts, *self._hooks),
+            list(chain.from_iterable(self._named)),
+            gc.get_referents(*self._constant),
         )
-
-    def end(self) -> None:
-        """Remove the tensors, and whatever else a call has left."""
-        deque(map(dict.update, self._changeable, self._values), maxlen=0)  # a loop in C
-        if list(map(len, self._reset_dicts)) != self._num_members:  # there are new ones
-            for members, as_made in zip(self._reset_dicts, self._as_made, strict=True):
-                members.clear()
-                members.update(as_made)
-
-
-def _sets_weights(module: nn.Module) -> bool:
-    """Return whether a module is torch's, or has hooks that may set a weight."""
-    hooks = module._forward_pre_hooks.values()
-    is_of_torch = type(module).__module__.startswith("torch.")
-    return is_of_torch or any(hook is not refuse_alone for hook in hooks)
 
 
 def _shallow_copy(module: nn.Module) -> nn.Module:
@@ -250,7 +193,7 @@ def _shallow_copy(module: nn.Module) -> nn.Module:
     attributes.update(module.__dict__, _is_replica=True)
     if type(module).zero_grad is nn.Module.zero_grad:
         attributes["zero_grad"] = _zero_grad_of_replica
-    for kind in _DICTIONARIES:
+    for kind in DICTIONARIES:
         attributes[kind] = attributes[kind].copy()
     return copy
 

@@ -9,17 +9,15 @@ its modules.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import chain, compress
 from typing import Any
 
 import torch
 from torch import nn
 
-from .bound_methods import HOOKS
-from .replica import Members, Replica, is_compiled
-
-_MEMBERS = ("_modules", "_parameters", "_buffers")
+from .bound_methods import DICTIONARIES
+from .replica import Replica, is_compiled
 
 
 class ReplicaPool:
@@ -29,8 +27,10 @@ class ReplicaPool:
         network: the module.
 
     Attributes:
-        names: the names of all submodules, each once.
-        is_compiled: whether one of them is what ``torch.compile`` returns.
+        modules: all submodules, each once.
+        parameters: the parameters of the module, each once.
+        buffers: the buffers of the module, each once.
+        is_compiled: whether a submodule is what ``torch.compile`` returns.
         num_calls: how many calls have taken replicas.
 
     Raises:
@@ -38,73 +38,51 @@ class ReplicaPool:
     """
 
     def __init__(self, network: nn.Module) -> None:
-        self._modules = Members("_modules", network.modules())
-        self._parameters = Members("_parameters")
-        self._buffers = Members("_buffers")
-        for index, module in enumerate(self._modules.values):
+        self.modules = list(network.modules())
+        for module in self.modules:
             _check_replicable(module)
-            for members in (self._modules, self._parameters, self._buffers):
-                members.add(index, module.__dict__[members.kind])
-        hooks = [module.__dict__[kind] for module in self._modules.values for kind in HOOKS]
-        self._hooks = list(filter(None, hooks))
-        self._without_hooks = [own for own in hooks if not own]
-        self._contents = _contents(self._modules.values, self._hooks)
-        self._waiting: list[Replica] = []
-        self.names = [name for name, _ in network.named_modules()]
-        self.is_compiled = any(map(is_compiled, self._modules.values))
+        self.parameters = self._members("_parameters")
+        self.buffers = self._members("_buffers")
+        self.is_compiled = any(map(is_compiled, self.modules))
         self.num_calls = 0
+        self._contents = _contents(self.modules)
+        self._waiting: list[Replica] = []
 
-    @property
-    def parameters(self) -> list[torch.Tensor]:
-        """The parameters of the module, each once."""
-        return self._parameters.values
-
-    @property
-    def buffers(self) -> list[torch.Tensor]:
-        """The buffers of the module, each once."""
-        return self._buffers.values
+    def _members(self, kind: str) -> list[torch.Tensor]:
+        """Return what the modules hold of a kind, as registered: neighbors are used together."""
+        values = chain.from_iterable(module.__dict__[kind].values() for module in self.modules)
+        return list({id(value): value for value in values if value is not None}.values())
 
     def is_of(self, network: nn.Module) -> bool:
         """Return whether ``network`` is the module, and its attributes have not changed."""
-        if self._modules.values[0] is not network or any(self._without_hooks):
-            return False
         *before, values_before = self._contents
-        *now, values_now = _contents(self._modules.values, self._hooks)
-        return before == now and all(map(operator.is_, values_before, values_now))
+        *now, values_now = _contents(self.modules)
+        is_same = self.modules[0] is network and before == now
+        return is_same and all(map(operator.is_, values_before, values_now))
 
     def take(self) -> Replica:
         """Return a replica that waited, or else a new one. ``begin`` gives it its tensors."""
         try:
             return self._waiting.pop()
         except IndexError:  # none waits, or another thread has just taken the last one
-            return Replica(self._modules, self._parameters, self._buffers)
+            return Replica(self.modules, self.parameters, self.buffers)
 
-    def recycle(self, replica: Replica, is_checked: bool) -> None:
-        """Keep a replica for another call, unless it has changed or somebody else refers to it.
-
-        Args:
-            replica: the replica.
-            is_checked: whether to look for dictionaries that a call has replaced, too.
-        """
-        if replica.is_recyclable() and not (is_checked and replica.has_other_dictionaries()):
-            replica.end()
+    def recycle(self, replica: Replica) -> None:
+        """Keep a replica for another call, unless it has changed or somebody else refers to it."""
+        if replica.end():
             self._waiting.append(replica)
 
 
 def _contents(
-    modules: Sequence[nn.Module], hooks: Iterable[dict[int, Any]]
+    modules: Sequence[nn.Module],
 ) -> tuple[list[type], list[int], list[str], list[Any]]:
     """Return the contents of modules: their types, and the sizes, keys and values of dictionaries.
 
     Compare the values by identity, since not all of them support equality.
-
-    Args:
-        modules: the modules.
-        hooks: those of their dictionaries of hooks that are not empty.
     """
     own = [module.__dict__ for module in modules]
-    members = chain.from_iterable(map(operator.itemgetter(*_MEMBERS), own))
-    dictionaries = [*own, *members, *hooks]
+    registered = chain.from_iterable(map(operator.itemgetter(*DICTIONARIES), own))
+    dictionaries = [*own, *registered]
     sizes = list(map(len, dictionaries))
     filled = list(compress(dictionaries, sizes))
     return (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -17,7 +17,7 @@ from .move import move
 from .parameter_copies import ParameterCopies, copy_attributes
 from .replica import Replica
 from .replica_pool import ReplicaPool
-from .written_state import WrittenState
+from .written_state import SetAttributes, WrittenState
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -77,9 +77,7 @@ class Replicator:
                 self._tensors, self._written_silently = tensors, {}
         _check_homes(pool.parameters, pool.buffers, homes)
         buffers = _buffers_of_replicas(devices, pool.buffers)
-        parameters, arrivals = self.copies.on(
-            devices, pool.parameters, homes[0] if len(homes) == 1 else None
-        )
+        parameters, arrivals = self.copies.on(devices, pool.parameters)
         if pool.is_compiled or Arrivals.are_traced:
             arrivals.join()
         replicas = []
@@ -102,14 +100,19 @@ class Replicator:
                 several replicas write, as far as found in the calls that are checked.
         """
         has_gradients = torch.is_grad_enabled()
-        is_shared = isinstance(replicas, Replicas) and replicas.has_originals
-        silently = self._written_silently.get(has_gradients)
-        state = WrittenState(network, replicas, silently, is_shared)
+        ours = replicas if isinstance(replicas, Replicas) else None
+        state = WrittenState(
+            network,
+            replicas,
+            self._written_silently.get(has_gradients),
+            is_shared=ours is not None and ours.has_originals,
+        )
+        attributes = SetAttributes(replicas[0]) if ours is not None and ours.is_checked else None
         try:
             yield
         finally:
-            if isinstance(replicas, Replicas):
-                replicas.join()
+            if ours is not None:
+                ours.join()
         self._written_silently[has_gradients] = state.write_back()
         name = type(network).__name__
         self._warn(
@@ -124,14 +127,18 @@ class Replicator:
             "max_norm, for example)",
             state.written_differently(),
         )
-        if isinstance(replicas, Replicas):
+        if attributes is not None:
             self._warn(
                 f"{name} sets {{}} in forward, but a call runs copies of the module, so this is "
                 "lost, or is that of a chunk; return it from forward (nn.DataParallel loses it, "
                 "too)",
-                replicas.lost_attributes(),
+                attributes.names(),
             )
-            replicas.recycle()
+            if attributes.have_other_dictionaries():
+                self.release()
+            del attributes  # it refers to modules
+        if ours is not None:
+            ours.recycle()
 
     def _warn(self, message: str, names: Sequence[str]) -> None:
         new = [name for name in names if name not in self._warned]
@@ -164,42 +171,37 @@ def _check_homes(
     buffers: Sequence[torch.Tensor],
     homes: Sequence[torch.device],
 ) -> None:
-    if len(homes) < 2:
-        if homes:
-            check_on_device(chain(parameters, buffers), homes[0])
+    if not homes:
         return
-    check_on_device(buffers, homes[0])
-    for parameter in parameters:
-        if parameter.device not in homes:
-            raise RuntimeError(
-                f"module must have its parameters on {', '.join(map(str, homes))} (device_ids), "
-                f"but found one of them on device: {parameter.device}"
-            )
+    check_on_device(buffers if len(homes) > 1 else chain(parameters, buffers), homes[0])
+    elsewhere = {parameter.device for parameter in parameters}.difference(homes)
+    if elsewhere:
+        raise RuntimeError(
+            f"module must have its parameters on {', '.join(map(str, homes))} (device_ids), "
+            f"but found one of them on device: {elsewhere.pop()}"
+        )
 
 
 def _buffers_of_replicas(
     devices: Sequence[torch.device], buffers: Sequence[torch.Tensor]
 ) -> list[Sequence[torch.Tensor]]:
     """Return the buffers of each replica: copies, unless the first has them on its device."""
-    away = [d for d in dict.fromkeys(devices) if any(buffer.device != d for buffer in buffers)]
+    homes = {buffer.device for buffer in buffers}
+    away = [device for device in dict.fromkeys(devices) if homes - {device}]
     sent = copy_to(away, buffers)
-
-    def copies_on(device: torch.device) -> list[torch.Tensor]:
+    have_attributes = any(map(vars, buffers))
+    copies: list[Sequence[torch.Tensor]] = []
+    for device in devices:
         # The first replica on a device gets what was sent, another one a copy of the original.
-        there = sent.pop(device, buffers)
-        pairs = zip(there, buffers, strict=True)
-        return [move(one, device, copy=True) if one is other else one for one, other in pairs]
-
-    first, *others = devices
-    copies = [sent.pop(first, buffers), *map(copies_on, others)]
-    if any(map(vars, buffers)):
-        for own in copies:
+        own = sent.pop(device, buffers)
+        if copies:
+            pairs = zip(own, buffers, strict=True)
+            own = [move(one, device, copy=True) if one is other else one for one, other in pairs]
+        if have_attributes:
             for buffer, copy in zip(buffers, own, strict=True):
                 copy_attributes(buffer, copy)
+        copies.append(own)
     return copies
-
-
-_NOTHING = (object(), 0)
 
 
 class Replicas(list[ModuleT]):
@@ -209,8 +211,11 @@ class Replicas(list[ModuleT]):
         pool: the pool that they return to.
         replicas: the replicas, as the pool has made them.
         arrivals: the parameters that are on their way.
-        has_originals: whether the first replica has no copies of parameters and buffers; an
-            attribute, too.
+        has_originals: whether the first replica has no copies of parameters and buffers.
+
+    Attributes:
+        has_originals: as given.
+        is_checked: whether to look for attributes that forward sets in this call.
     """
 
     def __init__(
@@ -218,16 +223,15 @@ class Replicas(list[ModuleT]):
         pool: ReplicaPool,
         replicas: list[Replica],
         arrivals: Arrivals,
-        has_originals: bool = False,
+        has_originals: bool,
     ) -> None:
         super().__init__(replica.modules[0] for replica in replicas)
         self._pool = pool
-        self.has_originals = has_originals
-        self._arrivals = arrivals
         self._replicas = replicas
+        self._arrivals = arrivals
+        self.has_originals = has_originals
         pool.num_calls = num_calls = pool.num_calls + 1  # other threads may count, too
-        is_checked = num_calls.bit_count() == 1  # the first, second, fourth, eighth and so on
-        self._before = replicas[0].state() if is_checked else None
+        self.is_checked = num_calls.bit_count() == 1  # the first, second, fourth, eighth and so on
 
     def join(self) -> None:
         """Let the streams on which the replicas were made wait for all parameters."""
@@ -238,31 +242,8 @@ class Replicas(list[ModuleT]):
     def __del__(self) -> None:
         self._arrivals.join()  # if the caller has not
 
-    def lost_attributes(self) -> list[str]:
-        """Return the names of attributes that forward has set; none if this call is not checked."""
-        if self._before is None:
-            return []
-        replica = self._replicas[0]
-        return [
-            f"{name}.{attribute}".lstrip(".")
-            for name, before, after in zip(
-                self._pool.names, self._before, replica.state(), strict=True
-            )
-            for attribute, value in after.items()
-            # Private ones are caches or flags: transformers installs its hooks in the first call.
-            if attribute[0] != "_" and not _is_same(before.get(attribute, _NOTHING), value)
-        ]
-
     def recycle(self) -> None:
         """Make the replicas available to the next call. The list is empty afterwards."""
-        is_checked, self._before = self._before is not None, None
         self.clear()
         while self._replicas:
-            self._pool.recycle(self._replicas.pop(), is_checked)
-
-
-def _is_same(before: tuple[Any, int], after: tuple[Any, int]) -> bool:
-    """Return whether an attribute is the same object of the same length, or an equal number."""
-    (old, old_length), (new, length) = before, after
-    is_plain = isinstance(new, int | float | str | bool | None) and type(new) is type(old)
-    return (old is new or (is_plain and old == new)) and old_length == length
+            self._pool.recycle(self._replicas.pop())

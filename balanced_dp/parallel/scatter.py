@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -15,7 +15,7 @@ from ..errors import ScatterError, warn
 from . import nested
 from .call_inputs import Arguments, named_arguments
 from .move import move
-from .nested import Path, checked_items
+from .nested import checked_items
 
 
 class Scattered(Sequence[Any]):
@@ -38,12 +38,8 @@ def find_batch_size(
 ) -> int | None:
     """Return the size along ``dim`` of the first tensor to split, or None if there is none.
 
-    Args:
-        inputs: the names and values of the arguments, positional ones first.
-        dim: the batch dimension.
-        broadcast: dotted paths of tensors, or of containers of tensors, that are not split.
-        split: dotted paths of sequences with an entry for each sample. If no tensor is split, the
-            batch size is the length of the first of these, or that of the first ``Scattered``.
+    If no tensor is split, it is the length of the first sequence that ``split`` names, or that of
+    the first ``Scattered``. The arguments are those of ``scatter``, with a name for each input.
 
     Raises:
         ScatterError: the tensor has no dimension ``dim``.
@@ -58,35 +54,42 @@ def find_batch_size(
 
 def _first_to_split(
     inputs: Iterable[tuple[str, Any]], broadcast: Collection[str], split: Collection[str]
-) -> tuple[Path, Any]:
+) -> tuple[str, Any]:
     """Return the path and value that determine the batch size; the value is None without any."""
-    sequences: list[tuple[Path, Any]] = []
-    for name, argument in inputs:
-        routes: list[tuple[Path, Any]] = [(tuple(name.split(".")), argument)]
-        while routes:
-            path, value = routes.pop(0)
-            is_named = ".".join(path) in split and not isinstance(value, torch.Tensor)
-            if is_named or isinstance(value, Scattered):
-                sequences.append((path, value))
-            elif isinstance(value, torch.Tensor):
-                if value.dim() > 0 and not _is_broadcast(path, broadcast):
-                    return path, value
-            else:
-                items = checked_items(value, path, ScatterError) or ()
-                routes[:0] = [((*path, name), child) for name, child in items]
-    return sequences[0] if sequences else ((), None)
+    first_sequence: tuple[str, Any] | None = None
+    for path, value in _all_to_split(inputs, broadcast, split):
+        if isinstance(value, torch.Tensor):
+            return path, value
+        first_sequence = first_sequence or (path, value)
+    return first_sequence or ("", None)
+
+
+def _all_to_split(
+    inputs: Iterable[tuple[str, Any]], broadcast: Collection[str], split: Collection[str]
+) -> Iterator[tuple[str, Any]]:
+    for path, value in inputs:
+        if isinstance(value, torch.Tensor):
+            if value.dim() > 0 and not _is_broadcast(path, broadcast):
+                yield path, value
+        elif isinstance(value, Scattered) or path in split:
+            yield path, value
+        else:
+            children = checked_items(value, path, ScatterError) or ()
+            yield from _all_to_split(children, broadcast, split)
 
 
 def scatter(
-    inputs: Iterable[tuple[str, Any]],
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
     devices: Sequence[torch.device],
     chunk_sizes: Sequence[int] | None,
     dim: int = 0,
     broadcast: Collection[str] = (),
     split: Collection[str] = (),
     warned: set[str] | None = None,
-) -> list[list[Any]]:
-    """Split the arguments, and return their values for each device, in order. Differentiable.
+) -> list[Arguments]:
+    """Return the arguments with which ``function`` is called on each device. Differentiable.
 
     Tensors of batch size along ``dim`` are split, and so are the sequences named in ``split``.
     0-dim tensors and those named in ``broadcast`` are copied whole to each device. Anything else is
@@ -95,7 +98,9 @@ def scatter(
     alive than the chunks need; then it is a copy.
 
     Args:
-        inputs: the names and values of the arguments.
+        function: the function, whose parameters give the arguments their names.
+        args: the positional arguments of the whole batch.
+        kwargs: its keyword arguments.
         devices: the destinations.
         chunk_sizes: the number of samples for each device. If None, nothing is split, and every
             tensor is copied whole to each device.
@@ -112,213 +117,171 @@ def scatter(
         BalanceWarning: another sequence is as long as the batch, so it may have one entry for each
             sample; or an object that is no container has tensors as attributes.
     """
-    inputs = list(inputs)
-    first_path: Path = ()
-    if chunk_sizes is not None:
-        first_path, _ = _first_to_split(inputs, broadcast, split)
+    inputs = named_arguments(function, args, kwargs)
     warned = set() if warned is None else warned
-    options = _Options(devices, chunk_sizes, dim, broadcast, split, warned, ".".join(first_path))
-    columns = [_scatter(value, tuple(name.split(".")), options) for name, value in inputs]
-    return [[column[i] for column in columns] for i in range(len(devices))]
-
-
-def scatter_arguments(
-    function: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    devices: Sequence[torch.device],
-    chunk_sizes: Sequence[int] | None,
-    dim: int = 0,
-    broadcast: Collection[str] = (),
-    split: Collection[str] = (),
-    warned: set[str] | None = None,
-) -> list[Arguments]:
-    """Return the arguments with which ``function`` is called on each device; see ``scatter``."""
-    named = named_arguments(function, args, kwargs)
-    chunks = scatter(named, devices, chunk_sizes, dim, broadcast, split, warned)
+    call = _Scatter(inputs, devices, chunk_sizes, dim, broadcast, split, warned)
+    columns = [call.scatter(value, path) for path, value in inputs]
+    chunks = [tuple(column[i] for column in columns) for i in range(len(devices))]
     count = len(args)
-    return [
-        (tuple(chunk[:count]), dict(zip(kwargs, chunk[count:], strict=True))) for chunk in chunks
-    ]
+    return [(chunk[:count], dict(zip(kwargs, chunk[count:], strict=True))) for chunk in chunks]
 
 
 @dataclass(frozen=True, slots=True)
-class _Options:
+class _Scatter:
     """The arguments of ``scatter``."""
 
+    inputs: Sequence[tuple[str, Any]]
     devices: Sequence[torch.device]
     chunk_sizes: Sequence[int] | None
     dim: int
     broadcast: Collection[str]
     split: Collection[str]
     warned: set[str]
-    first_name: str
-    """The path of the tensor that determines the batch size."""
 
+    def scatter(self, value: Any, path: str) -> list[Any]:
+        """Return the value for each device."""
+        if isinstance(value, torch.Tensor):
+            parts = self._parts(value, path)
+            return [move(part, device) for part, device in zip(parts, self.devices, strict=True)]
+        if isinstance(value, Scattered):
+            return self._checked_entries(value, path)
+        if self.chunk_sizes is None:
+            if isinstance(value, PackedSequence):
+                # Torch's stubs know PackedSequence.to with a dtype only.
+                return [value.to(device) for device in self.devices]  # type: ignore[arg-type]
+        elif path in self.split:
+            return self._scatter_sequence(value, path, self.chunk_sizes)
+        elif self._looks_like_samples(value):
+            self._warn(
+                path,
+                f"input {path} is a {type(value).__name__} as long as the batch, {len(value)}, "
+                f"but is passed whole to each device; split=({path!r},) gives each the entries of "
+                f"its samples, and broadcast=({path!r},) silences this warning",
+            )
+        children = checked_items(value, path, ScatterError)
+        if children is None:
+            self._warn_if_it_hides_tensors(value, path)
+            return [value] * len(self.devices)
+        try:
+            columns = [self.scatter(child, name) for name, child in children]
+        except ScatterError as error:
+            if not self._is_as_long_as_the_batch(value):
+                raise
+            raise ScatterError(
+                f"{error}; if {path} has one entry for each sample, split=({path!r},) splits it, "
+                "or stack or pad its tensors to one"
+            ) from None
+        return [
+            nested.rebuild(value, [column[i] for column in columns])
+            for i in range(len(self.devices))
+        ]
 
-def _scatter(value: Any, path: Path, options: _Options) -> list[Any]:
-    """Return the value for each device."""
-    if isinstance(value, torch.Tensor):
-        return _scatter_tensor(value, path, options)
-    if isinstance(value, Scattered):
-        return _checked_entries(value, path, options)
-    if _has_samples(value, path, options):
-        return _scatter_sequence(value, path, options)
-    if isinstance(value, PackedSequence) and options.chunk_sizes is None:
-        # Torch's stubs know PackedSequence.to with a dtype only.
-        return [value.to(device) for device in options.devices]  # type: ignore[arg-type]
-    children = checked_items(value, path, ScatterError)
-    if children is None:
-        _warn_if_it_hides_tensors(value, path, options)
-        return [value] * len(options.devices)
-    try:
-        columns = [_scatter(child, (*path, name), options) for name, child in children]
-    except ScatterError as error:
-        if not _is_as_long_as_the_batch(value, options):
-            raise
-        name = ".".join(path)
-        raise ScatterError(
-            f"{error}; if {name} has one entry for each sample, split=({name!r},) splits it, or "
-            "stack or pad its tensors to one"
-        ) from None
-    return [
-        nested.rebuild(value, [column[i] for column in columns])
-        for i in range(len(options.devices))
-    ]
+    def _parts(self, tensor: torch.Tensor, path: str) -> Sequence[torch.Tensor]:
+        """Return what each device gets of a tensor, not yet moved."""
+        sizes = self.chunk_sizes
+        if sizes is None or tensor.dim() == 0 or _is_broadcast(path, self.broadcast):
+            return [tensor] * len(self.devices)
+        size = _size(tensor, self.dim, path)
+        if size != sum(sizes):
+            fact = (
+                f"input {path} of shape {tuple(tensor.shape)} has size {size} along dim {self.dim}"
+                f", but the batch has {sum(sizes)} samples"
+            )
+            remedy = (
+                f"if {path} is not one entry a sample, broadcast=({path!r},) copies it whole to "
+                "each device"
+            )
+            first, _ = _first_to_split(self.inputs, self.broadcast, self.split)
+            if first != path:
+                fact += f" by its first tensor, {first}"
+                remedy += f", and if {first} is not, broadcast=({first!r},) does"
+            raise ScatterError(f"{fact}; {remedy}")
+        parts = list(tensor.split(list(sizes), self.dim))
+        staying = [i for i, device in enumerate(self.devices) if device == tensor.device]
+        if tensor.untyped_storage().nbytes() > sum(parts[i].nbytes for i in staying):
+            # As views they would keep the whole batch there for as long as autograd needs them.
+            for i in staying:
+                parts[i] = move(parts[i], tensor.device, copy=True)
+        elif tensor.requires_grad:
+            # Autograd forbids in-place operations on one of several outputs of split().
+            starts = list(accumulate(sizes, initial=0))
+            for i in staying:
+                parts[i] = tensor.narrow(self.dim, starts[i], sizes[i])
+        return parts
 
+    def _checked_entries(self, value: Scattered, path: str) -> list[Any]:
+        """Return the entries of a ``Scattered`` that was split as in this call."""
+        sizes = value.chunk_sizes if self.chunk_sizes is None else tuple(self.chunk_sizes)
+        if (value.devices, value.chunk_sizes) != (tuple(self.devices), sizes):
+            split = "does not split" if self.chunk_sizes is None else f"splits {sizes}"
+            raise ScatterError(
+                f"input {path} is {value!r}, but this call {split} on "
+                f"{', '.join(map(str, self.devices))}; gather() it first"
+            )
+        return list(value)
 
-def _scatter_tensor(tensor: torch.Tensor, path: Path, options: _Options) -> list[torch.Tensor]:
-    sizes = options.chunk_sizes
-    if sizes is None or tensor.dim() == 0 or _is_broadcast(path, options.broadcast):
-        parts: Sequence[torch.Tensor] = [tensor] * len(options.devices)
-    elif _size(tensor, options.dim, path) == sum(sizes):
-        parts = _chunks(tensor, sizes, options)
-    else:
-        name, first = ".".join(path), options.first_name
-        fact = (
-            f"input {name} of shape {tuple(tensor.shape)} has size {tensor.size(options.dim)} "
-            f"along dim {options.dim}, but the batch has {sum(sizes)} samples"
-        )
-        remedy = (
-            f"if {name} is not one entry a sample, broadcast=({name!r},) copies it whole to "
-            "each device"
-        )
-        if first != name:
-            fact += f" by its first tensor, {first}"
-            remedy += f", and if {first} is not, broadcast=({first!r},) does"
-        raise ScatterError(f"{fact}; {remedy}")
-    return [move(part, device) for part, device in zip(parts, options.devices, strict=True)]
+    def _scatter_sequence(self, sequence: Any, path: str, sizes: Sequence[int]) -> list[Any]:
+        """Return for each device the entries of its samples."""
+        if _length(sequence) != sum(sizes):
+            raise ScatterError(
+                f"input {path} is in split, but it is a {type(sequence).__name__} of length "
+                f"{_length(sequence)}, and the batch has {sum(sizes)} samples"
+            )
+        bounds = pairwise(accumulate(sizes, initial=0))
+        parts = []
+        for device, (start, end) in zip(self.devices, bounds, strict=True):
+            whole = replace(self, devices=[device], chunk_sizes=None)
+            parts += whole.scatter(sequence[start:end], path)
+        return parts
 
+    def _is_as_long_as_the_batch(self, value: Any) -> bool:
+        """Return whether a list, tuple or array has as many entries as the batch has samples."""
+        return self.chunk_sizes is not None and 1 < sum(self.chunk_sizes) == _length(value)
 
-def _chunks(
-    tensor: torch.Tensor, sizes: Sequence[int], options: _Options
-) -> Sequence[torch.Tensor]:
-    """Return the chunks of a tensor, not yet moved."""
-    parts = list(tensor.split(list(sizes), options.dim))
-    staying = [i for i, device in enumerate(options.devices) if device == tensor.device]
-    if tensor.untyped_storage().nbytes() > sum(parts[i].nbytes for i in staying):
-        # As views they would keep the whole batch there for as long as autograd needs them.
-        for i in staying:
-            parts[i] = move(parts[i], tensor.device, copy=True)
-    elif tensor.requires_grad:
-        # Autograd forbids in-place operations on one of several outputs of split().
-        starts = list(accumulate(sizes, initial=0))
-        for i in staying:
-            parts[i] = tensor.narrow(options.dim, starts[i], sizes[i])
-    return parts
-
-
-def _checked_entries(value: Scattered, path: Path, options: _Options) -> list[Any]:
-    """Return the entries of a ``Scattered`` that was split as in this call."""
-    sizes = value.chunk_sizes if options.chunk_sizes is None else tuple(options.chunk_sizes)
-    if (value.devices, value.chunk_sizes) != (tuple(options.devices), sizes):
-        split = "does not split" if options.chunk_sizes is None else f"splits {sizes}"
-        raise ScatterError(
-            f"input {'.'.join(path)} is {value!r}, but this call {split} on "
-            f"{', '.join(map(str, options.devices))}; gather() it first"
-        )
-    return list(value)
-
-
-def _scatter_sequence(sequence: Any, path: Path, options: _Options) -> list[Any]:
-    """Return for each device the entries of its samples."""
-    assert options.chunk_sizes is not None
-    if _length(sequence) != sum(options.chunk_sizes):
-        raise ScatterError(
-            f"input {'.'.join(path)} is in split, but it is a {type(sequence).__name__} of "
-            f"length {_length(sequence)}, and the batch has {sum(options.chunk_sizes)} samples"
-        )
-    bounds = pairwise(accumulate(options.chunk_sizes, initial=0))
-    parts = []
-    for device, (start, end) in zip(options.devices, bounds, strict=True):
-        # The entries are cut already, and what is below them has no name.
-        whole = _Options([device], None, options.dim, (), (), set(), "")
-        parts += _scatter(sequence[start:end], path, whole)
-    return parts
-
-
-def _has_samples(value: Any, path: Path, options: _Options) -> bool:
-    """Return whether ``split`` names a sequence; warn if it is not named but looks like samples."""
-    name = ".".join(path)
-    if options.chunk_sizes is None or isinstance(value, torch.Tensor):
-        return False
-    if name in options.split:
-        return True
-    if (
-        _is_as_long_as_the_batch(value, options)
-        and any(item is not None for item in value)
-        and next(nested.tensors(value), None) is None
-        and not _is_broadcast(path, options.broadcast)
-        and name not in options.warned
-    ):
-        options.warned.add(name)
-        warn(
-            f"input {name} is a {type(value).__name__} as long as the batch, {_length(value)}, "
-            f"but is passed whole to each device; split=({name!r},) gives each the entries of "
-            f"its samples, and broadcast=({name!r},) silences this warning"
-        )
-    return False
-
-
-def _warn_if_it_hides_tensors(value: Any, path: Path, options: _Options) -> None:
-    name = ".".join(path)
-    hidden = [
-        attribute
-        for attribute, held in getattr(value, "__dict__", {}).items()
-        if isinstance(held, torch.Tensor) and held.dim() and not isinstance(value, type)
-    ]
-    if hidden and name not in options.warned and not _is_broadcast(path, options.broadcast):
-        options.warned.add(name)
-        warn(
-            f"input {name} is a {type(value).__name__}, whose tensors ({', '.join(hidden)}) are "
-            "neither split nor moved; pass a dataclass or dictionary of them to split them, or "
-            f"silence this warning with broadcast=({name!r},)"
+    def _looks_like_samples(self, value: Any) -> bool:
+        return (
+            self._is_as_long_as_the_batch(value)
+            and any(item is not None for item in value)
+            and next(nested.tensors(value), None) is None
         )
 
+    def _warn_if_it_hides_tensors(self, value: Any, path: str) -> None:
+        attributes = {} if isinstance(value, type) else getattr(value, "__dict__", {})
+        hidden = [
+            n for n, held in attributes.items() if isinstance(held, torch.Tensor) and held.dim()
+        ]
+        if hidden:
+            self._warn(
+                path,
+                f"input {path} is a {type(value).__name__}, whose tensors ({', '.join(hidden)}) "
+                "are neither split nor moved; pass a dataclass or dictionary of them to split "
+                f"them, or silence this warning with broadcast=({path!r},)",
+            )
 
-def _is_as_long_as_the_batch(value: Any, options: _Options) -> bool:
-    """Return whether a list, tuple or array has as many entries as the batch has samples."""
-    return options.chunk_sizes is not None and 1 < sum(options.chunk_sizes) == _length(value)
+    def _warn(self, path: str, message: str) -> None:
+        """Warn once of an input, unless ``broadcast`` names it."""
+        if path not in self.warned and not _is_broadcast(path, self.broadcast):
+            self.warned.add(path)
+            warn(message)
 
 
 def _length(value: Any) -> int | None:
     """Return the length of a list, tuple or array, or None for anything else."""
-    if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
-        return len(value)
+    if isinstance(value, list | tuple):
+        return None if hasattr(value, "_fields") else len(value)
     numpy = sys.modules.get("numpy")  # torch may be installed without
     is_array = numpy is not None and isinstance(value, numpy.ndarray) and value.ndim > 0
     return len(value) if is_array else None
 
 
-def _is_broadcast(path: Path, broadcast: Collection[str]) -> bool:
-    return any(".".join(path[:end]) in broadcast for end in range(1, len(path) + 1))
+def _is_broadcast(path: str, broadcast: Collection[str]) -> bool:
+    return any(f"{path}.".startswith(f"{name}.") for name in broadcast)
 
 
-def _size(tensor: torch.Tensor, dim: int, path: Path) -> int:
+def _size(tensor: torch.Tensor, dim: int, path: str) -> int:
     if not -tensor.dim() <= dim < tensor.dim():
-        name = ".".join(path)
         raise ScatterError(
-            f"input {name} of shape {tuple(tensor.shape)} has no dimension {dim} to split; "
-            f"broadcast=({name!r},) copies it whole to each device"
+            f"input {path} of shape {tuple(tensor.shape)} has no dimension {dim} to split; "
+            f"broadcast=({path!r},) copies it whole to each device"
         )
     return tensor.size(dim)

@@ -41,39 +41,31 @@ class SplitPolicy:
         self.device_weights = None if device_weights is None else tuple(device_weights)
         self.auto: AutoSplit | None = None
         self._may_warn = not spread and device_weights is None
-        if self.device_weights is not None:
-            if isinstance(gpu0_bsz, str):
+        num_devices = max(1, len(devices))
+        if isinstance(gpu0_bsz, str):
+            if device_weights is not None:
                 raise ArgumentError(
                     f"device_weights need a gpu0_bsz that is a number or None, got {gpu0_bsz!r}"
                 )
-            if len(self.device_weights) != max(1, len(devices)):
-                raise ArgumentError(
-                    f"device_weights must be one number for each of {max(1, len(devices))} "
-                    f"devices, got {len(self.device_weights)}"
+            if gpu0_bsz != "auto":
+                raise ArgumentTypeError(
+                    f"gpu0_bsz must be an integer, 'auto' or None, got {gpu0_bsz!r}"
                 )
-        elif gpu0_bsz == "auto":
             self.auto = AutoSplit(devices)
-        elif isinstance(gpu0_bsz, str):
-            raise ArgumentTypeError(
-                f"gpu0_bsz must be an integer, 'auto' or None, got {gpu0_bsz!r}"
+        elif device_weights is not None and len(device_weights) != num_devices:
+            raise ArgumentError(
+                f"device_weights must be one number for each of {num_devices} devices, got "
+                f"{len(device_weights)}"
             )
         self.split(0)  # raises where a number is out of its range
 
     @property
     def gpu0_bsz(self) -> int | None:
         """The most samples that the first device gets now; None if "auto" has seen no batch."""
-        if self.auto is None:
-            return self._number
-        self.auto.end_failed_iteration()
-        return self.auto.gpu0_bsz
+        return self._number if self.auto is None else self.auto.gpu0_bsz
 
     def split(self, batch_size: int) -> tuple[int, ...]:
         """Return the chunk size of each device for a batch of the next call."""
-        if self.auto is not None:
-            self.auto.end_failed_iteration()
-        return self._split(batch_size)
-
-    def _split(self, batch_size: int) -> tuple[int, ...]:
         if self.device_weights is not None:
             return split_by_weights(batch_size, self.device_weights, self._number)
         if self.auto is not None:
@@ -89,20 +81,18 @@ class SplitPolicy:
                 optimizer step.
         """
         if batch_size and self.auto is not None:
-            self.auto.begin_call(module, batch_size)
-        elif batch_size and self._may_warn:
-            self._warn_if_even(batch_size)
+            return self.auto.begin_call(module, batch_size)
+        chunk_sizes = self.split(batch_size)
+        if batch_size and self._may_warn:
             self._may_warn = False
-        return self._split(batch_size)
-
-    def _warn_if_even(self, batch_size: int) -> None:
-        even = even_share(batch_size, len(self._devices))
-        if self._number is not None and self._number >= even:
-            warn(
-                f"gpu0_bsz={self._number} balances nothing: the even share of this first batch of "
-                f"{batch_size} on {len(self._devices)} devices is {even}, so the split is that of "
-                f"nn.DataParallel, {self.split(batch_size)}; choose gpu0_bsz below {even}"
-            )
+            even = even_share(batch_size, len(self._devices))
+            if self._number is not None and self._number >= even:
+                warn(
+                    f"gpu0_bsz={self._number} balances nothing: the even share of this first batch "
+                    f"of {batch_size} on {len(self._devices)} devices is {even}, so the split is "
+                    f"that of nn.DataParallel, {chunk_sizes}; choose gpu0_bsz below {even}"
+                )
+        return chunk_sizes
 
     @contextlib.contextmanager
     def advising(self, chunk_sizes: Sequence[int]) -> Iterator[None]:
@@ -115,25 +105,24 @@ class SplitPolicy:
             raise
 
     def _memory_advice(self, chunk_sizes: Sequence[int]) -> str:
+        first, batch_size = self._devices[0], sum(chunk_sizes)
         sizes = zip(self._devices, chunk_sizes, strict=True)
         split = ", ".join(f"{device}: {size}" for device, size in sizes)
-        fact = f"the batch of {sum(chunk_sizes)} was split {split}"
+        fact = f"the batch of {batch_size} was split {split}"
         if self.auto is not None:
             if self.auto.look_for_out_of_memory(has_failed=True):
-                value = self.split(sum(chunk_sizes))[0]
+                value = self.split(batch_size)[0]
                 return f"{fact}. gpu0_bsz='auto' is now {value}: the step may be repeated"
             return f"{fact}, and gpu0_bsz='auto' knows no better; lower the batch size"
         if self.device_weights is not None:
             weights = list(self.device_weights)
             return f"{fact}. Lower the weight of the device that ran out (device_weights={weights})"
-        if self._number is None:
-            return (
-                f"{fact}. If {self._devices[0]} ran out, set gpu0_bsz below {chunk_sizes[0]}; if "
-                "another device did, lower the batch size"
-            )
         if self._number == 0:
             return f"{fact}; raise gpu0_bsz (now 0) or lower the batch size"
+        lower, higher = f"lower gpu0_bsz (now {self._number})", "raise gpu0_bsz or "
+        if self._number is None:
+            lower, higher = f"set gpu0_bsz below {chunk_sizes[0]}", ""
         return (
-            f"{fact}. If {self._devices[0]} ran out, lower gpu0_bsz (now {self._number}); if "
-            "another device did, raise gpu0_bsz or lower the batch size"
+            f"{fact}. If {first} ran out, {lower}; if another device did, {higher}lower the batch "
+            "size"
         )

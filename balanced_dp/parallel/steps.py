@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..devices import Device, default_device_type, resolve_device, resolve_devices
-from ..errors import ArgumentTypeError
+from ..split import as_integer
 from .call_inputs import check_paths
 from .gather import ScalarOutputs, check_scalar_outputs, gather
 from .homes import on_one_device, spread_parameters
@@ -19,7 +19,7 @@ from .losses.weight import check_loss_weight
 from .parallel_apply import Workers, parallel_apply
 from .per_device import PerDevice
 from .replicate import Replicator
-from .scatter import scatter_arguments
+from .scatter import scatter
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -58,17 +58,16 @@ class DataParallelSteps(nn.DataParallel[ModuleT]):
         nn.Module.__init__(self)
         check_scalar_outputs(scalar_outputs)
         check_loss_weight(loss_weight, scalar_outputs)
-        if isinstance(dim, bool) or not isinstance(dim, int):
-            raise ArgumentTypeError(f"dim must be an integer, got {dim!r}")
-        self._device_type = default_device_type()
-        devices = resolve_devices(device_ids, self._device_type)
+        device_type = default_device_type()
+        devices = resolve_devices(device_ids, device_type)
+        self._device_type = device_type or ""
         self.device_ids = [self._id_of(device) for device in devices]
         self.src_device_obj = devices[0] if devices else None
         self.output_device = self.device_ids[0] if devices else None
         if devices and output_device is not None:
-            self.output_device = self._id_of(resolve_device(output_device, self._device_type))
+            self.output_device = self._id_of(resolve_device(output_device, device_type))
         self.module = module
-        self.dim = dim
+        self.dim = as_integer("dim", dim)
         self.gathers_outputs = gather
         self.broadcast = check_paths("broadcast", broadcast, module.forward)
         self.split_inputs = check_paths("split", split, module.forward)
@@ -88,14 +87,8 @@ class DataParallelSteps(nn.DataParallel[ModuleT]):
         """Return what nn.DataParallel calls a device: its index, if it is an accelerator."""
         return device.index if device.type == self._device_type else device
 
-    def _device_of(self, device_id: int | torch.device | None) -> torch.device:
-        if isinstance(device_id, torch.device):
-            return device_id
-        assert self._device_type is not None and device_id is not None
-        return torch.device(self._device_type, device_id)
-
-    def _devices_of(self, device_ids: Iterable[int | torch.device]) -> list[torch.device]:
-        return [self._device_of(device_id) for device_id in device_ids]
+    def _devices_of(self, ids: Iterable[int | torch.device]) -> list[torch.device]:
+        return [torch.device(self._device_type, i) if isinstance(i, int) else i for i in ids]
 
     def scatter(
         self,
@@ -108,7 +101,7 @@ class DataParallelSteps(nn.DataParallel[ModuleT]):
 
         With ``chunk_sizes`` of None nothing is cut: each device gets every tensor whole.
         """
-        arguments = scatter_arguments(
+        arguments = scatter(
             self.module.forward,
             inputs,
             kwargs or {},
@@ -142,16 +135,15 @@ class DataParallelSteps(nn.DataParallel[ModuleT]):
     def gather(
         self,
         outputs: Sequence[Any],
-        output_device: int | torch.device | None,
+        output_device: int | torch.device,
         losses: ChunkLosses | None = None,
     ) -> Any:
         """Return the outputs joined on ``output_device``; ``losses`` joins the 0-dim ones."""
         sizes = None if losses is None else losses.chunk_sizes
-        device = self._device_of(output_device)
+        [device] = self._devices_of([output_device])
         return gather(outputs, device, self.dim, self.scalar_outputs, sizes, losses)
 
     def _losses(self, chunk_sizes: Sequence[int] | None) -> ChunkLosses:
-        """Return the record of the losses of a call."""
         return ChunkLosses(
             self._history,
             self.module.forward,
@@ -165,13 +157,15 @@ class DataParallelSteps(nn.DataParallel[ModuleT]):
         self, outputs: Sequence[Any], devices: Sequence[torch.device], losses: ChunkLosses
     ) -> Any:
         """Gather the outputs, or leave them on ``devices``."""
+        output_device = devices[0] if self.output_device is None else self.output_device
         if self.gathers_outputs:
-            return self.gather(outputs, self.output_device, losses)
+            return self.gather(outputs, output_device, losses)
+        [output_device] = self._devices_of([output_device])
         return PerDevice(
             outputs,
             devices,
             losses.chunk_sizes,
-            output_device=self._device_of(self.output_device) if self.device_ids else devices[0],
+            output_device=output_device,
             dim=self.dim,
             scalar_outputs=self.scalar_outputs,
             losses=losses,

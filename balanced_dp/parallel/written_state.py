@@ -1,15 +1,17 @@
-"""Copy what forward writes to the parameters and buffers of a replica back to the module."""
+"""What forward writes to a replica: the module gets the state, and loses other attributes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import chain, islice
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
 
 from .arrivals import parameters_of
+from .bound_methods import DICTIONARIES
+from .homes import refuse_alone
 from .move import move
 
 
@@ -35,32 +37,25 @@ class WrittenState:
         silently: frozenset[int] | None,
         is_shared: bool = False,
     ) -> None:
-        replica = replicas[0]
-        self._copies: list[tuple[int, torch.Tensor, torch.Tensor, Any]] = []
+        first, *others = replicas
         self._silently = silently
+        self._copies: list[tuple[int, torch.Tensor, torch.Tensor, Any]] = []
         self._shared: list[tuple[str, torch.Tensor, Any, Any]] = []
         self._others: list[tuple[str, torch.Tensor, Any, torch.Tensor]] = []
+        heads = [next(_parameters(replica), None) for replica in replicas]
+        self._devices = {head.device for head in heads if head is not None}
         if silently is None:
-            shared = [r for i, r in enumerate(replicas) if _shares_parameters(r, replicas[:i])]
-            parameters = {id(p): (name, p) for r in shared for name, p in r.named_parameters()}
-            self._shared = [(n, p, _signs(p), _values(p)) for n, p in parameters.values()]
-            self._others = [
-                (name, copy, _signs(copy), first)
-                for other in replicas[1:]
-                if other not in shared
-                for (name, first), copy in zip(_named(replica), _parameters(other), strict=True)
-            ]
-        self._devices: set[torch.device] = set()
+            shared: dict[int, tuple[str, torch.Tensor]] = {}
+            for index, other in enumerate(others, start=1):
+                if any(heads[index] is head for head in heads[:index]):
+                    shared |= {id(p): (name, p) for name, p in other.named_parameters()}
+                else:
+                    pairs = zip(_named(first), _parameters(other), strict=True)
+                    self._others += [(n, copy, _signs(copy), p) for (n, p), copy in pairs]
+            self._shared = [(n, p, _signs(p), _values(p)) for n, p in shared.values()]
         if not is_shared:
-            self._devices = {
-                tensor.device for r in replicas for tensor in islice(_parameters(r), 1)
-            }
-            pairs = enumerate(zip(_state(network), _state(replica), strict=True))
-            self._copies = [
-                (index, original, copy, _signs(copy))
-                for index, (original, copy) in pairs
-                if copy is not original
-            ]
+            states = enumerate(zip(_state(network), _state(first), strict=True))
+            self._copies = [(i, p, copy, _signs(copy)) for i, (p, copy) in states if copy is not p]
 
     def written_by_several(self) -> list[str]:
         """Return the names of parameters that replicas on one device share and have written.
@@ -108,6 +103,66 @@ class WrittenState:
         return frozenset(found)
 
 
+class SetAttributes:
+    """The attributes of a replica before it runs, to find those that forward sets.
+
+    Of modules that set weights on purpose, these are only parameters and submodules.
+
+    Args:
+        replica: the replica.
+    """
+
+    def __init__(self, replica: nn.Module) -> None:
+        self._modules = list(replica.named_modules())
+        self._before = [_attributes(module) for _, module in self._modules]
+
+    def names(self) -> list[str]:
+        """Return the names of those that forward has set."""
+        # Private ones are caches or flags: transformers installs its hooks in the first call.
+        return [name for name in self._changed() if not name.rpartition(".")[2].startswith("_")]
+
+    def have_other_dictionaries(self) -> bool:
+        """Return whether forward has replaced a dictionary of members or hooks."""
+        return any(name.rpartition(".")[2] in DICTIONARIES for name in self._changed())
+
+    def _changed(self) -> list[str]:
+        return [
+            f"{prefix}.{name}".lstrip(".")
+            for (prefix, module), before in zip(self._modules, self._before, strict=True)
+            for name, value in _attributes(module).items()
+            if not _is_same(before.get(name, _NOTHING), value)
+        ]
+
+
+_NOTHING = (object(), 0)
+
+
+def _attributes(module: nn.Module) -> dict[str, tuple[Any, int]]:
+    """Return the attributes of a module, and the lengths of containers but its dictionaries."""
+    own = {**vars(module), "_parameters": parameters_of(module)}
+    members: dict[str, Any] = {**parameters_of(module), **module._modules}
+    if not _sets_weights(module):
+        members |= {**own, **module._buffers}
+    return {
+        **{k: (v, len(v) if isinstance(v, list | dict | set) else 0) for k, v in members.items()},
+        **{kind: (own[kind], 0) for kind in DICTIONARIES},
+    }
+
+
+def _sets_weights(module: nn.Module) -> bool:
+    """Return whether a module is torch's, or has hooks that may set a weight."""
+    hooks = module._forward_pre_hooks.values()
+    is_of_torch = type(module).__module__.startswith("torch.")
+    return is_of_torch or any(hook is not refuse_alone for hook in hooks)
+
+
+def _is_same(before: tuple[Any, int], after: tuple[Any, int]) -> bool:
+    """Return whether an attribute is the same object of the same length, or an equal number."""
+    (old, old_length), (new, length) = before, after
+    is_plain = isinstance(new, int | float | str | bool | None) and type(new) is type(old)
+    return (old is new or (is_plain and old == new)) and old_length == length
+
+
 def _state(module: nn.Module) -> Iterator[torch.Tensor]:
     """Yield parameters and buffers, without waiting for their values."""
     return chain(_parameters(module), module.buffers())
@@ -128,11 +183,6 @@ def _signs(tensor: torch.Tensor) -> tuple[int, int]:
     """Return the version and storage of a tensor; most writes change one of them."""
     storage = tensor.untyped_storage()._cdata if tensor.layout is torch.strided else 0
     return (0 if tensor.is_inference() else tensor._version, storage)
-
-
-def _shares_parameters(replica: nn.Module, others: Sequence[nn.Module]) -> bool:
-    first = next(_parameters(replica), None)
-    return first is not None and any(next(_parameters(other)) is first for other in others)
 
 
 def _values(tensor: torch.Tensor) -> torch.Tensor | None:

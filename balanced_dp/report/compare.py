@@ -67,8 +67,9 @@ def compare_reports(before: Report, after: Report, limits: str = "") -> tuple[Co
             number of devices, precision or kind of devices.
     """
     allowed = _parse(limits)
-    for (name, old), (_, new) in zip(_settings(before), _settings(after), strict=True):
-        if old != new:
+    settings = _settings(after)
+    for name, old in _settings(before).items():
+        if old != (new := settings[name]):
             raise ArgumentError(
                 f"the reports cannot be compared: {name} is {old} in the first and {new} in the "
                 "second; tune both with the same"
@@ -102,12 +103,11 @@ def _parse(limits: str) -> dict[str, tuple[float, bool]]:
     return allowed
 
 
-def _settings(report: Report) -> list[tuple[str, object]]:
-    plan = report.plan
-    return [
-        ("the workload", report.workload),
-        ("the batch size", plan.batch_size),
-        ("the number of devices", len(plan.chunk_sizes)),
-        ("the precision", report.precision),
-        ("measured on", report.chosen.mode),
-    ]
+def _settings(report: Report) -> dict[str, object]:
+    return {
+        "the workload": report.workload,
+        "the batch size": report.plan.batch_size,
+        "the number of devices": len(report.plan.chunk_sizes),
+        "the precision": report.precision,
+        "measured on": report.chosen.mode,
+    }

@@ -8,15 +8,14 @@ from . import tables
 
 def report_markdown(report: Report) -> str:
     """Return the text and tables of the report as Markdown."""
-    options = (
-        markdown_table(tables.option_table(report)),
-        escaped(tables.SPEED),
-        f"```python\n{tables.lines(report)}\n```",
-    )
-    parts = [
-        f"# {escaped(tables.title(report))}",
-        escaped(tables.verdict(report)),
-        *(options if report.ranked_options else ()),
+    parts = [f"# {escaped(tables.title(report))}", escaped(tables.verdict(report))]
+    if report.ranked_options:
+        parts += [
+            markdown_table(tables.option_table(report)),
+            escaped(tables.SPEED),
+            f"```python\n{tables.lines(report)}\n```",
+        ]
+    parts += [
         "\n".join(f"- {escaped(sentence)}" for sentence in tables.summary(report)),
         f"## {escaped(tables.devices_title(report))}",
         markdown_table(tables.device_table(report)),
@@ -31,15 +30,11 @@ def report_markdown(report: Report) -> str:
 
 def markdown_table(table: tables.TextTable) -> str:
     """Return a table as Markdown."""
-
-    def line(cells: tuple[str, ...]) -> str:
-        return f"| {' | '.join(cells)} |"
-
-    rows = [
-        line(tuple(f"**{escaped(c)}**" if c and i == table.marked else escaped(c) for c in row))
-        for i, row in enumerate(table.rows)
-    ]
-    return "\n".join([line(table.headers), line(("---",) * len(table.headers)), *rows])
+    rows = [table.headers, ["---"] * len(table.headers)]
+    for index, row in enumerate(table.rows):
+        mark = "**" if index == table.marked else ""
+        rows.append([f"{mark}{escaped(cell)}{mark}" if cell else "" for cell in row])
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def escaped(text: str) -> str:

@@ -17,9 +17,10 @@ from matplotlib.ticker import MaxNLocator
 
 from ..planning.split_planner import Planner
 from ..split import even_share, split_batch
+from ..tuning.measurement import Measurement
 from ..tuning.report_types import Report
-from ..units import format_bytes
-from .tables import bottleneck, byte_scale, candidates, fullest_device, speed, speed_name
+from ..units import byte_scale, format_bytes
+from .tables import bottleneck, candidates, fullest_device, speed, speed_name
 
 _STYLE: Any = {
     "svg.fonttype": "none",  # text stays text
@@ -111,27 +112,16 @@ def draw_peaks(axes: Axes, report: Report) -> None:
         report.model.predict(split_batch(plan.batch_size, num_devices, value)) for value in values
     ]
     for device in range(num_devices):
-        label: str | None = f"device {device}"
-        style = device
+        label, style = f"device {device}", device
         if num_devices > len(_COLOURS) and device > 0:  # there are not enough colours
-            label = f"devices 1 to {num_devices - 1}" if device == 1 else None
-            style = 1
-        colour, marker = _COLOURS[style], _MARKERS[style]
+            label, style = f"devices 1 to {num_devices - 1}" if device == 1 else "_", 1
+        colour = _COLOURS[style]
         width, size = (2.5, 6) if device == 0 else (1.2, 4)
-        axes.plot(
-            values,
-            [needs[device] / scale for needs in predicted],
-            color=colour,
-            linewidth=width,
-        )
-        axes.plot(
-            [m.chunk_sizes[0] for m in ran],
-            [m.peak_bytes[device] / scale for m in ran],
-            marker,
-            color=colour,
-            markersize=size,
-            label=label,
-        )
+        lines = [needs[device] / scale for needs in predicted]
+        axes.plot(values, lines, color=colour, linewidth=width)
+        points = [m.peak_bytes[device] / scale for m in ran]
+        measured = [m.chunk_sizes[0] for m in ran]
+        axes.plot(measured, points, _MARKERS[style], color=colour, markersize=size, label=label)
     highest = max(max(needs) for needs in predicted)
     for capacity in sorted(set(plan.capacity_bytes)):
         if capacity < 3 * highest:
@@ -237,21 +227,12 @@ def draw_predictions(axes: Axes, report: Report) -> None:
     """Draw predicted against measured peaks."""
     ran = [m for m in report.measurements if m.status == "ok"]
     scale, unit = byte_scale(max(max(m.peak_bytes) for m in ran))
-    for name, colour, marker, devices in (
-        ("device 0", _COLOURS[0], "o", slice(0, 1)),
-        ("other devices", _COLOURS[1], "s", slice(1, None)),
-    ):
-        pairs = [
-            (held / scale, predicted / scale)
-            for m in ran
-            for held, predicted in zip(
-                m.peak_bytes[devices],
-                report.model.predict(m.chunk_sizes)[devices],
-                strict=True,
-            )
-            if held
-        ]
-        axes.plot(*zip(*pairs, strict=True), marker, color=colour, markersize=5, label=name)
+    peaks = [[*zip(m.peak_bytes, report.model.predict(m.chunk_sizes), strict=True)] for m in ran]
+    for name, style, devices in (("device 0", 0, slice(1)), ("other devices", 1, slice(1, None))):
+        pairs = [pair for of_split in peaks for pair in of_split[devices] if pair[0]]
+        held, predicted = ([size / scale for size in sizes] for sizes in zip(*pairs, strict=True))
+        marker, colour = _MARKERS[style], _COLOURS[style]
+        axes.plot(held, predicted, marker, color=colour, markersize=5, label=name)
     end = max(axes.get_xlim()[1], axes.get_ylim()[1])
     axes.plot((0, end), (0, end), color="black", linewidth=0.8, label="equal")
     axes.set(xlabel=f"measured, {unit}", ylabel=f"predicted, {unit}")
@@ -262,9 +243,8 @@ def draw_predictions(axes: Axes, report: Report) -> None:
 def _about_peaks(report: Report) -> str:
     plan = report.plan
     even = even_share(plan.batch_size, len(plan.chunk_sizes))
-    with_even = "memory runs out"
-    if report.even.status == "ok":
-        with_even = f"it is {bottleneck(report.even, plan.budgets)}"
+    is_ok = report.even.status == "ok"
+    with_even = f"it is {bottleneck(report.even, plan.budgets)}" if is_ok else "memory runs out"
     return (
         f"Lines for the predicted peaks of {len(plan.chunk_sizes)} devices with gpu0_bsz from 0 to "
         f"{even}, points for the measured ones. With gpu0_bsz={plan.gpu0_bsz} the bottleneck "
@@ -274,15 +254,14 @@ def _about_peaks(report: Report) -> str:
 
 
 def _about_uses(report: Report) -> str:
-    splits = []
-    for name, measured in (
-        ("the even split", report.even),
-        (f"gpu0_bsz={report.plan.gpu0_bsz}", report.chosen),
-    ):
+    def held(measured: Measurement, name: str) -> str:
         uses = Counter(measured.breakdown[0]).most_common(3)
         parts = ", ".join(f"{use} {format_bytes(size)}" for use, size in uses)
-        splits.append(f"{format_bytes(measured.peak_bytes[0])} with {name} ({parts})")
-    return f"Two bars for each device, stacked by use. Device 0 holds {' and '.join(splits)}."
+        return f"{format_bytes(measured.peak_bytes[0])} with {name} ({parts})"
+
+    even = held(report.even, "the even split")
+    chosen = held(report.chosen, f"gpu0_bsz={report.plan.gpu0_bsz}")
+    return f"Two bars for each device, stacked by use. Device 0 holds {even} and {chosen}."
 
 
 def _about_batches(report: Report) -> str:

@@ -11,7 +11,7 @@ from ..planning.split_planner import LARGEST_BATCH, utilizations
 from ..tuning.measurement import Measurement, by_gpu0_bsz
 from ..tuning.options import Option, fits, relative_speed
 from ..tuning.report_types import Report
-from ..units import format_bytes
+from ..units import byte_scale, format_bytes
 
 _MODES = {
     "symbolic": "emulated devices, shapes only",
@@ -39,10 +39,10 @@ def title(report: Report) -> str:
 def how_measured(report: Report) -> str:
     """Return a sentence on how the figures were measured."""
     precision = f"autocast to {report.precision}" if report.precision else "no autocast"
-    sentence = f"Measured on {_MODES[report.chosen.mode]}; {precision}."
+    text = f"Measured on {_MODES[report.chosen.mode]}; {precision}."
     if reserve := report.plan.reserve_bytes:
-        sentence += f" {format_bytes(reserve)} of each are kept free for contexts and workspaces."
-    return sentence
+        text += f" {format_bytes(reserve)} of each are kept free for contexts and workspaces."
+    return text
 
 
 def candidates_title(report: Report) -> str:
@@ -99,7 +99,12 @@ def summary(report: Report) -> tuple[str, ...]:
     largest = max(measured.batch_size for measured in report.measurements)
     if report.plan.max_batch_size > largest:
         sentences.append(f"Batches above {largest} were not measured: what fits is predicted.")
-    return (*sentences, *(f"{text[0].upper()}{text[1:]}." for text in report.advice))
+    return (*sentences, *map(sentence, report.advice))
+
+
+def sentence(text: str) -> str:
+    """Return text, such as an error's, with a capital letter and a full stop."""
+    return f"{text[0].upper()}{text[1:]}."
 
 
 def bottleneck(measured: Measurement | Option, budgets: Sequence[int] | None) -> str:
@@ -113,32 +118,24 @@ def bottleneck(measured: Measurement | Option, budgets: Sequence[int] | None) ->
 
 
 def option_table(report: Report) -> TextTable:
-    """Return the options that fit, the best first."""
-    rows = []
-    for number, option in enumerate(report.ranked_options, 1):
-        budgets = report.plan.budgets
-        device = fullest_device(option, budgets)
-        rows.append(
-            (
-                str(number),
-                _split(option.chunk_sizes),
-                f"device {device} {option.utilization(budgets):.0%}",
-                _batch(option.batch_size if report.goal == "batch" else option.max_batch_size),
-                f"{option.speed:.2f}",
-                "device 0" if option.gather else "each",
-                "all" if option.spread else "device 0",
-            )
-        )
-    headers = (
-        "option",
-        "split",
-        "bottleneck",
-        "largest batch",
-        "speed",
-        "loss on",
-        "parameters on",
-    )
-    return TextTable(headers, tuple(rows), 0 if rows else None)
+    """Return the options that fit, of which there is one at least, the best first."""
+    budgets = report.plan.budgets
+    rows = [
+        {
+            "option": str(number),
+            "split": _split(option.chunk_sizes),
+            "bottleneck": f"device {fullest_device(option, budgets)} "
+            f"{option.utilization(budgets):.0%}",
+            "largest batch": _batch(
+                option.batch_size if report.goal == "batch" else option.max_batch_size
+            ),
+            "speed": f"{option.speed:.2f}",
+            "loss on": "device 0" if option.gather else "each",
+            "parameters on": "all" if option.spread else "device 0",
+        }
+        for number, option in enumerate(report.ranked_options, 1)
+    ]
+    return TextTable(tuple(rows[0]), tuple(tuple(row.values()) for row in rows), marked=0)
 
 
 SPEED = "Speed is the even chunk over the largest one, for which the other devices wait."
@@ -151,14 +148,10 @@ def _batch(size: int) -> str:
 def _split(chunk_sizes: Sequence[int]) -> str:
     """Return the chunk sizes, of many devices in a short form."""
     text = " ".join(map(str, chunk_sizes))
-    if len(text) <= _LONG:
+    if len(text) <= 14:
         return text
     runs = [(size, len(list(run))) for size, run in groupby(chunk_sizes)]
     return ", ".join(f"{count} x {size}" if count > 1 else f"{size}" for size, count in runs)
-
-
-_LONG = 14
-"""The number of characters up to which a split is shown whole."""
 
 
 def devices_title(report: Report) -> str:
@@ -213,13 +206,12 @@ def use_table(
         rows["full"] = map("{:.0%}".format, utilizations(measured.peak_bytes, budgets))
     if even is not None and even is not measured:
         rows["peak, even split"] = (f"{peak / scale:.2f}" for peak in even.peak_bytes)
-    is_used = [True] * (1 + len(measured.peak_bytes))
-    if sum(map(bool, measured.peak_bytes)) == 1:  # the script uses one device
-        is_used[1:] = map(bool, measured.peak_bytes)
-    devices = (f"device {index}" for index in range(len(measured.chunk_sizes)))
-    headers = compress((f"memory in {unit}", *devices), is_used)
-    table = tuple(tuple(compress((name, *cells), is_used)) for name, cells in rows.items())
-    return TextTable(tuple(headers), table, list(rows).index("peak"))
+    is_used = [peak > 0 for peak in measured.peak_bytes]
+    if sum(is_used) != 1:  # otherwise the script uses one device
+        is_used = [True] * len(is_used)
+    devices = compress((f"device {index}" for index in range(len(is_used))), is_used)
+    table = tuple((name, *compress(cells, is_used)) for name, cells in rows.items())
+    return TextTable((f"memory in {unit}", *devices), table, list(rows).index("peak"))
 
 
 def largest_uses(breakdowns: Iterable[Mapping[str, int]], least_bytes: float) -> list[str]:
@@ -234,45 +226,28 @@ def candidate_table(report: Report) -> TextTable:
     """Return the table of measured values of ``gpu0_bsz`` for the planned batch."""
     swept = candidates(report)
     scale, _ = _unit(swept)
-    rows = []
-    for measured in swept:
-        first, *others = (f"{peak / scale:.2f}" for peak in measured.peak_bytes)
+    name = "samples/s" if report.chosen.mode == "real" else "speed"
+    headers = ("gpu0_bsz", "split", "device 0", "highest other", "bottleneck", "imbalance", name)
+    rows, marked = [], None
+    for index, measured in enumerate(swept):
+        peaks = measured.peak_bytes
         cells: tuple[str, ...] = ("out of memory", "", "", "", "")
         if measured.status == "ok":
             cells = (
-                first,
-                max(others, key=float),
-                f"{max(utilizations(measured.peak_bytes, report.plan.budgets)):.1%}",
+                f"{peaks[0] / scale:.2f}",
+                f"{max(peaks[1:]) / scale:.2f}",
+                f"{max(utilizations(peaks, report.plan.budgets)):.1%}",
                 f"{measured.imbalance:.1%}",
                 f"{speed(measured):.2f}",
             )
         rows.append((str(measured.chunk_sizes[0]), _split(measured.chunk_sizes), *cells))
-    return TextTable(
-        headers=(
-            "gpu0_bsz",
-            "split",
-            "device 0",
-            "highest other",
-            "bottleneck",
-            "imbalance",
-            "samples/s" if report.chosen.mode == "real" else "speed",
-        ),
-        rows=tuple(rows),
-        marked=next(
-            (i for i, m in enumerate(swept) if m.chunk_sizes == report.plan.chunk_sizes), None
-        ),
-    )
+        if measured.chunk_sizes == report.plan.chunk_sizes:
+            marked = index
+    return TextTable(headers, tuple(rows), marked)
 
 
 def _unit(measurements: Iterable[Measurement]) -> tuple[int, str]:
     return byte_scale(max(max(m.peak_bytes) for m in measurements))
-
-
-def byte_scale(largest: float) -> tuple[int, str]:
-    """Return the size and the name of the unit for an amount of bytes."""
-    if largest < 2**20:
-        return 2**10, "KiB"
-    return (2**30, "GiB") if largest >= 2**30 else (2**20, "MiB")
 
 
 def candidates(report: Report) -> Sequence[Measurement]:
@@ -282,8 +257,9 @@ def candidates(report: Report) -> Sequence[Measurement]:
 
 def speed(measured: Measurement) -> float:
     """Return samples per second, or on emulated devices the even chunk over the largest one."""
-    is_real = measured.mode == "real"
-    return measured.samples_per_s if is_real else relative_speed(measured.chunk_sizes)
+    if measured.mode == "real":
+        return measured.samples_per_s
+    return relative_speed(measured.chunk_sizes)
 
 
 def speed_name(report: Report) -> str:

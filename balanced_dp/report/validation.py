@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from pydantic import TypeAdapter
 
 from ..units import format_bytes
-from ..validation.check import PARTS, Check, Part, ValidationReport
+from ..validation.check import PARTS, Part, ValidationReport
 from ..validation.gradients import TOLERANCE
 from .markdown import escaped, markdown_table
 from .tables import TextTable
@@ -22,10 +22,26 @@ def validation_json(report: ValidationReport) -> str:
 
 def validation_tables(report: ValidationReport) -> Iterator[tuple[str, TextTable]]:
     """Yield the title of each part and its checks."""
+    what = f"{report.workload}, batch of {report.batch_size}"
     for part in PARTS:
+        title, as_text = _PARTS[part]
         checks = [check for check in report.checks if check.part == part]
-        rows = tuple((c.what, c.outcome, _value(c), c.note) for c in checks)
-        yield _title(report, part), TextTable(("check", "outcome", "number", "note"), rows)
+        values = ["" if check.value is None else as_text(check.value) for check in checks]
+        rows = ((c.what, c.outcome, v, c.note) for c, v in zip(checks, values, strict=True))
+        table = TextTable(("check", "outcome", "number", "note"), tuple(rows))
+        yield title.format(what=what), table
+
+
+_PARTS: dict[Part, tuple[str, Callable[[float], str]]] = {
+    "gradients": (
+        f"Gradients in float64, next to one device's (allowed: {TOLERANCE:.0e})",
+        "{:.1e}".format,
+    ),
+    "peaks": ("Predicted next to measured peaks, {what}", "{:+.1f} %".format),
+    "seconds": ("Time of a step (forward, backward), ours / theirs, {what}", "{:.2f}".format),
+    "communicators": ("Free memory lost to communicators", format_bytes),
+}
+"""The title of each part, and how its numbers are written."""
 
 
 def validation_summary(report: ValidationReport) -> str:
@@ -49,23 +65,3 @@ def validation_markdown(report: ValidationReport) -> str:
     ]
     parts.append("\n".join(f"- {escaped(line)}" for line in known))
     return "\n\n".join(parts) + "\n"
-
-
-def _title(report: ValidationReport, part: Part) -> str:
-    what = f"{report.workload}, batch of {report.batch_size}"
-    return {
-        "gradients": f"Gradients in float64, next to one device's (allowed: {TOLERANCE:.0e})",
-        "peaks": f"Predicted next to measured peaks, {what}",
-        "seconds": f"Time of a step (forward, backward), ours / theirs, {what}",
-        "communicators": "Free memory lost to communicators",
-    }[part]
-
-
-def _value(check: Check) -> str:
-    if check.value is None:
-        return ""
-    if check.part == "gradients":
-        return f"{check.value:.1e}"
-    if check.part == "peaks":
-        return f"{check.value:+.1f} %"
-    return f"{check.value:.2f}" if check.part == "seconds" else format_bytes(round(check.value))

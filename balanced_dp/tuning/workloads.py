@@ -6,8 +6,10 @@ import copy
 import functools
 import importlib
 import pydoc_data.topics
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -85,7 +87,9 @@ class Workload:
 
 
 def find_workload(target: str) -> Workload:
-    """Return the built-in workload of that name, or the result of ``package.module:function``.
+    """Return the built-in workload of that name, or the result of a function.
+
+    The function is named as ``package.module:function`` or ``folder/file.py:function``.
 
     Raises:
         ArgumentError: If there is no such workload.
@@ -97,15 +101,17 @@ def find_workload(target: str) -> Workload:
     if not function_name:
         raise ArgumentError(
             f"there is no workload {target!r}; built in are {', '.join(BUILT_IN)}; name your own "
-            "as package.module:function"
+            "as package.module:function or file.py:function"
         )
+    path = Path(module_name)
+    if path.suffix == ".py":
+        module_name = path.stem
+        sys.path.insert(0, str(path.parent.resolve()))  # as Python does for a script
     try:
         function = getattr(importlib.import_module(module_name), function_name)
     except Exception as error:  # the module is the user's code
-        name = module_name.removesuffix(".py").removeprefix("./").replace("/", ".")
-        hint = "" if name == module_name else f"; did you mean {name}:{function_name}?"
         raise ArgumentError(
-            f"workload {target!r} cannot be loaded: {type(error).__name__}: {error}{hint}"
+            f"workload {target!r} cannot be loaded: {type(error).__name__}: {error}"
         ) from error
     try:
         workload = function() if callable(function) else function

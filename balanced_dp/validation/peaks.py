@@ -7,8 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 
 from ..emulation import emulate_devices
-from ..memory.device_memory import DeviceMemory
-from ..memory.probe import MemoryProbe
+from ..memory.probe import DeviceMemory, MemoryProbe
 from ..planning.split_planner import RESERVE
 from ..split import even_share, split_batch
 from ..tuning.measurement import Measurement

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
+import shlex
+import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 import balanced_dp
+from balanced_dp.cli.commands import main
 
 from ..processes import python
 
@@ -27,8 +31,85 @@ def test_the_version_is_in_the_changelog():
     assert f"## [{balanced_dp.__version__}] - " in text
 
 
-def test_help_lists_the_commands():
-    done = python("-m", "balanced_dp", "--help")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert all(f" {name} " in done.stdout for name in ("run", "demo", "plan", "tune", "probe"))
-    assert "gives the first GPU a smaller share" in done.stdout
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("plan nope --memory 1GiB", "there is no workload 'nope'; built in are char-lm, gpt2"),
+        ("plan no.such:x --memory 1GiB", "workload 'no.such:x' cannot be loaded: ModuleNot"),
+        ("plan os:getcwd --memory 1GiB", "os:getcwd must return a balanced_dp.Workload, but"),
+        ("plan char-lm --memory much", "--memory must be bytes or a size in B, KiB"),
+        ("plan char-lm --memory 1GiB --devices 1", "a plan is for two or more devices"),
+        ("plan char-lm --memory 1GiB,1GiB --devices 3", "--memory gives 2 devices, but"),
+        ("plan char-lm --memory 400MiB", "capacities above the reserve of 512.00 MiB"),
+        ("plan char-lm --memory 1GiB --batch-size 0", "batch_size must be at least 1, got 0"),
+        (
+            "plan tests.tuning.small_workloads:convolutions --batch-size 32 --memory 520MiB",
+            "a batch of 32 does not fit with any gpu0_bsz: with",
+        ),
+        ("tune char-lm --sweep 8", "--sweep must be FIRST:LAST such as 0:8, got '8'"),
+        ("tune char-lm --sweep 6:12", "gpu0_bsz is from 0 to 8, the even split"),
+        ("tune char-lm --sweep 8:0", "--sweep must be FIRST:LAST such as 0:8"),
+        ("tune char-lm --json none/a.json", "there is no folder"),
+        ("tune char-lm --html .", "is a folder; name a file"),
+        ("tune char-lm --json x --html ./x", "--json and --html are both x; name"),
+        ("tune mine:fails", "mine:fails failed with TypeError: Linear.__init__() missing 2"),
+        ("tune mine:unreduced", "the loss of mine:unreduced must be 0-dim, as the mean or"),
+        ("tune mine:narrow", "mine:narrow failed in Linear(in_features=2, out_features=2"),
+        (
+            "tune mine:three",
+            "make_batch of mine:three must return (arguments, keyword arguments, target), such as "
+            "((x,), {}, y), or (x, y), but returned tuple of Tensor, Tensor, Tensor",
+        ),
+        ("tune mine:text", "model of mine:text must return an nn.Module, but returned str"),
+        ("tune mine:wants", "cannot be made: TypeError: wants() missing 1 required"),
+        ("tune mine:inside", "mine.py:25 with RuntimeError: a and b must have same reduction"),
+        ("tune mine:reads", "mine.py:32, which takes --numeric: "),
+        ("report a.json --html x --markdown x", "--html and --markdown are both x"),
+        ("report a.json --html - --json -", "--html and --json are both stdout; n"),
+        ("report a.json --html a.json", "the report and --html are both a.json; name"),
+        ("report none.json", "none.json cannot be read: No such file"),
+        ("compare a.json c.json --json c.json", "AFTER and --json are both c.json"),
+        ("compare a.json a.json --fail x", "--fail takes METRIC:NUMBER"),
+        ("compare a.json a.json --fail peak:5", "is 5 bytes; did you mean 5GiB?"),
+        ("demo --emulate --devices 130", "num_devices is 130, but torch has at most 128"),
+        ("demo --emulate --memory 3foo", "memory must be bytes or a size in B, KiB, MiB, GiB"),
+        ("demo --emulate --json none/x.json", "there is no folder"),
+        (
+            "demo --emulate --steps 1 --gpu0-bsz 2 --json /dev/full",
+            "/dev/full cannot be written",
+        ),
+        ("run none.py", "none.py is no file; name a Python script"),
+        ("run --gpu0-bsz many mine.py", "--gpu0-bsz must be a number, auto or even"),
+        ("run --memory 11GiB,24GiB --devices 3 mine.py", "--memory gives 2 devices"),
+        ("run --memory plenty mine.py", "--memory must be bytes or a size"),
+        ("run --memory 512MiB mine.py", "512.00 MiB of each device are kept free"),
+        ("run --reserve 1GiB mine.py", "--reserve needs --memory, the capacity of the"),
+        ("run --json none/x.json mine.py", "there is no folder"),
+        ("run --step 3 mine.py", "there is no option --step; see balanced-dp run --help"),
+        ("run --json - mine.py", "the script's output and --json are both stdout; name"),
+        ("run --json a --html a mine.py", "--json and --html are both a; name another"),
+        ("validate --json - --markdown -", "--json and --markdown are both stdout"),
+        ("validate --emulate --devices 1", "num_devices must be at least 2, got 1"),
+        ("validate --json none/x.json", "there is no folder"),
+    ],
+)
+def test_wrong_input_is_said_in_a_line_and_exit_code_2(
+    command, message, tuned, invoke, monkeypatch, capsys
+):
+    monkeypatch.setattr(sys, "argv", ["balanced-dp", *shlex.split(command)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    told = capsys.readouterr()
+    [line] = told.err.strip().splitlines()
+    assert line.startswith("balanced-dp: ") and message in line
+    assert told.out == ""
+
+
+@pytest.mark.parametrize("command", ["plan char-lm --memory 1GiB", "tune char-lm", "run mine.py"])
+def test_without_devices_the_option_is_named(command, invoke):
+    command, *arguments = command.split()
+    ended = invoke(command, "--devices", "0", *arguments)
+    assert ended.exit_code == 2
+    message = "Invalid value for '--devices': Input should be greater than or equal to 1"
+    assert message in ended.output

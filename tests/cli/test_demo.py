@@ -138,33 +138,3 @@ def test_the_command_says_that_the_value_is_the_even_split():
     text = " ".join(done.stdout.split())
     assert "gpu0_bsz=40 is the even split" in text and "an equal part: 3 of 8 samples" in text
     assert "BalancedDataParallel(" not in text
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--devices", "130"], "num_devices is 130, but torch has at most 128"),
-        (["--memory", "3foo"], "memory must be bytes or a size in B, KiB, MiB, GiB or TiB"),
-        (["--json", "no/such/folder/x.json"], "there is no folder"),
-        (["--steps", "1", "--gpu0-bsz", "2", "--json", "/dev/full"], "/dev/full cannot be written"),
-        (["--devices", "x"], "--devices"),
-        (["--bogus"], "--bogus"),
-    ],
-)
-def test_wrong_input_is_said_in_a_line_and_exit_code_2(arguments, message):
-    done = python("-m", "balanced_dp", "demo", "--emulate", *arguments)
-    assert done.returncode == 2
-    assert message in done.stderr
-    assert "Traceback" not in done.stderr
-    assert len(done.stderr.strip().splitlines()) in (1, 4)  # 4 where the usage is shown, too
-    assert done.stdout == ""
-
-
-def test_without_the_extra_the_command_names_it():
-    without = "import sys; sys.modules['typer'] = None"
-    done = python("-c", f"{without}; from balanced_dp.cli.commands import main; main()")
-    assert done.returncode == 1
-    assert re.fullmatch(
-        r"balanced-dp: the command line needs typer, .* pip install '\.\[cli\]' in a clone\n",
-        done.stderr,
-    )

@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 import os
 import re
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from click.testing import Result
 from typer.testing import CliRunner
 
-from balanced_dp import BalancedDataParallelError, BalanceWarning
+from balanced_dp import BalanceWarning
 from balanced_dp.cli.commands import app
-from balanced_dp.cli.run import RunSettings, run_and_measure
+from balanced_dp.cli.run import RunResult, run_and_measure
 
 from .. import cuda_stand_in, processes
 
@@ -61,14 +62,7 @@ def script(tmp_path: Path) -> Path:
     return path
 
 
-@dataclass(frozen=True)
-class Done:
-    returncode: int
-    stdout: str
-    stderr: str
-
-
-def run(script: Path, *arguments: str) -> Done:
+def run(script: Path, *arguments: str) -> Result:
     """Run the command in this process, where torch is imported already."""
     before = Path.cwd()
     os.chdir(script.parent)  # contextlib.chdir is of Python 3.11
@@ -76,16 +70,24 @@ def run(script: Path, *arguments: str) -> Done:
         ended = CliRunner().invoke(app, ["run", *arguments])
     finally:
         os.chdir(before)
-    error = ended.exception
-    if isinstance(error, BalancedDataParallelError):  # as main() does
-        return Done(2, ended.stdout, f"balanced-dp: {error}\n")
-    assert error is None or isinstance(error, SystemExit), error
-    return Done(ended.exit_code, ended.stdout, ended.stderr)
+    assert ended.exception is None or isinstance(ended.exception, SystemExit), ended.exception
+    return ended
+
+
+def measured(script: Path, *words: str, **options: Any) -> RunResult:
+    """Run the script in this process, without the command line."""
+    return run_and_measure(str(script), words or ("9", "256", "wrap"), **options)
+
+
+def balanced(call: str) -> str:
+    """Return the script with another call that wraps the model."""
+    imports = "import sys, balanced_dp\nfrom balanced_dp import BalancedDataParallel as Balanced"
+    return SCRIPT.replace("import sys", imports).replace("nn.DataParallel(model)", call)
 
 
 def test_the_answer_for_a_script(script):
     done = run(script, "--memory", "1GiB", "train.py", "9", "256", "wrap")
-    assert done.returncode == 0, done.stderr
+    assert done.exit_code == 0, done.stderr
     plain = processes.python("train.py", "9", "256", cwd=script.parent)
     for ours, theirs in zip(done.stdout.split("\n"), plain.stdout.split("\n"), strict=True):
         assert ours.split(" ")[:2] == theirs.split(" ")[:2]
@@ -103,18 +105,27 @@ def test_the_answer_for_a_script(script):
     assert "gather=False)\n    criterion = balanced_dp.BalancedCriterion(" in done.stderr
 
 
-def test_the_script_ends_after_the_steps(script):
-    done = run(script, "--steps", "5", "train.py", "100000", "64", "wrap")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1].startswith("step 4 ")
-    assert "The script was ended after 5 training steps (--steps)." in done.stderr
+def test_options_that_the_script_has_got_are_named(script):
+    script.write_text("import argparse\nargparse.ArgumentParser().parse_args()\n")
+    done = run(script, "train.py", "--steps=3")
+    assert done.exit_code == 2
+    assert "--steps=3 went to the script; options of run come before its name" in done.stderr
+
+
+@pytest.mark.parametrize(("steps", "is_over"), [("3", False), ("12", True)])
+def test_the_script_ends_after_the_steps(steps, is_over, script):
+    done = run(script, "--steps", steps, "train.py", "100000", "256", "wrap")
+    assert done.exit_code == 0, done.stderr
+    assert len(done.stdout.splitlines()) == int(steps)
+    assert f"The script was ended after {steps} training steps (--steps)." in done.stderr
+    assert ("The search for gpu0_bsz was not over after 3" in done.stderr) != is_over
 
 
 def test_the_report_is_read_by_the_other_commands(script):
     arguments = ("train.py", "8", "64", "wrap")
     files = ("--json", "run.json", "--html", "run.html")
     done = run(script, *files, "--symbolic", "--devices", "3", *arguments)
-    assert done.returncode == 0, done.stderr
+    assert done.exit_code == 0, done.stderr
     report = json.loads((script.parent / "run.json").read_text("utf-8"))
     assert report["workload"] == "train.py"
     assert sum(report["plan"]["chunk_sizes"]) == 64 and len(report["plan"]["chunk_sizes"]) == 3
@@ -141,7 +152,7 @@ def test_the_report_is_read_by_the_other_commands(script):
 )
 def test_scripts_that_end_otherwise(words, code, says, script):
     done = run(script, "train.py", *words)
-    assert done.returncode == code, done.stderr
+    assert done.exit_code == code, done.stderr
     assert says in done.stderr
     assert "balanced_dp/" not in done.stderr  # no frames of ours
     if words[0] != "0":
@@ -198,7 +209,7 @@ for step in range(1000):
 def test_the_last_step_is_that_of_all_optimizers(script):
     script.write_text(ADVERSARIES, "utf-8")
     done = run(script, "--steps", "4", "--gpu0-bsz", "even", "--json", "no.json", "train.py")
-    assert done.returncode == 0, done.stderr
+    assert done.exit_code == 0, done.stderr
     assert done.stdout.split() == ["0", "1", "2", "3"]
     assert "no.json was not written: there is no plan" in done.stderr
 
@@ -222,83 +233,48 @@ def test_inputs_for_other_devices_are_named(is_moved, script):
     """PyTorch's ImageNet example moves the batch to device 0, which no kind of loss avoids."""
     script.write_text(WHOLE_BATCH, "utf-8")
     done = run(script, "train.py", *["cuda"] * is_moved)
-    assert done.returncode == 0, done.stderr
+    assert done.exit_code == 0, done.stderr
     assert ("the script moves the whole batch there" in done.stderr) == is_moved
     assert "gather=False" not in done.stderr
 
 
-def test_memory_that_is_too_small_is_said_and_not_enforced(script):
-    done = run(script, "--memory", "515MiB", "train.py", "8", "2048", "wrap", "memory")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == str(515 * 2**20)
+@pytest.mark.parametrize(
+    ("memory", "says"),
+    [
+        ("515MiB", "A batch of 2048 does not fit with any gpu0_bsz: with the best"),
+        ("513MiB", "not even a batch of 1 fits"),
+    ],
+)
+def test_memory_that_is_too_small_is_said_and_not_enforced(memory, says, script):
+    done = run(script, "--memory", memory, "train.py", "8", "2048", "wrap", "memory")
+    assert done.exit_code == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == str(int(memory[:3]) * 2**20)
     said = " ".join(done.stderr.split())
-    assert "A batch of 2048 does not fit with any gpu0_bsz: with the best" in said
-    assert "device 0 needs" in said and "and lacks" in said
+    assert says in said and "device 0 needs" in said and "and lacks" in said
 
 
-def test_not_even_one_sample_fits(script):
-    done = run(script, "--memory", "513MiB", "train.py", "8", "256", "wrap")
-    said = " ".join(done.stderr.split())
-    assert "device 0 needs" in said and "not even a batch of 1 fits" in said
-
-
-@pytest.mark.parametrize("value", ["2", "even"])
-def test_a_value_that_is_given(value, script):
-    done = run(script, "--gpu0-bsz", value, "train.py", "5", "64", "wrap")
-    assert done.returncode == 0, done.stderr
-    if value == "even":
-        assert "batches of 64, gpu0_bsz=16" in done.stderr
-        assert "Without --gpu0-bsz even, the run searches" in done.stderr
-    else:
-        assert " 2 " in done.stderr and "with the even split it is device 0" in done.stderr
+def test_the_even_split_may_be_asked_for(script):
+    done = run(script, "--gpu0-bsz", "even", "train.py", "5", "64", "wrap")
+    assert done.exit_code == 0, done.stderr
+    assert "batches of 64, gpu0_bsz=16" in done.stderr
+    assert "Without --gpu0-bsz even, the run searches" in done.stderr
 
 
 def test_a_branch_on_a_value_that_was_not_computed(script):
     done = run(script, "--symbolic", "train.py", "4", "64", "wrap", "branch")
-    assert done.returncode == 1
+    assert done.exit_code == 1
     assert "loss nan" in done.stdout
     assert "(shapes only: the values that it reads are NaN)" in done.stderr
     assert "SymbolicValueError: a number that was not computed decides something" in done.stderr
     assert "memory in MiB" in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (("none.py",), "none.py is no file; name a Python script"),
-        (("--gpu0-bsz", "many", "train.py"), "--gpu0-bsz must be a number, auto or even"),
-        (("--memory", "11GiB,24GiB", "--devices", "3", "train.py"), "--memory gives 2 devices"),
-        (("--memory", "plenty", "train.py"), "--memory"),
-        (("--memory", "512MiB", "train.py"), "512.00 MiB of each device are kept free"),
-        (("--devices", "0", "train.py"), "num_devices must be at least 1, got 0"),
-        (("--json", "no/such/folder.json", "train.py"), "there is no folder"),
-        (("--step", "3", "train.py"), "there is no option --step; see balanced-dp run --help"),
-        (
-            ("--json", "-", "train.py"),
-            "the script's output and --json are both stdout; name another",
-        ),
-        (("--json", "a", "--html", "a", "train.py"), "--json and --html are both a; name another"),
-    ],
-)
-def test_wrong_input_is_one_line(arguments, says, script):
-    done = run(script, *arguments)
-    assert done.returncode == 2
-    [line] = done.stderr.splitlines()
-    assert line.startswith("balanced-dp: ") and says in line
-
-
 def test_a_module_and_its_options(script):
     done = run(
         script, "--steps", "4", "-m", "train", "9", "64", "wrap", "--memory", "of the script"
     )
-    assert done.returncode == 0, done.stderr
+    assert done.exit_code == 0, done.stderr
     assert "train, batches of 64, gpu0_bsz=" in done.stderr
-
-
-def test_help_shows_the_arguments():
-    done = CliRunner().invoke(app, ["run", "--help"])
-    for name in ("SCRIPT", "[ARGS]", "-m", "--gpu0-bsz", "--symbolic", "--steps"):
-        assert name in done.stdout
 
 
 @pytest.mark.skipif(cuda_stand_in.WHY_NOT is not None, reason=str(cuda_stand_in.WHY_NOT))
@@ -307,8 +283,7 @@ def test_accelerators_are_used_if_there_are_two(script, capsys):
         device = str(stand_in.devices[0])
         script.write_text(SCRIPT.replace('device = "cuda" if', f'device = "{device}" if 1 or'))
         said: list[str] = []
-        settings = RunSettings(str(script), ("9", "256", "wrap"), gpu0_bsz="auto")
-        result = run_and_measure(settings, said.append)
+        result = measured(script, say=said.append)
         assert not stand_in.races()
     assert said == [f"running {script} on 4 GPUs, stand_in:0 to stand_in:3"]
     assert result.exit_code == 0, capsys.readouterr().err
@@ -320,24 +295,25 @@ def test_accelerators_are_used_if_there_are_two(script, capsys):
 
 
 @pytest.mark.parametrize(
-    ("before", "after"),
+    ("before", "value", "says"),
     [
-        ("balanced_dp.BalancedDataParallel('auto', model)", "('auto', model)"),
-        ("balanced_dp.BalancedDataParallel(3, model, spread=True)", "(3, model, spread=True)"),
-        ("Balanced(module=model, gpu0_bsz=len('abc'))", "(module=model, gpu0_bsz=len('abc'))"),
+        (
+            "balanced_dp.BalancedDataParallel('auto', model)",
+            "'auto'",
+            'The script has gpu0_bsz="auto", which finds the value as it trains. To give gpu0_bsz=',
+        ),
+        ("balanced_dp.BalancedDataParallel(3, model, spread=True)", "3", "To split with gpu0_bsz="),
+        ("Balanced(module=model, gpu0_bsz=len('abc'))", "len('abc')", "To split with gpu0_bsz="),
     ],
 )
-def test_a_script_that_is_balanced_already_is_split_anew(before, after, script):
-    imports = "import sys, balanced_dp\nfrom balanced_dp import BalancedDataParallel as Balanced"
-    text = SCRIPT.replace("import sys", imports).replace("nn.DataParallel(model)", before)
-    script.write_text(text)
-    result = run_and_measure(RunSettings(str(script), ("9", "256", "wrap"), gpu0_bsz="auto"), print)
+def test_a_script_that_is_balanced_already_is_split_anew(before, value, says, script):
+    script.write_text(balanced(before))
+    result = measured(script)
     assert result.report is not None
-    gpu0_bsz = result.report.plan.gpu0_bsz
     assert len({m.gpu0_bsz for m in result.report.measurements}) >= 3
-    new = before.replace("'auto'", str(gpu0_bsz)).replace("(3,", f"({gpu0_bsz},")
-    new = new.replace("len('abc')", str(gpu0_bsz))
-    assert after in before and after not in new
+    new = before.replace(value, str(result.report.plan.gpu0_bsz))
+    assert new != before
+    assert result.notes[-1].startswith(says)
     changed = [line for line in result.notes[-1].splitlines() if line[0] in "+-"][2:]
     assert changed == [f"-    model = {before}", f"+    model = {new}"]
     told = "".join(result.notes)
@@ -346,12 +322,10 @@ def test_a_script_that_is_balanced_already_is_split_anew(before, after, script):
 
 
 def test_the_best_value_may_be_that_of_the_script(script):
-    text = SCRIPT.replace("import sys", "import sys, balanced_dp")
     best = 7
     for is_best in (False, True):
-        call = f"balanced_dp.BalancedDataParallel({best}, "
-        script.write_text(text.replace("nn.DataParallel(", call))
-        result = run_and_measure(RunSettings(str(script), ("9", "256", "wrap")), print)
+        script.write_text(balanced(f"balanced_dp.BalancedDataParallel({best}, model)"))
+        result = measured(script)
         best = result.report.plan.gpu0_bsz
         told = f"gpu0_bsz={best}, which the script has, is the best value here."
         assert (result.notes[-1] == told) == is_best
@@ -367,8 +341,7 @@ def test_the_best_value_may_be_that_of_the_script(script):
     ],
 )
 def test_the_value_that_was_asked_for_is_shown(value, first, says, num_steps, script):
-    settings = RunSettings(str(script), (num_steps, "256", "wrap"), gpu0_bsz=value)
-    result = run_and_measure(settings, print)
+    result = measured(script, num_steps, "256", "wrap", gpu0_bsz=value)
     if num_steps == "9" or value >= 64:
         assert result.measured.chunk_sizes[0] == first
         assert f"gpu0_bsz={first}" in result.title
@@ -376,21 +349,12 @@ def test_the_value_that_was_asked_for_is_shown(value, first, says, num_steps, sc
         assert result.notes[-1].startswith(says)
 
 
-def test_a_script_with_auto_is_told_what_that_does(script):
-    text = SCRIPT.replace("import sys", "import sys, balanced_dp")
-    script.write_text(text.replace("nn.DataParallel(", "balanced_dp.BalancedDataParallel('auto', "))
-    result = run_and_measure(RunSettings(str(script), ("9", "256", "wrap")), print)
-    assert result.notes[-1].startswith(
-        'The script has gpu0_bsz="auto", which finds the value as it trains. To give gpu0_bsz='
-    )
-
-
 @pytest.mark.filterwarnings("default:model.pt is not saved")
 def test_saving_without_values_is_skipped(script):
     script.write_text(f"{SCRIPT}\ntorch.save(model.state_dict(), 'model.pt')\nprint('the end')")
     with pytest.warns(BalanceWarning, match="model.pt is not saved: symbolic devices keep the sh"):
         done = run(script, "--symbolic", "train.py", "5", "64", "wrap")
-    assert done.returncode == 0 and done.stdout.endswith("the end\n")
+    assert done.exit_code == 0 and done.stdout.endswith("the end\n")
     assert not (script.parent / "model.pt").exists()
     done = run(script, "train.py", "5", "64", "wrap")
     assert (script.parent / "model.pt").exists()
@@ -398,10 +362,8 @@ def test_saving_without_values_is_skipped(script):
 
 @pytest.mark.parametrize("options", ["device_weights=[1, 2, 2, 2]", "device_ids=[0, 1, 0]"])
 def test_what_is_split_otherwise_is_left_as_it_is(options, script):
-    call = f"balanced_dp.BalancedDataParallel(None, model, {options})"
-    text = SCRIPT.replace("import sys", "import sys, balanced_dp")
-    script.write_text(text.replace("nn.DataParallel(model)", call))
-    result = run_and_measure(RunSettings(str(script), ("5", "64", "wrap")), print)
+    script.write_text(balanced(f"balanced_dp.BalancedDataParallel(None, model, {options})"))
+    result = measured(script, "5", "64", "wrap")
     assert result.exit_code == 0
     assert "is left as it is: it has device_weights, repeats a device" in "".join(result.notes)
 
@@ -423,7 +385,7 @@ def test_what_the_script_keeps_does_not_grow_with_the_batch(is_symbolic, script)
         settings = ["--memory", f"{num_bytes},20MiB,20MiB,20MiB", "--reserve", "0"]
         settings += ["--symbolic"] * is_symbolic
         done = run(script, *settings, "--json", "run.json", "train.py", "9", "256", "wrap")
-        assert done.returncode == 0, done.stderr
+        assert done.exit_code == 0, done.stderr
         reports.append(json.loads((script.parent / "run.json").read_text("utf-8")))
     keeping, plain = reports
     assert keeping["chosen"]["breakdown"][0]["other"] >= kept_bytes
@@ -438,30 +400,26 @@ def test_a_batch_for_all_steps_is_no_data_set(script):
     ).replace("for step in", "inputs = torch.randn(batch_size, 64).to(device)\nfor step in")
     script.write_text(text)
     done = run(script, "--json", "run.json", "train.py", "9", "256", "wrap")
-    assert done.returncode == 0, done.stderr
+    assert done.exit_code == 0, done.stderr
     report = json.loads((script.parent / "run.json").read_text("utf-8"))
     assert report["chosen"]["breakdown"][0]["input"] >= 256 * 64 * 4
 
 
-def test_a_search_that_is_not_over_is_said(script):
-    told = run(script, "--steps", "3", "train.py", "99", "256", "wrap").stderr
-    assert "The search for gpu0_bsz was not over after 3 training steps" in told
-    told = run(script, "--steps", "12", "train.py", "99", "256", "wrap").stderr
-    assert "was not over" not in told
-
-
-def test_what_fits_as_it_is_is_said(script):
-    told = run(script, "--memory", "1GiB", "train.py", "9", "256", "wrap").stderr
-    assert "\nIt fits as it is. To leave more memory free with gpu0_bsz=" in told
-    text = SCRIPT.replace("import sys", "import sys, balanced_dp")
-    call = "balanced_dp.BalancedDataParallel(60, "
-    script.write_text(text.replace("nn.DataParallel(", call))
-    told = run(script, "--memory", "1GiB", "train.py", "9", "256", "wrap").stderr
-    assert "\nThe even split fits. To leave more memory free with gpu0_bsz=" in told
-    script.write_text(SCRIPT)
-    options = ("--memory", "3MiB", "--reserve", "0")
-    told = run(script, *options, "train.py", "9", "256", "wrap").stderr
-    assert "It fits as it is" not in told and "\nTo split with gpu0_bsz=" in told
+@pytest.mark.parametrize(
+    ("text", "memory", "says"),
+    [
+        (SCRIPT, "1GiB", "It fits as it is. To leave more memory free with gpu0_bsz="),
+        (
+            balanced("balanced_dp.BalancedDataParallel(60, model)"),
+            "1GiB",
+            "The even split fits. To leave more memory free with gpu0_bsz=",
+        ),
+        (SCRIPT, "3MiB", "To split with gpu0_bsz="),
+    ],
+)
+def test_what_fits_as_it_is_is_said(text, memory, says, script):
+    script.write_text(text)
+    assert measured(script, memory=memory, reserve="0").notes[-1].startswith(says)
 
 
 @pytest.mark.slow

@@ -53,11 +53,15 @@ def test_a_module(tmp_path, capsys, monkeypatch):
         ("raise SystemExit(3)", 3, ""),
         ("raise SystemExit('no data')", 1, "no data\n"),
         ("import sys; sys.exit(0)", 0, ""),
+        (f"from {StepsDone.__module__} import StepsDone\nraise StepsDone", 0, ""),
+        ("raise KeyboardInterrupt", INTERRUPTED, "KeyboardInterrupt\n"),
+        ("x =", 1, "SyntaxError: invalid syntax\n"),
     ],
 )
 def test_exit_codes(text, code, error, tmp_path, capsys):
     assert run_script(write(tmp_path / "script.py", text), [], is_module=False) == code
-    assert capsys.readouterr().err == error
+    told = capsys.readouterr().err
+    assert told.endswith(error) and bool(told) == bool(error)
 
 
 def test_a_traceback_has_the_frames_of_the_script_only(tmp_path, capsys):
@@ -70,35 +74,17 @@ def test_a_traceback_has_the_frames_of_the_script_only(tmp_path, capsys):
     assert "runpy" not in error and "balanced_dp" not in error
 
 
-def test_a_script_that_cannot_be_parsed(tmp_path, capsys):
-    assert run_script(write(tmp_path / "script.py", "x ="), [], is_module=False) == 1
-    assert "SyntaxError: invalid syntax" in capsys.readouterr().err
-
-
-def test_an_interrupt_and_the_end_of_the_steps(tmp_path, capsys):
-    script = write(tmp_path / "script.py", "raise KeyboardInterrupt")
-    assert run_script(script, [], is_module=False) == INTERRUPTED
-    assert "KeyboardInterrupt" in capsys.readouterr().err
-    text = f"from {StepsDone.__module__} import StepsDone\nraise StepsDone"
-    assert run_script(write(tmp_path / "steps.py", text), [], is_module=False) == 0
-    assert capsys.readouterr().err == ""
-
-
 def test_it_waits_for_threads_of_the_script(tmp_path, capsys):
     text = "import threading\nthreading.Timer(0.05, print, ['from a thread']).start()"
     assert run_script(write(tmp_path / "script.py", text), [], is_module=False) == 0
     assert capsys.readouterr().out == "from a thread\n"
 
 
-def test_no_such_script(tmp_path):
+def test_no_such_script_or_module(tmp_path, capsys):
     with pytest.raises(ArgumentError, match=r"none\.py is no file; name a Python script"):
         check_script("none.py", is_module=False)
     with pytest.raises(ArgumentError, match="is a folder"):
         check_script(str(tmp_path), is_module=False)
-    check_script("anything", is_module=True)
-
-
-def test_no_such_module(capsys):
     assert run_script("no_such_package.train", [], is_module=True) == 1
     assert "No module named 'no_such_package'" in capsys.readouterr().err
 

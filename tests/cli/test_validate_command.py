@@ -54,15 +54,11 @@ def done(tmp_path_factory):
     return ran, folder
 
 
-def test_it_says_first_on_what_it_runs(done):
-    ran, _ = done
+def test_each_line_has_an_outcome_and_a_number_or_a_reason(done):
+    ran, folder = done
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.startswith("Validating on 2 emulated devices, on the CPU")
     assert ran.stdout.endswith("All gradients and outputs are those of one device.\n")
-
-
-def test_each_line_has_an_outcome_and_a_number_or_a_reason(done):
-    ran, folder = done
     record = json.loads((folder / "a.json").read_text())
     lines = [line for line in ran.stdout.splitlines() if line.startswith("  ")]
     assert len(lines) == len(record["checks"]) >= 12
@@ -110,16 +106,3 @@ def test_a_dash_is_stdout_and_nothing_else_is_written_there(option, as_text, inv
     assert shown.stdout.splitlines()[:4] == lines[:4]
     assert len(shown.stdout.splitlines()) == len(lines)
     assert shown.stderr.startswith("Validating on 4 emulated devices, on the CPU")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--json", "-", "--markdown", "-"], "--json and --markdown are both stdout"),
-        (["--devices", "1"], "num_devices must be at least 2, got 1"),
-        (["--json", "no/such/folder/x.json"], "there is no folder"),
-    ],
-)
-def test_wrong_input_is_said_before_anything_runs(arguments, message, invoke):
-    shown = invoke(*arguments)
-    assert message in str(shown.exception)

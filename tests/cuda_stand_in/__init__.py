@@ -12,7 +12,7 @@ from __future__ import annotations
 import shutil
 import sysconfig
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -28,11 +28,7 @@ from . import clock
 from .communicators import Communicators
 from .device_module import NAME, NUM_DEVICES, TOTAL_BYTES, DeviceModule
 
-BUILD = (
-    Path(__file__).parents[2]
-    / "build"
-    / f"cuda_stand_in-{torch.__version__}-{sysconfig.get_config_var('SOABI')}"
-)
+BUILD_NAME = f"cuda_stand_in-{torch.__version__}-{sysconfig.get_config_var('SOABI')}"
 
 
 def _why_not() -> str | None:
@@ -49,11 +45,11 @@ def _why_not() -> str | None:
 def _load() -> Any:
     from torch.utils import cpp_extension
 
-    BUILD.mkdir(parents=True, exist_ok=True)
+    folder = Path(__file__).parents[2] / "build" / BUILD_NAME
+    folder.mkdir(parents=True, exist_ok=True)
     source = str(Path(__file__).with_name("stand_in.cpp"))
-    extension = cpp_extension.load(
-        NAME, [source], build_directory=str(BUILD), extra_cflags=["-O1", "-g0"]
-    )
+    flags = ["-O1", "-g0"]
+    extension = cpp_extension.load(NAME, [source], build_directory=folder, extra_cflags=flags)
     torch.utils.rename_privateuse1_backend(NAME)
     return extension
 
@@ -81,8 +77,7 @@ class StandIn:
 
     def races(self) -> list[str]:
         """Returns what does not come after what it must, and forgets it."""
-        found: list[str] = extension.races()
-        return found
+        return extension.races()
 
     @contextmanager
     def recorded(self) -> Iterator[list[clock.Work]]:
@@ -132,8 +127,7 @@ class StandIn:
     @property
     def num_waits(self) -> int:
         """How many times the host has waited for a device."""
-        number: int = extension.num_waits()
-        return number
+        return extension.num_waits()
 
 
 _flatten_parameters = nn.RNNBase.flatten_parameters
@@ -159,19 +153,22 @@ def opened() -> Iterator[StandIn]:
     Raises:
         AssertionError: at the end, if there was a race that nobody has asked for.
     """
-    with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(module, "is_open", True))
-        stack.enter_context(mock.patch.object(nn.RNNBase, "flatten_parameters", _flatten_as_cudnn))
-        # Module.to keeps parameters, and tied ones tied, on CUDA; without this, not on PrivateUse1.
-        keeps = torch.__future__.get_swap_module_params_on_conversion()
-        stack.callback(torch.__future__.set_swap_module_params_on_conversion, keeps)
-        torch.__future__.set_swap_module_params_on_conversion(True)
-        CUDA_LIKE.add(NAME)
-        stack.callback(CUDA_LIKE.remove, NAME)
+    # Module.to keeps parameters, and tied ones tied, on CUDA; without this, not on PrivateUse1.
+    keeps = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    CUDA_LIKE.add(NAME)
+    extension.reset()
+    try:
+        with (
+            mock.patch.object(module, "is_open", True),
+            mock.patch.object(nn.RNNBase, "flatten_parameters", _flatten_as_cudnn),
+            Communicators.replaced(extension) as nccl,
+        ):
+            yield StandIn(nccl)
+            found = list(dict.fromkeys(extension.races()))
+            assert not found, "races:\n" + "\n".join(found)
+    finally:
         extension.reset()
-        stack.callback(torch.accelerator.empty_cache)  # or each test would leave its blocks
-        stack.callback(extension.reset)
-        stand_in = StandIn(stack.enter_context(Communicators.replaced(extension)))
-        yield stand_in
-        found = list(dict.fromkeys(stand_in.races()))
-        assert not found, "races:\n" + "\n".join(found)
+        torch.accelerator.empty_cache()  # or each test would leave its blocks
+        CUDA_LIKE.remove(NAME)
+        torch.__future__.set_swap_module_params_on_conversion(keeps)

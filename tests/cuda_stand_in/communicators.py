@@ -9,7 +9,7 @@ import threading
 import time
 import types
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -60,22 +60,21 @@ class Communicators:
             "_gather": gather,
         }
         own = types.SimpleNamespace(is_available=is_available, reduce=nccl.reduce)
-        with ExitStack() as stack:
-            for name, function in functions.items():
-                stack.enter_context(mock.patch.object(torch._C, name, function, create=True))
-            stack.enter_context(mock.patch.object(comm, "nccl", own))
+        with (
+            mock.patch.multiple(torch._C, create=True, **functions),
+            mock.patch.object(comm, "nccl", own),
+        ):
             yield nccl
 
     def broadcast(self, tensor: Tensor, devices: Sequence[int]) -> list[Tensor]:
         with torch.no_grad():
-            there = tensor.get_device()
             sent = [
-                tensor if index == there else torch.empty_like(tensor, device=f"{NAME}:{index}")
+                tensor
+                if index == tensor.get_device()
+                else torch.empty_like(tensor, device=f"{NAME}:{index}")
                 for index in devices
             ]
-            self.broadcast_out(
-                tensor, [t for t, index in zip(sent, devices, strict=True) if index != there]
-            )
+            self.broadcast_out(tensor, [there for there in sent if there is not tensor])
         return sent
 
     def broadcast_out(self, tensor: Tensor, others: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -133,24 +132,24 @@ def scatter(
     dim: int,
     streams: Sequence[torch.Stream | None] | None,
 ) -> list[Tensor]:
-    chunks = list(
-        tensor.chunk(len(devices), dim) if chunk_sizes is None else tensor.split(chunk_sizes, dim)
-    )
+    if chunk_sizes is None:
+        chunks = list(tensor.chunk(len(devices), dim))
+    else:
+        chunks = list(tensor.split(chunk_sizes, dim))
     for i, index in enumerate(devices[: len(chunks)]):
         if index != tensor.get_device():
-            with ExitStack() as stack:
-                if streams is not None and streams[i] is not None:
-                    stack.enter_context(torch.get_device_module(NAME).stream(streams[i]))
+            stream = None if streams is None else streams[i]
+            with nullcontext() if stream is None else torch.get_device_module(NAME).stream(stream):
                 chunks[i] = chunks[i].to(f"{NAME}:{index}", non_blocking=True)
     return chunks
 
 
 def gather(tensors: Sequence[Tensor], dim: int, destination: int | None) -> Tensor:
     device = torch.device("cpu") if destination == -1 else torch.device(NAME, destination or 0)
-    shape = list(tensors[0].shape)
-    shape[dim] = sum(tensor.shape[dim] for tensor in tensors)
-    joined = torch.empty(shape, dtype=tensors[0].dtype, device=device)
     sizes = [tensor.shape[dim] for tensor in tensors]
+    shape = list(tensors[0].shape)
+    shape[dim] = sum(sizes)
+    joined = torch.empty(shape, dtype=tensors[0].dtype, device=device)
     for part, tensor in zip(joined.split(sizes, dim), tensors, strict=True):
         part.copy_(tensor, non_blocking=destination != -1)
     return joined

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -31,6 +31,10 @@ class DeviceModule(types.ModuleType):
         self.total_bytes = [TOTAL_BYTES] * NUM_DEVICES
         self._extension = extension
 
+    def __getattr__(self, name: str) -> Any:
+        """``memory_allocated``, ``current_stream``, ``synchronize`` and others like these."""
+        return getattr(torch.accelerator, name)
+
     def is_available(self) -> bool:
         return self.is_open
 
@@ -50,59 +54,29 @@ class DeviceModule(types.ModuleType):
         return torch.accelerator.current_device_index()
 
     def set_device(self, device: Any) -> None:
-        torch.accelerator.set_device_index(_index(device))
+        torch.accelerator.set_device_index(device)
 
-    @contextmanager
-    def device(self, device: Any) -> Iterator[None]:
-        before = self.current_device()
-        self.set_device(device)
-        try:
-            yield
-        finally:
-            self.set_device(before)
-
-    def current_stream(self, device: Any = None) -> torch.Stream:
-        return torch.accelerator.current_stream(_index(device))
+    def device(self, device: Any) -> AbstractContextManager[Any]:
+        return torch.accelerator.device_index(_index(device))
 
     @contextmanager
     def stream(self, stream: torch.Stream) -> Iterator[None]:
         # Several threads may enter this with one stream; torch.Stream itself remembers one of them.
         with self.device(stream.device):
-            before = self.current_stream()
+            before = torch.accelerator.current_stream()
             torch.accelerator.set_stream(stream)
             try:
                 yield
             finally:
                 torch.accelerator.set_stream(before)
 
-    def synchronize(self, device: Any = None) -> None:
-        torch.accelerator.synchronize(_index(device))
-
-    def memory_allocated(self, device: Any = None) -> int:
-        return torch.accelerator.memory_allocated(_index(device))
-
-    def max_memory_allocated(self, device: Any = None) -> int:
-        return torch.accelerator.max_memory_allocated(_index(device))
-
-    def memory_reserved(self, device: Any = None) -> int:
-        return torch.accelerator.memory_reserved(_index(device))
-
-    def max_memory_reserved(self, device: Any = None) -> int:
-        return torch.accelerator.max_memory_reserved(_index(device))
-
-    def memory_stats(self, device: Any = None) -> dict[str, Any]:
-        return torch.accelerator.memory_stats(_index(device))
-
     def reset_peak_memory_stats(self, device: Any = None) -> None:
         # As CUDA's: torch.accelerator's does nothing where there was no tensor yet.
         torch._C._accelerator_resetPeakStats(_index(device))
 
-    def empty_cache(self) -> None:
-        torch.accelerator.empty_cache()
-
     def mem_get_info(self, device: Any = None) -> tuple[int, int]:
         total_bytes = self.total_bytes[_index(device)]
-        return total_bytes - self.memory_reserved(device), total_bytes
+        return total_bytes - torch.accelerator.memory_reserved(device), total_bytes
 
     def get_device_properties(self, device: Any = None) -> types.SimpleNamespace:
         return types.SimpleNamespace(
@@ -123,8 +97,7 @@ class DeviceModule(types.ModuleType):
             self._extension.manual_seed(index, seed)
 
     def get_rng_state(self, device: Any = None) -> torch.Tensor:
-        state: torch.Tensor = self._extension.get_rng_state(_index(device))
-        return state
+        return self._extension.get_rng_state(_index(device))
 
     def set_rng_state(self, state: torch.Tensor, device: Any = None) -> None:
         self._extension.set_rng_state(_index(device), state)

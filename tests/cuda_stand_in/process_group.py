@@ -43,16 +43,14 @@ class GlooOnCopies(dist.ProcessGroup):
     def _run(self, tensors: list[Tensor], options: Any, collective: Any) -> dist.Work:
         there = [tensor.cpu() for tensor in tensors]
         collective(there, options).wait()
-        for tensor, arrived in zip(tensors, there, strict=True):
-            tensor.copy_(arrived)
+        torch._foreach_copy_(tensors, there)
         return _done(tensors)
 
 
 def _done(result: Sequence[Any]) -> dist.Work:
     future: torch.futures.Future[Any] = torch.futures.Future()
     future.set_result(result)
-    work: dist.Work = torch._C._distributed_c10d._create_work_from_future(future)
-    return work
+    return torch._C._distributed_c10d._create_work_from_future(future)
 
 
 def register() -> str:

@@ -2,37 +2,16 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
+from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.parallel import comm
 
+from ..at_once import at_once
 from . import StandIn
-
-MIB = 2**20
-
-
-def test_operators_give_what_the_cpu_gives(stand_in: StandIn):
-    x = torch.randn(5, 7, dtype=torch.double)
-    labels = torch.tensor([1, 2, 3, -100, 5])
-
-    def compute(x: Tensor, labels: Tensor) -> list[Tensor]:
-        x = x.clone().requires_grad_()
-        y = torch.cat([x.t()[:, 1:], x.sort(0)[0].t()[:, :2]], 1).softmax(0)
-        loss = torch.nn.functional.cross_entropy(
-            y[:5, :6] @ x[:, 1:].t()[:, :4].repeat(1, 2), labels
-        )
-        loss.backward()
-        index = (x > 0).nonzero()
-        return [y, loss, x.grad, index, x[index[:, 0]], torch.arange(3, device=x.device), x.std(0)]
-
-    found = compute(x.to("stand_in:1"), labels.to("stand_in:1"))
-    assert {tensor.device for tensor in found} == {stand_in.devices[1]}
-    torch.testing.assert_close([tensor.cpu() for tensor in found], compute(x, labels))
 
 
 def test_tensors_of_two_devices_are_an_error(stand_in: StandIn):
@@ -44,12 +23,52 @@ def test_tensors_of_two_devices_are_an_error(stand_in: StandIn):
     assert (one + cpu[0]).tolist() == [2, 2]
 
 
-@pytest.mark.parametrize("waits", ["not", "wait_stream", "event", "synchronize", "item"])
-@pytest.mark.parametrize("second", ["read", "write"])
-def test_a_missing_wait_is_a_race(second, waits, stand_in: StandIn):
-    x = torch.zeros(4, device=stand_in.devices[0])
-    main, side = torch.accelerator.current_stream(), torch.Stream(stand_in.devices[0])
-    side.wait_stream(main)
+@pytest.fixture
+def x(stand_in: StandIn) -> Iterator[Tensor]:
+    """A tensor on the first device, which is synchronized at the end."""
+    yield torch.zeros(1000, device=stand_in.devices[0])
+    torch.accelerator.synchronize(0)
+
+
+def side_stream(device: torch.device) -> torch.Stream:
+    """Returns another stream, after what is in the current one."""
+    side = torch.Stream(device)
+    side.wait_stream(torch.accelerator.current_stream(device))
+    return side
+
+
+@pytest.mark.parametrize(
+    ("on_side", "on_main", "race"),
+    [
+        (lambda x: x.add_(1), lambda x: x + 1, "add reads on {} what add writes on {}"),
+        (lambda x: x.add_(1), lambda x: x.mul_(2), "mul writes on {} what add writes on {}"),
+        (lambda x: x + 1, lambda x: x.add_(1), "add writes on {} what add reads on {}"),
+        (lambda x: x + 1, lambda x: x + 2, None),
+        (
+            lambda x: x[:2].add_(1),
+            lambda x: x[1:3].add_(1),
+            "add reads on {} what add writes on {}",
+        ),
+        (lambda x: x[:2].add_(1), lambda x: x[2:].add_(1), None),
+    ],
+)
+def test_a_missing_wait_is_a_race(on_side, on_main, race, x, stand_in: StandIn):
+    side = side_stream(x.device)
+    with side:
+        kept = on_side(x)
+    on_main(x)
+    races = stand_in.races()
+    assert bool(races) == bool(race)
+    if race:
+        streams = ("device 0 stream 0", f"device 0 stream {side.stream_id}")
+        assert race.format(*streams) in races
+    torch.accelerator.synchronize(0)
+    del kept
+
+
+@pytest.mark.parametrize("waits", ["wait_stream", "event", "synchronize", "item"])
+def test_a_wait_leaves_no_race(waits, x, stand_in: StandIn):
+    main, side = torch.accelerator.current_stream(), side_stream(x.device)
     with side:
         x.add_(1)
         event = side.record_event()
@@ -61,41 +80,8 @@ def test_a_missing_wait_is_a_race(second, waits, stand_in: StandIn):
         main.wait_event(event)
     elif waits == "synchronize":
         side.synchronize()
-    x.mul_(2) if second == "write" else x + 1
-    races = stand_in.races()
-    assert bool(races) == (waits == "not")
-    if races:
-        name = "mul" if second == "write" else "add"
-        now, earlier = "device 0 stream 0", f"device 0 stream {side.stream_id}"
-        assert f"{name} {second}s on {now} what add writes on {earlier}" in races
-    torch.accelerator.synchronize()
-
-
-def test_a_write_after_a_read_is_a_race_and_a_second_read_is_none(stand_in: StandIn):
-    x = torch.zeros(4, device=stand_in.devices[0])
-    side = torch.Stream(stand_in.devices[0])
-    side.wait_stream(torch.accelerator.current_stream())
-    with side:
-        y = x + 1
-    x + 2
+    x.mul_(2)
     assert not stand_in.races()
-    x.add_(1)
-    assert stand_in.races()
-    torch.accelerator.synchronize()
-    del y
-
-
-def test_parts_of_one_storage_are_no_race(stand_in: StandIn):
-    x = torch.zeros(4, device=stand_in.devices[0])
-    side = torch.Stream(stand_in.devices[0])
-    side.wait_stream(torch.accelerator.current_stream())
-    with side:
-        x[:2].add_(1)
-    x[2:].add_(1)
-    assert not stand_in.races()
-    x[1:3].add_(1)
-    assert stand_in.races()
-    torch.accelerator.synchronize()
 
 
 def test_a_copy_to_another_device_waits_both_ways(stand_in: StandIn):
@@ -106,9 +92,7 @@ def test_a_copy_to_another_device_waits_both_ways(stand_in: StandIn):
     y.add_(1)
     x.add_(1)
     assert (x.tolist(), y.tolist()) == ([2] * 4, [2] * 4)
-    side = torch.Stream(stand_in.devices[1])
-    side.wait_stream(torch.accelerator.current_stream(stand_in.devices[1]))
-    with side:
+    with side_stream(y.device):
         y.add_(1)
     y.copy_(x)  # waits for the current stream of y's device, which is not the one that writes
     assert stand_in.races()
@@ -118,8 +102,7 @@ def test_a_copy_to_another_device_waits_both_ways(stand_in: StandIn):
 @pytest.mark.parametrize("records", [False, True])
 def test_memory_that_another_stream_uses_is_to_be_recorded(records, stand_in: StandIn):
     x = torch.zeros(1000, device=stand_in.devices[0])
-    side = torch.Stream(stand_in.devices[0])
-    side.wait_stream(torch.accelerator.current_stream())
+    side = side_stream(x.device)
     with side:
         x.sum()
     if records:
@@ -146,32 +129,6 @@ def test_freed_memory_serves_the_same_stream_and_size(stand_in: StandIn):
     assert again.isnan().all()  # who reads what it has not written sees it
 
 
-def test_memory_is_counted(stand_in: StandIn):
-    module = torch.get_device_module("stand_in")
-    device = stand_in.devices[3]
-    before = module.memory_allocated(device)
-    x = torch.empty(MIB // 4, device=device)
-    module.reset_peak_memory_stats(device)
-    y = torch.empty(2 * MIB + 1, dtype=torch.uint8, device=device)
-    del y
-    assert module.memory_allocated(device) - before == MIB
-    assert module.max_memory_allocated(device) - before == 3 * MIB + 512
-    x.untyped_storage().resize_(0)
-    assert module.memory_allocated(device) == before
-
-
-def test_peaks_cannot_be_reset_before_the_first_tensor():
-    statements = (
-        "from tests import cuda_stand_in as s\n"
-        "if s.WHY_NOT: print('did you call init?')\n"
-        "else:\n"
-        "    try: s.module.reset_peak_memory_stats(0)\n"
-        "    except RuntimeError as error: print(error)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", statements], capture_output=True, text=True)
-    assert "did you call init?" in done.stdout, done.stderr
-
-
 class Noting(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, notes: list) -> Tensor:
@@ -188,10 +145,9 @@ class Noting(torch.autograd.Function):
 def test_backward_has_a_thread_for_each_device_and_the_streams_of_forward(stand_in: StandIn):
     notes: list[tuple[int, int, int]] = []
     x = torch.ones(3, device=stand_in.devices[0], requires_grad=True)
-    side = torch.Stream(stand_in.devices[1])
     parts = [Noting.apply(x, notes)]
     moved = x.to(stand_in.devices[1])
-    side.wait_stream(torch.accelerator.current_stream(stand_in.devices[1]))
+    side = side_stream(moved.device)
     with side:
         parts.append(Noting.apply(moved, notes))
         moved.record_stream(side)
@@ -244,18 +200,5 @@ def test_a_broadcast_is_waited_for_by_its_streams_only(stand_in: StandIn):
 
 def test_two_threads_must_not_use_nccl_at_once(stand_in: StandIn):
     x = torch.ones(4, device=stand_in.devices[0])
-    errors: list[BaseException] = []
-
-    def work() -> None:
-        try:
-            for _ in range(20):
-                comm.broadcast(x, [0, 1])
-        except RuntimeError as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=work) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert "two threads use NCCL" in str(errors)
+    with pytest.raises(RuntimeError, match="two threads use NCCL"):
+        at_once(lambda _: [comm.broadcast(x, [0, 1]) for _ in range(20)], num_threads=2)

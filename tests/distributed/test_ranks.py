@@ -3,11 +3,12 @@ from __future__ import annotations
 import re
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from balanced_dp import split_batch, split_by_weights
-from balanced_dp.distributed import split_ranks
+from balanced_dp import ArgumentError, split_batch, split_by_weights
+from balanced_dp.distributed import count_all_ranks, scale_loss, split_ranks
 
 GiB = 2**30
 
@@ -36,14 +37,14 @@ def test_the_same_split_as_on_one_machine():
     ("arguments", "message"),
     [
         ({"world_size": 2}, "give rank0_bsz, weights or capacities"),
-        ({"rank0_bsz": 2}, "world_size is not given, and there is no process group; call"),
+        ({"rank0_bsz": 2}, "call init_process_group"),
         ({"weights": [1, 2], "capacities": [1, 2]}, "weights and capacities both determine"),
         ({"weights": [1, 2], "world_size": 3}, "world_size=3, but weights or capacities are given"),
         (
             {"capacities": [4 * GiB, 2 * GiB], "fixed_bytes": 3 * GiB},
             "rank 1 can hold 2.00 GiB, but needs 3.00 GiB without any samples",
         ),
-        ({"capacities": [GiB, GiB], "fixed_bytes": GiB}, "no rank can hold more than the 1.00 GiB"),
+        ({"capacities": [GiB, GiB], "fixed_bytes": GiB}, "rank 0 can hold 1.00 GiB, but needs 1.0"),
         ({"world_size": 4, "rank0_bsz": -1}, "rank0_bsz must be at least 0, got -1"),
         ({"world_size": 0, "rank0_bsz": 1}, "at least 1"),
     ],
@@ -51,3 +52,10 @@ def test_the_same_split_as_on_one_machine():
 def test_what_cannot_be_split_is_said(arguments, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         split_ranks(32, **arguments)
+
+
+def test_a_process_group_is_needed_to_scale_a_loss():
+    with pytest.raises(ValueError, match="init_process_group"):
+        scale_loss(torch.ones(()), 2)
+    with pytest.raises(ArgumentError, match="count must be at least 0"):
+        count_all_ranks(-1)

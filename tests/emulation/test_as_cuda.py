@@ -209,7 +209,7 @@ def test_pinned_memory(devices):
 @pytest.mark.parametrize("old", [False, True], ids=["torch.amp", "torch.cuda.amp"])
 @pytest.mark.filterwarnings("ignore:`torch.cuda.amp:FutureWarning")
 def test_mixed_precision_training(old, devices):
-    def autocast(dtype: torch.dtype) -> Any:
+    def autocast(dtype):
         return torch.cuda.amp.autocast(dtype=dtype) if old else torch.autocast("cuda", dtype)
 
     scaler = torch.cuda.amp.GradScaler() if old else torch.amp.GradScaler("cuda")
@@ -413,7 +413,7 @@ def test_checkpoints_of_activations_repeat_dropout(use_reentrant, devices):
 
 @pytest.mark.filterwarnings("ignore:.*jit.script")
 def test_scripts_and_transforms_know_the_factories(devices):
-    def cube(x: torch.Tensor) -> torch.Tensor:
+    def cube(x):
         return (x**3).sum()
 
     assert torch.func.hessian(cube)(torch.ones(2)).tolist() == [[6, 0], [0, 6]]

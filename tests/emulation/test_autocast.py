@@ -125,18 +125,6 @@ def test_what_was_cast_without_gradients_is_cast_again_with_them():
         del layer, x
 
 
-def test_half_precision_takes_half_of_the_activations():
-    peaks = {}
-    for enabled in (True, False):
-        with emulate_devices(1, symbolic=True):
-            layers = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(8)]).to("lazy:0")
-            with autocast(enabled=enabled):
-                output = layers(torch.zeros(10_000, 64, device="lazy:0"))
-            peaks[enabled] = torch.get_device_module("lazy").memory_allocated()
-            del layers, output
-    assert peaks[True] == pytest.approx(peaks[False] * (0.5 * 8 + 1.5) / 10, rel=0.15)
-
-
 def test_it_ends_with_the_block_also_when_that_fails():
     with emulate_devices(1):
         with pytest.raises(ZeroDivisionError), autocast():

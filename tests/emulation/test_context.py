@@ -38,7 +38,7 @@ def allocated(device: torch.device) -> int:
 # Opening and closing.
 
 
-def test_importing_the_package_registers_nothing_with_torch() -> None:
+def test_importing_the_package_registers_nothing_with_torch():
     program = """
 import torch
 before = set(dir(torch)), torch.random._seed_custom_device
@@ -58,7 +58,7 @@ assert hasattr(torch, "lazy")
     subprocess.run([sys.executable, "-W", "error", "-c", program], check=True)
 
 
-def test_the_devices_are_a_sequence() -> None:
+def test_the_devices_are_a_sequence():
     with emulate_devices(3) as devices:
         assert list(devices) == [torch.device("lazy", i) for i in range(3)]
         assert len(devices) == 3
@@ -68,7 +68,7 @@ def test_the_devices_are_a_sequence() -> None:
         assert repr(devices) == "EmulatedDevices(['lazy:0', 'lazy:1', 'lazy:2'])"
 
 
-def test_torch_is_as_it_was_after_the_context() -> None:
+def test_torch_is_as_it_was_after_the_context():
     hooks = torch.nn.modules.module._global_forward_pre_hooks
     seed_function = torch.random._seed_custom_device
     apply = torch.nn.Module._apply
@@ -83,7 +83,7 @@ def test_torch_is_as_it_was_after_the_context() -> None:
 
 
 @pytest.mark.parametrize("before", [False, True])
-def test_parameters_are_swapped_by_to_and_by_nothing_else(before: bool) -> None:
+def test_parameters_are_swapped_by_to_and_by_nothing_else(before):
     future = torch.__future__
     kept = future.get_swap_module_params_on_conversion()
     future.set_swap_module_params_on_conversion(before)
@@ -98,7 +98,7 @@ def test_parameters_are_swapped_by_to_and_by_nothing_else(before: bool) -> None:
         future.set_swap_module_params_on_conversion(kept)
 
 
-def test_contexts_follow_one_another_but_do_not_nest() -> None:
+def test_contexts_follow_one_another_but_do_not_nest():
     with emulate_devices(2):
         with (
             pytest.raises(EmulationError, match=r"cannot be nested.* has 2 devices"),
@@ -133,9 +133,7 @@ def test_contexts_follow_one_another_but_do_not_nest() -> None:
         ({"memory": {0: 1, 1: 2}}, ArgumentTypeError, "memory must be a size .* got {0: 1"),
     ],
 )
-def test_arguments_that_cannot_be_used_are_refused(
-    arguments: dict[str, Any], error: type[Exception], message: str
-) -> None:
+def test_arguments_that_cannot_be_used_are_refused(arguments, error, message):
     with pytest.raises(error, match=message) as raised:  # noqa: SIM117
         with emulate_devices(**{"num_devices": 2} | arguments):
             pass
@@ -148,7 +146,7 @@ def test_arguments_that_cannot_be_used_are_refused(
 # Tensors that outlive a context.
 
 
-def test_tensors_that_outlive_the_context_are_reported_and_their_memory_given_back() -> None:
+def test_tensors_that_outlive_the_context_are_reported_and_their_memory_given_back():
     with pytest.warns(ResourceWarning) as record:  # noqa: SIM117
         with emulate_devices(3) as devices:
             kept = [torch.zeros(2, 1000, device=devices[1]), torch.zeros(0, device=devices[0])]
@@ -169,7 +167,7 @@ def test_tensors_that_outlive_the_context_are_reported_and_their_memory_given_ba
     assert repr(kept[2]).startswith("tensor(<freed>, size=(100,), device='lazy:1', requires_grad")
 
 
-def test_sparse_and_symbolic_tensors_that_outlive_the_context_are_reported_too() -> None:
+def test_sparse_and_symbolic_tensors_that_outlive_the_context_are_reported_too():
     with pytest.warns(ResourceWarning, match="on lazy:0"), emulate_devices(1) as devices:
         module = nn.Embedding(10, 4, sparse=True, device=devices[0])
         module(torch.tensor([1], device=devices[0])).sum().backward()
@@ -183,8 +181,8 @@ def test_sparse_and_symbolic_tensors_that_outlive_the_context_are_reported_too()
         huge.sum()
 
 
-def test_an_error_in_the_body_is_not_masked_by_the_tensors_it_leaves() -> None:
-    def body(device: torch.device) -> None:
+def test_an_error_in_the_body_is_not_masked_by_the_tensors_it_leaves():
+    def body(device):
         x = torch.zeros(3, device=device)
         raise KeyError(f"the body's own, with {x.shape}")
 
@@ -196,7 +194,7 @@ def test_an_error_in_the_body_is_not_masked_by_the_tensors_it_leaves() -> None:
         assert allocated(devices[0]) == 0
 
 
-def test_a_tensor_of_one_context_does_not_count_in_the_next() -> None:
+def test_a_tensor_of_one_context_does_not_count_in_the_next():
     with pytest.warns(ResourceWarning, match="1 on lazy:0"), emulate_devices(1) as devices:
         kept = torch.zeros(1000, device=devices[0])
     with emulate_devices(1) as devices:
@@ -222,7 +220,7 @@ def test_a_tensor_of_one_context_does_not_count_in_the_next() -> None:
         (None, [sys.maxsize, sys.maxsize]),
     ],
 )
-def test_capacity_is_one_size_or_one_for_each_device(memory: Any, capacities: list[int]) -> None:
+def test_capacity_is_one_size_or_one_for_each_device(memory, capacities):
     with emulate_devices(2, memory=memory):
         lazy = torch.get_device_module("lazy")
         assert [lazy.mem_get_info(i)[1] for i in range(2)] == capacities
@@ -254,9 +252,7 @@ ALLOCATIONS: dict[str, Callable[[Tensor], Any]] = {
 @pytest.mark.usefixtures("reference_counting_only")
 @pytest.mark.parametrize("symbolic", [False, True])
 @pytest.mark.parametrize("allocate", ALLOCATIONS.values(), ids=ALLOCATIONS)
-def test_what_does_not_fit_raises_as_on_cuda_and_leaves_the_ledger_as_before(
-    allocate: Callable[[Tensor], Any], symbolic: bool
-) -> None:
+def test_what_does_not_fit_raises_as_on_cuda_and_leaves_the_ledger_as_before(allocate, symbolic):
     with emulate_devices(2, memory=["1MiB", 8 * KIB], symbolic=symbolic) as devices:
         lazy = torch.get_device_module("lazy")
         x = torch.ones(1000, device=devices[1])
@@ -274,7 +270,7 @@ def test_what_does_not_fit_raises_as_on_cuda_and_leaves_the_ledger_as_before(
         del x
 
 
-def test_the_message_says_how_much_was_asked_for_and_how_much_is_free() -> None:
+def test_the_message_says_how_much_was_asked_for_and_how_much_is_free():
     with emulate_devices(1, memory="10KiB") as devices:
         x = torch.ones(1000, device=devices[0])
         assert out_of_memory_message(lambda: torch.ones(2000, device=devices[0])) == (
@@ -286,11 +282,11 @@ def test_the_message_says_how_much_was_asked_for_and_how_much_is_free() -> None:
 
 
 @pytest.mark.usefixtures("reference_counting_only")
-def test_after_running_out_in_a_training_step_the_memory_is_back() -> None:
-    def step(module: nn.Module, batch_size: int) -> None:
+def test_after_running_out_in_a_training_step_the_memory_is_back():
+    def step(module, batch_size):
         module(torch.randn(batch_size, 64, device="lazy:0")).sum().backward()
 
-    def run(device: torch.device) -> None:
+    def run(device):
         module = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)]).to(device)
         before = allocated(device)
         sizes = [100, 800, 1500, 3000, 5000]
@@ -311,7 +307,7 @@ def test_after_running_out_in_a_training_step_the_memory_is_back() -> None:
 # Copies between devices.
 
 
-def test_copies_are_counted_for_each_source_and_target(devices: EmulatedDevices) -> None:
+def test_copies_are_counted_for_each_source_and_target(devices):
     assert devices.copied_bytes() == {}
     x = torch.zeros(10)
     a = x.to(devices[0])
@@ -338,7 +334,7 @@ def test_copies_are_counted_for_each_source_and_target(devices: EmulatedDevices)
     assert devices.copied_bytes() == expected
 
 
-def test_a_copy_made_in_forward_is_made_back_in_backward(devices: EmulatedDevices) -> None:
+def test_a_copy_made_in_forward_is_made_back_in_backward(devices):
     x = torch.zeros(10, device=devices[0], requires_grad=True)
     x.to(devices[1]).mul(2).sum().backward()
     assert devices.copied_bytes() == {
@@ -366,7 +362,7 @@ def used_at_peak(devices: EmulatedDevices, index: int = 0) -> dict[str, int]:
     return {use: num_bytes for use, num_bytes in peak.items() if num_bytes}
 
 
-def test_every_use_has_an_entry(devices: EmulatedDevices) -> None:
+def test_every_use_has_an_entry(devices):
     uses = "parameter, buffer, gradient, optimizer state, input, activation, gathered output, other"
     breakdown = devices.memory_breakdown(devices[0])
     assert list(breakdown.now.items()) == [(use, 0) for use in uses.split(", ")]
@@ -382,10 +378,10 @@ OPTIMIZERS: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], int]] = {
 
 @pytest.mark.parametrize("symbolic", [False, True])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_training_run_is_broken_down_to_the_byte(name: str, symbolic: bool) -> None:
+def test_a_training_run_is_broken_down_to_the_byte(name, symbolic):
     make_optimizer, num_states = OPTIMIZERS[name]
 
-    def run(devices: EmulatedDevices) -> None:
+    def run(devices):
         lazy = torch.get_device_module("lazy")
         module = nn.Sequential(
             nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(288, 100)
@@ -423,9 +419,7 @@ def test_a_training_run_is_broken_down_to_the_byte(name: str, symbolic: bool) ->
         run(devices)
 
 
-def test_gradients_stay_gradients_when_they_accumulate_and_are_clipped(
-    devices: EmulatedDevices,
-) -> None:
+def test_gradients_stay_gradients_when_they_accumulate_and_are_clipped(devices):
     module = nn.Sequential(nn.Embedding(20, 64), nn.LayerNorm(64), nn.Linear(64, 20, bias=False))
     module[2].weight = module[0].weight
     module.to(devices[0])
@@ -443,9 +437,7 @@ def test_gradients_stay_gradients_when_they_accumulate_and_are_clipped(
     assert used(devices) == expected
 
 
-def test_copies_to_another_device_keep_their_use_and_outputs_become_gathered(
-    devices: EmulatedDevices,
-) -> None:
+def test_copies_to_another_device_keep_their_use_and_outputs_become_gathered(devices):
     module = nn.Linear(100, 50).to(devices[0])
     replica = {name: p.to(devices[1]) for name, p in module.named_parameters()}
     weights = {"parameter": cost(module.parameters())}
@@ -467,9 +459,7 @@ def test_copies_to_another_device_keep_their_use_and_outputs_become_gathered(
     assert "gradient" in used_at_peak(devices, 1)
 
 
-def test_what_a_forward_pass_without_gradients_makes_is_activation(
-    devices: EmulatedDevices,
-) -> None:
+def test_what_a_forward_pass_without_gradients_makes_is_activation(devices):
     module = nn.Sequential(nn.Linear(100, 100), nn.BatchNorm1d(100)).to(devices[0]).eval()
     x = torch.zeros(8, 100).to(devices[0])
     for mode in (torch.no_grad, torch.inference_mode):
@@ -484,12 +474,12 @@ def test_what_a_forward_pass_without_gradients_makes_is_activation(
         assert used(devices) == expected
 
 
-def test_what_is_made_on_the_device_outside_of_a_model_is_other(devices: EmulatedDevices) -> None:
+def test_what_is_made_on_the_device_outside_of_a_model_is_other(devices):
     x = torch.zeros(1000, device=devices[0])
     assert used(devices) == {"other": cost([x])}
 
 
-def test_a_loaded_checkpoint_keeps_its_uses(devices: EmulatedDevices) -> None:
+def test_a_loaded_checkpoint_keeps_its_uses(devices):
     module = nn.Linear(10, 10).to(devices[0])
     optimizer = torch.optim.AdamW(module.parameters())
     module(torch.zeros(1, 10).to(devices[0])).sum().backward()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from balanced_dp import EmulatedDevices, emulate_devices
+from balanced_dp import emulate_devices
 
 exact = {"rtol": 0, "atol": 1e-10}
 
@@ -59,9 +59,7 @@ def _with_default_device(device: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("make", FACTORIES.values(), ids=FACTORIES)
-def test_a_factory_makes_what_it_makes_on_the_cpu(
-    devices: EmulatedDevices, make: Callable[[Any], Tensor]
-) -> None:
+def test_a_factory_makes_what_it_makes_on_the_cpu(devices, make):
     expected = make("cpu")
     actual = make(devices[1])
     assert actual.device == devices[1]
@@ -107,9 +105,7 @@ def _dropout_in_inference_mode(device: torch.device) -> Tensor:
 
 
 @pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
-def test_random_numbers_repeat_with_the_seed_whatever_other_devices_draw(
-    devices: EmulatedDevices, draw: Callable[[torch.device], Tensor]
-) -> None:
+def test_random_numbers_repeat_with_the_seed_whatever_other_devices_draw(devices, draw):
     torch.manual_seed(3)
     first, second = draw(devices[1]).tolist(), draw(devices[1]).tolist()
     assert first != second
@@ -122,8 +118,8 @@ def test_random_numbers_repeat_with_the_seed_whatever_other_devices_draw(
     assert [again, draw(devices[1]).tolist()] == [first, second]
 
 
-def test_dropout_does_not_depend_on_how_threads_interleave(devices: EmulatedDevices) -> None:
-    def masks(device: torch.device) -> list[list[float]]:
+def test_dropout_does_not_depend_on_how_threads_interleave(devices):
+    def masks(device):
         x = torch.ones(30, device=device)
         return [F.dropout(x).tolist() for _ in range(50)]
 
@@ -136,9 +132,7 @@ def test_dropout_does_not_depend_on_how_threads_interleave(devices: EmulatedDevi
 
 
 @pytest.mark.parametrize("p", [0.0, 0.25, 1.0])
-def test_dropout_keeps_the_mean_and_gives_gradient_to_what_it_kept(
-    devices: EmulatedDevices, p: float
-) -> None:
+def test_dropout_keeps_the_mean_and_gives_gradient_to_what_it_kept(devices, p):
     x = torch.ones(4000, dtype=torch.float64, device=devices[0], requires_grad=True)
     output = F.dropout(x, p)
     output.sum().backward()
@@ -150,7 +144,7 @@ def test_dropout_keeps_the_mean_and_gives_gradient_to_what_it_kept(
     assert torch.equal(F.dropout(x, p, training=False).cpu(), torch.ones_like(x, device="cpu"))
 
 
-def test_a_dropout_mask_takes_one_byte_an_element(devices: EmulatedDevices) -> None:
+def test_a_dropout_mask_takes_one_byte_an_element(devices):
     lazy = torch.get_device_module("lazy")
     x = torch.ones(1024, device=devices[0], requires_grad=True)
     before = lazy.memory_allocated(devices[0])
@@ -161,14 +155,12 @@ def test_a_dropout_mask_takes_one_byte_an_element(devices: EmulatedDevices) -> N
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("index", [0, 2])
-def test_checkpoint_repeats_the_dropout(
-    devices: EmulatedDevices, use_reentrant: bool, index: int
-) -> None:
+def test_checkpoint_repeats_the_dropout(devices, use_reentrant, index):
     module = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.GELU(), nn.Linear(8, 2))
     module.to(devices[index], torch.float64)
     x = torch.randn(5, 4, dtype=torch.float64, device=devices[index])
 
-    def gradients(forward: Callable[[Tensor], Tensor]) -> list[list[float]]:
+    def gradients(forward):
         torch.manual_seed(7)
         module.zero_grad()
         input = x.clone().requires_grad_()
@@ -266,9 +258,7 @@ def _attend(qkv: tuple[Tensor, ...], options: dict[str, Any], device: Any) -> li
 # With dropout, kernels of the emulation run; a dropout that drops nothing has exact results.
 @pytest.mark.parametrize("dropout_p", [0.0, 1e-12])
 @pytest.mark.parametrize("name", ATTENTION)
-def test_attention_and_its_gradients_are_those_of_the_math_kernel(
-    devices: EmulatedDevices, name: str, dropout_p: float
-) -> None:
+def test_attention_and_its_gradients_are_those_of_the_math_kernel(devices, name, dropout_p):
     qkv, options = ATTENTION[name]
     actual = _attend(qkv, options | {"dropout_p": dropout_p}, devices[0])
     with sdpa_kernel(SDPBackend.MATH):
@@ -278,13 +268,11 @@ def test_attention_and_its_gradients_are_those_of_the_math_kernel(
 
 
 @pytest.mark.parametrize("name", ATTENTION)
-def test_the_gradients_of_attention_with_dropout_are_those_of_finite_differences(
-    devices: EmulatedDevices, name: str
-) -> None:
+def test_the_gradients_of_attention_with_dropout_are_those_of_finite_differences(devices, name):
     qkv, options = ATTENTION[name]
     options = _on(devices[0], options)
 
-    def attend(*qkv: Tensor) -> Tensor:
+    def attend(*qkv: Tensor):
         torch.manual_seed(11)
         return F.scaled_dot_product_attention(*qkv, **options, dropout_p=0.4)
 
@@ -292,7 +280,7 @@ def test_the_gradients_of_attention_with_dropout_are_those_of_finite_differences
     assert torch.autograd.gradcheck(attend, leaves, fast_mode=True)
 
 
-def test_attention_with_dropout_is_attention_on_average(devices: EmulatedDevices) -> None:
+def test_attention_with_dropout_is_attention_on_average(devices):
     q, k, v = (t.to(devices[0]) for t in _qkv)
     expected = F.scaled_dot_product_attention(q, k, v)
     total = torch.zeros_like(expected)
@@ -303,10 +291,8 @@ def test_attention_with_dropout_is_attention_on_average(devices: EmulatedDevices
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.5])
 @pytest.mark.parametrize("symbolic", [False, True])
-def test_attention_and_its_gradients_keep_the_layout_of_their_inputs(
-    symbolic: bool, dropout_p: float
-) -> None:
-    def strides(device: torch.device) -> list[tuple[int, ...]]:
+def test_attention_and_its_gradients_keep_the_layout_of_their_inputs(symbolic, dropout_p):
+    def strides(device):
         q = torch.zeros(T, N, H, E, device=device, requires_grad=True).permute(1, 2, 0, 3)
         k = torch.zeros(N, S, H, E, device=device, requires_grad=True).transpose(1, 2)
         v = torch.zeros(N, H, S, E, device=device, requires_grad=True) * 1
@@ -320,8 +306,8 @@ def test_attention_and_its_gradients_keep_the_layout_of_their_inputs(
         assert len(set(strides(devices[0]))) == 3
 
 
-def test_a_mask_that_learns_gets_its_gradient(devices: EmulatedDevices) -> None:
-    def gradient(device: Any) -> Tensor:
+def test_a_mask_that_learns_gets_its_gradient(devices):
+    def gradient(device):
         mask = _to_leaf(_normal(T, S), device)
         q, k, v = (t.to(device) for t in _qkv)
         F.scaled_dot_product_attention(q, k, v, mask).pow(2).sum().backward()
@@ -330,7 +316,7 @@ def test_a_mask_that_learns_gets_its_gradient(devices: EmulatedDevices) -> None:
     torch.testing.assert_close(gradient(devices[0]), gradient("cpu"), **exact)
 
 
-def test_attention_refuses_what_torch_refuses(devices: EmulatedDevices) -> None:
+def test_attention_refuses_what_torch_refuses(devices):
     q, k, v = (t.to(devices[0]) for t in _qkv)
     with pytest.raises(RuntimeError, match="attn_mask should not be set when is_causal=True"):
         F.scaled_dot_product_attention(q, k, v, torch.zeros(T, S).to(devices[0]), is_causal=True)
@@ -358,16 +344,14 @@ LONG: dict[str, Callable[[int, torch.device], dict[str, Any]]] = {
 @pytest.mark.parametrize("dropout_p", [0.0, 0.1])
 @pytest.mark.parametrize("name", LONG)
 @pytest.mark.parametrize("symbolic", [False, True])
-def test_the_memory_of_attention_grows_linearly_with_the_length(
-    symbolic: bool, name: str, dropout_p: float
-) -> None:
-    def peak_of(length: int, device: torch.device) -> int:
+def test_the_memory_of_attention_grows_linearly_with_the_length(symbolic, name, dropout_p):
+    def peak_of(length, device):
         options = LONG[name](length, device)
         num_kv_heads = 1 if "enable_gqa" in options else 2
         q = torch.zeros(1, 2, length, 4, device=device, requires_grad=True)
         k, v = torch.zeros(2, 1, num_kv_heads, length, 4, device=device).requires_grad_()
 
-        def attend() -> None:
+        def attend():
             F.scaled_dot_product_attention(q, k, v, **options, dropout_p=dropout_p).sum().backward()
 
         return peak_growth(device, attend)
@@ -386,9 +370,7 @@ def test_the_memory_of_attention_grows_linearly_with_the_length(
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("lengths", ["tuple", "cpu", "device"])
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.inference_mode])
-def test_ctc_loss_takes_lengths_from_anywhere(
-    devices: EmulatedDevices, reduction: str, lengths: str, mode: Callable[[], Any]
-) -> None:
+def test_ctc_loss_takes_lengths_from_anywhere(devices, reduction, lengths, mode):
     logits = _normal(10, 2, 5).log_softmax(2)
     targets = torch.tensor([[1, 2], [3, 4]])
     places = {"tuple": tuple, "cpu": torch.tensor, "device": torch.tensor}

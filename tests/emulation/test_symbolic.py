@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from balanced_dp import EmulatedDevices, MemoryBreakdown, SymbolicValueError, emulate_devices
+from balanced_dp import SymbolicValueError, emulate_devices
 
 from .models import DROPOUT_MODELS, MODELS, Made, train
 
@@ -40,8 +40,8 @@ def trained_bytes(make: Callable[[], Made], device: torch.device) -> list[int]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_bytes_of_a_model_are_those_with_numbers(name: str) -> None:
-    def measured(symbolic: bool) -> tuple[list[int], MemoryBreakdown, dict[Any, int]]:
+def test_the_bytes_of_a_model_are_those_with_numbers(name):
+    def measured(symbolic):
         with emulate_devices(2, symbolic=symbolic) as devices:
             num_bytes = trained_bytes(CASES[name], devices[1])
             return num_bytes, devices.memory_breakdown(1), devices.copied_bytes()
@@ -49,9 +49,7 @@ def test_the_bytes_of_a_model_are_those_with_numbers(name: str) -> None:
     assert measured(symbolic=True) == measured(symbolic=False)
 
 
-def test_a_model_far_larger_than_memory_is_measured_without_using_memory(
-    symbolic_devices: EmulatedDevices,
-) -> None:
+def test_a_model_far_larger_than_memory_is_measured_without_using_memory(symbolic_devices):
     resource = pytest.importorskip("resource")
     lazy = torch.get_device_module("lazy")
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -107,9 +105,7 @@ READS: dict[str, Callable[[Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("read", READS.values(), ids=READS)
-def test_reading_what_was_not_computed_is_refused(
-    symbolic_devices: EmulatedDevices, read: Callable[[Tensor], Any]
-) -> None:
+def test_reading_what_was_not_computed_is_refused(symbolic_devices, read):
     x = torch.zeros(4, 3, device=symbolic_devices[0])
     with pytest.raises(SymbolicValueError) as error:
         read(x)
@@ -126,9 +122,7 @@ def test_reading_what_was_not_computed_is_refused(
         (pickle.dumps, "saving it", "(2, 3)"),
     ],
 )
-def test_the_error_says_what_needs_which_tensor(
-    symbolic_devices: EmulatedDevices, read: Callable[[Tensor], Any], doing: str, shape: str
-) -> None:
+def test_the_error_says_what_needs_which_tensor(symbolic_devices, read, doing, shape):
     with pytest.raises(SymbolicValueError) as error:
         read(torch.zeros(2, 3, device=symbolic_devices[0]))
     assert str(error.value) == (
@@ -160,7 +154,7 @@ KNOWN: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("name", KNOWN)
-def test_integers_keep_their_values(symbolic_devices: EmulatedDevices, name: str) -> None:
+def test_integers_keep_their_values(symbolic_devices, name):
     function, expected = KNOWN[name]
     x = torch.zeros(4, 3, device=symbolic_devices[0])
     i = torch.arange(4).to(symbolic_devices[0])
@@ -200,9 +194,7 @@ def _written(x: Tensor, mask: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_shapes_and_types_are_those_with_numbers(
-    symbolic_devices: EmulatedDevices, name: str
-) -> None:
+def test_shapes_and_types_are_those_with_numbers(symbolic_devices, name):
     function, shape, dtype = SHAPES[name]
     result = function(
         torch.zeros(4, 3, device=symbolic_devices[0]), torch.arange(4).to(symbolic_devices[0])
@@ -211,7 +203,7 @@ def test_shapes_and_types_are_those_with_numbers(
     assert result.device == symbolic_devices[0]
 
 
-def test_unknown_values_are_not_written_over_known_ones(symbolic_devices: EmulatedDevices) -> None:
+def test_unknown_values_are_not_written_over_known_ones(symbolic_devices):
     x = torch.zeros(4, device=symbolic_devices[0])
     i = torch.arange(4).to(symbolic_devices[0])
     with pytest.raises(SymbolicValueError, match=r"would write unknown values into a torch\.int64"):
@@ -221,26 +213,26 @@ def test_unknown_values_are_not_written_over_known_ones(symbolic_devices: Emulat
     assert i.tolist() == [0, 1, 2, 3]
 
 
-def test_its_text_says_that_it_is_symbolic(symbolic_devices: EmulatedDevices) -> None:
+def test_its_text_says_that_it_is_symbolic(symbolic_devices):
     x = torch.zeros(2, 3, device=symbolic_devices[1])
     assert repr(x) == ("tensor(<symbolic>, size=(2, 3), dtype=torch.float32, device='lazy:1')")
     assert repr(torch.arange(2, device=symbolic_devices[1])) == "tensor([0, 1], device='lazy:1')"
 
 
-def test_devices_may_not_be_mixed_here_either(symbolic_devices: EmulatedDevices) -> None:
+def test_devices_may_not_be_mixed_here_either(symbolic_devices):
     x, y = (torch.zeros(2, device=device) for device in symbolic_devices)
     with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
         x + y
 
 
-def test_shapes_that_do_not_fit_fail_as_with_numbers(symbolic_devices: EmulatedDevices) -> None:
+def test_shapes_that_do_not_fit_fail_as_with_numbers(symbolic_devices):
     x = torch.zeros(2, 3, device=symbolic_devices[0])
     with pytest.raises(RuntimeError) as error:
         x @ x
     assert not isinstance(error.value, SymbolicValueError)
 
 
-def test_sparse_gradients_are_refused(symbolic_devices: EmulatedDevices) -> None:
+def test_sparse_gradients_are_refused(symbolic_devices):
     """Meta functions lose the number of values of a sparse tensor."""
     for module in (
         nn.Embedding(10, 4, sparse=True),

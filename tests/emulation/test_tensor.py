@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from balanced_dp import EmulatedDevices, EmulationError, emulate_devices
+from balanced_dp import EmulationError, emulate_devices
 
 from .models import MODELS, train
 
@@ -41,9 +41,7 @@ MIXTURES: dict[str, Callable[[Tensor, Tensor], Any]] = {
 
 @pytest.mark.parametrize("mix", MIXTURES.values(), ids=MIXTURES)
 @pytest.mark.parametrize("pair", [(0, 1), (0, None), (None, 0)])
-def test_code_that_mixes_devices_fails_as_on_cuda(
-    devices: EmulatedDevices, mix: Callable[[Tensor, Tensor], Any], pair: tuple[int | None, ...]
-) -> None:
+def test_code_that_mixes_devices_fails_as_on_cuda(devices, mix, pair):
     x, y = (torch.zeros(2, 2, device="cpu" if i is None else devices[i]) for i in pair)
     before = torch.get_device_module("lazy").memory_allocated(0)
     with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device") as e:
@@ -54,7 +52,7 @@ def test_code_that_mixes_devices_fails_as_on_cuda(
     assert torch.get_device_module("lazy").memory_allocated(0) == before
 
 
-def test_a_cpu_tensor_without_dimensions_counts_as_a_number(devices: EmulatedDevices) -> None:
+def test_a_cpu_tensor_without_dimensions_counts_as_a_number(devices):
     x = torch.arange(3.0, device=devices[0])
     two = torch.tensor(2.0)
     assert (x * two + two).tolist() == (two + two * x).tolist() == [2.0, 4.0, 6.0]
@@ -65,9 +63,7 @@ def test_a_cpu_tensor_without_dimensions_counts_as_a_number(devices: EmulatedDev
         two.add_(x.sum())
 
 
-def test_indices_and_masks_may_be_on_the_cpu_and_what_they_index_may_not(
-    devices: EmulatedDevices,
-) -> None:
+def test_indices_and_masks_may_be_on_the_cpu_and_what_they_index_may_not(devices):
     x = torch.arange(4.0, device=devices[0])
     assert x[torch.tensor([3, 1])].tolist() == [3.0, 1.0]
     assert x[torch.tensor([True, False, False, True])].tolist() == [0.0, 3.0]
@@ -85,7 +81,7 @@ def test_indices_and_masks_may_be_on_the_cpu_and_what_they_index_may_not(
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_model_trains_to_the_numbers_of_the_cpu(devices: EmulatedDevices, name: str) -> None:
+def test_a_model_trains_to_the_numbers_of_the_cpu(devices, name):
     expected = train(MODELS[name], torch.device("cpu"))
     actual = train(MODELS[name], devices[1])
     assert all(p.device == devices[1] for p in actual.module.parameters())
@@ -98,10 +94,8 @@ def test_a_model_trains_to_the_numbers_of_the_cpu(devices: EmulatedDevices, name
     assert len(expected.losses) == len({loss.item() for loss in expected.losses})  # it trains
 
 
-def test_an_embedding_with_sparse_gradients_trains_to_the_numbers_of_the_cpu(
-    devices: EmulatedDevices,
-) -> None:
-    def trained(device: torch.device) -> Tensor:
+def test_an_embedding_with_sparse_gradients_trains_to_the_numbers_of_the_cpu(devices):
+    def trained(device):
         torch.manual_seed(0)
         module = nn.Embedding(10, 4, sparse=True, dtype=torch.float64).to(device)
         optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
@@ -119,7 +113,7 @@ def test_an_embedding_with_sparse_gradients_trains_to_the_numbers_of_the_cpu(
     assert torch.get_device_module("lazy").memory_allocated(devices[0]) == 0
 
 
-def test_a_sparse_gradient_is_counted_by_its_indices_and_values(devices: EmulatedDevices) -> None:
+def test_a_sparse_gradient_is_counted_by_its_indices_and_values(devices):
     module = nn.Embedding(1000, 64, sparse=True).to(devices[0])
     index = torch.arange(100, device=devices[0])
     before = torch.get_device_module("lazy").memory_allocated(devices[0])
@@ -132,10 +126,10 @@ def test_a_sparse_gradient_is_counted_by_its_indices_and_values(devices: Emulate
         assert now - before == gradient_bytes
 
 
-def test_a_packed_sequence_keeps_its_lengths_on_the_cpu(devices: EmulatedDevices) -> None:
+def test_a_packed_sequence_keeps_its_lengths_on_the_cpu(devices):
     lengths = torch.tensor([2, 4, 3])
 
-    def outputs(device: torch.device) -> list[Tensor]:
+    def outputs(device):
         torch.manual_seed(0)
         module = nn.LSTM(3, 5, bidirectional=True).to(device, torch.float64)
         x = torch.randn(4, 3, 3, dtype=torch.float64).to(device).requires_grad_()
@@ -152,8 +146,8 @@ def test_a_packed_sequence_keeps_its_lengths_on_the_cpu(devices: EmulatedDevices
         )
 
 
-def test_gradients_of_the_gradients_are_right(devices: EmulatedDevices) -> None:
-    def function(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+def test_gradients_of_the_gradients_are_right(devices):
+    def function(x, weight, bias):
         return F.layer_norm(F.linear(x, weight, bias).tanh(), (2,)).softmax(-1)
 
     shapes = [(3, 4), (2, 4), (2,)]
@@ -165,17 +159,17 @@ def test_gradients_of_the_gradients_are_right(devices: EmulatedDevices) -> None:
     assert torch.autograd.gradgradcheck(function, args)
 
 
-def test_hooks_and_custom_functions_see_tensors_of_the_device(devices: EmulatedDevices) -> None:
-    seen: list[torch.device] = []
+def test_hooks_and_custom_functions_see_tensors_of_the_device(devices):
+    seen = []
 
     class Square(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
+        def forward(ctx, x):
             ctx.save_for_backward(x)
             return x * x
 
         @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> Tensor:
+        def backward(ctx, grad):
             (x,) = ctx.saved_tensors
             seen.append(x.device)
             return 2 * x * grad
@@ -187,11 +181,9 @@ def test_hooks_and_custom_functions_see_tensors_of_the_device(devices: EmulatedD
     assert x.grad.tolist() == [60.0]
 
 
-def test_threads_train_on_several_devices_at_once_as_one_thread_alone(
-    devices: EmulatedDevices,
-) -> None:
+def test_threads_train_on_several_devices_at_once_as_one_thread_alone(devices):
     # The recurrent one has many small operations, so the threads switch often.
-    def trained(device: torch.device) -> dict[str, Tensor]:
+    def trained(device):
         generator = torch.Generator().manual_seed(0)
         module = nn.LSTM(4, 6).to(torch.float64)
         for parameter in module.parameters():
@@ -217,7 +209,7 @@ def test_threads_train_on_several_devices_at_once_as_one_thread_alone(
 # Copies of modules and tensors.
 
 
-def test_tied_weights_stay_tied_to_the_device_and_back(devices: EmulatedDevices) -> None:
+def test_tied_weights_stay_tied_to_the_device_and_back(devices):
     module = nn.Sequential(nn.Embedding(7, 5), nn.Linear(5, 7, bias=False))
     module[1].weight = module[0].weight
     weight = module[0].weight
@@ -234,7 +226,7 @@ def test_tied_weights_stay_tied_to_the_device_and_back(devices: EmulatedDevices)
     assert type(module.cpu()[0].weight) is nn.Parameter
 
 
-def test_an_optimizer_made_before_the_module_moves_trains_it(devices: EmulatedDevices) -> None:
+def test_an_optimizer_made_before_the_module_moves_trains_it(devices):
     module = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
     before = module.bias.detach().clone()
@@ -244,9 +236,7 @@ def test_an_optimizer_made_before_the_module_moves_trains_it(devices: EmulatedDe
     torch.testing.assert_close(module.bias.detach().cpu(), before - 1)
 
 
-def test_a_deep_copy_is_independent_and_keeps_ties_and_the_device(
-    devices: EmulatedDevices,
-) -> None:
+def test_a_deep_copy_is_independent_and_keeps_ties_and_the_device(devices):
     module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3)).to(devices[1])
     module[2].weight = module[0].weight
     module(torch.randn(4, 3, device=devices[1])).sum().backward()
@@ -263,7 +253,7 @@ def test_a_deep_copy_is_independent_and_keeps_ties_and_the_device(
         copy.deepcopy(module[0].weight * 2)
 
 
-def test_conjugates_are_computed(devices: EmulatedDevices) -> None:
+def test_conjugates_are_computed(devices):
     """Operators got the conjugate's data without its bit, and computed with the original."""
     x = torch.tensor([1 + 2j, 3 - 1j])
     y = x.to(devices[0])
@@ -278,29 +268,27 @@ def test_conjugates_are_computed(devices: EmulatedDevices) -> None:
     torch.testing.assert_close(results[:3], results[3:])
 
 
-def test_modules_that_move_keep_attributes_and_hooks_of_parameters(
-    devices: EmulatedDevices,
-) -> None:
+def test_modules_that_move_keep_attributes_and_hooks_of_parameters(devices):
     layer = nn.Linear(2, 2)
-    calls: list[str] = []
-    layer.weight.tag = "slow"  # type: ignore[attr-defined]
+    calls = []
+    layer.weight.tag = "slow"
     handle = layer.weight.register_hook(lambda grad: grad * 100)
     layer.bias.register_post_accumulate_grad_hook(lambda parameter: calls.append("bias"))
     weight = layer.weight
     layer.to(devices[1])
-    assert layer.weight is weight and layer.weight.tag == "slow"  # type: ignore[attr-defined]
+    assert layer.weight is weight and layer.weight.tag == "slow"
     layer(torch.ones(1, 2, device=devices[1])).sum().backward()
-    assert layer.weight.grad.tolist() == [[100, 100]] * 2  # type: ignore[union-attr]
+    assert layer.weight.grad.tolist() == [[100, 100]] * 2
     assert calls == ["bias"]
     handle.remove()
     layer.zero_grad()
     layer.to("cpu")
     layer(torch.ones(1, 2)).sum().backward()
-    assert layer.weight.grad.tolist() == [[1, 1]] * 2  # type: ignore[union-attr]
-    assert calls == ["bias"] * 2 and layer.weight.tag == "slow"  # type: ignore[attr-defined]
+    assert layer.weight.grad.tolist() == [[1, 1]] * 2
+    assert calls == ["bias"] * 2 and layer.weight.tag == "slow"
 
 
-def test_a_shallow_copy_shares_memory_on_the_device(devices: EmulatedDevices) -> None:
+def test_a_shallow_copy_shares_memory_on_the_device(devices):
     x = nn.Parameter(torch.zeros(3, device=devices[0]))
     twin = copy.copy(x)
     assert twin.device == devices[0]
@@ -310,7 +298,7 @@ def test_a_shallow_copy_shares_memory_on_the_device(devices: EmulatedDevices) ->
     assert x.tolist() == [1.0] * 3
 
 
-def test_pickle_makes_cpu_tensors(devices: EmulatedDevices) -> None:
+def test_pickle_makes_cpu_tensors(devices):
     module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).to(devices[0])
     loaded = pickle.loads(pickle.dumps(module))
     assert type(loaded[0].weight) is nn.Parameter
@@ -321,10 +309,10 @@ def test_pickle_makes_cpu_tensors(devices: EmulatedDevices) -> None:
     assert pickle.loads(pickle.dumps(frozen.requires_grad_())).requires_grad is True
 
 
-def test_a_checkpoint_loads_as_cpu_tensors_where_there_are_no_such_devices() -> None:
+def test_a_checkpoint_loads_as_cpu_tensors_where_there_are_no_such_devices():
     file = io.BytesIO()
 
-    def save(device: torch.device) -> dict[str, Tensor]:
+    def save(device):
         trained = train(MODELS["tied embedding"], device)
         weights = trained.module.state_dict()
         torch.save({"model": weights, "optimizer": trained.optimizer.state_dict()}, file)
@@ -340,7 +328,7 @@ def test_a_checkpoint_loads_as_cpu_tensors_where_there_are_no_such_devices() -> 
     assert states["optimizer"]["state"][0]["exp_avg"].device.type == "cpu"
 
 
-def test_a_checkpoint_of_the_cpu_loads_into_a_module_on_a_device(devices: EmulatedDevices) -> None:
+def test_a_checkpoint_of_the_cpu_loads_into_a_module_on_a_device(devices):
     source = train(MODELS["conv and batch norm"], torch.device("cpu"))
     target = train(MODELS["conv and batch norm"], devices[0], num_steps=1)
     target.module.load_state_dict(source.module.state_dict())
@@ -353,7 +341,7 @@ def test_a_checkpoint_of_the_cpu_loads_into_a_module_on_a_device(devices: Emulat
 # Attributes and representations of tensors.
 
 
-def test_a_tensor_says_where_it_is(devices: EmulatedDevices) -> None:
+def test_a_tensor_says_where_it_is(devices):
     x = torch.zeros(2, 3, device=devices[1])
     assert (x.device, x.get_device()) == (devices[1], 1)
     assert (x.is_cuda, x.is_cpu) == (False, False)
@@ -363,7 +351,7 @@ def test_a_tensor_says_where_it_is(devices: EmulatedDevices) -> None:
     assert x.to("lazy:0").device == devices[0]
 
 
-def test_a_storage_has_an_address_which_views_share(devices: EmulatedDevices) -> None:
+def test_a_storage_has_an_address_which_views_share(devices):
     """Safetensors compares addresses to find tied weights, so that Trainer could not save any."""
     x, other = torch.zeros(2, 3, device=devices[0]), torch.zeros(2, 3, device=devices[0])
     addresses = [tensor.untyped_storage().data_ptr() for tensor in (x, x[1:].t(), other)]
@@ -373,7 +361,7 @@ def test_a_storage_has_an_address_which_views_share(devices: EmulatedDevices) ->
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.bool, torch.complex64])
-def test_values_can_be_read(devices: EmulatedDevices, dtype: torch.dtype) -> None:
+def test_values_can_be_read(devices, dtype):
     on_cpu = torch.tensor([[0, 1], [2, 3]]).to(dtype)
     x = on_cpu.to(devices[0])
     assert x.tolist() == on_cpu.tolist()
@@ -385,9 +373,7 @@ def test_values_can_be_read(devices: EmulatedDevices, dtype: torch.dtype) -> Non
 
 
 @pytest.mark.parametrize("convert", [lambda x: x.numpy(), np.asarray, np.array])
-def test_numpy_takes_it_from_the_cpu_only(
-    devices: EmulatedDevices, convert: Callable[[Tensor], Any]
-) -> None:
+def test_numpy_takes_it_from_the_cpu_only(devices, convert):
     x = torch.ones(2, device=devices[0])
     with pytest.raises(TypeError, match=r"can't convert lazy:0 .* to numpy. Use Tensor.cpu\(\)"):
         convert(x)
@@ -404,14 +390,12 @@ def test_numpy_takes_it_from_the_cpu_only(
         ),
     ],
 )
-def test_its_text_names_the_device(
-    devices: EmulatedDevices, make: Callable[[torch.device], Tensor], text: str
-) -> None:
+def test_its_text_names_the_device(devices, make, text):
     x = make(devices[0])
     assert repr(x) == str(x) == f"{x}" == text
 
 
-def test_a_number_is_formatted_as_python_does(devices: EmulatedDevices) -> None:
+def test_a_number_is_formatted_as_python_does(devices):
     x = torch.tensor(2.5, device=devices[0])
     assert f"{x:.2f} {x:>6}" == "2.50    2.5"
     assert f"{x}" == f"{torch.tensor(2.5)}"
@@ -423,9 +407,7 @@ def test_a_number_is_formatted_as_python_does(devices: EmulatedDevices) -> None:
 @pytest.mark.parametrize(
     "mode", [torch.enable_grad, torch.no_grad, torch.inference_mode], ids=lambda mode: mode.__name__
 )
-def test_views_share_values_with_their_base(
-    devices: EmulatedDevices, mode: Callable[[], Any]
-) -> None:
+def test_views_share_values_with_their_base(devices, mode):
     base = torch.zeros(2, 3, device=devices[0])
     with mode():
         fresh = torch.zeros(2, 3, device=devices[0])
@@ -457,9 +439,7 @@ SHAPES_IN_PLACE: dict[str, Callable[[Tensor], Any]] = {
 
 @pytest.mark.parametrize("change", SHAPES_IN_PLACE.values(), ids=SHAPES_IN_PLACE)
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
-def test_shapes_change_in_place(
-    devices: EmulatedDevices, change: Callable[[Tensor], Any], mode: Callable[[], Any]
-) -> None:
+def test_shapes_change_in_place(devices, change, mode):
     with mode():
         on_cpu = torch.arange(6.0).view(1, 2, 3)
         x = on_cpu.to(devices[0])
@@ -470,7 +450,7 @@ def test_shapes_change_in_place(
         assert x.add_(1).tolist() == on_cpu.add_(1).tolist()
 
 
-def test_gradients_pass_through_in_place_views(devices: EmulatedDevices) -> None:
+def test_gradients_pass_through_in_place_views(devices):
     x = torch.arange(6.0, device=devices[0]).view(2, 3).requires_grad_()
     y = x * 1
     y.t_().unsqueeze_(0)
@@ -498,9 +478,7 @@ USES: dict[str, Callable[[Tensor], Any]] = {
 @pytest.mark.filterwarnings("ignore:tensors outlive:ResourceWarning")
 @pytest.mark.parametrize("use", USES.values(), ids=USES)
 @pytest.mark.parametrize("in_another_context", [False, True])
-def test_a_tensor_cannot_be_used_after_its_context(
-    use: Callable[[Tensor], Any], in_another_context: bool
-) -> None:
+def test_a_tensor_cannot_be_used_after_its_context(use, in_another_context):
     with emulate_devices(2) as devices:
         x = torch.ones(3, device=devices[1])
     if in_another_context:

@@ -31,10 +31,6 @@ def text(index: int, length: int = 12) -> Tensor:
     return encoded[index * 37 : index * 37 + length]
 
 
-def vocabulary() -> int:
-    return encoded_text()[1]
-
-
 def with_ignored_labels(labels: Tensor, index: int) -> Tensor:
     """Set a few labels to -100, and all labels of some samples."""
     labels = labels.clone()
@@ -46,139 +42,115 @@ def causal(index: int) -> dict[str, Any]:
     return {"input_ids": text(index), "labels": with_ignored_labels(text(index), index)}
 
 
-def masked(index: int) -> dict[str, Any]:
-    return {
-        "input_ids": text(index),
-        "attention_mask": torch.ones(12, dtype=torch.long),
-        "labels": with_ignored_labels(text(index), index),
-    }
-
-
 def pixels(index: int, *shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(index))
 
 
-def gpt2() -> nn.Module:
-    config = hf.GPT2Config(
-        vocab_size=vocabulary(),
-        n_positions=32,
-        n_embd=16,
-        n_layer=2,
-        n_head=2,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        loss_type="ForCausalLMLoss",
-        **TOKENS,
-    )
-    return hf.GPT2LMHeadModel(config)
+def made(model_class: Any, **config: Any) -> Callable[[], nn.Module]:
+    """Return the function that makes a small model of a class."""
+    return lambda: model_class(model_class.config_class(**config))
 
 
-def llama() -> nn.Module:
-    config = hf.LlamaConfig(
-        vocab_size=vocabulary(), intermediate_size=32, num_key_value_heads=1, **WIDTH, **TOKENS
-    )
-    return hf.LlamaForCausalLM(config)
+def of_text(model_class: Any, **config: Any) -> Callable[[], nn.Module]:
+    """Return the function that makes a small model of characters."""
+    return made(model_class, vocab_size=encoded_text()[1], **config)
 
 
-def mixtral() -> nn.Module:
-    config = hf.MixtralConfig(
-        vocab_size=vocabulary(),
-        intermediate_size=32,
-        num_key_value_heads=1,
-        num_local_experts=4,
-        experts_implementation="eager",  # the grouped one does not support float64
-        num_experts_per_tok=2,
-        **WIDTH,
-        **TOKENS,
-    )
-    return hf.MixtralForCausalLM(config)
+def bert(model_class: Any, num_labels: int = 3) -> Callable[[], nn.Module]:
+    shape = {"intermediate_size": 32, "max_position_embeddings": 32, "num_labels": num_labels}
+    return of_text(model_class, **shape, **WIDTH, **NO_DROPOUT)
 
 
-def bert_config(num_labels: int = 3) -> hf.BertConfig:
-    return hf.BertConfig(
-        vocab_size=vocabulary(),
-        intermediate_size=32,
-        max_position_embeddings=32,
-        num_labels=num_labels,
-        **WIDTH,
-        **NO_DROPOUT,
-    )
-
-
-def t5() -> nn.Module:
-    config = hf.T5Config(
-        vocab_size=vocabulary(),
-        d_model=16,
-        d_kv=8,
-        d_ff=32,
-        num_layers=2,
-        num_heads=2,
-        dropout_rate=0.0,
-        decoder_start_token_id=0,
-    )
-    return hf.T5ForConditionalGeneration(config)
-
-
-def vit() -> nn.Module:
-    config = hf.ViTConfig(
-        intermediate_size=32, image_size=16, patch_size=8, num_labels=3, **WIDTH, **NO_DROPOUT
-    )
-    return hf.ViTForImageClassification(config)
-
-
-def whisper() -> nn.Module:
-    config = hf.WhisperConfig(
-        vocab_size=vocabulary(),
-        num_mel_bins=8,
-        d_model=16,
-        encoder_layers=2,
-        decoder_layers=2,
-        encoder_attention_heads=2,
-        decoder_attention_heads=2,
-        encoder_ffn_dim=32,
-        decoder_ffn_dim=32,
-        max_source_positions=10,
-        max_target_positions=32,
-        dropout=0.0,
-        decoder_start_token_id=1,
-        suppress_tokens=None,
-        begin_suppress_tokens=None,
-        **TOKENS,
-    )
-    return hf.WhisperForConditionalGeneration(config)
-
-
+GPT2 = of_text(
+    hf.GPT2LMHeadModel,
+    n_positions=32,
+    n_embd=16,
+    n_layer=2,
+    n_head=2,
+    resid_pdrop=0.0,
+    embd_pdrop=0.0,
+    attn_pdrop=0.0,
+    loss_type="ForCausalLMLoss",
+    **TOKENS,
+)
+LLAMA = {"intermediate_size": 32, "num_key_value_heads": 1, **WIDTH, **TOKENS}
+MIXTRAL = of_text(
+    hf.MixtralForCausalLM,
+    num_local_experts=4,
+    experts_implementation="eager",  # the grouped one does not support float64
+    num_experts_per_tok=2,
+    **LLAMA,
+)
+T5 = of_text(
+    hf.T5ForConditionalGeneration,
+    d_model=16,
+    d_kv=8,
+    d_ff=32,
+    num_layers=2,
+    num_heads=2,
+    dropout_rate=0.0,
+    decoder_start_token_id=0,
+)
+VIT = made(
+    hf.ViTForImageClassification,
+    intermediate_size=32,
+    image_size=16,
+    patch_size=8,
+    num_labels=3,
+    **WIDTH,
+    **NO_DROPOUT,
+)
+WHISPER = of_text(
+    hf.WhisperForConditionalGeneration,
+    num_mel_bins=8,
+    d_model=16,
+    encoder_layers=2,
+    decoder_layers=2,
+    encoder_attention_heads=2,
+    decoder_attention_heads=2,
+    encoder_ffn_dim=32,
+    decoder_ffn_dim=32,
+    max_source_positions=10,
+    max_target_positions=32,
+    dropout=0.0,
+    decoder_start_token_id=1,
+    suppress_tokens=None,
+    begin_suppress_tokens=None,
+    **TOKENS,
+)
 FAMILIES = {
-    "gpt2": Family(gpt2, causal),
-    "llama": Family(llama, causal),
-    "mixtral": Family(mixtral, causal),
-    "bert masked": Family(lambda: hf.BertForMaskedLM(bert_config()), masked),
+    "gpt2": Family(GPT2, causal),
+    "llama": Family(of_text(hf.LlamaForCausalLM, **LLAMA), causal),
+    "mixtral": Family(MIXTRAL, causal),
+    "bert masked": Family(
+        bert(hf.BertForMaskedLM),
+        lambda index: causal(index) | {"attention_mask": torch.ones(12, dtype=torch.long)},
+    ),
     "bert classification": Family(
-        lambda: hf.BertForSequenceClassification(bert_config()),
+        bert(hf.BertForSequenceClassification),
         lambda index: {"input_ids": text(index), "labels": index % 3},
     ),
     "bert tokens": Family(
-        lambda: hf.BertForTokenClassification(bert_config()),
+        bert(hf.BertForTokenClassification),
         lambda index: {
             "input_ids": text(index),
             "labels": with_ignored_labels(text(index) % 3, index),
         },
     ),
     "bert answers": Family(
-        lambda: hf.BertForQuestionAnswering(bert_config(num_labels=2)),
+        bert(hf.BertForQuestionAnswering, num_labels=2),
         lambda index: {
             "input_ids": text(index),
             "start_positions": index % 5,
             "end_positions": 5 + index % 7,
         },
     ),
-    "t5": Family(t5, lambda index: causal(index) | {"input_ids": text(index + 500, 9)}),
+    "t5": Family(T5, lambda index: causal(index) | {"input_ids": text(index + 500, 9)}),
     "vit": Family(
-        vit, lambda index: {"pixel_values": pixels(index, 3, 16, 16), "labels": index % 3}
+        VIT, lambda index: {"pixel_values": pixels(index, 3, 16, 16), "labels": index % 3}
     ),
     "whisper": Family(
-        whisper,
+        WHISPER,
         lambda index: {
             "input_features": pixels(index, 8, 20).double(),
             "labels": causal(index)["labels"],

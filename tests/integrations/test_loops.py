@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from balanced_dp import BalancedCriterion, BalancedDataParallel
 
-from .families import FAMILIES, gpt2, text
+from .families import FAMILIES, GPT2, text
 
 NUM_STEPS = 20
 
@@ -88,7 +88,7 @@ def models() -> tuple[nn.Module, nn.Module]:
     found = []
     for _ in range(2):
         torch.manual_seed(0)
-        found.append(gpt2())
+        found.append(GPT2())
         found[-1].config.use_cache = False
     return found[0], found[1]
 

@@ -26,6 +26,7 @@ from torch.autograd import gradcheck, gradgradcheck
 from torch.cuda import comm
 from torch.nn.parallel import gather, parallel_apply, replicate, scatter
 from torch.testing import assert_close
+from torch.utils._pytree import tree_flatten
 
 from balanced_dp import GatherError, emulate_devices
 from balanced_dp.integrations.replacements import replaced_data_parallel
@@ -85,34 +86,20 @@ def gradients(module: nn.Module, loss: Tensor) -> list[Any]:
     return [None if p.grad is None else p.grad.clone() for p in module.parameters()]
 
 
-# data_parallel_module, data_parallel_module_kwargs_only and those with an empty list, dict, tuple
+# data_parallel_module, data_parallel_module_kwargs_only
 
 
+@pytest.mark.parametrize("by_name", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, DOUBLE, torch.float16])
-def test_the_output_is_the_modules_on_the_first_device(kind: str, dtype: torch.dtype) -> None:
+def test_the_output_is_the_modules_on_the_first_device(
+    kind: str, dtype: torch.dtype, by_name: bool
+) -> None:
     layer, x = linear(dtype=dtype), batch(dtype=dtype)
-    output = nn.DataParallel(layer)(x)
+    model = nn.DataParallel(layer)
+    output = model(input=x) if by_name else model(x)
     assert (output.get_device(), output.dtype) == (0, dtype)
     tolerance = 2e-3 if dtype == torch.float16 else 1e-6
     assert_close(output, layer(x), rtol=tolerance, atol=tolerance)
-
-
-def test_all_arguments_may_be_keywords(kind: str) -> None:
-    layer, x = linear(), batch()
-    assert_close(nn.DataParallel(layer)(input=x), layer(x))
-
-
-@pytest.mark.parametrize("empty", [[], {}, ()], ids=repr)
-def test_a_keyword_may_hold_an_empty_container(kind: str, empty: Any) -> None:
-    seen = []
-
-    def forward(self: Any, x: Any) -> Tensor:
-        seen.append(x["empty"])
-        return self.layer(x["data"])
-
-    net, x = Calls(forward, layer=linear()), batch()
-    assert_close(nn.DataParallel(net)(x={"data": x, "empty": empty}), net.layer(x))
-    assert seen == [empty, empty]
 
 
 # data_parallel, data_parallel_small_back, data_parallel_device_args
@@ -132,21 +119,14 @@ def test_the_function_has_the_modules_output_and_gradients(
     assert_close(gradients(layer, output.sum()), expected)
 
 
-def test_the_function_uses_all_devices_by_default(kind: str) -> None:
-    seen = []
-    layer = linear()
-    layer.register_forward_pre_hook(lambda module, args: seen.append(args[0].device))
-    nn.parallel.data_parallel(layer, batch("cuda:1"))
-    assert {*seen} == {CUDA0, CUDA1}
-
-
-def test_a_second_model_may_have_the_devices_in_another_order(kind: str) -> None:
-    for order in ([0, 1], [1, 0]):
-        seen: list[Tensor] = []
-        layer = linear(order[0])
-        layer.register_forward_pre_hook(lambda module, args, seen=seen: seen.extend(args))
+def test_all_devices_run_by_default_and_in_another_order(kind: str) -> None:
+    for order in (None, [0, 1], [1, 0]):
+        seen = []
+        layer = linear((order or [0])[0])
+        layer.register_forward_pre_hook(lambda _, args, seen=seen: seen.append(args[0].device))
+        nn.parallel.data_parallel(layer, batch("cuda:1"), order)
         nn.DataParallel(layer, order)(batch())
-        assert {x.device for x in seen} == {CUDA0, CUDA1}
+        assert sorted(seen, key=str) == [CUDA0, CUDA0, CUDA1, CUDA1]
 
 
 @pytest.mark.parametrize("ids", [(0, 1), (CUDA0, CUDA1), ["cuda:0", "cuda:1"], range(2)], ids=str)
@@ -257,26 +237,31 @@ def test_a_call_without_inputs_runs_on_the_first_device(kind: str, ids: list[int
         assert_close(output, torch.eye(2, 3, device="cuda"))
 
 
-# data_parallel_nested_output, data_parallel_nested_input
+# data_parallel_nested_output, data_parallel_nested_input, those with an empty list, dict or tuple,
+# scatter_namedtuple, gather_namedtuple
+
+Pair = namedtuple("Pair", "a b")
 
 
-def test_outputs_may_be_nested(kind: str) -> None:
-    def forward(self: Any, x: Tensor) -> Any:
-        return [x, (x.sin(), [x + 1]), OrderedDict(a=x.cos(), b=[x * 2]), None]
-
-    net, x = Calls(forward), torch.randn(4, 2, device=1)
-    output = nn.parallel.data_parallel(net, x, range(2))
-    assert_close(output, net(x.cuda(0)))
-    assert [type(item) for item in output[1:]] == [tuple, OrderedDict, type(None)]
-    assert type(output[1][1]) is type(output[2]["b"]) is list
-    assert list(output[2]) == ["a", "b"]
-
-
-def test_inputs_may_be_nested(kind: str) -> None:
-    net = Calls(lambda self, *inputs: inputs[1][0] + inputs[0]["x"])
-    x = torch.randn(20, 3, device=1)
-    output = nn.parallel.data_parallel(net, ({"x": x}, (x.sin(), x)), range(2))
-    assert_close(output, (x.sin() + x).cuda(0))
+@pytest.mark.parametrize(
+    "nest",
+    [
+        lambda x: {"data": x, "empty": []},
+        lambda x: {"data": x, "empty": {}},
+        lambda x: {"data": x, "empty": ()},
+        lambda x: ({"x": x}, (x.sin(), x)),
+        lambda x: [x, (x.sin(), [x + 1]), OrderedDict(a=x.cos(), b=[x * 2]), None],
+        lambda x: Pair(x + 1, x * 2),
+    ],
+)
+def test_inputs_and_outputs_may_be_nested(kind: str, nest: Callable[[Tensor], Any]) -> None:
+    seen = []
+    net = Calls(lambda self, *args, x: seen.append((args, x)) or x)
+    given, expected = nest(torch.arange(6.0, device=1)), nest(torch.arange(6.0, device=0))
+    output = nn.DataParallel(net)(given, x=given)
+    assert_close(output, expected)
+    structures = [tree_flatten(each)[1] for each in (output, *seen)]
+    assert structures == [tree_flatten(each)[1] for each in (given, *[((given,), given)] * 2)]
 
 
 # data_parallel_no_grad
@@ -564,20 +549,13 @@ def test_dictionaries_of_different_lengths_cannot_be_gathered(kind: str) -> None
 # replicate, replicate_buffers, save_replica_module
 
 
-def test_replicas_have_parameters_on_their_devices(kind: str) -> None:
-    layer, x = linear(), batch()
-    replicas = nn.DataParallel(layer).replicate(layer, [0, 1])
-    for device, replica in enumerate(replicas):
-        assert replica.weight.get_device() == replica.bias.get_device() == device
-        assert_close(replica(x.cuda(device)).cuda(0), layer(x))
-
-
-def test_replicas_have_buffers_on_their_devices(kind: str) -> None:
-    net = nn.Sequential(nn.BatchNorm2d(10)).cuda()
+def test_replicas_have_parameters_and_buffers_on_their_devices(kind: str) -> None:
+    net, x = nn.Sequential(linear(), nn.BatchNorm1d(5).to("cuda", DOUBLE)).eval(), batch()
     for device, replica in enumerate(nn.DataParallel(net).replicate(net, [0, 1])):
-        norm = replica[0]
-        buffers = norm.running_mean, norm.running_var, norm.num_batches_tracked
-        assert {buffer.get_device() for buffer in buffers} == {device}
+        norm = replica[1]
+        tensors = replica[0].weight, norm.bias, norm.running_mean, norm.num_batches_tracked
+        assert {tensor.get_device() for tensor in tensors} == {device}
+        assert_close(replica(x.cuda(device)).cuda(0), net(x))
 
 
 def test_a_module_that_is_not_on_the_first_device_is_not_replicated(kind: str) -> None:
@@ -668,14 +646,3 @@ def test_scatter_and_gather_keep_the_memory_format(cuda: list[torch.device]) -> 
         chunks = comm.scatter(source, (0, 1))
         for tensor in (*chunks, *scatter(source, (0, 1)), comm.gather(chunks)):
             assert tensor.is_contiguous(memory_format=torch.channels_last)
-
-
-# Of the same class: scatter_namedtuple, gather_namedtuple
-
-
-def test_namedtuples(kind: str) -> None:
-    Pair = namedtuple("Pair", "a b")
-    x = batch()
-    output = nn.DataParallel(Calls(lambda self, pair: Pair(pair.a + 1, pair.b * 2)))(Pair(x, -x))
-    assert type(output) is Pair
-    assert_close(output, Pair(x + 1, -2 * x))

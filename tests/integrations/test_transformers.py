@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from typing import Any
 
@@ -28,6 +29,7 @@ from balanced_dp.integrations.transformers import (
 from .families import FAMILIES
 
 FOUR = ["cpu"] * 4
+ACCUMULATION = {"gradient_accumulation_steps": 2}
 
 
 @pytest.fixture(autouse=True)
@@ -50,11 +52,12 @@ def make_trainer(
     num_samples: int = 21,
     dtype: torch.dtype = torch.double,
     arguments: dict[str, Any] | None = None,
+    model: nn.Module | None = None,
+    data: list[dict[str, Any]] | None = None,
     **options: Any,
 ) -> Any:
     """Make a Trainer with batches of 16; the last one of an epoch has 5."""
     torch.manual_seed(0)
-    model = FAMILIES[family].make_model().to(dtype)
     args = TrainingArguments(
         str(folder),
         **{
@@ -73,9 +76,9 @@ def make_trainer(
     if trainer_class is not Trainer:
         options = {"gpu0_bsz": 1, "device_ids": FOUR, **options}
     return trainer_class(
-        model=model,
+        model=FAMILIES[family].make_model().to(dtype) if model is None else model,
         args=args,
-        train_dataset=samples(family, num_samples),
+        train_dataset=samples(family, num_samples) if data is None else data,
         eval_dataset=samples(family, 19, start=100),
         **options,
     )
@@ -92,11 +95,10 @@ def history(trainer: Any, name: str) -> list[float]:
 def assert_same_training(one: Any, several: Any, tolerance: float = 1e-9) -> None:
     for trainer in (one, several):
         trainer.train()
-    for name in ("loss", "grad_norm"):
-        expected = history(one, name)
-        assert len(expected) == one.state.max_steps
+    assert len(history(one, "loss")) == len(history(one, "grad_norm")) == one.state.max_steps
+    for name in ("loss", "grad_norm", "eval_loss"):
         # The logged losses are rounded only by their summation in float32.
-        torch.testing.assert_close(history(several, name), expected, rtol=2e-6, atol=2e-6)
+        torch.testing.assert_close(history(several, name), history(one, name), rtol=2e-6, atol=2e-6)
     torch.testing.assert_close(
         several.model.state_dict(), one.model.state_dict(), rtol=tolerance, atol=tolerance
     )
@@ -117,32 +119,6 @@ def test_families_train_and_predict_as_on_one_device(family, tmp_path):
 
 def leaves(predictions: Any) -> list[Any]:
     return list(predictions) if isinstance(predictions, tuple) else [predictions]
-
-
-@pytest.mark.filterwarnings("ignore:gpu0_bsz")
-@pytest.mark.parametrize("accumulation", [1, 4])
-def test_ten_steps_over_real_text(accumulation, tmp_path):
-    """In float32, with evaluations: 70 samples are four batches of 16 and one of 6."""
-    arguments = {
-        "max_steps": 10,
-        "learning_rate": 1e-3,
-        "gradient_accumulation_steps": accumulation,
-        "eval_strategy": "steps",
-        "eval_steps": 5,
-    }
-    options = {"arguments": arguments, "num_samples": 70, "dtype": torch.float}
-    one = alone(tmp_path, **options)
-    one.train()
-    losses = history(one, "loss")
-    assert (len(losses), len(history(one, "eval_loss"))) == (10, 2)
-    assert losses[-1] < losses[0]
-    for gpu0_bsz in (0, 1, 4):
-        several = make_trainer(tmp_path, gpu0_bsz=gpu0_bsz, **options)
-        several.train()
-        for name in ("loss", "eval_loss"):
-            torch.testing.assert_close(
-                history(several, name), history(one, name), rtol=0, atol=1e-4
-            )
 
 
 def test_fifty_steps_with_spread_parameters(tmp_path):
@@ -170,17 +146,33 @@ def test_fifty_steps_with_spread_parameters(tmp_path):
     torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-8)
 
 
-@pytest.mark.parametrize("is_averaged", [True, False])
-def test_the_number_of_items_is_that_of_the_whole_batch(is_averaged, tmp_path):
-    arguments = {"average_tokens_across_devices": is_averaged, "gradient_accumulation_steps": 2}
-    assert_same_training(
-        alone(tmp_path, arguments=arguments), make_trainer(tmp_path, arguments=arguments)
-    )
+def summed_over_items(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
+    """A loss function of one's own."""
+    logits = outputs["logits"][:, :-1].flatten(0, 1)
+    losses = nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum")
+    return losses / num_items_in_batch
 
 
-def test_losses_that_are_told_the_number_of_items_may_be_summed(tmp_path):
-    several = make_trainer(tmp_path, gpu0_bsz=0, scalar_outputs="sum")
-    assert_same_training(alone(tmp_path), several, tolerance=1e-6)
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated")
+@pytest.mark.parametrize(
+    ("options", "ours", "tolerance"),
+    [
+        # The number of items is that of the whole batch.
+        ({"arguments": {"average_tokens_across_devices": True, **ACCUMULATION}}, {}, 1e-9),
+        ({"arguments": {"average_tokens_across_devices": False, **ACCUMULATION}}, {}, 1e-9),
+        # Losses that are told the number of items may be summed.
+        ({}, {"gpu0_bsz": 0, "scalar_outputs": "sum"}, 1e-6),
+        # Losses that the Trainer computes.
+        ({"arguments": {"label_smoothing_factor": 0.1, **ACCUMULATION}}, {}, 1e-9),
+        ({"compute_loss_func": summed_over_items}, {}, 1e-9),
+        ({}, {"arguments": {"gradient_checkpointing": True}}, 1e-9),
+        ({"arguments": {"eval_strategy": "steps", "eval_steps": 2, **ACCUMULATION}}, {}, 1e-9),
+    ],
+    ids=["averaged", "not averaged", "summed", "smoothing", "own loss", "checkpointing", "eval"],
+)
+def test_options_train_as_on_one_device(options, ours, tolerance, tmp_path):
+    several = make_trainer(tmp_path, **{**options, **ours})
+    assert_same_training(alone(tmp_path, **options), several, tolerance)
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
@@ -202,16 +194,14 @@ def test_a_chunk_and_a_batch_of_which_no_label_counts(accumulation, tmp_path):
 
 def test_experts_are_balanced_over_the_whole_batch(tmp_path):
     """The balancing loss is a product of means over the batch."""
-    one, several = (
-        make(tmp_path, family="mixtral", arguments={"max_steps": 1})
-        for make in (alone, make_trainer)
-    )
-    for trainer in (one, several):
+    losses = []
+    for make in (alone, make_trainer):
+        trainer = make(tmp_path, family="mixtral", arguments={"max_steps": 1})
         trainer.model.config.output_router_logits = True
         trainer.model.router_aux_loss_coef = 1.0
-    one.train()
-    several.train()
-    assert history(several, "loss") == pytest.approx(history(one, "loss"), rel=1e-5)
+        trainer.train()
+        losses.append(history(trainer, "loss"))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
 def test_labels_that_cannot_be_cut_are_named(tmp_path):
@@ -250,17 +240,9 @@ class Scorer(nn.Module):
         return self.loss(logits, target), logits
 
 
-def token_mean(logits: Any, target: Any) -> Any:
-    return nn.functional.cross_entropy(logits, target)
-
-
 def sample_mean(logits: Any, target: Any) -> Any:
     losses = nn.functional.cross_entropy(logits, target, reduction="none")
     return losses.sum() / len(logits)
-
-
-def summed(logits: Any, target: Any) -> Any:
-    return nn.functional.cross_entropy(logits, target, reduction="sum")
 
 
 def squared(logits: Any, target: Any) -> Any:
@@ -270,40 +252,43 @@ def squared(logits: Any, target: Any) -> Any:
 @pytest.mark.parametrize(
     ("loss", "options"),
     [
-        (token_mean, {}),
+        (nn.CrossEntropyLoss(), {}),
         (sample_mean, {"loss_weight": lambda x, target: len(x)}),
-        (summed, {"scalar_outputs": "sum"}),
+        (nn.CrossEntropyLoss(reduction="sum"), {"scalar_outputs": "sum"}),
         (squared, {}),  # float labels all count, -100 as well
     ],
 )
 def test_labels_and_losses_of_ones_own(loss, options, gathered, tmp_path):
-    trainers = []
-    for trainer_class in (Trainer, BalancedTrainer):
-        torch.manual_seed(0)
-        data = [
-            {"x": torch.randn(3), "target": torch.tensor(-100 if i % 3 == 0 else i % 4)}
-            for i in range(21)
-        ]
-        if loss is squared:
-            data = [{**row, "target": row["target"].float() / 50} for row in data]
-        args = TrainingArguments(
-            str(tmp_path),
-            per_device_train_batch_size=16 if trainer_class is Trainer else 4,
-            max_steps=4,
-            logging_steps=1,
-            label_names=["target"],
-            logging_nan_inf_filter=False,
-            report_to=[],
-            use_cpu=True,
-            disable_tqdm=True,
-            save_strategy="no",
-        )
-        split = {} if trainer_class is Trainer else {"gpu0_bsz": 1, "device_ids": FOUR, **options}
-        trainers.append(trainer_class(model=Scorer(loss), args=args, train_dataset=data, **split))
-    assert_same_training(*trainers, tolerance=1e-5)
+    torch.manual_seed(0)
+    data = [
+        {"x": torch.randn(3), "target": torch.tensor(-100 if i % 3 == 0 else i % 4)}
+        for i in range(21)
+    ]
+    if loss is squared:
+        data = [{**row, "target": row["target"].float() / 50} for row in data]
+    given = {"model": Scorer(loss), "data": data, "arguments": {"label_names": ["target"]}}
+    one = alone(tmp_path, **copy.deepcopy(given))
+    several = make_trainer(tmp_path, **given, **options)
+    assert_same_training(one, several, tolerance=1e-5)
     assert gathered == [1] * 4  # the loss of a tuple
-    assert trainers[1].args is not args
-    assert args.n_gpu == 0  # the caller's arguments are unchanged
+
+
+def test_a_loss_function_of_ones_own_has_the_logits_beside_the_models_loss(tmp_path):
+    data = [{"x": torch.randn(3), "target": torch.tensor(i % 4)} for i in range(21)]
+    options = {
+        "model": Scorer(nn.CrossEntropyLoss()),
+        "data": data,
+        "arguments": {"label_names": ["target"]},
+        "compute_loss_func": lambda outputs, labels, **_: outputs[1].square().mean(),
+    }
+    one = alone(tmp_path, **copy.deepcopy(options))
+    assert_same_training(one, make_trainer(tmp_path, **options), tolerance=1e-5)
+
+
+def test_the_arguments_of_the_caller_are_unchanged(tmp_path):
+    args = TrainingArguments(str(tmp_path), use_cpu=True)
+    trainer = BalancedTrainer(Scorer(nn.MSELoss()), args, gpu0_bsz=1, device_ids=FOUR)
+    assert (trainer.args.n_gpu, args.n_gpu) == (4, 0)
 
 
 def test_processes_of_a_launch_are_not_wrapped(tmp_path, monkeypatch):
@@ -325,47 +310,6 @@ def test_answers_beyond_the_text_count_nothing(tmp_path):
             row.update(beyond if index % 2 else {})
         trainers.append(trainer)
     assert_same_training(*trainers)
-
-
-@pytest.mark.parametrize(
-    ("strategy", "steps"), [("steps", [2, 4]), ("epoch", [2, 4])], ids=["steps", "epoch"]
-)
-def test_memory_is_logged_when_the_trainer_logs(strategy, steps, tmp_path):
-    with emulate_devices(2):
-        trainer = make_trainer(
-            tmp_path,
-            device_ids=None,
-            dtype=torch.float,
-            num_samples=16,
-            arguments={"logging_strategy": strategy, "logging_steps": 2},
-        )
-        trainer.add_callback(MemoryCallback(trainer))
-        trainer.train()
-        log = trainer.state.log_history
-        assert [e["step"] for e in log if "memory/imbalance" in e] == steps
-        assert [e["step"] for e in log if "loss" in e] == steps
-        del trainer, log
-
-
-# Losses that the Trainer computes.
-
-
-def test_label_smoothing(tmp_path):
-    arguments = {"label_smoothing_factor": 0.1, "gradient_accumulation_steps": 2}
-    assert_same_training(
-        alone(tmp_path, arguments=arguments), make_trainer(tmp_path, arguments=arguments)
-    )
-
-
-def test_a_loss_function_of_ones_own(tmp_path):
-    def loss(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
-        logits = outputs["logits"][:, :-1].flatten(0, 1)
-        losses = nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum")
-        return losses / num_items_in_batch
-
-    assert_same_training(
-        alone(tmp_path, compute_loss_func=loss), make_trainer(tmp_path, compute_loss_func=loss)
-    )
 
 
 class LogitLoss(Trainer):
@@ -412,22 +356,31 @@ def test_logits_gather_only_where_they_are_needed(gathered, tmp_path):
     assert gathered == [{"loss", "logits"}] * 2
 
 
-def test_each_devices_memory_is_logged(tmp_path):
+@pytest.mark.parametrize(
+    ("logging", "steps"),
+    [
+        ({}, [1, 2, 3, 4]),
+        ({"logging_steps": 2}, [2, 4]),
+        ({"logging_strategy": "epoch"}, [2, 4]),
+    ],
+)
+def test_each_devices_memory_is_logged_when_the_trainer_logs(logging, steps, tmp_path):
+    options = {"arguments": logging, "dtype": torch.float, "num_samples": 21}
     with emulate_devices(4):
-        trainer = make_trainer(tmp_path, device_ids=None, dtype=torch.float)
+        trainer = make_trainer(tmp_path, device_ids=None, **options)
         trainer.add_callback(MemoryCallback(trainer))
         trainer.train()
         assert trainer.parallel_model.chunk_sizes == (1, 2, 1, 1)
         assert trainer.args.device == torch.device("lazy", 0)
         records = [e for e in trainer.state.log_history if "memory/imbalance" in e]
-        assert [record["step"] for record in records] == [1, 2, 3, 4]
+        assert [record["step"] for record in records] == steps
         assert all(value > 0 for value in records[0].values())  # of the first step, too
         peaks = [records[-1][f"memory/lazy:{i}/peak_MiB"] for i in range(4)]
         spread = (max(peaks) - min(peaks)) / max(peaks)
         assert records[-1]["memory/imbalance"] == pytest.approx(spread)
         several = history(trainer, "loss")
         del trainer
-    one = alone(tmp_path, dtype=torch.float)
+    one = alone(tmp_path, **options)
     one.train()
     torch.testing.assert_close(several, history(one, "loss"), rtol=1e-5, atol=1e-5)
 
@@ -469,46 +422,42 @@ def test_half_precision_on_devices_that_have_it(tmp_path):
 
 def test_evaluation_in_bfloat16_throughout(tmp_path):
     options = {"arguments": {"bf16_full_eval": True}, "dtype": torch.float}
-    one, several = alone(tmp_path, **options), make_trainer(tmp_path, **options)
-    losses = [trainer.evaluate()["eval_loss"] for trainer in (one, several)]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-2)
+    one, several = (make(tmp_path, **options).evaluate() for make in (alone, make_trainer))
+    assert one["eval_loss"] == pytest.approx(several["eval_loss"], rel=1e-2)
 
 
 # Checkpoints.
 
 
-def checkpointing(**more: Any) -> dict[str, Any]:
-    return {
-        "save_strategy": "steps",
-        "save_steps": 2,
-        "eval_strategy": "steps",
-        "eval_steps": 2,
-        "max_steps": 6,
-        **more,
-    }
+CHECKPOINTS = {
+    "save_strategy": "steps",
+    "save_steps": 2,
+    "eval_strategy": "steps",
+    "eval_steps": 2,
+    "max_steps": 6,
+}
 
 
 def test_checkpoints_load_without_the_wrapper_and_resume(tmp_path):
-    whole = make_trainer(tmp_path / "whole", arguments=checkpointing())
+    whole = make_trainer(tmp_path / "whole", arguments=CHECKPOINTS)
     whole.train()
     checkpoint = tmp_path / "whole" / "checkpoint-4"
     assert (checkpoint / "model.safetensors").exists()
     model = hf.GPT2LMHeadModel.from_pretrained(checkpoint)
     assert not any(name.startswith("module.") for name in model.state_dict())
-    resumed = make_trainer(tmp_path / "resumed", arguments=checkpointing())
+    resumed = make_trainer(tmp_path / "resumed", arguments=CHECKPOINTS)
     resumed.train(resume_from_checkpoint=str(checkpoint))
     torch.testing.assert_close(history(resumed, "loss"), history(whole, "loss"), rtol=0, atol=1e-9)
     torch.testing.assert_close(resumed.model.state_dict(), whole.model.state_dict())
     # Resume on one device, too.
-    one = alone(tmp_path / "one", arguments=checkpointing())
+    one = alone(tmp_path / "one", arguments=CHECKPOINTS)
     one.train(resume_from_checkpoint=str(checkpoint))
     torch.testing.assert_close(history(one, "loss"), history(whole, "loss"), rtol=1e-6, atol=1e-6)
 
 
 def test_the_best_model_is_loaded_at_the_end(tmp_path):
-    arguments = checkpointing(
-        load_best_model_at_end=True, metric_for_best_model="loss", greater_is_better=True
-    )
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "loss"}
+    arguments = {**CHECKPOINTS, **best, "greater_is_better": True}
     trainer = make_trainer(tmp_path, arguments=arguments)
     trainer.train()
     losses = history(trainer, "eval_loss")
@@ -516,13 +465,6 @@ def test_the_best_model_is_loaded_at_the_end(tmp_path):
     assert trainer.evaluate()["eval_loss"] == pytest.approx(max(losses))
     trainer.save_model(tmp_path / "saved")
     hf.GPT2LMHeadModel.from_pretrained(tmp_path / "saved")
-
-
-@pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated")
-def test_gradient_checkpointing(tmp_path):
-    arguments = {"gradient_checkpointing": True}
-    several = make_trainer(tmp_path, arguments=arguments, dtype=torch.double)
-    assert_same_training(alone(tmp_path), several)
 
 
 class Wide(nn.Module):
@@ -549,17 +491,15 @@ class Chunks(hf.TrainerCallback):
 def chunks_of(folder: Any, memory: list[str], checkpoint: Any = None, **arguments: Any) -> Any:
     """Train with "auto" on emulated devices; return the chunks of each step."""
     with emulate_devices(3, memory=memory):
-        args = TrainingArguments(
-            str(folder),
-            per_device_train_batch_size=100,
-            use_cpu=True,
-            save_steps=12,
-            disable_tqdm=True,
-            report_to=[],
-            **{"max_steps": 12, **arguments},
+        trainer = make_trainer(
+            folder,
+            batch_size=100,
+            arguments={"save_strategy": "steps", "save_steps": 12, "max_steps": 12, **arguments},
+            model=Wide(),
+            data=[{"x": torch.ones(64), "labels": torch.ones(())}] * 300,
+            gpu0_bsz="auto",
+            device_ids=None,
         )
-        data = [{"x": torch.ones(64), "labels": torch.ones(())}] * 300
-        trainer = BalancedTrainer(model=Wide(), args=args, train_dataset=data, gpu0_bsz="auto")
         chunks = Chunks(trainer)
         trainer.add_callback(chunks)
         trainer.train(resume_from_checkpoint=checkpoint)
@@ -624,26 +564,28 @@ def test_one_device_is_not_wrapped(device_ids, tmp_path):
     assert trainer.evaluate()["eval_loss"] > 0
 
 
-def test_a_quantised_model_is_not_wrapped(tmp_path):
+def test_models_that_are_quantised_or_wrapped_already_are_not_wrapped(tmp_path):
     trainer = make_trainer(tmp_path)
+    wrapped = BalancedDataParallel(2, trainer.model, FOUR)
+    assert trainer._wrap_model(wrapped) is wrapped
     trainer.model.is_loaded_in_8bit = True
     trainer.evaluate()
     assert trainer.parallel_model is None
 
 
-def test_a_model_that_is_wrapped_already_is_not_wrapped_again(tmp_path):
-    trainer = make_trainer(tmp_path)
-    wrapped = BalancedDataParallel(2, trainer.model, FOUR)
-    assert trainer._wrap_model(wrapped) is wrapped
-
-
-def test_arguments_that_cannot_be_used_are_named_at_once(tmp_path, no_accelerator):
-    with pytest.raises(ArgumentError, match="gpu0_bsz must be at least 0, got -1"):
-        make_trainer(tmp_path, gpu0_bsz=-1)
-    with pytest.raises(ArgumentError, match="device 0 does not exist"):
-        make_trainer(tmp_path, device_ids=[0, 1])
-    with pytest.raises(ArgumentError, match="device_weights must be one number for each of 4"):
-        make_trainer(tmp_path, device_weights=[1, 2])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"gpu0_bsz": -1}, "gpu0_bsz must be at least 0, got -1"),
+        ({"device_ids": [0, 1]}, "device 0 does not exist"),
+        ({"device_weights": [1, 2]}, "device_weights must be one number for each of 4"),
+    ],
+)
+def test_arguments_that_cannot_be_used_are_named_at_once(
+    options, message, tmp_path, no_accelerator
+):
+    with pytest.raises(ArgumentError, match=message):
+        make_trainer(tmp_path, **options)
 
 
 def test_the_model_stays_where_it_is(tmp_path, monkeypatch):

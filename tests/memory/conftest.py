@@ -7,28 +7,21 @@ import pytest
 
 from .driver import Driver, build
 
-FLAGS = {
-    "newest": (),
-    "no memory v2": ("-DNO_MEMORY_V2",),
-    "no processes v3": ("-DNO_PROCESSES_V3",),
-    "no processes": ("-DNO_PROCESSES_V3", "-DNO_PROCESSES_V2"),
-}
-
 
 @pytest.fixture(scope="session")
-def builds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Several versions of the stand-in driver library, by name."""
+def builds(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The stand-in driver library, and one that is older than driver 510."""
     if shutil.which("gcc") is None:
         pytest.fail("these tests build a stand-in for NVIDIA's driver and need gcc on the PATH")
     folder = tmp_path_factory.mktemp("drivers")
-    return {name: build(folder / name.replace(" ", "_"), *flags) for name, flags in FLAGS.items()}
+    return build(folder / "new"), build(folder / "old", "-DBEFORE_510")
 
 
 @pytest.fixture
-def driver(builds: dict[str, Path], tmp_path: Path) -> Driver:
-    return Driver(builds["newest"], tmp_path / "state")
+def driver(builds: tuple[Path, Path], tmp_path: Path) -> Driver:
+    return Driver(builds[0], tmp_path / "state")
 
 
 @pytest.fixture
-def make_driver(builds: dict[str, Path], tmp_path: Path):
-    return lambda name: Driver(builds[name], tmp_path / name.replace(" ", "_"))
+def old_driver(builds: tuple[Path, Path], tmp_path: Path) -> Driver:
+    return Driver(builds[1], tmp_path / "old_state")

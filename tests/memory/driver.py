@@ -18,6 +18,7 @@ NUM_BOARDS, NUM_UNITS, MAX_PROCESSES = 3, 5, 4
 GIB, MIB = 2**30, 2**20
 
 GTX, A100, H100 = 0, 1, 2  # by NVML's index
+SLICE = 3  # the first MIG slice of the A100
 UUIDS = (
     "GPU-5a1f0c55-11d2-4e7a-9a31-3c0b6f0d2a01",
     "GPU-5a2e9b10-72c4-4b5f-8d11-90e2c4a1b702",

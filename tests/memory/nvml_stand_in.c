@@ -4,8 +4,8 @@ What it answers is read from a file, whose path is in NVML_STAND_IN_STATE and wh
 struct state (driver.py has the same). Version 1 of the memory query counts the driver's reserve as
 used, so an answer shows which version was asked.
 
--DNO_MEMORY_V2 leaves out version 2 of the memory query, -DNO_PROCESSES_V3 and -DNO_PROCESSES_V2
-those of the process list, as drivers did before these existed. */
+-DBEFORE_510 leaves out version 2 of the memory query and version 3 of the process list, as older
+drivers do. */
 
 #include <fcntl.h>
 #include <stdint.h>
@@ -170,7 +170,7 @@ int nvmlDeviceGetMemoryInfo(struct unit *unit, struct memory_v1 *memory)
     return count_query(unit);
 }
 
-#ifndef NO_MEMORY_V2
+#ifndef BEFORE_510
 struct memory_v2 {
     uint32_t version;
     uint64_t total, reserved, free, used;
@@ -210,17 +210,8 @@ static int list_processes(unsigned *count, struct process *processes)
     return SUCCESS;
 }
 
-#ifndef NO_PROCESSES_V3
+#ifndef BEFORE_510
 int nvmlDeviceGetComputeRunningProcesses_v3(struct unit *unit, unsigned *count,
-                                            struct process *processes)
-{
-    (void)unit;
-    return list_processes(count, processes);
-}
-#endif
-
-#ifndef NO_PROCESSES_V2
-int nvmlDeviceGetComputeRunningProcesses_v2(struct unit *unit, unsigned *count,
                                             struct process *processes)
 {
     (void)unit;

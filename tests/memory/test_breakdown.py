@@ -5,7 +5,6 @@ import torch
 from torch import nn
 
 from balanced_dp import BalancedDataParallel, ProbeError, emulate_devices, memory_breakdown
-from balanced_dp.memory import breakdown as implementation
 
 KEPT = ("parameter", "buffer", "gradient", "optimizer state")
 
@@ -36,6 +35,14 @@ def train_step(model, optimizer, vocabulary, batch_size=24, clear=False):
         optimizer.zero_grad()
 
 
+@pytest.fixture
+def unlabelled(monkeypatch):
+    """An emulated device without labels, as on accelerators."""
+    with emulate_devices(1) as [device]:
+        monkeypatch.delattr(torch.lazy, "memory_breakdown")
+        yield device
+
+
 def breakdown_of_a_step(gpu0_bsz, vocabulary, symbolic=False, hide_labels=None):
     """Return the breakdown of the second step, in which optimizer state exists."""
     with emulate_devices(4, symbolic=symbolic) as devices:
@@ -45,7 +52,7 @@ def breakdown_of_a_step(gpu0_bsz, vocabulary, symbolic=False, hide_labels=None):
         with model.memory.measure() as usage:
             train_step(model, optimizer, vocabulary)
         labels = [devices.memory_breakdown(device).peak for device in devices]
-        if hide_labels is not None:  # as on accelerators, which have no labels
+        if hide_labels is not None:
             hide_labels.delattr(torch.lazy, "memory_breakdown")
         found = memory_breakdown(model, optimizer)
         del model, optimizer
@@ -102,26 +109,21 @@ def test_a_bare_module_has_a_breakdown_and_no_floor():
         del model, module
 
 
-def test_views_of_one_storage_are_counted_once():
-    storage = torch.zeros(1000)
-    views = [storage[:500], storage[500:], storage, None, "text"]
-    assert implementation._num_bytes(views) == 4096
-
-
-def test_state_of_any_shape_is_found(monkeypatch):
-    with emulate_devices(1) as devices:
-        monkeypatch.delattr(torch.lazy, "memory_breakdown")
-        module = nn.Linear(10, 10).to(devices[0])
-        optimizer = torch.optim.SGD(module.parameters())
-        module(torch.ones(1, 10, device=devices[0])).sum().backward()
-        optimizer.state[module.weight] = {
-            "nested": {"history": [torch.ones(1000, device=devices[0])]},
-            "on the host": torch.ones(1000),
-            "step": 3,
-        }
-        [entry] = memory_breakdown(module, optimizer)
-        assert entry.uses["optimizer state"] == 4096
-        del module, optimizer
+def test_state_of_any_shape_is_found_and_counted_once(unlabelled):
+    module = nn.Linear(10, 10).to(unlabelled)
+    optimizer = torch.optim.SGD(module.parameters())
+    module(torch.ones(1, 10, device=unlabelled)).sum().backward()
+    storage = torch.zeros(1000, device=unlabelled)
+    optimizer.state[module.weight] = {
+        "nested": {"history": [torch.ones(1000, device=unlabelled)]},
+        "views": [storage[:500], storage[500:], storage],
+        "counted with the parameters": module.weight,
+        "on the host": torch.ones(1000),
+        "no tensors": [3, None, "text"],
+    }
+    [entry] = memory_breakdown(module, optimizer)
+    assert entry.uses["optimizer state"] == 4096 + 4096
+    assert entry.uses["rest"] >= 0
 
 
 def test_a_module_on_the_cpu_is_refused():
@@ -129,26 +131,10 @@ def test_a_module_on_the_cpu_is_refused():
         memory_breakdown(nn.Linear(2, 2))
 
 
-def test_sparse_gradients_and_lazy_parameters(monkeypatch):
-    with emulate_devices(1) as devices:
-        monkeypatch.delattr(torch.lazy, "memory_breakdown")
-        module = nn.ModuleList([nn.Embedding(1000, 8, sparse=True), nn.LazyLinear(3)])
-        module[0].to(devices[0])
-        model = BalancedDataParallel(1, module, list(devices))
-        module[0](torch.arange(4, device=devices[0])).sum().backward()
-        [entry] = memory_breakdown(model)
-        assert entry.uses["gradient"] == 512 + 512  # four indices, four rows
-        assert entry.uses["parameter"] == 32256
-        del model, module
-
-
-def test_what_two_uses_share_is_counted_once(monkeypatch):
-    with emulate_devices(1) as devices:
-        monkeypatch.delattr(torch.lazy, "memory_breakdown")
-        module = nn.Linear(10, 10, bias=False).to(devices[0])
-        optimizer = torch.optim.SGD(module.parameters())
-        optimizer.state[module.weight]["slow"] = module.weight
-        [entry] = memory_breakdown(module, optimizer)
-        assert entry.uses["optimizer state"] == 0
-        assert entry.uses["rest"] >= 0
-        del module, optimizer
+def test_sparse_gradients_and_lazy_parameters(unlabelled):
+    module = nn.ModuleList([nn.Embedding(1000, 8, sparse=True), nn.LazyLinear(3)])
+    module[0].to(unlabelled)
+    module[0](torch.arange(4, device=unlabelled)).sum().backward()
+    [entry] = memory_breakdown(BalancedDataParallel(1, module, [unlabelled]))
+    assert entry.uses["gradient"] == 512 + 512  # four indices, four rows
+    assert entry.uses["parameter"] == 32256

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
@@ -18,35 +20,25 @@ GIB, MIB = 2**30, 2**20
 sizes = st.integers(min_value=0, max_value=2**45)
 
 
-def ended(*devices: DevicePeak) -> StepMemory:
-    return StepMemory(devices=devices, elapsed_s=1.0, valid=True, reason=None)
-
-
 def of_peaks(*peaks: int, capacities: list[int] | None = None) -> StepMemory:
-    return ended(
-        *(
-            DevicePeak(f"cuda:{i}", capacities[i] if capacities else 80 * GIB, 0, peak)
-            for i, peak in enumerate(peaks)
-        )
+    capacities = capacities or [80 * GIB] * len(peaks)
+    devices = (
+        DevicePeak(f"cuda:{i}", capacity, 0, peak)
+        for i, (peak, capacity) in enumerate(zip(peaks, capacities, strict=True))
     )
+    return StepMemory(tuple(devices), elapsed_s=1.0, valid=True, reason=None)
 
 
 def linear_step(gpu0_bsz, fixed, per_sample, batch_size=32, num_devices=4, capacities=None):
     """Return a step with ``fixed`` bytes on device 0, 100 MiB on others, and linear in samples."""
     chunks = split_batch(batch_size, num_devices, gpu0_bsz)
-    return ended(
-        *(
-            DevicePeak(
-                device=f"cuda:{i}",
-                capacity_bytes=capacities[i] if capacities else 80 * GIB,
-                start_allocated_bytes=0,
-                peak_allocated_bytes=(100 * MIB if i else fixed) + per_sample * chunk,
-                chunk_size=chunk,
-                replica_bytes=100 * MIB if i and chunk else 0,
-            )
-            for i, chunk in enumerate(chunks)
-        )
+    peaks = [(100 * MIB if i else fixed) + per_sample * size for i, size in enumerate(chunks)]
+    usage = of_peaks(*peaks, capacities=capacities)
+    usage.devices = tuple(
+        replace(peak, chunk_size=size, replica_bytes=100 * MIB if i and size else 0)
+        for i, (peak, size) in enumerate(zip(usage.devices, chunks, strict=True))
     )
+    return usage
 
 
 @given(st.lists(sizes, min_size=1))
@@ -106,9 +98,7 @@ def test_the_advised_split_is_the_best_there_is(gpu0_bsz, fixed, per_sample):
     elif "gpu0_bsz cannot change that" in advice:
         event("others differ")
         return
-    best = min(
-        bottleneck_bytes(value, fixed, per_sample) for value in range(9)
-    )  # 8 is the even share
+    best = min(bottleneck_bytes(value, fixed, per_sample) for value in range(9))  # 8 is even
     assert bottleneck_bytes(gpu0_bsz, fixed, per_sample) <= best * 1.006
 
 
@@ -136,61 +126,61 @@ def test_a_tolerance_is_a_part(tolerance, error):
         of_peaks(GIB, GIB).check_split(tolerance)
 
 
-def test_the_advice_to_lower():
-    assert linear_step(8, 4 * GIB, 256 * MIB).check_split() == (
-        "cuda:0 peaks at 6.00 GiB and cuda:1 peaks at 2.10 GiB, 65% apart: lower gpu0_bsz by about "
-        "8, from 8 to 0 (a sample takes about 256.00 MiB); without any samples cuda:0 holds about "
-        "4.00 GiB, which memory_breakdown lists by use. Return the loss from forward to avoid "
-        "gathered outputs"
-    )
-    assert linear_step(8, GIB, 256 * MIB).check_split() == (
-        "cuda:0 peaks at 3.00 GiB and cuda:1 peaks at 2.10 GiB, 30% apart: lower gpu0_bsz by about "
-        "3, from 8 to 5 (a sample takes about 256.00 MiB)"
-    )
+@pytest.mark.parametrize(
+    ("step", "advice"),
+    [
+        (
+            linear_step(8, 4 * GIB, 256 * MIB),
+            "cuda:0 peaks at 6.00 GiB and cuda:1 peaks at 2.10 GiB, 65% apart: lower gpu0_bsz by "
+            "about 8, from 8 to 0 (a sample takes about 256.00 MiB); without any samples cuda:0 "
+            "holds about 4.00 GiB, which memory_breakdown lists by use. Return the loss from "
+            "forward to avoid gathered outputs",
+        ),
+        (
+            linear_step(8, GIB, 256 * MIB),
+            "cuda:0 peaks at 3.00 GiB and cuda:1 peaks at 2.10 GiB, 30% apart: lower gpu0_bsz by "
+            "about 3, from 8 to 5 (a sample takes about 256.00 MiB)",
+        ),
+        (
+            linear_step(2, GIB, 256 * MIB),
+            "cuda:1 peaks at 2.60 GiB and cuda:0 peaks at 1.50 GiB, 42% apart: raise gpu0_bsz by "
+            "about 3, from 2 to 5 (a sample takes about 256.00 MiB)",
+        ),
+        (
+            linear_step(0, 8 * GIB, 256 * MIB),
+            "…no other gpu0_bsz than 0 would be better, since a sample takes about 256.00 MiB; "
+            "without any samples cuda:0 holds about 8.00 GiB, which memory_breakdown lists by use. "
+            "Return the loss from forward to avoid gathered outputs",
+        ),
+        (
+            linear_step(8, 0, 256 * MIB, capacities=[80 * GIB, GIB * 20, GIB * 20, GIB * 20]),
+            "cuda:1 peaks at 2.10 GiB of 20.00 GiB and cuda:0 peaks at 2.00 GiB of 80.00 GiB, 76% "
+            "apart: no other gpu0_bsz than 8 would be better, since a sample takes about "
+            "256.00 MiB",
+        ),
+        (of_peaks(4 * GIB, 2 * GIB), "…2.00 GiB, 50% apart: lower gpu0_bsz"),
+        (of_peaks(2 * GIB, 4 * GIB), "…2.00 GiB, 50% apart: raise gpu0_bsz"),
+        (
+            of_peaks(4 * GIB, 2 * GIB, 4 * GIB),
+            "cuda:0 peaks at 4.00 GiB and cuda:1 peaks at 2.00 GiB, 50% apart: gpu0_bsz cannot "
+            "change that; check what else is on the devices",
+        ),
+        (of_peaks(20 * GIB, 9 * GIB, capacities=[24 * GIB, 11 * GIB]), None),
+        (of_peaks(9 * GIB, 9 * GIB, capacities=[24 * GIB, 11 * GIB]), "…raise gpu0_bsz"),
+        (of_peaks(GIB), None),
+    ],
+)
+def test_the_advice(step, advice):
+    said = step.check_split()
+    if advice is not None and advice.startswith("…"):
+        assert said.endswith(advice[1:])
+    else:
+        assert said == advice
 
 
-def test_the_sentence_to_raise():
-    assert linear_step(2, GIB, 256 * MIB).check_split() == (
-        "cuda:1 peaks at 2.60 GiB and cuda:0 peaks at 1.50 GiB, 42% apart: raise gpu0_bsz by about "
-        "3, from 2 to 5 (a sample takes about 256.00 MiB)"
-    )
-
-
-def test_the_sentence_at_the_ends():
-    at_zero = linear_step(0, 8 * GIB, 256 * MIB).check_split()
-    assert "no other gpu0_bsz than 0 would be better" in at_zero
-    assert "without any samples cuda:0 holds about 8.00 GiB" in at_zero
-    at_even = linear_step(8, 0, 256 * MIB, capacities=[80 * GIB, GIB * 20, GIB * 20, GIB * 20])
-    assert at_even.check_split().endswith(
-        "no other gpu0_bsz than 8 would be better, since a sample takes about 256.00 MiB"
-    )
-    coarse = linear_step(1, 300 * MIB, GIB, batch_size=4)
-    assert coarse.check_split(0.01).endswith(
-        "no other gpu0_bsz than 1 would be better, since a sample takes about 1.00 GiB"
-    )
-
-
-def test_without_chunk_sizes_the_direction_is_what_is_said():
-    assert of_peaks(4 * GIB, 2 * GIB).check_split().endswith("50% apart: lower gpu0_bsz")
-    assert of_peaks(2 * GIB, 4 * GIB).check_split().endswith("50% apart: raise gpu0_bsz")
-
-
-def test_others_that_differ_among_themselves_are_no_matter_of_gpu0_bsz():
-    advice = of_peaks(4 * GIB, 2 * GIB, 4 * GIB).check_split()
-    assert advice.startswith("cuda:0 peaks at 4.00 GiB and cuda:1 peaks at 2.00 GiB, 50% apart")
-    assert "gpu0_bsz cannot change that" in advice
-
-
-def test_devices_of_unlike_capacity_are_compared_by_utilization():
-    capacities = [24 * GIB, 11 * GIB]
-    assert of_peaks(20 * GIB, 9 * GIB, capacities=capacities).check_split() is None
-    advice = of_peaks(9 * GIB, 9 * GIB, capacities=capacities).check_split()
-    assert advice.startswith("cuda:1 peaks at 9.00 GiB of 11.00 GiB and cuda:0 peaks at 9.00 GiB")
-    assert advice.endswith("raise gpu0_bsz")
-
-
-def test_one_device_has_no_split():
-    assert of_peaks(GIB).check_split() is None
+def test_a_step_finer_than_a_sample_cannot_be_better():
+    advice = linear_step(1, 300 * MIB, GIB, batch_size=4).check_split(0.01)
+    assert "no other gpu0_bsz than 1 would be better, since a sample takes about 1.00" in advice
 
 
 def test_warn_gives_the_sentence_where_it_was_asked_for():
@@ -205,6 +195,4 @@ def test_warn_gives_the_sentence_where_it_was_asked_for():
 def test_a_block_that_was_disturbed_gets_no_advice():
     usage = of_peaks(4 * GIB, 2 * GIB)
     usage.valid, usage.reason = False, "the block ended with ValueError: x"
-    assert usage.check_split() == (
-        "the measurement is not valid: the block ended with ValueError: x"
-    )
+    assert usage.check_split() == f"the measurement is not valid: {usage.reason}"

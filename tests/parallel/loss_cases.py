@@ -1,13 +1,17 @@
-"""Losses as people write them, each a function of a module, its output and what it is given."""
+"""Losses as people write them, each a function of a module, its inputs and its outputs.
+
+Further parameters name what a loss is given: see ``GIVEN``.
+"""
 
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -37,38 +41,49 @@ class Net(nn.Module):
         return self.loss(self, x, self.head(x), **given)
 
 
-@dataclass(frozen=True)
-class Case:
-    """A loss and its inputs for the whole batch."""
-
-    loss: Callable[..., Any]
-    given: dict[str, Any] = field(default_factory=dict)
-
-
 _generator = torch.Generator().manual_seed(0)
+
+
+def _random(*shape: int) -> Tensor:
+    return torch.rand(*shape, generator=_generator, dtype=torch.double)
+
+
 X = torch.randn(BATCH, WIDTH, generator=_generator, dtype=torch.double)
 Y = torch.randint(0, CLASSES, (BATCH,), generator=_generator)
-IGNORED = Y.clone()
-IGNORED[0] = -100
-IGNORED[5:9] = -100  # all of a chunk
-NONE_IN_A_CHUNK = Y.clone()
-NONE_IN_A_CHUNK[1:6] = -100
-TOKENS = torch.randint(0, CLASSES, (BATCH, LENGTH), generator=_generator)
-TOKENS[0] = -100
-TOKENS[5:7] = -100
-TOKENS[:, 2] = -100
 REAL = torch.randn(BATCH, CLASSES, generator=_generator, dtype=torch.double)
-PART = torch.rand(BATCH, CLASSES, generator=_generator, dtype=torch.double)
-SIGN = torch.where(PART > 0.5, 1.0, -1.0).double()
-WEIGHT = torch.rand(BATCH, generator=_generator, dtype=torch.double)
-MASK = (torch.arange(BATCH) % 3 == 1).double()
-HOLES = MASK.clone()
-HOLES[1:5] = 0  # nothing of a chunk counts
-UNLIKE = (WEIGHT > 0.4).double()
-"""A mask with another count in each chunk."""
-TOKEN_MASK = (torch.rand(BATCH, LENGTH, generator=_generator) > 0.4).double()
-TOKEN_MASK[1] = 0
+PART, WEIGHT = _random(BATCH, CLASSES), _random(BATCH)
+INDEX = torch.arange(BATCH)
+MASK = (INDEX % 3 == 1).double()
+HOLES = MASK.where((INDEX < 1) | (INDEX > 4), 0)
+IGNORED = Y.where((INDEX > 0) & (INDEX < 5) | (INDEX > 8), -100)
+TOKENS = torch.randint(0, CLASSES, (BATCH, LENGTH), generator=_generator)
+TOKENS[[0, 5, 6]] = TOKENS[:, 2] = -100
 CLASS_WEIGHT = torch.tensor([0.5, 0.0, 0.0, 2.0, 1.0], dtype=torch.double)
+
+GIVEN: dict[str, Any] = {
+    "y": Y,
+    "growing": Y.cumsum(0),
+    "ignored": IGNORED,  # in all of a chunk, too
+    "ignored_chunk": Y.where((INDEX < 1) | (INDEX > 5), -100),
+    "tokens": TOKENS,
+    "real": REAL,
+    "part": PART,
+    "sign": torch.where(PART > 0.5, 1.0, -1.0).double(),
+    "weight": WEIGHT,
+    "mask": MASK,
+    "holes": HOLES,  # nothing of a chunk counts
+    "unlike": (WEIGHT > 0.4).double(),  # another count in each chunk
+    "token_mask": (_random(BATCH, LENGTH) > 0.4).double() * (INDEX != 1)[:, None],
+    "num_items": 8,
+    "num_items_tensor": torch.tensor(8),
+}
+"""What losses are given, by the names of their parameters."""
+
+
+def given_to(loss: Callable[..., Any], count: int = BATCH) -> dict[str, Any]:
+    """The arguments of a loss for the first samples of the batch, and the input ``x``."""
+    given = {n: GIVEN[n] for n in inspect.signature(loss).parameters if n in GIVEN} | {"x": X}
+    return {n: v[:count] if isinstance(v, Tensor) and v.dim() else v for n, v in given.items()}
 
 
 def rows(output: Tensor) -> Tensor:
@@ -101,20 +116,20 @@ def focal(net: Net, x: Tensor, o: Tensor, y: Tensor) -> Tensor:
     return ((1 - (-losses).exp()) ** 2 * losses).mean()
 
 
-def in_place(net: Net, x: Tensor, o: Tensor, y: Tensor, r: Tensor) -> Tensor:
-    loss = F.cross_entropy(o, y)
-    loss += 0.5 * F.mse_loss(o, r)
+def in_place(net: Net, x: Tensor, o: Tensor, ignored: Tensor, real: Tensor) -> Tensor:
+    loss = F.cross_entropy(o, ignored)
+    loss += 0.5 * F.mse_loss(o, real)
     return loss
 
 
-def not_trained(net: Net, x: Tensor, o: Tensor, r: Tensor) -> Tensor:
+def not_trained(net: Net, x: Tensor, o: Tensor, real: Tensor) -> Tensor:
     with torch.no_grad():
         factor = net.scale * o.abs().mean()
-    return F.mse_loss(o, r) * factor
+    return F.mse_loss(o, real) * factor
 
 
-def updated(net: Net, x: Tensor, o: Tensor, r: Tensor) -> Tensor:
-    losses = [F.mse_loss(o, r), F.l1_loss(o, r)]
+def updated(net: Net, x: Tensor, o: Tensor, real: Tensor) -> Tensor:
+    losses = [F.mse_loss(o, real), F.l1_loss(o, real)]
     vector = torch.zeros(2).to(o)
     vector[0] = losses[0]
     vector[1] = losses[1]
@@ -122,9 +137,9 @@ def updated(net: Net, x: Tensor, o: Tensor, r: Tensor) -> Tensor:
     return vector.sum() + losses[0].clamp_(max=10)
 
 
-def logged(net: Net, x: Tensor, o: Tensor, r: Tensor) -> Tensor:
+def logged(net: Net, x: Tensor, o: Tensor, real: Tensor) -> Tensor:
     """What else is done with a loss asks for its class."""
-    loss = F.mse_loss(o, r)
+    loss = F.mse_loss(o, real)
     assert f"{loss.detach():.3f}" == format(loss.item(), ".3f")
     copies = [copy.deepcopy(loss.detach()), pickle.loads(pickle.dumps(loss.detach()))]
     assert type(copies[0]) is type(o) and float(copies[0]) == float(copies[1]) == loss.item()
@@ -155,480 +170,314 @@ def written_through_a_view(net: Net, x: Tensor, o: Tensor) -> Tensor:
     return both.sum()
 
 
-def over_all(net: Net, x: Tensor, o: Tensor, y: Tensor, r: Tensor) -> dict[str, Tensor]:
-    class_loss, box_loss = F.cross_entropy(o, y), F.smooth_l1_loss(o, r)
+def over_all(net: Net, x: Tensor, o: Tensor, ignored: Tensor, real: Tensor) -> dict[str, Tensor]:
+    class_loss, box_loss = F.cross_entropy(o, ignored), F.smooth_l1_loss(o, real)
     return {"loss": class_loss + 2 * box_loss, "class": class_loss, "box": box_loss.detach()}
 
 
-WEIGHTED_HUBER_LOSS = {
-    "huber loss with weights": Case(
-        lambda n, x, o, r, w: F.huber_loss(o, r, weight=w), {"r": REAL, "w": PART}
-    )
-}
-if not has_torch("2.6"):
-    WEIGHTED_HUBER_LOSS = {}
+def of_one_storage(net: Net, x: Tensor, o: Tensor) -> dict[str, Tensor]:
+    a, b = torch.stack([o.square().mean(), o.abs().mean()]).unbind()
+    return {"loss": a + b, "a": a.detach(), "b": b.detach()}
 
-EXACT: dict[str, Case] = {
+
+def hits(net: Net, x: Tensor, o: Tensor, y: Tensor) -> Any:
+    """Counts add up and shares are averaged."""
+    is_right = (o.argmax(1) == y).double()
+    return F.cross_entropy(o, y), is_right.sum(), is_right.mean()
+
+
+def gram(net: Net) -> Tensor:
+    return net.head.weight @ net.head.weight.T
+
+
+@torch.enable_grad()
+def gradient(net: Net, x: Tensor) -> Tensor:
+    """The gradient of a sum over samples is one of each sample."""
+    x = x.detach().requires_grad_()
+    return torch.autograd.grad(net.head(x).square().sum(), x, create_graph=True)[0]
+
+
+PENALTIES: dict[str, Callable[[Net], Any]] = {
+    "penalty": lambda n: sum(p.square().sum() for p in n.parameters()),
+    "norms of weights": lambda n: sum(p.norm() for p in n.parameters()),
+    "orthogonality": lambda n: (gram(n) - torch.eye(CLASSES).to(gram(n))).square().sum(),
+    "orthogonality of pairs": lambda n: gram(n)[~torch.eye(CLASSES).bool()].square().sum(),
+    "penalty on selected weights": lambda n: n.head.weight[[0, 1]].square().sum(),
+    "penalty on ones": lambda n: (n.ones * 2).abs().sum(),
+    "distance to weights that were": lambda n: (
+        (n.head.weight - n.head.weight.detach()).square().sum()
+    ),
+}
+"""What is added to a mean."""
+
+COUNTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "a count": lambda m: m.sum(),
+    "a clamped count": lambda m: m.sum().clamp(min=1),
+    "a count plus 1e-8": lambda m: m.sum() + 1e-8,
+    "1e-8 plus a count": lambda m: 1e-8 + m.sum().clone(),
+    "a count minus a number": lambda m: m.sum() - 0.5,
+    "a count plus twice 1": lambda m: torch.add(m.sum(), 1, alpha=2),
+    "a count plus the number of samples": lambda m: m.sum() + len(m),
+    "a count in bfloat16": lambda m: m.bfloat16().sum() + 1,
+    "a count or 1": lambda m: m.sum().where(m.sum() > 0, 1),
+    "the larger of a count and 1": lambda m: torch.maximum(m.sum(), torch.ones(()).to(m)),
+    "the larger of 1 and a count": lambda m: torch.maximum(torch.ones(()).to(m), m.sum()),
+    "the largest entry plus 1": lambda m: m.max() + 1,
+    "the clamped largest entry": lambda m: m.max().clamp(min=1),
+    "a mean": lambda m: m.mean() + 1e-4,
+}
+"""By what a masked sum is divided."""
+
+EXACT: dict[str, Callable[..., Any]] = {
+    **{
+        name: lambda n, x, o, real, penalty=penalty: F.mse_loss(o, real) + 0.01 * penalty(n)
+        for name, penalty in PENALTIES.items()
+    },
+    **{
+        f"sum by {name}": lambda n, x, o, holes, count=count: (rows(o) * holes).sum() / count(holes)
+        for name, count in COUNTS.items()
+    },
     # Means over entries.
-    "mse": Case(lambda n, x, o, r: F.mse_loss(o, r), {"r": REAL}),
-    "l1": Case(lambda n, x, o, r: F.l1_loss(o, r), {"r": REAL}),
-    "smooth l1": Case(lambda n, x, o, r: F.smooth_l1_loss(o, r), {"r": REAL}),
-    "huber": Case(lambda n, x, o, r: F.huber_loss(o, r, delta=0.5), {"r": REAL}),
-    "bce": Case(lambda n, x, o, p: F.binary_cross_entropy(o.sigmoid(), p), {"p": PART}),
-    "bce with logits": Case(
-        lambda n, x, o, p: F.binary_cross_entropy_with_logits(o, p), {"p": PART}
+    "mse": lambda n, x, o, real: F.mse_loss(o, real),
+    "l1": lambda n, x, o, real: F.l1_loss(o, real),
+    "smooth l1": lambda n, x, o, real: F.smooth_l1_loss(o, real),
+    "huber": lambda n, x, o, real: F.huber_loss(o, real, delta=0.5),
+    "bce": lambda n, x, o, part: F.binary_cross_entropy(o.sigmoid(), part),
+    "bce with logits": lambda n, x, o, part: F.binary_cross_entropy_with_logits(o, part),
+    "kl batchmean": lambda n, x, o, part: F.kl_div(
+        o.log_softmax(1), part.softmax(1), reduction="batchmean"
     ),
-    "kl batchmean": Case(
-        lambda n, x, o, p: F.kl_div(o.log_softmax(1), p.softmax(1), reduction="batchmean"),
-        {"p": PART},
+    "kl sum": lambda n, x, o, part: nn.KLDivLoss(reduction="sum")(o.log_softmax(1), part),
+    "poisson": lambda n, x, o, part: F.poisson_nll_loss(o, part),
+    "gaussian": lambda n, x, o, real: F.gaussian_nll_loss(o, real, o.exp()),
+    "soft margin": lambda n, x, o, sign: F.soft_margin_loss(o, sign),
+    "multi margin": lambda n, x, o, y: F.multi_margin_loss(o, y),
+    "hinge embedding": lambda n, x, o, sign: F.hinge_embedding_loss(o, sign),
+    "multilabel soft margin": lambda n, x, o, part: F.multilabel_soft_margin_loss(o, part.round()),
+    "margin ranking": lambda n, x, o, sign: F.margin_ranking_loss(
+        o, o.roll(1, 1), sign, margin=0.1
     ),
-    "kl sum": Case(
-        lambda n, x, o, p: nn.KLDivLoss(reduction="sum")(o.log_softmax(1), p), {"p": PART}
+    "cosine embedding": lambda n, x, o, real, sign: F.cosine_embedding_loss(o, real, sign[:, 0]),
+    "triplet": lambda n, x, o, real: F.triplet_margin_loss(o, real, real.flip(1)),
+    "cosine similarity": lambda n, x, o, real: 1 - F.cosine_similarity(o, real).mean(),
+    "quantile": lambda n, x, o, real: torch.maximum(0.9 * (real - o), -0.1 * (real - o)).mean(),
+    "mean of sums": lambda n, x, o: o.square().sum(1).mean(),
+    "sum of means": lambda n, x, o: o.square().mean(0).sum(),
+    "mean along the batch": lambda n, x, o: torch.mean(
+        -0.5 * torch.sum(1 + o - o**2 - o.exp(), dim=1), dim=0
     ),
-    "poisson": Case(lambda n, x, o, p: F.poisson_nll_loss(o, p), {"p": PART}),
-    "gaussian": Case(lambda n, x, o, r: F.gaussian_nll_loss(o, r, o.exp()), {"r": REAL}),
-    "soft margin": Case(lambda n, x, o, s: F.soft_margin_loss(o, s), {"s": SIGN}),
-    "multi margin": Case(lambda n, x, o, y: F.multi_margin_loss(o, y), {"y": Y}),
-    "hinge embedding": Case(lambda n, x, o, s: F.hinge_embedding_loss(o, s), {"s": SIGN}),
-    "multilabel soft margin": Case(
-        lambda n, x, o, p: F.multilabel_soft_margin_loss(o, p.round()), {"p": PART}
-    ),
-    "margin ranking": Case(
-        lambda n, x, o, s: F.margin_ranking_loss(o, o.roll(1, 1), s, margin=0.1), {"s": SIGN}
-    ),
-    "cosine embedding": Case(
-        lambda n, x, o, r, s: F.cosine_embedding_loss(o, r, s[:, 0]), {"r": REAL, "s": SIGN}
-    ),
-    "triplet": Case(lambda n, x, o, r: F.triplet_margin_loss(o, r, r.flip(1)), {"r": REAL}),
-    "cosine similarity": Case(lambda n, x, o, r: 1 - F.cosine_similarity(o, r).mean(), {"r": REAL}),
-    "quantile": Case(
-        lambda n, x, o, r: torch.maximum(0.9 * (r - o), -0.1 * (r - o)).mean(), {"r": REAL}
-    ),
-    "mean of sums": Case(lambda n, x, o: o.square().sum(1).mean()),
-    "sum of means": Case(lambda n, x, o: o.square().mean(0).sum()),
-    "mean along the batch": Case(
-        lambda n, x, o: torch.mean(-0.5 * torch.sum(1 + o - o**2 - o.exp(), dim=1), dim=0)
-    ),
-    "mean of means": Case(lambda n, x, o: o.square().mean(1).mean()),
-    "focal": Case(focal, {"y": Y}),
-    "distillation": Case(
-        lambda n, x, o, y, r: (
-            0.5 * F.cross_entropy(o, y)
-            + 2 * F.kl_div((o / 2).log_softmax(1), r.softmax(1), reduction="batchmean")
-        ),
-        {"y": Y, "r": REAL},
-    ),
-    "gan": Case(lambda n, x, o: F.softplus(-o[:, 0]).mean() + F.softplus(o[:, 1]).mean()),
-    "mixup": Case(
-        lambda n, x, o, y, z: 0.3 * F.cross_entropy(o, y) + 0.7 * F.cross_entropy(o, z),
-        {"y": Y, "z": Y.flip(0)},
-    ),
-    "soft targets": Case(lambda n, x, o, p: F.cross_entropy(o, p.softmax(1)), {"p": PART}),
-    "uncertainty": Case(
-        lambda n, x, o, y, r: (
-            (-n.scale).exp() * F.cross_entropy(o, y)
-            + F.mse_loss(o, r) / (2 * n.scale.exp())
-            + n.scale
-        ),
-        {"y": Y, "r": REAL},
-    ),
-    "penalty": Case(
-        lambda n, x, o, r: F.mse_loss(o, r) + 0.01 * sum(p.square().sum() for p in n.parameters()),
-        {"r": REAL},
-    ),
-    "norms of weights": Case(
-        lambda n, x, o, r: F.mse_loss(o, r) + 0.01 * sum(p.norm() for p in n.parameters()),
-        {"r": REAL},
-    ),
-    "orthogonality": Case(
-        lambda n, x, o, r: (
-            F.mse_loss(o, r)
-            + (n.head.weight @ n.head.weight.T - torch.eye(CLASSES).to(o)).square().sum()
-        ),
-        {"r": REAL},
-    ),
-    "perceptual": Case(
-        lambda n, x, o, r: (
-            F.mse_loss(o, r) + 0.1 * F.l1_loss(n.head.weight @ x.T, n.head.weight @ x.T + 1)
-        ),
-        {"r": REAL},
-    ),
-    "total variation": Case(lambda n, x, o: (o[:, 1:] - o[:, :-1]).abs().mean()),
-    "stacked": Case(
-        lambda n, x, o, r: torch.stack([F.mse_loss(o, r), F.l1_loss(o, r)]).mean(), {"r": REAL}
-    ),
-    "logits regularised": Case(
-        lambda n, x, o, y: F.cross_entropy(o, y) + 1e-3 * o.logsumexp(1).square().mean(), {"y": Y}
-    ),
-    "mean times length": Case(lambda n, x, o, r: F.mse_loss(o, r) * len(x), {"r": REAL}),
+    "focal": focal,
+    "soft targets": lambda n, x, o, part: F.cross_entropy(o, part.softmax(1)),
+    "total variation": lambda n, x, o: (o[:, 1:] - o[:, :-1]).abs().mean(),
+    "stacked": lambda n, x, o, real: torch.stack([F.mse_loss(o, real), F.l1_loss(o, real)]).mean(),
+    "mean times length": lambda n, x, o, real: F.mse_loss(o, real) * len(x),
     # Sums.
-    "sum": Case(lambda n, x, o, r: F.mse_loss(o, r, reduction="sum"), {"r": REAL}),
-    "half a sum": Case(lambda n, x, o, r: 0.5 * (o - r).square().sum(), {"r": REAL}),
-    "variational": Case(
-        lambda n, x, o, p: (
-            F.binary_cross_entropy(o.sigmoid(), p, reduction="sum")
-            - 0.5 * torch.sum(1 + o - o.square() - o.exp())
-        ),
-        {"p": PART},
+    "sum": lambda n, x, o, real: F.mse_loss(o, real, reduction="sum"),
+    "variational": lambda n, x, o, part: (
+        F.binary_cross_entropy(o.sigmoid(), part, reduction="sum")
+        - 0.5 * torch.sum(1 + o - o.square() - o.exp())
     ),
-    "sum by length": Case(lambda n, x, o, r: (o - r).square().sum() / len(x), {"r": REAL}),
-    "sum by size": Case(lambda n, x, o, r: (o - r).square().sum() / o.numel(), {"r": REAL}),
-    "sum times 1 / length": Case(
-        lambda n, x, o, r: (o - r).square().sum() * (1 / x.size(0)), {"r": REAL}
+    "sum by length": lambda n, x, o, real: (o - real).square().sum() / len(x),
+    "sum by size": lambda n, x, o, real: (o - real).square().sum() / o.numel(),
+    "sum times 1 / length": lambda n, x, o, real: (o - real).square().sum() * (1 / x.size(0)),
+    "sum by a number": lambda n, x, o, ignored, num_items: (
+        F.cross_entropy(o, ignored, reduction="sum") / num_items
     ),
-    "sum by a number": Case(
-        lambda n, x, o, y, n_items: F.cross_entropy(o, y, reduction="sum") / n_items,
-        {"y": IGNORED, "n_items": 8},
+    "sum by a tensor": lambda n, x, o, ignored, num_items_tensor: (
+        F.cross_entropy(o, ignored, reduction="sum") / num_items_tensor
     ),
-    "sum by a tensor": Case(
-        lambda n, x, o, y, n_items: F.cross_entropy(o, y, reduction="sum") / n_items,
-        {"y": IGNORED, "n_items": torch.tensor(8)},
-    ),
-    "dot product": Case(lambda n, x, o, w: w @ rows(o) / w.sum(), {"w": WEIGHT}),
-    "sum by a buffer": Case(
-        lambda n, x, o, r: (o - r).square().sum() / (2 * n.temperature**2), {"r": REAL}
-    ),
-    "mean by a buffer": Case(lambda n, x, o, r: F.mse_loss(o, r) / n.temperature, {"r": REAL}),
-    "sum by a tensor, floored": Case(
-        lambda n, x, o, y, n_items: (
-            F.cross_entropy(o, y, reduction="sum") / n_items.clamp(min=1).double()
-        ),
-        {"y": IGNORED, "n_items": torch.tensor(8)},
+    "dot product": lambda n, x, o, weight: weight @ rows(o) / weight.sum(),
+    "sum by a buffer": lambda n, x, o, real: (o - real).square().sum() / (2 * n.temperature**2),
+    "mean by a buffer": lambda n, x, o, real: F.mse_loss(o, real) / n.temperature,
+    "sum by a tensor, floored": lambda n, x, o, ignored, num_items_tensor: (
+        F.cross_entropy(o, ignored, reduction="sum") / num_items_tensor.clamp(min=1).double()
     ),
     # Means over what counts.
-    "cross entropy": Case(lambda n, x, o, y: F.cross_entropy(o, y), {"y": Y}),
-    "ignored": Case(lambda n, x, o, y: F.cross_entropy(o, y), {"y": IGNORED}),
-    "nll": Case(lambda n, x, o, y: F.nll_loss(o.log_softmax(1), y), {"y": IGNORED}),
-    "tokens": Case(lambda n, x, o, y: cross_entropy_of_tokens(n, x, y), {"y": TOKENS}),
-    "all options": Case(
-        lambda n, x, o, y: cross_entropy_of_tokens(
-            n, x, y, weight=CLASS_WEIGHT.to(o.device), label_smoothing=0.1, ignore_index=3
-        ),
-        {"y": TOKENS.where(TOKENS >= 0, 3)},
+    "cross entropy": lambda n, x, o, y: F.cross_entropy(o, y),
+    "ignored": lambda n, x, o, ignored: F.cross_entropy(o, ignored),
+    "nll": lambda n, x, o, ignored: F.nll_loss(o.log_softmax(1), ignored),
+    "tokens": lambda n, x, o, tokens: cross_entropy_of_tokens(n, x, tokens),
+    "all options": lambda n, x, o, tokens: cross_entropy_of_tokens(
+        n,
+        x,
+        tokens.where(tokens >= 0, 3),
+        weight=CLASS_WEIGHT.to(o.device),
+        label_smoothing=0.1,
+        ignore_index=3,
     ),
-    "images": Case(
-        lambda n, x, o, y: nn.NLLLoss(weight=CLASS_WEIGHT.to(o.device))(
-            n.tokens(x).transpose(1, 2)[..., None].log_softmax(1), y[..., None]
-        ),
-        {"y": TOKENS},
+    "images": lambda n, x, o, tokens: nn.NLLLoss(weight=CLASS_WEIGHT.to(o.device))(
+        n.tokens(x).transpose(1, 2)[..., None].log_softmax(1), tokens[..., None]
     ),
-    "scaled": Case(lambda n, x, o, y: (2 * F.cross_entropy(o, y) - 1) / 4, {"y": IGNORED}),
-    "subclass": Case(lambda n, x, o, y: Smoothed()(o, y), {"y": IGNORED}),
-    "in place": Case(in_place, {"y": IGNORED, "r": REAL}),
-    "two counts": Case(
-        lambda n, x, o, y, t: (F.cross_entropy(o, y) + cross_entropy_of_tokens(n, x, t)) / 2,
-        {"y": IGNORED, "t": TOKENS},
+    "scaled": lambda n, x, o, ignored: (2 * F.cross_entropy(o, ignored) - 1) / 4,
+    "subclass": lambda n, x, o, ignored: Smoothed()(o, ignored),
+    "in place": in_place,
+    "two counts, stacked": lambda n, x, o, ignored, tokens: torch.stack(
+        [F.cross_entropy(o, ignored), cross_entropy_of_tokens(n, x, tokens)]
+    ).sum(),
+    "count and sum": lambda n, x, o, ignored, real: (
+        F.cross_entropy(o, ignored) + F.mse_loss(o, real, reduction="sum")
     ),
-    "two counts, stacked": Case(
-        lambda n, x, o, y, t: torch.stack(
-            [F.cross_entropy(o, y), cross_entropy_of_tokens(n, x, t)]
-        ).sum(),
-        {"y": IGNORED, "t": TOKENS},
+    "count and masked mean": lambda n, x, o, ignored, weight: (
+        F.cross_entropy(o, ignored) + masked_mean(rows(o), weight)
     ),
-    "count and mean": Case(
-        lambda n, x, o, y, r: 2 * F.mse_loss(o, r) - (F.cross_entropy(o, y) + 1) / 3,
-        {"y": IGNORED, "r": REAL},
+    "counts of unlike weights": lambda n, x, o, ignored, tokens: (
+        (-n.scale).exp() * F.cross_entropy(o, ignored)
+        + n.scale * cross_entropy_of_tokens(n, x, tokens)
     ),
-    "count and sum": Case(
-        lambda n, x, o, y, r: F.cross_entropy(o, y) + F.mse_loss(o, r, reduction="sum"),
-        {"y": IGNORED, "r": REAL},
+    "several outputs": over_all,
+    "outputs of one storage": of_one_storage,
+    "hits": hits,
+    "checkpointed": lambda n, x, o, ignored: checkpoint(
+        F.cross_entropy, o, ignored, use_reentrant=False
     ),
-    "count and masked mean": Case(
-        lambda n, x, o, y, m: F.cross_entropy(o, y) + masked_mean(rows(o), m),
-        {"y": IGNORED, "m": WEIGHT},
+    "checkpointed, reentrant": lambda n, x, o, ignored: (
+        checkpoint(F.cross_entropy, o, ignored, use_reentrant=True)
+        if o.requires_grad
+        else F.cross_entropy(o, ignored)
     ),
-    "count and penalty": Case(
-        lambda n, x, o, y: F.cross_entropy(o, y) + 0.1 * n.head.weight.abs().sum(), {"y": IGNORED}
+    "masked": lambda n, x, o, mask: masked_mean(rows(o), mask),
+    "masked tokens": lambda n, x, o, token_mask: masked_mean(
+        n.tokens(x).square().mean(-1), token_mask
     ),
-    "counts of unlike weights": Case(
-        lambda n, x, o, y, t: (
-            (-n.scale).exp() * F.cross_entropy(o, y) + n.scale * cross_entropy_of_tokens(n, x, t)
-        ),
-        {"y": IGNORED, "t": TOKENS},
+    "masked by sample": lambda n, x, o, token_mask: (
+        (n.tokens(x).square().mean(-1) * token_mask).sum(1) / (token_mask.sum(1) + 1)
+    ).mean(),
+    "mean of masked by mean": lambda n, x, o, mask: (rows(o) * mask).mean() / mask.mean(),
+    "sum by the weights of classes": lambda n, x, o: (
+        (o.square() * CLASS_WEIGHT.to(o)).sum() / CLASS_WEIGHT.to(o).sum()
     ),
-    "several outputs": Case(over_all, {"y": IGNORED, "r": REAL}),
-    "checkpointed": Case(
-        lambda n, x, o, y: checkpoint(F.cross_entropy, o, y, use_reentrant=False), {"y": IGNORED}
+    "added to a vector": lambda n, x, o, mask: (
+        torch.zeros(1).to(o) + masked_mean(rows(o), mask)
+    ).squeeze(),
+    "concatenated": lambda n, x, o, mask: torch.cat(
+        [masked_mean(rows(o), mask).view(1), masked_mean(o.abs().mean(1), mask).view(1)]
+    ).sum(),
+    "selected": lambda n, x, o, real, mask: F.mse_loss(o[mask > 0], real[mask > 0]),
+    "selected, holes": lambda n, x, o, real, holes: Masked()(o, real, holes),
+    "selected by index": lambda n, x, o, mask: rows(o)[mask.nonzero()[:, 0]].mean(),
+    "mean of selected": lambda n, x, o, mask: rows(o)[mask > 0].mean(),
+    "sum of selected by number": lambda n, x, o, mask: (
+        rows(o)[mask > 0].sum() / (mask > 0).sum().item()
     ),
-    "checkpointed, reentrant": Case(
-        lambda n, x, o, y: (
-            checkpoint(F.cross_entropy, o, y, use_reentrant=True)
-            if o.requires_grad
-            else F.cross_entropy(o, y)
-        ),
-        {"y": IGNORED},
+    "summed cross entropy, count": lambda n, x, o, ignored_chunk: (
+        F.cross_entropy(o, ignored_chunk, reduction="sum") / (ignored_chunk != -100).sum()
     ),
-    "masked": Case(lambda n, x, o, m: masked_mean(rows(o), m), {"m": MASK}),
-    "masked, holes": Case(lambda n, x, o, m: masked_mean(rows(o), m), {"m": HOLES}),
-    "masked, twice": Case(
-        lambda n, x, o, m: masked_mean(rows(o), m) + 0.1 * masked_mean(o.abs().mean(1), m),
-        {"m": MASK},
-    ),
-    "masked bce": Case(
-        lambda n, x, o, p, m: masked_mean(
-            F.binary_cross_entropy_with_logits(o, p, reduction="none").sum(1), m
-        ),
-        {"p": PART, "m": MASK},
-    ),
-    "masked tokens": Case(
-        lambda n, x, o, m: masked_mean(n.tokens(x).square().mean(-1), m), {"m": TOKEN_MASK}
-    ),
-    "masked by sample": Case(
-        lambda n, x, o, m: ((n.tokens(x).square().mean(-1) * m).sum(1) / (m.sum(1) + 1)).mean(),
-        {"m": TOKEN_MASK},
-    ),
-    "mean of masked by mean": Case(lambda n, x, o, m: (rows(o) * m).mean() / m.mean(), {"m": MASK}),
-    "clamped count": Case(
-        lambda n, x, o, m: (rows(o) * m).sum() / m.sum().clamp(min=1), {"m": HOLES}
-    ),
-    "smoothed count": Case(lambda n, x, o, m: (rows(o) * m).sum() / (m.sum() + 1), {"m": HOLES}),
-    **{
-        f"count plus {tiny}": Case(
-            lambda n, x, o, m, tiny=tiny: (rows(o) * m).sum() / (m.sum() + tiny), {"m": HOLES}
-        )
-        for tiny in (1e-8, 1e-6)
-    },
-    "number before the count": Case(
-        lambda n, x, o, m: (rows(o) * m).sum() / (1e-8 + m.sum().clone()), {"m": HOLES}
-    ),
-    "larger of a count and 1": Case(
-        lambda n, x, o, m: (rows(o) * m).sum() / torch.maximum(m.sum(), torch.ones(()).to(m)),
-        {"m": HOLES},
-    ),
-    "mean of masked by mean plus a number": Case(
-        lambda n, x, o, m: (rows(o) * m).mean() / (m.mean() + 1e-4), {"m": HOLES}
-    ),
-    "mean of masked by clamped mean": Case(
-        lambda n, x, o, m: (rows(o) * m).mean() / m.mean().clamp(min=1e-6), {"m": HOLES}
-    ),
-    "clamped count plus 1": Case(
-        lambda n, x, o, m: (rows(o) * m).sum() / (m.sum().clamp(min=1) + 1), {"m": HOLES}
-    ),
-    "clamped count and penalty": Case(
-        lambda n, x, o, m: (
-            (rows(o) * m).sum() / m.sum().clamp(min=1) + n.head.weight.square().sum()
-        ),
-        {"m": HOLES},
-    ),
-    "one less a masked mean": Case(
-        lambda n, x, o, m: 1 - (rows(o) * m).sum() / m.sum().clamp(min=1), {"m": HOLES}
-    ),
-    "weights of classes that add up to a constant": Case(
-        lambda n, x, o: (o.square() * CLASS_WEIGHT.to(o)).mean() / CLASS_WEIGHT.to(o).sum()
-    ),
-    "sum by the weights of classes": Case(
-        lambda n, x, o: (o.square() * CLASS_WEIGHT.to(o)).sum() / CLASS_WEIGHT.to(o).sum()
-    ),
-    "added to a vector": Case(
-        lambda n, x, o, m: (torch.zeros(1).to(o) + masked_mean(rows(o), m)).squeeze(), {"m": MASK}
-    ),
-    "concatenated": Case(
-        lambda n, x, o, m: torch.cat(
-            [masked_mean(rows(o), m).view(1), masked_mean(o.abs().mean(1), m).view(1)]
-        ).sum(),
-        {"m": MASK},
-    ),
-    "concatenated by an index": Case(
-        lambda n, x, o, m: torch.cat(
-            [masked_mean(rows(o), m)[None], masked_mean(o.abs().mean(1), m)[None]]
-        ).sum(),
-        {"m": MASK},
-    ),
-    "count in bfloat16": Case(
-        lambda n, x, o, m: (rows(o) * m).sum() / (m.bfloat16().sum() + 1), {"m": HOLES}
-    ),
-    **WEIGHTED_HUBER_LOSS,
-    "smoothed count, twice": Case(
-        lambda n, x, o, m: (rows(o) * m).sum() / torch.add(m.sum(), 1, alpha=2), {"m": HOLES}
-    ),
-    "selected": Case(lambda n, x, o, r, m: F.mse_loss(o[m > 0], r[m > 0]), {"r": REAL, "m": MASK}),
-    "selected, holes": Case(lambda n, x, o, r, m: Masked()(o, r, m), {"r": REAL, "m": HOLES}),
-    "selected by index": Case(lambda n, x, o, m: rows(o)[m.nonzero()[:, 0]].mean(), {"m": MASK}),
-    "mean of selected": Case(lambda n, x, o, m: rows(o)[m > 0].mean(), {"m": MASK}),
-    "sum of selected by number": Case(
-        lambda n, x, o, m: rows(o)[m > 0].sum() / (m > 0).sum().item(), {"m": MASK}
-    ),
-    "summed cross entropy, clamped count": Case(
-        lambda n, x, o, y: F.cross_entropy(o, y, reduction="sum") / (y != -100).sum().clamp(min=1),
-        {"y": NONE_IN_A_CHUNK},
-    ),
-    "summed cross entropy, count": Case(
-        lambda n, x, o, y: F.cross_entropy(o, y, reduction="sum") / (y != -100).sum(),
-        {"y": NONE_IN_A_CHUNK},
-    ),
-    "where": Case(
-        lambda n, x, o, m: torch.where(m > 0, rows(o), 0).sum() / (m > 0).sum(), {"m": MASK}
-    ),
-    "weighted": Case(lambda n, x, o, w: (w * rows(o)).sum() / w.sum(), {"w": WEIGHT}),
-    "focal over positives": Case(
-        lambda n, x, o, m: (((1 - o.sigmoid()) ** 2 * F.softplus(-o)).sum(1) * m).sum() / m.sum(),
-        {"m": HOLES},
-    ),
-    "not trained": Case(not_trained, {"r": REAL}),
-    "updated in place": Case(updated, {"r": REAL}),
-    "logged": Case(logged, {"r": REAL}),
-    "penalty on selected weights": Case(
-        lambda n, x, o, r: F.mse_loss(o, r) + n.head.weight[[0, 1]].square().sum(), {"r": REAL}
-    ),
-    "orthogonality of selected pairs": Case(
-        lambda n, x, o, r: (
-            F.mse_loss(o, r)
-            + (n.head.weight @ n.head.weight.T)[~torch.eye(CLASSES, dtype=torch.bool)]
-            .square()
-            .sum()
-        ),
-        {"r": REAL},
-    ),
-    "penalty on ones": Case(
-        lambda n, x, o, r: F.mse_loss(o, r) + (n.ones * 2).abs().sum(), {"r": REAL}
-    ),
-    "distance to weights that were": Case(
-        lambda n, x, o, r: (
-            F.mse_loss(o, r) + (n.head.weight - n.head.weight.detach()).square().sum()
-        ),
-        {"r": REAL},
-    ),
-    "balance of experts": Case(
-        lambda n, x, o: (
-            torch.histc(o.detach().argmax(1).double(), CLASSES, 0, CLASSES)
-            / o.argmax(1).numel()
-            * o.softmax(1).mean(0)
-        ).sum()
-    ),
+    "where": lambda n, x, o, mask: torch.where(mask > 0, rows(o), 0).sum() / (mask > 0).sum(),
+    "weighted": lambda n, x, o, weight: (weight * rows(o)).sum() / weight.sum(),
+    "not trained": not_trained,
+    "updated in place": updated,
+    "logged": logged,
+    "balance of experts": lambda n, x, o: (
+        torch.histc(o.detach().argmax(1).double(), CLASSES, 0, CLASSES)
+        / o.argmax(1).numel()
+        * o.softmax(1).mean(0)
+    ).sum(),
     # Not linear in means and sums.
-    "dice": Case(
-        lambda n, x, o, m: (
-            1 - 2 * (o[:, 0].sigmoid() * m).sum() / (o[:, 0].sigmoid().sum() + m.sum())
-        ),
-        {"m": MASK},
+    "dice": lambda n, x, o, mask: (
+        1 - 2 * (o[:, 0].sigmoid() * mask).sum() / (o[:, 0].sigmoid().sum() + mask.sum())
     ),
-    "rmse": Case(lambda n, x, o, r: F.mse_loss(o, r).sqrt(), {"r": REAL}),
-    "perplexity": Case(lambda n, x, o, y: F.cross_entropy(o, y).exp(), {"y": Y}),
-    "product": Case(lambda n, x, o, r: F.mse_loss(o, r) * o.abs().mean(), {"r": REAL}),
-    "statistics": Case(lambda n, x, o: o.mean(0).square().sum()),
-    "two masks": Case(
-        lambda n, x, o, m, w: masked_mean(rows(o), m) + masked_mean(rows(o), w),
-        {"m": MASK, "w": WEIGHT},
+    "rmse": lambda n, x, o, real: F.mse_loss(o, real).sqrt(),
+    "perplexity": lambda n, x, o, y: F.cross_entropy(o, y).exp(),
+    "product": lambda n, x, o, real: F.mse_loss(o, real) * o.abs().mean(),
+    "statistics": lambda n, x, o: o.mean(0).square().sum(),
+    "sum and mean": lambda n, x, o, real: F.mse_loss(o, real, reduction="sum") + o.mean(),
+    "sum and penalty": lambda n, x, o: o.square().sum() + n.head.weight.square().sum(),
+    "number of positions with a token": lambda n, x, o, token_mask: (
+        (n.tokens(x).square().mean(-1) * token_mask).sum() / (token_mask.sum(0) > 0).sum()
     ),
-    "sum and mean": Case(
-        lambda n, x, o, r: F.mse_loss(o, r, reduction="sum") + o.mean(), {"r": REAL}
+    "mean by a mean of others": lambda n, x, o, ignored, weight: (
+        F.cross_entropy(o, ignored) / weight.mean()
     ),
-    "sum and penalty": Case(lambda n, x, o: o.square().sum() + n.head.weight.square().sum()),
-    "where of a count": Case(
-        lambda n, x, o, m: (rows(o) * m).sum() / m.sum().where(m.sum() > 0, 1), {"m": HOLES}
+    "mean of a mask": lambda n, x, o, mask: (rows(o) * mask).sum() / mask.mean(),
+    "means of columns with masks": lambda n, x, o, part: (
+        (o.square() * (part > 0.4).double()).sum(0) / (part > 0.4).double().sum(0).clamp(min=1)
+    ).mean(),
+    "masked mean in a checkpoint": lambda n, x, o, mask: checkpoint(
+        lambda o: masked_mean(rows(o), mask), o, use_reentrant=False, preserve_rng_state=False
     ),
-    "largest entry plus 1": Case(
-        lambda n, x, o, m: (rows(o) * m).sum() / (m.max() + 1), {"m": HOLES}
-    ),
-    "clamped largest entry": Case(
-        lambda n, x, o, m: (rows(o) * m).sum() / m.max().clamp(min=1), {"m": HOLES}
-    ),
-    "larger of 1 and a count": Case(
-        lambda n, x, o, m: (rows(o) * m).sum() / torch.maximum(torch.ones(()).to(m), m.sum()),
-        {"m": HOLES},
-    ),
-    "count minus a number": Case(
-        lambda n, x, o, m: (rows(o) * m).sum() / (m.sum() - 0.5), {"m": HOLES}
-    ),
-    "count plus the number of samples": Case(
-        lambda n, x, o, m: (rows(o) * m).sum() / (m.sum() + len(x)), {"m": HOLES}
-    ),
-    "larger of two counts": Case(
-        lambda n, x, o, m, w: (rows(o) * m).sum() / torch.maximum(m.sum(), w.sum()),
-        {"m": HOLES, "w": UNLIKE},
-    ),
-    "number of positions with a token": Case(
-        lambda n, x, o, m: (n.tokens(x).square().mean(-1) * m).sum() / (m.sum(0) > 0).sum(),
-        {"m": TOKEN_MASK},
-    ),
-    "mean by a mean of others": Case(
-        lambda n, x, o, y, w: F.cross_entropy(o, y) / w.mean(), {"y": IGNORED, "w": WEIGHT}
-    ),
-    "smoothed count and penalty": Case(
-        lambda n, x, o, m: (rows(o) * m).sum() / (m.sum() + 1) + n.head.weight.square().sum(),
-        {"m": HOLES},
-    ),
-    "mean of a mask": Case(lambda n, x, o, m: (rows(o) * m).sum() / m.mean(), {"m": MASK}),
-    "means of columns with masks": Case(
-        lambda n, x, o, m: ((o.square() * m).sum(0) / m.sum(0).clamp(min=1)).mean(),
-        {"m": (PART > 0.4).double()},
-    ),
-    "masked mean in a checkpoint": Case(
-        lambda n, x, o, m: checkpoint(
-            lambda o: masked_mean(rows(o), m), o, use_reentrant=False, preserve_rng_state=False
-        ),
-        {"m": MASK},
+    "moved": lambda n, x, o, real: F.mse_loss(o, real).cpu().to(o.device) * 2,
+    "gradient penalty": lambda n, x, o: (
+        gradient(n, x).square().sum(1).sqrt().sub(1).square().mean()
     ),
 }
 """Their values and gradients are those of the whole batch, and nothing is warned of."""
 
-UNCLEAR: dict[str, tuple[Case, str]] = {
-    "norm": (
-        Case(lambda n, x, o, r: (o - r).norm(), {"r": REAL}),
-        "uses a LinalgVectorNorm",
+if has_torch("2.6"):
+    EXACT["huber loss with weights"] = lambda n, x, o, real, part: F.huber_loss(
+        o, real, weight=part
+    )
+    EXACT["mse with weights"] = lambda n, x, o, real, part: F.mse_loss(o, real, weight=part)
+
+UNCLEAR: dict[str, tuple[Callable[..., Any], str]] = {
+    "norm": (lambda n, x, o, real: (o - real).norm(), "uses a LinalgVectorNorm"),
+    "standard deviations": (
+        lambda n, x, o: (1 - torch.sqrt(o.var(0, correction=0) + 1e-4)).relu().mean(),
+        "computed from var of the samples in each chunk",
     ),
+    "standard deviation of all": (lambda n, x, o: o.std(), "computed from std of the samples"),
     "where of any": (
-        Case(lambda n, x, o, m: (rows(o) * m).sum() / m.sum().where(m.any(), 1), {"m": HOLES}),
+        lambda n, x, o, holes: (rows(o) * holes).sum() / holes.sum().where(holes.any(), 1),
         "it has a part that is no mean or sum over samples",
     ),
     "count made a tensor": (
-        Case(lambda n, x, o, m: (rows(o) * m).sum() / torch.tensor(int(m.sum())), {"m": UNLIKE}),
+        lambda n, x, o, unlike: (rows(o) * unlike).sum() / torch.tensor(int(unlike.sum())),
         "taken for counts that add up|number of entries plus",
     ),
     "largest integer": (
-        Case(lambda n, x, o, y: rows(o).sum() / (y.max() + 1), {"y": Y.cumsum(0)}),
+        lambda n, x, o, growing: rows(o).sum() / (growing.max() + 1),
         "taken for counts that add up",
     ),
     "flag": (
-        Case(lambda n, x, o: rows(o).mean() * (2.0 if rows(o).mean() > 0.35 else 1.0)),
+        lambda n, x, o: rows(o).mean() * (2.0 if rows(o).mean() > 0.35 else 1.0),
         "taken for counts that add up",
     ),
     "smaller of two": (
-        Case(
-            lambda n, x, o, r: min([(o - r).square().mean(), (o + r).square().mean()]), {"r": REAL}
-        ),
+        lambda n, x, o, real: min([(o - real).square().mean(), (o + real).square().mean()]),
         "in different ways",
     ),
     "a count or 1": (
-        Case(lambda n, x, o, m: (rows(o) * m).sum() / max(m.sum(), torch.tensor(1)), {"m": HOLES}),
+        lambda n, x, o, holes: (rows(o) * holes).sum() / max(holes.sum(), torch.tensor(1)),
         "in different ways",
     ),
     "sum by the number of samples less one": (
-        Case(lambda n, x, o: rows(o).sum() / (len(x) - 1)),
+        lambda n, x, o: rows(o).sum() / (len(x) - 1),
         "its number of entries plus -1",
     ),
     "contrastive": (
-        Case(
-            lambda n, x, o, r: F.cross_entropy(o @ r.T, torch.arange(len(x), device=x.device)),
-            {"r": REAL},
-        ),
+        lambda n, x, o, real: F.cross_entropy(o @ real.T, torch.arange(len(x), device=x.device)),
         "classes of its cross entropy are the samples of each chunk",
     ),
     "sum by a deviation": (
-        Case(lambda n, x, o, r: (o - r).square().sum() / r.std().item(), {"r": REAL}),
+        lambda n, x, o, real: (o - real).square().sum() / real.std().item(),
         "that differs between the replicas and is no count",
     ),
-    "one sample": (
-        Case(lambda n, x, o: rows(o)[0]),
-        "uses a Select that is no mean",
-    ),
-    "halved gradient": (Case(lambda n, x, o: Halved.apply(rows(o).mean())), "computed by Halved"),
-    "hooked": (Case(hooked), "uses a Mul that is no mean"),
+    "one sample": (lambda n, x, o: rows(o)[0], "uses a Select that is no mean"),
+    "halved gradient": (lambda n, x, o: Halved.apply(rows(o).mean()), "computed by Halved"),
+    "hooked": (hooked, "uses a Mul that is no mean"),
     "written through a view": (
-        Case(written_through_a_view),
+        written_through_a_view,
         "has no entry for each sample|along another dimension|combined with samples",
     ),
     "balanced cross entropy": (
-        Case(
-            lambda n, x, o, y: F.cross_entropy(
-                o, y, weight=1 / F.one_hot(y, CLASSES).double().sum(0).clamp(min=1)
-            ),
-            {"y": Y},
+        lambda n, x, o, y: F.cross_entropy(
+            o, y, weight=1 / F.one_hot(y, CLASSES).double().sum(0).clamp(min=1)
         ),
         "over each chunk is combined with samples",
     ),
+    "mean times the share of some": (
+        lambda n, x, o, real: F.mse_loss(o[1:], real[1:]) * ((len(x) - 1) / len(x)),
+        "that differs between the replicas and is no count",
+    ),
+    "array": (
+        lambda n, x, o: o.mean(0)[np.array([0, 1])].sum(),
+        r"cannot be computed for the whole batch \(The truth value of an array",
+    ),
+    "other arguments": (
+        lambda n, x, o: rows(o).mean().clamp(**({"min": 0} if len(x) < 4 else {"max": 9})),
+        "in different ways",
+    ),
     "branch": (
-        Case(lambda n, x, o: o.mean() if len(x) < 4 else o.square().mean().mul(2)),
+        lambda n, x, o: o.mean() if len(x) < 4 else o.square().mean().mul(2),
         "in different ways",
     ),
 }

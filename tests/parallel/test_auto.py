@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import itertools
 import json
 import math
 import pickle
+import shutil
 import subprocess
 import sys
-import warnings
 from dataclasses import replace
 
 import pytest
@@ -31,7 +32,6 @@ from balanced_dp import (
 )
 from balanced_dp.planning.auto_balance import MAX_CHANGES, AutoBalance
 from balanced_dp.planning.split_planner import Planner
-from balanced_dp.tuning.models import CharTransformer
 
 from ..modules import short_of_memory_in_backward
 from ..notes import notes_of
@@ -133,6 +133,17 @@ def wide():
     )
 
 
+def tall():
+    return Workload(
+        lambda: torch.nn.Sequential(
+            torch.nn.Linear(64, 2048), torch.nn.ReLU(), torch.nn.Linear(2048, 1)
+        ),
+        lambda n: ((torch.zeros(n, 64),), {}, None),
+        lambda output, target: output.mean(),
+        functools.partial(torch.optim.SGD, lr=0.1),
+    )
+
+
 class Loop:
     """A training loop of a workload on emulated devices."""
 
@@ -153,24 +164,59 @@ class Loop:
         loss.backward()
         return loss.detach()
 
-    def step(self, batch_size: int) -> torch.Tensor:
+    def step(self, *batch_sizes: int) -> torch.Tensor:
+        """Adds up the gradients of batches, and returns the loss of the last one."""
         self.optimizer.zero_grad()
-        loss = self.forward_backward(batch_size)
+        self.values = set()
+        for batch_size in batch_sizes:
+            loss = self.forward_backward(batch_size)
+            self.values.add(self.model.chunk_sizes[0])
         self.optimizer.step()
         return loss
+
+    def follow(self, batch_size: int, num_steps: int = 14) -> list[int]:
+        """The values of each step."""
+        values = []
+        for _ in range(num_steps):
+            self.step(batch_size)
+            values += self.values
+        return values
+
+    def repeat(self, batch_size: int, num_steps: int = 14) -> int:
+        """Takes steps, again where memory runs out; returns how often it did."""
+        num_failures = 0
+        while num_steps:
+            try:
+                self.step(batch_size)
+                num_steps -= 1
+            except torch.OutOfMemoryError:
+                num_failures += 1
+                assert num_failures < 12
+        return num_failures
+
+    def peaks(self) -> list[int]:
+        return [torch.lazy.max_memory_allocated(device) for device in self.model.devices]
 
     @property
     def balance(self):
         return self.model._policy.auto.balance
 
 
-def follow(loop, batch_size, num_steps=14):
-    """The values of each step."""
-    values = []
-    for _ in range(num_steps):
-        loop.step(batch_size)
-        values.append(loop.model.chunk_sizes[0])
-    return values
+@contextlib.contextmanager
+def looping(workload, num_devices=4, gpu0_bsz="auto", symbolic=True, **options):
+    """Opens emulated devices, gives a loop on them, and takes all from it at the end."""
+    with emulate_devices(num_devices, symbolic=symbolic, **options) as devices:
+        loop = Loop(workload, devices, gpu0_bsz)
+        try:
+            yield loop
+        finally:
+            vars(loop).clear()
+
+
+@pytest.fixture
+def loop():
+    with looping(wide()) as loop:
+        yield loop
 
 
 @pytest.mark.parametrize("name", ["char_transformer", "convolutions"])
@@ -185,154 +231,107 @@ def test_losses_are_those_of_a_fixed_split(name):
     try:
         losses = []
         for gpu0_bsz in ("auto", 3):
-            with emulate_devices(3) as devices:
-                loop = Loop(workload, devices, gpu0_bsz)
+            with looping(workload, 3, gpu0_bsz, symbolic=False) as loop:
                 if name == "convolutions":  # BatchNorm's statistics are those of each chunk
                     loop.model.eval()
                 losses.append(torch.stack([loop.step(12) for _ in range(8)]).cpu())
-                values = loop.model.gpu0_bsz
-                del loop
-        assert values == 3
     finally:
         torch.set_default_dtype(torch.float32)
     torch.testing.assert_close(losses[0], losses[1], rtol=0, atol=1e-6)
 
 
-def test_the_value_can_be_read_and_set_at_any_time():
-    with emulate_devices(4, symbolic=True) as devices:
-        loop = Loop(wide(), devices)
-        model = loop.model
-        assert model.gpu0_bsz is None
-        assert model.chunk_sizes is None
-        loop.step(400)
-        assert model.gpu0_bsz == 100
-        assert model.chunk_sizes == (100, 100, 100, 100)
-        follow(loop, 400)
-        assert loop.balance.is_frozen
-        assert model.gpu0_bsz < 100
-        model.gpu0_bsz = 40
-        loop.step(400)
-        assert model.chunk_sizes == model.split(400) == (40, 120, 120, 120)
-        model.gpu0_bsz = "auto"
-        loop.step(400)
-        assert model.chunk_sizes == (100, 100, 100, 100)
-        for duplicate in (
-            copy.deepcopy(model._policy.auto),
-            pickle.loads(pickle.dumps(model._policy.auto)),
-        ):
-            assert duplicate.split(400) == (100, 100, 100, 100)
-        del loop, model
+def test_the_value_can_be_read_and_set_at_any_time(loop):
+    model = loop.model
+    assert (model.gpu0_bsz, model.chunk_sizes) == (None, None)
+    loop.step(400)
+    assert (model.gpu0_bsz, model.chunk_sizes) == (100, (100, 100, 100, 100))
+    loop.follow(400)
+    assert loop.balance.is_frozen
+    assert model.gpu0_bsz < 100
+    model.gpu0_bsz = 40
+    loop.step(400)
+    assert model.chunk_sizes == model.split(400) == (40, 120, 120, 120)
+    model.gpu0_bsz = "auto"
+    loop.step(400)
+    assert model.chunk_sizes == (100, 100, 100, 100)
+    auto = model._policy.auto
+    for duplicate in (copy.deepcopy(auto), pickle.loads(pickle.dumps(auto))):
+        assert duplicate.split(400) == (100, 100, 100, 100)
 
 
 def train_irregularly(loop, num_steps):
     """Gradient accumulation, evaluation and a smaller last batch between the steps."""
     for index in range(num_steps):
-        loop.optimizer.zero_grad()
-        values = set()
-        for _ in range(2):
-            loop.forward_backward(400)
-            values.add(loop.model.chunk_sizes[0])
-        assert len(values) == 1
-        loop.optimizer.step()
+        loop.step(400, 400)
+        [value] = loop.values
         if index % 4 == 1:
             with torch.no_grad():
                 loop.model(*loop.workload.make_batch(2000)[0])
         if index % 4 == 3:
             loop.step(5)
-    return values.pop()
+    return value
 
 
-def test_the_optimizer_step_ends_an_iteration_and_nothing_else_counts():
-    with emulate_devices(4, symbolic=True) as devices:
-        loop = Loop(wide(), devices)
-        value = train_irregularly(loop, 40)
-        assert loop.balance.is_frozen
-        assert loop.balance.num_changes <= MAX_CHANGES
-        assert {size for size, _ in loop.balance._observed} <= {400, 5}
-        del loop
+def test_the_optimizer_step_ends_an_iteration_and_nothing_else_counts(loop):
+    value = train_irregularly(loop, 40)
+    assert loop.balance.is_frozen
+    assert loop.balance.num_changes <= MAX_CHANGES
+    assert {size for size, _ in loop.balance._observed} <= {400, 5}
     peaks = {}
     for gpu0_bsz in {value, *range(0, 100, 10)}:
-        with emulate_devices(4, symbolic=True) as devices:
-            loop = Loop(wide(), devices, gpu0_bsz)
-            train_irregularly(loop, 1)
-            for device in devices:
-                torch.get_device_module(device).reset_peak_memory_stats(device)
-            train_irregularly(loop, 1)
-            peaks[gpu0_bsz] = max(
-                torch.get_device_module(device).max_memory_allocated(device) for device in devices
-            )
-            del loop
+        loop.model.gpu0_bsz = gpu0_bsz
+        train_irregularly(loop, 1)
+        for device in loop.model.devices:
+            torch.lazy.reset_peak_memory_stats(device)
+        train_irregularly(loop, 1)
+        peaks[gpu0_bsz] = max(loop.peaks())
     assert peaks[value] <= min(peaks.values()) * 1.01
 
 
 @pytest.mark.parametrize("options", [{"fused": True}, {"foreach": False}])
 def test_steps_are_seen_whatever_the_optimizer_runs(options):
     """A fused kernel writes to the parameters without a new version."""
-    workload = replace(wide(), make_optimizer=functools.partial(torch.optim.AdamW, **options))
-    with emulate_devices(4, symbolic=True) as devices:
-        loop = Loop(workload, devices)
+    make_optimizer = functools.partial(torch.optim.AdamW, **options)
+    with looping(replace(wide(), make_optimizer=make_optimizer)) as loop:
         other = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
         for _ in range(6):
             loop.forward_backward(400)
             other.step()  # not the model's
         assert loop.balance.num_changes == 0
-        follow(loop, 400)
+        loop.follow(400)
         assert loop.balance.is_frozen
         assert loop.model.gpu0_bsz < 100
-        del loop
 
 
-def test_nothing_is_read_once_it_is_frozen(monkeypatch):
-    with emulate_devices(4, symbolic=True) as devices:
-        loop = Loop(wide(), devices)
-        follow(loop, 400)
-        assert loop.balance.is_frozen
-        for name in ("max_memory_allocated", "reset_peak_memory_stats", "memory_stats"):
-            monkeypatch.delattr(torch.get_device_module("lazy"), name)
-        follow(loop, 400, 3)
-        del loop
+def test_nothing_is_read_once_it_is_frozen(loop, monkeypatch):
+    loop.follow(400)
+    assert loop.balance.is_frozen
+    for name in ("max_memory_allocated", "reset_peak_memory_stats", "memory_stats"):
+        monkeypatch.delattr(torch.lazy, name)
+    loop.follow(400, 3)
 
 
+@pytest.mark.filterwarnings("ignore:gpu0_bsz=12 balances nothing")
 @pytest.mark.parametrize("name", ["char_transformer", "tied_transformer"])
 def test_a_run_that_stock_cannot_hold_trains_after_repeating_steps(name):
-    with emulate_devices(4, symbolic=True) as devices:
-        loop = Loop(SMALL[name](), devices, gpu0_bsz=1)
-        follow(loop, 48, 2)
-        needs = [torch.get_device_module(device).max_memory_allocated(device) for device in devices]
-        del loop
-    with emulate_devices(4, memory=round(max(needs) * 1.02), symbolic=True) as devices:
-        loop = Loop(SMALL[name](), devices, gpu0_bsz=12)
-        with pytest.raises(torch.OutOfMemoryError), warnings.catch_warnings():
-            warnings.simplefilter("ignore", BalanceWarning)
-            follow(loop, 48, 2)
-        del loop
-    with emulate_devices(4, memory=round(max(needs) * 1.02), symbolic=True) as devices:
-        loop = Loop(SMALL[name](), devices)
-        num_steps = num_failures = 0
-        while num_steps < 14:
-            try:
-                loop.step(48)
-                num_steps += 1
-            except torch.OutOfMemoryError:
-                num_failures += 1
-                assert num_failures < 12
-        assert num_failures > 0
+    with looping(SMALL[name](), gpu0_bsz=1) as loop:
+        loop.follow(48, 2)
+        memory = round(max(loop.peaks()) * 1.02)
+    stock = looping(SMALL[name](), gpu0_bsz=12, memory=memory)
+    with stock as loop, pytest.raises(torch.OutOfMemoryError):
+        loop.follow(48, 2)
+    with looping(SMALL[name](), memory=memory) as loop:
+        assert loop.repeat(48) > 0
         assert loop.model.gpu0_bsz < 12
-        del loop
 
 
 def test_running_out_in_forward_says_that_the_step_may_be_repeated():
-    with emulate_devices(2, memory=["12MiB", "1GiB"], symbolic=True) as devices:
-        net = torch.nn.Sequential(torch.nn.Linear(64, 4096), torch.nn.Linear(4096, 64))
-        model = BalancedDataParallel("auto", net.to(devices[0]))
-        x = torch.zeros(2000, 64)
+    with looping(wide(), 2, memory=["30MiB", "1GiB"]) as loop:
         with pytest.raises(torch.OutOfMemoryError) as caught:
-            model(x)
+            loop.step(2000)
         assert "gpu0_bsz='auto' is now 500: the step may be repeated" in str(notes_of(caught.value))
         del caught
-        model(x)
-        assert model.chunk_sizes == (500, 1500)
-        del net, model
+        assert loop.follow(2000, 1) == [500]
 
 
 def test_a_loop_without_steps_is_told():
@@ -346,31 +345,22 @@ def test_a_loop_without_steps_is_told():
 
 def test_batches_that_differ_in_length_do_not_end_worse_than_stock():
     """What a sample takes differs from batch to batch, so no law holds."""
-    with emulate_devices(4, symbolic=True) as devices:
-        workload = SMALL["char_transformer"]()
-        loop = Loop(workload, devices)
-        lengths = [64, 16, 48, 8, 56, 24, 40, 32] * 3
-        for length in lengths:
-            tokens = torch.zeros(24, length, dtype=torch.int64)
-            loop.optimizer.zero_grad()
-            output = loop.model(tokens)
-            functional.cross_entropy(
-                output.flatten(0, 1), tokens.flatten().to(devices[0])
-            ).backward()
-            del output
-            loop.optimizer.step()
+    lengths = itertools.cycle([64, 16, 48, 8, 56, 24, 40, 32])
+
+    def make_batch(n):
+        batch = torch.zeros(n, next(lengths), dtype=torch.int64)
+        return (batch,), {}, batch
+
+    workload = SMALL["char_transformer"]()
+    with looping(replace(workload, make_batch=make_batch)) as loop:
+        loop.follow(24, 24)
         assert loop.balance.is_frozen
         value = loop.model.gpu0_bsz
-        del loop
     peaks = {}
     for gpu0_bsz in (value, 5):
-        with emulate_devices(4, symbolic=True) as devices:
-            loop = Loop(workload, devices, gpu0_bsz)
-            follow(loop, 24, 3)
-            peaks[gpu0_bsz] = max(
-                torch.get_device_module(device).max_memory_allocated(device) for device in devices
-            )
-            del loop
+        with looping(workload, gpu0_bsz=gpu0_bsz) as loop:
+            loop.follow(24, 3)
+            peaks[gpu0_bsz] = max(loop.peaks())
     assert peaks[value] <= peaks[5] * 1.2
 
 
@@ -387,210 +377,134 @@ def test_devices_that_cannot_be_compared_are_refused(device_ids, message):
 
 
 def test_one_device_or_none_has_nothing_to_balance():
-    assert BalancedDataParallel("auto", torch.nn.Linear(2, 2), ["cpu"])(torch.ones(3, 2)).shape == (
-        3,
-        2,
-    )
-    with emulate_devices(1) as devices:
-        model = BalancedDataParallel("auto", CharTransformer(9).to(devices[0]))
-        model(torch.zeros(3, 4, dtype=torch.int64))
-        assert model.split(3) == (3,)
-        del model
+    model = BalancedDataParallel("auto", torch.nn.Linear(2, 2), ["cpu"])
+    assert model(torch.ones(3, 2)).shape == (3, 2)
+    with looping(wide(), 1) as loop:
+        loop.forward_backward(3)
+        assert loop.model.split(3) == (3,)
 
 
 def test_batch_norm_never_gets_a_single_sample():
     """It refuses one in training; with the even split the run would go on."""
-    workload = Workload(
-        lambda: torch.nn.Sequential(
+
+    def model():
+        return torch.nn.Sequential(
             torch.nn.Linear(64, 512), torch.nn.BatchNorm1d(512), torch.nn.Linear(512, 64)
-        ),
-        lambda n: ((torch.zeros(n, 64),), {}, torch.zeros(n, 64)),
-        functional.mse_loss,
-    )
-    with emulate_devices(4, symbolic=True) as devices:
-        loop = Loop(workload, devices)
-        values = follow(loop, 400)
+        )
+
+    with looping(replace(wide(), model=model)) as loop:
+        values = loop.follow(400)
         assert loop.balance.is_frozen
         assert 1 not in values
-        del loop
 
 
-def test_batches_of_any_size_end_frozen_and_cost_no_more_with_each():
-    with emulate_devices(4, symbolic=True) as devices:
-        loop = Loop(wide(), devices)
-        sizes = [800, 800, 800, *(100 + 37 * i % 700 for i in range(110))]
-        for size in sizes:
-            loop.step(size)
-        assert loop.balance.is_frozen
-        assert loop.balance.num_changes <= MAX_CHANGES
-        del loop
+def test_batches_of_any_size_end_frozen(loop):
+    for size in [800, 800, 800, *(100 + 37 * i % 700 for i in range(110))]:
+        loop.step(size)
+    assert loop.balance.is_frozen
+    assert loop.balance.num_changes <= MAX_CHANGES
 
 
-def test_evaluation_in_each_iteration_and_unlike_parts_do_not_keep_it_from_learning():
-    with emulate_devices(4, symbolic=True) as devices:
-        loop = Loop(wide(), devices)
-        for _ in range(16):
-            with torch.no_grad():
-                loop.model(*loop.workload.make_batch(50)[0])
-            loop.optimizer.zero_grad()
-            for part in (1000, 1000, 400):
-                loop.forward_backward(part)
-            loop.optimizer.step()
-        assert loop.balance.is_frozen
-        assert loop.balance.num_changes > 0
-        del loop
+def test_evaluation_in_each_iteration_and_unlike_parts_do_not_keep_it_from_learning(loop):
+    for _ in range(16):
+        with torch.no_grad():
+            loop.model(*loop.workload.make_batch(50)[0])
+        loop.step(1000, 1000, 400)
+    assert loop.balance.is_frozen
+    assert loop.balance.num_changes > 0
 
 
 def test_running_out_in_evaluation_moves_nothing():
-    with emulate_devices(4, memory="4MiB", symbolic=True) as devices:
-        net = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.Linear(256, 64))
-        model = BalancedDataParallel("auto", net.to(devices[0]))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with looping(wide(), memory="16MiB") as loop:
         for _ in range(2):
             with torch.no_grad(), pytest.raises(torch.OutOfMemoryError) as caught:
-                model(torch.zeros(60_000, 64))
+                loop.model(torch.zeros(60_000, 64))
             assert "lower the batch size" in str(notes_of(caught.value))
             del caught
-            assert model.split(400) == (100, 100, 100, 100)
-            model(torch.zeros(400, 64)).sum().backward()
-            optimizer.step()
-        del net, model, optimizer
+            assert loop.model.split(400) == (100, 100, 100, 100)
+            loop.step(400)
 
 
 def test_auto_repeats_a_step_that_ran_out_in_backward():
-    with emulate_devices(3, memory=["24MiB", "64MiB", "64MiB"]) as devices:
-        net, optimizer = short_of_memory_in_backward(devices)
-        model = BalancedDataParallel("auto", net)
-        values = []
-        while len(values) < 12:
-            optimizer.zero_grad()
-            try:
-                model(torch.ones(3000, 64)).mean().backward()
-            except torch.OutOfMemoryError:
-                assert values == []
-                assert model.split(3000)[0] < 1000  # it has moved by now
-                assert model.split(3000)[0] == model.gpu0_bsz
-            else:
-                optimizer.step()
-                values.append(model.chunk_sizes[0])
-        assert model._policy.auto.balance.is_frozen
-        del net, model, optimizer
+    workload = replace(tall(), model=lambda: short_of_memory_in_backward(["lazy:0"])[0])
+    with looping(workload, 3, symbolic=False, memory=["24MiB", "64MiB", "64MiB"]) as loop:
+        with pytest.raises(torch.OutOfMemoryError):
+            loop.step(3000)
+        assert loop.model.split(3000)[0] == loop.model.gpu0_bsz < 1000  # it has moved by now
+        loop.follow(3000)
+        assert loop.balance.is_frozen
 
 
 @pytest.mark.parametrize("ended_early", [(), (1,), (3, 5), (2, 9), range(5)])
 def test_iterations_whose_data_ended_before_gradients_were_added_teach_nothing(ended_early):
     """Such an iteration takes less of device 0, with which the even split looks best."""
-    memory = ["16MiB", "6.2MiB", "6.2MiB", "6.2MiB"]
-    with emulate_devices(4, memory=memory, symbolic=True) as devices:
-        loop = Loop(wide(), devices)
+    with looping(wide(), memory=["16MiB", "6.2MiB", "6.2MiB", "6.2MiB"]) as loop:
         for number in range(24):
-            loop.optimizer.zero_grad()
-            for size in (400, 1) if number in ended_early else (400, 400):
-                loop.forward_backward(size)
-            loop.optimizer.step()
+            loop.step(400, 1 if number in ended_early else 400)
             if number == 4 and len(ended_early) == 5:
                 assert loop.balance.is_frozen
                 assert loop.model.split(400)[0] == 100
         assert loop.balance.is_frozen
         assert loop.model.split(400)[0] == 85
-        del loop
 
 
-def test_a_step_that_is_skipped_does_not_look_like_accumulation():
+def test_a_step_that_is_skipped_does_not_look_like_accumulation(loop):
     """``GradScaler`` skips steps whose gradients are not finite."""
-    with emulate_devices(4, symbolic=True) as devices:
-        loop = Loop(wide(), devices)
-        for number in range(16):
-            loop.optimizer.zero_grad()
-            loop.forward_backward(400)
-            if number not in (0, 2, 3):
-                loop.optimizer.step()
-        assert loop.balance.is_frozen
-        assert loop.model.gpu0_bsz < 100
-        del loop
+    for number in range(16):
+        loop.optimizer.zero_grad()
+        loop.forward_backward(400)
+        if number not in (0, 2, 3):
+            loop.optimizer.step()
+    assert loop.balance.is_frozen
+    assert loop.model.gpu0_bsz < 100
 
 
-def test_a_script_may_print_and_reset_peaks_after_the_step():
-    with emulate_devices(4, symbolic=True) as devices:
-        loop = Loop(wide(), devices)
-        follow(loop, 400)
-        expected = loop.model.gpu0_bsz
-        assert expected < 100
-        loop.model.gpu0_bsz = "auto"
-        for _ in range(14):
-            loop.step(400)
-            for device in devices:
-                torch.get_device_module(device).reset_peak_memory_stats(device)
-        assert loop.model.gpu0_bsz == expected
-        del loop
+def test_a_script_may_print_and_reset_peaks_after_the_step(loop):
+    loop.follow(400)
+    expected = loop.model.gpu0_bsz
+    assert expected < 100
+    loop.model.gpu0_bsz = "auto"
+    for _ in range(14):
+        loop.step(400)
+        for device in loop.model.devices:
+            torch.lazy.reset_peak_memory_stats(device)
+    assert loop.model.gpu0_bsz == expected
 
 
 # Checkpoints.
 
 
-class Saved:
-    """A run in which the even split runs out of memory, until the value is found, and its end."""
-
-    def __init__(self, folder):
-        self.path = folder / "checkpoint.pt"
-
-    def model(self, devices, gpu0_bsz="auto"):
-        net = torch.nn.Sequential(torch.nn.Linear(64, 2048), torch.nn.ReLU())
-        net.append(torch.nn.Linear(2048, 1))
-        return BalancedDataParallel(gpu0_bsz, net.to(devices[0]))
-
-    def train(self, model, num_steps, batch_size=3000):
-        """Returns the chunks of each step, and how many steps ran out of memory."""
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        sizes, num_failures = [], 0
-        while len(sizes) < num_steps:
-            optimizer.zero_grad()
-            try:
-                model(torch.zeros(batch_size, 64)).mean().backward()
-            except torch.OutOfMemoryError:
-                num_failures += 1
-            else:
-                optimizer.step()
-                sizes.append(model.chunk_sizes)
-        return sizes, num_failures
-
-    def run(self):
-        """Trains and saves; returns the value that was found."""
-        with emulate_devices(3, memory=["14MiB", "64MiB", "64MiB"]) as devices:
-            model = self.model(devices)
-            _, num_failures = self.train(model, 14)
-            assert num_failures > 0
-            assert model._policy.auto.balance.is_frozen
-            found = model.gpu0_bsz
-            self.train(model, 1, batch_size=7)  # the last batch of an epoch says nothing
-            assert model.gpu0_bsz == found < 1000
-            torch.save(model.state_dict(), self.path)
-            del model
-        return found
-
-    def load(self):
-        return torch.load(self.path, weights_only=True)
+SHORT_OF_MEMORY = ["14MiB", "64MiB", "64MiB"]
 
 
-def test_a_resumed_run_starts_with_what_was_found_and_runs_out_of_memory_no_more(tmp_path):
-    saved = Saved(tmp_path)
-    found = saved.run()
-    with emulate_devices(3, memory=["14MiB", "64MiB", "64MiB"]) as devices:
-        model = saved.model(devices)
-        assert model.load_state_dict(saved.load()) is not None
-        assert model.gpu0_bsz == found
-        assert model.split(3000)[0] == found
-        sizes, num_failures = saved.train(model, 14)
-        assert sizes[0][0] == found
-        assert num_failures == 0
-        model.load_state_dict(saved.load())  # now training has begun
-        assert model.gpu0_bsz == sizes[-1][0]
-        del model
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A run in which the even split runs out of memory: its checkpoint, and the value it found."""
+    path = tmp_path_factory.mktemp("auto") / "checkpoint.pt"
+    with looping(tall(), 3, symbolic=False, memory=SHORT_OF_MEMORY) as loop:
+        assert loop.repeat(3000) > 0
+        assert loop.balance.is_frozen
+        found = loop.model.gpu0_bsz
+        loop.step(7)  # the last batch of an epoch says nothing
+        assert loop.model.gpu0_bsz == found < 1000
+        torch.save(loop.model.state_dict(), path)
+    return path, found
 
 
-def test_what_was_found_survives_another_process_and_a_run_on_one_device(tmp_path):
-    saved = Saved(tmp_path)
-    found = saved.run()
+def test_a_resumed_run_starts_with_what_was_found_and_runs_out_of_memory_no_more(saved):
+    path, found = saved
+    with looping(tall(), 3, symbolic=False, memory=SHORT_OF_MEMORY) as loop:
+        state = torch.load(path, weights_only=True)
+        loop.model.load_state_dict(state)
+        assert loop.model.gpu0_bsz == loop.model.split(3000)[0] == found
+        values = loop.follow(3000)
+        assert values[0] == found
+        loop.model.load_state_dict(state)  # now training has begun
+        assert loop.model.gpu0_bsz == values[-1]
+
+
+def test_what_was_found_survives_another_process_and_a_run_on_one_device(saved, tmp_path):
+    path, found = saved
     code = (
         "import sys, torch, balanced_dp\n"
         "for num_devices in (1, 3):\n"
@@ -604,47 +518,38 @@ def test_what_was_found_survives_another_process_and_a_run_on_one_device(tmp_pat
         "        print(model.chunk_sizes)\n"
         "        del net, model\n"
     )
-    command = [sys.executable, "-c", code, str(saved.path)]
+    command = [sys.executable, "-c", code, str(shutil.copy(path, tmp_path))]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     rest = 3000 - found
     assert done.stdout == f"None\n{(found, rest - rest // 2, rest // 2)}\n"
 
 
-def test_checkpoints_have_the_keys_of_data_parallel_and_load_both_ways(tmp_path):
-    saved = Saved(tmp_path)
-    saved.run()
-    stock = torch.nn.DataParallel(saved.model([torch.device("cpu")], 1).module, ["cpu"])
-    state = saved.load()
+def test_checkpoints_have_the_keys_of_data_parallel_and_load_both_ways(saved):
+    state = torch.load(saved[0], weights_only=True)
+    stock = torch.nn.DataParallel(tall().model(), ["cpu"])
     assert state.keys() == stock.state_dict().keys()
     stock.load_state_dict(state, strict=True)
-    with emulate_devices(3) as devices:
-        for gpu0_bsz, given in (("auto", stock.state_dict()), ("auto", dict(state)), (5, state)):
-            model = saved.model(devices, gpu0_bsz)
-            model.load_state_dict(given, strict=True)
-            assert model.split(3000)[0] == (1000 if gpu0_bsz == "auto" else 5)
+    for gpu0_bsz, saved_state in (("auto", stock.state_dict()), ("auto", dict(state)), (5, state)):
+        with looping(tall(), 3, gpu0_bsz, symbolic=False) as loop:
+            loop.model.load_state_dict(saved_state, strict=True)
+            assert loop.model.split(3000)[0] == (1000 if gpu0_bsz == "auto" else 5)
             # Nothing was found here.
-            assert "auto_split" not in str(model.state_dict()._metadata)
-            del model
+            assert "auto_split" not in str(loop.model.state_dict()._metadata)
 
 
 def test_a_part_of_a_larger_model_keeps_its_own_value():
     with emulate_devices(3) as devices:
         parts = [BalancedDataParallel("auto", torch.nn.Linear(4, 4).to(devices[0])) for _ in "ab"]
         whole = torch.nn.ModuleList(parts)
-        whole[1].load_state_dict(with_found(whole[1].state_dict(), "", 7))
+        state, found = whole[1].state_dict(), AutoBalance([10**9] * 3).state_dict(64)
+        state._metadata[""]["auto_split"] = found | {"gpu0_bsz": 7}
+        whole[1].load_state_dict(state)
         state = whole.state_dict()
         assert [part.gpu0_bsz for part in whole] == [None, 7]
         others = copy.deepcopy(whole)
         others.load_state_dict(state)
         assert [part.gpu0_bsz for part in others] == [None, 7]
         del parts, whole, others, state
-
-
-def with_found(state, prefix, value):
-    found = AutoBalance([10**9] * 3)
-    found.load_state_dict({**found.state_dict(64), "gpu0_bsz": value})
-    state._metadata[prefix]["auto_split"] = found.state_dict(64)
-    return state
 
 
 @given(budgets, budgets, st.integers(1, 300), st.data())

@@ -126,16 +126,14 @@ def constructed_without_accelerator(module):
 
 def ours(net, num_devices, gpu0_bsz, loss_of, **options):
     """Returns the chunk sizes, too, of a BalancedDataParallel on emulated devices."""
-
-    def step(devices):
+    with emulate_devices(num_devices) as devices:
         model = BalancedDataParallel(gpu0_bsz, copy.deepcopy(net).to(devices[0]), **options)
         loss = loss_of(model)
         loss.backward()
         gradients = [parameter.grad.cpu() for parameter in model.parameters()]
-        return model.chunk_sizes, (loss.detach().cpu(), gradients)
-
-    with emulate_devices(num_devices) as devices:
-        return step(devices)
+        found, sizes = (loss.detach().cpu(), gradients), model.chunk_sizes
+        del model, loss
+    return sizes, found
 
 
 def assert_same(found, expected):
@@ -182,19 +180,14 @@ def test_data_parallel_as_a_function(gpu0_bsz):
     whole = one_device(net, lambda model: F.mse_loss(model(x, **options), y))
     theirs, stock_step = stock(net, 4, lambda model: F.mse_loss(model(x, **options), y))
     assert_same(stock_step, whole)
+    net.seen.clear()
 
-    def step(devices):
-        module = copy.deepcopy(net).to(devices[0])
-        output = balanced_data_parallel(gpu0_bsz, module, x, devices, module_kwargs=options)
-        loss = F.mse_loss(output, y.to(devices[0]))
-        loss.backward()
-        gradients = [parameter.grad.cpu() for parameter in module.parameters()]
-        return sorted(module.seen), (loss.detach().cpu(), gradients)
+    def loss_of(model):
+        output = balanced_data_parallel(gpu0_bsz, model.module, x, module_kwargs=options)
+        assert sorted(model.module.seen) == sorted(theirs if gpu0_bsz == 16 else (1, 3, 3, 3))
+        return F.mse_loss(output, y.to(output.device))
 
-    with emulate_devices(4) as devices:
-        sizes, found = step(devices)
-    assert sizes == sorted(theirs if gpu0_bsz == 16 else (1, 3, 3, 3))
-    assert_same(found, whole)
+    assert_same(ours(net, 4, gpu0_bsz, loss_of)[1], whole)
 
 
 def test_the_function_without_an_accelerator():
@@ -296,27 +289,20 @@ def test_outputs_that_stay(gpu0_bsz, num_ignored):
 @pytest.mark.parametrize("is_made_before", [True, False])
 def test_an_optimizer(is_made_before):
     x, y = data(10)
-    bare = Net()
-    expected = copy.deepcopy(bare)
+    expected = Net()
+    net = copy.deepcopy(expected)
     optimizer = torch.optim.SGD(expected.parameters(), lr=0.1)
     wrapped = constructed_without_accelerator(optimizer)
     assert wrapped.module is optimizer
     F.mse_loss(expected(x), y).backward()
     wrapped.module.step()
+    with pytest.raises(ArgumentTypeError, match=r"module must be an nn\.Module, got SGD"):
+        BalancedDataParallel(1, optimizer)
 
-    def stepped(devices):
-        net = copy.deepcopy(bare).to(devices[0])
-        if is_made_before:
-            optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        model = BalancedDataParallel(1, net)
-        if not is_made_before:
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with pytest.raises(ArgumentTypeError, match=r"module must be an nn\.Module, got SGD"):
-            BalancedDataParallel(1, optimizer)
-        F.mse_loss(model(x), y.to(devices[0])).backward()
-        optimizer.step()
-        return [parameter.detach().cpu() for parameter in net.parameters()]
-
-    with emulate_devices(4) as devices:
-        found = stepped(devices)
-    assert_same(found, [parameter.detach() for parameter in expected.parameters()])
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    model = BalancedDataParallel(1, net, ["cpu"] * 4)
+    if not is_made_before:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    F.mse_loss(model(x), y).backward()
+    optimizer.step()
+    assert_same(list(net.parameters()), list(expected.parameters()))

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import gc
 import subprocess
 import sys
-import threading
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
@@ -24,6 +22,7 @@ from balanced_dp.parallel import coalesced_copy
 from balanced_dp.parallel.arrivals import Arrivals
 
 from .. import cuda_stand_in
+from ..at_once import at_once
 from ..cuda_stand_in import StandIn
 from ..modules import Lambda
 from ..step_on_clock import SPLITS, Layers, step_ratio
@@ -57,6 +56,14 @@ def make_batch() -> tuple[Tensor, Tensor]:
 def fetch(module: nn.Module) -> list[Tensor | None]:
     """Returns the gradients on the CPU, where the current streams have them."""
     return [None if p.grad is None else p.grad.to("cpu", copy=True) for p in module.parameters()]
+
+
+def gradients_of(step: Callable[[nn.Module], object], module: nn.Module) -> list[Tensor | None]:
+    """Returns the gradients of a step of the module itself, which has none afterwards."""
+    step(module)
+    found = fetch(module)
+    module.zero_grad()
+    return found
 
 
 def losses_on_cpu(module: nn.Module, batches: list[Any], **options: Any) -> list[float]:
@@ -110,7 +117,6 @@ def test_training_with_evaluation_between(gpu0_bsz, where, streams, stand_in: St
             loss.backward()
             optimizer.step()
             assert loss.item() == pytest.approx(loss_on_cpu, 1e-10)
-    model.close()
 
 
 @pytest.mark.parametrize("output_device", ["stand_in:0", "stand_in:2", "cpu"])
@@ -118,9 +124,9 @@ def test_training_with_evaluation_between(gpu0_bsz, where, streams, stand_in: St
 def test_criterion_and_output_device(gathers, output_device, stand_in: StandIn):
     module, (x, labels) = mlp(), make_batch()
     weight = torch.rand(CLASSES, dtype=torch.double)
-    functional.cross_entropy(module(x), labels, weight).backward()
-    expected = fetch(module)
-    module.zero_grad()
+    expected = gradients_of(
+        lambda m: functional.cross_entropy(m(x), labels, weight).backward(), module
+    )
     model = BalancedDataParallel(
         1, module.to(stand_in.devices[0]), output_device=output_device, gather=gathers
     )
@@ -129,7 +135,6 @@ def test_criterion_and_output_device(gathers, output_device, stand_in: StandIn):
         criterion = BalancedCriterion(criterion)
     criterion(model(x), labels.to(output_device)).backward()
     torch.testing.assert_close(fetch(module), expected, **CLOSE)
-    model.close()
 
 
 @pytest.mark.parametrize("gpu0_bsz", [0, 2])
@@ -139,43 +144,16 @@ def test_several_backwards_with_one_copy_of_the_weights(
     block, streams, gpu0_bsz, stand_in: StandIn
 ):
     module, batches = Lambda(cross_entropy, inner=mlp()), [make_batch() for _ in range(3)]
-    for batch in batches:
-        module(*batch).backward()
-    expected = fetch(module)
-    module.zero_grad()
+
+    def train(module: nn.Module) -> None:
+        for batch in batches:
+            module(*batch).backward()
+
+    expected = gradients_of(train, module)
     model = BalancedDataParallel(gpu0_bsz, module.to(stand_in.devices[0]))
     with side_streams(stand_in.devices[:streams]), getattr(model, block)():
-        for batch in batches:
-            model(*batch).backward()
+        train(model)
     torch.testing.assert_close(fetch(module), expected, **CLOSE)
-    model.close()
-
-
-def triple_gradient(parameter: Tensor) -> None:
-    assert parameter.grad is not None
-    parameter.grad.mul_(3)
-
-
-def test_hooks_of_parameters_and_modules(stand_in: StandIn):
-    def hook(module: Lambda) -> list[str]:
-        seen: list[str] = []
-        for name, parameter in list(module.named_parameters())[:3]:
-            parameter.register_hook(lambda g, name=name: seen.append(name) or g * 2)
-        last = module.inner[-1]
-        last.register_forward_hook(lambda module, args, output: output * 2)
-        last.register_full_backward_hook(lambda module, grad_input, grad_output: None)
-        last.bias.register_post_accumulate_grad_hook(triple_gradient)
-        return seen
-
-    reference, batch = Lambda(cross_entropy, inner=mlp()), make_batch()
-    module = copy.deepcopy(reference).to(stand_in.devices[0])
-    model = BalancedDataParallel(1, module)
-    seen, seen_alone = hook(module), hook(reference)
-    reference(*batch).backward()
-    model(*batch).backward()
-    torch.testing.assert_close(fetch(module), fetch(reference), **CLOSE)
-    assert sorted(seen) == sorted(seen_alone)
-    model.close()
 
 
 @pytest.mark.parametrize("gpu0_bsz", [0, 1])
@@ -201,50 +179,6 @@ def test_checkpointing(use_reentrant, gpu0_bsz, stand_in: StandIn):
         model(x).backward()
         found.append(fetch(model))
     torch.testing.assert_close(found[1], found[0])
-    model.close()
-
-
-@pytest.mark.parametrize("where", ["cpu", "stand_in:0"])
-def test_double_backward(where, stand_in: StandIn):
-    module, (x, _) = mlp(), make_batch()
-
-    def penalty(module: nn.Module, x: Tensor) -> None:
-        x = x.detach().requires_grad_()
-        [gradient] = torch.autograd.grad(module(x).square().sum(), x, create_graph=True)
-        gradient.square().sum().backward()
-
-    penalty(module, x)
-    expected = fetch(module)
-    module.zero_grad()
-    model = BalancedDataParallel(1, module.to(stand_in.devices[0]))
-    penalty(model, x.to(where))
-    torch.testing.assert_close(fetch(module), expected, **CLOSE)
-    model.close()
-
-
-@pytest.mark.parametrize("trains", [True, False])
-def test_four_threads_call_one_model(trains, stand_in: StandIn):
-    module, batch = Lambda(cross_entropy, inner=mlp()), make_batch()
-    model = BalancedDataParallel(1, module.to(stand_in.devices[0]))
-    errors: list[BaseException] = []
-
-    def work() -> None:
-        try:
-            for _ in range(5):
-                with torch.set_grad_enabled(trains):
-                    loss = model(*batch)
-                    if trains:
-                        loss.backward()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    model.close()
-    assert not errors, errors[0]
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
@@ -256,14 +190,12 @@ def test_an_rnn_that_puts_its_weights_together_in_forward(gpu0_bsz, kind, stand_
 
     module = Lambda(forward, rnn=kind(WIDTH, 6, 2, batch_first=True)).double()
     x = torch.randn(BATCH, 5, WIDTH, dtype=torch.double)
-    module(x).square().mean().backward()
-    expected = fetch(module)
+    expected = gradients_of(lambda m: m(x).square().mean().backward(), module)
     model = BalancedDataParallel(gpu0_bsz, module.to(stand_in.devices[0]))
     for _ in range(5):
         model.zero_grad()
         model(x).square().mean().backward()
         torch.testing.assert_close(fetch(module), expected, **CLOSE)
-    model.close()
 
 
 @pytest.mark.parametrize("gpu0_bsz", [0, 1])
@@ -277,13 +209,10 @@ def test_buffers_and_other_dtypes(gpu0_bsz, stand_in: StandIn):
     module.register_buffer("small", torch.arange(WIDTH, dtype=torch.int16))
     module.norm.eval()
     x = make_batch()[0]
-    module(x).backward()
-    expected = fetch(module)
-    module.zero_grad()
+    expected = gradients_of(lambda m: m(x).backward(), module)
     model = BalancedDataParallel(gpu0_bsz, module.to(stand_in.devices[0]))
     model(x).backward()
     torch.testing.assert_close(fetch(module), expected, **CLOSE)
-    model.close()
 
 
 @pytest.mark.skipif(
@@ -302,7 +231,6 @@ def test_gradients_hold_no_more_than_their_bytes(gpu0_bsz, num_devices, stand_in
     held = torch.accelerator.memory_allocated(devices[0]) - before
     own = sum(p.grad.nbytes for p in module.parameters() if p.grad is not None)
     assert own <= held <= 1.02 * own
-    model.close()
 
 
 def test_one_communicator_serves_weights_buffers_and_criteria(stand_in: StandIn):
@@ -320,7 +248,6 @@ def test_one_communicator_serves_weights_buffers_and_criteria(stand_in: StandIn)
         with model.shared_weights(), torch.no_grad():
             model(x)
     assert stand_in.nccl.opened == [(0, 1, 2, 3)]
-    model.close()
 
 
 @pytest.mark.parametrize("gpu0_bsz", [0, 2])
@@ -329,24 +256,11 @@ def test_two_devices_need_no_communicator(gpu0_bsz, stand_in: StandIn):
     model = BalancedDataParallel(gpu0_bsz, module, stand_in.devices[:2])
     model(make_batch()[0]).square().mean().backward()
     assert stand_in.nccl.opened == []
-    model.close()
 
 
 def normed(device: torch.device) -> nn.Sequential:
     """Returns a module with buffers of two dtypes."""
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)).to(device).eval()
-
-
-def test_shared_weights_are_broadcast_once(stand_in: StandIn):
-    model = BalancedDataParallel(1, mlp().to(stand_in.devices[0]))
-    x, _ = make_batch()
-    module_bytes = sum(parameter.nbytes for parameter in model.parameters())
-    with stand_in.recorded() as work, torch.no_grad(), model.shared_weights():
-        model(x), model(x)
-    model.close()
-    sent = [(len(streams), size) for name, streams, _, size, _ in work if name == "broadcast"]
-    assert {streams for streams, _ in sent} == {4}
-    assert sum(size for _, size in sent) == module_bytes
 
 
 @pytest.mark.filterwarnings("ignore:gpu0_bsz=1 balances nothing")
@@ -366,7 +280,6 @@ def test_inputs_from_the_cpu_arrive_in_streams_of_their_own(stand_in: StandIn):
         )
         assert len(arrived) == len(computed) > 0
         assert not arrived & computed
-        model.close()
 
 
 @pytest.mark.parametrize("backward_in", ["side streams", "default streams"])
@@ -381,7 +294,6 @@ def test_accumulation_left_in_other_streams_than_it_ran_in(backward_in, stand_in
                     loss.backward()
             if backward_in == "default streams":
                 loss.backward()
-    model.close()
     assert not stand_in.races()
 
 
@@ -394,27 +306,23 @@ def test_no_warning_in_side_streams(stand_in: StandIn):
             model(*make_batch()).backward()
     finally:
         torch.set_warn_always(False)
-        model.close()
 
 
 @pytest.mark.filterwarnings("ignore:gpu0_bsz=16 balances nothing")
-@pytest.mark.parametrize("transfer_share", [0.1, 0.3])
+@pytest.mark.parametrize(
+    ("has_forward", "transfer_share", "limit"),
+    [(False, 0.1, 1.25), (False, 0.3, 1.25), (True, 0.1, 1.1), (True, 0.3, 1.25)],
+)
 @pytest.mark.parametrize("split", SPLITS, ids=str)
-def test_gradients_travel_beside_computing(split, transfer_share, stand_in: StandIn):
-    """Devices marched in step: backward took 1.4 and 2.1 times the largest chunk's computing."""
-    model = BalancedDataParallel(split[0], Layers().to(stand_in.devices[0]))
-    assert is_reached(1.25, stand_in, model, split, transfer_share, has_forward=False)
-    model.close()
+def test_weights_and_gradients_travel_beside_computing(
+    split, has_forward, transfer_share, limit, stand_in: StandIn
+):
+    """Devices marched in step: backward took 1.4 and 2.1 times the largest chunk's computing.
 
-
-@pytest.mark.filterwarnings("ignore:gpu0_bsz=16 balances nothing")
-@pytest.mark.parametrize(("transfer_share", "limit"), [(0.1, 1.1), (0.3, 1.25)])
-@pytest.mark.parametrize("split", SPLITS, ids=str)
-def test_weights_travel_beside_computing(split, transfer_share, limit, stand_in: StandIn):
-    """Before computing began they took the step to 1.11 and 1.30 times its computing."""
+    Weights that travel before computing begins took the step to 1.11 and 1.30 times of it.
+    """
     model = BalancedDataParallel(split[0], Layers().to(stand_in.devices[0]))
-    assert is_reached(limit, stand_in, model, split, transfer_share, has_forward=True)
-    model.close()
+    assert is_reached(limit, stand_in, model, split, transfer_share, has_forward=has_forward)
 
 
 @pytest.mark.parametrize(("transfer_share", "limit"), [(0.1, 1.05), (0.3, 1.12)])
@@ -422,7 +330,6 @@ def test_gradients_travel_beside_computing_to_all_homes(transfer_share, limit, s
     """Each home computed no further before they had arrived: 1.24 and 1.30."""
     model = BalancedDataParallel(None, Layers().to(stand_in.devices[0]), spread=True)
     assert is_reached(limit, stand_in, model, SPLITS[0], transfer_share, has_forward=True)
-    model.close()
 
 
 @pytest.mark.parametrize("spread", [False, True])
@@ -456,7 +363,6 @@ def test_gradients_of_some_parameters_only(gpu0_bsz, spread, stand_in: StandIn):
     for _ in range(2):
         plain(x, True).backward()
     torch.testing.assert_close(fetch(module), fetch(plain), **CLOSE)
-    model.close()
 
 
 @pytest.mark.parametrize("spread", [False, True])
@@ -473,7 +379,6 @@ def test_hooks_of_parameters_that_are_not_used_are_not_called(spread, stand_in: 
     model(torch.randn(BATCH, 4, dtype=torch.double)).backward()
     assert module.unused.weight.grad is None
     assert module.first.weight.grad is not None
-    model.close()
 
 
 class UsesOthersWeights(nn.Module):
@@ -527,7 +432,6 @@ def test_weights_are_waited_for_wherever_they_are_read(has_gradients, gpu0_bsz, 
     if has_gradients:
         output.sum().backward()
         torch.testing.assert_close(fetch(module), gradients, **CLOSE)
-    model.close()
 
 
 def test_weights_are_sent_when_the_optimizer_has_written_them(stand_in: StandIn):
@@ -547,51 +451,21 @@ def test_weights_are_sent_when_the_optimizer_has_written_them(stand_in: StandIn)
         model(*batch).backward()
         optimizer.step()
     torch.testing.assert_close(module.cpu().state_dict(), plain.state_dict(), **CLOSE)
-    model.close()
-
-
-@pytest.mark.parametrize("gpu0_bsz", [0, 2])
-def test_what_forward_writes_to_weights_comes_after_they_were_sent(gpu0_bsz, stand_in: StandIn):
-    class Decays(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = mlp()
-
-        def forward(self, x: Tensor) -> Tensor:
-            with torch.no_grad():
-                for parameter in self.layers.parameters():
-                    parameter.mul_(0.5)
-            return self.layers(x)
-
-    module = Decays()
-    plain, (x, _) = copy.deepcopy(module), make_batch()
-    model = BalancedDataParallel(gpu0_bsz, module.to(stand_in.devices[0]))
-    with torch.no_grad():
-        for _ in range(5):
-            torch.testing.assert_close(model(x).cpu(), plain(x), **CLOSE)
-    torch.testing.assert_close(module.cpu().state_dict(), plain.state_dict(), **CLOSE)
-    model.close()
 
 
 def test_weights_that_nobody_waited_for_when_forward_raised(stand_in: StandIn):
     """Their memory is used again by what is computed next, which comes after the transfer."""
 
-    class Raises(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = mlp()
+    def forward(self: Lambda, x: Tensor) -> Tensor:
+        raise ValueError("as planned")
 
-        def forward(self, x: Tensor) -> Tensor:
-            raise ValueError("as planned")
-
-    model = BalancedDataParallel(1, Raises().to(stand_in.devices[0]))
+    model = BalancedDataParallel(1, Lambda(forward, layers=mlp()).to(stand_in.devices[0]))
     for gradients in (True, False):
         with torch.set_grad_enabled(gradients), pytest.raises(ValueError, match="as planned"):
             model(make_batch()[0])
         for device in stand_in.devices:
             for parameter in mlp().parameters():
                 torch.ones_like(parameter, device=device)
-    model.close()
 
 
 def test_replicas_made_by_hand_wait(stand_in: StandIn):
@@ -605,47 +479,38 @@ def test_replicas_made_by_hand_wait(stand_in: StandIn):
         torch.testing.assert_close(output.cpu(), expected, **CLOSE)
         del replicas, output
         torch.ones(WIDTH * WIDTH, dtype=torch.double, device=stand_in.devices[2])
-    model.close()
 
 
 def test_the_first_device_may_be_the_cpu(stand_in: StandIn):
     module = mlp()
     model = BalancedDataParallel(1, module, ["cpu", *stand_in.devices[:2]])
     x, _ = make_batch()
-    module(x).sum().backward()
-    expected = [2 * gradient for gradient in fetch(module) if gradient is not None]
-    module.zero_grad()
+    expected = gradients_of(lambda m: (2 * m(x).sum()).backward(), module)
     with model.accumulate():
         for _ in range(2):
             model(x).sum().backward()
     torch.testing.assert_close(fetch(module), expected, **CLOSE)
-    model.close()
 
 
 def test_gradients_with_a_graph_of_an_empty_parameter(stand_in: StandIn):
-    class Empty(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.empty, self.weight = nn.Parameter(torch.zeros(0, 4)), nn.Parameter(torch.ones(4))
+    def forward(self: Lambda, x: Tensor) -> Tensor:
+        return x * self.weight.square() + self.empty.sum()
 
-        def forward(self, x: Tensor) -> Tensor:
-            return x * self.weight.square() + self.empty.sum()
-
-    module = Empty().to(stand_in.devices[0])
+    empty, weight = nn.Parameter(torch.zeros(0, 4)), nn.Parameter(torch.ones(4))
+    module = Lambda(forward, empty=empty, weight=weight).to(stand_in.devices[0])
     model = BalancedDataParallel(1, module)
     loss = model(torch.ones(BATCH, 4)).sum()
     found = torch.autograd.grad(loss, list(module.parameters()), create_graph=True)
     [second] = torch.autograd.grad(found[1].sum(), module.weight)
     assert second.tolist() == [2 * BATCH] * 4
-    model.close()
 
 
-def repeated_until_it_runs(step: Callable[[], None]) -> int:
-    """Returns how many times memory ran out before."""
-    for num_failures in range(10):
+def num_failures(step: Callable[[], None]) -> int:
+    """Returns how many times memory runs out before a step that is repeated runs."""
+    for count in range(10):
         with suppress(RuntimeError):
             step()
-            return num_failures
+            return count
     return 10
 
 
@@ -682,9 +547,8 @@ def test_memory_that_runs_out_is_seen_whoever_says_so(gpu0_bsz, advice, failure,
             model(x)
         assert advice in "".join(getattr(caught.value, "__notes__", caught.value.args))
         if gpu0_bsz == "auto":
-            assert repeated_until_it_runs(lambda: model(x).sum().backward()) < 5
+            assert num_failures(lambda: model(x).sum().backward()) < 5
             assert model.gpu0_bsz < 8
-    model.close()
 
 
 @pytest.mark.parametrize("failure", FAILURES.values(), ids=FAILURES)
@@ -727,56 +591,23 @@ def test_the_demo_runs_before_anything_is_on_a_device():
     assert "The loss curves agree" in done.stdout
 
 
-def test_a_stream_that_left_before_the_first_read_waits_for_itself(stand_in: StandIn):
-    class Forks(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Linear(WIDTH, WIDTH)
-
-        def forward(self, x: Tensor) -> Tensor:
-            main, side = torch.accelerator.current_stream(x.device), torch.Stream(x.device)
-            side.wait_stream(main)
-            y = self.inner(x)
-            x.record_stream(side)
-            with torch.get_device_module(x.device).stream(side):
-                z = self.inner(x)
-            main.wait_stream(side)
-            z.record_stream(main)
-            return y + z
-
-    module, x = Forks().double(), make_batch()[0]
-    expected = 2 * module.inner(x)
-    model = BalancedDataParallel(2, module.to(stand_in.devices[0]))
-    with torch.no_grad():
-        for _ in range(3):
-            torch.testing.assert_close(model(x).cpu(), expected, **CLOSE)
-    model.close()
-
-
+@pytest.mark.parametrize("is_shared", [True, False])
 @pytest.mark.parametrize("trains", [True, False])
-def test_four_threads_share_the_weights_of_one_block(trains, stand_in: StandIn):
+def test_four_threads_call_one_model(trains, is_shared, stand_in: StandIn):
     model = BalancedDataParallel(2, mlp().to(stand_in.devices[0]))
     expected = copy.deepcopy(model.module).cpu()(x := make_batch()[0])
-    outputs: list[Tensor] = []
 
-    def work() -> None:
+    def work(_: int) -> Tensor:
         with torch.set_grad_enabled(trains):
-            output = model(x)
+            output: Tensor = model(x)
             if trains:
                 output.sum().backward()
-        outputs.append(output.cpu())
+        return output.cpu()
 
     for _ in range(5):
-        with model.shared_weights():
-            threads = [threading.Thread(target=work) for _ in range(4)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-    assert len(outputs) == 20
-    for output in outputs:
-        torch.testing.assert_close(output, expected, **CLOSE)
-    model.close()
+        with model.shared_weights() if is_shared else nullcontext():
+            outputs = at_once(work, 4)
+        torch.testing.assert_close(outputs, [expected] * 4, **CLOSE)
 
 
 @pytest.mark.parametrize("is_shared", [True, False])
@@ -798,7 +629,6 @@ def test_memory_that_runs_out_while_weights_are_sent(is_shared, monkeypatch, sta
         for device in stand_in.devices:
             for parameter in mlp(8).parameters():
                 torch.ones_like(parameter, device=device)
-    model.close()
 
 
 # Dynamo reads it of whatever it compiles for.
@@ -810,35 +640,23 @@ def test_functions_that_are_compiled_are_not_compiled_at_each_call(stand_in: Sta
     def twice(inner: nn.Linear, x: Tensor) -> Tensor:
         return x @ inner.weight + (x @ inner.weight)
 
-    class Compiles(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Linear(WIDTH, WIDTH)
-
-        def forward(self, x: Tensor) -> Tensor:
-            output: Tensor = twice(self.inner, x)
-            return output
-
-    model = BalancedDataParallel(6, Compiles().double().to(stand_in.devices[0]), [0, 1])
+    module = Lambda(lambda self, x: twice(self.inner, x), inner=nn.Linear(WIDTH, WIDTH)).double()
+    model = BalancedDataParallel(6, module.to(stand_in.devices[0]), [0, 1])
     for _ in range(12):  # torch gives up after 8
         model(make_batch()[0])
-    model.close()
     assert Arrivals.are_traced
 
 
-def test_replicas_made_by_hand_leave_no_memory_to_the_garbage_collector(stand_in: StandIn):
+def test_replicas_made_by_hand_leave_no_memory_to_the_garbage_collector(
+    no_collector, stand_in: StandIn
+):
     module = mlp().to(stand_in.devices[0])
     model = BalancedDataParallel(1, module)
     allocated = torch.accelerator.memory_allocated(1)
-    gc.disable()
-    try:
-        replicas = model.replicate(module, stand_in.devices)
-        replicas[1](torch.ones(1, WIDTH, dtype=torch.double, device=stand_in.devices[1]))
-        del replicas
-        assert torch.accelerator.memory_allocated(1) == allocated
-    finally:
-        gc.enable()
-    model.close()
+    replicas = model.replicate(module, stand_in.devices)
+    replicas[1](torch.ones(1, WIDTH, dtype=torch.double, device=stand_in.devices[1]))
+    del replicas
+    assert torch.accelerator.memory_allocated(1) == allocated
 
 
 def test_small_weights_are_sent_together_whoever_watches_their_gradients(
@@ -850,5 +668,4 @@ def test_small_weights_are_sent_together_whoever_watches_their_gradients(
         parameter.register_post_accumulate_grad_hook(lambda parameter: None)
     with stand_in.recorded() as work:
         model(make_batch()[0])
-    model.close()
     assert [name for name, *_ in work if name == "broadcast"] == ["broadcast"]

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import contextvars
-import gc
 import os
 import signal
 import subprocess
@@ -18,6 +17,7 @@ from balanced_dp import BalancedDataParallel
 from balanced_dp.errors import add_note
 from balanced_dp.parallel.parallel_apply import parallel_apply
 
+from ..modules import Lambda
 from ..notes import notes_of
 
 CPUS = [torch.device("cpu")] * 3
@@ -42,11 +42,6 @@ def test_results_come_in_order_each_device_s_from_its_own_thread(emulated):
 
     results = run([lambda i=i: call(i) for i in range(3)], [CPUS[0], *emulated[1:3]])
     assert results == list(enumerate(thread_names(3)))
-
-
-def test_emulated_devices_all_have_a_thread(emulated):
-    names = run([lambda: threading.current_thread().name] * 2, emulated[:2])
-    assert names == ["replicas on lazy:0", "replicas on lazy:1"]
 
 
 def test_calls_on_one_device_run_one_after_another(emulated):
@@ -115,9 +110,13 @@ def test_threads_have_the_caller_s_context_variables(emulated):
         variable.reset(token)
 
 
-def test_each_thread_has_its_device_current(emulated):
+def test_emulated_devices_all_have_a_thread_in_which_they_are_current(emulated):
     module = torch.get_device_module(emulated[0])
-    assert run([module.current_device] * 3, emulated[2:5]) == [2, 3, 4]
+
+    def call():
+        return threading.current_thread().name, module.current_device()
+
+    assert run([call] * 3, emulated[2:5]) == [(f"replicas on lazy:{i}", i) for i in (2, 3, 4)]
     assert module.current_device() == 0
 
 
@@ -157,23 +156,18 @@ def test_the_first_of_several_failures_is_raised_when_all_have_ended(emulated):
     assert sorted(ended) == [1, 2]
 
 
-def test_a_failure_holds_no_memory_once_it_is_handled(emulated):
+def test_a_failure_holds_no_memory_once_it_is_handled(no_collector, emulated):
     memory = torch.get_device_module(emulated[0])
 
     def fail(device):
         kept = torch.zeros(1000, device=device)
         raise ValueError(kept.shape)
 
-    gc.collect()
-    gc.disable()
-    try:
-        calls = [lambda: torch.zeros(1000, device=emulated[0]), lambda: fail(emulated[1])]
-        with pytest.raises(ValueError, match="1000") as caught:
-            run(calls, emulated[:2])
-        del caught
-        assert [memory.memory_allocated(device) for device in emulated[:2]] == [0, 0]
-    finally:
-        gc.enable()
+    calls = [lambda: torch.zeros(1000, device=emulated[0]), lambda: fail(emulated[1])]
+    with pytest.raises(ValueError, match="1000") as caught:
+        run(calls, emulated[:2])
+    del caught
+    assert [memory.memory_allocated(device) for device in emulated[:2]] == [0, 0]
 
 
 def test_before_python_3_11_a_note_becomes_part_of_the_message():
@@ -235,13 +229,12 @@ def test_checkpointing_draws_the_same_dropout_again(devices):
     of backward were not those of forward.
     """
 
-    class Module(nn.Module):
-        def forward(self, x):
-            for _ in range(4):
-                x = checkpoint(lambda x: nn.functional.dropout(x * 1.0), x, use_reentrant=False)
-            return x
+    def forward(self, x):
+        for _ in range(4):
+            x = checkpoint(lambda x: nn.functional.dropout(x * 1.0), x, use_reentrant=False)
+        return x
 
     x = torch.ones(64, 256, requires_grad=True, device=devices[0])
-    output = BalancedDataParallel(20, Module(), devices[:3])(x)
+    output = BalancedDataParallel(20, Lambda(forward), devices[:3])(x)
     (gradient,) = torch.autograd.grad(output.sum(), x)
     assert torch.equal(gradient.cpu(), output.detach().cpu())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import gc
 
 import pytest
 import torch
@@ -23,10 +22,10 @@ from balanced_dp.emulation.machine import current_machine
 from balanced_dp.parallel import coalesced_copy as buckets_of
 from balanced_dp.parallel import parameter_copies
 from balanced_dp.parallel.parameter_copies import ParameterCopies
-from balanced_dp.parallel.replicate import Replicator
 from balanced_dp.tuning.workloads import gpt2_small
 
-from ..devices import open_devices
+from ..devices import DISTINCT
+from ..modules import Lambda, assert_same_gradients
 
 TOLERANCE = {"rtol": 1e-10, "atol": 1e-10}
 
@@ -50,19 +49,10 @@ class Copied:
         }
 
 
-class Mean(nn.Module):
+def mlp() -> nn.Module:
     """Its output is a number, so that next to nothing is gathered."""
-
-    def __init__(self, *layers: nn.Module) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*layers)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layers(x).square().mean()
-
-
-def mlp() -> Mean:
-    return Mean(nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 3, bias=False))
+    layers = nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 3, bias=False))
+    return Lambda(lambda self, x: self.layers(x).square().mean(), layers=layers)
 
 
 NUM_BYTES = 4 * (5 * 16 + 16 + 16 * 3)
@@ -130,152 +120,111 @@ def test_evaluation_and_training_share_copies(emulated):
     with model.shared_weights():
         for mode in (torch.inference_mode, torch.no_grad, contextlib.nullcontext) * 2:
             with mode():
-                loss = model(x)
+                loss, expected = model(x), reference(x)
+                torch.testing.assert_close(loss.cpu(), expected, **TOLERANCE)
                 if loss.requires_grad:
                     loss.backward()
-                    reference(x).backward()
+                    expected.backward()
     sent = sum(count for (sender, _), count in copied().items() if not sender)
     assert sent == 3 * (2 * NUM_BYTES + 2 * 2 * SCALAR)
-    for ours, theirs in zip(gradients_of(module), gradients_of(reference), strict=True):
-        torch.testing.assert_close(ours, theirs, **TOLERANCE)
+    assert_same_gradients(module, reference)
 
 
-def test_copies_die_with_the_model_without_the_garbage_collector(emulated):
-    gc.collect()
-    gc.disable()
-    try:
-        model, x = wrapped(emulated), torch.randn(9, 5)
-        with torch.no_grad():
-            model(x)
-        model(x).backward()
-        with torch.no_grad():
-            model(x)
-        del model
-        assert [torch.lazy.memory_allocated(device) for device in emulated[:4]] == [0] * 4
-    finally:
-        gc.enable()
+def test_copies_die_with_the_model_without_the_garbage_collector(no_collector, emulated):
+    model, x = wrapped(emulated), torch.randn(9, 5)
+    with torch.no_grad():
+        model(x)
+    model(x).backward()
+    with torch.no_grad():
+        model(x)
+    del model
+    assert [torch.lazy.memory_allocated(device) for device in emulated[:4]] == [0] * 4
 
 
 # Whatever changes the weights, evaluation sees it.
 
 
-def add(module, optimizers):
-    with torch.no_grad():
-        module.layers[0].weight.add_(1)
-
-
-def data(module, optimizers):
-    """Weights averaged over steps, as many scripts write them; no version tells of it."""
-    for parameter in module.parameters():
-        parameter.data.copy_(torch.randn_like(parameter))
-
-
-def other_memory(module, optimizers):
-    module.layers[2].weight.data = torch.randn_like(module.layers[2].weight)
-
-
-def part_of_the_same_memory(module, optimizers):
-    bias = module.layers[0].bias
-    memory = torch.randn(3 * len(bias), dtype=bias.dtype, device=bias.device)
-    bias.data = memory[: len(bias)]
-    optimizers["then"] = lambda: setattr(bias, "data", memory[len(bias) : 2 * len(bias)])
-
-
-def other_parameter(module, optimizers):
-    module.layers[0].bias = nn.Parameter(torch.randn_like(module.layers[0].bias))
-
-
-def other_layer(module, optimizers):
-    weight = module.layers[0].weight
-    module.layers[0] = nn.Linear(5, 16, dtype=weight.dtype, device=weight.device)
-
-
-def other_dtype(module, optimizers):
-    module.to(torch.float32 if module.layers[0].weight.dtype == torch.float64 else torch.float64)
-
-
-def other_state(module, optimizers):
-    module.load_state_dict({k: torch.randn_like(v) for k, v in module.state_dict().items()})
-
-
-def tie(module, optimizers):
-    module.layers[2].weight = nn.Parameter(module.layers[0].weight.detach()[:, :3].T.clone())
-
-
-def fused_step(module, optimizers):
+def fused_step(module):
     """It writes to the parameters without a new version."""
     for parameter in module.parameters():
         parameter.grad = torch.ones_like(parameter)
     torch.optim.SGD(module.parameters(), lr=0.1, fused=True).step()
 
 
-def step(module, optimizers):
-    for parameter in module.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    torch.optim.AdamW(module.parameters(), lr=0.1).step()
-
-
-def nothing(module, optimizers):
-    pass
-
-
-CHANGES = [
-    add,
-    data,
-    other_memory,
-    part_of_the_same_memory,
-    other_parameter,
-    other_layer,
-    other_dtype,
-    other_state,
-    tie,
-    fused_step,
-    step,
-    nothing,
-]
-
-
-@given(st.lists(st.tuples(st.sampled_from(CHANGES), st.sampled_from(["no_grad", "inference"]))))
-def test_evaluation_sees_every_change_of_the_weights(changes):
-    with open_devices("emulated", 3) as devices:
-        check_changes(devices, changes)
-
-
-def check_changes(devices, changes):
-    model = wrapped(devices, num_devices=3)
-    for change, mode in [(nothing, "no_grad"), *changes]:
-        after = {}
-        change(model.module, after)
-        for then in (nothing, after.get("then", nothing)):
-            then() if then is not nothing else None
-            x = torch.randn(7, 5, dtype=model.module.layers[0].weight.dtype)
-            with torch.no_grad():
-                expected = model.module(x.to(devices[0])).cpu()
-            with torch.no_grad() if mode == "no_grad" else torch.inference_mode():
-                torch.testing.assert_close(model(x).cpu(), expected)
-
-
-def add_in_memory(module):
-    """Through NumPy, as some scripts merge adapters and evolve weights."""
-    for parameter in module.parameters():
-        parameter.detach().numpy()[...] += 1
-
-
-def swap(module):
+def data(module):
+    """Weights averaged over steps, as many scripts write them; no version tells of it."""
     for parameter in module.parameters():
         parameter.data.copy_(torch.randn_like(parameter))
 
 
-def scale(module):
-    for parameter in module.parameters():
-        parameter.data.mul_(2)
+def part_of_the_same_memory(module):
+    bias = module.layers[0].bias
+    bias.data = torch.randn(3 * len(bias), dtype=bias.dtype, device=bias.device)[: len(bias)]
 
 
-@pytest.mark.parametrize("change", [add_in_memory, swap, scale])
+def other_part_of_the_same_memory(module):
+    bias = module.layers[0].bias
+    bias.data = bias.data.as_strided(bias.shape, (1,), len(bias))
+
+
+def other_parameter(module):
+    module.layers[0].bias = nn.Parameter(torch.randn_like(module.layers[0].bias))
+
+
+def other_layer(module):
+    weight = module.layers[0].weight
+    module.layers[0] = nn.Linear(5, 16, dtype=weight.dtype, device=weight.device)
+
+
+def other_dtype(module):
+    module.to(torch.float32 if module.layers[0].weight.dtype == torch.float64 else torch.float64)
+
+
+def other_state(module):
+    module.load_state_dict({k: torch.randn_like(v) for k, v in module.state_dict().items()})
+
+
+def tie(module):
+    module.layers[2].weight = nn.Parameter(module.layers[0].weight.detach()[:, :3].T.clone())
+
+
+CHANGES = [data, other_parameter, other_layer, other_dtype, other_state, tie, fused_step]
+PAIRS_OF_CHANGES = [
+    (part_of_the_same_memory, other_part_of_the_same_memory),
+    *((change, lambda module: None) for change in CHANGES),
+]
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(PAIRS_OF_CHANGES),
+            st.sampled_from([torch.no_grad, torch.inference_mode]),
+        )
+    )
+)
+def test_evaluation_sees_every_change_of_the_weights(changes):
+    with emulate_devices(3) as devices:
+        model = wrapped(devices, num_devices=3)
+        model(torch.randn(7, 5))
+        for pair, mode in changes:
+            for change in pair:
+                change(model.module)
+                x = torch.randn(7, 5, dtype=model.module.layers[0].weight.dtype)
+                with torch.no_grad():
+                    expected = model.module(x.to(devices[0])).cpu()
+                with mode():
+                    torch.testing.assert_close(model(x).cpu(), expected)
+        del model
+
+
 @pytest.mark.parametrize("gpu0_bsz", [0, 1, 3])
 @pytest.mark.parametrize("home", ["repeated", "beside emulated devices"])
-def test_no_write_is_missed_with_a_home_on_the_cpu(emulated, home, gpu0_bsz, change):
-    """Emulated weights are copied where others share memory, which hid what a merge did."""
+def test_no_write_is_missed_with_a_home_on_the_cpu(emulated, home, gpu0_bsz):
+    """Through NumPy, as some scripts merge adapters and evolve weights.
+
+    Emulated weights are copied where others share memory, which hid what a merge did.
+    """
     devices = [torch.device("cpu")] * 4 if home == "repeated" else ["cpu", *emulated[:3]]
     module = mlp().double()
     model = BalancedDataParallel(gpu0_bsz, module, devices, output_device="cpu")
@@ -283,7 +232,8 @@ def test_no_write_is_missed_with_a_home_on_the_cpu(emulated, home, gpu0_bsz, cha
     for has_gradients in (False, False, True, False, True):
         with torch.set_grad_enabled(has_gradients):
             torch.testing.assert_close(model(x), module(x), **TOLERANCE)
-        change(module)
+        for parameter in module.parameters():
+            parameter.detach().numpy()[...] += 1
 
 
 def test_weights_that_forward_writes_to_are_copied_again(emulated):
@@ -302,14 +252,16 @@ def test_weights_that_forward_writes_to_are_copied_again(emulated):
 
 
 @pytest.mark.parametrize("has_gradients", [False, True])
-def test_weights_that_change_in_a_block_are_an_error_in_evaluation_too(emulated, has_gradients):
+def test_weights_that_change_in_a_block_are_an_error(emulated, has_gradients):
     model = wrapped(emulated, nn.Linear(4, 3))
     x = torch.ones(9, 4)
     with torch.set_grad_enabled(has_gradients), model.shared_weights():
         model(x)
         with torch.no_grad():
             model.module.weight.mul_(2)
-        with pytest.raises(RuntimeError, match="a parameter was changed inside shared_weights"):
+        with pytest.raises(
+            RuntimeError, match=r"changed inside shared_weights\(\).*after the block"
+        ):
             model(x)
 
 
@@ -403,11 +355,6 @@ def test_gradients_leave_the_other_devices_while_backward_runs(
 # Accumulation.
 
 
-def train(model, batches, accumulate):
-    for batch in batches:
-        model(batch).backward()
-
-
 def gradients_of(module):
     return [None if p.grad is None else p.grad.detach().cpu() for p in module.parameters()]
 
@@ -427,17 +374,12 @@ def test_accumulation_copies_weights_and_gradients_once(emulated):
 
 @pytest.mark.parametrize("how", ["accumulate", "no_sync"])
 @pytest.mark.parametrize("gpu0_bsz", [0, 1, 2])
-def test_accumulated_gradients_are_those_of_one_device(kind, how, gpu0_bsz):
-    with open_devices(kind, 4) as devices:
-        check_accumulation(devices, how, gpu0_bsz)
-
-
-def check_accumulation(devices, how, gpu0_bsz):
+def test_accumulated_gradients_are_those_of_one_device(devices, how, gpu0_bsz):
     module = mlp().double()
     module.unused = nn.Parameter(torch.zeros(2, dtype=torch.double))
     module.frozen = nn.Linear(5, 5).double().requires_grad_(False)
     reference = copy.deepcopy(module)
-    model = BalancedDataParallel(gpu0_bsz, module.to(devices[0]), devices)
+    model = BalancedDataParallel(gpu0_bsz, module.to(devices[0]), devices[:4])
     seen = []
     module.layers[0].weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad))
     batches = [torch.randn(n, 5, dtype=torch.double) for n in (9, 9, 2, 7)]
@@ -449,39 +391,22 @@ def check_accumulation(devices, how, gpu0_bsz):
         late = model(batches[-1])
     late.backward()  # the block has ended; its graph brings gradients back at once
     model(batches[0]).backward()
-    for ours, theirs in zip(gradients_of(module), gradients_of(reference), strict=True):
-        assert (ours is None) == (theirs is None)
-        if ours is not None:
-            torch.testing.assert_close(ours, theirs, **TOLERANCE)
+    assert_same_gradients(module, reference)
     assert seen[-1] is module.layers[0].weight.grad
     seen.clear()
     del model, module, late
 
 
-def test_sparse_gradients_accumulate(emulated):
-    embedding = nn.Embedding(7, 3, sparse=True).double()
-    reference = copy.deepcopy(embedding)
-    model = wrapped(emulated, embedding)
-    with model.accumulate():
-        for n in (9, 5):
-            indices = torch.randint(7, (n,))
-            model(indices).square().sum().backward()
-            reference(indices).square().sum().backward()
-    torch.testing.assert_close(
-        embedding.weight.grad.cpu().to_dense(), reference.weight.grad.to_dense(), **TOLERANCE
-    )
-
-
-def test_second_derivatives_are_exact_inside_accumulate(emulated):
+@pytest.mark.parametrize("accumulates", [False, True])
+def test_second_derivatives_are_exact(devices, accumulates):
     module = mlp().double()
     reference = copy.deepcopy(module)
-    model = wrapped(emulated, module)
+    model = wrapped(devices, module)
     x = torch.randn(9, 5, dtype=torch.double)
-    with model.accumulate():
-        penalize(model, x.to(emulated[0]))
+    with model.accumulate() if accumulates else contextlib.nullcontext():
+        penalize(model, x.to(devices[0]))
     penalize(reference, x)
-    for ours, theirs in zip(gradients_of(module), gradients_of(reference), strict=True):
-        torch.testing.assert_close(ours, theirs, **TOLERANCE)
+    assert_same_gradients(module, reference)
 
 
 def penalize(model, x):
@@ -505,25 +430,17 @@ def test_accumulate_may_be_nested_and_left_by_an_exception(emulated):
 MISUSED = "deferred until the block ends; clip, read or zero"
 
 
-def clip(model, optimizer):
-    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-
-
-def log(model, optimizer):
-    torch.stack([p.grad.norm() for p in model.parameters()])
-
-
-def zero(model, optimizer):
-    optimizer.zero_grad(set_to_none=False)
-
-
-def do_step(model, optimizer):
-    optimizer.step()
+MISUSES = {
+    "clip": lambda model, optimizer: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+    "log": lambda model, optimizer: torch.stack([p.grad.norm() for p in model.parameters()]),
+    "zero": lambda model, optimizer: optimizer.zero_grad(set_to_none=False),
+    "step": lambda model, optimizer: optimizer.step(),
+}
 
 
 @pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.AdamW])
 @pytest.mark.parametrize("foreach", [False, True])
-@pytest.mark.parametrize("misuse", [clip, log, zero, do_step])
+@pytest.mark.parametrize("misuse", MISUSES)
 def test_gradients_that_are_deferred_cannot_be_used(emulated, misuse, foreach, make):
     """The step was one of the first device's gradients; the others' came into the next."""
     module = mlp().double()
@@ -532,10 +449,9 @@ def test_gradients_that_are_deferred_cannot_be_used(emulated, misuse, foreach, m
     optimizer = make(model.parameters(), lr=0.1, foreach=foreach)
     with pytest.raises(RuntimeError, match=MISUSED), model.accumulate():
         model(x).backward()
-        misuse(model, optimizer)
+        MISUSES[misuse](model, optimizer)
     reference(x).backward()  # what was computed is there
-    for ours, theirs in zip(gradients_of(module), gradients_of(reference), strict=True):
-        torch.testing.assert_close(ours, theirs, **TOLERANCE)
+    assert_same_gradients(module, reference)
 
 
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
@@ -555,17 +471,6 @@ def test_gradients_that_were_replaced_are_an_error_before_anything_is_added(emul
         assert [ours.equal(old) for ours, old in zip(after, before, strict=True)] == [1, 0, 1]
 
 
-def test_weights_must_not_change_between_calls_that_share_them(emulated):
-    model = wrapped(emulated)
-    with model.shared_weights():
-        model(torch.randn(9, 5)).backward()
-        add(model.module, {})
-        with pytest.raises(
-            RuntimeError, match=r"changed inside shared_weights\(\).*after the block"
-        ):
-            model(torch.randn(9, 5))
-
-
 def test_penalties_on_weights_are_added_as_well(emulated):
     module = mlp().double()
     reference = copy.deepcopy(module)
@@ -574,17 +479,7 @@ def test_penalties_on_weights_are_added_as_well(emulated):
         for x in torch.randn(2, 9, 5, dtype=torch.double):
             for net in (model, reference):
                 (net(x) + 0.1 * sum(p.square().sum() for p in net.parameters()).cpu()).backward()
-    for ours, theirs in zip(gradients_of(module), gradients_of(reference), strict=True):
-        torch.testing.assert_close(ours, theirs, **TOLERANCE)
-
-
-def test_evaluation_inside_accumulate_is_that_of_the_weights_now(emulated):
-    model, x = wrapped(emulated), torch.randn(9, 5)
-    with model.accumulate():
-        model(x).backward()
-        with torch.no_grad():
-            torch.testing.assert_close(model(x), model.module(x.to(emulated[0])))
-        model(x).backward()
+    assert_same_gradients(module, reference)
 
 
 def test_on_one_device_and_on_none_accumulate_changes_nothing():
@@ -599,31 +494,28 @@ def test_on_one_device_and_on_none_accumulate_changes_nothing():
 # What reviewers found.
 
 
-class Partly(nn.Module):
+def partly() -> nn.Module:
     """Uses some of its small parameters, which share a bucket."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(40, 2)
-        self.used = nn.Parameter(torch.ones(2))
-        self.unused = nn.Parameter(torch.ones(2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layer(x) * self.used
+    used, unused = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    layer = nn.Linear(40, 2)
+    return Lambda(lambda self, x: self.layer(x) * self.used, layer=layer, used=used, unused=unused)
 
 
+@pytest.mark.parametrize("kind", DISTINCT)
 @pytest.mark.parametrize("accumulates", [False, True])
 @pytest.mark.parametrize("gpu0_bsz", [0, 2])
-def test_hooks_see_whole_gradients_and_only_of_what_was_used(emulated, gpu0_bsz, accumulates):
-    module = Partly().double()
+def test_hooks_see_whole_gradients_and_only_of_what_was_used(devices, gpu0_bsz, accumulates):
+    module = partly().double()
     reference = copy.deepcopy(module)
-    model = BalancedDataParallel(gpu0_bsz, module.to(emulated[0]), emulated[:4])
+    model = BalancedDataParallel(gpu0_bsz, module.to(devices[0]), devices[:4])
     seen = []
     for net in (module, reference):
+        net.layer.register_forward_hook(lambda module, args, output: output * 2)
+        net.layer.register_full_backward_hook(lambda module, grad_input, grad_output: None)
         for parameter in net.parameters():
             parameter.register_hook(lambda gradient: gradient.clamp(-0.05, 0.05))
             parameter.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.shape))
-    x = torch.randn(10, 40, dtype=torch.double)
+    x = torch.randn(10, 40, dtype=torch.double, requires_grad=True)
     for _ in range(2):
         reference(x).mean().backward()
     expected = list(seen)
@@ -632,34 +524,26 @@ def test_hooks_see_whole_gradients_and_only_of_what_was_used(emulated, gpu0_bsz,
         for _ in range(2):
             model(x).mean().backward()
     assert sorted(seen) == sorted(expected)
-    for ours, theirs in zip(gradients_of(module), gradients_of(reference), strict=True):
-        assert (ours is None) == (theirs is None)
-        if ours is not None:
-            torch.testing.assert_close(ours, theirs, **TOLERANCE)
-
-
-class Graph(nn.Module):
-    def __init__(self, edges: torch.Tensor) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-        self.edges = nn.Parameter(edges.to_sparse(), requires_grad=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.sparse.mm(self.edges, self.layer(x).T).T
+    assert_same_gradients(module, reference)
 
 
 def test_sparse_parameters_are_copied_like_others(emulated):
-    model = wrapped(emulated, Graph(torch.eye(4)))
+    def edges(factor, device="cpu"):
+        matrix = (factor * torch.eye(4)).to_sparse().to(device)
+        return nn.Parameter(matrix, requires_grad=False)
+
+    def forward(self, x):
+        return torch.sparse.mm(self.edges, self.layer(x).T).T
+
+    model = wrapped(emulated, Lambda(forward, layer=nn.Linear(4, 4), edges=edges(1)))
     x = torch.randn(9, 4)
     with model.accumulate():
         model(x).mean().backward()
         model(x).mean().backward()
     with torch.no_grad():
         for factor in (1, 5):
-            edges = (torch.eye(4) * factor).to_sparse().to(emulated[0])
-            model.module.edges = nn.Parameter(edges, requires_grad=False)
+            model.module.edges = edges(factor, emulated[0])
             torch.testing.assert_close(model(x), model.module(x.to(emulated[0])))
-    del edges
 
 
 def test_freezing_inside_accumulate_keeps_what_was_learned_before(emulated):
@@ -670,21 +554,7 @@ def test_freezing_inside_accumulate_keeps_what_was_learned_before(emulated):
     with model.accumulate():
         model(x).backward()
         module.layers[0].requires_grad_(False)
-    for ours, theirs in zip(gradients_of(module), gradients_of(reference), strict=True):
-        torch.testing.assert_close(ours, theirs, **TOLERANCE)
-
-
-def test_buckets_hold_what_was_registered_together():
-    """Not all norms of all layers: such a bucket is complete when backward is over."""
-    blocks = [
-        nn.ModuleDict({"norm": nn.LayerNorm(8), "attention": nn.Sequential(nn.Linear(8, 8))})
-        for _ in range(3)
-    ]
-    network = nn.Sequential(*blocks)
-    replicator = Replicator()
-    replicator.replicate(network, [torch.device("cpu"), torch.device("cpu", 1)])
-    parameters = replicator._pool.parameters
-    assert [id(p) for p in parameters] == [id(p) for p in network.parameters()]
+    assert_same_gradients(module, reference)
 
 
 def test_frozen_weights_do_not_count_for_the_buckets():
@@ -700,38 +570,30 @@ def adapter(_: int) -> nn.Module:
     return nn.Linear(8, 8, bias=False)
 
 
-def test_attributes_of_parameters_travel_with_their_copies(emulated):
-    class Scaled(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(2))
-
-        def forward(self, x):
-            return x * self.weight * self.weight.scale
-
-    module = Scaled().to(emulated[0])
-    module.weight.scale = 3.0
-    model = BalancedDataParallel(0, module, emulated[:3])
+@pytest.mark.parametrize("kind", ["emulated", "cpu"])
+@pytest.mark.parametrize("gpu0_bsz", [0, 1])
+def test_attributes_of_parameters_and_buffers_travel_with_their_copies(devices, gpu0_bsz):
+    module = Lambda(lambda self, x: x * self.weight * self.weight.scale * self.factor.scale)
+    module.weight = nn.Parameter(torch.ones(2))
+    module.register_buffer("factor", torch.ones(()))
+    module = module.to(devices[0])
+    module.weight.scale, module.factor.scale = 3.0, 5.0
+    model = BalancedDataParallel(gpu0_bsz, module, devices[:3])
     for has_gradients in (True, False):
         with torch.set_grad_enabled(has_gradients):
-            assert model(torch.ones(6, 2)).unique().tolist() == [3]
+            assert model(torch.ones(6, 2)).unique().tolist() == [15]
 
 
 def test_gradients_inside_forward_need_none_outside(emulated):
     """Adaptation to a task in forward, evaluated: "does not require grad"."""
 
-    class Adapts(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(2, 1)
+    def forward(self, x):
+        with torch.enable_grad():
+            loss = self.layer(x).square().mean()
+            (slope,) = torch.autograd.grad(loss, [self.layer.weight])
+        return x @ (self.layer.weight - 0.1 * slope).T
 
-        def forward(self, x):
-            with torch.enable_grad():
-                loss = self.layer(x).square().mean()
-                (slope,) = torch.autograd.grad(loss, [self.layer.weight])
-            return x @ (self.layer.weight - 0.1 * slope).T
-
-    model = BalancedDataParallel(1, Adapts().to(emulated[0]), emulated[:3])
+    model = wrapped(emulated, Lambda(forward, layer=nn.Linear(2, 1)))
     with torch.no_grad():
         assert model(torch.randn(7, 2)).shape == (7, 1)
 
@@ -753,21 +615,18 @@ def test_gradients_of_inputs_only_in_a_block_that_puts_them_off(devices, gpu0_bs
     assert [p.grad is None for p in module.parameters()] == [False, True, True, True]
 
 
-def test_a_sparse_gradient_before_a_dense_one_in_a_block(emulated):
-    class Lookup(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(5, 2))
+@pytest.mark.parametrize("second", [True, False], ids=["sparse", "dense"])
+def test_sparse_gradients_in_a_block(emulated, second):
+    """One before a dense one could not be added to it."""
 
-        def forward(self, x, sparse):
-            return nn.functional.embedding(x, self.weight, sparse=sparse)
+    def forward(self, x, sparse):
+        return functional.embedding(x, self.weight, sparse=sparse)
 
-    module, x = Lookup(), torch.arange(8) % 5
-    for sparse in (True, False):
-        module(x, sparse).sum().backward()
-    expected, module.weight.grad = module.weight.grad.to_dense(), None
-    model = BalancedDataParallel(1, module.to(emulated[0]), emulated[:3])
+    reference, x = Lambda(forward, weight=nn.Parameter(torch.randn(5, 2))), torch.arange(8) % 5
+    module = copy.deepcopy(reference)
+    model = wrapped(emulated, module)
     with model.accumulate():
-        for sparse in (True, False):
-            model(x, sparse).sum().backward()
-    torch.testing.assert_close(module.weight.grad.to_dense().cpu(), expected)
+        for sparse in (True, second):
+            model(x, sparse).square().sum().backward()
+            reference(x, sparse).square().sum().backward()
+    assert_same_gradients(module, reference)

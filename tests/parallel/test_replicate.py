@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import types
 
 import pytest
 import torch
@@ -60,16 +58,11 @@ def test_the_first_replica_shares_the_buffers_and_updates_count_once(devices):
     assert module.calls.item() == 1
 
 
-def test_tied_weights_stay_tied(emulated):
-    module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).to(emulated[0])
-    module[1].weight = module[0].weight
-    replica = replicate(module, [emulated[1]])[0]
+def test_tied_weights_stay_tied_and_a_module_that_appears_twice_does(emulated):
+    shared, tied = nn.Linear(3, 3), nn.Linear(3, 3)
+    tied.weight = shared.weight
+    [replica] = replicate(nn.Sequential(shared, tied, shared).to(emulated[0]), [emulated[1]])
     assert replica[0].weight is replica[1].weight
-
-
-def test_a_module_that_appears_twice_appears_twice(devices):
-    shared = nn.Linear(3, 3)
-    replica = replicate(nn.Sequential(shared, nn.Tanh(), shared).to(devices[0]), devices[:1])[0]
     assert replica[0] is replica[2]
 
 
@@ -83,60 +76,36 @@ def test_frozen_parameters_stay_frozen(emulated):
     assert (replica.weight.requires_grad, replica.bias.requires_grad) == (True, False)
 
 
-def overridden_by_method(module):
-    module.forward = types.MethodType(lambda self, x: x * self.weight * 2, module)
+def test_hooks_run_once_a_replica_and_set_attributes_of_it(devices):
+    seen = []
 
+    def hook(module, args, output):
+        seen.append(len(output))
+        module.seen = seen
 
-def overridden_by_partial(module):
-    """As accelerate's hooks do it: the old method is kept, the new one is a partial."""
-    module.old_forward = module.forward
-    module.forward = functools.partial(lambda self, x: self.old_forward(x) * 2, module)
-
-
-@pytest.mark.parametrize("override", [overridden_by_method, overridden_by_partial])
-def test_an_instance_s_own_forward_is_bound_to_the_replica(emulated, override):
-    module = nn.Sequential(Counter()).to(emulated[0])
-    override(module[0])
-    parallel = BalancedDataParallel(1, module, device_ids=emulated[:3])
-    assert parallel(torch.ones(7, 2)).tolist() == [[2, 2]] * 7  # on one device, or it would raise
-
-
-def test_attributes_set_in_forward_do_not_reach_the_module(devices):
     module = nn.Linear(2, 2).to(devices[0])
-    module.register_forward_hook(lambda module, args, output: setattr(module, "seen", 1))
+    module.register_forward_hook(hook)
     BalancedDataParallel(1, module, device_ids=devices[:3])(torch.ones(7, 2))
+    assert sorted(seen) == [1, 3, 3]
     assert not hasattr(module, "seen")
 
 
-def test_hooks_run_once_a_replica(devices):
-    seen = []
-    module = nn.Linear(2, 2).to(devices[0])
-    module.register_forward_hook(lambda module, args, output: seen.append(len(output)))
-    BalancedDataParallel(1, module, device_ids=devices[:3])(torch.ones(7, 2))
-    assert sorted(seen) == [1, 3, 3]
-
-
-def test_parameter_hooks_see_the_whole_gradient_once(devices):
-    seen = []
-    module = nn.Linear(2, 1, bias=False).to(devices[0])
-    module.weight.register_hook(lambda grad: seen.append(grad.tolist()))
-    BalancedDataParallel(1, module, device_ids=devices[:3])(torch.ones(7, 2)).sum().backward()
-    assert seen == [[[7, 7]]]
-
-
-def compiled_in_place(module):
+def compiled_in_place():
+    module = nn.Linear(2, 2)
     module.compile(backend="eager")
     return module
 
 
+IN_PLACE = r"a Linear that was compiled in place .*; wrap what torch.compile\(module\) returns"
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (lambda: nn.LazyLinear(2), "uninitialized parameters"),
-        (
-            lambda: compiled_in_place(nn.Linear(2, 2)),
-            r"a Linear that was compiled in place .*; wrap what torch.compile\(module\) returns",
-        ),
+        (lambda: torch.jit.script(nn.Linear(2, 2)), "ScriptModule"),
+        (compiled_in_place, IN_PLACE),
     ],
 )
 def test_what_cannot_be_replicated_is_refused(make, message):
@@ -144,54 +113,57 @@ def test_what_cannot_be_replicated_is_refused(make, message):
         replicate(make(), [torch.device("cpu")])
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit")
-def test_scripted_modules_are_refused():
-    with pytest.raises(RuntimeError, match="ScriptModule"):
-        replicate(torch.jit.script(nn.Linear(2, 2)), [torch.device("cpu")])
+def setting(change):
+    """Returns a module that changes itself in forward, which copies of it lose."""
 
-
-class Sets(nn.Module):
-    """Sets attributes in forward, which copies of a module lose."""
-
-    def __init__(self, how):
-        super().__init__()
-        self.layer = nn.Linear(2, 2)
-        self.how, self.step, self.losses = how, 0, []
-        self.register_buffer("mean", torch.zeros(2))
-
-    def forward(self, x):
-        if self.how == "new":
-            self.aux = x.mean()
-        elif self.how == "number":
-            self.step += 1
-        elif self.how == "list":
-            self.losses.append(x.mean())
-        elif self.how == "buffer":
-            self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
-        elif self.how == "same":
-            self.step, self.how = 0, "same"
-        elif self.how == "in place":
-            self.mean.add_(1)
+    def forward(self, x, changes=True):
+        if changes:
+            change(self, x)
         return self.layer(x)
 
+    module = Lambda(forward, layer=nn.Linear(2, 2))
+    module.step, module.losses = 0, []
+    module.register_buffer("mean", torch.zeros(2))
+    return module
 
-@pytest.mark.parametrize("gpu0_bsz", [0, 1])
-@pytest.mark.parametrize(
-    ("how", "name"),
-    [("new", "aux"), ("number", "step"), ("list", "losses"), ("buffer", "mean")],
-)
-def test_attributes_that_forward_sets_are_warned_of_once(devices, how, name, gpu0_bsz):
-    module = nn.Sequential(nn.Linear(2, 2), Sets(how)).to(devices[0])
+
+SETS = {
+    "aux": lambda self, x: setattr(self, "aux", x.mean()),
+    "step": lambda self, x: setattr(self, "step", self.step + 1),
+    "losses": lambda self, x: self.losses.append(x.mean()),
+    "mean": lambda self, x: setattr(self, "mean", 0.9 * self.mean + x.detach().mean(0)),
+    "weight": lambda self, x: setattr(self, "weight", nn.Parameter(torch.ones(1))),
+    "child": lambda self, x: setattr(self, "child", nn.Linear(1, 1)),
+    "layer.bias": lambda self, x: setattr(self.layer, "bias", nn.Parameter(0 * x[0])),
+}
+
+
+@pytest.mark.parametrize(("gpu0_bsz", "first"), [(0, 1), (1, 1), (1, 4)])
+@pytest.mark.parametrize("name", SETS)
+def test_attributes_that_forward_sets_are_warned_of_once(devices, name, gpu0_bsz, first):
+    """Though it may begin in a later call."""
+    inner = setting(SETS[name])
+    module = Lambda(lambda self, *inputs: self.inner(*inputs), inner=inner).to(devices[0])
     model = BalancedDataParallel(gpu0_bsz, module, devices[:4])
-    with pytest.warns(BalanceWarning, match=rf"sets 1\.{name} in forward.*return it") as caught:
+    for _ in range(1, first):
+        model(torch.ones(8, 2), False)
+    with pytest.warns(BalanceWarning, match=rf"sets inner\.{name} in forward.*return it") as seen:
         for _ in range(4):
-            model(torch.ones(8, 2)).sum().backward()
-    assert len(caught) == 1
+            model(torch.ones(8, 2), True)
+    assert len(seen) == 1
 
 
-@pytest.mark.parametrize("how", ["same", "in place"])
-def test_attributes_that_stay_as_they_were_are_not_warned_of(devices, how):
-    module = nn.Sequential(nn.utils.spectral_norm(nn.Linear(2, 2)), Sets(how)).to(devices[0])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda self, x: setattr(self, "step", 0),
+        lambda self, x: self.mean.add_(1),
+        lambda self, x: setattr(self, "_cache", x),
+    ],
+    ids=["same", "in place", "private"],
+)
+def test_attributes_that_are_private_or_stay_as_they_were_are_not_warned_of(devices, change):
+    module = nn.Sequential(nn.utils.spectral_norm(nn.Linear(2, 2)), setting(change)).to(devices[0])
     model = BalancedDataParallel(1, module, devices[:4])
     for _ in range(4):
         model(torch.ones(8, 2)).sum().backward()
@@ -200,35 +172,23 @@ def test_attributes_that_stay_as_they_were_are_not_warned_of(devices, how):
 def test_warnings_of_the_replicator_point_to_the_caller():
     """They pointed into contextlib, and ended what has no name for its module."""
     for run in (lambda m, x: m(x), lambda m, x: exec("m(x)", {"m": m, "x": x})):
-        model = BalancedDataParallel(1, Sets("new"), ["cpu"] * 2)
+        model = BalancedDataParallel(1, setting(SETS["aux"]), ["cpu"] * 2)
         with pytest.warns(BalanceWarning, match="sets aux in forward") as caught:
             run(model, torch.ones(8, 2))
         assert caught[0].filename in (__file__, "<string>")
-
-
-@dataclasses.dataclass
-class UnhashableHook:
-    num_calls: int = 0
-
-    def __call__(self, module: nn.Module, args: object) -> None:
-        return None
 
 
 @pytest.mark.filterwarnings("ignore:Calling .zero_grad:balanced_dp.BalanceWarning")
 def test_zero_grad_in_forward_has_no_effect(devices):
     """The first replica has the module's own parameters: their gradients were erased."""
 
-    class Clears(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(2, 1)
+    def forward(self, x):
+        self.zero_grad()
+        self.layer.zero_grad(set_to_none=False)
+        return self.layer(x)
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.zero_grad()
-            self.layer.zero_grad(set_to_none=False)
-            return self.layer(x)
-
-    model = BalancedDataParallel(1, Clears().to(devices[0]), devices)
+    module = Lambda(forward, layer=nn.Linear(2, 1)).to(devices[0])
+    model = BalancedDataParallel(1, module, devices)
     for _ in range(2):
         model(torch.ones(32, 2, device=devices[0])).sum().backward()
     assert model.module.layer.bias.grad.item() == 64
@@ -242,7 +202,14 @@ def test_zero_grad_in_forward_has_no_effect(devices):
 
 
 def test_hooks_need_not_be_hashable():
+    @dataclasses.dataclass
+    class Hook:
+        num_calls: int = 0
+
+        def __call__(self, module: nn.Module, args: object) -> None:
+            return None
+
     module = Lambda(lambda self, x: 2 * x)
-    module.register_forward_pre_hook(UnhashableHook())
+    module.register_forward_pre_hook(Hook())
     model = BalancedDataParallel(1, module, ["cpu", "cpu"])
     assert model(torch.ones(4, 6)).shape == (4, 6)

@@ -23,17 +23,10 @@ def test_the_warning_of_an_even_split_is_given_where_the_model_is_called(hooked)
     assert caught[0].filename == __file__
 
 
-def linear(devices, **options) -> BalancedDataParallel:
-    gpu0_bsz = options.pop("gpu0_bsz", 1)
-    return BalancedDataParallel(
-        gpu0_bsz, nn.Linear(4, 2).to(devices[0]), device_ids=devices, **options
-    )
-
-
 @pytest.mark.parametrize("gpu0_bsz", [25, 3500])
-def test_a_gpu0_bsz_that_balances_nothing_warns_once(devices, gpu0_bsz):
+def test_a_gpu0_bsz_that_balances_nothing_warns_once(gpu0_bsz):
     """A user set 3500 for a batch of 100 on four devices and wondered why nothing changed."""
-    parallel = linear(devices[:4], gpu0_bsz=gpu0_bsz)
+    parallel = BalancedDataParallel(gpu0_bsz, nn.Identity(), ["cpu"] * 4)
     message = (
         rf"gpu0_bsz={gpu0_bsz} balances nothing: the even share of this first batch of 100 on 4 "
         r"devices is 25, so the split is that of nn.DataParallel, \(25, 25, 25, 25\); choose "

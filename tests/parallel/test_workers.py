@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
 import textwrap
@@ -14,8 +13,8 @@ from torch import nn
 
 from balanced_dp import BalancedCriterion, BalancedDataParallel
 from balanced_dp.free_threading import is_free_threaded_build
-from balanced_dp.parallel.parallel_apply import Workers, parallel_apply
 
+from ..at_once import at_once
 from ..processes import python
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* sets seen in forward")
@@ -123,20 +122,15 @@ def test_close_ends_the_threads_and_a_call_starts_new_ones(devices, before):
 
 
 @with_threads_that_last
-def test_they_end_with_the_model_without_the_garbage_collector(devices, before):
-    gc.collect()
-    gc.disable()
-    try:
-        model = BalancedDataParallel(1, Threads(), devices[:3])
-        model(X)
-        started = new_threads(before)
-        assert len(started) == 2
-        del model
-        for thread in started:
-            thread.join(10)
-        assert new_threads(before) == []
-    finally:
-        gc.enable()
+def test_they_end_with_the_model_without_the_garbage_collector(no_collector, devices, before):
+    model = BalancedDataParallel(1, Threads(), devices[:3])
+    model(X)
+    started = new_threads(before)
+    assert len(started) == 2
+    del model
+    for thread in started:
+        thread.join(10)
+    assert new_threads(before) == []
 
 
 def test_an_error_leaves_the_threads_ready(emulated):
@@ -184,18 +178,7 @@ def test_calls_at_the_same_time_do_not_wait_for_each_other(emulated):
             return super().forward(x)
 
     model = BalancedDataParallel(4, Meets().to(emulated[0]), emulated[:2])
-    results = {}
-
-    def call(model, name, value):
-        results[name] = model(X * value).cpu()
-
-    threads = [threading.Thread(target=call, args=(model, i, float(i))) for i in (2, 3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert {name: output.unique().tolist() for name, output in results.items()} == {2: [2], 3: [3]}
-    del model, threads, thread
+    assert at_once(lambda number: model(X * number).unique().tolist(), 2) == [[0], [1]]
 
 
 def test_a_replica_may_call_the_model_it_is_of(emulated):
@@ -207,16 +190,6 @@ def test_a_replica_may_call_the_model_it_is_of(emulated):
     models = [BalancedDataParallel(4, Recursive().to(emulated[0]), emulated[:2])]
     assert models[0](X, 2).unique().tolist() == [3]
     models.clear()
-
-
-def test_the_same_threads_serve_whatever_is_called():
-    workers, devices = Workers(), [torch.device("cpu"), torch.device("cpu", 1)]
-    calls = [threading.get_ident] * 2, [((), {})] * 2, devices
-    first = parallel_apply(*calls, workers=workers)
-    assert parallel_apply(*calls, workers=workers) == first
-    alone = parallel_apply(*calls)
-    assert alone[0] == first[0] == threading.get_ident()
-    workers.close()
 
 
 @pytest.mark.parametrize("first", ["cpu", "emulated"])

@@ -11,21 +11,16 @@ from torch import nn
 from balanced_dp import BalancedDataParallel, BalanceWarning
 from balanced_dp.parallel import written_state
 
-
-class Scaled(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(4, 2)
-        self.register_buffer("scale", torch.ones(2))
-
-    def forward(self, x):
-        return self.layer(x) * self.scale
+from ..devices import DISTINCT
+from ..modules import Lambda
 
 
 @pytest.mark.parametrize("gpu0_bsz", [0, 2])
 def test_a_buffer_that_is_only_read_keeps_its_version(emulated, gpu0_bsz):
     """With gpu0_bsz=0 it was written back at each call, which graphs that use it do not allow."""
-    module = Scaled().to(emulated[0])
+    module = Lambda(lambda self, x: self.layer(x) * self.scale, layer=nn.Linear(4, 2))
+    module.register_buffer("scale", torch.ones(2))
+    module = module.to(emulated[0])
     parallel = BalancedDataParallel(gpu0_bsz, module, emulated[:3])
     x = torch.randn(8, 4)
     (parallel(x) * module.scale + parallel(x)).sum().backward()
@@ -33,38 +28,38 @@ def test_a_buffer_that_is_only_read_keeps_its_version(emulated, gpu0_bsz):
     parallel(x)
 
 
-class Writes(nn.Module):
-    """Writes to a parameter in forward, in one of the ways that are about."""
+WRITES = {
+    "in place": lambda self: self.weight.mul_(0.5),
+    "data": lambda self: self.weight.data.mul_(0.5),
+    "data assigned": lambda self: setattr(self.weight, "data", self.weight.data * 0.5),
+    "detached": lambda self: self.weight.detach().mul_(0.5),
+    "resized": lambda self: self.seen.resize_(len(self.seen) + 1).fill_(len(self.seen)),
+}
 
-    def __init__(self, how, trained):
-        super().__init__()
-        self.how = how
-        self.weight = nn.Parameter(torch.ones(2, dtype=torch.double), requires_grad=trained)
-        self.register_buffer("seen", torch.zeros(1))
+
+def writes(how, trained):
+    """Returns a module that writes to a parameter in forward, in one of the ways that are about."""
 
     def forward(self, x):
         with torch.no_grad():
-            if self.how == "in place":
-                self.weight.mul_(0.5)
-            elif self.how == "data":
-                self.weight.data.mul_(0.5)
-            elif self.how == "data assigned":
-                self.weight.data = self.weight.data * 0.5
-            elif self.how == "detached":
-                self.weight.detach().mul_(0.5)
-            else:
-                self.seen.resize_(len(self.seen) + 1).fill_(len(self.seen))
+            WRITES[how](self)
         return x * self.weight * self.seen.sum().clamp(1)
 
+    weight = nn.Parameter(torch.ones(2, dtype=torch.double), requires_grad=trained)
+    module = Lambda(forward, weight=weight)
+    module.register_buffer("seen", torch.zeros(1))
+    return module
 
+
+@pytest.mark.parametrize("kind", DISTINCT)
 @pytest.mark.parametrize("trained", [False, True])
 @pytest.mark.parametrize("gpu0_bsz", [0, 2])
-@pytest.mark.parametrize("how", ["in place", "data", "data assigned", "detached", "resized"])
-def test_what_forward_writes_is_kept_though_device_0_runs_nothing(emulated, how, gpu0_bsz, trained):
+@pytest.mark.parametrize("how", WRITES)
+def test_what_forward_writes_is_kept_though_device_0_runs_nothing(devices, how, gpu0_bsz, trained):
     """Encoders that follow others, normalized weights and first statistics were lost."""
-    reference = Writes(how, trained)
-    module = copy.deepcopy(reference).to(emulated[0])
-    model = BalancedDataParallel(gpu0_bsz, module, emulated[:3])
+    reference = writes(how, trained)
+    module = copy.deepcopy(reference).to(devices[0])
+    model = BalancedDataParallel(gpu0_bsz, module, devices[:3])
     x = torch.randn(8, 2, dtype=torch.double)
     for has_gradients in (True, False, True, True, False):
         with torch.set_grad_enabled(has_gradients):
@@ -78,7 +73,7 @@ def test_what_forward_writes_is_kept_though_device_0_runs_nothing(emulated, how,
 def test_parameters_that_replicas_share_and_write_are_warned_of(emulated, how, gpu0_bsz):
     """A moving average on ["cpu"] * 3 moved three times."""
     for devices in (["cpu"] * 3, [emulated[0], emulated[1], emulated[1]]):
-        model = BalancedDataParallel(gpu0_bsz, Writes(how, False).to(devices[0]), devices)
+        model = BalancedDataParallel(gpu0_bsz, writes(how, False).to(devices[0]), devices)
         with pytest.warns(BalanceWarning, match="writes weight in forward, which .* share") as seen:
             for _ in range(3):
                 model(torch.ones(8, 2, dtype=torch.double))
@@ -97,7 +92,7 @@ def test_parameters_that_replicas_share_are_compared_in_first_calls_only(monkeyp
 
 
 def test_silent_writes_are_looked_for_anew_where_the_module_has_changed(emulated):
-    module = Writes("data", False).to(emulated[0])
+    module = writes("data", False).to(emulated[0])
     model = BalancedDataParallel(0, module, emulated[:3])
     for num_calls in range(1, 5):
         if num_calls == 3:

@@ -100,12 +100,8 @@ def test_plots_say_what_they_show_in_numbers(pages, report):
     assert f"Device 0 holds {format_bytes(report.even.peak_bytes[0])}" in uses
     assert f"largest batch is {plan.max_batch_size}, with" in batches
     assert f"{len(report.measurements)} measured splits" in predictions
-
-
-def test_memory_that_runs_out_is_in_the_words(report):
     out = replace(report.even, status="oom", out_of_memory="out")
-    [peaks, *_] = report_plots(replace(report, even=out))
-    assert "with the even split memory runs out" in peaks.description
+    assert "even split memory runs out" in report_plots(replace(report, even=out))[0].description
 
 
 def test_the_text_of_plots_is_large_enough_on_a_phone(report, unlike):
@@ -218,14 +214,6 @@ def test_the_page_shows_the_choice_and_draws_the_plots(report, unlike, browser, 
         for hint in section.locator("p.hint").all():
             assert hint.is_visible() == (width == PHONE)
     assert page.evaluate("document.documentElement.scrollWidth") <= width
-    smallest = page.evaluate(
-        """Math.min(...[...document.querySelectorAll("figure svg")].flatMap(svg => {
-            const scale = svg.getBoundingClientRect().width / svg.viewBox.baseVal.width
-            return [...svg.querySelectorAll("text")].map(
-                text => parseFloat(getComputedStyle(text).fontSize) * scale)
-        }))"""
-    )
-    assert smallest >= 11
     page.close()
 
 

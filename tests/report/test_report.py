@@ -68,6 +68,15 @@ def test_json_names_what_scripts_read(report):
             lambda text: '{"benchmarks": [{"extra_info": {}}], "machine_info": {}}',
             "holds 1 benchmarks and none of them a sweep over gpu0_bsz; run",
         ),
+        (lambda text: "[" * 100_000, "is no report"),
+        (lambda text: '{"benchmarks": ["a"], "machine_info": null}', "is no sweep"),
+        (
+            lambda text: (
+                '{"benchmarks": [{"extra_info": {"balanced_dp": {"measurement": {}}}}], '
+                '"machine_info": 1}'
+            ),
+            "is no sweep",
+        ),
     ],
 )
 def test_a_foreign_file_is_told_and_left_alone(report, tmp_path, change, message):
@@ -92,37 +101,21 @@ def test_a_file_that_cannot_be_read_is_told(tmp_path):
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        (lambda r: replace(r, plan=replace(r.plan, capacity_bytes=(1, 2))), "not every list has 4"),
-        (lambda r: replace(r, plan=replace(r.plan, reserve_bytes=2**50)), "it has no capacity"),
-        (lambda r: replace(r, measurements=()), "it has no measurement of its batch"),
-        (lambda r: replace(r, model=replace(r.model, other_terms=())), "it has no linear terms"),
+        (lambda r: {"plan": replace(r.plan, capacity_bytes=(1, 2))}, "not every list has 4"),
+        (lambda r: {"plan": replace(r.plan, reserve_bytes=2**50)}, "it has no capacity"),
+        (lambda r: {"measurements": ()}, "it has no measurement of its batch"),
+        (lambda r: {"model": replace(r.model, other_terms=())}, "it has no linear terms"),
         (
-            lambda r: replace(
-                r, model=replace(r.model, other_terms=(LinearTerm(float("inf"), 0),))
-            ),
+            lambda r: {"model": replace(r.model, other_terms=(LinearTerm(float("inf"), 0),))},
             "a linear term is negative or not finite|Input should be a valid number",
         ),
     ],
 )
 def test_a_report_that_contradicts_itself_is_refused(report, tmp_path, change, problem):
     path = tmp_path / "report.json"
-    path.write_text(report_json(change(report)))
+    path.write_text(report_json(replace(report, **change(report))))
     with pytest.raises(ReportError, match=problem):
         load_reports(path)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "[" * 100_000,
-        '{"benchmarks": ["a"], "machine_info": null}',
-        '{"benchmarks": [{"extra_info": {"balanced_dp": {"measurement": {}}}}], "machine_info": 1}',
-    ],
-)
-def test_hostile_files_are_refused(tmp_path, text):
-    (tmp_path / "report.json").write_text(text)
-    with pytest.raises(ReportError, match=r"report\.json is no"):
-        load_reports(tmp_path / "report.json")
 
 
 def test_a_link_stays_one_and_a_pipe_is_written_to(report, tmp_path):
@@ -158,9 +151,8 @@ def test_markdown_has_the_line_the_tables_and_nothing_to_run(report, unlike):
     assert f"```python\n# option 1\nmodel = {report.line}\n" in text
     assert "<script>" not in text.replace("\\<script\\>", "")
     rows = [line for line in text.splitlines() if line.startswith("| ")]
-    assert (
-        sum(row.startswith("| **") for row in rows) == 3
-    )  # the best, the bottleneck, the least full
+    marked = [row for row in rows if row.startswith("| **")]
+    assert len(marked) == 3  # the best, the bottleneck, the least full
     assert f"device_weights=[{unlike.plan.weighted.chunk_sizes[0]}" in report_markdown(unlike)
 
 
@@ -187,9 +179,7 @@ def test_a_report_is_compared_with_another(report):
     assert found["max_batch"].worsened > 0
     assert not found["max_batch"].failed  # not asked
     assert not any(c.failed for c in compare_reports(worse, report, "peak:0%,max_batch:0"))
-    assert not any(
-        c.failed for c in compare_reports(report, worse, "peak:999999999,imbalance:1%")[:1]
-    )
+    assert not compare_reports(report, worse, "peak:999999999")[0].failed
 
 
 @pytest.mark.parametrize("limits", ["peak", "peak:", "other:5%", "peak:-5%", "peak:5%%", "peak 5"])

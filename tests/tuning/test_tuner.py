@@ -24,7 +24,7 @@ from balanced_dp.report.tables import summary
 from balanced_dp.tuning.open_devices import open_devices
 from balanced_dp.tuning.step_benchmark import step_meter
 
-from ..parallel.test_auto import Loop, follow
+from ..parallel.test_auto import Loop
 from .small_workloads import SMALL
 
 GIB = 2**30
@@ -54,7 +54,7 @@ def value_of_auto(workload, batch_size, num_devices):
     """Return the value that training with gpu0_bsz="auto" ends with."""
     with emulate_devices(num_devices, symbolic=True) as devices:
         loop = Loop(workload, devices)
-        values = follow(loop, batch_size, 2 * (MAX_CHANGES + 1) + 1)
+        values = loop.follow(batch_size, 2 * (MAX_CHANGES + 1) + 1)
         assert loop.balance.is_frozen
         assert sum(a != b for a, b in itertools.pairwise(values)) <= MAX_CHANGES
         del loop

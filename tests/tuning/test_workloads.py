@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 from torch import nn
@@ -117,8 +119,7 @@ def test_what_is_no_workload():
 @pytest.mark.parametrize(
     ("target", "message"),
     [
-        ("mine.py:make", "did you mean mine:make"),
-        ("./mine.py:make", "did you mean mine:make"),
+        ("nowhere/mine.py:make", "No module named 'mine'"),
         ("broken:make", "SyntaxError"),
         ("raises:make", "RuntimeError: not now"),
         (":make", "ValueError"),
@@ -129,10 +130,17 @@ def test_a_module_that_cannot_be_imported_is_said_with_the_reason(
 ):
     (tmp_path / "broken.py").write_text("def make(:")
     (tmp_path / "raises.py").write_text("raise RuntimeError('not now')")
-    (tmp_path / "mine.py").write_text("")
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(ArgumentError, match=message):
         find_workload(target)
+
+
+def test_a_workload_may_be_named_by_its_file(tmp_path, monkeypatch):
+    """As Python finds them for a script, modules beside it can be imported."""
+    monkeypatch.setattr(sys, "path", sys.path.copy())
+    (tmp_path / "beside_it.py").write_text("from tests.tuning.small_workloads import mlp as it")
+    (tmp_path / "named_by_file.py").write_text("from beside_it import it")
+    assert isinstance(find_workload(f"{tmp_path}/named_by_file.py:it"), Workload)
 
 
 def test_a_batch_of_another_size_is_not_planned_with():

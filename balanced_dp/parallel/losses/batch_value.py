@@ -14,9 +14,8 @@ from typing import Any
 
 import torch
 
-from .numbers import Fact, Numbers, Place, UnclearError
+from .facts import Fact, Facts, Place, UnclearError
 from .origins import operator_name
-from .samples import Samples, place_of
 from .step import Step, version_of
 from .trace import Trace
 from .weighted import moved, total, weighted_mean
@@ -36,12 +35,12 @@ class BatchValues:
 
     Attributes:
         traces: the steps of each replica.
-        samples: the chunk sizes, and what is known of numbers and tensors. It is updated.
+        facts: the chunk sizes, and what is known of numbers and tensors. It is updated.
         device: the device of the results.
     """
 
     traces: Sequence[Trace]
-    samples: Samples
+    facts: Facts
     device: torch.device
     _values: dict[Step, Any] = field(default_factory=dict)
     _of_samples: set[Step] = field(default_factory=set)
@@ -50,11 +49,6 @@ class BatchValues:
     """Steps that depend on parameters only."""
     _entries: dict[Step, Sequence[Any]] = field(default_factory=dict)
     """Over how many entries the steps are sums that were computed from sums only."""
-
-    @property
-    def numbers(self) -> Numbers:
-        """The numbers that the replicas compute with."""
-        return self.samples.numbers
 
     def of(self, outputs: Sequence[torch.Tensor], name: str) -> torch.Tensor:
         """Return the value of the batch of a 0-dim output.
@@ -66,9 +60,9 @@ class BatchValues:
         Raises:
             UnclearError: it is not known.
         """
-        if len(self.numbers.facts) > _MAX_FACTS:
-            self.numbers.facts.clear()
-        if self.samples.compares_again:
+        if len(self.facts.known) > _MAX_FACTS:
+            self.facts.known.clear()
+        if self.facts.compares_again:
             self._look_at_lost_steps()
         steps = [trace.step_of(t) for trace, t in zip(self.traces, outputs, strict=True)]
         roots = tuple(step for step in steps if step is not None)
@@ -90,11 +84,13 @@ class BatchValues:
             except UnclearError:
                 continue  # what depends on it is unclear, too
             if group[0] not in self._same and group[0] not in self._of_samples:
-                self.numbers.doubts.append(f"{_MIXED}, or with other larger tensors")
+                self.facts.doubts.append(f"{_MIXED}, or with other larger tensors")
                 return
 
     def _compute_all(self, roots: Steps, name: str) -> None:
         """Compute the steps that a step takes, and itself."""
+        # With as many reductions on all replicas, one differs from another by its number.
+        are_aligned = len({trace.num_reductions for trace in self.traces}) == 1
         groups: list[Steps] = [roots]
         found: dict[Step, Steps] = {}
         while groups:
@@ -103,32 +99,17 @@ class BatchValues:
             if any(one is not other for one, other in zip(known, group, strict=True)):
                 raise UnclearError(_UNLIKE)
             if known is group:
-                groups += self._parents(group)
+                _check_alike(group, are_aligned)
+                groups += zip(*(step.parents for step in group), strict=True)
         ordered = sorted(found.values(), key=lambda group: group[0].index)
         kind = hash((name, *(group[0].name for group in ordered)))
         for position, group in enumerate(ordered):
             if group[0] not in self._values and group[0] not in self._of_samples:
                 self._compute(group, (kind, position))
 
-    def _parents(self, group: Steps) -> list[Steps]:
-        """Return the steps that a step of all replicas uses."""
-        first, parents = group[0], [step.parents() for step in group]
-        # With as many reductions on all replicas, one differs from another by its number.
-        num_reductions = [trace.num_reductions for trace in self.traces]
-        are_aligned = all(number == num_reductions[0] for number in num_reductions)
-        for step, found in zip(group, parents, strict=True):
-            if step.function != first.function or len(found) != len(parents[0]):
-                raise UnclearError(_UNLIKE)
-            if step.reduction is not None and first.reduction is not None:
-                is_other = step.reduction.function != first.reduction.function
-                if is_other or (are_aligned and step.ordinal != first.ordinal):
-                    raise UnclearError(_UNLIKE)
-        return list(zip(*parents, strict=True))
-
     def _compute(self, group: Steps, place: Place) -> None:
         """Compute the value of a step for the batch, unless it has entries of samples."""
-        first = group[0]
-        parents = first.parents()
+        first, parents = group[0], group[0].parents
         for step in group:
             if step.value is not None and step.version != version_of(step.value):
                 raise UnclearError("it was written to in place")
@@ -140,44 +121,44 @@ class BatchValues:
             if node is not step.node:
                 name = "detach" if node is None else operator_name(node.name())
                 raise UnclearError(f"it is computed by {name}, whose inputs are not known")
-        if all(parent in self._entries for parent in parents):
-            self._entries[first] = self._entries[parents[0]]
-        if self._same.issuperset(parents):
-            self._same.add(first)
         try:
             args = self._merged([step.args for step in group], first, place)
-            kwargs = self._merged([step.kwargs for step in group], first, place)
+            kwargs = {
+                name: self._merged([step.kwargs[name] for step in group], first, (*place, name))
+                for name in first.kwargs
+            }
+            self._values[first] = first.repeat(args, kwargs, self.device)
         except _SamplesError:
             if not self._same.issuperset(set(parents) - self._of_samples):
                 raise UnclearError(_MIXED) from None
-            self._same.discard(first)
             self._join(group, place)
             return
-        try:
-            self._values[first] = first.repeat(args, kwargs, self.device)
-        except torch.OutOfMemoryError:
+        except (UnclearError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # of whatever function; forward itself has ended well
             text = str(error).partition("\n")[0]
             raise UnclearError(f"it cannot be computed for the whole batch ({text})") from None
+        if self._same.issuperset(parents):
+            self._same.add(first)
+        if all(parent in self._entries for parent in parents):
+            self._entries[first] = self._entries[parents[0]]
 
     def _join(self, group: Steps, place: Place) -> None:
         """Join the values of a step on all replicas, if it is a mean or sum over samples."""
         first = group[0]
         values = [step.value for step in group]
         reductions = [step.reduction for step in group if step.reduction]
-        if not reductions or self.samples.keeps_samples(group, place):
+        if not reductions or self.facts.keeps_samples(group, place):
             self._of_samples.add(first)
             return
-        if all(reduction.shape == reductions[0].shape for reduction in reductions):
-            if not self.samples.are_over_samples(reductions[0], values, place):
-                self._values[first] = None if values[0] is None else values[0].to(self.device)
-                self._same.add(first)
-                return
-        else:
-            self.numbers.facts[place_of(reductions[0], place)] = Fact.SAMPLES
-        self.samples.check_classes(reductions, place)
+        if not self.facts.are_over_samples(reductions, values, place):
+            self._values[first] = None if values[0] is None else values[0].to(self.device)
+            self._same.add(first)
+            return
+        self.facts.check_classes(reductions, place)
         name, counts = reductions[0].name, [reduction.count for reduction in reductions]
+        if name in ("std", "var"):
+            raise UnclearError(f"it is computed from {name} of the samples in each chunk")
         if values[0] is None:  # too large to be kept
             self._values[first] = None
         elif name == "mean":
@@ -204,19 +185,15 @@ class BatchValues:
             return self._constant(items, place)
         if any(type(item) is not type(first) for item in items):
             raise UnclearError(_UNLIKE)
-        if isinstance(first, dict):
-            if any(item.keys() != first.keys() for item in items):
-                raise UnclearError(_UNLIKE)
-            return {n: self._merged([d[n] for d in items], step, (*place, n)) for n in first}
         if isinstance(first, list):
             if any(len(item) != len(first) for item in items):
                 raise UnclearError(_UNLIKE)
             columns = enumerate(zip(*items, strict=True))
             return [self._merged(column, step, (*place, i)) for i, column in columns]
         if isinstance(first, Real) and not isinstance(first, bool):
-            entries = next((self._entries.get(parent) for parent in step.parents()), None)
-            return self.numbers.of_batch(items, step.name.strip("_"), entries, place)
-        if not all(_is_equal(item, first) for item in items):
+            entries = self._entries.get(step.parents[0])
+            return self.facts.number(items, step.name.strip("_"), entries, place)
+        if any(item is not first and item != first for item in items):
             raise UnclearError(_UNLIKE)
         return first
 
@@ -227,13 +204,12 @@ class BatchValues:
             UnclearError: they differ, and are no counts.
             _SamplesError: they have entries of samples.
         """
-        facts = self.numbers.facts
-        is_given = all(any(item is value for item in self.numbers.given) for value in values)
-        fact = Fact.SAME if is_given else facts.get(place)
+        is_given = all(any(item is value for item in self.facts.given) for value in values)
+        fact = Fact.SAME if is_given else self.facts.known.get(place)
         if any(value.shape != values[0].shape for value in values):
             fact = Fact.SAMPLES
-        elif fact is None or (self.samples.compares_again and not is_given):
-            fact = facts[place] = self.samples.compare(values)
+        elif fact is None or (self.facts.compares_again and not is_given):
+            fact = self.facts.known[place] = self.facts.compare(values)
         if fact is Fact.UNCLEAR:
             node = values[0].grad_fn
             what = "it has a part" if node is None else f"it uses a {operator_name(node.name())}"
@@ -243,12 +219,18 @@ class BatchValues:
         return total(values, self.device) if fact is Fact.COUNT else values[0].to(self.device)
 
 
+def _check_alike(group: Steps, are_aligned: bool) -> None:
+    """Check that the replicas called one function, with as many steps among its arguments."""
+    first = group[0]
+    for step in group:
+        if (
+            step.function != first.function
+            or step.kwargs.keys() != first.kwargs.keys()
+            or len(step.parents) != len(first.parents)
+            or (are_aligned and step.ordinal != first.ordinal)
+        ):
+            raise UnclearError(_UNLIKE)
+
+
 class _SamplesError(Exception):
     """A step uses entries of samples, so it has a value for each chunk and none for the batch."""
-
-
-def _is_equal(one: Any, other: Any) -> bool:
-    try:
-        return bool(one == other)
-    except (RuntimeError, TypeError, ValueError):  # an array, for example
-        return False

@@ -19,9 +19,8 @@ from ...errors import warn
 from .. import nested
 from ..call_inputs import Arguments, described
 from .batch_value import BatchValues
-from .numbers import Fact, Numbers, Place, UnclearError
+from .facts import Fact, Facts, Place, UnclearError
 from .reductions import noticing
-from .samples import Samples
 from .trace import Trace, tracing
 from .weight import weight_of_chunk
 from .weighted import weighted_mean
@@ -80,19 +79,20 @@ class ChunkLosses:
     traces: Sequence[Trace] = ()
     _compares_again: bool = field(default=False, init=False)
     _given: list[Any] = field(default_factory=list, init=False)
-    _weights: list[Any] | None = field(default=None, init=False)
+    _weights: list[Any] = field(default_factory=list, init=False)
     _values: BatchValues | None = field(default=None, init=False)
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
         """Context manager in which the replicas run, and means and sums are traced."""
         if len(self.chunk_sizes or ()) < 2 or not self.is_auto:
-            yield
+            with tracing(()):  # not with the traces of a call that this one is part of
+                yield
             return
-        has_gradients = torch.is_grad_enabled()
-        self.history.num_calls[has_gradients] += 1
+        num_calls, has_gradients = self.history.num_calls, torch.is_grad_enabled()
+        num_calls[has_gradients] += 1
         # In the first, second, fourth, eighth call and so on.
-        self._compares_again = self.history.num_calls[has_gradients].bit_count() == 1
+        self._compares_again = num_calls[has_gradients].bit_count() == 1
         self.traces = self.traces or [Trace(self.dim) for _ in self.chunk_sizes or ()]
         with noticing(), tracing(self.traces):
             yield
@@ -120,28 +120,26 @@ class ChunkLosses:
             device: the device of the result.
         """
         sizes = self.chunk_sizes or [1] * len(outputs)
-        if self._weights is not None:
-            weights = [w.get(name) if isinstance(w, Mapping) else w for w in self._weights]
-            if not any(weight is None for weight in weights):
-                for trace, output, weight in zip(self.traces, outputs, weights, strict=False):
-                    if isinstance(weight, torch.Tensor):
-                        trace.ignore_gradients_where(weight == 0, output)
-                return weighted_mean(outputs, weights, device)
+        weights = [w.get(name) if isinstance(w, Mapping) else w for w in self._weights]
+        if weights and not any(weight is None for weight in weights):
+            for trace, output, weight in zip(self.traces, outputs, weights, strict=False):
+                if isinstance(weight, torch.Tensor):
+                    trace.ignore_gradients_where(weight == 0, output)
+            return weighted_mean(outputs, weights, device)
         if not self.is_auto or not self.traces:
             return weighted_mean(outputs, sizes, device)
         if self._values is None or self._values.device != device:
-            numbers = Numbers(sizes, self._given, self.history.facts)
-            samples = Samples(numbers, self._compares_again)
-            self._values = BatchValues(self.traces, samples, device)
-        reasons = self._values.numbers.doubts
-        reasons.clear()
+            facts = Facts(sizes, self._given, self.history.facts, self._compares_again)
+            self._values = BatchValues(self.traces, facts, device)
+        doubts = self._values.facts.doubts
+        doubts.clear()
         try:
             value = self._values.of(outputs, name)
         except UnclearError as error:
-            reasons.insert(0, str(error))
+            doubts.insert(0, str(error))
             value = weighted_mean(outputs, sizes, device)
-        if reasons:
-            self.history.warn(name, self.function, reasons[0])
+        if doubts:
+            self.history.warn(name, self.function, doubts[0])
         return value
 
 
@@ -152,11 +150,8 @@ def is_loss(tensor: torch.Tensor) -> bool:
 
 def _scalars(value: Any) -> Iterator[Any]:
     """Yield the numbers and 0-dim tensors in nested containers."""
-    if isinstance(value, torch.Tensor):
-        if not value.dim():
-            yield value
-    elif isinstance(value, Real):
+    if isinstance(value, Real) or (isinstance(value, torch.Tensor) and not value.dim()):
         yield value
-    elif not isinstance(value, str):
+    elif not isinstance(value, torch.Tensor):
         for _, child in nested.items(value) or ():
             yield from _scalars(child)

@@ -32,9 +32,9 @@ def origin_of(node: Any) -> Origin:
     Samples are not nodes of the graph, but are seen where they meet parameters in a product, and
     where an index selects them.
     """
-    nodes, seen = [node], set()
+    nodes, seen = [node], set[Any]()
     with looking_at_nodes:
-        while nodes:
+        while nodes and len(seen) <= _MAX_NODES:
             node = nodes.pop()
             if node is None or node in seen:
                 continue
@@ -45,8 +45,6 @@ def origin_of(node: Any) -> Origin:
                 return Origin.SELECTED
             if name in _LOOKUPS or (name in _PRODUCTS and None in parents):
                 return Origin.SAMPLES
-            if len(seen) > _MAX_NODES:
-                return Origin.UNKNOWN
             nodes += parents
     return Origin.UNKNOWN
 

@@ -15,8 +15,7 @@ from typing import Any
 
 import torch
 
-from .step import Reduction
-from .trace import current_trace
+from .trace import Trace, current_trace
 
 MEAN, SUM = 1, 2
 """The reductions, as in ``torch.nn._reduction.get_enum``."""
@@ -52,8 +51,10 @@ _REDUCTIONS = {
     "mean": "mean",
     **dict.fromkeys(("max", "amax"), "amax"),
     **dict.fromkeys(("min", "amin"), "amin"),
+    "std": "std",
+    "var": "var",
 }
-"""Functions and methods, and how their results for chunks are joined."""
+"""Functions and methods, and how their results for chunks are joined; the last two are not."""
 
 _HISTOGRAMS = ("bincount", "histc")
 
@@ -95,15 +96,12 @@ def _install() -> list[tuple[Any, str, Any, Any]]:
     records: list[tuple[Any, str, Callable[..., Any]]] = []
     for owner in (torch, torch.Tensor):
         for name, join in _REDUCTIONS.items():
-            records.append((owner, name, functools.partial(_reduced, join=join)))
-        for name in _HISTOGRAMS:
-            records.append(
-                (owner, name, functools.partial(_reduced, join="sum", reduces_batch_dim=True))
-            )
-    records.append((torch.Tensor, "__matmul__", functools.partial(_reduced, join="sum")))
+            records.append((owner, name, functools.partial(_reduced, join)))
+        records += [(owner, name, _histogram) for name in _HISTOGRAMS]
+    records.append((torch.Tensor, "__matmul__", functools.partial(_reduced, "sum")))
     for module, losses in _LOSSES.items():
         for name, position in losses.items():
-            records.append((module, name, functools.partial(_loss, position=position)))
+            records.append((module, name, functools.partial(_loss, position)))
     records += [(torch._C._nn, name, _cross_entropy) for name in _CROSS_ENTROPIES]
     versions = []
     for owner, name, record in records:
@@ -126,30 +124,16 @@ def _recording_version(
     def call(*args: Any, **kwargs: Any) -> Any:
         if (
             torch.compiler.is_compiling()
-            or current_trace.get() is None
+            or (trace := current_trace.get()) is None
             or torch._C._functorch.peek_interpreter_stack() is not None
         ):
             return function(*args, **kwargs)
-        return record(function, args, kwargs)
+        return record(trace, function, *args, **kwargs)
 
     return call
 
 
-def _record(
-    value: torch.Tensor, function: Any, reduced: torch.Tensor, **reduction: Any
-) -> torch.Tensor:
-    """Record a reduction of ``reduced`` to ``value`` in the current trace, and return it."""
-    trace = current_trace.get()
-    assert trace is not None
-    if trace.step_of(value) is None:  # or it was recorded as a function of traced tensors
-        reduction = {"shape": reduced.shape, "source": reduced.grad_fn, **reduction}
-        trace.record(value, Reduction(function=function, **reduction))
-    return value
-
-
-def _reduced(
-    function: Any, args: Any, kwargs: Any, join: str, reduces_batch_dim: bool = False
-) -> Any:
+def _reduced(join: str, trace: Trace, function: Any, *args: Any, **kwargs: Any) -> Any:
     value = function(*args, **kwargs)
     if not isinstance(value, torch.Tensor):
         return value  # it is a pair: max(dim) returns indices, too
@@ -157,44 +141,41 @@ def _reduced(
     is_length = join in ("amax", "amin") and not reduced.is_floating_point()
     if not reduced.dim() or is_length:  # the largest length decides on shapes
         return value
-    if value.dim() and not (reduces_batch_dim or _reduces_batch_dim(reduced, args, kwargs)):
+    if value.dim() and not _reduces_batch_dim(trace, reduced, *args[1:2], **kwargs):
         return value
-    count = reduced.numel() // max(1, value.numel())
-    return _record(value, function, reduced, name=join, count=count)
+    return trace.record(function, value, reduced, join)
 
 
-def _reduces_batch_dim(reduced: torch.Tensor, args: Any, kwargs: Any) -> bool:
+def _reduces_batch_dim(
+    trace: Trace, reduced: torch.Tensor, dim: Any = None, axis: Any = None, **_: Any
+) -> bool:
     """Return whether a reduction of some dimensions includes the first or the batch dimension."""
-    dims = args[1] if len(args) > 1 else kwargs.get("dim", kwargs.get("axis"))
-    trace = current_trace.get()
-    if not isinstance(dims, int | tuple | list) or trace is None:
+    dims = axis if dim is None else dim
+    if isinstance(dims, int):
+        dims = [dims]
+    if not isinstance(dims, tuple | list):
         return False  # a matrix product
     num_dims = reduced.dim()
-    dims = [dims] if isinstance(dims, int) else dims
     return any(dim % num_dims in (0, trace.dim % num_dims) for dim in dims)
 
 
-def _loss(function: Any, args: Any, kwargs: Any, position: int) -> torch.Tensor:
+def _histogram(trace: Trace, function: Any, input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    return trace.record(function, function(input, *args, **kwargs), input, "sum")
+
+
+def _loss(position: int, trace: Trace, function: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
     value: torch.Tensor = function(*args, **kwargs)
     reduction = args[position] if len(args) > position else kwargs.get("reduction", MEAN)
     if value.dim() or reduction not in (MEAN, SUM):
         return value
-    name, count = "mean" if reduction == MEAN else "sum", args[0].numel()
+    count = None
     if function.__name__ == "ctc_loss":  # a mean over samples, whatever the length of the longest
         count = args[0].shape[1] if args[0].dim() > 2 else 1
-    return _record(value, function, args[0], name=name, count=count)
+    return trace.record(function, value, args[0], "mean" if reduction == MEAN else "sum", count)
 
 
-def _cross_entropy(function: Any, args: Any, kwargs: Any) -> torch.Tensor:
-    """Compute a cross entropy, and count the targets that are not ignored.
-
-    Autograd saves the same tensors as without counting, since activation checkpointing computes a
-    loss again, without counting, and compares them.
-    """
-    return _counted(function, *args, **kwargs)
-
-
-def _counted(
+def _cross_entropy(
+    trace: Trace,
     function: Callable[..., torch.Tensor],
     input: torch.Tensor,
     target: torch.Tensor,
@@ -203,30 +184,36 @@ def _counted(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
 ) -> torch.Tensor:
+    """Compute a cross entropy, and count the targets that are not ignored.
+
+    Autograd saves the same tensors as without counting, since activation checkpointing computes a
+    loss again, without counting, and compares them.
+    """
     smoothing = (label_smoothing,) if label_smoothing else ()
     num_classes = input.shape[min(1, input.dim() - 1)]
-    record = functools.partial(
-        _record, function=function, reduced=target, source=input.grad_fn, num_classes=num_classes
-    )
+
+    def record(value: torch.Tensor, name: str, count: torch.Tensor | None = None) -> torch.Tensor:
+        others = {"source": input.grad_fn, "num_classes": num_classes}
+        return trace.record(function, value, target, name, count, **others)
 
     def loss_of(reduction: int) -> torch.Tensor:
         return function(input, target, weight, reduction, ignore_index, *smoothing)
 
     if reduction == SUM:
-        return record(loss_of(SUM), name="sum", count=target.numel())
+        return record(loss_of(SUM), "sum")
     if reduction != MEAN:
         return loss_of(reduction)
     if target.is_floating_point():  # probabilities of classes: all count
-        return record(loss_of(MEAN), name="mean", count=target.numel())
+        return record(loss_of(MEAN), "mean")
     is_counted = target != ignore_index
     if weight is None:
-        return record(loss_of(MEAN), name="mean", count=_count_nonzero(is_counted))
+        return record(loss_of(MEAN), "mean", _count_nonzero(is_counted))
     weights = weight.detach()[target.where(is_counted, 0).long()] * is_counted
-    if smoothing:  # then targets of weight 0 have a loss, too
-        total = record(_sum(weights), name="sum", count=target.numel())
-        return record(loss_of(SUM), name="sum", count=target.numel()) / total
     count = _sum(weights)
-    loss = record(loss_of(MEAN), name="mean", count=count)
+    if smoothing:  # then targets of weight 0 have a loss, too
+        total = record(count, "sum")
+        return record(loss_of(SUM), "sum") / total
+    loss = record(loss_of(MEAN), "mean", count)
     if loss.grad_fn is not None:
         loss.grad_fn.register_hook(functools.partial(_without_nan, count))
     return loss

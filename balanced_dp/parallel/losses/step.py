@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +20,6 @@ class Reduction:
         count: how many entries it is over: a number, or a 0-dim tensor.
         shape: the shape of the tensor that was reduced.
         source: the autograd node of that tensor, or None.
-        function: the function of torch that was called.
         num_classes: for a cross entropy, the number of classes.
     """
 
@@ -28,7 +27,6 @@ class Reduction:
     count: int | torch.Tensor
     shape: torch.Size
     source: Any
-    function: Callable[..., Any]
     num_classes: int | None = None
 
 
@@ -38,50 +36,38 @@ class Step:
 
     Attributes:
         index: steps have a higher one than the steps that they use.
+        function: the function of torch that was called.
+        reduction: the mean or sum that it is; None if it is none.
+        ordinal: the number of reductions before it, if it is one.
+        args, kwargs: the arguments, with a step in place of each traced tensor, and lists in place
+            of tuples; none if no tensor among them was traced.
+        parents: the steps among the arguments, in order.
+        has_grad: whether gradients were enabled.
+        autocast: whether autocast was, and its dtype.
         value: the tensor of the chunk; None if the function returned several, or a large one.
         shape: its shape.
         node: the autograd node of the tensor when it was recorded.
         version: the version of the tensor, which a write in place raises.
-        reduction: the mean or sum that it is; None if it is none.
-        ordinal: the number of reductions before it, if it is one.
-        function: the function that was called on traced tensors; None if there were none.
-        args, kwargs: its arguments, with a step in place of each traced tensor, and lists in place
-            of tuples.
-        has_grad: whether gradients were enabled.
-        autocast: whether autocast was, and its dtype.
     """
 
     index: int
-    value: Any
+    function: Callable[..., Any]
+    reduction: Reduction | None = None
+    ordinal: int = 0
+    args: Sequence[Any] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    parents: Sequence[Step] = ()
+    has_grad: bool = True
+    autocast: tuple[bool, torch.dtype] | None = None
+    value: Any = None
     shape: torch.Size = field(default_factory=torch.Size)
     node: Any = None
     version: int = 0
-    reduction: Reduction | None = None
-    ordinal: int = 0
-    function: Callable[..., Any] | None = None
-    args: Sequence[Any] = ()
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
-    has_grad: bool = True
-    autocast: tuple[bool, torch.dtype] | None = None
 
     @property
     def name(self) -> str:
-        """The name of the function, or of the reduction."""
-        if self.function is not None:
-            return getattr(self.function, "__name__", "")
-        return "" if self.reduction is None else self.reduction.name
-
-    def explain(
-        self,
-        function: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        device: torch.device,
-    ) -> Step:
-        """Note the call that the step is, and the modes in which it is made."""
-        self.function, self.args, self.kwargs = function, args, kwargs
-        self.has_grad, self.autocast = torch.is_grad_enabled(), autocast_of(device)
-        return self
+        """The name of the function."""
+        return getattr(self.function, "__name__", "")
 
     @property
     def has_values(self) -> bool:
@@ -90,9 +76,23 @@ class Step:
             return True
         return bool(self.value.is_floating_point() or self.value.is_complex())
 
-    def parents(self) -> list[Step]:
-        """Return the steps among the arguments, in order."""
-        return list(steps_in([self.args, self.kwargs]))
+    def explain(
+        self,
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        parents: Sequence[Step],
+    ) -> Step:
+        """Note the call that the step is, and the modes in which it is made."""
+        self.function, self.args, self.kwargs, self.parents = function, args, kwargs, parents
+        self.has_grad = torch.is_grad_enabled()
+        self.autocast = autocast_of(parents[0].value.device)
+        return self
+
+    def keep(self, value: torch.Tensor) -> None:
+        """Keep the tensor of the chunk, with what tells later whether it has changed."""
+        self.value, self.shape, self.node = value, value.shape, value.grad_fn
+        self.version = version_of(value)
 
     def repeat(self, args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device) -> Any:
         """Call the function with other arguments, in the modes in which it was called.
@@ -104,7 +104,6 @@ class Step:
             kwargs: its keyword arguments.
             device: the device of both.
         """
-        assert self.function is not None
         with contextlib.ExitStack() as modes:
             modes.enter_context(torch.set_grad_enabled(self.has_grad and torch.is_grad_enabled()))
             if self.autocast is not None and self.autocast != autocast_of(device):
@@ -115,17 +114,6 @@ class Step:
             target = args[0].clone()
             self.function(target, *args[1:], **kwargs)
             return target
-
-
-def steps_in(value: Any) -> Iterator[Step]:
-    """Yield the steps in nested lists, tuples and dictionaries."""
-    if isinstance(value, Step):
-        yield value
-    elif isinstance(value, dict):
-        yield from steps_in(list(value.values()))
-    elif type(value) in (tuple, list):
-        for item in value:
-            yield from steps_in(item)
 
 
 def autocast_of(device: torch.device) -> tuple[bool, torch.dtype] | None:

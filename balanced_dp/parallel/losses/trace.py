@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from .step import Reduction, Step, is_in_place, steps_in, version_of
+from .step import Reduction, Step, is_in_place, version_of
 
 ResultT = TypeVar("ResultT")
 
@@ -47,16 +47,31 @@ class Trace:
         self.num_reductions = 0
         self.lost: list[Step] = []
         self._steps: dict[int, Step] = {}
-        self._traced: list[tuple[torch.Tensor, type]] = []
 
     def step_of(self, tensor: torch.Tensor) -> Step | None:
         """Return how a tensor was computed; None if it is not traced, or was written to since."""
         step = self._steps.get(id(tensor))
         return step if step is not None and step.version == version_of(tensor) else None
 
-    def record(self, value: torch.Tensor, reduction: Reduction) -> None:
-        """Record a reduction, and trace its result from now on."""
-        step = self._step(reduction)
+    def record(
+        self,
+        function: Callable[..., Any],
+        value: torch.Tensor,
+        reduced: torch.Tensor,
+        name: str,
+        count: int | torch.Tensor | None = None,
+        **others: Any,
+    ) -> torch.Tensor:
+        """Record that a function reduced ``reduced`` to ``value``, which is returned and traced.
+
+        By default the count is that of the entries of ``reduced``; see ``Reduction``.
+        """
+        if self.step_of(value) is not None:  # it was recorded as a function of traced tensors
+            return value
+        if count is None:
+            count = reduced.numel() // max(1, value.numel())
+        reduction = Reduction(name, count, reduced.shape, **{"source": reduced.grad_fn, **others})
+        step = self._step(function, reduction)
         step.ordinal = self.num_reductions
         self.num_reductions += 1
         if value.numel() <= MAX_NUMEL:
@@ -64,14 +79,15 @@ class Trace:
         else:
             step.shape = value.shape
             self.lost.append(step)
+        return value
 
     def call(
         self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         """Call a function on traced tensors, and trace what it returns or writes."""
-        used = self._with_steps(args)
-        named = {name: self._with_steps(value) for name, value in kwargs.items() if name != "out"}
-        parents = list(steps_in([used, named]))
+        parents: list[Step] = []
+        used = self._with_steps(args, parents)
+        named = {n: self._with_steps(v, parents) for n, v in kwargs.items() if n != "out"}
         if not parents:
             return function(*args, **kwargs)
         target = args[0] if args and is_in_place(function) else None
@@ -86,36 +102,25 @@ class Trace:
             self.lost += [p for p in parents if p.reduction is None or p.reduction.name != "sum"]
         elif name == "register_hook":
             for step in parents:
-                if step.function is not None:  # gradients pass by its value
+                if step.parents:  # gradients pass by its value
                     step.version = -1
         elif isinstance(result, torch.Tensor):
             known = self.step_of(result)
-            if known is not None and known.index >= num_steps:  # a reduction of traced tensors
-                known.explain(function, used, named, result.device)
-            elif known is None and name in _TO_DEVICE:
-                self._trace_call(result, parents, torch.Tensor.to, [used[0], result.dtype], {})
-            elif known is None:
-                self._trace_call(result, parents, function, used, named)
+            if name in _TO_DEVICE:
+                function, used, named = torch.Tensor.to, [used[0], result.dtype], {}
+            if known is None:
+                step = self._step(function).explain(function, used, named, parents)
+                self._trace_if_small(result, step, parents)
+            elif known.index >= num_steps:  # a reduction of traced tensors
+                known.explain(function, used, named, parents)
         elif isinstance(result, tuple | list) and any(isinstance(r, torch.Tensor) for r in result):
-            several = self._step().explain(function, used, named, parents[0].value.device)
+            several = self._step(function).explain(function, used, named, parents)
             for position, part in enumerate(result):
                 if isinstance(part, torch.Tensor):
-                    self._trace_call(part, parents, operator.getitem, [several, position], {})
+                    step = self._step(operator.getitem)
+                    step.args, step.parents = [several, position], [several]
+                    self._trace_if_small(part, step, parents)
         return output
-
-    def _trace_call(
-        self,
-        result: torch.Tensor,
-        parents: Sequence[Step],
-        function: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-    ) -> None:
-        """Trace what a call on traced tensors returned, unless it is too large."""
-        if self._fits(result, parents):
-            self._trace(result, self._step().explain(function, args, kwargs, result.device))
-        else:
-            self.lost += [step for step in parents if step.has_values]
 
     def ignore_gradients_where(self, is_ignored: torch.Tensor, output: torch.Tensor) -> None:
         """Replace gradients of an output, such as 0 / 0, by 0 if ``is_ignored``, which is 0-dim."""
@@ -127,37 +132,32 @@ class Trace:
                 continue
             seen.add(step)
             if step.reduction is None:
-                steps += step.parents()
+                steps += step.parents
             elif step.value.requires_grad:
-                fill = functools.partial(_filled, is_ignored.to(step.value.device))
-                step.value.register_hook(fill)
+                where = is_ignored.to(step.value.device)
+                step.value.register_hook(lambda grad, where=where: grad.masked_fill(where, 0))
 
-    def begin(self) -> None:
-        """Trace the tensors that were traced before ``end``."""
-        for tensor, kind in self._traced:
-            tensor.__class__ = _traced_class(kind)
+    def set_classes(self, are_traced: bool) -> None:
+        """Trace the tensors that were traced before, or give each its own class back."""
+        for step in self._steps.values():
+            _set_class(step.value, are_traced)
 
-    def end(self) -> None:
-        """Give each tensor its own class back."""
-        for tensor, kind in self._traced:
-            tensor.__class__ = kind
-
-    def _step(self, reduction: Reduction | None = None) -> Step:
+    def _step(self, function: Callable[..., Any], reduction: Reduction | None = None) -> Step:
         self.num_steps += 1
-        return Step(self.num_steps - 1, None, reduction=reduction)
+        return Step(self.num_steps - 1, function, reduction)
+
+    def _trace_if_small(self, result: torch.Tensor, step: Step, parents: Sequence[Step]) -> None:
+        """Trace what a call on traced tensors returned, unless it is too large."""
+        if self._fits(result, parents):
+            self._trace(result, step)
+        else:
+            self.lost += [parent for parent in parents if parent.has_values]
 
     def _trace(self, value: torch.Tensor, step: Step) -> None:
         """Trace a tensor as the result of a step."""
-        is_new = id(value) not in self._steps
-        step.value, step.shape, step.node = value, value.shape, value.grad_fn
-        step.version = version_of(value)
+        step.keep(value)
         self._steps[id(value)] = step
-        if is_new:
-            # Another replica on this device may trace the same tensor.
-            kind = getattr(type(value), "original", type(value))
-            with contextlib.suppress(TypeError):  # a class with another memory layout
-                value.__class__ = _traced_class(kind)
-                self._traced.append((value, kind))
+        _set_class(value, is_traced=True)
 
     def _fits(self, value: torch.Tensor, parents: Sequence[Step]) -> bool:
         """Return whether a tensor is small, or no larger than what it was computed from."""
@@ -166,15 +166,17 @@ class Trace:
         num_entries = sum(step.shape.numel() for step in parents)
         return value.numel() <= min(MAX_NUMEL, max(_SMALL_NUMEL * may_grow, num_entries))
 
-    def _with_steps(self, value: Any) -> Any:
-        """Return arguments with a step in place of each traced tensor."""
+    def _with_steps(self, value: Any, found: list[Step]) -> Any:
+        """Return arguments with a step in place of each traced tensor; add these to ``found``."""
         if isinstance(value, torch.Tensor):
             step = self.step_of(value)
-            if step is None and id(value) in self._steps:  # it was written to, through a view
+            if step is not None:
+                found.append(step)
+                return step
+            if id(value) in self._steps:  # it was written to, through a view
                 self.lost.append(self._steps[id(value)])
-            return value if step is None else step
-        if type(value) in (tuple, list):
-            return [self._with_steps(item) for item in value]
+        elif type(value) in (tuple, list):
+            return [self._with_steps(item, found) for item in value]
         return value
 
 
@@ -218,37 +220,38 @@ _traces: ContextVar[Sequence[Trace]] = ContextVar("traces", default=())
 
 @contextlib.contextmanager
 def tracing(traces: Sequence[Trace]) -> Iterator[None]:
-    """Context manager in which functions that ``traced`` returned are traced."""
+    """Context manager in which functions that are called by ``traced`` are traced."""
     token = _traces.set(traces)
     try:
         for trace in traces:
-            trace.begin()
+            trace.set_classes(are_traced=True)
         yield
     finally:
         _traces.reset(token)
         for trace in traces:
-            trace.end()
+            trace.set_classes(are_traced=False)
 
 
-def traced(function: Callable[[], ResultT], index: int) -> Callable[[], ResultT]:
-    """Return a function whose tensors are traced, for the replica ``index``, in ``tracing``."""
-
-    def run() -> ResultT:
-        traces = _traces.get()
-        if not traces:
-            return function()
-        token = current_trace.set(traces[index])
-        try:
-            return function()
-        finally:
-            current_trace.reset(token)
-
-    return run
+def traced(index: int, function: Callable[..., ResultT], *args: Any, **kwargs: Any) -> ResultT:
+    """Call a function as the replica ``index``; in ``tracing``, its tensors are traced."""
+    traces = _traces.get()
+    token = current_trace.set(traces[index] if traces else current_trace.get())
+    try:
+        return function(*args, **kwargs)
+    finally:
+        current_trace.reset(token)
 
 
 @functools.cache
 def _traced_class(kind: type) -> type:
     return type(f"Traced{kind.__name__}", (_Traced, kind), {"original": kind})
+
+
+def _set_class(tensor: torch.Tensor, is_traced: bool) -> None:
+    # Another replica on this device may trace the same tensor, which has the class already.
+    kind = getattr(type(tensor), "original", type(tensor))
+    with contextlib.suppress(TypeError):  # a class with another memory layout
+        tensor.__class__ = _traced_class(kind) if is_traced else kind
 
 
 def _before_write(used: Any, target: torch.Tensor) -> Any:
@@ -257,9 +260,5 @@ def _before_write(used: Any, target: torch.Tensor) -> Any:
         before = target.clone()
     if not isinstance(used, Step):
         return before
-    used.value, used.node, used.version = before, before.grad_fn, version_of(before)
+    used.keep(before)
     return used
-
-
-def _filled(is_filled: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-    return grad.masked_fill(is_filled, 0)

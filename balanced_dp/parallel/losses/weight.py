@@ -55,41 +55,31 @@ def weight_of_chunk(
                 f"{', '.join(named) or 'none'}; name a tensor among them"
             )
         return (named[loss_weight] != -100).sum()
-    weight = _call_with_named(loss_weight, function, named, args, kwargs)
-    if isinstance(weight, Mapping):
-        return {name: _checked(value) for name, value in weight.items()}
-    return _checked(weight)
-
-
-def _call_with_named(
-    loss_weight: Callable[..., Any],
-    function: Callable[..., Any],
-    named: Mapping[str, Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-) -> Any:
-    """Call ``loss_weight`` with the arguments that its parameters name, or else with all."""
     signature = inspect.signature(loss_weight)
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
-    takes_all = any(p.kind is p.VAR_POSITIONAL for p in signature.parameters.values())
+    kinds = {parameter.kind for parameter in signature.parameters.values()}
+    takes_all = inspect.Parameter.VAR_POSITIONAL in kinds
+    takes_any = inspect.Parameter.VAR_KEYWORD in kinds
     wanted = {n for n, p in signature.parameters.items() if p.default is p.empty}
     if not takes_all and (takes_any or wanted <= {*named, *parameters(function)}):
         args = ()
         kwargs = {n: v for n, v in named.items() if takes_any or n in signature.parameters}
-    elif not takes_all and len(wanted) != len(named):
+        fits = True
+    else:  # its parameters have other names
+        fits = takes_all or len(wanted) == len(named)
+    try:
+        bound = signature.bind(*args, **kwargs)
+    except TypeError:
+        fits = False
+    if not fits:
         raise ArgumentError(
             f"loss_weight ({described(loss_weight)}) takes {', '.join(signature.parameters)}, but "
             f"the arguments of the call are {', '.join(named) or 'none'}; take these, or some by "
-            "their names"
+            "their names, and give parameters that may be missing a default"
         )
-    try:
-        bound = signature.bind(*args, **kwargs)
-    except TypeError as error:
-        raise ArgumentError(
-            f"loss_weight ({described(loss_weight)}): {error}; the arguments of the call are "
-            f"{', '.join(named) or 'none'}; give parameters that may be missing a default"
-        ) from None
-    return loss_weight(*bound.args, **bound.kwargs)
+    weight = loss_weight(*bound.args, **bound.kwargs)
+    if isinstance(weight, Mapping):
+        return {name: _checked(value) for name, value in weight.items()}
+    return _checked(weight)
 
 
 def _checked(weight: Any) -> float | torch.Tensor:

@@ -38,13 +38,15 @@ def weighted_mean(
         device: the device of the result.
     """
     if not any(isinstance(weight, torch.Tensor) for weight in weights):
-        whole = sum(weights)
-        fractions = [w / whole for w in weights] if whole else [1 / len(tensors)] * len(tensors)
-        counted = [(t, f) for t, f in zip(tensors, fractions, strict=True) if f]
-        values = moved([tensor for tensor, _ in counted], device)
-        parts = [value * f for value, (_, f) in zip(values, counted, strict=True)]
-        return functools.reduce(torch.add, parts)
+        weights = weights if any(weights) else [1] * len(weights)
+        counted = [i for i, weight in enumerate(weights) if weight]
+        parts = moved([tensors[i] for i in counted], device)
+        fractions = [weights[i] / sum(weights) for i in counted]
+        mean: torch.Tensor = parts[0] * fractions[0]
+        for part, fraction in zip(parts[1:], fractions[1:], strict=True):
+            mean = mean.add(part, alpha=fraction)
+        return mean
     weight = torch.stack([torch.as_tensor(weight, device=device) for weight in weights]).detach()
     means = torch.stack(moved(tensors, device)).masked_fill(weight == 0, 0)
     dtype = torch.promote_types(means.dtype, torch.float32)  # where no sum of counts overflows
-    return (torch.dot(means.to(dtype), weight.to(dtype)) / weight.sum()).to(means.dtype)
+    return torch.dot(means.to(dtype), weight.to(dtype) / weight.sum()).to(means.dtype)

@@ -6,10 +6,8 @@ import torch
 from torch import nn
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--batch_size", type=int, default=24)
-parser.add_argument("--n_iters", type=int, default=10)
-parser.add_argument("--latent_dim", type=int, default=16)
-parser.add_argument("--img_size", type=int, default=16)
+for name, default in (("batch_size", 24), ("n_iters", 10), ("latent_dim", 16), ("img_size", 16)):
+    parser.add_argument(f"--{name}", type=int, default=default)
 opt = parser.parse_args()
 
 cuda = torch.cuda.is_available()

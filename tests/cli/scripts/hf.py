@@ -9,23 +9,13 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, 
 parser = argparse.ArgumentParser()
 parser.add_argument("--max_steps", type=int, default=10)
 parser.add_argument("--batch", type=int, default=24)
-parser.add_argument("--n_embd", type=int, default=32)
 args = parser.parse_args()
 
 torch.manual_seed(0)
 devices = max(1, torch.cuda.device_count())
-config = GPT2Config(
-    vocab_size=100,
-    n_positions=32,
-    n_embd=args.n_embd,
-    n_layer=2,
-    n_head=2,
-    resid_pdrop=0.0,
-    embd_pdrop=0.0,
-    attn_pdrop=0.0,
-    bos_token_id=0,
-    eos_token_id=0,
-)
+no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+shape = {"vocab_size": 100, "n_positions": 32, "n_embd": 32, "n_layer": 2, "n_head": 2}
+config = GPT2Config(**shape, **no_dropout, bos_token_id=0, eos_token_id=0)
 
 
 class Sentences(torch.utils.data.Dataset):

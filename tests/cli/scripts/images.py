@@ -1,18 +1,14 @@
-"""Train a small CNN, epoch by epoch, and keep the checkpoint with the best accuracy."""
+"""Train a small CNN, epoch by epoch, and keep the weights with the best accuracy."""
 
 import argparse
-import shutil
 
 import torch
-from meters import AverageMeter, ProgressMeter
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 parser = argparse.ArgumentParser()
 for name, default in (("epochs", 2), ("batch", 32), ("batches", 5), ("width", 16), ("size", 16)):
     parser.add_argument(f"--{name}", default=default, type=int)
-parser.add_argument("--checkpoint", default="", help="file that each epoch is saved in")
-parser.add_argument("--resume", default="", help="file to go on from")
 
 
 def images(n, size):
@@ -33,8 +29,7 @@ def accuracy(output, target, topk):
 
 
 def run_epoch(loader, model, criterion, device, name, optimizer=None):
-    meters = [AverageMeter(of) for of in (f"{name} loss", "acc@1", "acc@5")]
-    progress = ProgressMeter(len(loader), meters, name)
+    num_right = 0.0
     model.train(optimizer is not None)
     for i, (inputs, target) in enumerate(loader, 1):
         inputs = inputs.to(device, non_blocking=True)
@@ -42,13 +37,14 @@ def run_epoch(loader, model, criterion, device, name, optimizer=None):
         with torch.set_grad_enabled(optimizer is not None):
             output = model(inputs)
             loss = criterion(output, target)
-        progress.update([loss.item(), *accuracy(output, target, topk=(1, 5))], len(inputs))
+        top1, top5 = accuracy(output, target, topk=(1, 5))
+        num_right += top1 * len(inputs)
         if optimizer is not None:
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-        progress.display(i)
-    return meters[1].average
+        print(f"{name}[{i}/{len(loader)}] loss {loss.item():.7f} acc@1 {top1:.3f} acc@5 {top5:.3f}")
+    return num_right / len(loader.dataset)
 
 
 if __name__ == "__main__":
@@ -63,19 +59,10 @@ if __name__ == "__main__":
     options = {"batch_size": args.batch, "num_workers": 1, "pin_memory": torch.cuda.is_available()}
     train_loader = DataLoader(images(args.batches * args.batch, args.size), shuffle=True, **options)
     val_loader = DataLoader(images(args.batch, args.size), **options)
-    best, start = 0.0, 0
-    if args.resume:
-        state = torch.load(args.resume, map_location=device)
-        best, start = state["best"], state["epoch"]
-        getattr(model, "module", model).load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-    for epoch in range(start, args.epochs):
+    best = 0.0
+    for epoch in range(args.epochs):
         run_epoch(train_loader, model, criterion, device, f"epoch {epoch}", optimizer)
         top1 = run_epoch(val_loader, model, criterion, device, "validation")
-        is_best, best = top1 > best, max(top1, best)
-        weights = model.module.state_dict() if hasattr(model, "module") else model.state_dict()
-        state = {"epoch": epoch + 1, "best": best, "model": weights}
-        if args.checkpoint:
-            torch.save(state | {"optimizer": optimizer.state_dict()}, args.checkpoint)
-            if is_best:
-                shutil.copyfile(args.checkpoint, f"{args.checkpoint}.best")
+        if top1 > best:
+            best = top1
+            weights = model.module.state_dict() if hasattr(model, "module") else model.state_dict()
