@@ -10,9 +10,8 @@ there the memory is that of real ones and the time is of no meaning. Each benchm
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from typing import Any
 
 import pytest
 import torch
@@ -38,37 +37,26 @@ def cases() -> Iterator[tuple[str, int, int]]:
 
 
 @pytest.fixture(scope="module")
-def metered() -> Iterator[dict[str, Any]]:
-    """One model at a time: parameters come sorted by workload."""
-    current: dict[str, Any] = {}
+def devices() -> Iterator[Sequence[torch.device]]:
     with open_devices(NUM_DEVICES) as devices:
-        current["devices"] = devices
-        yield current
-        close(current)
+        yield devices
 
 
-def close(current: dict[str, Any]) -> None:
-    if "context" in current:
-        current.pop("meter")
-        current.pop("context").__exit__(None, None, None)
+@pytest.fixture(scope="module")
+def metered(
+    devices: Sequence[torch.device], request: pytest.FixtureRequest
+) -> Iterator[tuple[StepMeter, list[int]]]:
+    """One model at a time: parameters come sorted by workload."""
+    workload = find_workload(request.param)
+    with step_meter(workload, devices) as meter:
+        yield meter, default_capacities(meter, workload.batch_size)
 
 
-def meter_of(name: str, current: dict[str, Any]) -> StepMeter:
-    if current.get("name") != name:
-        close(current)
-        workload = find_workload(name)
-        context = step_meter(workload, current["devices"])
-        meter = context.__enter__()
-        current.update(name=name, context=context, meter=meter)
-        current["capacities"] = default_capacities(meter, workload.batch_size)
-    return current["meter"]
-
-
-@pytest.mark.parametrize(("name", "batch_size", "gpu0_bsz"), list(cases()))
-def test_training_step(benchmark, metered, name, batch_size, gpu0_bsz):
-    meter = meter_of(name, metered)
+@pytest.mark.parametrize(("metered", "batch_size", "gpu0_bsz"), list(cases()), indirect=["metered"])
+def test_training_step(benchmark, metered, batch_size, gpu0_bsz):
+    meter, capacities = metered
     measured = benchmark.pedantic(meter.measure, args=(batch_size, gpu0_bsz))
-    devices = [torch.get_device_module(d).get_device_name(d) for d in metered["devices"]]
+    devices = [torch.get_device_module(d).get_device_name(d) for d in meter.devices]
     provenance = Provenance.of_this_process()
     benchmark.extra_info.update(
         peak_bytes=measured.peak_bytes,
@@ -78,7 +66,7 @@ def test_training_step(benchmark, metered, name, batch_size, gpu0_bsz):
     )
     benchmark.extra_info[BENCHMARK_KEY] = {
         "measurement": asdict(measured),
-        "capacities": metered["capacities"],
+        "capacities": capacities,
         "devices": ", ".join(devices),
         "num_parameters": meter.num_parameters,
         "precision": meter.precision,

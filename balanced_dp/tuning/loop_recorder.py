@@ -8,8 +8,8 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import chain
+from types import SimpleNamespace
 from typing import Any, Literal
 from unittest import mock
 
@@ -272,7 +272,7 @@ class LoopRecorder:
         elif self._has_stepped:  # its closure runs the model
             self._end_iteration()
         if optimizer is self._optimizer and self._step is not None:
-            self._step.end_phase(self._breakdown_of, optimizer)
+            self._step.end_phase(self._counted, optimizer)
 
     def _end_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         self._pending.discard(id(optimizer))
@@ -280,34 +280,34 @@ class LoopRecorder:
             self._has_stepped = True
             self._pending = set(self._others)
 
-    def _end_iteration(self) -> None:
+    def _end_iteration(self, is_finished: bool = True) -> None:
         step, self._step = self._step, None
         self._has_gone_back = self._has_stepped = False
         if step is None:
             return
-        step.end_phase(self._breakdown_of, self._optimizer)
-        self.num_iterations += 1
+        step.end_phase(self._counted, self._optimizer)
+        self.num_iterations += is_finished
         self._record(step)
         self._added_sizes, self._chunk_sizes, self._replica_sizes = set(), (), {}
 
     def _end_loop(self) -> None:
         """Record the last iteration; if it is not finished, only if it is the only one."""
-        if self._is_complete:
-            self._end_iteration()
-        elif self._step is not None and not self.measurements:
-            self._step.end_phase(self._breakdown_of, self._optimizer)
-            self._record(self._step)
+        if self._is_complete or not self.measurements:
+            self._end_iteration(self._is_complete)
 
     @property
-    def _breakdown_of(self) -> Any:
+    def _counted(self) -> Any:
+        """The model, or what ``memory_breakdown`` asks of one, where the script wraps none."""
         if isinstance(self._model, BalancedDataParallel):
             return self._model
-        return _Unwrapped(self.devices, self._optimizer)
+        parameters = functools.partial(_parameters, self._optimizer)
+        return SimpleNamespace(devices=self.devices, parameters=parameters, buffers=tuple)
 
     def _record(self, step: StepRecorder) -> None:
-        sizes = self._chunk_sizes or tuple(self._replica_sizes.get(d, 0) for d in self.devices)
+        sizes = self._chunk_sizes
         if isinstance(self._model, BalancedDataParallel) and self._model.devices == self.devices:
-            sizes = self._chunk_sizes or self._model.chunk_sizes or sizes
+            sizes = sizes or self._model.chunk_sizes or ()
+        sizes = sizes or tuple(self._replica_sizes.get(device, 0) for device in self.devices)
         key = sum(sizes), sizes[0]
         measured = step.measurement(self.name, sizes[0], sizes)
         if self.num_iterations == 2:  # the first one had no optimizer state
@@ -318,7 +318,8 @@ class LoopRecorder:
         self.measurements[key] = max(measured, known, key=lambda m: max(m.peak_bytes))
         if self.measurements[key] is measured:
             self._empty_bytes[key] = _empty_bytes(step)
-        replica_bytes = 0 if self._model is None else _num_bytes(self._model)
+        model = nn.Module() if self._model is None else self._model
+        replica_bytes = sum(t.nbytes for t in chain(model.parameters(), model.buffers()))
         self._search.observe(measured, _empty_bytes(step), replica_bytes)
 
     def _has_all_gradients(self, batch_size: int) -> bool:
@@ -400,20 +401,6 @@ class _RecordedSplit(SplitPolicy):
         return self.split(batch_size)
 
 
-@dataclass(frozen=True, slots=True)
-class _Unwrapped:
-    """What ``memory_breakdown`` asks a model, where a script wraps none."""
-
-    devices: Sequence[torch.device]
-    optimizer: torch.optim.Optimizer | None
-
-    def parameters(self) -> Iterator[torch.Tensor]:
-        return _parameters(self.optimizer)
-
-    def buffers(self) -> Iterator[torch.Tensor]:
-        return iter(())
-
-
 def _empty_bytes(step: StepRecorder) -> tuple[int, ...]:
     """Return what the first device would hold with an empty batch, at the peak of each phase.
 
@@ -434,7 +421,3 @@ _OF_THE_BATCH = ("input", "activation", "gathered output")
 def _parameters(optimizer: torch.optim.Optimizer | None) -> Iterator[torch.Tensor]:
     groups = [] if optimizer is None else optimizer.param_groups
     return chain.from_iterable(group["params"] for group in groups)
-
-
-def _num_bytes(model: nn.Module) -> int:
-    return sum(tensor.nbytes for tensor in chain(model.parameters(), model.buffers()))

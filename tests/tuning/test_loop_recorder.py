@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -31,33 +32,43 @@ def make_model(device: torch.device, features: int = 64) -> nn.Module:
 
 def train(
     model: nn.Module,
-    num_steps: int,
-    batch_size: int = 32,
+    steps: Iterable[Sequence[int]],
     after_step: Callable[[], object] = lambda: None,
+    skipped: int | None = None,
 ) -> None:
+    """Train with the batches of each step, whose gradients accumulate."""
     device = next(model.parameters()).device
     optimizer = torch.optim.AdamW(model.parameters())
-    for _ in range(num_steps):
-        output = model(torch.ones(batch_size, 64, device=device))
-        output.square().mean().backward()
-        del output
-        optimizer.step()
+    for number, batch_sizes in enumerate(steps):
+        for size in batch_sizes:
+            model(torch.ones(size, 64, device=device)).square().mean().backward()
+        if number != skipped:
+            optimizer.step()
         optimizer.zero_grad()
         after_step()
 
 
-def recorded(devices: Any, num_steps: int, batch_size: int = 32, **options: Any) -> LoopRecorder:
+@contextmanager
+def split_loop(devices: Any, module: nn.Module | None = None, **options: Any) -> Iterator[Any]:
+    """Yield a recorder and a model that it splits, while it records."""
     recorder = LoopRecorder(devices, **options)
-    model = BalancedDataParallel(0, make_model(devices[0]))
+    module = make_model("cpu") if module is None else module
+    model = BalancedDataParallel(0, module.to(devices[0]))
     recorder.adopt(model)
     with recorder.recording():
-        train(model, num_steps, batch_size)
+        yield recorder, model
     model.close()
+
+
+def recorded(devices: Any, steps: Iterable[Sequence[int]], **options: Any) -> LoopRecorder:
+    skipped = options.pop("skipped", None)
+    with split_loop(devices, **options) as (recorder, model):
+        train(model, steps, skipped=skipped)
     return recorder
 
 
 def test_iterations_are_what_lies_between_steps(devices):
-    recorder = recorded(devices, 3, gpu0_bsz=None)
+    recorder = recorded(devices, [(32,)] * 3, gpu0_bsz=None)
     assert recorder.num_iterations == 3
     [measured] = recorder.measurements.values()
     assert measured.chunk_sizes == (8, 8, 8, 8) and measured.batch_size == 32
@@ -69,7 +80,7 @@ def test_iterations_are_what_lies_between_steps(devices):
 
 
 def test_a_value_is_compared_with_the_even_split(devices):
-    recorder = recorded(devices, 4, gpu0_bsz=3)
+    recorder = recorded(devices, [(32,)] * 4, gpu0_bsz=3)
     splits = [m.chunk_sizes for m in recorder.measurements.values()]
     assert splits == [(8, 8, 8, 8), (4, 10, 9, 9), (3, 10, 10, 9)]
     assert recorder.last.chunk_sizes == (3, 10, 10, 9)
@@ -80,54 +91,45 @@ def test_a_value_is_compared_with_the_even_split(devices):
 
 def test_the_model_has_the_value_of_its_largest_batch(devices):
     """Scripts store it in their checkpoints."""
-    recorder = LoopRecorder(devices, gpu0_bsz="auto")
-    model = BalancedDataParallel("auto", make_model(devices[0]))
-    recorder.adopt(model)
-    assert model.gpu0_bsz is None
-    with recorder.recording():
-        train(model, 8)
-    assert model.gpu0_bsz == model.chunk_sizes[0] < 8
-    model(torch.ones(3, 64))
-    assert model.gpu0_bsz == model.split(32)[0]
-    model.close()
+    with split_loop(devices) as (_, model):
+        assert model.gpu0_bsz is None
+        train(model, [(32,)] * 8)
+        assert model.gpu0_bsz == model.chunk_sizes[0] < 8
+        model(torch.ones(3, 64))
+        assert model.gpu0_bsz == model.split(32)[0]
 
 
 def test_auto_finds_the_value_that_trying_each_finds(devices):
     tried = {}
     for value in range(9):
         gc.collect()
-        tried[value] = max(recorded(devices, 4, gpu0_bsz=value).last.peak_bytes)
+        tried[value] = max(recorded(devices, [(32,)] * 4, gpu0_bsz=value).last.peak_bytes)
     gc.collect()
-    report = recorded(devices, 9).report()
+    report = recorded(devices, [(32,)] * 9).report()
     assert report.plan.gpu0_bsz == best_gpu0_bsz(tried)
     assert report.model.is_accurate
 
 
 @pytest.mark.parametrize("capacity", [12 * 2**20, 48 * 2**20])
 def test_the_largest_batch_is_the_largest_that_runs(capacity, devices):
-    report = recorded(devices, 9, 1024, capacities=[capacity] * 4).report()
+    report = recorded(devices, [(1024,)] * 9, capacities=[capacity] * 4).report()
     largest, value = report.plan.max_batch_size, report.plan.max_batch_gpu0_bsz
 
     def peak(batch_size: int) -> int:
         gc.collect()
-        return max(recorded(devices, 4, batch_size, gpu0_bsz=value).last.peak_bytes)
+        return max(recorded(devices, [(batch_size,)] * 4, gpu0_bsz=value).last.peak_bytes)
 
     assert peak(largest - 4) <= capacity < peak(largest + 4)
 
 
 def test_a_second_split_is_tried_where_the_even_one_is_best(devices):
-    recorder = LoopRecorder(devices)
-    model = BalancedDataParallel(
-        0, nn.Sequential(make_model("cpu"), nn.Linear(512, 1)).to(devices[0])
-    )
-    recorder.adopt(model)
-    with recorder.recording():
+    module = nn.Sequential(make_model("cpu"), nn.Linear(512, 1))
+    with split_loop(devices, module) as (recorder, model):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for _ in range(6):
             model(torch.ones(4096, 64)).mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-    model.close()
     assert len(recorder.measurements) >= 2
     assert recorder.report().plan.gpu0_bsz > 900
 
@@ -151,34 +153,20 @@ def test_two_optimizers_make_one_iteration(devices):
 
 
 def test_evaluation_is_not_counted(devices):
-    recorder = LoopRecorder(devices, gpu0_bsz=None)
-    model = BalancedDataParallel(0, make_model(devices[0]))
-    recorder.adopt(model)
+    with split_loop(devices, gpu0_bsz=None) as (recorder, model):
 
-    def evaluate() -> None:
-        with torch.no_grad():
-            model(torch.ones(4096, 64))
+        def evaluate() -> None:
+            with torch.no_grad():
+                model(torch.ones(4096, 64))
 
-    with recorder.recording():
-        train(model, 3, after_step=evaluate)
-    model.close()
+        train(model, [(32,)] * 3, after_step=evaluate)
     [measured] = recorder.measurements.values()
     assert measured.batch_size == 32
     assert max(measured.peak_bytes) < 2**22
 
 
 def test_gradient_accumulation_is_one_iteration(devices):
-    recorder = LoopRecorder(devices, gpu0_bsz=None)
-    model = BalancedDataParallel(0, make_model(devices[0]))
-    recorder.adopt(model)
-    optimizer = torch.optim.AdamW(model.parameters())
-    with recorder.recording():
-        for _ in range(3):
-            for size in (8, 16, 12):
-                model(torch.ones(size, 64)).mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    model.close()
+    recorder = recorded(devices, [(8, 16, 12)] * 3, gpu0_bsz=None)
     assert recorder.num_iterations == 3
     assert list(recorder.measurements) == [(16, 4)]
 
@@ -187,41 +175,20 @@ def test_gradient_accumulation_is_one_iteration(devices):
 def test_iterations_whose_data_ended_are_not_compared_with_others(gpu0_bsz, devices):
     """97 samples in batches of 32, two for each step: every second step has 32 and one."""
 
-    def peaks(*sizes: int) -> dict[Any, Any]:
-        recorder = LoopRecorder(devices, gpu0_bsz=gpu0_bsz)
-        model = BalancedDataParallel(0, make_model(devices[0]))
-        recorder.adopt(model)
-        optimizer = torch.optim.AdamW(model.parameters())
-        with recorder.recording():
-            for number in range(20):
-                model(torch.ones(sizes[number % len(sizes)], 64)).mean().backward()
-                if number % 2:
-                    optimizer.step()
-                    optimizer.zero_grad()
-        model.close()
-        measured = recorder.measurements.values()
+    def peaks(*steps: tuple[int, int]) -> dict[Any, Any]:
+        measured = recorded(devices, steps, gpu0_bsz=gpu0_bsz).measurements.values()
         return {m.gpu0_bsz: m.peak_bytes for m in measured if m.batch_size == 32}
 
-    mixed = peaks(32, 32, 32, 1)
+    mixed = peaks(*[(32, 32), (32, 1)] * 5)
     gc.collect()
-    assert mixed == peaks(32, 32)
+    assert mixed == peaks(*[(32, 32)] * 10)
     assert (len(mixed) > 2) == (gpu0_bsz == "auto")
     gc.collect()
 
 
 def test_a_skipped_step_is_not_taken_for_accumulation(devices):
     """Else all later iterations would be left out, since none of them accumulates."""
-    recorder = LoopRecorder(devices, gpu0_bsz="auto")
-    model = BalancedDataParallel(0, make_model(devices[0]))
-    recorder.adopt(model)
-    optimizer = torch.optim.AdamW(model.parameters())
-    with recorder.recording():
-        for number in range(10):
-            optimizer.zero_grad()
-            model(torch.ones(32, 64)).square().mean().backward()
-            if number != 2:
-                optimizer.step()
-    model.close()
+    recorder = recorded(devices, [(32,)] * 10, skipped=2)
     assert len(recorder.measurements) > 2
     assert not recorder.is_searching
 
@@ -230,7 +197,7 @@ def test_the_loop_ends_where_it_would_begin_one_step_too_many(devices):
     recorder = LoopRecorder(devices, num_steps=2)
     steps = []
     with pytest.raises(StepsDone) as ended, recorder.recording():
-        train(make_model(devices[0]), 5, after_step=lambda: steps.append(1))
+        train(make_model(devices[0]), [(32,)] * 5, after_step=lambda: steps.append(1))
     assert len(steps) == 2 and ended.value.code is None
 
 
@@ -246,7 +213,7 @@ def test_an_iteration_that_fails_is_kept_if_it_is_the_only_one(devices):
 def test_a_model_without_a_wrapper_is_measured_where_it_is(devices):
     recorder = LoopRecorder(devices)
     with recorder.recording():
-        train(make_model(devices[1]), 3)
+        train(make_model(devices[1]), [(32,)] * 3)
     assert recorder.last.peak_bytes[1] > 0 == recorder.last.peak_bytes[0]
     assert not recorder.is_splitting and recorder.report() is None
 
@@ -256,7 +223,7 @@ def test_chunks_of_torchs_own_class_are_counted():
         recorder = LoopRecorder(devices)
         model = nn.DataParallel(make_model(devices[0]))
         with recorder.recording():
-            train(model, 3, 30)
+            train(model, [(30,)] * 3)
         assert recorder.last.chunk_sizes == (8, 8, 8, 6) and recorder.last.batch_size == 30
         assert not recorder.is_splitting
         del model, recorder
@@ -289,7 +256,7 @@ def test_chunks_of_a_class_that_knows_none_of_torchs_are_counted():
         recorder = LoopRecorder(devices)
         model = Splitting(Inner(make_model(devices[0])))
         with recorder.recording():
-            train(model, 3, 12)
+            train(model, [(12,)] * 3)
         assert recorder.last.chunk_sizes == (2, 5, 5, 0) and recorder.last.batch_size == 12
         del model, recorder
 
@@ -314,5 +281,5 @@ def test_recording_leaves_no_hooks(devices):
         ]
 
     before = hooks()
-    recorded(devices, 1)
+    recorded(devices, [(32,)])
     assert hooks() == before
