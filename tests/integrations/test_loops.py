@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from balanced_dp import BalancedCriterion, BalancedDataParallel
 
+from ..modules import Lambda
 from .families import FAMILIES, GPT2, text
 
 NUM_STEPS = 20
@@ -36,16 +37,9 @@ def batches() -> list[tuple[Tensor, Tensor]]:
     return found
 
 
-class WithLoss(nn.Module):
+def with_loss(model: nn.Module) -> nn.Module:
     """A model that computes its loss, because Fabric processes the outputs of models."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-        self.criterion = TokenLoss()
-
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        return self.criterion(self.model(tokens), targets)
+    return Lambda(lambda m, x, y: m.criterion(m.model(x), y), model=model, criterion=TokenLoss())
 
 
 def with_fabric(model: nn.Module) -> list[float]:
@@ -96,8 +90,8 @@ def models() -> tuple[nn.Module, nn.Module]:
 @pytest.mark.parametrize("gpu0_bsz", [0, 1])
 def test_a_loop_of_lightning_fabric(gpu0_bsz):
     one, several = models()
-    parallel = BalancedDataParallel(gpu0_bsz, WithLoss(several), ["cpu"] * 4)
-    assert_same(with_fabric(parallel), with_fabric(WithLoss(one)))
+    parallel = BalancedDataParallel(gpu0_bsz, with_loss(several), ["cpu"] * 4)
+    assert_same(with_fabric(parallel), with_fabric(with_loss(one)))
     assert parallel.chunk_sizes == ((0, 2, 2, 1) if gpu0_bsz == 0 else (1, 2, 1, 1))
 
 

@@ -199,62 +199,40 @@ def test_the_function_without_an_accelerator():
     assert torch.equal(balanced_data_parallel(1, net, x), net(x))
 
 
-@pair("Transformer-XL's BalancedDataParallel")
+XL, REPOSITORY = "Transformer-XL's BalancedDataParallel", "the repository Balanced-DataParallel"
+LISTS = "CornerNet's and CenterNet's DataParallel"
+
+
+@pair(XL)
+@pair(REPOSITORY)
+@pair(LISTS)
 @pytest.mark.parametrize(
-    ("batch_size", "num_devices", "gpu0_bsz", "theirs", "is_mended"),
+    ("whose", "batch_size", "num_devices", "gpu0_bsz", "weights", "found"),
     [
-        (32, 4, 2, (2, 10, 10, 10), False),
-        (4, 3, 1, (2, 2), True),
-        (9, 4, 2, (3, 3, 3), True),
+        (XL, 32, 4, 2, None, (2, 10, 10, 10)),
+        (XL, 4, 3, 1, None, (1, 2, 1)),  # theirs: 2, 2
+        (XL, 9, 4, 2, None, (2, 3, 2, 2)),  # theirs: 3, 3, 3
+        (REPOSITORY, 158, 6, 1, None, (1, 32, 32, 31, 31, 31)),
+        (REPOSITORY, 9, 4, 0, None, (0, 3, 3, 3)),  # theirs: a chunk fewer than there are devices
+        (LISTS, 114, 4, 18, None, (18, 32, 32, 32)),
+        (LISTS, 107, 4, 18, None, (18, 30, 30, 29)),  # the last batch is smaller
+        (LISTS, 28, 3, None, (4, 8, 16), (4, 8, 16)),
+        (LISTS, 21, 3, None, (4, 8, 16), (3, 6, 12)),
     ],
 )
-def test_transformer_xl(batch_size, num_devices, gpu0_bsz, theirs, is_mended):
-    """Its batches are in dimension 1, and the script takes the mean of unreduced losses."""
-    x, y = data(5, batch_size)
-    net = Net(dim=1)
+def test_other_rules(whose, batch_size, num_devices, gpu0_bsz, weights, found):
+    """The batches of Transformer-XL's script are in dimension 1, and it has unreduced losses."""
+    if whose == XL:
+        net, (x, y), dim = Net(dim=1), data(5, batch_size), 1
 
-    def loss_of(model):
-        output = model(x)
-        return F.mse_loss(output, y.to(output.device), reduction="none").mean()
-
-    chunk_sizes, step = ours(net, num_devices, gpu0_bsz, loss_of, dim=1)
-    assert (chunk_sizes != theirs) == is_mended
-    assert chunk_sizes[0] == gpu0_bsz
+        def loss_of(model):
+            output = model(x)
+            return F.mse_loss(output, y.to(output.device), reduction="none").mean()
+    else:
+        net, loss_of, dim = Net(), inner_loss(*data(batch_size)), 0
+    sizes, step = ours(net, num_devices, gpu0_bsz, loss_of, dim=dim, device_weights=weights)
+    assert sizes == found
     assert_same(step, one_device(net, loss_of))
-
-
-@pair("the repository Balanced-DataParallel")
-@pytest.mark.parametrize(
-    ("batch_size", "num_devices", "gpu0_bsz", "theirs"),
-    [
-        (158, 6, 1, (1, 32, 32, 31, 31, 31)),
-        (9, 4, 0, (3, 3, 3)),
-    ],
-)
-def test_the_repository(batch_size, num_devices, gpu0_bsz, theirs):
-    """The same rule; with 0 a chunk fewer than there are devices, where ours says 0."""
-    net, loss_of = Net(), inner_loss(*data(batch_size))
-    chunk_sizes, step = ours(net, num_devices, gpu0_bsz, loss_of)
-    assert chunk_sizes == (*([] if gpu0_bsz else [0]), *theirs)
-    assert_same(step, one_device(net, loss_of))
-
-
-@pair("CornerNet's and CenterNet's DataParallel")
-@pytest.mark.parametrize(
-    ("chunk_sizes", "gpu0_bsz", "weights"),
-    [
-        ((18, 32, 32, 32), 18, None),
-        ((4, 8, 16), None, (4, 8, 16)),
-    ],
-)
-def test_fixed_lists(chunk_sizes, gpu0_bsz, weights):
-    num_devices, options = len(chunk_sizes), {"device_weights": weights}
-    for batch_size in (sum(chunk_sizes), sum(chunk_sizes) - 7):  # the last batch is smaller
-        net, loss_of = Net(), inner_loss(*data(batch_size))
-        found, step = ours(net, num_devices, gpu0_bsz, loss_of, **options)
-        assert sum(found) == batch_size
-        assert found == chunk_sizes or batch_size < sum(chunk_sizes)
-        assert_same(step, one_device(net, loss_of))
 
 
 @pair("PyTorch-Encoding's DataParallelModel")

@@ -13,6 +13,8 @@ from torch import nn
 
 from balanced_dp import BalancedDataParallel, BalanceWarning, ScatterError
 
+from ..modules import Lambda
+
 
 class AttributeDict(dict):
     """The old recipe: items are attributes, since the dictionary is its own ``__dict__``."""
@@ -39,12 +41,11 @@ class MirroredDict(dict):
 def test_dictionaries_that_show_their_items_as_attributes(devices, kind):
     """The items were cut, and the attributes still held the whole batch; or one chunk, joined."""
 
-    class Module(nn.Module):
-        def forward(self, batch):
-            assert batch.x is batch["x"]
-            return kind(y=batch.x + 1)
+    def forward(module, batch):
+        assert batch.x is batch["x"]
+        return kind(y=batch.x + 1)
 
-    output = BalancedDataParallel(2, Module(), devices[:3])(kind(x=torch.zeros(8, 4)))
+    output = BalancedDataParallel(2, Lambda(forward), devices[:3])(kind(x=torch.zeros(8, 4)))
     assert type(output) is kind
     assert output.y is output["y"]
     assert output.y.shape == (8, 4)
@@ -69,16 +70,15 @@ class Derived:
 def test_what_a_dataclass_derives_from_its_fields_is_cut_and_joined():
     """It stayed what it was: the whole batch's in the replicas, one replica's in the output."""
 
-    class Module(nn.Module):
-        def forward(self, given):
-            assert given.labels.shape == given.logits.shape[:1] == given.probabilities.shape[:1]
-            output = Derived(given.logits * 2)
-            assert output.labels.shape == given.labels.shape
-            return output
+    def forward(module, given):
+        assert given.labels.shape == given.logits.shape[:1] == given.probabilities.shape[:1]
+        output = Derived(given.logits * 2)
+        assert output.labels.shape == given.labels.shape
+        return output
 
     given = Derived(torch.randn(8, 3))
     assert given.labels.shape == (8,)  # kept by the cached property
-    output = BalancedDataParallel(2, Module(), ["cpu", "cpu"])(given)
+    output = BalancedDataParallel(2, Lambda(forward), ["cpu", "cpu"])(given)
     torch.testing.assert_close(output.probabilities, output.logits.softmax(-1))
     assert torch.equal(output.labels, given.labels)
 
@@ -139,10 +139,9 @@ def test_deques_and_lists_of_their_own_kind_are_cut():
 
 
 def test_dictionaries_are_joined_by_name_whatever_their_order():
-    class Module(nn.Module):
-        def forward(self, x):
-            pairs = [("a", x), ("b", x + 10)]
-            return dict(pairs if len(x) == 2 else reversed(pairs))
+    def forward(module, x):
+        pairs = [("a", x), ("b", x + 10)]
+        return dict(pairs if len(x) == 2 else reversed(pairs))
 
-    output = BalancedDataParallel(2, Module(), ["cpu", "cpu"])(torch.arange(8))
+    output = BalancedDataParallel(2, Lambda(forward), ["cpu", "cpu"])(torch.arange(8))
     assert output["b"].tolist() == list(range(10, 18))

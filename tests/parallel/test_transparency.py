@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from balanced_dp import BalancedDataParallel
 
 from ..devices import KINDS, kinds_of_splits, open_devices
-from ..modules import CASES, Case, Record
+from ..modules import CASES, Case, Lambda, Record
 
 TOLERANCE = {"rtol": 1e-10, "atol": 1e-10}
 
@@ -162,15 +162,6 @@ structures = st.recursive(
 )
 
 
-class Echo(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(1))
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return args, kwargs
-
-
 @pytest.mark.filterwarnings("ignore:gpu0_bsz", "ignore:input .* as long as the batch")
 @given(
     st.sampled_from(KINDS),
@@ -184,11 +175,6 @@ class Echo(nn.Module):
 def test_nested_inputs_come_out_as_they_went_in(
     kind, args, kwargs, num_devices, batch_size, gpu0_bsz, dim
 ):
-    with open_devices(kind, num_devices) as devices:
-        check_echo(devices, (args,), kwargs, batch_size, gpu0_bsz, dim)
-
-
-def check_echo(devices, args, kwargs, batch_size, gpu0_bsz, dim):
     shape = (batch_size, 2) if dim == 0 else (2, batch_size)
 
     def fill(value):
@@ -201,10 +187,11 @@ def check_echo(devices, args, kwargs, batch_size, gpu0_bsz, dim):
         return type(value)(map(fill, value)) if isinstance(value, list | tuple) else value
 
     args, kwargs = fill(args), fill(kwargs)
-    parallel = BalancedDataParallel(
-        gpu0_bsz, Echo().to(devices[0]), device_ids=devices, output_device="cpu", dim=dim
-    )
-    assert_same(parallel(*args, **kwargs), (args, kwargs))
+    with open_devices(kind, num_devices) as devices:
+        echo = Lambda(lambda m, *args, **kwargs: (args, kwargs), a=nn.Linear(1, 1)).to(devices[0])
+        parallel = BalancedDataParallel(gpu0_bsz, echo, devices, output_device="cpu", dim=dim)
+        assert_same(parallel(args, **kwargs), ((args,), kwargs))
+        del echo, parallel
 
 
 # Beyond one backward pass.
