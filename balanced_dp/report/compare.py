@@ -91,6 +91,8 @@ def _parse(limits: str) -> dict[str, tuple[float, bool]]:
         metric, _, limit = (text.strip() for text in part.partition(":"))
         number = limit.removesuffix("%").rstrip()
         is_relative = number != limit
+        if metric == "peak" and _NUMBER.fullmatch(limit) and 0 < float(limit) < 1024:
+            raise ArgumentError(f"peak:{limit} has no unit: peak:{limit}% or peak:{limit}MiB")
         if metric == "peak" and limit and not is_relative:
             allowed[metric] = (parse_bytes(limit, "the limit of peak"), False)
         elif metric in METRICS and _NUMBER.fullmatch(number):

@@ -70,7 +70,7 @@ def test_the_version_is_in_the_changelog():
         ("report none.json", "none.json cannot be read: No such file"),
         ("compare a.json c.json --json c.json", "AFTER and --json are both c.json"),
         ("compare a.json a.json --fail x", "--fail takes METRIC:NUMBER"),
-        ("compare a.json a.json --fail peak:5", "is 5 bytes; did you mean 5GiB?"),
+        ("compare a.json a.json --fail peak:5", "peak:5 has no unit: peak:5% or peak:5MiB"),
         ("demo --emulate --devices 130", "num_devices is 130, but torch has at most 128"),
         ("demo --emulate --memory 3foo", "memory must be bytes or a size in B, KiB, MiB, GiB"),
         ("demo --emulate --json none/x.json", "there is no folder"),

@@ -112,8 +112,12 @@ def test_a_module_is_copied():
 
 
 def test_what_is_no_workload():
-    with pytest.raises(ArgumentError, match=r"name your own as package\.module:function"):
-        find_workload("gpt3")
+    with pytest.raises(
+        ArgumentError, match=r"'net'; built in .*name your own as package\.module:f"
+    ):
+        find_workload("net")
+    with pytest.raises(ArgumentError, match=r"'gpt2-smal' \(did you mean gpt2-small\?\); built in"):
+        find_workload("gpt2-smal")
 
 
 @pytest.mark.parametrize(
