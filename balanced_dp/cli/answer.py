@@ -91,8 +91,8 @@ def what_fits(
         yield "No batch fits."
     elif budgets is None:
         yield (
-            f"With {format_bytes(max(plan.budgets))} on each device, as the even split takes, the "
-            f"largest batch {largest}; --memory 11GiB says what fits on yours."
+            f"With {format_bytes(max(plan.budgets))} on each device, what the even split takes "
+            f"rounded up, the largest batch {largest}; --memory 11GiB says what fits on yours."
         )
     else:
         yield (
@@ -235,5 +235,5 @@ def what_to_change(
     elif even_fits:
         is_even = all(call.gpu0_bsz is None for call in calls)
         fits = "It fits as it is" if is_even else "The even split fits"
-        aim = f"{fits}. To leave more memory free with gpu0_bsz={gpu0_bsz}"
+        aim = f"{fits}. To leave more memory free in such batches with gpu0_bsz={gpu0_bsz}"
     return f"{aim}, and change nothing else:\n{lines}"

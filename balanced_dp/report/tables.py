@@ -99,6 +99,11 @@ def summary(report: Report) -> tuple[str, ...]:
     largest = max(measured.batch_size for measured in report.measurements)
     if report.plan.max_batch_size > largest:
         sentences.append(f"Batches above {largest} were not measured: what fits is predicted.")
+    if not all(option.gather for option in report.ranked_options):
+        sentences.append(
+            "BalancedCriterion wraps the function of the loss, with what a script does to outputs "
+            "before it: docs/loss.md."
+        )
     return (*sentences, *map(sentence, report.advice))
 
 

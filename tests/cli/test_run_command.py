@@ -140,7 +140,11 @@ def test_the_report_is_read_by_the_other_commands(script):
     ("words", "code", "says"),
     [
         (("6", "64", "wrap", "fail"), 1, "KeyError: 'the key'"),
-        (("6", "64", "wrap", "exit"), 5, "on each device, as the even split takes, the largest"),
+        (
+            ("6", "64", "wrap", "exit"),
+            5,
+            "on each device, what the even split takes rounded up, the largest",
+        ),
         (("0", "64", "wrap"), 0, "Nothing was measured: the script ran no forward pass"),
         (("4", "64"), 0, "The script splits no batch over the devices; model = torch.nn.DataPar"),
         (("2", "64", "wrap"), 0, "A plan takes four training steps or more with the same batches"),
@@ -409,11 +413,15 @@ def test_a_batch_for_all_steps_is_no_data_set(script):
 @pytest.mark.parametrize(
     ("text", "memory", "says"),
     [
-        (SCRIPT, "1GiB", "It fits as it is. To leave more memory free with gpu0_bsz="),
+        (
+            SCRIPT,
+            "1GiB",
+            "It fits as it is. To leave more memory free in such batches with gpu0_bsz=",
+        ),
         (
             balanced("balanced_dp.BalancedDataParallel(60, model)"),
             "1GiB",
-            "The even split fits. To leave more memory free with gpu0_bsz=",
+            "The even split fits. To leave more memory free in such batches with gpu0_bsz=",
         ),
         (SCRIPT, "3MiB", "To split with gpu0_bsz="),
     ],
