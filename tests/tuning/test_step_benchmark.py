@@ -11,17 +11,16 @@ from balanced_dp.tuning.step_benchmark import step_meter
 from .small_workloads import SMALL
 
 
-@pytest.mark.parametrize("symbolic", [True, False])
 @pytest.mark.parametrize("name", ["char_transformer", "loss_inside"])
-def test_shapes_only_and_numbers_measure_the_same(name, symbolic):
-    with open_devices(3, symbolic=symbolic, emulate=True) as devices:
-        measured = measure_step(SMALL[name](), 9, 2, devices)
-    assert measured.mode == ("symbolic" if symbolic else "emulated")
-    assert measured.status == "ok"
-    assert measured.chunk_sizes == split_batch(9, 3, 2) == (2, 4, 3)
-    with open_devices(3, emulate=True) as devices:
-        again = measure_step(SMALL[name](), 9, 2, devices)
-    assert again.peak_bytes == measured.peak_bytes
+def test_shapes_only_and_numbers_measure_the_same(name):
+    peaks = set()
+    for mode in ("symbolic", "emulated"):
+        with open_devices(3, symbolic=mode == "symbolic", emulate=True) as devices:
+            measured = measure_step(SMALL[name](), 9, 2, devices)
+        assert (measured.mode, measured.status) == (mode, "ok")
+        assert measured.chunk_sizes == split_batch(9, 3, 2) == (2, 4, 3)
+        peaks.add(measured.peak_bytes)
+    assert len(peaks) == 1
 
 
 def test_optimizer_state_is_there_from_the_second_step_on():

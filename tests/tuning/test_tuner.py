@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +11,6 @@ import torch
 from balanced_dp import (
     ArgumentError,
     InfeasiblePlanError,
-    Report,
     SymbolicValueError,
     Workload,
     emulate_devices,
@@ -61,59 +60,48 @@ def value_of_auto(workload, batch_size, num_devices):
     return values[-1]
 
 
-@dataclass(frozen=True)
-class Planned:
-    """Hold a plan, and what trying everything finds."""
-
-    workload: Workload
-    batch_size: int
-    num_devices: int
-    capacity: int
-    peaks: dict[int, tuple[int, ...]]
-    report: Report
-
-
-@pytest.fixture(
-    scope="module",
-    params=[
+@pytest.mark.parametrize(
+    ("name", "num_devices", "batch_size"),
+    [
         *((name, 2, 9) for name in ("mlp", "wide_output", "convolutions", "char_transformer")),
         *((name, 4, 24) for name in ("char_transformer", "recurrent")),
         *((name, 8, 40) for name in ("wide_output", "convolutions")),
         *(("mlp", 3, 50), ("tied_transformer", 6, 14), ("loss_inside", 5, 33)),
     ],
-    ids=lambda case: "-".join(map(str, case)),
 )
-def planned(request):
-    """Plan with three times the capacity that a batch needs, so that the largest can be tried."""
-    name, num_devices, batch_size = request.param
+def test_the_plan_and_auto_are_what_trying_everything_finds(name, num_devices, batch_size):
+    """With three times the capacity that the batch needs, so that the largest can be tried."""
     workload = SMALL[name]()
     peaks = try_all(workload, batch_size, num_devices)
     capacity = 3 * max(map(max, peaks.values()))
     report = tuned(workload, batch_size, [capacity] * num_devices)
-    return Planned(workload, batch_size, num_devices, capacity, peaks, report)
-
-
-def test_the_plan_and_auto_are_what_trying_everything_finds(planned):
-    peaks, batch_size, num_devices = planned.peaks, planned.batch_size, planned.num_devices
-    best = min(max(values) for values in peaks.values())
-    report = planned.report
-    plan = report.plan
+    best, plan = min(map(max, peaks.values())), report.plan
     assert max(peaks[plan.gpu0_bsz]) <= best * 1.01
     assert plan.chunk_sizes == split_batch(batch_size, num_devices, plan.gpu0_bsz)
     assert report.chosen.peak_bytes == peaks[plan.gpu0_bsz]
     assert report.prediction_error <= 0.01
     assert len(report.measurements) < 25
-    assert max(peaks[value_of_auto(planned.workload, batch_size, num_devices)]) <= best * 1.01
+    assert max(peaks[value_of_auto(workload, batch_size, num_devices)]) <= best * 1.01
+
+    assert batch_size < plan.max_batch_size >= plan.even_max_batch_size
+    within, beyond = plan.max_batch_size - num_devices, plan.max_batch_size + num_devices
+    even = -(-beyond // num_devices)
+    near = range(max(0, plan.max_batch_gpu0_bsz - 2), min(even, plan.max_batch_gpu0_bsz + 3) + 1)
+    with (
+        open_devices(num_devices, memory=capacity, emulate=True) as devices,
+        step_meter(workload, devices) as meter,
+    ):
+        assert meter.measure(within, plan.max_batch_gpu0_bsz).status == "ok"
+        assert {meter.measure(beyond, gpu0_bsz).status for gpu0_bsz in near} == {"oom"}
 
 
 @pytest.mark.parametrize("name", SMALL)
-@pytest.mark.parametrize("num_devices", [3])
-def test_predictions_hold_where_nothing_was_measured(name, num_devices):
+def test_predictions_hold_where_nothing_was_measured(name):
     """Check predictions around the plan, at batch sizes and splits that were not fitted.
 
     The largest batch, which was fitted, is much larger.
     """
-    workload, batch_size = SMALL[name](), 60
+    workload, batch_size, num_devices = SMALL[name](), 60, 3
     report = tuned(workload, batch_size, [PLENTY] * num_devices)
     assert report.prediction_error <= 0.01
     assert len(report.measurements) < 25
@@ -128,21 +116,6 @@ def test_predictions_hold_where_nothing_was_measured(name, num_devices):
                 measured = meter.measure(size, gpu0_bsz).peak_bytes
                 predicted = report.model.predict(split_batch(size, num_devices, gpu0_bsz))
                 assert predicted == pytest.approx(measured, rel=0.01), (size, gpu0_bsz)
-
-
-def test_the_largest_batch_is_the_largest_that_runs(planned):
-    plan, num_devices = planned.report.plan, planned.num_devices
-    assert plan.max_batch_size > planned.batch_size
-    within, beyond = plan.max_batch_size - num_devices, plan.max_batch_size + num_devices
-    even = -(-beyond // num_devices)
-    near = range(max(0, plan.max_batch_gpu0_bsz - 2), min(even, plan.max_batch_gpu0_bsz + 3) + 1)
-    with (
-        open_devices(num_devices, memory=planned.capacity, emulate=True) as devices,
-        step_meter(planned.workload, devices) as meter,
-    ):
-        assert meter.measure(within, plan.max_batch_gpu0_bsz).status == "ok"
-        assert {meter.measure(beyond, gpu0_bsz).status for gpu0_bsz in near} == {"oom"}
-    assert plan.even_max_batch_size <= plan.max_batch_size
 
 
 @pytest.fixture(scope="module")
@@ -193,14 +166,6 @@ def test_weights_leave_no_chunk_that_batch_norm_refuses():
     assert all(1 not in m.chunk_sizes for m in report.measurements)
 
 
-def test_what_does_not_fit_says_what_is_lacking():
-    workload = SMALL["wide_output"]()
-    with pytest.raises(
-        InfeasiblePlanError, match=r"device 0 needs .* lacks .*; not even a batch of 1"
-    ):
-        tuned(workload, 200, [GIB // 2] * 2)
-
-
 def test_what_no_value_balances_is_told():
     report = tuned(SMALL["wide_output"](), 2000, [PLENTY] * 4, with_alternatives=True)
     plan = report.plan
@@ -242,22 +207,21 @@ def test_a_loss_that_is_one_for_the_whole_batch_is_not_advised_on_each_device():
 
 
 def test_capacities_that_are_not_given_are_what_the_even_split_needs():
-    report = tune(SMALL["tied_transformer"](), 24, emulate=True, with_alternatives=False)
+    report = tuned(SMALL["tied_transformer"](), 24, None, reserve=None)
     assert len(report.plan.chunk_sizes) == 4
     [capacity] = set(report.plan.capacity_bytes)
     assert 0 <= capacity - max(report.even.peak_bytes) < 2**20
     assert report.plan.even_max_batch_size == 24 < report.plan.max_batch_size
+    assert report.plan.reserve_bytes == 0
 
 
 def test_half_a_gib_is_kept_free_of_capacities_that_are_given():
-    options = {"emulate": True, "with_alternatives": False}
-    report = tune(SMALL["mlp"](), 24, capacities=[GIB] * 3, **options)
+    report = tuned(SMALL["mlp"](), 24, [GIB] * 3, reserve=None)
     assert report.plan.reserve_bytes == GIB // 2
-    assert tune(SMALL["mlp"](), 24, 3, **options).plan.reserve_bytes == 0
 
 
 def test_a_sweep_measures_each_value():
-    report = tune(SMALL["mlp"](), 24, 3, sweep=range(3, 9), emulate=True, with_alternatives=False)
+    report = tuned(SMALL["mlp"](), 24, None, devices=3, sweep=range(3, 9))
     swept = {m.gpu0_bsz for m in report.measurements if m.batch_size == 24}
     assert swept >= set(range(3, 9))
 
@@ -268,22 +232,19 @@ def test_devices_that_are_given_are_measured_on():
     free = tuned(workload, 36, [GIB] * 3)
     capacity = (max(free.chosen.peak_bytes) + max(free.even.peak_bytes)) // 2
     with emulate_devices(3, symbolic=True, memory=capacity) as devices:
-        report = tune(
-            workload, 36, list(devices), [capacity] * 3, reserve=0, with_alternatives=False
-        )
+        report = tuned(workload, 36, [capacity] * 3, devices=list(devices))
     assert {m.status for m in report.measurements} == {"ok", "oom"}
     assert report.chosen.peak_bytes == free.chosen.peak_bytes
     assert report.even.status == "oom"
-    with (
-        emulate_devices(3, symbolic=True, memory=capacity) as devices,
-        pytest.raises(InfeasiblePlanError, match="a batch of 360 does not fit: memory ran out"),
+    for batch_size, memory, message in (
+        (360, capacity, "a batch of 360 does not fit: memory ran out"),
+        (4, "24MiB", "not even a batch of 1 ran: CUDA out of memory"),
     ):
-        tune(workload, 360, list(devices), [capacity] * 3, reserve=0, with_alternatives=False)
-    with (
-        emulate_devices(3, symbolic=True, memory="24MiB") as devices,
-        pytest.raises(InfeasiblePlanError, match="not even a batch of 1 ran: CUDA out of memory"),
-    ):
-        tune(workload, 4, list(devices), [capacity] * 3, reserve=0, with_alternatives=False)
+        with (
+            emulate_devices(3, symbolic=True, memory=memory) as devices,
+            pytest.raises(InfeasiblePlanError, match=message),
+        ):
+            tuned(workload, batch_size, [capacity] * 3, devices=list(devices))
 
 
 def test_half_precision_is_planned_with(alike):
@@ -352,11 +313,12 @@ def test_a_workload_without_linear_terms_is_measured_at_every_candidate():
         (0, [GIB, GIB], 0, "batch_size must be at least 1, got 0"),
         (8, [GIB], 0, "two or more devices"),
         (8, [GIB, GIB // 2], GIB // 2, r"reserve of 512.00 MiB, got 1.00 GiB, 512.00 MiB"),
+        (8, [GIB] * 3, 0, "one for each of 2 devices, got 3"),
     ],
 )
 def test_what_cannot_be_planned(batch_size, capacities, reserve, message):
     with pytest.raises(ArgumentError, match=message):
-        tuned(SMALL["mlp"](), batch_size, capacities, reserve=reserve)
+        tuned(SMALL["mlp"](), batch_size, capacities, reserve=reserve, devices=2)
 
 
 @pytest.mark.parametrize("with_alternatives", [False, True])
@@ -373,11 +335,6 @@ def test_measurements_are_told_as_they_come(with_alternatives):
     assert measurements[: len(report.measurements)] == report.measurements
     assert (len(measurements) > len(report.measurements)) == with_alternatives
     assert list(left) == sorted(left, reverse=True)
-
-
-def test_a_capacity_is_wanted_for_each_device():
-    with pytest.raises(ArgumentError, match="one for each of 3 devices, got 2"):
-        tune(SMALL["mlp"](), 8, 3, [GIB] * 2, emulate=True)
 
 
 def test_what_is_asked_for_is_part_of_each_option():
@@ -422,12 +379,11 @@ def test_a_workload_whose_loss_is_a_module_keeps_it():
     assert [other.reason for other in reports[0].alternatives] == [None, None]
 
 
-def test_only_what_fits_is_recommended():
-    workload = SMALL["wide_output"]()
-    for gather in (True, False):
-        with pytest.raises(InfeasiblePlanError) as raised:
-            tuned(workload, 64, [150 * 2**20] * 4, gather=gather, with_alternatives=True)
-        assert str(raised.value).endswith("; not even a batch of 1 fits")
+@pytest.mark.parametrize("gather", [True, False])
+def test_only_what_fits_is_recommended(gather):
+    message = r"device 0 needs .* lacks .*; not even a batch of 1 fits$"
+    with pytest.raises(InfeasiblePlanError, match=message):
+        tuned(SMALL["wide_output"](), 64, [150 * 2**20] * 4, gather=gather, with_alternatives=True)
 
 
 def test_what_does_not_fit_says_which_batch_would():
