@@ -91,7 +91,7 @@ def what_fits(
         yield "No batch fits."
     elif budgets is None:
         yield (
-            f"With {format_bytes(max(plan.budgets))} on each device, what the even split takes "
+            f"With {format_bytes(max(plan.budgets))} on each device, what the even split takes, "
             f"rounded up, the largest batch {largest}; --memory 11GiB says what fits on yours."
         )
     else:
@@ -166,8 +166,8 @@ def _option(
         given.append("gather=False")
         criterion = (
             "\n    criterion = balanced_dp.BalancedCriterion(criterion)\n"
-            "    # for criteria that treat each sample by itself; with what the script does to\n"
-            "    # outputs before it: docs/loss.md"
+            "    # only if it treats each sample by itself; move into it what the script does to\n"
+            "    # the outputs before it: docs/loss.md"
         )
     elif recorder.returns_rows:
         how.append("if forward returns the loss without other outputs")
@@ -208,7 +208,7 @@ def what_to_change(
         )
     gpu0_bsz = plan.gpu0_bsz if asked is None else asked
     if not plan.max_batch_size:
-        return "No split helps where no batch fits; docs/which_one.md says what does."
+        return "No split helps if no batch fits; see docs/which_one.md for what does."
     if gpu0_bsz >= even:
         return "The even split of nn.DataParallel is the best one here."
     if calls and all(call.gpu0_bsz == gpu0_bsz for call in calls):
@@ -235,5 +235,5 @@ def what_to_change(
     elif even_fits:
         is_even = all(call.gpu0_bsz is None for call in calls)
         fits = "It fits as it is" if is_even else "The even split fits"
-        aim = f"{fits}. To leave more memory free in such batches with gpu0_bsz={gpu0_bsz}"
+        aim = f"{fits}. To leave more memory free at this batch size with gpu0_bsz={gpu0_bsz}"
     return f"{aim}, and change nothing else:\n{lines}"

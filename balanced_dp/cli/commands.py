@@ -221,7 +221,9 @@ def run(
     own = {name for option in context.command.params for name in option.opts}
     misplaced = [name for name in script_arguments or () if name.partition("=")[0] in own]
     if result.exit_code == 2 and misplaced:  # what argparse ends a script with
-        console.say(f"{misplaced[0]} went to the script; options of run come before its name")
+        console.say(
+            f"{misplaced[0]} went to the script; options of balanced-dp run come before its name"
+        )
     if result.report is not None:
         console.write(json_file, report_json, result.report)
         console.write(html, report_html, [result.report])

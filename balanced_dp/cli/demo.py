@@ -234,7 +234,7 @@ def _demo_table(output: Console, settings: DemoSettings, runs: Sequence[DemoRun]
         "title": f"A character transformer, batches of {settings.batch_size}, "
         f"{settings.num_devices} {kind}",
         "caption": "Memory in MiB. Device 0 is the first one."
-        + " The CPU, not the split, decides on the speed." * settings.emulated,
+        + " Speeds vary between runs." * settings.emulated,
         **console.NARROW,
     }
     results = ("imbalance", "samples/s", "last loss")

@@ -144,17 +144,17 @@ class _TrainerFinder(importlib.abc.MetaPathFinder):
         return spec
 
 
-def _execute_trainer(execute: Callable[[ModuleType], None], module: ModuleType) -> None:
+def _execute_trainer(execute: Callable[[ModuleType], None], module: Any) -> None:
     execute(module)
     from .transformers import BalancedTrainerMixin  # imports the class that is replaced
 
     original = module.Trainer
 
-    # mypy knows neither this base class nor the attributes of a module that is being loaded.
+    # mypy does not know the class of a module that is being loaded.
     class Trainer(BalancedTrainerMixin, original):  # type: ignore[misc, valid-type]
         __doc__ = original.__doc__
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, gpu0_bsz=None, **kwargs)
 
-    module.Trainer = Trainer  # type: ignore[attr-defined]
+    module.Trainer = Trainer

@@ -101,8 +101,8 @@ def summary(report: Report) -> tuple[str, ...]:
         sentences.append(f"Batches above {largest} were not measured: what fits is predicted.")
     if not all(option.gather for option in report.ranked_options):
         sentences.append(
-            "BalancedCriterion wraps the function of the loss, with what a script does to outputs "
-            "before it: docs/loss.md."
+            "BalancedCriterion wraps the loss function, including what the script does to the "
+            "outputs before it: docs/loss.md."
         )
     return (*sentences, *map(sentence, report.advice))
 

@@ -109,7 +109,10 @@ def test_options_that_the_script_has_got_are_named(script):
     script.write_text("import argparse\nargparse.ArgumentParser().parse_args()\n")
     done = run(script, "train.py", "--steps=3")
     assert done.exit_code == 2
-    assert "--steps=3 went to the script; options of run come before its name" in done.stderr
+    assert (
+        "--steps=3 went to the script; options of balanced-dp run come before its name"
+        in done.stderr
+    )
 
 
 @pytest.mark.parametrize(("steps", "is_over"), [("3", False), ("12", True)])
@@ -143,7 +146,7 @@ def test_the_report_is_read_by_the_other_commands(script):
         (
             ("6", "64", "wrap", "exit"),
             5,
-            "on each device, what the even split takes rounded up, the largest",
+            "on each device, what the even split takes, rounded up, the largest",
         ),
         (("0", "64", "wrap"), 0, "Nothing was measured: the script ran no forward pass"),
         (("4", "64"), 0, "The script splits no batch over the devices; model = torch.nn.DataPar"),
@@ -416,12 +419,12 @@ def test_a_batch_for_all_steps_is_no_data_set(script):
         (
             SCRIPT,
             "1GiB",
-            "It fits as it is. To leave more memory free in such batches with gpu0_bsz=",
+            "It fits as it is. To leave more memory free at this batch size with gpu0_bsz=",
         ),
         (
             balanced("balanced_dp.BalancedDataParallel(60, model)"),
             "1GiB",
-            "The even split fits. To leave more memory free in such batches with gpu0_bsz=",
+            "The even split fits. To leave more memory free at this batch size with gpu0_bsz=",
         ),
         (SCRIPT, "3MiB", "To split with gpu0_bsz="),
     ],
