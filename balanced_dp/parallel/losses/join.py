@@ -150,8 +150,11 @@ def is_loss(tensor: torch.Tensor) -> bool:
 
 def _scalars(value: Any) -> Iterator[Any]:
     """Yield the numbers and 0-dim tensors in nested containers."""
-    if isinstance(value, Real) or (isinstance(value, torch.Tensor) and not value.dim()):
+    if isinstance(value, torch.Tensor):
+        if not value.dim():
+            yield value
+    elif isinstance(value, Real):
         yield value
-    elif not isinstance(value, torch.Tensor):
+    else:
         for _, child in nested.items(value) or ():
             yield from _scalars(child)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Reduction:
     """A mean, a sum or another function of many entries.
 

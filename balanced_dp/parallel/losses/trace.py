@@ -250,8 +250,10 @@ def _traced_class(kind: type) -> type:
 def _set_class(tensor: torch.Tensor, is_traced: bool) -> None:
     # Another replica on this device may trace the same tensor, which has the class already.
     kind = getattr(type(tensor), "original", type(tensor))
-    with contextlib.suppress(TypeError):  # a class with another memory layout
+    try:
         tensor.__class__ = _traced_class(kind) if is_traced else kind
+    except TypeError:  # a class with another memory layout stays
+        return
 
 
 def _before_write(used: Any, target: torch.Tensor) -> Any:

@@ -46,7 +46,8 @@ def weighted_mean(
         for part, fraction in zip(parts[1:], fractions[1:], strict=True):
             mean = mean.add(part, alpha=fraction)
         return mean
-    weight = torch.stack([torch.as_tensor(weight, device=device) for weight in weights]).detach()
-    means = torch.stack(moved(tensors, device)).masked_fill(weight == 0, 0)
+    counts = [torch.as_tensor(weight, device=device) for weight in weights]
+    weight, means = torch.stack(counts), torch.stack(moved(tensors, device))
     dtype = torch.promote_types(means.dtype, torch.float32)  # where no sum of counts overflows
+    means = means.masked_fill(weight == 0, 0)
     return torch.dot(means.to(dtype), weight.to(dtype) / weight.sum()).to(means.dtype)
