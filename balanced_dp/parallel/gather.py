@@ -13,7 +13,6 @@ from ..errors import ArgumentError, GatherError, warn
 from . import nested
 from .losses.join import ChunkLosses, is_loss
 from .losses.weighted import total, weighted_mean
-from .nested import checked_items
 
 ScalarOutputs = Literal["auto", "mean", "sum", "stack"]
 
@@ -72,7 +71,7 @@ def _gather(outputs: list[Any], path: str, join: _Join) -> Any:
     if nested.is_cache(first):
         join.leave_out_cache(first, path)
         return None
-    children = [checked_items(output, path, GatherError) for output in outputs]
+    children = [nested.checked_items(output, path, GatherError) for output in outputs]
     if children[0] is None:
         if not all(_equal(first, other) for other in others):
             raise _differ(path, outputs, "different values")
