@@ -127,7 +127,7 @@ def scatter(
 
 @dataclass(frozen=True, slots=True)
 class _Scatter:
-    """The arguments of ``scatter``."""
+    """A call of ``scatter``, with its arguments."""
 
     inputs: Sequence[tuple[str, Any]]
     devices: Sequence[torch.device]
