@@ -92,14 +92,14 @@ class Replica:
         tensors = [own[kind] for own in attributes for kind in ("_parameters", "_buffers")]
         children = [own["_modules"] for own in attributes]
         hooks = [own[kind] for own in attributes for kind in HOOKS]
-        self._without_hooks = [own for own in hooks if not own]
-        self._constant = [*children, *filter(None, hooks)]
-        self._named = list(filter(None, [*tensors, *self._constant]))
-        self._counted = [*attributes, *tensors, *children]
-        self._reset = [*attributes, *tensors]
+        self._without_hooks = [own for own in hooks if not own]  # must stay empty
+        self._constant = [*children, *filter(None, hooks)]  # must keep their values
+        self._named = list(filter(None, [*tensors, *self._constant]))  # must keep their keys
+        self._counted = [*attributes, *tensors, *children]  # nobody else may refer to them
+        self._reset = [*attributes, *tensors]  # are as made before each call
         self._as_made = [*map(dict.copy, attributes), *map(dict.fromkeys, tensors)]
         self._num_members = list(map(len, self._reset))
-        # A call may have changed these; they are few, so that it takes little time to reset them.
+        # What a call may have changed without adding members. It is little, so the reset is fast.
         values = [{k: v for k, v in d.items() if k not in _OF_ANY_MODULE} for d in self._as_made]
         self._changeable = list(compress(self._reset, values))
         self._values = list(filter(None, values))
