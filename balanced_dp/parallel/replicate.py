@@ -98,8 +98,9 @@ class Replicator:
         At its end, replicas that a ``Replicator`` has made are recycled.
 
         Warns:
-            BalanceWarning: once for each attribute that forward sets, and each parameter that
-                several replicas write, as far as found in the calls that are checked.
+            BalanceWarning: once for each attribute that forward sets, found in the first, second,
+                fourth, eighth call and so on; and once for each parameter that several replicas
+                write, found in the first call with gradients and the first without.
         """
         has_gradients = torch.is_grad_enabled()
         ours = replicas if isinstance(replicas, Replicas) else None

@@ -35,7 +35,7 @@ class WrittenState:
         network: nn.Module,
         replicas: Sequence[nn.Module],
         silently: frozenset[int] | None,
-        is_shared: bool = False,
+        is_shared: bool,
     ) -> None:
         first, *others = replicas
         self._silently = silently
