@@ -179,12 +179,12 @@ class BalancedDataParallel(DataParallelSteps[ModuleT]):
                 active = [i for i, size in enumerate(sizes) if size] or [0]
                 ids = [self.device_ids[i] for i in active]
                 active_sizes = None if batch_size is None else [sizes[i] for i in active]
-                args, named = self.scatter(inputs, kwargs, ids, active_sizes)
+                args, keywords = self.scatter(inputs, kwargs, ids, active_sizes)
                 replicas = self.replicate(self.module, ids)
                 losses = self._losses(active_sizes)
                 with losses.recording(), self._replicator.running(self.module, replicas):
-                    outputs = self.parallel_apply(replicas, args, named, ids, active_sizes)
-                losses.read_arguments(list(zip(args, named, strict=True)), outputs)
+                    outputs = self.parallel_apply(replicas, args, keywords, ids, active_sizes)
+                losses.read_arguments(list(zip(args, keywords, strict=True)), outputs)
                 return self._joined(outputs, self._devices_of(ids), losses)
 
     def _batch_size(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:

@@ -108,7 +108,7 @@ class Replicator:
             network,
             replicas,
             self._written_silently.get(has_gradients),
-            is_shared=ours is not None and ours.has_originals,
+            has_originals=ours is not None and ours.has_originals,
         )
         attributes = (
             SetAttributes(replicas[0]) if ours is not None and ours.checks_attributes else None

@@ -112,7 +112,7 @@ class DataParallelSteps(nn.DataParallel[ModuleT]):
             self.split_inputs,
             self._history.warned,
         )
-        return [args for args, _ in arguments], [named for _, named in arguments]
+        return [args for args, _ in arguments], [keywords for _, keywords in arguments]
 
     def replicate(self, module: ModuleT, device_ids: Sequence[int | torch.device]) -> list[ModuleT]:
         """Return a replica of ``module`` for each device."""

@@ -27,7 +27,7 @@ class WrittenState:
         silently: the result of ``write_back`` in an earlier call: the indices of parameters that
             were written without a new version or storage, as through ``.data``. None if there was
             none; then the values of all parameters are compared.
-        is_shared: whether the first replica is known to have no copies.
+        has_originals: whether the first replica has no copies, as far as is known.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class WrittenState:
         network: nn.Module,
         replicas: Sequence[nn.Module],
         silently: frozenset[int] | None,
-        is_shared: bool,
+        has_originals: bool,
     ) -> None:
         first, *others = replicas
         self._silently = silently
@@ -53,7 +53,7 @@ class WrittenState:
                     pairs = zip(_named(first), _parameters(other), strict=True)
                     self._others += [(n, copy, _stamp(copy), p) for (n, p), copy in pairs]
             self._shared = [(n, p, _stamp(p), _values(p)) for n, p in shared.values()]
-        if not is_shared:
+        if not has_originals:
             states = enumerate(zip(_state(network), _state(first), strict=True))
             self._copies = [(i, p, copy, _stamp(copy)) for i, (p, copy) in states if copy is not p]
 
