@@ -44,7 +44,7 @@ class Arrivals:
         event = weight_stream(device).record_event()
         self._events.setdefault(device, {}).update(dict.fromkeys(map(id, tensors), event))
 
-    def on(self, device: torch.device) -> dict[int, torch.Event]:
+    def events(self, device: torch.device) -> dict[int, torch.Event]:
         """Return, by the identity of a tensor on ``device``, the event to wait for before its use.
 
         If it is an original, wait for the event before writing to it.

@@ -126,7 +126,7 @@ def _bound(value: Any, references: _References) -> Any:
 class _Bound:
     """A method or partial that replaces each module by its replica when it is used.
 
-    Hooks are called; of a stored method, ``method`` is what the module would have.
+    A hook is called; a stored method is read from ``method``.
     """
 
     def __init__(self, value: Any, references: _References) -> None:

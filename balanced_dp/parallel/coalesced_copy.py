@@ -95,15 +95,15 @@ def copy_to(
     tensors: Sequence[torch.Tensor],
     arrivals: Arrivals | None = None,
 ) -> dict[torch.device, list[torch.Tensor]]:
-    """Return, for each device, all tensors in their order: copies, but those there themselves.
+    """Return all tensors in order for each device: copies, or those that are already there.
 
     Between CUDA devices they are copied in few pieces; to several, by NCCL if torch has it.
 
     Args:
         devices: the destinations; none twice.
         tensors: the tensors to copy. The copies are differentiable if gradients are enabled.
-        arrivals: records by position when a copy is complete. If None, the current streams wait for
-            all copies.
+        arrivals: records when each copy is complete. If None, the current streams wait for all
+            copies.
     """
     if not all(map(is_cuda, devices)):
         return {device: [move(t, device) for t in tensors] for device in devices}

@@ -51,7 +51,7 @@ class BalancedDataParallel(DataParallelSteps[ModuleT]):
             most five times and then keeps it, unless memory runs out: catch
             ``torch.OutOfMemoryError`` and repeat the step. State dicts carry what it has found.
         module: the module to parallelize. Its parameters and buffers must be on ``device_ids[0]``.
-            With ``spread`` or a single device they are moved.
+            With ``spread`` or a single device, the constructor moves them.
         device_ids: devices as ints (of the accelerator), strings or ``torch.device``. None means
             all accelerators; without any, calls go to ``module`` as they are. Inside
             ``emulate_devices``, ints and None mean the emulated ones.
@@ -100,10 +100,11 @@ class BalancedDataParallel(DataParallelSteps[ModuleT]):
 
             - Without ``spread``, ``gpu0_bsz`` is not below the even share of the first batch.
             - A 0-dim output need not have the value of the whole batch.
-            - A list goes whole to each device though it is as long as the batch, or an object
-              does though it holds tensors.
-            - ``forward`` sets an attribute, which is lost, or writes a parameter that replicas
-              share, or differently on each device.
+            - A list as long as the batch, or an object that holds tensors, goes whole to each
+              device.
+            - ``forward`` sets an attribute, which is lost.
+            - ``forward`` writes a parameter that replicas share, or writes it differently on each
+              device.
 
     Source:
         Transformer-XL's ``BalancedDataParallel`` (Dai et al. 2019,
@@ -177,13 +178,13 @@ class BalancedDataParallel(DataParallelSteps[ModuleT]):
                 # A batch without samples, or a call without tensors, runs on the first device.
                 active = [i for i, size in enumerate(sizes) if size] or [0]
                 ids = [self.device_ids[i] for i in active]
-                chunk_sizes = None if batch_size is None else [sizes[i] for i in active]
-                args, named = self.scatter(inputs, kwargs, ids, chunk_sizes)
+                active_sizes = None if batch_size is None else [sizes[i] for i in active]
+                args, keywords = self.scatter(inputs, kwargs, ids, active_sizes)
                 replicas = self.replicate(self.module, ids)
-                losses = self._losses(chunk_sizes)
+                losses = self._losses(active_sizes)
                 with losses.recording(), self._replicator.running(self.module, replicas):
-                    outputs = self.parallel_apply(replicas, args, named, ids, chunk_sizes)
-                losses.read_arguments(list(zip(args, named, strict=True)), outputs)
+                    outputs = self.parallel_apply(replicas, args, keywords, ids, active_sizes)
+                losses.read_arguments(list(zip(args, keywords, strict=True)), outputs)
                 return self._joined(outputs, self._devices_of(ids), losses)
 
     def _batch_size(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
@@ -200,7 +201,7 @@ class BalancedDataParallel(DataParallelSteps[ModuleT]):
             [inputs], [kwargs] = self.scatter(inputs, kwargs, self.device_ids)
         else:
             device = next((tensor.device for tensor in tensors), torch.device("cpu"))
-            # scatter, which does this for several devices, is not called without any.
+            # Otherwise scatter takes the outputs out of a PerDevice.
             inputs = tuple(map(only_output, inputs))
             kwargs = {name: only_output(value) for name, value in kwargs.items()}
         output = self.module(*inputs, **kwargs)
@@ -213,9 +214,9 @@ class BalancedDataParallel(DataParallelSteps[ModuleT]):
     def gpu0_bsz(self) -> int | None:
         """The most samples that the first device gets.
 
-        With ``"auto"``, the value for the largest batch so far; None if there was none, and no
-        checkpoint that says it. Reading it also checks whether memory has run out since. It may be
-        set to whatever the constructor accepts.
+        With ``"auto"``, the value for the largest batch so far, or that of a checkpoint; None
+        before both. Reading it also checks whether memory has run out. It may be set to whatever
+        the constructor accepts.
         """
         return self._policy.gpu0_bsz
 
@@ -234,7 +235,7 @@ class BalancedDataParallel(DataParallelSteps[ModuleT]):
 
     @property
     def memory(self) -> MemoryProbe:
-        """A new probe of the devices, which knows how this model splits.
+        """A new ``MemoryProbe`` of the devices and the split of this model.
 
         Raises:
             ProbeError: the devices do not count their memory, as ``"cpu"`` does not.

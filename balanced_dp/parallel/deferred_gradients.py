@@ -1,9 +1,9 @@
 """Defer gradients to the end of a block in which several calls use the same weights.
 
-Inside the block, the nodes of buckets on other devices add up the gradients of their own device,
-and autograd adds those of the first device to a placeholder in ``.grad``, which is an error to use.
-At the end of the block the sum of each device is brought to the parameters and accumulated there.
-Parameters with hooks are exempt, since a hook should be called with the whole gradient.
+Inside the block, each device adds up its own gradients: the home of a parameter in a placeholder in
+``.grad``, which is an error to use, and other devices in the nodes of their buckets. When the block
+ends, all sums are added to the parameters. Parameters with hooks are exempt, since a hook expects
+the whole gradient.
 """
 
 from __future__ import annotations

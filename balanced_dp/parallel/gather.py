@@ -13,7 +13,6 @@ from ..errors import ArgumentError, GatherError, warn
 from . import nested
 from .losses.join import ChunkLosses, is_loss
 from .losses.weighted import total, weighted_mean
-from .nested import checked_items
 
 ScalarOutputs = Literal["auto", "mean", "sum", "stack"]
 
@@ -39,8 +38,8 @@ def gather(
     Tensors are concatenated along ``dim``, or along the only other dimension that has the size of
     the chunks. 0-dim tensors become one 0-dim tensor or a vector; integers and bools must be equal
     on every replica, unless they are added up or stacked. Mappings, dataclasses, named tuples,
-    tuples and lists are joined item by item. In place of a key-value cache of transformers there is
-    None. Anything else must be equal on every replica and is returned as it is.
+    tuples and lists are joined item by item. A key-value cache of transformers becomes None.
+    Anything else must be equal on every replica and is returned as it is.
 
     Args:
         outputs: the output of each replica; at least one.
@@ -72,7 +71,7 @@ def _gather(outputs: list[Any], path: str, join: _Join) -> Any:
     if nested.is_cache(first):
         join.leave_out_cache(first, path)
         return None
-    children = [checked_items(output, path, GatherError) for output in outputs]
+    children = [nested.checked_items(output, path, GatherError) for output in outputs]
     if children[0] is None:
         if not all(_equal(first, other) for other in others):
             raise _differ(path, outputs, "different values")
@@ -124,10 +123,12 @@ class _Join:
     def _axis(self, tensors: Sequence[torch.Tensor], path: str) -> int:
         """Return the dimension of the samples.
 
-        It is the batch dimension if the output has a row for each sample there; or else another
-        one, the first, with as many entries as there are samples, as states of RNNs have; or else
-        the batch dimension with some rows for each sample. Where shapes leave a choice, it is the
-        dimension that an earlier call has shown.
+        It is the first of these that the shapes allow:
+
+        1. the dimension that an earlier call has shown;
+        2. the batch dimension, with one row for each sample;
+        3. another dimension with one entry for each sample, as in states of RNNs;
+        4. the batch dimension, with several rows for each sample.
         """
         shapes, sizes = [tensor.shape for tensor in tensors], self.chunk_sizes
         num_dims = len(shapes[0])
@@ -135,7 +136,7 @@ class _Join:
         fits = [d for d in range(num_dims) if _differ_along_only(d, shapes)]
         exact = [d for d in fits if sizes and [s[d] for s in shapes] == list(sizes)]
         known = {} if self.losses is None else self.losses.history.axes
-        if known.get(path) in (exact or fits):  # another layout has another exact one
+        if known.get(path) in (exact or fits):  # if not, the layout is another one
             return known[path]
         if dim in exact:
             found = dim

@@ -17,9 +17,9 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 def spread_parameters(module: nn.Module, devices: Sequence[torch.device]) -> None:
     """Move each parameter to one of ``devices``, and the buffers to the first.
 
-    The bytes on each device are in proportion to its capacity. Submodules that follow one another
-    form a run. The first run goes to the first device, each other one to the device that is the
-    least full. So the parameters that are copied together are used one soon after the other, and
+    The bytes on each device are in proportion to its capacity. Runs of successive submodules stay
+    together, since their parameters are copied together and used one soon after the other. The
+    first run goes to the first device, each other one to the device that is the least full, so that
     gradients arrive at all devices at once.
 
     A device may repeat.

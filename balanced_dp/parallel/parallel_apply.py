@@ -213,9 +213,9 @@ def _describe(
 def _state_of_caller(
     devices: Sequence[torch.device],
 ) -> Callable[[torch.device], contextlib.AbstractContextManager[None]]:
-    """Return what restores the state that torch keeps for each thread in another one.
+    """Return a function from a device to a context manager that makes it current.
 
-    That is a function from a device to a context manager in which it is current.
+    In it, a thread has the state that torch keeps for the calling thread, such as grad mode.
     """
     grad_enabled, inference_mode = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     autocasts = [

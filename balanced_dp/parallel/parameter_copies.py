@@ -3,9 +3,9 @@
 A parameter has a home, the device that it is on. Each call copies the parameters in buckets. If
 gradients are enabled, a bucket has one autograd node for each other device. Its backward runs as
 soon as the gradients of the bucket are complete there and copies them to the home of the
-parameters, where autograd adds up those of all devices. Nodes do not wait for each other. So it
-matters only that the parameters of a bucket are used one soon after the other, as those are that
-were registered one after the other.
+parameters, where autograd adds up those of all devices. Nodes do not wait for each other. A
+bucket holds parameters that were registered one after the other, since these are used one soon
+after the other.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class ParameterCopies:
         homes = {parameter.device for parameter in parameters}
         away = [device for device in result if homes - {device}]
         block = self._block
-        # Deferred gradients are added to leaves: the graph of other tensors is freed by then.
+        # Deferred gradients can be added to leaves only: the graph of other tensors is freed.
         if block is None or not all(parameter.is_leaf for parameter in parameters):
             block = _Block(is_shared=False)
         arrivals = Arrivals()
@@ -80,10 +80,10 @@ class ParameterCopies:
 class Receive(torch.autograd.Function):
     """Stand for the originals of a bucket on CUDA devices, to receive their gradients.
 
-    Autograd adds up the gradients from other devices on the stream of this node. Its backward hands
-    them on after all devices have sent another bucket, too, for whose nodes the token is an input.
-    By then these gradients have arrived, so the stream that adds them to those of the home, and
-    computes, need not wait.
+    Autograd adds up the gradients from other devices on the stream of this node. The token is an
+    input of the nodes that send the next bucket, so backward runs once all devices have sent that
+    one, too. By then the gradients of this bucket have arrived, and the stream that computes adds
+    them to those of the home without waiting.
     """
 
     @staticmethod
@@ -224,7 +224,7 @@ class _Block:
         trained = [i for i, p in enumerate(parameters) if p.requires_grad]
         nodes: list[list[Any]] = []
         token = next_token = None
-        # In backward the last bucket comes first; it is handed on once the one before it is sent.
+        # Backward starts with the last bucket.
         for bucket in reversed(fill_buckets([parameters[i] for i in trained])):
             positions = [trained[i] for i in bucket]
             originals = [parameters[i] for i in positions]

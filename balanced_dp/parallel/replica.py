@@ -92,15 +92,14 @@ class Replica:
         tensors = [own[kind] for own in attributes for kind in ("_parameters", "_buffers")]
         children = [own["_modules"] for own in attributes]
         hooks = [own[kind] for own in attributes for kind in HOOKS]
-        self._num_hooks_of_any = RemovableHandle.next_id
-        self._without_hooks = [own for own in hooks if not own]
-        self._constant = [*children, *filter(None, hooks)]
-        self._named = list(filter(None, [*tensors, *self._constant]))
-        self._counted = [*attributes, *tensors, *children]
-        self._reset = [*attributes, *tensors]
+        self._without_hooks = [own for own in hooks if not own]  # must stay empty
+        self._constant = [*children, *filter(None, hooks)]  # must keep their values
+        self._named = list(filter(None, [*tensors, *self._constant]))  # must keep their keys
+        self._counted = [*attributes, *tensors, *children]  # nobody else may refer to them
+        self._reset = [*attributes, *tensors]  # are as made before each call
         self._as_made = [*map(dict.copy, attributes), *map(dict.fromkeys, tensors)]
         self._num_members = list(map(len, self._reset))
-        # A call may have changed these; they are few, so that it takes little time to reset them.
+        # What a call may have changed without adding members. It is little, so the reset is fast.
         values = [{k: v for k, v in d.items() if k not in _OF_ANY_MODULE} for d in self._as_made]
         self._changeable = list(compress(self._reset, values))
         self._values = list(filter(None, values))
@@ -120,12 +119,12 @@ class Replica:
             device: the device of both.
             arrivals: the events to wait for before a parameter is used.
         """
-        self._num_hooks_of_any = RemovableHandle.next_id
+        self._next_hook_id = RemovableHandle.next_id
         for members, name, position in self._parameters:
             members[name] = parameters[position]
         for members, name, position in self._buffers:
             members[name] = buffers[position]
-        events = arrivals.on(device)
+        events = arrivals.events(device)
         if events:
             for attributes in self._attributes:
                 plain = attributes["_parameters"]
@@ -142,14 +141,14 @@ class Replica:
             attributes["_parameters"] = attributes["_parameters"].plain
 
     def end(self) -> bool:
-        """Remove the tensors, and whatever else a call has left, and return whether that is all.
+        """Remove what a call has left, or return False if the replica must not be used again.
 
-        If nobody else refers to its modules, and these have changed nothing else, the replica may
-        be used again. Activation checkpointing, for example, keeps modules, or dictionaries of
-        them, until backward; then the tensors stay.
+        It must not if its modules are still referred to, or have changed in a way that is not
+        reset. Activation checkpointing, for example, keeps modules, or dictionaries of them, until
+        backward. Then nothing is removed.
         """
         # There are many dictionaries of hooks, so look only if a hook was registered, on anything.
-        may_have_hooks = RemovableHandle.next_id != self._num_hooks_of_any
+        may_have_hooks = RemovableHandle.next_id != self._next_hook_id
         # A free-threaded build adds up the references of the thread that made an object and those
         # of all others. Only that thread reads both at one time; to others the sum is a guess.
         counts_exactly = self._thread == threading.get_ident() or not is_free_threaded_build()

@@ -27,7 +27,6 @@ class ReplicaPool:
         network: the module.
 
     Attributes:
-        modules: all submodules, each once.
         parameters: the parameters of the module, each once.
         buffers: the buffers of the module, each once.
         is_compiled: whether a submodule is what ``torch.compile`` returns.
@@ -38,26 +37,26 @@ class ReplicaPool:
     """
 
     def __init__(self, network: nn.Module) -> None:
-        self.modules = list(network.modules())
-        for module in self.modules:
+        self._modules = list(network.modules())
+        for module in self._modules:
             _check_replicable(module)
         self.parameters = self._members("_parameters")
         self.buffers = self._members("_buffers")
-        self.is_compiled = any(map(is_compiled, self.modules))
+        self.is_compiled = any(map(is_compiled, self._modules))
         self.num_calls = 0
-        self._contents = _contents(self.modules)
+        self._contents = _contents(self._modules)
         self._waiting: list[Replica] = []
 
     def _members(self, kind: str) -> list[torch.Tensor]:
         """Return what the modules hold of a kind, as registered: neighbors are used together."""
-        values = chain.from_iterable(module.__dict__[kind].values() for module in self.modules)
+        values = chain.from_iterable(module.__dict__[kind].values() for module in self._modules)
         return list({id(value): value for value in values if value is not None}.values())
 
     def is_of(self, network: nn.Module) -> bool:
         """Return whether ``network`` is the module, and its attributes have not changed."""
         *before, values_before = self._contents
-        *now, values_now = _contents(self.modules)
-        is_same = self.modules[0] is network and before == now
+        *now, values_now = _contents(self._modules)
+        is_same = self._modules[0] is network and before == now
         return is_same and all(map(operator.is_, values_before, values_now))
 
     def take(self) -> Replica:
@@ -65,7 +64,7 @@ class ReplicaPool:
         try:
             return self._waiting.pop()
         except IndexError:  # none waits, or another thread has just taken the last one
-            return Replica(self.modules, self.parameters, self.buffers)
+            return Replica(self._modules, self.parameters, self.buffers)
 
     def recycle(self, replica: Replica) -> None:
         """Keep a replica for another call, unless it has changed or somebody else refers to it."""

@@ -23,13 +23,15 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
 class Replicator:
-    """Replicate a module for one call after the other, and recycle the replicas.
+    """Replicate a module for each call, and recycle the replicas.
 
-    This is ``torch.nn.parallel.replicate`` with these differences: the ``parameters()`` of a
-    replica are its copies; replicas on one device share them, and on the network's own device they
-    are the parameters themselves; methods that are hooks or stored in an instance (its own
-    ``forward``, for example) are bound to the replica; and a parameter that was not used gets no
-    gradient rather than zeros.
+    Replicas differ from those of ``torch.nn.parallel.replicate``:
+
+    - Their ``parameters()`` are the copies. Replicas on one device share them, and on the module's
+      own device they are the parameters themselves.
+    - Methods that are hooks or stored in an instance (its own ``forward``, for example) are bound
+      to the replica.
+    - A parameter that was not used gets no gradient rather than zeros.
 
     Parameters are copied differentiably: backward adds the gradients of each replica to those of
     the parameters as soon as a bucket of them is complete. The first replica shares the buffers on
@@ -43,7 +45,7 @@ class Replicator:
         self.copies = ParameterCopies()
         self._pool: ReplicaPool | None = None
         self._tensors: list[int] = []
-        """The ids of the buffers and parameters: with others, ``_written_silently`` is void."""
+        """The ids of the buffers and parameters that ``_written_silently`` is about."""
         self._written_silently: dict[bool, frozenset[int]] = {}
         """By grad mode, the result of ``WrittenState.write_back``."""
         self._warned: set[str] = set()
@@ -62,11 +64,11 @@ class Replicator:
         Args:
             network: the module.
             devices: the devices of the replicas.
-            homes: the devices on which its parameters must be, and the buffers on the first; any
-                if it is empty.
+            homes: the devices on which its parameters must be; the buffers must be on the first.
+                If empty, both may be anywhere.
 
         Raises:
-            RuntimeError: a parameter or buffer is not there, the module cannot be replicated, or a
+            RuntimeError: a parameter or buffer is elsewhere, the module cannot be replicated, or a
                 parameter was changed inside ``copies.shared()``.
         """
         pool = self._pool
@@ -96,8 +98,9 @@ class Replicator:
         At its end, replicas that a ``Replicator`` has made are recycled.
 
         Warns:
-            BalanceWarning: once for each attribute that forward sets, and each parameter that
-                several replicas write, as far as found in the calls that are checked.
+            BalanceWarning: once for each attribute that forward sets, found in the first, second,
+                fourth, eighth call and so on; and once for each parameter that several replicas
+                write, found in the first call with gradients and the first without.
         """
         has_gradients = torch.is_grad_enabled()
         ours = replicas if isinstance(replicas, Replicas) else None
@@ -105,9 +108,11 @@ class Replicator:
             network,
             replicas,
             self._written_silently.get(has_gradients),
-            is_shared=ours is not None and ours.has_originals,
+            has_originals=ours is not None and ours.has_originals,
         )
-        attributes = SetAttributes(replicas[0]) if ours is not None and ours.is_checked else None
+        attributes = (
+            SetAttributes(replicas[0]) if ours is not None and ours.checks_attributes else None
+        )
         try:
             yield
         finally:
@@ -215,7 +220,7 @@ class Replicas(list[ModuleT]):
 
     Attributes:
         has_originals: as given.
-        is_checked: whether to look for attributes that forward sets in this call.
+        checks_attributes: whether to look for attributes that forward sets in this call.
     """
 
     def __init__(
@@ -231,7 +236,7 @@ class Replicas(list[ModuleT]):
         self._arrivals = arrivals
         self.has_originals = has_originals
         pool.num_calls = num_calls = pool.num_calls + 1  # other threads may count, too
-        self.is_checked = num_calls.bit_count() == 1  # the first, second, fourth, eighth and so on
+        self.checks_attributes = num_calls.bit_count() == 1  # the first, second, fourth, eighth ...
 
     def join(self) -> None:
         """Let the streams on which the replicas were made wait for all parameters."""

@@ -15,7 +15,6 @@ from ..errors import ScatterError, warn
 from . import nested
 from .call_inputs import Arguments, named_arguments
 from .move import move
-from .nested import checked_items
 
 
 class Scattered(Sequence[Any]):
@@ -74,7 +73,7 @@ def _all_to_split(
         elif isinstance(value, Scattered) or path in split:
             yield path, value
         else:
-            children = checked_items(value, path, ScatterError) or ()
+            children = nested.checked_items(value, path, ScatterError) or ()
             yield from _all_to_split(children, broadcast, split)
 
 
@@ -128,7 +127,7 @@ def scatter(
 
 @dataclass(frozen=True, slots=True)
 class _Scatter:
-    """The arguments of ``scatter``."""
+    """A call of ``scatter``, with its arguments."""
 
     inputs: Sequence[tuple[str, Any]]
     devices: Sequence[torch.device]
@@ -158,7 +157,7 @@ class _Scatter:
                 f"but is passed whole to each device; split=({path!r},) gives each the entries of "
                 f"its samples, and broadcast=({path!r},) silences this warning",
             )
-        children = checked_items(value, path, ScatterError)
+        children = nested.checked_items(value, path, ScatterError)
         if children is None:
             self._warn_if_it_hides_tensors(value, path)
             return [value] * len(self.devices)

@@ -23,7 +23,7 @@ class SplitPolicy:
         devices: the devices that share a batch.
         device_weights: if given, batches are split in proportion to them.
         spread: whether parameters are spread over the devices. Then the first one holds little more
-            than the others, so no value is warned of.
+            than the others, so no value gives a warning.
 
     Raises:
         ArgumentError, ArgumentTypeError: the arguments cannot be used, or not together.

@@ -25,12 +25,12 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
 class DataParallelSteps(nn.DataParallel[ModuleT]):
-    """``nn.DataParallel`` on devices of any type: its attributes, and its four steps.
+    """The attributes and the four steps of ``nn.DataParallel``, on devices of any type.
 
-    ``BalancedDataParallel.forward`` takes one step after the other. They have the arguments of
-    ``nn.DataParallel``'s and further ones with defaults. ``forward`` passes all of them, so an
-    override has to accept them and hand them on. Their ``device_ids`` and ``chunk_sizes`` are those
-    of the devices with samples.
+    ``BalancedDataParallel.forward`` calls one step after the other. Each has the arguments of the
+    method of ``nn.DataParallel``, and further ones with defaults. ``forward`` passes all of them,
+    so an override must accept and pass them on. ``device_ids`` and ``chunk_sizes`` leave out
+    devices without samples.
 
     Args and Raises: see ``BalancedDataParallel``.
     """
@@ -99,7 +99,7 @@ class DataParallelSteps(nn.DataParallel[ModuleT]):
     ) -> tuple[list[tuple[Any, ...]], list[dict[str, Any]]]:
         """Return positional and keyword arguments for each device.
 
-        With ``chunk_sizes`` of None nothing is cut: each device gets every tensor whole.
+        If ``chunk_sizes`` is None, each device gets every tensor whole.
         """
         arguments = scatter(
             self.module.forward,
@@ -112,7 +112,7 @@ class DataParallelSteps(nn.DataParallel[ModuleT]):
             self.split_inputs,
             self._history.warned,
         )
-        return [args for args, _ in arguments], [named for _, named in arguments]
+        return [args for args, _ in arguments], [keywords for _, keywords in arguments]
 
     def replicate(self, module: ModuleT, device_ids: Sequence[int | torch.device]) -> list[ModuleT]:
         """Return a replica of ``module`` for each device."""
@@ -127,7 +127,7 @@ class DataParallelSteps(nn.DataParallel[ModuleT]):
         device_ids: Sequence[int | torch.device] | None = None,
         chunk_sizes: Sequence[int] | None = None,
     ) -> list[Any]:
-        """Return each replica's output for its arguments; by default on the first devices."""
+        """Return the output of each replica; by default they run on the first devices."""
         devices = self._devices_of(device_ids or self.device_ids[: len(replicas)])
         arguments = list(zip(inputs, kwargs, strict=True))
         return parallel_apply(replicas, arguments, devices, chunk_sizes, self._workers)

@@ -1,4 +1,4 @@
-"""What forward writes to a replica: the module gets the state, and loses other attributes."""
+"""What forward writes to a replica: parameters and buffers are kept, other attributes lost."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from .move import move
 class WrittenState:
     """The parameters and buffers of replicas before these run, to find what they write.
 
-    The first replica shares what the network has on its device. What it writes to its copies of
-    anything else is copied back by ``write_back``.
+    The first replica shares the tensors that the network has on its device, and has copies of all
+    others. ``write_back`` copies back what it writes to these.
 
     Args:
         network: the module.
@@ -27,7 +27,7 @@ class WrittenState:
         silently: the result of ``write_back`` in an earlier call: the indices of parameters that
             were written without a new version or storage, as through ``.data``. None if there was
             none; then the values of all parameters are compared.
-        is_shared: whether the first replica is known to have no copies.
+        has_originals: whether the first replica has no copies, as far as is known.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class WrittenState:
         network: nn.Module,
         replicas: Sequence[nn.Module],
         silently: frozenset[int] | None,
-        is_shared: bool = False,
+        has_originals: bool,
     ) -> None:
         first, *others = replicas
         self._silently = silently
@@ -51,11 +51,11 @@ class WrittenState:
                     shared |= {id(p): (name, p) for name, p in other.named_parameters()}
                 else:
                     pairs = zip(_named(first), _parameters(other), strict=True)
-                    self._others += [(n, copy, _signs(copy), p) for (n, p), copy in pairs]
-            self._shared = [(n, p, _signs(p), _values(p)) for n, p in shared.values()]
-        if not is_shared:
+                    self._others += [(n, copy, _stamp(copy), p) for (n, p), copy in pairs]
+            self._shared = [(n, p, _stamp(p), _values(p)) for n, p in shared.values()]
+        if not has_originals:
             states = enumerate(zip(_state(network), _state(first), strict=True))
-            self._copies = [(i, p, copy, _signs(copy)) for i, (p, copy) in states if copy is not p]
+            self._copies = [(i, p, copy, _stamp(copy)) for i, (p, copy) in states if copy is not p]
 
     def written_by_several(self) -> list[str]:
         """Return the names of parameters that replicas on one device share and have written.
@@ -64,8 +64,8 @@ class WrittenState:
         """
         return [
             name
-            for name, parameter, signs, values in self._shared
-            if signs != _signs(parameter) or not _are_equal(parameter, values)
+            for name, parameter, stamp, values in self._shared
+            if stamp != _stamp(parameter) or not _are_equal(parameter, values)
         ]
 
     def written_differently(self) -> list[str]:
@@ -75,8 +75,8 @@ class WrittenState:
         """
         names = [
             name
-            for name, copy, signs, first in self._others
-            if signs != _signs(copy) and not _are_equal(copy, _values(first))
+            for name, copy, stamp, first in self._others
+            if stamp != _stamp(copy) and not _are_equal(copy, _values(first))
         ]
         return list(dict.fromkeys(names))
 
@@ -87,7 +87,7 @@ class WrittenState:
         for index, original, copy, before in self._copies:
             if copy.shape != original.shape:
                 original.data = move(copy.detach(), original.device)
-            elif copy.is_inference() or before != _signs(copy):
+            elif copy.is_inference() or before != _stamp(copy):
                 # Where a replica has used the original, backward needs its version.
                 is_used = original.device in self._devices
                 (original.data if is_used else original).copy_(copy)
@@ -106,7 +106,8 @@ class WrittenState:
 class SetAttributes:
     """The attributes of a replica before it runs, to find those that forward sets.
 
-    Of modules that set weights on purpose, these are only parameters and submodules.
+    Modules of torch, and those with hooks that may set a weight, set attributes on purpose; of them
+    only parameters and submodules are compared.
 
     Args:
         replica: the replica.
@@ -117,8 +118,8 @@ class SetAttributes:
         self._before = [_attributes(module) for _, module in self._modules]
 
     def names(self) -> list[str]:
-        """Return the names of those that forward has set."""
-        # Private ones are caches or flags: transformers installs its hooks in the first call.
+        """Return the names of the attributes that forward has set."""
+        # Private attributes are caches or flags: transformers installs its hooks in the first call.
         return [name for name in self._changed() if not name.rpartition(".")[2].startswith("_")]
 
     def have_other_dictionaries(self) -> bool:
@@ -138,7 +139,7 @@ _NOTHING = (object(), 0)
 
 
 def _attributes(module: nn.Module) -> dict[str, tuple[Any, int]]:
-    """Return the attributes of a module, and the lengths of containers but its dictionaries."""
+    """Return the attributes of a module, each with its length if it is a container."""
     own = {**vars(module), "_parameters": parameters_of(module)}
     members: dict[str, Any] = {**parameters_of(module), **module._modules}
     if not _sets_weights(module):
@@ -179,7 +180,7 @@ def _named(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                 yield f"{prefix}.{name}".lstrip("."), parameter
 
 
-def _signs(tensor: torch.Tensor) -> tuple[int, int]:
+def _stamp(tensor: torch.Tensor) -> tuple[int, int]:
     """Return the version and storage of a tensor; most writes change one of them."""
     storage = tensor.untyped_storage()._cdata if tensor.layout is torch.strided else 0
     return (0 if tensor.is_inference() else tensor._version, storage)
