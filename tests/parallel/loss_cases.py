@@ -271,6 +271,9 @@ EXACT: dict[str, Callable[..., Any]] = {
     "total variation": lambda n, x, o: (o[:, 1:] - o[:, :-1]).abs().mean(),
     "stacked": lambda n, x, o, real: torch.stack([F.mse_loss(o, real), F.l1_loss(o, real)]).mean(),
     "mean times length": lambda n, x, o, real: F.mse_loss(o, real) * len(x),
+    "sorted by length": lambda n, x, o, growing: rows(o[growing.sort(descending=True)[1]]).mean(),
+    "two largest classes": lambda n, x, o: o.topk(2).values.square().mean(),
+    "entries in order": lambda n, x, o: o.sort(1).values[:, 0].mean() + o.median(1).values.mean(),
     # Sums.
     "sum": lambda n, x, o, real: F.mse_loss(o, real, reduction="sum"),
     "variational": lambda n, x, o, part: (
@@ -408,6 +411,16 @@ if has_torch("2.6"):
     )
     EXACT["mse with weights"] = lambda n, x, o, real, part: F.mse_loss(o, real, weight=part)
 
+LIMITS: dict[str, Callable[[Tensor], Tensor]] = {
+    "median": lambda losses: losses.median(),
+    "nanmedian": lambda losses: losses.nanmedian(),
+    "quantile": lambda losses: losses.quantile(0.3),
+    "nanquantile": lambda losses: losses.nanquantile(0.3),
+    "kthvalue": lambda losses: losses.kthvalue(1).values,
+    "sort": lambda losses: losses.sort(descending=True).values[len(losses) // 2],
+}
+"""Only samples with a loss above such a limit count, as in online hard example mining."""
+
 UNCLEAR: dict[str, tuple[Callable[..., Any], str]] = {
     "norm": (lambda n, x, o, real: (o - real).norm(), "uses a LinalgVectorNorm"),
     "standard deviations": (
@@ -415,6 +428,25 @@ UNCLEAR: dict[str, tuple[Callable[..., Any], str]] = {
         "computed from var of the samples in each chunk",
     ),
     "standard deviation of all": (lambda n, x, o: o.std(), "computed from std of the samples"),
+    **{
+        f"samples above their {name}": (
+            lambda n, x, o, limit=limit: rows(o)[rows(o) >= limit(rows(o))].mean(),
+            f"computed from {name} of the samples",
+        )
+        for name, limit in LIMITS.items()
+    },
+    "the hardest samples": (
+        lambda n, x, o: rows(o).topk(len(o) - len(o) // 3)[0].mean(),
+        "computed from topk of the samples",
+    ),
+    "the first in an order": (
+        lambda n, x, o: rows(o)[rows(o).argsort()[: len(o) - len(o) // 3]].mean(),
+        "computed from argsort of the samples|in different ways",
+    ),
+    "largest of each class": (
+        lambda n, x, o: (o / o.abs().max(0).values.detach()).square().mean(),
+        "computed from max of the samples",
+    ),
     "where of any": (
         lambda n, x, o, holes: (rows(o) * holes).sum() / holes.sum().where(holes.any(), 1),
         "it has a part that is no mean or sum over samples",

@@ -26,6 +26,7 @@ from ..modules import Lambda
 from ..versions import since_torch
 from .loss_cases import (
     BATCH,
+    CLASSES,
     EXACT,
     HOLES,
     IGNORED,
@@ -256,6 +257,9 @@ LOOPS = {
     "indices": lambda n, x, o: torch.stack(
         [o[i].norm() + o[i].mean().exp() for i in range(len(o))]
     ).mean(),
+    "entries of each": lambda n, x, o, part: torch.stack(
+        [o[i][part[i] > 0.4].square().mean().sqrt() for i in range(len(o))]
+    ).mean(),
     "slices": lambda n, x, o: sum(o[i : i + 1].std().exp() for i in range(len(o))) / len(o),
     "pieces": lambda n, x, o: sum(row.square().mean().sqrt() for row in o.split(1)) / len(o),
 }
@@ -272,6 +276,40 @@ def test_losses_of_samples_in_a_loop_are_averaged_and_warned_of(loss, gpu0_bsz, 
         compare(model, bare, given)
     for has_gradients in (True, False, True, True):
         compare(model, bare, given, has_gradients)
+
+
+def test_a_loop_is_averaged_in_calls_without_gradients_too():
+    """Once a call with gradients has shown it, whatever was supposed before."""
+    loss = LOOPS["entries of each"]
+    model, bare = make(loss, 0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", BalanceWarning)
+        for has_gradients in (False, False, True, True):
+            results(model, bare, has_gradients, **given_to(loss, 9))
+        for has_gradients in (False, False, True):
+            compare(model, bare, given_to(loss, 9), has_gradients)
+
+
+@pytest.mark.parametrize("chosen", ["index", "gather", "one hot"])
+def test_parameters_that_are_zero_and_chosen_by_each_sample(chosen):
+    """Their sums are equal in all chunks, which are of one size, as long as they are zero."""
+
+    def loss(net: Net, x: Tensor, o: Tensor, y: Tensor) -> Tensor:
+        zeros = (net.ones - 1)[:CLASSES]
+        if chosen == "index":
+            scores = zeros[y]
+        elif chosen == "gather":
+            scores = zeros.expand(len(y), -1).gather(1, y[:, None])
+        else:
+            scores = functional.one_hot(y, CLASSES).double() * zeros
+        return o.square().sum() - scores.sum()
+
+    model, bare = make(loss, 0)
+    for step in range(6):
+        compare(model, bare, given_to(loss, 12))
+        with torch.no_grad():
+            for net in (model.module, bare):
+                net.ones.add_(torch.arange(12) * (step > 2))
 
 
 def test_ctc_is_a_mean_over_samples_whatever_their_lengths():

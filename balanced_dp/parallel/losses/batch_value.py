@@ -81,6 +81,9 @@ class BatchValues:
         for group in zip(*(trace.lost for trace in self.traces), strict=False):
             try:
                 self._compute_all(group, "")
+            except _StatisticError as error:
+                self.facts.doubts.append(str(error))
+                return
             except UnclearError:
                 continue  # what depends on it is unclear, too
             if group[0] not in self._same and group[0] not in self._of_samples:
@@ -148,7 +151,9 @@ class BatchValues:
         first = group[0]
         values = [step.value for step in group]
         reductions = [step.reduction for step in group if step.reduction]
-        if not reductions or self.facts.keeps_samples(group, place):
+        name = reductions[0].name if reductions else ""
+        is_order = name in ("sort", "argsort", "topk") and len(reductions[0].shape) == 1
+        if not reductions or (not is_order and self.facts.keeps_samples(group, place)):
             self._of_samples.add(first)
             return
         if not self.facts.are_over_samples(reductions, values, place):
@@ -156,9 +161,9 @@ class BatchValues:
             self._same.add(first)
             return
         self.facts.check_classes(reductions, place)
-        name, counts = reductions[0].name, [reduction.count for reduction in reductions]
-        if name in ("std", "var"):
-            raise UnclearError(f"it is computed from {name} of the samples in each chunk")
+        counts = [reduction.count for reduction in reductions]
+        if name not in ("mean", "sum", "amax", "amin"):
+            raise _StatisticError(f"it is computed from {name} of the samples in each chunk")
         if values[0] is None:  # too large to be kept
             self._values[first] = None
         elif name == "mean":
@@ -230,6 +235,10 @@ def _check_alike(group: Steps, are_aligned: bool) -> None:
             or (are_aligned and step.ordinal != first.ordinal)
         ):
             raise UnclearError(_UNLIKE)
+
+
+class _StatisticError(UnclearError):
+    """A step is a function of all samples of a chunk that is neither a mean nor a sum."""
 
 
 class _SamplesError(Exception):

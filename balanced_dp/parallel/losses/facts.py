@@ -43,6 +43,7 @@ class Fact(enum.Enum):
     SAMPLES = "over the samples of each chunk"
     SUPPOSED_SAMPLES = "over the samples of each chunk, or else the same on all replicas"
     ONE = "over a single sample"
+    ZERO = "zero on all replicas, which tells nothing; taken for one over samples"
     UNCLEAR = "none of these"
 
 
@@ -213,20 +214,22 @@ class Facts:
             UnclearError: they were computed from samples, but have no entries of them.
         """
         first, place = reductions[0], place_of(reductions[0], place)
-        if any(reduction.shape != first.shape for reduction in reductions):
-            self.known[place] = Fact.SAMPLES
-        fact = self.known.get(place)
-        if fact is Fact.SAMPLES or first.num_classes is not None:
+        if first.num_classes is not None:
             return True
-        if fact is None or self.compares_again:
-            fact = self.known[place] = self._supposed_samples(first, values, fact)
+        differ = any(reduction.shape != first.shape for reduction in reductions)
+        fact = self.known.get(place)
+        is_sure = fact is Fact.SAMPLES or (fact is not None and not differ)
+        if not is_sure or self.compares_again:
+            fact = self._supposed_samples(first, values, fact, differ)
+            if fact is not Fact.ZERO:
+                self.known[place] = fact
         if fact is Fact.ONE:
             raise UnclearError(
                 "it is computed from each sample by itself, in a loop or by an index"
             )
         if fact is Fact.UNCLEAR:
             raise UnclearError("it reduces a tensor that has no entry for each sample")
-        return fact is Fact.SUPPOSED_SAMPLES
+        return fact is not Fact.SAME
 
     def compare(self, values: Sequence[torch.Tensor]) -> Fact:
         """Compare tensors of one shape between the replicas; 0-dim integers may be counts."""
@@ -250,13 +253,15 @@ class Facts:
         return self.are_chunks_equal and shape.numel() % self.chunk_sizes[0] == 0
 
     def _supposed_samples(
-        self, reduction: Reduction, values: Sequence[Any], known: Fact | None
+        self, reduction: Reduction, values: Sequence[Any], known: Fact | None, differ: bool
     ) -> Fact:
-        """Suppose whether a tensor had entries of samples, by its graph and its values."""
+        """Suppose whether a tensor had entries of samples, by its shapes, graph and values."""
         may_be = self._may_have_samples(reduction.shape)
         origin = origin_of(reduction.source, self.chunk_sizes[0])
-        if known is Fact.ONE or (origin is Origin.ONE and self.are_chunks_equal):
+        if self.are_chunks_equal and (known is Fact.ONE or origin is Origin.ONE):
             return Fact.ONE
+        if differ or known is Fact.SAMPLES:
+            return Fact.SAMPLES
         are_equal = False if values[0] is None else _are_equal(values)
         if are_equal is None:
             return Fact.SAME if origin is Origin.UNKNOWN else Fact.SUPPOSED_SAMPLES
@@ -269,6 +274,8 @@ class Facts:
             return Fact.SUPPOSED_SAMPLES if origin is Origin.SAMPLES else Fact.SAME
         if reduction.source is None and _is_whole(values[0]):
             return Fact.SUPPOSED_SAMPLES  # counts may be equal by chance
+        if not values[0].any():
+            return Fact.ZERO
         if reduction.source is None or origin is Origin.SAMPLES:
             self.doubts.append(
                 "it has a sum that is the same on all replicas, which may be over samples or over "

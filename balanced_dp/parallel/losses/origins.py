@@ -34,7 +34,7 @@ def origin_of(node: Any, chunk_size: int) -> Origin:
     Samples are not nodes of the graph, but are seen where they meet parameters in a product, and
     where an index selects them, or one of ``chunk_size``.
     """
-    nodes, seen = [node], set[Any]()
+    nodes, seen, origin = [node], set[Any](), Origin.UNKNOWN
     with looking_at_nodes:
         while nodes and len(seen) <= _MAX_NODES:
             node = nodes.pop()
@@ -46,11 +46,12 @@ def origin_of(node: Any, chunk_size: int) -> Origin:
             if _takes_one(node, name, chunk_size):
                 return Origin.ONE
             if name in _SELECTIONS:
-                return Origin.SELECTED
-            if name in _LOOKUPS or (name in _PRODUCTS and None in parents):
-                return Origin.SAMPLES
+                origin = Origin.SELECTED  # and perhaps of one of them
+            elif name in _LOOKUPS or (name in _PRODUCTS and None in parents):
+                origin = Origin.SAMPLES if origin is Origin.UNKNOWN else origin
+                continue
             nodes += parents
-    return Origin.UNKNOWN
+    return origin
 
 
 def _takes_one(node: Any, name: str, size: int) -> bool:

@@ -52,10 +52,13 @@ _REDUCTIONS = {
     "mean": "mean",
     **dict.fromkeys(("max", "amax"), "amax"),
     **dict.fromkeys(("min", "amin"), "amin"),
-    "std": "std",
-    "var": "var",
+    **{name: name for name in ("std", "var", "median", "nanmedian", "quantile", "nanquantile")},
+    **{name: name for name in ("kthvalue", "topk", "sort", "argsort")},
 }
-"""Functions and methods, and how their results for chunks are joined; the last two are not."""
+"""Functions and methods, and how their results for chunks are joined; the last ten are not."""
+
+_SECOND_ARGUMENTS = ("quantile", "nanquantile", "kthvalue", "topk")
+"""Functions that have another argument between the tensor and the dimension."""
 
 _HISTOGRAMS = ("bincount", "histc")
 
@@ -137,19 +140,22 @@ def _recording_version(
 
 def _reduced(join: str, trace: Trace, function: Any, *args: Any, **kwargs: Any) -> Any:
     value = function(*args, **kwargs)
-    if not isinstance(value, torch.Tensor):
-        return value  # it is a pair: max(dim) returns indices, too
     reduced = args[0] if args else kwargs["input"]
-    is_length = join in ("amax", "amin") and not reduced.is_floating_point()
+    is_pair = not isinstance(value, torch.Tensor)  # max(dim) returns indices, too
+    name = function.__name__ if is_pair else join
+    is_length = name not in ("mean", "sum") and not reduced.is_floating_point()
     if not reduced.dim() or is_length:  # the largest length decides on shapes
         return value
-    if value.dim() and not _reduces_batch_dim(trace, reduced, *args[1:2], **kwargs):
+    dims = args[2:3] if join in _SECOND_ARGUMENTS else args[1:2]
+    if (is_pair or value.dim()) and not _reduces_batch_dim(trace, reduced, *dims, **kwargs):
         return value
-    return trace.record(function, value, reduced, join)
+    for part in value if is_pair else (value,):
+        trace.record(function, part, reduced, name)
+    return value
 
 
 def _reduces_batch_dim(
-    trace: Trace, reduced: torch.Tensor, dim: Any = None, axis: Any = None, **_: Any
+    trace: Trace, reduced: torch.Tensor, dim: Any = None, axis: Any = -1, **_: Any
 ) -> bool:
     """Return whether a reduction of some dimensions includes the first or the batch dimension."""
     dims = axis if dim is None else dim
