@@ -150,8 +150,8 @@ class _Join:
             raise GatherError(
                 f"output {_named(path)} has shape {tuple(shapes[0])} on every replica, though "
                 f"these have {', '.join(map(str, sizes))} samples, so it has no row for each of "
-                "them: return a mean without dimensions (no unsqueeze), compute statistics "
-                "outside, from gathered rows, and read parameters from model.module"
+                "them: return a mean without dimensions (no unsqueeze, no keepdim), compute "
+                "statistics outside, from gathered rows, and read parameters from model.module"
             )
         if len(fits) == 1:  # the shapes leave no choice
             known[path] = found
