@@ -79,6 +79,11 @@ def _gather(outputs: list[Any], path: str, join: _Join) -> Any:
     named = [dict(items or ()) for items in children]
     if any(other.keys() != named[0].keys() for other in named):
         raise _differ(path, [list(items) for items in named], "different items")
+    if len(named[0]) < len(children[0]):
+        raise GatherError(
+            f"output {_named(path)} has keys that are the same as text, among {list(first)}; "
+            "rename them"
+        )
     values = [_gather([items[name] for items in named], name, join) for name in named[0]]
     return nested.rebuild(first, values)
 

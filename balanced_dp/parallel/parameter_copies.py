@@ -161,8 +161,8 @@ class _Block:
         """The streams on which the copies were made."""
         self._outputs: dict[torch.device, list[torch.Tensor]] = {}
         """The same copies, as outputs of autograd nodes where they require gradients."""
-        self._versions: dict[torch.Tensor, int] = {}
-        """The versions of the trained parameters in the first call."""
+        self._versions: dict[torch.Tensor, int | None] = {}
+        """The parameters of the first call, and the versions of the trained ones."""
         self.lock = threading.Lock()
         """Held by the call that makes copies: all calls of a block share them."""
         self.deferred = DeferredGradients()
@@ -253,14 +253,17 @@ class _Block:
         return nodes
 
     def _check_unchanged(self, parameters: Sequence[torch.Tensor]) -> None:
-        # Forward itself may write to frozen ones, see WrittenState.
-        trained = (p for p in parameters if p.requires_grad and not p.is_inference())
-        versions = {parameter: parameter._version for parameter in trained}
+        versions = {
+            # Forward itself may write to frozen ones, see WrittenState.
+            p: p._version if p.requires_grad and not p.is_inference() else None
+            for p in parameters
+        }
         self._versions = self._versions or versions
         if versions != self._versions:
             raise RuntimeError(
-                "a parameter was changed inside shared_weights() or accumulate(), whose calls all "
-                "use the same weights; step the optimizer after the block"
+                "a parameter was replaced, frozen, unfrozen or changed inside shared_weights() or "
+                "accumulate(), whose calls all use the same weights; do this, and step the "
+                "optimizer, after the block"
             )
 
 

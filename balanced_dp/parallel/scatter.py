@@ -93,8 +93,8 @@ def scatter(
     Tensors of batch size along ``dim`` are split, and so are the sequences named in ``split``.
     0-dim tensors and those named in ``broadcast`` are copied whole to each device. Anything else is
     passed on, containers as shallow copies. A tensor is copied from its device directly to each
-    destination. A chunk that stays on its device is a view, unless the view would keep more memory
-    alive than the chunks need; then it is a copy.
+    destination. A chunk that stays on its device is a copy, too, unless the tensor is expanded and
+    takes less memory than its chunks; then it is a view.
 
     Args:
         function: the function, whose parameters give the arguments their names.
@@ -181,6 +181,11 @@ class _Scatter:
         if sizes is None or tensor.dim() == 0 or _is_broadcast(path, self.broadcast):
             return [tensor] * len(self.devices)
         size = _size(tensor, self.dim, path)
+        if tensor.is_nested or tensor.layout != torch.strided:
+            raise ScatterError(
+                f"input {path} is a sparse or nested tensor, which is not split; pass a dense one, "
+                "and convert it inside forward"
+            )
         if size != sum(sizes):
             fact = (
                 f"input {path} of shape {tuple(tensor.shape)} has size {size} along dim {self.dim}"
@@ -195,17 +200,15 @@ class _Scatter:
                 fact += f" by its first tensor, {first}"
                 remedy += f", and if {first} is not, broadcast=({first!r},) does"
             raise ScatterError(f"{fact}; {remedy}")
+        if len(sizes) == 1:
+            return [tensor]
         parts = list(tensor.split(list(sizes), self.dim))
         staying = [i for i, device in enumerate(self.devices) if device == tensor.device]
-        if tensor.untyped_storage().nbytes() > sum(parts[i].nbytes for i in staying):
-            # As views they would keep the whole batch there for as long as autograd needs them.
+        if tensor.untyped_storage().nbytes() >= sum(parts[i].nbytes for i in staying):
+            # As views they would keep the whole batch there for as long as autograd needs them, and
+            # an in-place operation on one would count as one on all. What is expanded stays so.
             for i in staying:
                 parts[i] = move(parts[i], tensor.device, copy=True)
-        elif tensor.requires_grad:
-            # Autograd forbids in-place operations on one of several outputs of split().
-            starts = list(accumulate(sizes, initial=0))
-            for i in staying:
-                parts[i] = tensor.narrow(self.dim, starts[i], sizes[i])
         return parts
 
     def _checked_entries(self, value: Scattered, path: str) -> list[Any]:

@@ -189,7 +189,8 @@ class DataParallelSteps(nn.DataParallel[ModuleT]):
 
         Raises:
             RuntimeError: a gradient was used in the block, or replaced, which is found at its end;
-                or, on a call, a parameter that requires grad was changed.
+                or, on a call, a parameter that requires grad was changed, or one was replaced,
+                frozen or unfrozen.
 
         Examples:
             >>> from balanced_dp import BalancedDataParallel

@@ -459,7 +459,8 @@ def test_outputs_of_one_model_go_into_another_where_they_are(devices, x):
 def test_a_weight_of_classes_is_none_of_samples(x):
     """Where there are as many classes as samples."""
     output = x[:CLASSES, :CLASSES]
-    check(nn.BCEWithLogitsLoss(weight=WEIGHTS), output, numbers(CLASSES)[:CLASSES])
+    for weight in (WEIGHTS, WEIGHTS[None]):
+        check(nn.BCEWithLogitsLoss(weight=weight), output, numbers(CLASSES)[:CLASSES])
 
 
 def test_what_an_output_of_several_devices_is_not(x):

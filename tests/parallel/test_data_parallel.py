@@ -509,6 +509,7 @@ def test_outputs_of_a_model_go_into_another_on_any_number_of_devices(device_ids,
     models = [BalancedDataParallel(1, m, device_ids, gather=False) for m in (first, second)]
     x = torch.randn(8, 3)
     torch.testing.assert_close(models[1](models[0](x)).gather(), second(first(x)))
+    torch.testing.assert_close(models[1](input=models[0](x)).gather(), second(first(x)))
     outputs = BalancedDataParallel(1, first, ["cpu"] * 2, gather=False)(x)
     if device_ids is None:
         with pytest.raises(ScatterError, match=r"devices got PerDevice.*gather\(\) it first"):

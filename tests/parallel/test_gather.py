@@ -53,6 +53,10 @@ def test_outputs_of_any_structure_are_joined(container):
         ),
         ([[1, 2], [1]], "output (the whole) cannot be joined: the replicas returned different"),
         ([{"a": 1}, {"b": 1}], "the replicas returned different items (['a'], ['b'])"),
+        (
+            [{1: 1, "1": 2}, {1: 1, "1": 2}],
+            "has keys that are the same as text, among [1, '1']; rename them",
+        ),
         ([None, torch.zeros(2)], "the replicas returned different types (None, (2,))"),
         ([torch.zeros(2), torch.tensor(0.0)], "shapes that cannot be joined along dim 0 ((2,), ()"),
         ([torch.zeros(2, 3), torch.zeros(2, 4)], "along dim 0 ((2, 3), (2, 4))"),
@@ -194,3 +198,11 @@ def test_training_and_evaluation_may_return_different_layouts():
     for training, x in ((True, torch.randn(16, 3, 4)), (False, torch.randn(4, 3, 4))):
         model.train(training)
         torch.testing.assert_close(model(x), module(x))
+
+
+def test_what_shapes_have_shown_once_is_known_where_they_leave_a_choice():
+    """The states of two layers, for chunks of two: either dimension may be that of the samples."""
+    model = BalancedDataParallel(None, nn.GRU(4, 5, 2, batch_first=True), ["cpu"] * 2)
+    for batch_size in (3, 4):
+        x = torch.randn(batch_size, 3, 4)
+        torch.testing.assert_close(model(x), model.module(x))

@@ -25,16 +25,11 @@ class AttributeDict(dict):
 
 
 class MirroredDict(dict):
-    """Each item is also set as an attribute."""
+    """Each item is also an attribute, as those of transformers' ModelOutput are."""
 
     def __init__(self, **kwargs):
-        super().__init__()
-        for name, value in kwargs.items():
-            self[name] = value
-
-    def __setitem__(self, name, value):
-        super().__setitem__(name, value)
-        object.__setattr__(self, name, value)
+        super().__init__(kwargs)
+        vars(self).update(kwargs)
 
 
 @pytest.mark.parametrize("kind", [AttributeDict, MirroredDict])

@@ -265,6 +265,32 @@ def test_weights_that_change_in_a_block_are_an_error(emulated, has_gradients):
             model(x)
 
 
+def freeze(module):
+    module.requires_grad_(False)
+
+
+def unfreeze(module):
+    module.requires_grad_(True)
+
+
+def replace_by_frozen(module):
+    module.weight = nn.Parameter(torch.zeros_like(module.weight), requires_grad=False)
+
+
+@pytest.mark.parametrize("change", [freeze, unfreeze, replace_by_frozen])
+@pytest.mark.parametrize("has_gradients", [False, True])
+def test_what_is_trained_may_not_change_in_a_block(emulated, has_gradients, change):
+    """Parameters that were unfrozen got the gradients of the first chunk alone."""
+    model = wrapped(emulated, nn.Linear(4, 3).requires_grad_(change is not unfreeze))
+    x = torch.ones(9, 4)
+    with model.shared_weights():
+        with torch.set_grad_enabled(has_gradients):
+            model(x)
+        change(model.module)
+        with pytest.raises(RuntimeError, match="replaced, frozen, unfrozen or changed inside"):
+            model(x)
+
+
 def test_a_hook_that_is_registered_in_a_block_is_an_error(emulated):
     model = wrapped(emulated, nn.Linear(1, 1))
     x = torch.ones(9, 1)
