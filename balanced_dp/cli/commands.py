@@ -76,7 +76,8 @@ def demo(
         int | None, typer.Option(help="Samples of device 0; default: try all values.")
     ] = None,
     memory: Annotated[
-        str | None, typer.Option(help="Capacity of each emulated device, such as 28MiB.")
+        str | None,
+        typer.Option(help="Capacity of each emulated device, such as 28MiB. MB means MiB."),
     ] = None,
     json_file: arguments.JsonFile = None,
     emulate: arguments.Emulate = False,
@@ -164,8 +165,8 @@ def run(
     memory: Annotated[
         str | None,
         typer.Option(
-            help="Capacity of all devices, such as 11GiB, or of each: 24GiB,11GiB. Emulated ones "
-            "may hold more: the table says what does not fit."
+            help=f"{arguments.CAPACITY} Emulated ones may hold more: the table says what does "
+            "not fit."
         ),
     ] = None,
     reserve: arguments.Reserve = None,

@@ -18,7 +18,7 @@ from ..tuning.open_devices import check_devices, open_devices, uses_emulation
 from ..tuning.reports import best_measured
 from ..tuning.step_benchmark import step_meter
 from ..tuning.workloads import Batch, Workload, encoded_text, find_workload
-from ..units import format_mib, parse_bytes
+from ..units import format_bytes, format_mib, parse_bytes
 from . import console
 
 LOSS_TOLERANCE = 1e-4
@@ -230,6 +230,8 @@ def print_demo(settings: DemoSettings, runs: Sequence[DemoRun]) -> None:
 def _demo_table(output: Console, settings: DemoSettings, runs: Sequence[DemoRun]) -> Table:
     """Return the table with a row for each run, or with a column for each if that is too wide."""
     kind = "emulated devices, on the CPU" if settings.emulated else "devices"
+    if settings.memory is not None:
+        kind = f"emulated devices of {format_bytes(parse_bytes(settings.memory))}"
     options = {
         "title": f"A character transformer, batches of {settings.batch_size}, "
         f"{settings.num_devices} {kind}",

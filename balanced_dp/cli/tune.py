@@ -45,10 +45,7 @@ def workloads_command(json_file: arguments.JsonFile = None) -> None:
 
 def plan_command(
     target: arguments.Target,
-    memory: Annotated[
-        str,
-        typer.Option(help="Capacity of all devices, such as 11GiB, or of each: 24GiB,11GiB."),
-    ],
+    memory: Annotated[str, typer.Option(help=arguments.CAPACITY)],
     num_devices: Annotated[
         int | None, typer.Option("--devices", min=1, help="Number of devices; default: 4.")
     ] = None,
@@ -93,8 +90,8 @@ def tune_command(
     memory: Annotated[
         str | None,
         typer.Option(
-            help="Capacity of all devices, such as 11GiB, or of each: 24GiB,11GiB. Default: that "
-            "of the GPUs; for emulated devices, what the even split needs."
+            help=f"{arguments.CAPACITY} Default: that of the GPUs; for emulated devices, what the "
+            "even split needs."
         ),
     ] = None,
     reserve: arguments.Reserve = None,
