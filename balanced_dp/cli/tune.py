@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import ArgumentError, BalancedDataParallelError, SymbolicValueError
-from . import arguments
+from . import arguments, terminal
 
 if TYPE_CHECKING:
     from ..tuning.report_types import Report
@@ -109,7 +109,6 @@ def tune_command(
     """
     from ..tuning.open_devices import default_num_devices
     from ..units import format_bytes
-    from . import console
 
     capacities = None
     if memory is not None:
@@ -131,7 +130,7 @@ def tune_command(
     is_shown = arguments.STDOUT not in (json_file, html)
     if is_shown and capacities is None and report.even.mode != "real":
         capacity = format_bytes(report.plan.capacity_bytes[0])
-        console.say(f"Without --memory, each device has what the even split needs, {capacity}.")
+        terminal.say(f"Without --memory, each device has what the even split needs, {capacity}.")
     _show(report, json_file, html, candidates=True)
 
 
