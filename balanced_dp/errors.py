@@ -6,8 +6,10 @@ Every error derives from ``BalancedDataParallelError`` and from a builtin error,
 
 from __future__ import annotations
 
+import difflib
 import sys
 import warnings
+from collections.abc import Iterable
 
 
 class BalancedDataParallelError(Exception):
@@ -60,6 +62,12 @@ class BalanceWarning(UserWarning):
 
 class ImbalanceWarning(UserWarning):
     """A measured step used the devices unequally; the message says what to change."""
+
+
+def did_you_mean(given: str, known: Iterable[str]) -> str:
+    """Return the question whether the most similar name was meant, or "" if none is similar."""
+    close = difflib.get_close_matches(given, [*known], 1)
+    return f" (did you mean {close[0]}?)" if close else ""
 
 
 def warn(message: str) -> None:

@@ -34,7 +34,7 @@ validation/ check gradients peaks seconds all_checks __init__
 distributed/ ranks batch_sampler loss_scaling to_ddp __init__
 integrations/ __init__ transformers replacements
 report/ tables plots html markdown validation compare json_file __init__
-cli/ __init__ arguments script answer run console demo tune commands
+cli/ __init__ arguments terminal script answer run console demo tune commands
 __main__
 """
 WITHOUT_TORCH = """

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import typer
 
 from ..errors import ArgumentError
-from ..planning.split_planner import Goal
+from ..planning.split_planner import check_goal
 from ..units import parse_bytes
 
 Target = Annotated[
@@ -37,6 +37,8 @@ Spread = Annotated[
         help="Only with spread=True: parameters, gradients and optimizer state on all devices.",
     ),
 ]
+CAPACITY = "Capacity of all devices, such as 11GiB, or of each: 24GiB,11GiB. GB means GiB."
+"""The help of ``--memory``."""
 Reserve = Annotated[
     str | None,
     typer.Option(
@@ -52,9 +54,11 @@ Numeric = Annotated[
     ),
 ]
 For = Annotated[
-    Goal,
+    str,
     typer.Option(
         "--for",
+        metavar="speed|headroom|batch",
+        callback=lambda goal: check_goal(goal, "--for"),
         help="What the best option has: the most speed, the most free memory, or the largest "
         "batch.",
     ),

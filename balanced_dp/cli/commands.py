@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib.metadata
 import math
 import platform
-import sys
 import time
 from contextlib import nullcontext, suppress
 from dataclasses import asdict
@@ -31,7 +30,7 @@ def _lacking(error: ImportError) -> SystemExit:
 try:
     import typer
 
-    from . import arguments, tune
+    from . import arguments, terminal, tune
 except ImportError as error:  # the library itself needs none of these
     raise _lacking(error) from None
 
@@ -76,7 +75,8 @@ def demo(
         int | None, typer.Option(help="Samples of device 0; default: try all values.")
     ] = None,
     memory: Annotated[
-        str | None, typer.Option(help="Capacity of each emulated device, such as 28MiB.")
+        str | None,
+        typer.Option(help="Capacity of each emulated device, such as 28MiB. MB means MiB."),
     ] = None,
     json_file: arguments.JsonFile = None,
     emulate: arguments.Emulate = False,
@@ -125,7 +125,7 @@ def probe(
         raise ArgumentError(f"--watch writes to stdout: --json - instead of {json_file}")
     arguments.check_outputs({"--json": json_file})
     memory_probe = MemoryProbe()
-    output = console.stdout_console()
+    output = terminal.stdout_console()
     is_drawn_over = output.is_terminal and json_file is None
     screen = Live(console=output, auto_refresh=False) if is_drawn_over else nullcontext()
     with suppress(KeyboardInterrupt), screen as live:
@@ -164,8 +164,8 @@ def run(
     memory: Annotated[
         str | None,
         typer.Option(
-            help="Capacity of all devices, such as 11GiB, or of each: 24GiB,11GiB. Emulated ones "
-            "may hold more: the table says what does not fit."
+            help=f"{arguments.CAPACITY} Emulated ones may hold more: the table says what does "
+            "not fit."
         ),
     ] = None,
     reserve: arguments.Reserve = None,
@@ -215,13 +215,13 @@ def run(
         steps=steps,
         symbolic=symbolic,
         emulate=emulate or symbolic,
-        say=console.say,
+        say=terminal.say,
     )
     console.print_run(result)
     own = {name for option in context.command.params for name in option.opts}
     misplaced = [name for name in script_arguments or () if name.partition("=")[0] in own]
     if result.exit_code == 2 and misplaced:  # what argparse ends a script with
-        console.say(
+        terminal.say(
             f"{misplaced[0]} went to the script; options of balanced-dp run come before its name"
         )
     if result.report is not None:
@@ -229,7 +229,7 @@ def run(
         console.write(html, report_html, [result.report])
     else:
         for file in filter(None, (json_file, html)):
-            console.say(f"{file} was not written: there is no plan")
+            terminal.say(f"{file} was not written: there is no plan")
     raise typer.Exit(result.exit_code)
 
 
@@ -260,7 +260,7 @@ def validate(
         num_devices = default_num_devices(emulate)
     settings = ValidationSettings(num_devices, emulate)
     takes_stdout = arguments.STDOUT in (json_file, markdown)
-    output = console.stderr_console() if takes_stdout else console.stdout_console()
+    output = terminal.stderr_console() if takes_stdout else terminal.stdout_console()
     output.print(f"Validating on {settings.description}")
     with console.progress_bar("predicting peaks of memory", NUM_CHECKS) as update:
 
@@ -296,7 +296,7 @@ def main() -> None:
     try:
         app()
     except BalancedDataParallelError as error:
-        print(f"balanced-dp: {error}", file=sys.stderr)
+        terminal.say(str(error))
         raise SystemExit(1 if isinstance(error, ProbeError) else 2) from None
     except ImportError as error:
         if (error.name or "").split(".")[0] not in _EXTRA:

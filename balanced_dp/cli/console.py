@@ -28,28 +28,7 @@ from ..units import format_bytes
 from ..validation import ValidationReport
 from .arguments import STDOUT
 from .run import RunResult
-
-
-def stdout_console() -> Console:
-    """Return the console for results."""
-    return _console(stderr=False)
-
-
-def stderr_console() -> Console:
-    """Return the console for results where stdout belongs to a script."""
-    return _console(stderr=True)
-
-
-def _console(*, stderr: bool) -> Console:
-    is_terminal = (sys.stderr if stderr else sys.stdout).isatty()
-    width = None if is_terminal else 160  # else tables are wrapped to the width of a terminal
-    return Console(stderr=stderr, width=width, markup=False, highlight=False, emoji=False)
-
-
-def say(text: str) -> None:
-    """Print a line on stderr, which a terminal wraps between words."""
-    console = stderr_console()
-    console.print(f"balanced-dp: {text}", soft_wrap=not console.is_terminal)
+from .terminal import print_text, stderr_console, stdout_console
 
 
 def write(path: Path | None, as_text: Callable[..., str], *content: Any) -> None:
@@ -122,7 +101,7 @@ def measuring_progress() -> Iterator[Callable[[Measurement, int], None]]:
 def print_report(report: Report, candidates: bool) -> None:
     """Print the options, and with ``candidates`` all measured values for its batch."""
     console = stdout_console()
-    console.print(tables.verdict(report))
+    print_text(console, tables.verdict(report))
     if report.ranked_options:
         console.print(_rich_table(tables.option_table(report), tables.title(report), tables.SPEED))
         console.print(tables.lines(report), end="\n\n", soft_wrap=True)
@@ -131,7 +110,7 @@ def print_report(report: Report, candidates: bool) -> None:
     if candidates:
         console.print(_rich_table(tables.candidate_table(report), tables.candidates_title(report)))
     for sentence in tables.summary(report):
-        console.print(sentence)
+        print_text(console, sentence)
 
 
 def print_run(result: RunResult) -> None:
@@ -142,10 +121,7 @@ def print_run(result: RunResult) -> None:
         content = tables.use_table(result.measured, result.budgets, even)
         console.print(_use_tables(console, content, result.title))
     for note in result.notes:
-        sentence, *code = note.splitlines()
-        console.print(sentence)
-        for line in code:
-            console.print(line, soft_wrap=True)
+        print_text(console, note)
 
 
 def _use_tables(console: Console, content: tables.TextTable, title: str) -> Group:
@@ -238,7 +214,7 @@ def print_workloads(listed: Sequence[dict[str, Any]]) -> None:
         return
     console.print(narrow)
     for workload in listed:
-        console.print(f"{workload['name']}: {workload['about']}.")
+        print_text(console, f"{workload['name']}: {workload['about']}.")
 
 
 def print_validation(report: ValidationReport) -> None:
@@ -256,4 +232,5 @@ def print_validation(report: ValidationReport) -> None:
             table.add_row(*row, style="bold" if row[1] == "not ok" else None)
         console.print(f"\n{title}", style="bold")
         console.print(Padding.indent(table, 2))
-    console.print(f"\n{validation_summary(report)}")
+    console.print()
+    print_text(console, validation_summary(report))

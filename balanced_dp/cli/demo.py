@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -18,8 +18,9 @@ from ..tuning.open_devices import check_devices, open_devices, uses_emulation
 from ..tuning.reports import best_measured
 from ..tuning.step_benchmark import step_meter
 from ..tuning.workloads import Batch, Workload, encoded_text, find_workload
-from ..units import format_mib, parse_bytes
+from ..units import format_bytes, format_mib, parse_bytes
 from . import console
+from .terminal import print_text, stdout_console
 
 LOSS_TOLERANCE = 1e-4
 """Largest difference of the runs' losses at any step: float32 sums are in another order."""
@@ -194,42 +195,50 @@ def demo_record(settings: DemoSettings, runs: Sequence[DemoRun]) -> dict[str, An
 
 def print_demo(settings: DemoSettings, runs: Sequence[DemoRun]) -> None:
     """Print the demo's runs and compare them."""
-    output = console.stdout_console()
+    output = stdout_console()
     output.print(_demo_table(output, settings, runs))
     ran = [run for run in runs if run.measured.status == "ok"]
     if ran and settings.emulated:
         output.print(_breakdown_table({run.name: run.measured.breakdown[0] for run in ran}))
+    for sentence in _sentences(settings, runs):
+        print_text(output, sentence)
+
+
+def _sentences(settings: DemoSettings, runs: Sequence[DemoRun]) -> Iterator[str]:
+    """Yield where memory ran out, and what the runs show."""
     for run in runs:
-        if run not in ran:
-            output.print(f"{run.name}: {run.measured.out_of_memory}")
+        if run.measured.status != "ok":
+            yield f"{run.name}: {run.measured.out_of_memory}"
     difference = loss_difference(runs)
     allowed = f"(allowed: {LOSS_TOLERANCE:.0e})."
     if difference is None:
-        output.print(
+        yield (
             "Fewer than two runs fit, so there are no loss curves to compare. Try more --memory or "
             "--devices, or a smaller --batch-size."
         )
     elif difference <= LOSS_TOLERANCE:
-        output.print(f"The loss curves agree: they differ by {difference:.1e} at most {allowed}")
+        yield f"The loss curves agree: they differ by {difference:.1e} at most {allowed}"
     else:
-        output.print(f"FAILED: the loss curves differ by {difference:.1e} {allowed}")
-    _, even, balanced = runs
-    if even.measured.chunk_sizes == balanced.measured.chunk_sizes:
-        output.print(
+        yield f"FAILED: the loss curves differ by {difference:.1e} {allowed}"
+    _, even, balanced = (run.measured for run in runs)
+    if even.chunk_sizes == balanced.chunk_sizes:
+        yield (
             f"gpu0_bsz={settings.gpu0_bsz} is the even split, since device 0 gets at most an equal "
-            f"part: {even.measured.chunk_sizes[0]} of {settings.batch_size} samples."
+            f"part: {even.chunk_sizes[0]} of {settings.batch_size} samples."
         )
-    elif even in ran and balanced in ran:
-        peaks = [format_mib(max(run.measured.peak_bytes)) for run in (even, balanced)]
-        output.print(
+    elif even.status == balanced.status == "ok":
+        peaks = [format_mib(max(measured.peak_bytes)) for measured in (even, balanced)]
+        yield (
             f"The bottleneck device needs {peaks[0]} MiB with the even split and "
-            f"{peaks[1]} MiB with BalancedDataParallel({balanced.measured.chunk_sizes[0]}, model)."
+            f"{peaks[1]} MiB with BalancedDataParallel({balanced.chunk_sizes[0]}, model)."
         )
 
 
 def _demo_table(output: Console, settings: DemoSettings, runs: Sequence[DemoRun]) -> Table:
     """Return the table with a row for each run, or with a column for each if that is too wide."""
     kind = "emulated devices, on the CPU" if settings.emulated else "devices"
+    if settings.memory is not None:
+        kind = f"emulated devices of {format_bytes(parse_bytes(settings.memory))}"
     options = {
         "title": f"A character transformer, batches of {settings.batch_size}, "
         f"{settings.num_devices} {kind}",

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import ArgumentError, BalancedDataParallelError, SymbolicValueError
-from . import arguments
+from . import arguments, terminal
 
 if TYPE_CHECKING:
     from ..tuning.report_types import Report
@@ -45,10 +45,7 @@ def workloads_command(json_file: arguments.JsonFile = None) -> None:
 
 def plan_command(
     target: arguments.Target,
-    memory: Annotated[
-        str,
-        typer.Option(help="Capacity of all devices, such as 11GiB, or of each: 24GiB,11GiB."),
-    ],
+    memory: Annotated[str, typer.Option(help=arguments.CAPACITY)],
     num_devices: Annotated[
         int | None, typer.Option("--devices", min=1, help="Number of devices; default: 4.")
     ] = None,
@@ -93,8 +90,8 @@ def tune_command(
     memory: Annotated[
         str | None,
         typer.Option(
-            help="Capacity of all devices, such as 11GiB, or of each: 24GiB,11GiB. Default: that "
-            "of the GPUs; for emulated devices, what the even split needs."
+            help=f"{arguments.CAPACITY} Default: that of the GPUs; for emulated devices, what the "
+            "even split needs."
         ),
     ] = None,
     reserve: arguments.Reserve = None,
@@ -112,7 +109,6 @@ def tune_command(
     """
     from ..tuning.open_devices import default_num_devices
     from ..units import format_bytes
-    from . import console
 
     capacities = None
     if memory is not None:
@@ -134,7 +130,7 @@ def tune_command(
     is_shown = arguments.STDOUT not in (json_file, html)
     if is_shown and capacities is None and report.even.mode != "real":
         capacity = format_bytes(report.plan.capacity_bytes[0])
-        console.say(f"Without --memory, each device has what the even split needs, {capacity}.")
+        terminal.say(f"Without --memory, each device has what the even split needs, {capacity}.")
     _show(report, json_file, html, candidates=True)
 
 

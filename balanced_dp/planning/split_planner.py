@@ -6,9 +6,9 @@ import bisect
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
-from ..errors import ArgumentError, InfeasiblePlanError
+from ..errors import ArgumentError, InfeasiblePlanError, did_you_mean
 from ..split import (
     as_integer,
     best_gpu0_bsz,
@@ -23,6 +23,14 @@ from .memory_model import MemoryModel
 Goal = Literal["speed", "headroom", "batch"]
 """What the best option has: the smallest of all largest chunks, the lowest utilization, or the
 largest batch."""
+
+
+def check_goal(goal: str, argument: str = "goal") -> str:
+    """Return the goal, or raise ArgumentError, whose message calls it ``argument``."""
+    if goal not in get_args(Goal):
+        hint = did_you_mean(goal, get_args(Goal))
+        raise ArgumentError(f"{argument} must be speed, headroom or batch, got {goal!r}{hint}")
+    return goal
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import get_args
 
 import torch
 
 from ..errors import ArgumentError, InfeasiblePlanError
-from ..planning.split_planner import RESERVE, Goal, check_batch, check_fits
+from ..planning.split_planner import RESERVE, Goal, check_batch, check_fits, check_goal
 from ..split import even_share
 from .open_devices import default_num_devices, open_devices, uses_emulation
 from .options import ranked
@@ -71,8 +70,7 @@ def tune(
         InfeasiblePlanError: If no option fits.
         SymbolicValueError: If the workload reads values, which symbolic devices do not compute.
     """
-    if goal not in get_args(Goal):
-        raise ArgumentError(f"goal must be one of {get_args(Goal)}, got {goal!r}")
+    check_goal(goal)
     if reserve is None:
         is_known = capacities is not None or not uses_emulation(emulate)
         reserve = RESERVE if is_known else 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import difflib
 import functools
 import importlib
 import pydoc_data.topics
@@ -17,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from ..errors import ArgumentError, ArgumentTypeError
+from ..errors import ArgumentError, ArgumentTypeError, did_you_mean
 from .models import CharTransformer, TokenTransformer, TransformerXL, resnet50
 
 Batch = tuple[tuple[Any, ...], dict[str, Any], Any]
@@ -100,11 +99,9 @@ def find_workload(target: str) -> Workload:
         return replace(BUILT_IN[target](), name=target)
     module_name, _, function_name = target.partition(":")
     if not function_name:
-        close = difflib.get_close_matches(target, BUILT_IN, 1)
-        hint = f" (did you mean {close[0]}?)" if close else ""
         raise ArgumentError(
-            f"there is no workload {target!r}{hint}; built in are {', '.join(BUILT_IN)}; name your "
-            "own as package.module:function or file.py:function"
+            f"there is no workload {target!r}{did_you_mean(target, BUILT_IN)}; built in are "
+            f"{', '.join(BUILT_IN)}; name your own as package.module:function or file.py:function"
         )
     path = Path(module_name)
     if path.suffix == ".py":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -40,6 +41,10 @@ def test_the_version_is_in_the_changelog():
         ("plan char-lm --memory much", "--memory must be bytes or a size in B, KiB"),
         ("plan char-lm --memory 1GiB --devices 1", "a plan is for two or more devices"),
         ("plan char-lm --memory 1GiB,1GiB --devices 3", "--memory gives 2 devices, but"),
+        (
+            "plan char-lm --memory 1GiB --for sped",
+            "--for must be speed, headroom or batch, got 'sped' (did you mean speed?)",
+        ),
         ("plan char-lm --memory 400MiB", "capacities above the reserve of 512.00 MiB"),
         ("plan char-lm --memory 1GiB --batch-size 0", "batch_size must be at least 1, got 0"),
         (
@@ -104,6 +109,11 @@ def test_wrong_input_is_said_in_a_line_and_exit_code_2(
     [line] = told.err.strip().splitlines()
     assert line.startswith("balanced-dp: ") and message in line
     assert told.out == ""
+
+
+@pytest.mark.parametrize("command", ["demo", "plan", "tune", "run"])
+def test_the_help_says_which_units_are_meant(command, invoke):
+    assert re.search("[GM]B means [GM]iB", " ".join(invoke(command, "--help").output.split()))
 
 
 @pytest.mark.parametrize("command", ["plan char-lm --memory 1GiB", "tune char-lm", "run mine.py"])

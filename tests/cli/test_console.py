@@ -13,8 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from balanced_dp import Measurement, tune
+from balanced_dp import ArgumentError, Measurement, tune
+from balanced_dp.cli import commands
 from balanced_dp.cli import console as consoles
+from balanced_dp.cli import terminal as terminals
 from balanced_dp.cli.demo import DemoRun, DemoSettings, print_demo
 from balanced_dp.cli.run import RunResult
 from balanced_dp.cli.tune import workloads_command
@@ -33,16 +35,18 @@ PEAKS = st.lists(st.integers(2**20, 192 * GIB), min_size=2, max_size=16)
 
 
 @contextlib.contextmanager
-def terminal(width=80):
+def terminal(width=80, is_checked=True):
     """Yield a list that gets the lines that are printed."""
-    console = Console(file=io.StringIO(), width=width, highlight=False, emoji=False)
+    console = Console(
+        file=io.StringIO(), width=width, force_terminal=True, color_system=None, highlight=False
+    )
     lines: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(consoles, "stdout_console", lambda: console)
-        patch.setattr(consoles, "stderr_console", lambda: console)
+        patch.setattr(terminals, "_console", lambda stderr: console)
         yield lines
     lines += console.file.getvalue().splitlines()
-    assert max(map(len, lines)) <= width
+    if is_checked:
+        assert max(map(len, lines)) <= width
 
 
 def cells(lines, name):
@@ -84,11 +88,9 @@ def test_what_fills_each_device(peaks):
 def test_sentences_are_wrapped_between_words_and_code_is_not():
     code = f"    model = balanced_dp.BalancedDataParallel(0, model)  {'x' * 60}"
     sentence = f"{'a word ' * 20}:"
-    console = Console(file=io.StringIO(), width=80)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(consoles, "stderr_console", lambda: console)
+    with terminal(is_checked=False) as lines:
         consoles.print_run(RunResult(0, "", None, None, None, (f"{sentence}\n{code}",)))
-    *wrapped, last = console.file.getvalue().splitlines()
+    *wrapped, last = lines
     assert last == code
     assert len(wrapped) == 2
     assert all(line.split()[-1] in ("a", "word", ":") for line in wrapped)
@@ -207,7 +209,24 @@ def test_progress_leaves_no_trace_without_a_terminal():
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-def test_what_is_said_is_a_line_that_a_terminal_wraps_between_words(capsys):
-    text = f"running {'long/' * 40}train.py on 4 GPUs"
-    consoles.say(text)
+def test_an_error_is_one_line_that_a_terminal_wraps_between_words(monkeypatch, capsys):
+    path, call = f"{'long-folder/' * 9}train.py", "BalancedDataParallel(None, m, weights=[32, 0])"
+    text = f"{path} has no {'word ' * 20}in 24.00 GiB and fits with {call}, which is a choice"
+    error = ArgumentError(text)
+    monkeypatch.setattr(commands, "app", lambda: (_ for _ in ()).throw(error))
+
+    def told(width):
+        with terminal(width, is_checked=False) as lines, pytest.raises(SystemExit):
+            commands.main()
+        return lines
+
+    for width in (60, 80):
+        lines = told(width)
+        assert " ".join(lines) == f"balanced-dp: {text}"
+        assert path in lines and all(
+            any(part in line for line in lines) for part in (call, "24.00 GiB")
+        )
+        assert max(len(line) for line in lines if line != path) <= width
+    with pytest.raises(SystemExit):
+        commands.main()
     assert capsys.readouterr().err == f"balanced-dp: {text}\n"

@@ -131,6 +131,12 @@ def test_the_command_says_where_memory_ran_out():
     assert "no loss curves to compare" in done.stdout
 
 
+def test_the_command_shows_the_capacity_in_binary_units():
+    options = "--emulate --steps 1 --gpu0-bsz 5 --memory 40MB"
+    done = python("-m", "balanced_dp", "demo", *options.split())
+    assert "batches of 32, 4 emulated devices of 40.00 MiB" in done.stdout
+
+
 def test_the_command_says_that_the_value_is_the_even_split():
     options = "--emulate --devices 3 --batch-size 8 --steps 2 --gpu0-bsz 40"
     done = python("-m", "balanced_dp", "demo", *options.split())
