@@ -141,7 +141,11 @@ class _Scatter:
         """Return the value for each device."""
         if isinstance(value, torch.Tensor):
             parts = self._parts(value, path)
-            return [move(part, device) for part, device in zip(parts, self.devices, strict=True)]
+            return [
+                # Written to in place, a whole tensor would be written once for each replica.
+                move(part, device, copy=part is value and device in self.devices[:i])
+                for i, (part, device) in enumerate(zip(parts, self.devices, strict=True))
+            ]
         if isinstance(value, Scattered):
             return self._checked_entries(value, path)
         if self.chunk_sizes is None:

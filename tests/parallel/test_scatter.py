@@ -295,6 +295,15 @@ def test_a_module_may_begin_in_place(devices, begin, requires_grad):
     torch.testing.assert_close(*gradients)
 
 
+def test_whole_tensors_may_be_written_in_place(devices):
+    """Replicas on one device shared them, so each found what the others had written."""
+    module = Lambda(lambda _, x, scale: x * scale.mul_(2))
+    model = BalancedDataParallel(2, module, devices[:3], broadcast="args.1")
+    for scale in (torch.ones(()), torch.ones(3)):
+        output = model(torch.ones(8, 3), scale.to(devices[0]))
+        assert output.tolist() == [[2.0] * 3] * 8
+
+
 def test_a_packed_sequence_needs_no_cutting_on_one_device():
     packed = nn.utils.rnn.pack_sequence([torch.ones(3, 2), torch.ones(2, 2)])
     with emulate_devices(1) as devices:
