@@ -86,7 +86,10 @@ def what_fits(
     plan = report.plan
     bottleneck, even = (tables.bottleneck(m, budgets) for m in (measured, report.even))
     yield f"The bottleneck is {bottleneck}; with the even split it is {even}."
+    is_even = plan.even_max_batch_size >= plan.max_batch_size
     largest = f"is {plan.max_batch_size}, with gpu0_bsz={plan.max_batch_gpu0_bsz}"
+    if is_even:
+        largest = f"is {plan.even_max_batch_size}, with the even split"
     if not plan.max_batch_size:
         yield "No batch fits."
     elif budgets is None:
@@ -95,10 +98,8 @@ def what_fits(
             f"rounded up, the largest batch {largest}; --memory 11GiB says what fits on yours."
         )
     else:
-        yield (
-            f"The largest batch that fits {largest}; with the even split it is "
-            f"{plan.even_max_batch_size}."
-        )
+        else_even = "" if is_even else f"; with the even split it is {plan.even_max_batch_size}"
+        yield f"The largest batch that fits {largest}{else_even}."
     if plan.max_batch_size > _FAR * plan.batch_size:
         yield (
             f"That is computed from batches of {plan.batch_size}, which is far from it: run the "
@@ -144,14 +145,14 @@ def what_else_helps(recorder: LoopRecorder, report: Report, wraps: bool) -> Iter
         largest = planner.max_batch_size(planner.balanced_gpu0_bsz)
         is_even = gpu0_bsz >= planner.even_share(plan.batch_size)
         how, lines = _option(recorder, None if is_even else gpu0_bsz, spread, wraps)
-        if full >= best * _WORTH_IT or largest < plan.max_batch_size or not how:
+        if full >= best * _WORTH_IT or largest < max(1, plan.max_batch_size) or not how:
             continue
         best = full
         needs = model.predict(split_batch(plan.batch_size, num_devices, gpu0_bsz))
         index = max(range(num_devices), key=lambda i: needs[i] / plan.budgets[i])
         yield (
             f"An estimate: {format_bytes(needs[index])} on the bottleneck device, {index}, {how} "
-            f"(batches of up to {largest} would fit, with "
+            f"(batches of up to {largest} would fit, these with "
             f"gpu0_bsz={planner.balanced_gpu0_bsz(largest)}):\n{lines}"
         )
 
@@ -210,7 +211,7 @@ def what_to_change(
     if not plan.max_batch_size:
         return "No split helps if no batch fits; see docs/which_one.md for what does."
     if gpu0_bsz >= even:
-        return "The even split of nn.DataParallel is the best one here."
+        return "No value of gpu0_bsz is better here than the even split of nn.DataParallel."
     if calls and all(call.gpu0_bsz == gpu0_bsz for call in calls):
         what = "the best value here" if asked is None else "what you asked for"
         return f"gpu0_bsz={gpu0_bsz}, which the script has, is {what}."

@@ -222,10 +222,12 @@ def _sentences(settings: DemoSettings, runs: Sequence[DemoRun]) -> Iterator[str]
         yield f"FAILED: the loss curves differ by {difference:.1e} {allowed}"
     _, even, balanced = (run.measured for run in runs)
     if even.chunk_sizes == balanced.chunk_sizes:
-        yield (
-            f"gpu0_bsz={settings.gpu0_bsz} is the even split, since device 0 gets at most an equal "
-            f"part: {even.chunk_sizes[0]} of {settings.batch_size} samples."
-        )
+        part = f"{even.chunk_sizes[0]} of {settings.batch_size} samples"
+        if settings.gpu0_bsz is None:
+            yield f"The even split is the best one: device 0 gets {part}."
+        else:
+            value = settings.gpu0_bsz
+            yield f"gpu0_bsz={value} is the even split: device 0 gets at most {part}."
     elif even.status == balanced.status == "ok":
         peaks = [format_mib(max(measured.peak_bytes)) for measured in (even, balanced)]
         yield (

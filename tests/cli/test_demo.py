@@ -142,5 +142,5 @@ def test_the_command_says_that_the_value_is_the_even_split():
     done = python("-m", "balanced_dp", "demo", *options.split())
     assert done.returncode == 0, done.stderr
     text = " ".join(done.stdout.split())
-    assert "gpu0_bsz=40 is the even split" in text and "an equal part: 3 of 8 samples" in text
+    assert "gpu0_bsz=40 is the even split" in text and "at most 3 of 8 samples" in text
     assert "BalancedDataParallel(" not in text
