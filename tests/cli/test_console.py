@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from balanced_dp import ArgumentError, Measurement, tune
-from balanced_dp.cli import commands
+from balanced_dp.cli import answer, commands
 from balanced_dp.cli import console as consoles
 from balanced_dp.cli import terminal as terminals
 from balanced_dp.cli.demo import DemoRun, DemoSettings, print_demo
@@ -230,3 +230,16 @@ def test_an_error_is_one_line_that_a_terminal_wraps_between_words(monkeypatch, c
     with pytest.raises(SystemExit):
         commands.main()
     assert capsys.readouterr().err == f"balanced-dp: {text}\n"
+
+
+@pytest.mark.parametrize(
+    ("even", "says"),
+    [
+        (0, "with gpu0_bsz="),
+        (10**9, "The largest batch that fits is 1000000000, with the even split."),
+    ],
+)
+def test_the_largest_batch_is_named_once(report, even, says):
+    plan = replace(report.plan, even_max_batch_size=even)
+    sentences = answer.what_fits(report.chosen, replace(report, plan=plan), plan.budgets)
+    assert says in " ".join(sentences)
