@@ -207,7 +207,9 @@ def what_to_change(
             f"gpu0_bsz={asked} is the even split of batches of {plan.batch_size}, since device 0 "
             "gets at most an equal part. Without --gpu0-bsz, the run searches for the best value."
         )
-    gpu0_bsz = plan.gpu0_bsz if asked is None else asked
+    is_too_large = plan.max_batch_size < plan.batch_size
+    best = plan.max_batch_gpu0_bsz if is_too_large else plan.gpu0_bsz
+    gpu0_bsz = best if asked is None else asked
     if not plan.max_batch_size:
         return "No split helps if no batch fits; see docs/which_one.md for what does."
     if gpu0_bsz >= even:
@@ -226,7 +228,7 @@ def what_to_change(
             f"trainer = BalancedTrainer(gpu0_bsz={gpu0_bsz}, ...)  # instead of Trainer(...)"
         )
     aim = f"To split with gpu0_bsz={gpu0_bsz}"
-    if plan.max_batch_size < plan.batch_size:
+    if is_too_large:
         aim += f" smaller batches, of {plan.max_batch_size} at most"
     if any(call.gpu0_bsz == "auto" for call in calls):
         aim = (

@@ -192,7 +192,7 @@ class Generator(_TorchGenerator, metaclass=_GeneratorType):  # type: ignore[misc
 # map_location names. Torch makes a tensor on the device of its storage, then sets the storage.
 
 
-class _Storage(torch.UntypedStorage):
+class StorageOnDevice(torch.UntypedStorage):
     """A CPU storage that has torch make its tensor on an emulated device."""
 
     _device: torch.device
@@ -202,7 +202,7 @@ class _Storage(torch.UntypedStorage):
 def storage_on(storage: Any, device: torch.device) -> Any:
     """Return a copy of a storage from which torch makes tensors on an emulated device."""
     moved = storage.clone()
-    moved.__class__ = _Storage
+    moved.__class__ = StorageOnDevice
     moved._device = device
     return moved
 

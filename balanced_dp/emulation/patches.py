@@ -24,7 +24,7 @@ from ..errors import SymbolicValueError, warn
 from . import device_module
 from .as_cuda import named_cuda
 from .autocast import autocast_for_emulated_devices
-from .cuda_tensors import storage_on
+from .cuda_tensors import StorageOnDevice, storage_on
 from .kernels import register_kernels
 from .ledger import Label
 from .machine import DEVICE_TYPE, Machine
@@ -59,7 +59,10 @@ def _files_load_to_devices() -> Patch:
         is_emulated = location.split(":")[0] == DEVICE_TYPE
         return storage_on(storage, torch.device(location)) if is_emulated else None
 
-    registry = [(0, lambda storage: None, restore), *torch.serialization._package_registry]
+    def location(storage: Any) -> str | None:
+        return "cpu" if isinstance(storage, StorageOnDevice) else None
+
+    registry = [(0, location, restore), *torch.serialization._package_registry]
     return mock.patch.object(torch.serialization, "_package_registry", registry)
 
 

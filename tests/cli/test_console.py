@@ -243,3 +243,11 @@ def test_the_largest_batch_is_named_once(report, even, says):
     plan = replace(report.plan, even_max_batch_size=even)
     sentences = answer.what_fits(report.chosen, replace(report, plan=plan), plan.budgets)
     assert says in " ".join(sentences)
+
+
+def test_the_value_for_smaller_batches_is_theirs(report):
+    recorder = SimpleNamespace(gpu0_bsz="auto")
+    plan = replace(report.plan, gpu0_bsz=3, max_batch_size=7, max_batch_gpu0_bsz=1)
+    lines = answer.what_to_change(recorder, [], plan, even_fits=False)
+    assert "gpu0_bsz=1 smaller batches, of 7 at most" in lines
+    assert "BalancedTrainer(gpu0_bsz=1," in lines

@@ -538,4 +538,8 @@ def test_a_checkpoint_loads_to_a_device(location):
         loaded = torch.load(file, map_location=location(devices[1]))
         assert (loaded.device, loaded.tolist()) == (devices[1], [0, 1, 2])
         assert torch.get_device_module("lazy").memory_allocated(devices[1]) == 512
+        file = io.BytesIO()
+        torch.save({"weight": loaded}, file)
+        file.seek(0)
         del loaded
+    assert torch.load(file)["weight"].tolist() == [0, 1, 2]
