@@ -39,6 +39,7 @@ app = typer.Typer(
     help="A torch.nn.DataParallel that gives the first GPU a smaller share of the batch.",
     no_args_is_help=True,
     add_completion=False,
+    context_settings={"help_option_names": ["--help", "-h"]},
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )

@@ -113,7 +113,7 @@ def test_wrong_input_is_said_in_a_line_and_exit_code_2(
 
 @pytest.mark.parametrize("command", ["demo", "plan", "tune", "run"])
 def test_the_help_says_which_units_are_meant(command, invoke):
-    assert re.search("[GM]B means [GM]iB", " ".join(invoke(command, "--help").output.split()))
+    assert re.search("[GM]B means [GM]iB", " ".join(invoke(command, "-h").output.split()))
 
 
 @pytest.mark.parametrize("command", ["plan char-lm --memory 1GiB", "tune char-lm", "run mine.py"])
