@@ -40,6 +40,11 @@ def is_emulated(device: torch.device) -> bool:
     return has_machine() and device.type == current_machine().device_type
 
 
+def is_symbolic(device: torch.device) -> bool:
+    """Return whether the device is an emulated one that keeps shapes only."""
+    return is_emulated(device) and current_machine().symbolic
+
+
 def statistics_of(device: torch.device) -> Any:
     """Return the module with the memory statistics of a device, to read and to reset.
 

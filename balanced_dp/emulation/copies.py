@@ -15,7 +15,7 @@ from torch.utils._mode_utils import no_dispatch
 
 from .ledger import Label
 from .machine import Machine, current_machine
-from .symbolic import META, is_known, is_unknown_dtype, require_known
+from .symbolic import META, call, is_known, is_unknown_dtype, require_known
 from .tensor import (
     PROVISIONAL,
     EmulatedTensor,
@@ -105,7 +105,7 @@ def add(self: Any, other: Any, **kwargs: Any) -> Any:
     if sys.getrefcount(self) > references_of_call() or not _would_accumulate_in_place(self, other):
         return run(aten.add.Tensor, (self, other), kwargs)
     wrapped = Wrapped(aten.add.Tensor)
-    elem = aten.add.Tensor(wrapped.unwrap(self), wrapped.unwrap(other))
+    elem = call(aten.add.Tensor, (wrapped.unwrap(self), wrapped.unwrap(other)), {})
     current_machine().move(self._allocations[0], elem)
     return wrapper_of(elem, wrapped.device, self._allocations)
 

@@ -93,13 +93,12 @@ def _filled(fill_: torch._ops.OpOverload, input: EmulatedTensor, *args: Any, **k
 def _native_dropout(input: EmulatedTensor, p: float, train: bool | None) -> Any:
     """Apply dropout with a bool mask, as CUDA's fused kernel does."""
     func = aten.native_dropout.default
-    if train is False or p == 0:
-        return run(func, (input, p, train), {})
     wrapped = Wrapped(func)
     elem = wrapped.unwrap(input)
+    if train is False or p == 0 or not is_known(elem):
+        return run(func, (input, p, train), {})
     mask = torch.empty_like(elem, dtype=torch.bool)
-    if is_known(elem):
-        mask.bernoulli_(1 - p, generator=wrapped.generator)
+    mask.bernoulli_(1 - p, generator=wrapped.generator)
     return wrapped.wrap(((elem * mask).mul_(1 / (1 - p) if p < 1 else 0.0), mask))
 
 

@@ -77,14 +77,14 @@ def call(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, A
             into an integer or bool tensor.
     """
     args, kwargs = _symbolic_arguments(func, args, kwargs)
-    key = _key((func, args, tuple(kwargs.items()))) if _is_functional(func) else None
+    key = _key((func, args, tuple(kwargs.items()))) if _has_fixed_outputs(func) else None
     shapes = _outputs.get(key)
     if shapes is not None:
-        outputs = [torch.empty_strided(*shape, dtype=d, device=META) for *shape, d in shapes]
-        return outputs[0] if len(func._schema.returns) == 1 else tuple(outputs)
+        return _made_again(func, args, shapes)
     try:
         out = func(*args, **kwargs)
-        if key is not None:
+        # Outputs that it resizes would have another key now.
+        if key is not None and key == _key((func, args, tuple(kwargs.items()))):
             _remember(key, _tensors((args, tuple(kwargs.values()))), out)
         return out
     except RuntimeError as error:
@@ -104,10 +104,14 @@ def _symbolic_arguments(
     if _is_factory(func):
         dtype = kwargs.get("dtype") or tensors[0].dtype
         return args, {**kwargs, "device": META if is_unknown_dtype(dtype) else CPU}
-    if all(map(is_known, tensors)):
+    known = [tensor for tensor in tensors if is_known(tensor)]
+    if len(known) == len(tensors):
         return args, kwargs
     if func is aten.index.Tensor or func in (aten.index_put.default, aten.index_put_.default):
         args = (args[0], _integer_indices(args[1]), *args[2:])
+    is_plain = not kwargs and not any(isinstance(arg, torch.UntypedStorage) for arg in args)
+    if is_plain and not known:
+        return args, kwargs
     for i, argument in enumerate(func._schema.arguments):
         if is_written(argument):
             written = args[i] if i < len(args) else kwargs.get(argument.name)
@@ -153,15 +157,16 @@ def _to_meta(value: Any) -> Any:
     return value
 
 
-# Layers repeat, and torch computes many shapes in Python, so the shapes of outputs are cached by
-# the metadata of the inputs.
+# Layers and steps repeat, and torch computes many shapes in Python, so what operators return is
+# cached by the metadata of their inputs.
 
 _outputs: dict[Any, list[tuple[Any, ...]]] = {}
+"""The shape, strides and dtype of each new tensor that is returned."""
 _MAX_OUTPUTS = 2**14
 
 
 def _key(value: Any) -> Any:
-    """Return a cache key that determines the outputs' shapes, None if there is no such key."""
+    """Return a cache key that determines the outputs, None if there is no such key."""
     if isinstance(value, torch.Tensor):
         if is_known(value) or value.layout is not torch.strided:
             return None
@@ -174,9 +179,23 @@ def _key(value: Any) -> Any:
     return type(value), value  # with the type, since 1 == 1.0 == True
 
 
+def _made_again(
+    func: torch._ops.OpOverload, args: tuple[Any, ...], shapes: list[tuple[Any, ...]]
+) -> Any:
+    """Return what ``func`` returns for inputs whose outputs have been remembered."""
+    returns = func._schema.returns
+    if not shapes:  # only writes
+        return args[0] if returns else None
+    outputs = [torch.empty_strided(*shape, dtype=d, device=META) for *shape, d in shapes]
+    if len(returns) > 1:
+        return tuple(outputs)
+    return outputs if isinstance(returns[0].type, torch.ListType) else outputs[0]
+
+
 def _remember(key: Any, inputs: list[torch.Tensor], out: Any) -> None:
-    outputs = _tensors(out)
-    if len(outputs) != (len(out) if isinstance(out, tuple | list) else 1):
+    is_input = any(out is tensor for tensor in inputs[:1])  # written in place
+    outputs = [] if out is None or is_input else _tensors(out)
+    if isinstance(out, tuple | list) and len(outputs) != len(out):
         return
     if any(t.device != META or t.layout is not torch.strided for t in outputs):
         return
@@ -197,13 +216,18 @@ def _remember(key: Any, inputs: list[torch.Tensor], out: Any) -> None:
 
 
 @functools.cache
-def _is_functional(func: torch._ops.OpOverload) -> bool:
-    """Return whether ``func`` returns a fixed number of new tensors and nothing else."""
+def _has_fixed_outputs(func: torch._ops.OpOverload) -> bool:
+    """Return whether the metadata of its inputs determines what ``func`` returns.
+
+    These are new tensors, or inputs that it has written to and whose shape and strides it leaves.
+    """
     schema = func._schema
+    types = [str(returned.type) for returned in schema.returns]
+    aliases = [value.alias_info for value in (*schema.arguments, *schema.returns)]
     return (
-        all(argument.alias_info is None for argument in (*schema.arguments, *schema.returns))
-        and len(schema.returns) > 0
-        and all(str(returned.type) == "Tensor" for returned in schema.returns)
+        all(alias is None or alias.is_write for alias in aliases)
+        and torch.Tag.inplace_view not in func.tags
+        and (set(types) <= {"Tensor"} or types == ["List[Tensor]"])
     )
 
 

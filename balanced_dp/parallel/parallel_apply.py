@@ -13,11 +13,14 @@ from typing import Any
 
 import torch
 
-from ..devices import has_streams, is_emulated, on_stream
+from ..devices import has_streams, is_emulated, is_symbolic, on_stream
 from ..errors import add_note
 from ..free_threading import is_free_threaded_build
 from .call_inputs import Arguments
 from .losses.trace import traced
+
+TURN_SECONDS = 0.2
+"""How long replicas on symbolic devices wait for the one before, which may wait for them."""
 
 
 def parallel_apply(
@@ -71,6 +74,8 @@ def parallel_apply(
     # numbers are alike, and backward passes take turns, as if side by side on accelerators.
     are_alike = is_emulated(devices[0]) and len(others) > 1
     first = None if are_alike else others.pop(0)
+    # Without numbers to compute, threads would only pass the interpreter's lock to each other.
+    takes_turns = is_symbolic(devices[0])
     with _reserved(workers) as threads:
         ends: list[threading.Event] = []
         try:
@@ -78,6 +83,8 @@ def parallel_apply(
                 # Each in a copy of its own: a context cannot be entered twice at a time.
                 run = contextvars.copy_context().run
                 ends.append(threads.submit(device, functools.partial(run, work, device, job)))
+                if takes_turns:
+                    ends[-1].wait(TURN_SECONDS)
             if first is not None:
                 contextvars.copy_context().run(work, *first) if others else work(*first)
             _wait(ends)

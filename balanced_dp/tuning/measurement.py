@@ -10,8 +10,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from ..devices import is_emulated
-from ..emulation.machine import current_machine
+from ..devices import is_emulated, is_symbolic
 from ..memory.breakdown import memory_breakdown
 from ..memory.peaks import Peaks
 from ..memory.step_memory import imbalance_of
@@ -134,9 +133,9 @@ class StepRecorder:
     @property
     def mode(self) -> Mode:
         """Return how the devices are measured."""
-        if not is_emulated(self.devices[0]):
-            return "real"
-        return "symbolic" if current_machine().symbolic else "emulated"
+        if is_symbolic(self.devices[0]):
+            return "symbolic"
+        return "emulated" if is_emulated(self.devices[0]) else "real"
 
     def measurement(
         self, workload: str, gpu0_bsz: int | None, chunk_sizes: tuple[int, ...]

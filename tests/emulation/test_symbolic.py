@@ -184,6 +184,10 @@ SHAPES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], tuple[int, ...], tor
     "float factory": (lambda x, i: torch.zeros_like(i, dtype=torch.float16), (4,), torch.float16),
     "resize_": (lambda x, i: x.resize_(7, 2), (7, 2), torch.float32),
     "unsqueeze_": (lambda x, i: x.unsqueeze_(1), (4, 1, 3), torch.float32),
+    "add_": (lambda x, i: x.add_(i[:3], alpha=2), (4, 3), torch.float32),
+    "out": (lambda x, i: torch.add(x, x, out=x.new_empty(0)), (4, 3), torch.float32),
+    "of a list": (lambda x, i: torch._foreach_sqrt([x, x[0]])[1], (3,), torch.float32),
+    "written to a list": (lambda x, i: torch._foreach_add_([x], 1)[0], (4, 3), torch.float32),
 }
 
 
@@ -196,11 +200,24 @@ def _written(x: Tensor, mask: Tensor) -> Tensor:
 @pytest.mark.parametrize("name", SHAPES)
 def test_shapes_and_types_are_those_with_numbers(symbolic_devices, name):
     function, shape, dtype = SHAPES[name]
-    result = function(
-        torch.zeros(4, 3, device=symbolic_devices[0]), torch.arange(4).to(symbolic_devices[0])
-    )
-    assert (result.shape, result.dtype) == (shape, dtype)
-    assert result.device == symbolic_devices[0]
+    for _ in range(2):  # what the first call returns is remembered
+        x = torch.zeros(4, 3, device=symbolic_devices[0])
+        result = function(x, torch.arange(4).to(symbolic_devices[0]))
+        assert (result.shape, result.dtype) == (shape, dtype)
+        assert result.device == symbolic_devices[0]
+
+
+@pytest.mark.parametrize("num_calls", [1, 2])
+def test_what_is_written_in_place_is_returned(symbolic_devices, num_calls):
+    for _ in range(num_calls):
+        x, y = (torch.zeros(4, 3, device=symbolic_devices[0]) for _ in range(2))
+        before = x._version, y._version
+        assert x.addcmul_(y, y) is x
+        torch._foreach_mul_([x, y], 2)
+        assert (x._version, y._version) == (before[0] + 2, before[1] + 1)
+        assert torch.get_device_module("lazy").memory_allocated(0) == 2 * 512
+        assert x.set_(y).data_ptr() == y.data_ptr()
+        assert torch.get_device_module("lazy").memory_allocated(0) == 512
 
 
 def test_unknown_values_are_not_written_over_known_ones(symbolic_devices):

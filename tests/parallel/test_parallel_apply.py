@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from balanced_dp import BalancedDataParallel
+from balanced_dp import BalancedDataParallel, emulate_devices
 from balanced_dp.errors import add_note
 from balanced_dp.parallel.parallel_apply import parallel_apply
 
@@ -42,6 +42,27 @@ def test_results_come_in_order_each_device_s_from_its_own_thread(emulated):
 
     results = run([lambda i=i: call(i) for i in range(3)], [CPUS[0], *emulated[1:3]])
     assert results == list(enumerate(thread_names(3)))
+
+
+def test_on_symbolic_devices_calls_take_turns(monkeypatch):
+    monkeypatch.setattr("balanced_dp.parallel.parallel_apply.TURN_SECONDS", 60)
+    log = []
+
+    def call(index):
+        log.append(index)
+        threading.Event().wait(0.01)  # others could begin now
+        log.append(index)
+
+    with emulate_devices(3, symbolic=True) as devices:
+        run([lambda i=i: call(i) for i in range(3)], list(devices))
+    assert log == [0, 0, 1, 1, 2, 2]
+
+
+def test_on_symbolic_devices_calls_may_wait_for_each_other():
+    barrier = threading.Barrier(3)
+    with emulate_devices(3, symbolic=True) as devices:
+        results = run([lambda: barrier.wait(timeout=60)] * 3, list(devices))
+    assert sorted(results) == [0, 1, 2]
 
 
 def test_calls_on_one_device_run_one_after_another(emulated):
