@@ -27,8 +27,8 @@ _LARGEST_MULTIPLE = 4
 _A_LITTLE_LESS = (1.0, 0.999, 0.995, 0.98)
 """Fractions of the largest batch that is predicted to fit, to be measured until one does."""
 
-_MOST_VALUES = 64
-"""Number of evenly spaced values to measure if the model is not accurate."""
+_MOST_VALUES = 32
+"""The most evenly spaced values to measure if the model is not accurate."""
 
 OnMeasurement = Callable[[Measurement, int], object]
 """A function of each measurement and the approximate number of those to come."""
@@ -73,7 +73,7 @@ class WorkloadSearch:
         self.refine(batch_size)
         model = fit(fittable(self.measured.values()))
         if not model.is_accurate:
-            values = range(0, even + 1, max(1, even // _MOST_VALUES))
+            values = range(0, even + 1, -(-(even + 1) // _MOST_VALUES))
             self.num_expected = len(self.measured) + len(values)
             for gpu0_bsz in values:
                 self.measure(batch_size, gpu0_bsz)

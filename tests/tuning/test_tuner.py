@@ -307,6 +307,13 @@ def test_a_workload_without_linear_terms_is_measured_at_every_candidate():
     assert "So the choice is among the measured values" in report.advice[-1]
 
 
+def test_of_many_candidates_some_are_measured():
+    report = tuned(nonlinear(), 300, [2**24] * 3)
+    values = {m.gpu0_bsz for m in report.measurements if m.batch_size == 300}
+    assert values >= set(range(0, 101, 4))
+    assert len(values) < 40
+
+
 @pytest.mark.parametrize(
     ("batch_size", "capacities", "reserve", "message"),
     [
