@@ -69,14 +69,14 @@ class DeferredGradients:
                 "gradients were replaced inside shared_weights() or accumulate(), where they are "
                 f"deferred until the block ends; {_REMEDY}"
             )
-        _accumulate((parameter, placeholder.total) for parameter, placeholder in self._placeholders)
+        accumulate((parameter, placeholder.total) for parameter, placeholder in self._placeholders)
         for nodes in self._nodes:
             brought: list[tuple[torch.Tensor, torch.Tensor | None]] = []
             for node in nodes:
                 if node.gathered is not None:
                     brought += zip(node.originals, _bring(node), strict=True)
                     node.gathered = None
-            _accumulate(brought)
+            accumulate(brought)
 
 
 def on_copy_stream(device: torch.device) -> contextlib.AbstractContextManager[Any]:
@@ -103,7 +103,7 @@ def _bring(node: Any) -> Sequence[torch.Tensor | None]:
     return brought
 
 
-def _accumulate(pairs: Iterable[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
+def accumulate(pairs: Iterable[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
     """Accumulate gradients into ``.grad`` of their parameters, as autograd does."""
     trained = []
     for parameter, gradient in pairs:

@@ -12,7 +12,8 @@ from torch import nn
 
 from ..errors import warn
 from .arrivals import Arrivals
-from .coalesced_copy import copy_to
+from .coalesced_copy import Copies, copy_to
+from .deferred_gradients import accumulate
 from .move import move
 from .parameter_copies import ParameterCopies, copy_attributes
 from .replica import Replica
@@ -89,7 +90,7 @@ class Replicator:
             replicas.append(replica)
         first = devices[0]
         has_originals = parameters[first] is pool.parameters and buffers[0] is pool.buffers
-        return Replicas(pool, replicas, arrivals, has_originals)
+        return Replicas(pool, replicas, parameters, arrivals, has_originals)
 
     @contextlib.contextmanager
     def running(self, network: nn.Module, replicas: Sequence[nn.Module]) -> Iterator[None]:
@@ -118,6 +119,8 @@ class Replicator:
         finally:
             if ours is not None:
                 ours.join()
+                if not has_gradients:
+                    ours.accumulate_gradients()
         self._written_silently[has_gradients] = state.write_back()
         name = type(network).__name__
         self._warn(
@@ -215,6 +218,7 @@ class Replicas(list[ModuleT]):
     Args:
         pool: the pool that they return to.
         replicas: the replicas, as the pool has made them.
+        parameters: those of the replicas on each device.
         arrivals: the parameters that are on their way.
         has_originals: whether the first replica has no copies of parameters and buffers.
 
@@ -227,12 +231,14 @@ class Replicas(list[ModuleT]):
         self,
         pool: ReplicaPool,
         replicas: list[Replica],
+        parameters: Copies,
         arrivals: Arrivals,
         has_originals: bool,
     ) -> None:
         super().__init__(replica.modules[0] for replica in replicas)
         self._pool = pool
         self._replicas = replicas
+        self._parameters = parameters
         self._arrivals = arrivals
         self.has_originals = has_originals
         pool.num_calls = num_calls = pool.num_calls + 1  # other threads may count, too
@@ -243,6 +249,19 @@ class Replicas(list[ModuleT]):
         self._arrivals.join()
         for replica in self._replicas:
             replica.join()
+
+    def accumulate_gradients(self) -> None:
+        """Accumulate into the parameters what a backward pass in forward has left in their copies.
+
+        With gradients enabled around the call, the copies have none of their own.
+        """
+        for copies in self._parameters.values():
+            pairs = []
+            for parameter, copy in zip(self._pool.parameters, copies, strict=True):
+                if copy is not parameter and copy.is_leaf and copy.grad is not None:
+                    pairs.append((parameter, move(copy.grad, parameter.device)))
+                    copy.grad = None
+            accumulate(pairs)
 
     def __del__(self) -> None:
         self._arrivals.join()  # if the caller has not

@@ -624,6 +624,32 @@ def test_gradients_inside_forward_need_none_outside(emulated):
         assert model(torch.randn(7, 2)).shape == (7, 1)
 
 
+@pytest.mark.parametrize("trains_before", [False, True])
+@pytest.mark.parametrize("is_shared", [False, True])
+@pytest.mark.parametrize("gpu0_bsz", [0, 1])
+def test_backward_in_forward_needs_no_gradients_outside(
+    devices, gpu0_bsz, is_shared, trains_before
+):
+    """The gradients of other devices were lost."""
+
+    def forward(self, x):
+        with torch.enable_grad():
+            self.layer(x).square().sum().backward()
+        return self.layer(x)
+
+    layer = nn.Linear(3, 2).double().to(devices[0])
+    model = BalancedDataParallel(gpu0_bsz, Lambda(forward, layer=layer), devices[:3])
+    batches = torch.randn(4, 8, 3, dtype=torch.double)
+    with model.shared_weights() if is_shared else contextlib.nullcontext():
+        for index, x in enumerate(batches):
+            with torch.set_grad_enabled(trains_before and index < 2):
+                model(x)
+    single = copy.deepcopy(layer).cpu()
+    single.zero_grad()
+    single(batches.flatten(0, 1)).square().sum().backward()
+    assert_same_gradients(layer, single)
+
+
 @pytest.mark.parametrize("gpu0_bsz", [0, 1])
 def test_gradients_of_inputs_only_in_a_block_that_puts_them_off(devices, gpu0_bsz):
     """``autograd.grad`` got device 0's alone, and ``backward(inputs=...)`` gave more than asked."""
