@@ -49,6 +49,8 @@ class Replicator:
         """The ids of the buffers and parameters that ``_written_silently`` is about."""
         self._written_silently: dict[bool, frozenset[int]] = {}
         """By grad mode, the result of ``WrittenState.write_back``."""
+        self._has_inner_backward = False
+        """Whether forward runs a backward pass of its own, in the first call without gradients."""
         self._warned: set[str] = set()
 
     def __reduce__(self) -> tuple[type[Replicator], tuple[()]]:
@@ -119,8 +121,9 @@ class Replicator:
         finally:
             if ours is not None:
                 ours.join()
-                if not has_gradients:
-                    ours.accumulate_gradients()
+        is_first = has_gradients not in self._written_silently
+        if ours is not None and not has_gradients and (is_first or self._has_inner_backward):
+            self._has_inner_backward |= ours.accumulate_gradients()
         self._written_silently[has_gradients] = state.write_back()
         name = type(network).__name__
         self._warn(
@@ -250,18 +253,22 @@ class Replicas(list[ModuleT]):
         for replica in self._replicas:
             replica.join()
 
-    def accumulate_gradients(self) -> None:
+    def accumulate_gradients(self) -> bool:
         """Accumulate into the parameters what a backward pass in forward has left in their copies.
 
-        With gradients enabled around the call, the copies have none of their own.
+        Return whether there was anything. With gradients enabled around the call, copies are no
+        leaves, and autograd does this.
         """
+        found = False
         for copies in self._parameters.values():
             pairs = []
-            for parameter, copy in zip(self._pool.parameters, copies, strict=True):
-                if copy is not parameter and copy.is_leaf and copy.grad is not None:
-                    pairs.append((parameter, move(copy.grad, parameter.device)))
+            for original, copy in zip(self._pool.parameters, copies, strict=True):
+                if copy is not original and copy.is_leaf and copy.grad is not None:
+                    pairs.append((original, move(copy.grad, original.device)))
                     copy.grad = None
             accumulate(pairs)
+            found = found or bool(pairs)
+        return found
 
     def __del__(self) -> None:
         self._arrivals.join()  # if the caller has not
