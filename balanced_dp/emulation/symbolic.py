@@ -176,7 +176,9 @@ def _key(value: Any) -> Any:
         return None if any(i is None for i in items) else items
     if isinstance(value, torch.Generator):
         return None
-    return type(value), value  # with the type, since 1 == 1.0 == True
+    if isinstance(value, float):  # decides no shape; an optimizer's differ from step to step
+        return float
+    return type(value), value  # with the type, since 1 == True
 
 
 def _made_again(

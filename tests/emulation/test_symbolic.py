@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from balanced_dp import SymbolicValueError, emulate_devices
+from balanced_dp.emulation.symbolic import _outputs
 
 from .models import DROPOUT_MODELS, MODELS, Made, train
 
@@ -179,6 +180,16 @@ SHAPES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], tuple[int, ...], tor
     "cross entropy": (lambda x, i: F.cross_entropy(x, i % 3), (), torch.float32),
     "random": (lambda x, i: torch.randn_like(x).exponential_(), (4, 3), torch.float32),
     "random integers": (lambda x, i: torch.randint_like(i, 5), (4,), torch.int64),
+    "arange": (
+        lambda x, i: [torch.arange(0.0, end, device=x.device) for end in (9.0, 3.5)][1],
+        (4,),
+        torch.float32,
+    ),
+    "interpolate": (
+        lambda x, i: [F.interpolate(x[None], scale_factor=f) for f in (2.0, 4.0)][1],
+        (1, 4, 12),
+        torch.float32,
+    ),
     "fft": (lambda x, i: torch.fft.rfft(x), (4, 2), torch.complex64),
     "deepcopy": (lambda x, i: copy.deepcopy(x), (4, 3), torch.float32),
     "float factory": (lambda x, i: torch.zeros_like(i, dtype=torch.float16), (4,), torch.float16),
@@ -205,6 +216,14 @@ def test_shapes_and_types_are_those_with_numbers(symbolic_devices, name):
         result = function(x, torch.arange(4).to(symbolic_devices[0]))
         assert (result.shape, result.dtype) == (shape, dtype)
         assert result.device == symbolic_devices[0]
+
+
+def test_numbers_that_change_in_each_step_are_not_remembered(symbolic_devices):
+    x = torch.zeros(5, 1, 7, device=symbolic_devices[0])
+    before = len(_outputs)
+    for decay in (0.5, 0.25, 0.125):
+        torch._foreach_mul_([x], decay)
+    assert len(_outputs) == before + 1
 
 
 @pytest.mark.parametrize("num_calls", [1, 2])
