@@ -49,8 +49,8 @@ class Replicator:
         """The ids of the buffers and parameters that ``_written_silently`` is about."""
         self._written_silently: dict[bool, frozenset[int]] = {}
         """By grad mode, the result of ``WrittenState.write_back``."""
-        self._has_inner_backward = False
-        """Whether forward runs a backward pass of its own, in the first call without gradients."""
+        self._has_inner_backward: bool | None = None
+        """Whether forward runs a backward pass of its own; None before there were copies to see."""
         self._warned: set[str] = set()
 
     def __reduce__(self) -> tuple[type[Replicator], tuple[()]]:
@@ -80,6 +80,7 @@ class Replicator:
             tensors = [*map(id, pool.buffers), *map(id, pool.parameters)]
             if tensors != self._tensors:
                 self._tensors, self._written_silently = tensors, {}
+                self._has_inner_backward = None
         _check_homes(pool.parameters, pool.buffers, homes)
         buffers = _buffers_of_replicas(devices, pool.buffers)
         parameters, arrivals = self.copies.on(devices, pool.parameters)
@@ -121,9 +122,9 @@ class Replicator:
         finally:
             if ours is not None:
                 ours.join()
-        is_first = has_gradients not in self._written_silently
-        if ours is not None and not has_gradients and (is_first or self._has_inner_backward):
-            self._has_inner_backward |= ours.accumulate_gradients()
+        if ours is not None and not has_gradients and self._has_inner_backward is not False:
+            found = ours.accumulate_gradients()
+            self._has_inner_backward = self._has_inner_backward or found
         self._written_silently[has_gradients] = state.write_back()
         name = type(network).__name__
         self._warn(
@@ -253,14 +254,16 @@ class Replicas(list[ModuleT]):
         for replica in self._replicas:
             replica.join()
 
-    def accumulate_gradients(self) -> bool:
+    def accumulate_gradients(self) -> bool | None:
         """Accumulate into the parameters what a backward pass in forward has left in their copies.
 
-        Return whether there was anything. With gradients enabled around the call, copies are no
-        leaves, and autograd does this.
+        Return whether there was anything, None if there are no copies. With gradients enabled
+        around the call, copies are no leaves, and autograd does this.
         """
-        found = False
+        found = None
         for copies in self._parameters.values():
+            if copies is self._pool.parameters:
+                continue
             pairs = []
             for original, copy in zip(self._pool.parameters, copies, strict=True):
                 if copy is not original and copy.is_leaf and copy.grad is not None:

@@ -640,6 +640,10 @@ def test_backward_in_forward_needs_no_gradients_outside(
     layer = nn.Linear(3, 2).double().to(devices[0])
     model = BalancedDataParallel(gpu0_bsz, Lambda(forward, layer=layer), devices[:3])
     batches = torch.randn(4, 8, 3, dtype=torch.double)
+    if gpu0_bsz:
+        with torch.no_grad(), pytest.warns(BalanceWarning, match="first batch of 1"):
+            model(batches[0, :1])  # runs on the first device alone
+        layer.zero_grad()
     with model.shared_weights() if is_shared else contextlib.nullcontext():
         for index, x in enumerate(batches):
             with torch.set_grad_enabled(trains_before and index < 2):
