@@ -77,14 +77,15 @@ def call(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, A
             into an integer or bool tensor.
     """
     args, kwargs = _symbolic_arguments(func, args, kwargs)
-    key = _key((func, args, tuple(kwargs.items()))) if _has_fixed_outputs(func) else None
+    has_floats = not func._schema.is_mutable  # an optimizer's differ from step to step
+    inputs = (func, args, tuple(kwargs.items()))
+    key = _key(inputs, has_floats) if _has_fixed_outputs(func) else None
     shapes = _outputs.get(key)
     if shapes is not None:
         return _made_again(func, args, shapes)
     try:
         out = func(*args, **kwargs)
-        # Outputs that it resizes would have another key now.
-        if key is not None and key == _key((func, args, tuple(kwargs.items()))):
+        if key is not None and key == _key(inputs, has_floats):  # it has resized none of them
             _remember(key, _tensors((args, tuple(kwargs.values()))), out)
         return out
     except RuntimeError as error:
@@ -110,7 +111,7 @@ def _symbolic_arguments(
     if func is aten.index.Tensor or func in (aten.index_put.default, aten.index_put_.default):
         args = (args[0], _integer_indices(args[1]), *args[2:])
     is_plain = not kwargs and not any(isinstance(arg, torch.UntypedStorage) for arg in args)
-    if is_plain and not known:
+    if is_plain and not known:  # all are on meta, as those of most operators
         return args, kwargs
     for i, argument in enumerate(func._schema.arguments):
         if is_written(argument):
@@ -161,24 +162,27 @@ def _to_meta(value: Any) -> Any:
 # cached by the metadata of their inputs.
 
 _outputs: dict[Any, list[tuple[Any, ...]]] = {}
-"""The shape, strides and dtype of each new tensor that is returned."""
+"""The shape, strides and dtype of each output; none if an operator only writes to its inputs."""
 _MAX_OUTPUTS = 2**14
 
 
-def _key(value: Any) -> Any:
-    """Return a cache key that determines the outputs, None if there is no such key."""
+def _key(value: Any, has_floats: bool) -> Any:
+    """Return a cache key that determines the outputs, None if there is no such key.
+
+    ``has_floats`` says whether the values of floats are part of it.
+    """
     if isinstance(value, torch.Tensor):
         if is_known(value) or value.layout is not torch.strided:
             return None
         return value.shape, value.stride(), value.dtype
     if isinstance(value, tuple | list):
-        items = tuple(map(_key, value))
+        items = tuple(_key(item, has_floats) for item in value)
         return None if any(i is None for i in items) else items
     if isinstance(value, torch.Generator):
         return None
-    if isinstance(value, float):  # decides no shape; an optimizer's differ from step to step
+    if isinstance(value, float) and not has_floats:
         return float
-    return type(value), value  # with the type, since 1 == True
+    return type(value), value  # with the type, since 1 == 1.0 == True
 
 
 def _made_again(
@@ -186,7 +190,7 @@ def _made_again(
 ) -> Any:
     """Return what ``func`` returns for inputs whose outputs have been remembered."""
     returns = func._schema.returns
-    if not shapes:  # only writes
+    if not shapes:  # it writes to its inputs, and returns the first one or nothing
         return args[0] if returns else None
     outputs = [torch.empty_strided(*shape, dtype=d, device=META) for *shape, d in shapes]
     if len(returns) > 1:
@@ -195,8 +199,8 @@ def _made_again(
 
 
 def _remember(key: Any, inputs: list[torch.Tensor], out: Any) -> None:
-    is_input = any(out is tensor for tensor in inputs[:1])  # written in place
-    outputs = [] if out is None or is_input else _tensors(out)
+    only_writes = out is None or (bool(inputs) and out is inputs[0])
+    outputs = [] if only_writes else _tensors(out)
     if isinstance(out, tuple | list) and len(outputs) != len(out):
         return
     if any(t.device != META or t.layout is not torch.strided for t in outputs):
@@ -219,9 +223,9 @@ def _remember(key: Any, inputs: list[torch.Tensor], out: Any) -> None:
 
 @functools.cache
 def _has_fixed_outputs(func: torch._ops.OpOverload) -> bool:
-    """Return whether the metadata of its inputs determines what ``func`` returns.
+    """Return whether the metadata of its inputs may determine what ``func`` returns.
 
-    These are new tensors, or inputs that it has written to and whose shape and strides it leaves.
+    That is new tensors, an input that it has written to, or nothing. No view of an input.
     """
     schema = func._schema
     types = [str(returned.type) for returned in schema.returns]

@@ -122,9 +122,9 @@ class Replicator:
         finally:
             if ours is not None:
                 ours.join()
-        if ours is not None and not has_gradients and self._has_inner_backward is not False:
-            found = ours.accumulate_gradients()
-            self._has_inner_backward = self._has_inner_backward or found
+                if not has_gradients and self._has_inner_backward is not False:
+                    found = ours.accumulate_gradients()
+                    self._has_inner_backward = self._has_inner_backward or found
         self._written_silently[has_gradients] = state.write_back()
         name = type(network).__name__
         self._warn(
@@ -279,5 +279,6 @@ class Replicas(list[ModuleT]):
     def recycle(self) -> None:
         """Make the replicas available to the next call. The list is empty afterwards."""
         self.clear()
+        self._parameters = {}
         while self._replicas:
             self._pool.recycle(self._replicas.pop())

@@ -226,6 +226,13 @@ def test_numbers_that_change_in_each_step_are_not_remembered(symbolic_devices):
     assert len(_outputs) == before + 1
 
 
+def test_a_number_that_is_an_error_is_one_after_a_right_one(symbolic_devices):
+    x, y = (torch.zeros(n, 4, device=symbolic_devices[0]) for n in (3, 5))
+    torch.cdist(x, y, p=1.5)
+    with pytest.raises(RuntimeError, match="negative p"):
+        torch.cdist(x, y, p=-1.0)
+
+
 @pytest.mark.parametrize("num_calls", [1, 2])
 def test_what_is_written_in_place_is_returned(symbolic_devices, num_calls):
     for _ in range(num_calls):

@@ -654,6 +654,21 @@ def test_backward_in_forward_needs_no_gradients_outside(
     assert_same_gradients(layer, single)
 
 
+@pytest.mark.parametrize("kind", DISTINCT)
+@pytest.mark.parametrize("gpu0_bsz", [0, 1])
+def test_gradients_of_a_forward_that_raises_after_backward_are_kept(devices, gpu0_bsz):
+    def forward(self, x):
+        with torch.enable_grad():
+            self.layer(x).sum().backward()
+        raise ValueError("after backward")
+
+    layer = nn.Linear(3, 2).double().to(devices[0])
+    model = BalancedDataParallel(gpu0_bsz, Lambda(forward, layer=layer), devices[:3])
+    with torch.no_grad(), pytest.raises(ValueError, match="after backward"):
+        model(torch.ones(8, 3, dtype=torch.double))
+    assert layer.bias.grad.tolist() == [8, 8]
+
+
 @pytest.mark.parametrize("gpu0_bsz", [0, 1])
 def test_gradients_of_inputs_only_in_a_block_that_puts_them_off(devices, gpu0_bsz):
     """``autograd.grad`` got device 0's alone, and ``backward(inputs=...)`` gave more than asked."""
