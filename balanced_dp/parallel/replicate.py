@@ -122,7 +122,9 @@ class Replicator:
         finally:
             if ours is not None:
                 ours.join()
-                if not has_gradients and self._has_inner_backward is not False:
+                if not has_gradients and (
+                    self._has_inner_backward is not False or ours.ends_have_gradients()
+                ):
                     found = ours.accumulate_gradients()
                     self._has_inner_backward = self._has_inner_backward or found
         self._written_silently[has_gradients] = state.write_back()
@@ -253,6 +255,20 @@ class Replicas(list[ModuleT]):
         self._arrivals.join()
         for replica in self._replicas:
             replica.join()
+
+    def ends_have_gradients(self) -> bool:
+        """Return whether the first or the last copy of a trained parameter has a gradient.
+
+        To look at all would take as long as a tenth of a small model's evaluation.
+        """
+        for copies in self._parameters.values():
+            if copies is self._pool.parameters:
+                continue
+            for ordered in (copies, reversed(copies)):
+                end = next((copy for copy in ordered if copy.requires_grad), None)
+                if end is not None and end.is_leaf and end.grad is not None:
+                    return True
+        return False
 
     def accumulate_gradients(self) -> bool | None:
         """Accumulate into the parameters what a backward pass in forward has left in their copies.

@@ -655,6 +655,28 @@ def test_backward_in_forward_needs_no_gradients_outside(
 
 
 @pytest.mark.parametrize("kind", DISTINCT)
+@pytest.mark.parametrize("trained", ["first", "last"])
+def test_a_backward_pass_in_forward_may_begin_in_a_later_call(devices, trained):
+    def forward(self, x, adapts):
+        if adapts:
+            with torch.enable_grad():
+                self.layers(x).sum().backward()
+        return self.layers(x)
+
+    layers = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double().to(devices[0])
+    layers[2 if trained == "first" else 0].requires_grad_(False)
+    model = BalancedDataParallel(1, Lambda(forward, layers=layers), devices[:3])
+    batches = torch.randn(4, 8, 3, dtype=torch.double)
+    with torch.no_grad():
+        for index, x in enumerate(batches):
+            model(x, adapts=index > 1)
+    single = copy.deepcopy(layers).cpu()
+    single.zero_grad()
+    single(batches[2:].flatten(0, 1)).sum().backward()
+    assert_same_gradients(layers, single)
+
+
+@pytest.mark.parametrize("kind", DISTINCT)
 @pytest.mark.parametrize("gpu0_bsz", [0, 1])
 def test_gradients_of_a_forward_that_raises_after_backward_are_kept(devices, gpu0_bsz):
     def forward(self, x):
