@@ -280,6 +280,9 @@ EXACT: dict[str, Callable[..., Any]] = {
         F.binary_cross_entropy(o.sigmoid(), part, reduction="sum")
         - 0.5 * torch.sum(1 + o - o.square() - o.exp())
     ),
+    "ratios by a number": lambda n, x, o, part: (
+        sum((o[:, i] * part[:, i]).sum() / (o[:, i] ** 2 + 1).sum() for i in range(3)) / 3
+    ),
     "sum by length": lambda n, x, o, real: (o - real).square().sum() / len(x),
     "sum by size": lambda n, x, o, real: (o - real).square().sum() / o.numel(),
     "sum times 1 / length": lambda n, x, o, real: (o - real).square().sum() * (1 / x.size(0)),

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from .facts import Fact, Facts, Place, UnclearError
+from .facts import DIVISIONS, MULTIPLICATIONS, Fact, Facts, Place, UnclearError
 from .origins import operator_name
 from .step import Step, version_of
 from .trace import Trace
@@ -143,7 +143,8 @@ class BatchValues:
             raise UnclearError(f"it cannot be computed for the whole batch ({text})") from None
         if self._same.issuperset(parents):
             self._same.add(first)
-        if all(parent in self._entries for parent in parents):
+        is_linear = len(parents) < 2 or first.name.strip("_") not in (*DIVISIONS, *MULTIPLICATIONS)
+        if is_linear and all(parent in self._entries for parent in parents):
             self._entries[first] = self._entries[parents[0]]
 
     def _join(self, group: Steps, place: Place) -> None:
