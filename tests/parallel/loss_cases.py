@@ -99,6 +99,10 @@ def cross_entropy_of_tokens(net: Net, x: Tensor, y: Tensor, **options: Any) -> T
     return F.cross_entropy(net.tokens(x).flatten(0, 1), y.flatten(), **options)
 
 
+def one_hot(classes: Tensor) -> Tensor:
+    return F.one_hot(classes, CLASSES).double()
+
+
 class Smoothed(nn.CrossEntropyLoss):
     """A subclass that adds a term."""
 
@@ -109,6 +113,13 @@ class Smoothed(nn.CrossEntropyLoss):
 class Masked(nn.MSELoss):
     def forward(self, input: Tensor, target: Tensor, mask: Tensor) -> Tensor:
         return super().forward(input[mask > 0], target[mask > 0])
+
+
+def dice_of_shares(net: Net, x: Tensor, o: Tensor, y: Tensor, part: Tensor) -> Tensor:
+    """The sum of the shares is that of the rows, exactly."""
+    targets = one_hot(y)
+    shares = o - o.detach() + targets
+    return 1 - 2 * (shares * part).sum() / (shares.sum() + targets.sum())
 
 
 def focal(net: Net, x: Tensor, o: Tensor, y: Tensor) -> Tensor:
@@ -280,6 +291,7 @@ EXACT: dict[str, Callable[..., Any]] = {
         F.binary_cross_entropy(o.sigmoid(), part, reduction="sum")
         - 0.5 * torch.sum(1 + o - o.square() - o.exp())
     ),
+    "dice of shares": dice_of_shares,
     "ratios by a number": lambda n, x, o, part: (
         sum((o[:, i] * part[:, i]).sum() / (o[:, i] ** 2 + 1).sum() for i in range(3)) / 3
     ),

@@ -234,16 +234,34 @@ def test_a_number_without_a_gradient_that_was_a_sum_may_become_a_mean():
         compare(model, bare, given_to(loss) | {"step": step})
 
 
-def test_as_many_classes_as_samples_are_warned_of_unless_they_were_classes():
-    """In a contrastive loss the classes are the samples of the chunk."""
-    model, _ = make(lambda n, x, o: functional.cross_entropy(o @ o.T, torch.arange(len(x))), 0)
-    with pytest.warns(BalanceWarning, match="as many classes as each chunk has samples, 4"):
+def contrastive(net: Net, x: Tensor, o: Tensor) -> Tensor:
+    return functional.cross_entropy(o @ o.T, torch.arange(len(x)))
+
+
+def contrastive_of_two_views(net: Net, x: Tensor, o: Tensor) -> Tensor:
+    """Each view is compared with all others but itself, and the first of them is the other view."""
+    similar = torch.cat([o, o * 2]) @ torch.cat([o, o * 2]).T
+    others = similar[~torch.eye(len(similar)).bool()].view(len(similar), -1)
+    return functional.cross_entropy(others, torch.zeros(len(others)).long())
+
+
+@pytest.mark.parametrize("loss", [contrastive, contrastive_of_two_views])
+def test_classes_that_are_the_samples_of_each_chunk_are_warned_of(loss):
+    model, _ = make(loss, 0)
+    with pytest.warns(BalanceWarning, match=" classes, which may be the samples of each chunk"):
         model(X[:12])
-    for name in ("cross entropy", "statistics"):
-        model, _ = make(EXACT[name], 0)
-        for size in (16, 15):  # 5 samples in the chunks of the second batch, and 5 classes
-            items = given_to(EXACT[name]).items()
-            assert model(**{n: torch.cat([v, v])[:size] for n, v in items}).isfinite()
+
+
+@pytest.mark.parametrize(("name", "sizes"), [("cross entropy", [15]), ("statistics", [16, 15])])
+def test_there_may_be_as_many_classes_as_samples(name, sizes):
+    """Targets tell, and for other reductions an earlier batch whose chunks are unlike."""
+    model, bare = make(EXACT[name], 0)
+    for size in sizes * 2:
+        compare(
+            model,
+            bare,
+            {n: v.repeat(2, *[1] * (v.dim() - 1))[:size] for n, v in given_to(EXACT[name]).items()},
+        )
 
 
 LOOPS = {
@@ -535,7 +553,7 @@ CROSS_ENTROPIES = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:gpu0_bsz", "ignore:.*as many classes as each chunk")
+@pytest.mark.filterwarnings("ignore:gpu0_bsz", "ignore:.*classes, which may be the samples")
 @given(
     st.lists(st.sampled_from([-100, 0, 1, 2]), min_size=1, max_size=12),
     st.sampled_from(sorted(CROSS_ENTROPIES)),

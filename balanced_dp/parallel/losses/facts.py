@@ -196,14 +196,14 @@ class Facts:
         numbers = [reduction.num_classes for reduction in reductions]
         if any(number != numbers[0] for number in numbers):
             raise UnclearError("the classes of its cross entropy are the samples of each chunk")
-        place = (*place, "classes")
-        if not self.are_chunks_equal:
+        number, num_rows, place = numbers[0], reductions[0].shape.numel(), (*place, "classes")
+        if number is None:
+            return  # no cross entropy
+        may_be = number > 2 and number in (self.chunk_sizes[0], num_rows, num_rows - 1)
+        if not self.are_chunks_equal or _differ_in_corners(reductions):
             self.known[place] = Fact.SAME
-        elif numbers[0] == self.chunk_sizes[0] > 2 and place not in self.known:
-            self.doubts.append(
-                f"it has as many classes as each chunk has samples, {numbers[0]}; these may be the "
-                "samples"
-            )
+        elif may_be and place not in self.known:
+            self.doubts.append(f"it has {number} classes, which may be the samples of each chunk")
 
     def are_over_samples(
         self, reductions: Sequence[Reduction], values: Sequence[Any], place: Place
@@ -220,7 +220,7 @@ class Facts:
         fact = self.known.get(place)
         is_sure = fact is Fact.SAMPLES or (fact is not None and not differ)
         if not is_sure or self.compares_again:
-            fact = self._supposed_samples(first, values, fact, differ)
+            fact = self._supposed_samples(reductions, values, fact, differ)
             if fact is not Fact.ZERO:
                 self.known[place] = fact
         if fact is Fact.ONE:
@@ -253,16 +253,22 @@ class Facts:
         return self.are_chunks_equal and shape.numel() % self.chunk_sizes[0] == 0
 
     def _supposed_samples(
-        self, reduction: Reduction, values: Sequence[Any], known: Fact | None, differ: bool
+        self,
+        reductions: Sequence[Reduction],
+        values: Sequence[Any],
+        known: Fact | None,
+        differ: bool,
     ) -> Fact:
-        """Suppose whether a tensor had entries of samples, by its shapes, graph and values."""
+        """Suppose whether tensors had entries of samples, by their shapes, graphs and values."""
+        reduction = reductions[0]
         may_be = self._may_have_samples(reduction.shape)
         origin = origin_of(reduction.source, self.chunk_sizes[0])
         if self.are_chunks_equal and (known is Fact.ONE or origin is Origin.ONE):
             return Fact.ONE
         if differ or known is Fact.SAMPLES:
             return Fact.SAMPLES
-        are_equal = False if values[0] is None else _are_equal(values)
+        has_differed = values[0] is None or _differ_in_corners(reductions)
+        are_equal = False if has_differed else _are_equal(values)
         if are_equal is None:
             return Fact.SAME if origin is Origin.UNKNOWN else Fact.SUPPOSED_SAMPLES
         if not are_equal:
@@ -299,6 +305,12 @@ def _are_equal(values: Sequence[torch.Tensor]) -> bool | None:
         return all(first.allclose(other, rtol=0, atol=0, equal_nan=True) for other in others)
     except SymbolicValueError:
         return None
+
+
+def _differ_in_corners(reductions: Sequence[Reduction]) -> bool:
+    """Return whether tensors of one shape differ in the entries that were kept of each."""
+    corners = [reduction.corner for reduction in reductions if reduction.corner is not None]
+    return len(corners) == len(reductions) and _are_equal(corners) is False
 
 
 def _is_whole(value: torch.Tensor) -> bool:

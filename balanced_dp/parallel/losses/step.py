@@ -21,6 +21,7 @@ class Reduction:
         shape: the shape of the tensor that was reduced.
         source: the autograd node of that tensor, or None.
         num_classes: for a cross entropy, the number of classes.
+        corner: a few entries of that tensor, in calls that compare them between the replicas.
     """
 
     name: str
@@ -28,6 +29,7 @@ class Reduction:
     shape: torch.Size
     source: Any
     num_classes: int | None = None
+    corner: torch.Tensor | None = None
 
 
 @dataclass(slots=True, eq=False)

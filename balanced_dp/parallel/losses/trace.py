@@ -27,6 +27,9 @@ MAX_NUMEL = 2**16
 _SMALL_NUMEL = 2**10
 """The most entries that are traced if the tensors of which they were computed had fewer."""
 
+_MAX_CORNER = 4
+"""The most entries that are kept along each dimension of what is reduced."""
+
 _TO_DEVICE = ("to", "cuda", "cpu")
 """Functions that may move a tensor; the steps of all replicas are repeated on one device."""
 
@@ -36,6 +39,7 @@ class Trace:
 
     Attributes:
         dim: the batch dimension.
+        keeps_corners: whether a few entries of what is reduced are kept.
         num_steps: the number of steps.
         num_reductions: how many of them are reductions.
         lost: the steps that were combined with larger tensors, which are not traced.
@@ -43,6 +47,7 @@ class Trace:
 
     def __init__(self, dim: int) -> None:
         self.dim = dim
+        self.keeps_corners = False
         self.num_steps = 0
         self.num_reductions = 0
         self.lost: list[Step] = []
@@ -71,6 +76,10 @@ class Trace:
         if count is None:
             count = reduced.numel() // max(1, value.numel())
         reduction = Reduction(name, count, reduced.shape, **{"source": reduced.grad_fn, **others})
+        if self.keeps_corners and reduced.layout is torch.strided and not reduced.is_nested:
+            with torch._C.DisableTorchFunctionSubclass():
+                corner = reduced.detach()[(slice(_MAX_CORNER),) * reduced.dim()]
+                reduction.corner = corner.clone()
         step = self._step(function, reduction)
         step.ordinal = self.num_reductions
         self.num_reductions += 1
