@@ -19,7 +19,6 @@ from .losses.join import ChunkLosses, OutputHistory
 from .losses.weight import check_loss_weight
 from .per_device import PerDevice
 from .replicate import Replicator
-from .scatter import scatter
 
 
 class BalancedCriterion(nn.Module):
@@ -89,21 +88,9 @@ class BalancedCriterion(nn.Module):
         if _computes(self.criterion, nn.CTCLoss, functional.ctc_loss):
             # Log-probabilities have the batch at the model's dim, targets and losses at 0.
             targets, kwargs, dim = *_ctc_targets(*targets, **kwargs), 0
-        forward = self.criterion.forward
-        arguments = scatter(
-            forward,
-            (outputs, *targets),
-            kwargs,
-            outputs.devices,
-            outputs.chunk_sizes,
-            dim,
-            self.broadcast,
-            self.split,
-            self._history.warned,
-        )
         losses = ChunkLosses(
             self._history,
-            forward,
+            self.criterion.forward,
             outputs.chunk_sizes,
             outputs.dim,
             self.loss_weight,
@@ -111,8 +98,16 @@ class BalancedCriterion(nn.Module):
         )
         replicas = self._replicator.replicate(self.criterion, outputs.devices)
         with self._replicator.running(self.criterion, replicas):
-            functions = _with_weights_of_samples(replicas, outputs)
-            return outputs._run(functions, arguments, losses, dim=dim)
+            return outputs._run(
+                _with_weights_of_samples(replicas, outputs),
+                targets,
+                kwargs,
+                losses,
+                dim=dim,
+                broadcast=self.broadcast,
+                split=self.split,
+                warned=self._history.warned,
+            )
 
 
 def as_module(criterion: Any) -> nn.Module:

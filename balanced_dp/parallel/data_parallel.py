@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any, Literal, TypeVar
 
@@ -22,6 +23,7 @@ from .replicate import check_on_device
 from .scatter import find_batch_size
 from .split_policy import SplitPolicy
 from .steps import DataParallelSteps
+from .trial import Trial
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -182,10 +184,16 @@ class BalancedDataParallel(DataParallelSteps[ModuleT]):
                 args, keywords = self.scatter(inputs, kwargs, ids, active_sizes)
                 replicas = self.replicate(self.module, ids)
                 losses = self._losses(active_sizes)
-                with losses.recording(), self._replicator.running(self.module, replicas):
-                    outputs = self.parallel_apply(replicas, args, keywords, ids, active_sizes)
-                losses.read_arguments(list(zip(args, keywords, strict=True)), outputs)
-                return self._joined(outputs, self._devices_of(ids), losses)
+                devices = self._devices_of(ids)
+                with self._replicator.running(self.module, replicas):
+                    with losses.recording():
+                        outputs = self.parallel_apply(replicas, args, keywords, ids, active_sizes)
+                    losses.read_arguments(list(zip(args, keywords, strict=True)), outputs)
+                    again = partial(self._scattered, inputs, kwargs)
+                    with losses.trying(
+                        Trial(replicas[0], devices[0], outputs[0], again, batch_size)
+                    ):
+                        return self._joined(outputs, devices, losses)
 
     def _batch_size(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
         named = named_arguments(self.module.forward, inputs, kwargs)

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from ..errors import ScatterError
-from .call_inputs import Arguments
 from .gather import ScalarOutputs, check_scalar_outputs, gather
 from .losses.join import ChunkLosses, OutputHistory
 from .losses.trace import Trace
 from .parallel_apply import Workers, parallel_apply
 from .scatter import Scattered, scatter
+from .trial import Trial
 
 _REMEDY = (
     "it holds one output for each device; compute the loss with BalancedCriterion, use map, or "
@@ -135,9 +136,6 @@ class PerDevice(Scattered):
             ArgumentError: ``scalar_outputs`` is none of these.
         """
         check_scalar_outputs(scalar_outputs)
-        arguments = scatter(
-            function, (self, *args), kwargs, self.devices, self.chunk_sizes, self.dim
-        )
         warned = set() if self._losses is None else self._losses.history.warned
         losses = ChunkLosses(
             OutputHistory(warned=warned),
@@ -147,7 +145,7 @@ class PerDevice(Scattered):
             is_auto=scalar_outputs == "auto",
             traces=self.traces,
         )
-        return self._run([function] * len(self), arguments, losses, scalar_outputs)
+        return self._run([function] * len(self), args, kwargs, losses, scalar_outputs)
 
     @property
     def traces(self) -> Sequence[Trace]:
@@ -157,19 +155,32 @@ class PerDevice(Scattered):
     def _run(
         self,
         functions: Sequence[Callable[..., Any]],
-        arguments: Sequence[Arguments],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
         losses: ChunkLosses,
         scalar_outputs: ScalarOutputs = "auto",
-        dim: int | None = None,
+        **options: Any,
     ) -> Any:
-        """Call a function for each output, on its device, and join the results along ``dim``."""
+        """Call a function for each output, on its device, and join the results.
+
+        ``args`` and ``kwargs`` are split by ``scatter``, whose ``options`` are given.
+        """
+        sizes, options = self.chunk_sizes, {"dim": self.dim, **options}
+        to_devices: Any = functools.partial(scatter, losses.function, **options)
+        arguments = to_devices((self, *args), kwargs, self.devices, sizes)
         with losses.recording():
-            results = parallel_apply(
-                functions, arguments, self.devices, self.chunk_sizes, self.workers
-            )
+            results = parallel_apply(functions, arguments, self.devices, sizes, self.workers)
         losses.read_arguments(arguments, results)
-        dim = self.dim if dim is None else dim
-        return gather(results, self.output_device, dim, scalar_outputs, self.chunk_sizes, losses)
+        # A trial needs other samples than a single one, or two.
+        some = arguments[: 2 if sizes and sizes[0] < 3 else 1]
+
+        def again(*where: Any) -> Any:
+            return to_devices(*gather(some, self.devices[0], self.dim), *where)
+
+        num_samples = sum(sizes[: len(some)]) if sizes else None
+        with losses.trying(Trial(functions[0], self.devices[0], results[0], again, num_samples)):
+            device, dim = self.output_device, options["dim"]
+            return gather(results, device, dim, scalar_outputs, sizes, losses)
 
 
 def only_output(value: Any) -> Any:

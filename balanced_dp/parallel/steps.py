@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
@@ -11,7 +11,7 @@ from torch import nn
 
 from ..devices import Device, default_device_type, resolve_device, resolve_devices
 from ..split import as_integer
-from .call_inputs import check_paths
+from .call_inputs import Arguments, check_paths
 from .gather import ScalarOutputs, check_scalar_outputs, gather
 from .homes import on_one_device, spread_parameters
 from .losses.join import ChunkLosses, OutputHistory
@@ -101,18 +101,28 @@ class DataParallelSteps(nn.DataParallel[ModuleT]):
 
         If ``chunk_sizes`` is None, each device gets every tensor whole.
         """
-        arguments = scatter(
+        devices = self._devices_of(device_ids)
+        arguments = self._scattered(inputs, kwargs or {}, devices, chunk_sizes)
+        return [args for args, _ in arguments], [keywords for _, keywords in arguments]
+
+    def _scattered(
+        self,
+        inputs: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        devices: Sequence[torch.device],
+        chunk_sizes: Sequence[int] | None,
+    ) -> list[Arguments]:
+        return scatter(
             self.module.forward,
             inputs,
-            kwargs or {},
-            self._devices_of(device_ids),
+            kwargs,
+            devices,
             chunk_sizes,
             self.dim,
             self.broadcast,
             self.split_inputs,
             self._history.warned,
         )
-        return [args for args, _ in arguments], [keywords for _, keywords in arguments]
 
     def replicate(self, module: ModuleT, device_ids: Sequence[int | torch.device]) -> list[ModuleT]:
         """Return a replica of ``module`` for each device."""

@@ -17,7 +17,6 @@ from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 from balanced_dp import ArgumentError, BalancedCriterion, BalancedDataParallel, BalanceWarning
-from balanced_dp.parallel.losses.facts import Facts
 from balanced_dp.parallel.losses.reductions import noticing
 from balanced_dp.parallel.losses.trace import Trace, traced, tracing
 
@@ -40,9 +39,7 @@ from .loss_cases import (
     rows,
 )
 
-TOLERANCE = {"rtol": 1e-10, "atol": 1e-12}
-NUMBERS_OF_SAMPLES = {"mean times length", "sum by a count plus the number of samples"}
-"""Losses that use a number that may be a constant, if all chunks have one size."""
+TOLERANCE = {"rtol": 1e-10, "atol": 1e-12, "equal_nan": True}
 
 
 def results(model: Any, module: nn.Module, has_gradients: bool, x: Tensor, **given: Any) -> Any:
@@ -93,27 +90,11 @@ def test_losses_in_the_module_are_those_of_the_whole_batch(name, gpu0_bsz, devic
 
 
 @pytest.mark.filterwarnings("ignore:gpu0_bsz")
-@pytest.mark.parametrize("name", sorted(EXACT.keys() - NUMBERS_OF_SAMPLES))
-def test_chunks_of_one_size(name):
+@pytest.mark.parametrize("size", [4, 8, 12])
+@pytest.mark.parametrize("name", EXACT)
+def test_chunks_of_one_size(name, size):
     """Shapes do not tell then what is over the batch."""
-    check(EXACT[name], 3, size=12)
-
-
-def test_a_number_that_may_be_the_size_of_a_chunk_is_warned_of_unless_that_was_seen():
-    loss = EXACT["mean times length"]
-    model, bare = make(loss, 0)
-    with pytest.warns(BalanceWarning, match="with 4, which is also the number of samples"):
-        results(model, model.module, True, **given_to(loss, 12))
-    model, bare = make(loss, 0)
-    for size in (13, 12):
-        compare(model, bare, given_to(loss, size))
-
-
-def test_a_number_that_was_taken_for_a_count_and_is_none_is_warned_of_later():
-    model, _ = make(lambda n, x, o: o.square().sum() / 4, 0)
-    results(model, model.module, True, X[:12])  # chunks of four
-    with pytest.warns(BalanceWarning, match="divided by 4 in each chunk, but was by a count"):
-        results(model, model.module, True, X)
+    check(EXACT[name], None, size=size)
 
 
 @pytest.mark.parametrize(
@@ -248,20 +229,91 @@ def contrastive_of_two_views(net: Net, x: Tensor, o: Tensor) -> Tensor:
 @pytest.mark.parametrize("loss", [contrastive, contrastive_of_two_views])
 def test_classes_that_are_the_samples_of_each_chunk_are_warned_of(loss):
     model, _ = make(loss, 0)
-    with pytest.warns(BalanceWarning, match=" classes, which may be the samples of each chunk"):
+    with pytest.warns(BalanceWarning, match="the classes of its cross entropy are the samples"):
         model(X[:12])
 
 
-@pytest.mark.parametrize(("name", "sizes"), [("cross entropy", [15]), ("statistics", [16, 15])])
-def test_there_may_be_as_many_classes_as_samples(name, sizes):
-    """Targets tell, and for other reductions an earlier batch whose chunks are unlike."""
-    model, bare = make(EXACT[name], 0)
-    for size in sizes * 2:
-        compare(
-            model,
-            bare,
-            {n: v.repeat(2, *[1] * (v.dim() - 1))[:size] for n, v in given_to(EXACT[name]).items()},
+@pytest.mark.parametrize("name", ["cross entropy", "statistics"])
+def test_there_may_be_as_many_classes_as_samples(name):
+    model, bare = make(EXACT[name], None, ["cpu"] * 2)
+    for _ in range(3):
+        compare(model, bare, given_to(EXACT[name], 2 * CLASSES))
+
+
+class Noisy(nn.Module):
+    """Draws random numbers, updates a buffer, and runs a backward pass of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(6, 4, bias=False), nn.BatchNorm1d(4), nn.Dropout(), nn.Linear(4, 2)
         )
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            self.layers[0](x).square().sum().backward()
+        y = self.layers(x)
+        return 2 * y.square().mean() + y.abs().mean()
+
+
+@pytest.mark.parametrize("kind", ["cpu", "emulated", "stand-in"])
+@pytest.mark.parametrize("has_gradients", [True, False])
+def test_a_trial_changes_nothing(devices, has_gradients):
+    torch.manual_seed(0)
+    noisy = Noisy().to(devices[0])
+    found = []
+    for scalar_outputs in ("mean", "auto"):  # the first needs no trial
+        module = copy.deepcopy(noisy)
+        model = BalancedDataParallel(0, module, devices[:3], scalar_outputs=scalar_outputs)
+        torch.manual_seed(0)
+        with torch.set_grad_enabled(has_gradients):
+            loss = model(X[:12].float())
+        if has_gradients:
+            loss.backward()
+        gradients = [parameter.grad for parameter in module.parameters()]
+        found.append([loss.detach(), gradients, module.state_dict(), torch.get_rng_state()])
+    torch.testing.assert_close(*found)
+
+
+def test_a_trial_is_one_more_call_and_only_if_it_tells_something():
+    def loss(net: Net, x: Tensor, o: Tensor, power: int) -> Tensor:
+        sizes.append(len(x))
+        return o.square().mean() ** power if power > 1 else o.square().mean()
+
+    sizes: list[int] = []
+    model, _ = make(loss, 0)
+    for power, expected in ((1, 3), (2, 4), (2, 3)):
+        sizes.clear()
+        model(X[:12], power=power)
+        assert sizes == [4, 4, 4, 2][:expected]
+    assert len(model._replicator._pool._waiting) == 3  # nothing refers to them
+
+
+@pytest.mark.parametrize("as_criterion", [True, False])
+def test_without_a_trial_it_is_warned_of(as_criterion):
+    def loss(o: Tensor) -> Tensor:
+        if len(o) < 4:
+            raise ValueError("too few samples")
+        return o.square().sum() / len(o)
+
+    def call(x: Tensor) -> Tensor:
+        if as_criterion:
+            model = BalancedDataParallel(None, nn.Identity(), ["cpu"] * 2, gather=False)
+            return BalancedCriterion(loss)(model(x))
+        return BalancedDataParallel(None, Lambda(lambda _, x: loss(x)), ["cpu"] * 2)(x)
+
+    with pytest.warns(BalanceWarning, match="uses 4, .*a count or a constant; .* not possible"):
+        torch.testing.assert_close(call(X[:8]), loss(X[:8]))
+
+
+@pytest.mark.parametrize("size", [2, 4, 6])
+def test_a_trial_of_a_criterion_has_samples_of_two_devices_if_one_has_few(size):
+    def loss(o: Tensor, y: Tensor) -> Tensor:
+        return o[range(len(y)), y].square().sum() / 2 / len(o)
+
+    model = BalancedDataParallel(None, nn.Identity(), ["cpu"] * 2, gather=False)
+    found = BalancedCriterion(loss)(model(X[:size]), Y[:size])
+    torch.testing.assert_close(found, loss(X[:size], Y[:size]))
 
 
 LOOPS = {
@@ -290,7 +342,7 @@ def test_losses_of_samples_in_a_loop_are_averaged_and_warned_of(loss, gpu0_bsz, 
     """Not joined with each other: those of the first sample of each chunk, for example."""
     model, bare = make(loss, gpu0_bsz)
     given = given_to(loss, size)
-    with pytest.warns(BalanceWarning, match="each sample by itself, in a loop or by an index"):
+    with pytest.warns(BalanceWarning, match="another way for fewer samples, as in a loop"):
         compare(model, bare, given)
     for has_gradients in (True, False, True, True):
         compare(model, bare, given, has_gradients)
@@ -355,18 +407,6 @@ def test_autocast_of_a_part_of_forward_is_kept(is_outer):
         found, expected = (net(X.float(), real=REAL.float()) for net in (model, bare))
     assert found.dtype == expected.dtype
     torch.testing.assert_close(found, expected, rtol=1e-2 if not is_outer else 1e-5, atol=0)
-
-
-def test_given_tensors_are_not_read():
-    """A number was compared with them, which waits for their device."""
-
-    class Unread(Tensor):
-        @classmethod
-        def __torch_function__(cls, function, types, args=(), kwargs=None):
-            raise AssertionError(f"{function} was called")
-
-    facts = Facts((4, 4), [torch.tensor(3.0).as_subclass(Unread), 6], {}, compares_again=False)
-    assert facts.number([6, 6], "div", [8, 8], ("place",)) == 6
 
 
 def test_a_weighted_loss_may_use_its_parts_many_times():
@@ -473,19 +513,9 @@ def test_nothing_else_is_taken_for_a_mean_over_a_chunk(loss, has_gradients):
             warnings.simplefilter("always")
             results(model, model.module, True, X[:size])
             found = [results(model, model.module, has_gradients, X[:size]) for _ in range(5)]
-        texts = [str(w.message) for w in told if "balances nothing" not in str(w.message)]
-        # Chunks have as many samples as there are outputs, or a single one.
-        if not (texts and size < 13 and "along another dimension" in texts[0]):
-            assert not texts
-            expected = results(bare, bare, has_gradients, X[:size])
-            torch.testing.assert_close(found, [expected] * 5, **TOLERANCE)
-
-
-def test_a_number_that_may_be_the_size_of_the_batch_is_warned_of():
-    """Two chunks of four, and a divisor of eight."""
-    model, _ = make(lambda n, x, o: o.square().sum() / (2 * len(x)), None, ["cpu"] * 2)
-    with pytest.warns(BalanceWarning, match="which is the size of the batch"):
-        model(X[:8])
+        assert not [w for w in told if "balances nothing" not in str(w.message)]
+        expected = results(bare, bare, has_gradients, X[:size])
+        torch.testing.assert_close(found, [expected] * 5, **TOLERANCE)
 
 
 def test_a_chunk_may_have_as_many_samples_as_there_are_features():

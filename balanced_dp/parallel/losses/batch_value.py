@@ -14,18 +14,15 @@ from typing import Any
 
 import torch
 
-from .facts import DIVISIONS, MULTIPLICATIONS, Fact, Facts, Place, UnclearError
-from .origins import operator_name
-from .step import Step, version_of
+from .facts import DIVISIONS, MULTIPLICATIONS, Fact, Facts, Place
+from .step import Step, UnclearError, operator_name, version_of
 from .trace import Trace
 from .weighted import moved, total, weighted_mean
 
 Steps = tuple[Step, ...]
 """The same step of each replica."""
 
-_MAX_FACTS = 10_000
-
-_UNLIKE = "the replicas computed it in different ways"
+UNLIKE = "the replicas computed it in different ways"
 _MIXED = "a mean or sum over each chunk is combined with samples"
 
 
@@ -37,11 +34,14 @@ class BatchValues:
         traces: the steps of each replica.
         facts: the chunk sizes, and what is known of numbers and tensors. It is updated.
         device: the device of the results.
+        kinds: computations that are known, by what they call; if not "", why they are unclear. It
+            is updated.
     """
 
     traces: Sequence[Trace]
     facts: Facts
     device: torch.device
+    kinds: dict[int, str]
     _values: dict[Step, Any] = field(default_factory=dict)
     _of_samples: set[Step] = field(default_factory=set)
     """Steps with entries of samples, which have no value for the batch."""
@@ -59,9 +59,8 @@ class BatchValues:
 
         Raises:
             UnclearError: it is not known.
+            UnknownKindError: chunks of one size do not tell how it is computed.
         """
-        if len(self.facts.known) > _MAX_FACTS:
-            self.facts.known.clear()
         if self.facts.compares_again:
             self._look_at_lost_steps()
         steps = [trace.step_of(t) for trace, t in zip(self.traces, outputs, strict=True)]
@@ -69,7 +68,7 @@ class BatchValues:
         if not roots:
             return self._constant(outputs, (name,))
         if len(roots) < len(steps):
-            raise UnclearError(_UNLIKE)
+            raise UnclearError(UNLIKE)
         self._compute_all(roots, name)
         if roots[0] in self._of_samples:
             raise UnclearError("it is an entry of a single sample")
@@ -100,15 +99,28 @@ class BatchValues:
             group = groups.pop()
             known = found.setdefault(group[0], group)
             if any(one is not other for one, other in zip(known, group, strict=True)):
-                raise UnclearError(_UNLIKE)
+                raise UnclearError(UNLIKE)
             if known is group:
                 _check_alike(group, are_aligned)
                 groups += zip(*(step.parents for step in group), strict=True)
         ordered = sorted(found.values(), key=lambda group: group[0].index)
         kind = hash((name, *(group[0].name for group in ordered)))
+        if not self.facts.are_chunks_equal:
+            self.kinds[kind] = ""
+        elif self.kinds.get(kind):
+            raise UnclearError(self.kinds[kind])
+        elif kind not in self.kinds and not (len(ordered) == 1 and self._is_plain_mean(roots[0])):
+            raise UnknownKindError(kind)
         for position, group in enumerate(ordered):
             if group[0] not in self._values and group[0] not in self._of_samples:
                 self._compute(group, (kind, position))
+
+    def _is_plain_mean(self, step: Step) -> bool:
+        """Return whether a step is a mean whose value for equal chunks is the mean of theirs."""
+        reduction = step.reduction
+        if reduction is None or reduction.name != "mean" or step.shape:
+            return False
+        return not self.facts.may_have_samples_as_classes(reduction)
 
     def _compute(self, group: Steps, place: Place) -> None:
         """Compute the value of a step for the batch, unless it has entries of samples."""
@@ -190,17 +202,17 @@ class BatchValues:
         if all(isinstance(item, torch.Tensor) for item in items):
             return self._constant(items, place)
         if any(type(item) is not type(first) for item in items):
-            raise UnclearError(_UNLIKE)
+            raise UnclearError(UNLIKE)
         if isinstance(first, list):
             if any(len(item) != len(first) for item in items):
-                raise UnclearError(_UNLIKE)
+                raise UnclearError(UNLIKE)
             columns = enumerate(zip(*items, strict=True))
             return [self._merged(column, step, (*place, i)) for i, column in columns]
         if isinstance(first, Real) and not isinstance(first, bool):
             entries = self._entries.get(step.parents[0])
             return self.facts.number(items, step.name.strip("_"), entries, place)
         if any(item is not first and item != first for item in items):
-            raise UnclearError(_UNLIKE)
+            raise UnclearError(UNLIKE)
         return first
 
     def _constant(self, values: Sequence[torch.Tensor], place: Place) -> torch.Tensor:
@@ -210,11 +222,10 @@ class BatchValues:
             UnclearError: they differ, and are no counts.
             _SamplesError: they have entries of samples.
         """
-        is_given = all(any(item is value for item in self.facts.given) for value in values)
-        fact = Fact.SAME if is_given else self.facts.known.get(place)
+        fact = self.facts.known.get(place)
         if any(value.shape != values[0].shape for value in values):
-            fact = Fact.SAMPLES
-        elif fact is None or (self.facts.compares_again and not is_given):
+            fact = self.facts.known[place] = Fact.SAMPLES
+        elif fact is None or (fact is Fact.SAME and self.facts.compares_again):
             fact = self.facts.known[place] = self.facts.compare(values)
         if fact is Fact.UNCLEAR:
             node = values[0].grad_fn
@@ -235,7 +246,15 @@ def _check_alike(group: Steps, are_aligned: bool) -> None:
             or len(step.parents) != len(first.parents)
             or (are_aligned and step.ordinal != first.ordinal)
         ):
-            raise UnclearError(_UNLIKE)
+            raise UnclearError(UNLIKE)
+
+
+class UnknownKindError(Exception):
+    """Chunks of one size do not tell how something was computed; ``kind`` is its hash."""
+
+    def __init__(self, kind: int) -> None:
+        super().__init__(kind)
+        self.kind = kind
 
 
 class _StatisticError(UnclearError):

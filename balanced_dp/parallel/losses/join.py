@@ -1,7 +1,8 @@
 """Join the 0-dim outputs of the replicas into those of the batch.
 
 A ``ChunkLosses`` belongs to one call, an ``OutputHistory`` to a model: it remembers what earlier
-calls have shown.
+calls have shown. If all chunks have one size, they do not tell how something depends on their
+samples. Then the first replica is tried on fewer samples, once for each kind of computation.
 """
 
 from __future__ import annotations
@@ -10,20 +11,26 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from numbers import Real
 from typing import Any
 
 import torch
 
+from ...devices import is_symbolic
 from ...errors import warn
 from .. import nested
 from ..call_inputs import Arguments, described
-from .batch_value import BatchValues
-from .facts import Fact, Facts, Place, UnclearError
+from .batch_value import UNLIKE, BatchValues, UnknownKindError
+from .facts import Fact, Facts, Place
 from .reductions import noticing
+from .step import UnclearError
 from .trace import Trace, tracing
 from .weight import weight_of_chunk
 from .weighted import weighted_mean
+
+_OF_SINGLE_SAMPLES = "it is computed in another way for fewer samples, as in a loop over them"
+
+_MAX_FACTS = 10_000
+"""The most facts at the end of a call that the next one still knows."""
 
 
 @dataclass(slots=True, eq=False)
@@ -33,12 +40,13 @@ class OutputHistory:
     Attributes:
         num_calls: the number of calls with (True) and without gradients (False).
         axes: for outputs whose shapes have shown it once, the dimension of the samples.
-        facts: what is known of places in the computation of losses; see ``BatchValues``.
+        kinds, facts: what is known of computations, and of places in them; see ``BatchValues``.
         warned: the outputs, as a warning calls them, and names of inputs that were warned of.
     """
 
     num_calls: Counter[bool] = field(default_factory=Counter)
     axes: dict[str, int] = field(default_factory=dict)
+    kinds: dict[int, str] = field(default_factory=dict)
     facts: dict[Place, Fact] = field(default_factory=dict)
     warned: set[str] = field(default_factory=set)
 
@@ -68,6 +76,7 @@ class ChunkLosses:
         is_auto: whether it is found out how losses were computed; if not, they are weighted by
             chunk size.
         traces: what each replica has computed; those of an earlier call go on.
+        trial: a ``Trial`` of the first replica, in ``trying``.
     """
 
     history: OutputHistory
@@ -77,8 +86,8 @@ class ChunkLosses:
     loss_weight: Callable[..., Any] | str | None = None
     is_auto: bool = True
     traces: Sequence[Trace] = ()
+    trial: Callable[..., Any] | None = field(default=None, init=False)
     _compares_again: bool = field(default=False, init=False)
-    _given: list[Any] = field(default_factory=list, init=False)
     _weights: list[Any] = field(default_factory=list, init=False)
     _values: BatchValues | None = field(default=None, init=False)
 
@@ -94,22 +103,25 @@ class ChunkLosses:
         # In the first, second, fourth, eighth call and so on.
         self._compares_again = num_calls[has_gradients].bit_count() == 1
         self.traces = self.traces or [Trace(self.dim) for _ in self.chunk_sizes or ()]
-        for trace in self.traces:
-            trace.keeps_corners = self._compares_again
         with noticing(), tracing(self.traces):
             yield
 
+    @contextlib.contextmanager
+    def trying(self, trial: Callable[..., Any]) -> Iterator[None]:
+        """Context manager in which outputs are joined with the help of a trial."""
+        self.trial = trial
+        try:
+            yield
+        finally:
+            self.trial = None
+
     def read_arguments(self, arguments: Sequence[Arguments], outputs: Sequence[Any]) -> None:
-        """Read what losses in the outputs need from the arguments of each replica."""
-        if not any(map(is_loss, nested.tensors(outputs[0]))):
-            return
-        if self.loss_weight is not None:
+        """Read the weights of losses in the outputs from the arguments of each replica."""
+        if self.loss_weight is not None and any(map(is_loss, nested.tensors(outputs[0]))):
             self._weights = [
                 weight_of_chunk(self.loss_weight, self.function, args, kwargs)
                 for args, kwargs in arguments
             ]
-        if any(True for _ in _scalars(arguments[:1])):
-            self._given = list(_scalars(arguments))
 
     def join(
         self, outputs: Sequence[torch.Tensor], name: str, device: torch.device
@@ -131,32 +143,63 @@ class ChunkLosses:
         if not self.is_auto or not self.traces:
             return weighted_mean(outputs, sizes, device)
         if self._values is None or self._values.device != device:
-            facts = Facts(sizes, self._given, self.history.facts, self._compares_again)
-            self._values = BatchValues(self.traces, facts, device)
+            if len(self.history.facts) > _MAX_FACTS:
+                self.history.facts.clear()
+                self.history.kinds.clear()
+            self._values = self._values_of(self.traces, sizes, device, self._compares_again)
         doubts = self._values.facts.doubts
         doubts.clear()
         try:
-            value = self._values.of(outputs, name)
+            value = self._value_of(outputs, name)
         except UnclearError as error:
             doubts.insert(0, str(error))
             value = weighted_mean(outputs, sizes, device)
-        if doubts:
+        if doubts and not is_symbolic(outputs[0].device):
             self.history.warn(name, self.function, doubts[0])
         return value
+
+    def _values_of(
+        self,
+        traces: Sequence[Trace],
+        sizes: Sequence[int],
+        device: torch.device,
+        compares_again: bool = True,
+    ) -> BatchValues:
+        facts = Facts(sizes, self.history.facts, compares_again)
+        return BatchValues(traces, facts, device, self.history.kinds)
+
+    def _value_of(self, outputs: Sequence[torch.Tensor], name: str) -> torch.Tensor:
+        values = self._values
+        assert values is not None
+        while True:
+            try:
+                return values.of(outputs, name)
+            except UnknownKindError as error:
+                self._learn(error.kind, outputs[0], name)
+                values.facts.compares_again = True  # with the other replicas
+
+    def _learn(self, kind: int, output: torch.Tensor, name: str) -> None:
+        """Learn from a trial how the first replica's output depends on the number of samples."""
+        history, values = self.history, self._values
+        assert values is not None
+        history.kinds[kind] = ""
+        if self.trial is None or is_symbolic(output.device):  # whose memory is measured
+            return
+        size = values.facts.chunk_sizes[0]
+        tried = self.trial(output, size, self.dim)
+        if tried is None:
+            return
+        trace, other, other_size = tried
+        pair = self._values_of([self.traces[0], trace], [size, other_size], values.device)
+        try:
+            with torch.no_grad():
+                pair.of([output, other], name)
+        except UnclearError as error:
+            is_unlike = str(error) == UNLIKE
+            history.kinds[kind] = _OF_SINGLE_SAMPLES if is_unlike else str(error)
+        values.facts.doubts.extend(pair.facts.doubts)
 
 
 def is_loss(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is 0-dim and of a type that has means, as losses are."""
     return not tensor.dim() and (tensor.is_floating_point() or tensor.is_complex())
-
-
-def _scalars(value: Any) -> Iterator[Any]:
-    """Yield the numbers and 0-dim tensors in nested containers."""
-    if isinstance(value, torch.Tensor):
-        if not value.dim():
-            yield value
-    elif isinstance(value, Real):
-        yield value
-    else:
-        for _, child in nested.items(value) or ():
-            yield from _scalars(child)

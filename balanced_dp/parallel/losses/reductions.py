@@ -201,8 +201,7 @@ def _cross_entropy(
     num_classes = input.shape[min(1, input.dim() - 1)]
 
     def record(value: torch.Tensor, name: str, count: torch.Tensor | None = None) -> torch.Tensor:
-        others = {"source": input.grad_fn, "num_classes": num_classes}
-        return trace.record(function, value, target, name, count, **others)
+        return trace.record(function, value, target, name, count, num_classes)
 
     def loss_of(reduction: int) -> torch.Tensor:
         return function(input, target, weight, reduction, ignore_index, *smoothing)

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+
+
+class UnclearError(Exception):
+    """The value for the batch is not known; the message says why."""
 
 
 @dataclass(slots=True, eq=False)
@@ -20,8 +25,7 @@ class Reduction:
         count: how many entries it is over: a number, or a 0-dim tensor.
         shape: the shape of the tensor that was reduced.
         source: the autograd node of that tensor, or None.
-        num_classes: for a cross entropy, the number of classes.
-        corner: a few entries of that tensor, in calls that compare them between the replicas.
+        num_classes: for a cross entropy, the number of classes; ``shape`` is that of its targets.
     """
 
     name: str
@@ -29,7 +33,6 @@ class Reduction:
     shape: torch.Size
     source: Any
     num_classes: int | None = None
-    corner: torch.Tensor | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -136,6 +139,12 @@ def is_in_place(function: Callable[..., Any]) -> bool:
             name.startswith("__i") and name not in not_written
         )
     return name.endswith("_")
+
+
+@functools.cache
+def operator_name(name: str) -> str:
+    """Return the name of an operator from that of its autograd node."""
+    return re.sub(r"Backward(s|\d*)$", "", name.rpartition("::")[2])
 
 
 def version_of(tensor: torch.Tensor) -> int:

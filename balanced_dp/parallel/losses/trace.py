@@ -27,9 +27,6 @@ MAX_NUMEL = 2**16
 _SMALL_NUMEL = 2**10
 """The most entries that are traced if the tensors of which they were computed had fewer."""
 
-_MAX_CORNER = 4
-"""The most entries that are kept along each dimension of what is reduced."""
-
 _TO_DEVICE = ("to", "cuda", "cpu")
 """Functions that may move a tensor; the steps of all replicas are repeated on one device."""
 
@@ -39,7 +36,6 @@ class Trace:
 
     Attributes:
         dim: the batch dimension.
-        keeps_corners: whether a few entries of what is reduced are kept.
         num_steps: the number of steps.
         num_reductions: how many of them are reductions.
         lost: the steps that were combined with larger tensors, which are not traced.
@@ -47,7 +43,6 @@ class Trace:
 
     def __init__(self, dim: int) -> None:
         self.dim = dim
-        self.keeps_corners = False
         self.num_steps = 0
         self.num_reductions = 0
         self.lost: list[Step] = []
@@ -65,7 +60,7 @@ class Trace:
         reduced: torch.Tensor,
         name: str,
         count: int | torch.Tensor | None = None,
-        **others: Any,
+        num_classes: int | None = None,
     ) -> torch.Tensor:
         """Record that a function reduced ``reduced`` to ``value``, which is returned and traced.
 
@@ -75,11 +70,7 @@ class Trace:
             return value
         if count is None:
             count = reduced.numel() // max(1, value.numel())
-        reduction = Reduction(name, count, reduced.shape, **{"source": reduced.grad_fn, **others})
-        if self.keeps_corners and reduced.layout is torch.strided and not reduced.is_nested:
-            with torch._C.DisableTorchFunctionSubclass():
-                corner = reduced.detach()[(slice(_MAX_CORNER),) * reduced.dim()]
-                reduction.corner = corner.clone()
+        reduction = Reduction(name, count, reduced.shape, reduced.grad_fn, num_classes)
         step = self._step(function, reduction)
         step.ordinal = self.num_reductions
         self.num_reductions += 1
