@@ -290,20 +290,20 @@ def test_a_trial_is_one_more_call_and_only_if_it_tells_something():
 
 
 @pytest.mark.parametrize("as_criterion", [True, False])
-def test_without_a_trial_it_is_warned_of(as_criterion):
+def test_without_a_trial_losses_are_averaged_and_warned_of(as_criterion):
     def loss(o: Tensor) -> Tensor:
         if len(o) < 4:
             raise ValueError("too few samples")
         return o.square().sum() / len(o)
 
-    def call(x: Tensor) -> Tensor:
-        if as_criterion:
-            model = BalancedDataParallel(None, nn.Identity(), ["cpu"] * 2, gather=False)
-            return BalancedCriterion(loss)(model(x))
-        return BalancedDataParallel(None, Lambda(lambda _, x: loss(x)), ["cpu"] * 2)(x)
-
-    with pytest.warns(BalanceWarning, match="uses 4, .*a count or a constant; .* not possible"):
-        torch.testing.assert_close(call(X[:8]), loss(X[:8]))
+    if as_criterion:
+        model = BalancedDataParallel(None, nn.Identity(), ["cpu"] * 2, gather=False)
+        criterion = BalancedCriterion(loss)
+    else:
+        model = BalancedDataParallel(None, Lambda(lambda _, x: loss(x)), ["cpu"] * 2)
+        criterion = nn.Identity()
+    with pytest.warns(BalanceWarning, match="forward could not be tried with another number"):
+        torch.testing.assert_close(criterion(model(X[:8])), loss(X[:8]))
 
 
 @pytest.mark.parametrize("size", [2, 4, 6])

@@ -109,18 +109,13 @@ class BatchValues:
             self.kinds[kind] = ""
         elif self.kinds.get(kind):
             raise UnclearError(self.kinds[kind])
-        elif kind not in self.kinds and not (len(ordered) == 1 and self._is_plain_mean(roots[0])):
+        elif kind not in self.kinds and not (
+            len(ordered) == 1 and self.facts.is_plain(roots, (kind, 0))
+        ):
             raise UnknownKindError(kind)
         for position, group in enumerate(ordered):
             if group[0] not in self._values and group[0] not in self._of_samples:
                 self._compute(group, (kind, position))
-
-    def _is_plain_mean(self, step: Step) -> bool:
-        """Return whether a step is a mean whose value for equal chunks is the mean of theirs."""
-        reduction = step.reduction
-        if reduction is None or reduction.name != "mean" or step.shape:
-            return False
-        return not self.facts.may_have_samples_as_classes(reduction)
 
     def _compute(self, group: Steps, place: Place) -> None:
         """Compute the value of a step for the batch, unless it has entries of samples."""
@@ -173,7 +168,7 @@ class BatchValues:
             self._values[first] = None if values[0] is None else values[0].to(self.device)
             self._same.add(first)
             return
-        self.facts.check_classes(reductions, place)
+        self.facts.check_classes(reductions)
         counts = [reduction.count for reduction in reductions]
         if name not in ("mean", "sum", "amax", "amin"):
             raise _StatisticError(f"it is computed from {name} of the samples in each chunk")

@@ -3,7 +3,6 @@
 A number is the same on all replicas, or a count of each chunk, such as the number of its samples,
 which adds up. A tensor is the same, or has entries of samples. Unequal chunks show which it is:
 counts differ between them, and so do shapes. For equal chunks it is known from these; see ``join``.
-Where it is not, it is supposed, and a doubt is noted.
 """
 
 from __future__ import annotations
@@ -35,6 +34,12 @@ _SELECTIONS = ("Gather", "Index", "IndexSelect", "MaskedSelect", "Take")
 
 _MAX_NODES = 64
 """How many nodes of a graph are looked at for one."""
+
+
+UNTRIED = (
+    "chunks of one size do not tell how it depends on the number of samples, and forward could not "
+    "be tried with another number"
+)
 
 
 class Fact(enum.Enum):
@@ -81,7 +86,7 @@ class Facts:
             place: where this is.
 
         Raises:
-            UnclearError: the numbers differ and are no counts.
+            UnclearError: the numbers differ and are no counts, or it is not known whether they are.
         """
         fact, are_same = self.known.get(place), all(number == numbers[0] for number in numbers)
         are_entries = entries is not None and list(numbers) == list(entries)
@@ -89,10 +94,9 @@ class Facts:
             pass
         elif not are_same or (fact is None and are_entries and function in DIVISIONS):
             fact = self.known[place] = Fact.COUNT
-        elif fact is None and not self.are_chunks_equal:
-            fact = self.known[place] = Fact.SAME
         elif fact is None:
-            fact = self._supposed(numbers[0], function, entries is not None)
+            self._check_that_chunks_differ()
+            fact = self.known[place] = Fact.SAME
         if fact is Fact.SAME:
             return numbers[0]
         may_be_count = fact is not Fact.INVERSE and function in _ARITHMETIC
@@ -110,23 +114,27 @@ class Facts:
             "replicas and is no count; use a tensor, such as weights.sum()"
         )
 
-    def _supposed(self, number: Any, function: str, of_sum: bool) -> Fact:
-        """Suppose what a number is that chunks of one size have in common."""
-        size = self.chunk_sizes[0]
-        if function not in _ARITHMETIC or not number:
-            return Fact.SAME
-        if all(n < max(size, 2) or n % size for n in (number, 1 / number)):
-            return Fact.SAME
-        self.doubt_supposition(f"uses {number:g}, which may be a count or a constant")
-        is_count = of_sum and function in DIVISIONS
-        return Fact.COUNT if is_count else Fact.SAME
+    def is_plain(self, group: Sequence[Step], place: Place) -> bool:
+        """Return whether a loss is a mean or sum over samples, even if all chunks have one size.
 
-    def doubt_supposition(self, reason: str) -> None:
-        """Note that something had to be supposed."""
-        self.doubts.append(
-            f"it {reason}; chunks of one size, {self.chunk_sizes[0]}, do not tell, and a trial "
-            "with other samples was not possible"
-        )
+        A mean may be taken for one: if it is the same on all replicas, so is the mean of these.
+        """
+        reduction = group[0].reduction
+        if reduction is None or group[0].shape:
+            return False
+        num_rows = reduction.shape.numel()  # with as many classes, these may be the samples
+        if reduction.num_classes in (self.chunk_sizes[0], num_rows, num_rows - 1):
+            return False
+        place = place_of(reduction, place)
+        if reduction.name == "mean" or (
+            reduction.name == "sum" and _are_equal([step.value for step in group]) is False
+        ):
+            self.known[place] = Fact.SAMPLES
+        return self.known.get(place) is Fact.SAMPLES
+
+    def _check_that_chunks_differ(self) -> None:
+        if self.are_chunks_equal:
+            raise UnclearError(UNTRIED)
 
     def doubt_count(self, numbers: Sequence[Any], entries: Sequence[Any] | None = None) -> None:
         """Note a doubt if numbers need not be counts that add up."""
@@ -147,36 +155,20 @@ class Facts:
 
     def keeps_samples(self, group: Sequence[Step], place: Place) -> bool:
         """Return whether a reduction of some dimensions has left that of the samples."""
-        first, size = group[0], self.chunk_sizes[0]
+        first = group[0]
         assert first.reduction is not None
         place = (*place_of(first.reduction, place), "kept")
-        if not first.shape or not self.are_chunks_equal:
-            keeps = any(step.shape != first.shape for step in group)
-            self.known[place] = Fact.SAMPLES if keeps else Fact.SAME
-        elif place not in self.known:
-            # The number of entries that were reduced to one is a multiple, if these were samples.
-            if first.reduction.shape.numel() // max(1, first.shape.numel()) % size:
-                return True
-            if size in first.shape:
-                shape = tuple(first.reduction.shape)
-                self.doubt_supposition(f"reduces some dimensions of a tensor of shape {shape}")
-            return False
-        return self.known[place] is Fact.SAMPLES
-
-    def check_classes(self, reductions: Sequence[Reduction], place: Place) -> None:
-        """Check that the classes of a cross entropy are not the samples of each chunk."""
-        first, place = reductions[0], (*place, "classes")
-        if any(reduction.num_classes != first.num_classes for reduction in reductions):
-            raise UnclearError("the classes of its cross entropy are the samples of each chunk")
+        if place not in self.known and first.shape:
+            self._check_that_chunks_differ()
         if not self.are_chunks_equal:
-            self.known[place] = Fact.SAME
-        elif place not in self.known and self.may_have_samples_as_classes(first):
-            self.doubt_supposition(f"has {first.num_classes} classes, which may be samples")
+            differ = any(step.shape != first.shape for step in group)
+            self.known[place] = Fact.SAMPLES if differ else Fact.SAME
+        return self.known.get(place) is Fact.SAMPLES
 
-    def may_have_samples_as_classes(self, reduction: Reduction) -> bool:
-        """Return whether a reduction is a cross entropy with about as many classes as samples."""
-        num_rows = reduction.shape.numel()
-        return reduction.num_classes in (self.chunk_sizes[0], num_rows, num_rows - 1)
+    def check_classes(self, reductions: Sequence[Reduction]) -> None:
+        """Check that the classes of a cross entropy are not the samples of each chunk."""
+        if any(r.num_classes != reductions[0].num_classes for r in reductions):
+            raise UnclearError("the classes of its cross entropy are the samples of each chunk")
 
     def are_over_samples(
         self, reductions: Sequence[Reduction], values: Sequence[Any], place: Place
@@ -192,12 +184,9 @@ class Facts:
         fact = self.known.get(place)
         if any(reduction.shape != first.shape for reduction in reductions):
             fact = self.known[place] = Fact.SAMPLES
-        elif fact is None and self.are_chunks_equal:
-            are_same = first.name == "sum" and values[0] is not None and _are_equal(values)
-            if are_same:  # the mean of what is the same is the same, but a sum is not
-                self.doubt_supposition("has a sum that may be over samples or over parameters only")
-            return not are_same
         elif fact is None or (fact is Fact.SAME and self.compares_again):
+            if fact is None:
+                self._check_that_chunks_differ()
             if values[0] is not None and _are_equal(values) is not False:
                 fact = Fact.SAME
             else:  # as many may have been selected on all replicas
@@ -212,9 +201,12 @@ class Facts:
         are_equal, value = _are_equal(values), values[0]
         if are_equal is not False:
             return Fact.SAME
-        if value.dim():
-            return Fact.SAMPLES if self.are_chunks_equal else Fact.UNCLEAR
-        if value.dtype is torch.bool or value.is_floating_point() or value.is_complex():
+        if (
+            value.dim()
+            or value.dtype is torch.bool
+            or value.is_floating_point()
+            or value.is_complex()
+        ):
             return Fact.UNCLEAR
         self.doubt_count([int(value) for value in values])
         return Fact.COUNT

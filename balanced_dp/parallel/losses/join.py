@@ -20,7 +20,7 @@ from ...errors import warn
 from .. import nested
 from ..call_inputs import Arguments, described
 from .batch_value import UNLIKE, BatchValues, UnknownKindError
-from .facts import Fact, Facts, Place
+from .facts import UNTRIED, Fact, Facts, Place
 from .reductions import noticing
 from .step import UnclearError
 from .trace import Trace, tracing
@@ -182,7 +182,7 @@ class ChunkLosses:
         """Learn from a trial how the first replica's output depends on the number of samples."""
         history, values = self.history, self._values
         assert values is not None
-        history.kinds[kind] = ""
+        history.kinds[kind] = UNTRIED
         if self.trial is None or is_symbolic(output.device):  # whose memory is measured
             return
         size = values.facts.chunk_sizes[0]
