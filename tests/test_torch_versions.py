@@ -145,7 +145,6 @@ ELSEWHERE = {
     # Read of an RNN, which has them.
     *("_flat_weights", "_flat_weights_names"),
     # Of nodes of autograd.
-    *("_input_metadata", "_saved_dim", "_saved_end", "_saved_self_sym_sizes", "_saved_start"),
     # Of replicas.
     "_bound_methods",
     # Names that emulate_devices gives to functions of its own, and registers kernels for.

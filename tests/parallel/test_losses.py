@@ -275,18 +275,19 @@ def test_a_trial_changes_nothing(devices, has_gradients):
     torch.testing.assert_close(*found)
 
 
-def test_a_trial_is_one_more_call_and_only_if_it_tells_something():
+def test_trials_are_a_few_calls_at_first():
     def loss(net: Net, x: Tensor, o: Tensor, power: int) -> Tensor:
         sizes.append(len(x))
         return o.square().mean() ** power if power > 1 else o.square().mean()
 
     sizes: list[int] = []
     model, _ = make(loss, 0)
-    for power, expected in ((1, 3), (2, 4), (2, 3)):
+    # The value is checked once, and each other way to compute it shows what it depends on.
+    for power, trials in ((1, [2, 1, 3, 3]), (1, []), (2, [2]), (2, [])):
         sizes.clear()
         model(X[:12], power=power)
-        assert sizes == [4, 4, 4, 2][:expected]
-    assert len(model._replicator._pool._waiting) == 3  # nothing refers to them
+        assert sizes == [4, 4, 4, *trials]
+        assert len(model._replicator._pool._waiting) == 3  # nothing refers to them
 
 
 @pytest.mark.parametrize("as_criterion", [True, False])
@@ -304,6 +305,41 @@ def test_without_a_trial_losses_are_averaged_and_warned_of(as_criterion):
         criterion = nn.Identity()
     with pytest.warns(BalanceWarning, match="forward could not be tried with another number"):
         torch.testing.assert_close(criterion(model(X[:8])), loss(X[:8]))
+
+
+@pytest.mark.parametrize("gpu0_bsz", [0, 1])
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda n, x, o: (rows(o) / len(o)).sum(),
+        lambda n, x, o: (o / o.numel()).sum(),
+        lambda n, x, o: (o @ o.T).logsumexp(1).mean(),  # each sample and those of its chunk
+        lambda n, x, o: functional.normalize(o, dim=0).abs().sum(),
+        lambda n, x, o: n.tokens(x).mean(1).sum() / 4 + rows(o).aminmax().max,
+    ],
+)
+def test_a_value_that_is_wrong_for_a_few_samples_is_warned_of(loss, gpu0_bsz):
+    model, _ = make(loss, gpu0_bsz)
+    with pytest.warns(BalanceWarning, match="for three samples it is|no mean or sum"):
+        found = model(X)
+    torch.testing.assert_close(model(X), found)  # averaged
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda n, x, o: functional.dropout(o, 0.5, n.training).square().mean() ** 2,
+        lambda n, x, o: (o + torch.randn_like(o)).square().mean() ** 2,
+        lambda n, x, o: nn.BatchNorm1d(CLASSES).to(o).train(n.training)(o).square().mean(),
+        lambda n, x, o: rows(o).mean() ** 2 if n.training else (o, None),
+        lambda n, x, o: rows(o).mean() ** 2 * (1 if len(o) > 2 else 1 / 0),
+    ],
+    ids=["dropout", "random", "batch norm", "in training only", "fails for a few"],
+)
+def test_a_value_for_a_few_samples_may_tell_nothing(loss):
+    model, _ = make(loss, 3)
+    for _ in range(3):
+        model(X)
 
 
 @pytest.mark.parametrize("size", [2, 4, 6])
@@ -458,7 +494,7 @@ def test_losses_are_added_up_in_a_long_loop(has_gradients, gpu0_bsz):
 def test_many_means_over_the_batch_are_not_traced_and_warned_of(has_gradients):
     check(lambda n, x, o: n.tokens(x).mean(0).square().mean())
     model, _ = make(lambda n, x, o: n.tokens(x).repeat(1, 1, 4000).mean(0).square().mean())
-    with pytest.warns(BalanceWarning, match="no entry for each sample"):
+    with pytest.warns(BalanceWarning, match="over each chunk is combined with samples"):
         results(model, model.module, has_gradients, X)
 
 

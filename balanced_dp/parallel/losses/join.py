@@ -27,6 +27,9 @@ from .trace import Trace, tracing
 from .weight import weight_of_chunk
 from .weighted import weighted_mean
 
+_TOLERANCE = 0.005
+"""How much the value for a few samples may depend on how many are computed at a time."""
+
 _OF_SINGLE_SAMPLES = "it is computed in another way for fewer samples, as in a loop over them"
 
 _MAX_FACTS = 10_000
@@ -41,6 +44,7 @@ class OutputHistory:
         num_calls: the number of calls with (True) and without gradients (False).
         axes: for outputs whose shapes have shown it once, the dimension of the samples.
         kinds, facts: what is known of computations, and of places in them; see ``BatchValues``.
+        checked: outputs whose values for a few samples were checked, and how they differed.
         warned: the outputs, as a warning calls them, and names of inputs that were warned of.
     """
 
@@ -48,6 +52,7 @@ class OutputHistory:
     axes: dict[str, int] = field(default_factory=dict)
     kinds: dict[int, str] = field(default_factory=dict)
     facts: dict[Place, Fact] = field(default_factory=dict)
+    checked: dict[str, str] = field(default_factory=dict)
     warned: set[str] = field(default_factory=set)
 
     def warn(self, name: str, function: Callable[..., Any], reason: str) -> None:
@@ -86,7 +91,7 @@ class ChunkLosses:
     loss_weight: Callable[..., Any] | str | None = None
     is_auto: bool = True
     traces: Sequence[Trace] = ()
-    trial: Callable[..., Any] | None = field(default=None, init=False)
+    trial: Any = field(default=None, init=False)
     _compares_again: bool = field(default=False, init=False)
     _weights: list[Any] = field(default_factory=list, init=False)
     _values: BatchValues | None = field(default=None, init=False)
@@ -107,9 +112,12 @@ class ChunkLosses:
             yield
 
     @contextlib.contextmanager
-    def trying(self, trial: Callable[..., Any]) -> Iterator[None]:
-        """Context manager in which outputs are joined with the help of a trial."""
-        self.trial = trial
+    def trying(self, trial: Any) -> Iterator[None]:
+        """Context manager in which outputs are joined with the help of a trial.
+
+        Symbolic devices have none: they have no values, and are there to measure memory.
+        """
+        self.trial = None if is_symbolic(trial.device) else trial
         try:
             yield
         finally:
@@ -151,8 +159,9 @@ class ChunkLosses:
         doubts.clear()
         try:
             value = self._value_of(outputs, name)
+            self._check(outputs[0], name)
         except UnclearError as error:
-            doubts.insert(0, str(error))
+            doubts.append(str(error))
             value = weighted_mean(outputs, sizes, device)
         if doubts and not is_symbolic(outputs[0].device):
             self.history.warn(name, self.function, doubts[0])
@@ -183,7 +192,7 @@ class ChunkLosses:
         history, values = self.history, self._values
         assert values is not None
         history.kinds[kind] = UNTRIED
-        if self.trial is None or is_symbolic(output.device):  # whose memory is measured
+        if self.trial is None:
             return
         size = values.facts.chunk_sizes[0]
         tried = self.trial(output, size, self.dim)
@@ -198,6 +207,46 @@ class ChunkLosses:
             is_unlike = str(error) == UNLIKE
             history.kinds[kind] = _OF_SINGLE_SAMPLES if is_unlike else str(error)
         values.facts.doubts.extend(pair.facts.doubts)
+
+    def _check(self, output: torch.Tensor, name: str) -> None:
+        """Check that an output for a few samples is what is joined from those of two parts of them.
+
+        It is computed in the first call.
+
+        Raises:
+            UnclearError: it is not.
+        """
+        history, values = self.history, self._values
+        assert values is not None
+        if name not in history.checked and self.trial is not None:
+            history.checked[name] = ""
+            traces, found = self.trial.parts_and_whole(output, self.dim)
+            if found:
+                facts = Facts([2, 1], dict(history.facts), True)
+                parts = BatchValues(traces, facts, values.device, dict(history.kinds))
+                history.checked[name] = _difference(parts, found, name)
+        if history.checked.get(name):
+            raise UnclearError(history.checked[name])
+
+
+def _difference(parts: BatchValues, outputs: Sequence[torch.Tensor], name: str) -> str:
+    """Return how what is joined from two parts differs from the whole, or "".
+
+    Args:
+        parts: how both were computed.
+        outputs: an output for each part, and for the whole, twice.
+        name: its name.
+    """
+    try:
+        with torch.no_grad():
+            joined = parts.of(outputs[:2], name).item()
+    except UnclearError:
+        return ""
+    *_, whole, again = values = [output.item() for output in outputs]
+    tolerance = _TOLERANCE * max(map(abs, values))
+    if whole != again or not abs(joined - whole) > tolerance:  # random, or equal, or NaN
+        return ""
+    return f"for three samples it is {whole:g}, but {joined:g} if joined from two and one of them"
 
 
 def is_loss(tensor: torch.Tensor) -> bool:
