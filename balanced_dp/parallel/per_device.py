@@ -136,9 +136,9 @@ class PerDevice(Scattered):
             ArgumentError: ``scalar_outputs`` is none of these.
         """
         check_scalar_outputs(scalar_outputs)
-        warned = set() if self._losses is None else self._losses.history.warned
+        history = OutputHistory() if self._losses is None else self._losses.history.of_maps()
         losses = ChunkLosses(
-            OutputHistory(warned=warned),
+            history,
             function,
             self.chunk_sizes,
             self.dim,

@@ -342,6 +342,22 @@ def test_a_value_for_a_few_samples_may_tell_nothing(loss):
         model(X)
 
 
+def test_trials_of_a_function_that_is_mapped_are_those_of_its_first_call():
+    sizes: list[int] = []
+
+    def first(x: Tensor) -> Tensor:
+        sizes.append(len(x))
+        return x.square().sum() / len(x)
+
+    model = BalancedDataParallel(None, nn.Identity(), ["cpu"] * 2, gather=False)
+    for trials in ([2, 2, 1, 3, 3], []):
+        sizes.clear()
+        torch.testing.assert_close(model(X[:8]).map(first), X[:8].square().sum() / 8)
+        assert sizes == [4, 4, *trials]
+    with pytest.warns(BalanceWarning, match="for three samples"):  # another function is checked
+        model(X[:8]).map(lambda x: (x / len(x)).sum())
+
+
 @pytest.mark.parametrize("size", [2, 4, 6])
 def test_a_trial_of_a_criterion_has_samples_of_two_devices_if_one_has_few(size):
     def loss(o: Tensor, y: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -44,7 +44,7 @@ class OutputHistory:
         num_calls: the number of calls with (True) and without gradients (False).
         axes: for outputs whose shapes have shown it once, the dimension of the samples.
         kinds, facts: what is known of computations, and of places in them; see ``BatchValues``.
-        checked: outputs whose values for a few samples were checked, and how they differed.
+        checked: how outputs, by the code and their names, differed for a few samples, or "".
         warned: the outputs, as a warning calls them, and names of inputs that were warned of.
     """
 
@@ -52,8 +52,15 @@ class OutputHistory:
     axes: dict[str, int] = field(default_factory=dict)
     kinds: dict[int, str] = field(default_factory=dict)
     facts: dict[Place, Fact] = field(default_factory=dict)
-    checked: dict[str, str] = field(default_factory=dict)
+    checked: dict[tuple[Any, str], str] = field(default_factory=dict)
     warned: set[str] = field(default_factory=set)
+    _maps: OutputHistory | None = field(default=None, init=False)
+
+    def of_maps(self) -> OutputHistory:
+        """Return what has shown of functions that are mapped over outputs, other than axes."""
+        if self._maps is None:
+            self._maps = OutputHistory(warned=self.warned)
+        return replace(self._maps, axes={})
 
     def warn(self, name: str, function: Callable[..., Any], reason: str) -> None:
         """Warn, once for each output, that it may differ from its value for the whole batch."""
@@ -217,16 +224,17 @@ class ChunkLosses:
             UnclearError: it is not.
         """
         history, values = self.history, self._values
+        key = (getattr(self.function, "__code__", None), name)
         assert values is not None
-        if name not in history.checked and self.trial is not None:
-            history.checked[name] = ""
+        if key not in history.checked and self.trial is not None:
+            history.checked[key] = ""
             traces, found = self.trial.parts_and_whole(output, self.dim)
             if found:
                 facts = Facts([2, 1], dict(history.facts), True)
                 parts = BatchValues(traces, facts, values.device, dict(history.kinds))
-                history.checked[name] = _difference(parts, found, name)
-        if history.checked.get(name):
-            raise UnclearError(history.checked[name])
+                history.checked[key] = _difference(parts, found, name)
+        if history.checked.get(key):
+            raise UnclearError(history.checked[key])
 
 
 def _difference(parts: BatchValues, outputs: Sequence[torch.Tensor], name: str) -> str:
