@@ -19,16 +19,11 @@ from balanced_dp.devices import copy_stream
 from balanced_dp.memory.peaks import Peaks
 from balanced_dp.parallel import parameter_copies
 from balanced_dp.parallel.auto_split import AutoSplit
-from balanced_dp.parallel.losses.reductions import noticing
-from balanced_dp.parallel.losses.trace import Trace, traced, tracing
 
 from ..at_once import NUM_THREADS, at_once
-from ..devices import KINDS
 from ..modules import assert_same_gradients
 
 EXACT = {"rtol": 1e-10, "atol": 1e-12}
-
-kinds = pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "stand-in"])
 
 
 class Net(nn.Module):
@@ -67,7 +62,6 @@ def held(devices):
     return [torch.lazy.memory_allocated(d) for d in devices if d.type == "lazy"]
 
 
-@kinds
 @pytest.mark.parametrize("is_bound", [False, True], ids=["recycled", "with a bound method"])
 def test_outputs(devices, is_bound):
     model, bare = make(devices)
@@ -87,7 +81,6 @@ def test_outputs(devices, is_bound):
     assert held(devices) == before
 
 
-@kinds
 def test_training_steps(devices):
     """Gradients of all threads are added up in the same parameters."""
     model, bare = make(devices)
@@ -117,12 +110,12 @@ def two_terms(output, y):
     return {"mean": functional.cross_entropy(output, y), "sum": output.square().sum()}
 
 
-@kinds
 @pytest.mark.parametrize("has_gradients", [True, False], ids=["training", "evaluation"])
 @pytest.mark.parametrize("loss", [padded_mean, plain_sum, two_terms])
 def test_losses_of_a_model_s_first_calls(devices, loss, has_gradients):
     """The first calls find out what losses are means over, and later ones rely on it."""
     model, bare = make(devices, loss)
+    cross_entropy_loss = torch._C._nn.cross_entropy_loss
 
     def compute(number):
         x, y = batch(number)
@@ -134,9 +127,9 @@ def test_losses_of_a_model_s_first_calls(devices, loss, has_gradients):
         with torch.no_grad():
             expected = bare(*batch(number))
         torch.testing.assert_close(found, [expected] * 3, **EXACT)
+    assert torch._C._nn.cross_entropy_loss is cross_entropy_loss
 
 
-@kinds
 def test_criteria(devices):
     model, bare = make(devices, gather=False)
     criterion = BalancedCriterion(nn.CrossEntropyLoss())
@@ -151,7 +144,6 @@ def test_criteria(devices):
         torch.testing.assert_close(found, [expected] * 3, **EXACT)
 
 
-@kinds
 def test_calls_that_share_weights(devices, monkeypatch):
     """One of the threads makes the copies, and a device adds up the gradients of all."""
     fill_buckets = parameter_copies.fill_buckets
@@ -169,29 +161,6 @@ def test_calls_that_share_weights(devices, monkeypatch):
     for number in range(NUM_THREADS):
         (2 * bare(batch(number)[0]).square().mean()).backward()
     assert_same_gradients(model.module, bare)
-
-
-def test_counts_are_of_one_thread():
-    before = torch._C._nn.cross_entropy_loss
-
-    def count(number):
-        num_counted = []
-        for _ in range(20):
-            trace = Trace(0)
-            losses = []
-
-            def compute(losses=losses):
-                for _ in range(number):
-                    loss = functional.cross_entropy(torch.ones(4, 3), torch.ones(4).long())
-                    losses.append(loss)
-
-            with noticing(), tracing([trace]):
-                traced(0, compute)
-            num_counted.append(sum(trace.step_of(loss) is not None for loss in losses))
-        return num_counted
-
-    assert at_once(count) == [[number] * 20 for number in range(NUM_THREADS)]
-    assert torch._C._nn.cross_entropy_loss is before
 
 
 def test_threads_get_the_same_streams(monkeypatch):
