@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-
 import pytest
 import torch
 from torch import nn
@@ -33,14 +31,6 @@ def test_without_gpus_they_are_four_emulated_ones():
         assert isinstance(devices, EmulatedDevices)
         assert names(devices) == ["lazy:0", "lazy:1", "lazy:2", "lazy:3"]
     assert not torch.get_device_module("lazy").is_available()
-
-
-@without_accelerator
-@pytest.mark.parametrize("num_devices", [1, 2, 5])
-def test_without_gpus_any_number_is_emulated(num_devices):
-    with training_devices(num_devices) as devices:
-        assert isinstance(devices, EmulatedDevices)
-        assert len(devices) == num_devices
 
 
 def test_they_are_all_gpus_if_there_are_two_or_more(stand_in):
@@ -93,24 +83,6 @@ def test_inside_emulate_devices_they_are_its_devices(as_cuda):
         assert torch.ones(3, device=opened[0]).sum().item() == 3  # they have not ended
         with pytest.raises(EmulationError, match="has 3"), training_devices(4):
             pass
-
-
-@without_accelerator
-def test_emulated_devices_end_with_the_block_also_after_an_error():
-    for _ in range(2):
-        with contextlib.suppress(KeyError), training_devices(2):
-            raise KeyError
-
-
-@without_accelerator
-def test_a_leak_is_reported_where_the_block_is():
-    with (
-        pytest.warns(ResourceWarning, match="tensors outlive") as caught,
-        training_devices(2) as devices,
-    ):
-        leak = torch.ones(3, device=devices[1])
-    assert [warning.filename for warning in caught] == [__file__]
-    del leak
 
 
 @pytest.mark.parametrize("has_gpus", [False, True])
