@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
 
 import pytest
@@ -90,30 +88,3 @@ def test_inputs_do_not_wait_for_what_is_queued(whole, devices):
     found = [chunk.cpu() for [chunk], _ in chunks]
     expected = [x] * 4 if whole else x.split(sizes)
     torch.testing.assert_close(found, list(expected))
-
-
-@pytest.mark.parametrize("accumulated", [False, True])
-def test_a_step_in_a_side_stream(accumulated, devices):
-    model, (x, labels) = make_model(devices, cross_entropy), make_batch(devices[0])
-    model.module(x, labels).backward()
-    expected = [parameter.grad for parameter in model.parameters()]
-    for stream in (torch.cuda.Stream(), torch.cuda.Stream()):
-        model.zero_grad()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            if accumulated:
-                with model.accumulate():
-                    model(x, labels).backward()
-            else:
-                model(x, labels).backward()
-        torch.cuda.current_stream().wait_stream(stream)
-        torch.testing.assert_close([p.grad for p in model.parameters()], expected)
-
-
-def test_peaks_are_reset_before_cuda_is_initialized():
-    statements = (
-        "import torch; from balanced_dp.memory.peaks import Peaks; "
-        "d = torch.device('cuda:0'); print(Peaks([d]).of(d))"
-    )
-    done = subprocess.run([sys.executable, "-c", statements], capture_output=True, text=True)
-    assert done.stdout == "(0, 0)\n", done.stderr
