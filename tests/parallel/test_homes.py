@@ -16,6 +16,7 @@ from balanced_dp.emulation.machine import current_machine
 
 from ..devices import DISTINCT, open_devices
 from ..modules import Lambda, assert_same_gradients
+from ..notes import notes_of
 
 TOLERANCE = {"rtol": 1e-10, "atol": 1e-10}
 
@@ -146,8 +147,7 @@ def test_a_device_that_is_too_small_for_all_leaves_homes_as_they_were():
         assert model.homes() == homes
         with pytest.raises(torch.OutOfMemoryError, match="was split") as error:
             model(torch.ones(1000, 512))
-        notes = getattr(error.value, "__notes__", error.value.args)
-        assert "set gpu0_bsz below 500; if another" in "".join(notes)
+        assert "set gpu0_bsz below 500; if another" in "".join(notes_of(error.value))
         del module, model, hold, error
 
 

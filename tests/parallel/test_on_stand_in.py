@@ -25,6 +25,7 @@ from .. import cuda_stand_in
 from ..at_once import at_once
 from ..cuda_stand_in import StandIn
 from ..modules import Lambda
+from ..notes import notes_of
 from ..step_on_clock import SPLITS, Layers, step_ratio
 
 BATCH, WIDTH, CLASSES = 13, 8, 5
@@ -548,7 +549,7 @@ def test_memory_that_runs_out_is_seen_whoever_says_so(gpu0_bsz, advice, failure,
     with stand_in.limited(0, allocated + 12 * 4000 * WIDTH, failure):
         with pytest.raises(RuntimeError) as caught:
             model(x)
-        assert advice in "".join(getattr(caught.value, "__notes__", caught.value.args))
+        assert advice in "".join(notes_of(caught.value))
         if gpu0_bsz == "auto":
             assert num_failures(lambda: model(x).sum().backward()) < 5
             assert model.gpu0_bsz < 8

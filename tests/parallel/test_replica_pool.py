@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import operator
-import pickle
 import types
 import weakref
 from collections import OrderedDict
@@ -250,17 +249,6 @@ def test_a_call_leaves_no_activations_behind(no_collector, emulated):
         held = [torch.lazy.memory_allocated(device) for device in emulated[:3]]
         assert held == [512, 0, 0]  # the weight
     del model, module
-
-
-def test_wrappers_are_copied_and_pickled_without_what_they_keep(devices):
-    model = BalancedDataParallel(1, nn.Linear(3, 2).to(devices[0]), devices[:3])
-    x = torch.randn(7, 3)
-    with torch.no_grad():
-        expected = model(x).cpu()
-        for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-            twin.module.to(devices[0])  # a pickle of emulated tensors is on the CPU
-            torch.testing.assert_close(twin(x).cpu(), expected)
-    del twin, model
 
 
 @pytest.mark.parametrize("keeps", ["children", "parameters", "a weak reference"])
