@@ -256,28 +256,6 @@ def test_a_call_without_a_batch_is_one_call_on_device_0(devices):
 # Losses.
 
 
-@pytest.mark.parametrize("gpu0_bsz", [0, 1, 2])
-def test_loss_weight_makes_a_mean_over_tokens_exact(devices, gpu0_bsz):
-    def loss(module, x, labels):
-        return functional.cross_entropy(module.a(x).flatten(0, 1), labels.flatten())
-
-    module = Lambda(loss, a=nn.Linear(4, 5)).double()
-    reference = copy.deepcopy(module)
-    parallel = wrap(
-        devices[:3], gpu0_bsz, module, loss_weight=lambda x, labels: (labels >= 0).sum()
-    )
-    x = torch.randn(7, 3, 4, dtype=torch.double)
-    labels = torch.randint(0, 5, (7, 3))
-    labels[0] = -100  # all that device 0 has, when it has one sample
-    labels[2:4, 1:] = -100
-    found = []
-    for model in (parallel, reference):
-        found.append([model(x, labels)])
-        found[-1][0].backward()
-        found[-1] += [parameter.grad for parameter in model.parameters()]
-    torch.testing.assert_close(*found, check_device=False, rtol=1e-10, atol=1e-12)
-
-
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), "3", None, torch.ones(2)])
 def test_a_loss_weight_that_is_no_weight_is_refused(value):
     module = Lambda(lambda m, x: x.mean())
