@@ -16,17 +16,6 @@ def replicate(network, devices):
     return Replicator().replicate(network, devices)
 
 
-class Counter(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
-        self.weight = nn.Parameter(torch.ones(2))
-
-    def forward(self, x):
-        self.calls += 1
-        return x * self.weight
-
-
 def test_replicas_look_like_the_module(devices):
     module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).to(devices[0])
     for device, replica in zip(devices[:3], replicate(module, devices[:3]), strict=True):
@@ -49,13 +38,6 @@ def test_replicas_on_one_device_share_the_parameters(emulated):
     assert first.weight is module.weight
     assert second.weight is third.weight
     assert second.weight is not module.weight
-
-
-def test_the_first_replica_shares_the_buffers_and_updates_count_once(devices):
-    module = Counter().to(devices[0])
-    parallel = BalancedDataParallel(1, module, device_ids=devices[:4])
-    parallel(torch.ones(7, 2))
-    assert module.calls.item() == 1
 
 
 def test_tied_weights_stay_tied_and_a_module_that_appears_twice_does(emulated):
