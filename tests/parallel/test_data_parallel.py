@@ -332,17 +332,17 @@ def test_out_of_memory_adds_the_split_and_advice_that_can_be_followed(
 def test_a_step_gives_back_all_its_memory(no_collector, emulated):
     parallel = wrap(emulated[:3], 2, nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)))
     memory = torch.get_device_module(emulated[0])
-
-    def step():
+    held = []
+    for _ in range(4):
         parallel(torch.randn(9, 4)).square().mean().backward()
         parallel.zero_grad()
-
-    step()
-    before = [memory.memory_allocated(device) for device in emulated]
-    for _ in range(3):
-        step()
-    assert [memory.memory_allocated(device) for device in emulated] == before
-    assert before[1:] == [0] * 7
+        with torch.no_grad():
+            parallel(torch.randn(9, 4))
+        held.append([memory.memory_allocated(device) for device in emulated])
+    assert held == [held[0]] * 4
+    assert held[0][1:] == [0] * 7
+    del parallel
+    assert memory.memory_allocated(emulated[0]) == 0
 
 
 @pytest.mark.parametrize(("gpu0_bsz", "expected"), [(None, (2, 5, 5)), (1, (1, 6, 5))])

@@ -67,7 +67,10 @@ def gradients_of(step: Callable[[nn.Module], object], module: nn.Module) -> list
     return found
 
 
-def losses_on_cpu(module: nn.Module, batches: list[Any], **options: Any) -> list[float]:
+def trained_on_cpu(
+    module: nn.Module, batches: list[Any], **options: Any
+) -> tuple[list[float], nn.Module]:
+    """Returns the loss of each batch, and a copy of the module that was trained on them."""
     module = copy.deepcopy(module)
     optimizer = torch.optim.SGD(module.parameters(), **options)
     losses = []
@@ -76,7 +79,7 @@ def losses_on_cpu(module: nn.Module, batches: list[Any], **options: Any) -> list
         losses.append(module(*batch))
         losses[-1].backward()
         optimizer.step()
-    return [loss.item() for loss in losses]
+    return [loss.item() for loss in losses], module
 
 
 def is_reached(limit: float, *args: Any, **kwargs: Any) -> bool:
@@ -105,7 +108,7 @@ def side_streams(devices: list[torch.device]) -> AbstractContextManager[None]:
 def test_training_with_evaluation_between(gpu0_bsz, where, streams, stand_in: StandIn):
     module = Lambda(cross_entropy, inner=mlp())
     batches = [make_batch() for _ in range(3)]
-    expected = losses_on_cpu(module, batches, lr=0.1, momentum=0.9)
+    expected, _ = trained_on_cpu(module, batches, lr=0.1, momentum=0.9)
     model = BalancedDataParallel(gpu0_bsz, module.to(stand_in.devices[0]))
     with side_streams(stand_in.devices[:streams]):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -441,13 +444,7 @@ def test_weights_are_waited_for_wherever_they_are_read(has_gradients, gpu0_bsz, 
 def test_weights_are_sent_when_the_optimizer_has_written_them(stand_in: StandIn):
     """Nothing makes the host wait, as reading a loss would."""
     module, batch = Lambda(cross_entropy, inner=mlp()), make_batch()
-    plain = copy.deepcopy(module)
-    for _ in range(3):
-        loss = plain(*batch)
-        for parameter, gradient in zip(
-            plain.parameters(), torch.autograd.grad(loss, list(plain.parameters())), strict=True
-        ):
-            parameter.data -= 0.1 * gradient
+    _, plain = trained_on_cpu(module, [batch] * 3, lr=0.1)
     model = BalancedDataParallel(2, module.to(stand_in.devices[0]))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(3):

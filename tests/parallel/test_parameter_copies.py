@@ -135,17 +135,6 @@ def test_evaluation_and_training_share_copies(emulated):
     assert_same_gradients(model.module, reference)
 
 
-def test_copies_die_with_the_model_without_the_garbage_collector(no_collector, emulated):
-    model, x = wrapped(emulated), torch.randn(9, 5)
-    with torch.no_grad():
-        model(x)
-    model(x).backward()
-    with torch.no_grad():
-        model(x)
-    del model
-    assert [torch.lazy.memory_allocated(device) for device in emulated[:4]] == [0] * 4
-
-
 # Whatever changes the weights, evaluation sees it.
 
 
