@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from collections import Counter
 
 import pytest
 import torch
@@ -34,19 +35,14 @@ class Copied:
     """The bytes copied between devices since the last question."""
 
     def __init__(self) -> None:
-        self._before: dict[tuple[torch.device, torch.device], int] = {}
+        self._before: Counter[tuple[torch.device, torch.device]] = Counter()
 
     def __call__(self) -> dict[tuple[int, int], int]:
-        now = current_machine().copied_bytes()
-        since = {pair: count - self._before.get(pair, 0) for pair, count in now.items()}
-        self._before = now
+        now = Counter(current_machine().copied_bytes())
+        since, self._before = now - self._before, now
         # Inputs come from the CPU here: what goes from device to device is weights and gradients,
         # but for the outputs, of which there are four bytes a device.
-        return {
-            (a.index, b.index): count
-            for (a, b), count in since.items()
-            if count and a.type == b.type == "lazy"
-        }
+        return {(a.index, b.index): n for (a, b), n in since.items() if a.type == b.type == "lazy"}
 
 
 def mlp() -> nn.Module:
