@@ -441,7 +441,6 @@ def test_evaluation_with_device_0_left_out(emulated, mode):
     expected = copy.deepcopy(module).eval()(x.to(emulated[0]))
     with mode():
         torch.testing.assert_close(model.eval()(x).cpu(), expected.detach().cpu())
-    del expected, module, model
 
 
 @pytest.mark.parametrize("device_ids", [None, ["cpu"], ["cpu"] * 3])

@@ -397,8 +397,6 @@ def test_accumulated_gradients_are_those_of_one_device(devices, how, gpu0_bsz):
     model(batches[0]).backward()
     assert_same_gradients(module, reference)
     assert seen[-1] is module.layers[0].weight.grad
-    seen.clear()
-    del model, module, late
 
 
 def test_second_derivatives_in_a_block_are_exact(devices):

@@ -243,7 +243,6 @@ def test_a_call_leaves_no_activations_behind(no_collector, emulated):
             model(torch.ones(9, 1000))
         held = [torch.lazy.memory_allocated(device) for device in emulated[:3]]
         assert held == [512, 0, 0]  # the weight
-    del model, module
 
 
 @pytest.mark.parametrize("keeps", ["children", "parameters", "a weak reference"])

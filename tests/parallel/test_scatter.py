@@ -158,11 +158,10 @@ def test_sequences_are_cut_where_that_is_asked_for():
 
 def test_a_tensor_of_a_sequence_is_copied_to_its_own_device_only(emulated):
     boxes = [torch.zeros(256), torch.zeros(256), torch.zeros(256)]
-    chunks = scatter([("boxes", boxes)], emulated[:2], [1, 2], split=("boxes",))
+    scatter([("boxes", boxes)], emulated[:2], [1, 2], split=("boxes",))
     memory = torch.get_device_module(emulated[0])
     peaks = [memory.max_memory_allocated(device) for device in emulated[:2]]
     assert peaks == [boxes[0].nbytes, 2 * boxes[0].nbytes]
-    del chunks
 
 
 @pytest.mark.parametrize("value", [["a", "b", "c"], (1, 2, 3), [[1], [2], [3]], np.arange(3)])
@@ -208,7 +207,6 @@ def test_a_chunk_that_stays_does_not_keep_the_batch_alive(emulated):
     torch.testing.assert_close(first, batch[:2])
     del batch
     assert torch.lazy.memory_allocated(emulated[0]) == 8192  # 2 x 1000 x 4 bytes, in blocks of 512
-    del first
 
 
 def test_the_only_chunk_is_the_batch():
@@ -252,7 +250,6 @@ def test_tensors_of_any_kind_travel(tensor, dim, devices):
     if tensor.requires_grad:
         (grad,) = torch.autograd.grad(joined.square().sum(), tensor)
         torch.testing.assert_close(grad, 2 * tensor.detach())
-    del chunks, joined
 
 
 def test_what_is_expanded_stays_so(emulated):
@@ -260,7 +257,6 @@ def test_what_is_expanded_stays_so(emulated):
     mask = torch.ones(1, 64, 64, device=emulated[0]).expand(32, 64, 64)
     [[first], _] = scatter([("mask", mask)], emulated[:2], [2, 30])
     assert first.stride(0) == 0
-    del mask, first
 
 
 @pytest.mark.parametrize("requires_grad", [True, False])
