@@ -265,11 +265,6 @@ def test_a_loss_weight_that_is_no_weight_is_refused(value):
 
 # What goes wrong in a replica.
 
-LOWER_OR_RAISE = (
-    ". If lazy:0 ran out, lower gpu0_bsz (now 2); if another device did, raise gpu0_bsz or lower "
-    "the batch size"
-)
-
 
 @pytest.mark.parametrize("gpu0_bsz", [0, 1])
 def test_an_exception_says_replica_device_and_chunk(emulated, gpu0_bsz):
@@ -285,44 +280,35 @@ def test_an_exception_says_replica_device_and_chunk(emulated, gpu0_bsz):
     ]
 
 
+FIRST, OTHER = ". If lazy:0 ran out, ", "; if another device did, "
+
+
 @pytest.mark.parametrize(
-    ("memory", "gpu0_bsz", "weights", "index", "sizes", "advice"),
+    ("gpu0_bsz", "weights", "index", "advice"),
     [
-        (["3KiB", "1MiB"], 2, None, 0, (2, 6), LOWER_OR_RAISE),
-        (["1MiB", "6KiB"], 2, None, 1, (2, 6), LOWER_OR_RAISE),
-        (["1MiB", "6KiB"], 0, None, 1, (0, 8), "; raise gpu0_bsz (now 0) or lower the batch size"),
-        (
-            ["1MiB", "6KiB"],
-            None,
-            None,
-            1,
-            (4, 4),
-            ". If lazy:0 ran out, set gpu0_bsz below 4; if another device did, lower the batch "
-            "size",
-        ),
-        (
-            ["1MiB", "6KiB"],
-            None,
-            (0, 1),
-            1,
-            (0, 8),
-            ". Lower the weight of the device that ran out (device_weights=[0, 1])",
-        ),
+        (2, None, 0, f"{FIRST}lower gpu0_bsz (now 2){OTHER}raise gpu0_bsz or lower the batch size"),
+        (2, None, 1, f"{FIRST}lower gpu0_bsz (now 2){OTHER}raise gpu0_bsz or lower the batch size"),
+        (0, None, 1, "; raise gpu0_bsz (now 0) or lower the batch size"),
+        (None, None, 1, f"{FIRST}set gpu0_bsz below 4{OTHER}lower the batch size"),
+        (None, (0, 1), 1, ". Lower the weight of the device that ran out (device_weights=[0, 1])"),
     ],
 )
 def test_out_of_memory_adds_the_split_and_advice_that_can_be_followed(
-    memory, gpu0_bsz, weights, index, sizes, advice
+    gpu0_bsz, weights, index, advice
 ):
     """gpu0_bsz=0 cannot be lowered."""
+    memory = ["1MiB", "1MiB"]
+    memory[index] = "3KiB"
     with emulate_devices(2, memory=memory) as devices:
         module = Lambda(lambda m, x: x.repeat(1, 100), a=nn.Linear(2, 2))
         model = wrap(list(devices), gpu0_bsz, module, device_weights=weights)
+        first, other = sizes = model.split(8)
         with pytest.raises(torch.OutOfMemoryError, match=r"^CUDA out of memory\. Tried") as caught:
             model(torch.randn(8, 4))
-        replica = 0 if 0 in sizes else index
+        replica = index if first else 0
         assert notes_of(caught.value) == [
             f"in replica {replica} on lazy:{index}, with {sizes[index]} of the batch's 8 samples",
-            f"the batch of 8 was split lazy:0: {sizes[0]}, lazy:1: {sizes[1]}{advice}",
+            f"the batch of 8 was split lazy:0: {first}, lazy:1: {other}{advice}",
         ]
         del caught, model, module
         assert [torch.lazy.memory_allocated(device) for device in devices] == [0, 0]
