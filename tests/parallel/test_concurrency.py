@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import time
 import types
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -81,8 +82,16 @@ def test_outputs(devices, is_bound):
     assert held(devices) == before
 
 
-def test_training_steps(devices):
-    """Gradients of all threads are added up in the same parameters."""
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_training_steps(devices, is_shared, monkeypatch):
+    """Gradients of all threads are added up in the same parameters.
+
+    If calls share the weights, one of the threads makes the copies for all.
+    """
+    fill_buckets = parameter_copies.fill_buckets
+    monkeypatch.setattr(  # so that the other threads come while the first one makes them
+        parameter_copies, "fill_buckets", lambda tensors: time.sleep(0.02) or fill_buckets(tensors)
+    )
     model, bare = make(devices)
     before = held(devices)
 
@@ -90,7 +99,8 @@ def test_training_steps(devices):
         for _ in range(2):
             model(batch(number)[0]).square().mean().backward()
 
-    at_once(train)
+    with model.accumulate() if is_shared else nullcontext():
+        at_once(train)
     for number in range(NUM_THREADS):
         (2 * bare(batch(number)[0]).square().mean()).backward()
     assert_same_gradients(model.module, bare)
@@ -142,25 +152,6 @@ def test_criteria(devices):
         x, y = batch(number)
         expected = functional.cross_entropy(bare(x), y).detach()
         torch.testing.assert_close(found, [expected] * 3, **EXACT)
-
-
-def test_calls_that_share_weights(devices, monkeypatch):
-    """One of the threads makes the copies, and a device adds up the gradients of all."""
-    fill_buckets = parameter_copies.fill_buckets
-    monkeypatch.setattr(  # so that the other threads come while the first one makes them
-        parameter_copies, "fill_buckets", lambda tensors: time.sleep(0.02) or fill_buckets(tensors)
-    )
-    model, bare = make(devices)
-
-    def train(number):
-        for _ in range(2):
-            model(batch(number)[0]).square().mean().backward()
-
-    with model.accumulate():
-        at_once(train)
-    for number in range(NUM_THREADS):
-        (2 * bare(batch(number)[0]).square().mean()).backward()
-    assert_same_gradients(model.module, bare)
 
 
 def test_threads_get_the_same_streams(monkeypatch):

@@ -94,14 +94,6 @@ def test_on_free_threaded_builds_threads_end_with_each_call(devices, before, mon
         assert held == [0, 0, 0]
 
 
-def test_a_single_active_device_needs_no_thread(devices, before):
-    model = BalancedDataParallel(1, Threads(), devices)
-    model.gpu0_bsz = 0
-    model(X[:1])
-    assert model.chunk_sizes == (0, 1, 0, 0)
-    assert new_threads(before) == []
-
-
 @with_threads_that_last
 def test_close_ends_the_threads_and_a_call_starts_new_ones(devices, before):
     model = BalancedDataParallel(1, Threads(), devices[:3])
