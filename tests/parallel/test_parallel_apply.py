@@ -83,9 +83,10 @@ def test_calls_on_one_device_run_one_after_another(emulated):
 
 
 @pytest.mark.parametrize("num_calls", [1, 3])
-def test_calls_on_a_single_device_run_in_the_calling_thread(num_calls):
-    threads = run([threading.current_thread] * num_calls, CPUS[:num_calls])
-    assert threads == [threading.current_thread()] * num_calls
+def test_calls_on_a_single_device_run_in_the_calling_thread(num_calls, emulated):
+    for device in (CPUS[0], emulated[1]):
+        threads = run([threading.current_thread] * num_calls, [device] * num_calls)
+        assert threads == [threading.current_thread()] * num_calls
 
 
 def state():
