@@ -240,10 +240,14 @@ def test_gradients_hold_no_more_than_their_bytes(gpu0_bsz, num_devices, stand_in
     assert torch.accelerator.memory_allocated(devices[0]) - before <= 0.02 * own
 
 
-def test_one_communicator_serves_weights_buffers_and_criteria(stand_in: StandIn):
+@pytest.mark.parametrize(("num_devices", "opened"), [(4, [(0, 1, 2, 3)]), (2, [])])
+def test_one_communicator_serves_weights_buffers_and_criteria(
+    num_devices, opened, stand_in: StandIn
+):
     """Each takes hundreds of MiB of a GPU for good, and all of them were on device 0."""
+    devices = stand_in.devices[:num_devices]
     module = nn.Sequential(mlp(), nn.BatchNorm1d(CLASSES).double()).to(stand_in.devices[0])
-    model = BalancedDataParallel(1, module, gather=False)
+    model = BalancedDataParallel(1, module, devices, gather=False)
     weight = torch.rand(CLASSES, dtype=torch.double, device=stand_in.devices[0])
     criterion = BalancedCriterion(nn.CrossEntropyLoss(weight))
     x, labels = make_batch()
@@ -254,15 +258,7 @@ def test_one_communicator_serves_weights_buffers_and_criteria(stand_in: StandIn)
             model(x)
         with model.shared_weights(), torch.no_grad():
             model(x)
-    assert stand_in.nccl.opened == [(0, 1, 2, 3)]
-
-
-@pytest.mark.parametrize("gpu0_bsz", [0, 2])
-def test_two_devices_need_no_communicator(gpu0_bsz, stand_in: StandIn):
-    module = nn.Sequential(mlp(), nn.BatchNorm1d(CLASSES).double()).to(stand_in.devices[0])
-    model = BalancedDataParallel(gpu0_bsz, module, stand_in.devices[:2])
-    model(make_batch()[0]).square().mean().backward()
-    assert stand_in.nccl.opened == []
+    assert stand_in.nccl.opened == opened
 
 
 def normed(device: torch.device) -> nn.Sequential:

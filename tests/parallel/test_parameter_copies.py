@@ -241,34 +241,27 @@ def test_weights_that_forward_writes_to_are_copied_again(emulated):
             torch.testing.assert_close(model(indices).cpu(), expected(indices))
 
 
-def write(module):
-    with torch.no_grad():
-        module.weight.mul_(2)
+CHANGES_IN_A_BLOCK = {
+    "write": lambda module: module.weight.detach().mul_(2),
+    "freeze": lambda module: module.requires_grad_(False),
+    "unfreeze": lambda module: module.requires_grad_(True),
+    "replace": lambda module: setattr(
+        module, "weight", nn.Parameter(module.weight.detach().clone(), requires_grad=False)
+    ),
+}
 
 
-def freeze(module):
-    module.requires_grad_(False)
-
-
-def unfreeze(module):
-    module.requires_grad_(True)
-
-
-def replace_by_frozen(module):
-    module.weight = nn.Parameter(torch.zeros_like(module.weight), requires_grad=False)
-
-
-@pytest.mark.parametrize("change", [write, freeze, unfreeze, replace_by_frozen])
+@pytest.mark.parametrize("change", CHANGES_IN_A_BLOCK)
 @pytest.mark.parametrize("has_gradients", [(False, False), (False, True), (True, True)])
 def test_weights_that_change_in_a_block_are_an_error(emulated, has_gradients, change):
     """Parameters that were unfrozen got the gradients of the first chunk alone."""
-    model = wrapped(emulated, nn.Linear(4, 3).requires_grad_(change is not unfreeze))
+    model = wrapped(emulated, nn.Linear(4, 3).requires_grad_(change != "unfreeze"))
     x = torch.ones(9, 4)
     message = r"replaced, frozen, unfrozen or changed inside shared_weights\(\).*after the block"
     with model.shared_weights():
         with torch.set_grad_enabled(has_gradients[0]):
             model(x)
-        change(model.module)
+        CHANGES_IN_A_BLOCK[change](model.module)
         with torch.set_grad_enabled(has_gradients[1]), pytest.raises(RuntimeError, match=message):
             model(x)
 
