@@ -266,18 +266,37 @@ def test_a_loss_weight_that_is_no_weight_is_refused(value):
 # What goes wrong in a replica.
 
 
-@pytest.mark.parametrize("gpu0_bsz", [0, 1])
-def test_an_exception_says_replica_device_and_chunk(emulated, gpu0_bsz):
-    def forward(m, x):
-        return {}["word"] if x.device == emulated[2] else m.a(x)
+class Unusual(Exception):
+    """Cannot be made again from its text, as torch's wrapper would try to."""
 
-    parallel = wrap(emulated[:4], gpu0_bsz, Lambda(forward, a=nn.Linear(4, 2)))
-    size = parallel.split(8)[2]
-    with pytest.raises(KeyError, match="word") as caught:
-        parallel(torch.randn(8, 4))
-    assert notes_of(caught.value) == [
-        f"in replica {2 - (gpu0_bsz == 0)} on lazy:2, with {size} of the batch's 8 samples"
-    ]
+    def __init__(self, code, *, detail):
+        super().__init__(code)
+        self.detail = detail
+
+
+@pytest.mark.parametrize(
+    ("gpu0_bsz", "batch_size", "note"),
+    [
+        (1, 8, "in replica 2 on lazy:2, with 2 of the batch's 8 samples"),
+        (0, 8, "in replica 1 on lazy:2, with 3 of the batch's 8 samples"),
+        (0, 1, "in replica 0 on lazy:1, with 1 of the batch's 1 samples"),
+        (1, None, "in replica 0 on lazy:0"),
+    ],
+)
+def test_an_exception_is_raised_as_it_is_with_a_note(emulated, gpu0_bsz, batch_size, note):
+    error = Unusual(3, detail="x")
+
+    def fail(m, x=None):
+        if x is None or str(x.device) in note:
+            raise error
+        return m.a(x)
+
+    parallel = wrap(emulated[:4], gpu0_bsz, Lambda(fail, a=nn.Linear(4, 2)))
+    with pytest.raises(Unusual) as caught:
+        parallel(*([] if batch_size is None else [torch.randn(batch_size, 4)]))
+    assert caught.value is error
+    assert notes_of(error) == [note]
+    assert "fail" in [entry.name for entry in caught.traceback]
 
 
 FIRST, OTHER = ". If lazy:0 ran out, ", "; if another device did, "
