@@ -130,20 +130,6 @@ def test_on_one_device_the_module_is_moved_and_called_directly(devices):
     assert seen[0] is module
 
 
-def test_parameters_on_another_device_raise_stock_s_error(emulated):
-    message = (
-        r"module must have its parameters and buffers on device lazy:0 \(device_ids\[0\]\) but "
-        r"found one of them on device: cpu"
-    )
-    module = nn.BatchNorm1d(4)
-    parallel = BalancedDataParallel(1, module, emulated[:3])
-    with pytest.raises(RuntimeError, match=message):
-        parallel(torch.randn(7, 4))
-    module.weight.data = module.weight.data  # unchanged
-    with pytest.raises(RuntimeError, match=message):
-        balanced_data_parallel(1, module, torch.randn(7, 4), emulated[:1])
-
-
 # Arguments.
 
 
@@ -470,10 +456,3 @@ def test_every_attribute_is_set_without_an_accelerator(no_accelerator):
     attributes = (parallel.module, parallel.device_ids, parallel.output_device, parallel.dim)
     assert attributes == (module, [], None, 1)
     assert parallel(torch.randn(3, 4)).shape == (3, 2)
-
-
-def test_outputs_can_be_gathered_on_the_cpu(devices):
-    """output_device="cpu" raised: stock takes accelerator indices only."""
-    output = wrap(devices[:3], output_device="cpu")(torch.randn(7, 4))
-    assert output.device == torch.device("cpu")
-    assert wrap(devices[:1], output_device="cpu")(torch.randn(7, 4)).device.type == "cpu"
