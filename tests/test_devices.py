@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
 
 from balanced_dp import (
     ArgumentError,
     ArgumentTypeError,
-    BalancedDataParallel,
     EmulatedDevices,
     EmulationError,
     emulate_devices,
@@ -94,21 +92,3 @@ def test_numbers_that_cannot_be_are_errors(has_gpus, request):
     for num_devices in (True, 2.0, "2"):
         with pytest.raises(ArgumentTypeError, match="integer"), training_devices(num_devices):
             pass
-
-
-@pytest.mark.parametrize("has_gpus", [False, True])
-@pytest.mark.parametrize(("num_devices", "split"), [(None, (2, 4, 4, 4)), (3, (2, 6, 6))])
-def test_a_model_trains_on_them(has_gpus, num_devices, split, request):
-    request.getfixturevalue("stand_in" if has_gpus else "no_accelerator")
-    x, y = torch.randn(14, 8), torch.randint(0, 3, (14,))
-    module = nn.Linear(8, 3)
-    nn.functional.cross_entropy(module(x), y).backward()
-    expected = module.weight.grad
-    module.zero_grad()
-    with training_devices(num_devices) as devices:
-        model = BalancedDataParallel(2, module.to(devices[0]), device_ids=devices)
-        nn.functional.cross_entropy(model(x), y.to(devices[0])).backward()
-        assert model.chunk_sizes == split
-        gradient = module.weight.grad.cpu()
-        del model, module
-    torch.testing.assert_close(gradient, expected)
