@@ -41,20 +41,17 @@ def cut(value, *chunk_sizes, **options):
 
 
 @pytest.mark.parametrize(
-    "inputs",
+    ("inputs", "batch_size"),
     [
-        [("a", torch.zeros(5, 2)), ("b", torch.zeros(7))],
-        [("a", None), ("b", [1, {"c": (torch.tensor(1.0), torch.zeros(5))}])],
-        [("a", Frozen("text", Pair(3, torch.zeros(5))))],
-        [("mask", torch.zeros(9)), ("a", torch.zeros(5))],
+        ([("a", torch.zeros(5, 2)), ("b", torch.zeros(7))], 5),
+        ([("a", None), ("b", [1, {"c": (torch.tensor(1.0), torch.zeros(5))}])], 5),
+        ([("a", Frozen("text", Pair(3, torch.zeros(5))))], 5),
+        ([("mask", torch.zeros(9)), ("a", torch.zeros(5))], 5),
+        ([("a", 1), ("b", [torch.tensor(1.0)])], None),
     ],
 )
-def test_the_batch_size_is_that_of_the_first_tensor_to_be_cut(inputs):
-    assert find_batch_size(inputs, broadcast={"mask"}) == 5
-
-
-def test_without_a_tensor_to_cut_there_is_no_batch_size():
-    assert find_batch_size([("a", 1), ("b", [torch.tensor(1.0)])]) is None
+def test_the_batch_size_is_that_of_the_first_tensor_to_be_cut(inputs, batch_size):
+    assert find_batch_size(inputs, broadcast={"mask"}) == batch_size
 
 
 def test_a_first_tensor_without_the_batch_dimension_is_an_error():
