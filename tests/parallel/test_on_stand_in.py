@@ -465,16 +465,18 @@ def test_weights_that_nobody_waited_for_when_forward_raised(stand_in: StandIn):
                 torch.ones_like(parameter, device=device)
 
 
-def test_replicas_made_by_hand_wait(stand_in: StandIn):
+def test_replicas_made_by_hand_wait_and_leave_no_memory(no_collector, stand_in: StandIn):
     module, x = mlp(), make_batch()[0]
     expected = copy.deepcopy(module)(x)
     model = BalancedDataParallel(1, module.to(stand_in.devices[0]))
+    allocated = torch.accelerator.memory_allocated(2)
     for _ in range(3):
         replicas = model.replicate(module, stand_in.devices)
         with torch.device(stand_in.devices[2]):
             output = replicas[2](x.to(stand_in.devices[2]))
         torch.testing.assert_close(output.cpu(), expected, **CLOSE)
         del replicas, output
+        assert torch.accelerator.memory_allocated(2) == allocated
         torch.ones(WIDTH * WIDTH, dtype=torch.double, device=stand_in.devices[2])
 
 
@@ -642,18 +644,6 @@ def test_functions_that_are_compiled_are_not_compiled_at_each_call(stand_in: Sta
     for _ in range(12):  # torch gives up after 8
         model(make_batch()[0])
     assert Arrivals.are_traced
-
-
-def test_replicas_made_by_hand_leave_no_memory_to_the_garbage_collector(
-    no_collector, stand_in: StandIn
-):
-    module = mlp().to(stand_in.devices[0])
-    model = BalancedDataParallel(1, module)
-    allocated = torch.accelerator.memory_allocated(1)
-    replicas = model.replicate(module, stand_in.devices)
-    replicas[1](torch.ones(1, WIDTH, dtype=torch.double, device=stand_in.devices[1]))
-    del replicas
-    assert torch.accelerator.memory_allocated(1) == allocated
 
 
 def test_small_weights_are_sent_together_whoever_watches_their_gradients(
