@@ -48,6 +48,11 @@ def cross_entropy(self: Lambda, x: Tensor, labels: Tensor) -> Tensor:
     return functional.cross_entropy(self.inner(x), labels)
 
 
+def masked_mean(self: Lambda, x: Tensor, labels: Tensor) -> Tensor:
+    mask = (labels != -100).double()
+    return (self.inner(x).square().mean(1) * mask).sum() / mask.sum()
+
+
 def make_batch() -> tuple[Tensor, Tensor]:
     labels = torch.randint(0, CLASSES, (BATCH,))
     labels[::3] = -100
@@ -283,6 +288,25 @@ def test_inputs_from_the_cpu_arrive_in_streams_of_their_own(stand_in: StandIn):
         )
         assert len(arrived) == len(computed) > 0
         assert not arrived & computed
+
+
+@pytest.mark.parametrize("where", ["cpu", "stand_in:0"])
+@pytest.mark.parametrize("trains", [True, False])
+@pytest.mark.parametrize("gpu0_bsz", [0, 1])
+@pytest.mark.parametrize("loss", [cross_entropy, masked_mean])
+def test_the_host_does_not_wait_for_a_step(loss, gpu0_bsz, trains, where, stand_in: StandIn):
+    model = BalancedDataParallel(gpu0_bsz, Lambda(loss, inner=mlp()).to(stand_in.devices[0]))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batch = [tensor.to(where) for tensor in make_batch()]
+    for _ in range(3):  # the first calls look at the loss and the parameters
+        before = stand_in.num_waits
+        with torch.set_grad_enabled(trains):
+            found = model(*batch)
+        if trains:
+            optimizer.zero_grad()
+            found.backward()
+            optimizer.step()
+    assert stand_in.num_waits == before
 
 
 @pytest.mark.parametrize("backward_in", ["side streams", "default streams"])
