@@ -58,20 +58,6 @@ def test_frozen_parameters_stay_frozen(emulated):
     assert (replica.weight.requires_grad, replica.bias.requires_grad) == (True, False)
 
 
-def test_hooks_run_once_a_replica_and_set_attributes_of_it(devices):
-    seen = []
-
-    def hook(module, args, output):
-        seen.append(len(output))
-        module.seen = seen
-
-    module = nn.Linear(2, 2).to(devices[0])
-    module.register_forward_hook(hook)
-    BalancedDataParallel(1, module, device_ids=devices[:3])(torch.ones(7, 2))
-    assert sorted(seen) == [1, 3, 3]
-    assert not hasattr(module, "seen")
-
-
 def compiled_in_place():
     module = nn.Linear(2, 2)
     module.compile(backend="eager")
