@@ -115,7 +115,8 @@ def test_ints_and_none_mean_the_emulated_devices_where_there_are_no_others():
 
 
 def test_emulated_devices_are_not_taken_where_others_are_named():
-    parallel = BalancedDataParallel(1, nn.Linear(4, 2), ["cpu", "cpu:0"])
+    with emulate_devices(2):
+        parallel = BalancedDataParallel(1, nn.Linear(4, 2), ["cpu", "cpu:0"])
     assert parallel.devices == [torch.device("cpu")] * 2
     assert parallel.device_ids == [torch.device("cpu")] * 2
 

@@ -213,6 +213,13 @@ def test_replicas_are_recycled_with_nothing_left_of_the_last_call():
     assert not hasattr(second[0].layers[0], "seen")
 
 
+def test_a_call_of_a_model_leaves_its_replicas_to_the_next():
+    model = BalancedDataParallel(1, nn.Sequential(nn.Linear(3, 2), nn.Tanh()), ["cpu"] * 3)
+    for _ in range(3):
+        model(torch.randn(7, 3)).sum().backward()
+        assert len(model._replicator._pool._waiting) == 3
+
+
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_activation_checkpointing_calls_replicas_in_backward(emulated, use_reentrant):
     def forward(self, x):
