@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -180,29 +179,23 @@ def is_cuda(device: torch.device) -> bool:
     return device.type in CUDA_LIKE and not is_emulated(device)
 
 
-def _one_for_each(make: Callable[..., torch.Stream]) -> Callable[..., torch.Stream]:
-    """Return a function that makes one stream for each of its arguments, for all threads.
-
-    With ``functools.cache``, threads that ask at the same time get different ones.
-    """
-    streams: dict[tuple[torch.device, ...], torch.Stream] = {}
-
-    @functools.wraps(make)
-    def stream_of(*devices: torch.device) -> torch.Stream:
-        stream = streams.get(devices)
-        return streams.setdefault(devices, make(*devices)) if stream is None else stream
-
-    return stream_of
+_streams: dict[tuple[torch.device | str, ...], torch.Stream] = {}
 
 
-@_one_for_each
-def copy_stream(device: torch.device) -> torch.Stream:
-    """Return the stream of a CUDA device on which inputs arrive and gradients leave."""
-    stream: torch.Stream = torch.get_device_module(device).Stream(device)
+def _stream(device: torch.device, *purpose: torch.device | str) -> torch.Stream:
+    """Return the stream of a CUDA device for a purpose, the same one in all threads."""
+    key = (device, *purpose)
+    stream = _streams.get(key)
+    if stream is None:  # setdefault: two threads may make one at the same time
+        stream = _streams.setdefault(key, torch.get_device_module(device).Stream(device))
     return stream
 
 
-@_one_for_each
+def copy_stream(device: torch.device) -> torch.Stream:
+    """Return the stream of a CUDA device on which inputs arrive and gradients leave."""
+    return _stream(device, "copies")
+
+
 def gradient_stream(device: torch.device, source: torch.device) -> torch.Stream:
     """Return the stream of a CUDA device on which gradients arrive from another one.
 
@@ -211,15 +204,12 @@ def gradient_stream(device: torch.device, source: torch.device) -> torch.Stream:
     Each pair of devices has its own: a copy waits for both of its streams, so devices that send to
     several would otherwise take turns.
     """
-    stream: torch.Stream = torch.get_device_module(device).Stream(device)
-    return stream
+    return _stream(device, "gradients", source)
 
 
-@_one_for_each
 def weight_stream(device: torch.device) -> torch.Stream:
     """Return the stream of a CUDA device on which weights, and nothing else, are copied."""
-    stream: torch.Stream = torch.get_device_module(device).Stream(device)
-    return stream
+    return _stream(device, "weights")
 
 
 def has_streams(device: torch.device) -> bool:

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-
 import pytest
 import torch
-from torch import nn
 
 from balanced_dp import (
     ArgumentError,
     ArgumentTypeError,
-    BalancedDataParallel,
     EmulatedDevices,
     EmulationError,
     emulate_devices,
@@ -33,14 +29,6 @@ def test_without_gpus_they_are_four_emulated_ones():
         assert isinstance(devices, EmulatedDevices)
         assert names(devices) == ["lazy:0", "lazy:1", "lazy:2", "lazy:3"]
     assert not torch.get_device_module("lazy").is_available()
-
-
-@without_accelerator
-@pytest.mark.parametrize("num_devices", [1, 2, 5])
-def test_without_gpus_any_number_is_emulated(num_devices):
-    with training_devices(num_devices) as devices:
-        assert isinstance(devices, EmulatedDevices)
-        assert len(devices) == num_devices
 
 
 def test_they_are_all_gpus_if_there_are_two_or_more(stand_in):
@@ -95,24 +83,6 @@ def test_inside_emulate_devices_they_are_its_devices(as_cuda):
             pass
 
 
-@without_accelerator
-def test_emulated_devices_end_with_the_block_also_after_an_error():
-    for _ in range(2):
-        with contextlib.suppress(KeyError), training_devices(2):
-            raise KeyError
-
-
-@without_accelerator
-def test_a_leak_is_reported_where_the_block_is():
-    with (
-        pytest.warns(ResourceWarning, match="tensors outlive") as caught,
-        training_devices(2) as devices,
-    ):
-        leak = torch.ones(3, device=devices[1])
-    assert [warning.filename for warning in caught] == [__file__]
-    del leak
-
-
 @pytest.mark.parametrize("has_gpus", [False, True])
 def test_numbers_that_cannot_be_are_errors(has_gpus, request):
     request.getfixturevalue("stand_in" if has_gpus else "no_accelerator")
@@ -122,21 +92,3 @@ def test_numbers_that_cannot_be_are_errors(has_gpus, request):
     for num_devices in (True, 2.0, "2"):
         with pytest.raises(ArgumentTypeError, match="integer"), training_devices(num_devices):
             pass
-
-
-@pytest.mark.parametrize("has_gpus", [False, True])
-@pytest.mark.parametrize(("num_devices", "split"), [(None, (2, 4, 4, 4)), (3, (2, 6, 6))])
-def test_a_model_trains_on_them(has_gpus, num_devices, split, request):
-    request.getfixturevalue("stand_in" if has_gpus else "no_accelerator")
-    x, y = torch.randn(14, 8), torch.randint(0, 3, (14,))
-    module = nn.Linear(8, 3)
-    nn.functional.cross_entropy(module(x), y).backward()
-    expected = module.weight.grad
-    module.zero_grad()
-    with training_devices(num_devices) as devices:
-        model = BalancedDataParallel(2, module.to(devices[0]), device_ids=devices)
-        nn.functional.cross_entropy(model(x), y.to(devices[0])).backward()
-        assert model.chunk_sizes == split
-        gradient = module.weight.grad.cpu()
-        del model, module
-    torch.testing.assert_close(gradient, expected)

@@ -49,20 +49,16 @@ def test_all_is_sorted_and_holds_what_the_package_offers():
     assert set(dir(balanced_dp)) > offered
 
 
-def test_the_package_alone_does_without_torch():
-    """So that the command line answers at once."""
+def test_the_package_alone_does_without_torch_and_a_call_without_dynamo():
+    """So that the command line answers at once; and Dynamo takes seconds to import.
+
+    On free-threaded builds for CUDA, Dynamo turns Python's lock on.
+    """
     script = (
         f"import sys, {'balanced_dp' if MISSING else 'balanced_dp.cli.commands'}\n"
         "assert 'torch' not in sys.modules\n"
-        "from balanced_dp import *; BalancedDataParallel, balanced_dp.emulation.ledger"
-    )
-    subprocess.run([sys.executable, "-c", script], check=True)
-
-
-def test_a_call_does_without_dynamo():
-    """It takes seconds to import, and on free-threaded builds for CUDA turns Python's lock on."""
-    script = (
-        "import sys, torch; from balanced_dp import BalancedDataParallel\n"
+        "from balanced_dp import *; BalancedDataParallel, balanced_dp.emulation.ledger\n"
+        "import torch\n"
         "BalancedDataParallel(1, torch.nn.Linear(2, 2), ['cpu', 'cpu'])(torch.ones(4, 2))\n"
         "assert 'torch._dynamo' not in sys.modules"
     )

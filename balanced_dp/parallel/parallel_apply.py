@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
-import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from queue import SimpleQueue
@@ -123,7 +122,6 @@ class Workers:
 
     def __init__(self) -> None:
         self._threads: dict[torch.device, tuple[threading.Thread, SimpleQueue[Any]]] = {}
-        self._pid = os.getpid()
         self.in_use = threading.Lock()
         """Held by the call that uses the threads."""
 
@@ -136,9 +134,7 @@ class Workers:
         A device always has the same thread: torch keeps library handles, and their memory, for
         each thread that uses a device.
         """
-        if self._pid != os.getpid():  # forked, without the threads
-            self._threads, self._pid = {}, os.getpid()
-        if device not in self._threads:
+        if device not in self._threads or not self._threads[device][0].is_alive():  # after a fork
             queue: SimpleQueue[Any] = SimpleQueue()
             name = f"replicas on {device}"
             thread = threading.Thread(target=_serve, args=(queue,), name=name, daemon=True)

@@ -134,16 +134,12 @@ def _accumulates_all(node: Any) -> bool:
     """
     try:
         with looking_at_nodes:
-            return _will_execute_all(node)
+            edges = [edge for edge in node.next_functions if edge[0]]
+            if is_cuda(node.originals[0].device):
+                edges = edges[-1][0].next_functions  # of Receive
+            return all(will_execute(accumulator) for accumulator, _ in edges)
     except RuntimeError:  # "we are currently running autograd.grad()"
         return False
-
-
-def _will_execute_all(node: Any) -> bool:
-    edges = [edge for edge in node.next_functions if edge[0]]
-    if is_cuda(node.originals[0].device):
-        edges = edges[-1][0].next_functions  # of Receive
-    return all(will_execute(node) for node, _ in edges)
 
 
 class _Block:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import time
 import types
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -15,20 +16,15 @@ from torch import nn
 from torch.nn import functional
 
 from balanced_dp import BalancedCriterion, BalancedDataParallel
-from balanced_dp.devices import _one_for_each
+from balanced_dp.devices import copy_stream
 from balanced_dp.memory.peaks import Peaks
 from balanced_dp.parallel import parameter_copies
 from balanced_dp.parallel.auto_split import AutoSplit
-from balanced_dp.parallel.losses.reductions import noticing
-from balanced_dp.parallel.losses.trace import Trace, traced, tracing
 
 from ..at_once import NUM_THREADS, at_once
-from ..devices import KINDS
 from ..modules import assert_same_gradients
 
 EXACT = {"rtol": 1e-10, "atol": 1e-12}
-
-kinds = pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "stand-in"])
 
 
 class Net(nn.Module):
@@ -67,7 +63,6 @@ def held(devices):
     return [torch.lazy.memory_allocated(d) for d in devices if d.type == "lazy"]
 
 
-@kinds
 @pytest.mark.parametrize("is_bound", [False, True], ids=["recycled", "with a bound method"])
 def test_outputs(devices, is_bound):
     model, bare = make(devices)
@@ -87,9 +82,16 @@ def test_outputs(devices, is_bound):
     assert held(devices) == before
 
 
-@kinds
-def test_training_steps(devices):
-    """Gradients of all threads are added up in the same parameters."""
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_training_steps(devices, is_shared, monkeypatch):
+    """Gradients of all threads are added up in the same parameters.
+
+    If calls share the weights, one of the threads makes the copies for all.
+    """
+    fill_buckets = parameter_copies.fill_buckets
+    monkeypatch.setattr(  # so that the other threads come while the first one makes them
+        parameter_copies, "fill_buckets", lambda tensors: time.sleep(0.02) or fill_buckets(tensors)
+    )
     model, bare = make(devices)
     before = held(devices)
 
@@ -97,7 +99,8 @@ def test_training_steps(devices):
         for _ in range(2):
             model(batch(number)[0]).square().mean().backward()
 
-    at_once(train)
+    with model.accumulate() if is_shared else nullcontext():
+        at_once(train)
     for number in range(NUM_THREADS):
         (2 * bare(batch(number)[0]).square().mean()).backward()
     assert_same_gradients(model.module, bare)
@@ -105,24 +108,15 @@ def test_training_steps(devices):
     assert held(devices) == before
 
 
-def padded_mean(output, y):
-    return functional.cross_entropy(output, y)
-
-
-def plain_sum(output, y):
-    return output.square().sum()
-
-
 def two_terms(output, y):
     return {"mean": functional.cross_entropy(output, y), "sum": output.square().sum()}
 
 
-@kinds
 @pytest.mark.parametrize("has_gradients", [True, False], ids=["training", "evaluation"])
-@pytest.mark.parametrize("loss", [padded_mean, plain_sum, two_terms])
-def test_losses_of_a_model_s_first_calls(devices, loss, has_gradients):
+def test_losses_of_a_model_s_first_calls(devices, has_gradients):
     """The first calls find out what losses are means over, and later ones rely on it."""
-    model, bare = make(devices, loss)
+    model, bare = make(devices, two_terms)
+    cross_entropy_loss = torch._C._nn.cross_entropy_loss
 
     def compute(number):
         x, y = batch(number)
@@ -134,9 +128,9 @@ def test_losses_of_a_model_s_first_calls(devices, loss, has_gradients):
         with torch.no_grad():
             expected = bare(*batch(number))
         torch.testing.assert_close(found, [expected] * 3, **EXACT)
+    assert torch._C._nn.cross_entropy_loss is cross_entropy_loss
 
 
-@kinds
 def test_criteria(devices):
     model, bare = make(devices, gather=False)
     criterion = BalancedCriterion(nn.CrossEntropyLoss())
@@ -151,62 +145,14 @@ def test_criteria(devices):
         torch.testing.assert_close(found, [expected] * 3, **EXACT)
 
 
-@kinds
-def test_calls_that_share_weights(devices, monkeypatch):
-    """One of the threads makes the copies, and a device adds up the gradients of all."""
-    fill_buckets = parameter_copies.fill_buckets
-    monkeypatch.setattr(  # so that the other threads come while the first one makes them
-        parameter_copies, "fill_buckets", lambda tensors: time.sleep(0.02) or fill_buckets(tensors)
-    )
-    model, bare = make(devices)
-
-    def train(number):
-        for _ in range(2):
-            model(batch(number)[0]).square().mean().backward()
-
-    with model.accumulate():
-        at_once(train)
-    for number in range(NUM_THREADS):
-        (2 * bare(batch(number)[0]).square().mean()).backward()
-    assert_same_gradients(model.module, bare)
-
-
-def test_counts_are_of_one_thread():
-    before = torch._C._nn.cross_entropy_loss
-
-    def count(number):
-        num_counted = []
-        for _ in range(20):
-            trace = Trace(0)
-            losses = []
-
-            def compute(losses=losses):
-                for _ in range(number):
-                    loss = functional.cross_entropy(torch.ones(4, 3), torch.ones(4).long())
-                    losses.append(loss)
-
-            with noticing(), tracing([trace]):
-                traced(0, compute)
-            num_counted.append(sum(trace.step_of(loss) is not None for loss in losses))
-        return num_counted
-
-    assert at_once(count) == [[number] * 20 for number in range(NUM_THREADS)]
-    assert torch._C._nn.cross_entropy_loss is before
-
-
-def test_threads_get_the_same_streams():
+def test_threads_get_the_same_streams(monkeypatch):
     """A thread waits on the stream on which another one has copied."""
-    made = []
-
-    @_one_for_each
-    def make(*devices):
-        made.append(devices)
-        return object()
-
-    for index in range(100):
-        devices = torch.device("cpu", index), torch.device("cpu")
-        assert len({id(stream) for stream in at_once(lambda number, d=devices: make(*d))}) == 1
-    assert len(made) >= 100
+    module = types.SimpleNamespace(Stream=lambda device: time.sleep(0.01) or object())
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    monkeypatch.setattr("balanced_dp.devices._streams", {})
+    for index in range(10):
+        device = torch.device("cpu", index)
+        assert len(set(at_once(lambda number, d=device: copy_stream(d)))) == 1
 
 
 def test_optimizers_step_while_models_begin_to_watch(emulated):

@@ -14,8 +14,9 @@ from torch import nn
 from balanced_dp import BalancedDataParallel, emulate_devices
 from balanced_dp.emulation.machine import current_machine
 
-from ..devices import DISTINCT, open_devices
+from ..devices import DISTINCT, KINDS, open_devices
 from ..modules import Lambda, assert_same_gradients
+from ..notes import notes_of
 
 TOLERANCE = {"rtol": 1e-10, "atol": 1e-10}
 
@@ -65,16 +66,19 @@ def trained(model, module, how, sizes=(13, 3, 1, 8)):
     return losses, {name: value.cpu() for name, value in module.state_dict().items()}
 
 
+@pytest.mark.filterwarnings("ignore:gpu0_bsz=2 balances nothing")
 @pytest.mark.parametrize("how", ["step", "accumulated"])
 @pytest.mark.parametrize("gpu0_bsz", [None, 0, 2])
-@pytest.mark.parametrize("kind", DISTINCT)
-def test_training_is_that_of_the_module(kind, gpu0_bsz, how):
+@pytest.mark.parametrize(
+    ("kind", "spread"), [*((kind, False) for kind in KINDS), *((kind, True) for kind in DISTINCT)]
+)
+def test_training_is_that_of_the_module(kind, spread, gpu0_bsz, how):
     torch.manual_seed(0)
     plain = Tied().double()
     with open_devices(kind, 4) as devices:
         module = copy.deepcopy(plain).to(devices[0])
-        model = BalancedDataParallel(gpu0_bsz, module, devices, spread=True)
-        assert len(set(model.homes().values())) == 4
+        model = BalancedDataParallel(gpu0_bsz, module, devices, spread=spread)
+        assert len(set(model.homes().values())) == (4 if spread else 1)
         losses, state = trained(model, module, how)
         del model, module
     expected_losses, expected_state = trained(plain, plain, how)
@@ -146,8 +150,7 @@ def test_a_device_that_is_too_small_for_all_leaves_homes_as_they_were():
         assert model.homes() == homes
         with pytest.raises(torch.OutOfMemoryError, match="was split") as error:
             model(torch.ones(1000, 512))
-        notes = getattr(error.value, "__notes__", error.value.args)
-        assert "set gpu0_bsz below 500; if another" in "".join(notes)
+        assert "set gpu0_bsz below 500; if another" in "".join(notes_of(error.value))
         del module, model, hold, error
 
 

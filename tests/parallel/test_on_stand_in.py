@@ -25,6 +25,7 @@ from .. import cuda_stand_in
 from ..at_once import at_once
 from ..cuda_stand_in import StandIn
 from ..modules import Lambda
+from ..notes import notes_of
 from ..step_on_clock import SPLITS, Layers, step_ratio
 
 BATCH, WIDTH, CLASSES = 13, 8, 5
@@ -47,6 +48,11 @@ def cross_entropy(self: Lambda, x: Tensor, labels: Tensor) -> Tensor:
     return functional.cross_entropy(self.inner(x), labels)
 
 
+def masked_mean(self: Lambda, x: Tensor, labels: Tensor) -> Tensor:
+    mask = (labels != -100).double()
+    return (self.inner(x).square().mean(1) * mask).sum() / mask.sum()
+
+
 def make_batch() -> tuple[Tensor, Tensor]:
     labels = torch.randint(0, CLASSES, (BATCH,))
     labels[::3] = -100
@@ -66,7 +72,10 @@ def gradients_of(step: Callable[[nn.Module], object], module: nn.Module) -> list
     return found
 
 
-def losses_on_cpu(module: nn.Module, batches: list[Any], **options: Any) -> list[float]:
+def trained_on_cpu(
+    module: nn.Module, batches: list[Any], **options: Any
+) -> tuple[list[float], nn.Module]:
+    """Returns the loss of each batch, and a copy of the module that was trained on them."""
     module = copy.deepcopy(module)
     optimizer = torch.optim.SGD(module.parameters(), **options)
     losses = []
@@ -75,7 +84,7 @@ def losses_on_cpu(module: nn.Module, batches: list[Any], **options: Any) -> list
         losses.append(module(*batch))
         losses[-1].backward()
         optimizer.step()
-    return [loss.item() for loss in losses]
+    return [loss.item() for loss in losses], module
 
 
 def is_reached(limit: float, *args: Any, **kwargs: Any) -> bool:
@@ -104,7 +113,7 @@ def side_streams(devices: list[torch.device]) -> AbstractContextManager[None]:
 def test_training_with_evaluation_between(gpu0_bsz, where, streams, stand_in: StandIn):
     module = Lambda(cross_entropy, inner=mlp())
     batches = [make_batch() for _ in range(3)]
-    expected = losses_on_cpu(module, batches, lr=0.1, momentum=0.9)
+    expected, _ = trained_on_cpu(module, batches, lr=0.1, momentum=0.9)
     model = BalancedDataParallel(gpu0_bsz, module.to(stand_in.devices[0]))
     with side_streams(stand_in.devices[:streams]):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -236,10 +245,14 @@ def test_gradients_hold_no_more_than_their_bytes(gpu0_bsz, num_devices, stand_in
     assert torch.accelerator.memory_allocated(devices[0]) - before <= 0.02 * own
 
 
-def test_one_communicator_serves_weights_buffers_and_criteria(stand_in: StandIn):
+@pytest.mark.parametrize(("num_devices", "opened"), [(4, [(0, 1, 2, 3)]), (2, [])])
+def test_one_communicator_serves_weights_buffers_and_criteria(
+    num_devices, opened, stand_in: StandIn
+):
     """Each takes hundreds of MiB of a GPU for good, and all of them were on device 0."""
+    devices = stand_in.devices[:num_devices]
     module = nn.Sequential(mlp(), nn.BatchNorm1d(CLASSES).double()).to(stand_in.devices[0])
-    model = BalancedDataParallel(1, module, gather=False)
+    model = BalancedDataParallel(1, module, devices, gather=False)
     weight = torch.rand(CLASSES, dtype=torch.double, device=stand_in.devices[0])
     criterion = BalancedCriterion(nn.CrossEntropyLoss(weight))
     x, labels = make_batch()
@@ -250,15 +263,7 @@ def test_one_communicator_serves_weights_buffers_and_criteria(stand_in: StandIn)
             model(x)
         with model.shared_weights(), torch.no_grad():
             model(x)
-    assert stand_in.nccl.opened == [(0, 1, 2, 3)]
-
-
-@pytest.mark.parametrize("gpu0_bsz", [0, 2])
-def test_two_devices_need_no_communicator(gpu0_bsz, stand_in: StandIn):
-    module = nn.Sequential(mlp(), nn.BatchNorm1d(CLASSES).double()).to(stand_in.devices[0])
-    model = BalancedDataParallel(gpu0_bsz, module, stand_in.devices[:2])
-    model(make_batch()[0]).square().mean().backward()
-    assert stand_in.nccl.opened == []
+    assert stand_in.nccl.opened == opened
 
 
 def normed(device: torch.device) -> nn.Sequential:
@@ -283,6 +288,25 @@ def test_inputs_from_the_cpu_arrive_in_streams_of_their_own(stand_in: StandIn):
         )
         assert len(arrived) == len(computed) > 0
         assert not arrived & computed
+
+
+@pytest.mark.parametrize("where", ["cpu", "stand_in:0"])
+@pytest.mark.parametrize("trains", [True, False])
+@pytest.mark.parametrize("gpu0_bsz", [0, 1])
+@pytest.mark.parametrize("loss", [cross_entropy, masked_mean])
+def test_the_host_does_not_wait_for_a_step(loss, gpu0_bsz, trains, where, stand_in: StandIn):
+    model = BalancedDataParallel(gpu0_bsz, Lambda(loss, inner=mlp()).to(stand_in.devices[0]))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batch = [tensor.to(where) for tensor in make_batch()]
+    for _ in range(3):  # the first calls look at the loss and the parameters
+        before = stand_in.num_waits
+        with torch.set_grad_enabled(trains):
+            found = model(*batch)
+        if trains:
+            optimizer.zero_grad()
+            found.backward()
+            optimizer.step()
+    assert stand_in.num_waits == before
 
 
 @pytest.mark.parametrize("backward_in", ["side streams", "default streams"])
@@ -440,13 +464,7 @@ def test_weights_are_waited_for_wherever_they_are_read(has_gradients, gpu0_bsz, 
 def test_weights_are_sent_when_the_optimizer_has_written_them(stand_in: StandIn):
     """Nothing makes the host wait, as reading a loss would."""
     module, batch = Lambda(cross_entropy, inner=mlp()), make_batch()
-    plain = copy.deepcopy(module)
-    for _ in range(3):
-        loss = plain(*batch)
-        for parameter, gradient in zip(
-            plain.parameters(), torch.autograd.grad(loss, list(plain.parameters())), strict=True
-        ):
-            parameter.data -= 0.1 * gradient
+    _, plain = trained_on_cpu(module, [batch] * 3, lr=0.1)
     model = BalancedDataParallel(2, module.to(stand_in.devices[0]))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(3):
@@ -471,16 +489,18 @@ def test_weights_that_nobody_waited_for_when_forward_raised(stand_in: StandIn):
                 torch.ones_like(parameter, device=device)
 
 
-def test_replicas_made_by_hand_wait(stand_in: StandIn):
+def test_replicas_made_by_hand_wait_and_leave_no_memory(no_collector, stand_in: StandIn):
     module, x = mlp(), make_batch()[0]
     expected = copy.deepcopy(module)(x)
     model = BalancedDataParallel(1, module.to(stand_in.devices[0]))
+    allocated = torch.accelerator.memory_allocated(2)
     for _ in range(3):
         replicas = model.replicate(module, stand_in.devices)
         with torch.device(stand_in.devices[2]):
             output = replicas[2](x.to(stand_in.devices[2]))
         torch.testing.assert_close(output.cpu(), expected, **CLOSE)
         del replicas, output
+        assert torch.accelerator.memory_allocated(2) == allocated
         torch.ones(WIDTH * WIDTH, dtype=torch.double, device=stand_in.devices[2])
 
 
@@ -548,7 +568,7 @@ def test_memory_that_runs_out_is_seen_whoever_says_so(gpu0_bsz, advice, failure,
     with stand_in.limited(0, allocated + 12 * 4000 * WIDTH, failure):
         with pytest.raises(RuntimeError) as caught:
             model(x)
-        assert advice in "".join(getattr(caught.value, "__notes__", caught.value.args))
+        assert advice in "".join(notes_of(caught.value))
         if gpu0_bsz == "auto":
             assert num_failures(lambda: model(x).sum().backward()) < 5
             assert model.gpu0_bsz < 8
@@ -648,18 +668,6 @@ def test_functions_that_are_compiled_are_not_compiled_at_each_call(stand_in: Sta
     for _ in range(12):  # torch gives up after 8
         model(make_batch()[0])
     assert Arrivals.are_traced
-
-
-def test_replicas_made_by_hand_leave_no_memory_to_the_garbage_collector(
-    no_collector, stand_in: StandIn
-):
-    module = mlp().to(stand_in.devices[0])
-    model = BalancedDataParallel(1, module)
-    allocated = torch.accelerator.memory_allocated(1)
-    replicas = model.replicate(module, stand_in.devices)
-    replicas[1](torch.ones(1, WIDTH, dtype=torch.double, device=stand_in.devices[1]))
-    del replicas
-    assert torch.accelerator.memory_allocated(1) == allocated
 
 
 def test_small_weights_are_sent_together_whoever_watches_their_gradients(

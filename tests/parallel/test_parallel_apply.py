@@ -18,7 +18,6 @@ from balanced_dp.errors import add_note
 from balanced_dp.parallel.parallel_apply import parallel_apply
 
 from ..modules import Lambda
-from ..notes import notes_of
 
 CPUS = [torch.device("cpu")] * 3
 
@@ -83,9 +82,10 @@ def test_calls_on_one_device_run_one_after_another(emulated):
 
 
 @pytest.mark.parametrize("num_calls", [1, 3])
-def test_calls_on_a_single_device_run_in_the_calling_thread(num_calls):
-    threads = run([threading.current_thread] * num_calls, CPUS[:num_calls])
-    assert threads == [threading.current_thread()] * num_calls
+def test_calls_on_a_single_device_run_in_the_calling_thread(num_calls, emulated):
+    for device in (CPUS[0], emulated[1]):
+        threads = run([threading.current_thread] * num_calls, [device] * num_calls)
+        assert threads == [threading.current_thread()] * num_calls
 
 
 def state():
@@ -139,30 +139,6 @@ def test_emulated_devices_all_have_a_thread_in_which_they_are_current(emulated):
 
     assert run([call] * 3, emulated[2:5]) == [(f"replicas on lazy:{i}", i) for i in (2, 3, 4)]
     assert module.current_device() == 0
-
-
-class Unusual(Exception):
-    """Cannot be made again from its text, as torch's wrapper would try to."""
-
-    def __init__(self, code, *, detail):
-        super().__init__(code)
-        self.detail = detail
-
-
-@pytest.mark.parametrize("num_calls", [1, 3])
-def test_an_exception_is_raised_as_it_is_with_a_note(num_calls, emulated):
-    error = Unusual(3, detail="x")
-
-    def fail():
-        raise error
-
-    calls = [lambda: 1, lambda: 2, fail][3 - num_calls :]
-    with pytest.raises(Unusual) as caught:
-        run(calls, emulated[:num_calls])
-    assert caught.value is error
-    assert caught.value.detail == "x"
-    assert notes_of(caught.value) == [f"in replica {num_calls - 1} on lazy:{num_calls - 1}"]
-    assert "fail" in [entry.name for entry in caught.traceback]
 
 
 def test_the_first_of_several_failures_is_raised_when_all_have_ended(emulated):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from collections import Counter
 
 import pytest
 import torch
@@ -34,19 +35,14 @@ class Copied:
     """The bytes copied between devices since the last question."""
 
     def __init__(self) -> None:
-        self._before: dict[tuple[torch.device, torch.device], int] = {}
+        self._before: Counter[tuple[torch.device, torch.device]] = Counter()
 
     def __call__(self) -> dict[tuple[int, int], int]:
-        now = current_machine().copied_bytes()
-        since = {pair: count - self._before.get(pair, 0) for pair, count in now.items()}
-        self._before = now
+        now = Counter(current_machine().copied_bytes())
+        since, self._before = now - self._before, now
         # Inputs come from the CPU here: what goes from device to device is weights and gradients,
         # but for the outputs, of which there are four bytes a device.
-        return {
-            (a.index, b.index): count
-            for (a, b), count in since.items()
-            if count and a.type == b.type == "lazy"
-        }
+        return {(a.index, b.index): n for (a, b), n in since.items() if a.type == b.type == "lazy"}
 
 
 def mlp() -> nn.Module:
@@ -62,6 +58,12 @@ SCALAR = 4
 def wrapped(devices, module=None, num_devices=4, **options):
     module = (mlp() if module is None else module).to(devices[0])
     return BalancedDataParallel(1, module, devices[:num_devices], **options)
+
+
+def beside(devices, module=None):
+    """Returns a wrapped module, the same module bare on the CPU, and a batch; all in float64."""
+    bare = (mlp() if module is None else module).double()
+    return wrapped(devices, copy.deepcopy(bare)), bare, torch.randn(9, 5, dtype=torch.double)
 
 
 def out(num_bytes, devices=(1, 2, 3)):
@@ -114,9 +116,8 @@ def test_a_device_that_had_no_samples_before_gets_its_copies_when_it_has(emulate
 
 
 def test_evaluation_and_training_share_copies(emulated):
-    module = mlp().double()
-    reference = copy.deepcopy(module)
-    model, copied, x = wrapped(emulated, module), Copied(), torch.randn(9, 5, dtype=torch.double)
+    model, reference, x = beside(emulated)
+    copied = Copied()
     with model.shared_weights():
         for mode in (torch.inference_mode, torch.no_grad, contextlib.nullcontext) * 2:
             with mode():
@@ -127,18 +128,7 @@ def test_evaluation_and_training_share_copies(emulated):
                     expected.backward()
     sent = sum(count for (sender, _), count in copied().items() if not sender)
     assert sent == 3 * (2 * NUM_BYTES + 2 * 2 * SCALAR)
-    assert_same_gradients(module, reference)
-
-
-def test_copies_die_with_the_model_without_the_garbage_collector(no_collector, emulated):
-    model, x = wrapped(emulated), torch.randn(9, 5)
-    with torch.no_grad():
-        model(x)
-    model(x).backward()
-    with torch.no_grad():
-        model(x)
-    del model
-    assert [torch.lazy.memory_allocated(device) for device in emulated[:4]] == [0] * 4
+    assert_same_gradients(model.module, reference)
 
 
 # Whatever changes the weights, evaluation sees it.
@@ -251,43 +241,28 @@ def test_weights_that_forward_writes_to_are_copied_again(emulated):
             torch.testing.assert_close(model(indices).cpu(), expected(indices))
 
 
-@pytest.mark.parametrize("has_gradients", [False, True])
-def test_weights_that_change_in_a_block_are_an_error(emulated, has_gradients):
-    model = wrapped(emulated, nn.Linear(4, 3))
-    x = torch.ones(9, 4)
-    with torch.set_grad_enabled(has_gradients), model.shared_weights():
-        model(x)
-        with torch.no_grad():
-            model.module.weight.mul_(2)
-        with pytest.raises(
-            RuntimeError, match=r"changed inside shared_weights\(\).*after the block"
-        ):
-            model(x)
+CHANGES_IN_A_BLOCK = {
+    "write": lambda module: module.weight.detach().mul_(2),
+    "freeze": lambda module: module.requires_grad_(False),
+    "unfreeze": lambda module: module.requires_grad_(True),
+    "replace": lambda module: setattr(
+        module, "weight", nn.Parameter(module.weight.detach().clone(), requires_grad=False)
+    ),
+}
 
 
-def freeze(module):
-    module.requires_grad_(False)
-
-
-def unfreeze(module):
-    module.requires_grad_(True)
-
-
-def replace_by_frozen(module):
-    module.weight = nn.Parameter(torch.zeros_like(module.weight), requires_grad=False)
-
-
-@pytest.mark.parametrize("change", [freeze, unfreeze, replace_by_frozen])
-@pytest.mark.parametrize("has_gradients", [False, True])
-def test_what_is_trained_may_not_change_in_a_block(emulated, has_gradients, change):
+@pytest.mark.parametrize("change", CHANGES_IN_A_BLOCK)
+@pytest.mark.parametrize("has_gradients", [(False, False), (False, True), (True, True)])
+def test_weights_that_change_in_a_block_are_an_error(emulated, has_gradients, change):
     """Parameters that were unfrozen got the gradients of the first chunk alone."""
-    model = wrapped(emulated, nn.Linear(4, 3).requires_grad_(change is not unfreeze))
+    model = wrapped(emulated, nn.Linear(4, 3).requires_grad_(change != "unfreeze"))
     x = torch.ones(9, 4)
+    message = r"replaced, frozen, unfrozen or changed inside shared_weights\(\).*after the block"
     with model.shared_weights():
-        with torch.set_grad_enabled(has_gradients):
+        with torch.set_grad_enabled(has_gradients[0]):
             model(x)
-        change(model.module)
-        with pytest.raises(RuntimeError, match="replaced, frozen, unfrozen or changed inside"):
+        CHANGES_IN_A_BLOCK[change](model.module)
+        with torch.set_grad_enabled(has_gradients[1]), pytest.raises(RuntimeError, match=message):
             model(x)
 
 
@@ -381,10 +356,6 @@ def test_gradients_leave_the_other_devices_while_backward_runs(
 # Accumulation.
 
 
-def gradients_of(module):
-    return [None if p.grad is None else p.grad.detach().cpu() for p in module.parameters()]
-
-
 def test_accumulation_copies_weights_and_gradients_once(emulated):
     model, copied = wrapped(emulated), Copied()
     losses = []
@@ -419,20 +390,14 @@ def test_accumulated_gradients_are_those_of_one_device(devices, how, gpu0_bsz):
     model(batches[0]).backward()
     assert_same_gradients(module, reference)
     assert seen[-1] is module.layers[0].weight.grad
-    seen.clear()
-    del model, module, late
 
 
-@pytest.mark.parametrize("accumulates", [False, True])
-def test_second_derivatives_are_exact(devices, accumulates):
-    module = mlp().double()
-    reference = copy.deepcopy(module)
-    model = wrapped(devices, module)
-    x = torch.randn(9, 5, dtype=torch.double)
-    with model.accumulate() if accumulates else contextlib.nullcontext():
+def test_second_derivatives_in_a_block_are_exact(devices):
+    model, reference, x = beside(devices)
+    with model.accumulate():
         penalize(model, x.to(devices[0]))
     penalize(reference, x)
-    assert_same_gradients(module, reference)
+    assert_same_gradients(model.module, reference)
 
 
 def penalize(model, x):
@@ -469,15 +434,13 @@ MISUSES = {
 @pytest.mark.parametrize("misuse", MISUSES)
 def test_gradients_that_are_deferred_cannot_be_used(emulated, misuse, foreach, make):
     """The step was one of the first device's gradients; the others' came into the next."""
-    module = mlp().double()
-    reference = copy.deepcopy(module)
-    model, x = wrapped(emulated, module), torch.randn(9, 5, dtype=torch.double)
+    model, reference, x = beside(emulated)
     optimizer = make(model.parameters(), lr=0.1, foreach=foreach)
     with pytest.raises(RuntimeError, match=MISUSED), model.accumulate():
         model(x).backward()
         MISUSES[misuse](model, optimizer)
     reference(x).backward()  # what was computed is there
-    assert_same_gradients(module, reference)
+    assert_same_gradients(model.module, reference)
 
 
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
@@ -485,7 +448,7 @@ def test_gradients_that_are_deferred_cannot_be_used(emulated, misuse, foreach, m
 def test_gradients_that_were_replaced_are_an_error_before_anything_is_added(emulated, how):
     model, x = wrapped(emulated), torch.randn(9, 5)
     model(x).backward()
-    before = gradients_of(model.module)
+    before = [parameter.grad.clone() for parameter in model.parameters()]
     with pytest.raises(RuntimeError, match=MISUSED), model.accumulate():
         model(x).backward(create_graph=how == "create_graph")
         if how == "zero_grad":
@@ -493,19 +456,18 @@ def test_gradients_that_were_replaced_are_an_error_before_anything_is_added(emul
         else:
             model.module.layers[0].bias.grad = torch.zeros(16, device=emulated[0])
     if how == "assigned":
-        after = gradients_of(model.module)
-        assert [ours.equal(old) for ours, old in zip(after, before, strict=True)] == [1, 0, 1]
+        pairs = zip(model.parameters(), before, strict=True)
+        assert [parameter.grad.equal(old) for parameter, old in pairs] == [1, 0, 1]
 
 
 def test_penalties_on_weights_are_added_as_well(emulated):
-    module = mlp().double()
-    reference = copy.deepcopy(module)
-    model = wrapped(emulated, module)
+    model, reference, x = beside(emulated)
     with model.accumulate():
-        for x in torch.randn(2, 9, 5, dtype=torch.double):
+        for batch in (x, -x):
             for net in (model, reference):
-                (net(x) + 0.1 * sum(p.square().sum() for p in net.parameters()).cpu()).backward()
-    assert_same_gradients(module, reference)
+                penalty = sum(p.square().sum() for p in net.parameters()).cpu()
+                (net(batch) + 0.1 * penalty).backward()
+    assert_same_gradients(model.module, reference)
 
 
 def test_on_one_device_and_on_none_accumulate_changes_nothing():
@@ -573,27 +535,21 @@ def test_sparse_parameters_are_copied_like_others(emulated):
 
 
 def test_freezing_inside_accumulate_keeps_what_was_learned_before(emulated):
-    module = mlp().double()
-    reference = copy.deepcopy(module)
-    model, x = wrapped(emulated, module), torch.randn(9, 5, dtype=torch.double)
+    model, reference, x = beside(emulated)
     reference(x).backward()
     with model.accumulate():
         model(x).backward()
-        module.layers[0].requires_grad_(False)
-    assert_same_gradients(module, reference)
+        model.module.layers[0].requires_grad_(False)
+    assert_same_gradients(model.module, reference)
 
 
 def test_frozen_weights_do_not_count_for_the_buckets():
     """Beside large ones the adapters would all be in one."""
-    layers = [nn.Linear(256, 256, bias=False).requires_grad_(False), *map(adapter, range(16))]
-    parameters = [p for layer in layers for p in layer.parameters()]
+    frozen = nn.Parameter(torch.randn(256, 256), requires_grad=False)
+    parameters = [frozen, *(nn.Parameter(torch.randn(8, 8)) for _ in range(16))]
     other = torch.device("cpu", 1)
     copies, _ = ParameterCopies().on([other], parameters)
     assert len({c.grad_fn for c in copies[other] if c.requires_grad}) == 8
-
-
-def adapter(_: int) -> nn.Module:
-    return nn.Linear(8, 8, bias=False)
 
 
 @pytest.mark.parametrize("kind", ["emulated", "cpu"])
@@ -715,11 +671,10 @@ def test_sparse_gradients_in_a_block(emulated, second):
     def forward(self, x, sparse):
         return functional.embedding(x, self.weight, sparse=sparse)
 
-    reference, x = Lambda(forward, weight=nn.Parameter(torch.randn(5, 2))), torch.arange(8) % 5
-    module = copy.deepcopy(reference)
-    model = wrapped(emulated, module)
+    model, reference, _ = beside(emulated, Lambda(forward, weight=nn.Parameter(torch.randn(5, 2))))
+    x = torch.arange(8) % 5
     with model.accumulate():
         for sparse in (True, second):
             model(x, sparse).square().sum().backward()
             reference(x, sparse).square().sum().backward()
-    assert_same_gradients(module, reference)
+    assert_same_gradients(model.module, reference)

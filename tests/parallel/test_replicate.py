@@ -16,17 +16,6 @@ def replicate(network, devices):
     return Replicator().replicate(network, devices)
 
 
-class Counter(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
-        self.weight = nn.Parameter(torch.ones(2))
-
-    def forward(self, x):
-        self.calls += 1
-        return x * self.weight
-
-
 def test_replicas_look_like_the_module(devices):
     module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).to(devices[0])
     for device, replica in zip(devices[:3], replicate(module, devices[:3]), strict=True):
@@ -51,13 +40,6 @@ def test_replicas_on_one_device_share_the_parameters(emulated):
     assert second.weight is not module.weight
 
 
-def test_the_first_replica_shares_the_buffers_and_updates_count_once(devices):
-    module = Counter().to(devices[0])
-    parallel = BalancedDataParallel(1, module, device_ids=devices[:4])
-    parallel(torch.ones(7, 2))
-    assert module.calls.item() == 1
-
-
 def test_tied_weights_stay_tied_and_a_module_that_appears_twice_does(emulated):
     shared, tied = nn.Linear(3, 3), nn.Linear(3, 3)
     tied.weight = shared.weight
@@ -74,20 +56,6 @@ def test_frozen_parameters_stay_frozen(emulated):
     with torch.no_grad():  # forward may enable gradients
         replica = replicate(module, [emulated[1]])[0]
     assert (replica.weight.requires_grad, replica.bias.requires_grad) == (True, False)
-
-
-def test_hooks_run_once_a_replica_and_set_attributes_of_it(devices):
-    seen = []
-
-    def hook(module, args, output):
-        seen.append(len(output))
-        module.seen = seen
-
-    module = nn.Linear(2, 2).to(devices[0])
-    module.register_forward_hook(hook)
-    BalancedDataParallel(1, module, device_ids=devices[:3])(torch.ones(7, 2))
-    assert sorted(seen) == [1, 3, 3]
-    assert not hasattr(module, "seen")
 
 
 def compiled_in_place():

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 from collections import OrderedDict, UserDict, defaultdict
-from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -42,20 +41,17 @@ def cut(value, *chunk_sizes, **options):
 
 
 @pytest.mark.parametrize(
-    "inputs",
+    ("inputs", "batch_size"),
     [
-        [("a", torch.zeros(5, 2)), ("b", torch.zeros(7))],
-        [("a", None), ("b", [1, {"c": (torch.tensor(1.0), torch.zeros(5))}])],
-        [("a", Frozen("text", Pair(3, torch.zeros(5))))],
-        [("mask", torch.zeros(9)), ("a", torch.zeros(5))],
+        ([("a", torch.zeros(5, 2)), ("b", torch.zeros(7))], 5),
+        ([("a", None), ("b", [1, {"c": (torch.tensor(1.0), torch.zeros(5))}])], 5),
+        ([("a", Frozen("text", Pair(3, torch.zeros(5))))], 5),
+        ([("mask", torch.zeros(9)), ("a", torch.zeros(5))], 5),
+        ([("a", 1), ("b", [torch.tensor(1.0)])], None),
     ],
 )
-def test_the_batch_size_is_that_of_the_first_tensor_to_be_cut(inputs):
-    assert find_batch_size(inputs, broadcast={"mask"}) == 5
-
-
-def test_without_a_tensor_to_cut_there_is_no_batch_size():
-    assert find_batch_size([("a", 1), ("b", [torch.tensor(1.0)])]) is None
+def test_the_batch_size_is_that_of_the_first_tensor_to_be_cut(inputs, batch_size):
+    assert find_batch_size(inputs, broadcast={"mask"}) == batch_size
 
 
 def test_a_first_tensor_without_the_batch_dimension_is_an_error():
@@ -98,14 +94,6 @@ def test_containers_keep_their_type_and_what_is_no_tensor(container):
     assert repr(chunks) == repr([container(torch.arange(2)), container(torch.arange(2, 5))])
     assert [type(chunk) for chunk in chunks] == [type(value)] * 2
     assert all(chunk is not value for chunk in chunks) or value == ()
-
-
-def test_numbers_in_tensors_and_other_objects_go_whole_to_each_device():
-    value = {"scale": torch.tensor(2.0), "name": "x", "f": print, "x": torch.arange(5)}
-    for chunk in cut(value, 2, 3):
-        assert chunk["scale"] == 2.0
-        assert chunk["name"] == "x"
-        assert chunk["f"] is print
 
 
 @pytest.mark.parametrize("path", ["x", "x.batch", "x.batch.mask"])
@@ -167,11 +155,10 @@ def test_sequences_are_cut_where_that_is_asked_for():
 
 def test_a_tensor_of_a_sequence_is_copied_to_its_own_device_only(emulated):
     boxes = [torch.zeros(256), torch.zeros(256), torch.zeros(256)]
-    chunks = scatter([("boxes", boxes)], emulated[:2], [1, 2], split=("boxes",))
+    scatter([("boxes", boxes)], emulated[:2], [1, 2], split=("boxes",))
     memory = torch.get_device_module(emulated[0])
     peaks = [memory.max_memory_allocated(device) for device in emulated[:2]]
     assert peaks == [boxes[0].nbytes, 2 * boxes[0].nbytes]
-    del chunks
 
 
 @pytest.mark.parametrize("value", [["a", "b", "c"], (1, 2, 3), [[1], [2], [3]], np.arange(3)])
@@ -217,7 +204,6 @@ def test_a_chunk_that_stays_does_not_keep_the_batch_alive(emulated):
     torch.testing.assert_close(first, batch[:2])
     del batch
     assert torch.lazy.memory_allocated(emulated[0]) == 8192  # 2 x 1000 x 4 bytes, in blocks of 512
-    del first
 
 
 def test_the_only_chunk_is_the_batch():
@@ -261,7 +247,6 @@ def test_tensors_of_any_kind_travel(tensor, dim, devices):
     if tensor.requires_grad:
         (grad,) = torch.autograd.grad(joined.square().sum(), tensor)
         torch.testing.assert_close(grad, 2 * tensor.detach())
-    del chunks, joined
 
 
 def test_what_is_expanded_stays_so(emulated):
@@ -269,16 +254,6 @@ def test_what_is_expanded_stays_so(emulated):
     mask = torch.ones(1, 64, 64, device=emulated[0]).expand(32, 64, 64)
     [[first], _] = scatter([("mask", mask)], emulated[:2], [2, 30])
     assert first.stride(0) == 0
-    del mask, first
-
-
-def test_a_chunk_that_was_copied_leads_gradients_back(emulated):
-    batch = torch.randn(9, 2, device=emulated[0], requires_grad=True)
-    [[first], [second]] = scatter([("x", batch)], emulated[:2], [2, 7])
-    first.mul_(3)  # it is a tensor of its own
-    (first.sum() + 2 * second.sum().to(emulated[0])).backward()
-    assert batch.grad[:, 0].tolist() == [3, 3, 2, 2, 2, 2, 2, 2, 2]
-    del first, second, batch
 
 
 @pytest.mark.parametrize("requires_grad", [True, False])
@@ -309,14 +284,3 @@ def test_a_packed_sequence_needs_no_cutting_on_one_device():
     with emulate_devices(1) as devices:
         model = BalancedDataParallel(1, Lambda(lambda _, p: p.data.sum()), list(devices))
         assert model(packed).item() == 10
-
-
-def test_a_second_tensor_of_another_length_is_not_truncated(devices):
-    """Chunks of both were zipped, so what was left over of the longer one vanished silently."""
-    module = Lambda(lambda m, x, bias: m.a(x) + bias, a=nn.Linear(4, 2)).to(devices[0])
-    for broadcast, is_taken in (((), False), ("kwargs.bias", False), ("bias", True)):
-        model = BalancedDataParallel(1, module, device_ids=devices[:4], broadcast=broadcast)
-        remedy = r"broadcast=\('bias',\) copies it whole to each device"
-        refused = pytest.raises(ScatterError, match=remedy)
-        with nullcontext() if is_taken else refused:
-            assert model(torch.randn(8, 4), bias=torch.randn(2)).shape == (8, 2)

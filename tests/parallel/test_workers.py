@@ -67,7 +67,6 @@ def test_each_call_uses_the_same_threads(devices, before):
         model(X)
         assert {k: v for k, v in model.module.seen.items() if k != "cpu"} == threads
     assert set(new_threads(before)) == started
-    del model
 
 
 @with_threads_that_last
@@ -79,7 +78,6 @@ def test_loss_and_metrics_run_in_the_model_s_threads(devices, before):
     assert set(idents.tolist()) == {threading.get_ident(), *(t.ident for t in started)}
     BalancedCriterion(nn.MSELoss())(outputs, X).backward()
     assert set(new_threads(before)) == started
-    del model, outputs
 
 
 def test_on_free_threaded_builds_threads_end_with_each_call(devices, before, monkeypatch):
@@ -94,16 +92,6 @@ def test_on_free_threaded_builds_threads_end_with_each_call(devices, before, mon
         del output
         held = [torch.lazy.memory_allocated(device) for device in devices[1:]]
         assert held == [0, 0, 0]
-    del model
-
-
-def test_a_single_active_device_needs_no_thread(devices, before):
-    model = BalancedDataParallel(1, Threads(), devices)
-    model.gpu0_bsz = 0
-    model(X[:1])
-    assert model.chunk_sizes == (0, 1, 0, 0)
-    assert new_threads(before) == []
-    del model
 
 
 @with_threads_that_last
@@ -118,7 +106,6 @@ def test_close_ends_the_threads_and_a_call_starts_new_ones(devices, before):
     assert model(X).shape == X.shape
     assert len(new_threads(before)) == 2
     model.close()
-    del model
 
 
 @with_threads_that_last
@@ -147,7 +134,6 @@ def test_an_error_leaves_the_threads_ready(emulated):
         model(-X)
     model(X)
     assert model.module.seen == threads
-    del model
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
@@ -165,7 +151,6 @@ def test_a_forked_process_starts_its_own(emulated):
                 os._exit(code)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
         assert model(X).cpu().equal(X)
-    del model
 
 
 def test_calls_at_the_same_time_do_not_wait_for_each_other(emulated):
