@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 
 import pytest
@@ -20,12 +19,3 @@ def symbolic_devices() -> Iterator[EmulatedDevices]:
     """Two emulated devices in symbolic mode."""
     with emulate_devices(2, symbolic=True) as devices:
         yield devices
-
-
-@pytest.fixture
-def reference_counting_only() -> Iterator[None]:
-    """Disable the garbage collector, so that memory is freed by reference counting only."""
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()

@@ -390,10 +390,10 @@ def test_it_is_not_nested_and_off_by_default(devices):
     assert devices[0].type == "cuda"
 
 
-def test_the_name_is_lazy_by_default():
-    with emulate_devices(2) as devices:
-        assert torch.ones(1, device=devices[1]).device.type == "lazy"
-        assert not torch.cuda.is_available()
+def test_the_name_is_lazy_by_default(emulate):
+    devices = emulate(2)
+    assert torch.ones(1, device=devices[1]).device.type == "lazy"
+    assert not torch.cuda.is_available()
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
@@ -491,38 +491,37 @@ def test_what_profilers_and_loggers_call(devices):
     assert torch.cuda.initial_seed() != 3
 
 
-def test_settings_of_a_script_end_with_the_context():
+def test_settings_of_a_script_end_with_the_context(emulate):
     with emulate_devices(1, as_cuda=True), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # deprecated
         torch.set_default_tensor_type("torch.cuda.HalfTensor")
         torch.set_autocast_enabled("cuda", True)
     assert torch.get_default_dtype() == torch.float32
-    with emulate_devices(1, as_cuda=True):
-        assert not torch.is_autocast_enabled("cuda")
+    emulate(1, as_cuda=True)
+    assert not torch.is_autocast_enabled("cuda")
 
 
 # Shapes only.
 
 
-def test_a_scaler_takes_each_step_where_gradients_are_not_known():
-    with emulate_devices(1, as_cuda=True, symbolic=True):
-        parameter = nn.Parameter(torch.ones(2, device="cuda"))
-        optimizer = torch.optim.AdamW([parameter])
-        scaler = torch.amp.GradScaler("cuda")
-        scaler.scale(parameter.sum()).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        assert optimizer.state[parameter]
-        del parameter, optimizer
+def test_a_scaler_takes_each_step_where_gradients_are_not_known(emulate):
+    emulate(1, as_cuda=True, symbolic=True)
+    parameter = nn.Parameter(torch.ones(2, device="cuda"))
+    optimizer = torch.optim.AdamW([parameter])
+    scaler = torch.amp.GradScaler("cuda")
+    scaler.scale(parameter.sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert optimizer.state[parameter]
 
 
-def test_unknown_numbers_are_nan_until_they_decide():
-    with emulate_devices(1, as_cuda=True, symbolic=True):
-        current_machine().reads_unknown_as_nan = True
-        read_unknown_numbers()
-        current_machine().reads_unknown_as_nan = False
-        with pytest.raises(SymbolicValueError):
-            torch.ones(3, device="cuda").mean().item()
+def test_unknown_numbers_are_nan_until_they_decide(emulate):
+    emulate(1, as_cuda=True, symbolic=True)
+    current_machine().reads_unknown_as_nan = True
+    read_unknown_numbers()
+    current_machine().reads_unknown_as_nan = False
+    with pytest.raises(SymbolicValueError):
+        torch.ones(3, device="cuda").mean().item()
 
 
 def read_unknown_numbers() -> None:

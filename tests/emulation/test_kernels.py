@@ -291,7 +291,7 @@ def test_attention_with_dropout_is_attention_on_average(devices):
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.5])
 @pytest.mark.parametrize("symbolic", [False, True])
-def test_attention_and_its_gradients_keep_the_layout_of_their_inputs(symbolic, dropout_p):
+def test_attention_and_its_gradients_keep_the_layout_of_their_inputs(symbolic, dropout_p, emulate):
     def strides(device):
         q = torch.zeros(T, N, H, E, device=device, requires_grad=True).permute(1, 2, 0, 3)
         k = torch.zeros(N, S, H, E, device=device, requires_grad=True).transpose(1, 2)
@@ -302,8 +302,8 @@ def test_attention_and_its_gradients_keep_the_layout_of_their_inputs(symbolic, d
             assert result.stride() == like.stride()
         return [result.stride() for result in gradients]
 
-    with emulate_devices(1, symbolic=symbolic) as devices:
-        assert len(set(strides(devices[0]))) == 3
+    devices = emulate(1, symbolic=symbolic)
+    assert len(set(strides(devices[0]))) == 3
 
 
 def test_a_mask_that_learns_gets_its_gradient(devices):

@@ -97,16 +97,15 @@ def test_the_floor_is_about_what_gpu0_bsz_0_holds(gpu0_bsz, vocabulary):
     assert [entry.floor_bytes for entry in found[1:]] == [None] * 3
 
 
-def test_a_bare_module_has_a_breakdown_and_no_floor():
-    with emulate_devices(2) as devices:
-        module = nn.Linear(100, 10).to(devices[1])
-        [entry] = memory_breakdown(module)
-        assert entry.device == "lazy:1"
-        assert entry.uses["parameter"] == 4096 + 512
-        assert entry.floor_bytes is None
-        model = BalancedDataParallel(1, module, [devices[1], devices[0]])
-        assert [entry.floor_bytes for entry in memory_breakdown(model)] == [None, None]
-        del model, module
+def test_a_bare_module_has_a_breakdown_and_no_floor(emulate):
+    devices = emulate(2)
+    module = nn.Linear(100, 10).to(devices[1])
+    [entry] = memory_breakdown(module)
+    assert entry.device == "lazy:1"
+    assert entry.uses["parameter"] == 4096 + 512
+    assert entry.floor_bytes is None
+    model = BalancedDataParallel(1, module, [devices[1], devices[0]])
+    assert [entry.floor_bytes for entry in memory_breakdown(model)] == [None, None]
 
 
 def test_state_of_any_shape_is_found_and_counted_once(unlabelled):

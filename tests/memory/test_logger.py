@@ -46,16 +46,15 @@ def test_peaks_are_written_every_so_many_steps(shape):
         assert writer.written[i + 2][1] == pytest.approx((high - low) / high)
 
 
-def test_the_steps_between_ask_nothing(monkeypatch):
-    with emulate_devices(2) as devices:
-        model = BalancedDataParallel(1, nn.Linear(100, 50).to(devices[0]))
-        logger = MemoryLogger(model, Writer(), every=4)
-        monkeypatch.setattr(logger, "_peaks", None)  # any query would fail
-        for _ in range(3):
-            logger.step()
-        with pytest.raises(AttributeError):
-            logger.step()
-        del model, logger
+def test_the_steps_between_ask_nothing(monkeypatch, emulate):
+    devices = emulate(2)
+    model = BalancedDataParallel(1, nn.Linear(100, 50).to(devices[0]))
+    logger = MemoryLogger(model, Writer(), every=4)
+    monkeypatch.setattr(logger, "_peaks", None)  # any query would fail
+    for _ in range(3):
+        logger.step()
+    with pytest.raises(AttributeError):
+        logger.step()
 
 
 def test_the_tags_hold_both_numbers(driver):
@@ -76,9 +75,8 @@ def test_the_tags_hold_both_numbers(driver):
         (1, "runs", ArgumentTypeError, "writer must have add_scalar"),
     ],
 )
-def test_what_cannot_be_used(every, writer, error, message):
-    with emulate_devices(1) as devices:
-        model = BalancedDataParallel(1, nn.Linear(2, 2).to(devices[0]), list(devices))
-        with pytest.raises(error, match=message):
-            MemoryLogger(model, writer, every)
-        del model
+def test_what_cannot_be_used(every, writer, error, message, emulate):
+    devices = emulate(1)
+    model = BalancedDataParallel(1, nn.Linear(2, 2).to(devices[0]), list(devices))
+    with pytest.raises(error, match=message):
+        MemoryLogger(model, writer, every)
