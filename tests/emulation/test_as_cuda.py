@@ -381,21 +381,6 @@ def test_torch_is_as_before_after_the_context(error):
         torch.ones(2).cuda()
 
 
-def test_it_is_not_nested_and_off_by_default(devices):
-    with (
-        pytest.raises(EmulationError, match="cannot be nested"),
-        emulate_devices(2, as_cuda=True),
-    ):
-        pass
-    assert devices[0].type == "cuda"
-
-
-def test_the_name_is_lazy_by_default(emulate):
-    devices = emulate(2)
-    assert torch.ones(1, device=devices[1]).device.type == "lazy"
-    assert not torch.cuda.is_available()
-
-
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_checkpoints_of_activations_repeat_dropout(use_reentrant, devices):
     """The states of generators were not saved: gradients were those of other masks."""

@@ -193,18 +193,6 @@ def test_an_error_in_the_body_is_not_masked_by_the_tensors_it_leaves(emulate):
     assert allocated(devices[0]) == 0
 
 
-def test_a_tensor_of_one_context_does_not_count_in_the_next(emulate):
-    with pytest.warns(ResourceWarning, match="1 on lazy:0"), emulate_devices(1) as devices:
-        kept = torch.zeros(1000, device=devices[0])
-    devices = emulate(1)
-    fresh = torch.zeros(1000, device=devices[0])
-    assert allocated(devices[0]) == 4096
-    with pytest.raises(EmulationError, match="has ended"):
-        fresh + kept
-    del kept
-    assert allocated(devices[0]) == 4096
-
-
 # Capacity.
 
 
@@ -277,26 +265,6 @@ def test_the_message_says_how_much_was_asked_for_and_how_much_is_free(emulate):
         "10.00 KiB of which 6.00 KiB is free. Of the allocated memory 4.00 KiB is allocated "
         "by PyTorch. (This is the emulated device lazy:0.)"
     )
-
-
-@pytest.mark.usefixtures("no_collector")
-def test_after_running_out_in_a_training_step_the_memory_is_back(emulate):
-    def step(module, batch_size):
-        module(torch.randn(batch_size, 64, device="lazy:0")).sum().backward()
-
-    [device] = emulate(1, memory="1MiB")
-    module = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)]).to(device)
-    before = allocated(device)
-    sizes = [100, 800, 1500, 3000, 5000]
-    messages = []
-    for size in sizes:
-        messages.append(out_of_memory_message(partial(step, module, size)))
-        module.zero_grad()
-        assert allocated(device) == before
-    assert messages[0] is None
-    assert all(messages[1:])
-    assert torch.get_device_module(device).memory_stats(device)["num_ooms"] == 4
-    step(module, 100)
 
 
 # Copies between devices.

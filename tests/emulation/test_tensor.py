@@ -226,16 +226,6 @@ def test_tied_weights_stay_tied_to_the_device_and_back(devices):
     assert type(module.cpu()[0].weight) is nn.Parameter
 
 
-def test_an_optimizer_made_before_the_module_moves_trains_it(devices):
-    module = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
-    before = module.bias.detach().clone()
-    module.to(devices[0])
-    module(torch.zeros(1, 2, device=devices[0])).sum().backward()
-    optimizer.step()
-    torch.testing.assert_close(module.bias.detach().cpu(), before - 1)
-
-
 def test_a_deep_copy_is_independent_and_keeps_ties_and_the_device(devices):
     module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3)).to(devices[1])
     module[2].weight = module[0].weight
