@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -336,40 +337,34 @@ def test_distributed_data_parallel_with_the_default_backend_of_the_device(device
 
 
 def attributes() -> dict[str, Any]:
-    """Everything that is patched, by name."""
-    owners: dict[str, Any] = {
-        "torch": torch,
-        "torch.Tensor": torch.Tensor,
-        "torch.cuda": torch.cuda,
-        "torch.cuda.memory": torch.cuda.memory,
-        **{module.__name__: module for module in ACCELERATOR_MODULES},
-        "torch.UntypedStorage": torch.UntypedStorage,
-        "torch.distributed": torch.distributed,
-        "torch.distributed.Backend": torch.distributed.Backend,
-        "torch.serialization": torch.serialization,
-        "torch.version": torch.version,
-        "torch._C": torch._C,
-        "torch._C._nn": torch._C._nn,
-        "GradScaler": torch.amp.GradScaler,
-        "DeviceContext": torch.utils._device.DeviceContext,
-    }
-    return {
+    """Everything that is patched, by name, and the number of hooks."""
+    owners: tuple[Any, ...] = (
+        *(torch, torch.cuda, torch.cuda.memory, torch.distributed, torch.serialization),
+        *(torch.version, torch.random, torch.autograd, torch._C, torch._C._nn),
+        *(torch.Tensor, torch.UntypedStorage, torch.nn.Module, torch.amp.GradScaler),
+        *(torch.distributed.Backend, torch.utils._device.DeviceContext, *ACCELERATOR_MODULES),
+        sys.modules[torch.optim.Optimizer.__module__],
+    )
+    return {"hooks": len(torch.nn.modules.module._global_forward_pre_hooks)} | {
         f"{owner} {name}": id(value)
-        for owner, target in owners.items()
-        for name, value in vars(target).items()
+        for owner in owners
+        for name, value in vars(owner).items()
         if not name.startswith("__") or name in ("__init__", "__torch_function__")
     }
 
 
+@pytest.mark.parametrize("as_cuda", [False, True])
 @pytest.mark.parametrize("error", [None, KeyError], ids=["normally", "by an exception"])
-def test_torch_is_as_before_after_the_context(error):
-    with emulate_devices(1, as_cuda=True):
+def test_torch_is_as_before_after_the_context(error, as_cuda):
+    with emulate_devices(1, as_cuda=as_cuda):
         pass  # what is made on first use is made now
     before = attributes()
     try:
-        with emulate_devices(2, as_cuda=True, symbolic=True):
-            assert attributes() != before
-            torch.set_default_device("cuda")
+        with emulate_devices(2, as_cuda=as_cuda, symbolic=True):
+            assert attributes()["hooks"] > before["hooks"]
+            assert len(set(attributes().items()) - set(before.items())) > (100 if as_cuda else 10)
+            if as_cuda:
+                torch.set_default_device("cuda")
             if error is not None:
                 raise error
     except KeyError:
