@@ -1,12 +1,13 @@
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 
 from balanced_dp import EmulatedDevices, EmulationError, emulate_devices
+
+from ..at_once import at_once
 
 KIB = 1024
 
@@ -45,14 +46,13 @@ def test_the_current_device_is_the_first_until_set(devices, lazy):
 
 
 def test_each_thread_has_its_own_current_device(lazy):
-    def before_and_after_setting():
+    def before_and_after_setting(number):
         before = lazy.current_device()
         lazy.set_device(2)
         return before, lazy.current_device()
 
     lazy.set_device(1)
-    with ThreadPoolExecutor() as pool:
-        assert pool.submit(before_and_after_setting).result() == (0, 2)
+    assert at_once(before_and_after_setting, num_threads=1) == [(0, 2)]
     assert lazy.current_device() == 1
 
 

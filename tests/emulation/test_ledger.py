@@ -1,9 +1,7 @@
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -20,6 +18,7 @@ from balanced_dp.emulation.ledger import (
     Label,
 )
 
+from ..at_once import at_once
 from ..modules import short_of_memory_in_backward
 
 CAPACITY_BYTES = 16 * ROUND_BYTES
@@ -137,7 +136,6 @@ def frequent_thread_switches() -> Iterator[None]:
 def test_threads_that_hammer_one_ledger_leave_exact_books():
     num_threads, num_rounds = 8, 300
     ledger = DeviceLedger(sys.maxsize, MemoryError)
-    start = threading.Barrier(num_threads)
 
     def hammer(seed):
         held = []
@@ -151,8 +149,7 @@ def test_threads_that_hammer_one_ledger_leave_exact_books():
                 breakdown = ledger.breakdown()
                 assert sum(breakdown.peak.values()) <= ledger.peak_bytes
 
-    with ThreadPoolExecutor(num_threads, initializer=start.wait) as pool:
-        list(pool.map(hammer, range(num_threads)))  # raises what a thread raised
+    at_once(hammer, num_threads)
     assert (ledger.num_blocks, ledger.allocated_bytes) == (0, 0)
     assert not any(ledger.breakdown().now.values())
     assert sum(ledger.breakdown().peak.values()) == ledger.peak_bytes
