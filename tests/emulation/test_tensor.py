@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from balanced_dp import EmulationError, emulate_devices
 
 from ..at_once import at_once
+from ..modules import tied
 from .models import MODELS, train
 
 exact = {"rtol": 0, "atol": 1e-10}
@@ -207,8 +208,7 @@ def test_threads_train_on_several_devices_at_once_as_one_thread_alone(devices):
 
 
 def test_tied_weights_stay_tied_to_the_device_and_back(devices):
-    module = nn.Sequential(nn.Embedding(7, 5), nn.Linear(5, 7, bias=False))
-    module[1].weight = module[0].weight
+    module = tied()
     weight = module[0].weight
     for target in (devices[0], devices[1], torch.device("cpu"), devices[0]):
         module.to(target)
