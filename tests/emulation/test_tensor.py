@@ -160,28 +160,6 @@ def test_gradients_of_the_gradients_are_right(devices):
     assert torch.autograd.gradgradcheck(function, args)
 
 
-def test_hooks_and_custom_functions_see_tensors_of_the_device(devices):
-    seen = []
-
-    class Square(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            ctx.save_for_backward(x)
-            return x * x
-
-        @staticmethod
-        def backward(ctx, grad):
-            (x,) = ctx.saved_tensors
-            seen.append(x.device)
-            return 2 * x * grad
-
-    x = torch.tensor([3.0], device=devices[1], requires_grad=True)
-    x.register_hook(lambda grad: seen.append(grad.device) or grad * 10)
-    Square.apply(x).sum().backward()
-    assert seen == [devices[1]] * 2
-    assert x.grad.tolist() == [60.0]
-
-
 def test_threads_train_on_several_devices_at_once_as_one_thread_alone(devices):
     # The recurrent one has many small operations, so the threads switch often.
     def trained(device):
