@@ -152,11 +152,13 @@ def test_a_dropout_mask_takes_one_byte_an_element(devices):
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-@pytest.mark.parametrize("index", [0, 2])
-def test_checkpoint_repeats_the_dropout(devices, use_reentrant, index):
+@pytest.mark.parametrize(("as_cuda", "index"), [(False, 0), (False, 2), (True, 0)])
+def test_checkpoint_repeats_the_dropout(emulate, use_reentrant, as_cuda, index):
+    device = emulate(3, as_cuda=as_cuda)[index]
+    get_rng_state = torch.get_device_module(device).get_rng_state
     module = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.GELU(), nn.Linear(8, 2))
-    module.to(devices[index], torch.float64)
-    x = torch.randn(5, 4, dtype=torch.float64, device=devices[index])
+    module.to(device, torch.float64)
+    x = torch.randn(5, 4, dtype=torch.float64, device=device)
 
     def gradients(forward):
         torch.manual_seed(7)
@@ -169,12 +171,12 @@ def test_checkpoint_repeats_the_dropout(devices, use_reentrant, index):
 
     expected = gradients(module)
     assert gradients(lambda x: checkpoint(module, x, use_reentrant=use_reentrant)) == expected
-    state = torch.get_device_module("lazy").get_rng_state(devices[index])
+    state = get_rng_state(device)
     without = gradients(
         lambda x: checkpoint(module, x, use_reentrant=use_reentrant, preserve_rng_state=False)
     )
     assert without != expected  # so the comparison above can fail
-    assert not torch.equal(state, torch.get_device_module("lazy").get_rng_state(devices[index]))
+    assert not torch.equal(state, get_rng_state(device))
 
 
 # Attention.
