@@ -10,8 +10,6 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from balanced_dp import emulate_devices
-
 from ..at_once import at_once
 
 exact = {"rtol": 0, "atol": 1e-10}
@@ -344,7 +342,7 @@ LONG: dict[str, Callable[[int, torch.device], dict[str, Any]]] = {
 @pytest.mark.parametrize("dropout_p", [0.0, 0.1])
 @pytest.mark.parametrize("name", LONG)
 @pytest.mark.parametrize("symbolic", [False, True])
-def test_the_memory_of_attention_grows_linearly_with_the_length(symbolic, name, dropout_p):
+def test_the_memory_of_attention_grows_linearly_with_the_length(symbolic, name, dropout_p, emulate):
     def peak_of(length, device):
         options = LONG[name](length, device)
         num_kv_heads = 1 if "enable_gqa" in options else 2
@@ -356,8 +354,8 @@ def test_the_memory_of_attention_grows_linearly_with_the_length(symbolic, name, 
 
         return peak_growth(device, attend)
 
-    with emulate_devices(1, symbolic=symbolic) as devices:
-        short, long = (peak_of(length, devices[0]) for length in (256, 512))
+    [device] = emulate(1, symbolic=symbolic)
+    short, long = (peak_of(length, device) for length in (256, 512))
     one_matrix_bytes = 512 * 512 * 4
     assert long < one_matrix_bytes / 2
     constant_bytes = 16 * 512  # small tensors, rounded up

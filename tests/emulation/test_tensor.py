@@ -472,7 +472,6 @@ def test_parameters_can_be_given_other_data(emulated):
     vector = torch.arange(8.0, device=emulated[0])
     nn.utils.vector_to_parameters(vector, module.parameters())
     assert nn.utils.parameters_to_vector(module.parameters()).tolist() == list(range(8))
-    del parameter, module, vector
 
 
 def test_a_checkpoint_is_loaded_while_a_graph_is_alive(emulated):
@@ -480,11 +479,10 @@ def test_a_checkpoint_is_loaded_while_a_graph_is_alive(emulated):
     module = nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 2)).to(emulated[0])
     weight = module[1].weight
     state = {name: value.cpu() + 1 for name, value in module.state_dict().items()}
-    loss = module(torch.ones(8, 4, device=emulated[0])).sum()
+    _loss = module(torch.ones(8, 4, device=emulated[0])).sum()
     module.load_state_dict(state)
     assert module[1].weight is weight
     assert torch.equal(weight.cpu(), state["1.weight"])
-    del loss, module, weight
 
 
 def test_tensors_are_described_on_the_meta_device(emulated):

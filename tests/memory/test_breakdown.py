@@ -36,11 +36,11 @@ def train_step(model, optimizer, vocabulary, batch_size=24, clear=False):
 
 
 @pytest.fixture
-def unlabelled(monkeypatch):
+def unlabelled(emulate, monkeypatch):
     """An emulated device without labels, as on accelerators."""
-    with emulate_devices(1) as [device]:
-        monkeypatch.delattr(torch.lazy, "memory_breakdown")
-        yield device
+    [device] = emulate(1)
+    monkeypatch.delattr(torch.lazy, "memory_breakdown")
+    return device
 
 
 def breakdown_of_a_step(gpu0_bsz, vocabulary, symbolic=False, hide_labels=None):

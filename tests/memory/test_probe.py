@@ -190,7 +190,6 @@ def test_chunk_sizes_are_those_of_the_last_batch(devices):
         model(torch.randn(batch_size, 16))
         assert model.chunk_sizes == expected
         assert sum(expected) == batch_size
-    del model
 
 
 def test_the_advice_leads_to_balance(emulate):
