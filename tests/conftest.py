@@ -4,12 +4,15 @@ import gc
 import importlib.util
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 
 import hypothesis
 import pytest
 import torch
 import torch._dynamo  # noqa: F401, or the first call of a model does, and leaves cycles with its frames
+
+from balanced_dp import EmulatedDevices, emulate_devices
 
 from . import cuda_stand_in
 from .cuda_stand_in import StandIn
@@ -132,6 +135,13 @@ def emulated() -> Iterator[list[torch.device]]:
     """Eight emulated devices, for what only distinct devices or an exact ledger can show."""
     with open_devices("emulated", 8) as opened:
         yield opened
+
+
+@pytest.fixture
+def emulate() -> Iterator[Callable[..., EmulatedDevices]]:
+    """A function that opens emulated devices until the test has ended and its tensors are gone."""
+    with ExitStack() as stack:
+        yield lambda *args, **kwargs: stack.enter_context(emulate_devices(*args, **kwargs))
 
 
 @pytest.fixture

@@ -58,7 +58,6 @@ def named_cuda(machine: Machine) -> Iterator[None]:
 
 
 def _tensors() -> _Patches:
-    registry = torch.serialization._package_registry
     nn: Any = torch._C._nn
     return {
         EmulatedTensor: cuda_tensors.EMULATED_TENSOR_METHODS,
@@ -68,10 +67,7 @@ def _tensors() -> _Patches:
             "Generator": cuda_tensors.Generator,
             "set_default_tensor_type": cuda_tensors.set_default_tensor_type,
         },
-        torch.UntypedStorage: {"cuda": cuda_tensors.storage_on_cuda},
-        torch.serialization: {
-            "_package_registry": [(0, cuda_tensors.location_of, cuda_tensors.restore), *registry]
-        },
+        torch.UntypedStorage: {"cuda": cuda_tensors.storage_on_device},
     }
 
 

@@ -7,7 +7,6 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import overload
 
 import torch
 
@@ -19,21 +18,12 @@ from .ledger import MemoryBreakdown
 from .machine import DEVICE_TYPE, Machine, make_current
 
 
-class EmulatedDevices(Sequence[torch.device]):
+class EmulatedDevices(list[torch.device]):
     """The devices of an ``emulate_devices`` context, in order, with their memory statistics."""
 
     def __init__(self, machine: Machine) -> None:
+        super().__init__(machine.devices)
         self._machine = machine
-
-    @overload
-    def __getitem__(self, index: int) -> torch.device: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[torch.device]: ...
-    def __getitem__(self, index: int | slice) -> torch.device | list[torch.device]:
-        return self._machine.devices[index]
-
-    def __len__(self) -> int:
-        return len(self._machine.devices)
 
     def __repr__(self) -> str:
         return f"EmulatedDevices({list(map(str, self))})"

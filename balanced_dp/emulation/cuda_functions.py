@@ -213,8 +213,9 @@ def scatter(
     streams: object = None,
 ) -> list[torch.Tensor]:
     """Return a chunk of the tensor on each device."""
-    sizes = tensor.chunk(len(devices), dim) if chunk_sizes is None else None
-    chunks = tensor.split(list(chunk_sizes or ()), dim) if sizes is None else sizes
+    chunks = (
+        tensor.split(list(chunk_sizes), dim) if chunk_sizes else tensor.chunk(len(devices), dim)
+    )
     return [chunk.to(_device(index)) for chunk, index in zip(chunks, devices, strict=False)]
 
 

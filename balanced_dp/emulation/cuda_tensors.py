@@ -188,8 +188,7 @@ class Generator(_TorchGenerator, metaclass=_GeneratorType):  # type: ignore[misc
     device = property(lambda self: self._device)
 
 
-# Checkpoints are saved with the names of devices. They are loaded there, or to the device that
-# map_location names. Torch makes a tensor on the device of its storage, then sets the storage.
+# Torch makes a tensor that it loads on the device of its storage, then sets the storage.
 
 
 class StorageOnDevice(torch.UntypedStorage):
@@ -199,25 +198,27 @@ class StorageOnDevice(torch.UntypedStorage):
     device: Any = property(lambda self: self._device)
 
 
-def storage_on(storage: Any, device: torch.device) -> Any:
+def storage_on_device(self: Any, device: Any = None, non_blocking: bool = False) -> Any:
     """Return a copy of a storage from which torch makes tensors on an emulated device."""
-    moved = storage.clone()
+    machine = current_machine()
+    moved = self.clone()
     moved.__class__ = StorageOnDevice
-    moved._device = device
+    moved._device = machine.devices[machine.index_of(device)]
     return moved
 
 
-def storage_on_cuda(self: Any, device: Any = None, non_blocking: bool = False) -> Any:
-    """Do what ``storage.cuda`` does."""
-    return storage_on(self, to_named(to_emulated(CUDA if device is None else device)))
-
-
 def location_of(storage: torch.UntypedStorage) -> str | None:
-    """Return the device that a storage is saved with, or None if it is on no emulated device."""
+    """Return where a file says that a storage was, or None if it is on no emulated device.
+
+    That is its device if it is named "cuda", and else the CPU, so that the file loads anywhere.
+    """
     device = current_machine().device_of(storage)
-    return None if device is None else str(device)
+    if device is None:
+        return None
+    return str(device) if device.type == CUDA else "cpu"
 
 
 def restore(storage: Any, location: str) -> Any:
-    """Return the storage for a tensor on ``location``, or None if that is no CUDA device."""
-    return storage_on_cuda(storage, location) if location.split(":")[0] == CUDA else None
+    """Return the storage for a tensor on ``location``, or None if that is no emulated device."""
+    is_emulated = location.split(":")[0] == current_machine().device_type
+    return storage_on_device(storage, location) if is_emulated else None

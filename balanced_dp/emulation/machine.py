@@ -14,7 +14,7 @@ import torch
 
 from ..errors import EmulationError
 from ..units import format_bytes
-from .ledger import OF_THE_BATCH, Allocation, DeviceLedger, Label
+from .ledger import Allocation, DeviceLedger, Label
 
 DEVICE_TYPE = "lazy"
 """The device type of emulated accelerators.
@@ -94,7 +94,7 @@ class Machine:
     def label_older(self, next_blocks: Sequence[int]) -> None:
         """Label what is allocated since before ``next_blocks`` as no part of the batch."""
         for ledger, number in zip(self.ledgers, next_blocks, strict=True):
-            ledger.relabel(number, OF_THE_BATCH, Label.OTHER)
+            ledger.label_older(number)
 
     def manual_seed_all(self, seed: int) -> None:
         """Set the seed of each device's generator."""

@@ -24,7 +24,7 @@ from ..errors import SymbolicValueError, warn
 from . import device_module
 from .as_cuda import named_cuda
 from .autocast import autocast_for_emulated_devices
-from .cuda_tensors import StorageOnDevice, storage_on
+from .cuda_tensors import location_of, restore
 from .kernels import register_kernels
 from .ledger import Label
 from .machine import DEVICE_TYPE, Machine
@@ -47,22 +47,15 @@ def patches(machine: Machine) -> Iterator[None]:
         autocast_for_emulated_devices(machine.device_type),
         _failed_backward_frees_its_queue(),
         _labels_from_hooks(machine),
-        named_cuda(machine) if is_cuda else _files_load_to_devices(),
+        _files_load_to_devices(),
+        named_cuda(machine) if is_cuda else nullcontext(),
         _files_stay_whole(machine) if machine.symbolic else nullcontext(),
     ):
         yield
 
 
 def _files_load_to_devices() -> Patch:
-    # As in torch.load(..., map_location="lazy:0"). Files name the CPU, so they load anywhere.
-    def restore(storage: Any, location: str) -> Any:
-        is_emulated = location.split(":")[0] == DEVICE_TYPE
-        return storage_on(storage, torch.device(location)) if is_emulated else None
-
-    def location(storage: Any) -> str | None:
-        return "cpu" if isinstance(storage, StorageOnDevice) else None
-
-    registry = [(0, location, restore), *torch.serialization._package_registry]
+    registry = [(0, location_of, restore), *torch.serialization._package_registry]
     return mock.patch.object(torch.serialization, "_package_registry", registry)
 
 

@@ -110,9 +110,6 @@ def _symbolic_arguments(
         return args, kwargs
     if func is aten.index.Tensor or func in (aten.index_put.default, aten.index_put_.default):
         args = (args[0], _integer_indices(args[1]), *args[2:])
-    is_plain = not kwargs and not any(isinstance(arg, torch.UntypedStorage) for arg in args)
-    if is_plain and not known:  # all are on meta, as those of most operators
-        return args, kwargs
     for i, argument in enumerate(func._schema.arguments):
         if is_written(argument):
             written = args[i] if i < len(args) else kwargs.get(argument.name)

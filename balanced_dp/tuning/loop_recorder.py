@@ -26,7 +26,7 @@ from torch.optim.optimizer import (
 from torch.utils._pytree import tree_leaves
 
 from ..devices import is_emulated
-from ..emulation.ledger import Label
+from ..emulation.ledger import OF_THE_BATCH, Label
 from ..emulation.machine import current_machine
 from ..emulation.tensor import set_label
 from ..parallel.auto_split import has_gradients, smallest_chunk
@@ -410,12 +410,11 @@ def _empty_bytes(step: StepRecorder) -> tuple[int, ...]:
     backward, at_step = (*(uses[0] for uses in step.uses), {})[:2]
     return (
         sum(size for use, size in backward.items() if use in _FIXED),
-        sum(size for use, size in at_step.items() if use not in _OF_THE_BATCH),
+        sum(size for use, size in at_step.items() if use not in OF_THE_BATCH),
     )
 
 
 _FIXED = ("parameter", "buffer", "gradient", "optimizer state", "other")
-_OF_THE_BATCH = ("input", "activation", "gathered output")
 
 
 def _parameters(optimizer: torch.optim.Optimizer | None) -> Iterator[torch.Tensor]:

@@ -1,31 +1,19 @@
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator
+from collections.abc import Callable
 
 import pytest
 
-from balanced_dp import EmulatedDevices, emulate_devices
+from balanced_dp import EmulatedDevices
 
 
 @pytest.fixture
-def devices() -> Iterator[EmulatedDevices]:
+def devices(emulate: Callable[..., EmulatedDevices]) -> EmulatedDevices:
     """Three emulated devices with values; a tensor that outlives the test fails it."""
-    with emulate_devices(3) as devices:
-        yield devices
+    return emulate(3)
 
 
 @pytest.fixture
-def symbolic_devices() -> Iterator[EmulatedDevices]:
+def symbolic_devices(emulate: Callable[..., EmulatedDevices]) -> EmulatedDevices:
     """Two emulated devices in symbolic mode."""
-    with emulate_devices(2, symbolic=True) as devices:
-        yield devices
-
-
-@pytest.fixture
-def reference_counting_only() -> Iterator[None]:
-    """Disable the garbage collector, so that memory is freed by reference counting only."""
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
+    return emulate(2, symbolic=True)

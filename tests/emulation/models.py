@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ..modules import Lambda
+from ..modules import Lambda, tied
 
 Made = tuple[nn.Module, tuple[Tensor, ...]]
 
@@ -68,17 +68,6 @@ def _transformer() -> Made:
     return module, (torch.randn(2, 5, 16), torch.randn(2, 6, 16))
 
 
-def _embedding() -> Made:
-    module = nn.Sequential(nn.Embedding(20, 8), nn.Linear(8, 3))
-    return module, (torch.randint(20, (4, 5)),)
-
-
-def _tied() -> Made:
-    module = nn.Sequential(nn.Embedding(20, 8), nn.Linear(8, 20, bias=False))
-    module[1].weight = module[0].weight
-    return module, (torch.randint(20, (4, 5)),)
-
-
 def _checkpointed(use_reentrant: bool, dropout: float) -> Made:
     def forward(self: nn.Module, x: Tensor) -> Tensor:
         return checkpoint(self.inner, x.clone().requires_grad_(), use_reentrant=use_reentrant)
@@ -114,8 +103,7 @@ MODELS: dict[str, Callable[[], Made]] = {
     "encoder layer": lambda: _encoder_layer(0.0),
     "padded encoder": lambda: _padded_encoder(0.0),
     "transformer": _transformer,
-    "embedding": _embedding,
-    "tied embedding": _tied,
+    "tied embedding": lambda: (tied(), (torch.randint(7, (4, 5)),)),
     "checkpoint": lambda: _checkpointed(False, 0.0),
     "reentrant checkpoint": lambda: _checkpointed(True, 0.0),
     "gpt2": _gpt2,

@@ -3,30 +3,29 @@
 from __future__ import annotations
 
 import io
-import threading
+import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from balanced_dp import BalancedDataParallel, EmulationError, SymbolicValueError, emulate_devices
 from balanced_dp.emulation.machine import current_machine
 from balanced_dp.memory.peaks import Peaks
 from balanced_dp.torch_versions import ACCELERATOR_MODULES
 
+from ..at_once import at_once
 from ..versions import since_torch
 
 CUDA0, CUDA1 = torch.device("cuda", 0), torch.device("cuda", 1)
 
 
 @pytest.fixture
-def devices() -> Iterator[Any]:
-    with emulate_devices(4, memory="64MiB", as_cuda=True) as devices:
-        yield devices
+def devices(emulate: Callable[..., Any]) -> Any:
+    return emulate(4, memory="64MiB", as_cuda=True)
 
 
 ON_CUDA_1: dict[str, Callable[[], torch.Tensor]] = {
@@ -72,13 +71,9 @@ def test_every_way_to_name_a_device(make, devices):
 
 
 def test_the_current_device_is_that_of_cuda_without_an_index(devices):
-    assert torch.cuda.current_device() == 0
-    with torch.cuda.device(2):
-        assert torch.ones(1).cuda().device == torch.ones(1, device="cuda").device == devices[2]
-    torch.cuda.set_device("cuda:3")
-    assert torch.ones(1).to("cuda").device == devices[3]
     with torch.cuda.device_of(torch.ones(1, device=CUDA1)):
-        assert torch.cuda.current_device() == 1
+        assert torch.ones(1).cuda().device == CUDA1
+    assert torch.ones(1).cuda().device == CUDA0
 
 
 def test_to_where_it_is_returns_the_tensor_itself(devices):
@@ -129,25 +124,15 @@ def test_types_by_their_old_names(devices):
 
 
 def test_memory(devices):
-    tensor = torch.ones(1000, device="cuda:1")
-    assert torch.cuda.memory_allocated("cuda:1") == 4096
-    assert torch.cuda.max_memory_allocated(CUDA1) == torch.cuda.memory.max_memory_allocated(1)
-    assert torch.cuda.mem_get_info(1) == (64 * 2**20 - 4096, 64 * 2**20)
-    assert torch.cuda.memory_stats(1)["allocated_bytes.all.current"] == 4096
+    torch.ones(1000, device="cuda:1")
+    assert torch.cuda.memory.max_memory_allocated(1) == 4096
     assert "activation" in torch.cuda.memory_summary(1)
-    del tensor
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats(1)
-    assert torch.cuda.max_memory_reserved(1) == 0
     with pytest.raises(torch.cuda.OutOfMemoryError, match="CUDA out of memory"):
         torch.empty(2**25, device="cuda")
 
 
 def test_properties(devices):
     assert torch.cuda.is_available() and torch.cuda.is_initialized()
-    assert torch.cuda.device_count() == 4
-    assert torch.cuda.get_device_name(1) == "Emulated device 1"
-    assert torch.cuda.get_device_properties(0).total_memory == 64 * 2**20
     assert torch.cuda.get_device_capability() == (8, 0)
     assert torch.cuda.get_arch_list() == ["sm_80"]
     assert torch.cuda.is_bf16_supported()
@@ -174,17 +159,14 @@ def test_streams_and_events(devices):
 
 def test_random_numbers(devices):
     torch.manual_seed(5)
-    drawn = torch.randn(3, device="cuda"), torch.randn(3, device="cuda:1")
-    assert drawn[0].tolist() == drawn[1].tolist()
-    torch.cuda.manual_seed_all(5)
-    assert torch.randn(3, device="cuda").tolist() == drawn[0].tolist()
+    drawn = torch.randn(3, device="cuda").tolist()
     states = torch.cuda.get_rng_state_all()
     again = torch.randn(3, device="cuda")
     torch.cuda.set_rng_state_all(states)
     assert torch.randn(3, device="cuda").tolist() == again.tolist()
     generator = torch.Generator(device="cuda:1").manual_seed(5)
     assert generator.device == CUDA1
-    assert torch.randn(3, device=1, generator=generator).tolist() == drawn[0].tolist()
+    assert torch.randn(3, device=1, generator=generator).tolist() == drawn
     assert isinstance(torch.default_generator, torch.Generator)
     assert isinstance(generator, torch.Generator)
     with torch.random.fork_rng(devices=[0]):
@@ -275,11 +257,7 @@ def test_checkpoints(devices, tmp_path):
 
 
 def test_names_hold_in_other_threads(devices):
-    seen = []
-    thread = threading.Thread(target=lambda: seen.append(torch.ones(2).cuda(1).device))
-    thread.start()
-    thread.join()
-    assert seen == [CUDA1]
+    assert set(at_once(lambda _: torch.ones(2).cuda(1).device)) == {CUDA1}
 
 
 def test_both_data_parallels_run(devices):
@@ -336,40 +314,34 @@ def test_distributed_data_parallel_with_the_default_backend_of_the_device(device
 
 
 def attributes() -> dict[str, Any]:
-    """Everything that is patched, by name."""
-    owners: dict[str, Any] = {
-        "torch": torch,
-        "torch.Tensor": torch.Tensor,
-        "torch.cuda": torch.cuda,
-        "torch.cuda.memory": torch.cuda.memory,
-        **{module.__name__: module for module in ACCELERATOR_MODULES},
-        "torch.UntypedStorage": torch.UntypedStorage,
-        "torch.distributed": torch.distributed,
-        "torch.distributed.Backend": torch.distributed.Backend,
-        "torch.serialization": torch.serialization,
-        "torch.version": torch.version,
-        "torch._C": torch._C,
-        "torch._C._nn": torch._C._nn,
-        "GradScaler": torch.amp.GradScaler,
-        "DeviceContext": torch.utils._device.DeviceContext,
-    }
-    return {
+    """Everything that is patched, by name, and the number of hooks."""
+    owners: tuple[Any, ...] = (
+        *(torch, torch.cuda, torch.cuda.memory, torch.distributed, torch.serialization),
+        *(torch.version, torch.random, torch.autograd, torch._C, torch._C._nn),
+        *(torch.Tensor, torch.UntypedStorage, torch.nn.Module, torch.amp.GradScaler),
+        *(torch.distributed.Backend, torch.utils._device.DeviceContext, *ACCELERATOR_MODULES),
+        sys.modules[torch.optim.Optimizer.__module__],
+    )
+    return {"hooks": len(torch.nn.modules.module._global_forward_pre_hooks)} | {
         f"{owner} {name}": id(value)
-        for owner, target in owners.items()
-        for name, value in vars(target).items()
+        for owner in owners
+        for name, value in vars(owner).items()
         if not name.startswith("__") or name in ("__init__", "__torch_function__")
     }
 
 
+@pytest.mark.parametrize("as_cuda", [False, True])
 @pytest.mark.parametrize("error", [None, KeyError], ids=["normally", "by an exception"])
-def test_torch_is_as_before_after_the_context(error):
-    with emulate_devices(1, as_cuda=True):
+def test_torch_is_as_before_after_the_context(error, as_cuda):
+    with emulate_devices(1, as_cuda=as_cuda):
         pass  # what is made on first use is made now
     before = attributes()
     try:
-        with emulate_devices(2, as_cuda=True, symbolic=True):
-            assert attributes() != before
-            torch.set_default_device("cuda")
+        with emulate_devices(2, as_cuda=as_cuda, symbolic=True):
+            assert attributes()["hooks"] > before["hooks"]
+            assert len(set(attributes().items()) - set(before.items())) > (100 if as_cuda else 10)
+            if as_cuda:
+                torch.set_default_device("cuda")
             if error is not None:
                 raise error
     except KeyError:
@@ -379,36 +351,6 @@ def test_torch_is_as_before_after_the_context(error):
     assert not torch.cuda.is_available()
     with pytest.raises((AssertionError, RuntimeError), match=r"compiled with CUDA|NVIDIA driver"):
         torch.ones(2).cuda()
-
-
-def test_it_is_not_nested_and_off_by_default(devices):
-    with (
-        pytest.raises(EmulationError, match="cannot be nested"),
-        emulate_devices(2, as_cuda=True),
-    ):
-        pass
-    assert devices[0].type == "cuda"
-
-
-def test_the_name_is_lazy_by_default():
-    with emulate_devices(2) as devices:
-        assert torch.ones(1, device=devices[1]).device.type == "lazy"
-        assert not torch.cuda.is_available()
-
-
-@pytest.mark.parametrize("use_reentrant", [True, False])
-def test_checkpoints_of_activations_repeat_dropout(use_reentrant, devices):
-    """The states of generators were not saved: gradients were those of other masks."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 64), nn.Dropout(0.5), nn.Linear(64, 1)).cuda()
-    x = torch.randn(3, 4, device="cuda", requires_grad=True)
-    gradients = []
-    for run in (model, lambda x: checkpoint(model, x, use_reentrant=use_reentrant)):
-        torch.manual_seed(0)
-        run(x).sum().backward()
-        gradients.append(x.grad)
-        x.grad = None
-    assert torch.equal(*gradients)
 
 
 @pytest.mark.filterwarnings("ignore:.*jit.script")
@@ -491,38 +433,37 @@ def test_what_profilers_and_loggers_call(devices):
     assert torch.cuda.initial_seed() != 3
 
 
-def test_settings_of_a_script_end_with_the_context():
+def test_settings_of_a_script_end_with_the_context(emulate):
     with emulate_devices(1, as_cuda=True), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # deprecated
         torch.set_default_tensor_type("torch.cuda.HalfTensor")
         torch.set_autocast_enabled("cuda", True)
     assert torch.get_default_dtype() == torch.float32
-    with emulate_devices(1, as_cuda=True):
-        assert not torch.is_autocast_enabled("cuda")
+    emulate(1, as_cuda=True)
+    assert not torch.is_autocast_enabled("cuda")
 
 
 # Shapes only.
 
 
-def test_a_scaler_takes_each_step_where_gradients_are_not_known():
-    with emulate_devices(1, as_cuda=True, symbolic=True):
-        parameter = nn.Parameter(torch.ones(2, device="cuda"))
-        optimizer = torch.optim.AdamW([parameter])
-        scaler = torch.amp.GradScaler("cuda")
-        scaler.scale(parameter.sum()).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        assert optimizer.state[parameter]
-        del parameter, optimizer
+def test_a_scaler_takes_each_step_where_gradients_are_not_known(emulate):
+    emulate(1, as_cuda=True, symbolic=True)
+    parameter = nn.Parameter(torch.ones(2, device="cuda"))
+    optimizer = torch.optim.AdamW([parameter])
+    scaler = torch.amp.GradScaler("cuda")
+    scaler.scale(parameter.sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert optimizer.state[parameter]
 
 
-def test_unknown_numbers_are_nan_until_they_decide():
-    with emulate_devices(1, as_cuda=True, symbolic=True):
-        current_machine().reads_unknown_as_nan = True
-        read_unknown_numbers()
-        current_machine().reads_unknown_as_nan = False
-        with pytest.raises(SymbolicValueError):
-            torch.ones(3, device="cuda").mean().item()
+def test_unknown_numbers_are_nan_until_they_decide(emulate):
+    emulate(1, as_cuda=True, symbolic=True)
+    current_machine().reads_unknown_as_nan = True
+    read_unknown_numbers()
+    current_machine().reads_unknown_as_nan = False
+    with pytest.raises(SymbolicValueError):
+        torch.ones(3, device="cuda").mean().item()
 
 
 def read_unknown_numbers() -> None:

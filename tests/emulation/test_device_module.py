@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -8,16 +8,20 @@ import torch
 
 from balanced_dp import EmulatedDevices, EmulationError, emulate_devices
 
+from ..at_once import at_once
+
 KIB = 1024
 
 
+@pytest.fixture(params=[False, True], ids=["lazy", "cuda"])
+def devices(request: pytest.FixtureRequest, emulate: Callable[..., Any]) -> EmulatedDevices:
+    """Three devices of either name."""
+    return emulate(3, as_cuda=request.param)
+
+
 @pytest.fixture
-def lazy(devices: EmulatedDevices) -> Any:
-    return torch.get_device_module("lazy")
-
-
-def test_each_device_has_the_same_module(devices, lazy):
-    assert torch.get_device_module(devices[1]) is torch.get_device_module("lazy:2") is lazy
+def module(devices: EmulatedDevices) -> Any:
+    return torch.get_device_module(devices[0])
 
 
 def test_outside_of_a_context_there_are_no_devices():
@@ -32,91 +36,93 @@ def test_outside_of_a_context_there_are_no_devices():
         torch.zeros(1, device="lazy")
 
 
-def test_the_current_device_is_the_first_until_set(devices, lazy):
-    assert lazy.current_device() == 0
-    lazy.set_device(2)
-    assert lazy.current_device() == 2
-    with lazy.device("lazy:1"):
-        assert lazy.current_device() == 1
-        with lazy.device(None), lazy.device(devices[0]):
-            assert lazy.current_device() == 0
-        assert lazy.current_device() == 1
-        lazy.set_device(0)
-    assert lazy.current_device() == 2
-    x = torch.zeros(1, device="lazy")
-    assert x.device == torch.zeros(1).to("lazy").device == devices[2]
-    assert lazy.memory_allocated() == lazy.memory_allocated(2) == 512
+def test_the_current_device_is_the_first_until_set(devices, module):
+    assert module.current_device() == 0
+    module.set_device(2)
+    assert module.current_device() == 2
+    with module.device(str(devices[1])):
+        assert module.current_device() == 1
+        with module.device(None), module.device(devices[0]):
+            assert module.current_device() == 0
+        assert module.current_device() == 1
+        module.set_device(0)
+    assert module.current_device() == 2
+    kind = devices[0].type
+    x = torch.zeros(1, device=kind)
+    assert x.device == torch.zeros(1).to(kind).device == devices[2]
+    assert module.memory_allocated() == module.memory_allocated(2) == 512
 
 
-def test_each_thread_has_its_own_current_device(lazy):
-    def before_and_after_setting():
-        before = lazy.current_device()
-        lazy.set_device(2)
-        return before, lazy.current_device()
+def test_each_thread_has_its_own_current_device(module):
+    def before_and_after_setting(number):
+        before = module.current_device()
+        module.set_device(2)
+        return before, module.current_device()
 
-    lazy.set_device(1)
-    with ThreadPoolExecutor() as pool:
-        assert pool.submit(before_and_after_setting).result() == (0, 2)
-    assert lazy.current_device() == 1
+    module.set_device(1)
+    assert at_once(before_and_after_setting, num_threads=1) == [(0, 2)]
+    assert module.current_device() == 1
 
 
-@pytest.mark.parametrize("device", [1, "lazy:1", torch.device("lazy", 1)])
-def test_memory_is_reported_for_a_device_named_in_any_way(devices, lazy, device):
+@pytest.mark.parametrize("name", [lambda device: device.index, str, torch.device])
+def test_memory_is_reported_for_a_device_named_in_any_way(devices, module, name):
+    device = name(devices[1])
     kept = torch.zeros(256, device=devices[1])
     _ = kept + 1
-    assert lazy.memory_allocated(device) == lazy.memory_reserved(device) == 2 * KIB
+    assert module.memory_allocated(device) == module.memory_reserved(device) == 2 * KIB
     del _
-    assert lazy.memory_allocated(device) == KIB
-    assert lazy.max_memory_allocated(device) == lazy.max_memory_reserved(device) == 2 * KIB
-    assert lazy.memory_allocated() == 0
-    lazy.reset_peak_memory_stats(device)
-    assert lazy.max_memory_allocated(device) == KIB
-    lazy.synchronize(device)
-    lazy.empty_cache()
-    assert lazy.memory_allocated(device) == KIB
+    assert module.memory_allocated(device) == KIB
+    assert module.max_memory_allocated(device) == module.max_memory_reserved(device) == 2 * KIB
+    assert module.memory_allocated() == 0
+    module.reset_peak_memory_stats(device)
+    assert module.max_memory_allocated(device) == KIB
+    module.synchronize(device)
+    module.empty_cache()
+    assert module.memory_allocated(device) == KIB
 
 
 @pytest.mark.parametrize(
     ("device", "reason"),
     [
-        (3, "no emulated device lazy:3: this context has 3"),
-        (-1, "no emulated device lazy:-1"),
-        ("lazy:7", "no emulated device lazy:7"),
+        (3, "no emulated device TYPE:3: this context has 3"),
+        (-1, "no emulated device TYPE:-1"),
+        ("lazy:7", "no emulated device TYPE:7"),
         ("cpu", "cpu is not an emulated device"),
         (torch.device("meta"), "meta is not an emulated device"),
     ],
 )
-def test_a_device_that_is_not_there_is_refused(devices, lazy, device, reason):
+def test_a_device_that_is_not_there_is_refused(devices, module, device, reason):
     for function in (
-        lazy.memory_allocated,
-        lazy.max_memory_allocated,
-        lazy.reset_peak_memory_stats,
-        lazy.memory_stats,
-        lazy.mem_get_info,
-        lazy.get_device_properties,
-        lazy.set_device,
-        lazy.device,
-        lazy.synchronize,
-        lazy.get_rng_state,
+        module.memory_allocated,
+        module.max_memory_allocated,
+        module.reset_peak_memory_stats,
+        module.memory_stats,
+        module.mem_get_info,
+        module.get_device_properties,
+        module.set_device,
+        module.device,
+        module.synchronize,
+        module.get_rng_state,
         devices.memory_breakdown,
     ):
-        with pytest.raises(EmulationError, match=reason):
+        with pytest.raises(EmulationError, match=reason.replace("TYPE", devices[0].type)):
             function(device)
-    assert lazy.current_device() == 0
+    assert module.current_device() == 0
 
 
 def test_a_tensor_on_a_device_that_is_not_there_is_refused(devices):
-    with pytest.raises(EmulationError, match="no emulated device lazy:3"):
-        torch.zeros(1, device="lazy:3")
-    with pytest.raises(EmulationError, match="no emulated device lazy:3"):
-        torch.zeros(1).to("lazy:3")
+    missing = f"{devices[0].type}:3"
+    with pytest.raises(EmulationError, match=f"no emulated device {missing}"):
+        torch.zeros(1, device=missing)
+    with pytest.raises(EmulationError, match=f"no emulated device {missing}"):
+        torch.zeros(1).to(missing)
 
 
-def test_memory_stats_have_the_names_of_torch_cuda(devices, lazy):
+def test_memory_stats_have_the_names_of_torch_cuda(devices, module):
     kept = torch.zeros(256, device=devices[0])
     _ = kept.exp().sin()
     del _
-    stats = lazy.memory_stats(devices[0])
+    stats = module.memory_stats(devices[0])
     for kind in ("allocated_bytes", "reserved_bytes", "active_bytes"):
         assert {
             name: stats[f"{kind}.all.{name}"] for name in ("current", "peak", "allocated", "freed")
@@ -124,7 +130,7 @@ def test_memory_stats_have_the_names_of_torch_cuda(devices, lazy):
     assert (stats["num_ooms"], stats["num_alloc_retries"]) == (0, 0)
 
 
-def test_devices_say_what_they_can_hold():
+def test_devices_say_what_they_can_hold(emulate):
     with emulate_devices(2, memory=["1MiB", 4096]):
         lazy = torch.get_device_module("lazy")
         assert lazy.mem_get_info(0) == (2**20, 2**20)
@@ -137,29 +143,29 @@ def test_devices_say_what_they_can_hold():
         assert properties[0].uuid != properties[1].uuid
         assert lazy.get_device_properties("lazy:0").uuid == properties[0].uuid
         del x
-    with emulate_devices(1):
-        assert lazy.get_device_properties(0).uuid != properties[0].uuid
+    emulate(1)
+    assert lazy.get_device_properties(0).uuid != properties[0].uuid
 
 
 # Random numbers.
 
 
-def test_a_generator_can_be_set_back(devices, lazy):
-    state = lazy.get_rng_state(devices[1])
+def test_a_generator_can_be_set_back(devices, module):
+    state = module.get_rng_state(devices[1])
     drawn = torch.rand(5, device=devices[1]).tolist()
     assert torch.rand(5, device=devices[1]).tolist() != drawn
-    lazy.set_rng_state(state, devices[1])
+    module.set_rng_state(state, devices[1])
     assert torch.rand(5, device=devices[1]).tolist() == drawn
 
 
-def test_manual_seed_seeds_the_current_device_and_manual_seed_all_each(devices, lazy):
-    lazy.manual_seed_all(1)
+def test_manual_seed_seeds_the_current_device_and_manual_seed_all_each(devices, module):
+    module.manual_seed_all(1)
     drawn = [torch.rand(3, device=device).tolist() for device in devices]
-    with lazy.device(1):
-        lazy.manual_seed(1)
+    with module.device(1):
+        module.manual_seed(1)
     again = [torch.rand(3, device=device).tolist() for device in devices]
     assert [a == b for a, b in zip(again, drawn, strict=True)] == [False, True, False]
-    lazy.manual_seed_all(1)
+    module.manual_seed_all(1)
     assert [torch.rand(3, device=device).tolist() for device in devices] == drawn
 
 
@@ -170,12 +176,3 @@ def test_a_new_context_continues_the_seed_of_torch():
             return torch.rand(3, device=devices[0]).tolist()
 
     assert drawn(1) == drawn(1) != drawn(2)
-
-
-def test_fork_rng_gives_the_generators_back(devices, lazy):
-    before = [lazy.get_rng_state(i) for i in range(2)]
-    with torch.random.fork_rng(devices=[0], device_type="lazy"):
-        torch.rand(3, device=devices[0])
-        torch.rand(3, device=devices[1])
-    assert torch.equal(lazy.get_rng_state(0), before[0])
-    assert not torch.equal(lazy.get_rng_state(1), before[1])

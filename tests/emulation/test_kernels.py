@@ -1,8 +1,6 @@
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -12,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from balanced_dp import emulate_devices
+from ..at_once import at_once
 
 exact = {"rtol": 0, "atol": 1e-10}
 
@@ -126,9 +124,7 @@ def test_dropout_does_not_depend_on_how_threads_interleave(devices):
     torch.manual_seed(5)
     expected = [masks(device) for device in devices]
     torch.manual_seed(5)
-    start = threading.Barrier(len(devices))
-    with ThreadPoolExecutor(len(devices), initializer=start.wait) as pool:
-        assert list(pool.map(masks, devices)) == expected
+    assert at_once(lambda i: masks(devices[i]), len(devices)) == expected
 
 
 @pytest.mark.parametrize("p", [0.0, 0.25, 1.0])
@@ -154,11 +150,13 @@ def test_a_dropout_mask_takes_one_byte_an_element(devices):
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-@pytest.mark.parametrize("index", [0, 2])
-def test_checkpoint_repeats_the_dropout(devices, use_reentrant, index):
+@pytest.mark.parametrize(("as_cuda", "index"), [(False, 0), (False, 2), (True, 0)])
+def test_checkpoint_repeats_the_dropout(emulate, use_reentrant, as_cuda, index):
+    device = emulate(3, as_cuda=as_cuda)[index]
+    get_rng_state = torch.get_device_module(device).get_rng_state
     module = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.GELU(), nn.Linear(8, 2))
-    module.to(devices[index], torch.float64)
-    x = torch.randn(5, 4, dtype=torch.float64, device=devices[index])
+    module.to(device, torch.float64)
+    x = torch.randn(5, 4, dtype=torch.float64, device=device)
 
     def gradients(forward):
         torch.manual_seed(7)
@@ -171,12 +169,12 @@ def test_checkpoint_repeats_the_dropout(devices, use_reentrant, index):
 
     expected = gradients(module)
     assert gradients(lambda x: checkpoint(module, x, use_reentrant=use_reentrant)) == expected
-    state = torch.get_device_module("lazy").get_rng_state(devices[index])
+    state = get_rng_state(device)
     without = gradients(
         lambda x: checkpoint(module, x, use_reentrant=use_reentrant, preserve_rng_state=False)
     )
     assert without != expected  # so the comparison above can fail
-    assert not torch.equal(state, torch.get_device_module("lazy").get_rng_state(devices[index]))
+    assert not torch.equal(state, get_rng_state(device))
 
 
 # Attention.
@@ -291,7 +289,7 @@ def test_attention_with_dropout_is_attention_on_average(devices):
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.5])
 @pytest.mark.parametrize("symbolic", [False, True])
-def test_attention_and_its_gradients_keep_the_layout_of_their_inputs(symbolic, dropout_p):
+def test_attention_and_its_gradients_keep_the_layout_of_their_inputs(symbolic, dropout_p, emulate):
     def strides(device):
         q = torch.zeros(T, N, H, E, device=device, requires_grad=True).permute(1, 2, 0, 3)
         k = torch.zeros(N, S, H, E, device=device, requires_grad=True).transpose(1, 2)
@@ -302,8 +300,8 @@ def test_attention_and_its_gradients_keep_the_layout_of_their_inputs(symbolic, d
             assert result.stride() == like.stride()
         return [result.stride() for result in gradients]
 
-    with emulate_devices(1, symbolic=symbolic) as devices:
-        assert len(set(strides(devices[0]))) == 3
+    devices = emulate(1, symbolic=symbolic)
+    assert len(set(strides(devices[0]))) == 3
 
 
 def test_a_mask_that_learns_gets_its_gradient(devices):
@@ -344,7 +342,7 @@ LONG: dict[str, Callable[[int, torch.device], dict[str, Any]]] = {
 @pytest.mark.parametrize("dropout_p", [0.0, 0.1])
 @pytest.mark.parametrize("name", LONG)
 @pytest.mark.parametrize("symbolic", [False, True])
-def test_the_memory_of_attention_grows_linearly_with_the_length(symbolic, name, dropout_p):
+def test_the_memory_of_attention_grows_linearly_with_the_length(symbolic, name, dropout_p, emulate):
     def peak_of(length, device):
         options = LONG[name](length, device)
         num_kv_heads = 1 if "enable_gqa" in options else 2
@@ -356,8 +354,8 @@ def test_the_memory_of_attention_grows_linearly_with_the_length(symbolic, name, 
 
         return peak_growth(device, attend)
 
-    with emulate_devices(1, symbolic=symbolic) as devices:
-        short, long = (peak_of(length, devices[0]) for length in (256, 512))
+    [device] = emulate(1, symbolic=symbolic)
+    short, long = (peak_of(length, device) for length in (256, 512))
     one_matrix_bytes = 512 * 512 * 4
     assert long < one_matrix_bytes / 2
     constant_bytes = 16 * 512  # small tensors, rounded up

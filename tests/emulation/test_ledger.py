@@ -1,9 +1,7 @@
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -12,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from torch import nn
 
-from balanced_dp import BalancedDataParallel, emulate_devices
+from balanced_dp import BalancedDataParallel
 from balanced_dp.emulation.ledger import (
     ROUND_BYTES,
     Allocation,
@@ -20,6 +18,7 @@ from balanced_dp.emulation.ledger import (
     Label,
 )
 
+from ..at_once import at_once
 from ..modules import short_of_memory_in_backward
 
 CAPACITY_BYTES = 16 * ROUND_BYTES
@@ -137,7 +136,6 @@ def frequent_thread_switches() -> Iterator[None]:
 def test_threads_that_hammer_one_ledger_leave_exact_books():
     num_threads, num_rounds = 8, 300
     ledger = DeviceLedger(sys.maxsize, MemoryError)
-    start = threading.Barrier(num_threads)
 
     def hammer(seed):
         held = []
@@ -151,8 +149,7 @@ def test_threads_that_hammer_one_ledger_leave_exact_books():
                 breakdown = ledger.breakdown()
                 assert sum(breakdown.peak.values()) <= ledger.peak_bytes
 
-    with ThreadPoolExecutor(num_threads, initializer=start.wait) as pool:
-        list(pool.map(hammer, range(num_threads)))  # raises what a thread raised
+    at_once(hammer, num_threads)
     assert (ledger.num_blocks, ledger.allocated_bytes) == (0, 0)
     assert not any(ledger.breakdown().now.values())
     assert sum(ledger.breakdown().peak.values()) == ledger.peak_bytes
@@ -171,7 +168,7 @@ def peak(device: torch.device) -> int:
     return torch.get_device_module(device).max_memory_allocated(device)
 
 
-@pytest.mark.usefixtures("reference_counting_only")
+@pytest.mark.usefixtures("no_collector")
 def test_a_storage_counts_once_and_lives_as_long_as_its_last_view(devices):
     x = torch.zeros(4, 256, device=devices[0])
     views = [
@@ -195,7 +192,7 @@ def test_a_storage_counts_once_and_lives_as_long_as_its_last_view(devices):
     assert allocated(devices[0]) == 0
 
 
-@pytest.mark.usefixtures("reference_counting_only")
+@pytest.mark.usefixtures("no_collector")
 def test_the_peak_is_what_was_alive_at_one_time(devices):
     x = torch.zeros(256, device=devices[0])  # 1024 bytes
     y = x.exp().sin().cos()  # each result frees the one before it
@@ -208,7 +205,7 @@ def test_the_peak_is_what_was_alive_at_one_time(devices):
     assert (allocated(devices[0]), peak(devices[0])) == (2048, 3072)
 
 
-@pytest.mark.usefixtures("reference_counting_only")
+@pytest.mark.usefixtures("no_collector")
 def test_backward_frees_what_forward_saved(devices):
     x = torch.zeros(256, device=devices[0], requires_grad=True)
     loss = x.exp().sin().sum()  # saves the results of exp; sin saves its input, the same tensor
@@ -220,7 +217,7 @@ def test_backward_frees_what_forward_saved(devices):
     assert allocated(devices[0]) == 1024
 
 
-@pytest.mark.usefixtures("reference_counting_only")
+@pytest.mark.usefixtures("no_collector")
 def test_gradients_that_meet_are_added_in_place(devices):
     """As on CUDA, although the engine adds tensor subclasses out of place."""
     x = torch.zeros(256, device=devices[0], requires_grad=True)
@@ -234,7 +231,7 @@ def test_gradients_that_meet_are_added_in_place(devices):
     assert peak(devices[0]) - before == 2 * 1024 + 512
 
 
-@pytest.mark.usefixtures("reference_counting_only")
+@pytest.mark.usefixtures("no_collector")
 def test_a_gradient_that_somebody_keeps_is_not_added_to_in_place(devices):
     kept = []
     x = torch.zeros(256, device=devices[0], requires_grad=True)
@@ -251,7 +248,7 @@ def test_a_gradient_that_somebody_keeps_is_not_added_to_in_place(devices):
     assert allocated(devices[0]) - before == (len(kept) + 1) * 1024
 
 
-@pytest.mark.usefixtures("reference_counting_only")
+@pytest.mark.usefixtures("no_collector")
 @pytest.mark.parametrize("optimizer_class", [torch.optim.SGD, torch.optim.AdamW])
 def test_a_training_step_returns_the_ledger_to_what_it_was(devices, optimizer_class):
     module = nn.TransformerEncoderLayer(16, 4, 32, 0.1, batch_first=True).to(devices[1])
@@ -294,17 +291,16 @@ def test_a_tensor_that_takes_another_storage_is_counted_anew(devices, grow):
     assert allocated(devices[0]) == 4096
 
 
-def test_a_backward_pass_that_runs_out_of_memory_gives_all_back():
+def test_a_backward_pass_that_runs_out_of_memory_gives_all_back(emulate):
     """The other devices' nodes waited for the next backward pass, with their memory."""
-    with emulate_devices(3, memory=["24MiB", "64MiB", "64MiB"]) as devices:
-        net, optimizer = short_of_memory_in_backward(devices)
-        model = BalancedDataParallel(999, net)
-        held = [torch.get_device_module(d).memory_allocated(d) for d in devices]
-        for _ in range(3):
-            loss = model(torch.ones(3000, 64)).mean()
-            with pytest.raises(torch.OutOfMemoryError):
-                loss.backward()
-            del loss
-            net.zero_grad()
-            assert [torch.get_device_module(d).memory_allocated(d) for d in devices] == held
-        del net, model, optimizer
+    devices = emulate(3, memory=["24MiB", "64MiB", "64MiB"])
+    net, _ = short_of_memory_in_backward(devices)
+    model = BalancedDataParallel(999, net)
+    held = [torch.get_device_module(d).memory_allocated(d) for d in devices]
+    for _ in range(3):
+        loss = model(torch.ones(3000, 64)).mean()
+        with pytest.raises(torch.OutOfMemoryError):
+            loss.backward()
+        del loss
+        net.zero_grad()
+        assert [torch.get_device_module(d).memory_allocated(d) for d in devices] == held

@@ -34,7 +34,7 @@ def test_nearly_all_operators_are_looked_up():
     assert look_up_operators() > 1900
 
 
-def test_one_of_several_threads_opens_a_context():
+def test_one_of_several_threads_opens_a_context(emulate):
     def enter(number):
         try:
             with emulate_devices(2) as devices:
@@ -44,5 +44,5 @@ def test_one_of_several_threads_opens_a_context():
             return 0
 
     assert set(at_once(enter)) <= {0, 2}
-    with emulate_devices(2):
-        assert set(at_once(enter)) == {0}
+    emulate(2)
+    assert set(at_once(enter)) == {0}

@@ -36,11 +36,11 @@ def train_step(model, optimizer, vocabulary, batch_size=24, clear=False):
 
 
 @pytest.fixture
-def unlabelled(monkeypatch):
+def unlabelled(emulate, monkeypatch):
     """An emulated device without labels, as on accelerators."""
-    with emulate_devices(1) as [device]:
-        monkeypatch.delattr(torch.lazy, "memory_breakdown")
-        yield device
+    [device] = emulate(1)
+    monkeypatch.delattr(torch.lazy, "memory_breakdown")
+    return device
 
 
 def breakdown_of_a_step(gpu0_bsz, vocabulary, symbolic=False, hide_labels=None):
@@ -97,16 +97,15 @@ def test_the_floor_is_about_what_gpu0_bsz_0_holds(gpu0_bsz, vocabulary):
     assert [entry.floor_bytes for entry in found[1:]] == [None] * 3
 
 
-def test_a_bare_module_has_a_breakdown_and_no_floor():
-    with emulate_devices(2) as devices:
-        module = nn.Linear(100, 10).to(devices[1])
-        [entry] = memory_breakdown(module)
-        assert entry.device == "lazy:1"
-        assert entry.uses["parameter"] == 4096 + 512
-        assert entry.floor_bytes is None
-        model = BalancedDataParallel(1, module, [devices[1], devices[0]])
-        assert [entry.floor_bytes for entry in memory_breakdown(model)] == [None, None]
-        del model, module
+def test_a_bare_module_has_a_breakdown_and_no_floor(emulate):
+    devices = emulate(2)
+    module = nn.Linear(100, 10).to(devices[1])
+    [entry] = memory_breakdown(module)
+    assert entry.device == "lazy:1"
+    assert entry.uses["parameter"] == 4096 + 512
+    assert entry.floor_bytes is None
+    model = BalancedDataParallel(1, module, [devices[1], devices[0]])
+    assert [entry.floor_bytes for entry in memory_breakdown(model)] == [None, None]
 
 
 def test_state_of_any_shape_is_found_and_counted_once(unlabelled):

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,51 +12,43 @@ from balanced_dp import (
     ArgumentTypeError,
     BalancedDataParallel,
     MemoryLogger,
-    emulate_devices,
 )
 
 from .driver import GTX, H100
 
 
-class Writer:
-    """A writer with the ``add_scalar`` of a SummaryWriter."""
-
-    def __init__(self) -> None:
-        self.written: list[tuple[str, float, int]] = []
-
-    def add_scalar(self, tag: str, value: float, step: int) -> None:
-        self.written.append((tag, value, step))
-
-
 @pytest.mark.parametrize("shape", ["SummaryWriter", "function"])
-def test_peaks_are_written_every_so_many_steps(shape):
-    writer = Writer()
-    with emulate_devices(2) as devices:
-        model = BalancedDataParallel(1, nn.Linear(100, 50).to(devices[0]))
-        logger = MemoryLogger(model, writer.add_scalar if shape == "function" else writer, every=3)
-        for step in range(7):
-            model(torch.randn(100 * (step + 1), 100)).sum().backward()
-            logger.step()
-        del model, logger
+def test_peaks_are_written_every_so_many_steps(shape, emulate):
+    written = []
+
+    def write(tag, value, step):
+        written.append((tag, value, step))
+
+    devices = emulate(2)
+    model = BalancedDataParallel(1, nn.Linear(100, 50).to(devices[0]))
+    writer = write if shape == "function" else SimpleNamespace(add_scalar=write)
+    logger = MemoryLogger(model, writer, every=3)
+    for step in range(7):
+        model(torch.randn(100 * (step + 1), 100)).sum().backward()
+        logger.step()
     tags = ["memory/lazy:0/peak_MiB", "memory/lazy:1/peak_MiB", "memory/imbalance"]
-    assert [(tag, step) for tag, _, step in writer.written] == [
+    assert [(tag, step) for tag, _, step in written] == [
         (tag, step) for step in (3, 6) for tag in tags
     ]
     for i in (0, 3):
-        low, high = sorted(value for _, value, _ in writer.written[i : i + 2])
-        assert writer.written[i + 2][1] == pytest.approx((high - low) / high)
+        low, high = sorted(value for _, value, _ in written[i : i + 2])
+        assert written[i + 2][1] == pytest.approx((high - low) / high)
 
 
-def test_the_steps_between_ask_nothing(monkeypatch):
-    with emulate_devices(2) as devices:
-        model = BalancedDataParallel(1, nn.Linear(100, 50).to(devices[0]))
-        logger = MemoryLogger(model, Writer(), every=4)
-        monkeypatch.setattr(logger, "_peaks", None)  # any query would fail
-        for _ in range(3):
-            logger.step()
-        with pytest.raises(AttributeError):
-            logger.step()
-        del model, logger
+def test_the_steps_between_ask_nothing(monkeypatch, emulate):
+    devices = emulate(2)
+    model = BalancedDataParallel(1, nn.Linear(100, 50).to(devices[0]))
+    logger = MemoryLogger(model, print, every=4)
+    monkeypatch.setattr(logger, "_peaks", None)  # any query would fail
+    for _ in range(3):
+        logger.step()
+    with pytest.raises(AttributeError):
+        logger.step()
 
 
 def test_the_tags_hold_both_numbers(driver):
@@ -76,9 +69,8 @@ def test_the_tags_hold_both_numbers(driver):
         (1, "runs", ArgumentTypeError, "writer must have add_scalar"),
     ],
 )
-def test_what_cannot_be_used(every, writer, error, message):
-    with emulate_devices(1) as devices:
-        model = BalancedDataParallel(1, nn.Linear(2, 2).to(devices[0]), list(devices))
-        with pytest.raises(error, match=message):
-            MemoryLogger(model, writer, every)
-        del model
+def test_what_cannot_be_used(every, writer, error, message, emulate):
+    devices = emulate(1)
+    model = BalancedDataParallel(1, nn.Linear(2, 2).to(devices[0]), list(devices))
+    with pytest.raises(error, match=message):
+        MemoryLogger(model, writer, every)
