@@ -144,14 +144,18 @@ def encoded_text() -> tuple[torch.Tensor, int]:
     return torch.tensor([index[character] for character in text]), len(index)
 
 
+def character_batch(starts: torch.Tensor) -> Batch:
+    """Return the excerpts of the text that begin at the given indices, and what follows each."""
+    samples = encoded_text()[0][starts[:, None] + torch.arange(65)]
+    return (samples[:, :-1],), {}, samples[:, 1:]
+
+
 def char_lm() -> Workload:
     """Train the demo's transformer over characters of real text, T=64."""
     encoded, vocabulary = encoded_text()
 
     def make_batch(batch_size: int) -> Batch:
-        starts = torch.arange(batch_size)[:, None] * 67 % (len(encoded) - 65)
-        samples = encoded[starts + torch.arange(65)]
-        return (samples[:, :-1],), {}, samples[:, 1:]
+        return character_batch(torch.arange(batch_size) * 67 % (len(encoded) - 65))
 
     return Workload(lambda: CharTransformer(vocabulary), make_batch, _token_loss)
 

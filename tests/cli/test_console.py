@@ -42,7 +42,7 @@ def terminal(width=80, is_checked=True):
     )
     lines: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(terminals, "_console", lambda stderr: console)
+        patch.setattr(terminals, "open_console", lambda stderr=False: console)
         yield lines
     lines += console.file.getvalue().splitlines()
     if is_checked:

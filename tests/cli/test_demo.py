@@ -21,7 +21,7 @@ from balanced_dp.tuning.workloads import load_text
 
 from ..processes import python
 
-SMALL = DemoSettings(num_devices=3, batch_size=7, steps=3, context=8, emulate=True)
+SMALL = DemoSettings(num_devices=3, batch_size=7, steps=3, emulate=True)
 
 
 @pytest.fixture(scope="module")
