@@ -218,17 +218,6 @@ def test_a_model_without_a_wrapper_is_measured_where_it_is(devices):
     assert not recorder.is_splitting and recorder.report() is None
 
 
-def test_chunks_of_torchs_own_class_are_counted():
-    with emulate_devices(4, as_cuda=True) as devices:
-        recorder = LoopRecorder(devices)
-        model = nn.DataParallel(make_model(devices[0]))
-        with recorder.recording():
-            train(model, [(30,)] * 3)
-        assert recorder.last.chunk_sizes == (8, 8, 8, 6) and recorder.last.batch_size == 30
-        assert not recorder.is_splitting
-        del model, recorder
-
-
 def test_chunks_of_a_class_that_knows_none_of_torchs_are_counted():
     """CenterNet has one, which is a plain module and gets its batch as a dict."""
 
