@@ -23,6 +23,7 @@ from balanced_dp.report.tables import summary
 from balanced_dp.tuning.open_devices import open_devices
 from balanced_dp.tuning.step_benchmark import step_meter
 
+from ..modules import Lambda
 from ..parallel.test_auto import Loop
 from .small_workloads import SMALL
 
@@ -250,17 +251,6 @@ def test_half_precision_is_planned_with(alike):
     assert half.prediction_error <= 0.01
 
 
-class Nonlinear(torch.nn.Module):
-    """Need memory that jumps with the chunk."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(4, 4)
-
-    def forward(self, x):
-        return self.layer(x) + x.new_zeros((len(x) % 3) * 100_000 + 1).sum()
-
-
 class Branching(torch.nn.Linear):
     """Read a value."""
 
@@ -284,8 +274,13 @@ def test_a_model_that_reads_values_is_measured_where_they_are_computed():
 
 
 def nonlinear():
+    """Need memory that jumps with the chunk."""
+
+    def forward(self, x):
+        return self.layer(x) + x.new_zeros((len(x) % 3) * 100_000 + 1).sum()
+
     return Workload(
-        Nonlinear,
+        lambda: Lambda(forward, layer=torch.nn.Linear(4, 4)),
         lambda n: ((torch.zeros(n, 4),), {}, None),
         lambda output, _: output.sum(),
     )
