@@ -130,16 +130,14 @@ def _token_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def load_text() -> str:
-    """Return about 0.5 MB of English text: the language reference that Python includes."""
-    topics: dict[str, str] = pydoc_data.topics.topics
-    return "\n".join(topics[name] for name in sorted(topics))
-
-
 @functools.cache
 def encoded_text() -> tuple[torch.Tensor, int]:
-    """Return the text as indices of its characters, and the number of distinct characters."""
-    text = load_text()
+    """Return about 0.5 MB of English text, the language reference that Python includes.
+
+    It is encoded as indices of its characters; the number of distinct characters comes with it.
+    """
+    topics: dict[str, str] = pydoc_data.topics.topics
+    text = "\n".join(topics[name] for name in sorted(topics))
     index = {character: i for i, character in enumerate(sorted(set(text)))}
     return torch.tensor([index[character] for character in text]), len(index)
 
