@@ -216,7 +216,6 @@ def run(
         steps=steps,
         symbolic=symbolic,
         emulate=emulate or symbolic,
-        say=terminal.say,
     )
     console.print_run(result)
     own = {name for option in context.command.params for name in option.opts}
