@@ -14,7 +14,7 @@ from balanced_dp.cli.commands import app
 from balanced_dp.tuning.workloads import BUILT_IN
 
 SMALL = "tests.tuning.small_workloads"
-WIDE = [f"{SMALL}:wide_output", "--batch-size", "2000", "--devices", "4"]
+WIDE = [f"{SMALL}:wide_output", "--batch-size", "2000"]
 
 
 @pytest.mark.parametrize(
@@ -48,6 +48,7 @@ def test_the_options_are_told_the_best_one_first(options, begins, has):
     done = CliRunner().invoke(app, ["plan", *WIDE, *options])
     assert done.exit_code == 0, done.stderr
     assert done.stdout.startswith(begins)
+    assert "wide-output, batches of 2000, 4 devices" in done.stdout
     assert [part for part in has if part not in done.stdout] == []
     assert ("= nn.DataParallel(model)" in done.stdout) == begins.startswith("It fits")
 
@@ -55,7 +56,7 @@ def test_the_options_are_told_the_best_one_first(options, begins, has):
 @pytest.mark.parametrize("goal", ["headroom", "batch"])
 def test_the_goal_decides_which_option_comes_first(goal):
     options = ["--memory", "24GiB,11GiB,11GiB", "--for", goal, "--json", "-"]
-    done = CliRunner().invoke(app, ["plan", *WIDE[:-2], *options])
+    done = CliRunner().invoke(app, ["plan", *WIDE, *options])
     report = TypeAdapter(Report).validate_json(done.stdout)
     assert report.goal == goal
     assert report.chosen.mode == "symbolic"
@@ -76,7 +77,7 @@ def test_the_goal_decides_which_option_comes_first(goal):
     ],
 )
 def test_no_cell_is_wrapped_at_80_columns(options):
-    done = CliRunner().invoke(app, [*options, *WIDE[:-2]])  # wider than a terminal
+    done = CliRunner().invoke(app, [*options, *WIDE])  # wider than a terminal
     assert done.exit_code == 0, done.stderr
     rows = [line for line in done.stdout.splitlines() if re.match(r" +\d|[ ─]+$", line)]
     assert len(rows) > 5
