@@ -103,35 +103,18 @@ def test_what_is_no_batch(batch, described):
         workload.new_batch(3)
 
 
-def test_a_module_is_copied():
-    module = nn.Linear(2, 2)
-    workload = Workload(module, lambda size: (torch.ones(size, 2), None), nn.MSELoss())
-    copied = workload.new_model()
-    assert copied is not module
-    assert torch.equal(copied.weight, module.weight)
-
-
-def test_what_is_no_workload():
-    with pytest.raises(
-        ArgumentError, match=r"'net'; built in .*name your own as package\.module:f"
-    ):
-        find_workload("net")
-    with pytest.raises(ArgumentError, match=r"'gpt2-smal' \(did you mean gpt2-small\?\); built in"):
-        find_workload("gpt2-smal")
-
-
 @pytest.mark.parametrize(
     ("target", "message"),
     [
+        ("net", r"'net'; built in .*name your own as package\.module:f"),
+        ("gpt2-smal", r"'gpt2-smal' \(did you mean gpt2-small\?\); built in"),
         ("nowhere/mine.py:make", "No module named 'mine'"),
         ("broken:make", "SyntaxError"),
         ("raises:make", "RuntimeError: not now"),
         (":make", "ValueError"),
     ],
 )
-def test_a_module_that_cannot_be_imported_is_said_with_the_reason(
-    tmp_path, monkeypatch, target, message
-):
+def test_what_is_no_workload_is_said_with_the_reason(tmp_path, monkeypatch, target, message):
     (tmp_path / "broken.py").write_text("def make(:")
     (tmp_path / "raises.py").write_text("raise RuntimeError('not now')")
     monkeypatch.syspath_prepend(str(tmp_path))
