@@ -97,8 +97,8 @@ def find_workload(target: str) -> Workload:
     """
     if target in BUILT_IN:
         return replace(BUILT_IN[target](), name=target)
-    module_name, _, function_name = target.partition(":")
-    if not function_name:
+    module_name, _, function_name = target.rpartition(":")  # a path may have a colon, too
+    if not (module_name and function_name):
         raise ArgumentError(
             f"there is no workload {target!r}{did_you_mean(target, BUILT_IN)}; built in are "
             f"{', '.join(BUILT_IN)}; name your own as package.module:function or file.py:function"

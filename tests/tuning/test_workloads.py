@@ -111,7 +111,8 @@ def test_what_is_no_batch(batch, described):
         ("nowhere/mine.py:make", "No module named 'mine'"),
         ("broken:make", "SyntaxError"),
         ("raises:make", "RuntimeError: not now"),
-        (":make", "ValueError"),
+        (":make", "there is no workload ':make'; built in"),
+        ("mine.py:", "there is no workload 'mine.py:'; built in"),
     ],
 )
 def test_what_is_no_workload_is_said_with_the_reason(tmp_path, monkeypatch, target, message):
@@ -123,11 +124,16 @@ def test_what_is_no_workload_is_said_with_the_reason(tmp_path, monkeypatch, targ
 
 
 def test_a_workload_may_be_named_by_its_file(tmp_path, monkeypatch):
-    """As Python finds them for a script, modules beside it can be imported."""
+    """As Python finds them for a script, modules beside it can be imported.
+
+    A path may have a colon, as all of Windows have.
+    """
     monkeypatch.setattr(sys, "path", sys.path.copy())
-    (tmp_path / "beside_it.py").write_text("from tests.tuning.small_workloads import mlp as it")
-    (tmp_path / "named_by_file.py").write_text("from beside_it import it")
-    assert isinstance(find_workload(f"{tmp_path}/named_by_file.py:it"), Workload)
+    folder = tmp_path / "c:"
+    folder.mkdir()
+    (folder / "beside_it.py").write_text("from tests.tuning.small_workloads import mlp as it")
+    (folder / "named_by_file.py").write_text("from beside_it import it")
+    assert isinstance(find_workload(f"{folder}/named_by_file.py:it"), Workload)
 
 
 def test_a_batch_of_another_size_is_not_planned_with():
