@@ -74,8 +74,6 @@ def tune(
     if reserve is None:
         is_known = capacities is not None or not uses_emulation(emulate)
         reserve = RESERVE if is_known else 0
-    if capacities is not None:
-        check_batch(batch_size, capacities, reserve)
     num_later = (gather + (not spread)) * NUM_MEASURED * with_alternatives
 
     def measured(
