@@ -99,8 +99,6 @@ def load_reports(path: str | Path) -> tuple[Report, ...]:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ReportError(f"{path} cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise ReportError(f"{path} is no report: it is not text") from None
     except (ValueError, RecursionError) as error:
         raise ReportError(f"{path} is no report, or a truncated one: {error}") from None
     keys = content.keys() if isinstance(content, dict) else set()

@@ -109,13 +109,8 @@ def find_workload(target: str) -> Workload:
         sys.path.insert(0, str(path.parent.resolve()))  # as Python does for a script
     try:
         function = getattr(importlib.import_module(module_name), function_name)
-    except Exception as error:  # the module is the user's code
-        raise ArgumentError(
-            f"workload {target!r} cannot be loaded: {type(error).__name__}: {error}"
-        ) from error
-    try:
         workload = function() if callable(function) else function
-    except Exception as error:
+    except Exception as error:  # the module is the user's code
         raise ArgumentError(
             f"workload {target!r} cannot be made: {type(error).__name__}: {error}"
         ) from error

@@ -91,7 +91,7 @@ def test_a_file_that_cannot_be_read_is_told(tmp_path):
     with pytest.raises(ReportError, match="cannot be read: Is a directory"):
         load_reports(tmp_path)
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ReportError, match="it is not text"):
+    with pytest.raises(ReportError, match="is no report, or a truncated one: 'utf-8' codec"):
         load_reports(tmp_path / "binary")
 
 
