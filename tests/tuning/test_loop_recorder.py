@@ -14,7 +14,7 @@ from torch.nn.modules import module
 from torch.optim import optimizer
 
 from balanced_dp import BalancedDataParallel, emulate_devices
-from balanced_dp.split import best_gpu0_bsz, even_share, split_batch
+from balanced_dp.split import even_share, split_batch
 from balanced_dp.tuning.loop_recorder import LoopRecorder, StepsDone
 
 from ..modules import Lambda
@@ -99,17 +99,6 @@ def test_the_model_has_the_value_of_its_largest_batch(devices):
         assert model.gpu0_bsz == model.chunk_sizes[0] < 8
         model(torch.ones(3, 64))
         assert model.gpu0_bsz == model.split(32)[0]
-
-
-def test_auto_finds_the_value_that_trying_each_finds(devices):
-    tried = {}
-    for value in range(9):
-        gc.collect()
-        tried[value] = max(recorded(devices, [(32,)] * 4, gpu0_bsz=value).last.peak_bytes)
-    gc.collect()
-    report = recorded(devices, [(32,)] * 9).report()
-    assert report.plan.gpu0_bsz == best_gpu0_bsz(tried)
-    assert report.model.is_accurate
 
 
 @pytest.mark.parametrize("capacity", [12 * 2**20, 48 * 2**20])
