@@ -126,7 +126,7 @@ def probe(
         raise ArgumentError(f"--watch writes to stdout: --json - instead of {json_file}")
     arguments.check_outputs({"--json": json_file})
     memory_probe = MemoryProbe()
-    output = terminal.stdout_console()
+    output = terminal.open_console()
     is_drawn_over = output.is_terminal and json_file is None
     screen = Live(console=output, auto_refresh=False) if is_drawn_over else nullcontext()
     with suppress(KeyboardInterrupt), screen as live:
@@ -216,7 +216,6 @@ def run(
         steps=steps,
         symbolic=symbolic,
         emulate=emulate or symbolic,
-        say=terminal.say,
     )
     console.print_run(result)
     own = {name for option in context.command.params for name in option.opts}
@@ -261,7 +260,7 @@ def validate(
         num_devices = default_num_devices(emulate)
     settings = ValidationSettings(num_devices, emulate)
     takes_stdout = arguments.STDOUT in (json_file, markdown)
-    output = terminal.stderr_console() if takes_stdout else terminal.stdout_console()
+    output = terminal.open_console(stderr=takes_stdout)
     output.print(f"Validating on {settings.description}")
     with console.progress_bar("predicting peaks of memory", NUM_CHECKS) as update:
 

@@ -26,9 +26,9 @@ from ..tuning.measurement import Measurement
 from ..tuning.report_types import Report
 from ..units import format_bytes
 from ..validation import ValidationReport
+from . import terminal
 from .arguments import STDOUT
 from .run import RunResult
-from .terminal import print_text, stderr_console, stdout_console
 
 
 def write(path: Path | None, as_text: Callable[..., str], *content: Any) -> None:
@@ -38,7 +38,7 @@ def write(path: Path | None, as_text: Callable[..., str], *content: Any) -> None
         sys.stdout.flush()
     elif path is not None:
         write_atomically(path, as_text(*content))
-        stderr_console().print(f"wrote {path}", soft_wrap=True)
+        terminal.open_console(stderr=True).print(f"wrote {path}", soft_wrap=True)
 
 
 def as_json(record: Any, indent: int | None = 2) -> str:
@@ -100,8 +100,8 @@ def measuring_progress() -> Iterator[Callable[[Measurement, int], None]]:
 
 def print_report(report: Report, candidates: bool) -> None:
     """Print the options, and with ``candidates`` all measured values for its batch."""
-    console = stdout_console()
-    print_text(console, tables.verdict(report))
+    console = terminal.open_console()
+    terminal.print_text(console, tables.verdict(report))
     if report.ranked_options:
         console.print(_rich_table(tables.option_table(report), tables.title(report), tables.SPEED))
         console.print(tables.lines(report), end="\n\n", soft_wrap=True)
@@ -110,18 +110,18 @@ def print_report(report: Report, candidates: bool) -> None:
     if candidates:
         console.print(_rich_table(tables.candidate_table(report), tables.candidates_title(report)))
     for sentence in tables.summary(report):
-        print_text(console, sentence)
+        terminal.print_text(console, sentence)
 
 
 def print_run(result: RunResult) -> None:
     """Print what the training steps of a script took of each device, on stderr."""
-    console = stderr_console()
+    console = terminal.open_console(stderr=True)
     if result.measured is not None:
         even = None if result.report is None else result.report.even
         content = tables.use_table(result.measured, result.budgets, even)
         console.print(_use_tables(console, content, result.title))
     for note in result.notes:
-        print_text(console, note)
+        terminal.print_text(console, note)
 
 
 def _use_tables(console: Console, content: tables.TextTable, title: str) -> Group:
@@ -159,7 +159,7 @@ def print_comparison(before: Report, after: Report, comparisons: Sequence[Compar
         if found.limit is not None:
             limit = by(found.limit), "FAILED" if found.failed else "ok"
         table.add_row(found.metric, *values, *limit)
-    stdout_console().print(table)
+    terminal.open_console().print(table)
 
 
 _METRICS: dict[str, tuple[Callable[[float], str], Callable[[float], str]]] = {
@@ -201,25 +201,20 @@ def memory_table(memories: Sequence[DeviceMemory], console: Console) -> Group:
 
 
 def print_workloads(listed: Sequence[dict[str, Any]]) -> None:
-    """Print the built-in workloads, with what they are below the table if it is too wide."""
-    console = stdout_console()
-    wide = table_of(("workload", "what it is"), ("parameters", "batch size"))
-    narrow = table_of(("workload",), ("parameters", "batch size"), **NARROW)
+    """Print the numbers of the built-in workloads, and below the table what they are."""
+    console = terminal.open_console()
+    table = table_of(("workload",), ("parameters", "batch size"), **NARROW)
     for workload in listed:
-        numbers = (f"{workload['num_parameters'] / 1e6:.1f} M", str(workload["batch_size"]))
-        wide.add_row(workload["name"], workload["about"], *numbers)
-        narrow.add_row(workload["name"], *numbers)
-    if fits(console, wide):
-        console.print(wide)
-        return
-    console.print(narrow)
+        size = f"{workload['num_parameters'] / 1e6:.1f} M"
+        table.add_row(workload["name"], size, str(workload["batch_size"]))
+    console.print(table)
     for workload in listed:
-        print_text(console, f"{workload['name']}: {workload['about']}.")
+        terminal.print_text(console, f"{workload['name']}: {workload['about']}.")
 
 
 def print_validation(report: ValidationReport) -> None:
     """Print the checks of each part, and whether the gradients are right."""
-    console = stdout_console()
+    console = terminal.open_console()
     for title, content in validation_tables(report):
         columns = (
             Column(width=30),
@@ -233,4 +228,4 @@ def print_validation(report: ValidationReport) -> None:
         console.print(f"\n{title}", style="bold")
         console.print(Padding.indent(table, 2))
     console.print()
-    print_text(console, validation_summary(report))
+    terminal.print_text(console, validation_summary(report))

@@ -9,18 +9,23 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch import nn
 
 from ..report import tables
 from ..split import as_integer, even_share
 from ..tuning.measurement import Measurement
-from ..tuning.models import CharTransformer
-from ..tuning.open_devices import check_devices, open_devices, uses_emulation
+from ..tuning.open_devices import open_devices, uses_emulation
 from ..tuning.reports import best_measured
 from ..tuning.step_benchmark import step_meter
-from ..tuning.workloads import Batch, Workload, encoded_text, find_workload
+from ..tuning.workloads import (
+    Batch,
+    Workload,
+    character_batch,
+    encoded_text,
+    find_workload,
+)
 from ..units import format_bytes, format_mib, parse_bytes
-from . import console
-from .terminal import print_text, stdout_console
+from . import console, terminal
 
 LOSS_TOLERANCE = 1e-4
 """Largest difference of the runs' losses at any step: float32 sums are in another order."""
@@ -37,8 +42,6 @@ class DemoSettings:
         gpu0_bsz: samples of device 0. None tries all values for the lowest peak.
         memory: capacity of each emulated device, as in ``emulate_devices``.
         emulate: whether to emulate devices even if there are two or more accelerators.
-        context: characters in a sample.
-        seed: seed of the weights and the samples, which are the same in each run.
     """
 
     num_devices: int = 4
@@ -47,8 +50,6 @@ class DemoSettings:
     gpu0_bsz: int | None = None
     memory: str | None = None
     emulate: bool = False
-    context: int = 64
-    seed: int = 0
 
     def __post_init__(self) -> None:
         """Raise ArgumentError if a value is out of its range."""
@@ -56,9 +57,6 @@ class DemoSettings:
             as_integer(name, getattr(self, name), minimum)
         if self.gpu0_bsz is not None:
             as_integer("gpu0_bsz", self.gpu0_bsz, minimum=0)
-        if self.memory is not None:
-            parse_bytes(self.memory)
-        check_devices(self.num_devices, self.memory, self.emulate)
 
     @property
     def even_share(self) -> int:
@@ -113,7 +111,7 @@ def run_demo(settings: DemoSettings, on_step: Callable[[], object] = lambda: Non
                 symbolic=False,
                 emulate=settings.emulate,
             ) as devices,
-            step_meter(_workload(settings), devices[:num_devices]) as meter,
+            step_meter(_workload(), devices[:num_devices]) as meter,
         ):
             measured = meter.measure(
                 settings.batch_size, gpu0_bsz, num_steps=settings.steps, on_loss=on_loss
@@ -138,7 +136,7 @@ def find_gpu0_bsz(settings: DemoSettings, on_step: Callable[[], object] = lambda
     measured = []
     with (
         open_devices(settings.num_devices, emulate=settings.emulate) as devices,
-        step_meter(_workload(settings), devices) as meter,
+        step_meter(_workload(), devices) as meter,
     ):
         for gpu0_bsz in range(settings.even_share + 1):
             measured.append(meter.measure(settings.batch_size, gpu0_bsz))
@@ -155,22 +153,19 @@ def loss_difference(runs: Sequence[DemoRun]) -> float | None:
     return difference
 
 
-def _workload(settings: DemoSettings) -> Workload:
-    """Return the workload whose weights and batches are those of the seed."""
-    encoded, vocabulary = encoded_text()
-    generator = torch.Generator().manual_seed(settings.seed)
-    length = settings.context + 1
+def _workload() -> Workload:
+    """Return ``char-lm`` with weights and batches that are drawn the same in each run."""
+    workload, (encoded, _) = find_workload("char-lm"), encoded_text()
+    generator = torch.Generator().manual_seed(0)
 
-    def model() -> CharTransformer:
-        torch.manual_seed(settings.seed)
-        return CharTransformer(vocabulary, settings.context)
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        return workload.new_model()
 
     def make_batch(batch_size: int) -> Batch:
-        starts = torch.randint(len(encoded) - length, (batch_size, 1), generator=generator)
-        samples = encoded[starts + torch.arange(length)]
-        return (samples[:, :-1],), {}, samples[:, 1:]
+        return character_batch(torch.randint(len(encoded) - 65, (batch_size,), generator=generator))
 
-    return replace(find_workload("char-lm"), model=model, make_batch=make_batch)
+    return replace(workload, model=model, make_batch=make_batch)
 
 
 def demo_record(settings: DemoSettings, runs: Sequence[DemoRun]) -> dict[str, Any]:
@@ -195,13 +190,13 @@ def demo_record(settings: DemoSettings, runs: Sequence[DemoRun]) -> dict[str, An
 
 def print_demo(settings: DemoSettings, runs: Sequence[DemoRun]) -> None:
     """Print the demo's runs and compare them."""
-    output = stdout_console()
+    output = terminal.open_console()
     output.print(_demo_table(output, settings, runs))
     ran = [run for run in runs if run.measured.status == "ok"]
     if ran and settings.emulated:
         output.print(_breakdown_table({run.name: run.measured.breakdown[0] for run in ran}))
     for sentence in _sentences(settings, runs):
-        print_text(output, sentence)
+        terminal.print_text(output, sentence)
 
 
 def _sentences(settings: DemoSettings, runs: Sequence[DemoRun]) -> Iterator[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -20,7 +20,7 @@ from ..tuning.open_devices import check_devices, default_num_devices, open_devic
 from ..tuning.options import fits
 from ..tuning.report_types import Report
 from ..units import format_bytes, parse_bytes
-from . import answer
+from . import answer, terminal
 from .arguments import parse_capacities
 from .script import check_script, run_script
 
@@ -61,7 +61,6 @@ def run_and_measure(
     steps: int | None = None,
     symbolic: bool = False,
     emulate: bool = False,
-    say: Callable[[str], object] = print,
 ) -> RunResult:
     """Run a script on GPUs or on emulated devices, and measure its training steps.
 
@@ -76,7 +75,6 @@ def run_and_measure(
         steps: the number of training steps after which the script is ended.
         symbolic: whether emulated devices keep shapes only.
         emulate: whether to emulate devices even if there are GPUs.
-        say: called with a line on the devices before the script begins.
 
     Raises:
         ArgumentError: there is no such script, or the devices cannot be opened or are too small.
@@ -116,7 +114,9 @@ def run_and_measure(
                 for device in devices
             ]
         kind = "shapes only: the values that it reads are NaN" if symbolic else "on the CPU"
-        say(f"running {script} on {_named(devices, capacities, kind if emulates else None)}")
+        terminal.say(
+            f"running {script} on {_named(devices, capacities, kind if emulates else None)}"
+        )
         recorder = LoopRecorder(
             devices,
             capacities,

@@ -12,17 +12,8 @@ _WHOLE = re.compile(r"\w+\([^()]*\)|[\d.]+ [KMGT]iB")
 """What is not cut: calls, which are copied, and sizes."""
 
 
-def stdout_console() -> Console:
-    """Return the console for results."""
-    return _console(stderr=False)
-
-
-def stderr_console() -> Console:
-    """Return the console for results where stdout belongs to a script."""
-    return _console(stderr=True)
-
-
-def _console(*, stderr: bool) -> Console:
+def open_console(*, stderr: bool = False) -> Console:
+    """Return the console for results, or that on stderr where stdout is for something else."""
     is_terminal = (sys.stderr if stderr else sys.stdout).isatty()
     width = None if is_terminal else 160  # else tables are wrapped to the width of a terminal
     return Console(stderr=stderr, width=width, markup=False, highlight=False, emoji=False)
@@ -30,7 +21,7 @@ def _console(*, stderr: bool) -> Console:
 
 def say(text: str) -> None:
     """Print a sentence on stderr, with the name of the command."""
-    print_text(stderr_console(), f"balanced-dp: {text}")
+    print_text(open_console(stderr=True), f"balanced-dp: {text}")
 
 
 def print_text(console: Console, text: str) -> None:

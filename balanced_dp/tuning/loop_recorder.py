@@ -341,9 +341,8 @@ class LoopRecorder:
     @property
     def last(self) -> Measurement | None:
         """The last measurement of the largest batch."""
-        largest = max((size for size, _ in self.measurements), default=None)
-        found = [m for (size, _), m in self.measurements.items() if size == largest]
-        return found[-1] if found else None
+        latest_first = reversed(self.measurements.values())
+        return max(latest_first, key=lambda measured: measured.batch_size, default=None)
 
     @property
     def asked(self) -> Measurement | None:

@@ -62,16 +62,12 @@ def step_meter(
     spread: bool = False,
 ) -> Iterator[StepMeter]:
     """Yield a ``StepMeter``, and free what it holds at the end."""
-    # Garbage is collected after each measurement: exclude what was there before.
-    is_ours = gc.get_freeze_count() == 0
-    if is_ours:
-        gc.freeze()
     meter = StepMeter(workload, devices, gather, spread)
+    gc.freeze()  # garbage is collected after each measurement: exclude what was there before
     try:
         yield meter
     finally:
-        if is_ours:
-            gc.unfreeze()
+        gc.unfreeze()
         meter.close()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import replace
 
 import torch
@@ -74,14 +74,12 @@ def tune(
     if reserve is None:
         is_known = capacities is not None or not uses_emulation(emulate)
         reserve = RESERVE if is_known else 0
-    if capacities is not None:
-        check_batch(batch_size, capacities, reserve)
     num_later = (gather + (not spread)) * NUM_MEASURED * with_alternatives
 
-    @contextmanager
-    def opened(
-        gather: bool, spread: bool, capacities: Sequence[int] | None
-    ) -> Iterator[tuple[StepMeter, Sequence[int]]]:
+    def measured(
+        gather: bool, spread: bool, capacities: Sequence[int] | None, swept: Sequence[int] = ()
+    ) -> Report:
+        """Return the report of the best split, whether it fits or not."""
         opened = devices
         if opened is None:
             opened = default_num_devices(emulate) if capacities is None else len(capacities)
@@ -94,18 +92,11 @@ def tune(
                     open_devices(opened, memory=memory, emulate=emulate, symbolic=symbolic)
                 )
             meter = stack.enter_context(step_meter(workload, opened, gather, spread))
-            yield meter, capacities or default_capacities(meter, batch_size)
-
-    def measured(
-        gather: bool, spread: bool, capacities: Sequence[int] | None, swept: Sequence[int] = ()
-    ) -> Report:
-        """Return the report of the best split, whether it fits or not."""
-        with opened(gather, spread, capacities) as (meter, known):
+            known = capacities or default_capacities(meter, batch_size)
             check_batch(batch_size, known, reserve)
-            if len(known) != len(meter.devices):
+            if len(known) != len(opened):
                 raise ArgumentError(
-                    f"capacities must be one for each of {len(meter.devices)} devices, got "
-                    f"{len(known)}"
+                    f"capacities must be one for each of {len(opened)} devices, got {len(known)}"
                 )
             search = WorkloadSearch(
                 meter,
@@ -116,7 +107,7 @@ def tune(
             return report_of_measurements(
                 list(search.measured.values()),
                 Provenance.of_this_process(
-                    torch.get_device_module(d).get_device_name(d) for d in meter.devices
+                    torch.get_device_module(d).get_device_name(d) for d in opened
                 ),
                 known,
                 reserve,

@@ -97,8 +97,8 @@ def find_workload(target: str) -> Workload:
     """
     if target in BUILT_IN:
         return replace(BUILT_IN[target](), name=target)
-    module_name, _, function_name = target.partition(":")
-    if not function_name:
+    module_name, _, function_name = target.rpartition(":")  # a path may have a colon, too
+    if not (module_name and function_name):
         raise ArgumentError(
             f"there is no workload {target!r}{did_you_mean(target, BUILT_IN)}; built in are "
             f"{', '.join(BUILT_IN)}; name your own as package.module:function or file.py:function"
@@ -109,13 +109,8 @@ def find_workload(target: str) -> Workload:
         sys.path.insert(0, str(path.parent.resolve()))  # as Python does for a script
     try:
         function = getattr(importlib.import_module(module_name), function_name)
-    except Exception as error:  # the module is the user's code
-        raise ArgumentError(
-            f"workload {target!r} cannot be loaded: {type(error).__name__}: {error}"
-        ) from error
-    try:
         workload = function() if callable(function) else function
-    except Exception as error:
+    except Exception as error:  # the module is the user's code
         raise ArgumentError(
             f"workload {target!r} cannot be made: {type(error).__name__}: {error}"
         ) from error
@@ -130,18 +125,22 @@ def _token_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def load_text() -> str:
-    """Return about 0.5 MB of English text: the language reference that Python includes."""
-    topics: dict[str, str] = pydoc_data.topics.topics
-    return "\n".join(topics[name] for name in sorted(topics))
-
-
 @functools.cache
 def encoded_text() -> tuple[torch.Tensor, int]:
-    """Return the text as indices of its characters, and the number of distinct characters."""
-    text = load_text()
+    """Return about 0.5 MB of English text, the language reference that Python includes.
+
+    It is encoded as indices of its characters; the number of distinct characters comes with it.
+    """
+    topics: dict[str, str] = pydoc_data.topics.topics
+    text = "\n".join(topics[name] for name in sorted(topics))
     index = {character: i for i, character in enumerate(sorted(set(text)))}
     return torch.tensor([index[character] for character in text]), len(index)
+
+
+def character_batch(starts: torch.Tensor) -> Batch:
+    """Return the excerpts of the text that begin at the given indices, and what follows each."""
+    samples = encoded_text()[0][starts[:, None] + torch.arange(65)]
+    return (samples[:, :-1],), {}, samples[:, 1:]
 
 
 def char_lm() -> Workload:
@@ -149,9 +148,7 @@ def char_lm() -> Workload:
     encoded, vocabulary = encoded_text()
 
     def make_batch(batch_size: int) -> Batch:
-        starts = torch.arange(batch_size)[:, None] * 67 % (len(encoded) - 65)
-        samples = encoded[starts + torch.arange(65)]
-        return (samples[:, :-1],), {}, samples[:, 1:]
+        return character_batch(torch.arange(batch_size) * 67 % (len(encoded) - 65))
 
     return Workload(lambda: CharTransformer(vocabulary), make_batch, _token_loss)
 

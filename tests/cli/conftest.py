@@ -47,9 +47,6 @@ class Reads(torch.nn.Linear):
 def reads():
     return Workload(Reads(256, 256), make().make_batch, torch.nn.functional.mse_loss)
 
-def three():
-    return Workload(Net(256, 256), lambda n: (torch.zeros(n),) * 3, torch.nn.functional.mse_loss)
-
 def unreduced():
     loss = torch.nn.MSELoss(reduction="none")
     return Workload(torch.nn.Linear(256, 256), make().make_batch, loss)

@@ -39,6 +39,7 @@ from balanced_dp.distributed import (
 )
 from tests import cuda_stand_in
 from tests.cuda_stand_in import process_group
+from tests.modules import Lambda
 
 if torch.__version__ >= "2.10":  # earlier ones have no fully_shard for the CPU
     from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -83,28 +84,22 @@ def tagger(sparse: bool = False) -> nn.Module:
     return nn.Sequential(nn.Embedding(11, 6, sparse=sparse), nn.Linear(6, 5))
 
 
-class Partly(nn.Sequential):
-    """A module with unused parameters."""
-
-    def __init__(self) -> None:
-        super().__init__(nn.Embedding(11, 6), nn.Linear(6, 5), nn.Linear(5, 5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self[1](self[0](x))
+def partly() -> nn.Module:
+    """Return a module with unused parameters."""
+    unused = nn.Linear(5, 5)
+    return Lambda(lambda self, x: self.used(x), used=tagger(), unused=unused)
 
 
-class Twice(nn.Module):
-    """Uses a layer in two reentrant checkpoints, for which static_graph is needed."""
+def twice() -> nn.Module:
+    """Return a layer in two reentrant checkpoints, for which static_graph is needed."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.head = nn.Linear(6, 6), nn.Linear(6, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
         x = x.requires_grad_()
         for _ in range(2):
             x = torch.utils.checkpoint.checkpoint(self.layer, x, use_reentrant=True)
         return self.head(x)
+
+    return Lambda(forward, layer=nn.Linear(6, 6), head=nn.Linear(6, 3))
 
 
 def numbers(count: int) -> Batch:
@@ -324,8 +319,8 @@ WRAPPERS = {"ddp": replicated}
 if FSDPModule:
     WRAPPERS["fully_shard"] = sharded
 MORE = {  # once each, without accumulation
-    "static graph": (Twice, numbers, rows, partial(replicated, static_graph=True)),
-    "unused": (Partly, token_labels, masked_mean, partial(replicated, find_unused_parameters=True)),
+    "static graph": (twice, numbers, rows, partial(replicated, static_graph=True)),
+    "unused": (partly, token_labels, masked_mean, partial(replicated, find_unused_parameters=True)),
     "sparse": (partial(tagger, sparse=True), token_labels, masked_mean, replicated),
     "converted": (regression, numbers, rows, converted),
 }

@@ -32,6 +32,7 @@ from balanced_dp import GatherError, emulate_devices
 from balanced_dp.integrations.replacements import replaced_data_parallel
 from balanced_dp.tuning.loop_recorder import LoopRecorder
 
+from ..modules import Lambda
 from ..notes import notes_of
 from ..versions import has_torch
 
@@ -56,20 +57,6 @@ def kind(request: pytest.FixtureRequest, cuda: list[torch.device]) -> Iterator[s
     recorder._search._num_iterations = 3 if "uneven" in request.param else 0
     with replaced_data_parallel(recorder):
         yield request.param
-
-
-class Calls(nn.Module):
-    """Calls a function, with this module and what it gets; modules and tensors are its own."""
-
-    def __init__(self, function: Callable[..., Any], **members: Any) -> None:
-        super().__init__()
-        self.function = function
-        for name, member in members.items():
-            is_buffer = isinstance(member, Tensor) and not isinstance(member, nn.Parameter)
-            (self.register_buffer if is_buffer else self.__setattr__)(name, member)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.function(self, *args, **kwargs)
 
 
 def linear(device: Any = "cuda", dtype: torch.dtype = DOUBLE) -> nn.Linear:
@@ -160,7 +147,7 @@ def test_several_inputs_of_the_cpu_get_their_gradients(
         product = scale * x * y
         return product if bias is None else product + scale * bias
 
-    net = Calls(forward)
+    net = Lambda(forward)
     x, y, bias = torch.randn(3, 5, 5, dtype=DOUBLE).unbind()
     x, y = x.requires_grad_(), y.requires_grad_()
     named = {"bias": bias} if with_bias else {}
@@ -230,7 +217,7 @@ def test_the_wrapper_can_be_moved_with_its_module(kind: str) -> None:
 
 @pytest.mark.parametrize("ids", [[0], [0, 1]])
 def test_a_call_without_inputs_runs_on_the_first_device(kind: str, ids: list[int]) -> None:
-    net = Calls(lambda self: torch.eye(2, 3, device="cuda"))
+    net = Lambda(lambda self: torch.eye(2, 3, device="cuda"))
     parallel = nn.parallel.data_parallel
     for output in (nn.DataParallel(net, ids)(), parallel(net, None, ids), parallel(net, (), ids)):
         assert output.device == CUDA0
@@ -256,7 +243,7 @@ Pair = namedtuple("Pair", "a b")
 )
 def test_inputs_and_outputs_may_be_nested(kind: str, nest: Callable[[Tensor], Any]) -> None:
     seen = []
-    net = Calls(lambda self, *args, x: seen.append((args, x)) or x)
+    net = Lambda(lambda self, *args, x: seen.append((args, x)) or x)
     given, expected = nest(torch.arange(6.0, device=1)), nest(torch.arange(6.0, device=0))
     output = nn.DataParallel(net)(given, x=given)
     assert_close(output, expected)
@@ -275,8 +262,8 @@ def test_replicas_have_the_callers_grad_mode(kind: str) -> None:
         return x
 
     with torch.no_grad():
-        nn.parallel.data_parallel(Calls(forward), batch(), (0, 1))
-    nn.parallel.data_parallel(Calls(forward), batch(), (0, 1))
+        nn.parallel.data_parallel(Lambda(forward), batch(), (0, 1))
+    nn.parallel.data_parallel(Lambda(forward), batch(), (0, 1))
     assert seen == [False, False, True, True]
 
 
@@ -289,7 +276,7 @@ def test_an_lstm_that_flattens_its_weights_learns_the_same(kind: str) -> None:
         return self.rnn(x)[0]
 
     rnn = nn.LSTM(3, 4, batch_first=True, bidirectional=True)
-    bare = Calls(forward, rnn=rnn).to(0, DOUBLE)
+    bare = Lambda(forward, rnn=rnn).to(0, DOUBLE)
     model = nn.DataParallel(copy.deepcopy(bare))
     x = torch.ones(4, 4, 3, dtype=DOUBLE, device=0)
     with torch.no_grad():
@@ -345,7 +332,7 @@ def test_complex_parameters_and_inputs_stay_complex(kind: str, device: str) -> N
             "torch's own replicas get pairs of numbers from CUDA, as emulated devices do not"
         )
     weight = nn.Parameter(torch.randn(10, device="cuda", dtype=torch.complex128))
-    net, x = Calls(lambda self, x: x * self.weight, weight=weight), batch(device, torch.complex128)
+    net, x = Lambda(lambda self, x: x * self.weight, weight=weight), batch(device, torch.complex128)
     expected, output = net(x.cuda()), nn.DataParallel(net)(x)
     assert_close(output, expected)
     assert_close(gradients(net, output.abs().sum()), gradients(net, expected.abs().sum()))
@@ -356,7 +343,9 @@ def test_complex_parameters_and_inputs_stay_complex(kind: str, device: str) -> N
 
 def test_buffers_that_require_gradients_get_them(kind: str) -> None:
     scale = torch.randn(3, device="cuda", dtype=DOUBLE, requires_grad=True)
-    net = Calls(lambda self, x: x * self.scale + self.shift, scale=scale, shift=scale.detach() + 1)
+    net = Lambda(lambda self, x: x * self.scale + self.shift)
+    net.register_buffer("scale", scale)
+    net.register_buffer("shift", scale.detach() + 1)
     model, x = nn.DataParallel(net, [0, 1]), torch.randn(4, 3, device="cuda", dtype=DOUBLE)
     assert gradcheck(lambda _: model(x), (net.scale,))
 
@@ -386,7 +375,7 @@ def test_zero_grad_inside_forward_warns(kind: str) -> None:
         return x
 
     with pytest.warns(UserWarning, match=r"zero_grad\(\) from a module created with nn.DataPara"):
-        nn.DataParallel(Calls(forward))(batch())
+        nn.DataParallel(Lambda(forward))(batch())
 
 
 # autocast
@@ -394,7 +383,7 @@ def test_zero_grad_inside_forward_warns(kind: str) -> None:
 
 def test_forward_may_be_decorated_with_autocast(kind: str) -> None:
     forward = torch.autocast("cuda")(lambda self, x: self.layer(x))
-    model = nn.DataParallel(Calls(forward, layer=linear(dtype=torch.float32)))
+    model = nn.DataParallel(Lambda(forward, layer=linear(dtype=torch.float32)))
     assert model(batch(dtype=torch.float32)).dtype == torch.float16
 
 
@@ -444,7 +433,7 @@ def test_lists_and_dictionaries_of_parameters_are_replicated(kind: str, kind_of_
         return x * found[0] + found[1]
 
     plain = [value.detach().clone() for value in values]
-    net = Calls(forward, members=members).cuda()
+    net = Lambda(forward, members=members).cuda()
     x = batch()
     expected = gradients(net, net(x).sum())
     seen.clear()
@@ -475,10 +464,10 @@ def test_an_exception_in_a_replica_keeps_its_type_and_says_which(kind: str) -> N
         return {}["absent"]
 
     with pytest.raises(KeyError, match="absent") as caught:
-        nn.DataParallel(Calls(forward))(batch())
+        nn.DataParallel(Lambda(forward))(batch())
     where = str(caught.value) if kind == "torch" else "\n".join(notes_of(caught.value))
     assert "in replica 0 on device 0" in where or "in replica 0 on cuda:0" in where
-    net = Calls(forward)
+    net = Lambda(forward)
     with pytest.raises(KeyError, match=r"Caught KeyError in replica 0 on device 0\.\nOriginal"):
         parallel_apply((net, net), (batch(), batch()), devices=(0, 0))
 
@@ -532,7 +521,7 @@ def test_gather_joins_and_returns_gradients(
 @pytest.mark.filterwarnings("ignore:Was asked to gather along dimension 0:UserWarning")
 def test_0_dim_outputs(kind: str) -> None:
     x = torch.arange(4.0, dtype=DOUBLE)
-    output = nn.DataParallel(Calls(lambda self, x: x.square().sum()))(x)
+    output = nn.DataParallel(Lambda(lambda self, x: x.square().sum()))(x)
     expected: Any = [0.0 + 1.0, 4.0 + 9.0] if kind == "torch" else 14.0
     assert output.tolist() == expected
 
@@ -543,7 +532,7 @@ def test_dictionaries_of_different_lengths_cannot_be_gathered(kind: str) -> None
 
     error = ValueError if kind == "torch" else GatherError
     with pytest.raises(error, match=r"same number of keys|different items"):
-        nn.DataParallel(Calls(forward))(batch())
+        nn.DataParallel(Lambda(forward))(batch())
 
 
 # replicate, replicate_buffers, save_replica_module

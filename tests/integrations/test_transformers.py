@@ -17,7 +17,6 @@ from transformers.training_args import ParallelMode
 from balanced_dp import (
     ArgumentError,
     BalancedDataParallel,
-    ScatterError,
     emulate_devices,
 )
 from balanced_dp.integrations.transformers import (
@@ -202,14 +201,6 @@ def test_experts_are_balanced_over_the_whole_batch(tmp_path):
         trainer.train()
         losses.append(history(trainer, "loss"))
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-
-
-def test_labels_that_cannot_be_cut_are_named(tmp_path):
-    """Labels of detection models: a dictionary of tensors of different sizes for each image."""
-    parallel = BalancedDataParallel(1, nn.Linear(4, 4), FOUR)
-    labels = [{"boxes": torch.zeros(number, 4)} for number in (1, 2, 3, 4, 5, 6)]
-    with pytest.raises(ScatterError, match=r"labels.0.boxes of shape \(1, 4\) has size 1 along"):
-        parallel(torch.zeros(6, 4), labels=labels)
 
 
 @pytest.fixture

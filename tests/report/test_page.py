@@ -113,7 +113,7 @@ def test_the_text_of_plots_is_large_enough_on_a_phone(report, unlike):
 
 
 def test_more_devices_than_colours_share_one():
-    shown = tune(SMALL["mlp"](), 20, devices=10, emulate=True)
+    shown = tune(SMALL["mlp"](), 20, devices=10, emulate=True, with_alternatives=False)
     peaks = report_plots(shown)[0].svg
     assert ">device 0<" in peaks and ">devices 1 to 9<" in peaks and ">device 1<" not in peaks
 

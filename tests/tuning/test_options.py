@@ -9,31 +9,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from balanced_dp import LinearTerm, Measurement, MemoryModel
+from balanced_dp import LinearTerm, MemoryModel
 from balanced_dp.planning.split_planner import Goal, Planner, utilizations
 from balanced_dp.split import even_share, split_batch, split_by_weights
 from balanced_dp.tuning.options import find_options, ranked
 
+from .measurements import measurement
+
 GOALS = typing.get_args(Goal)
 
 
-def measurement(model, sizes, gpu0_bsz):
-    return Measurement(
-        "a model",
-        "symbolic",
-        sum(sizes),
-        gpu0_bsz,
-        sizes,
-        "ok",
-        model.predict(sizes),
-        (0,) * len(sizes),
-        ({},) * len(sizes),
-        0.0,
-    )
-
-
 def with_value(model, batch_size, num_devices, value):
-    return measurement(model, split_batch(batch_size, num_devices, value), value)
+    sizes = split_batch(batch_size, num_devices, value)
+    return measurement(sizes, model.predict(sizes), gpu0_bsz=value)
 
 
 def memory_model(extra_bytes=0, own=10, whole=0.0):
@@ -54,7 +42,7 @@ def options_of(model, batch_size, budgets, gather=True, spread=False):
         weighted = planner.weighted_split(batch_size)
         for sizes in (weighted.chunk_sizes, weighted.max_batch_chunk_sizes):
             if any(sizes):
-                measured.append(measurement(model, sizes, None))
+                measured.append(measurement(sizes, model.predict(sizes), gpu0_bsz=None))
     return find_options(model, measured, batch_size, budgets, gather, spread)
 
 
@@ -178,7 +166,7 @@ def test_a_value_and_weights_may_have_the_same_chunks():
     measured = [with_value(model, 24, 3, value) for value in (8, 4, 0)]
     found = find_options(model, measured, 24, budgets, gather=True, spread=False)
     assert all(option.device_weights is None for option in found)
-    measured.append(measurement(model, sizes, None))
+    measured.append(measurement(sizes, model.predict(sizes), gpu0_bsz=None))
     found = find_options(model, measured, 24, budgets, gather=True, spread=False)
     lines = {option.line: option.chunk_sizes for option in found}
     assert lines["BalancedDataParallel(4, model)"] == sizes

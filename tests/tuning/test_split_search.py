@@ -7,23 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from balanced_dp.split import even_share, split_batch
-from balanced_dp.tuning.measurement import Measurement
 from balanced_dp.tuning.split_search import SplitSearch
 
-
-def measured(batch_size: int, gpu0_bsz: int, peaks: tuple[int, ...]) -> Measurement:
-    return Measurement(
-        workload="loop",
-        mode="emulated",
-        batch_size=batch_size,
-        gpu0_bsz=gpu0_bsz,
-        chunk_sizes=split_batch(batch_size, len(peaks), gpu0_bsz),
-        status="ok",
-        backward_peak_bytes=peaks,
-        optimizer_peak_bytes=(0,) * len(peaks),
-        breakdown=({},) * len(peaks),
-        seconds=0.0,
-    )
+from .measurements import measurement
 
 
 @given(
@@ -46,7 +32,7 @@ def test_chosen_values_are_chunks_that_can_be_trained_on(
         sizes = split_batch(batch_size, 4, values[-1])
         first = fixed + own * sizes[0] + whole * batch_size
         peaks = (first, *(fixed // 2 + own * size for size in sizes[1:]))
-        search.observe(measured(batch_size, values[-1], peaks), [fixed, 0], fixed // 2)
+        search.observe(measurement(sizes, peaks), [fixed, 0], fixed // 2)
     assert all(0 <= value <= even for value in values)
     assert values[:2] == [even, even]
     if isinstance(wanted, int):
@@ -64,7 +50,8 @@ def test_accelerators_get_the_given_value_at_once(is_free):
     values = []
     for _ in range(4):
         values.append(search.gpu0_bsz(32))
-        search.observe(measured(32, values[-1], (4, 3, 3, 3)), [1, 0], 1)
+        sizes = split_batch(32, 4, values[-1])
+        search.observe(measurement(sizes, (4, 3, 3, 3)), [1, 0], 1)
     assert values == ([8, 8, 4, 3] if is_free else [3] * 4)
 
 
@@ -73,6 +60,7 @@ def test_on_accelerators_the_first_iteration_after_a_change_is_not_learned_from(
     values = []
     for _ in range(4):
         values.append(search.gpu0_bsz(32))
-        peaks = (40 + values[-1], *(10 + (32 - values[-1]) // 3 for _ in range(3)))
-        search.observe(measured(32, values[-1], peaks), [40, 0], 5)
+        sizes = split_batch(32, 4, values[-1])
+        peaks = (40 + sizes[0], *(10 + size for size in sizes[1:]))
+        search.observe(measurement(sizes, peaks), [40, 0], 5)
     assert values[:2] == [8, 8] and values[2] == values[3] < 8
