@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from balanced_dp import Provenance
-from balanced_dp.report.json_file import BENCHMARK_KEY
+from balanced_dp.report.json_file import SweptStep
 from balanced_dp.tuning.open_devices import default_num_devices, open_devices
 from balanced_dp.tuning.step_benchmark import StepMeter, step_meter
 from balanced_dp.tuning.tuner import default_capacities
@@ -56,20 +56,19 @@ def metered(
 def test_training_step(benchmark, metered, batch_size, gpu0_bsz):
     meter, capacities = metered
     measured = benchmark.pedantic(meter.measure, args=(batch_size, gpu0_bsz))
-    devices = [torch.get_device_module(d).get_device_name(d) for d in meter.devices]
-    provenance = Provenance.of_this_process()
+    step = SweptStep(
+        measurement=measured,
+        provenance=Provenance.of_this_process(
+            torch.get_device_module(d).get_device_name(d) for d in meter.devices
+        ),
+        capacities=tuple(capacities),
+        num_parameters=meter.num_parameters,
+        precision=meter.precision,
+    )
     benchmark.extra_info.update(
         peak_bytes=measured.peak_bytes,
         chunk_sizes=measured.chunk_sizes,
         mode=measured.mode,
         status=measured.status,
+        balanced_dp=asdict(step),
     )
-    benchmark.extra_info[BENCHMARK_KEY] = {
-        "measurement": asdict(measured),
-        "capacities": capacities,
-        "devices": ", ".join(devices),
-        "num_parameters": meter.num_parameters,
-        "precision": meter.precision,
-        "versions": provenance.versions,
-        "command": provenance.command,
-    }

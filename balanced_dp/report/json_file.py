@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import math
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,43 @@ from ..tuning.measurement import Measurement
 from ..tuning.report_types import SCHEMA, Provenance, Report
 from ..tuning.reports import report_of_measurements
 
-_REPORT = TypeAdapter(Report)
-_MEASUREMENT = TypeAdapter(Measurement)
 
-BENCHMARK_KEY = "balanced_dp"
-"""The key of a benchmark's ``extra_info`` under which the content of a report is stored."""
+@dataclass(frozen=True, slots=True)
+class SweptStep:
+    """Record a measured split of a sweep; a benchmark has it in ``extra_info["balanced_dp"]``.
+
+    Attributes:
+        measurement: what was measured.
+        provenance: where and how.
+        capacities: capacity of each device in bytes.
+        num_parameters: number of trained parameters.
+        precision: the dtype of autocast, or None.
+    """
+
+    measurement: Measurement
+    provenance: Provenance
+    capacities: tuple[int, ...]
+    num_parameters: int
+    precision: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class _ExtraInfo:
+    balanced_dp: SweptStep | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Benchmark:
+    extra_info: _ExtraInfo
+
+
+@dataclass(frozen=True, slots=True)
+class _BenchmarkFile:
+    benchmarks: tuple[_Benchmark, ...]
+
+
+_REPORT = TypeAdapter(Report)
+_BENCHMARKS = TypeAdapter(_BenchmarkFile)
 
 
 def report_json(report: Report) -> str:
@@ -72,12 +103,7 @@ def load_reports(path: str | Path) -> tuple[Report, ...]:
         raise ReportError(f"{path} is no report, or a truncated one: {error}") from None
     keys = content.keys() if isinstance(content, dict) else set()
     if {"benchmarks", "machine_info"} <= keys:
-        try:
-            return _of_benchmarks(path, content)
-        except (AttributeError, KeyError, TypeError) as error:
-            raise ReportError(
-                f"{path} is no sweep of this version: {type(error).__name__} {error}"
-            ) from None
+        return _of_benchmarks(path, _validated(_BENCHMARKS, content, path))
     if not {"schema", "plan", "measurements"} <= keys:
         raise ReportError(
             f"{path} is JSON, but neither a report of balanced-dp nor one of pytest-benchmark"
@@ -87,40 +113,7 @@ def load_reports(path: str | Path) -> tuple[Report, ...]:
             f"{path} has version {content['schema']!r} of a report's fields, but this balanced-dp "
             f"reads version {SCHEMA}; read it with the balanced-dp that wrote it, or tune again"
         )
-    report: Report = _validated(_REPORT, content, path)
-    _check_consistent(report, path)
-    return (report,)
-
-
-def _check_consistent(report: Report, path: str | Path) -> None:
-    """Raise ReportError if figures on which tables and plots rely contradict each other."""
-    plan, num_devices = report.plan, len(report.plan.chunk_sizes)
-    measured = [report.chosen, report.even, *report.measurements]
-    options = [*report.options, *(o for other in report.alternatives for o in other.options)]
-    measured += [option.measured for option in options if option.measured is not None]
-    lists = [plan.predicted_bytes, plan.capacity_bytes]
-    lists += [split for o in options for split in (o.chunk_sizes, o.predicted_bytes)]
-    for m in measured:
-        lists += [m.chunk_sizes, *m.phase_peak_bytes]
-    terms = (*report.model.first_terms, *report.model.idle_terms, *report.model.other_terms)
-    coefficients = [number for term in terms for number in dataclasses.astuple(term)]
-    problem = None
-    if any(len(entries) != num_devices for entries in lists):
-        problem = f"not every list has {num_devices} entries, one for each device"
-    elif not all(0 <= number < math.inf for number in coefficients):
-        problem = "a linear term is negative or not finite"
-    elif not (report.model.other_terms and (report.model.first_terms or report.model.idle_terms)):
-        problem = "it has no linear terms"
-    elif min(plan.budgets) <= 0 or plan.batch_size < 1 or not max(report.chosen.peak_bytes):
-        problem = "it has no capacity, no batch or no peak"
-    elif not any(option.chunk_sizes == plan.chunk_sizes for option in report.options):
-        problem = "its plan is not among its options"
-    elif not any(m.batch_size == plan.batch_size for m in report.measurements):
-        problem = "it has no measurement of its batch"
-    elif any(m.mode == "real" and m.seconds <= 0 for m in measured):
-        problem = "a step took no time"
-    if problem is not None:
-        raise ReportError(f"{path} is no report: {problem}")
+    return (_validated(_REPORT, content, path),)
 
 
 def _validated(adapter: TypeAdapter[Any], content: Any, path: str | Path) -> Any:
@@ -132,38 +125,25 @@ def _validated(adapter: TypeAdapter[Any], content: Any, path: str | Path) -> Any
         raise ReportError(f"{path} is no report: {where}: {first['msg']}") from None
 
 
-def _of_benchmarks(path: str | Path, content: dict[str, Any]) -> tuple[Report, ...]:
+def _of_benchmarks(path: str | Path, content: _BenchmarkFile) -> tuple[Report, ...]:
     """Return a report for each workload among pytest-benchmark's results."""
-    sweeps: dict[str, list[dict[str, Any]]] = {}
-    for benchmark in content["benchmarks"]:
-        record = benchmark.get("extra_info", {}).get(BENCHMARK_KEY)
-        if record is not None:
-            sweeps.setdefault(record["measurement"]["workload"], []).append(record)
+    sweeps: dict[str, list[SweptStep]] = {}
+    for benchmark in content.benchmarks:
+        step = benchmark.extra_info.balanced_dp
+        if step is not None:
+            sweeps.setdefault(step.measurement.workload, []).append(step)
     if not sweeps:
         raise ReportError(
-            f"{path} holds {len(content['benchmarks'])} benchmarks and none of them a sweep over "
+            f"{path} holds {len(content.benchmarks)} benchmarks and none of them a sweep over "
             "gpu0_bsz; run pytest benchmarks/test_sweep.py --benchmark-json=bench.json"
         )
-    machine = content["machine_info"]
-    reports = []
-    for records in sweeps.values():
-        provenance = Provenance(
-            created=content["datetime"],
-            command=records[0]["command"],
-            versions=records[0]["versions"],
-            machine={
-                "platform": f"{machine['system']} {machine['release']} {machine['machine']}",
-                "num_cpus": str(machine["cpu"].get("count", "?")),
-                "devices": records[0]["devices"],
-            },
+    return tuple(
+        report_of_measurements(
+            [step.measurement for step in steps],
+            steps[0].provenance,
+            steps[0].capacities,
+            num_parameters=steps[0].num_parameters,
+            precision=steps[0].precision,
         )
-        reports.append(
-            report_of_measurements(
-                [_validated(_MEASUREMENT, record["measurement"], path) for record in records],
-                provenance,
-                records[0]["capacities"],
-                num_parameters=records[0]["num_parameters"],
-                precision=records[0]["precision"],
-            )
-        )
-    return tuple(reports)
+        for steps in sweeps.values()
+    )

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from balanced_dp import ArgumentError, LinearTerm, ReportError
+from balanced_dp import ArgumentError, ReportError
 from balanced_dp.report import (
     compare_reports,
     load_reports,
@@ -69,13 +69,10 @@ def test_json_names_what_scripts_read(report):
             "holds 1 benchmarks and none of them a sweep over gpu0_bsz; run",
         ),
         (lambda text: "[" * 100_000, "is no report"),
-        (lambda text: '{"benchmarks": ["a"], "machine_info": null}', "is no sweep"),
+        (lambda text: '{"benchmarks": ["a"], "machine_info": null}', "no report: benchmarks.0: "),
         (
-            lambda text: (
-                '{"benchmarks": [{"extra_info": {"balanced_dp": {"measurement": {}}}}], '
-                '"machine_info": 1}'
-            ),
-            "is no sweep",
+            lambda text: '{"benchmarks": [{"extra_info": {"balanced_dp": {}}}], "machine_info": 1}',
+            r"no report: benchmarks\.0\.extra_info\.balanced_dp\.measurement: Field required",
         ),
     ],
 )
@@ -96,26 +93,6 @@ def test_a_file_that_cannot_be_read_is_told(tmp_path):
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ReportError, match="is no report, or a truncated one: 'utf-8' codec"):
         load_reports(tmp_path / "binary")
-
-
-@pytest.mark.parametrize(
-    ("change", "problem"),
-    [
-        (lambda r: {"plan": replace(r.plan, capacity_bytes=(1, 2))}, "not every list has 4"),
-        (lambda r: {"plan": replace(r.plan, reserve_bytes=2**50)}, "it has no capacity"),
-        (lambda r: {"measurements": ()}, "it has no measurement of its batch"),
-        (lambda r: {"model": replace(r.model, other_terms=())}, "it has no linear terms"),
-        (
-            lambda r: {"model": replace(r.model, other_terms=(LinearTerm(float("inf"), 0),))},
-            "a linear term is negative or not finite|Input should be a valid number",
-        ),
-    ],
-)
-def test_a_report_that_contradicts_itself_is_refused(report, tmp_path, change, problem):
-    path = tmp_path / "report.json"
-    path.write_text(report_json(replace(report, **change(report))))
-    with pytest.raises(ReportError, match=problem):
-        load_reports(path)
 
 
 def test_a_link_stays_one_and_a_pipe_is_written_to(report, tmp_path):
