@@ -189,9 +189,9 @@ class BalancedDataParallel(DataParallelSteps[ModuleT]):
                     with losses.recording():
                         outputs = self.parallel_apply(replicas, args, keywords, ids, active_sizes)
                     losses.read_arguments(list(zip(args, keywords, strict=True)), outputs)
-                    again = partial(self._scattered, inputs, kwargs)
+                    again, most = partial(self._scattered, inputs, kwargs), batch_size or 0
                     with losses.trying(
-                        Trial(replicas[0], devices[0], outputs[0], again, batch_size)
+                        Trial(replicas[0], devices[0], outputs[0], self.dim, most, again)
                     ):
                         return self._joined(outputs, devices, losses)
 

@@ -177,8 +177,8 @@ class PerDevice(Scattered):
         def again(*where: Any) -> Any:
             return to_devices(*gather(some, self.devices[0], self.dim), *where)
 
-        num_samples = sum(sizes[: len(some)]) if sizes else None
-        with losses.trying(Trial(functions[0], self.devices[0], results[0], again, num_samples)):
+        most = sum(sizes[: len(some)]) if sizes else 0
+        with losses.trying(Trial(functions[0], self.devices[0], results[0], self.dim, most, again)):
             device, dim = self.output_device, options["dim"]
             return gather(results, device, dim, scalar_outputs, sizes, losses)
 

@@ -1,4 +1,4 @@
-"""Call a replica on fewer samples than it had, to see what depends on their number."""
+"""Call a replica on other samples than it had, to see how outputs depend on their number."""
 
 from __future__ import annotations
 
@@ -19,115 +19,70 @@ from .parallel_apply import parallel_apply
 
 @dataclass(slots=True, eq=False)
 class Trial:
-    """Calls a replica again, at most once. It changes neither tensors nor random numbers.
+    """Calls a replica again. This changes no parameters, gradients, buffers or random numbers.
 
     Attributes:
         function: the replica, or what else was called.
         device: its device.
         output: what it returned.
-        scatter: returns the arguments on each of several devices, for so many samples.
-        num_samples: how many samples there are to choose from; None if they were not split.
+        dim: the batch dimension.
+        num_samples: how many samples there are to choose from.
+        scatter: returns the arguments on each of several devices, for so many of these samples.
     """
 
     function: Callable[..., Any]
     device: torch.device
     output: Any
+    dim: int
+    num_samples: int
     scatter: Callable[[Sequence[torch.device], Sequence[int]], Sequence[Arguments]]
-    num_samples: int | None
-    _tried: tuple[Trace, Any, int] | None = field(default=None, init=False)
-    _has_failed: bool = field(default=False, init=False)
-    _parts: tuple[list[Trace], list[Any]] | None = field(default=None, init=False)
+    _tried: dict[Any, list[tuple[Trace, Any]]] = field(default_factory=dict, init=False)
 
-    def __call__(
-        self, output: torch.Tensor, chunk_size: int, dim: int
-    ) -> tuple[Trace, torch.Tensor, int] | None:
-        """Return what an output is for another number of samples, and how it was computed.
+    def outputs(
+        self, output: torch.Tensor, sizes: Sequence[int], evaluates: bool = False
+    ) -> list[tuple[Trace, torch.Tensor]]:
+        """Return an output for other samples, and how it was computed; nothing if that fails.
 
         Args:
             output: one of the replica's outputs.
-            chunk_size: for how many samples that is.
-            dim: the batch dimension.
-
-        Returns:
-            The trace, the output and the number of samples; None if the trial has failed.
+            sizes: how many samples each output is for; they are the last ones.
+            evaluates: whether modules are in evaluation mode, and all is computed twice.
         """
-        if self._tried is None and not self._has_failed:
+        key = (*sizes, evaluates)
+        if key not in self._tried:
             try:
-                self._tried = self._try(chunk_size, dim)
+                self._tried[key] = self._call(sizes, evaluates)
             except Exception:  # of whatever forward does with so few samples
-                self._has_failed = True
-        if self._tried is None:
-            return None
-        trace, outputs, size = self._tried
-        other = self._same_output(outputs, output)
-        return None if other is None else (trace, other, size)
+                self._tried[key] = []
+        path = next(path for path, one in _named(self.output) if one is output)
+        tried = [(trace, dict(_named(outputs)).get(path)) for trace, outputs in self._tried[key]]
+        found = [(trace, one) for trace, one in tried if one is not None]
+        return found if len(found) == len(tried) else []
 
-    def _same_output(self, outputs: Any, output: torch.Tensor) -> torch.Tensor | None:
-        """Return the one among other outputs that is in the place of ``output``."""
-        name = next((name for name, one in _named(self.output) if one is output), None)
-        return next((one for other, one in _named(outputs) if other == name), None)
-
-    def parts_and_whole(
-        self, output: torch.Tensor, dim: int
-    ) -> tuple[Sequence[Trace], Sequence[torch.Tensor]]:
-        """Return an output for two samples, for another one, and twice for all three.
-
-        Modules are in evaluation mode.
-
-        Args:
-            output: one of the replica's outputs.
-            dim: the batch dimension.
-
-        Returns:
-            How the first two were computed, and the four outputs; none if the trial has failed.
-        """
-        if self._parts is None:
-            traces = [Trace(dim) for _ in range(4)]
-            try:
-                self._parts = traces, self._try_parts(traces)
-            except Exception:  # of whatever forward does with so few samples
-                self._parts = traces, []
-        traces, outputs = self._parts
-        same = [self._same_output(one, output) for one in outputs]
-        found = [one for one in same if one is not None]
-        return traces[:2], found if len(found) == len(same) else []
-
-    @torch.no_grad()
-    def _try_parts(self, traces: Sequence[Trace]) -> list[Any]:
-        others = (self.num_samples or 0) - 3
-        cpu, device = torch.device("cpu"), self.device
-        _, *arguments = self.scatter([cpu, device, device], [others, 2, 1])
-        _, together = self.scatter([cpu, device], [others, 3])
-        arguments += [together, together]
-        modules = list(self.function.modules()) if isinstance(self.function, nn.Module) else []
-        training = [module for module in modules if module.training]
-        for module in training:
-            module.training = False
-        try:
-            return self._run(arguments, traces)
-        finally:
-            for module in training:
-                module.training = True
-
-    def _try(self, chunk_size: int, dim: int) -> tuple[Trace, Any, int]:
-        # A single sample may lose its dimension, and have no statistics.
-        wanted, num_samples = (2, 3, 1), self.num_samples or 0
-        size = next(n for n in wanted if n != chunk_size and n <= num_samples)
-        # The last ones, since the replica has had the first.
-        sizes = [num_samples - size, size]
-        _, arguments = self.scatter([torch.device("cpu"), self.device], sizes)
-        trace = Trace(dim)
-        return trace, self._run([arguments], [trace])[0], size
-
-    def _run(self, arguments: Sequence[Arguments], traces: Sequence[Trace]) -> list[Any]:
-        devices, times = [] if self.device.type == "cpu" else [self.device], len(arguments)
+    def _call(self, sizes: Sequence[int], evaluates: bool) -> list[tuple[Trace, Any]]:
+        devices = [torch.device("cpu"), *[self.device] * len(sizes)]
+        _, *arguments = self.scatter(devices, [self.num_samples - sum(sizes), *sizes])
+        arguments *= 1 + evaluates
+        traces, modules = [Trace(self.dim) for _ in arguments], []
+        if evaluates and isinstance(self.function, nn.Module):
+            modules = [module for module in self.function.modules() if module.training]
         with (
-            torch.random.fork_rng(devices, device_type=self.device.type),
+            torch.set_grad_enabled(torch.is_grad_enabled() and not evaluates),
+            torch.random.fork_rng(
+                [] if self.device.type == "cpu" else [self.device], device_type=self.device.type
+            ),
             noticing(),
             tracing(traces),
         ):
-            functions = [_isolated(self.function) for _ in arguments]
-            return parallel_apply(functions, arguments, [self.device] * times)
+            for module in modules:
+                module.training = False
+            try:
+                functions = [_isolated(self.function) for _ in arguments]
+                outputs = parallel_apply(functions, arguments, [self.device] * len(arguments))
+            finally:
+                for module in modules:
+                    module.training = True
+        return list(zip(traces, outputs, strict=True))
 
 
 def _named(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:

@@ -201,19 +201,18 @@ class ChunkLosses:
         history.kinds[kind] = UNTRIED
         if self.trial is None:
             return
-        size = values.facts.chunk_sizes[0]
-        tried = self.trial(output, size, self.dim)
-        if tried is None:
-            return
-        trace, other, other_size = tried
-        pair = self._values_of([self.traces[0], trace], [size, other_size], values.device)
-        try:
-            with torch.no_grad():
-                pair.of([output, other], name)
-        except UnclearError as error:
-            is_unlike = str(error) == UNLIKE
-            history.kinds[kind] = _OF_SINGLE_SAMPLES if is_unlike else str(error)
-        values.facts.doubts.extend(pair.facts.doubts)
+        size, most = values.facts.chunk_sizes[0], self.trial.num_samples
+        # A single sample may lose its dimension, and have no statistics.
+        sizes = [number for number in (2, 3, 1) if number != size and number <= most]
+        for trace, other in self.trial.outputs(output, sizes[:1]):
+            pair = self._values_of([self.traces[0], trace], [size, sizes[0]], values.device)
+            try:
+                with torch.no_grad():
+                    pair.of([output, other], name)
+            except UnclearError as error:
+                is_unlike = str(error) == UNLIKE
+                history.kinds[kind] = _OF_SINGLE_SAMPLES if is_unlike else str(error)
+            values.facts.doubts.extend(pair.facts.doubts)
 
     def _check(self, output: torch.Tensor, name: str) -> None:
         """Check that an output for a few samples is what is joined from those of two parts of them.
@@ -228,33 +227,40 @@ class ChunkLosses:
         assert values is not None
         if key not in history.checked and self.trial is not None:
             history.checked[key] = ""
-            traces, found = self.trial.parts_and_whole(output, self.dim)
-            if found:
+            parts = self.trial.outputs(output, [2, 1], evaluates=True)
+            whole = self.trial.outputs(output, [3], evaluates=True)
+            if parts and whole:
                 facts = Facts([2, 1], dict(history.facts), True)
-                parts = BatchValues(traces, facts, values.device, dict(history.kinds))
-                history.checked[key] = _difference(parts, found, name)
+                traces = [trace for trace, _ in parts[:2]]
+                joined = BatchValues(traces, facts, values.device, dict(history.kinds))
+                found = [one for _, one in (*parts, *whole)]
+                history.checked[key] = _difference(joined, found, name)
         if history.checked.get(key):
             raise UnclearError(history.checked[key])
 
 
-def _difference(parts: BatchValues, outputs: Sequence[torch.Tensor], name: str) -> str:
+def _difference(joined: BatchValues, outputs: Sequence[torch.Tensor], name: str) -> str:
     """Return how what is joined from two parts differs from the whole, or "".
 
     Args:
-        parts: how both were computed.
-        outputs: an output for each part, and for the whole, twice.
+        joined: computes it from the parts.
+        outputs: an output for each part, for each part again, and twice for the whole.
         name: its name.
     """
     try:
         with torch.no_grad():
-            joined = parts.of(outputs[:2], name).item()
+            value = joined.of(outputs[:2], name).item()
     except UnclearError:
         return ""
-    *_, whole, again = values = [output.item() for output in outputs]
-    tolerance = max(_TOLERANCE, 8 * torch.finfo(outputs[0].dtype).eps) * max(map(abs, values))
-    if whole != again or not abs(joined - whole) > tolerance:  # random, or equal, or NaN
+    a, b, *again, whole, whole_again = [output.item() for output in outputs]
+    if [a, b, whole] != [*again, whole_again]:  # it is random
         return ""
-    return f"for three samples it is {whole:g}, but {joined:g} if joined from two and one of them"
+    tolerance = max(_TOLERANCE, 8 * torch.finfo(outputs[0].dtype).eps)
+    if abs(value - whole) > tolerance * max(abs(a), abs(b), abs(whole)):
+        return (
+            f"for three samples it is {whole:g}, but {value:g} if joined from two and one of them"
+        )
+    return ""
 
 
 def is_loss(tensor: torch.Tensor) -> bool:
