@@ -135,8 +135,10 @@ def references_of_call() -> int:
     def counted(tensor: torch.Tensor) -> torch.Tensor:
         return torch.Tensor._make_subclass(Counted, tensor)
 
-    x = torch.zeros((), requires_grad=True)
-    torch.autograd.grad((2 * x, 3 * x), x, (counted(torch.ones(())), counted(torch.ones(()))))
+    with torch.inference_mode(False), torch.enable_grad():
+        x = torch.zeros((), requires_grad=True)
+        gradients = counted(torch.ones(())), counted(torch.ones(()))
+        torch.autograd.grad((2 * x, 3 * x), x, gradients)
     return counts[0]
 
 

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from balanced_dp import EmulationError, emulate_devices
+from balanced_dp.emulation.copies import references_of_call
 
 from ..at_once import at_once
 from ..modules import tied
@@ -506,3 +507,10 @@ def test_a_checkpoint_loads_to_a_device(location):
         file.seek(0)
         del loaded
     assert torch.load(file)["weight"].tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_the_first_context_may_be_one_without_gradients(mode):
+    expected = references_of_call.__wrapped__()
+    with mode():
+        assert references_of_call.__wrapped__() == expected
