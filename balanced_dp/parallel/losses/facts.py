@@ -28,13 +28,11 @@ _ADDITIONS = ("add", "iadd", "isub", "radd", "rsub", "sub", "subtract")
 _ARITHMETIC = (*DIVISIONS, *MULTIPLICATIONS, *_ADDITIONS)
 """Functions of torch by their names, without underscores at either end."""
 
-
 _SELECTIONS = ("Gather", "Index", "IndexSelect", "MaskedSelect", "Take")
 """Operators that select entries by an index."""
 
 _MAX_NODES = 64
 """How many nodes of a graph are looked at for one."""
-
 
 UNTRIED = (
     "chunks of one size do not tell how it depends on the number of samples, and forward could not "
@@ -126,10 +124,11 @@ class Facts:
         if reduction.num_classes in (self.chunk_sizes[0], num_rows, num_rows - 1):
             return False
         place = place_of(reduction, place)
-        if reduction.name == "mean" or (
-            reduction.name == "sum" and _are_equal([step.value for step in group]) is False
-        ):
+        if reduction.name == "mean":
             self.known[place] = Fact.SAMPLES
+        elif reduction.name == "sum" and place not in self.known:
+            if _are_equal([step.value for step in group]) is False:
+                self.known[place] = Fact.SAMPLES
         return self.known.get(place) is Fact.SAMPLES
 
     def _check_that_chunks_differ(self) -> None:
