@@ -156,6 +156,12 @@ def masked_or_mean(added: float) -> Any:
             [({}, True), ({"x": X[:12]}, True)],
             id="a number that unlike chunks had in common is no count of equal ones",
         ),
+        pytest.param(
+            lambda n, x, o, length: n.tokens(x)[:, :length].square().sum() / 3,
+            0,
+            [({"x": X[:12], "length": length}, True) for length in (2, 3, 2, 4)],
+            id="longer sequences",
+        ),
     ],
 )
 def test_calls_may_differ(loss, gpu0_bsz, calls):

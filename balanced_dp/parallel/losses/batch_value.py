@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from .facts import DIVISIONS, MULTIPLICATIONS, Fact, Facts, Place
+from .facts import DIVISIONS, MULTIPLICATIONS, Fact, Facts, Place, UnknownKindError
 from .step import Step, UnclearError, operator_name, version_of
 from .trace import Trace
 from .weighted import moved, total, weighted_mean
@@ -242,14 +242,6 @@ def _check_alike(group: Steps, are_aligned: bool) -> None:
             or (are_aligned and step.ordinal != first.ordinal)
         ):
             raise UnclearError(UNLIKE)
-
-
-class UnknownKindError(Exception):
-    """Chunks of one size do not tell how something was computed; ``kind`` is its hash."""
-
-    def __init__(self, kind: int) -> None:
-        super().__init__(kind)
-        self.kind = kind
 
 
 class _StatisticError(UnclearError):

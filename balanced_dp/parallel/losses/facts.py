@@ -20,7 +20,7 @@ from ...free_threading import looking_at_nodes
 from .step import Reduction, Step, UnclearError, operator_name
 
 Place = tuple[Any, ...]
-"""The output, the position of a step, and that of an operand: where the history has a fact."""
+"""The kind of a computation, the position of a step and that of an operand, which a fact is of."""
 
 DIVISIONS = ("div", "divide", "itruediv", "true_divide", "truediv")
 MULTIPLICATIONS = ("imul", "mul", "multiply", "rmul")
@@ -33,11 +33,6 @@ _SELECTIONS = ("Gather", "Index", "IndexSelect", "MaskedSelect", "Take")
 
 _MAX_NODES = 64
 """How many nodes of a graph are looked at for one."""
-
-UNTRIED = (
-    "chunks of one size do not tell how it depends on the number of samples, and forward could not "
-    "be tried with another number"
-)
 
 
 class Fact(enum.Enum):
@@ -84,7 +79,8 @@ class Facts:
             place: where this is.
 
         Raises:
-            UnclearError: the numbers differ and are no counts, or it is not known whether they are.
+            UnclearError: the numbers differ and are no counts.
+            UnknownKindError: it is not known whether they are.
         """
         fact, are_same = self.known.get(place), all(number == numbers[0] for number in numbers)
         are_entries = entries is not None and list(numbers) == list(entries)
@@ -93,7 +89,7 @@ class Facts:
         elif not are_same or (fact is None and are_entries and function in DIVISIONS):
             fact = self.known[place] = Fact.COUNT
         elif fact is None:
-            self._check_that_chunks_differ()
+            self._check_that_chunks_differ(place)
             fact = self.known[place] = Fact.SAME
         if fact is Fact.SAME:
             return numbers[0]
@@ -124,16 +120,17 @@ class Facts:
         if reduction.num_classes in (self.chunk_sizes[0], num_rows, num_rows - 1):
             return False
         place = place_of(reduction, place)
-        if reduction.name == "mean":
+        if reduction.name == "mean" or (
+            reduction.name == "sum"
+            and place not in self.known
+            and _are_equal([step.value for step in group]) is False
+        ):
             self.known[place] = Fact.SAMPLES
-        elif reduction.name == "sum" and place not in self.known:
-            if _are_equal([step.value for step in group]) is False:
-                self.known[place] = Fact.SAMPLES
         return self.known.get(place) is Fact.SAMPLES
 
-    def _check_that_chunks_differ(self) -> None:
+    def _check_that_chunks_differ(self, place: Place) -> None:
         if self.are_chunks_equal:
-            raise UnclearError(UNTRIED)
+            raise UnknownKindError(place[0])
 
     def doubt_count(self, numbers: Sequence[Any], entries: Sequence[Any] | None = None) -> None:
         """Note a doubt if numbers need not be counts that add up."""
@@ -158,7 +155,7 @@ class Facts:
         assert first.reduction is not None
         place = (*place_of(first.reduction, place), "kept")
         if place not in self.known and first.shape:
-            self._check_that_chunks_differ()
+            self._check_that_chunks_differ(place)
         if not self.are_chunks_equal:
             differ = any(step.shape != first.shape for step in group)
             self.known[place] = Fact.SAMPLES if differ else Fact.SAME
@@ -185,7 +182,7 @@ class Facts:
             fact = self.known[place] = Fact.SAMPLES
         elif fact is None or (fact is Fact.SAME and self.compares_again):
             if fact is None:
-                self._check_that_chunks_differ()
+                self._check_that_chunks_differ(place)
             if values[0] is not None and _are_equal(values) is not False:
                 fact = Fact.SAME
             else:  # as many may have been selected on all replicas
@@ -209,6 +206,14 @@ class Facts:
             return Fact.UNCLEAR
         self.doubt_count([int(value) for value in values])
         return Fact.COUNT
+
+
+class UnknownKindError(Exception):
+    """Chunks of one size do not tell how something was computed; ``kind`` is its hash."""
+
+    def __init__(self, kind: int) -> None:
+        super().__init__(kind)
+        self.kind = kind
 
 
 def place_of(reduction: Reduction, place: Place) -> Place:

@@ -19,8 +19,8 @@ from ...devices import is_symbolic
 from ...errors import warn
 from .. import nested
 from ..call_inputs import Arguments, described
-from .batch_value import UNLIKE, BatchValues, UnknownKindError
-from .facts import UNTRIED, Fact, Facts, Place
+from .batch_value import UNLIKE, BatchValues
+from .facts import Fact, Facts, Place, UnknownKindError
 from .reductions import noticing
 from .step import UnclearError
 from .trace import Trace, tracing
@@ -30,6 +30,10 @@ from .weighted import weighted_mean
 _TOLERANCE = 0.02
 """How much a value may depend on how many samples are computed at a time, in bfloat16 for one."""
 
+_UNTRIED = (
+    "chunks of one size do not tell how it depends on the number of samples, and forward could not "
+    "be tried with another number"
+)
 _OF_SINGLE_SAMPLES = "it is computed in another way for fewer samples, as in a loop over them"
 
 _MAX_FACTS = 10_000
@@ -185,20 +189,24 @@ class ChunkLosses:
         return BatchValues(traces, facts, device, self.history.kinds)
 
     def _value_of(self, outputs: Sequence[torch.Tensor], name: str) -> torch.Tensor:
-        values = self._values
+        values, learned = self._values, set[int]()
         assert values is not None
         while True:
             try:
                 return values.of(outputs, name)
             except UnknownKindError as error:
-                self._learn(error.kind, outputs[0], name)
+                if error.kind in learned:
+                    self.history.kinds[error.kind] = _UNTRIED
+                else:
+                    self._learn(error.kind, outputs[0], name)
+                    learned.add(error.kind)
                 values.facts.compares_again = True  # with the other replicas
 
     def _learn(self, kind: int, output: torch.Tensor, name: str) -> None:
         """Learn from a trial how the first replica's output depends on the number of samples."""
         history, values = self.history, self._values
         assert values is not None
-        history.kinds[kind] = UNTRIED
+        history.kinds[kind] = _UNTRIED
         if self.trial is None:
             return
         size, most = values.facts.chunk_sizes[0], self.trial.num_samples
