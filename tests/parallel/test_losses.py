@@ -374,6 +374,15 @@ def test_a_trial_of_a_criterion_has_samples_of_two_devices_if_one_has_few(size):
     torch.testing.assert_close(found, loss(X[:size], Y[:size]))
 
 
+def test_outputs_that_an_override_of_gather_has_converted_are_not_tried():
+    class Converts(BalancedDataParallel):
+        def gather(self, outputs: Any, *others: Any) -> Any:
+            return super().gather([output.float() for output in outputs], *others)
+
+    module = Lambda(lambda m, x: m.a.weight.sum(), a=nn.Linear(4, 2)).double()
+    assert Converts(1, module, ["cpu"] * 2)(X) == module(X).float()
+
+
 LOOPS = {
     "rows": lambda n, x, o, holes: (
         sum(
