@@ -66,6 +66,17 @@ class OutputHistory:
             self._maps = OutputHistory(warned=self.warned)
         return replace(self._maps, axes={})
 
+    def values(
+        self,
+        traces: Sequence[Trace],
+        chunk_sizes: Sequence[int],
+        device: torch.device,
+        compares_again: bool = True,
+    ) -> BatchValues:
+        """Return the values of a batch of such chunks; what they show is remembered."""
+        facts = Facts(chunk_sizes, self.facts, compares_again)
+        return BatchValues(traces, facts, device, self.kinds)
+
     def warn(self, name: str, function: Callable[..., Any], reason: str) -> None:
         """Warn, once for each output, that it may differ from its value for the whole batch."""
         output = f"output {name or '(the whole)'} of {described(function)}"
@@ -161,36 +172,29 @@ class ChunkLosses:
             return weighted_mean(outputs, weights, device)
         if not self.is_auto or not self.traces:
             return weighted_mean(outputs, sizes, device)
-        if self._values is None or self._values.device != device:
-            if len(self.history.facts) > _MAX_FACTS:
-                self.history.facts.clear()
-                self.history.kinds.clear()
-            self._values = self._values_of(self.traces, sizes, device, self._compares_again)
-        doubts = self._values.facts.doubts
+        values, history = self._values, self.history
+        if values is None or values.device != device:
+            if len(history.facts) > _MAX_FACTS:
+                history.facts.clear()
+                history.kinds.clear()
+            values = history.values(self.traces, sizes, device, self._compares_again)
+            self._values = values
+        doubts = values.facts.doubts
         doubts.clear()
         try:
-            value = self._value_of(outputs, name)
-            self._check(outputs[0], name)
+            value = self._value(values, outputs, name)
+            self._check(values, outputs[0], name)
         except UnclearError as error:
             doubts.append(str(error))
             value = weighted_mean(outputs, sizes, device)
         if doubts and not is_symbolic(outputs[0].device):
-            self.history.warn(name, self.function, doubts[0])
+            history.warn(name, self.function, doubts[0])
         return value
 
-    def _values_of(
-        self,
-        traces: Sequence[Trace],
-        sizes: Sequence[int],
-        device: torch.device,
-        compares_again: bool = True,
-    ) -> BatchValues:
-        facts = Facts(sizes, self.history.facts, compares_again)
-        return BatchValues(traces, facts, device, self.history.kinds)
-
-    def _value_of(self, outputs: Sequence[torch.Tensor], name: str) -> torch.Tensor:
-        values, learned = self._values, set[int]()
-        assert values is not None
+    def _value(
+        self, values: BatchValues, outputs: Sequence[torch.Tensor], name: str
+    ) -> torch.Tensor:
+        learned = set[int]()
         while True:
             try:
                 return values.of(outputs, name)
@@ -198,31 +202,28 @@ class ChunkLosses:
                 if error.kind in learned:
                     self.history.kinds[error.kind] = _UNTRIED
                 else:
-                    self._learn(error.kind, outputs[0], name)
+                    self._learn(error.kind, values, outputs[0], name)
                     learned.add(error.kind)
                 values.facts.compares_again = True  # with the other replicas
 
-    def _learn(self, kind: int, output: torch.Tensor, name: str) -> None:
+    def _learn(self, kind: int, values: BatchValues, output: torch.Tensor, name: str) -> None:
         """Learn from a trial how the first replica's output depends on the number of samples."""
-        history, values = self.history, self._values
-        assert values is not None
-        history.kinds[kind] = _UNTRIED
-        if self.trial is None:
-            return
-        size, most = values.facts.chunk_sizes[0], self.trial.num_samples
+        kinds, size = self.history.kinds, values.facts.chunk_sizes[0]
+        kinds[kind] = _UNTRIED
         # A single sample may lose its dimension, and have no statistics.
-        sizes = [number for number in (2, 3, 1) if number != size and number <= most]
-        for trace, other in self.trial.outputs(output, sizes[:1]):
-            pair = self._values_of([self.traces[0], trace], [size, sizes[0]], values.device)
+        other_size = 3 if size == 2 else 2
+        for trace, other in self.trial.outputs(output, [other_size]) if self.trial else ():
+            traces, sizes = [self.traces[0], trace], [size, other_size]
+            pair = self.history.values(traces, sizes, values.device)
             try:
                 with torch.no_grad():
                     pair.of([output, other], name)
             except UnclearError as error:
                 is_unlike = str(error) == UNLIKE
-                history.kinds[kind] = _OF_SINGLE_SAMPLES if is_unlike else str(error)
+                kinds[kind] = _OF_SINGLE_SAMPLES if is_unlike else str(error)
             values.facts.doubts.extend(pair.facts.doubts)
 
-    def _check(self, output: torch.Tensor, name: str) -> None:
+    def _check(self, values: BatchValues, output: torch.Tensor, name: str) -> None:
         """Check that an output for a few samples is what is joined from those of two parts of them.
 
         It is computed in the first call.
@@ -230,45 +231,36 @@ class ChunkLosses:
         Raises:
             UnclearError: it is not.
         """
-        history, values = self.history, self._values
+        checked = self.history.checked
         key = (getattr(self.function, "__code__", None), name)
-        assert values is not None
-        if key not in history.checked and self.trial is not None:
-            history.checked[key] = ""
-            parts = self.trial.outputs(output, [2, 1], evaluates=True)
-            whole = self.trial.outputs(output, [3], evaluates=True)
-            if parts and whole:
-                facts = Facts([2, 1], dict(history.facts), True)
-                traces = [trace for trace, _ in parts[:2]]
-                joined = BatchValues(traces, facts, values.device, dict(history.kinds))
-                found = [one for _, one in (*parts, *whole)]
-                history.checked[key] = _difference(joined, found, name)
-        if history.checked.get(key):
-            raise UnclearError(history.checked[key])
+        if key not in checked and self.trial is not None:
+            checked[key] = self._difference(values.device, output, name)
+        if checked.get(key):
+            raise UnclearError(checked[key])
 
-
-def _difference(joined: BatchValues, outputs: Sequence[torch.Tensor], name: str) -> str:
-    """Return how what is joined from two parts differs from the whole, or "".
-
-    Args:
-        joined: computes it from the parts.
-        outputs: an output for each part, for each part again, and twice for the whole.
-        name: its name.
-    """
-    try:
-        with torch.no_grad():
-            value = joined.of(outputs[:2], name).item()
-    except UnclearError:
-        return ""
-    a, b, *again, whole, whole_again = [output.item() for output in outputs]
-    if [a, b, whole] != [*again, whole_again]:  # it is random
-        return ""
-    tolerance = max(_TOLERANCE, 8 * torch.finfo(outputs[0].dtype).eps)
-    if abs(value - whole) > tolerance * max(abs(a), abs(b), abs(whole)):
+    def _difference(self, device: torch.device, output: torch.Tensor, name: str) -> str:
+        """Return how what is joined from two and one samples differs from three, or ""."""
+        parts = self.trial.outputs(output, [2, 1], evaluates=True)
+        whole = self.trial.outputs(output, [3], evaluates=True)
+        if not parts or not whole:
+            return ""
+        facts, kinds = dict(self.history.facts), dict(self.history.kinds)
+        traces, outputs = zip(*parts, *whole, strict=True)
+        joined = replace(self.history, facts=facts, kinds=kinds).values(traces[:2], [2, 1], device)
+        try:
+            with torch.no_grad():
+                value = joined.of(outputs[:2], name).item()
+        except UnclearError:
+            return ""
+        a, b, *again, found, found_again = [output.item() for output in outputs]
+        if [a, b, found] != [*again, found_again]:  # it is random
+            return ""
+        tolerance = max(_TOLERANCE, 8 * torch.finfo(output.dtype).eps)
+        if abs(value - found) <= tolerance * max(abs(a), abs(b), abs(found)):
+            return ""
         return (
-            f"for three samples it is {whole:g}, but {value:g} if joined from two and one of them"
+            f"for three samples it is {found:g}, but {value:g} if joined from two and one of them"
         )
-    return ""
 
 
 def is_loss(tensor: torch.Tensor) -> bool:
