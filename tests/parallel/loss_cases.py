@@ -468,7 +468,7 @@ UNCLEAR: dict[str, tuple[Callable[..., Any], str]] = {
     ),
     "count made a tensor": (
         lambda n, x, o, unlike: (rows(o) * unlike).sum() / torch.tensor(int(unlike.sum())),
-        "taken for counts that add up|number of entries plus",
+        "taken for counts that add up|its number of samples plus",
     ),
     "largest integer": (
         lambda n, x, o, growing: rows(o).sum() / (growing.max() + 1),
@@ -488,7 +488,7 @@ UNCLEAR: dict[str, tuple[Callable[..., Any], str]] = {
     ),
     "sum by the number of samples less one": (
         lambda n, x, o: rows(o).sum() / (len(x) - 1),
-        "its number of entries plus -1",
+        "its number of samples plus -1",
     ),
     "contrastive": (
         lambda n, x, o, real: F.cross_entropy(o @ real.T, torch.arange(len(x), device=x.device)),

@@ -159,16 +159,19 @@ class BatchValues:
         first = group[0]
         values = [step.value for step in group]
         reductions = [step.reduction for step in group if step.reduction]
-        name = reductions[0].name if reductions else ""
-        is_order = name in ("sort", "argsort", "topk") and len(reductions[0].shape) == 1
-        if not reductions or (not is_order and self.facts.keeps_samples(group, place)):
+        if not reductions:
+            self._of_samples.add(first)
+            return
+        name, shape = reductions[0].name, reductions[0].shape
+        place = (*place, shape[1:])
+        is_order = name in ("sort", "argsort", "topk") and len(shape) == 1
+        if not is_order and self.facts.keeps_samples(group, place):
             self._of_samples.add(first)
             return
         if not self.facts.are_over_samples(reductions, values, place):
             self._values[first] = None if values[0] is None else values[0].to(self.device)
             self._same.add(first)
             return
-        self.facts.check_classes(reductions)
         counts = [reduction.count for reduction in reductions]
         if name not in ("mean", "sum", "amax", "amin"):
             raise _StatisticError(f"it is computed from {name} of the samples in each chunk")

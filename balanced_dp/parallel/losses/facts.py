@@ -89,13 +89,14 @@ class Facts:
         elif not are_same or (fact is None and are_entries and function in DIVISIONS):
             fact = self.known[place] = Fact.COUNT
         elif fact is None:
-            self._check_that_chunks_differ(place)
+            self._check_that_known(place)
             fact = self.known[place] = Fact.SAME
         if fact is Fact.SAME:
             return numbers[0]
         may_be_count = fact is not Fact.INVERSE and function in _ARITHMETIC
         if may_be_count and all(number % 1 == 0 for number in numbers):
-            self.doubt_count(numbers, entries)
+            if not are_entries:
+                self.doubt_count(numbers)
             return sum(numbers)
         inverses = [1 / number if number else math.nan for number in numbers]
         if function in MULTIPLICATIONS and all(
@@ -119,7 +120,7 @@ class Facts:
         num_rows = reduction.shape.numel()  # with as many classes, these may be the samples
         if reduction.num_classes in (self.chunk_sizes[0], num_rows, num_rows - 1):
             return False
-        place = place_of(reduction, place)
+        place = (*place, reduction.shape[1:])
         if reduction.name == "mean" or (
             reduction.name == "sum"
             and place not in self.known
@@ -128,43 +129,36 @@ class Facts:
             self.known[place] = Fact.SAMPLES
         return self.known.get(place) is Fact.SAMPLES
 
-    def _check_that_chunks_differ(self, place: Place) -> None:
-        if self.are_chunks_equal:
+    def _check_that_known(self, place: Place) -> None:
+        """Check that chunks differ in size, or that a trial has shown what is at ``place``."""
+        if place not in self.known and self.are_chunks_equal:
             raise UnknownKindError(place[0])
 
-    def doubt_count(self, numbers: Sequence[Any], entries: Sequence[Any] | None = None) -> None:
+    def doubt_count(self, numbers: Sequence[Any]) -> None:
         """Note a doubt if numbers need not be counts that add up."""
-        pairs = list(zip(numbers, self.chunk_sizes, strict=True))
-        is_multiple = all(n * self.chunk_sizes[0] == numbers[0] * size for n, size in pairs)
-        if is_multiple or (entries is not None and list(numbers) == list(entries)):
+        sizes = self.chunk_sizes
+        pairs = list(zip(numbers, sizes, strict=True))
+        if all(number * sizes[0] == numbers[0] * size for number, size in pairs):
             return
-        surplus = {n - s for n, s in zip(numbers, entries or self.chunk_sizes, strict=True)}
-        if len(surplus) == 1:
-            self.doubts.append(
-                f"it is computed with its number of entries plus {surplus.pop():g} in each chunk"
-            )
-            return
-        self.doubts.append(
-            f"it is computed with numbers, such as {numbers[0]:g}, that differ between the "
-            "replicas and are taken for counts that add up; use a tensor, such as mask.sum()"
+        what = (
+            f"numbers, such as {numbers[0]:g}, that differ between the replicas and are taken for "
+            "counts that add up; use a tensor, such as mask.sum()"
         )
+        surplus = {number - size for number, size in pairs}
+        if len(surplus) == 1:
+            what = f"its number of samples plus {surplus.pop():g} in each chunk"
+        self.doubts.append(f"it is computed with {what}")
 
     def keeps_samples(self, group: Sequence[Step], place: Place) -> bool:
         """Return whether a reduction of some dimensions has left that of the samples."""
-        first = group[0]
-        assert first.reduction is not None
-        place = (*place_of(first.reduction, place), "kept")
-        if place not in self.known and first.shape:
-            self._check_that_chunks_differ(place)
+        first, place = group[0], (*place, "kept")
+        if not any(step.shape for step in group):
+            return False
         if not self.are_chunks_equal:
             differ = any(step.shape != first.shape for step in group)
             self.known[place] = Fact.SAMPLES if differ else Fact.SAME
-        return self.known.get(place) is Fact.SAMPLES
-
-    def check_classes(self, reductions: Sequence[Reduction]) -> None:
-        """Check that the classes of a cross entropy are not the samples of each chunk."""
-        if any(r.num_classes != reductions[0].num_classes for r in reductions):
-            raise UnclearError("the classes of its cross entropy are the samples of each chunk")
+        self._check_that_known(place)
+        return self.known[place] is Fact.SAMPLES
 
     def are_over_samples(
         self, reductions: Sequence[Reduction], values: Sequence[Any], place: Place
@@ -172,22 +166,24 @@ class Facts:
         """Return whether the tensors that were reduced on the replicas had entries of samples.
 
         Raises:
-            UnclearError: they were computed from samples, but have no entries of them.
+            UnclearError: they were computed from samples, but have no entries of them; or the
+                classes of a cross entropy are the samples of each chunk.
+            UnknownKindError: it is not known.
         """
-        first, place = reductions[0], place_of(reductions[0], place)
+        first, fact = reductions[0], self.known.get(place)
         if first.num_classes is not None:
+            if any(reduction.num_classes != first.num_classes for reduction in reductions):
+                raise UnclearError("the classes of its cross entropy are the samples of each chunk")
             return True
-        fact = self.known.get(place)
         if any(reduction.shape != first.shape for reduction in reductions):
-            fact = self.known[place] = Fact.SAMPLES
+            fact = Fact.SAMPLES
         elif fact is None or (fact is Fact.SAME and self.compares_again):
-            if fact is None:
-                self._check_that_chunks_differ(place)
+            self._check_that_known(place)
             if values[0] is not None and _are_equal(values) is not False:
                 fact = Fact.SAME
             else:  # as many may have been selected on all replicas
                 fact = Fact.SAMPLES if _is_selected(first.source) else Fact.UNCLEAR
-            self.known[place] = fact
+        self.known[place] = fact
         if fact is Fact.UNCLEAR:
             raise UnclearError("it reduces a tensor that has no entry for each sample")
         return fact is Fact.SAMPLES
@@ -214,11 +210,6 @@ class UnknownKindError(Exception):
     def __init__(self, kind: int) -> None:
         super().__init__(kind)
         self.kind = kind
-
-
-def place_of(reduction: Reduction, place: Place) -> Place:
-    """Return the place of a reduction; one of the same form may also be over parameters."""
-    return (*place, reduction.shape[1:])
 
 
 def _is_selected(node: Any) -> bool:
