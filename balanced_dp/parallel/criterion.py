@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ..errors import ArgumentTypeError
 from .call_inputs import check_paths
-from .losses.join import ChunkLosses, OutputHistory
+from .losses.join import OutputHistory
 from .losses.weight import check_loss_weight
 from .per_device import PerDevice
 from .replicate import Replicator
@@ -88,25 +88,18 @@ class BalancedCriterion(nn.Module):
         if _computes(self.criterion, nn.CTCLoss, functional.ctc_loss):
             # Log-probabilities have the batch at the model's dim, targets and losses at 0.
             targets, kwargs, dim = *_ctc_targets(*targets, **kwargs), 0
-        losses = ChunkLosses(
-            self._history,
-            self.criterion.forward,
-            outputs.chunk_sizes,
-            outputs.dim,
-            self.loss_weight,
-            traces=outputs.traces,
-        )
         replicas = self._replicator.replicate(self.criterion, outputs.devices)
         with self._replicator.running(self.criterion, replicas):
             return outputs._run(
                 _with_weights_of_samples(replicas, outputs),
                 targets,
                 kwargs,
-                losses,
+                self._history,
+                self.criterion.forward,
+                self.loss_weight,
                 dim=dim,
                 broadcast=self.broadcast,
                 split=self.split,
-                warned=self._history.warned,
             )
 
 

@@ -188,10 +188,11 @@ class BalancedDataParallel(DataParallelSteps[ModuleT]):
                 with self._replicator.running(self.module, replicas):
                     with losses.recording():
                         outputs = self.parallel_apply(replicas, args, keywords, ids, active_sizes)
-                    losses.read_arguments(list(zip(args, keywords, strict=True)), outputs)
+                    arguments = list(zip(args, keywords, strict=True))
                     again, most = partial(self._scattered, inputs, kwargs), batch_size or 0
-                    with losses.trying(
-                        Trial(replicas[0], devices[0], outputs[0], self.dim, most, again)
+                    with losses.joining(
+                        arguments,
+                        Trial(replicas[0], devices[0], outputs[0], self.dim, most, again),
                     ):
                         return self._joined(outputs, devices, losses)
 

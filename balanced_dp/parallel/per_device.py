@@ -11,7 +11,6 @@ import torch
 from ..errors import ScatterError
 from .gather import ScalarOutputs, check_scalar_outputs, gather
 from .losses.join import ChunkLosses, OutputHistory
-from .losses.trace import Trace
 from .parallel_apply import Workers, parallel_apply
 from .scatter import Scattered, scatter
 from .trial import Trial
@@ -137,40 +136,34 @@ class PerDevice(Scattered):
         """
         check_scalar_outputs(scalar_outputs)
         history = OutputHistory() if self._losses is None else self._losses.history.of_maps()
-        losses = ChunkLosses(
-            history,
-            function,
-            self.chunk_sizes,
-            self.dim,
-            is_auto=scalar_outputs == "auto",
-            traces=self.traces,
-        )
-        return self._run([function] * len(self), args, kwargs, losses, scalar_outputs)
-
-    @property
-    def traces(self) -> Sequence[Trace]:
-        """What each replica has computed of means and sums over samples, such as a loss."""
-        return () if self._losses is None else self._losses.traces
+        functions = [function] * len(self)
+        return self._run(functions, args, kwargs, history, function, scalar_outputs=scalar_outputs)
 
     def _run(
         self,
         functions: Sequence[Callable[..., Any]],
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
-        losses: ChunkLosses,
+        history: OutputHistory,
+        function: Callable[..., Any],
+        loss_weight: Callable[..., Any] | str | None = None,
         scalar_outputs: ScalarOutputs = "auto",
         **options: Any,
     ) -> Any:
         """Call a function for each output, on its device, and join the results.
 
-        ``args`` and ``kwargs`` are split by ``scatter``, whose ``options`` are given.
+        ``args`` and ``kwargs`` are those of ``function``, and split by ``scatter``, whose
+        ``options`` are given. The results are joined by ``ChunkLosses``.
         """
-        sizes, options = self.chunk_sizes, {"dim": self.dim, **options}
-        to_devices: Any = functools.partial(scatter, losses.function, **options)
+        sizes, is_auto = self.chunk_sizes, scalar_outputs == "auto"
+        losses = ChunkLosses(history, function, sizes, self.dim, loss_weight, is_auto)
+        if self._losses is not None:  # what the model has computed may be part of a loss
+            losses.traces = self._losses.traces
+        options = {"dim": self.dim, "warned": history.warned, **options}
+        to_devices: Any = functools.partial(scatter, function, **options)
         arguments = to_devices((self, *args), kwargs, self.devices, sizes)
         with losses.recording():
             results = parallel_apply(functions, arguments, self.devices, sizes, self.workers)
-        losses.read_arguments(arguments, results)
         # A trial needs other samples than a single one, or two.
         some = arguments[: 2 if sizes and sizes[0] < 3 else 1]
 
@@ -178,7 +171,10 @@ class PerDevice(Scattered):
             return to_devices(*gather(some, self.devices[0], self.dim), *where)
 
         most = sum(sizes[: len(some)]) if sizes else 0
-        with losses.trying(Trial(functions[0], self.devices[0], results[0], self.dim, most, again)):
+        # No variable refers to the trial, which holds a replica.
+        with losses.joining(
+            arguments, Trial(functions[0], self.devices[0], results[0], self.dim, most, again)
+        ):
             device, dim = self.output_device, options["dim"]
             return gather(results, device, dim, scalar_outputs, sizes, losses)
 

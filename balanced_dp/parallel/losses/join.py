@@ -103,7 +103,6 @@ class ChunkLosses:
         is_auto: whether it is found out how losses were computed; if not, they are weighted by
             chunk size.
         traces: what each replica has computed; those of an earlier call go on.
-        trial: a ``Trial`` of the first replica, in ``trying``.
     """
 
     history: OutputHistory
@@ -113,7 +112,7 @@ class ChunkLosses:
     loss_weight: Callable[..., Any] | str | None = None
     is_auto: bool = True
     traces: Sequence[Trace] = ()
-    trial: Any = field(default=None, init=False)
+    _trial: Any = field(default=None, init=False)
     _compares_again: bool = field(default=False, init=False)
     _weights: list[Any] = field(default_factory=list, init=False)
     _values: BatchValues | None = field(default=None, init=False)
@@ -134,24 +133,24 @@ class ChunkLosses:
             yield
 
     @contextlib.contextmanager
-    def trying(self, trial: Any) -> Iterator[None]:
-        """Context manager in which outputs are joined with the help of a trial.
+    def joining(self, arguments: Sequence[Arguments], trial: Any) -> Iterator[None]:
+        """Context manager in which outputs are joined.
 
-        Symbolic devices have none: they have no values, and are there to measure memory.
+        Args:
+            arguments: those of each replica, for ``loss_weight``.
+            trial: a ``Trial`` of the first replica. It is not used on symbolic devices: they have
+                no values, and are there to measure memory.
         """
-        self.trial = None if is_symbolic(trial.device) else trial
-        try:
-            yield
-        finally:
-            self.trial = None
-
-    def read_arguments(self, arguments: Sequence[Arguments], outputs: Sequence[Any]) -> None:
-        """Read the weights of losses in the outputs from the arguments of each replica."""
-        if self.loss_weight is not None and any(map(is_loss, nested.tensors(outputs[0]))):
+        if self.loss_weight is not None and any(map(is_loss, nested.tensors(trial.output))):
             self._weights = [
                 weight_of_chunk(self.loss_weight, self.function, args, kwargs)
                 for args, kwargs in arguments
             ]
+        self._trial = None if is_symbolic(trial.device) else trial
+        try:
+            yield
+        finally:
+            self._trial = None
 
     def join(
         self, outputs: Sequence[torch.Tensor], name: str, device: torch.device
@@ -212,7 +211,7 @@ class ChunkLosses:
         kinds[kind] = _UNTRIED
         # A single sample may lose its dimension, and have no statistics.
         other_size = 3 if size == 2 else 2
-        for trace, other in self.trial.outputs(output, [other_size]) if self.trial else ():
+        for trace, other in self._trial.outputs(output, [other_size]) if self._trial else ():
             traces, sizes = [self.traces[0], trace], [size, other_size]
             pair = self.history.values(traces, sizes, values.device)
             try:
@@ -233,15 +232,15 @@ class ChunkLosses:
         """
         checked = self.history.checked
         key = (getattr(self.function, "__code__", None), name)
-        if key not in checked and self.trial is not None:
+        if key not in checked and self._trial is not None:
             checked[key] = self._difference(values.device, output, name)
         if checked.get(key):
             raise UnclearError(checked[key])
 
     def _difference(self, device: torch.device, output: torch.Tensor, name: str) -> str:
         """Return how what is joined from two and one samples differs from three, or ""."""
-        parts = self.trial.outputs(output, [2, 1], evaluates=True)
-        whole = self.trial.outputs(output, [3], evaluates=True)
+        parts = self._trial.outputs(output, [2, 1], evaluates=True)
+        whole = self._trial.outputs(output, [3], evaluates=True)
         if not parts or not whole:
             return ""
         facts, kinds = dict(self.history.facts), dict(self.history.kinds)
@@ -256,11 +255,12 @@ class ChunkLosses:
         if [a, b, found] != [*again, found_again]:  # it is random
             return ""
         tolerance = max(_TOLERANCE, 8 * torch.finfo(output.dtype).eps)
-        if abs(value - found) <= tolerance * max(abs(a), abs(b), abs(found)):
-            return ""
-        return (
-            f"for three samples it is {found:g}, but {value:g} if joined from two and one of them"
-        )
+        if abs(value - found) > tolerance * max(abs(a), abs(b), abs(found)):  # not if it is NaN
+            return (
+                f"for three samples it is {found:g}, but {value:g} if joined from two and one of "
+                "them"
+            )
+        return ""
 
 
 def is_loss(tensor: torch.Tensor) -> bool:
