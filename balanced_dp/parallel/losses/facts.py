@@ -1,8 +1,8 @@
 """Find out what numbers and tensors of the replicas are for the batch.
 
 A number is the same on all replicas, or a count of each chunk, such as the number of its samples,
-which adds up. A tensor is the same, or has entries of samples. Unequal chunks show which it is:
-counts differ between them, and so do shapes. For equal chunks it is known from these; see ``join``.
+which adds up. A tensor is the same, or has entries of samples. Chunks of different sizes show which
+it is: counts differ between them, and so do shapes. For others a trial shows it; see ``join``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 from ...errors import SymbolicValueError
 from ...free_threading import looking_at_nodes
-from .step import Reduction, Step, UnclearError, operator_name
+from .step import Reduction, Step, UnclearError, is_integer, operator_name
 
 Place = tuple[Any, ...]
 """The kind of a computation, the position of a step and that of an operand, which a fact is of."""
@@ -190,26 +190,16 @@ class Facts:
 
     def compare(self, values: Sequence[torch.Tensor]) -> Fact:
         """Compare tensors of one shape between the replicas; 0-dim integers may be counts."""
-        are_equal, value = _are_equal(values), values[0]
-        if are_equal is not False:
+        if _are_equal(values) is not False:
             return Fact.SAME
-        if (
-            value.dim()
-            or value.dtype is torch.bool
-            or value.is_floating_point()
-            or value.is_complex()
-        ):
+        if values[0].dim() or not is_integer(values[0]):
             return Fact.UNCLEAR
         self.doubt_count([int(value) for value in values])
         return Fact.COUNT
 
 
 class UnknownKindError(Exception):
-    """Chunks of one size do not tell how something was computed; ``kind`` is its hash."""
-
-    def __init__(self, kind: int) -> None:
-        super().__init__(kind)
-        self.kind = kind
+    """Chunks of one size do not tell how something was computed; the argument is its kind."""
 
 
 def _is_selected(node: Any) -> bool:

@@ -2,7 +2,8 @@
 
 A ``ChunkLosses`` belongs to one call, an ``OutputHistory`` to a model: it remembers what earlier
 calls have shown. If all chunks have one size, they do not tell how something depends on their
-samples. Then the first replica is tried on fewer samples, once for each kind of computation.
+samples. Then the first replica is tried on two or three, once for each kind of computation. In the
+first call, each output for three samples is compared with what is joined from two and one of them.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ _UNTRIED = (
     "chunks of one size do not tell how it depends on the number of samples, and forward could not "
     "be tried with another number"
 )
-_OF_SINGLE_SAMPLES = "it is computed in another way for fewer samples, as in a loop over them"
+_OF_SINGLE_SAMPLES = (
+    "it is computed in another way for another number of samples, as in a loop over them"
+)
 
 _MAX_FACTS = 10_000
 """The most facts at the end of a call that the next one still knows."""
@@ -198,17 +201,16 @@ class ChunkLosses:
             try:
                 return values.of(outputs, name)
             except UnknownKindError as error:
-                if error.kind in learned:
-                    self.history.kinds[error.kind] = _UNTRIED
-                else:
-                    self._learn(error.kind, values, outputs[0], name)
-                    learned.add(error.kind)
+                [kind] = error.args
+                self.history.kinds[kind] = _UNTRIED
+                if kind not in learned:
+                    self._learn(kind, values, outputs[0], name)
+                    learned.add(kind)
                 values.facts.compares_again = True  # with the other replicas
 
     def _learn(self, kind: int, values: BatchValues, output: torch.Tensor, name: str) -> None:
         """Learn from a trial how the first replica's output depends on the number of samples."""
         kinds, size = self.history.kinds, values.facts.chunk_sizes[0]
-        kinds[kind] = _UNTRIED
         # A single sample may lose its dimension, and have no statistics.
         other_size = 3 if size == 2 else 2
         for trace, other in self._trial.outputs(output, [other_size]) if self._trial else ():
@@ -223,13 +225,7 @@ class ChunkLosses:
             values.facts.doubts.extend(pair.facts.doubts)
 
     def _check(self, values: BatchValues, output: torch.Tensor, name: str) -> None:
-        """Check that an output for a few samples is what is joined from those of two parts of them.
-
-        It is computed in the first call.
-
-        Raises:
-            UnclearError: it is not.
-        """
+        """Raise UnclearError if a check in the first call has shown that an output is not known."""
         checked = self.history.checked
         key = (getattr(self.function, "__code__", None), name)
         if key not in checked and self._trial is not None:

@@ -77,9 +77,7 @@ class Step:
     @property
     def has_values(self) -> bool:
         """Whether it is more than a vector of integers, which are indices or offsets."""
-        if not self.shape or self.value is None or self.value.dtype is torch.bool:
-            return True
-        return bool(self.value.is_floating_point() or self.value.is_complex())
+        return not self.shape or self.value is None or not is_integer(self.value)
 
     def explain(
         self,
@@ -145,6 +143,12 @@ def is_in_place(function: Callable[..., Any]) -> bool:
 def operator_name(name: str) -> str:
     """Return the name of an operator from that of its autograd node."""
     return re.sub(r"Backward(s|\d*)$", "", name.rpartition("::")[2])
+
+
+def is_integer(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has integers, as counts, indices and offsets are."""
+    is_bool = tensor.dtype is torch.bool
+    return not (is_bool or tensor.is_floating_point() or tensor.is_complex())
 
 
 def version_of(tensor: torch.Tensor) -> int:

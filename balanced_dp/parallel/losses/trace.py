@@ -38,7 +38,7 @@ class Trace:
         dim: the batch dimension.
         num_steps: the number of steps.
         num_reductions: how many of them are reductions.
-        lost: the steps that were combined with larger tensors, which are not traced.
+        lost: the steps that were used as is not traced, such as with larger tensors.
     """
 
     def __init__(self, dim: int) -> None:
