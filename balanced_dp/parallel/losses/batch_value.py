@@ -22,7 +22,7 @@ from .weighted import moved, total, weighted_mean
 Steps = tuple[Step, ...]
 """The same step of each replica."""
 
-UNLIKE = "the replicas computed it in different ways"
+_UNLIKE = "it was computed in different ways, as by a branch, or a loop over samples"
 _MIXED = "a mean or sum over each chunk is combined with samples"
 
 
@@ -68,7 +68,7 @@ class BatchValues:
         if not roots:
             return self._constant(outputs, (name,))
         if len(roots) < len(steps):
-            raise UnclearError(UNLIKE)
+            raise UnclearError(_UNLIKE)
         self._compute_all(roots, name)
         if roots[0] in self._of_samples:
             raise UnclearError("it is an entry of a single sample")
@@ -99,7 +99,7 @@ class BatchValues:
             group = groups.pop()
             known = found.setdefault(group[0], group)
             if any(one is not other for one, other in zip(known, group, strict=True)):
-                raise UnclearError(UNLIKE)
+                raise UnclearError(_UNLIKE)
             if known is group:
                 _check_alike(group, are_aligned)
                 groups += zip(*(step.parents for step in group), strict=True)
@@ -200,17 +200,17 @@ class BatchValues:
         if all(isinstance(item, torch.Tensor) for item in items):
             return self._constant(items, place)
         if any(type(item) is not type(first) for item in items):
-            raise UnclearError(UNLIKE)
+            raise UnclearError(_UNLIKE)
         if isinstance(first, list):
             if any(len(item) != len(first) for item in items):
-                raise UnclearError(UNLIKE)
+                raise UnclearError(_UNLIKE)
             columns = enumerate(zip(*items, strict=True))
             return [self._merged(column, step, (*place, i)) for i, column in columns]
         if isinstance(first, Real) and not isinstance(first, bool):
             entries = self._entries.get(step.parents[0])
             return self.facts.number(items, step.name.strip("_"), entries, place)
         if any(item is not first and item != first for item in items):
-            raise UnclearError(UNLIKE)
+            raise UnclearError(_UNLIKE)
         return first
 
     def _constant(self, values: Sequence[torch.Tensor], place: Place) -> torch.Tensor:
@@ -244,7 +244,7 @@ def _check_alike(group: Steps, are_aligned: bool) -> None:
             or len(step.parents) != len(first.parents)
             or (are_aligned and step.ordinal != first.ordinal)
         ):
-            raise UnclearError(UNLIKE)
+            raise UnclearError(_UNLIKE)
 
 
 class _StatisticError(UnclearError):

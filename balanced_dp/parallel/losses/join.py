@@ -20,7 +20,7 @@ from ...devices import is_symbolic
 from ...errors import warn
 from .. import nested
 from ..call_inputs import Arguments, described
-from .batch_value import UNLIKE, BatchValues
+from .batch_value import BatchValues
 from .facts import Fact, Facts, Place, UnknownKindError
 from .reductions import noticing
 from .step import UnclearError
@@ -35,10 +35,6 @@ _UNTRIED = (
     "chunks of one size do not tell how it depends on the number of samples, and forward could not "
     "be tried with another number"
 )
-_OF_SINGLE_SAMPLES = (
-    "it is computed in another way for another number of samples, as in a loop over them"
-)
-
 _MAX_FACTS = 10_000
 """The most facts at the end of a call that the next one still knows."""
 
@@ -210,7 +206,7 @@ class ChunkLosses:
 
     def _learn(self, kind: int, values: BatchValues, output: torch.Tensor, name: str) -> None:
         """Learn from a trial how the first replica's output depends on the number of samples."""
-        kinds, size = self.history.kinds, values.facts.chunk_sizes[0]
+        size = values.facts.chunk_sizes[0]
         # A single sample may lose its dimension, and have no statistics.
         other_size = 3 if size == 2 else 2
         for trace, other in self._trial.outputs(output, [other_size]) if self._trial else ():
@@ -220,8 +216,7 @@ class ChunkLosses:
                 with torch.no_grad():
                     pair.of([output, other], name)
             except UnclearError as error:
-                is_unlike = str(error) == UNLIKE
-                kinds[kind] = _OF_SINGLE_SAMPLES if is_unlike else str(error)
+                self.history.kinds[kind] = str(error)
             values.facts.doubts.extend(pair.facts.doubts)
 
     def _check(self, values: BatchValues, output: torch.Tensor, name: str) -> None:
