@@ -98,9 +98,7 @@ def _isolated(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function, with other tensors if it is a module, so that a call changes no others."""
     if not isinstance(function, nn.Module):
         return function
-    tensors: dict[str, torch.Tensor] = {
-        name: parameter.detach().requires_grad_(parameter.requires_grad)
-        for name, parameter in function.named_parameters()
-    }
-    tensors.update({name: buffer.clone() for name, buffer in function.named_buffers()})
+    tensors = {name: buffer.clone() for name, buffer in function.named_buffers()}
+    for name, parameter in function.named_parameters():
+        tensors[name] = parameter.detach().requires_grad_(parameter.requires_grad)
     return lambda *args, **kwargs: functional_call(function, tensors, args, kwargs)

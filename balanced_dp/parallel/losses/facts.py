@@ -124,7 +124,7 @@ class Facts:
         if reduction.name == "mean" or (
             reduction.name == "sum"
             and place not in self.known
-            and _are_equal([step.value for step in group]) is False
+            and _differ([step.value for step in group])
         ):
             self.known[place] = Fact.SAMPLES
         return self.known.get(place) is Fact.SAMPLES
@@ -179,7 +179,7 @@ class Facts:
             fact = Fact.SAMPLES
         elif fact is None or (fact is Fact.SAME and self.compares_again):
             self._check_that_known(place)
-            if values[0] is not None and _are_equal(values) is not False:
+            if values[0] is not None and not _differ(values):
                 fact = Fact.SAME
             else:  # as many may have been selected on all replicas
                 fact = Fact.SAMPLES if _is_selected(first.source) else Fact.UNCLEAR
@@ -190,7 +190,7 @@ class Facts:
 
     def compare(self, values: Sequence[torch.Tensor]) -> Fact:
         """Compare tensors of one shape between the replicas; 0-dim integers may be counts."""
-        if _are_equal(values) is not False:
+        if not _differ(values):
             return Fact.SAME
         if values[0].dim() or not is_integer(values[0]):
             return Fact.UNCLEAR
@@ -217,13 +217,13 @@ def _is_selected(node: Any) -> bool:
     return False
 
 
-def _are_equal(values: Sequence[torch.Tensor]) -> bool | None:
-    """Return whether tensors have equal values; this waits for their devices.
+def _differ(values: Sequence[torch.Tensor]) -> bool:
+    """Return whether tensors have different values; this waits for their devices.
 
-    Of emulated devices that keep shapes only, nobody knows: None.
+    Of emulated devices that keep shapes only, nobody knows: they are taken for equal.
     """
     try:
         first, *others = (value.detach().cpu() for value in values)
-        return all(first.allclose(other, rtol=0, atol=0, equal_nan=True) for other in others)
+        return not all(first.allclose(other, rtol=0, atol=0, equal_nan=True) for other in others)
     except SymbolicValueError:
-        return None
+        return False

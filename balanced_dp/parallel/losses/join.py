@@ -65,17 +65,6 @@ class OutputHistory:
             self._maps = OutputHistory(warned=self.warned)
         return replace(self._maps, axes={})
 
-    def values(
-        self,
-        traces: Sequence[Trace],
-        chunk_sizes: Sequence[int],
-        device: torch.device,
-        compares_again: bool = True,
-    ) -> BatchValues:
-        """Return the values of a batch of such chunks; what they show is remembered."""
-        facts = Facts(chunk_sizes, self.facts, compares_again)
-        return BatchValues(traces, facts, device, self.kinds)
-
     def warn(self, name: str, function: Callable[..., Any], reason: str) -> None:
         """Warn, once for each output, that it may differ from its value for the whole batch."""
         output = f"output {name or '(the whole)'} of {described(function)}"
@@ -175,8 +164,8 @@ class ChunkLosses:
             if len(history.facts) > _MAX_FACTS:
                 history.facts.clear()
                 history.kinds.clear()
-            values = history.values(self.traces, sizes, device, self._compares_again)
-            self._values = values
+            facts = Facts(sizes, history.facts, self._compares_again)
+            values = self._values = BatchValues(self.traces, facts, device, history.kinds)
         doubts = values.facts.doubts
         doubts.clear()
         try:
@@ -206,18 +195,18 @@ class ChunkLosses:
 
     def _learn(self, kind: int, values: BatchValues, output: torch.Tensor, name: str) -> None:
         """Learn from a trial how the first replica's output depends on the number of samples."""
-        size = values.facts.chunk_sizes[0]
+        history, size = self.history, values.facts.chunk_sizes[0]
         # A single sample may lose its dimension, and have no statistics.
         other_size = 3 if size == 2 else 2
         for trace, other in self._trial.outputs(output, [other_size]) if self._trial else ():
-            traces, sizes = [self.traces[0], trace], [size, other_size]
-            pair = self.history.values(traces, sizes, values.device)
+            facts = Facts([size, other_size], history.facts, True)
+            pair = BatchValues([self.traces[0], trace], facts, values.device, history.kinds)
             try:
                 with torch.no_grad():
                     pair.of([output, other], name)
             except UnclearError as error:
-                self.history.kinds[kind] = str(error)
-            values.facts.doubts.extend(pair.facts.doubts)
+                history.kinds[kind] = str(error)
+            values.facts.doubts.extend(facts.doubts)
 
     def _check(self, values: BatchValues, output: torch.Tensor, name: str) -> None:
         """Raise UnclearError if a check in the first call has shown that an output is not known."""
@@ -234,9 +223,9 @@ class ChunkLosses:
         whole = self._trial.outputs(output, [3], evaluates=True)
         if not parts or not whole:
             return ""
-        facts, kinds = dict(self.history.facts), dict(self.history.kinds)
         traces, outputs = zip(*parts, *whole, strict=True)
-        joined = replace(self.history, facts=facts, kinds=kinds).values(traces[:2], [2, 1], device)
+        facts = Facts([2, 1], dict(self.history.facts), True)
+        joined = BatchValues(traces[:2], facts, device, dict(self.history.kinds))
         try:
             with torch.no_grad():
                 value = joined.of(outputs[:2], name).item()
