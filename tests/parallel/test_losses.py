@@ -162,6 +162,15 @@ def masked_or_mean(added: float) -> Any:
             [({"x": X[:12], "length": length}, True) for length in (2, 3, 2, 4)],
             id="longer sequences",
         ),
+        pytest.param(
+            lambda n, x, o, args, named: o.square().sum().clamp(*args, **named),
+            0,
+            [
+                ({"x": X[:12], "args": args, "named": named}, True)
+                for args, named in (([1], {}), ([], {"min": 1}))
+            ],
+            id="a number by its name",
+        ),
     ],
 )
 def test_calls_may_differ(loss, gpu0_bsz, calls):

@@ -143,7 +143,7 @@ class BatchValues:
                 raise UnclearError(_MIXED) from None
             self._join(group, place)
             return
-        except (UnclearError, torch.OutOfMemoryError):
+        except (UnclearError, UnknownKindError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # of whatever function; forward itself has ended well
             text = str(error).partition("\n")[0]
