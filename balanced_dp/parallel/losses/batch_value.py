@@ -159,24 +159,21 @@ class BatchValues:
         first = group[0]
         values = [step.value for step in group]
         reductions = [step.reduction for step in group if step.reduction]
-        if not reductions:
-            self._of_samples.add(first)
-            return
-        name, shape = reductions[0].name, reductions[0].shape
-        place = (*place, shape[1:])
+        name, shape = (reductions[0].name, reductions[0].shape) if reductions else ("", ())
+        place, value = (*place, shape[1:]), values[0]
         is_order = name in ("sort", "argsort", "topk") and len(shape) == 1
-        if not is_order and self.facts.keeps_samples(group, place):
+        if not reductions or (not is_order and self.facts.keeps_samples(group, place)):
             self._of_samples.add(first)
             return
         if not self.facts.are_over_samples(reductions, values, place):
-            self._values[first] = None if values[0] is None else values[0].to(self.device)
             self._same.add(first)
-            return
-        counts = [reduction.count for reduction in reductions]
-        if name not in ("mean", "sum", "amax", "amin"):
+        elif name not in ("mean", "sum", "amax", "amin"):
             raise _StatisticError(f"it is computed from {name} of the samples in each chunk")
-        if values[0] is None:  # too large to be kept
+        counts = [reduction.count for reduction in reductions]
+        if value is None:  # too large to be kept
             self._values[first] = None
+        elif first in self._same:
+            self._values[first] = value.to(self.device)
         elif name == "mean":
             self._values[first] = weighted_mean(values, counts, self.device)
         elif name == "sum":
