@@ -12,6 +12,7 @@ from torch.func import functional_call
 
 from . import nested
 from .call_inputs import Arguments
+from .losses.join import is_loss
 from .losses.reductions import noticing
 from .losses.trace import Trace, tracing
 from .parallel_apply import parallel_apply
@@ -44,7 +45,7 @@ class Trial:
         """Return an output for other samples, and how it was computed; nothing if that fails.
 
         Args:
-            output: one of the replica's outputs.
+            output: one of the replica's 0-dim outputs; the others are 0-dim as well.
             sizes: how many samples each output is for; they are the last ones.
             evaluates: whether modules are in evaluation mode, and all is computed twice.
         """
@@ -54,9 +55,9 @@ class Trial:
                 self._tried[key] = self._call(sizes, evaluates)
             except Exception:  # of whatever forward does with so few samples
                 self._tried[key] = []
-        paths = {id(one): path for path, one in _named(self.output)}
+        paths = {id(one): path for path, one in _losses(self.output)}
         path = paths.get(id(output), "not among them")  # where gather is overridden
-        tried = [(trace, dict(_named(outputs)).get(path)) for trace, outputs in self._tried[key]]
+        tried = [(trace, dict(_losses(outputs)).get(path)) for trace, outputs in self._tried[key]]
         found = [(trace, one) for trace, one in tried if one is not None]
         return found if len(found) == len(tried) else []
 
@@ -86,12 +87,12 @@ class Trial:
         return list(zip(traces, outputs, strict=True))
 
 
-def _named(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors in nested containers, and their dotted paths."""
-    if isinstance(value, torch.Tensor):
+def _losses(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the losses in nested containers, and their dotted paths."""
+    if isinstance(value, torch.Tensor) and is_loss(value):
         yield path, value
     for name, child in nested.items(value) or ():
-        yield from _named(child, f"{path}.{name}")
+        yield from _losses(child, f"{path}.{name}")
 
 
 def _isolated(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -347,9 +347,19 @@ def test_a_value_that_is_wrong_for_a_few_samples_is_warned_of(loss, gpu0_bsz):
         lambda n, x, o: (o + torch.randn_like(o)).square().mean() ** 2,
         lambda n, x, o: nn.BatchNorm1d(CLASSES).to(o).train(n.training)(o).square().mean(),
         lambda n, x, o: rows(o).mean() ** 2 if n.training else (o, None),
+        lambda n, x, o: rows(o).mean() ** 2 if n.training else o,
+        lambda n, x, o: rows(o).mean() ** 2 if n.training else o.mean(0),
         lambda n, x, o: rows(o).mean() ** 2 * (1 if len(o) > 2 else 1 / 0),
     ],
-    ids=["dropout", "random", "batch norm", "in training only", "fails for a few"],
+    ids=[
+        "dropout",
+        "random",
+        "batch norm",
+        "in training only",
+        "rows",
+        "vector",
+        "fails for a few",
+    ],
 )
 def test_a_value_for_a_few_samples_may_tell_nothing(loss):
     model, _ = make(loss, 3)
