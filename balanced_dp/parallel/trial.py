@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +17,9 @@ from .losses.join import is_loss
 from .losses.reductions import noticing
 from .losses.trace import Trace, tracing
 from .parallel_apply import parallel_apply
+
+_MAX_NUMEL = 2**16
+"""The most entries of a parameter that is not trained, but copied for a trial."""
 
 
 @dataclass(slots=True, eq=False)
@@ -37,7 +41,9 @@ class Trial:
     dim: int
     num_samples: int
     scatter: Callable[[Sequence[torch.device], Sequence[int]], Sequence[Arguments]]
-    _tried: dict[Any, list[tuple[Trace, Any]]] = field(default_factory=dict, init=False)
+    _tried: dict[Any, list[tuple[Trace, dict[str, torch.Tensor]]]] = field(
+        default_factory=dict, init=False
+    )
 
     def outputs(
         self, output: torch.Tensor, sizes: Sequence[int], evaluates: bool = False
@@ -57,34 +63,39 @@ class Trial:
                 self._tried[key] = []
         paths = {id(one): path for path, one in _losses(self.output)}
         path = paths.get(id(output), "not among them")  # where gather is overridden
-        tried = [(trace, dict(_losses(outputs)).get(path)) for trace, outputs in self._tried[key]]
+        tried = [(trace, losses.get(path)) for trace, losses in self._tried[key]]
         found = [(trace, one) for trace, one in tried if one is not None]
         return found if len(found) == len(tried) else []
 
-    def _call(self, sizes: Sequence[int], evaluates: bool) -> list[tuple[Trace, Any]]:
+    def _call(
+        self, sizes: Sequence[int], evaluates: bool
+    ) -> list[tuple[Trace, dict[str, torch.Tensor]]]:
         devices = [torch.device("cpu"), *[self.device] * len(sizes)]
-        _, *arguments = self.scatter(devices, [self.num_samples - sum(sizes), *sizes])
+        with torch.no_grad():  # a backward pass in forward would reach the inputs
+            _, *arguments = self.scatter(devices, [self.num_samples - sum(sizes), *sizes])
         arguments *= 1 + evaluates
         traces, modules = [Trace(self.dim) for _ in arguments], []
         if evaluates and isinstance(self.function, nn.Module):
             modules = [module for module in self.function.modules() if module.training]
         with (
-            torch.set_grad_enabled(torch.is_grad_enabled() and not evaluates),
+            torch.no_grad(),
             torch.random.fork_rng(
                 [] if self.device.type == "cpu" else [self.device], device_type=self.device.type
             ),
+            warnings.catch_warnings(),
             noticing(),
             tracing(traces),
         ):
+            warnings.simplefilter("ignore")
             for module in modules:
                 module.training = False
             try:
                 functions = [_isolated(self.function) for _ in arguments]
-                outputs = parallel_apply(functions, arguments, [self.device] * len(arguments))
+                losses = parallel_apply(functions, arguments, [self.device] * len(arguments))
             finally:
                 for module in modules:
                     module.training = True
-        return list(zip(traces, outputs, strict=True))
+        return list(zip(traces, losses, strict=True))
 
 
 def _losses(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
@@ -95,11 +106,18 @@ def _losses(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
         yield from _losses(child, f"{path}.{name}")
 
 
-def _isolated(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function, with other tensors if it is a module, so that a call changes no others."""
+def _isolated(function: Callable[..., Any]) -> Callable[..., dict[str, torch.Tensor]]:
+    """Return a function that returns the losses only, and keeps a module's tensors as they are."""
     if not isinstance(function, nn.Module):
-        return function
+        return lambda *args, **kwargs: dict(_losses(function(*args, **kwargs)))
     tensors = {name: buffer.clone() for name, buffer in function.named_buffers()}
     for name, parameter in function.named_parameters():
-        tensors[name] = parameter.detach().requires_grad_(parameter.requires_grad)
-    return lambda *args, **kwargs: functional_call(function, tensors, args, kwargs)
+        copy = parameter.detach()
+        if not parameter.requires_grad and parameter.numel() <= _MAX_NUMEL:
+            copy = copy.clone()  # counts and means are written in forward
+        copy.requires_grad_(parameter.requires_grad)
+        if isinstance(parameter, nn.Parameter):
+            copy = nn.Parameter(copy, parameter.requires_grad)
+        vars(copy).update(vars(parameter))
+        tensors[name] = copy
+    return lambda *args, **kwargs: dict(_losses(functional_call(function, tensors, args, kwargs)))

@@ -54,12 +54,15 @@ class Facts:
         known: what earlier calls have shown, by place. It is updated.
         compares_again: whether tensors are compared again that an earlier call has compared, which
             waits for their devices. May be set.
+        is_trial: whether entries that have one shape and other values are taken for samples that an
+            index selected; a graph would tell, which trials do not have.
         doubts: why values of the batch may be others. It is updated.
     """
 
     chunk_sizes: Sequence[int]
     known: dict[Place, Fact]
     compares_again: bool
+    is_trial: bool = False
     doubts: list[str] = field(default_factory=list)
 
     @property
@@ -182,7 +185,8 @@ class Facts:
             if values[0] is not None and not _differ(values):
                 fact = Fact.SAME
             else:  # as many may have been selected on all replicas
-                fact = Fact.SAMPLES if _is_selected(first.source) else Fact.UNCLEAR
+                is_selected = self.is_trial or _is_selected(first.source)
+                fact = Fact.SAMPLES if is_selected else Fact.UNCLEAR
         self.known[place] = fact
         if fact is Fact.UNCLEAR:
             raise UnclearError("it reduces a tensor that has no entry for each sample")

@@ -29,7 +29,7 @@ from .weight import weight_of_chunk
 from .weighted import weighted_mean
 
 _TOLERANCE = 0.02
-"""How much a value may depend on how many samples are computed at a time, in bfloat16 for one."""
+"""How much a value that is not float64 may depend on how many samples are computed at a time."""
 
 _UNTRIED = (
     "chunks of one size do not tell how it depends on the number of samples, and forward could not "
@@ -47,7 +47,7 @@ class OutputHistory:
         num_calls: the number of calls with (True) and without gradients (False).
         axes: for outputs whose shapes have shown it once, the dimension of the samples.
         kinds, facts: what is known of computations, and of places in them; see ``BatchValues``.
-        checked: how outputs, by the code and their names, differed for a few samples, or "".
+        checked: how outputs differed for a few samples, or "", by name; None if that is not asked.
         warned: the outputs, as a warning calls them, and names of inputs that were warned of.
     """
 
@@ -55,14 +55,14 @@ class OutputHistory:
     axes: dict[str, int] = field(default_factory=dict)
     kinds: dict[int, str] = field(default_factory=dict)
     facts: dict[Place, Fact] = field(default_factory=dict)
-    checked: dict[tuple[Any, str], str] = field(default_factory=dict)
+    checked: dict[str, str] | None = field(default_factory=dict)
     warned: set[str] = field(default_factory=set)
     _maps: OutputHistory | None = field(default=None, init=False)
 
     def of_maps(self) -> OutputHistory:
         """Return what has shown of functions that are mapped over outputs, other than axes."""
         if self._maps is None:
-            self._maps = OutputHistory(warned=self.warned)
+            self._maps = OutputHistory(checked=None, warned=self.warned)
         return replace(self._maps, axes={})
 
     def warn(self, name: str, function: Callable[..., Any], reason: str) -> None:
@@ -181,65 +181,75 @@ class ChunkLosses:
     def _value(
         self, values: BatchValues, outputs: Sequence[torch.Tensor], name: str
     ) -> torch.Tensor:
-        learned = set[int]()
+        kinds, learned = self.history.kinds, set[int]()
         while True:
             try:
                 return values.of(outputs, name)
             except UnknownKindError as error:
                 [kind] = error.args
-                self.history.kinds[kind] = _UNTRIED
                 if kind not in learned:
                     self._learn(kind, values, outputs[0], name)
                     learned.add(kind)
+                else:
+                    kinds[kind] = _UNTRIED
+                kinds.setdefault(kind, _UNTRIED)
                 values.facts.compares_again = True  # with the other replicas
 
     def _learn(self, kind: int, values: BatchValues, output: torch.Tensor, name: str) -> None:
         """Learn from a trial how the first replica's output depends on the number of samples."""
         history, size = self.history, values.facts.chunk_sizes[0]
+        most = self._trial.num_samples if self._trial else 0
         # A single sample may lose its dimension, and have no statistics.
-        other_size = 3 if size == 2 else 2
-        for trace, other in self._trial.outputs(output, [other_size]) if self._trial else ():
-            facts = Facts([size, other_size], history.facts, True)
-            pair = BatchValues([self.traces[0], trace], facts, values.device, history.kinds)
-            try:
-                with torch.no_grad():
-                    pair.of([output, other], name)
-            except UnclearError as error:
-                history.kinds[kind] = str(error)
-            values.facts.doubts.extend(facts.doubts)
+        other = next((n for n in (2, 3, 1) if n != size and n <= most), None)
+        if other is None:
+            return
+        # Both start with the same buffers, which the call itself may have written to.
+        if size + other <= most:
+            pair = self._trial.outputs(output, [size, other])
+        else:
+            pair = [*self._trial.outputs(output, [size]), *self._trial.outputs(output, [other])]
+        if len(pair) < 2:
+            return
+        traces, outputs = zip(*pair, strict=True)
+        facts = Facts([size, other], history.facts, True, is_trial=True)
+        try:
+            with torch.no_grad():
+                BatchValues(traces, facts, values.device, history.kinds).of(outputs, name)
+        except UnclearError as error:
+            history.kinds[kind] = str(error)
+        values.facts.doubts.extend(facts.doubts)
 
     def _check(self, values: BatchValues, output: torch.Tensor, name: str) -> None:
         """Raise UnclearError if a check in the first call has shown that an output is not known."""
         checked = self.history.checked
-        key = (getattr(self.function, "__code__", None), name)
-        if key not in checked and self._trial is not None:
-            checked[key] = self._difference(values.device, output, name)
-        if checked.get(key):
-            raise UnclearError(checked[key])
+        if checked is None:
+            return
+        if name not in checked and self._trial is not None and self._trial.num_samples > 3:
+            checked[name] = self._difference(values.device, output, name)
+        if checked.get(name):
+            raise UnclearError(checked[name])
 
     def _difference(self, device: torch.device, output: torch.Tensor, name: str) -> str:
-        """Return how what is joined from two and one samples differs from three, or ""."""
-        parts = self._trial.outputs(output, [2, 1], evaluates=True)
-        whole = self._trial.outputs(output, [3], evaluates=True)
+        """Return how what is joined from two times two samples differs from all four, or ""."""
+        parts = self._trial.outputs(output, [2, 2], evaluates=True)
+        whole = self._trial.outputs(output, [4], evaluates=True)
         if not parts or not whole:
             return ""
         traces, outputs = zip(*parts, *whole, strict=True)
-        facts = Facts([2, 1], dict(self.history.facts), True)
+        facts = Facts([2, 2], dict(self.history.facts), True)
         joined = BatchValues(traces[:2], facts, device, dict(self.history.kinds))
         try:
             with torch.no_grad():
                 value = joined.of(outputs[:2], name).item()
-        except UnclearError:
+        except (UnclearError, UnknownKindError):  # another loss than in training
             return ""
         a, b, *again, found, found_again = [output.item() for output in outputs]
         if [a, b, found] != [*again, found_again]:  # it is random
             return ""
-        tolerance = max(_TOLERANCE, 8 * torch.finfo(output.dtype).eps)
-        if abs(value - found) > tolerance * max(abs(a), abs(b), abs(found)):  # not if it is NaN
-            return (
-                f"for three samples it is {found:g}, but {value:g} if joined from two and one of "
-                "them"
-            )
+        eps = torch.finfo(output.dtype).eps
+        relative, absolute = (1e-6, 1e-9) if eps < 1e-9 else (max(_TOLERANCE, 8 * eps), 1e-5)
+        if abs(value - found) > relative * max(abs(a), abs(b), abs(found)) + absolute:  # no NaN
+            return f"for four samples it is {found:g}, but {value:g} if joined from two and two"
         return ""
 
 
