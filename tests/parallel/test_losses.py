@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import threading
 import warnings
 from typing import Any
@@ -20,6 +21,7 @@ from balanced_dp import ArgumentError, BalancedCriterion, BalancedDataParallel, 
 from balanced_dp.parallel.losses.reductions import noticing
 from balanced_dp.parallel.losses.trace import Trace, traced, tracing
 
+from ..at_once import at_once
 from ..devices import kinds_of_splits
 from ..modules import Lambda
 from ..versions import since_torch
@@ -288,6 +290,55 @@ def test_a_trial_changes_nothing(devices, has_gradients):
         gradients = [parameter.grad for parameter in module.parameters()]
         found.append([loss.detach(), gradients, module.state_dict(), torch.get_rng_state()])
     torch.testing.assert_close(*found)
+
+
+class Annealed(nn.Module):
+    """Its loss depends on a buffer and a parameter that it writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 2)
+        self.register_buffer("step", torch.zeros(()))
+        self.mean = nn.Parameter(torch.zeros(()), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.step.add_(1)
+            self.mean.add_(1)
+        y = self.layer(x)
+        return y.square().sum() / len(x) * (0.5 + 0.1 * self.step) + float(self.step) * y.mean()
+
+
+@pytest.mark.filterwarnings("ignore:Annealed writes mean:balanced_dp.BalanceWarning")
+@pytest.mark.parametrize("kind", ["emulated", "stand-in"])
+@pytest.mark.parametrize("gpu0_bsz", [0, 1])
+def test_what_forward_writes_is_no_count(devices, gpu0_bsz):
+    bare = Annealed().double()
+    module = copy.deepcopy(bare).to(devices[0])
+    model = BalancedDataParallel(gpu0_bsz, module, devices[:3])
+    for _ in range(3):
+        loss, expected = model(X[:12]), bare(X[:12])
+        torch.testing.assert_close(loss.cpu(), expected, **TOLERANCE)
+        loss.backward()
+        expected.backward()
+    assert module.step.item() == bare.step.item()
+    torch.testing.assert_close(module.layer.weight.grad.cpu(), bare.layer.weight.grad, **TOLERANCE)
+
+
+def test_a_model_can_be_pickled_after_a_call():
+    criterion = BalancedCriterion(nn.CrossEntropyLoss())
+    model = BalancedDataParallel(1, nn.Linear(6, 5).double(), ["cpu"] * 2, gather=False)
+    criterion(model(X), Y)
+    model(X).map(lambda o: o.mean())
+    loaded = pickle.loads(pickle.dumps((model, criterion)))
+    torch.testing.assert_close(loaded[1](loaded[0](X), Y), criterion(model(X), Y))
+
+
+def test_threads_may_make_the_first_call_at_once():
+    model, bare = make(lambda n, x, o: o.square().sum() / 4, 0)
+    expected = bare(X[:12])
+    found = at_once(lambda _: model(X[:12]), 4)
+    torch.testing.assert_close(found, [expected] * 4, **TOLERANCE)
 
 
 def test_trials_are_a_few_calls_at_first():
