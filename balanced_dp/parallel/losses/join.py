@@ -2,8 +2,9 @@
 
 A ``ChunkLosses`` belongs to one call, an ``OutputHistory`` to a model: it remembers what earlier
 calls have shown. If all chunks have one size, they do not tell how something depends on their
-samples. Then the first replica is tried on two or three, once for each kind of computation. In the
-first call, each output for three samples is compared with what is joined from two and one of them.
+samples. Then the first replica is tried on as many and on another number, once for each kind of
+computation. In the first call, each output for four samples is compared with what is joined from
+two and two of them.
 """
 
 from __future__ import annotations
