@@ -105,7 +105,7 @@ def test_a_device_that_had_no_samples_before_gets_its_copies_when_it_has(emulate
     model, copied = wrapped(emulated), Copied()
     model.gpu0_bsz = 0
     with torch.no_grad():
-        model(torch.randn(2, 5))  # after the first call, weights are compared with what they were
+        model(torch.randn(9, 5))  # after the first call, weights are compared with what they were
     copied()
     with torch.no_grad(), model.shared_weights():
         model(torch.randn(2, 5))
