@@ -24,7 +24,9 @@ _MAX_NUMEL = 2**16
 
 @dataclass(slots=True, eq=False)
 class Trial:
-    """Calls a replica again. This changes no parameters, gradients, buffers or random numbers.
+    """Calls a replica again. This changes no gradients, buffers or random numbers of torch.
+
+    Neither does it change parameters, other than large ones without gradients that forward writes.
 
     Attributes:
         function: the replica, or what else was called.
@@ -67,18 +69,17 @@ class Trial:
         found = [(trace, one) for trace, one in tried if one is not None]
         return found if len(found) == len(tried) else []
 
+    @torch.no_grad()
     def _call(
         self, sizes: Sequence[int], evaluates: bool
     ) -> list[tuple[Trace, dict[str, torch.Tensor]]]:
         devices = [torch.device("cpu"), *[self.device] * len(sizes)]
-        with torch.no_grad():  # a backward pass in forward would reach the inputs
-            _, *arguments = self.scatter(devices, [self.num_samples - sum(sizes), *sizes])
+        _, *arguments = self.scatter(devices, [self.num_samples - sum(sizes), *sizes])
         arguments *= 1 + evaluates
         traces, modules = [Trace(self.dim) for _ in arguments], []
         if evaluates and isinstance(self.function, nn.Module):
             modules = [module for module in self.function.modules() if module.training]
         with (
-            torch.no_grad(),
             torch.random.fork_rng(
                 [] if self.device.type == "cpu" else [self.device], device_type=self.device.type
             ),
@@ -86,7 +87,7 @@ class Trial:
             noticing(),
             tracing(traces),
         ):
-            warnings.simplefilter("ignore")
+            warnings.simplefilter("ignore")  # the call itself has warned
             for module in modules:
                 module.training = False
             try:

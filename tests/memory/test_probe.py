@@ -152,10 +152,9 @@ def test_a_model_that_does_not_split_has_no_devices(no_accelerator):
 
 def test_out_of_memory_in_the_block(emulate):
     devices = emulate(1, memory="1MiB")
-    with pytest.raises(torch.OutOfMemoryError):  # noqa: SIM117
-        with MemoryProbe().measure() as usage:
-            _held = torch.ones(1000, device=devices[0])
-            torch.ones(10**6, device=devices[0])
+    with pytest.raises(torch.OutOfMemoryError), MemoryProbe().measure() as usage:
+        _held = torch.ones(1000, device=devices[0])
+        torch.ones(10**6, device=devices[0])
     assert usage.devices[0].peak_allocated_bytes == 4096
     assert not usage.valid
     assert usage.reason.startswith("the block ended with OutOfMemoryError: ")
