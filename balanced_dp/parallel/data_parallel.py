@@ -192,7 +192,7 @@ class BalancedDataParallel(DataParallelSteps[ModuleT]):
                     again, most = partial(self._scattered, inputs, kwargs), batch_size or 0
                     with losses.joining(
                         arguments,
-                        Trial(replicas[0], devices[0], outputs[0], self.dim, most, again),
+                        Trial(replicas[0], devices[0], self.dim, most, again),
                     ):
                         return self._joined(outputs, devices, losses)
 

@@ -67,13 +67,25 @@ def is_cache(value: object) -> bool:
     return any(kind.__module__ == "transformers.cache_utils" for kind in type(value).__mro__)
 
 
-def tensors(value: object) -> Iterator[torch.Tensor]:
-    """Yield the tensors in nested containers."""
+def tensors(value: object, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors in nested containers, each with its dotted path."""
     if isinstance(value, torch.Tensor):
-        yield value
+        yield path, value
     else:
-        for _, child in items(value) or ():
-            yield from tensors(child)
+        for name, child in items(value) or ():
+            yield from tensors(child, f"{path}.{name}".lstrip("."))
+
+
+def replaced(value: Any, tensors: Mapping[str, torch.Tensor], path: str = "") -> Any:
+    """Return a value in which other tensors are at some dotted paths; containers are copied."""
+    if path in tensors and isinstance(value, torch.Tensor):
+        return tensors[path]
+    children = items(value) if tensors else None
+    if children is None:
+        return value
+    return rebuild(
+        value, [replaced(child, tensors, f"{path}.{name}".lstrip(".")) for name, child in children]
+    )
 
 
 def rebuild(container: Any, values: Sequence[Any]) -> Any:

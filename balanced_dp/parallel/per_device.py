@@ -24,7 +24,8 @@ _REMEDY = (
 class PerDevice(Scattered):
     """One output for each device that had samples: what a call returns with ``gather=False``.
 
-    It is a sequence of the outputs.
+    It is a sequence of the outputs. Losses among them are those of the whole batch, the same on
+    each device, unless ``scalar_outputs`` is given.
 
     Args:
         outputs: the output of each replica, on its device.
@@ -33,7 +34,7 @@ class PerDevice(Scattered):
         output_device: where results are joined.
         dim: the batch dimension.
         scalar_outputs: how ``gather`` joins 0-dim outputs.
-        losses: the call's record of how they were computed.
+        history: what the model's calls have shown about outputs.
         workers: the model's threads, which compute the loss and ``map``; without them each call
             starts its own.
 
@@ -61,7 +62,7 @@ class PerDevice(Scattered):
         output_device: torch.device,
         dim: int = 0,
         scalar_outputs: ScalarOutputs = "auto",
-        losses: ChunkLosses | None = None,
+        history: OutputHistory | None = None,
         workers: Workers | None = None,
     ) -> None:
         self._outputs = tuple(outputs)
@@ -71,7 +72,7 @@ class PerDevice(Scattered):
         self.dim = dim
         self.workers = workers
         self._scalar_outputs: ScalarOutputs = scalar_outputs
-        self._losses = losses
+        self._history = history or OutputHistory()
 
     def __len__(self) -> int:
         return len(self._outputs)
@@ -99,14 +100,9 @@ class PerDevice(Scattered):
         Raises:
             GatherError: the outputs differ in structure.
         """
-        return gather(
-            self._outputs,
-            self.output_device,
-            self.dim,
-            self._scalar_outputs,
-            self.chunk_sizes,
-            self._losses,
-        )
+        sizes, dim = self.chunk_sizes, self.dim
+        losses = ChunkLosses(self._history, self.gather, sizes, dim, is_auto=False)
+        return gather(self._outputs, self.output_device, dim, self._scalar_outputs, sizes, losses)
 
     def map(
         self,
@@ -135,8 +131,7 @@ class PerDevice(Scattered):
             ArgumentError: ``scalar_outputs`` is none of these.
         """
         check_scalar_outputs(scalar_outputs)
-        history = OutputHistory() if self._losses is None else self._losses.history.of_maps()
-        functions = [function] * len(self)
+        functions, history = [function] * len(self), self._history.of_maps()
         return self._run(functions, args, kwargs, history, function, scalar_outputs=scalar_outputs)
 
     def _run(
@@ -157,8 +152,6 @@ class PerDevice(Scattered):
         """
         sizes, is_auto = self.chunk_sizes, scalar_outputs == "auto"
         losses = ChunkLosses(history, function, sizes, self.dim, loss_weight, is_auto)
-        if self._losses is not None:  # what the model has computed may be part of a loss
-            losses.traces = self._losses.traces
         options = {"dim": self.dim, "warned": history.warned, **options}
         to_devices: Any = functools.partial(scatter, function, **options)
         arguments = to_devices((self, *args), kwargs, self.devices, sizes)
@@ -172,9 +165,7 @@ class PerDevice(Scattered):
 
         most = sum(sizes[: len(some)]) if sizes else 0
         # No variable refers to the trial, which holds a replica.
-        with losses.joining(
-            arguments, Trial(functions[0], self.devices[0], results[0], self.dim, most, again)
-        ):
+        with losses.joining(arguments, Trial(functions[0], self.devices[0], self.dim, most, again)):
             device, dim = self.output_device, options["dim"]
             return gather(results, device, dim, scalar_outputs, sizes, losses)
 

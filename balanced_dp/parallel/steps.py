@@ -172,13 +172,13 @@ class DataParallelSteps(nn.DataParallel[ModuleT]):
             return self.gather(outputs, output_device, losses)
         [output_device] = self._devices_of([output_device])
         return PerDevice(
-            outputs,
+            losses.in_place(outputs, output_device),
             devices,
             losses.chunk_sizes,
             output_device=output_device,
             dim=self.dim,
             scalar_outputs=self.scalar_outputs,
-            losses=losses,
+            history=self._history,
             workers=self._workers,
         )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,15 +11,20 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from . import nested
 from .call_inputs import Arguments
-from .losses.join import is_loss
+from .losses.batch_value import BatchValues
+from .losses.facts import Facts, UnknownKindError
+from .losses.join import losses_of
 from .losses.reductions import noticing
+from .losses.step import UnclearError
 from .losses.trace import Trace, tracing
 from .parallel_apply import parallel_apply
 
 _MAX_NUMEL = 2**16
 """The most entries of a parameter that is not trained, but copied for a trial."""
+
+_TOLERANCE = 0.02
+"""How much a value that is not float64 may depend on how many samples are computed at a time."""
 
 
 @dataclass(slots=True, eq=False)
@@ -31,7 +36,6 @@ class Trial:
     Attributes:
         function: the replica, or what else was called.
         device: its device.
-        output: what it returned.
         dim: the batch dimension.
         num_samples: how many samples there are to choose from.
         scatter: returns the arguments on each of several devices, for so many of these samples.
@@ -39,7 +43,6 @@ class Trial:
 
     function: Callable[..., Any]
     device: torch.device
-    output: Any
     dim: int
     num_samples: int
     scatter: Callable[[Sequence[torch.device], Sequence[int]], Sequence[Arguments]]
@@ -47,13 +50,65 @@ class Trial:
         default_factory=dict, init=False
     )
 
-    def outputs(
-        self, output: torch.Tensor, sizes: Sequence[int], evaluates: bool = False
+    def learn(self, kind: int, values: BatchValues, name: str) -> None:
+        """Learn how an output depends on the number of samples.
+
+        Args:
+            kind: the kind of its computation, to which it is added if that is unclear.
+            values: those of the batch; what is known of numbers and tensors is added to.
+            name: the dotted path of the output.
+        """
+        size, most = values.facts.chunk_sizes[0], self.num_samples
+        # A single sample may lose its dimension, and have no statistics.
+        other = next((n for n in (2, 3, 1) if n != size and n <= most), None)
+        if other is None:
+            return
+        # Both start with the same buffers, which the call itself may have written to.
+        if size + other <= most:
+            pair = self._outputs(name, [size, other])
+        else:
+            pair = [*self._outputs(name, [size]), *self._outputs(name, [other])]
+        if len(pair) < 2:
+            return
+        traces, outputs = zip(*pair, strict=True)
+        facts = Facts([size, other], values.facts.known, True, is_trial=True)
+        try:
+            with torch.no_grad():
+                BatchValues(traces, facts, values.device, values.kinds).of(outputs, name)
+        except UnclearError as error:
+            values.kinds[kind] = str(error)
+        values.facts.doubts.extend(facts.doubts)
+
+    def difference(self, values: BatchValues, name: str) -> str:
+        """Return how what is joined from two times two samples differs from all four, or ""."""
+        parts = self._outputs(name, [2, 2], evaluates=True)
+        whole = self._outputs(name, [4], evaluates=True)
+        if not parts or not whole:
+            return ""
+        traces, outputs = zip(*parts, *whole, strict=True)
+        facts = Facts([2, 2], dict(values.facts.known), True)
+        joined = BatchValues(traces[:2], facts, values.device, dict(values.kinds))
+        try:
+            with torch.no_grad():
+                value = joined.of(outputs[:2], name).item()
+        except (UnclearError, UnknownKindError):  # another loss than in training
+            return ""
+        a, b, *again, found, found_again = [output.item() for output in outputs]
+        if [a, b, found] != [*again, found_again]:  # it is random
+            return ""
+        eps = torch.finfo(outputs[0].dtype).eps
+        relative, absolute = (1e-6, 1e-9) if eps < 1e-9 else (max(_TOLERANCE, 8 * eps), 1e-5)
+        if abs(value - found) > relative * max(abs(a), abs(b), abs(found)) + absolute:  # no NaN
+            return f"for four samples it is {found:g}, but {value:g} if joined from two and two"
+        return ""
+
+    def _outputs(
+        self, name: str, sizes: Sequence[int], evaluates: bool = False
     ) -> list[tuple[Trace, torch.Tensor]]:
         """Return an output for other samples, and how it was computed; nothing if that fails.
 
         Args:
-            output: one of the replica's 0-dim outputs; the others are 0-dim as well.
+            name: its dotted path.
             sizes: how many samples each output is for; they are the last ones.
             evaluates: whether modules are in evaluation mode, and all is computed twice.
         """
@@ -63,9 +118,7 @@ class Trial:
                 self._tried[key] = self._call(sizes, evaluates)
             except Exception:  # of whatever forward does with so few samples
                 self._tried[key] = []
-        paths = {id(one): path for path, one in _losses(self.output)}
-        path = paths.get(id(output), "not among them")  # where gather is overridden
-        tried = [(trace, losses.get(path)) for trace, losses in self._tried[key]]
+        tried = [(trace, losses.get(name)) for trace, losses in self._tried[key]]
         found = [(trace, one) for trace, one in tried if one is not None]
         return found if len(found) == len(tried) else []
 
@@ -99,18 +152,10 @@ class Trial:
         return list(zip(traces, losses, strict=True))
 
 
-def _losses(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the losses in nested containers, and their dotted paths."""
-    if isinstance(value, torch.Tensor) and is_loss(value):
-        yield path, value
-    for name, child in nested.items(value) or ():
-        yield from _losses(child, f"{path}.{name}")
-
-
 def _isolated(function: Callable[..., Any]) -> Callable[..., dict[str, torch.Tensor]]:
     """Return a function that returns the losses only, and keeps a module's tensors as they are."""
     if not isinstance(function, nn.Module):
-        return lambda *args, **kwargs: dict(_losses(function(*args, **kwargs)))
+        return lambda *args, **kwargs: losses_of(function(*args, **kwargs))
     tensors = {name: buffer.clone() for name, buffer in function.named_buffers()}
     for name, parameter in function.named_parameters():
         copy = parameter.detach()
@@ -121,4 +166,4 @@ def _isolated(function: Callable[..., Any]) -> Callable[..., dict[str, torch.Ten
             copy = nn.Parameter(copy, parameter.requires_grad)
         vars(copy).update(vars(parameter))
         tensors[name] = copy
-    return lambda *args, **kwargs: dict(_losses(functional_call(function, tensors, args, kwargs)))
+    return lambda *args, **kwargs: losses_of(functional_call(function, tensors, args, kwargs))

@@ -561,10 +561,47 @@ def test_buffers_of_a_criterion_are_kept(devices, x):
     del outputs, before, added, criterion
 
 
-def test_losses_may_come_from_the_module(x):
-    module = Lambda(lambda self, x: self.inner(x).square().mean(), inner=linear(4))
-    model = BalancedDataParallel(1, module, ["cpu"] * 4, gather=False)
-    torch.testing.assert_close(BalancedCriterion(lambda loss: loss * 2)(model(x)), 2 * module(x))
+@pytest.mark.parametrize("gpu0_bsz", [1, None])
+def test_losses_of_the_module_are_those_of_the_batch_on_each_device(gpu0_bsz, devices, x):
+    """Gathered, or part of a loss that goes on with them."""
+
+    def forward(self: Any, x: Tensor) -> dict[str, Any]:
+        output = self.inner(x)
+        others = [output.square().sum() / len(x), output.logsumexp(1).mean() ** 2]
+        return {"output": output, "others": others}
+
+    def loss(outputs: dict[str, Any], targets: Tensor) -> Tensor:
+        first, second = outputs["others"]
+        return functional.cross_entropy(outputs["output"], targets) * first + second.sqrt()
+
+    module, targets = Lambda(forward, inner=linear(CLASSES)).to(devices[0]), classes()
+    x, targets = x.to(devices[0]), targets.to(devices[0])
+    expected = module(x)["others"]
+    model = BalancedDataParallel(gpu0_bsz, module, devices[:4], gather=False)
+    outputs = model(x)
+    for output, device in zip(outputs, outputs.devices, strict=True):
+        for found, value in zip(output["others"], expected, strict=True):
+            torch.testing.assert_close(found, value.to(device), **TOLERANCE)
+    torch.testing.assert_close(outputs.gather()["others"], expected, **TOLERANCE)
+    for _ in range(2):
+        found = BalancedCriterion(loss)(model(x), targets)
+        compared = [found, loss(module(x), targets)]
+        torch.testing.assert_close(*compared, **TOLERANCE)
+        parameters = list(module.parameters())
+        gradients = [torch.autograd.grad(value, parameters) for value in compared]
+        torch.testing.assert_close(*gradients, **TOLERANCE)
+    del outputs, output, found, compared, gradients, expected, value
+
+
+def test_only_losses_of_which_all_is_found_out_are_those_of_the_batch(x):
+    """Others are as the replicas have returned them, until they are gathered."""
+    module = Lambda(lambda self, x: self.inner(x).sum(), inner=linear(4))
+    for scalar_outputs in ("sum", "stack"):
+        model = BalancedDataParallel(
+            1, module, ["cpu"] * 2, gather=False, scalar_outputs=scalar_outputs
+        )
+        sums = [module(chunk) for chunk in x.split([1, BATCH - 1])]
+        torch.testing.assert_close(list(model(x)), sums, **TOLERANCE)
 
 
 def test_second_derivatives(x):

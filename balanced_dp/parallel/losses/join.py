@@ -29,9 +29,6 @@ from .trace import Trace, tracing
 from .weight import weight_of_chunk
 from .weighted import weighted_mean
 
-_TOLERANCE = 0.02
-"""How much a value that is not float64 may depend on how many samples are computed at a time."""
-
 _UNTRIED = (
     "chunks of one size do not tell how it depends on the number of samples, and forward could not "
     "be tried with another number"
@@ -91,7 +88,6 @@ class ChunkLosses:
         loss_weight: the weight of each replica's losses; if None, it is found out.
         is_auto: whether it is found out how losses were computed; if not, they are weighted by
             chunk size.
-        traces: what each replica has computed; those of an earlier call go on.
     """
 
     history: OutputHistory
@@ -100,10 +96,11 @@ class ChunkLosses:
     dim: int
     loss_weight: Callable[..., Any] | str | None = None
     is_auto: bool = True
-    traces: Sequence[Trace] = ()
-    _trial: Any = field(default=None, init=False)
+    _traces: Sequence[Trace] = field(default=(), init=False)
     _compares_again: bool = field(default=False, init=False)
+    _arguments: Sequence[Arguments] = field(default=(), init=False)
     _weights: list[Any] = field(default_factory=list, init=False)
+    _trial: Any = field(default=None, init=False)
     _values: BatchValues | None = field(default=None, init=False)
 
     @contextlib.contextmanager
@@ -117,8 +114,8 @@ class ChunkLosses:
         num_calls[has_gradients] += 1
         # In the first, second, fourth, eighth call and so on.
         self._compares_again = num_calls[has_gradients].bit_count() == 1
-        self.traces = self.traces or [Trace(self.dim) for _ in self.chunk_sizes or ()]
-        with noticing(), tracing(self.traces):
+        self._traces = [Trace(self.dim) for _ in self.chunk_sizes or ()]
+        with noticing(), tracing(self._traces):
             yield
 
     @contextlib.contextmanager
@@ -130,16 +127,11 @@ class ChunkLosses:
             trial: a ``Trial`` of the first replica. It is not used on symbolic devices: they have
                 no values, and are there to measure memory.
         """
-        if self.loss_weight is not None and any(map(is_loss, nested.tensors(trial.output))):
-            self._weights = [
-                weight_of_chunk(self.loss_weight, self.function, args, kwargs)
-                for args, kwargs in arguments
-            ]
-        self._trial = None if is_symbolic(trial.device) else trial
+        self._arguments, self._trial = arguments, None if is_symbolic(trial.device) else trial
         try:
             yield
         finally:
-            self._trial = None
+            self._arguments, self._trial = (), None
 
     def join(
         self, outputs: Sequence[torch.Tensor], name: str, device: torch.device
@@ -152,13 +144,18 @@ class ChunkLosses:
             device: the device of the result.
         """
         sizes = self.chunk_sizes or [1] * len(outputs)
+        if self.loss_weight is not None and not self._weights:
+            self._weights = [
+                weight_of_chunk(self.loss_weight, self.function, args, kwargs)
+                for args, kwargs in self._arguments
+            ]
         weights = [w.get(name) if isinstance(w, Mapping) else w for w in self._weights]
         if weights and not any(weight is None for weight in weights):
-            for trace, output, weight in zip(self.traces, outputs, weights, strict=False):
+            for trace, output, weight in zip(self._traces, outputs, weights, strict=False):
                 if isinstance(weight, torch.Tensor):
                     trace.ignore_gradients_where(weight == 0, output)
             return weighted_mean(outputs, weights, device)
-        if not self.is_auto or not self.traces:
+        if not self.is_auto or not self._traces:
             return weighted_mean(outputs, sizes, device)
         values, history = self._values, self.history
         if values is None or values.device != device:
@@ -166,12 +163,12 @@ class ChunkLosses:
                 history.facts.clear()
                 history.kinds.clear()
             facts = Facts(sizes, history.facts, self._compares_again)
-            values = self._values = BatchValues(self.traces, facts, device, history.kinds)
+            values = self._values = BatchValues(self._traces, facts, device, history.kinds)
         doubts = values.facts.doubts
         doubts.clear()
         try:
             value = self._value(values, outputs, name)
-            self._check(values, outputs[0], name)
+            self._check(values, name)
         except UnclearError as error:
             doubts.append(str(error))
             value = weighted_mean(outputs, sizes, device)
@@ -179,79 +176,55 @@ class ChunkLosses:
             history.warn(name, self.function, doubts[0])
         return value
 
+    def in_place(self, outputs: Sequence[Any], device: torch.device) -> Sequence[Any]:
+        """Return the replicas' outputs with the value of the whole batch for each 0-dim output.
+
+        It is computed on ``device``, and copied to that of each replica.
+        """
+        if not self.is_auto or len(outputs) < 2:
+            return outputs
+        losses = [losses_of(output) for output in outputs]
+        joined = {
+            name: self.join([own[name] for own in losses], name, device)
+            for name in losses[0]
+            if all(name in own for own in losses)
+        }
+        return [
+            nested.replaced(output, {n: value.to(own[n].device) for n, value in joined.items()})
+            for output, own in zip(outputs, losses, strict=True)
+        ]
+
     def _value(
         self, values: BatchValues, outputs: Sequence[torch.Tensor], name: str
     ) -> torch.Tensor:
-        kinds, learned = self.history.kinds, set[int]()
+        tried = set[int]()
         while True:
             try:
                 return values.of(outputs, name)
             except UnknownKindError as error:
                 [kind] = error.args
-                if kind not in learned:
-                    self._learn(kind, values, outputs[0], name)
-                    learned.add(kind)
-                else:
-                    kinds[kind] = _UNTRIED
-                kinds.setdefault(kind, _UNTRIED)
+                if kind in tried:
+                    values.kinds[kind] = _UNTRIED
+                elif self._trial is not None:
+                    self._trial.learn(kind, values, name)
+                tried.add(kind)
+                values.kinds.setdefault(kind, _UNTRIED)
                 values.facts.compares_again = True  # with the other replicas
 
-    def _learn(self, kind: int, values: BatchValues, output: torch.Tensor, name: str) -> None:
-        """Learn from a trial how the first replica's output depends on the number of samples."""
-        history, size = self.history, values.facts.chunk_sizes[0]
-        most = self._trial.num_samples if self._trial else 0
-        # A single sample may lose its dimension, and have no statistics.
-        other = next((n for n in (2, 3, 1) if n != size and n <= most), None)
-        if other is None:
-            return
-        # Both start with the same buffers, which the call itself may have written to.
-        if size + other <= most:
-            pair = self._trial.outputs(output, [size, other])
-        else:
-            pair = [*self._trial.outputs(output, [size]), *self._trial.outputs(output, [other])]
-        if len(pair) < 2:
-            return
-        traces, outputs = zip(*pair, strict=True)
-        facts = Facts([size, other], history.facts, True, is_trial=True)
-        try:
-            with torch.no_grad():
-                BatchValues(traces, facts, values.device, history.kinds).of(outputs, name)
-        except UnclearError as error:
-            history.kinds[kind] = str(error)
-        values.facts.doubts.extend(facts.doubts)
-
-    def _check(self, values: BatchValues, output: torch.Tensor, name: str) -> None:
+    def _check(self, values: BatchValues, name: str) -> None:
         """Raise UnclearError if a check in the first call has shown that an output is not known."""
         checked = self.history.checked
         if checked is None:
             return
         if name not in checked and self._trial is not None and self._trial.num_samples > 3:
-            checked[name] = self._difference(values.device, output, name)
+            checked[name] = self._trial.difference(values, name)
         if checked.get(name):
             raise UnclearError(checked[name])
 
-    def _difference(self, device: torch.device, output: torch.Tensor, name: str) -> str:
-        """Return how what is joined from two times two samples differs from all four, or ""."""
-        parts = self._trial.outputs(output, [2, 2], evaluates=True)
-        whole = self._trial.outputs(output, [4], evaluates=True)
-        if not parts or not whole:
-            return ""
-        traces, outputs = zip(*parts, *whole, strict=True)
-        facts = Facts([2, 2], dict(self.history.facts), True)
-        joined = BatchValues(traces[:2], facts, device, dict(self.history.kinds))
-        try:
-            with torch.no_grad():
-                value = joined.of(outputs[:2], name).item()
-        except (UnclearError, UnknownKindError):  # another loss than in training
-            return ""
-        a, b, *again, found, found_again = [output.item() for output in outputs]
-        if [a, b, found] != [*again, found_again]:  # it is random
-            return ""
-        eps = torch.finfo(output.dtype).eps
-        relative, absolute = (1e-6, 1e-9) if eps < 1e-9 else (max(_TOLERANCE, 8 * eps), 1e-5)
-        if abs(value - found) > relative * max(abs(a), abs(b), abs(found)) + absolute:  # no NaN
-            return f"for four samples it is {found:g}, but {value:g} if joined from two and two"
-        return ""
+
+def losses_of(output: Any) -> dict[str, torch.Tensor]:
+    """Return the losses in nested containers, by their dotted paths."""
+    return {name: tensor for name, tensor in nested.tensors(output) if is_loss(tensor)}
 
 
 def is_loss(tensor: torch.Tensor) -> bool:

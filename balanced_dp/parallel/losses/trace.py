@@ -22,7 +22,7 @@ from .step import Reduction, Step, is_in_place, version_of
 ResultT = TypeVar("ResultT")
 
 MAX_NUMEL = 2**16
-"""The most entries of a traced tensor: a trace keeps it, as long as its call or ``PerDevice``."""
+"""The most entries of a traced tensor, which a trace keeps until the end of the call."""
 
 _SMALL_NUMEL = 2**10
 """The most entries that are traced if the tensors of which they were computed had fewer."""
@@ -137,10 +137,10 @@ class Trace:
                 where = is_ignored.to(step.value.device)
                 step.value.register_hook(lambda grad, where=where: grad.masked_fill(where, 0))
 
-    def set_classes(self, are_traced: bool) -> None:
-        """Trace the tensors that were traced before, or give each its own class back."""
+    def end(self) -> None:
+        """Give each tensor its own class back."""
         for step in self._steps.values():
-            _set_class(step.value, are_traced)
+            _set_class(step.value, is_traced=False)
 
     def _step(self, function: Callable[..., Any], reduction: Reduction | None = None) -> Step:
         self.num_steps += 1
@@ -223,13 +223,11 @@ def tracing(traces: Sequence[Trace]) -> Iterator[None]:
     """Context manager in which functions that are called by ``traced`` are traced."""
     token = _traces.set(traces)
     try:
-        for trace in traces:
-            trace.set_classes(are_traced=True)
         yield
     finally:
         _traces.reset(token)
         for trace in traces:
-            trace.set_classes(are_traced=False)
+            trace.end()
 
 
 def traced(index: int, function: Callable[..., ResultT], *args: Any, **kwargs: Any) -> ResultT:
