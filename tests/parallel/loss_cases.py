@@ -86,6 +86,12 @@ def given_to(loss: Callable[..., Any], count: int = BATCH) -> dict[str, Any]:
     return {n: v[:count] if isinstance(v, Tensor) and v.dim() else v for n, v in given.items()}
 
 
+def rarity(y: Tensor) -> Tensor:
+    """The weight of each sample by how rare its class is."""
+    _, inverse, counts = torch.unique(y, return_inverse=True, return_counts=True)
+    return 1 / counts[inverse].double()
+
+
 def rows(output: Tensor) -> Tensor:
     """A number for each sample."""
     return output.square().mean(1)
@@ -510,6 +516,14 @@ UNCLEAR: dict[str, tuple[Callable[..., Any], str]] = {
             o, y, weight=1 / F.one_hot(y, CLASSES).double().sum(0).clamp(min=1)
         ),
         "over each chunk is combined with samples",
+    ),
+    "rare classes": (
+        lambda n, x, o, y: masked_mean(rows(o), rarity(y)),
+        "computed from unique of the samples|in different ways",
+    ),
+    "classes in a loop": (
+        lambda n, x, o, y: sum(masked_mean(rows(o), y == c) for c in y.unique()),
+        "computed from unique of the samples|in different ways",
     ),
     "mean times the share of some": (
         lambda n, x, o, real: F.mse_loss(o[1:], real[1:]) * ((len(x) - 1) / len(x)),

@@ -161,8 +161,8 @@ class BatchValues:
         reductions = [step.reduction for step in group if step.reduction]
         name, shape = (reductions[0].name, reductions[0].shape) if reductions else ("", ())
         place, value = (*place, shape[1:]), values[0]
-        is_order = name in ("sort", "argsort", "topk") and len(shape) == 1
-        if not reductions or (not is_order and self.facts.keeps_samples(group, place)):
+        is_of_all = name == "unique" or (name in ("sort", "argsort", "topk") and len(shape) == 1)
+        if not reductions or (not is_of_all and self.facts.keeps_samples(group, place)):
             self._of_samples.add(first)
             return
         if not self.facts.are_over_samples(reductions, values, place):

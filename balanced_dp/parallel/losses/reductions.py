@@ -102,6 +102,7 @@ def _install() -> dict[ModuleType, tuple[dict[str, Any], dict[str, Any]]]:
         for name, join in _REDUCTIONS.items():
             records.append((owner, name, functools.partial(_reduced, join)))
         records += [(owner, name, _histogram) for name in _HISTOGRAMS]
+    records.append((torch, "unique", _unique))
     records.append((torch.Tensor, "__matmul__", functools.partial(_reduced, "sum")))
     for module, losses in _LOSSES.items():
         for name, position in losses.items():
@@ -169,6 +170,15 @@ def _reduces_batch_dim(
 
 def _histogram(trace: Trace, function: Any, input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     return trace.record(function, function(input, *args, **kwargs), input, "sum")
+
+
+def _unique(trace: Trace, function: Any, input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    found = function(input, *args, **kwargs)
+    values = found[0] if isinstance(found, tuple) else found
+    trace.record(function, values, input, "unique")
+    if kwargs.get("return_counts", args[2:3] == (True,)):  # samples are weighted by these
+        trace.record(function, found[-1], input, "unique", is_lost=True)
+    return found
 
 
 def _loss(position: int, trace: Trace, function: Any, *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -61,10 +61,12 @@ class Trace:
         name: str,
         count: int | torch.Tensor | None = None,
         num_classes: int | None = None,
+        is_lost: bool = False,
     ) -> torch.Tensor:
         """Record that a function reduced ``reduced`` to ``value``, which is returned and traced.
 
-        By default the count is that of the entries of ``reduced``; see ``Reduction``.
+        By default the count is that of the entries of ``reduced``; see ``Reduction``. ``is_lost``
+        says that it will be combined with what is not traced.
         """
         if self.step_of(value) is not None:  # it was recorded as a function of traced tensors
             return value
@@ -74,10 +76,12 @@ class Trace:
         step = self._step(function, reduction)
         step.ordinal = self.num_reductions
         self.num_reductions += 1
+        step.shape = value.shape
         if value.numel() <= MAX_NUMEL:
             self._trace(value, step)
         else:
-            step.shape = value.shape
+            is_lost = True
+        if is_lost:
             self.lost.append(step)
         return value
 
