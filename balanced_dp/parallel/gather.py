@@ -75,6 +75,8 @@ def _gather(outputs: list[Any], path: str, join: _Join) -> Any:
     if children[0] is None:
         if not all(_equal(first, other) for other in others):
             raise _differ(path, outputs, "different values")
+        if isinstance(first, int | float) and join.losses is not None:
+            join.losses.check_number(path)
         return first
     named = [dict(items or ()) for items in children]
     if any(other.keys() != named[0].keys() for other in named):
@@ -171,6 +173,8 @@ class _Join:
             return weighted_mean(tensors, self.chunk_sizes or [1] * len(tensors), self.device)
         moved = [tensor.to(self.device) for tensor in tensors]
         if all(bool(tensor == moved[0]) for tensor in moved):
+            if self.losses is not None:
+                self.losses.check_number(path)
             return moved[0]
         raise GatherError(
             f"output {_named(path)} is a number of type {tensors[0].dtype} that differs between "

@@ -67,13 +67,18 @@ def is_cache(value: object) -> bool:
     return any(kind.__module__ == "transformers.cache_utils" for kind in type(value).__mro__)
 
 
-def tensors(value: object, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors in nested containers, each with its dotted path."""
-    if isinstance(value, torch.Tensor):
+def leaves(value: object, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield what nested containers hold, each with its dotted path."""
+    children = items(value)
+    if children is None:
         yield path, value
-    else:
-        for name, child in items(value) or ():
-            yield from tensors(child, f"{path}.{name}".lstrip("."))
+    for name, child in children or ():
+        yield from leaves(child, f"{path}.{name}".lstrip("."))
+
+
+def tensors(value: object) -> Iterator[torch.Tensor]:
+    """Yield the tensors in nested containers."""
+    return (leaf for _, leaf in leaves(value) if isinstance(leaf, torch.Tensor))
 
 
 def replaced(value: Any, tensors: Mapping[str, torch.Tensor], path: str = "") -> Any:

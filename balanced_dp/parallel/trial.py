@@ -11,10 +11,11 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
+from . import nested
 from .call_inputs import Arguments
 from .losses.batch_value import BatchValues
 from .losses.facts import Facts, UnknownKindError
-from .losses.join import losses_of
+from .losses.join import is_loss
 from .losses.reductions import noticing
 from .losses.step import UnclearError
 from .losses.trace import Trace, tracing
@@ -46,9 +47,7 @@ class Trial:
     dim: int
     num_samples: int
     scatter: Callable[[Sequence[torch.device], Sequence[int]], Sequence[Arguments]]
-    _tried: dict[Any, list[tuple[Trace, dict[str, torch.Tensor]]]] = field(
-        default_factory=dict, init=False
-    )
+    _tried: dict[Any, list[tuple[Trace, dict[str, Any]]]] = field(default_factory=dict, init=False)
 
     def learn(self, kind: int, values: BatchValues, name: str) -> None:
         """Learn how an output depends on the number of samples.
@@ -102,15 +101,36 @@ class Trial:
             return f"for four samples it is {found:g}, but {value:g} if joined from two and two"
         return ""
 
+    def changes(self, name: str) -> str:
+        """Return how a number for two samples differs from that for four, or ""."""
+        if self.num_samples < 4:
+            return ""
+        outputs = [
+            number.item() if isinstance(number, torch.Tensor) else number
+            for sizes in ([2, 2], [4])
+            for _, number in self._outputs(name, sizes, evaluates=True, is_kind=_is_number)
+        ]
+        if len(outputs) < 6:
+            return ""
+        a, b, *again, found, found_again = outputs
+        if [a, b, found] != [*again, found_again] or found in (a, b):
+            return ""
+        return f"for four samples it is {found:g}, but {a:g} for two of them"
+
     def _outputs(
-        self, name: str, sizes: Sequence[int], evaluates: bool = False
-    ) -> list[tuple[Trace, torch.Tensor]]:
+        self,
+        name: str,
+        sizes: Sequence[int],
+        evaluates: bool = False,
+        is_kind: Callable[[Any], bool] = is_loss,
+    ) -> list[tuple[Trace, Any]]:
         """Return an output for other samples, and how it was computed; nothing if that fails.
 
         Args:
             name: its dotted path.
             sizes: how many samples each output is for; they are the last ones.
             evaluates: whether modules are in evaluation mode, and all is computed twice.
+            is_kind: whether an output is one that was asked for.
         """
         key = (*sizes, evaluates)
         if key not in self._tried:
@@ -118,14 +138,11 @@ class Trial:
                 self._tried[key] = self._call(sizes, evaluates)
             except Exception:  # of whatever forward does with so few samples
                 self._tried[key] = []
-        tried = [(trace, losses.get(name)) for trace, losses in self._tried[key]]
-        found = [(trace, one) for trace, one in tried if one is not None]
-        return found if len(found) == len(tried) else []
+        tried = [(trace, numbers.get(name)) for trace, numbers in self._tried[key]]
+        return tried if all(is_kind(number) for _, number in tried) else []
 
     @torch.no_grad()
-    def _call(
-        self, sizes: Sequence[int], evaluates: bool
-    ) -> list[tuple[Trace, dict[str, torch.Tensor]]]:
+    def _call(self, sizes: Sequence[int], evaluates: bool) -> list[tuple[Trace, dict[str, Any]]]:
         devices = [torch.device("cpu"), *[self.device] * len(sizes)]
         _, *arguments = self.scatter(devices, [self.num_samples - sum(sizes), *sizes])
         arguments *= 1 + evaluates
@@ -145,17 +162,27 @@ class Trial:
                 module.training = False
             try:
                 functions = [_isolated(self.function) for _ in arguments]
-                losses = parallel_apply(functions, arguments, [self.device] * len(arguments))
+                numbers = parallel_apply(functions, arguments, [self.device] * len(arguments))
             finally:
                 for module in modules:
                     module.training = True
-        return list(zip(traces, losses, strict=True))
+        return list(zip(traces, numbers, strict=True))
 
 
-def _isolated(function: Callable[..., Any]) -> Callable[..., dict[str, torch.Tensor]]:
-    """Return a function that returns the losses only, and keeps a module's tensors as they are."""
+def _is_number(value: object) -> bool:
+    """Return whether a value is a number, or a 0-dim tensor."""
+    return isinstance(value, int | float) or (isinstance(value, torch.Tensor) and not value.dim())
+
+
+def _numbers(output: Any) -> dict[str, Any]:
+    """Return the numbers in nested containers, by their dotted paths."""
+    return {name: leaf for name, leaf in nested.leaves(output) if _is_number(leaf)}
+
+
+def _isolated(function: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
+    """Return a function that returns numbers only, and keeps a module's tensors as they are."""
     if not isinstance(function, nn.Module):
-        return lambda *args, **kwargs: losses_of(function(*args, **kwargs))
+        return lambda *args, **kwargs: _numbers(function(*args, **kwargs))
     tensors = {name: buffer.clone() for name, buffer in function.named_buffers()}
     for name, parameter in function.named_parameters():
         copy = parameter.detach()
@@ -166,4 +193,4 @@ def _isolated(function: Callable[..., Any]) -> Callable[..., dict[str, torch.Ten
             copy = nn.Parameter(copy, parameter.requires_grad)
         vars(copy).update(vars(parameter))
         tensors[name] = copy
-    return lambda *args, **kwargs: losses_of(functional_call(function, tensors, args, kwargs))
+    return lambda *args, **kwargs: _numbers(functional_call(function, tensors, args, kwargs))

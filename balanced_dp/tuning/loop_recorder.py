@@ -237,7 +237,7 @@ class LoopRecorder:
             self._next_blocks = current_machine().next_blocks()
             return
         current_machine().label_older(self._next_blocks)
-        for _, tensor in tensors(args):
+        for tensor in tensors(args):
             if not tensor._is_view():  # all iterations have the same batch, which is no data set
                 set_label(tensor, Label.INPUT, over={Label.OTHER})
 
@@ -253,7 +253,7 @@ class LoopRecorder:
         if type(module) is not self._replicated:
             return
         dim = self._model.dim if isinstance(self._model, nn.DataParallel) else 0
-        for _, tensor in tensors(args):
+        for tensor in tensors(args):
             if tensor.device in self.devices and tensor.dim() > dim:
                 self._replica_sizes[tensor.device] = tensor.size(dim)
                 return

@@ -17,7 +17,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 
-from balanced_dp import ArgumentError, BalancedCriterion, BalancedDataParallel, BalanceWarning
+from balanced_dp import (
+    ArgumentError,
+    BalancedCriterion,
+    BalancedDataParallel,
+    BalanceWarning,
+    GatherError,
+)
 from balanced_dp.parallel.losses.reductions import noticing
 from balanced_dp.parallel.losses.trace import Trace, traced, tracing
 
@@ -416,6 +422,22 @@ def test_a_value_for_a_few_samples_may_tell_nothing(loss):
     model, _ = make(loss, 3)
     for _ in range(3):
         model(X)
+
+
+@pytest.mark.parametrize("count", [len, Tensor.numel, lambda o: torch.tensor(len(o))])
+def test_a_count_of_chunks_of_one_size_is_an_error(count):
+    """In each call; if chunks differ in size, so do their counts."""
+    model, _ = make(lambda n, x, o: (o.mean(), count(o)), 0)
+    for size in (12, 12, 13):
+        reason = "for two of them" if size == 12 else "differ"
+        with pytest.raises(GatherError, match=f"^output 1 .*{reason}"):
+            model(X[:size])
+
+
+@pytest.mark.parametrize("number", [0.5, True, "a", torch.tensor(3), CLASSES])
+def test_a_number_that_does_not_depend_on_samples_is_returned(number):
+    model, _ = make(lambda n, x, o: (o.mean(), o.shape[1] if number == CLASSES else number), 0)
+    assert model(X[:12])[1] == number
 
 
 def test_trials_of_a_function_that_is_mapped_are_those_of_its_first_call():

@@ -13,12 +13,12 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
 from ...devices import is_symbolic
-from ...errors import warn
+from ...errors import GatherError, warn
 from .. import nested
 from ..call_inputs import Arguments, described
 from .batch_value import BatchValues
@@ -176,6 +176,24 @@ class ChunkLosses:
             history.warn(name, self.function, doubts[0])
         return value
 
+    def check_number(self, name: str) -> None:
+        """Check that a number that is equal on all replicas does not depend on their samples.
+
+        Raises:
+            GatherError: it does, by a trial of a model whose chunks are of one size.
+        """
+        sizes, checked = self.chunk_sizes or (), self.history.checked
+        if len(sizes) < 2 or not self.is_auto or checked is None:
+            return
+        are_equal = len(set(sizes)) == 1
+        if name not in checked and are_equal and self._trial is not None:
+            checked[name] = self._trial.changes(name)
+        if are_equal and checked.get(name):
+            raise GatherError(
+                f"output {name or '(the whole)'} is the same number on every replica, since their "
+                f"chunks have one size: {checked[name]}. Count outside, from gathered outputs"
+            )
+
     def in_place(self, outputs: Sequence[Any], device: torch.device) -> Sequence[Any]:
         """Return the replicas' outputs with the value of the whole batch for each 0-dim output.
 
@@ -183,7 +201,10 @@ class ChunkLosses:
         """
         if not self.is_auto or len(outputs) < 2:
             return outputs
-        losses = [losses_of(output) for output in outputs]
+        losses = [
+            {name: leaf for name, leaf in nested.leaves(output) if is_loss(leaf)}
+            for output in outputs
+        ]
         joined = {
             name: self.join([own[name] for own in losses], name, device)
             for name in losses[0]
@@ -222,11 +243,10 @@ class ChunkLosses:
             raise UnclearError(checked[name])
 
 
-def losses_of(output: Any) -> dict[str, torch.Tensor]:
-    """Return the losses in nested containers, by their dotted paths."""
-    return {name: tensor for name, tensor in nested.tensors(output) if is_loss(tensor)}
-
-
-def is_loss(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is 0-dim and of a type that has means, as losses are."""
-    return not tensor.dim() and (tensor.is_floating_point() or tensor.is_complex())
+def is_loss(value: object) -> TypeGuard[torch.Tensor]:
+    """Return whether a value is a 0-dim tensor of a type that has means, as losses are."""
+    return (
+        isinstance(value, torch.Tensor)
+        and not value.dim()
+        and (value.is_floating_point() or value.is_complex())
+    )
