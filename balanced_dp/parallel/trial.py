@@ -1,4 +1,4 @@
-"""Call a replica on other samples than it had, to see how outputs depend on their number."""
+"""Call a replica on other samples than it had, and judge how outputs depend on their number."""
 
 from __future__ import annotations
 
@@ -30,9 +30,10 @@ _TOLERANCE = 0.02
 
 @dataclass(slots=True, eq=False)
 class Trial:
-    """Calls a replica again. This changes no gradients, buffers or random numbers of torch.
+    """Calls a replica again, and compares what it returns.
 
-    Neither does it change parameters, other than large ones without gradients that forward writes.
+    No gradients, buffers or random numbers of torch are changed by this, nor parameters, other than
+    large ones without gradients that forward writes.
 
     Attributes:
         function: the replica, or what else was called.
@@ -53,8 +54,8 @@ class Trial:
         """Learn how an output depends on the number of samples.
 
         Args:
-            kind: the kind of its computation, to which it is added if that is unclear.
-            values: those of the batch; what is known of numbers and tensors is added to.
+            kind: the kind of its computation.
+            values: those of the batch, whose ``facts`` and ``kinds`` are updated.
             name: the dotted path of the output.
         """
         size, most = values.facts.chunk_sizes[0], self.num_samples
