@@ -133,9 +133,10 @@ class _Join:
         It is the first of these that the shapes allow:
 
         1. the dimension that an earlier call has shown;
-        2. the batch dimension, with one row for each sample;
-        3. another dimension with one entry for each sample, as in states of RNNs;
-        4. the batch dimension, with several rows for each sample.
+        2. if chunks have one size, and not a single dimension has it, the one that a trial shows;
+        3. the batch dimension, with one row for each sample;
+        4. another dimension with one entry for each sample, as in states of RNNs;
+        5. the batch dimension, with several rows for each sample.
         """
         shapes, sizes = [tensor.shape for tensor in tensors], self.chunk_sizes
         num_dims = len(shapes[0])
@@ -145,6 +146,13 @@ class _Join:
         known = {} if self.losses is None else self.losses.history.axes
         if known.get(path) in (exact or fits):  # if not, the layout is another one
             return known[path]
+        if len(exact) != 1 and sizes and len(set(sizes)) == 1 and self.losses is not None:
+            shown = self.losses.axes(path)
+            if shown is not None:
+                if len(shown) != 1:
+                    raise _without_rows(path, shapes, sizes)
+                known[path] = shown[0]
+                return shown[0]
         if dim in exact:
             found = dim
         elif exact and (num_dims > 2 or dim not in fits):  # states of an RNN
@@ -154,12 +162,7 @@ class _Join:
         elif sizes is None or _is_of_rows([s[dim] for s in shapes], sizes):
             found = dim
         else:
-            raise GatherError(
-                f"output {_named(path)} has shape {tuple(shapes[0])} on every replica, though "
-                f"these have {', '.join(map(str, sizes))} samples, so it has no row for each of "
-                "them: return a mean without dimensions (no unsqueeze, no keepdim), compute "
-                "statistics outside, from gathered rows, and read parameters from model.module"
-            )
+            raise _without_rows(path, shapes, sizes)
         if len(fits) == 1:  # the shapes leave no choice
             known[path] = found
         return found
@@ -191,6 +194,17 @@ def _is_of_rows(lengths: Sequence[int], chunk_sizes: Sequence[int]) -> bool:
     """Return whether lengths differ between chunks, or are a multiple of equal chunk sizes."""
     are_equal = len(set(chunk_sizes)) == 1 and lengths[0] % chunk_sizes[0] == 0
     return are_equal or len(set(lengths)) > 1
+
+
+def _without_rows(
+    path: str, shapes: Sequence[torch.Size], chunk_sizes: Sequence[int]
+) -> GatherError:
+    return GatherError(
+        f"output {_named(path)} has shape {tuple(shapes[0])} on every replica, though these have "
+        f"{', '.join(map(str, chunk_sizes))} samples, so it has no row for each of them: return a "
+        "mean without dimensions (no unsqueeze, no keepdim), compute statistics outside, from "
+        "gathered rows, and read parameters from model.module"
+    )
 
 
 def _equal(first: Any, other: Any) -> bool:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -118,6 +119,19 @@ class Trial:
             return ""
         return f"for four samples it is {found:g}, but {a:g} for two of them"
 
+    def axes(self, name: str) -> list[int] | None:
+        """Return the dimensions of an output that have another size for more samples, if known."""
+        few = ([2, 2], [4]) if self.num_samples > 3 else ([1], [2])
+        shapes = [
+            shape
+            for sizes in few
+            for _, shape in self._outputs(name, sizes, evaluates=True, is_kind=_is_shape)
+        ]
+        if len({len(shape) for shape in shapes}) != 1:
+            return None
+        pairs = zip(shapes[0], shapes[-1], strict=True)
+        return [axis for axis, (size, other) in enumerate(pairs) if size != other]
+
     def _outputs(
         self,
         name: str,
@@ -126,6 +140,8 @@ class Trial:
         is_kind: Callable[[Any], bool] = is_loss,
     ) -> list[tuple[Trace, Any]]:
         """Return an output for other samples, and how it was computed; nothing if that fails.
+
+        Of an output with dimensions it is the shape.
 
         Args:
             name: its dotted path.
@@ -139,8 +155,8 @@ class Trial:
                 self._tried[key] = self._call(sizes, evaluates)
             except Exception:  # of whatever forward does with so few samples
                 self._tried[key] = []
-        tried = [(trace, numbers.get(name)) for trace, numbers in self._tried[key]]
-        return tried if all(is_kind(number) for _, number in tried) else []
+        tried = [(trace, outputs.get(name)) for trace, outputs in self._tried[key]]
+        return tried if all(is_kind(output) for _, output in tried) else []
 
     @torch.no_grad()
     def _call(self, sizes: Sequence[int], evaluates: bool) -> list[tuple[Trace, dict[str, Any]]]:
@@ -163,11 +179,11 @@ class Trial:
                 module.training = False
             try:
                 functions = [_isolated(self.function) for _ in arguments]
-                numbers = parallel_apply(functions, arguments, [self.device] * len(arguments))
+                outputs = parallel_apply(functions, arguments, [self.device] * len(arguments))
             finally:
                 for module in modules:
                     module.training = True
-        return list(zip(traces, numbers, strict=True))
+        return list(zip(traces, outputs, strict=True))
 
 
 def _is_number(value: object) -> bool:
@@ -175,23 +191,51 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) or (isinstance(value, torch.Tensor) and not value.dim())
 
 
-def _numbers(output: Any) -> dict[str, Any]:
-    """Return the numbers in nested containers, by their dotted paths."""
-    return {name: leaf for name, leaf in nested.leaves(output) if _is_number(leaf)}
+def _is_shape(value: object) -> bool:
+    return isinstance(value, torch.Size)
+
+
+def _kept(output: Any) -> dict[str, Any]:
+    """Return the numbers in nested containers, and the shapes of tensors, by dotted paths."""
+    return {
+        name: leaf if _is_number(leaf) else leaf.shape
+        for name, leaf in nested.leaves(output)
+        if isinstance(leaf, torch.Tensor) or _is_number(leaf)
+    }
 
 
 def _isolated(function: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
-    """Return a function that returns numbers only, and keeps a module's tensors as they are."""
+    """Return a function that returns what is kept, and leaves a module's tensors as they are."""
     if not isinstance(function, nn.Module):
-        return lambda *args, **kwargs: _numbers(function(*args, **kwargs))
+        return lambda *args, **kwargs: _kept(function(*args, **kwargs))
     tensors = {name: buffer.clone() for name, buffer in function.named_buffers()}
+    copies: dict[int, torch.Tensor] = {}
     for name, parameter in function.named_parameters():
-        copy = parameter.detach()
+        copy = parameter.data  # with a version of its own
         if not parameter.requires_grad and parameter.numel() <= _MAX_NUMEL:
             copy = copy.clone()  # counts and means are written in forward
         copy.requires_grad_(parameter.requires_grad)
         if isinstance(parameter, nn.Parameter):
             copy = nn.Parameter(copy, parameter.requires_grad)
         vars(copy).update(vars(parameter))
-        tensors[name] = copy
-    return lambda *args, **kwargs: _numbers(functional_call(function, tensors, args, kwargs))
+        tensors[name] = copies[id(parameter)] = copy
+
+    def call(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        with _in_rnns(function, copies):
+            return _kept(functional_call(function, tensors, args, kwargs))
+
+    return call
+
+
+@contextlib.contextmanager
+def _in_rnns(module: nn.Module, copies: Mapping[int, torch.Tensor]) -> Iterator[None]:
+    """Let RNNs, which put their weights together in place, do so with copies of these."""
+    rnns = [child for child in module.modules() if isinstance(child, nn.RNNBase)]
+    before = [(rnn._flat_weights, rnn._flat_weight_refs) for rnn in rnns]
+    for rnn in rnns:
+        rnn._flat_weights = [copies.get(id(weight), weight) for weight in rnn._flat_weights]
+    try:
+        yield
+    finally:
+        for rnn, (weights, references) in zip(rnns, before, strict=True):
+            rnn._flat_weights, rnn._flat_weight_refs = weights, references

@@ -63,7 +63,7 @@ def linear(device: Any = "cuda", dtype: torch.dtype = DOUBLE) -> nn.Linear:
     return nn.Linear(10, 5).to(device, dtype)
 
 
-def batch(device: Any = "cuda", dtype: torch.dtype = DOUBLE, size: int = 20) -> Tensor:
+def batch(device: Any = "cuda", dtype: torch.dtype = DOUBLE, size: int = 24) -> Tensor:
     return torch.randn(size, 10, device=device, dtype=dtype)
 
 

@@ -440,6 +440,29 @@ def test_a_number_that_does_not_depend_on_samples_is_returned(number):
     assert model(X[:12])[1] == number
 
 
+@pytest.mark.parametrize("size", [4, 8, 12])
+@pytest.mark.parametrize(
+    ("output", "has_rows"),
+    [
+        (lambda n, x, o: o.expand(3, -1, -1), True),  # as the states of an RNN with three layers
+        (lambda n, x, o: o.expand(4, -1, -1).transpose(0, 2), True),
+        (lambda n, x, o: o.repeat_interleave(3, 0), True),
+        (lambda n, x, o: n.tokens(x).sum(0).flatten()[:24], False),
+        (lambda n, x, o: o @ o.T, False),
+        (lambda n, x, o: n.ones[:, None] * n.ones, False),
+    ],
+)
+def test_a_trial_shows_the_dimension_of_the_samples(output, has_rows, size):
+    """Where chunks of one size do not: other dimensions have that size, or a multiple of it."""
+    model, bare = make(output, None)
+    for _ in range(2):
+        if has_rows:
+            torch.testing.assert_close(model(X[:size]), bare(X[:size]), **TOLERANCE)
+        else:
+            with pytest.raises(GatherError, match="has no row for each"):
+                model(X[:size])
+
+
 def test_trials_of_a_function_that_is_mapped_are_those_of_its_first_call():
     sizes: list[int] = []
 

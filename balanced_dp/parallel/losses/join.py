@@ -194,6 +194,11 @@ class ChunkLosses:
                 f"chunks have one size: {checked[name]}. Count outside, from gathered outputs"
             )
 
+    def axes(self, name: str) -> list[int] | None:
+        """Return the dimensions of an output that depend on the number of samples, if known."""
+        axes: list[int] | None = self._trial.axes(name) if self._trial is not None else None
+        return axes
+
     def in_place(self, outputs: Sequence[Any], device: torch.device) -> Sequence[Any]:
         """Return the replicas' outputs with the value of the whole batch for each 0-dim output.
 
