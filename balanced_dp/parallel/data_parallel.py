@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import chain
 from typing import Any, Literal, TypeVar
@@ -10,25 +11,28 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import nn
 
-from ..devices import Device
+from ..devices import Device, default_device_type, resolve_device, resolve_devices
 from ..errors import ArgumentTypeError
 from ..memory.probe import MemoryProbe
+from ..split import as_integer
 from ..torch_versions import disable_dynamo
 from .auto_split import STATE_KEY
-from .call_inputs import named_arguments
-from .gather import ScalarOutputs
-from .homes import spread_parameters
-from .per_device import only_output
-from .replicate import check_on_device
-from .scatter import find_batch_size
+from .call_inputs import Arguments, check_paths, named_arguments
+from .gather import ScalarOutputs, check_scalar_outputs, gather
+from .homes import on_one_device, spread_parameters
+from .losses.join import ChunkLosses, OutputHistory
+from .losses.weight import check_loss_weight
+from .parallel_apply import Workers, parallel_apply
+from .per_device import PerDevice, only_output
+from .replicate import Replicator, check_on_device
+from .scatter import find_batch_size, scatter
 from .split_policy import SplitPolicy
-from .steps import DataParallelSteps
 from .trial import Trial
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
-class BalancedDataParallel(DataParallelSteps[ModuleT]):
+class BalancedDataParallel(nn.DataParallel[ModuleT]):
     """``torch.nn.DataParallel`` that gives ``device_ids[0]`` at most ``gpu0_bsz`` samples.
 
     The first device also holds the gathered outputs, the loss and, without ``spread``, the reduced
@@ -121,6 +125,11 @@ class BalancedDataParallel(DataParallelSteps[ModuleT]):
         (2, 6)
     """
 
+    # nn.DataParallel annotates ints: a device that is not an accelerator has no index.
+    device_ids: list[int | torch.device]  # type: ignore[assignment]
+    output_device: int | torch.device | None  # type: ignore[assignment]
+    src_device_obj: torch.device | None  # type: ignore[assignment]
+
     def __init__(
         self,
         gpu0_bsz: int | Literal["auto"] | None,
@@ -148,18 +157,29 @@ class BalancedDataParallel(DataParallelSteps[ModuleT]):
                 f"module must be an nn.Module, got {type(module).__name__}: "
                 "BalancedDataParallel(gpu0_bsz, module); optimizers are not wrapped"
             )
-        super().__init__(
-            module,
-            device_ids,
-            output_device,
-            dim,
-            gather=gather,
-            broadcast=broadcast,
-            split=split,
-            scalar_outputs=scalar_outputs,
-            loss_weight=loss_weight,
-            spread=spread,
-        )
+        # nn.DataParallel.__init__ refuses the CPU, and may advise to leave out the smaller GPU.
+        nn.Module.__init__(self)
+        check_scalar_outputs(scalar_outputs)
+        check_loss_weight(loss_weight, scalar_outputs)
+        device_type = default_device_type()
+        devices = resolve_devices(device_ids, device_type)
+        self._device_type = device_type or ""
+        self.device_ids = [self._id_of(device) for device in devices]
+        self.src_device_obj = devices[0] if devices else None
+        self.output_device = self.device_ids[0] if devices else None
+        if devices and output_device is not None:
+            self.output_device = self._id_of(resolve_device(output_device, device_type))
+        self.module = module
+        self.dim = as_integer("dim", dim)
+        self.gathers_outputs = gather
+        self.broadcast = check_paths("broadcast", broadcast, module.forward)
+        self.split_inputs = check_paths("split", split, module.forward)
+        self.scalar_outputs: ScalarOutputs = scalar_outputs
+        self.loss_weight = loss_weight
+        self.spread = spread
+        self._history = OutputHistory()
+        self._replicator = Replicator()
+        self._workers = Workers()
         self._policy = SplitPolicy(gpu0_bsz, self.devices, device_weights, spread=spread)
         self.chunk_sizes: tuple[int, ...] | None = None
         if len(self.devices) == 1:
@@ -219,6 +239,113 @@ class BalancedDataParallel(DataParallelSteps[ModuleT]):
         sizes = None if batch_size is None else [batch_size]
         return self._joined([output], [device], self._losses(sizes))
 
+    # The steps of nn.DataParallel, on devices of any type. forward passes all their arguments, so an
+    # override must accept those with defaults and pass them on.
+
+    def scatter(
+        self,
+        inputs: tuple[Any, ...],
+        kwargs: dict[str, Any] | None,
+        device_ids: Sequence[int | torch.device],
+        chunk_sizes: Sequence[int] | None = None,
+    ) -> tuple[list[tuple[Any, ...]], list[dict[str, Any]]]:
+        """Return positional and keyword arguments for each device.
+
+        If ``chunk_sizes`` is None, each device gets every tensor whole.
+        """
+        devices = self._devices_of(device_ids)
+        arguments = self._scattered(inputs, kwargs or {}, devices, chunk_sizes)
+        return [args for args, _ in arguments], [keywords for _, keywords in arguments]
+
+    def _scattered(
+        self,
+        inputs: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        devices: Sequence[torch.device],
+        chunk_sizes: Sequence[int] | None,
+    ) -> list[Arguments]:
+        return scatter(
+            self.module.forward,
+            inputs,
+            kwargs,
+            devices,
+            chunk_sizes,
+            self.dim,
+            self.broadcast,
+            self.split_inputs,
+            self._history.warned,
+        )
+
+    def replicate(self, module: ModuleT, device_ids: Sequence[int | torch.device]) -> list[ModuleT]:
+        """Return a replica of ``module`` for each device."""
+        homes = self.devices if self.spread else self.devices[:1]
+        return self._replicator.replicate(module, self._devices_of(device_ids), homes)
+
+    def parallel_apply(
+        self,
+        replicas: Sequence[ModuleT],
+        inputs: Sequence[Any],
+        kwargs: Sequence[dict[str, Any]],
+        device_ids: Sequence[int | torch.device] | None = None,
+        chunk_sizes: Sequence[int] | None = None,
+    ) -> list[Any]:
+        """Return the output of each replica; by default they run on the first devices."""
+        devices = self._devices_of(device_ids or self.device_ids[: len(replicas)])
+        arguments = list(zip(inputs, kwargs, strict=True))
+        return parallel_apply(replicas, arguments, devices, chunk_sizes, self._workers)
+
+    def gather(
+        self,
+        outputs: Sequence[Any],
+        output_device: int | torch.device,
+        losses: ChunkLosses | None = None,
+    ) -> Any:
+        """Return the outputs joined on ``output_device``; ``losses`` joins the 0-dim ones."""
+        sizes = None if losses is None else losses.chunk_sizes
+        [device] = self._devices_of([output_device])
+        return gather(outputs, device, self.dim, self.scalar_outputs, sizes, losses)
+
+    def _losses(self, chunk_sizes: Sequence[int] | None) -> ChunkLosses:
+        return ChunkLosses(
+            self._history,
+            self.module.forward,
+            chunk_sizes,
+            self.dim,
+            self.loss_weight,
+            is_auto=self.scalar_outputs == "auto",
+        )
+
+    def _joined(
+        self, outputs: Sequence[Any], devices: Sequence[torch.device], losses: ChunkLosses
+    ) -> Any:
+        """Gather the outputs, or leave them on ``devices``."""
+        output_device = devices[0] if self.output_device is None else self.output_device
+        if self.gathers_outputs:
+            return self.gather(outputs, output_device, losses)
+        [output_device] = self._devices_of([output_device])
+        return PerDevice(
+            losses.in_place(outputs, output_device),
+            devices,
+            losses.chunk_sizes,
+            output_device=output_device,
+            dim=self.dim,
+            scalar_outputs=self.scalar_outputs,
+            history=self._history,
+            workers=self._workers,
+        )
+
+    @property
+    def devices(self) -> list[torch.device]:
+        """The devices of ``device_ids``, in order."""
+        return self._devices_of(self.device_ids)
+
+    def _id_of(self, device: torch.device) -> int | torch.device:
+        """Return what nn.DataParallel calls a device: its index, if it is an accelerator."""
+        return device.index if device.type == self._device_type else device
+
+    def _devices_of(self, ids: Iterable[int | torch.device]) -> list[torch.device]:
+        return [torch.device(self._device_type, i) if isinstance(i, int) else i for i in ids]
+
     @property
     def gpu0_bsz(self) -> int | None:
         """The most samples that the first device gets.
@@ -251,6 +378,52 @@ class BalancedDataParallel(DataParallelSteps[ModuleT]):
         """
         return MemoryProbe(model=self)
 
+    def close(self) -> None:
+        """End the worker threads and drop the replicas. A later call makes new ones."""
+        self._workers.close()
+        self._replicator.release()
+
+    def shared_weights(self) -> AbstractContextManager[None]:
+        """Share one weight broadcast and one gradient reduction across the block.
+
+        For loops that do not change the weights: evaluation and gradient accumulation. Each device
+        adds up the gradients of its own chunks; when the block ends, they are added to those of the
+        parameters. Until then ``.grad`` cannot be used: call ``zero_grad()`` before the block, clip
+        gradients and step the optimizer after it. Parameters with hooks are exempt: their gradients
+        arrive in each backward pass. Other devices do not see writes to weights through ``.data``,
+        or to frozen ones by the module itself, before the block ends.
+
+        Raises:
+            RuntimeError: a gradient was used in the block, or replaced, which is found at its end;
+                or, on a call, a parameter that requires grad was changed, or one was replaced,
+                frozen or unfrozen.
+
+        Examples:
+            >>> model = BalancedDataParallel(1, torch.nn.Linear(4, 1), ["cpu", "cpu"])
+            >>> with model.shared_weights():
+            ...     for batch in torch.ones(3, 8, 4):
+            ...         model(batch).mean().backward()
+            >>> model.module.bias.grad
+            tensor([3.])
+        """
+        return self._replicator.copies.shared()
+
+    accumulate = no_sync = shared_weights
+    """The same for gradient accumulation, and under the name of ``DistributedDataParallel``."""
+
+    def homes(self) -> dict[str, torch.device]:
+        """Return the device that keeps each parameter, by name."""
+        return {name: parameter.device for name, parameter in self.module.named_parameters()}
+
+    def on_one_device(self) -> AbstractContextManager[ModuleT]:
+        """Context manager that yields the module with all its parameters on ``device_ids[0]``.
+
+        For ``generate``, export and so on: with ``spread``, the module cannot run by itself.
+        Afterwards, parameters are at their homes again.
+        """
+        devices = self.devices
+        return on_one_device(self.module, devices[0]) if devices else nullcontext(self.module)
+
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         state = self._policy.auto and self._policy.auto.state_dict()
@@ -264,3 +437,11 @@ class BalancedDataParallel(DataParallelSteps[ModuleT]):
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
         if self._policy.auto is not None and STATE_KEY in local_metadata:
             self._policy.auto.load_state_dict(local_metadata[STATE_KEY], self.module)
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> BalancedDataParallel[ModuleT]:
+        # torch gives this method no types.
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        # After cuda(), which scripts call on wrappers: all parameters are on the first device.
+        if self.spread and {p.device for p in self.module.parameters()} == {self.src_device_obj}:
+            spread_parameters(self.module, self.devices)
+        return self
