@@ -239,7 +239,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         sizes = None if batch_size is None else [batch_size]
         return self._joined([output], [device], self._losses(sizes))
 
-    # The steps of nn.DataParallel, on devices of any type. forward passes all their arguments, so an
+    # The steps of nn.DataParallel, on devices of any type. forward passes all arguments, so an
     # override must accept those with defaults and pass them on.
 
     def scatter(

@@ -11,8 +11,8 @@ import torch
 
 from ..errors import ArgumentError, GatherError, warn
 from . import nested
-from .losses.join import ChunkLosses, is_loss
-from .losses.weighted import total, weighted_mean
+from .losses.join import ChunkLosses, OutputHistory, is_loss
+from .losses.weighted import total
 
 ScalarOutputs = Literal["auto", "mean", "sum", "stack"]
 
@@ -53,6 +53,8 @@ def gather(
         GatherError: the outputs differ in structure, or in a value that is not a tensor; or a
             tensor does not have its samples along a dimension.
     """
+    if losses is None:
+        losses = ChunkLosses(OutputHistory(), gather, chunk_sizes, dim, is_auto=False)
     return _gather(list(outputs), "", _Join(device, dim, scalar_outputs, chunk_sizes, losses))
 
 
@@ -75,7 +77,7 @@ def _gather(outputs: list[Any], path: str, join: _Join) -> Any:
     if children[0] is None:
         if not all(_equal(first, other) for other in others):
             raise _differ(path, outputs, "different values")
-        if isinstance(first, int | float) and join.losses is not None:
+        if isinstance(first, int | float):
             join.losses.check_number(path)
         return first
     named = [dict(items or ()) for items in children]
@@ -98,7 +100,7 @@ class _Join:
     dim: int
     scalar_outputs: ScalarOutputs
     chunk_sizes: Sequence[int] | None
-    losses: ChunkLosses | None
+    losses: ChunkLosses
 
     def __call__(self, tensors: Sequence[torch.Tensor], path: str) -> torch.Tensor:
         are_scalars = all(tensor.dim() == 0 for tensor in tensors)
@@ -119,7 +121,7 @@ class _Join:
 
     def leave_out_cache(self, cache: Any, path: str) -> None:
         """Warn, once for each model, that a cache of its replicas is not among the outputs."""
-        warned = set() if self.losses is None else self.losses.history.warned
+        warned = self.losses.history.warned
         if _named(path) not in warned:
             warned.add(_named(path))
             warn(
@@ -143,10 +145,10 @@ class _Join:
         dim = self.dim if self.dim >= 0 else self.dim + num_dims
         fits = [d for d in range(num_dims) if _differ_along_only(d, shapes)]
         exact = [d for d in fits if sizes and [s[d] for s in shapes] == list(sizes)]
-        known = {} if self.losses is None else self.losses.history.axes
+        known = self.losses.history.axes
         if known.get(path) in (exact or fits):  # if not, the layout is another one
             return known[path]
-        if len(exact) != 1 and sizes and len(set(sizes)) == 1 and self.losses is not None:
+        if len(exact) != 1 and sizes and len(set(sizes)) == 1:
             shown = self.losses.axes(path)
             if shown is not None:
                 if len(shown) != 1:
@@ -171,13 +173,10 @@ class _Join:
         if self.scalar_outputs == "sum":
             return total(tensors, self.device)
         if all(map(is_loss, tensors)):
-            if self.losses is not None:
-                return self.losses.join(tensors, path, self.device)
-            return weighted_mean(tensors, self.chunk_sizes or [1] * len(tensors), self.device)
+            return self.losses.join(tensors, path, self.device)
         moved = [tensor.to(self.device) for tensor in tensors]
         if all(bool(tensor == moved[0]) for tensor in moved):
-            if self.losses is not None:
-                self.losses.check_number(path)
+            self.losses.check_number(path)
             return moved[0]
         raise GatherError(
             f"output {_named(path)} is a number of type {tensors[0].dtype} that differs between "

@@ -195,7 +195,7 @@ def test_checkpointing(use_reentrant, gpu0_bsz, stand_in: StandIn):
 def test_an_rnn_that_puts_its_weights_together_in_forward(
     gpu0_bsz, has_loss, kind, stand_in: StandIn
 ):
-    """Trials of a loss must not count as writes to the weights, of which backward would complain."""
+    """Trials of a loss are no writes to the weights, of which backward would complain."""
 
     def forward(self: Lambda, x: Tensor) -> Tensor:
         self.rnn.flatten_parameters()
