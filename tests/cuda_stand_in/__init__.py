@@ -42,6 +42,21 @@ def _why_not() -> str | None:
     return None
 
 
+@contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Keeps other processes out of a folder of torch's builds while one of them compiles.
+
+    torch's own lock is a file, for which others wait forever if its process was killed. This one
+    is the system's, which ends with the process, so whoever has it may remove that file.
+    """
+    import fcntl  # Windows has none
+
+    with (folder / "in_use").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        (folder / "lock").unlink(missing_ok=True)
+        yield
+
+
 def _load() -> Any:
     from torch.utils import cpp_extension
 
@@ -49,7 +64,8 @@ def _load() -> Any:
     folder.mkdir(parents=True, exist_ok=True)
     source = str(Path(__file__).with_name("stand_in.cpp"))
     flags = ["-O1", "-g0"]
-    extension = cpp_extension.load(NAME, [source], build_directory=folder, extra_cflags=flags)
+    with alone_in(folder):
+        extension = cpp_extension.load(NAME, [source], build_directory=folder, extra_cflags=flags)
     torch.utils.rename_privateuse1_backend(NAME)
     return extension
 

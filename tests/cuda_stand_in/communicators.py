@@ -108,7 +108,8 @@ class Communicators:
         if not self._in_use.acquire(blocking=not self.refuses_threads):
             raise RuntimeError("two threads use NCCL at the same time")
         try:
-            time.sleep(0.0005)  # lets another thread in, if it may
+            if self.refuses_threads:
+                time.sleep(0.0005)  # lets another thread in, if there is one
             devices = tuple(tensor.get_device() for tensor in inputs)
             if devices not in self.opened:
                 self.opened.append(devices)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +12,19 @@ from torch import Tensor
 from torch.nn.parallel import comm
 
 from ..at_once import at_once
-from . import StandIn
+from . import StandIn, alone_in
+
+
+def test_a_killed_process_keeps_no_later_one_waiting(tmp_path: Path):
+    """torch waits until its file is gone, which a killed process has left."""
+    fcntl = pytest.importorskip("fcntl")
+    (tmp_path / "lock").touch()
+    with (tmp_path / "in_use").open("w") as other:
+        with alone_in(tmp_path):
+            assert not (tmp_path / "lock").exists()
+            with pytest.raises(BlockingIOError):
+                fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def test_tensors_of_two_devices_are_an_error(stand_in: StandIn):

@@ -120,13 +120,13 @@ def leaves(predictions: Any) -> list[Any]:
     return list(predictions) if isinstance(predictions, tuple) else [predictions]
 
 
-def test_fifty_steps_with_spread_parameters(tmp_path):
+def test_twenty_steps_with_spread_parameters(tmp_path):
     arguments = {
-        "max_steps": 50,
+        "max_steps": 20,
         "learning_rate": 1e-3,
         "max_grad_norm": 0.5,
         "eval_strategy": "steps",
-        "eval_steps": 25,
+        "eval_steps": 10,
     }
     options = {"arguments": arguments, "num_samples": 70}
     one = alone(tmp_path, **options)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
@@ -26,6 +24,7 @@ from ..at_once import at_once
 from ..cuda_stand_in import StandIn
 from ..modules import Lambda
 from ..notes import notes_of
+from ..processes import python
 from ..step_on_clock import SPLITS, Layers, step_ratio
 
 BATCH, WIDTH, CLASSES = 13, 8, 5
@@ -613,7 +612,7 @@ def test_the_demo_runs_before_anything_is_on_a_device():
         "with cuda_stand_in.opened():\n"
         "    app()\n"
     )
-    done = subprocess.run([sys.executable, "-c", statements], capture_output=True, text=True)
+    done = python("-c", statements)
     assert done.returncode == 0, done.stderr
     assert "emulated" not in done.stdout
     assert "The loss curves agree" in done.stdout

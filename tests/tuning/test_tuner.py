@@ -65,9 +65,9 @@ def value_of_auto(workload, batch_size, num_devices):
     ("name", "num_devices", "batch_size"),
     [
         *((name, 2, 9) for name in ("mlp", "wide_output", "convolutions", "char_transformer")),
-        *((name, 4, 24) for name in ("char_transformer", "recurrent")),
         *((name, 8, 40) for name in ("wide_output", "convolutions")),
-        *(("mlp", 3, 50), ("tied_transformer", 6, 14), ("loss_inside", 5, 33)),
+        *(("mlp", 3, 50), ("recurrent", 4, 24)),
+        *(("tied_transformer", 6, 14), ("loss_inside", 5, 18)),
     ],
 )
 def test_the_plan_and_auto_are_what_trying_everything_finds(name, num_devices, batch_size):
