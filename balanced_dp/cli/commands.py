@@ -136,9 +136,9 @@ def probe(
             record, indent = _provenance() | {"devices": devices}, None if watch_s else 2
             console.write(json_file, console.as_json, record, indent)
             if live is not None:
-                live.update(console.memory_table(memories, output), refresh=True)
+                live.update(console.memory_table(memories), refresh=True)
             elif json_file != arguments.STDOUT:
-                output.print(console.memory_table(memories, output))
+                output.print(console.memory_table(memories))
             if watch_s is None:
                 break
             time.sleep(watch_s)

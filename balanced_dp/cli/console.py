@@ -46,12 +46,6 @@ def as_json(record: Any, indent: int | None = 2) -> str:
     return json.dumps(record, indent=indent) + "\n"
 
 
-def fits(console: Console, table: Table) -> bool:
-    """Return whether no cell of the table is wrapped."""
-    unlimited = console.options.update(width=10_000)
-    return console.measure(table, options=unlimited).maximum <= console.width
-
-
 def table_of(left: Sequence[str], right: Sequence[str], **options: Any) -> Table:
     """Return a table with left-aligned columns of text and right-aligned columns of numbers."""
     columns = [Column(header, overflow="fold") for header in left]
@@ -135,10 +129,12 @@ def _use_tables(console: Console, content: tables.TextTable, title: str) -> Grou
             table.add_row(name, *cells[start:stop], style=style)
         return table
 
+    unlimited = console.options.update(width=10_000)
     for num_parts in range(1, len(devices) + 1):
         size = -(-len(devices) // num_parts)
         parts = [part(start, start + size) for start in range(0, len(devices), size)]
-        if all(fits(console, part) for part in parts):
+        widths = [console.measure(part, options=unlimited).maximum for part in parts]
+        if max(widths) <= console.width:  # no cell is wrapped
             break
     return Group(*parts)
 
@@ -180,24 +176,21 @@ def _rich_table(content: tables.TextTable, title: str, caption: str | None = Non
     return table
 
 
-def memory_table(memories: Sequence[DeviceMemory], console: Console) -> Group:
-    """Return a table of what each GPU holds, with names below it if it is too wide."""
-    caption = "Used includes tensors, torch's cache, contexts and other processes."
+def memory_table(memories: Sequence[DeviceMemory]) -> Group:
+    """Return a table of what each GPU holds, with the names and UUIDs below it."""
+    note = "Used includes tensors, torch's cache, contexts and other processes."
     if any(memory.memory_info_version == 1 for memory in memories):
-        caption += " This driver counts its own reserve as used."
+        note += "\nThis driver counts its own reserve as used."
     if any(memory.device is None for memory in memories):
-        caption += " Devices without a torch number are not visible to torch."
-    sizes = ("total", "used", "free", "ours")
-    wide = table_of(("device", "name", "UUID"), (*sizes, "other processes"), caption=caption)
-    narrow = table_of(("device",), (*sizes, "others"), caption=caption, **NARROW)
+        note += "\nDevices without a torch number are not visible to torch."
+    sizes = ("total", "used", "free", "ours", "others")
+    table = table_of(("device",), sizes, **NARROW)
     for m in memories:
         held = m.total_bytes, m.used_bytes, m.free_bytes, m.process_bytes, m.other_process_bytes
-        cells = ["?" if size is None else format_bytes(size) for size in held]
-        wide.add_row(m.label, m.name or "?", m.uuid or "?", *cells)
-        narrow.add_row(m.label, *cells)
-    names = [Text(f"{m.label}: {m.name or '?'}\n    {m.uuid or '?'}") for m in memories]
-    errors = [Text(f"{m.label}: {m.error}") for m in memories if m.error is not None]
-    return Group(wide, *errors) if fits(console, wide) else Group(narrow, *names, *errors)
+        table.add_row(m.label, *("?" if size is None else format_bytes(size) for size in held))
+    names = [f"{m.label}: {m.name or '?'}\n    {m.uuid or '?'}" for m in memories]
+    errors = [f"{m.label}: {m.error}" for m in memories if m.error is not None]
+    return Group(table, *map(Text, (note, *names, *errors)))
 
 
 def print_workloads(listed: Sequence[dict[str, Any]]) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from torch import nn
 
@@ -191,10 +191,7 @@ def demo_record(settings: DemoSettings, runs: Sequence[DemoRun]) -> dict[str, An
 def print_demo(settings: DemoSettings, runs: Sequence[DemoRun]) -> None:
     """Print the demo's runs and compare them."""
     output = terminal.open_console()
-    output.print(_demo_table(output, settings, runs))
-    ran = [run for run in runs if run.measured.status == "ok"]
-    if ran and settings.emulated:
-        output.print(_breakdown_table({run.name: run.measured.breakdown[0] for run in ran}))
+    output.print(_demo_table(settings, runs))
     for sentence in _sentences(settings, runs):
         terminal.print_text(output, sentence)
 
@@ -231,54 +228,38 @@ def _sentences(settings: DemoSettings, runs: Sequence[DemoRun]) -> Iterator[str]
         )
 
 
-def _demo_table(output: Console, settings: DemoSettings, runs: Sequence[DemoRun]) -> Table:
-    """Return the table with a row for each run, or with a column for each if that is too wide."""
-    kind = "emulated devices, on the CPU" if settings.emulated else "devices"
+def _demo_table(settings: DemoSettings, runs: Sequence[DemoRun]) -> Table:
+    """Return a table with a column for each run, and on emulated devices what fills device 0."""
+    kind = "emulated devices" if settings.emulated else "devices"
     if settings.memory is not None:
-        kind = f"emulated devices of {format_bytes(parse_bytes(settings.memory))}"
-    options = {
-        "title": f"A character transformer, batches of {settings.batch_size}, "
-        f"{settings.num_devices} {kind}",
-        "caption": "Memory in MiB. Device 0 is the first one."
+        kind += f" of {format_bytes(parse_bytes(settings.memory))}"
+    table = console.table_of(
+        ("memory in MiB",),
+        [run.name for run in runs],
+        title=f"A character transformer, batches of {settings.batch_size}",
+        caption=f"On {settings.num_devices} {kind}."
         + " Speeds vary between runs." * settings.emulated,
         **console.NARROW,
-    }
-    results = ("imbalance", "samples/s", "last loss")
-    wide = console.table_of(("run", "split", "peak of each device"), results, **options)
+    )
+    ran = [run.measured for run in runs if run.measured.status == "ok"]
+    least_bytes = 2**20 // 10 if settings.emulated else math.inf
+    uses = tables.largest_uses((measured.breakdown[0] for measured in ran), least_bytes)
+    names = (*uses, "peak, device 0", "peak, highest other", "imbalance", "samples/s", "last loss")
     columns = []
     for run in runs:
-        sizes, peaks = run.measured.chunk_sizes, run.measured.peak_bytes
-        first, others, figures = "out of memory", "", ["", "", ""]
-        each = first
+        first, *others = run.measured.peak_bytes
+        cells = [""] * len(names)
+        cells[len(uses)] = "out of memory"
         if run.measured.status == "ok":
-            first, others = format_mib(peaks[0]), _range(peaks[1:], format_mib)
-            each = "  ".join(map(format_mib, peaks))
-            figures = [
-                f"{run.measured.imbalance:.0%}" if len(sizes) > 1 else "",
+            cells = [
+                *(format_mib(run.measured.breakdown[0].get(use, 0)) for use in uses),
+                format_mib(first),
+                format_mib(max(others)) if others else "",
+                f"{run.measured.imbalance:.0%}" if others else "",
                 f"{run.measured.samples_per_s:.1f}",
                 f"{run.losses[-1]:.4f}",
             ]
-        wide.add_row(run.name, " ".join(map(str, sizes)), each, *figures)
-        columns.append([str(sizes[0]), _range(sizes[1:], str), first, others, *figures])
-    if console.fits(output, wide):
-        return wide
-    narrow = console.table_of(("run",), [run.name for run in runs], **options)
-    names = ("samples, device 0", "samples, others", "peak, device 0", "peak, others", *results)
-    for name, *cells in zip(names, *columns, strict=True):
-        narrow.add_row(name, *cells)
-    return narrow
-
-
-def _range(numbers: Sequence[int], as_text: Callable[[int], str]) -> str:
-    """Return the lowest and the highest number, or the only one."""
-    ends = dict.fromkeys(as_text(end(numbers)) for end in (min, max)) if numbers else ()
-    return " to ".join(ends)
-
-
-def _breakdown_table(breakdowns: dict[str, dict[str, int]]) -> Table:
-    table = console.table_of(
-        ("memory in MiB",), [*breakdowns], title="Device 0 at its peak", **console.NARROW
-    )
-    for use in tables.largest_uses(breakdowns.values(), 2**20 // 10):
-        table.add_row(use, *(format_mib(sizes.get(use, 0)) for sizes in breakdowns.values()))
+        columns.append([tables.short_split(run.measured.chunk_sizes), *cells])
+    for name, *row in zip(("split", *names), *columns, strict=True):
+        table.add_row(name, *row)
     return table

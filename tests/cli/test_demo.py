@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import replace
 
 import pytest
@@ -92,8 +91,7 @@ def test_the_command_prints_a_table_and_writes_json(tmp_path):
     assert [run["chunk_sizes"] for run in record["runs"]] == [[9], [3, 3, 3], [2, 4, 3]]
     for run in record["runs"]:
         assert " ".join(map(str, run["chunk_sizes"])) in done.stdout
-        for peak in run["peak_bytes"]:
-            assert f"{peak / 2**20:.1f}" in done.stdout
+        assert f" {run['peak_bytes'][0] / 2**20:.1f} " in done.stdout
     assert "The loss curves agree" in done.stdout
     assert "BalancedDataParallel(2, model)" in done.stdout
 
@@ -102,10 +100,9 @@ def test_the_command_says_where_memory_ran_out():
     options = "--emulate --steps 1 --gpu0-bsz 5 --memory"
     done = python("-m", "balanced_dp", "demo", *options.split(), "20 MB")
     assert done.returncode == 1, done.stderr
-    assert "batches of 32, 4 emulated devices of 20.00 MiB" in done.stdout
-    assert len(re.findall(" out of memory *\n", done.stdout)) == 3
+    assert "On 4 emulated devices of 20.00 MiB." in done.stdout
+    assert "  out of memory" * 3 in done.stdout
     assert done.stdout.count("CUDA out of memory. Tried to allocate") == 3
-    assert "at its peak" not in done.stdout
     assert "no loss curves to compare" in done.stdout
 
 
