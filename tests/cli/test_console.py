@@ -227,8 +227,8 @@ def test_the_largest_batch_is_named_once(report, even, says):
 
 
 def test_the_value_for_smaller_batches_is_theirs(report):
-    recorder = SimpleNamespace(gpu0_bsz="auto")
+    search = SimpleNamespace(wanted="auto")
     plan = replace(report.plan, gpu0_bsz=3, max_batch_size=7, max_batch_gpu0_bsz=1)
-    lines = answer.what_to_change(recorder, [], plan, even_fits=False)
+    lines = answer.what_to_change(search, [], plan, even_fits=False)
     assert "gpu0_bsz=1 smaller batches, of 7 at most" in lines
     assert "BalancedTrainer(gpu0_bsz=1," in lines
