@@ -73,7 +73,7 @@ def demo(
     batch_size: Annotated[int, typer.Option(help="Samples in a batch.")] = 32,
     steps: Annotated[int, typer.Option(help="Training steps of each run.")] = 24,
     gpu0_bsz: Annotated[
-        int | None, typer.Option(help="Samples of device 0; default: try all values.")
+        int | None, typer.Option(help="Samples of device 0; default: what tune finds.")
     ] = None,
     memory: Annotated[
         str | None,
@@ -94,7 +94,7 @@ def demo(
         num_devices = default_num_devices(emulate)
     settings = demos.DemoSettings(num_devices, batch_size, steps, gpu0_bsz, memory, emulate)
     arguments.check_outputs({"--json": json_file})
-    with console.progress_bar("training steps", settings.num_steps) as update:
+    with console.progress_bar("training steps", 3 * steps) as update:
         runs = demos.run_demo(settings, on_step=lambda: update(advance=1))
     console.write(json_file, console.as_json, _provenance() | demos.demo_record(settings, runs))
     if json_file != arguments.STDOUT:

@@ -15,8 +15,8 @@ from ..report import tables
 from ..split import as_integer, even_share
 from ..tuning.measurement import Measurement
 from ..tuning.open_devices import open_devices, uses_emulation
-from ..tuning.reports import best_measured
 from ..tuning.step_benchmark import step_meter
+from ..tuning.tuner import tune
 from ..tuning.workloads import (
     Batch,
     Workload,
@@ -39,7 +39,7 @@ class DemoSettings:
         num_devices: number of devices, at least 2.
         batch_size: samples in a batch, at least 1.
         steps: training steps of each run, at least 1.
-        gpu0_bsz: samples of device 0. None tries all values for the lowest peak.
+        gpu0_bsz: samples of device 0. None means those that ``tune`` finds.
         memory: capacity of each emulated device, as in ``emulate_devices``.
         emulate: whether to emulate devices even if there are two or more accelerators.
     """
@@ -68,12 +68,6 @@ class DemoSettings:
         """Return whether the runs are on emulated devices."""
         return uses_emulation(self.emulate)
 
-    @property
-    def num_steps(self) -> int:
-        """Return the number of training steps and tried values, for a progress bar."""
-        tries = 0 if self.gpu0_bsz is not None else self.even_share + 1
-        return 3 * self.steps + tries
-
 
 @dataclass(frozen=True, slots=True)
 class DemoRun:
@@ -93,8 +87,7 @@ class DemoRun:
 def run_demo(settings: DemoSettings, on_step: Callable[[], object] = lambda: None) -> list[DemoRun]:
     """Return the runs on one device, with the even split, and balanced, in this order.
 
-    ``on_step`` is called after each training step and each tried value, ``settings.num_steps``
-    times in all unless memory runs out.
+    ``on_step`` is called after each training step, unless memory runs out.
     """
 
     def run(name: str, num_devices: int, gpu0_bsz: int) -> DemoRun:
@@ -124,24 +117,15 @@ def run_demo(settings: DemoSettings, on_step: Callable[[], object] = lambda: Non
     ]
     gpu0_bsz = settings.gpu0_bsz
     if gpu0_bsz is None:
-        gpu0_bsz = find_gpu0_bsz(settings, on_step)
+        report = tune(
+            _workload(),
+            settings.batch_size,
+            settings.num_devices,
+            emulate=settings.emulate,
+            with_alternatives=False,
+        )
+        gpu0_bsz = report.plan.gpu0_bsz
     return [*runs, run("balanced", settings.num_devices, gpu0_bsz)]
-
-
-def find_gpu0_bsz(settings: DemoSettings, on_step: Callable[[], object] = lambda: None) -> int:
-    """Return the ``gpu0_bsz`` with the lowest peak of the bottleneck device, by trying each.
-
-    Emulated devices are tried with shapes only.
-    """
-    measured = []
-    with (
-        open_devices(settings.num_devices, emulate=settings.emulate) as devices,
-        step_meter(_workload(), devices) as meter,
-    ):
-        for gpu0_bsz in range(settings.even_share + 1):
-            measured.append(meter.measure(settings.batch_size, gpu0_bsz))
-            on_step()
-    return best_measured(measured, [1] * settings.num_devices).chunk_sizes[0]
 
 
 def loss_difference(runs: Sequence[DemoRun]) -> float | None:

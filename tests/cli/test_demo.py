@@ -10,7 +10,6 @@ from balanced_dp.cli.demo import (
     LOSS_TOLERANCE,
     DemoRun,
     DemoSettings,
-    find_gpu0_bsz,
     loss_difference,
     run_demo,
 )
@@ -41,7 +40,7 @@ def test_three_runs_of_the_same_training(small_runs):
     assert [len(run.losses) for run in runs] == [3, 3, 3]
     assert all(run.losses[-1] < run.losses[0] for run in runs)
     assert loss_difference(runs) < LOSS_TOLERANCE
-    assert num_steps == SMALL.num_steps
+    assert num_steps == 3 * SMALL.steps
 
 
 def test_the_balanced_split_needs_least_of_all_values(small_runs):
@@ -52,7 +51,7 @@ def test_the_balanced_split_needs_least_of_all_values(small_runs):
         peaks[gpu0_bsz] = max(run_demo(settings)[2].measured.peak_bytes)
     assert max(balanced.peak_bytes) == min(peaks.values())
     best = [value for value, peak in peaks.items() if peak == min(peaks.values())]
-    assert find_gpu0_bsz(SMALL) == balanced.chunk_sizes[0] == max(best)  # the fastest
+    assert balanced.chunk_sizes[0] == max(best)  # the fastest
 
 
 def test_loss_difference_finds_the_step_where_curves_part():
