@@ -217,14 +217,6 @@ def _demo_table(settings: DemoSettings, runs: Sequence[DemoRun]) -> Table:
     kind = "emulated devices" if settings.emulated else "devices"
     if settings.memory is not None:
         kind += f" of {format_bytes(parse_bytes(settings.memory))}"
-    table = console.table_of(
-        ("memory in MiB",),
-        [run.name for run in runs],
-        title=f"A character transformer, batches of {settings.batch_size}",
-        caption=f"On {settings.num_devices} {kind}."
-        + " Speeds vary between runs." * settings.emulated,
-        **console.NARROW,
-    )
     ran = [run.measured for run in runs if run.measured.status == "ok"]
     least_bytes = 2**20 // 10 if settings.emulated else math.inf
     uses = tables.largest_uses((measured.breakdown[0] for measured in ran), least_bytes)
@@ -244,6 +236,10 @@ def _demo_table(settings: DemoSettings, runs: Sequence[DemoRun]) -> Table:
                 f"{run.losses[-1]:.4f}",
             ]
         columns.append([tables.short_split(run.measured.chunk_sizes), *cells])
-    for name, *row in zip(("split", *names), *columns, strict=True):
-        table.add_row(name, *row)
-    return table
+    headers = ("memory in MiB", *(run.name for run in runs))
+    return console.rich_table(
+        tables.TextTable(headers, tuple(zip(("split", *names), *columns, strict=True))),
+        title=f"A character transformer, batches of {settings.batch_size}",
+        caption=f"On {settings.num_devices} {kind}."
+        + " Speeds vary between runs." * settings.emulated,
+    )
