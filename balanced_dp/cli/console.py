@@ -83,22 +83,14 @@ def progress_bar(description: str, total: int | None = None) -> Iterator[Callabl
 
 
 @contextmanager
-def measuring_progress() -> Iterator[Callable[[Measurement, int], None]]:
+def measuring_progress() -> Iterator[Callable[[Measurement], None]]:
     """Show a progress bar, and yield the function to call with each measurement."""
     with progress_bar("measuring training steps") as update:
-        num_done = 0
-
-        def show(measurement: Measurement, num_left: int) -> None:
-            nonlocal num_done
-            num_done += 1
-            update(
-                completed=num_done,
-                total=num_done + num_left,
-                description=f"measured a batch of {measurement.batch_size} with "
-                f"gpu0_bsz={measurement.gpu0_bsz}",
-            )
-
-        yield show
+        yield lambda measured: update(
+            advance=1,
+            description=f"measured a batch of {measured.batch_size} with "
+            f"gpu0_bsz={measured.gpu0_bsz}",
+        )
 
 
 def print_report(report: Report, candidates: bool) -> None:
