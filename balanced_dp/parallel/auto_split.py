@@ -53,7 +53,7 @@ class AutoSplit:
     """Chooses splits from the memory peaks of earlier iterations of a training loop.
 
     An iteration ends with the step of a ``torch.optim.Optimizer``; with gradient accumulation it
-    has several calls. The first one is not observed, nor the first one after each change.
+    has several calls. The first one does not count, nor the first one after each change.
 
     Attributes:
         batch_size: the largest batch so far; None before the first one.
@@ -221,8 +221,7 @@ class AutoSplit:
         batch_size, accumulates = max(self._adds.items())
         is_observed = self._peaks is not None
         self._end_calls()
-        if is_observed and self.balance.is_settling:
-            self.balance.is_settling = False
+        if is_observed and self.balance.settle():
             return
         if accumulates and batch_size not in self._accumulating:
             self._accumulating.add(batch_size)

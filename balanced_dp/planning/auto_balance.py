@@ -37,12 +37,12 @@ class AutoBalance:
         capacities: capacity of each device in bytes.
         is_free: whether values are tried with which a device might hold more than its capacity, and
             each iteration counts, as on emulated devices. Otherwise the first one after each change
-            is not observed, since kernels are tuned in it.
+            does not, since kernels are tuned in it.
 
     Attributes:
         smallest: the smallest chunk of device 0 that is not empty.
         num_changes: how often the search has changed the value.
-        is_settling: whether the next iteration is not observed.
+        is_settling: whether the next iteration does not count.
         is_frozen: whether the search is over.
     """
 
@@ -113,9 +113,6 @@ class AutoBalance:
             empty_bytes: what device 0 would hold with an empty batch.
             replica_bytes: the least that another device holds of the model.
         """
-        if self.is_settling:
-            self.is_settling = False
-            return
         value = self.gpu0_bsz(batch_size)
         known = self._observed.get((batch_size, value), peak_bytes)
         self._observed[batch_size, value] = tuple(map(max, zip(known, peak_bytes, strict=True)))
@@ -142,6 +139,11 @@ class AutoBalance:
         self.num_changes += candidate != value
         self.is_settling = candidate != value and not self.is_free
         self._values = {batch_size: candidate}
+
+    def settle(self) -> bool:
+        """Return whether this iteration does not count; the next one does."""
+        was_settling, self.is_settling = self.is_settling, False
+        return was_settling
 
     def skip(self) -> None:
         """Record an iteration that tells nothing; end the search after many of them."""

@@ -173,7 +173,8 @@ class SplitSearch(SplitPolicy):
             return  # also where the value was not of its choice
         first_peaks = [peaks[0] for peaks in measured.phase_peak_bytes]
         empty = empty_bytes[first_peaks.index(max(first_peaks))]
-        self._balance.observe(size, measured.peak_bytes, empty, replica_bytes)
+        if not self._balance.settle():
+            self._balance.observe(size, measured.peak_bytes, empty, replica_bytes)
 
     @property
     def last(self) -> Measurement | None:

@@ -48,7 +48,6 @@ def simulate(model: MemoryModel, capacities, batch_size, balance=None):
             return balance, values
         chunk_sizes = split_batch(batch_size, len(capacities), values[-1])
         fixed = max(term.fixed_bytes for term in model.first_terms)
-        balance.is_settling = False
         balance.observe(batch_size, model.predict(chunk_sizes), round(fixed), 0)
     raise AssertionError(f"never frozen: {values}")
 
@@ -114,7 +113,6 @@ def test_running_out_while_searching_goes_back_to_what_ran():
     for _ in range(2):
         ran.append(balance.gpu0_bsz(64))
         sizes = split_batch(64, 4, ran[-1])
-        balance.is_settling = False
         balance.observe(64, model.predict(sizes), 100, 0)
     assert balance.gpu0_bsz(64) < min(ran)
     balance.out_of_memory(64, index=1)

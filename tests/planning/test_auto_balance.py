@@ -10,7 +10,6 @@ def observe(auto: AutoBalance, batch_size: int) -> None:
     """Observe an iteration in which device 0 holds 40 bytes more than the others."""
     sizes = split_batch(batch_size, 4, auto.gpu0_bsz(batch_size))
     peaks = tuple(10 + 5 * size + 40 * (index == 0) for index, size in enumerate(sizes))
-    auto.is_settling = False
     auto.observe(batch_size, peaks, 50, 10)
 
 
