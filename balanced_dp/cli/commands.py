@@ -73,7 +73,8 @@ def demo(
     batch_size: Annotated[int, typer.Option(help="Samples in a batch.")] = 32,
     steps: Annotated[int, typer.Option(help="Training steps of each run.")] = 24,
     gpu0_bsz: Annotated[
-        int | None, typer.Option(help="Samples of device 0; default: what tune finds.")
+        int | None,
+        typer.Option(help="Samples of device 0; default: what tune finds on emulated devices."),
     ] = None,
     memory: Annotated[
         str | None,

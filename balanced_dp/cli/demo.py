@@ -39,7 +39,7 @@ class DemoSettings:
         num_devices: number of devices, at least 2.
         batch_size: samples in a batch, at least 1.
         steps: training steps of each run, at least 1.
-        gpu0_bsz: samples of device 0. None means those that ``tune`` finds.
+        gpu0_bsz: samples of device 0. None means those that ``tune`` finds on emulated devices.
         memory: capacity of each emulated device, as in ``emulate_devices``.
         emulate: whether to emulate devices even if there are two or more accelerators.
     """
@@ -117,13 +117,9 @@ def run_demo(settings: DemoSettings, on_step: Callable[[], object] = lambda: Non
     ]
     gpu0_bsz = settings.gpu0_bsz
     if gpu0_bsz is None:
-        report = tune(
-            _workload(),
-            settings.batch_size,
-            settings.num_devices,
-            emulate=settings.emulate,
-            with_alternatives=False,
-        )
+        # Emulated in any case: the largest batch that fits would fill GPUs.
+        size, num = settings.batch_size, settings.num_devices
+        report = tune(_workload(), size, num, emulate=True, with_alternatives=False)
         gpu0_bsz = report.plan.gpu0_bsz
     return [*runs, run("balanced", settings.num_devices, gpu0_bsz)]
 
