@@ -13,6 +13,7 @@ from ..split import even_share, split_batch
 from ..tuning.loop_recorder import LoopRecorder
 from ..tuning.measurement import Measurement
 from ..tuning.report_types import Report
+from ..tuning.split_search import SplitSearch
 from ..units import format_bytes
 from .script import replaced_calls
 
@@ -28,15 +29,15 @@ _WORTH_IT = 0.9
 
 def how_it_ended(recorder: LoopRecorder, exit_code: int) -> Iterator[str]:
     """Yield what the measurements are of, if that is not obvious."""
-    num_taken, num_asked = recorder.num_iterations, recorder.num_steps
+    search, num_taken, num_asked = recorder.search, recorder.num_iterations, recorder.num_steps
     if num_asked is not None and num_taken >= num_asked:
         steps = "one training step" if num_asked == 1 else f"{num_asked} training steps"
         yield f"The script was ended after {steps} (--steps)."
-    elif recorder.last is not None and not num_taken and exit_code == 0:
+    elif search.last is not None and not num_taken and exit_code == 0:
         yield "The script took no training step: these are the peaks of the whole run."
-    elif recorder.last is not None and not num_taken:
+    elif search.last is not None and not num_taken:
         yield "These are the peaks of the first training step, which was not finished."
-    if recorder.is_searching and recorder.report() is not None:
+    if recorder.is_splitting and not search.is_over and search.report() is not None:
         yield (
             f"The search for gpu0_bsz was not over after {num_taken} training steps; with more of "
             "them it may find a better value."
@@ -45,22 +46,22 @@ def how_it_ended(recorder: LoopRecorder, exit_code: int) -> Iterator[str]:
 
 def why_no_plan(recorder: LoopRecorder) -> Iterator[str]:
     """Yield why there is no plan."""
-    measured = recorder.last
-    is_one_split = len(recorder.measurements) == 1 and recorder.num_iterations > 3
+    search, measured = recorder.search, recorder.search.last
+    is_one_split = len(search.measurements) == 1 and recorder.num_iterations > 3
     if measured is None:
         yield "Nothing was measured: the script ran no forward pass with gradients."
     elif not any(measured.peak_bytes):
         yield "The script put no tensors on the devices."
-    elif recorder.is_splitting and recorder.gpu0_bsz is None:
+    elif recorder.is_splitting and search.wanted is None:
         yield "Without --gpu0-bsz even, the run searches for the best value of gpu0_bsz."
-    elif recorder.is_splitting and isinstance(recorder.gpu0_bsz, int) and is_one_split:
+    elif recorder.is_splitting and isinstance(search.wanted, int) and is_one_split:
         yield "That is the even split, so there is nothing to compare it with; lower --gpu0-bsz."
     elif recorder.is_splitting:
         yield (
             "A plan takes four training steps or more with the same batches; the script took "
             f"{recorder.num_iterations}."
         )
-    elif len(recorder.devices) == 1:
+    elif len(search.devices) == 1:
         yield "There is one device, and nothing to split."
     elif recorder.is_balanced:
         yield (
@@ -190,17 +191,17 @@ def _input_bytes_per_sample(measured: Measurement) -> float:
 
 
 def what_to_change(
-    recorder: LoopRecorder, calls: Sequence[WrappedAt], plan: Plan, even_fits: bool
+    search: SplitSearch, calls: Sequence[WrappedAt], plan: Plan, even_fits: bool
 ) -> str:
     """Return the lines that change the script.
 
     Args:
-        recorder: what has measured the script.
+        search: what has split the script's batches.
         calls: where the script wraps its models.
         plan: the plan.
         even_fits: whether the even split is known to fit.
     """
-    asked = recorder.gpu0_bsz if isinstance(recorder.gpu0_bsz, int) else None
+    asked = search.wanted if isinstance(search.wanted, int) else None
     even = even_share(plan.batch_size, len(plan.chunk_sizes))
     if asked is not None and asked >= even:
         return (

@@ -73,7 +73,8 @@ def demo(
     batch_size: Annotated[int, typer.Option(help="Samples in a batch.")] = 32,
     steps: Annotated[int, typer.Option(help="Training steps of each run.")] = 24,
     gpu0_bsz: Annotated[
-        int | None, typer.Option(help="Samples of device 0; default: try all values.")
+        int | None,
+        typer.Option(help="Samples of device 0; default: what tune finds on emulated devices."),
     ] = None,
     memory: Annotated[
         str | None,
@@ -94,7 +95,7 @@ def demo(
         num_devices = default_num_devices(emulate)
     settings = demos.DemoSettings(num_devices, batch_size, steps, gpu0_bsz, memory, emulate)
     arguments.check_outputs({"--json": json_file})
-    with console.progress_bar("training steps", settings.num_steps) as update:
+    with console.progress_bar("training steps", 3 * steps) as update:
         runs = demos.run_demo(settings, on_step=lambda: update(advance=1))
     console.write(json_file, console.as_json, _provenance() | demos.demo_record(settings, runs))
     if json_file != arguments.STDOUT:
@@ -136,9 +137,9 @@ def probe(
             record, indent = _provenance() | {"devices": devices}, None if watch_s else 2
             console.write(json_file, console.as_json, record, indent)
             if live is not None:
-                live.update(console.memory_table(memories, output), refresh=True)
+                live.update(console.memory_table(memories), refresh=True)
             elif json_file != arguments.STDOUT:
-                output.print(console.memory_table(memories, output))
+                output.print(console.memory_table(memories))
             if watch_s is None:
                 break
             time.sleep(watch_s)

@@ -21,6 +21,7 @@ from ..memory.probe import DeviceMemory
 from ..report import tables
 from ..report.compare import Comparison
 from ..report.json_file import write_atomically
+from ..report.tables import TextTable
 from ..report.validation import validation_summary, validation_tables
 from ..tuning.measurement import Measurement
 from ..tuning.report_types import Report
@@ -46,21 +47,23 @@ def as_json(record: Any, indent: int | None = 2) -> str:
     return json.dumps(record, indent=indent) + "\n"
 
 
-def fits(console: Console, table: Table) -> bool:
-    """Return whether no cell of the table is wrapped."""
-    unlimited = console.options.update(width=10_000)
-    return console.measure(table, options=unlimited).maximum <= console.width
-
-
-def table_of(left: Sequence[str], right: Sequence[str], **options: Any) -> Table:
-    """Return a table with left-aligned columns of text and right-aligned columns of numbers."""
-    columns = [Column(header, overflow="fold") for header in left]
-    columns += [Column(header, justify="right") for header in right]
-    return Table(*columns, **options)
-
-
-NARROW: dict[str, Any] = {"box": box.SIMPLE_HEAD, "pad_edge": False, "collapse_padding": True}
-"""Options of tables for 80 columns."""
+def rich_table(content: TextTable, title: str | None = None, caption: str | None = None) -> Table:
+    """Return a table for 80 columns; its names are left-aligned and its numbers right-aligned."""
+    name, *headers = content.headers
+    # A header that is longer than "device 0" has two lines.
+    numbers = ("\n".join(text.rsplit(" ", len(text) > 8)) for text in headers)
+    table = Table(
+        Column(name, overflow="fold"),
+        *(Column(text, justify="right", overflow="fold") for text in numbers),
+        title=title,
+        caption=caption,
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        collapse_padding=True,
+    )
+    for index, row in enumerate(content.rows):
+        table.add_row(*row, style="bold" if index == content.marked else None)
+    return table
 
 
 @contextmanager
@@ -80,22 +83,14 @@ def progress_bar(description: str, total: int | None = None) -> Iterator[Callabl
 
 
 @contextmanager
-def measuring_progress() -> Iterator[Callable[[Measurement, int], None]]:
+def measuring_progress() -> Iterator[Callable[[Measurement], None]]:
     """Show a progress bar, and yield the function to call with each measurement."""
     with progress_bar("measuring training steps") as update:
-        num_done = 0
-
-        def show(measurement: Measurement, num_left: int) -> None:
-            nonlocal num_done
-            num_done += 1
-            update(
-                completed=num_done,
-                total=num_done + num_left,
-                description=f"measured a batch of {measurement.batch_size} with "
-                f"gpu0_bsz={measurement.gpu0_bsz}",
-            )
-
-        yield show
+        yield lambda measured: update(
+            advance=1,
+            description=f"measured a batch of {measured.batch_size} with "
+            f"gpu0_bsz={measured.gpu0_bsz}",
+        )
 
 
 def print_report(report: Report, candidates: bool) -> None:
@@ -103,12 +98,12 @@ def print_report(report: Report, candidates: bool) -> None:
     console = terminal.open_console()
     terminal.print_text(console, tables.verdict(report))
     if report.ranked_options:
-        console.print(_rich_table(tables.option_table(report), tables.title(report), tables.SPEED))
+        console.print(rich_table(tables.option_table(report), tables.title(report), tables.SPEED))
         console.print(tables.lines(report), end="\n\n", soft_wrap=True)
     title, caption = tables.devices_title(report), tables.how_measured(report)
-    console.print(_rich_table(tables.device_table(report), title, caption))
+    console.print(rich_table(tables.device_table(report), title, caption))
     if candidates:
-        console.print(_rich_table(tables.candidate_table(report), tables.candidates_title(report)))
+        console.print(rich_table(tables.candidate_table(report), tables.candidates_title(report)))
     for sentence in tables.summary(report):
         terminal.print_text(console, sentence)
 
@@ -124,33 +119,30 @@ def print_run(result: RunResult) -> None:
         terminal.print_text(console, note)
 
 
-def _use_tables(console: Console, content: tables.TextTable, title: str) -> Group:
+def _use_tables(console: Console, content: TextTable, title: str) -> Group:
     """Return the table, in parts of fewer devices if it is too wide."""
-    first, *devices = content.headers
+    devices = content.headers[1:]
 
     def part(start: int, stop: int) -> Table:
-        table = table_of((first,), devices[start:stop], title=None if start else title, **NARROW)
-        for index, (name, *cells) in enumerate(content.rows):
-            style = "bold" if index == content.marked else None
-            table.add_row(name, *cells[start:stop], style=style)
-        return table
+        headers, *rows = (
+            (name, *cells[start:stop]) for name, *cells in (content.headers, *content.rows)
+        )
+        text = TextTable(headers, tuple(rows), content.marked)
+        return rich_table(text, None if start else title)
 
+    unlimited = console.options.update(width=10_000)
     for num_parts in range(1, len(devices) + 1):
         size = -(-len(devices) // num_parts)
         parts = [part(start, start + size) for start in range(0, len(devices), size)]
-        if all(fits(console, part) for part in parts):
+        widths = [console.measure(part, options=unlimited).maximum for part in parts]
+        if max(widths) <= console.width:  # no cell is wrapped
             break
     return Group(*parts)
 
 
 def print_comparison(before: Report, after: Report, comparisons: Sequence[Comparison]) -> None:
     """Print the metrics of two reports, and which of them are worse than allowed."""
-    table = table_of(
-        ("metric",),
-        ("before", "after", "worse by", "allowed", "outcome"),
-        title=tables.title(after),
-        caption=f"before: {before.line}\nafter: {after.line}",
-    )
+    rows = []
     for found in comparisons:
         as_text, difference_as_text = _METRICS[found.metric]
         by = "{:.1%}".format if found.is_relative else difference_as_text
@@ -158,8 +150,12 @@ def print_comparison(before: Report, after: Report, comparisons: Sequence[Compar
         limit = ("", "")
         if found.limit is not None:
             limit = by(found.limit), "FAILED" if found.failed else "ok"
-        table.add_row(found.metric, *values, *limit)
-    terminal.open_console().print(table)
+        rows.append((found.metric, *values, *limit))
+    headers = ("metric", "before", "after", "worse by", "allowed", "outcome")
+    console = terminal.open_console()
+    console.print(rich_table(TextTable(headers, tuple(rows)), tables.title(after)))
+    for name, report in (("before", before), ("after", after)):
+        terminal.print_text(console, f"{name}: {report.line}")
 
 
 _METRICS: dict[str, tuple[Callable[[float], str], Callable[[float], str]]] = {
@@ -171,43 +167,31 @@ _METRICS: dict[str, tuple[Callable[[float], str], Callable[[float], str]]] = {
 """Metrics and differences of them as text."""
 
 
-def _rich_table(content: tables.TextTable, title: str, caption: str | None = None) -> Table:
-    headers = ("\n".join(header.rsplit(" ", 1)) for header in content.headers)
-    columns = (Column(header, justify="right", overflow="fold") for header in headers)
-    table = Table(*columns, title=title, caption=caption, **NARROW)
-    for index, row in enumerate(content.rows):
-        table.add_row(*row, style="bold" if index == content.marked else None)
-    return table
-
-
-def memory_table(memories: Sequence[DeviceMemory], console: Console) -> Group:
-    """Return a table of what each GPU holds, with names below it if it is too wide."""
-    caption = "Used includes tensors, torch's cache, contexts and other processes."
+def memory_table(memories: Sequence[DeviceMemory]) -> Group:
+    """Return a table of what each GPU holds, with the names and UUIDs below it."""
+    note = "Used includes tensors, torch's cache, contexts and other processes."
     if any(memory.memory_info_version == 1 for memory in memories):
-        caption += " This driver counts its own reserve as used."
+        note += "\nThis driver counts its own reserve as used."
     if any(memory.device is None for memory in memories):
-        caption += " Devices without a torch number are not visible to torch."
-    sizes = ("total", "used", "free", "ours")
-    wide = table_of(("device", "name", "UUID"), (*sizes, "other processes"), caption=caption)
-    narrow = table_of(("device",), (*sizes, "others"), caption=caption, **NARROW)
+        note += "\nDevices without a torch number are not visible to torch."
+    rows = []
     for m in memories:
         held = m.total_bytes, m.used_bytes, m.free_bytes, m.process_bytes, m.other_process_bytes
-        cells = ["?" if size is None else format_bytes(size) for size in held]
-        wide.add_row(m.label, m.name or "?", m.uuid or "?", *cells)
-        narrow.add_row(m.label, *cells)
-    names = [Text(f"{m.label}: {m.name or '?'}\n    {m.uuid or '?'}") for m in memories]
-    errors = [Text(f"{m.label}: {m.error}") for m in memories if m.error is not None]
-    return Group(wide, *errors) if fits(console, wide) else Group(narrow, *names, *errors)
+        rows.append((m.label, *("?" if size is None else format_bytes(size) for size in held)))
+    headers = ("device", "total", "used", "free", "ours", "others")
+    table = rich_table(TextTable(headers, tuple(rows)))
+    names = [f"{m.label}: {m.name or '?'}\n    {m.uuid or '?'}" for m in memories]
+    errors = [f"{m.label}: {m.error}" for m in memories if m.error is not None]
+    return Group(table, *map(Text, (note, *names, *errors)))
 
 
 def print_workloads(listed: Sequence[dict[str, Any]]) -> None:
     """Print the numbers of the built-in workloads, and below the table what they are."""
     console = terminal.open_console()
-    table = table_of(("workload",), ("parameters", "batch size"), **NARROW)
-    for workload in listed:
-        size = f"{workload['num_parameters'] / 1e6:.1f} M"
-        table.add_row(workload["name"], size, str(workload["batch_size"]))
-    console.print(table)
+    rows = tuple(
+        (w["name"], f"{w['num_parameters'] / 1e6:.1f} M", str(w["batch_size"])) for w in listed
+    )
+    console.print(rich_table(TextTable(("workload", "parameters", "batch size"), rows)))
     for workload in listed:
         terminal.print_text(console, f"{workload['name']}: {workload['about']}.")
 

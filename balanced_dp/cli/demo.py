@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from torch import nn
 
@@ -15,8 +15,8 @@ from ..report import tables
 from ..split import as_integer, even_share
 from ..tuning.measurement import Measurement
 from ..tuning.open_devices import open_devices, uses_emulation
-from ..tuning.reports import best_measured
 from ..tuning.step_benchmark import step_meter
+from ..tuning.tuner import tune
 from ..tuning.workloads import (
     Batch,
     Workload,
@@ -39,7 +39,7 @@ class DemoSettings:
         num_devices: number of devices, at least 2.
         batch_size: samples in a batch, at least 1.
         steps: training steps of each run, at least 1.
-        gpu0_bsz: samples of device 0. None tries all values for the lowest peak.
+        gpu0_bsz: samples of device 0. None means those that ``tune`` finds on emulated devices.
         memory: capacity of each emulated device, as in ``emulate_devices``.
         emulate: whether to emulate devices even if there are two or more accelerators.
     """
@@ -68,12 +68,6 @@ class DemoSettings:
         """Return whether the runs are on emulated devices."""
         return uses_emulation(self.emulate)
 
-    @property
-    def num_steps(self) -> int:
-        """Return the number of training steps and tried values, for a progress bar."""
-        tries = 0 if self.gpu0_bsz is not None else self.even_share + 1
-        return 3 * self.steps + tries
-
 
 @dataclass(frozen=True, slots=True)
 class DemoRun:
@@ -93,8 +87,7 @@ class DemoRun:
 def run_demo(settings: DemoSettings, on_step: Callable[[], object] = lambda: None) -> list[DemoRun]:
     """Return the runs on one device, with the even split, and balanced, in this order.
 
-    ``on_step`` is called after each training step and each tried value, ``settings.num_steps``
-    times in all unless memory runs out.
+    ``on_step`` is called after each training step, unless memory runs out.
     """
 
     def run(name: str, num_devices: int, gpu0_bsz: int) -> DemoRun:
@@ -124,24 +117,11 @@ def run_demo(settings: DemoSettings, on_step: Callable[[], object] = lambda: Non
     ]
     gpu0_bsz = settings.gpu0_bsz
     if gpu0_bsz is None:
-        gpu0_bsz = find_gpu0_bsz(settings, on_step)
+        # Emulated in any case: the largest batch that fits would fill GPUs.
+        size, num = settings.batch_size, settings.num_devices
+        report = tune(_workload(), size, num, emulate=True, with_alternatives=False)
+        gpu0_bsz = report.plan.gpu0_bsz
     return [*runs, run("balanced", settings.num_devices, gpu0_bsz)]
-
-
-def find_gpu0_bsz(settings: DemoSettings, on_step: Callable[[], object] = lambda: None) -> int:
-    """Return the ``gpu0_bsz`` with the lowest peak of the bottleneck device, by trying each.
-
-    Emulated devices are tried with shapes only.
-    """
-    measured = []
-    with (
-        open_devices(settings.num_devices, emulate=settings.emulate) as devices,
-        step_meter(_workload(), devices) as meter,
-    ):
-        for gpu0_bsz in range(settings.even_share + 1):
-            measured.append(meter.measure(settings.batch_size, gpu0_bsz))
-            on_step()
-    return best_measured(measured, [1] * settings.num_devices).chunk_sizes[0]
 
 
 def loss_difference(runs: Sequence[DemoRun]) -> float | None:
@@ -191,10 +171,7 @@ def demo_record(settings: DemoSettings, runs: Sequence[DemoRun]) -> dict[str, An
 def print_demo(settings: DemoSettings, runs: Sequence[DemoRun]) -> None:
     """Print the demo's runs and compare them."""
     output = terminal.open_console()
-    output.print(_demo_table(output, settings, runs))
-    ran = [run for run in runs if run.measured.status == "ok"]
-    if ran and settings.emulated:
-        output.print(_breakdown_table({run.name: run.measured.breakdown[0] for run in ran}))
+    output.print(_demo_table(settings, runs))
     for sentence in _sentences(settings, runs):
         terminal.print_text(output, sentence)
 
@@ -231,54 +208,34 @@ def _sentences(settings: DemoSettings, runs: Sequence[DemoRun]) -> Iterator[str]
         )
 
 
-def _demo_table(output: Console, settings: DemoSettings, runs: Sequence[DemoRun]) -> Table:
-    """Return the table with a row for each run, or with a column for each if that is too wide."""
-    kind = "emulated devices, on the CPU" if settings.emulated else "devices"
+def _demo_table(settings: DemoSettings, runs: Sequence[DemoRun]) -> Table:
+    """Return a table with a column for each run, and on emulated devices what fills device 0."""
+    kind = "emulated devices" if settings.emulated else "devices"
     if settings.memory is not None:
-        kind = f"emulated devices of {format_bytes(parse_bytes(settings.memory))}"
-    options = {
-        "title": f"A character transformer, batches of {settings.batch_size}, "
-        f"{settings.num_devices} {kind}",
-        "caption": "Memory in MiB. Device 0 is the first one."
-        + " Speeds vary between runs." * settings.emulated,
-        **console.NARROW,
-    }
-    results = ("imbalance", "samples/s", "last loss")
-    wide = console.table_of(("run", "split", "peak of each device"), results, **options)
+        kind += f" of {format_bytes(parse_bytes(settings.memory))}"
+    ran = [run.measured for run in runs if run.measured.status == "ok"]
+    least_bytes = 2**20 // 10 if settings.emulated else math.inf
+    uses = tables.largest_uses((measured.breakdown[0] for measured in ran), least_bytes)
+    names = (*uses, "peak, device 0", "peak, highest other", "imbalance", "samples/s", "last loss")
     columns = []
     for run in runs:
-        sizes, peaks = run.measured.chunk_sizes, run.measured.peak_bytes
-        first, others, figures = "out of memory", "", ["", "", ""]
-        each = first
+        first, *others = run.measured.peak_bytes
+        cells = [""] * len(names)
+        cells[len(uses)] = "out of memory"
         if run.measured.status == "ok":
-            first, others = format_mib(peaks[0]), _range(peaks[1:], format_mib)
-            each = "  ".join(map(format_mib, peaks))
-            figures = [
-                f"{run.measured.imbalance:.0%}" if len(sizes) > 1 else "",
+            cells = [
+                *(format_mib(run.measured.breakdown[0].get(use, 0)) for use in uses),
+                format_mib(first),
+                format_mib(max(others)) if others else "",
+                f"{run.measured.imbalance:.0%}" if others else "",
                 f"{run.measured.samples_per_s:.1f}",
                 f"{run.losses[-1]:.4f}",
             ]
-        wide.add_row(run.name, " ".join(map(str, sizes)), each, *figures)
-        columns.append([str(sizes[0]), _range(sizes[1:], str), first, others, *figures])
-    if console.fits(output, wide):
-        return wide
-    narrow = console.table_of(("run",), [run.name for run in runs], **options)
-    names = ("samples, device 0", "samples, others", "peak, device 0", "peak, others", *results)
-    for name, *cells in zip(names, *columns, strict=True):
-        narrow.add_row(name, *cells)
-    return narrow
-
-
-def _range(numbers: Sequence[int], as_text: Callable[[int], str]) -> str:
-    """Return the lowest and the highest number, or the only one."""
-    ends = dict.fromkeys(as_text(end(numbers)) for end in (min, max)) if numbers else ()
-    return " to ".join(ends)
-
-
-def _breakdown_table(breakdowns: dict[str, dict[str, int]]) -> Table:
-    table = console.table_of(
-        ("memory in MiB",), [*breakdowns], title="Device 0 at its peak", **console.NARROW
+        columns.append([tables.short_split(run.measured.chunk_sizes), *cells])
+    headers = ("memory in MiB", *(run.name for run in runs))
+    return console.rich_table(
+        tables.TextTable(headers, tuple(zip(("split", *names), *columns, strict=True))),
+        title=f"A character transformer, batches of {settings.batch_size}",
+        caption=f"On {settings.num_devices} {kind}."
+        + " Speeds vary between runs." * settings.emulated,
     )
-    for use in tables.largest_uses(breakdowns.values(), 2**20 // 10):
-        table.add_row(use, *(format_mib(sizes.get(use, 0)) for sizes in breakdowns.values()))
-    return table

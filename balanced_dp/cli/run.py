@@ -19,6 +19,7 @@ from ..tuning.measurement import Measurement
 from ..tuning.open_devices import check_devices, default_num_devices, open_devices, uses_emulation
 from ..tuning.options import fits
 from ..tuning.report_types import Report
+from ..tuning.split_search import SplitSearch
 from ..units import format_bytes, parse_bytes
 from . import answer, terminal
 from .arguments import parse_capacities
@@ -68,7 +69,7 @@ def run_and_measure(
         script: its file, or with ``is_module`` the name of a module.
         script_arguments: its command line.
         is_module: whether it is run as by ``python -m``.
-        gpu0_bsz: how batches are split, as for ``LoopRecorder``.
+        gpu0_bsz: how batches are split, as for ``SplitSearch``.
         num_devices: number of devices; None means all GPUs, or four emulated ones.
         memory: capacities as text, for all devices or for each.
         reserve: what is kept free of each, as text; None means ``RESERVE``.
@@ -117,14 +118,9 @@ def run_and_measure(
         terminal.say(
             f"running {script} on {_named(devices, capacities, kind if emulates else None)}"
         )
-        recorder = LoopRecorder(
-            devices,
-            capacities,
-            gpu0_bsz,
-            name=Path(script).name,
-            reserve=0 if capacities is None else reserve_bytes,
-            num_steps=steps,
-        )
+        reserve_bytes = 0 if capacities is None else reserve_bytes
+        search = SplitSearch(gpu0_bsz, devices, capacities, reserve_bytes)
+        recorder = LoopRecorder(search, Path(script).name, steps)
         with recorder.recording(), replaced_data_parallel(recorder) as calls:
             exit_code = run_script(script, script_arguments, is_module)
         return _result(recorder, calls, exit_code)
@@ -144,12 +140,10 @@ def _named(
 
 
 def _result(recorder: LoopRecorder, calls: Sequence[WrappedAt], exit_code: int) -> RunResult:
-    report, measured = recorder.report(), recorder.asked
-    if report is not None and recorder.gpu0_bsz == "auto":
+    search = recorder.search
+    report, measured, budgets = search.report(), search.asked, search.budgets
+    if report is not None and search.wanted == "auto":
         measured = report.chosen
-    budgets = None
-    if recorder.capacities is not None:
-        budgets = [capacity - recorder.reserve for capacity in recorder.capacities]
     title = ""
     if measured is not None:
         batches = f", batches of {measured.batch_size}" if measured.batch_size else ""
@@ -160,7 +154,7 @@ def _result(recorder: LoopRecorder, calls: Sequence[WrappedAt], exit_code: int) 
         notes += answer.what_fits(measured, report, budgets)
         notes += answer.what_else_helps(recorder, report, wraps=bool(calls))
         even_fits = budgets is not None and fits(report.even, budgets)
-        notes.append(answer.what_to_change(recorder, calls, report.plan, even_fits))
+        notes.append(answer.what_to_change(search, calls, report.plan, even_fits))
     elif exit_code == 0:
         notes += answer.why_no_plan(recorder)
     return RunResult(exit_code, title, measured, budgets, report, tuple(notes))

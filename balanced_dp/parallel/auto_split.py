@@ -53,8 +53,7 @@ class AutoSplit:
     """Chooses splits from the memory peaks of earlier iterations of a training loop.
 
     An iteration ends with the step of a ``torch.optim.Optimizer``; with gradient accumulation it
-    has several calls. The first iteration after each change is not counted, since optimizer state
-    is created and kernels are tuned in it.
+    has several calls. The first one does not count, nor the first one after each change.
 
     Attributes:
         batch_size: the largest batch so far; None before the first one.
@@ -79,7 +78,6 @@ class AutoSplit:
         self.batch_size: int | None = None
         self._loaded: Mapping[str, Any] | None = None
         self._num_ooms: list[int] = []
-        self._is_settling = True
         # Sizes of batches whose gradients have been added to others. Peaks without them are less.
         self._accumulating: set[int] = set()
         # Of the iteration that is under way:
@@ -94,7 +92,9 @@ class AutoSplit:
     def balance(self) -> AutoBalance:
         """What chooses the values."""
         modules = [(torch.get_device_module(device), device) for device in self.devices]
-        return AutoBalance([m.get_device_properties(d).total_memory for m, d in modules])
+        balance = AutoBalance([m.get_device_properties(d).total_memory for m, d in modules])
+        balance.is_settling = True  # optimizer state is created in the first iteration
+        return balance
 
     @property
     def gpu0_bsz(self) -> int | None:
@@ -201,7 +201,6 @@ class AutoSplit:
         value = self.balance.gpu0_bsz(batch_size)
         self.balance.out_of_memory(batch_size, ran_out.index(True))
         self._end_calls()
-        self._is_settling = True
         return self.balance.gpu0_bsz(batch_size) != value
 
     def _begin_iteration(self, module: nn.Module) -> None:
@@ -222,8 +221,7 @@ class AutoSplit:
         batch_size, accumulates = max(self._adds.items())
         is_observed = self._peaks is not None
         self._end_calls()
-        if is_observed and self._is_settling:
-            self._is_settling = False
+        if is_observed and self.balance.settle():
             return
         if accumulates and batch_size not in self._accumulating:
             self._accumulating.add(batch_size)
@@ -233,14 +231,12 @@ class AutoSplit:
         if batch_size in self._accumulating and not accumulates:
             self.balance.skip()
             return
-        num_changes = self.balance.num_changes
         self.balance.observe(
             batch_size,
             self._peak_bytes,
             self._empty_bytes(module),
             sum(tensor.nbytes for tensor in chain(module.parameters(), module.buffers())),
         )
-        self._is_settling = self.balance.num_changes > num_changes
 
     def _empty_bytes(self, module: nn.Module) -> int:
         """Return the bytes on device 0 between iterations, with gradients that it will hold."""

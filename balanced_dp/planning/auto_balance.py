@@ -35,17 +35,21 @@ class AutoBalance:
 
     Args:
         capacities: capacity of each device in bytes.
-        may_exceed: whether values are tried with which a device might hold more than its capacity.
+        is_free: whether values are tried with which a device might hold more than its capacity, and
+            each iteration counts, as on emulated devices. Otherwise the first one after each change
+            does not, since kernels are tuned in it.
 
     Attributes:
         smallest: the smallest chunk of device 0 that is not empty.
         num_changes: how often the search has changed the value.
+        is_settling: whether the next iteration does not count.
         is_frozen: whether the search is over.
     """
 
-    def __init__(self, capacities: Sequence[int], may_exceed: bool = False) -> None:
+    def __init__(self, capacities: Sequence[int], is_free: bool = False) -> None:
         self.capacities = capacities
-        self.may_exceed = may_exceed
+        self.is_free = is_free
+        self.is_settling = False
         self.smallest = 1
         self.num_changes = 0
         self.is_frozen = False
@@ -133,7 +137,13 @@ class AutoBalance:
             self.is_frozen = not self._is_idling_worth_trying(batch_size, best)
             candidate = self._limited(batch_size, best) if self.is_frozen else 0
         self.num_changes += candidate != value
+        self.is_settling = candidate != value and not self.is_free
         self._values = {batch_size: candidate}
+
+    def settle(self) -> bool:
+        """Return whether this iteration does not count; the next one does."""
+        was_settling, self.is_settling = self.is_settling, False
+        return was_settling
 
     def skip(self) -> None:
         """Record an iteration that tells nothing; end the search after many of them."""
@@ -149,6 +159,7 @@ class AutoBalance:
 
     def out_of_memory(self, batch_size: int, index: int) -> None:
         """Change the value with which device ``index`` ran out of memory."""
+        self.is_settling = not self.is_free
         value = self.gpu0_bsz(batch_size)
         ran = [chunk for size, chunk in self._observed if size == batch_size]
         if index == 0:
@@ -173,7 +184,7 @@ class AutoBalance:
             return True
         expected = self._planner.utilization(batch_size, candidate)
         if len(self._observed) == 1:  # an upper bound
-            return self.may_exceed or expected <= 1
+            return self.is_free or expected <= 1
         return is_better(expected, self._utilization(batch_size, best))
 
     def _is_idling_worth_trying(self, batch_size: int, best: int) -> bool:

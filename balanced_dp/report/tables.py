@@ -128,7 +128,7 @@ def option_table(report: Report) -> TextTable:
     rows = [
         {
             "option": str(number),
-            "split": _split(option.chunk_sizes),
+            "split": short_split(option.chunk_sizes),
             "bottleneck": f"device {fullest_device(option, budgets)} "
             f"{option.utilization(budgets):.0%}",
             "largest batch": _batch(
@@ -150,7 +150,7 @@ def _batch(size: int) -> str:
     return f"{size} or more" if size == LARGEST_BATCH else str(size)
 
 
-def _split(chunk_sizes: Sequence[int]) -> str:
+def short_split(chunk_sizes: Sequence[int]) -> str:
     """Return the chunk sizes, of many devices in a short form."""
     text = " ".join(map(str, chunk_sizes))
     if len(text) <= 14:
@@ -245,7 +245,7 @@ def candidate_table(report: Report) -> TextTable:
                 f"{measured.imbalance:.1%}",
                 f"{speed(measured):.2f}",
             )
-        rows.append((str(measured.chunk_sizes[0]), _split(measured.chunk_sizes), *cells))
+        rows.append((str(measured.chunk_sizes[0]), short_split(measured.chunk_sizes), *cells))
         if measured.chunk_sizes == report.plan.chunk_sizes:
             marked = index
     return TextTable(headers, tuple(rows), marked)

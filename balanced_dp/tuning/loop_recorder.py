@@ -1,16 +1,14 @@
-"""Measure the iterations of somebody's training loop, and split its batches."""
+"""Measure the iterations of somebody's training loop, and let a search split its batches."""
 
 from __future__ import annotations
 
 import functools
 import gc
-import math
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any
 from unittest import mock
 
 import torch
@@ -29,15 +27,10 @@ from ..devices import is_emulated
 from ..emulation.ledger import OF_THE_BATCH, Label
 from ..emulation.machine import current_machine
 from ..emulation.tensor import set_label
-from ..parallel.auto_split import has_gradients, smallest_chunk
 from ..parallel.data_parallel import BalancedDataParallel
 from ..parallel.nested import tensors
 from ..parallel.split_policy import SplitPolicy
-from ..planning.memory_model import fit
-from ..split import even_share, split_batch
-from .measurement import Measurement, StepRecorder, fittable
-from .report_types import Provenance, Report
-from .reports import report_of_measurements
+from .measurement import StepRecorder
 from .split_search import SplitSearch
 
 
@@ -54,18 +47,12 @@ class LoopRecorder:
     there was no optimizer state at its peak.
 
     Args:
-        devices: the devices of the loop.
-        capacities: capacity of each device in bytes, or None if they do not matter: then the even
-            split of the loop's batch fills the devices.
-        gpu0_bsz: ``"auto"`` to search for the best value; None for the even split; or a value. On
-            emulated devices, the even split and half of it are measured before a given value.
+        search: what splits the batches, and gets what each iteration took.
         name: the name of the loop in reports.
-        reserve: bytes of each capacity to keep free.
         num_steps: the number of iterations after which the next forward pass raises ``StepsDone``;
             None means never.
 
     Attributes:
-        measurements: what was measured, by batch size and chunk size of the first device.
         num_iterations: the number of iterations that have ended.
         returns_loss: whether a 0-dim tensor, such as a loss, is among the outputs of the model.
         returns_rows: whether others are.
@@ -73,46 +60,37 @@ class LoopRecorder:
 
     def __init__(
         self,
-        devices: Sequence[torch.device],
-        capacities: Sequence[int] | None = None,
-        gpu0_bsz: int | Literal["auto"] | None = "auto",
-        *,
+        search: SplitSearch,
         name: str = "training loop",
-        reserve: int = 0,
         num_steps: int | None = None,
     ) -> None:
+        self.search = search
         self.name = name
-        self.devices = list(devices)
-        self.capacities = capacities
-        self.reserve = reserve
-        self.gpu0_bsz = gpu0_bsz
         self.num_steps = num_steps
-        self.measurements: dict[tuple[int, int], Measurement] = {}
         self.num_iterations = 0
         self.returns_loss = self.returns_rows = False
-        self.num_parameters = 0
         self._model: nn.Module | None = None
         self._optimizer: torch.optim.Optimizer | None = None
         self._others: set[int] = set()
         self._pending: set[int] = set()
         self._next_blocks: tuple[int, ...] = ()
-        self._accumulating: set[int] = set()
-        self._empty_bytes: dict[tuple[int, int], tuple[int, ...]] = {}
-        self._precision: str | None = None
         # Of the iteration that is under way:
         self._step: StepRecorder | None = None
         self._has_gone_back = False
         self._has_stepped = False
-        self._added_sizes: set[int] = set()
-        self._chunk_sizes: tuple[int, ...] = ()
         self._replica_sizes: dict[torch.device, int] = {}
         self._replicated: type[nn.Module] | None = None
 
     @property
+    def devices(self) -> Sequence[torch.device]:
+        """The devices of the loop: those of the first model that is split."""
+        return self.search.devices
+
+    @property
     def is_splitting(self) -> bool:
-        """Whether a model of the script is split by this object."""
+        """Whether a model of the script is split by the search."""
         model = self._model
-        return isinstance(model, BalancedDataParallel) and isinstance(model._policy, _RecordedSplit)
+        return isinstance(model, BalancedDataParallel) and model._policy is self.search
 
     @property
     def is_balanced(self) -> bool:
@@ -124,12 +102,6 @@ class LoopRecorder:
         """Whether the parameters of the script's model are spread over the devices."""
         return isinstance(self._model, BalancedDataParallel) and self._model.spread
 
-    def __deepcopy__(self, memo: object) -> LoopRecorder:
-        """Return this object: copies of a model are part of the same loop."""
-        return self
-
-    # The split.
-
     def adopt(self, model: BalancedDataParallel[Any]) -> None:
         """Split the batches of a model.
 
@@ -140,45 +112,12 @@ class LoopRecorder:
         if not 1 < len(model.devices) == len(known.intersection(model.devices)):
             return
         if self._model is None:
-            if self.capacities is not None:
-                of_device = dict(zip(self.devices, self.capacities, strict=True))
-                self.capacities = [of_device[device] for device in model.devices]
-            self.devices = model.devices
+            self.search.use(model.devices)
         if model.devices == self.devices:
             self._model = model
-            model._policy = _RecordedSplit(self)
+            model._policy = self.search
         else:
             model._policy = SplitPolicy(None, model.devices, spread=True)
-
-    @functools.cached_property
-    def _search(self) -> SplitSearch:
-        budgets = [1] * len(self.devices)
-        if self.capacities is not None:
-            budgets = [capacity - self.reserve for capacity in self.capacities]
-        return SplitSearch(self.gpu0_bsz, budgets, is_free=is_emulated(self.devices[0]))
-
-    @property
-    def is_searching(self) -> bool:
-        """Whether the search for the best value is not over."""
-        return self.is_splitting and not self._search.is_over
-
-    def split(self, batch_size: int) -> tuple[int, ...]:
-        """Return the chunk sizes for a batch."""
-        gpu0_bsz = self._search.gpu0_bsz(batch_size)
-        return split_batch(batch_size, len(self.devices), gpu0_bsz)
-
-    def begin_call(self, module: nn.Module, batch_size: int) -> None:
-        """Record the call of a model; its largest batch makes the peak."""
-        if not torch.is_grad_enabled():
-            return
-        if has_gradients(module):
-            self._added_sizes.add(batch_size)
-        if batch_size < sum(self._chunk_sizes):
-            return
-        self._search.smallest = smallest_chunk(module)
-        self._chunk_sizes = self.split(batch_size)
-        if torch.is_autocast_enabled(self.devices[0].type):
-            self._precision = str(torch.get_autocast_dtype(self.devices[0].type))
 
     # The iterations.
 
@@ -266,7 +205,7 @@ class LoopRecorder:
     def _begin_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         if self._optimizer is None:
             self._optimizer = optimizer
-            self.num_parameters = sum(p.numel() for p in _parameters(optimizer))
+            self.search.num_parameters = sum(p.numel() for p in _parameters(optimizer))
         elif optimizer is not self._optimizer:
             self._others.add(id(optimizer))
         elif self._has_stepped:  # its closure runs the model
@@ -288,11 +227,11 @@ class LoopRecorder:
         step.end_phase(self._counted, self._optimizer)
         self.num_iterations += is_finished
         self._record(step)
-        self._added_sizes, self._chunk_sizes, self._replica_sizes = set(), (), {}
+        self._replica_sizes = {}
 
     def _end_loop(self) -> None:
         """Record the last iteration; if it is not finished, only if it is the only one."""
-        if self._is_complete or not self.measurements:
+        if self._is_complete or not self.search.measurements:
             self._end_iteration(self._is_complete)
 
     @property
@@ -304,100 +243,14 @@ class LoopRecorder:
         return SimpleNamespace(devices=self.devices, parameters=parameters, buffers=tuple)
 
     def _record(self, step: StepRecorder) -> None:
-        sizes = self._chunk_sizes
+        sizes = self.search.chunk_sizes
         if isinstance(self._model, BalancedDataParallel) and self._model.devices == self.devices:
             sizes = sizes or self._model.chunk_sizes or ()
         sizes = sizes or tuple(self._replica_sizes.get(device, 0) for device in self.devices)
-        key = sum(sizes), sizes[0]
         measured = step.measurement(self.name, sizes[0], sizes)
-        if self.num_iterations == 2:  # the first one had no optimizer state
-            self.measurements.clear()
-        if not self._has_all_gradients(measured.batch_size):
-            return
-        known = self.measurements.pop(key, measured)  # the latest one is the last one
-        self.measurements[key] = max(measured, known, key=lambda m: max(m.peak_bytes))
-        if self.measurements[key] is measured:
-            self._empty_bytes[key] = _empty_bytes(step)
         model = nn.Module() if self._model is None else self._model
         replica_bytes = sum(t.nbytes for t in chain(model.parameters(), model.buffers()))
-        self._search.observe(measured, _empty_bytes(step), replica_bytes)
-
-    def _has_all_gradients(self, batch_size: int) -> bool:
-        """Return whether the peak has the gradients that those of other iterations have.
-
-        If gradients accumulate, the second batch adds to them, unless the data ends before.
-        """
-        accumulates = batch_size in self._added_sizes
-        if accumulates and batch_size not in self._accumulating:
-            self._accumulating.add(batch_size)
-            others = {k: v for k, v in self.measurements.items() if k[0] != batch_size}
-            if len(others) < len(self.measurements):
-                self.measurements = others
-                del self._search
-        return accumulates or batch_size not in self._accumulating
-
-    # The result.
-
-    @property
-    def last(self) -> Measurement | None:
-        """The last measurement of the largest batch."""
-        latest_first = reversed(self.measurements.values())
-        return max(latest_first, key=lambda measured: measured.batch_size, default=None)
-
-    @property
-    def asked(self) -> Measurement | None:
-        """The measurement of the largest batch with the given value, or else the last one."""
-        last = self.last
-        if last is None or not isinstance(self.gpu0_bsz, int):
-            return last
-        value = min(self.gpu0_bsz, even_share(last.batch_size, len(self.devices)))
-        return self.measurements.get((last.batch_size, value), last)
-
-    def report(self) -> Report | None:
-        """Return the report on the batch size with the most splits; None if it has one only."""
-        counts = Counter(size for size, _ in self.measurements)
-        batch_size = max(counts, key=lambda size: (counts[size], size), default=0)
-        even = even_share(batch_size, len(self.devices))
-        if counts[batch_size] < 2 or (batch_size, even) not in self.measurements:
-            return None
-        measured = [m for m in self.measurements.values() if m.batch_size == batch_size]
-        capacities = self.capacities
-        if capacities is None:
-            peak = max(self.measurements[batch_size, even].peak_bytes)
-            capacities = [math.ceil(peak / 2**20) * 2**20] * len(self.devices)
-        empty_bytes = [self._empty_bytes[m.batch_size, m.chunk_sizes[0]] for m in measured]
-        names = (torch.get_device_module(d).get_device_name(d) for d in self.devices)
-        return report_of_measurements(
-            measured,
-            Provenance.of_this_process(names),
-            capacities,
-            self.reserve,
-            batch_size=batch_size,
-            model=fit(fittable(measured), empty_bytes),
-            num_parameters=self.num_parameters,
-            precision=self._precision,
-        )
-
-
-class _RecordedSplit(SplitPolicy):
-    """The chunk sizes that a ``LoopRecorder`` chooses."""
-
-    def __init__(self, recorder: LoopRecorder) -> None:
-        self._recorder = recorder
-        self._largest = 0
-        super().__init__(None, recorder.devices, spread=True)
-
-    @property
-    def gpu0_bsz(self) -> int | None:
-        return self.split(self._largest)[0] if self._largest else None
-
-    def split(self, batch_size: int) -> tuple[int, ...]:
-        return self._recorder.split(batch_size)
-
-    def begin_call(self, module: nn.Module, batch_size: int) -> tuple[int, ...]:
-        self._recorder.begin_call(module, batch_size)
-        self._largest = max(self._largest, batch_size)
-        return self.split(batch_size)
+        self.search.observe(measured, _empty_bytes(step), replica_bytes)
 
 
 def _empty_bytes(step: StepRecorder) -> tuple[int, ...]:

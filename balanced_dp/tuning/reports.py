@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from ..errors import ArgumentError, InfeasiblePlanError
 from ..planning.memory_model import MemoryModel, fit
@@ -12,22 +12,6 @@ from ..split import best_gpu0_bsz, even_share
 from .measurement import Measurement, by_gpu0_bsz, fittable
 from .options import find_options
 from .report_types import SCHEMA, Provenance, Report
-
-
-def best_measured(swept: Iterable[Measurement], budgets: Sequence[int]) -> Measurement:
-    """Return the measurement with the lowest utilization of the bottleneck device.
-
-    Raises:
-        InfeasiblePlanError: If memory ran out in all of them.
-    """
-    measured = list(swept)
-    ran = {m.chunk_sizes[0]: m for m in measured if m.status == "ok"}
-    if not ran:
-        raise InfeasiblePlanError(
-            f"a batch of {measured[0].batch_size} does not fit: memory ran out with each of the "
-            f"{len(measured)} measured splits; choose a smaller batch"
-        )
-    return ran[best_gpu0_bsz({v: max(utilizations(m.peak_bytes, budgets)) for v, m in ran.items()})]
 
 
 def report_of_measurements(
@@ -74,8 +58,14 @@ def report_of_measurements(
             f"of its batch of {batch_size}"
         )
     budgets = [c - reserve for c in capacities]
-    chosen = best_measured(swept.values(), budgets)
-    value = chosen.chunk_sizes[0]
+    ran = {value: measured for value, measured in swept.items() if measured.status == "ok"}
+    if not ran:
+        raise InfeasiblePlanError(
+            f"a batch of {batch_size} does not fit: memory ran out with each of the {len(swept)} "
+            "measured splits; choose a smaller batch"
+        )
+    full = {value: max(utilizations(m.peak_bytes, budgets)) for value, m in ran.items()}
+    best = best_gpu0_bsz(full)
     return Report(
         schema=SCHEMA,
         provenance=provenance,
@@ -84,8 +74,8 @@ def report_of_measurements(
         precision=precision,
         gather=gather,
         spread=spread,
-        plan=describe(model, batch_size, capacities, reserve, value, gather=gather, spread=spread),
-        chosen=chosen,
+        plan=describe(model, batch_size, capacities, reserve, best, gather=gather, spread=spread),
+        chosen=ran[best],
         even=swept[even],
         options=find_options(model, measurements, batch_size, budgets, gather, spread),
         alternatives=(),

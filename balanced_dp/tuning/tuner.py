@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -11,12 +11,13 @@ import torch
 from ..errors import ArgumentError, InfeasiblePlanError
 from ..planning.split_planner import RESERVE, Goal, check_batch, check_fits, check_goal
 from ..split import even_share
+from .measurement import Measurement
 from .open_devices import default_num_devices, open_devices, uses_emulation
 from .options import ranked
 from .report_types import Alternative, Provenance, Report
 from .reports import report_of_measurements
 from .step_benchmark import StepMeter, step_meter
-from .workload_search import NUM_MEASURED, OnMeasurement, WorkloadSearch
+from .workload_search import WorkloadSearch
 from .workloads import Workload
 
 
@@ -34,7 +35,7 @@ def tune(
     spread: bool = False,
     goal: Goal = "speed",
     with_alternatives: bool = True,
-    on_measurement: OnMeasurement = lambda measurement, num_left: None,
+    on_measurement: Callable[[Measurement], object] = lambda measurement: None,
 ) -> Report:
     """Measure a workload at a few splits and return a report on the best one.
 
@@ -63,7 +64,7 @@ def tune(
             largest batch.
         with_alternatives: whether to compare with the loss on each device, and with parameters on
             all devices as well.
-        on_measurement: called with each measurement and the approximate number of those to come.
+        on_measurement: called with each measurement.
 
     Raises:
         ArgumentError: If the batch, the devices or their capacities cannot be planned with.
@@ -74,7 +75,6 @@ def tune(
     if reserve is None:
         is_known = capacities is not None or not uses_emulation(emulate)
         reserve = RESERVE if is_known else 0
-    num_later = (gather + (not spread)) * NUM_MEASURED * with_alternatives
 
     def measured(
         gather: bool, spread: bool, capacities: Sequence[int] | None, swept: Sequence[int] = ()
@@ -98,11 +98,8 @@ def tune(
                 raise ArgumentError(
                     f"capacities must be one for each of {len(opened)} devices, got {len(known)}"
                 )
-            search = WorkloadSearch(
-                meter,
-                [capacity - reserve for capacity in known],
-                lambda measured, num_left: on_measurement(measured, num_left + num_later),
-            )
+            budgets = [capacity - reserve for capacity in known]
+            search = WorkloadSearch(meter, budgets, on_measurement)
             model = search.run(batch_size, swept)
             return report_of_measurements(
                 list(search.measured.values()),
@@ -120,8 +117,6 @@ def tune(
             )
 
     def alternative(gather: bool, spread: bool, capacities: Sequence[int]) -> Alternative:
-        nonlocal num_later
-        num_later -= NUM_MEASURED
         try:
             return Alternative(gather, spread, options=measured(gather, spread, capacities).options)
         except InfeasiblePlanError:  # none of its options fits

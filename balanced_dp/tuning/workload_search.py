@@ -12,9 +12,6 @@ from .measurement import Measurement, fittable
 from .options import fits
 from .step_benchmark import StepMeter
 
-NUM_MEASURED = 12
-"""Approximate number of measured splits."""
-
 _MAX_ROUNDS = 4
 """How often the model is fitted again after measuring what it planned."""
 
@@ -30,20 +27,19 @@ _A_LITTLE_LESS = (1.0, 0.999, 0.995, 0.98)
 _MOST_VALUES = 32
 """The most evenly spaced values to measure if the model is not accurate."""
 
-OnMeasurement = Callable[[Measurement, int], object]
-"""A function of each measurement and the approximate number of those to come."""
-
 
 class WorkloadSearch:
     """Measure splits of a workload, each one once."""
 
     def __init__(
-        self, meter: StepMeter, budgets: Sequence[int], on_measurement: OnMeasurement
+        self,
+        meter: StepMeter,
+        budgets: Sequence[int],
+        on_measurement: Callable[[Measurement], object],
     ) -> None:
         self.meter = meter
         self.budgets = budgets
         self.on_measurement = on_measurement
-        self.num_expected = NUM_MEASURED
         self.largest_batch = _LARGEST_BATCH
         self.measured: dict[tuple[int, int | tuple[int, ...]], Measurement] = {}
         """By batch size, and ``gpu0_bsz`` or weights."""
@@ -56,7 +52,6 @@ class WorkloadSearch:
                 f"sweep goes from {swept[0]} to {swept[-1]}, but for a batch of {batch_size} on "
                 f"{len(self.budgets)} devices gpu0_bsz is from 0 to {even}, the even split"
             )
-        self.num_expected += len(swept)
         self.measure_around(batch_size)
         if any(measured.mode == "emulated" for measured in self.measured.values()):
             self.largest_batch = _LARGEST_MULTIPLE * batch_size
@@ -73,9 +68,7 @@ class WorkloadSearch:
         self.refine(batch_size)
         model = fit(fittable(self.measured.values()))
         if not model.is_accurate:
-            values = range(0, even + 1, -(-(even + 1) // _MOST_VALUES))
-            self.num_expected = len(self.measured) + len(values)
-            for gpu0_bsz in values:
+            for gpu0_bsz in range(0, even + 1, -(-(even + 1) // _MOST_VALUES)):
                 self.measure(batch_size, gpu0_bsz)
         return model
 
@@ -97,7 +90,7 @@ class WorkloadSearch:
         if (batch_size, split) not in self.measured:
             arguments = (split,) if isinstance(split, int) else (None, split)
             self.measured[batch_size, split] = found = self.meter.measure(batch_size, *arguments)
-            self.on_measurement(found, max(0, self.num_expected - len(self.measured)))
+            self.on_measurement(found)
         return self.measured[batch_size, split]
 
     def measure_around(self, batch_size: int) -> None:

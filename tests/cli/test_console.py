@@ -22,6 +22,7 @@ from balanced_dp.cli.run import RunResult
 from balanced_dp.cli.tune import workloads_command
 from balanced_dp.memory.probe import DeviceMemory
 from balanced_dp.report.compare import METRICS, Comparison
+from balanced_dp.report.tables import short_split
 from balanced_dp.split import split_batch
 from balanced_dp.tuning.workloads import BUILT_IN
 from balanced_dp.units import byte_scale, format_bytes, format_mib
@@ -105,17 +106,15 @@ def test_the_demo_s_runs(num_devices, batch_size, sizes):
     ]
     with terminal() as lines:
         print_demo(settings, runs)
-    firsts = [format_mib(run.measured.peak_bytes[0]) for run in runs]
-    if cells(lines, "peak, device 0"):
-        assert cells(lines, "peak, device 0") == firsts
-        assert cells(lines, "samples/s") == [f"{run.measured.samples_per_s:.1f}" for run in runs]
-    else:
-        for run in runs:
-            row = cells(lines, run.name)
-            assert row[1 : 1 + len(run.measured.peak_bytes)] == [
-                format_mib(peak) for peak in run.measured.peak_bytes
-            ]
-            assert row[-1] == f"{run.losses[-1]:.4f}"
+    shown = [run.measured for run in runs]
+    assert cells(lines, "split") == [short_split(found.chunk_sizes) for found in shown]
+    firsts = [format_mib(found.peak_bytes[0]) for found in shown]
+    assert cells(lines, "peak, device 0") == firsts
+    others = [format_mib(max(found.peak_bytes[1:])) for found in shown[1:]]
+    assert cells(lines, "peak, highest other") == others
+    assert cells(lines, "imbalance") == [f"{found.imbalance:.0%}" for found in shown[1:]]
+    assert cells(lines, "samples/s") == [f"{found.samples_per_s:.1f}" for found in shown]
+    assert cells(lines, "last loss") == ["2.5000"] * 3
     for use in USES:
         expected = [format_mib(run.measured.breakdown[0][use]) for run in runs]
         assert cells(lines, use) in (expected, [])
@@ -124,10 +123,9 @@ def test_the_demo_s_runs(num_devices, batch_size, sizes):
 def test_the_demo_s_rows_where_memory_ran_out():
     run = DemoRun("one device", replace(measured([GIB]), status="oom", out_of_memory="out"), ())
     even = DemoRun("even split", measured([GIB] * 8), (1.0,))
-    for width in (80, 160):
-        with terminal(width) as lines:
-            print_demo(DemoSettings(8, 64, emulate=True), [run, even, even])
-        assert sum("out of memory" in line for line in lines) == 1
+    with terminal() as lines:
+        print_demo(DemoSettings(8, 64, emulate=True), [run, even, even])
+    assert sum("out of memory" in line for line in lines) == 1
 
 
 @pytest.mark.parametrize("index", [None, 1])
@@ -148,19 +146,16 @@ def test_what_each_gpu_holds(index):
         )
         for i in range(8)
     ]
-    for width in (80, 160):
-        console = Console(file=io.StringIO(), width=width)
-        console.print(consoles.memory_table(memories, console))
-        lines = console.file.getvalue().splitlines()
-        assert max(map(len, lines)) <= width
-        for memory in memories:
-            *_, total, used, free, ours, others = cells(lines, memory.label)
-            assert (total, used, free, ours, others) == (
-                "48.00 GiB", "700.00 MiB", "47.00 GiB", "10.00 GiB", "?",
-            )  # fmt: skip
-            assert sum(memory.uuid in line for line in lines) == 1
-        assert sum(memories[0].name in line for line in lines) == len(memories)
-        assert lines[-1].strip() == f"{memories[-1].label}: a lost GPU"
+    console = Console(file=io.StringIO(), width=80)
+    console.print(consoles.memory_table(memories))
+    lines = console.file.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80
+    for memory in memories:
+        held = ["48.00 GiB", "700.00 MiB", "47.00 GiB", "10.00 GiB", "?"]
+        assert cells(lines, memory.label) == held
+        assert sum(memory.uuid in line for line in lines) == 1
+    assert sum(memories[0].name in line for line in lines) == len(memories)
+    assert lines[-1].strip() == f"{memories[-1].label}: a lost GPU"
 
 
 @pytest.fixture(scope="module")
@@ -232,8 +227,8 @@ def test_the_largest_batch_is_named_once(report, even, says):
 
 
 def test_the_value_for_smaller_batches_is_theirs(report):
-    recorder = SimpleNamespace(gpu0_bsz="auto")
+    search = SimpleNamespace(wanted="auto")
     plan = replace(report.plan, gpu0_bsz=3, max_batch_size=7, max_batch_gpu0_bsz=1)
-    lines = answer.what_to_change(recorder, [], plan, even_fits=False)
+    lines = answer.what_to_change(search, [], plan, even_fits=False)
     assert "gpu0_bsz=1 smaller batches, of 7 at most" in lines
     assert "BalancedTrainer(gpu0_bsz=1," in lines

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import replace
 
 import pytest
@@ -11,7 +10,6 @@ from balanced_dp.cli.demo import (
     LOSS_TOLERANCE,
     DemoRun,
     DemoSettings,
-    find_gpu0_bsz,
     loss_difference,
     run_demo,
 )
@@ -42,7 +40,7 @@ def test_three_runs_of_the_same_training(small_runs):
     assert [len(run.losses) for run in runs] == [3, 3, 3]
     assert all(run.losses[-1] < run.losses[0] for run in runs)
     assert loss_difference(runs) < LOSS_TOLERANCE
-    assert num_steps == SMALL.num_steps
+    assert num_steps == 3 * SMALL.steps
 
 
 def test_the_balanced_split_needs_least_of_all_values(small_runs):
@@ -53,7 +51,7 @@ def test_the_balanced_split_needs_least_of_all_values(small_runs):
         peaks[gpu0_bsz] = max(run_demo(settings)[2].measured.peak_bytes)
     assert max(balanced.peak_bytes) == min(peaks.values())
     best = [value for value, peak in peaks.items() if peak == min(peaks.values())]
-    assert find_gpu0_bsz(SMALL) == balanced.chunk_sizes[0] == max(best)  # the fastest
+    assert balanced.chunk_sizes[0] == max(best)  # the fastest
 
 
 def test_loss_difference_finds_the_step_where_curves_part():
@@ -92,8 +90,7 @@ def test_the_command_prints_a_table_and_writes_json(tmp_path):
     assert [run["chunk_sizes"] for run in record["runs"]] == [[9], [3, 3, 3], [2, 4, 3]]
     for run in record["runs"]:
         assert " ".join(map(str, run["chunk_sizes"])) in done.stdout
-        for peak in run["peak_bytes"]:
-            assert f"{peak / 2**20:.1f}" in done.stdout
+        assert f" {run['peak_bytes'][0] / 2**20:.1f} " in done.stdout
     assert "The loss curves agree" in done.stdout
     assert "BalancedDataParallel(2, model)" in done.stdout
 
@@ -102,10 +99,9 @@ def test_the_command_says_where_memory_ran_out():
     options = "--emulate --steps 1 --gpu0-bsz 5 --memory"
     done = python("-m", "balanced_dp", "demo", *options.split(), "20 MB")
     assert done.returncode == 1, done.stderr
-    assert "batches of 32, 4 emulated devices of 20.00 MiB" in done.stdout
-    assert len(re.findall(" out of memory *\n", done.stdout)) == 3
+    assert "On 4 emulated devices of 20.00 MiB." in done.stdout
+    assert "  out of memory" * 3 in done.stdout
     assert done.stdout.count("CUDA out of memory. Tried to allocate") == 3
-    assert "at its peak" not in done.stdout
     assert "no loss curves to compare" in done.stdout
 
 

@@ -31,6 +31,7 @@ from torch.utils._pytree import tree_flatten
 from balanced_dp import GatherError, emulate_devices
 from balanced_dp.integrations.replacements import replaced_data_parallel
 from balanced_dp.tuning.loop_recorder import LoopRecorder
+from balanced_dp.tuning.split_search import SplitSearch
 
 from ..modules import Lambda
 from ..notes import notes_of
@@ -52,9 +53,9 @@ def kind(request: pytest.FixtureRequest, cuda: list[torch.device]) -> Iterator[s
     if request.param == "torch":
         yield request.param
         return
-    recorder = LoopRecorder(cuda, gpu0_bsz=1)
+    recorder = LoopRecorder(SplitSearch(1, cuda))
     # The first two iterations are even, and the third one has half of that on the first device.
-    recorder._search._num_iterations = 3 if "uneven" in request.param else 0
+    recorder.search._num_iterations = 3 if "uneven" in request.param else 0
     with replaced_data_parallel(recorder):
         yield request.param
 

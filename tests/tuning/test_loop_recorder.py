@@ -16,6 +16,7 @@ from torch.optim import optimizer
 from balanced_dp import BalancedDataParallel, emulate_devices
 from balanced_dp.split import even_share, split_batch
 from balanced_dp.tuning.loop_recorder import LoopRecorder, StepsDone
+from balanced_dp.tuning.split_search import SplitSearch
 
 from ..modules import Lambda
 
@@ -53,7 +54,8 @@ def train(
 @contextmanager
 def split_loop(devices: Any, module: nn.Module | None = None, **options: Any) -> Iterator[Any]:
     """Yield a recorder and a model that it splits, while it records."""
-    recorder = LoopRecorder(devices, **options)
+    search = SplitSearch(options.pop("gpu0_bsz", "auto"), devices, **options)
+    recorder = LoopRecorder(search)
     module = make_model("cpu") if module is None else module
     model = BalancedDataParallel(0, module.to(devices[0]))
     recorder.adopt(model)
@@ -72,21 +74,21 @@ def recorded(devices: Any, steps: Iterable[Sequence[int]], **options: Any) -> Lo
 def test_iterations_are_what_lies_between_steps(devices):
     recorder = recorded(devices, [(32,)] * 3, gpu0_bsz=None)
     assert recorder.num_iterations == 3
-    [measured] = recorder.measurements.values()
+    [measured] = recorder.search.measurements.values()
     assert measured.chunk_sizes == (8, 8, 8, 8) and measured.batch_size == 32
     assert measured.mode == "emulated"
     uses = measured.breakdown[0]
     assert sum(uses.values()) == measured.peak_bytes[0]
     assert uses["optimizer state"] > 0
-    assert recorder.report() is None
+    assert recorder.search.report() is None
 
 
 def test_a_value_is_compared_with_the_even_split(devices):
     recorder = recorded(devices, [(32,)] * 4, gpu0_bsz=3)
-    splits = [m.chunk_sizes for m in recorder.measurements.values()]
+    splits = [m.chunk_sizes for m in recorder.search.measurements.values()]
     assert splits == [(8, 8, 8, 8), (4, 10, 9, 9), (3, 10, 10, 9)]
-    assert recorder.last.chunk_sizes == (3, 10, 10, 9)
-    report = recorder.report()
+    assert recorder.search.last.chunk_sizes == (3, 10, 10, 9)
+    report = recorder.search.report()
     assert report.even.chunk_sizes == (8, 8, 8, 8)
     assert report.num_parameters == sum(p.numel() for p in make_model("cpu").parameters())
 
@@ -103,12 +105,12 @@ def test_the_model_has_the_value_of_its_largest_batch(devices):
 
 @pytest.mark.parametrize("capacity", [12 * 2**20, 48 * 2**20])
 def test_the_largest_batch_is_the_largest_that_runs(capacity, devices):
-    report = recorded(devices, [(1024,)] * 9, capacities=[capacity] * 4).report()
+    report = recorded(devices, [(1024,)] * 9, capacities=[capacity] * 4).search.report()
     largest, value = report.plan.max_batch_size, report.plan.max_batch_gpu0_bsz
 
     def peak(batch_size: int) -> int:
         gc.collect()
-        return max(recorded(devices, [(batch_size,)] * 4, gpu0_bsz=value).last.peak_bytes)
+        return max(recorded(devices, [(batch_size,)] * 4, gpu0_bsz=value).search.last.peak_bytes)
 
     assert peak(largest - 4) <= capacity < peak(largest + 4)
 
@@ -121,12 +123,12 @@ def test_a_second_split_is_tried_where_the_even_one_is_best(devices):
             model(torch.ones(4096, 64)).mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-    assert len(recorder.measurements) >= 2
-    assert recorder.report().plan.gpu0_bsz > 900
+    assert len(recorder.search.measurements) >= 2
+    assert recorder.search.report().plan.gpu0_bsz > 900
 
 
 def test_two_optimizers_make_one_iteration(devices):
-    recorder = LoopRecorder(devices, gpu0_bsz=2)
+    recorder = LoopRecorder(SplitSearch(2, devices))
     first, second = (BalancedDataParallel(0, make_model(devices[0])) for _ in range(2))
     recorder.adopt(first)
     recorder.adopt(second)
@@ -151,7 +153,7 @@ def test_evaluation_is_not_counted(devices):
                 model(torch.ones(4096, 64))
 
         train(model, [(32,)] * 3, after_step=evaluate)
-    [measured] = recorder.measurements.values()
+    [measured] = recorder.search.measurements.values()
     assert measured.batch_size == 32
     assert max(measured.peak_bytes) < 2**22
 
@@ -159,7 +161,7 @@ def test_evaluation_is_not_counted(devices):
 def test_gradient_accumulation_is_one_iteration(devices):
     recorder = recorded(devices, [(8, 16, 12)] * 3, gpu0_bsz=None)
     assert recorder.num_iterations == 3
-    assert list(recorder.measurements) == [(16, 4)]
+    assert list(recorder.search.measurements) == [(16, 4)]
 
 
 @pytest.mark.parametrize("gpu0_bsz", ["auto", None])
@@ -167,7 +169,7 @@ def test_iterations_whose_data_ended_are_not_compared_with_others(gpu0_bsz, devi
     """97 samples in batches of 32, two for each step: every second step has 32 and one."""
 
     def peaks(*steps: tuple[int, int]) -> dict[Any, Any]:
-        measured = recorded(devices, steps, gpu0_bsz=gpu0_bsz).measurements.values()
+        measured = recorded(devices, steps, gpu0_bsz=gpu0_bsz).search.measurements.values()
         return {m.gpu0_bsz: m.peak_bytes for m in measured if m.batch_size == 32}
 
     mixed = peaks(*[(32, 32), (32, 1)] * 5)
@@ -180,12 +182,24 @@ def test_iterations_whose_data_ended_are_not_compared_with_others(gpu0_bsz, devi
 def test_a_skipped_step_is_not_taken_for_accumulation(devices):
     """Else all later iterations would be left out, since none of them accumulates."""
     recorder = recorded(devices, [(32,)] * 10, skipped=2)
-    assert len(recorder.measurements) > 2
-    assert not recorder.is_searching
+    assert len(recorder.search.measurements) > 2
+    assert recorder.search.is_over
+
+
+def test_gradients_that_are_cleared_after_forward_do_not_begin_the_search_again(devices):
+    with split_loop(devices, gpu0_bsz=3) as (recorder, model):
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(4):
+            loss = model(torch.ones(32, 64)).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        del loss
+    assert [first for _, first in recorder.search.measurements] == [8, 4, 3]
 
 
 def test_the_loop_ends_where_it_would_begin_one_step_too_many(devices):
-    recorder = LoopRecorder(devices, num_steps=2)
+    recorder = LoopRecorder(SplitSearch("auto", devices), num_steps=2)
     steps = []
     with pytest.raises(StepsDone) as ended, recorder.recording():
         train(make_model(devices[0]), [(32,)] * 5, after_step=lambda: steps.append(1))
@@ -193,20 +207,20 @@ def test_the_loop_ends_where_it_would_begin_one_step_too_many(devices):
 
 
 def test_an_iteration_that_fails_is_kept_if_it_is_the_only_one(devices):
-    recorder = LoopRecorder(devices)
+    recorder = LoopRecorder(SplitSearch("auto", devices))
     model = make_model(devices[0])
     with pytest.raises(KeyError), recorder.recording():
         model(torch.ones(32, 64, device=devices[0]))
         raise KeyError
-    assert recorder.last.peak_bytes[0] > 0 == recorder.last.peak_bytes[1]
+    assert recorder.search.last.peak_bytes[0] > 0 == recorder.search.last.peak_bytes[1]
 
 
 def test_a_model_without_a_wrapper_is_measured_where_it_is(devices):
-    recorder = LoopRecorder(devices)
+    recorder = LoopRecorder(SplitSearch("auto", devices))
     with recorder.recording():
         train(make_model(devices[1]), [(32,)] * 3)
-    assert recorder.last.peak_bytes[1] > 0 == recorder.last.peak_bytes[0]
-    assert not recorder.is_splitting and recorder.report() is None
+    assert recorder.search.last.peak_bytes[1] > 0 == recorder.search.last.peak_bytes[0]
+    assert not recorder.is_splitting and recorder.search.report() is None
 
 
 def test_chunks_of_a_class_that_knows_none_of_torchs_are_counted():
@@ -220,22 +234,25 @@ def test_chunks_of_a_class_that_knows_none_of_torchs_are_counted():
         return nn.parallel.gather(outputs, 0)
 
     with emulate_devices(4, as_cuda=True) as devices:
-        recorder = LoopRecorder(devices)
+        recorder = LoopRecorder(SplitSearch("auto", devices))
         layers = make_model(devices[0])
         inner = Lambda(lambda self, batch: self.layers(batch["batch"][:1]), layers=layers)
         model = Lambda(split, module=inner)
         with recorder.recording():
             train(model, [(12,)] * 3)
-        assert recorder.last.chunk_sizes == (2, 5, 5, 0) and recorder.last.batch_size == 12
+        assert (
+            recorder.search.last.chunk_sizes == (2, 5, 5, 0)
+            and recorder.search.last.batch_size == 12
+        )
         del layers, inner, model, recorder
 
 
 def test_capacities_follow_the_devices_of_the_model(devices):
-    recorder = LoopRecorder(devices, [1, 2, 3, 4], gpu0_bsz=None)
+    recorder = LoopRecorder(SplitSearch(None, devices, [1, 2, 3, 4]))
     recorder.adopt(BalancedDataParallel(0, make_model(devices[3]), [3, 1]))
     assert recorder.devices == [devices[3], devices[1]]
-    assert recorder.capacities == [4, 2]
-    assert recorder.split(7) == split_batch(7, 2, even_share(7, 2))
+    assert recorder.search.capacities == [4, 2]
+    assert recorder.search.split(7) == split_batch(7, 2, even_share(7, 2))
 
 
 def test_recording_leaves_no_hooks(devices):
