@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import MutableMapping, MutableSequence, Sequence
 from dataclasses import dataclass
+from numbers import Number
 from typing import Any, Literal, get_args
 
 import torch
@@ -77,7 +78,7 @@ def _gather(outputs: list[Any], path: str, join: _Join) -> Any:
     if children[0] is None:
         if not all(_equal(first, other) for other in others):
             raise _differ(path, outputs, "different values")
-        if isinstance(first, int | float):
+        if isinstance(first, Number):
             join.losses.check_number(path)
         return first
     named = [dict(items or ()) for items in children]

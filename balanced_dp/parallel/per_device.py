@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -157,17 +158,25 @@ class PerDevice(Scattered):
         arguments = to_devices((self, *args), kwargs, self.devices, sizes)
         with losses.recording():
             results = parallel_apply(functions, arguments, self.devices, sizes, self.workers)
-        # A trial needs other samples than a single one, or two.
-        some = arguments[: 2 if sizes and sizes[0] < 3 else 1]
+        where = _chunks_for_a_trial(sizes or (0,))
+        some, home, most = arguments[where], self.devices[where.start], sum((sizes or (0,))[where])
 
-        def again(*where: Any) -> Any:
-            return to_devices(*gather(some, self.devices[0], self.dim), *where)
+        def again(*devices_and_sizes: Any) -> Any:
+            whole = some[0] if len(some) == 1 else gather(some, home, self.dim)
+            return to_devices(*whole, *devices_and_sizes)
 
-        most = sum(sizes[: len(some)]) if sizes else 0
         # No variable refers to the trial, which holds a replica.
-        with losses.joining(arguments, Trial(functions[0], self.devices[0], self.dim, most, again)):
+        with losses.joining(arguments, Trial(functions[where.start], home, self.dim, most, again)):
             device, dim = self.output_device, options["dim"]
             return gather(results, device, dim, scalar_outputs, sizes, losses)
+
+
+def _chunks_for_a_trial(sizes: Sequence[int]) -> slice:
+    """Return the largest chunk or, if it has less than four samples, the first that have four."""
+    largest = sizes.index(max(sizes))
+    if sizes[largest] > 3:
+        return slice(largest, largest + 1)
+    return slice(0, 1 + sum(total < 4 for total in itertools.accumulate(sizes)))
 
 
 def only_output(value: Any) -> Any:

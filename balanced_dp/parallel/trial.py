@@ -6,6 +6,7 @@ import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Number
 from typing import Any
 
 import torch
@@ -87,11 +88,14 @@ class Trial:
         if not parts or not whole:
             return ""
         traces, outputs = zip(*parts, *whole, strict=True)
-        facts = Facts([2, 2], dict(values.facts.known), True)
-        joined = BatchValues(traces[:2], facts, values.device, dict(values.kinds))
+        known, kinds = dict(values.facts.known), dict(values.kinds)
         try:
             with torch.no_grad():
-                value = joined.of(outputs[:2], name).item()
+                # Two and four samples show what two and two are to be joined by.
+                for pair, sizes in (((0, 4), [2, 4]), ((0, 1), [2, 2])):
+                    facts = Facts(sizes, known, True, is_trial=True)
+                    joined = BatchValues([traces[i] for i in pair], facts, values.device, kinds)
+                    value = joined.of([outputs[i] for i in pair], name).item()
         except (UnclearError, UnknownKindError):  # another loss than in training
             return ""
         a, b, *again, found, found_again = [output.item() for output in outputs]
@@ -105,8 +109,6 @@ class Trial:
 
     def changes(self, name: str) -> str:
         """Return how a number for two samples differs from that for four, or ""."""
-        if self.num_samples < 4:
-            return ""
         outputs = [
             number.item() if isinstance(number, torch.Tensor) else number
             for sizes in ([2, 2], [4])
@@ -117,7 +119,7 @@ class Trial:
         a, b, *again, found, found_again = outputs
         if [a, b, found] != [*again, found_again] or found in (a, b):
             return ""
-        return f"for four samples it is {found:g}, but {a:g} for two of them"
+        return f"for four samples it is {found}, but {a} for two of them"
 
     def axes(self, name: str) -> list[int] | None:
         """Return the dimensions of an output that have another size for more samples, if known."""
@@ -188,7 +190,7 @@ class Trial:
 
 def _is_number(value: object) -> bool:
     """Return whether a value is a number, or a 0-dim tensor."""
-    return isinstance(value, int | float) or (isinstance(value, torch.Tensor) and not value.dim())
+    return isinstance(value, Number) or (isinstance(value, torch.Tensor) and not value.dim())
 
 
 def _is_shape(value: object) -> bool:

@@ -63,6 +63,7 @@ CLASS_WEIGHT = torch.tensor([0.5, 0.0, 0.0, 2.0, 1.0], dtype=torch.double)
 GIVEN: dict[str, Any] = {
     "y": Y,
     "growing": Y.cumsum(0),
+    "ids": INDEX % 9,  # some return in a later chunk
     "ignored": IGNORED,  # in all of a chunk, too
     "ignored_chunk": Y.where((INDEX < 1) | (INDEX > 5), -100),
     "tokens": TOKENS,
@@ -516,6 +517,26 @@ UNCLEAR: dict[str, tuple[Callable[..., Any], str]] = {
             o, y, weight=1 / F.one_hot(y, CLASSES).double().sum(0).clamp(min=1)
         ),
         "over each chunk is combined with samples",
+    ),
+    "sum by the inverse of a count": (
+        lambda n, x, o, unlike: (rows(o) * unlike).sum() * (1 / max(1, int(unlike.sum()))),
+        "taken for counts that add up|its number of samples plus",
+    ),
+    "similarities of pairs": (
+        lambda n, x, o, real: F.mse_loss(o @ o.T, real @ real.T),
+        "for four samples it is",
+    ),
+    "similarities by their number": (
+        lambda n, x, o, real: -F.logsigmoid(o @ real.T).sum() / len(x),
+        "for four samples it is",
+    ),
+    "as long as the largest integer": (
+        lambda n, x, o, growing: rows(o).mean() * growing.bincount().double().square().mean(),
+        "whose shape depends on the samples",
+    ),
+    "parameters of each user": (
+        lambda n, x, o, ids: torch.outer(n.ones, n.ones)[ids.unique()].sum(),
+        "computed from unique of the samples",
     ),
     "rare classes": (
         lambda n, x, o, y: masked_mean(rows(o), rarity(y)),

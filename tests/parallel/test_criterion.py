@@ -593,6 +593,40 @@ def test_losses_of_the_module_are_those_of_the_batch_on_each_device(gpu0_bsz, de
     del outputs, output, found, compared, gradients, expected, value
 
 
+@pytest.mark.parametrize(
+    ("gpu0_bsz", "size"), [(None, 12), (3, 13), (None, 4), (1, 7), (2, 14), (1, 13)]
+)
+def test_a_check_has_samples_of_any_chunks(gpu0_bsz, size, x):
+    """Of the largest, even beside what cannot be joined, or of several if each has few."""
+
+    def loss(output: Tensor, names: Any, weight: Any = 1) -> Tensor:
+        assert len(names) == len(output)
+        return ((output * weight) @ output.T).logsumexp(1).mean()
+
+    model = BalancedDataParallel(gpu0_bsz, linear(CLASSES), ["cpu"] * 4, gather=False)
+    has_large_chunk = max(model.split(size)) > 3
+    criterion = BalancedCriterion(loss, broadcast=["weight"], split=["names"])
+    names: Any = ["a"] * size if has_large_chunk else x[:size]
+    options = {"weight": torch.rand(CLASSES).double()} if has_large_chunk else {}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "gpu0_bsz")
+        outputs = model(x[:size])
+    with pytest.warns(BalanceWarning, match="for four samples it is"):
+        criterion(outputs, names, **options)
+
+
+@pytest.mark.parametrize("gpu0_bsz", [1, 8])
+def test_a_criterion_may_write_to_a_loss_of_the_module(gpu0_bsz, x):
+    module = Lambda(lambda self, x: (self.inner(x), self.inner(x).exp().mean()), inner=linear(4))
+    model = BalancedDataParallel(gpu0_bsz, module, ["cpu"] * 4, gather=False)
+    criterion = BalancedCriterion(lambda outputs: outputs[1].mul_(0.5) + outputs[0].mean())
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "gpu0_bsz")
+        found = criterion(model(x))
+    output, other = module(x)
+    torch.testing.assert_close(found, other * 0.5 + output.mean(), **TOLERANCE)
+
+
 def test_only_losses_of_which_all_is_found_out_are_those_of_the_batch(x):
     """Others are as the replicas have returned them, until they are gathered."""
     module = Lambda(lambda self, x: self.inner(x).sum(), inner=linear(4))

@@ -427,7 +427,9 @@ def test_a_value_for_a_few_samples_may_tell_nothing(loss):
         model(X)
 
 
-@pytest.mark.parametrize("count", [len, Tensor.numel, lambda o: torch.tensor(len(o))])
+@pytest.mark.parametrize(
+    "count", [len, Tensor.numel, lambda o: torch.tensor(len(o)), lambda o: np.int64(len(o))]
+)
 def test_a_count_of_chunks_of_one_size_is_an_error(count):
     """In each call; if chunks differ in size, so do their counts."""
     model, _ = make(lambda n, x, o: (o.mean(), count(o)), 0)
@@ -474,7 +476,7 @@ def test_trials_of_a_function_that_is_mapped_are_those_of_its_first_call():
         return x.square().sum() / len(x)
 
     model = BalancedDataParallel(None, nn.Identity(), ["cpu"] * 2, gather=False)
-    for trials in ([4, 2], []):
+    for trials in ([4, 2, 2, 2, 2, 2, 4, 4], []):  # the other sizes, and the check
         sizes.clear()
         torch.testing.assert_close(model(X[:8]).map(first), X[:8].square().sum() / 8)
         assert sizes == [4, 4, *trials]
@@ -808,6 +810,15 @@ def test_criteria_are_those_of_the_whole_batch(name):
             lambda x, **others: criterion(model(x), **others), net, has_gradients, **arguments
         )
         torch.testing.assert_close(found, expected, **TOLERANCE)
+
+
+def test_map_is_checked_as_other_calls_are():
+    outputs = BalancedDataParallel(0, nn.Identity(), ["cpu"] * 4, gather=False)(REAL[:12])
+    with pytest.warns(BalanceWarning, match="for four samples it is"):
+        outputs.map(lambda o: (o @ o.T).logsumexp(1).mean())
+    with pytest.raises(GatherError, match="is the same number on every replica"):
+        outputs.map(len)
+    assert outputs.map(lambda o: o.shape[1]) == CLASSES
 
 
 def test_map_adds_up_counts():

@@ -106,7 +106,9 @@ class Facts:
             math.isfinite(n) and math.isclose(n, round(n)) for n in inverses
         ):
             self.known[place] = Fact.INVERSE
-            return 1 / sum(map(round, inverses))
+            counts = list(map(round, inverses))
+            self.doubt_count(counts)
+            return 1 / sum(counts)
         raise UnclearError(
             f"it is computed with a number, such as {numbers[0]:g}, that differs between the "
             "replicas and is no count; use a tensor, such as weights.sum()"
@@ -120,8 +122,9 @@ class Facts:
         reduction = group[0].reduction
         if reduction is None or group[0].shape:
             return False
-        num_rows = reduction.shape.numel()  # with as many classes, these may be the samples
-        if reduction.num_classes in (self.chunk_sizes[0], num_rows, num_rows - 1):
+        num_rows, size = reduction.shape.numel(), self.chunk_sizes[0]
+        # With as many classes, these may be the samples.
+        if num_rows % size or reduction.num_classes in (size, num_rows, num_rows - 1):
             return False
         place = (*place, reduction.shape[1:])
         if reduction.name == "mean" or (
@@ -154,14 +157,25 @@ class Facts:
 
     def keeps_samples(self, group: Sequence[Step], place: Place) -> bool:
         """Return whether a reduction of some dimensions has left that of the samples."""
-        first, place = group[0], (*place, "kept")
+        place = (*place, "kept")
         if not any(step.shape for step in group):
             return False
+        differ = any(step.shape != group[0].shape for step in group)
+        if differ and not self._follow_samples([step.shape for step in group]):
+            raise UnclearError("it is computed from a tensor whose shape depends on the samples")
         if not self.are_chunks_equal:
-            differ = any(step.shape != first.shape for step in group)
             self.known[place] = Fact.SAMPLES if differ else Fact.SAME
         self._check_that_known(place)
         return self.known[place] is Fact.SAMPLES
+
+    def _follow_samples(self, shapes: Sequence[torch.Size]) -> bool:
+        """Return whether one dimension of each shape has the same number of entries a sample."""
+        pairs = list(zip(shapes, self.chunk_sizes, strict=True))
+        first, size = pairs[0]
+        return len({len(shape) for shape in shapes}) == 1 and any(
+            all(shape[d] * size == first[d] * own for shape, own in pairs)
+            for d in range(len(first))
+        )
 
     def are_over_samples(
         self, reductions: Sequence[Reduction], values: Sequence[Any], place: Place

@@ -45,7 +45,8 @@ class OutputHistory:
         num_calls: the number of calls with (True) and without gradients (False).
         axes: for outputs whose shapes have shown it once, the dimension of the samples.
         kinds, facts: what is known of computations, and of places in them; see ``BatchValues``.
-        checked: how outputs differed for a few samples, or "", by name; None if that is not asked.
+        checked: how outputs, by what ``ChunkLosses.described`` returns, differed for a few samples,
+            or "".
         warned: the outputs, as a warning calls them, and names of inputs that were warned of.
     """
 
@@ -53,19 +54,18 @@ class OutputHistory:
     axes: dict[str, int] = field(default_factory=dict)
     kinds: dict[int, str] = field(default_factory=dict)
     facts: dict[Place, Fact] = field(default_factory=dict)
-    checked: dict[str, str] | None = field(default_factory=dict)
+    checked: dict[str, str] = field(default_factory=dict)
     warned: set[str] = field(default_factory=set)
     _maps: OutputHistory | None = field(default=None, init=False)
 
     def of_maps(self) -> OutputHistory:
         """Return what has shown of functions that are mapped over outputs, other than axes."""
         if self._maps is None:
-            self._maps = OutputHistory(checked=None, warned=self.warned)
+            self._maps = OutputHistory(warned=self.warned)
         return replace(self._maps, axes={})
 
-    def warn(self, name: str, function: Callable[..., Any], reason: str) -> None:
+    def warn(self, output: str, reason: str) -> None:
         """Warn, once for each output, that it may differ from its value for the whole batch."""
-        output = f"output {name or '(the whole)'} of {described(function)}"
         if output in self.warned:
             return
         self.warned.add(output)
@@ -173,7 +173,7 @@ class ChunkLosses:
             doubts.append(str(error))
             value = weighted_mean(outputs, sizes, device)
         if doubts and not is_symbolic(outputs[0].device):
-            history.warn(name, self.function, doubts[0])
+            history.warn(self.described(name), doubts[0])
         return value
 
     def check_number(self, name: str) -> None:
@@ -182,17 +182,21 @@ class ChunkLosses:
         Raises:
             GatherError: it does, by a trial of a model whose chunks are of one size.
         """
-        sizes, checked = self.chunk_sizes or (), self.history.checked
-        if len(sizes) < 2 or not self.is_auto or checked is None:
+        sizes, checked, trial = self.chunk_sizes or (), self.history.checked, self._trial
+        if len(sizes) < 2 or len(set(sizes)) > 1 or not self.is_auto:
             return
-        are_equal = len(set(sizes)) == 1
-        if name not in checked and are_equal and self._trial is not None:
-            checked[name] = self._trial.changes(name)
-        if are_equal and checked.get(name):
+        output = self.described(name)
+        if output not in checked and trial is not None and trial.num_samples > 3:
+            checked[output] = trial.changes(name)
+        if checked.get(output):
             raise GatherError(
-                f"output {name or '(the whole)'} is the same number on every replica, since their "
-                f"chunks have one size: {checked[name]}. Count outside, from gathered outputs"
+                f"{output} is the same number on every replica, since their chunks have one size: "
+                f"{checked[output]}. Count outside, from gathered outputs"
             )
+
+    def described(self, name: str) -> str:
+        """Return what messages call an output."""
+        return f"output {name or '(the whole)'} of {described(self.function)}"
 
     def axes(self, name: str) -> list[int] | None:
         """Return the dimensions of an output that depend on the number of samples, if known."""
@@ -216,7 +220,9 @@ class ChunkLosses:
             if all(name in own for own in losses)
         }
         return [
-            nested.replaced(output, {n: value.to(own[n].device) for n, value in joined.items()})
+            nested.replaced(
+                output, {n: value.to(own[n].device, copy=True) for n, value in joined.items()}
+            )
             for output, own in zip(outputs, losses, strict=True)
         ]
 
@@ -239,13 +245,11 @@ class ChunkLosses:
 
     def _check(self, values: BatchValues, name: str) -> None:
         """Raise UnclearError if a check in the first call has shown that an output is not known."""
-        checked = self.history.checked
-        if checked is None:
-            return
-        if name not in checked and self._trial is not None and self._trial.num_samples > 3:
-            checked[name] = self._trial.difference(values, name)
-        if checked.get(name):
-            raise UnclearError(checked[name])
+        checked, output = self.history.checked, self.described(name)
+        if output not in checked and self._trial is not None and self._trial.num_samples > 3:
+            checked[output] = self._trial.difference(values, name)
+        if checked.get(output):
+            raise UnclearError(checked[output])
 
 
 def is_loss(value: object) -> TypeGuard[torch.Tensor]:

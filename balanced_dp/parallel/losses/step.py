@@ -77,7 +77,8 @@ class Step:
     @property
     def has_values(self) -> bool:
         """Whether it is more than a vector of integers, which are indices or offsets."""
-        return not self.shape or self.value is None or not is_integer(self.value)
+        is_unique = self.reduction is not None and self.reduction.name == "unique"
+        return is_unique or not self.shape or self.value is None or not is_integer(self.value)
 
     def explain(
         self,
