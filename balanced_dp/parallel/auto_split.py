@@ -42,10 +42,12 @@ def _is_state(state: Any) -> bool:
             "batch_size": int(batch_size),
             "gpu0_bsz": int(value),
             "capacities": [int(), *_],
-            "too_large": list(),
-            "too_small": list(),
+            "too_large": list(too_large),
+            "too_small": list(too_small),
         }:
-            return 0 <= value <= batch_size > 0
+            pairs = [*too_large, *too_small]
+            are_pairs = all(isinstance(pair, list) and len(pair) == 2 for pair in pairs)
+            return 0 <= value <= batch_size > 0 and are_pairs
     return False
 
 

@@ -90,7 +90,8 @@ def verdict(report: Report) -> str:
 def summary(report: Report) -> tuple[str, ...]:
     """Return the sentences that explain the options."""
     sentences = [
-        f"The loss on each device cannot be measured: {other.reason}."
+        f"{'Parameters on all devices' if other.spread else 'The loss on each device'} cannot be "
+        f"measured: {other.reason}."
         for other in report.alternatives
         if other.reason is not None
     ]

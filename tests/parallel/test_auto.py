@@ -569,6 +569,7 @@ def test_a_search_that_starts_anywhere_ends_no_worse(model, capacities, batch_si
         {"batch_size": 8, "gpu0_bsz": -4, "capacities": [1], "too_large": [], "too_small": []},
         {"batch_size": 8, "gpu0_bsz": 2.5, "capacities": [1], "too_large": [], "too_small": []},
         {"batch_size": 8, "gpu0_bsz": 2, "capacities": [], "too_large": [], "too_small": []},
+        {"batch_size": 8, "gpu0_bsz": 2, "capacities": [1], "too_large": [3], "too_small": []},
     ],
 )
 def test_what_a_damaged_checkpoint_says_of_auto_is_ignored(state):

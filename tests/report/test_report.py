@@ -23,6 +23,7 @@ from balanced_dp.report import (
     tables,
 )
 from balanced_dp.report.compare import METRICS
+from balanced_dp.tuning.report_types import Alternative
 
 
 def test_a_file_gives_back_what_was_saved(report, unlike, tmp_path):
@@ -190,6 +191,13 @@ def test_a_batch_that_was_not_searched_beyond_is_said_to_be_a_bound(report):
     unmeasured = replace(report, options=[replace(o, measured=None) for o in report.options])
     assert "its peaks are predicted." in " ".join(tables.summary(unmeasured))
     assert "predicted." not in " ".join(tables.summary(report))
+
+
+def test_what_could_not_be_measured_is_named(report):
+    failed = [Alternative(False, spread, reason="too large") for spread in (False, True)]
+    text = " ".join(tables.summary(replace(report, alternatives=failed)))
+    for what in ("The loss on each device", "Parameters on all devices"):
+        assert f"{what} cannot be measured: too large." in text
 
 
 def test_what_ran_out_of_memory_has_no_peak(report):
