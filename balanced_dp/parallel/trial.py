@@ -70,7 +70,7 @@ class Trial:
             pair = self._outputs(name, [size, other])
         else:
             pair = [*self._outputs(name, [size]), *self._outputs(name, [other])]
-        if len(pair) < 2:
+        if len(pair) < 2 or not all(is_loss(output) for _, output in pair):
             return
         traces, outputs = zip(*pair, strict=True)
         facts = Facts([size, other], values.facts.known, True, is_trial=True)
@@ -83,11 +83,10 @@ class Trial:
 
     def difference(self, values: BatchValues, name: str) -> str:
         """Return how what is joined from two times two samples differs from all four, or ""."""
-        parts = self._outputs(name, [2, 2], evaluates=True)
-        whole = self._outputs(name, [4], evaluates=True)
-        if not parts or not whole:
+        few = self._few(name, is_loss)
+        if not few:
             return ""
-        traces, outputs = zip(*parts, *whole, strict=True)
+        traces, outputs = zip(*few, strict=True)
         known, kinds = dict(values.facts.known), dict(values.kinds)
         try:
             with torch.no_grad():
@@ -109,37 +108,35 @@ class Trial:
 
     def changes(self, name: str) -> str:
         """Return how a number for two samples differs from that for four, or ""."""
-        outputs = [
-            number.item() if isinstance(number, torch.Tensor) else number
-            for sizes in ([2, 2], [4])
-            for _, number in self._outputs(name, sizes, evaluates=True, is_kind=_is_number)
-        ]
-        if len(outputs) < 6:
+        few = [number for _, number in self._few(name, _is_number)]
+        if not few:
             return ""
-        a, b, *again, found, found_again = outputs
+        a, b, *again, found, found_again = (n.item() if torch.is_tensor(n) else n for n in few)
         if [a, b, found] != [*again, found_again] or found in (a, b):
             return ""
         return f"for four samples it is {found}, but {a} for two of them"
 
     def axes(self, name: str) -> list[int] | None:
         """Return the dimensions of an output that have another size for more samples, if known."""
-        few = ([2, 2], [4]) if self.num_samples > 3 else ([1], [2])
-        shapes = [
-            shape
-            for sizes in few
-            for _, shape in self._outputs(name, sizes, evaluates=True, is_kind=_is_shape)
-        ]
+        shapes = [shape for _, shape in self._few(name, lambda one: isinstance(one, torch.Size))]
         if len({len(shape) for shape in shapes}) != 1:
             return None
         pairs = zip(shapes[0], shapes[-1], strict=True)
         return [axis for axis, (size, other) in enumerate(pairs) if size != other]
 
+    def _few(self, name: str, is_kind: Callable[[Any], bool]) -> list[tuple[Trace, Any]]:
+        """Return an output of a kind, in evaluation mode: of two parts, again, and twice the whole.
+
+        A part is of two samples, or of one if there are less than four.
+        """
+        size = 2 if self.num_samples > 3 else 1
+        parts = self._outputs(name, [size, size], evaluates=True)
+        whole = self._outputs(name, [2 * size], evaluates=True)
+        few = [*parts, *whole] if parts and whole else []
+        return few if all(is_kind(output) for _, output in few) else []
+
     def _outputs(
-        self,
-        name: str,
-        sizes: Sequence[int],
-        evaluates: bool = False,
-        is_kind: Callable[[Any], bool] = is_loss,
+        self, name: str, sizes: Sequence[int], evaluates: bool = False
     ) -> list[tuple[Trace, Any]]:
         """Return an output for other samples, and how it was computed; nothing if that fails.
 
@@ -149,7 +146,6 @@ class Trial:
             name: its dotted path.
             sizes: how many samples each output is for; they are the last ones.
             evaluates: whether modules are in evaluation mode, and all is computed twice.
-            is_kind: whether an output is one that was asked for.
         """
         key = (*sizes, evaluates)
         if key not in self._tried:
@@ -157,8 +153,7 @@ class Trial:
                 self._tried[key] = self._call(sizes, evaluates)
             except Exception:  # of whatever forward does with so few samples
                 self._tried[key] = []
-        tried = [(trace, outputs.get(name)) for trace, outputs in self._tried[key]]
-        return tried if all(is_kind(output) for _, output in tried) else []
+        return [(trace, outputs.get(name)) for trace, outputs in self._tried[key]]
 
     @torch.no_grad()
     def _call(self, sizes: Sequence[int], evaluates: bool) -> list[tuple[Trace, dict[str, Any]]]:
@@ -191,10 +186,6 @@ class Trial:
 def _is_number(value: object) -> bool:
     """Return whether a value is a number, or a 0-dim tensor."""
     return isinstance(value, Number) or (isinstance(value, torch.Tensor) and not value.dim())
-
-
-def _is_shape(value: object) -> bool:
-    return isinstance(value, torch.Size)
 
 
 def _kept(output: Any) -> dict[str, Any]:
