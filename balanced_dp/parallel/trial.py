@@ -224,11 +224,11 @@ def _isolated(function: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
 def _in_rnns(module: nn.Module, copies: Mapping[int, torch.Tensor]) -> Iterator[None]:
     """Let RNNs, which put their weights together in place, do so with copies of these."""
     rnns = [child for child in module.modules() if isinstance(child, nn.RNNBase)]
-    before = [(rnn._flat_weights, rnn._flat_weight_refs) for rnn in rnns]
+    before = [dict(vars(rnn)) for rnn in rnns]
     for rnn in rnns:
         rnn._flat_weights = [copies.get(id(weight), weight) for weight in rnn._flat_weights]
     try:
         yield
     finally:
-        for rnn, (weights, references) in zip(rnns, before, strict=True):
-            rnn._flat_weights, rnn._flat_weight_refs = weights, references
+        for rnn, attributes in zip(rnns, before, strict=True):
+            vars(rnn).update(attributes)

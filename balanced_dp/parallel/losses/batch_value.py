@@ -114,8 +114,15 @@ class BatchValues:
         ):
             raise UnknownKindError(kind)
         for position, group in enumerate(ordered):
-            if group[0] not in self._values and group[0] not in self._of_samples:
+            if group[0] in self._values or group[0] in self._of_samples:
+                continue
+            try:
                 self._compute(group, (kind, position))
+            except (UnclearError, UnknownKindError, torch.OutOfMemoryError):
+                raise
+            except Exception as error:  # of whatever function; forward itself has ended well
+                text = str(error).partition("\n")[0]
+                raise UnclearError(f"it cannot be computed for the whole batch ({text})") from None
 
     def _compute(self, group: Steps, place: Place) -> None:
         """Compute the value of a step for the batch, unless it has entries of samples."""
@@ -143,11 +150,6 @@ class BatchValues:
                 raise UnclearError(_MIXED) from None
             self._join(group, place)
             return
-        except (UnclearError, UnknownKindError, torch.OutOfMemoryError):
-            raise
-        except Exception as error:  # of whatever function; forward itself has ended well
-            text = str(error).partition("\n")[0]
-            raise UnclearError(f"it cannot be computed for the whole batch ({text})") from None
         if self._same.issuperset(parents):
             self._same.add(first)
         is_linear = len(parents) < 2 or first.name.strip("_") not in (*DIVISIONS, *MULTIPLICATIONS)
