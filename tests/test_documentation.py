@@ -110,10 +110,18 @@ def test_the_training_script_before_and_after(tmp_path, monkeypatch, capsys):
     for ours in (exact, changed(exact, to_loss_on_each)):
         checkpoint.unlink()
         assert losses_of(ours, capsys) == pytest.approx(expected, abs=2e-4)
+
+
+@pytest.mark.slow
+def test_the_training_script_goes_on_where_it_was_killed(tmp_path, monkeypatch, capsys):
+    """In half precision, after each epoch; what "auto" has found outlives that."""
+    [(_, script, _)] = SCRIPTS
+    monkeypatch.chdir(tmp_path)
+    checkpoint = tmp_path / "checkpoint.pt"
+    expected = losses_of(script.replace("DTYPE):", "enabled=False):"), capsys)
     checkpoint.unlink()
     assert losses_of(script, capsys) == pytest.approx(expected, rel=0.05)  # in bfloat16
     checkpoint.unlink()
-    # Killed after each epoch; what "auto" has found outlives that.
     half = script.replace("DTYPE = torch.bfloat16", "DTYPE = torch.float16")
     killed = half.replace("first_epoch, EPOCHS", "first_epoch, first_epoch + 1")
     losses = [loss for _ in range(3) for loss in losses_of(killed, capsys)]

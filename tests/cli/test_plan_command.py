@@ -73,7 +73,10 @@ def test_the_goal_decides_which_option_comes_first(goal):
         ["plan", "--memory", "11GiB"],
         ["plan", "--memory", "24GiB,11GiB,11GiB", "--for", "batch"],
         ["tune", "--emulate", "--memory", "100GiB", "--devices", "8", "--for", "headroom"],
-        ["tune", "--emulate", "--memory", "100GiB", "--devices", "11", "--sweep", "9:12"],
+        pytest.param(
+            ["tune", "--emulate", "--memory", "100GiB", "--devices", "11", "--sweep", "9:12"],
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_no_cell_is_wrapped_at_80_columns(options):

@@ -33,7 +33,7 @@ def losses_on_cpu(script: str) -> list[float]:
 
 
 SLOW = pytest.mark.slow
-OFTEN, RARELY = ("gpt.py", "xl.py"), ("images.py", "gan.py", "xl.py --own", "ema.py", "hf.py")
+OFTEN, RARELY = ("xl.py",), ("gpt.py", "images.py", "gan.py", "xl.py --own", "ema.py", "hf.py")
 
 
 @pytest.mark.parametrize(

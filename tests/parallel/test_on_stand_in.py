@@ -601,6 +601,7 @@ def test_tune_measures_up_to_where_memory_runs_out(failure, stand_in: StandIn):
 
 
 @pytest.mark.skipif(cuda_stand_in.WHY_NOT is not None, reason=str(cuda_stand_in.WHY_NOT))
+@pytest.mark.slow
 def test_the_demo_runs_before_anything_is_on_a_device():
     """It resets the peaks of devices that are not initialized."""
     pytest.importorskip("typer")

@@ -66,8 +66,10 @@ def value_of_auto(workload, batch_size, num_devices):
     [
         *((name, 2, 9) for name in ("mlp", "wide_output", "convolutions", "char_transformer")),
         *((name, 8, 40) for name in ("wide_output", "convolutions")),
-        *(("mlp", 3, 50), ("recurrent", 4, 24)),
-        *(("tied_transformer", 6, 14), ("loss_inside", 5, 18)),
+        ("mlp", 3, 50),
+        pytest.param("recurrent", 4, 24, marks=pytest.mark.slow),
+        pytest.param("tied_transformer", 6, 14, marks=pytest.mark.slow),
+        ("loss_inside", 5, 18),
     ],
 )
 def test_the_plan_and_auto_are_what_trying_everything_finds(name, num_devices, batch_size):

@@ -75,6 +75,7 @@ def test_emulated_devices_are_not_timed():
     assert [check.outcome for check in checks] == ["-", "-"]
 
 
+@pytest.mark.slow
 def test_ranks_are_timed():
     assert 0 < seconds.rank_seconds(NAME, 8, "cpu", 2) < 10
 
