@@ -365,6 +365,18 @@ def test_trials_are_a_few_calls_at_first():
         assert len(model._replicator._pool._waiting) == 3  # nothing refers to them
 
 
+def test_a_mean_that_is_asked_for_takes_no_trial():
+    sizes: list[int] = []
+
+    def loss(net: Net, x: Tensor, o: Tensor) -> Any:
+        sizes.append(len(x))
+        return o.square().mean() ** 2, len(x), o.expand(3, -1, -1)
+
+    model, _ = make(loss, 0, scalar_outputs="mean")
+    model(X[:12])
+    assert sizes == [4, 4, 4]
+
+
 @pytest.mark.parametrize("as_criterion", [True, False])
 def test_without_a_trial_losses_are_averaged_and_warned_of(as_criterion):
     def loss(o: Tensor) -> Tensor:

@@ -124,10 +124,11 @@ class ChunkLosses:
 
         Args:
             arguments: those of each replica, for ``loss_weight``.
-            trial: a ``Trial`` of the first replica. It is not used on symbolic devices: they have
-                no values, and are there to measure memory.
+            trial: a ``Trial`` of a replica. It is not used on symbolic devices: they have no
+                values, and are there to measure memory.
         """
-        self._arguments, self._trial = arguments, None if is_symbolic(trial.device) else trial
+        is_used = self.is_auto and not is_symbolic(trial.device)
+        self._arguments, self._trial = arguments, trial if is_used else None
         try:
             yield
         finally:
@@ -183,7 +184,7 @@ class ChunkLosses:
             GatherError: it does, by a trial of a model whose chunks are of one size.
         """
         sizes, checked, trial = self.chunk_sizes or (), self.history.checked, self._trial
-        if len(sizes) < 2 or len(set(sizes)) > 1 or not self.is_auto:
+        if len(sizes) < 2 or len(set(sizes)) > 1:
             return
         output = self.described(name)
         if output not in checked and trial is not None and trial.num_samples > 3:
