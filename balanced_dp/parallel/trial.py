@@ -83,7 +83,7 @@ class Trial:
 
     def difference(self, values: BatchValues, name: str) -> str:
         """Return how what is joined from two times two samples differs from all four, or ""."""
-        few = self._few(name, is_loss)
+        size, few = self._few(name, lambda one: is_loss(one) and not one.isnan())
         if not few:
             return ""
         traces, outputs = zip(*few, strict=True)
@@ -91,7 +91,7 @@ class Trial:
         try:
             with torch.no_grad():
                 # Two and four samples show what two and two are to be joined by.
-                for pair, sizes in (((0, 4), [2, 4]), ((0, 1), [2, 2])):
+                for pair, sizes in (((0, 4), [size, 2 * size]), ((0, 1), [size, size])):
                     facts = Facts(sizes, known, True, is_trial=True)
                     joined = BatchValues([traces[i] for i in pair], facts, values.device, kinds)
                     value = joined.of([outputs[i] for i in pair], name).item()
@@ -103,37 +103,47 @@ class Trial:
         eps = torch.finfo(outputs[0].dtype).eps
         relative, absolute = (1e-6, 1e-9) if eps < 1e-9 else (max(_TOLERANCE, 8 * eps), 1e-5)
         if abs(value - found) > relative * max(abs(a), abs(b), abs(found)) + absolute:  # no NaN
-            return f"for four samples it is {found:g}, but {value:g} if joined from two and two"
+            return (
+                f"for {2 * size} samples it is {found:g}, but {value:g} if joined from two halves"
+            )
         return ""
 
     def changes(self, name: str) -> str:
         """Return how a number for two samples differs from that for four, or ""."""
-        few = [number for _, number in self._few(name, _is_number)]
+        size, few = self._few(name, _is_number)
         if not few:
             return ""
-        a, b, *again, found, found_again = (n.item() if torch.is_tensor(n) else n for n in few)
+        numbers = [number.item() if torch.is_tensor(number) else number for _, number in few]
+        a, b, *again, found, found_again = numbers
         if [a, b, found] != [*again, found_again] or found in (a, b):
             return ""
-        return f"for four samples it is {found}, but {a} for two of them"
+        return f"for {2 * size} samples it is {found}, but {a} for half of them"
 
     def axes(self, name: str) -> list[int] | None:
         """Return the dimensions of an output that have another size for more samples, if known."""
-        shapes = [shape for _, shape in self._few(name, lambda one: isinstance(one, torch.Size))]
+        _, few = self._few(name, lambda one: isinstance(one, torch.Size))
+        shapes = [shape for _, shape in few]
         if len({len(shape) for shape in shapes}) != 1:
             return None
         pairs = zip(shapes[0], shapes[-1], strict=True)
         return [axis for axis, (size, other) in enumerate(pairs) if size != other]
 
-    def _few(self, name: str, is_kind: Callable[[Any], bool]) -> list[tuple[Trace, Any]]:
+    def _few(
+        self, name: str, is_kind: Callable[[Any], bool]
+    ) -> tuple[int, list[tuple[Trace, Any]]]:
         """Return an output of a kind, in evaluation mode: of two parts, again, and twice the whole.
 
-        A part is of two samples, or of one if there are less than four.
+        Before them comes the number of samples of a part: two, or four if forward fails with two or
+        returns another kind, or one if there are less than four samples. With none of these, there
+        are no outputs.
         """
-        size = 2 if self.num_samples > 3 else 1
-        parts = self._outputs(name, [size, size], evaluates=True)
-        whole = self._outputs(name, [2 * size], evaluates=True)
-        few = [*parts, *whole] if parts and whole else []
-        return few if all(is_kind(output) for _, output in few) else []
+        for size in (2, 4) if self.num_samples > 3 else (1,):
+            parts = self._outputs(name, [size, size], evaluates=True)
+            whole = self._outputs(name, [2 * size], evaluates=True)
+            few = [*parts, *whole]
+            if parts and whole and all(is_kind(output) for _, output in few):
+                return size, few
+        return 0, []
 
     def _outputs(
         self, name: str, sizes: Sequence[int], evaluates: bool = False

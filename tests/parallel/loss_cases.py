@@ -524,11 +524,11 @@ UNCLEAR: dict[str, tuple[Callable[..., Any], str]] = {
     ),
     "similarities of pairs": (
         lambda n, x, o, real: F.mse_loss(o @ o.T, real @ real.T),
-        "for four samples it is",
+        "for 4 samples it is",
     ),
     "similarities by their number": (
         lambda n, x, o, real: -F.logsigmoid(o @ real.T).sum() / len(x),
-        "for four samples it is",
+        "for 4 samples it is",
     ),
     "as long as the largest integer": (
         lambda n, x, o, growing: rows(o).mean() * growing.bincount().double().square().mean(),

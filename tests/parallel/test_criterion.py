@@ -611,7 +611,7 @@ def test_a_check_has_samples_of_any_chunks(gpu0_bsz, size, x):
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "gpu0_bsz")
         outputs = model(x[:size])
-    with pytest.warns(BalanceWarning, match="for four samples it is"):
+    with pytest.warns(BalanceWarning, match="for 4 samples it is"):
         criterion(outputs, names, **options)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 import threading
 import warnings
@@ -407,9 +408,22 @@ def test_without_a_trial_losses_are_averaged_and_warned_of(as_criterion):
 )
 def test_a_value_that_is_wrong_for_a_few_samples_is_warned_of(loss, gpu0_bsz):
     model, _ = make(loss, gpu0_bsz)
-    with pytest.warns(BalanceWarning, match="for four samples it is|no mean or sum"):
+    with pytest.warns(BalanceWarning, match="for 4 samples it is|no mean or sum"):
         found = model(X)
     torch.testing.assert_close(model(X), found)  # averaged
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda n, x, o: (o @ o.T).topk(3).values.mean(),
+        lambda n, x, o: (o @ o.T).logsumexp(1).mean() * (1.0 if len(o) > 2 else math.nan),
+    ],
+)
+def test_a_value_that_two_samples_do_not_have_is_checked_for_four_and_eight(loss):
+    model, _ = make(loss, 3)
+    with pytest.warns(BalanceWarning, match="for 8 samples it is"):
+        model(X)
 
 
 @pytest.mark.parametrize(
@@ -446,7 +460,7 @@ def test_a_count_of_chunks_of_one_size_is_an_error(count):
     """In each call; if chunks differ in size, so do their counts."""
     model, _ = make(lambda n, x, o: (o.mean(), count(o)), 0)
     for size in (12, 12, 13):
-        reason = "for two of them" if size == 12 else "differ"
+        reason = "for half of them" if size == 12 else "differ"
         with pytest.raises(GatherError, match=f"^output 1 .*{reason}"):
             model(X[:size])
 
@@ -825,7 +839,7 @@ def test_criteria_are_those_of_the_whole_batch(name):
 
 def test_map_is_checked_as_other_calls_are():
     outputs = BalancedDataParallel(0, nn.Identity(), ["cpu"] * 4, gather=False)(REAL[:12])
-    with pytest.warns(BalanceWarning, match="for four samples it is"):
+    with pytest.warns(BalanceWarning, match="for 4 samples it is"):
         outputs.map(lambda o: (o @ o.T).logsumexp(1).mean())
     with pytest.raises(GatherError, match="is the same number on every replica"):
         outputs.map(len)
