@@ -22,6 +22,8 @@ HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backwa
 DICTIONARIES = ("_modules", "_parameters", "_buffers", *HOOKS)
 """The attributes in which it stores all that is registered, which each replica has of its own."""
 
+_CARRIERS = (types.MethodType, functools.partial)
+
 # The replica of each module. A strong reference from within a replica would make a cycle, and the
 # memory of the replica would wait for the garbage collector.
 _References = Mapping[nn.Module, "weakref.ref[nn.Module]"]
@@ -46,7 +48,8 @@ def _bind_methods(module: nn.Module, copy: Any, references: _References) -> bool
     bound: dict[str, Any] = {
         name: _Bound(value, references)
         for name, value in module.__dict__.items()
-        if _holds_module(value, references)
+        if isinstance(value, _CARRIERS)  # few are, so most need no call
+        and _holds_module(value, references)
     }
     if not bound:
         return False
@@ -99,7 +102,7 @@ def _bind_hooks(copy: nn.Module, references: _References) -> bool:
 
 def _holds_module(value: Any, references: _References) -> bool:
     """Return whether a value is a method or partial that holds a module with a replica."""
-    return not isinstance(value, nn.Module) and _bound(value, references) is not value
+    return isinstance(value, _CARRIERS) and _bound(value, references) is not value
 
 
 def _bound(value: Any, references: _References) -> Any:

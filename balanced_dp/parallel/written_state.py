@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any
@@ -120,13 +121,15 @@ class SetAttributes:
     def names(self) -> list[str]:
         """Return the names of the attributes that forward has set."""
         # Private attributes are caches or flags: transformers installs its hooks in the first call.
-        return [name for name in self._changed() if not name.rpartition(".")[2].startswith("_")]
+        return [name for name in self._changed if not name.rpartition(".")[2].startswith("_")]
 
     def have_other_dictionaries(self) -> bool:
         """Return whether forward has replaced a dictionary of members or hooks."""
-        return any(name.rpartition(".")[2] in DICTIONARIES for name in self._changed())
+        return any(name.rpartition(".")[2] in DICTIONARIES for name in self._changed)
 
+    @functools.cached_property
     def _changed(self) -> list[str]:
+        """What differs after the call, when it is first asked for."""
         return [
             f"{prefix}.{name}".lstrip(".")
             for (prefix, module), before in zip(self._modules, self._before, strict=True)
