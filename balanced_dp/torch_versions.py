@@ -40,10 +40,12 @@ NEEDED = (
     "Tensor._make_wrapper_subclass",
     "_C._disabled_torch_function_impl",
     "UntypedStorage._cdata",
-    # Means and sums over samples: where torch computes them, and what is computed from them.
+    # How losses are computed: cross entropies are counted, and graphs are read.
     *(f"_C._nn.{name}" for name in ("cross_entropy_loss", "nll_loss_nd")),
     "_C._functorch.peek_interpreter_stack",
-    "_C.DisableTorchFunctionSubclass",
+    "jit._builtins._register_builtin",
+    "_C._functions.SumBackward0._input_metadata",
+    "autograd.Function._backward_cls",
     # The type of this machine's accelerators.
     "_C._get_accelerator",
     # Nested containers.

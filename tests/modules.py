@@ -123,9 +123,6 @@ CASES = {
     "lstm with its states, dim=1": Case(
         lambda: nn.LSTM(4, 3, 2), lambda n: ((torch.randn(5, n, 4),), {}), {"dim": 1}
     ),
-    "lstm with its states, batch first": Case(
-        lambda: nn.LSTM(4, 3, 3, batch_first=True), tensors((2, 4))
-    ),
     "transformer encoder": Case(
         lambda: nn.TransformerEncoder(
             nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True),

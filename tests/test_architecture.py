@@ -22,11 +22,10 @@ memory/ nvml nvml_sampler step_memory
 memory/ breakdown peaks probe logger __init__
 planning/ memory_model estimates split_planner auto_balance __init__
 parallel/ nested call_inputs move
-parallel/losses/ weighted step trace reductions facts batch_value
-parallel/losses/ weight join __init__
 parallel/ scatter arrivals coalesced_copy homes deferred_gradients parameter_copies
-parallel/ bound_methods written_state replica replica_pool replicate parallel_apply trial
-parallel/ gather per_device criterion auto_split split_policy data_parallel
+parallel/losses/ cross_entropy graph sums plan weight join __init__
+parallel/ bound_methods written_state replica replica_pool replicate parallel_apply
+parallel/ gather per_device criterion auto_split split_policy check data_parallel
 parallel/ functional __init__
 tuning/ models workloads open_devices measurement options step_benchmark report_types reports
 tuning/ workload_search tuner split_search loop_recorder __init__

@@ -144,7 +144,8 @@ ELSEWHERE = {
     *("_orig_mod", "_initialize"),
     # Read of an RNN, which has them.
     *("_flat_weights", "_flat_weights_names"),
-    # Of nodes of autograd.
+    # Of nodes of autograd, which have them, or lack them as others do.
+    *("_saved_reduction", "_saved_dim", "_saved_dims", "_saved_ignore_index", "_raw_saved_"),
     # Of replicas.
     "_bound_methods",
     # Names that emulate_devices gives to functions of its own, and registers kernels for.

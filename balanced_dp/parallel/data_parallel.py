@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, closing, nullcontext
 from itertools import chain
 from typing import Any, Literal, TypeVar
 
@@ -17,7 +16,8 @@ from ..memory.probe import MemoryProbe
 from ..split import as_integer
 from ..torch_versions import disable_dynamo
 from .auto_split import STATE_KEY
-from .call_inputs import Arguments, check_paths, named_arguments
+from .call_inputs import check_paths, named_arguments
+from .check import CheckResult, compare
 from .gather import ScalarOutputs, check_scalar_outputs, gather
 from .homes import on_one_device, spread_parameters
 from .losses.join import ChunkLosses, OutputHistory
@@ -27,7 +27,6 @@ from .per_device import PerDevice, only_output
 from .replicate import Replicator, check_on_device
 from .scatter import find_batch_size, scatter
 from .split_policy import SplitPolicy
-from .trial import Trial
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -204,17 +203,12 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
                 args, keywords = self.scatter(inputs, kwargs, ids, active_sizes)
                 replicas = self.replicate(self.module, ids)
                 losses = self._losses(active_sizes)
+                losses.arguments = list(zip(args, keywords, strict=True))
                 devices = self._devices_of(ids)
                 with self._replicator.running(self.module, replicas):
                     with losses.recording():
                         outputs = self.parallel_apply(replicas, args, keywords, ids, active_sizes)
-                    arguments = list(zip(args, keywords, strict=True))
-                    again, most = partial(self._scattered, inputs, kwargs), batch_size or 0
-                    with losses.joining(
-                        arguments,
-                        Trial(replicas[0], devices[0], self.dim, most, again),
-                    ):
-                        return self._joined(outputs, devices, losses)
+                    return self._joined(outputs, devices, losses)
 
     def _batch_size(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
         named = named_arguments(self.module.forward, inputs, kwargs)
@@ -253,28 +247,18 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
 
         If ``chunk_sizes`` is None, each device gets every tensor whole.
         """
-        devices = self._devices_of(device_ids)
-        arguments = self._scattered(inputs, kwargs or {}, devices, chunk_sizes)
-        return [args for args, _ in arguments], [keywords for _, keywords in arguments]
-
-    def _scattered(
-        self,
-        inputs: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        devices: Sequence[torch.device],
-        chunk_sizes: Sequence[int] | None,
-    ) -> list[Arguments]:
-        return scatter(
+        arguments = scatter(
             self.module.forward,
             inputs,
-            kwargs,
-            devices,
+            kwargs or {},
+            self._devices_of(device_ids),
             chunk_sizes,
             self.dim,
             self.broadcast,
             self.split_inputs,
             self._history.warned,
         )
+        return [args for args, _ in arguments], [keywords for _, keywords in arguments]
 
     def replicate(self, module: ModuleT, device_ids: Sequence[int | torch.device]) -> list[ModuleT]:
         """Return a replica of ``module`` for each device."""
@@ -321,10 +305,14 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         """Gather the outputs, or leave them on ``devices``."""
         output_device = devices[0] if self.output_device is None else self.output_device
         if self.gathers_outputs:
-            return self.gather(outputs, output_device, losses)
+            joined = self.gather(outputs, output_device, losses)
+            losses.look_for_mixing(outputs)
+            return joined
         [output_device] = self._devices_of([output_device])
+        in_place = losses.in_place(outputs, output_device)
+        losses.look_for_mixing(outputs)
         return PerDevice(
-            losses.in_place(outputs, output_device),
+            in_place,
             devices,
             losses.chunk_sizes,
             output_device=output_device,
@@ -377,6 +365,46 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
             ProbeError: the devices do not count their memory, as ``"cpu"`` does not.
         """
         return MemoryProbe(model=self)
+
+    def check(self, *inputs: Any, **kwargs: Any) -> CheckResult:
+        """Compare a batch that is split with the whole batch on ``device_ids[0]``.
+
+        Call it once after wrapping a model. Both run in evaluation mode, with gradients, on copies
+        of the module, so parameters, gradients, buffers and random numbers stay as they are. The
+        first device holds the whole batch and a copy of the parameters, so give it a small one.
+
+        Returns:
+            Each output, and each gradient of a weighted sum of the outputs, that differs by more
+            than rounding, with the likely cause. It prints as a table.
+
+        Examples:
+            >>> parallel = BalancedDataParallel(1, torch.nn.Linear(4, 2), ["cpu", "cpu"])
+            >>> print(parallel.check(torch.ones(8, 4)))
+            3 outputs and gradients, chunks of (1, 7): all are those of the whole batch
+        """
+
+        def whole(module: nn.Module) -> Any:
+            [args], [keywords] = self.scatter(inputs, kwargs, self.device_ids[:1])
+            return module(*args, **keywords)
+
+        def split(module: nn.Module) -> tuple[Any, Sequence[int]]:
+            parallel = BalancedDataParallel(
+                self.gpu0_bsz,
+                module,
+                self.device_ids,
+                self.output_device,
+                self.dim,
+                broadcast=self.broadcast,
+                split=self.split_inputs,
+                scalar_outputs=self.scalar_outputs,
+                loss_weight=self.loss_weight,
+                device_weights=self.device_weights,
+            )
+            with closing(parallel):
+                return parallel(*inputs, **kwargs), parallel.chunk_sizes or ()
+
+        with self.on_one_device() if self.spread else nullcontext(self.module) as module:
+            return compare(module, self.devices, whole, split)
 
     def close(self) -> None:
         """End the worker threads and drop the replicas. A later call makes new ones."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import MutableMapping, MutableSequence, Sequence
 from dataclasses import dataclass
-from numbers import Number
 from typing import Any, Literal, get_args
 
 import torch
@@ -13,7 +12,7 @@ import torch
 from ..errors import ArgumentError, GatherError, warn
 from . import nested
 from .losses.join import ChunkLosses, OutputHistory, is_loss
-from .losses.weighted import total
+from .losses.sums import total
 
 ScalarOutputs = Literal["auto", "mean", "sum", "stack"]
 
@@ -78,8 +77,6 @@ def _gather(outputs: list[Any], path: str, join: _Join) -> Any:
     if children[0] is None:
         if not all(_equal(first, other) for other in others):
             raise _differ(path, outputs, "different values")
-        if isinstance(first, Number):
-            join.losses.check_number(path)
         return first
     named = [dict(items or ()) for items in children]
     if any(other.keys() != named[0].keys() for other in named):
@@ -104,21 +101,30 @@ class _Join:
     losses: ChunkLosses
 
     def __call__(self, tensors: Sequence[torch.Tensor], path: str) -> torch.Tensor:
-        are_scalars = all(tensor.dim() == 0 for tensor in tensors)
-        if are_scalars and self.scalar_outputs == "stack":
-            return torch.stack([tensor.to(self.device) for tensor in tensors])
+        first = tensors[0]
+        if self.scalar_outputs == "stack" and not first.is_nested and self._are_scalars(tensors):
+            return torch.stack([tensor.to(self.device).reshape(()) for tensor in tensors])
         if len(tensors) == 1:
-            return tensors[0].to(self.device)
-        if are_scalars:
-            return self._scalars(tensors, path)
+            return first.to(self.device)
         if any(t.is_nested or t.layout != torch.strided for t in tensors):
             raise GatherError(
                 f"output {_named(path)} is a sparse or nested tensor, which is not joined; return "
                 "a dense one"
             )
+        if self._are_scalars(tensors):
+            numbers = [tensor.reshape(()) if tensor.dim() else tensor for tensor in tensors]
+            joined = self._scalars(numbers, path)
+            return joined.reshape(first.shape) if first.dim() else joined
         # torch gives its own autograd functions no types.
-        joined: torch.Tensor = Gather.apply(self.device, self._axis(tensors, path), *tensors)  # type: ignore[no-untyped-call]
-        return joined
+        rows: torch.Tensor = Gather.apply(self.device, self._axis(tensors, path), *tensors)  # type: ignore[no-untyped-call]
+        return rows
+
+    def _are_scalars(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Return whether tensors are numbers: 0-dim, or with one entry for several samples."""
+        if all(tensor.dim() == 0 for tensor in tensors):
+            return True
+        shape, most = tensors[0].shape, max(self.chunk_sizes or (1,))
+        return most > 1 and shape.numel() == 1 and all(t.shape == shape for t in tensors)
 
     def leave_out_cache(self, cache: Any, path: str) -> None:
         """Warn, once for each model, that a cache of its replicas is not among the outputs."""
@@ -133,42 +139,40 @@ class _Join:
     def _axis(self, tensors: Sequence[torch.Tensor], path: str) -> int:
         """Return the dimension of the samples.
 
-        It is the first of these that the shapes allow:
-
-        1. the dimension that an earlier call has shown;
-        2. if chunks have one size, and not a single dimension has it, the one that a trial shows;
-        3. the batch dimension, with one row for each sample;
-        4. another dimension with one entry for each sample, as in states of RNNs;
-        5. the batch dimension, with several rows for each sample.
+        It is the only one whose size differs between the replicas, if that is the batch dimension
+        or follows the number of samples, as in states of RNNs. In shapes that do not differ, it is
+        the batch dimension if its size is a multiple of the chunk size; otherwise the only one that
+        has this size.
         """
         shapes, sizes = [tensor.shape for tensor in tensors], self.chunk_sizes
         num_dims = len(shapes[0])
         dim = self.dim if self.dim >= 0 else self.dim + num_dims
-        fits = [d for d in range(num_dims) if _differ_along_only(d, shapes)]
-        exact = [d for d in fits if sizes and [s[d] for s in shapes] == list(sizes)]
-        known = self.losses.history.axes
-        if known.get(path) in (exact or fits):  # if not, the layout is another one
-            return known[path]
-        if len(exact) != 1 and sizes and len(set(sizes)) == 1:
-            shown = self.losses.axes(path)
-            if shown is not None:
-                if len(shown) != 1:
-                    raise _without_rows(path, shapes, sizes)
-                known[path] = shown[0]
-                return shown[0]
-        if dim in exact:
-            found = dim
-        elif exact and (num_dims > 2 or dim not in fits):  # states of an RNN
-            found = exact[0]
-        elif dim not in fits:
+        if not 0 <= dim < num_dims or any(len(shape) != num_dims for shape in shapes):
             raise _differ(path, tensors, f"shapes that cannot be joined along dim {self.dim}")
-        elif sizes is None or _is_of_rows([s[dim] for s in shapes], sizes):
-            found = dim
-        else:
-            raise _without_rows(path, shapes, sizes)
-        if len(fits) == 1:  # the shapes leave no choice
-            known[path] = found
-        return found
+        differing = [d for d in range(num_dims) if len({shape[d] for shape in shapes}) > 1]
+        if differing:
+            lengths = [shape[differing[0]] for shape in shapes]
+            if len(differing) == 1 and (differing[0] == dim or _follow(lengths, sizes)):
+                return differing[0]
+            if (
+                len(differing) > 1
+                and sizes
+                and all([shape[d] for shape in shapes] == list(sizes) for d in differing)
+            ):
+                raise GatherError(
+                    f"output {_named(path)} has an entry for each pair of samples of a chunk, and "
+                    "pairs of samples of two chunks are missing; return a row for each sample and "
+                    "compare them outside, or with gather=False keep each device's own pairs"
+                )
+            raise _differ(path, tensors, f"shapes that cannot be joined along dim {self.dim}")
+        shape = shapes[0]
+        if sizes is None:
+            return dim
+        if len(set(sizes)) == 1:
+            others = [d for d in range(num_dims) if shape[d] == sizes[0]]
+            if shape[dim] % sizes[0] == 0 or len(others) == 1:
+                return dim if shape[dim] % sizes[0] == 0 else others[0]
+        raise _without_rows(path, shapes, sizes)
 
     def _scalars(self, tensors: Sequence[torch.Tensor], path: str) -> torch.Tensor:
         if self.scalar_outputs == "sum":
@@ -177,23 +181,21 @@ class _Join:
             return self.losses.join(tensors, path, self.device)
         moved = [tensor.to(self.device) for tensor in tensors]
         if all(bool(tensor == moved[0]) for tensor in moved):
-            self.losses.check_number(path)
             return moved[0]
-        raise GatherError(
-            f"output {_named(path)} is a number of type {tensors[0].dtype} that differs between "
-            "the replicas, and a count has no mean; return count.float(), which adds up, or choose "
-            "scalar_outputs='sum' or 'stack' for all 0-dim outputs"
+        if any(tensor.dtype is torch.bool for tensor in moved):
+            raise _differ(path, tensors, "different values")
+        self.losses.history.warn(
+            self.losses.described(path),
+            "it is a whole number that differs between the replicas, so it is added up",
+            "Return a row for each sample and count outside if that is not meant",
         )
+        return total(moved, self.device)
 
 
-def _differ_along_only(dim: int, shapes: Sequence[torch.Size]) -> bool:
-    return len({(len(shape), *shape[:dim], *shape[dim + 1 :]) for shape in shapes}) == 1
-
-
-def _is_of_rows(lengths: Sequence[int], chunk_sizes: Sequence[int]) -> bool:
-    """Return whether lengths differ between chunks, or are a multiple of equal chunk sizes."""
-    are_equal = len(set(chunk_sizes)) == 1 and lengths[0] % chunk_sizes[0] == 0
-    return are_equal or len(set(lengths)) > 1
+def _follow(lengths: Sequence[int], chunk_sizes: Sequence[int] | None) -> bool:
+    """Return whether lengths are the same multiple of the chunk sizes everywhere."""
+    factors = {divmod(n, size) for n, size in zip(lengths, chunk_sizes or (), strict=False)}
+    return len(factors) == 1 and factors.pop()[1] == 0
 
 
 def _without_rows(

@@ -16,7 +16,7 @@ from ..devices import has_streams, is_emulated, is_symbolic, on_stream
 from ..errors import add_note
 from ..free_threading import is_free_threaded_build
 from .call_inputs import Arguments
-from .losses.trace import traced
+from .losses.cross_entropy import run_counted
 
 TURN_SECONDS = 0.2
 """How long replicas on symbolic devices wait for the one before, which may wait for them."""
@@ -54,7 +54,7 @@ def parallel_apply(
     jobs: dict[torch.device, dict[int, Callable[[], Any]]] = {}
     for index, (device, function) in enumerate(zip(devices, functions, strict=True)):
         args, kwargs = arguments[index]
-        call = functools.partial(traced, index, function, *args, **kwargs)
+        call = functools.partial(run_counted, index, function, *args, **kwargs)
         jobs.setdefault(device, {})[index] = call
 
     def work(device: torch.device, job: dict[int, Callable[[], Any]]) -> None:

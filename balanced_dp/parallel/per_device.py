@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,7 +12,6 @@ from .gather import ScalarOutputs, check_scalar_outputs, gather
 from .losses.join import ChunkLosses, OutputHistory
 from .parallel_apply import Workers, parallel_apply
 from .scatter import Scattered, scatter
-from .trial import Trial
 
 _REMEDY = (
     "it holds one output for each device; compute the loss with BalancedCriterion, use map, or "
@@ -132,8 +129,10 @@ class PerDevice(Scattered):
             ArgumentError: ``scalar_outputs`` is none of these.
         """
         check_scalar_outputs(scalar_outputs)
-        functions, history = [function] * len(self), self._history.of_maps()
-        return self._run(functions, args, kwargs, history, function, scalar_outputs=scalar_outputs)
+        functions = [function] * len(self)
+        return self._run(
+            functions, args, kwargs, self._history, function, scalar_outputs=scalar_outputs
+        )
 
     def _run(
         self,
@@ -152,31 +151,16 @@ class PerDevice(Scattered):
         ``options`` are given. The results are joined by ``ChunkLosses``.
         """
         sizes, is_auto = self.chunk_sizes, scalar_outputs == "auto"
-        losses = ChunkLosses(history, function, sizes, self.dim, loss_weight, is_auto)
         options = {"dim": self.dim, "warned": history.warned, **options}
-        to_devices: Any = functools.partial(scatter, function, **options)
-        arguments = to_devices((self, *args), kwargs, self.devices, sizes)
+        losses = ChunkLosses(history, function, sizes, options["dim"], loss_weight, is_auto)
+        arguments = scatter(function, (self, *args), kwargs, self.devices, sizes, **options)
+        losses.arguments = arguments
         with losses.recording():
             results = parallel_apply(functions, arguments, self.devices, sizes, self.workers)
-        where = _chunks_for_a_trial(sizes or (0,))
-        some, home, most = arguments[where], self.devices[where.start], sum((sizes or (0,))[where])
-
-        def again(*devices_and_sizes: Any) -> Any:
-            whole = some[0] if len(some) == 1 else gather(some, home, self.dim)
-            return to_devices(*whole, *devices_and_sizes)
-
-        # No variable refers to the trial, which holds a replica.
-        with losses.joining(arguments, Trial(functions[where.start], home, self.dim, most, again)):
-            device, dim = self.output_device, options["dim"]
-            return gather(results, device, dim, scalar_outputs, sizes, losses)
-
-
-def _chunks_for_a_trial(sizes: Sequence[int]) -> slice:
-    """Return the largest chunk or, if it has less than four samples, the first that have four."""
-    largest = sizes.index(max(sizes))
-    if sizes[largest] > 3:
-        return slice(largest, largest + 1)
-    return slice(0, 1 + sum(total < 4 for total in itertools.accumulate(sizes)))
+        device, dim = self.output_device, options["dim"]
+        joined = gather(results, device, dim, scalar_outputs, sizes, losses)
+        losses.look_for_mixing(results)
+        return joined
 
 
 def only_output(value: Any) -> Any:

@@ -521,7 +521,7 @@ def test_gather_joins_and_returns_gradients(
 
 @pytest.mark.filterwarnings("ignore:Was asked to gather along dimension 0:UserWarning")
 def test_0_dim_outputs(kind: str) -> None:
-    x = torch.arange(4.0, dtype=DOUBLE)
+    x = torch.arange(4.0, dtype=DOUBLE, requires_grad=True)
     output = nn.DataParallel(Lambda(lambda self, x: x.square().sum()))(x)
     expected: Any = [0.0 + 1.0, 4.0 + 9.0] if kind == "torch" else 14.0
     assert output.tolist() == expected

@@ -17,6 +17,7 @@ from transformers.training_args import ParallelMode
 from balanced_dp import (
     ArgumentError,
     BalancedDataParallel,
+    BalanceWarning,
     emulate_devices,
 )
 from balanced_dp.integrations.transformers import (
@@ -191,16 +192,13 @@ def test_a_chunk_and_a_batch_of_which_no_label_counts(accumulation, tmp_path):
     assert_same_training(*trainers)
 
 
-def test_experts_are_balanced_over_the_whole_batch(tmp_path):
+def test_the_balance_of_experts_over_each_chunk_is_warned_of(tmp_path):
     """The balancing loss is a product of means over the batch."""
-    losses = []
-    for make in (alone, make_trainer):
-        trainer = make(tmp_path, family="mixtral", arguments={"max_steps": 1})
-        trainer.model.config.output_router_logits = True
-        trainer.model.router_aux_loss_coef = 1.0
+    trainer = make_trainer(tmp_path, family="mixtral", arguments={"max_steps": 1})
+    trainer.model.config.output_router_logits = True
+    trainer.model.router_aux_loss_coef = 1.0
+    with pytest.warns(BalanceWarning, match="have other coefficients on each replica"):
         trainer.train()
-        losses.append(history(trainer, "loss"))
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
 @pytest.fixture

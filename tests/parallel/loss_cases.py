@@ -11,7 +11,6 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -53,8 +52,8 @@ Y = torch.randint(0, CLASSES, (BATCH,), generator=_generator)
 REAL = torch.randn(BATCH, CLASSES, generator=_generator, dtype=torch.double)
 PART, WEIGHT = _random(BATCH, CLASSES), _random(BATCH)
 INDEX = torch.arange(BATCH)
-MASK = (INDEX % 3 == 1).double()
-HOLES = MASK.where((INDEX < 1) | (INDEX > 4), 0)
+MASK = (WEIGHT > 0.4).double()  # another count in each chunk
+HOLES = MASK.where(INDEX > 4, 0)
 IGNORED = Y.where((INDEX > 0) & (INDEX < 5) | (INDEX > 8), -100)
 TOKENS = torch.randint(0, CLASSES, (BATCH, LENGTH), generator=_generator)
 TOKENS[[0, 5, 6]] = TOKENS[:, 2] = -100
@@ -73,7 +72,6 @@ GIVEN: dict[str, Any] = {
     "weight": WEIGHT,
     "mask": MASK,
     "holes": HOLES,  # nothing of a chunk counts
-    "unlike": (WEIGHT > 0.4).double(),  # another count in each chunk
     "token_mask": (_random(BATCH, LENGTH) > 0.4).double() * (INDEX != 1)[:, None],
     "num_items": 8,
     "num_items_tensor": torch.tensor(8),
@@ -425,13 +423,46 @@ EXACT: dict[str, Callable[..., Any]] = {
         gradient(n, x).square().sum(1).sqrt().sub(1).square().mean()
     ),
 }
-"""Their values and gradients are those of the whole batch, and nothing is warned of."""
+"""Losses that are means and sums over samples, or computed from these."""
 
 if has_torch("2.6"):
     EXACT["huber loss with weights"] = lambda n, x, o, real, part: F.huber_loss(
         o, real, weight=part
     )
     EXACT["mse with weights"] = lambda n, x, o, real, part: F.mse_loss(o, real, weight=part)
+
+AVERAGED = {
+    "balance of experts": "other coefficients",
+    "dice": "not linear in a sum",
+    "dice of shares": "not linear in a sum",
+    "dot product": "uses Dot",
+    "hits": "no graph",
+    "masked mean in a checkpoint": "a checkpoint would compute it again",
+    "mean by a mean of others": "other coefficients",
+    "mean of a mask": "other coefficients",
+    "mean of masked by mean": "other coefficients",
+    "mean times length": "other coefficients",
+    "means of columns with masks": "other coefficients",
+    "not trained": "other coefficients",
+    "number of positions with a token": "taken for counts",
+    "outputs of one storage": "no graph",
+    "perplexity": "not linear in a mean",
+    "product": "not linear in a mean",
+    "ratios by a number": "not linear in a sum",
+    "rmse": "not linear in a mean",
+    "several outputs": "no graph",
+    "statistics": "not linear in a mean",
+    "sum and mean": "other coefficients",
+    "sum and penalty": "does not depend on samples is added",
+    "sum by a count in bfloat16": "taken for counts",
+    "sum by a count minus a number": "other coefficients",
+    "sum by a count plus the number of samples": "taken for counts",
+    "sum by a count plus twice 1": "taken for counts",
+    "sum by a mean": "other coefficients",
+    "sum by the clamped largest entry": "may be divided by a count",
+    "sum by the largest entry plus 1": "taken for counts",
+}
+"""Those of ``EXACT`` that are warned of, as not linear or not known, with a part of the reason."""
 
 LIMITS: dict[str, Callable[[Tensor], Tensor]] = {
     "median": lambda losses: losses.median(),
@@ -443,124 +474,70 @@ LIMITS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 """Only samples with a loss above such a limit count, as in online hard example mining."""
 
-UNCLEAR: dict[str, tuple[Callable[..., Any], str]] = {
-    "norm": (lambda n, x, o, real: (o - real).norm(), "uses a LinalgVectorNorm"),
+UNCLEAR: dict[str, Callable[..., Any]] = {
+    "norm": (lambda n, x, o, real: (o - real).norm()),
     "standard deviations": (
-        lambda n, x, o: (1 - torch.sqrt(o.var(0, correction=0) + 1e-4)).relu().mean(),
-        "computed from var of the samples in each chunk",
+        lambda n, x, o: (1 - torch.sqrt(o.var(0, correction=0) + 1e-4)).relu().mean()
     ),
-    "standard deviation of all": (lambda n, x, o: o.std(), "computed from std of the samples"),
-    **{
-        f"samples above their {name}": (
-            lambda n, x, o, limit=limit: rows(o)[rows(o) >= limit(rows(o))].mean(),
-            f"computed from {name} of the samples",
-        )
-        for name, limit in LIMITS.items()
-    },
-    "the hardest samples": (
-        lambda n, x, o: rows(o).topk(len(o) - len(o) // 3)[0].mean(),
-        "computed from topk of the samples",
-    ),
-    "the first in an order": (
-        lambda n, x, o: rows(o)[rows(o).argsort()[: len(o) - len(o) // 3]].mean(),
-        "computed from argsort of the samples|in different ways",
-    ),
-    "largest of each class": (
-        lambda n, x, o: (o / o.abs().max(0).values.detach()).square().mean(),
-        "computed from max of the samples",
-    ),
-    "where of any": (
-        lambda n, x, o, holes: (rows(o) * holes).sum() / holes.sum().where(holes.any(), 1),
-        "it has a part that is no mean or sum over samples",
-    ),
+    "standard deviation of all": (lambda n, x, o: o.std()),
     "count made a tensor": (
-        lambda n, x, o, unlike: (rows(o) * unlike).sum() / torch.tensor(int(unlike.sum())),
-        "taken for counts that add up|its number of samples plus",
+        lambda n, x, o, mask: (rows(o) * mask).sum() / torch.tensor(int(mask.sum()))
     ),
-    "largest integer": (
-        lambda n, x, o, growing: rows(o).sum() / (growing.max() + 1),
-        "taken for counts that add up",
-    ),
-    "flag": (
-        lambda n, x, o: rows(o).mean() * (2.0 if rows(o).mean() > 0.35 else 1.0),
-        "taken for counts that add up",
-    ),
-    "smaller of two": (
-        lambda n, x, o, real: min([(o - real).square().mean(), (o + real).square().mean()]),
-        "in different ways",
-    ),
-    "a count or 1": (
-        lambda n, x, o, holes: (rows(o) * holes).sum() / max(holes.sum(), torch.tensor(1)),
-        "in different ways",
-    ),
-    "sum by the number of samples less one": (
-        lambda n, x, o: rows(o).sum() / (len(x) - 1),
-        "its number of samples plus -1",
-    ),
+    "largest integer": (lambda n, x, o, growing: rows(o).sum() / (growing.max() + 1)),
+    "flag": (lambda n, x, o: rows(o).mean() * (2.0 if rows(o).mean() > 0.35 else 1.0)),
+    "sum by the number of samples less one": (lambda n, x, o: rows(o).sum() / (len(x) - 1)),
     "contrastive": (
-        lambda n, x, o, real: F.cross_entropy(o @ real.T, torch.arange(len(x), device=x.device)),
-        "classes of its cross entropy are the samples of each chunk",
+        lambda n, x, o, real: F.cross_entropy(o @ real.T, torch.arange(len(x), device=x.device))
     ),
-    "sum by a deviation": (
-        lambda n, x, o, real: (o - real).square().sum() / real.std().item(),
-        "that differs between the replicas and is no count",
+    "sum by a deviation": (lambda n, x, o, real: (o - real).square().sum() / real.std().item()),
+    "one sample": (lambda n, x, o: rows(o)[0]),
+    "halved gradient": (lambda n, x, o: Halved.apply(rows(o).mean())),
+    "sum by the inverse of a count": (
+        lambda n, x, o, mask: (rows(o) * mask).sum() * (1 / max(1, int(mask.sum())))
     ),
-    "one sample": (lambda n, x, o: rows(o)[0], "uses a Select that is no mean"),
-    "halved gradient": (lambda n, x, o: Halved.apply(rows(o).mean()), "computed by Halved"),
-    "hooked": (hooked, "uses a Mul that is no mean"),
-    "written through a view": (
-        written_through_a_view,
-        "has no entry for each sample|along another dimension|combined with samples",
+    "similarities of pairs": (lambda n, x, o, real: F.mse_loss(o @ o.T, real @ real.T)),
+    "similarities by their number": (
+        lambda n, x, o, real: -F.logsigmoid(o @ real.T).sum() / len(x)
     ),
+    "as long as the largest integer": (
+        lambda n, x, o, growing: rows(o).mean() * growing.bincount().double().square().mean()
+    ),
+    "rare classes": (lambda n, x, o, y: masked_mean(rows(o), rarity(y))),
+    "classes in a loop": (lambda n, x, o, y: sum(masked_mean(rows(o), y == c) for c in y.unique())),
+    "branch": (lambda n, x, o: o.mean() if len(x) < 4 else o.square().mean().mul(2)),
     "balanced cross entropy": (
         lambda n, x, o, y: F.cross_entropy(
             o, y, weight=1 / F.one_hot(y, CLASSES).double().sum(0).clamp(min=1)
-        ),
-        "over each chunk is combined with samples",
+        )
     ),
-    "sum by the inverse of a count": (
-        lambda n, x, o, unlike: (rows(o) * unlike).sum() * (1 / max(1, int(unlike.sum()))),
-        "taken for counts that add up|its number of samples plus",
+    "sum plus a number": lambda n, x, o: o.square().sum() + 1,
+}
+"""What is computed from samples in other ways, and warned of."""
+
+UNSEEN: dict[str, Callable[..., Any]] = {
+    **{
+        f"samples above their {name}": (
+            lambda n, x, o, limit=limit: rows(o)[rows(o) >= limit(rows(o))].mean()
+        )
+        for name, limit in LIMITS.items()
+        if name != "kthvalue"
+    },
+    "the hardest samples": (lambda n, x, o: rows(o).topk(len(o) - len(o) // 3)[0].mean()),
+    "the first in an order": (
+        lambda n, x, o: rows(o)[rows(o).argsort()[: len(o) - len(o) // 3]].mean()
     ),
-    "similarities of pairs": (
-        lambda n, x, o, real: F.mse_loss(o @ o.T, real @ real.T),
-        "for 4 samples it is",
-    ),
-    "similarities by their number": (
-        lambda n, x, o, real: -F.logsigmoid(o @ real.T).sum() / len(x),
-        "for 4 samples it is",
-    ),
-    "as long as the largest integer": (
-        lambda n, x, o, growing: rows(o).mean() * growing.bincount().double().square().mean(),
-        "whose shape depends on the samples",
+    "largest of each class": (lambda n, x, o: (o / o.abs().max(0).values.detach()).square().mean()),
+    "smaller of two": (
+        lambda n, x, o, real: min([(o - real).square().mean(), (o + real).square().mean()])
     ),
     "parameters of each user": (
-        lambda n, x, o, ids: torch.outer(n.ones, n.ones)[ids.unique()].sum(),
-        "computed from unique of the samples",
-    ),
-    "rare classes": (
-        lambda n, x, o, y: masked_mean(rows(o), rarity(y)),
-        "computed from unique of the samples|in different ways",
-    ),
-    "classes in a loop": (
-        lambda n, x, o, y: sum(masked_mean(rows(o), y == c) for c in y.unique()),
-        "computed from unique of the samples|in different ways",
+        lambda n, x, o, ids: torch.outer(n.ones, n.ones)[ids.unique()].sum()
     ),
     "mean times the share of some": (
-        lambda n, x, o, real: F.mse_loss(o[1:], real[1:]) * ((len(x) - 1) / len(x)),
-        "that differs between the replicas and is no count",
+        lambda n, x, o, real: F.mse_loss(o[1:], real[1:]) * ((len(x) - 1) / len(x))
     ),
-    "array": (
-        lambda n, x, o: o.mean(0)[np.array([0, 1])].sum(),
-        r"cannot be computed for the whole batch \(The truth value of an array",
-    ),
-    "other arguments": (
-        lambda n, x, o: rows(o).mean().clamp(**({"min": 0} if len(x) < 4 else {"max": 9})),
-        "in different ways",
-    ),
-    "branch": (
-        lambda n, x, o: o.mean() if len(x) < 4 else o.square().mean().mul(2),
-        "in different ways",
-    ),
+    "rows by their number": lambda n, x, o: (rows(o) / len(o)).sum(),
+    "normalized weights": lambda n, x, o, weight: (rows(o) * (weight / weight.sum())).sum(),
+    "mixup of the inputs": lambda n, x, o, real: F.mse_loss(n.head((x + x.flip(0)) / 2), real),
 }
-"""Their values are not known; with each, a part of the warning."""
+"""What no graph shows, as docs/loss.md says of each; ``check`` does."""

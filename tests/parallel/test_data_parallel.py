@@ -392,7 +392,7 @@ def test_compiled_modules_are_replicated(compiled, backend, with_loss):
         for net in (model, reference):
             net.zero_grad()
             warns = hides_its_loss and net is model and not step
-            message = "it uses a CompiledFunction that is no mean or sum over samples"
+            message = "it has no graph that leads to a mean or a sum over samples"
             with pytest.warns(BalanceWarning, match=message) if warns else nullcontext():
                 output = net(x, labels)
             losses.append(output if with_loss else functional.cross_entropy(output, labels))

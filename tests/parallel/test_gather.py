@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from balanced_dp import BalancedCriterion, BalancedDataParallel, GatherError
+from balanced_dp import BalancedCriterion, BalancedDataParallel, BalanceWarning, GatherError
 from balanced_dp.parallel.gather import gather
 
 from ..modules import Lambda
@@ -87,10 +87,12 @@ def test_scalars(scalar_outputs, chunk_sizes, expected):
     assert joined.tolist() == expected
 
 
-def test_integers_have_no_mean_unless_they_are_equal():
+def test_integers_that_differ_add_up_and_are_warned_of():
     """The number of right answers was made a mean, and a bool a fraction."""
-    with pytest.raises(GatherError, match="a count has no mean"):
-        gather([torch.tensor(1), torch.tensor(2)], CPU, chunk_sizes=[1, 1])
+    with pytest.warns(BalanceWarning, match="a whole number that differs .* is added up"):
+        assert gather([torch.tensor(1), torch.tensor(2)], CPU, chunk_sizes=[1, 1]) == 3
+    with pytest.raises(GatherError, match="different values"):
+        gather([torch.tensor(True), torch.tensor(False)], CPU, chunk_sizes=[1, 1])
     assert gather([torch.tensor(2), torch.tensor(2)], CPU).item() == 2
     total = gather([torch.tensor(1), torch.tensor(2)], CPU, scalar_outputs="sum")
     assert (total.item(), total.dtype) == (3, torch.long)
@@ -184,25 +186,3 @@ def test_what_has_no_row_for_each_sample_is_no_output(reduce):
     outputs = BalancedDataParallel(1, nn.Identity(), ["cpu"] * 3, gather=False)(torch.randn(7, 3))
     with pytest.raises(GatherError, match="it has no row for each of them"):
         BalancedCriterion(reduce)(outputs)
-
-
-@pytest.mark.filterwarnings("ignore:gpu0_bsz")
-def test_training_and_evaluation_may_return_different_layouts():
-    """What the shapes of one have shown is not used for the other where these show more."""
-
-    module = Lambda(
-        lambda m, x: m.rnn(x)[::-1] if m.training else m.rnn(x),
-        rnn=nn.GRU(4, 5, 2, batch_first=True),
-    )
-    model = BalancedDataParallel(1, module, ["cpu"] * 4)
-    for training, x in ((True, torch.randn(16, 3, 4)), (False, torch.randn(4, 3, 4))):
-        model.train(training)
-        torch.testing.assert_close(model(x), module(x))
-
-
-def test_what_shapes_have_shown_once_is_known_where_they_leave_a_choice():
-    """The states of two layers, for chunks of two: either dimension may be that of the samples."""
-    model = BalancedDataParallel(None, nn.GRU(4, 5, 2, batch_first=True), ["cpu"] * 2)
-    for batch_size in (3, 4):
-        x = torch.randn(batch_size, 3, 4)
-        torch.testing.assert_close(model(x), model.module(x))

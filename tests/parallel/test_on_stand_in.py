@@ -298,6 +298,7 @@ def test_inputs_from_the_cpu_arrive_in_streams_of_their_own(stand_in: StandIn):
 @pytest.mark.parametrize("trains", [True, False])
 @pytest.mark.parametrize("gpu0_bsz", [0, 1])
 @pytest.mark.parametrize("loss", [cross_entropy, masked_mean])
+@pytest.mark.filterwarnings("ignore:.*no call with gradients:balanced_dp.BalanceWarning")
 def test_the_host_does_not_wait_for_a_step(loss, gpu0_bsz, trains, where, stand_in: StandIn):
     model = BalancedDataParallel(gpu0_bsz, Lambda(loss, inner=mlp()).to(stand_in.devices[0]))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

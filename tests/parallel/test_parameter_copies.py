@@ -83,6 +83,7 @@ def test_a_training_step_copies_each_weight_out_and_each_gradient_back(emulated)
         assert copied() == out(SCALAR) | back(NUM_BYTES)  # the loss's gradient goes out
 
 
+@pytest.mark.filterwarnings("ignore:.*no call with gradients:balanced_dp.BalanceWarning")
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_evaluation_copies_weights_once_where_calls_share_them(emulated, mode):
     model, copied, x = wrapped(emulated), Copied(), torch.randn(9, 5)
@@ -101,6 +102,7 @@ def test_evaluation_copies_weights_once_where_calls_share_them(emulated, mode):
     assert copied() == out(NUM_BYTES) | back(SCALAR)
 
 
+@pytest.mark.filterwarnings("ignore:.*no call with gradients:balanced_dp.BalanceWarning")
 def test_a_device_that_had_no_samples_before_gets_its_copies_when_it_has(emulated):
     model, copied = wrapped(emulated), Copied()
     model.gpu0_bsz = 0
@@ -115,6 +117,7 @@ def test_a_device_that_had_no_samples_before_gets_its_copies_when_it_has(emulate
         assert copied() == out(NUM_BYTES, (3,)) | back(SCALAR)
 
 
+@pytest.mark.filterwarnings("ignore:.*no call with gradients:balanced_dp.BalanceWarning")
 def test_evaluation_and_training_share_copies(emulated):
     model, reference, x = beside(emulated)
     copied = Copied()
@@ -208,6 +211,7 @@ def test_evaluation_sees_every_change_of_the_weights(changes):
         del model
 
 
+@pytest.mark.filterwarnings("ignore:.*no call with gradients:balanced_dp.BalanceWarning")
 @pytest.mark.parametrize("gpu0_bsz", [0, 1, 3])
 @pytest.mark.parametrize("home", ["repeated", "beside emulated devices"])
 def test_no_write_is_missed_with_a_home_on_the_cpu(emulated, home, gpu0_bsz):

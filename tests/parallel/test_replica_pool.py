@@ -244,7 +244,7 @@ def test_a_call_leaves_no_activations_behind(no_collector, emulated):
         return self.memory.sum()
 
     module = Lambda(forward, weight=nn.Parameter(torch.ones(1))).to(emulated[0])
-    model = BalancedDataParallel(1, module, emulated[:3])
+    model = BalancedDataParallel(1, module, emulated[:3], scalar_outputs="sum")
     for _ in range(2):
         with torch.no_grad():
             model(torch.ones(9, 1000))

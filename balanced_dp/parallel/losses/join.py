@@ -1,40 +1,47 @@
 """Join the 0-dim outputs of the replicas into those of the batch.
 
-A ``ChunkLosses`` belongs to one call, an ``OutputHistory`` to a model: it remembers what earlier
-calls have shown. If all chunks have one size, they do not tell how something depends on their
-samples. Then the first replica is tried on as many and on another number, once for each kind of
-computation. In the first call, each output for four samples is compared with what is joined from
-two and two of them.
+A ``ChunkLosses`` belongs to one call, an ``OutputHistory`` to a model. With gradients, ``graph``
+and ``plan`` tell the weights of the replicas; without, an output is joined as the last call with
+gradients has shown. What is not known is averaged by samples, with one warning.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from numbers import Real
 from typing import Any, TypeGuard
 
 import torch
+from torch import Tensor, nn
 
 from ...devices import is_symbolic
-from ...errors import GatherError, warn
+from ...errors import warn
 from .. import nested
-from ..call_inputs import Arguments, described
-from .batch_value import BatchValues
-from .facts import Fact, Facts, Place, UnknownKindError
-from .reductions import noticing
-from .step import UnclearError
-from .trace import Trace, tracing
-from .weight import weight_of_chunk
-from .weighted import weighted_mean
-
-_UNTRIED = (
-    "chunks of one size do not tell how it depends on the number of samples, and forward could not "
-    "be tried with another number"
+from ..call_inputs import Arguments, described, named_arguments
+from .cross_entropy import Counted, counting
+from .graph import UNLIKE, Chunks, Part, UnclearError, how_samples_mix, parts_of
+from .plan import (
+    COUNTED,
+    SAMPLES,
+    SUM,
+    Loss,
+    Seen,
+    Tensors,
+    Weighting,
+    check_class_weights,
+    has_arrived,
 )
-_MAX_FACTS = 10_000
-"""The most facts at the end of a call that the next one still knows."""
+from .sums import ignore_if_empty, total, weighted_mean
+from .weight import weight_of_chunk
+
+_REMEDY = (
+    "Compute it outside, from gathered outputs; give loss_weight if it is a mean over other "
+    "entries, or scalar_outputs='mean' if a mean weighted by samples is meant"
+)
+_NOT_KNOWN = "without gradients it is not known over how many entries it is"
 
 
 @dataclass(slots=True, eq=False)
@@ -42,38 +49,26 @@ class OutputHistory:
     """What earlier calls of a model have shown about its outputs.
 
     Attributes:
-        num_calls: the number of calls with (True) and without gradients (False).
-        axes: for outputs whose shapes have shown it once, the dimension of the samples.
-        kinds, facts: what is known of computations, and of places in them; see ``BatchValues``.
-        checked: how outputs, by what ``ChunkLosses.described`` returns, differed for a few samples,
-            or "".
+        seen: losses, by the function and the path of the output.
+        looked_at: functions whose graph was searched for samples that mix.
         warned: the outputs, as a warning calls them, and names of inputs that were warned of.
     """
 
-    num_calls: Counter[bool] = field(default_factory=Counter)
-    axes: dict[str, int] = field(default_factory=dict)
-    kinds: dict[int, str] = field(default_factory=dict)
-    facts: dict[Place, Fact] = field(default_factory=dict)
-    checked: dict[str, str] = field(default_factory=dict)
+    seen: dict[Any, Seen] = field(default_factory=dict)
+    looked_at: set[Any] = field(default_factory=set)
     warned: set[str] = field(default_factory=set)
-    _maps: OutputHistory | None = field(default=None, init=False)
 
-    def of_maps(self) -> OutputHistory:
-        """Return what has shown of functions that are mapped over outputs, other than axes."""
-        if self._maps is None:
-            self._maps = OutputHistory(warned=self.warned)
-        return replace(self._maps, axes={})
+    def __reduce__(self) -> tuple[type[OutputHistory], tuple[()]]:
+        return OutputHistory, ()  # a copy of the model has its own
 
-    def warn(self, output: str, reason: str) -> None:
+    def warn(self, what: str, reason: str, remedy: str = _REMEDY) -> None:
         """Warn, once for each output, that it may differ from its value for the whole batch."""
-        if output in self.warned:
-            return
-        self.warned.add(output)
-        warn(
-            f"{output} may differ from its value for the whole batch: {reason}. Compute it "
-            "outside, from gathered outputs; give loss_weight if it is a mean over other entries, "
-            "or scalar_outputs='mean' if a mean weighted by samples is meant"
-        )
+        if what not in self.warned:
+            self.warned.add(what)
+            warn(
+                f"{what} may differ from its value for the whole batch: {reason}. {remedy}; "
+                "model.check(batch) shows by how much"
+            )
 
 
 @dataclass(slots=True, eq=False)
@@ -88,6 +83,7 @@ class ChunkLosses:
         loss_weight: the weight of each replica's losses; if None, it is found out.
         is_auto: whether it is found out how losses were computed; if not, they are weighted by
             chunk size.
+        arguments: those of each replica.
     """
 
     history: OutputHistory
@@ -96,47 +92,19 @@ class ChunkLosses:
     dim: int
     loss_weight: Callable[..., Any] | str | None = None
     is_auto: bool = True
-    _traces: Sequence[Trace] = field(default=(), init=False)
-    _compares_again: bool = field(default=False, init=False)
-    _arguments: Sequence[Arguments] = field(default=(), init=False)
-    _weights: list[Any] = field(default_factory=list, init=False)
-    _trial: Any = field(default=None, init=False)
-    _values: BatchValues | None = field(default=None, init=False)
+    arguments: Sequence[Arguments] = ()
+    counted: Sequence[list[Counted]] = ()
+    _weights: list[Any] = field(default_factory=list)
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """Context manager in which the replicas run, and means and sums are traced."""
-        if len(self.chunk_sizes or ()) < 2 or not self.is_auto:
-            with tracing(()):  # not with the traces of a call that this one is part of
-                yield
-            return
-        num_calls, has_gradients = self.history.num_calls, torch.is_grad_enabled()
-        num_calls[has_gradients] += 1
-        # In the first, second, fourth, eighth call and so on.
-        self._compares_again = num_calls[has_gradients].bit_count() == 1
-        self._traces = [Trace(self.dim) for _ in self.chunk_sizes or ()]
-        with noticing(), tracing(self._traces):
+        """Context manager in which the replicas run, and cross entropies are counted."""
+        sizes = self.chunk_sizes or ()
+        self.counted = [[] for _ in sizes] if len(sizes) > 1 and self.is_auto else ()
+        with counting(self.counted):
             yield
 
-    @contextlib.contextmanager
-    def joining(self, arguments: Sequence[Arguments], trial: Any) -> Iterator[None]:
-        """Context manager in which outputs are joined.
-
-        Args:
-            arguments: those of each replica, for ``loss_weight``.
-            trial: a ``Trial`` of a replica. It is not used on symbolic devices: they have no
-                values, and are there to measure memory.
-        """
-        is_used = self.is_auto and not is_symbolic(trial.device)
-        self._arguments, self._trial = arguments, trial if is_used else None
-        try:
-            yield
-        finally:
-            self._arguments, self._trial = (), None
-
-    def join(
-        self, outputs: Sequence[torch.Tensor], name: str, device: torch.device
-    ) -> torch.Tensor:
+    def join(self, outputs: Tensors, name: str, device: torch.device) -> Tensor:
         """Return the value of the whole batch on ``device``. Differentiable.
 
         Args:
@@ -145,64 +113,38 @@ class ChunkLosses:
             device: the device of the result.
         """
         sizes = self.chunk_sizes or [1] * len(outputs)
-        if self.loss_weight is not None and not self._weights:
-            self._weights = [
-                weight_of_chunk(self.loss_weight, self.function, args, kwargs)
-                for args, kwargs in self._arguments
-            ]
-        weights = [w.get(name) if isinstance(w, Mapping) else w for w in self._weights]
-        if weights and not any(weight is None for weight in weights):
-            for trace, output, weight in zip(self._traces, outputs, weights, strict=False):
-                if isinstance(weight, torch.Tensor):
-                    trace.ignore_gradients_where(weight == 0, output)
-            return weighted_mean(outputs, weights, device)
-        if not self.is_auto or not self._traces:
-            return weighted_mean(outputs, sizes, device)
-        values, history = self._values, self.history
-        if values is None or values.device != device:
-            if len(history.facts) > _MAX_FACTS:
-                history.facts.clear()
-                history.kinds.clear()
-            facts = Facts(sizes, history.facts, self._compares_again)
-            values = self._values = BatchValues(self._traces, facts, device, history.kinds)
-        doubts = values.facts.doubts
-        doubts.clear()
+        weights = self._given_weights(name)
+        if weights:
+            with contextlib.suppress(UnclearError):
+                for part in self.parts(outputs):
+                    ignore_if_empty(part.nodes, weights if part.kind else ())
+        if weights or not self.counted or is_symbolic(outputs[0].device):
+            return weighted_mean(outputs, weights or sizes, device)
+        pairs = zip(self.counted, outputs, strict=True)
+        own = [one for found, output in pairs for one in found if one.is_(output)]
+        key, has_gradients = (self._code, name), torch.is_grad_enabled()
         try:
-            value = self._value(values, outputs, name)
-            self._check(values, name)
+            if len(own) == len(outputs):
+                if self.history.seen.get(key) != COUNTED:
+                    check_class_weights(own)
+                    self.history.seen[key] = COUNTED
+                if own[0].kind == "sum":
+                    return total(outputs, device)
+                return weighted_mean(outputs, [one.count for one in own], device)
+            if has_gradients:
+                return self._by_graph(outputs, name, key, device)
+            seen = self.history.seen.get(key) or self._of_cross_entropy(outputs, device)
+            self.history.seen[key] = seen
+            return self._as_before(outputs, seen, device)
         except UnclearError as error:
-            doubts.append(str(error))
-            value = weighted_mean(outputs, sizes, device)
-        if doubts and not is_symbolic(outputs[0].device):
-            history.warn(self.described(name), doubts[0])
-        return value
-
-    def check_number(self, name: str) -> None:
-        """Check that a number that is equal on all replicas does not depend on their samples.
-
-        Raises:
-            GatherError: it does, by a trial of a model whose chunks are of one size.
-        """
-        sizes, checked, trial = self.chunk_sizes or (), self.history.checked, self._trial
-        if len(sizes) < 2 or len(set(sizes)) > 1:
-            return
-        output = self.described(name)
-        if output not in checked and trial is not None and trial.num_samples > 3:
-            checked[output] = trial.changes(name)
-        if checked.get(output):
-            raise GatherError(
-                f"{output} is the same number on every replica, since their chunks have one size: "
-                f"{checked[output]}. Count outside, from gathered outputs"
-            )
+            if has_gradients or key not in self.history.seen:
+                self.history.seen[key] = Seen(reason=str(error))
+            self.history.warn(self.described(name), str(error))
+            return weighted_mean(outputs, sizes, device)
 
     def described(self, name: str) -> str:
         """Return what messages call an output."""
         return f"output {name or '(the whole)'} of {described(self.function)}"
-
-    def axes(self, name: str) -> list[int] | None:
-        """Return the dimensions of an output that depend on the number of samples, if known."""
-        axes: list[int] | None = self._trial.axes(name) if self._trial is not None else None
-        return axes
 
     def in_place(self, outputs: Sequence[Any], device: torch.device) -> Sequence[Any]:
         """Return the replicas' outputs with the value of the whole batch for each 0-dim output.
@@ -211,52 +153,195 @@ class ChunkLosses:
         """
         if not self.is_auto or len(outputs) < 2:
             return outputs
-        losses = [
-            {name: leaf for name, leaf in nested.leaves(output) if is_loss(leaf)}
-            for output in outputs
-        ]
+        losses = [{n: v for n, v in nested.leaves(output) if is_loss(v)} for output in outputs]
         joined = {
             name: self.join([own[name] for own in losses], name, device)
             for name in losses[0]
             if all(name in own for own in losses)
         }
         return [
-            nested.replaced(
-                output, {n: value.to(own[n].device, copy=True) for n, value in joined.items()}
-            )
+            nested.replaced(output, {n: v.to(own[n].device, copy=True) for n, v in joined.items()})
             for output, own in zip(outputs, losses, strict=True)
         ]
 
-    def _value(
-        self, values: BatchValues, outputs: Sequence[torch.Tensor], name: str
-    ) -> torch.Tensor:
-        tried = set[int]()
-        while True:
-            try:
-                return values.of(outputs, name)
-            except UnknownKindError as error:
-                [kind] = error.args
-                if kind in tried:
-                    values.kinds[kind] = _UNTRIED
-                elif self._trial is not None:
-                    self._trial.learn(kind, values, name)
-                tried.add(kind)
-                values.kinds.setdefault(kind, _UNTRIED)
-                values.facts.compares_again = True  # with the other replicas
+    def look_for_mixing(self, outputs: Sequence[Any]) -> None:
+        """Warn if the graph shows that samples of a chunk are computed from each other.
 
-    def _check(self, values: BatchValues, name: str) -> None:
-        """Raise UnclearError if a check in the first call has shown that an output is not known."""
-        checked, output = self.history.checked, self.described(name)
-        if output not in checked and self._trial is not None and self._trial.num_samples > 3:
-            checked[output] = self._trial.difference(values, name)
-        if checked.get(output):
-            raise UnclearError(checked[output])
+        It is searched once, in the first call with gradients and chunks of different size.
+        """
+        sizes, history = self.chunk_sizes or (), self.history
+        ends = [sizes.index(end(sizes)) for end in (min, max) if sizes]
+        leaves = [nested.tensors(outputs[i]) for i in ends]
+        pairs = [p for p in zip(*leaves, strict=False) if all(one.grad_fn for one in p)]
+        if len(set(sizes)) < 2 or not pairs or self._code in history.looked_at:
+            return
+        history.looked_at.add(self._code)
+        how = how_samples_mix(pairs, [sizes[i] for i in ends])
+        if how and not is_symbolic(pairs[0][0].device):
+            what = f"what {described(self.function)} returns"
+            remedy = "Compute it outside, from gathered outputs"
+            history.warn(what, f"{how}, so each device uses only its own chunk", remedy)
+
+    @property
+    def _code(self) -> Any:
+        """What tells functions apart: their code, which a function made anew has as well."""
+        function = self.function
+        if hasattr(function, "__code__"):
+            return function.__code__
+        return id(function) if isinstance(function, nn.Module) else repr(function)
+
+    def _given_weights(self, name: str) -> list[Any]:
+        """Return the weight of each replica's output by ``loss_weight``, if it gives one."""
+        if self.loss_weight is None:
+            return []
+        self._weights = self._weights or [
+            weight_of_chunk(self.loss_weight, self.function, *own) for own in self.arguments
+        ]
+        weights = [w.get(name) if isinstance(w, Mapping) else w for w in self._weights]
+        return [] if any(weight is None for weight in weights) else weights
+
+    def parts(self, outputs: Tensors) -> list[Part]:
+        """Return the operators and reductions of a loss; none if it has no graph."""
+        have_graph = {output.grad_fn is not None for output in outputs}
+        if len(have_graph) > 1:
+            raise UnclearError(UNLIKE)
+        counted = {one.node: one for found in self.counted for one in found if one.node}
+        chunks = Chunks(self.chunk_sizes or (), self.dim)
+        return parts_of(outputs, chunks, counted) if have_graph == {True} else []
+
+    def _by_graph(self, outputs: Tensors, name: str, key: Any, device: torch.device) -> Tensor:
+        """Join an output as its graph shows."""
+        loss = Loss(self.parts(outputs), outputs, self.chunk_sizes or (), device, self)
+        last = self.history.seen.get(key, Seen())
+        if last.structure != loss.structure:
+            last = loss.decided()
+        elif has_arrived(last.spread) and not float(last.spread[0]) <= loss.tolerance:
+            if last.base[0] != "divisor":  # which was right in any case
+                reason = "it is computed in another way than before, which is noticed one call late"
+                self.history.warn(f"one value of {self.described(name)}", reason)
+            last = loss.decided()
+        seen = self.history.seen[key] = loss.with_numbers(last)
+        if seen.doubt:
+            self.history.warn(self.described(name), seen.doubt)
+        own = {k: by for k, _, by, _ in seen.exchanged}
+        for k, part in enumerate(loss.parts):
+            by = own.get(k, seen.base)
+            if part.kind and by not in (SUM, SAMPLES):
+                ignore_if_empty(part.nodes, loss.weights(by))
+        values = [loss.values(k) for k, *_ in seen.exchanged]
+        return _joined(outputs, seen, values, loss.weights, device)
+
+    def _as_before(self, outputs: Tensors, seen: Seen, device: torch.device) -> Tensor:
+        """Join an output without a graph as the last call with gradients has shown."""
+        if seen.reason:
+            raise UnclearError(seen.reason)
+        if seen.later is None:
+            raise UnclearError(_NOT_KNOWN)
+        if seen.base == SUM and seen.arguments != self.argument_names:
+            raise UnclearError("without gradients, and with other arguments, it may be a mean")
+        values = [
+            [factor.to(one.value.device) * one.value for one in self.at(position)]
+            for _, position, _, factor in seen.exchanged
+        ]
+        return _joined(outputs, replace(seen, base=seen.later), values, self.weights, device)
+
+    def _of_cross_entropy(self, outputs: Tensors, device: torch.device) -> Seen:
+        """Return how an output is joined that is a multiple of a counted cross entropy.
+
+        Such as a sum divided by the number of items in the batch. This waits for the device.
+
+        Raises:
+            UnclearError: it is none.
+        """
+        tolerance = 8 * torch.finfo(outputs[0].dtype).eps
+        for i, own in enumerate(zip(*self.counted, strict=False)):
+            pairs = zip(outputs, own, strict=True)
+            factor, *others = [float(output) / (float(one.value) or 1.0) for output, one in pairs]
+            if all(math.isclose(factor, other, rel_tol=tolerance) for other in others):
+                is_mean = own[0].kind == "mean"
+                if is_mean or factor * sum(float(one.count) for one in own) < 1 + tolerance:
+                    by = ("counted", i) if is_mean else SUM
+                    return Seen(base=by, later=by, arguments=self.argument_names)
+        raise UnclearError("no call with gradients has shown yet how it is computed")
+
+    def at(self, position: int) -> list[Counted]:
+        """Return the counted cross entropy of each replica at a position."""
+        if any(len(own) <= position for own in self.counted):
+            raise UnclearError(_NOT_KNOWN)
+        return [own[position] for own in self.counted]
+
+    def weights(self, by: Weighting) -> Sequence[Any]:
+        """Return the weight of each replica, where no graph is needed for it."""
+        if by in (SUM, SAMPLES):
+            return self.chunk_sizes or ()
+        if by[0] == "counted":
+            return [one.count for one in self.at(by[1])]
+        found = [self.counts(own, by).get(by) for own in self.arguments]
+        if by[0] != "argument" or None in found:
+            raise UnclearError(_NOT_KNOWN)
+        return found
+
+    def counters(self) -> Sequence[Weighting]:
+        """Return what may be counted in the arguments."""
+        return list(self.counts(self.arguments[0])) if self.arguments else []
+
+    def numbers(self) -> Sequence[float]:
+        """Return the numbers among the arguments, such as that of items in the batch."""
+        args, kwargs = self.arguments[0] if self.arguments else ((), {})
+        leaves = [leaf for _, leaf in nested.leaves([*args, *kwargs.values()])]
+        found = [leaf for leaf in leaves if not isinstance(leaf, Tensor) or leaf.numel() == 1]
+        numbers = [
+            torch.as_tensor(leaf).item() for leaf in found if isinstance(leaf, Tensor | Real)
+        ]
+        return [number for number in numbers if number > 1]
+
+    def counts(self, arguments: Arguments, only: Weighting | None = None) -> dict[Weighting, Any]:
+        """Return what is counted in the arguments of a replica, or only one of these.
+
+        That is the sum of a tensor, or the number of its entries other than 0 or -100 if they are
+        integers.
+        """
+        return {
+            by: leaf.sum() if how == "sum" else (leaf != int(how)).sum()
+            for name, value in named_arguments(self.function, *arguments)
+            for path, leaf in nested.leaves(value, name)
+            if isinstance(leaf, Tensor) and leaf.dim() and leaf.numel() and not leaf.requires_grad
+            for how in ("sum", "0", "-100")[: 1 if leaf.is_floating_point() else 3]
+            for by in [("argument", path, how)]
+            if only in (None, by)
+        }
+
+    @property
+    def argument_names(self) -> Any:
+        """The number of positional arguments, and the names of others that are not None."""
+        args, kwargs = self.arguments[0] if self.arguments else ((), {})
+        return len(args), frozenset(name for name, value in kwargs.items() if value is not None)
 
 
-def is_loss(value: object) -> TypeGuard[torch.Tensor]:
+def _joined(
+    outputs: Tensors,
+    seen: Seen,
+    values: Sequence[Tensors],
+    weights: Callable[[Weighting], Sequence[Any]],
+    device: torch.device,
+) -> Tensor:
+    """Return the loss of the batch, with the values of cross entropies exchanged."""
+
+    def by(weighting: Weighting, tensors: Tensors) -> Tensor:
+        if weighting == SUM:
+            return total(tensors, device)
+        return weighted_mean(tensors, weights(weighting), device)
+
+    joined = by(seen.base, outputs)
+    for (*_, own, _), tensors in zip(seen.exchanged, values, strict=True):
+        joined = joined + by(own, tensors) - by(seen.base, tensors)
+    return joined
+
+
+def is_loss(value: object) -> TypeGuard[Tensor]:
     """Return whether a value is a 0-dim tensor of a type that has means, as losses are."""
     return (
-        isinstance(value, torch.Tensor)
+        isinstance(value, Tensor)
         and not value.dim()
         and (value.is_floating_point() or value.is_complex())
     )

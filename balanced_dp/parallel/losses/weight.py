@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from ...errors import ArgumentError, ArgumentTypeError
 from ..call_inputs import described, named_arguments, parameters
@@ -49,7 +49,7 @@ def weight_of_chunk(
     """
     named = dict(named_arguments(function, args, kwargs))
     if isinstance(loss_weight, str):
-        if not isinstance(named.get(loss_weight), torch.Tensor):
+        if not isinstance(named.get(loss_weight), Tensor):
             raise ArgumentError(
                 f"loss_weight is {loss_weight!r}, but the arguments of the call are "
                 f"{', '.join(named) or 'none'}; name a tensor among them"
@@ -81,9 +81,9 @@ def weight_of_chunk(
     return _checked(weight)
 
 
-def _checked(weight: Any) -> float | torch.Tensor:
+def _checked(weight: Any) -> float | Tensor:
     """Return a weight after a check; a tensor is not read, as that would wait for its device."""
-    if isinstance(weight, torch.Tensor) and weight.numel() == 1:
+    if isinstance(weight, Tensor) and weight.numel() == 1:
         return weight.detach().reshape(())
     if not isinstance(weight, Real) or not 0 <= float(weight) < math.inf:
         raise ArgumentError(

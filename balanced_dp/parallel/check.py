@@ -1,0 +1,153 @@
+"""Compare what a split batch gives with what the whole batch gives on one device."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+import random
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import BalanceWarning
+from . import nested
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """What differs between the split and the whole batch.
+
+    Attributes:
+        what: an output or a gradient, by name.
+        relative: the largest difference, divided by the largest entry of the whole batch's.
+        cause: why it is likely to differ.
+    """
+
+    what: str
+    relative: float
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class CheckResult:
+    """Record how a split batch compares with the whole one; prints as a table.
+
+    Attributes:
+        chunk_sizes: how the batch was split.
+        num_compared: how many outputs and gradients were compared.
+        differences: those that differ by more than rounding, the largest difference first.
+    """
+
+    chunk_sizes: tuple[int, ...]
+    num_compared: int
+    differences: tuple[Difference, ...]
+
+    def __str__(self) -> str:
+        what = f"{self.num_compared} outputs and gradients, chunks of {self.chunk_sizes}"
+        if not self.differences:
+            return f"{what}: all are those of the whole batch"
+        width = max(len(one.what) for one in self.differences)
+        lines = [
+            f"{one.what:{width}}  {one.relative:9.2e}  {one.cause}" for one in self.differences
+        ]
+        head = f"{what}: {len(lines)} differ from the whole batch's"
+        return "\n".join([head, f"{'':{width}}  {'relative':>9}  likely cause", *lines])
+
+
+def compare(
+    module: nn.Module,
+    devices: Sequence[torch.device],
+    call: Callable[[nn.Module], Any],
+    call_split: Callable[[nn.Module], tuple[Any, Sequence[int]]],
+) -> CheckResult:
+    """Compare outputs and gradients in evaluation mode, on copies of the module.
+
+    Args:
+        module: the module, on the first device.
+        devices: the devices that draw random numbers.
+        call: calls a copy on the whole batch.
+        call_split: calls another copy on the chunks, and returns the outputs joined, and their
+            sizes.
+    """
+    with (
+        _same_random_numbers(devices),
+        torch.enable_grad(),
+        warnings.catch_warnings(record=True) as told,
+    ):
+        warnings.simplefilter("always", BalanceWarning)
+        alone = copy.deepcopy(module).eval()
+        whole, again = (_results(alone, call(alone)) for _ in range(2))
+        del alone
+        copied = copy.deepcopy(module).eval()
+        outputs, sizes = call_split(copied)
+        split = _results(copied, outputs)
+    reasons = [str(one.message) for one in told if one.category is BalanceWarning]
+    norms = [one for one in module.modules() if isinstance(one, nn.modules.batchnorm._BatchNorm)]
+    found = []
+    for name, value in whole.items():
+        relative = _relative(split.get(name), value)
+        if relative > 1e3 * torch.finfo(value.dtype).eps:
+            if _relative(again.get(name), value) > 0:
+                cause = "random, in evaluation mode too"
+            elif any(norm.running_mean is None for norm in norms):
+                cause = "batch statistics, of a BatchNorm without running ones"
+            else:
+                told_of = [r.partition(": ")[2].partition(". ")[0] for r in reasons]
+                cause = "; ".join(told_of) or "samples of a chunk are computed from each other"
+            found.append(Difference(name, relative, cause))
+    found.sort(key=lambda one: -one.relative)
+    return CheckResult(tuple(sizes), len(whole), tuple(found))
+
+
+def _results(module: nn.Module, outputs: Any) -> dict[str, Tensor]:
+    """Return floating outputs, and gradients of a sum in which each entry counts differently."""
+    found = {
+        f"output {path or '(the whole)'}": leaf
+        for path, leaf in nested.leaves(outputs)
+        if isinstance(leaf, Tensor) and leaf.is_floating_point()
+    }
+    trained = {n: p for n, p in module.named_parameters() if p.requires_grad}
+    sums = [
+        (o * torch.linspace(1, 2, o.numel(), dtype=o.dtype, device=o.device).view_as(o)).sum().cpu()
+        for o in found.values()
+        if o.requires_grad
+    ]
+    if sums and trained:
+        module.zero_grad()
+        torch.stack(sums).sum().backward()  # in full, as reentrant checkpoints need it
+        named = {name: parameter.grad for name, parameter in trained.items()}
+        found |= {f"gradient of {name}": g.clone() for name, g in named.items() if g is not None}
+    return {name: value.detach() for name, value in found.items()}
+
+
+def _relative(found: Tensor | None, expected: Tensor) -> float:
+    """Return the largest difference over the largest expected entry; infinite if shapes differ."""
+    if found is None or found.shape != expected.shape:
+        return math.inf
+    one, other = found.cpu().double(), expected.cpu().double()
+    difference = (one - other).masked_fill((one == other) | (one.isnan() & other.isnan()), 0)
+    if not other.numel():
+        return 0.0
+    largest = float(other.abs().nan_to_num().max())
+    return float(difference.abs().nan_to_num(math.inf).max()) / (largest or 1.0)
+
+
+@contextlib.contextmanager
+def _same_random_numbers(devices: Sequence[torch.device]) -> Iterator[None]:
+    """Context manager after which all generators go on as if nothing had been drawn."""
+    numpy = sys.modules.get("numpy")
+    states = random.getstate(), numpy and numpy.random.get_state()
+    others = [device for device in devices if device.type != "cpu"]
+    with torch.random.fork_rng(others, device_type=devices[0].type):
+        try:
+            yield
+        finally:
+            random.setstate(states[0])
+            if numpy:
+                numpy.random.set_state(states[1])

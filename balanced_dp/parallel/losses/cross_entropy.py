@@ -1,0 +1,157 @@
+"""Count the targets of cross entropies where torch computes them.
+
+How many targets are ignored, or what their classes weigh, no graph tells. So while replicas run,
+two functions of torch are replaced by ones that also count. What they return is torch's own tensor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.jit._builtins import _register_builtin
+
+_FUNCTIONS = {name: getattr(torch._C._nn, name) for name in ("cross_entropy_loss", "nll_loss_nd")}
+
+_MEAN, _SUM = 1, 2
+"""The reductions, as in ``torch.nn._reduction.get_enum``."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Counted:
+    """A cross entropy.
+
+    Attributes:
+        position: how many the replica has computed before.
+        kind: ``"mean"`` or ``"sum"``.
+        count: how many targets it is over, or their weight: a number or a 0-dim tensor.
+        weight: the weights of classes, or None.
+        value: its value, with its graph.
+        node: its node in the graph, or None.
+        result: what torch returned, without its graph.
+        version: the version of the result, which a write in place raises.
+    """
+
+    position: int
+    kind: str
+    count: Any
+    weight: Tensor | None
+    value: Tensor
+    node: Any
+    result: Tensor
+    version: int
+
+    def is_(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is the result, detached or not."""
+        return (
+            tensor.untyped_storage()._cdata == self.result.untyped_storage()._cdata
+            and tensor.storage_offset() == self.result.storage_offset()
+            and _version(tensor) == self.version
+        )
+
+
+_of_call: ContextVar[Sequence[list[Counted]]] = ContextVar("of_call", default=())
+_of_replica: ContextVar[list[Counted] | None] = ContextVar("of_replica", default=None)
+_lock = threading.Lock()
+_num_users = 0
+
+
+@contextlib.contextmanager
+def counting(found: Sequence[list[Counted]]) -> Iterator[None]:
+    """Context manager in which the cross entropies of each replica are added to its list."""
+    global _num_users
+    token = _of_call.set(found)
+    with _lock:
+        _num_users += 1
+        _exchange(_FUNCTIONS, _counting_functions())
+    try:
+        yield
+    finally:
+        _of_call.reset(token)
+        with _lock:
+            _num_users -= 1
+            if not _num_users:
+                _exchange(_counting_functions(), _FUNCTIONS)
+
+
+def _exchange(old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
+    """Replace functions of torch, but not those that somebody else has put there."""
+    for name, function in new.items():
+        if getattr(torch._C._nn, name) is old[name]:
+            setattr(torch._C._nn, name, function)
+
+
+def run_counted(index: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call the function of a replica; its cross entropies are counted if a call asks for it."""
+    found = _of_call.get()
+    token = _of_replica.set(found[index] if found else None)
+    try:
+        return function(*args, **kwargs)
+    finally:
+        _of_replica.reset(token)
+
+
+@functools.cache
+def _counting_functions() -> Mapping[str, Any]:
+    counting = {name: _counting(function) for name, function in _FUNCTIONS.items()}
+    for name, function in counting.items():
+        _register_builtin(function, f"aten::{name}")  # for torch.jit.script in forward
+    return counting
+
+
+def _counting(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a cross entropy that counts. It computes and saves the same as ``function``."""
+
+    @functools.wraps(function)
+    def compute(
+        input: Tensor,
+        target: Tensor,
+        weight: Tensor | None = None,
+        reduction: int = _MEAN,
+        ignore_index: int = -100,
+        *smoothing: float,
+        **options: float,
+    ) -> Tensor:
+        loss = function(input, target, weight, reduction, ignore_index, *smoothing, **options)
+        found = None if torch.compiler.is_compiling() else _of_replica.get()
+        is_plain = torch._C._functorch.peek_interpreter_stack() is None
+        if found is None or reduction not in (_MEAN, _SUM) or not is_plain:
+            return loss
+        count: Any
+        if target.is_floating_point():  # probabilities of classes: all count
+            count = target.numel() // target.shape[min(1, target.dim() - 1)]
+        else:
+            is_counted = target != ignore_index
+            count = is_counted.sum()
+            if weight is not None:
+                count = (weight.detach()[target.where(is_counted, 0).long()] * is_counted).sum()
+        node = loss.grad_fn
+        if reduction == _MEAN and isinstance(count, Tensor):
+            # 0 / 0 if nothing counts, which would hide what else is added to it.
+            loss.data.masked_fill_(count == 0, 0)
+            if weight is not None and node is not None:
+                node.register_hook(functools.partial(_without_nan, count == 0))
+        kind = "mean" if reduction == _MEAN else "sum"
+        value = loss.clone()  # the loss may be written to
+        result = loss.detach(), _version(loss)
+        found.append(Counted(len(found), kind, count, weight, value, node, *result))
+        return loss
+
+    return compute
+
+
+def _without_nan(is_empty: Tensor, grad_inputs: Any, grad_outputs: Any) -> Any:
+    """Replace the gradients of a mean over nothing, 0 / 0, by 0."""
+    first, *rest = grad_inputs
+    return (None if first is None else first.masked_fill(is_empty, 0), *rest)
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
