@@ -26,10 +26,10 @@ class BalancedCriterion(nn.Module):
 
     It is called with the ``PerDevice`` that a model with ``gather=False`` returns, and the targets
     of the whole batch. Each device computes the loss of its own chunk, so that large outputs, such
-    as the logits of a vocabulary, are never gathered on one device. The loss of the batch is
-    computed from the means and sums over all chunks; rows are concatenated. A warning names a loss
-    that is no function of these. Anything but a ``PerDevice`` is passed to ``criterion`` unchanged,
-    so that the same line works for a bare model.
+    as the logits of a vocabulary, are never gathered on one device. Losses are joined as those that
+    a model returns; rows are concatenated. A warning names a loss that is not known to be that of
+    the batch. Anything but a ``PerDevice`` is passed to ``criterion`` unchanged, so that the same
+    line works for a bare model.
 
     Outputs, targets and losses may be nested in tuples, dictionaries and dataclasses; a target may
     be another ``PerDevice``.

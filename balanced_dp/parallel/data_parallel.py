@@ -70,10 +70,10 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         split: dotted paths of lists, tuples and arrays with an entry for each sample, such as
             ``"texts"``; each device gets the entries of its samples.
         scalar_outputs: how 0-dim outputs are joined. ``"auto"``: to the value of the whole batch,
-            computed from the means and sums over all chunks; anything else is averaged as by
+            if they are linear in means and sums over samples; anything else is averaged as by
             ``"mean"``, with a warning. ``"mean"``: to their mean, weighted by chunk size.
             ``"sum"``: to their sum. ``"stack"``: to a vector, as ``nn.DataParallel`` does. Integers
-            must be equal unless they are added up or stacked.
+            that differ add up, with a warning.
         loss_weight: a function that returns the weight of a chunk's 0-dim floating outputs, for
             means that torch does not compute, such as those of a custom kernel. Its parameters
             name the arguments of ``forward`` that it gets: ``lambda mask: mask.sum()``. A weight is
@@ -104,7 +104,8 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         BalanceWarning: once for each output, input or attribute that it is about.
 
             - Without ``spread``, ``gpu0_bsz`` is not below the even share of the first batch.
-            - A 0-dim output need not have the value of the whole batch.
+            - A 0-dim output need not have the value of the whole batch, or the graph shows that
+              samples of a chunk are computed from each other: ``check`` compares them.
             - A list as long as the batch, or an object that holds tensors, goes whole to each
               device.
             - ``forward`` sets an attribute, which is lost.

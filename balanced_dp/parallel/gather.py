@@ -36,10 +36,10 @@ def gather(
     """Join the outputs of the replicas into one on ``device``. Differentiable.
 
     Tensors are concatenated along ``dim``, or along the only other dimension that has the size of
-    the chunks. 0-dim tensors become one 0-dim tensor or a vector; integers and bools must be equal
-    on every replica, unless they are added up or stacked. Mappings, dataclasses, named tuples,
-    tuples and lists are joined item by item. A key-value cache of transformers becomes None.
-    Anything else must be equal on every replica and is returned as it is.
+    the chunks. 0-dim tensors become one 0-dim tensor or a vector; integers that differ add up, with
+    a warning, and bools must be equal. Mappings, dataclasses, named tuples, tuples and lists are
+    joined item by item. A key-value cache of transformers becomes None. Anything else must be equal
+    on every replica and is returned as it is.
 
     Args:
         outputs: the output of each replica; at least one.
