@@ -385,6 +385,8 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         """
 
         def whole(module: nn.Module) -> Any:
+            if not self.device_ids:
+                return module(*inputs, **kwargs)
             [args], [keywords] = self.scatter(inputs, kwargs, self.device_ids[:1])
             return module(*args, **keywords)
 
@@ -392,7 +394,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
             parallel = BalancedDataParallel(
                 self.gpu0_bsz,
                 module,
-                self.device_ids,
+                self.device_ids or None,
                 self.output_device,
                 self.dim,
                 broadcast=self.broadcast,
@@ -405,7 +407,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
                 return parallel(*inputs, **kwargs), parallel.chunk_sizes or ()
 
         with self.on_one_device() if self.spread else nullcontext(self.module) as module:
-            return compare(module, self.devices, whole, split)
+            return compare(module, self.devices or [torch.device("cpu")], whole, split)
 
     def close(self) -> None:
         """End the worker threads and drop the replicas. A later call makes new ones."""

@@ -215,10 +215,12 @@ class Loss:
         first, call = parts[0], self.call
         sums = [k for k in parts if self.parts[k].kind == "sum"]
         are_sums = len(sums) == len(parts)
-        tried: list[Weighting] = [("counted", self.known[first])] if first in self.known else []
-        tried = [*([SUM] if are_sums else tried), *(call.counters() if sums else ())]
-        tried += [("counted", self.known[first])] if first in self.known else []
-        tried += [SAMPLES, *([] if first in self.known else [("entries", first)])]
+        of_arguments = call.counters() if sums else ()
+        own: Weighting = ("entries", first)
+        tried = [*([SUM] if are_sums else []), *of_arguments, SAMPLES, own]
+        if first in self.known:
+            own = ("counted", self.known[first])
+            tried = [*([SUM] if are_sums else [own]), *of_arguments, own, SAMPLES]
         fitting = [by for by in tried if self.fits(parts, by)]
         if fitting:
             if sums and (fitting[0] == SUM or (self.are_equal and SAMPLES in fitting)):
