@@ -444,7 +444,7 @@ AVERAGED = {
     "mean times length": "other coefficients",
     "means of columns with masks": "other coefficients",
     "not trained": "other coefficients",
-    "number of positions with a token": "taken for counts",
+    "number of positions with a token": "other coefficients",
     "outputs of one storage": "no graph",
     "perplexity": "not linear in a mean",
     "product": "not linear in a mean",
@@ -454,13 +454,13 @@ AVERAGED = {
     "statistics": "not linear in a mean",
     "sum and mean": "other coefficients",
     "sum and penalty": "does not depend on samples is added",
-    "sum by a count in bfloat16": "taken for counts",
+    "sum by a count in bfloat16": "other coefficients",
     "sum by a count minus a number": "other coefficients",
-    "sum by a count plus the number of samples": "taken for counts",
-    "sum by a count plus twice 1": "taken for counts",
+    "sum by a count plus the number of samples": "other coefficients",
+    "sum by a count plus twice 1": "other coefficients",
     "sum by a mean": "other coefficients",
-    "sum by the clamped largest entry": "may be divided by a count",
-    "sum by the largest entry plus 1": "taken for counts",
+    "sum by the clamped largest entry": "other coefficients",
+    "sum by the largest entry plus 1": "other coefficients",
 }
 """Those of ``EXACT`` that are warned of, as not linear or not known, with a part of the reason."""
 
@@ -505,12 +505,6 @@ UNCLEAR: dict[str, Callable[..., Any]] = {
     "rare classes": (lambda n, x, o, y: masked_mean(rows(o), rarity(y))),
     "classes in a loop": (lambda n, x, o, y: sum(masked_mean(rows(o), y == c) for c in y.unique())),
     "branch": (lambda n, x, o: o.mean() if len(x) < 4 else o.square().mean().mul(2)),
-    "balanced cross entropy": (
-        lambda n, x, o, y: F.cross_entropy(
-            o, y, weight=1 / F.one_hot(y, CLASSES).double().sum(0).clamp(min=1)
-        )
-    ),
-    "sum plus a number": lambda n, x, o: o.square().sum() + 1,
 }
 """What is computed from samples in other ways, and warned of."""
 
@@ -538,6 +532,12 @@ UNSEEN: dict[str, Callable[..., Any]] = {
     ),
     "rows by their number": lambda n, x, o: (rows(o) / len(o)).sum(),
     "normalized weights": lambda n, x, o, weight: (rows(o) * (weight / weight.sum())).sum(),
+    "balanced cross entropy": (
+        lambda n, x, o, y: F.cross_entropy(
+            o, y, weight=1 / F.one_hot(y, CLASSES).double().sum(0).clamp(min=1)
+        )
+    ),
+    "sum plus a number": lambda n, x, o: o.square().sum() + 1,
     "mixup of the inputs": lambda n, x, o, real: F.mse_loss(n.head((x + x.flip(0)) / 2), real),
 }
 """What no graph shows, as docs/loss.md says of each; ``check`` does."""

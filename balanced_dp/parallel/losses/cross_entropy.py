@@ -32,7 +32,6 @@ class Counted:
         position: how many the replica has computed before.
         kind: ``"mean"`` or ``"sum"``.
         count: how many targets it is over, or their weight: a number or a 0-dim tensor.
-        weight: the weights of classes, or None.
         value: its value, with its graph.
         node: its node in the graph, or None.
         result: what torch returned, without its graph.
@@ -42,7 +41,6 @@ class Counted:
     position: int
     kind: str
     count: Any
-    weight: Tensor | None
     value: Tensor
     node: Any
     result: Tensor
@@ -136,12 +134,12 @@ def _counting(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         if reduction == _MEAN and isinstance(count, Tensor):
             # 0 / 0 if nothing counts, which would hide what else is added to it.
             loss.data.masked_fill_(count == 0, 0)
-            if weight is not None and node is not None:
+            if weight is not None and node is not None:  # all classes may have the weight 0
                 node.register_hook(functools.partial(_without_nan, count == 0))
         kind = "mean" if reduction == _MEAN else "sum"
         value = loss.clone()  # the loss may be written to
         result = loss.detach(), _version(loss)
-        found.append(Counted(len(found), kind, count, weight, value, node, *result))
+        found.append(Counted(len(found), kind, count, value, node, *result))
         return loss
 
     return compute
