@@ -23,7 +23,7 @@ memory/ breakdown peaks probe logger __init__
 planning/ memory_model estimates split_planner auto_balance __init__
 parallel/ nested call_inputs move
 parallel/ scatter arrivals coalesced_copy homes deferred_gradients parameter_copies
-parallel/losses/ cross_entropy graph sums plan weight join __init__
+parallel/losses/ cross_entropy graph mixing sums plan weight join __init__
 parallel/ bound_methods written_state replica replica_pool replicate parallel_apply
 parallel/ gather per_device criterion auto_split split_policy check data_parallel
 parallel/ functional __init__

@@ -37,7 +37,7 @@ def how_samples_mix(outputs: Iterable[tuple[Tensor, Tensor]], sizes: Sequence[in
     with looking_at_nodes:
         while stack:
             (node, other), shapes, is_loss = stack.pop()
-            if node in seen or is_parameter(node) or node.name() != other.name():
+            if node in seen or type(node) is not type(other) or is_parameter(node):
                 continue
             seen.add(node)
             is_loss = is_loss and shapes[0] == shapes[1]
@@ -56,16 +56,19 @@ def _mixes(
     node: Any, shapes: Pair, inputs: Sequence[Pair], sizes: Sequence[int], is_loss: bool
 ) -> str:
     """Return how an operator computes samples from each other, by its shapes on two replicas."""
-    (one, other), (n, m), name = shapes, sizes, operator_name(node)
-    differing = [ab for ab in zip(one, other, strict=False) if ab[0] != ab[1]]
+    (one, other), (n, m) = shapes, sizes
     pairs = (n * n, m * m), (n * (n - 1), m * (m - 1)), (n * (n - 1) // 2, m * (m - 1) // 2)
-    if len(_axes(shapes, sizes)) > 1 or any(lengths in pairs for lengths in differing):
-        return "computes a number for each pair of samples"
-    along = {axis for pair in inputs for axis in _axes(pair, sizes)}
-    if along and one == other and not is_loss and not _SELECTS.fullmatch(name):
+    if one != other:
+        lengths = [pair for pair in zip(one, other, strict=False) if pair[0] != pair[1]]
+        if len(_axes(shapes, sizes)) > 1 or any(pair in pairs for pair in lengths):
+            return "computes a number for each pair of samples"
+    elif is_loss:
+        return ""
+    elif any(_axes(pair, sizes) for pair in inputs) and not _SELECTS.fullmatch(operator_name(node)):
         return "reduces the samples of each chunk"
-    if along and _GOES_ALONG.fullmatch(name):
-        dims = getattr(node, "_saved_dim", getattr(node, "_saved_dims", ()))
+    dims = getattr(node, "_saved_dim", getattr(node, "_saved_dims", None))
+    if dims is not None and _GOES_ALONG.fullmatch(operator_name(node)):
+        along = {axis for pair in inputs for axis in _axes(pair, sizes)}
         for dim in dims if isinstance(dims, tuple) else (dims,):
             # torch reports negative ones as unsigned numbers.
             if (dim - 2**64 * (dim >= 2**63)) % len(one) in along:
