@@ -10,28 +10,25 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..errors import BalanceWarning
 from . import nested
 
 
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """What differs between the split and the whole batch.
-
-    Attributes:
-        what: an output or a gradient, by name.
-        relative: the largest difference, divided by the largest entry of the whole batch's.
-        cause: why it is likely to differ.
-    """
+class Difference(NamedTuple):
+    """What differs between the split and the whole batch."""
 
     what: str
+    """An output or a gradient, by name."""
     relative: float
+    """The largest difference, divided by the largest entry of the whole batch's."""
     cause: str
+    """Why it is likely to differ."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +50,7 @@ class CheckResult:
         if not self.differences:
             return f"{what}: all are those of the whole batch"
         width = max(len(one.what) for one in self.differences)
-        lines = [
-            f"{one.what:{width}}  {one.relative:9.2e}  {one.cause}" for one in self.differences
-        ]
+        lines = [f"{what:{width}}  {size:9.2e}  {why}" for what, size, why in self.differences]
         head = f"{what}: {len(lines)} differ from the whole batch's"
         return "\n".join([head, f"{'':{width}}  {'relative':>9}  likely cause", *lines])
 
@@ -88,19 +83,16 @@ def compare(
         outputs, sizes = call_split(copied)
         split = _results(copied, outputs)
     reasons = [str(one.message) for one in told if one.category is BalanceWarning]
-    norms = [one for one in module.modules() if isinstance(one, nn.modules.batchnorm._BatchNorm)]
-    found = []
-    for name, value in whole.items():
-        relative = _relative(split.get(name), value)
-        if relative > 1e3 * torch.finfo(value.dtype).eps:
-            if _relative(again.get(name), value) > 0:
-                cause = "random, in evaluation mode too"
-            elif any(norm.running_mean is None for norm in norms):
-                cause = "batch statistics, of a BatchNorm without running ones"
-            else:
-                told_of = [r.partition(": ")[2].partition(". ")[0] for r in reasons]
-                cause = "; ".join(told_of) or "samples of a chunk are computed from each other"
-            found.append(Difference(name, relative, cause))
+    causes = [reason.partition(": ")[2].partition(". ")[0] for reason in reasons]
+    if any(isinstance(m, _BatchNorm) and m.running_mean is None for m in module.modules()):
+        causes = ["batch statistics, of a BatchNorm without running ones"]
+    cause = "; ".join(causes) or "samples of a chunk are computed from each other"
+    found = [
+        Difference(name, size, "random, in evaluation mode too" if is_random else cause)
+        for name, value in whole.items()
+        if (size := _relative(split.get(name), value)) > 1e3 * torch.finfo(value.dtype).eps
+        for is_random in [_relative(again.get(name), value) > 0]
+    ]
     found.sort(key=lambda one: -one.relative)
     return CheckResult(tuple(sizes), len(whole), tuple(found))
 
@@ -131,11 +123,11 @@ def _relative(found: Tensor | None, expected: Tensor) -> float:
     if found is None or found.shape != expected.shape:
         return math.inf
     one, other = found.cpu().double(), expected.cpu().double()
-    difference = (one - other).masked_fill((one == other) | (one.isnan() & other.isnan()), 0)
+    is_same = (one == other) | (one.isnan() & other.isnan())
+    difference = (one - other).abs().nan_to_num(math.inf).masked_fill(is_same, 0)
     if not other.numel():
         return 0.0
-    largest = float(other.abs().nan_to_num().max())
-    return float(difference.abs().nan_to_num(math.inf).max()) / (largest or 1.0)
+    return float(difference.max()) / (float(other.abs().nan_to_num().max()) or 1.0)
 
 
 @contextlib.contextmanager
