@@ -505,6 +505,12 @@ UNCLEAR: dict[str, Callable[..., Any]] = {
     "rare classes": (lambda n, x, o, y: masked_mean(rows(o), rarity(y))),
     "classes in a loop": (lambda n, x, o, y: sum(masked_mean(rows(o), y == c) for c in y.unique())),
     "branch": (lambda n, x, o: o.mean() if len(x) < 4 else o.square().mean().mul(2)),
+    "balanced cross entropy": (
+        lambda n, x, o, y: F.cross_entropy(
+            o, y, weight=1 / F.one_hot(y, CLASSES).double().sum(0).clamp(min=1)
+        )
+    ),
+    "sum plus a number": lambda n, x, o: o.square().sum() + 1,
 }
 """What is computed from samples in other ways, and warned of."""
 
@@ -532,12 +538,6 @@ UNSEEN: dict[str, Callable[..., Any]] = {
     ),
     "rows by their number": lambda n, x, o: (rows(o) / len(o)).sum(),
     "normalized weights": lambda n, x, o, weight: (rows(o) * (weight / weight.sum())).sum(),
-    "balanced cross entropy": (
-        lambda n, x, o, y: F.cross_entropy(
-            o, y, weight=1 / F.one_hot(y, CLASSES).double().sum(0).clamp(min=1)
-        )
-    ),
-    "sum plus a number": lambda n, x, o: o.square().sum() + 1,
     "mixup of the inputs": lambda n, x, o, real: F.mse_loss(n.head((x + x.flip(0)) / 2), real),
 }
 """What no graph shows, as docs/loss.md says of each; ``check`` does."""

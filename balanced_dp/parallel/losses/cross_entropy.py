@@ -32,6 +32,7 @@ class Counted:
         position: how many the replica has computed before.
         kind: ``"mean"`` or ``"sum"``.
         count: how many targets it is over, or their weight: a number or a 0-dim tensor.
+        weight: the weights of classes, or None.
         value: its value, with its graph.
         node: its node in the graph, or None.
         result: what torch returned, without its graph.
@@ -41,6 +42,7 @@ class Counted:
     position: int
     kind: str
     count: Any
+    weight: Tensor | None
     value: Tensor
     node: Any
     result: Tensor
@@ -139,7 +141,7 @@ def _counting(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         kind = "mean" if reduction == _MEAN else "sum"
         value = loss.clone()  # the loss may be written to
         result = loss.detach(), _version(loss)
-        found.append(Counted(len(found), kind, count, value, node, *result))
+        found.append(Counted(len(found), kind, count, weight, value, node, *result))
         return loss
 
     return compute

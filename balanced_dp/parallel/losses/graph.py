@@ -51,6 +51,7 @@ class Part:
         kind: ``"mean"`` or ``"sum"`` of a reduction, or "".
         counts: over how many entries a reduction is on each replica: numbers, or 0-dim tensors.
         counted: the cross entropies, if it is one that was counted.
+        adds_number: whether an operator adds a number, or a tensor without a graph.
         has_rows: whether a reduction is over a tensor with a row for each sample.
         inputs: of an operator, the positions, output numbers and parts of its inputs.
         gradients: on each replica, the derivatives of the loss with respect to its outputs.
@@ -61,6 +62,7 @@ class Part:
     kind: str = ""
     counts: Sequence[Any] = ()
     counted: Sequence[Counted] = ()
+    adds_number: bool = False
     has_rows: bool = False
     inputs: list[tuple[int, int, Part]] = field(default_factory=list)
     gradients: list[list[Any]] = field(default_factory=list)
@@ -143,9 +145,10 @@ def _part(
     }
     if len(forms) > 1:
         raise UnclearError(UNLIKE)
-    outer, inputs = [shape_of(node) for node in nodes], []
+    part, outer, inputs = Part(nodes), [shape_of(node) for node in nodes], []
     for position, group in enumerate(zip(*edges, strict=True)):
         if group[0][0] is None:
+            part.adds_number |= part.name in ("Add", "Sub", "Rsub")
             continue
         inputs.append((position, group[0][1], tuple(node for node, _ in group)))
         inner = [shape_of(*edge) for edge in group]
@@ -155,7 +158,7 @@ def _part(
             counts = [math.prod(a) // math.prod(b) for a, b in zip(inner, outer, strict=True)]
             has_rows = -len(inner[0]) <= dim < len(inner[0]) and inner[0][dim] == sizes[0]
             return Part(nodes, _kind_of(first), counts, has_rows=has_rows), []
-    return Part(nodes), inputs
+    return part, inputs
 
 
 def _have_samples(shapes: Sequence[Sequence[int]], sizes: Sequence[int], dim: int) -> bool:

@@ -22,7 +22,7 @@ from ..call_inputs import Arguments, described
 from .cross_entropy import Counted, counting
 from .graph import UNLIKE, Part, UnclearError, parts_of
 from .mixing import how_samples_mix
-from .plan import SAMPLES, SUM, Counts, Loss, Rule, Tensors, joined
+from .plan import COUNTED, SAMPLES, SUM, Counts, Loss, Rule, Tensors, check_class_weights, joined
 from .sums import ignore_if_empty, total, weighted_mean
 from .weight import weight_of_chunk
 
@@ -111,12 +111,15 @@ class ChunkLosses:
             return weighted_mean(outputs, weights or sizes, device)
         pairs = zip(self.counted, outputs, strict=True)
         own = [one for found, output in pairs for one in found if one.is_(output)]
-        if len(own) == len(outputs):
-            if own[0].kind == "sum":
-                return total(outputs, device)
-            return weighted_mean(outputs, [one.count for one in own], device)
         rules, key = self.history.rules, (self._code, name)
         try:
+            if len(own) == len(outputs):
+                if rules.get(key) != COUNTED:  # to compare weights waits for the device
+                    check_class_weights(own)
+                    rules[key] = COUNTED
+                if own[0].kind == "sum":
+                    return total(outputs, device)
+                return weighted_mean(outputs, [one.count for one in own], device)
             if torch.is_grad_enabled():
                 return self._by_graph(outputs, name, key, device)
             counts = self._counts()
@@ -143,6 +146,8 @@ class ChunkLosses:
             self.history.warn(f"one value of {self.described(name)}", reason)
             rule = loss.rule()
         rule = self.history.rules[key] = loss.with_numbers(rule)
+        if rule.doubt:
+            self.history.warn(self.described(name), rule.doubt)
         own = {k: by for k, _, by, _ in rule.exchanged}
         for k, part in enumerate(loss.parts):
             by = own.get(k, rule.base)

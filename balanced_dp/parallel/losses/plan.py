@@ -65,6 +65,7 @@ class Rule:
         spread: by how much coefficients differed in the call, relatively: a number on its way to
             the CPU, and the event of its arrival, or None if there is nothing to wait for.
         arguments: the names of the arguments.
+        doubt: why the weights need not be right; or "".
         reason: why it is not known how the loss is joined; or "".
     """
 
@@ -74,6 +75,7 @@ class Rule:
     has_entries_of_samples: bool = True
     spread: tuple[Any, Any] = (0.0, None)
     arguments: Any = None
+    doubt: str = ""
     reason: str = ""
 
     def has_arrived(self) -> bool:
@@ -172,6 +174,9 @@ class Counts:
         return len(args), frozenset(name for name, value in kwargs.items() if value is not None)
 
 
+COUNTED = Rule(reason="it was a cross entropy before")
+
+
 class Loss:
     """A loss of all replicas in one call with gradients.
 
@@ -213,16 +218,17 @@ class Loss:
                 raise UnclearError(f"it is not linear in a {part.kind} over samples")
         if not all(any(float(c.abs().max()) for c in self.coefficients(k)) for k in reductions):
             raise UnclearError("a mean or a sum does not count, as by a branch")
+        for k in self.known:
+            check_class_weights(self.parts[k].counted)
         base = self.weighting(self.free or [*self.known][:1])
         others = [gradient for part in self.parts for gradient in part.others]
         if base == SUM and not all(depends_on(gradient, self.parts) for gradient in others):
             raise UnclearError("what does not depend on samples is added to a sum")
         own = [(k, i, self.weighting([k])) for k, i in self.known.items()]
-        return Rule(
-            self.structure,
-            base,
-            [(*one, self.parts[one[0]].gradient(0)[0]) for one in own if one[2] != base],
-        )
+        exchanged = [(*one, self.parts[one[0]].gradient(0)[0]) for one in own if one[2] != base]
+        is_added = base == SUM and any(part.adds_number for part in self.parts)
+        doubt = "a number that is added to a sum, if not 0, is added once on each device"
+        return Rule(self.structure, base, exchanged, doubt=doubt if is_added else "")
 
     def weighting(self, parts: Sequence[int]) -> Weighting:
         """Return the weights that are right for some reductions.
@@ -318,6 +324,17 @@ class Loss:
             spread=spread,
             arguments=self.counts.argument_names,
         )
+
+
+def check_class_weights(counted: Sequence[Counted]) -> None:
+    """Check that cross entropies of all replicas have the same weights of classes.
+
+    Raises:
+        UnclearError: they differ, as if they were computed from the chunk.
+    """
+    weights = [one.weight.cpu() for one in counted if one.weight is not None]
+    if any(not torch.equal(weight, weights[0]) for weight in weights):
+        raise UnclearError("the weights of its classes differ between the replicas")
 
 
 def joined(
