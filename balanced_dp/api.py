@@ -18,9 +18,7 @@ from .errors import (
     SymbolicValueError,
 )
 from .memory import (
-    DeviceBreakdown,
     DeviceMemory,
-    DevicePeak,
     MemoryLogger,
     MemoryProbe,
     StepMemory,
@@ -39,9 +37,7 @@ __all__ = [
     "BalancedCriterion",
     "BalancedDataParallel",
     "BalancedDataParallelError",
-    "DeviceBreakdown",
     "DeviceMemory",
-    "DevicePeak",
     "DistributedError",
     "EmulatedDevices",
     "EmulationError",

@@ -178,16 +178,16 @@ def _step_checks(device: torch.device, length: int = 128) -> Iterator[Check]:
     step()
     with model.memory.measure() as usage:
         step()
-    [entry] = memory_breakdown(model, optimizer)
+    [uses] = memory_breakdown(model, optimizer).values()
     peak = torch.get_device_module(device).max_memory_allocated(device)
     yield check("step's peak and torch.cuda", usage.devices[0].peak_allocated_bytes, peak, 0)
     yield check(
-        "breakdown's sum and torch.cuda", sum(entry.uses.values()), peak, 0, str(entry.uses)
+        "breakdown's sum and torch.cuda", sum(uses.values()), peak, 0, str(uses)
     )
     parameters = sum(-(-p.nbytes // 512) * 512 for p in module.parameters())
-    yield check("parameters of the breakdown", entry.uses["parameter"], parameters, 0)
-    yield check("gradients of the breakdown", entry.uses["gradient"], parameters, 0)
-    state = entry.uses["optimizer state"]
+    yield check("parameters of the breakdown", uses["parameter"], parameters, 0)
+    yield check("gradients of the breakdown", uses["gradient"], parameters, 0)
+    state = uses["optimizer state"]
     yield check("two moments of AdamW", state, 2 * parameters, parameters // 100, "and step counts")
 
 

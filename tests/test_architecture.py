@@ -18,7 +18,7 @@ errors units split torch_versions free_threading
 emulation/ ledger machine symbolic tensor copies operators kernels autocast device_module
 emulation/ cuda_functions cuda_tensors as_cuda patches context __init__
 devices
-memory/ nvml nvml_sampler step_memory
+memory/ records nvml nvml_sampler
 memory/ breakdown peaks probe logger __init__
 planning/ memory_model estimates split_planner auto_balance __init__
 parallel/ nested call_inputs move
@@ -40,7 +40,7 @@ __main__
 WITHOUT_TORCH = """
 errors units split free_threading
 emulation/ ledger
-memory/ nvml nvml_sampler step_memory
+memory/ records nvml nvml_sampler
 planning/ memory_model estimates split_planner auto_balance
 parallel/ call_inputs
 """

@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemaining
 from rich.table import Column, Table
 from rich.text import Text
 
-from ..memory.probe import DeviceMemory
+from ..memory.records import DeviceMemory
 from ..report import tables
 from ..report.compare import Comparison
 from ..report.json_file import write_atomically

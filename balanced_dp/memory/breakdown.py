@@ -1,9 +1,8 @@
-"""The memory at the peak by use, and the floor that no ``gpu0_bsz`` can lower."""
+"""The memory at the peak, by use."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -13,49 +12,19 @@ from torch.utils._pytree import tree_leaves
 
 from ..emulation.ledger import round_up
 from ..errors import ProbeError
-from .step_memory import DevicePeak, StepMemory
-
-_PERSISTENT = ("parameter", "buffer", "gradient", "optimizer state")
-_OF_THE_CHUNK = ("input", "activation", "rest")
-"""Uses that grow with the chunk of the first device."""
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceBreakdown:
-    """The memory of one device at its peak, by use, in bytes.
-
-    Attributes:
-        device: torch's name of the device.
-        peak_bytes: maximum memory occupied by tensors since the peak was last reset.
-        uses: bytes by use, with the sum ``peak_bytes``. On emulated devices they are exact. On
-            others, ``parameter``, ``buffer``, ``gradient`` and ``optimizer state`` are the tensors
-            that exist now, with the model's copies on the other devices, and ``rest`` is everything
-            else: activations, gathered outputs, the loss.
-        floor_bytes: an estimate of the first device's peak with ``gpu0_bsz=0``, which no
-            ``gpu0_bsz`` can lower. None for the other devices, before the first batch, and if one
-            device only had samples.
-    """
-
-    device: str
-    peak_bytes: int
-    uses: dict[str, int]
-    floor_bytes: int | None = None
 
 
 def memory_breakdown(
     model: nn.Module, optimizer: torch.optim.Optimizer | None = None
-) -> tuple[DeviceBreakdown, ...]:
-    """Return the memory by use of each of the model's devices, at its peak.
+) -> dict[str, dict[str, int]]:
+    """Return the bytes by use of each of the model's devices at its peak, by the device's name.
 
-    Call it after a training step, before ``zero_grad``, and not after the first step: the
-    optimizer had no state at that step's peak. (With emulated devices, call it at any time.) The
-    peak is the one since the last ``reset_peak_memory_stats``, the beginning of the last measured
-    block, or the last record of a logger.
-
-    The floor is the first device's peak less the memory of its chunk: the bytes per sample of the
-    other devices times its chunk size, and at most its activations. It is too low if without
-    samples the peak would be at another moment of the step; measure ``gpu0_bsz=0`` for the exact
-    value.
+    The bytes of a device add up to its peak since the last ``reset_peak_memory_stats``, the
+    beginning of the last measured block, or the last record of a logger. On emulated devices they
+    are exact. On others, ``parameter``, ``buffer``, ``gradient`` and ``optimizer state`` are the
+    tensors that exist now, with the model's copies on the other devices, and ``rest`` is everything
+    else: activations, gathered outputs, the loss. So call it after a training step other than the
+    first, before ``zero_grad``.
 
     Args:
         model: a ``BalancedDataParallel``, or any module; then the devices are its parameters'.
@@ -64,36 +33,7 @@ def memory_breakdown(
     Raises:
         ProbeError: no device of the model counts its memory.
     """
-    breakdowns, peaks = [], []
-    for device in _devices_of(model):
-        uses = _uses(device, model, optimizer)
-        kept_bytes, peak_bytes = sum(uses.get(use, 0) for use in _PERSISTENT), sum(uses.values())
-        breakdowns.append(DeviceBreakdown(str(device), peak_bytes, uses))
-        chunk_size = chunk_size_of(model, device)
-        peaks.append(DevicePeak(str(device), None, kept_bytes, peak_bytes, chunk_size=chunk_size))
-    floor_bytes = StepMemory(devices=tuple(peaks)).floor_bytes
-    if floor_bytes is not None:
-        first = breakdowns[0]
-        movable_bytes = sum(first.uses.get(use, 0) for use in _OF_THE_CHUNK)
-        floor_bytes = round(max(floor_bytes, first.peak_bytes - movable_bytes))
-        breakdowns[0] = replace(first, floor_bytes=floor_bytes)
-    return tuple(breakdowns)
-
-
-def chunk_size_of(model: Any, device: torch.device) -> int | None:
-    """Return the number of samples on a device in the model's last batch, None if unknown."""
-    split: tuple[int, ...] | None = getattr(model, "chunk_sizes", None)
-    if split is None:
-        return None
-    return sum(size for used, size in zip(model.devices, split, strict=True) if used == device)
-
-
-def replica_bytes(model: Any, device: torch.device, chunk_size: int | None) -> int:
-    """Return the size of the copies of parameters and buffers on a device with a chunk."""
-    if not chunk_size:
-        return 0
-    tensors = chain(model.module.parameters(), model.module.buffers())
-    return _num_bytes(tensor for tensor in tensors if tensor.device != device)
+    return {str(device): _uses(device, model, optimizer) for device in _devices_of(model)}
 
 
 def _devices_of(model: nn.Module) -> list[torch.device]:
@@ -125,7 +65,8 @@ def _uses(
     seen: set[int] = set()
     uses = {use: _num_bytes(of_use, device, seen) for use, of_use in tensors.items()}
     peak_bytes = module.max_memory_allocated(device)
-    if chunk_size_of(model, device):
+    sizes = getattr(model, "chunk_sizes", None)
+    if sizes and any(sizes[i] for i, used in enumerate(model.devices) if used == device):
         copied = {
             use: uses[use] + _num_bytes(t for t in tensors[use] if t.device != device)
             for use in ("parameter", "buffer")

@@ -11,7 +11,7 @@ from ..errors import ArgumentTypeError
 from ..split import as_integer
 from .peaks import Peaks
 from .probe import MemoryProbe
-from .step_memory import imbalance_of
+from .records import imbalance_of
 
 
 class MemoryLogger:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import ProbeError
+from .records import board_label
 
 _REASONS = {
     "NVMLError_LibraryNotFound": "there is no NVML library (libnvidia-ml.so.1): it comes with "
@@ -43,19 +44,7 @@ class Board:
     @property
     def label(self) -> str:
         """The name of the board, ``gpu:3``, or of the slice, ``gpu:3 mig:1``."""
-        mig = "" if self.mig_index is None else f" mig:{self.mig_index}"
-        return f"gpu:{self.nvml_index}{mig}"
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryInfo:
-    """The memory of one board in bytes, and the version of the query, 1 or 2."""
-
-    total_bytes: int
-    used_bytes: int
-    free_bytes: int
-    reserved_by_driver_bytes: int | None
-    memory_info_version: int
+        return board_label(self.nvml_index, self.mig_index)
 
 
 class Nvml:
@@ -83,8 +72,10 @@ class Nvml:
         count = self._query(self._nvml.nvmlDeviceGetCount)
         return [board for index in range(count) for board in self._boards_at(index)]
 
-    def memory(self, board: Board) -> MemoryInfo:
-        """Return the board's memory, from version 2 of the query if the driver supports it.
+    def memory(self, board: Board) -> dict[str, Any]:
+        """Return the fields of ``DeviceMemory`` that NVML knows of a board.
+
+        They are from version 2 of the query if the driver supports it.
 
         Version 1 counts the memory that the driver reserves for itself as used.
 
@@ -99,10 +90,24 @@ class Nvml:
             raise NvmlError(board.error)
         query = self._nvml.nvmlDeviceGetMemoryInfo
         info = self._ask(query, board.handle, self._nvml.nvmlMemory_v2)
-        if info is not None:
-            return MemoryInfo(info.total, info.used, info.free, info.reserved, 2)
-        info = self._query(query, board.handle)
-        return MemoryInfo(info.total, info.used, info.free, None, 1)
+        version = 1 if info is None else 2
+        info = info or self._query(query, board.handle)
+        return {
+            "total_bytes": info.total,
+            "used_bytes": info.used,
+            "free_bytes": info.free,
+            "reserved_by_driver_bytes": info.reserved if version == 2 else None,
+            "memory_info_version": version,
+        }
+
+    def used_bytes(self, board: Board) -> int:
+        """Return the memory in use on a board, by all processes.
+
+        Raises:
+            NvmlError: the query failed.
+        """
+        used_bytes: int = self.memory(board)["used_bytes"]
+        return used_bytes
 
     def processes(self, board: Board) -> dict[int, int | None] | None:
         """Return the bytes in use by each process, by PID; None if the query fails.

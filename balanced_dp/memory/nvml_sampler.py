@@ -34,7 +34,7 @@ class Sampler(threading.Thread):
             is_last = self._stop_requested.wait(SAMPLING_INTERVAL_S if self.num_samples else 0)
             for board in self._boards:
                 try:
-                    used_bytes = self._nvml.memory(board).used_bytes
+                    used_bytes = self._nvml.used_bytes(board)
                     self._peaks[board.label] = max(self._peaks[board.label], used_bytes)
                 except NvmlError as error:
                     self._errors[board.label] = error

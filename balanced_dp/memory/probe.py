@@ -5,86 +5,19 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
+from typing import Any
 
 import torch
 
 from ..devices import Device, default_device_type, is_cuda, is_emulated, resolve_devices
 from ..errors import ArgumentError, ArgumentTypeError, ProbeError
 from ..torch_versions import has_cuda_context
-from .breakdown import chunk_size_of, replica_bytes
 from .nvml import Board, Nvml, NvmlError, connection, find_board
 from .nvml_sampler import Sampler
 from .peaks import Peaks
-from .step_memory import DevicePeak, StepMemory
-
-ProcessBytesSource = Literal["process", "device-delta", "unknown"]
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceMemory:
-    """The memory of one device, in bytes; None where it is not known.
-
-    There are three layers. Tensors occupy ``allocated_bytes``. Torch's allocator holds
-    ``reserved_bytes``: the tensors and its cache. The device has ``used_bytes`` in use: all of
-    that, CUDA contexts, workspaces outside of the allocator, and other processes.
-
-    Attributes:
-        device: torch's name of the device; None for a board that NVML lists and torch does not see.
-        nvml_index: the index of the board in NVML and nvidia-smi.
-        mig_index: the index of the MIG slice, None for a whole board.
-        uuid: the UUID of nvidia-smi, ``GPU-...`` or ``MIG-...``.
-        name: the name of the device.
-        total_bytes: the capacity of the device.
-        used_bytes: memory in use by all processes.
-        free_bytes: memory not in use.
-        reserved_by_driver_bytes: memory that the driver reserves for itself.
-        memory_info_version: the version of NVML's query, 1 or 2. Version 1 counts the memory
-            reserved by the driver as used.
-        process_bytes: memory in use by this process.
-        process_bytes_source: the source of ``process_bytes``. ``"process"``: NVML's list of
-            processes. ``"device-delta"``: the growth of ``used_bytes`` since the probe was made, by
-            any process, since the list does not have this PID, as in a container. ``"unknown"``:
-            there is no ``process_bytes``.
-        other_process_bytes: memory in use by the other listed processes; None if this process
-            cannot be told from them.
-        allocated_bytes: memory occupied by tensors of this process.
-        reserved_bytes: memory managed by torch's allocator.
-        peak_allocated_bytes: maximum of ``allocated_bytes`` since the peak was last reset.
-        peak_reserved_bytes: maximum of ``reserved_bytes`` since the peak was last reset.
-        num_alloc_retries: number of times that the allocator emptied its cache and tried again.
-        error: why values are missing, such as a lost GPU.
-    """
-
-    device: str | None
-    nvml_index: int | None = None
-    mig_index: int | None = None
-    uuid: str | None = None
-    name: str | None = None
-    total_bytes: int | None = None
-    used_bytes: int | None = None
-    free_bytes: int | None = None
-    reserved_by_driver_bytes: int | None = None
-    memory_info_version: int | None = None
-    process_bytes: int | None = None
-    process_bytes_source: ProcessBytesSource = "unknown"
-    other_process_bytes: int | None = None
-    allocated_bytes: int | None = None
-    reserved_bytes: int | None = None
-    peak_allocated_bytes: int | None = None
-    peak_reserved_bytes: int | None = None
-    num_alloc_retries: int | None = None
-    error: str | None = None
-
-    @property
-    def label(self) -> str:
-        """The CUDA and NVML names, ``"cuda:0 (gpu:3)"``, or the only one that is known."""
-        board = "" if self.nvml_index is None else Board(self.nvml_index, self.mig_index).label
-        if self.device is None:
-            return board
-        return f"{self.device} ({board})" if board else self.device
+from .records import DeviceMemory, StepMemory
 
 
 class MemoryProbe:
@@ -166,7 +99,7 @@ class MemoryProbe:
             board = find_board(device.index, properties, boards, visible)
             self._boards[device] = board
             with suppress(NvmlError):
-                self._used_before[device] = nvml.memory(board).used_bytes
+                self._used_before[device] = nvml.used_bytes(board)
         if uses_all:
             self._unseen = [board for board in boards if board not in self._boards.values()]
         self._nvml = nvml
@@ -216,10 +149,9 @@ class MemoryProbe:
             name=board.name or memory.name,
         )
         try:
-            info = self._nvml.memory(board)
+            memory = replace(memory, **self._nvml.memory(board))
         except NvmlError as error:
             return replace(memory, error=str(error))
-        memory = replace(memory, **asdict(info))
         listed = self._nvml.processes(board)
         others = dict(listed or {})
         ours = others.pop(os.getpid(), None)
@@ -237,7 +169,7 @@ class MemoryProbe:
                 other_process_bytes=sum(sizes) if len(sizes) == len(others) else None,
             )
         if device in self._used_before:
-            change = info.used_bytes - self._used_before[device]
+            change = (memory.used_bytes or 0) - self._used_before[device]
             if change >= reserved_bytes > 0:
                 return replace(memory, process_bytes=change, process_bytes_source="device-delta")
         return memory
@@ -270,88 +202,76 @@ class MemoryProbe:
                 "torch sees no device to measure; install a build of torch for this accelerator, "
                 "or use emulate_devices"
             )
-        usage = StepMemory()
-        block = _Block(self)
-        try:
-            yield usage
-            block.finish(usage)
-        except BaseException as error:
-            with suppress(Exception):  # the exception of the block is the one to raise
-                block.finish(usage)
-            usage.valid = False
-            usage.reason = f"the block ended with {type(error).__name__}: {error}"
-            raise
-        finally:
-            block.close()
-
-
-class _Block:
-    """A measurement, which begins with the constructor: it synchronizes the devices first."""
-
-    def __init__(self, probe: MemoryProbe) -> None:
-        devices = probe.devices
-        self.probe = probe
-        self.splits: set[tuple[int, ...] | None] = set()
-        _synchronize(devices)
-        self.peaks = Peaks(devices)
-        self.start = {
+        usage, splits = StepMemory(), set[Any]()
+        sampler: Sampler | None = None
+        _synchronize(self.devices)
+        peaks = Peaks(self.devices)
+        before = {
             device: (torch.get_device_module(device).memory_allocated(device), _retries(device))
-            for device in devices
+            for device in self.devices
         }
-        model = probe._model
-        self.hook = None if model is None else model.register_forward_hook(self.record_split)
-        self.sampler: Sampler | None = None
-        if probe._nvml is not None and probe._boards:
-            self.sampler = Sampler(probe._nvml, list(probe._boards.values()))
-        self.start_s = time.perf_counter()
+        start_s = time.perf_counter()
 
-    def record_split(self, model: Any, inputs: Any, output: Any) -> None:
-        """Record the chunk sizes of a batch; a forward hook."""
-        self.splits.add(model.chunk_sizes)
-
-    def close(self) -> None:
-        """End the sampler, and record no more batches."""
-        if self.sampler is not None:
-            self.sampler.stop()
-        if self.hook is not None:
-            self.hook.remove()
-
-    def finish(self, usage: StepMemory) -> None:
-        """Synchronize the devices and complete ``usage``."""
-        _synchronize(self.probe.devices)
-        usage.elapsed_s = time.perf_counter() - self.start_s
-        self.close()
-        usage.sampling_error = self.probe.nvml_error
-        if self.sampler is not None:
-            usage.num_samples, usage.sampling_error = self.sampler.num_samples, self.sampler.error
-        usage.devices = tuple(map(self._peak, self.probe.devices))
-        retried = ", ".join(peak.device for peak in usage.devices if peak.num_alloc_retries)
-        usage.valid = not retried
-        usage.reason = None
-        if retried:
-            usage.reason = (
-                f"on {retried} the allocator had to empty its cache and try again, so the peaks "
-                "are lower than what the block would take"
+        def finish() -> None:
+            _synchronize(self.devices)
+            usage.elapsed_s = time.perf_counter() - start_s
+            stack.close()
+            usage.sampling_error = self.nvml_error
+            if sampler is not None:
+                usage.num_samples, usage.sampling_error = sampler.num_samples, sampler.error
+            sizes = splits.pop() if len(splits) == 1 else None  # of batches that are split alike
+            usage.devices = tuple(
+                replace(
+                    self._peak(device, peaks, sampler, sizes),
+                    start_allocated_bytes=allocated_bytes,
+                    num_alloc_retries=None if earlier is None else _retries(device) - earlier,
+                )
+                for device, (allocated_bytes, earlier) in before.items()
             )
+            retried = ", ".join(str(at.device) for at in usage.devices if at.num_alloc_retries)
+            usage.valid, usage.reason = not retried, None
+            if retried:
+                usage.reason = (
+                    f"on {retried} the allocator had to empty its cache and try again, so the "
+                    "peaks are lower than what the block would take"
+                )
 
-    def _peak(self, device: torch.device) -> DevicePeak:
-        module = torch.get_device_module(device)
-        board, sampler = self.probe._boards.get(device), self.sampler
-        start_allocated_bytes, earlier = self.start[device]
-        retries = _retries(device)
-        # Batches with different splits have no common chunk sizes.
-        chunk_size = chunk_size_of(self.probe._model, device) if len(self.splits) == 1 else None
-        allocated_bytes, reserved_bytes = self.peaks.of(device)
-        return DevicePeak(
-            device=str(device),
-            capacity_bytes=module.get_device_properties(device).total_memory,
-            start_allocated_bytes=start_allocated_bytes,
+        with ExitStack() as stack:
+            if self._model is not None:
+                hook = self._model.register_forward_hook(lambda m, *_: splits.add(m.chunk_sizes))
+                stack.callback(hook.remove)
+            if self._boards and self._nvml is not None:
+                sampler = Sampler(self._nvml, list(self._boards.values()))
+                stack.callback(sampler.stop)
+            try:
+                yield usage
+            except BaseException as error:
+                with suppress(Exception):  # the exception of the block is the one to raise
+                    finish()
+                usage.valid = False
+                usage.reason = f"the block ended with {type(error).__name__}: {error}"
+                raise
+            finish()
+
+    def _peak(
+        self,
+        device: torch.device,
+        peaks: Peaks,
+        sampler: Sampler | None,
+        chunk_sizes: Sequence[int] | None,
+    ) -> DeviceMemory:
+        """Return the memory of a device at the end of a block, with the peaks of the block."""
+        board, chunk_size = self._boards.get(device), None
+        allocated_bytes, reserved_bytes = peaks.of(device)
+        if chunk_sizes is not None:
+            of_replicas = zip(self._model.devices, chunk_sizes, strict=True)
+            chunk_size = sum(size for used, size in of_replicas if used == device)
+        return replace(
+            self._snapshot_device(device),
             peak_allocated_bytes=allocated_bytes,
             peak_reserved_bytes=reserved_bytes,
             peak_used_bytes=sampler.peak_used_bytes(board) if sampler and board else None,
-            num_alloc_retries=None if retries is None else retries - (earlier or 0),
             chunk_size=chunk_size,
-            replica_bytes=replica_bytes(self.probe._model, device, chunk_size),
         )
 
 
@@ -370,6 +290,7 @@ def _has_nvml(device: torch.device) -> bool:
     return device.type == "cuda" and torch.version.hip is None and not is_emulated(device)
 
 
-def _retries(device: torch.device) -> int | None:
+def _retries(device: torch.device) -> Any:
+    """Return how often the allocator emptied its cache and tried again, None if it says nothing."""
     stats: dict[str, int] = torch.get_device_module(device).memory_stats(device)
     return stats.get("num_alloc_retries")

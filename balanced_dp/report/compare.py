@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..errors import ArgumentError
-from ..memory.step_memory import imbalance_of
+from ..memory.records import imbalance_of
 from ..tuning.report_types import Report
 from ..units import parse_bytes
 from .tables import speed

@@ -13,7 +13,7 @@ from torch import nn
 from ..devices import is_emulated, is_symbolic
 from ..memory.breakdown import memory_breakdown
 from ..memory.peaks import Peaks
-from ..memory.step_memory import imbalance_of
+from ..memory.records import imbalance_of
 from ..planning.memory_model import MeasuredSplit
 
 Mode = Literal["symbolic", "emulated", "real"]
@@ -118,7 +118,7 @@ class StepRecorder:
         self.seconds += time.perf_counter() - self._started
         self.phases.append(tuple(self._peaks.of(device)[0] for device in self.devices))
         if model is not None:
-            self.uses.append(tuple(entry.uses for entry in memory_breakdown(model, optimizer)))
+            self.uses.append(tuple(memory_breakdown(model, optimizer).values()))
         self.begin_phase()
 
     @property

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 
 from ..emulation import emulate_devices
-from ..memory.probe import DeviceMemory, MemoryProbe
+from ..memory.probe import MemoryProbe
+from ..memory.records import DeviceMemory
 from ..planning.split_planner import RESERVE
 from ..split import even_share, split_batch
 from ..tuning.measurement import Measurement
@@ -97,7 +98,9 @@ def peak_checks(
             continue
         yield torch_check(f"{split}, torch's counters", predicted_bytes, held, max(kept))
         used = [
-            None if at.peak_used_bytes is None else at.peak_used_bytes - others_bytes[at.device]
+            None
+            if at.peak_used_bytes is None
+            else at.peak_used_bytes - others_bytes[str(at.device)]
             for at in usage.devices
         ]
         yield nvml_check(f"{split}, NVML", predicted_bytes, used, usage.sampling_error)

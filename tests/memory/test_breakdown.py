@@ -64,10 +64,9 @@ def breakdown_of_a_step(gpu0_bsz, vocabulary, symbolic=False, hide_labels=None):
 @pytest.mark.parametrize("gpu0_bsz", [0, 1, 3, 5])
 def test_on_emulated_devices_it_is_the_ledgers_to_the_byte(gpu0_bsz, vocabulary, symbolic):
     found, usage, labels = breakdown_of_a_step(gpu0_bsz, vocabulary, symbolic)
-    assert [entry.device for entry in found] == [f"lazy:{i}" for i in range(4)]
-    for entry, peak, uses in zip(found, usage.devices, labels, strict=True):
-        assert entry.uses == uses
-        assert sum(entry.uses.values()) == entry.peak_bytes == peak.peak_allocated_bytes
+    assert [*found] == [f"lazy:{i}" for i in range(4)]
+    assert [*found.values()] == labels
+    assert tuple(sum(uses.values()) for uses in labels) == usage.peak_bytes
 
 
 @pytest.mark.parametrize("gpu0_bsz", [0, 1, 3, 5])
@@ -76,36 +75,18 @@ def test_from_live_objects_it_agrees_with_the_ledger(gpu0_bsz, monkeypatch):
     with monkeypatch.context() as patch:
         found, _, _ = breakdown_of_a_step(gpu0_bsz, 2000, hide_labels=patch)
     exact, _, _ = breakdown_of_a_step(gpu0_bsz, 2000)
-    for entry, labelled in zip(found, exact, strict=True):
-        assert set(entry.uses) == {*KEPT, "rest"}
-        assert sum(entry.uses.values()) == entry.peak_bytes == labelled.peak_bytes
-        assert entry.uses["optimizer state"] == labelled.uses["optimizer state"]
-        assert entry.uses["parameter"] >= labelled.uses["parameter"] > 0
-        assert min(entry.uses.values()) >= 0
-    assert found[0].uses["gradient"] > 0
-    assert found[0].floor_bytes == pytest.approx(exact[0].floor_bytes, rel=0.05)
+    for uses, labelled in zip(found.values(), exact.values(), strict=True):
+        assert set(uses) == {*KEPT, "rest"} and min(uses.values()) >= 0
+        assert sum(uses.values()) == sum(labelled.values())
+        assert uses["optimizer state"] == labelled["optimizer state"]
+        assert uses["parameter"] >= labelled["parameter"] > 0
+    assert found["lazy:0"]["gradient"] > 0
 
 
-@pytest.mark.parametrize("vocabulary", [50, 500, 2000])
-@pytest.mark.parametrize("gpu0_bsz", [1, 3, 5])
-def test_the_floor_is_about_what_gpu0_bsz_0_holds(gpu0_bsz, vocabulary):
-    at_zero, usage, _ = breakdown_of_a_step(0, vocabulary)
-    found, _, _ = breakdown_of_a_step(gpu0_bsz, vocabulary)
-    assert at_zero[0].floor_bytes == at_zero[0].peak_bytes == usage.floor_bytes
-    assert found[0].floor_bytes <= found[0].peak_bytes
-    assert found[0].floor_bytes == pytest.approx(at_zero[0].peak_bytes, rel=0.15)
-    assert [entry.floor_bytes for entry in found[1:]] == [None] * 3
-
-
-def test_a_bare_module_has_a_breakdown_and_no_floor(emulate):
+def test_a_bare_module_has_a_breakdown(emulate):
     devices = emulate(2)
-    module = nn.Linear(100, 10).to(devices[1])
-    [entry] = memory_breakdown(module)
-    assert entry.device == "lazy:1"
-    assert entry.uses["parameter"] == 4096 + 512
-    assert entry.floor_bytes is None
-    model = BalancedDataParallel(1, module, [devices[1], devices[0]])
-    assert [entry.floor_bytes for entry in memory_breakdown(model)] == [None, None]
+    found = memory_breakdown(nn.Linear(100, 10).to(devices[1]))
+    assert found["lazy:1"]["parameter"] == 4096 + 512
 
 
 def test_state_of_any_shape_is_found_and_counted_once(unlabelled):
@@ -120,9 +101,9 @@ def test_state_of_any_shape_is_found_and_counted_once(unlabelled):
         "on the host": torch.ones(1000),
         "no tensors": [3, None, "text"],
     }
-    [entry] = memory_breakdown(module, optimizer)
-    assert entry.uses["optimizer state"] == 4096 + 4096
-    assert entry.uses["rest"] >= 0
+    [uses] = memory_breakdown(module, optimizer).values()
+    assert uses["optimizer state"] == 4096 + 4096
+    assert uses["rest"] >= 0
 
 
 def test_a_module_on_the_cpu_is_refused():
@@ -134,6 +115,6 @@ def test_sparse_gradients_and_lazy_parameters(unlabelled):
     module = nn.ModuleList([nn.Embedding(1000, 8, sparse=True), nn.LazyLinear(3)])
     module[0].to(unlabelled)
     module[0](torch.arange(4, device=unlabelled)).sum().backward()
-    [entry] = memory_breakdown(BalancedDataParallel(1, module, [unlabelled]))
-    assert entry.uses["gradient"] == 512 + 512  # four indices, four rows
-    assert entry.uses["parameter"] == 32256
+    [uses] = memory_breakdown(BalancedDataParallel(1, module, [unlabelled])).values()
+    assert uses["gradient"] == 512 + 512  # four indices, four rows
+    assert uses["parameter"] == 32256
