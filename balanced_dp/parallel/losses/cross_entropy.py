@@ -32,6 +32,7 @@ class Counted:
         position: how many the replica has computed before.
         kind: ``"mean"`` or ``"sum"``.
         count: how many targets it is over, or their weight: a number or a 0-dim tensor.
+        num_classes: how many classes there are.
         weight: the weights of classes, or None.
         value: its value, with its graph.
         node: its node in the graph, or None.
@@ -42,6 +43,7 @@ class Counted:
     position: int
     kind: str
     count: Any
+    num_classes: int
     weight: Tensor | None
     value: Tensor
     node: Any
@@ -125,8 +127,9 @@ def _counting(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         if found is None or reduction not in (_MEAN, _SUM) or not is_plain:
             return loss
         count: Any
+        num_classes = input.shape[min(1, input.dim() - 1)]
         if target.is_floating_point():  # probabilities of classes: all count
-            count = target.numel() // target.shape[min(1, target.dim() - 1)]
+            count = target.numel() // num_classes
         else:
             is_counted = target != ignore_index
             count = is_counted.sum()
@@ -141,7 +144,7 @@ def _counting(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         kind = "mean" if reduction == _MEAN else "sum"
         value = loss.clone()  # the loss may be written to
         result = loss.detach(), _version(loss)
-        found.append(Counted(len(found), kind, count, weight, value, node, *result))
+        found.append(Counted(len(found), kind, count, num_classes, weight, value, node, *result))
         return loss
 
     return compute

@@ -22,7 +22,7 @@ from ..call_inputs import Arguments, described
 from .cross_entropy import Counted, counting
 from .graph import UNLIKE, Part, UnclearError, parts_of
 from .mixing import how_samples_mix
-from .plan import COUNTED, SAMPLES, SUM, Counts, Loss, Rule, Tensors, check_class_weights, joined
+from .plan import COUNTED, SAMPLES, SUM, Counts, Loss, Rule, Tensors, doubt_of, joined
 from .sums import ignore_if_empty, total, weighted_mean
 from .weight import weight_of_chunk
 
@@ -114,8 +114,10 @@ class ChunkLosses:
         rules, key = self.history.rules, (self._code, name)
         try:
             if len(own) == len(outputs):
-                if rules.get(key) != COUNTED:  # to compare weights waits for the device
-                    check_class_weights(own)
+                if rules.get(key) != COUNTED:  # to compare class weights waits for the device
+                    doubt = doubt_of(own, sizes)
+                    if doubt:
+                        self.history.warn(self.described(name), doubt)
                     rules[key] = COUNTED
                 if own[0].kind == "sum":
                     return total(outputs, device)

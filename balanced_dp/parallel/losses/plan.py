@@ -218,17 +218,16 @@ class Loss:
                 raise UnclearError(f"it is not linear in a {part.kind} over samples")
         if not all(any(float(c.abs().max()) for c in self.coefficients(k)) for k in reductions):
             raise UnclearError("a mean or a sum does not count, as by a branch")
-        for k in self.known:
-            check_class_weights(self.parts[k].counted)
+        doubts = [doubt_of(self.parts[k].counted, self.counts.sizes) for k in self.known]
         base = self.weighting(self.free or [*self.known][:1])
         others = [gradient for part in self.parts for gradient in part.others]
         if base == SUM and not all(depends_on(gradient, self.parts) for gradient in others):
             raise UnclearError("what does not depend on samples is added to a sum")
         own = [(k, i, self.weighting([k])) for k, i in self.known.items()]
         exchanged = [(*one, self.parts[one[0]].gradient(0)[0]) for one in own if one[2] != base]
-        is_added = base == SUM and any(part.adds_number for part in self.parts)
-        doubt = "a number that is added to a sum, if not 0, is added once on each device"
-        return Rule(self.structure, base, exchanged, doubt=doubt if is_added else "")
+        if base == SUM and any(part.adds_number for part in self.parts):
+            doubts.append("a number that is added to a sum, if not 0, is added once on each device")
+        return Rule(self.structure, base, exchanged, doubt=max(doubts, default=""))
 
     def weighting(self, parts: Sequence[int]) -> Weighting:
         """Return the weights that are right for some reductions.
@@ -326,15 +325,18 @@ class Loss:
         )
 
 
-def check_class_weights(counted: Sequence[Counted]) -> None:
-    """Check that cross entropies of all replicas have the same weights of classes.
+def doubt_of(counted: Sequence[Counted], sizes: Sequence[int]) -> str:
+    """Return why a cross entropy need not be over samples one by one, or "".
 
     Raises:
-        UnclearError: they differ, as if they were computed from the chunk.
+        UnclearError: the replicas have other weights of classes, as if computed from the chunk.
     """
     weights = [one.weight.cpu() for one in counted if one.weight is not None]
     if any(not torch.equal(weight, weights[0]) for weight in weights):
         raise UnclearError("the weights of its classes differ between the replicas")
+    if len(set(sizes)) == 1 < sizes[0] == counted[0].num_classes:
+        return "it has as many classes as samples in a chunk, as if samples were compared"
+    return ""
 
 
 def joined(
