@@ -30,10 +30,10 @@ parallel/ functional __init__
 tuning/ models workloads open_devices measurement options step_benchmark report_types reports
 tuning/ workload_search tuner split_search loop_recorder __init__
 api __init__
-validation/ check gradients peaks seconds all_checks __init__
+validation/ checks __init__
 distributed/ ranks batch_sampler loss_scaling to_ddp __init__
 integrations/ __init__ transformers replacements
-report/ tables plots html markdown validation compare json_file __init__
+report/ tables plots html markdown compare json_file __init__
 cli/ __init__ arguments terminal script answer run console demo tune commands
 __main__
 """

@@ -249,31 +249,21 @@ def validate(
     Runs on all GPUs, with replicas that share it on a single one, and without any on emulated
     devices. Ends with exit code 1 if a gradient is wrong.
     """
-    from ..report.validation import validation_json, validation_markdown
-    from ..tuning.open_devices import default_num_devices
-    from ..validation import Check, ValidationSettings
+    from ..validation import Validation
     from ..validation import validate as run_checks
-    from ..validation.all_checks import NUM_CHECKS
     from . import console
 
     arguments.check_outputs({"--json": json_file, "--markdown": markdown})
-    if num_devices is None:
-        num_devices = default_num_devices(emulate)
-    settings = ValidationSettings(num_devices, emulate)
-    takes_stdout = arguments.STDOUT in (json_file, markdown)
-    output = terminal.open_console(stderr=takes_stdout)
-    output.print(f"Validating on {settings.description}")
-    with console.progress_bar("predicting peaks of memory", NUM_CHECKS) as update:
+    output = terminal.open_console(stderr=arguments.STDOUT in (json_file, markdown))
 
-        def on_check(check: Check) -> None:
-            update(advance=1, description=f"checked {check.part}: {check.what}")
+    def show(what: object) -> None:
+        terminal.print_text(output, str(what))
 
-        report = run_checks(settings, on_check)
-    if not takes_stdout:
-        console.print_validation(report)
-    console.write(json_file, validation_json, report)
-    console.write(markdown, validation_markdown, report)
-    if not report.gradients_are_right:
+    result = run_checks(num_devices, emulate=emulate, on_check=show)
+    show(f"\n{result.verdict} ({result.devices})")
+    console.write(json_file, Validation.json, result)
+    console.write(markdown, Validation.markdown, result)
+    if not result.gradients_are_right:
         raise typer.Exit(1)
 
 

@@ -12,7 +12,6 @@ from typing import Any
 
 from rich import box
 from rich.console import Console, Group
-from rich.padding import Padding
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 from rich.table import Column, Table
 from rich.text import Text
@@ -22,11 +21,9 @@ from ..report import tables
 from ..report.compare import Comparison
 from ..report.json_file import write_atomically
 from ..report.tables import TextTable
-from ..report.validation import validation_summary, validation_tables
 from ..tuning.measurement import Measurement
 from ..tuning.report_types import Report
 from ..units import format_bytes
-from ..validation import ValidationReport
 from . import terminal
 from .arguments import STDOUT
 from .run import RunResult
@@ -194,22 +191,3 @@ def print_workloads(listed: Sequence[dict[str, Any]]) -> None:
     console.print(rich_table(TextTable(("workload", "parameters", "batch size"), rows)))
     for workload in listed:
         terminal.print_text(console, f"{workload['name']}: {workload['about']}.")
-
-
-def print_validation(report: ValidationReport) -> None:
-    """Print the checks of each part, and whether the gradients are right."""
-    console = terminal.open_console()
-    for title, content in validation_tables(report):
-        columns = (
-            Column(width=30),
-            Column(width=6),
-            Column(width=10, justify="right"),
-            Column(overflow="fold"),
-        )
-        table = Table(*columns, box=None, show_header=False, pad_edge=False)
-        for row in content.rows:
-            table.add_row(*row, style="bold" if row[1] == "not ok" else None)
-        console.print(f"\n{title}", style="bold")
-        console.print(Padding.indent(table, 2))
-    console.print()
-    terminal.print_text(console, validation_summary(report))

@@ -1,6 +1,5 @@
 """Check on the devices of this machine what the tests check on stand-ins."""
 
-from .all_checks import ValidationSettings, validate
-from .check import Check, ValidationReport
+from .checks import Check, Validation, validate
 
-__all__ = ["Check", "ValidationReport", "ValidationSettings", "validate"]
+__all__ = ["Check", "Validation", "validate"]
