@@ -214,8 +214,8 @@ def _gradients(devices: Sequence[torch.device]) -> Iterator[Check]:
     }
     for what, calls in cases.items():
         found = []
-        for value, arguments in calls:
-            with closing(BalancedDataParallel(value, module, devices)) as model:
+        for gpu0_bsz, arguments in calls:
+            with closing(BalancedDataParallel(gpu0_bsz, module, devices)) as model:
                 found += [
                     (one.relative, f"{one.what}, chunks of {result.chunk_sizes}")
                     for result in [model.check(*arguments)]
