@@ -83,7 +83,10 @@ class Machine:
         return device
 
     def ignore_capacities(self) -> None:
-        """Let devices hold more than their capacity, which they still report."""
+        """Let devices hold more than their capacity, which they still report.
+
+        ``balanced-dp run`` starts with a split that may not fit. It must end to tell which one does.
+        """
         for ledger in self.ledgers:
             ledger.enforces_capacity = False
 
