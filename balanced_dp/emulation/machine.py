@@ -85,7 +85,7 @@ class Machine:
     def ignore_capacities(self) -> None:
         """Let devices hold more than their capacity, which they still report.
 
-        ``balanced-dp run`` starts with a split that may not fit. It must end to tell which one does.
+        ``balanced-dp run`` starts with a split that may not fit, and must end to tell which does.
         """
         for ledger in self.ledgers:
             ledger.enforces_capacity = False

@@ -24,8 +24,6 @@ def spread_parameters(module: nn.Module, devices: Sequence[torch.device]) -> Non
 
     A device may repeat.
 
-    Raises:
-        RuntimeError: a parameter cannot be moved in place; call ``module.to(devices[0])`` first.
     """
     devices = list(dict.fromkeys(devices))
     capacities = _capacities(devices)
@@ -86,18 +84,18 @@ def on_one_device(module: ModuleT, device: torch.device) -> Iterator[ModuleT]:
 
 
 def _move(tensor: torch.Tensor, device: torch.device) -> None:
-    """Move a tensor and its gradient by their ``.data``, so that both keep their identity."""
+    """Move a tensor, which keeps its identity, and its gradient."""
+    if tensor.device == device:
+        return
+    grad, tensor.grad = tensor.grad, None
+    moved = tensor.detach().to(device)
     try:
-        tensor.data = tensor.data.to(device)
-    except RuntimeError as error:
-        if "incompatible tensor type" not in str(error):
-            raise
-        raise RuntimeError(
-            f"a parameter on {tensor.device} cannot become one on {device} in place; move the "
-            "module to device_ids[0] before it is wrapped"
-        ) from None
-    if tensor.grad is not None:
-        tensor.grad.data = tensor.grad.data.to(device)
+        tensor.data = moved
+    except RuntimeError:  # from the CPU to an emulated device, which has tensors of its own
+        is_parameter = isinstance(tensor, nn.Parameter)
+        moved = nn.Parameter(moved, tensor.requires_grad) if is_parameter else moved
+        torch.utils.swap_tensors(tensor, moved)
+    tensor.grad = None if grad is None else grad.to(device)
 
 
 def _capacities(devices: Sequence[torch.device]) -> dict[torch.device, int]:

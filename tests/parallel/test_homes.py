@@ -196,10 +196,24 @@ def test_optimizer_state_is_moved_by_loading_it(emulated):
     assert all(state["exp_avg"].device == parameter.device for parameter, state in states)
 
 
-def test_a_module_of_another_kind_of_device_is_moved_first(emulated):
-    """A parameter of the CPU and one of an emulated device differ in type."""
-    with pytest.raises(RuntimeError, match=r"on cpu cannot become one on lazy:0 in place; move"):
-        BalancedDataParallel(None, nn.Linear(4, 2), emulated[:2], spread=True)
+def test_a_model_that_no_device_holds_is_spread_from_the_cpu():
+    """Its optimizer may be older. Parameters, tied ones too, keep their identity and gradient."""
+    with emulate_devices(4, memory="9MiB", symbolic=True) as devices:
+        layers = [nn.Linear(512, 512) for _ in range(4)]  # 3 MiB, 12 with AdamW
+        layers[3].weight = layers[0].weight
+        module = nn.Sequential(*layers, nn.BatchNorm1d(512))
+        layers[1].weight.grad = torch.ones(512, 512)
+        parameters, optimizer = [*module.parameters()], torch.optim.AdamW(module.parameters())
+        model = BalancedDataParallel(None, module, spread=True)
+        assert [*map(id, module.parameters())] == [*map(id, parameters)]
+        assert len({p.device for p in parameters}) == 4
+        assert layers[1].weight.grad.device == layers[1].weight.device
+        assert module[4].running_mean.device == devices[0]
+        for _ in range(2):
+            model(torch.ones(8, 512)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        del model, module, layers, parameters, optimizer
 
 
 def test_without_devices_nothing_is_spread(no_accelerator):
