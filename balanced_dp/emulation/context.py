@@ -15,7 +15,7 @@ from ..split import as_integer
 from ..torch_versions import FOR_EMULATION, require
 from ..units import format_bytes, parse_bytes
 from .ledger import MemoryBreakdown
-from .machine import DEVICE_TYPE, Machine, make_current
+from .machine import DEVICE_TYPE, MAX_DEVICES, Machine, make_current
 
 
 class EmulatedDevices(list[torch.device]):
@@ -110,14 +110,10 @@ def emulate_devices(
         _warn_of_leaks(machine)
 
 
-_MAX_DEVICES = 128
-"""Torch keeps the index of a device in 8 bits with a sign."""
-
-
 def _capacities(num_devices: int, memory: int | str | Sequence[int | str] | None) -> list[int]:
     num_devices = as_integer("num_devices", num_devices, minimum=1)
-    if num_devices > _MAX_DEVICES:
-        raise ArgumentError(f"num_devices is {num_devices}, but torch has at most {_MAX_DEVICES}")
+    if num_devices > MAX_DEVICES:
+        raise ArgumentError(f"num_devices is {num_devices}, but torch has at most {MAX_DEVICES}")
     if memory is None:
         return [sys.maxsize] * num_devices
     if isinstance(memory, int | str):

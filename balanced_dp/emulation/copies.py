@@ -22,7 +22,7 @@ from .tensor import (
     Wrapped,
     elem_of,
     label_of_results,
-    run,
+    operator,
     set_label,
     wrap_elem,
     wrapper_of,
@@ -48,7 +48,7 @@ def to_copy(self: EmulatedTensor, **kwargs: Any) -> torch.Tensor:
     copied: torch.Tensor = aten._to_copy(elem, **kwargs)
     if target.type == "cpu":
         return copied
-    return wrap_elem(copied, machine, target, _copy_label(self, target, machine))
+    return wrap_elem(copied, machine, target.index, _copy_label(self, target, machine))
 
 
 def copy_(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
@@ -67,7 +67,7 @@ def copy_(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
             set_label(target, _copy_label(source, target.device, machine))
     else:
         is_parameter = isinstance(source, torch.nn.Parameter)
-        fresh = {Label.OTHER}
+        fresh = (Label.OTHER,)
         set_label(target, Label.PARAMETER if is_parameter else Label.INPUT, over=fresh)
     return target
 
@@ -103,11 +103,11 @@ def _copy_label(source: EmulatedTensor, target: torch.device, machine: Machine) 
 def add(self: Any, other: Any, **kwargs: Any) -> Any:
     """Return the sum of two tensors, in the memory of the first where CUDA would do so."""
     if sys.getrefcount(self) > references_of_call() or not _would_accumulate_in_place(self, other):
-        return run(aten.add.Tensor, (self, other), kwargs)
+        return operator(aten.add.Tensor)(self, other, **kwargs)
     wrapped = Wrapped(aten.add.Tensor)
     elem = call(aten.add.Tensor, (wrapped.unwrap(self), wrapped.unwrap(other)), {})
     current_machine().move(self._allocations[0], elem)
-    return wrapper_of(elem, wrapped.device, self._allocations)
+    return wrapper_of(elem, wrapped.index, self._allocations)
 
 
 @functools.cache

@@ -18,7 +18,7 @@ from .ledger import Label
 from .machine import current_machine
 from .operators import look_up_operators
 from .symbolic import CPU, META, is_known, is_unknown_dtype
-from .tensor import HANDLERS, EmulatedTensor, Wrapped, elem_of, run, wrap_elem
+from .tensor import HANDLERS, EmulatedTensor, Wrapped, elem_of, operator, wrap_elem
 
 aten = torch.ops.aten
 _fused = aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -52,8 +52,8 @@ def register_kernels() -> torch.library.Library:
             _fused: _fused_attention,
             _fused_backward: _fused_attention_backward,
             # Wrappers have no bit for a conjugation or a sign that is still to be computed.
-            aten._conj.default: lambda tensor: run(aten.conj_physical.default, (tensor,), {}),
-            aten._neg_view.default: lambda tensor: run(aten.neg.default, (tensor,), {}),
+            aten._conj.default: operator(aten.conj_physical.default),
+            aten._neg_view.default: operator(aten.neg.default),
             aten._pack_padded_sequence.default: _pack_padded_sequence,
             aten.native_dropout.default: _native_dropout,
             aten.native_batch_norm.default: _native_batch_norm,
@@ -79,15 +79,15 @@ def _make(
     dtype = kwargs.get("dtype") or torch.get_default_dtype()
     backing = META if machine.symbolic and is_unknown_dtype(dtype) else CPU
     elem = factory(*args, device=backing, **kwargs)
-    return wrap_elem(elem, machine, machine.devices[machine.index_of(device)], Label.OTHER)
+    return wrap_elem(elem, machine, machine.index_of(device), Label.OTHER)
 
 
 # Random numbers come from the device's generator, so that replicas in threads are reproducible.
 
 
 def _filled(fill_: torch._ops.OpOverload, input: EmulatedTensor, *args: Any, **kwargs: Any) -> Any:
-    output = run(aten.empty_like.default, (input,), kwargs)
-    return run(fill_, (output, *args), {})
+    output = operator(aten.empty_like.default)(input, **kwargs)
+    return operator(fill_)(output, *args)
 
 
 def _native_dropout(input: EmulatedTensor, p: float, train: bool | None) -> Any:
@@ -96,7 +96,7 @@ def _native_dropout(input: EmulatedTensor, p: float, train: bool | None) -> Any:
     wrapped = Wrapped(func)
     elem = wrapped.unwrap(input)
     if train is False or p == 0 or not is_known(elem):
-        return run(func, (input, p, train), {})
+        return operator(func)(input, p, train)
     mask = torch.empty_like(elem, dtype=torch.bool)
     mask.bernoulli_(1 - p, generator=wrapped.generator)
     return wrapped.wrap(((elem * mask).mul_(1 / (1 - p) if p < 1 else 0.0), mask))
@@ -107,7 +107,7 @@ def _native_batch_norm(*args: Any) -> Any:
     func = aten.native_batch_norm.default
     training = args[5]
     if training or not current_machine().symbolic:
-        return run(func, args, {})
+        return operator(func)(*args)
     wrapped = Wrapped(func)
     output = func(*map(wrapped.unwrap, args))[0]
     return wrapped.wrap((output, output.new_empty(0), output.new_empty(0)))

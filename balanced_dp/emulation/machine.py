@@ -24,6 +24,10 @@ PrivateUse1 has index 0 only, and the backward pass of fake CUDA tensors aborts 
 """
 
 
+MAX_DEVICES = 128
+"""Torch keeps the index of a device in 8 bits with a sign."""
+
+
 class _PerThread(threading.local):
     """The state of each thread."""
 
@@ -104,18 +108,16 @@ class Machine:
         for generator in self.generators:
             generator.manual_seed(seed)
 
-    def enter(
-        self, device: torch.device, storage: torch.UntypedStorage, label: Label
-    ) -> Allocation:
+    def enter(self, index: int, storage: torch.UntypedStorage, label: Label) -> Allocation:
         """Return the allocation of a storage, a new one unless a tensor with it has one already.
 
         Raises:
-            torch.OutOfMemoryError: the storage does not fit on ``device``.
+            torch.OutOfMemoryError: the storage does not fit on the device.
         """
         known = self._allocations.get(storage._cdata)
         if known is not None:
             return known
-        allocation = self.ledgers[device.index].allocate(storage.nbytes(), label)
+        allocation = self.ledgers[index].allocate(storage.nbytes(), label)
         self._bind(allocation, storage)
         return allocation
 

@@ -202,4 +202,4 @@ def _labels_from_hooks(machine: Machine) -> Iterator[None]:
         yield
 
 
-_MAYBE_BUFFER = {Label.ACTIVATION, Label.OTHER, Label.INPUT, Label.GATHERED_OUTPUT}
+_MAYBE_BUFFER = (Label.ACTIVATION, Label.OTHER, Label.INPUT, Label.GATHERED_OUTPUT)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -21,7 +22,7 @@ from torch.utils._mode_utils import no_dispatch
 from ..errors import EmulationError
 from ..free_threading import looking_at_nodes
 from .ledger import Allocation, Label
-from .machine import DEVICE_TYPE, Machine, current_machine
+from .machine import DEVICE_TYPE, MAX_DEVICES, Machine, current_machine
 from .symbolic import (
     CPU,
     META,
@@ -41,11 +42,11 @@ AUTOCAST_KEY = torch._C.DispatchKey.AutocastPrivateUse1  # type: ignore[attr-def
 
 _EXTRA_KEYS = torch._C.DispatchKeySet(AUTOCAST_KEY)
 
-PROVISIONAL = {Label.ACTIVATION, Label.OTHER}
+PROVISIONAL = (Label.ACTIVATION, Label.OTHER)
 """Labels that a more specific one may replace later."""
 
 HANDLERS: dict[torch._ops.OpOverload, Callable[..., Any]] = {}
-"""Operators with an implementation of their own; ``kernels`` fills it, ``run`` handles others."""
+"""Operators with an implementation of their own; ``kernels`` fills it."""
 
 
 class EmulatedTensor(torch.Tensor):
@@ -60,6 +61,9 @@ class EmulatedTensor(torch.Tensor):
     # off. Both have wider types in torch's stubs.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
+    _is_param = False
+    """Whether it is an ``nn.Parameter``, which sets it."""
+
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls,
@@ -68,15 +72,15 @@ class EmulatedTensor(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if not all(issubclass(kind, cls) for kind in types):
+        if not all(issubclass(kind, EmulatedTensor) for kind in types):
             return NotImplemented  # the other subclass may handle it
-        kwargs = kwargs or {}
-        handler = HANDLERS.get(func)
-        if handler is not None:
-            return handler(*args, **kwargs)
-        if _is_composite(func):  # in inference mode, where autograd does not decompose operators
-            return func.decompose(*args, **kwargs)
-        return run(func, args, kwargs)
+        return _handler(func)(*args, **(kwargs or {}))
+
+    def as_subclass(self, cls: type[torch.Tensor]) -> Any:
+        """Return the tensor as one of a class that is ``cls`` and emulated."""
+        result = self.view_as(self)
+        result.__class__ = _emulated_subclass(cls)
+        return result
 
     # Methods that torch implements for its own tensors only. In its stubs `data` is a plain
     # attribute, but it is a descriptor.
@@ -170,44 +174,84 @@ class EmulatedTensor(torch.Tensor):
         return data.requires_grad_(self.requires_grad)
 
 
-def run(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run ``func`` on the wrapped tensors of its arguments and wrap its outputs."""
-    wrapped = Wrapped(func)
-    machine = wrapped.machine
-    refused = _refused_cpu_dims(func)
-    elem_args = tuple(map(wrapped.unwrap, args, refused))
-    elem_kwargs = {name: wrapped.unwrap(value, 0) for name, value in kwargs.items()}
-    device = wrapped.device
-    target = kwargs.get("device")
-    if target is not None:
-        if target.type in ("cpu", "meta"):
-            return func(*elem_args, **elem_kwargs)
-        elem_kwargs["device"] = CPU
-        device = machine.devices[machine.index_of(target)]
-    if "pin_memory" in kwargs:
-        elem_kwargs["pin_memory"] = False
-    if _draws_random_numbers(func) and kwargs.get("generator") is None:
-        elem_kwargs["generator"] = machine.generators[device.index]
-    if machine.symbolic:
-        out = call(func, elem_args, elem_kwargs)
-    else:
-        out = func(*elem_args, **elem_kwargs)
-    if _writes_to_list(func):  # torch increments the versions of single tensors only
-        torch.autograd.graph.increment_version(t for t in args[0] if not t.is_inference())
-    return wrapped.wrap(out, device)
+class Operator:
+    """One of torch's operators, which runs on the wrapped tensors of its arguments."""
+
+    __slots__ = ("draws_random_numbers", "func", "may_reshape", "refused_cpu_dims", "written")
+
+    def __init__(self, func: torch._ops.OpOverload) -> None:
+        schema = func._schema
+        self.func = func
+        self.refused_cpu_dims = tuple(map(_refused_cpu_dims, schema.arguments))
+        self.draws_random_numbers = any(a.name == "generator" for a in schema.arguments)
+        self.written = [(i, a.name) for i, a in enumerate(schema.arguments) if is_written(a)]
+        # Other operators that write to their arguments, such as those with out=, may resize them.
+        keeps_shapes = schema.name.endswith("_") and torch.Tag.inplace_view not in func.tags
+        self.may_reshape = not keeps_shapes
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run on the wrapped tensors and wrap the outputs."""
+        wrapped = Wrapped(self.func)
+        machine = wrapped.machine
+        elem_args = tuple(map(wrapped.unwrap, args, self.refused_cpu_dims))
+        elem_kwargs = {name: wrapped.unwrap(value, 0) for name, value in kwargs.items()}
+        index = wrapped.index
+        target = kwargs.get("device")
+        if target is not None:
+            if target.type in ("cpu", "meta"):
+                return self.func(*elem_args, **elem_kwargs)
+            elem_kwargs["device"] = CPU
+            index = machine.index_of(target)
+        if "pin_memory" in kwargs:
+            elem_kwargs["pin_memory"] = False
+        if self.draws_random_numbers and kwargs.get("generator") is None:
+            elem_kwargs["generator"] = machine.generators[index]
+        if machine.symbolic:
+            out = call(self.func, elem_args, elem_kwargs)
+        else:
+            out = self.func(*elem_args, **elem_kwargs)
+        for position, name in self.written:
+            value = args[position] if position < len(args) else kwargs.get(name)
+            if isinstance(value, list):  # torch increments the versions of single tensors only
+                torch.autograd.graph.increment_version(t for t in value if not t.is_inference())
+            elif value is not None and (self.may_reshape or value.is_sparse):
+                _update(value, machine, index, wrapped.label)
+        return wrapped.wrap(out, index)
+
+
+operator = functools.cache(Operator)
+
+
+@functools.cache
+def _handler(func: torch._ops.OpOverload) -> Callable[..., Any]:
+    """Return what runs an operator on emulated tensors."""
+    is_composite = torch._C._dispatch_has_kernel_for_dispatch_key(
+        func.name(), torch._C.DispatchKey.CompositeImplicitAutograd
+    )
+    # In inference mode autograd, which decomposes operators, is left out.
+    return HANDLERS.get(func) or (func.decompose if is_composite else operator(func))
+
+
+@functools.cache
+def _emulated_subclass(cls: type[torch.Tensor]) -> type[torch.Tensor]:
+    if issubclass(cls, EmulatedTensor):
+        return cls
+    own = inspect.getattr_static(cls, "__torch_function__")  # else that of emulated tensors
+    return type(cls)(cls.__name__, (cls, EmulatedTensor), {"__torch_function__": own})
 
 
 class Wrapped:
     """The emulated tensors of one call: their device, and the wrapper of each wrapped tensor."""
 
-    __slots__ = ("by_elem", "cpu_tensor", "func", "label", "machine")
+    __slots__ = ("_index", "_other", "by_elem", "func", "label", "machine")
 
     def __init__(self, func: torch._ops.OpOverload) -> None:
         self.func = func
         self.machine = current_machine()
         self.label = label_of_results(self.machine)
         self.by_elem: dict[int, EmulatedTensor] = {}
-        self.cpu_tensor: torch.Tensor | None = None
+        self._index = -1
+        self._other: torch.Tensor | None = None
 
     def unwrap(self, value: Any, refused_cpu_dims: float = 1) -> Any:
         """Return ``value`` with each emulated tensor replaced by the tensor that it wraps.
@@ -217,97 +261,92 @@ class Wrapped:
         if isinstance(value, EmulatedTensor):
             elem = elem_of(value)
             self.by_elem[id(elem)] = value
+            index = value.get_device()
+            if self._index < 0:
+                self._index = index
+            elif self._index != index:
+                self._other = value
             return elem
         if isinstance(value, torch.Tensor):
             if value.dim() >= refused_cpu_dims:
-                self.cpu_tensor = value
+                self._other = value
             return value
         if type(value) in (tuple, list):
-            return type(value)(self.unwrap(item, refused_cpu_dims) for item in value)
+            return type(value)([self.unwrap(item, refused_cpu_dims) for item in value])
         return value
 
     @property
-    def device(self) -> torch.device:
-        """The device of all tensors.
+    def index(self) -> int:
+        """The index of the device of all tensors.
 
         Raises:
             RuntimeError: the tensors are on several devices.
         """
-        devices = list(dict.fromkeys(tensor.device for tensor in self.by_elem.values()))
-        if self.cpu_tensor is not None:
-            devices.append(self.cpu_tensor.device)
-        if len(devices) > 1:
+        if self._other is not None:
             raise RuntimeError(
                 "Expected all tensors to be on the same device, but found at least two devices, "
-                f"{devices[0]} and {devices[1]}! (when running {self.func})"
+                f"{self.machine.devices[self._index]} and {self._other.device}! "
+                f"(when running {self.func})"
             )
-        return devices[0]
+        return self._index
 
     @property
     def generator(self) -> torch.Generator:
         """The device's generator."""
-        return self.machine.generators[self.device.index]
+        return self.machine.generators[self.index]
 
-    def wrap(self, out: Any, device: torch.device | None = None) -> Any:
+    def wrap(self, out: Any, index: int | None = None) -> Any:
         """Return ``out`` with each tensor replaced by an emulated one.
 
-        An argument that is returned keeps its wrapper. New tensors are on ``device``, by default
-        that of the arguments.
+        An argument that is returned keeps its wrapper. New tensors are on the device ``index``, by
+        default that of the arguments.
         """
-        device = device or self.device
+        if index is None:
+            index = self.index
         if isinstance(out, torch.Tensor):
             wrapper = self.by_elem.get(id(out))
             if wrapper is None:
-                is_normal = self._is_view_of_normal_tensor(out)
+                is_normal = torch.is_inference_mode_enabled() and self._is_view_of_normal(out)
                 with torch.inference_mode(False) if is_normal else nullcontext():
-                    wrapper = wrap_elem(out, self.machine, device, self.label)
-            else:
-                _update_wrapper(wrapper, self.machine, device, self.label)
+                    wrapper = wrap_elem(out, self.machine, index, self.label)
             if self.label is Label.GRADIENT:
                 set_label(wrapper, self.label)
             return wrapper
         if type(out) in (tuple, list):
-            return type(out)(self.wrap(item, device) for item in out)
+            return type(out)([self.wrap(item, index) for item in out])
         return out
 
-    def _is_view_of_normal_tensor(self, out: torch.Tensor) -> bool:
+    def _is_view_of_normal(self, out: torch.Tensor) -> bool:
         # In inference mode a view of a normal tensor is a normal tensor, so its wrapper must be.
-        return (
-            torch.is_inference_mode_enabled()
-            and not out.is_inference()
-            and any(not wrapper.is_inference() for wrapper in self.by_elem.values())
-        )
+        return not out.is_inference() and any(not w.is_inference() for w in self.by_elem.values())
 
 
-def wrap_elem(
-    elem: torch.Tensor, machine: Machine, device: torch.device, label: Label
-) -> EmulatedTensor:
-    """Return ``elem`` as a tensor on ``device``, entered in its ledger unless it is a view.
+def wrap_elem(elem: torch.Tensor, machine: Machine, index: int, label: Label) -> EmulatedTensor:
+    """Return ``elem`` as a tensor on a device, entered in its ledger unless it is a view.
 
     Raises:
         torch.OutOfMemoryError: the tensor does not fit on the device.
     """
     if machine.symbolic and is_unknown_dtype(elem.dtype) and is_known(elem):
         elem = torch.empty_strided(elem.size(), elem.stride(), dtype=elem.dtype, device=META)
-    return wrapper_of(elem, device, _enter(elem, machine, device, label))
+    return wrapper_of(elem, index, _enter(elem, machine, index, label))
 
 
 def _enter(
-    elem: torch.Tensor, machine: Machine, device: torch.device, label: Label
+    elem: torch.Tensor, machine: Machine, index: int, label: Label
 ) -> tuple[Allocation, ...]:
-    return tuple(machine.enter(device, part.untyped_storage(), label) for part in _parts(elem))
+    parts = _parts(elem)
+    return tuple([machine.enter(index, part.untyped_storage(), label) for part in parts])
 
 
-def _update_wrapper(
-    wrapper: EmulatedTensor, machine: Machine, device: torch.device, label: Label
-) -> None:
+def _update(wrapper: EmulatedTensor, machine: Machine, index: int, label: Label) -> None:
     """Update a wrapper whose wrapped tensor was modified in place."""
     elem = wrapper._elem
-    wrapper._allocations = _enter(elem, machine, device, label)
+    wrapper._allocations = _enter(elem, machine, index, label)
     for allocation in wrapper._allocations:
         allocation.ledger.resize(allocation, allocation.storage.nbytes())
     if _metadata(wrapper) != _metadata(elem):  # resize_, unsqueeze_, set_ ...
-        wrapper.data = wrapper_of(elem, device, wrapper._allocations)
+        wrapper.data = wrapper_of(elem, index, wrapper._allocations)
 
 
 def _metadata(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -316,23 +355,24 @@ def _metadata(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.shape, tensor.stride(), tensor.storage_offset()
 
 
+_make_wrapper = torch.Tensor._make_wrapper_subclass
+_DEVICES = [torch.device(DEVICE_TYPE, index) for index in range(MAX_DEVICES)]
+
+
 def wrapper_of(
-    elem: torch.Tensor, device: torch.device, allocations: tuple[Allocation, ...]
+    elem: torch.Tensor, index: int, allocations: tuple[Allocation, ...]
 ) -> EmulatedTensor:
-    """Return ``elem`` as a tensor on ``device`` that is counted by ``allocations``."""
-    strided: dict[str, Any] = (
-        {"strides": elem.stride(), "storage_offset": elem.storage_offset()}
-        if elem.layout is torch.strided
-        else {}
-    )
-    wrapper: EmulatedTensor = torch.Tensor._make_wrapper_subclass(
+    """Return ``elem`` as a tensor on a device that is counted by ``allocations``."""
+    is_strided = elem.layout is torch.strided
+    wrapper: EmulatedTensor = _make_wrapper(
         EmulatedTensor,
         elem.size(),
+        elem.stride() if is_strided else None,
+        elem.storage_offset() if is_strided else None,
         dtype=elem.dtype,
         layout=elem.layout,
-        device=torch.device(DEVICE_TYPE, device.index),
+        device=_DEVICES[index],
         _extra_dispatch_keys=_EXTRA_KEYS,
-        **strided,
     )
     wrapper._elem = elem
     wrapper._allocations = allocations
@@ -362,12 +402,12 @@ def elem_of(tensor: EmulatedTensor) -> torch.Tensor:
             f"this tensor was on {tensor.device}, whose emulate_devices context has ended; "
             "copy what you need with .cpu() before the end of the context"
         )
-    if isinstance(tensor, torch.nn.Parameter):
+    if tensor._is_param:
         set_label(tensor, Label.PARAMETER)
     return tensor._elem
 
 
-def set_label(tensor: object, label: Label, over: set[Label] = PROVISIONAL) -> None:
+def set_label(tensor: object, label: Label, over: tuple[Label, ...] = PROVISIONAL) -> None:
     """Label the memory of ``tensor`` if it is emulated and its present label is in ``over``."""
     if isinstance(tensor, EmulatedTensor):
         for allocation in tensor._allocations:
@@ -392,36 +432,11 @@ def _makes_parameter_gradients(node: Any) -> bool:
     return bool(targets) and all(type(t).__name__ == "AccumulateGrad" for t in targets)
 
 
-# Properties of operators, cached.
-
-
-@functools.cache
-def _is_composite(func: torch._ops.OpOverload) -> bool:
-    key = torch._C.DispatchKey.CompositeImplicitAutograd
-    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key)
-
-
-@functools.cache
-def _writes_to_list(func: torch._ops.OpOverload) -> bool:
-    first = func._schema.arguments[:1]
-    return any(is_written(arg) and isinstance(arg.type, torch.ListType) for arg in first)
-
-
-@functools.cache
-def _draws_random_numbers(func: torch._ops.OpOverload) -> bool:
-    return any(argument.name == "generator" for argument in func._schema.arguments)
-
-
-@functools.cache
-def _refused_cpu_dims(func: torch._ops.OpOverload) -> tuple[float, ...]:
-    """Return the least number of dimensions of a refused CPU tensor, for each argument.
+def _refused_cpu_dims(argument: torch.Argument) -> float:
+    """Return the least number of dimensions of a CPU tensor that an argument must not be.
 
     As on CUDA, a 0-dim CPU tensor counts as a number, unless it is in a list or written to.
     """
-
-    def refused_dims(argument: torch.Argument) -> float:
-        if argument.name == "batch_sizes" or str(argument.type) == "List[Optional[Tensor]]":
-            return math.inf  # the host reads lengths of packed sequences, and copies indices
-        return 0 if is_written(argument) or isinstance(argument.type, torch.ListType) else 1
-
-    return tuple(map(refused_dims, func._schema.arguments))
+    if argument.name == "batch_sizes" or str(argument.type) == "List[Optional[Tensor]]":
+        return math.inf  # the host reads lengths of packed sequences, and copies indices
+    return 0 if is_written(argument) or isinstance(argument.type, torch.ListType) else 1
