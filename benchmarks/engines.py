@@ -24,7 +24,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from balanced_dp import Measurement, measure_step
 from balanced_dp.emulation.ledger import Label
-from balanced_dp.emulation.tensor import EmulatedTensor, set_label
+from balanced_dp.emulation.tensor import EmulatedTensor, allocations_of, set_label
 from balanced_dp.tuning.open_devices import open_devices
 from balanced_dp.tuning.workloads import Workload, find_workload
 from balanced_dp.units import format_bytes
@@ -133,7 +133,7 @@ def one_of_ranks(num_ranks: int) -> Iterator[None]:
 
 
 def resize(tensor: EmulatedTensor, factor: int) -> None:
-    for allocation in tensor._allocations:
+    for allocation in allocations_of(tensor):
         allocation.ledger.resize(allocation, factor * tensor.nbytes)
 
 

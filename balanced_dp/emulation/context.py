@@ -132,17 +132,17 @@ def _capacities(num_devices: int, memory: int | str | Sequence[int | str] | None
 
 
 def _warn_of_leaks(machine: Machine) -> None:
-    if any(ledger.num_blocks for ledger in machine.ledgers):
+    if any(ledger.blocks for ledger in machine.ledgers):
         gc.collect()  # the first optimizer of a process leaves a cycle, which is not a leak
     leaks = []
     for device, ledger in zip(machine.devices, machine.ledgers, strict=True):
-        if ledger.num_blocks:
+        if ledger.blocks:
             uses = ", ".join(
                 f"{label} {format_bytes(num_bytes)}"
                 for label, num_bytes in ledger.breakdown().now.items()
                 if num_bytes
             )
-            leaks.append(f"{ledger.num_blocks} on {device} ({uses or 'empty'})")
+            leaks.append(f"{len(ledger.blocks)} on {device} ({uses or 'empty'})")
     if leaks:
         warnings.warn(
             f"tensors outlive their emulate_devices context: {'; '.join(leaks)}. Their memory is "

@@ -20,6 +20,7 @@ from .tensor import (
     PROVISIONAL,
     EmulatedTensor,
     Wrapped,
+    allocations_of,
     elem_of,
     label_of_results,
     operator,
@@ -88,7 +89,7 @@ def _copy_label(source: EmulatedTensor, target: torch.device, machine: Machine) 
         return label
     if source.device == target:
         return label
-    known = source._allocations[0].block.label
+    known = allocations_of(source)[0].block.label
     if known not in PROVISIONAL:
         return known
     in_backward = torch._C._current_graph_task_id() != -1
@@ -106,8 +107,9 @@ def add(self: Any, other: Any, **kwargs: Any) -> Any:
         return operator(aten.add.Tensor)(self, other, **kwargs)
     wrapped = Wrapped(aten.add.Tensor)
     elem = call(aten.add.Tensor, (wrapped.unwrap(self), wrapped.unwrap(other)), {})
-    current_machine().move(self._allocations[0], elem)
-    return wrapper_of(elem, wrapped.index, self._allocations)
+    [allocation] = allocations_of(self)
+    wrapped.machine.bind(allocation, elem.untyped_storage())
+    return wrapper_of(elem, wrapped.machine, wrapped.index)
 
 
 @functools.cache
@@ -151,8 +153,8 @@ def _would_accumulate_in_place(self: Any, other: Any) -> bool:
         and (self.shape, self.dtype, self.layout) == (other.shape, other.dtype, torch.strided)
         and self._elem.nbytes == self._elem.untyped_storage().nbytes()
         # No other reference in C++ than those of the engine, the Python object and the call (two),
-        # and no other tensor with this storage: the two references of its allocation are this
-        # tuple's and getrefcount's. (The stubs lack _use_count.)
+        # and to the storage those of the wrapped tensor and its Python object. (The stubs lack
+        # these functions.)
         and self._use_count() <= 4  # type: ignore[attr-defined]
-        and sys.getrefcount(self._allocations[0]) == 2
+        and torch._C._storage_Use_Count(self._elem.untyped_storage()._cdata) == 2  # type: ignore[attr-defined]
     )

@@ -212,9 +212,11 @@ def location_of(storage: torch.UntypedStorage) -> str | None:
 
     That is its device if it is named "cuda", and else the CPU, so that the file loads anywhere.
     """
-    device = current_machine().device_of(storage)
-    if device is None:
+    allocation = getattr(storage, "_allocation", None)
+    if allocation is None:
         return None
+    machine = current_machine()
+    device = machine.devices[machine.ledgers.index(allocation.ledger)]
     return str(device) if device.type == CUDA else "cpu"
 
 

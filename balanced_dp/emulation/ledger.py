@@ -1,8 +1,8 @@
 """The memory of each emulated device, to the byte. Pure bookkeeping, without torch.
 
-A ``Block`` is the ledger's entry of one storage. Every tensor that views the storage refers to its
-``Allocation``; when the last one is deallocated, the block is removed from the ledger. Reference
-counting is enough: nothing waits for the garbage collector.
+A ``Block`` is the ledger's entry of one storage. The storage refers to its ``Allocation``; with the
+storage it is deallocated, and the block is removed from the ledger. Reference counting is enough:
+nothing waits for the garbage collector.
 
 The label of a block may change while it is allocated (a tensor becomes a gradient after it was
 computed). So the breakdown of the peak is not copied when the peak is reached, but made of the
@@ -50,6 +50,8 @@ class Block:
     number: int
     num_bytes: int
     label: Label
+    storage: Callable[[], Any] = lambda: None
+    """A weak reference to the storage; the caller of ``allocate`` sets it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +79,6 @@ class DeviceLedger:
     def __init__(self, capacity_bytes: int, out_of_memory: Callable[[int, int], Exception]) -> None:
         self.capacity_bytes = capacity_bytes
         self._out_of_memory = out_of_memory
-        self.closed = False
         self.enforces_capacity = True
         """Whether blocks must fit into the capacity."""
         self.num_ooms = 0
@@ -113,10 +114,12 @@ class DeviceLedger:
         """
         old = allocation.block
         if old.num_bytes != round_up(num_bytes):
-            allocation.block = self._enter(num_bytes, old.label)
+            allocation.block = self._enter(num_bytes, old.label, old.storage)
             self._to_free.append(old)
 
-    def _enter(self, num_bytes: int, label: Label) -> Block:
+    def _enter(
+        self, num_bytes: int, label: Label, storage: Callable[[], Any] = lambda: None
+    ) -> Block:
         size = round_up(num_bytes)
         with self._lock:
             self._free_blocks()
@@ -124,7 +127,7 @@ class DeviceLedger:
             if size > free_bytes and self.enforces_capacity:
                 self.num_ooms += 1
                 raise self._out_of_memory(size, free_bytes)
-            block = Block(self.next_number, size, label)
+            block = Block(self.next_number, size, label, storage)
             self.next_number += 1
             self._live[block.number] = block
             self._allocated_bytes += size
@@ -175,11 +178,11 @@ class DeviceLedger:
             return self._allocated_bytes
 
     @property
-    def num_blocks(self) -> int:
-        """The number of blocks allocated now."""
+    def blocks(self) -> list[Block]:
+        """The blocks allocated now."""
         with self._lock:
             self._free_blocks()
-            return len(self._live)
+            return list(self._live.values())
 
     def breakdown(self) -> MemoryBreakdown:
         """Return the bytes allocated now and at the peak, by label."""
@@ -200,13 +203,11 @@ class DeviceLedger:
 class Allocation:
     """A reference to a block, which is freed when this object is deallocated."""
 
-    __slots__ = ("__weakref__", "block", "ledger", "storage")
+    __slots__ = ("block", "ledger")
 
     def __init__(self, ledger: DeviceLedger, block: Block) -> None:
         self.ledger = ledger
         self.block = block
-        self.storage: Any = None
-        """The storage that the block stands for; the caller of ``allocate`` sets it."""
 
     def __del__(self) -> None:
         self.ledger._to_free.append(self.block)

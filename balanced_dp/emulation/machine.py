@@ -8,7 +8,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from weakref import WeakValueDictionary
+from typing import Any
+from weakref import ref
 
 import torch
 
@@ -58,10 +59,10 @@ class Machine:
         self.uuids = [uuid.uuid4() for _ in self.devices]
         self.generators = [torch.Generator() for _ in self.devices]
         self.manual_seed_all(torch.initial_seed())
-        self._allocations: WeakValueDictionary[int, Allocation] = WeakValueDictionary()
         self._copied_bytes: Counter[tuple[torch.device, torch.device]] = Counter()
         self._lock = threading.Lock()
         self.thread = _PerThread()
+        self.is_closed = False
         self.reads_unknown_as_nan = False
         """Whether reading a value that was not computed gives NaN instead of an error."""
 
@@ -108,35 +109,22 @@ class Machine:
         for generator in self.generators:
             generator.manual_seed(seed)
 
-    def enter(self, index: int, storage: torch.UntypedStorage, label: Label) -> Allocation:
-        """Return the allocation of a storage, a new one unless a tensor with it has one already.
+    def enter(self, index: int, storage: Any, label: Label) -> Allocation:
+        """Return the allocation of a storage, a new one unless it has one already.
 
         Raises:
             torch.OutOfMemoryError: the storage does not fit on the device.
         """
-        known = self._allocations.get(storage._cdata)
-        if known is not None:
-            return known
-        allocation = self.ledgers[index].allocate(storage.nbytes(), label)
-        self._bind(allocation, storage)
+        allocation: Allocation | None = getattr(storage, "_allocation", None)
+        if allocation is None:
+            allocation = self.ledgers[index].allocate(storage.nbytes(), label)
+            self.bind(allocation, storage)
         return allocation
 
-    def device_of(self, storage: torch.UntypedStorage) -> torch.device | None:
-        """Return the device that a storage is on, None if it is on none."""
-        allocation = self._allocations.get(storage._cdata)
-        if allocation is None:
-            return None
-        return self.devices[self.ledgers.index(allocation.ledger)]
-
-    def move(self, allocation: Allocation, elem: torch.Tensor) -> None:
-        """Reuse ``allocation`` for the storage of ``elem``, which has the same size."""
-        del self._allocations[allocation.storage._cdata]
-        self._bind(allocation, elem.untyped_storage())
-
-    def _bind(self, allocation: Allocation, storage: torch.UntypedStorage) -> None:
-        # The allocation holds the storage, so that its address is not reused while it is a key.
-        allocation.storage = storage
-        self._allocations[storage._cdata] = allocation
+    def bind(self, allocation: Allocation, storage: Any) -> None:
+        """Let a storage refer to its allocation, which is deallocated with it."""
+        storage._allocation = allocation
+        allocation.block.storage = ref(storage)
 
     def record_copy(self, source: torch.device, target: torch.device, num_bytes: int) -> None:
         """Count a copy between different devices."""
@@ -151,10 +139,12 @@ class Machine:
 
     def close(self) -> None:
         """Free the memory of all devices, also that of tensors that are still referenced."""
+        self.is_closed = True
         for ledger in self.ledgers:
-            ledger.closed = True
-        for allocation in list(self._allocations.values()):
-            allocation.storage.resize_(0)
+            for block in ledger.blocks:
+                storage = block.storage()
+                if storage is not None:
+                    storage.resize_(0)
 
 
 def _out_of_memory(

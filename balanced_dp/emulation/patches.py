@@ -92,7 +92,7 @@ def _parameters_keep_identity() -> Patch:
 
 
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
-_OF_EMULATION = {"_elem", "_allocations"}
+_OF_EMULATION = {"_elem", "_machine"}
 
 
 def _own_state(parameter: torch.Tensor) -> dict[str, Any]:

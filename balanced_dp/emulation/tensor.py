@@ -54,8 +54,7 @@ class EmulatedTensor(torch.Tensor):
 
     _elem: torch.Tensor
     """The wrapped CPU (or meta) tensor, of the same shape and strides, that has the data."""
-    _allocations: tuple[Allocation, ...]
-    """The memory that it views: one storage, or the indices and values of a sparse tensor."""
+    _machine: Machine
 
     # __torch_dispatch__ intercepts operators below autograd, so __torch_function__, above it, is
     # off. Both have wider types in torch's stubs.
@@ -96,7 +95,7 @@ class EmulatedTensor(torch.Tensor):
         """Replace the data and the device by those of ``value``."""
         torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
         assert isinstance(value, EmulatedTensor)  # torch accepts no other tensor
-        self._elem, self._allocations = value._elem, value._allocations
+        self._elem, self._machine = value._elem, value._machine
 
     def item(self) -> Any:
         """Return the value as a number."""
@@ -137,7 +136,7 @@ class EmulatedTensor(torch.Tensor):
     # Its signature is wider than that of object.__repr__, as torch.Tensor's is.
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         suffix = f", device='{self.device}'" + (", requires_grad=True" * self.requires_grad)
-        if any(allocation.ledger.closed for allocation in self._allocations):
+        if self._machine.is_closed:
             return f"tensor(<freed>, size={tuple(self.shape)}{suffix})"
         if not is_known(self._elem):
             return f"tensor(<symbolic>, size={tuple(self.shape)}, dtype={self.dtype}{suffix})"
@@ -156,7 +155,7 @@ class EmulatedTensor(torch.Tensor):
         twin = self._leaf(self.detach().clone())
         if not isinstance(self, torch.nn.Parameter):  # as torch's
             twin.grad = copy.deepcopy(self.grad, memo)
-            own = {"_elem", "_allocations"}
+            own = {"_elem", "_machine"}
             kept = {name: value for name, value in vars(self).items() if name not in own}
             vars(twin).update(copy.deepcopy(kept, memo))
         return twin
@@ -193,7 +192,10 @@ class Operator:
         """Run on the wrapped tensors and wrap the outputs."""
         wrapped = Wrapped(self.func)
         machine = wrapped.machine
-        elem_args = tuple(map(wrapped.unwrap, args, self.refused_cpu_dims))
+        elem_args = [
+            value if dims is None else wrapped.unwrap(value, dims)
+            for value, dims in zip(args, self.refused_cpu_dims, strict=False)
+        ]
         elem_kwargs = {name: wrapped.unwrap(value, 0) for name, value in kwargs.items()}
         index = wrapped.index
         target = kwargs.get("device")
@@ -329,24 +331,20 @@ def wrap_elem(elem: torch.Tensor, machine: Machine, index: int, label: Label) ->
     """
     if machine.symbolic and is_unknown_dtype(elem.dtype) and is_known(elem):
         elem = torch.empty_strided(elem.size(), elem.stride(), dtype=elem.dtype, device=META)
-    return wrapper_of(elem, index, _enter(elem, machine, index, label))
-
-
-def _enter(
-    elem: torch.Tensor, machine: Machine, index: int, label: Label
-) -> tuple[Allocation, ...]:
-    parts = _parts(elem)
-    return tuple([machine.enter(index, part.untyped_storage(), label) for part in parts])
+    for part in _parts(elem):
+        machine.enter(index, part.untyped_storage(), label)
+    return wrapper_of(elem, machine, index)
 
 
 def _update(wrapper: EmulatedTensor, machine: Machine, index: int, label: Label) -> None:
     """Update a wrapper whose wrapped tensor was modified in place."""
     elem = wrapper._elem
-    wrapper._allocations = _enter(elem, machine, index, label)
-    for allocation in wrapper._allocations:
-        allocation.ledger.resize(allocation, allocation.storage.nbytes())
+    for part in _parts(elem):
+        storage = part.untyped_storage()
+        allocation = machine.enter(index, storage, label)
+        allocation.ledger.resize(allocation, storage.nbytes())
     if _metadata(wrapper) != _metadata(elem):  # resize_, unsqueeze_, set_ ...
-        wrapper.data = wrapper_of(elem, index, wrapper._allocations)
+        wrapper.data = wrapper_of(elem, machine, index)
 
 
 def _metadata(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -359,10 +357,8 @@ _make_wrapper = torch.Tensor._make_wrapper_subclass
 _DEVICES = [torch.device(DEVICE_TYPE, index) for index in range(MAX_DEVICES)]
 
 
-def wrapper_of(
-    elem: torch.Tensor, index: int, allocations: tuple[Allocation, ...]
-) -> EmulatedTensor:
-    """Return ``elem`` as a tensor on a device that is counted by ``allocations``."""
+def wrapper_of(elem: torch.Tensor, machine: Machine, index: int) -> EmulatedTensor:
+    """Return ``elem``, which has its allocation, as a tensor on a device."""
     is_strided = elem.layout is torch.strided
     wrapper: EmulatedTensor = _make_wrapper(
         EmulatedTensor,
@@ -375,7 +371,7 @@ def wrapper_of(
         _extra_dispatch_keys=_EXTRA_KEYS,
     )
     wrapper._elem = elem
-    wrapper._allocations = allocations
+    wrapper._machine = machine
     return wrapper
 
 
@@ -397,7 +393,7 @@ def elem_of(tensor: EmulatedTensor) -> torch.Tensor:
     Raises:
         EmulationError: the tensor's ``emulate_devices`` context has ended.
     """
-    if tensor._allocations[0].ledger.closed:
+    if tensor._machine.is_closed:
         raise EmulationError(
             f"this tensor was on {tensor.device}, whose emulate_devices context has ended; "
             "copy what you need with .cpu() before the end of the context"
@@ -407,10 +403,16 @@ def elem_of(tensor: EmulatedTensor) -> torch.Tensor:
     return tensor._elem
 
 
+def allocations_of(tensor: EmulatedTensor) -> list[Allocation]:
+    """Return the allocations that it views: one, or those of a sparse tensor's parts."""
+    storages: list[Any] = [part.untyped_storage() for part in _parts(tensor._elem)]
+    return [storage._allocation for storage in storages]
+
+
 def set_label(tensor: object, label: Label, over: tuple[Label, ...] = PROVISIONAL) -> None:
     """Label the memory of ``tensor`` if it is emulated and its present label is in ``over``."""
     if isinstance(tensor, EmulatedTensor):
-        for allocation in tensor._allocations:
+        for allocation in allocations_of(tensor):
             if allocation.block.label in over:
                 allocation.block.label = label
 
@@ -432,11 +434,14 @@ def _makes_parameter_gradients(node: Any) -> bool:
     return bool(targets) and all(type(t).__name__ == "AccumulateGrad" for t in targets)
 
 
-def _refused_cpu_dims(argument: torch.Argument) -> float:
+def _refused_cpu_dims(argument: torch.Argument) -> float | None:
     """Return the least number of dimensions of a CPU tensor that an argument must not be.
 
-    As on CUDA, a 0-dim CPU tensor counts as a number, unless it is in a list or written to.
+    As on CUDA, a 0-dim CPU tensor counts as a number, unless it is in a list or written to. None
+    means that the argument has no tensors.
     """
+    if "Tensor" not in str(argument.type):
+        return None
     if argument.name == "batch_sizes" or str(argument.type) == "List[Optional[Tensor]]":
         return math.inf  # the host reads lengths of packed sequences, and copies indices
     return 0 if is_written(argument) or isinstance(argument.type, torch.ListType) else 1

@@ -102,7 +102,7 @@ class LedgerAgainstNaiveBooks(RuleBasedStateMachine):
         assert breakdown.peak == by_label(self.at_peak)
         assert self.ledger.allocated_bytes == total(self.live)
         assert self.ledger.peak_bytes == total(self.at_peak)
-        assert self.ledger.num_blocks == len(self.live)
+        assert len(self.ledger.blocks) == len(self.live)
         assert self.ledger.total_bytes == self.total_bytes
         assert self.ledger.num_ooms == self.num_ooms
 
@@ -150,7 +150,7 @@ def test_threads_that_hammer_one_ledger_leave_exact_books():
                 assert sum(breakdown.peak.values()) <= ledger.peak_bytes
 
     at_once(hammer, num_threads)
-    assert (ledger.num_blocks, ledger.allocated_bytes) == (0, 0)
+    assert (len(ledger.blocks), ledger.allocated_bytes) == (0, 0)
     assert not any(ledger.breakdown().now.values())
     assert sum(ledger.breakdown().peak.values()) == ledger.peak_bytes
     # Each thread had five blocks at once, and at most six, and two during a resize.
