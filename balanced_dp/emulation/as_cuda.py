@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -22,8 +23,8 @@ import torch.utils._device as default_device
 from ..errors import EmulationError
 from ..torch_versions import ACCELERATOR_MODULES
 from . import cuda_functions, cuda_tensors, device_module
-from .cuda_functions import COMMUNICATION, refusal
-from .cuda_tensors import CUDA, to_emulated, translating
+from .cuda_functions import refusal
+from .cuda_tensors import CUDA, to_named, translating
 from .machine import Machine
 from .tensor import EmulatedTensor
 
@@ -36,10 +37,8 @@ def named_cuda(machine: Machine) -> Iterator[None]:
     """Give the devices of the current machine the name "cuda" inside a ``with`` block."""
     everything = (
         _tensors(),
-        _factories(),
+        _factories(machine),
         _cuda_modules(machine),
-        _accelerator_modules(),
-        _data_parallel(),
         _refused(),
         _without_hardware(machine),
     )
@@ -63,108 +62,68 @@ def _tensors() -> _Patches:
         EmulatedTensor: cuda_tensors.EMULATED_TENSOR_METHODS,
         torch.Tensor: cuda_tensors.tensor_methods(),
         nn: {"_parse_to": translating(nn._parse_to, position=0)},
-        torch: {
-            "Generator": cuda_tensors.Generator,
-            "set_default_tensor_type": cuda_tensors.set_default_tensor_type,
-        },
+        torch: {"device": cuda_tensors.device, "Generator": cuda_tensors.Generator},
         torch.UntypedStorage: {"cuda": cuda_tensors.storage_on_device},
     }
 
 
-def _factories() -> _Patches:
-    """Return torch's factories, and the mode that passes the default device to them."""
-    constructors = default_device._device_constructors()
-    like = [getattr(torch, name) for name in dir(torch) if name.endswith("_like")]
-    identities = {id(function) for function in (*constructors, *like)}
-
-    def pass_default_device(
-        self: Any, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func in constructors and kwargs.get("device") is None:
-            kwargs["device"] = to_emulated(self.device)
-        return func(*args, **kwargs)
-
-    return {default_device.DeviceContext: {"__torch_function__": pass_default_device}} | {
+def _factories(machine: Machine) -> _Patches:
+    """Return torch's functions that take a device, and what decides on the default one."""
+    factories = default_device._device_constructors()
+    get_default: Any = torch.get_default_device
+    patches: _Patches = {
         module: {
-            name: translating(function)
+            name: translating(function, default=machine if function in factories else None)
             for name, function in vars(module).items()
-            if id(function) in identities
+            if inspect.isroutine(function) and (function in factories or takes_device(name))
         }
         for module in (torch, torch.fft, torch.nested)
     }
+    patches[torch] |= {
+        "get_default_device": lambda: to_named(get_default()),
+        "set_default_tensor_type": cuda_tensors.set_default_tensor_type,
+    }
+    init = default_device.DeviceContext.__init__
+    return patches | {default_device.DeviceContext: {"__init__": translating(init, position=1)}}
 
 
-_FUNCTIONS = {
-    name: function
-    for module in (device_module, cuda_functions)
-    for name, function in vars(module).items()
-    if hasattr(torch.cuda, name)
-    and (getattr(function, "__module__", None) or "").startswith(__package__)
-}
+def takes_device(name: str) -> bool:
+    """Return whether a function of torch has a keyword ``device``."""
+    schemas = torch._C._jit_get_schemas_for_operator(f"aten::{name}")
+    return any(argument.name == "device" for schema in schemas for argument in schema.arguments)
 
 
 def _cuda_modules(machine: Machine) -> _Patches:
-    """Return ``torch.cuda`` and its submodules; functions that we lack raise an error."""
-    provided = _FUNCTIONS | cuda_tensors.LEGACY_TYPES
-    public = {name: getattr(torch.cuda, name) for name in torch.cuda.__all__}
-    refused = {
+    """Return what ``torch.cuda`` and ``torch.accelerator`` get from ``torch._C``, and have of it."""
+    refused: dict[str, Any] = {
         name: refusal(f"torch.cuda.{name}")
-        for name, value in public.items()
-        if callable(value) and name not in provided
-        if not (inspect.isclass(value) and issubclass(value, BaseException))
+        for name in ("CUDAGraph", "MemPool", "ExternalStream", "list_gpu_processes")
     }
-    everything = provided | refused
-    submodules = (torch.cuda.random, torch.cuda.streams)
+    streams = {"Stream": cuda_functions.Stream, "Event": cuda_functions.Event}
+    exchange = cuda_functions.exchange_device
     return {
+        torch._C: cuda_functions.answers(),
         torch.cuda: {
-            **everything,
+            **(refused | streams | cuda_tensors.LEGACY_TYPES),
+            **dict.fromkeys(("_exchange_device", "_maybe_exchange_device"), exchange),
+            "_initialized": True,
+            "_cached_device_count": len(machine.devices),
+            "_cudart": SimpleNamespace(cudaMemGetInfo=device_module.mem_get_info),
+            "_get_device_properties": device_module.get_device_properties,
+            "_get_pynvml_handler": refusal("queries of NVML"),
             "default_generators": tuple(machine.generators),
             "memory_breakdown": device_module.memory_breakdown,
-            "_initialized": True,  # else torch.utils.checkpoint saves no states of generators
         },
+        torch.cuda.streams: streams,
+        torch.cuda.graphs: {"_cuda_isCurrentStreamCapturing": lambda: False},
         torch.cuda.nvtx: dict.fromkeys(("range_push", "range_pop", "mark"), lambda *args: 0),
-        **{module: _of(module, everything) for module in submodules},
-        torch.cuda.memory: _of(torch.cuda.memory, everything)
-        | {name: refusal(f"torch.cuda.memory.{name}") for name in _RECORDS_ALLOCATIONS},
-    }
-
-
-_RECORDS_ALLOCATIONS = ("_record_memory_history", "_snapshot", "_dump_snapshot")
-
-
-def _accelerator_modules() -> _Patches:
-    everything = _FUNCTIONS | {
-        "current_accelerator": lambda check_available=False: torch.device(CUDA),
-        "current_device_index": device_module.current_device,
-        "set_device_index": device_module.set_device,
-        "device_index": device_module.device,
-        "get_memory_info": device_module.mem_get_info,
-        "Graph": refusal("torch.accelerator.Graph"),
-    }
-    return {module: _of(module, everything) for module in ACCELERATOR_MODULES}
-
-
-def _of(module: Any, attributes: dict[str, Any]) -> dict[str, Any]:
-    """Return the attributes that a module has."""
-    return {name: value for name, value in attributes.items() if name in vars(module)}
-
-
-def _data_parallel() -> _Patches:
-    """Return what ``nn.DataParallel`` calls; builds without CUDA lack it."""
-
-    def scatter(
-        ctx: Any, target_gpus: Any, chunk_sizes: Any, dim: int, input: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        # torch's own makes devices of ints, which it refuses without an accelerator.
-        ctx.dim = dim
-        ctx.input_device = input.get_device() if input.is_cuda else -1
-        return tuple(cuda_functions.scatter(input, target_gpus, chunk_sizes, dim))
-
-    return {
-        torch._C: COMMUNICATION,
-        parallel_functions.Scatter: {"forward": staticmethod(scatter)},
         torch.cuda.nccl: {"is_available": lambda tensors: False},
+        parallel_functions: {"_streams": None},  # one for each device, kept when first asked for
+        **{
+            module: {"Graph": refusal(f"{module.__name__}.Graph")}
+            for module in ACCELERATOR_MODULES
+            if hasattr(module, "Graph")
+        },
     }
 
 
@@ -198,16 +157,11 @@ def _refused() -> _Patches:
 def _without_hardware(machine: Machine) -> _Patches:
     """Return what torch does otherwise without CUDA, or where gradients are not known."""
     backends: Any = torch.distributed.Backend.default_device_backend_map
-    init_scaler = torch.amp.GradScaler.__init__
-
-    def init_without_scaling(self: Any, *args: Any, **kwargs: Any) -> None:
-        # A scaler skips the step if a gradient is not finite, which symbolic devices do not know.
-        init_scaler(self, *args, **kwargs)
-        self._enabled = False
-
+    # A scaler skips the step if a gradient is not finite, which symbolic devices do not know.
+    disabled = property(lambda self: False, lambda self, value: None)
     return {
         torch.distributed.Backend: {"default_device_backend_map": {**backends, CUDA: "gloo"}},
-        torch.amp.GradScaler: {"__init__": init_without_scaling} if machine.symbolic else {},
+        torch.amp.GradScaler: {"_enabled": disabled} if machine.symbolic else {},
         torch.version: {"cuda": "12.6"},  # for scripts that compare it
         torch.backends.cudnn: {"is_acceptable": lambda tensor: False},
     }

@@ -1,20 +1,20 @@
-"""What ``torch.cuda`` has and ``device_module`` lacks, for emulated devices that are named "cuda".
+"""What ``torch.cuda`` and ``torch.accelerator`` ask of ``torch._C``, answered by emulated devices.
 
-Operations on emulated devices are synchronous and in order, so streams and events do nothing.
+Their own Python does the rest. Operations on emulated devices are synchronous and in order, so
+streams and events do nothing.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NoReturn
 
 import torch
 
 from ..errors import EmulationError
-from ..units import format_bytes
 from . import device_module
-from .device_module import Device
+from .device_module import Device, ledger_of
 from .machine import current_machine
 
 
@@ -27,10 +27,10 @@ class Stream(device_module.device):
     """The only stream of an emulated device; as a context manager, it makes the device current."""
 
     def __init__(self, device: Device = None, priority: int = 0, **kwargs: Any) -> None:
-        super().__init__(device)
+        super().__init__(kwargs.get("device_index", device))
         self.device = current_machine().devices[self.index]
         self.device_index, self.priority = self.index, priority
-        self.cuda_stream = self.stream_id = 0
+        self.cuda_stream = self.stream_id = self.device_type = 0
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Stream) and self.device == other.device
@@ -69,199 +69,122 @@ class Event:
         return (end_event._time_s - self._time_s) * 1e3
 
 
-class StreamContext(device_module.device):
-    """Context manager of ``torch.cuda.stream``: it makes the stream's device the current one."""
-
-    def __init__(self, stream: Stream | None) -> None:
-        super().__init__(None if stream is None else stream.device)
-
-
-class device_of(device_module.device):  # the name of torch.cuda.device_of
-    """Context manager that makes the device of a tensor the current one, if it is emulated."""
-
-    def __init__(self, obj: torch.Tensor) -> None:
-        super().__init__(obj.device if obj.is_cuda else None)
+def exchange_device(index: int) -> int:
+    """Set the current device, unless ``index`` is negative, and return the one before."""
+    before = device_module.current_device()
+    if index >= 0:
+        device_module.set_device(index)
+    return before
 
 
-stream = StreamContext
-current_stream = default_stream = Stream
-
-
-def set_stream(stream: Stream) -> None:
-    """Make the stream's device the current one."""
-    device_module.set_device(stream.device)
-
-
-init = ipc_collect = _lazy_init = set_sync_debug_mode = _always(None)
-is_initialized = is_bf16_supported = is_tf32_supported = _always(True)
-is_current_stream_capturing = _always(False)  # there are no CUDA graphs
-get_sync_debug_mode = _always(0)  # the mode without warnings
-
-
-def get_device_capability(device: Device = None) -> tuple[int, int]:
-    """Return the compute capability that the device claims."""
-    properties = device_module.get_device_properties(device)
-    return properties.major, properties.minor
-
-
-def get_arch_list() -> list[str]:
-    """Return the architecture of emulated devices."""
-    return ["sm_{}{}".format(*get_device_capability(0))]
-
-
-def can_device_access_peer(device: Device, peer_device: Device) -> bool:
-    """Return whether the devices differ."""
-    machine = current_machine()
-    return machine.index_of(device) != machine.index_of(peer_device)
-
-
-def memory_summary(device: Device = None, abbreviated: bool = False) -> str:
-    """Return the device's memory by use, now and at the peak."""
-    breakdown = device_module.memory_breakdown(device)
-    rows = [
-        f"{use:<16} {format_bytes(breakdown.now[use]):>12} {format_bytes(peak):>12}"
-        for use, peak in breakdown.peak.items()
-    ]
-    head = f"{device_module.get_device_name(device):<16} {'now':>12} {'peak':>12}"
-    return "\n".join([head, *rows])
+def _set_stream(stream_id: int, device_index: int, device_type: int) -> None:
+    device_module.set_device(device_index)
 
 
 # Scripts have a peak of their own to reset, so that they and our measurements do not meet.
 
 
-def max_memory_allocated(device: Device = None) -> int:
-    """Return the maximum of ``memory_allocated`` since the script last reset it."""
-    return device_module._ledger(device).script_peak_bytes
+def _memory_stats(index: int) -> dict[str, Any]:
+    ledger = ledger_of(index)
+    current, total = ledger.allocated_bytes, ledger.total_bytes
+    counted = {"current": current, "peak": ledger.script_peak_bytes}
+    counted |= {"allocated": total, "freed": total - current}
+    none = dict.fromkeys(counted, 0)
+    pools = dict.fromkeys(("all", "large_pool", "small_pool"), none)
+    return {
+        **dict.fromkeys(("num_alloc_retries", "num_device_alloc"), 0),
+        "num_ooms": ledger.num_ooms,
+        **dict.fromkeys(("oversize_allocations", "oversize_segments"), none),
+        **dict.fromkeys(("inactive_split_bytes", "inactive_split"), pools),
+        **dict.fromkeys(("allocation", "segment", "active"), pools),
+        **{f"{use}_bytes": {**pools, "all": counted} for use in _USES},
+    }
 
 
-def reset_peak_memory_stats(device: Device = None) -> None:
-    """Reset the script's peak to the memory allocated now."""
-    device_module._ledger(device).reset_script_peak()
+_USES = ("allocated", "reserved", "active", "requested")
 
 
-def memory_stats(device: Device = None) -> dict[str, int]:
-    """Return allocator statistics, with the script's peaks."""
-    peak = max_memory_allocated(device)
-    stats = device_module.memory_stats(device)
-    return {name: peak if name.endswith(".peak") else value for name, value in stats.items()}
+def _reset_accumulated_stats(index: int) -> None:
+    ledger_of(index).total_bytes = 0
 
 
-memory_cached = device_module.memory_reserved
-max_memory_reserved = max_memory_cached = max_memory_allocated
-reset_max_memory_allocated = reset_max_memory_cached = reset_peak_memory_stats
+# Copies between devices, for torch.nn.parallel.comm. Here tensor.to takes an int, too.
 
 
-def reset_accumulated_memory_stats(device: Device = None) -> None:
-    """Reset the number of bytes ever allocated."""
-    device_module._ledger(device).total_bytes = 0
+def _copies(tensor: torch.Tensor, indices: Iterable[int]) -> list[torch.Tensor]:
+    return [tensor.to(index) for index in indices]
 
 
-def seed() -> None:
-    """Seed the current device's generator at random."""
-    device_module._generator(None).seed()
-
-
-def seed_all() -> None:
-    """Seed all generators alike, at random."""
-    current_machine().manual_seed_all(torch.Generator().seed())
-
-
-def initial_seed() -> int:
-    """Return the seed of the current device's generator."""
-    return device_module._generator(None).initial_seed()
-
-
-def get_rng_state_all() -> list[torch.Tensor]:
-    """Return the state of each device's generator."""
-    return [generator.get_state() for generator in current_machine().generators]
-
-
-def set_rng_state_all(new_states: Sequence[torch.Tensor]) -> None:
-    """Set the state of each device's generator."""
-    for index, state in enumerate(new_states):
-        device_module.set_rng_state(state, index)
-
-
-# Copies between devices, as torch.nn.parallel.comm asks torch._C for them.
-
-
-def broadcast(tensor: torch.Tensor, devices: Sequence[int]) -> list[torch.Tensor]:
-    """Return the tensor on each device."""
-    return [tensor.to(_device(index)) for index in devices]
-
-
-def broadcast_coalesced(
-    tensors: Sequence[torch.Tensor], devices: Sequence[int], buffer_size: int
+def _broadcast_coalesced(
+    tensors: Sequence[torch.Tensor], indices: Sequence[int], buffer_size: int
 ) -> list[list[torch.Tensor]]:
-    """Return the tensors on each device."""
-    first = _device(devices[0])
-    if any(tensor.device != first for tensor in tensors):
-        raise RuntimeError(f"All tensors must be on devices[0]: {first}")
-    return [[tensor.to(_device(index)) for tensor in tensors] for index in devices]
+    return [[tensor.to(index) for tensor in tensors] for index in indices]
 
 
-def broadcast_out(tensor: torch.Tensor, out: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Copy the tensor into each of ``out``, and return these."""
-    return [target.copy_(tensor) for target in out]
-
-
-def scatter(
-    tensor: torch.Tensor,
-    devices: Sequence[int],
-    chunk_sizes: Sequence[int] | None,
-    dim: int,
-    streams: object = None,
+def _scatter(
+    tensor: torch.Tensor, indices: Sequence[int], sizes: Any, dim: int, streams: object
 ) -> list[torch.Tensor]:
-    """Return a chunk of the tensor on each device."""
-    chunks = (
-        tensor.split(list(chunk_sizes), dim) if chunk_sizes else tensor.chunk(len(devices), dim)
-    )
-    return [chunk.to(_device(index)) for chunk, index in zip(chunks, devices, strict=False)]
+    chunks = tensor.split(list(sizes), dim) if sizes else tensor.chunk(len(indices), dim)
+    return [chunk.to(index) for chunk, index in zip(chunks, indices, strict=False)]
 
 
-def scatter_out(
-    tensor: torch.Tensor, out: Sequence[torch.Tensor], dim: int, streams: object = None
-) -> list[torch.Tensor]:
-    """Copy chunks of the tensor into ``out``, and return these."""
-    chunks = tensor.split([target.size(dim) for target in out], dim)
-    return [target.copy_(chunk) for target, chunk in zip(out, chunks, strict=True)]
-
-
-def gather(tensors: Sequence[torch.Tensor], dim: int, destination: int | None) -> torch.Tensor:
-    """Return the tensors joined on a device; -1 is the CPU, None the current device."""
-    target = torch.device("cpu") if destination == -1 else _device(destination)
+def _gather(tensors: Sequence[torch.Tensor], dim: int, index: int | None) -> torch.Tensor:
+    target = "cpu" if index == -1 else current_machine().index_of(index)
     return torch.cat([tensor.to(target) for tensor in tensors], dim)
 
 
-def gather_out(tensors: Sequence[torch.Tensor], out: torch.Tensor, dim: int) -> torch.Tensor:
-    """Copy the tensors, joined, into ``out``, and return it."""
-    parts = out.split([tensor.size(dim) for tensor in tensors], dim)
-    for part, tensor in zip(parts, tensors, strict=True):
-        part.copy_(tensor)
-    return out
+def refusal(name: str) -> Callable[..., NoReturn]:
+    """Return a function that raises an EmulationError."""
 
-
-def _device(index: int | None) -> torch.device:
-    machine = current_machine()
-    return machine.devices[machine.index_of(index)]
-
-
-COMMUNICATION = {
-    "_broadcast": broadcast,
-    "_broadcast_coalesced": broadcast_coalesced,
-    "_broadcast_out": broadcast_out,
-    "_scatter": scatter,
-    "_scatter_out": scatter_out,
-    "_gather": gather,
-    "_gather_out": gather_out,
-}
-"""By the name in ``torch._C``, which only builds with CUDA have."""
-
-
-def refusal(name: str) -> type:
-    """Return a class that raises an EmulationError when it is called, as a function or a class."""
-
-    def refuse(*args: Any, **kwargs: Any) -> Any:
+    def refuse(*args: Any, **kwargs: Any) -> NoReturn:
         raise EmulationError(f"emulated devices do not support {name}")
 
-    return type(name.rpartition(".")[2], (), {"__new__": refuse})
+    return refuse
+
+
+def _missing(name: str) -> Callable[..., NoReturn]:
+    """Return what ``torch._C`` has under a name that is not answered: ``__getattr__``."""
+    if name.startswith("_cuda_"):
+        return refusal(f"torch.cuda ({name.removeprefix('_cuda_')})")
+    raise AttributeError(f"module 'torch._C' has no attribute {name!r}")
+
+
+_ANSWERS: dict[tuple[str, ...], Callable[..., Any]] = {
+    ("_cuda_getDeviceCount",): device_module.device_count,
+    ("_cuda_getDevice", "_accelerator_getDeviceIndex"): device_module.current_device,
+    ("_cuda_setDevice", "_accelerator_setDeviceIndex"): device_module.set_device,
+    ("_cuda_exchangeDevice", "_accelerator_exchangeDevice"): exchange_device,
+    ("_cuda_maybeExchangeDevice", "_accelerator_maybeExchangeDevice"): exchange_device,
+    ("_cuda_synchronize", "_accelerator_synchronizeDevice"): device_module.synchronize,
+    ("_cuda_emptyCache", "_accelerator_emptyCache", "_cuda_ipc_collect"): _always(None),
+    ("_cuda_memoryStats", "_accelerator_getDeviceStats"): _memory_stats,
+    ("_cuda_resetPeakMemoryStats", "_accelerator_resetPeakStats"): (
+        lambda index: ledger_of(index).reset_script_peak()
+    ),
+    ("_cuda_resetAccumulatedMemoryStats", "_accelerator_resetAccumulatedStats"): (
+        _reset_accumulated_stats
+    ),
+    ("_accelerator_getMemoryInfo",): device_module.mem_get_info,
+    ("_accelerator_isAllocatorInitialized",): _always(True),
+    ("_accelerator_getAccelerator",): lambda: torch.device("cuda"),
+    ("_cuda_canDeviceAccessPeer",): lambda device, peer: device != peer,
+    ("_cuda_getArchFlags",): lambda: "sm_80",
+    ("_cuda_set_sync_debug_mode",): _always(None),
+    ("_cuda_get_sync_debug_mode",): _always(0),
+    ("_cuda_isCurrentStreamCapturing",): _always(False),
+    ("_cuda_getCurrentStream", "_cuda_getDefaultStream"): lambda index: (0, index, 0),
+    ("_cuda_setStream",): _set_stream,
+    ("_accelerator_getStream",): Stream,
+    ("_accelerator_setStream",): lambda stream: device_module.set_device(stream.device),
+    ("_broadcast",): _copies,
+    ("_broadcast_coalesced",): _broadcast_coalesced,
+    ("_scatter",): _scatter,
+    ("_gather",): _gather,
+}
+
+
+def answers() -> dict[str, Callable[..., Any]]:
+    """Return the functions of ``torch._C``; other functions of CUDA raise an EmulationError."""
+    given = {name: answer for names, answer in _ANSWERS.items() for name in names}
+    others = {name: _missing(name) for name in dir(torch._C) if name.startswith("_cuda_")}
+    return {**others, **given, "__getattr__": _missing}

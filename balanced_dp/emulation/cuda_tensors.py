@@ -11,10 +11,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.utils._device
 
-from .machine import DEVICE_TYPE, current_machine
+from .machine import DEVICE_TYPE, Machine, current_machine
 
 CUDA = "cuda"
+
+
+_Device = torch.device
 
 
 def to_emulated(device: Any) -> Any:
@@ -24,34 +28,65 @@ def to_emulated(device: Any) -> Any:
         EmulationError: the device does not exist.
     """
     is_name = isinstance(device, str) and device.split(":")[0] == CUDA
-    is_device = isinstance(device, torch.device) and device.type == CUDA
+    is_device = isinstance(device, _Device) and device.type == CUDA
     if is_name or is_device or isinstance(device, int):
-        return torch.device(DEVICE_TYPE, current_machine().index_of(device))
+        return _Device(DEVICE_TYPE, current_machine().index_of(device))
     return device
 
 
 def to_named(device: torch.device) -> torch.device:
     """Return the name of an emulated device; return any other device as it is."""
-    return torch.device(CUDA, device.index) if device.type == DEVICE_TYPE else device
+    return _Device(CUDA, device.index) if device.type == DEVICE_TYPE else device
 
 
-def translating(function: Callable[..., Any], position: int | None = None) -> Callable[..., Any]:
-    """Return ``function`` with its device translated, and with ``pin_memory`` emulated.
+def translating(
+    function: Callable[..., Any], position: int | None = None, default: Machine | None = None
+) -> Callable[..., Any]:
+    """Return ``function`` with its device translated, and without ``pin_memory``.
 
-    The device is the keyword ``device`` or, if it is given, the argument at ``position``.
+    The device is the keyword ``device`` or, if it is given, the argument at ``position``. Without
+    either, it is the default device of the machine ``default``, if that is given.
     """
 
     @functools.wraps(function)
     def translated(*args: Any, **kwargs: Any) -> Any:
         if position is not None and len(args) > position:
             args = (*args[:position], to_emulated(args[position]), *args[position + 1 :])
-        if "device" in kwargs:
+        if kwargs.get("device") is not None:
             kwargs["device"] = to_emulated(kwargs["device"])
-        is_pinned = kwargs.pop("pin_memory", False)
-        result = function(*args, **kwargs)
-        return result.pin_memory() if is_pinned and not result.is_cuda else result
+        elif default is not None and default.default_device and not _has_device_context():
+            kwargs["device"] = to_emulated(default.default_device)
+        kwargs.pop("pin_memory", None)
+        return function(*args, **kwargs)
 
     return translated
+
+
+def _has_device_context() -> bool:
+    return torch.utils._device.CURRENT_DEVICE is not None
+
+
+def _stand_in(
+    name: str, make: Callable[..., Any], is_instance: Callable[[Any], bool], **attributes: Any
+) -> Any:
+    """Return what stands for a class of torch: it makes its instances, and knows them."""
+    special = {
+        "__call__": lambda cls, *args, **kwargs: make(*args, **kwargs),
+        "__instancecheck__": lambda cls, instance: is_instance(instance),
+    }
+    return type("_StandIn", (type,), special)(name, (), {"__module__": "torch", **attributes})
+
+
+device = _stand_in(
+    "device",
+    lambda *args, **kwargs: _Device(*((CUDA, *args) if _is_index(*args) else args), **kwargs),
+    lambda instance: isinstance(instance, _Device),
+)
+"""``torch.device``, of which an int is the index of an emulated device."""
+
+
+def _is_index(*args: Any) -> bool:
+    return len(args) == 1 and isinstance(args[0], int)
 
 
 # Tensors.
@@ -70,8 +105,7 @@ def tensor_methods() -> dict[str, Any]:
         "to": translating(base.to, position=1),
         "cuda": _cuda,
         "type": _type,
-        "pin_memory": _pin_memory,
-        "is_pinned": lambda self, device=None: getattr(self, "_is_pinned", False),
+        "pin_memory": lambda self, device=None: self,
     }
 
 
@@ -94,16 +128,6 @@ def _cuda(
     return self.to(target, non_blocking=non_blocking, memory_format=memory_format)
 
 
-def _pin_memory(self: Any, device: Any = None) -> Any:
-    if self.is_cuda:
-        raise RuntimeError(f"cannot pin '{self.type()}' only dense CPU tensors can be pinned")
-    if self.is_pinned():
-        return self
-    pinned = self.clone()
-    pinned._is_pinned = True
-    return pinned
-
-
 def _type(self: torch.Tensor, dtype: Any = None, non_blocking: bool = False) -> Any:
     if dtype is None:
         if not self.is_cuda:
@@ -114,7 +138,7 @@ def _type(self: torch.Tensor, dtype: Any = None, non_blocking: bool = False) -> 
         return name.replace("torch.", f"torch.{CUDA}.", 1)
     if isinstance(dtype, str) and dtype.startswith(f"torch.{CUDA}."):
         dtype = LEGACY_TYPES[dtype.rpartition(".")[2]]
-    if isinstance(dtype, _LegacyType):
+    if dtype in LEGACY_TYPES.values():
         return self.to(CUDA, dtype.dtype, non_blocking)
     return torch._C.TensorBase.type(self, dtype, non_blocking)
 
@@ -122,70 +146,56 @@ def _type(self: torch.Tensor, dtype: Any = None, non_blocking: bool = False) -> 
 def _new(self: torch.Tensor, args: tuple[Any, ...]) -> torch.Tensor:
     if self.is_sparse:
         return torch.sparse_coo_tensor(*args, dtype=self.dtype, device=self.device)
-    return _legacy_tensor(self.dtype, self.device, args)
+    return legacy_tensor(self.dtype, self.device, args)
 
 
 # torch.cuda.FloatTensor and the like: deprecated, and still called by scripts.
 
 
-class _LegacyType(type):
-    dtype: torch.dtype
+def _legacy_type(name: str) -> Any:
+    dtype = getattr(torch, name).dtype
+    return _stand_in(
+        name,
+        lambda *args: legacy_tensor(dtype, CUDA, args),
+        lambda x: isinstance(x, torch.Tensor) and x.is_cuda and x.dtype == dtype,
+        dtype=dtype,
+        is_cuda=True,
+    )
 
-    def __instancecheck__(cls, instance: object) -> bool:
-        if not isinstance(instance, torch.Tensor):
-            return False
-        return instance.is_cuda and instance.dtype == cls.dtype
 
-    def __call__(cls, *args: Any) -> torch.Tensor:
-        return _legacy_tensor(cls.dtype, CUDA, args)
-
-
-def _legacy_tensor(dtype: torch.dtype, device: Any, args: tuple[Any, ...]) -> torch.Tensor:
+def legacy_tensor(dtype: torch.dtype, device: Any, args: tuple[Any, ...]) -> torch.Tensor:
     """Return a tensor with the sizes or with the data that are given."""
-    if all(isinstance(arg, int) for arg in args):
-        return torch.empty(args or (0,), dtype=dtype, device=device)
-    [data] = args
-    if isinstance(data, torch.Size):
-        return torch.empty(data, dtype=dtype, device=device)
-    return torch.as_tensor(data, dtype=dtype).to(device)
+    if len(args) == 1 and not isinstance(args[0], int | torch.Size):
+        return torch.as_tensor(args[0], dtype=dtype).to(device)
+    return torch.empty(*args or (0,), dtype=dtype, device=device)
 
 
-LEGACY_TYPES = {
-    name: _LegacyType(name, (), {"dtype": getattr(torch, name).dtype})
-    for name in torch.cuda.__all__
-    if name.endswith("Tensor")
-}
+LEGACY_TYPES = {name: _legacy_type(name) for name in torch.cuda.__all__ if name.endswith("Tensor")}
 
 
 def set_default_tensor_type(kind: Any) -> None:
-    """Set the default dtype and device to those of a type, or of its name."""
+    """Set the default dtype and device of all threads to those of a type, or of its name."""
     if isinstance(kind, str):
         kind = functools.reduce(getattr, kind.split(".")[1:], torch)
     torch.set_default_dtype(kind.dtype)
-    torch.set_default_device(CUDA if isinstance(kind, _LegacyType) else None)
+    current_machine().default_device = CUDA if kind.is_cuda else None
 
 
-# Generators.
+class _Generator(torch.Generator):
+    """A generator of any device; as emulated devices, it computes on the CPU."""
 
-# torch's class, as the context patches its name. Being Any, it is no base class to mypy.
-_TorchGenerator: Any = torch.Generator
-
-
-class _GeneratorType(type(_TorchGenerator)):  # type: ignore[misc]
-    def __instancecheck__(cls, instance: object) -> bool:
-        return isinstance(instance, _TorchGenerator)
+    # Torch's stubs have an attribute.
+    device = property(lambda self: self._device)  # type: ignore[assignment]
 
 
-class Generator(_TorchGenerator, metaclass=_GeneratorType):  # type: ignore[misc]
-    """A ``torch.Generator`` of any device; as emulated devices, it computes on the CPU."""
+def _generator(device: Any = "cpu") -> Any:
+    generator: Any = _Generator()
+    generator._device = to_named(torch.device(to_emulated(device)))
+    return generator
 
-    def __new__(cls, device: Any = "cpu") -> Any:
-        """Return a new generator."""
-        generator = super().__new__(cls)
-        generator._device = to_named(torch.device(to_emulated(device)))
-        return generator
 
-    device = property(lambda self: self._device)
+_TorchGenerator = torch.Generator
+Generator = _stand_in("Generator", _generator, lambda x: isinstance(x, _TorchGenerator))
 
 
 # Torch makes a tensor that it loads on the device of its storage, then sets the storage.

@@ -79,12 +79,12 @@ def set_device(device: Device) -> None:
 
 def memory_allocated(device: Device = None) -> int:
     """Return the bytes currently occupied by tensors on the device."""
-    return _ledger(device).allocated_bytes
+    return ledger_of(device).allocated_bytes
 
 
 def max_memory_allocated(device: Device = None) -> int:
     """Return the maximum of ``memory_allocated`` since the peak was last reset."""
-    return _ledger(device).peak_bytes
+    return ledger_of(device).peak_bytes
 
 
 # The emulated allocator has no cache.
@@ -93,12 +93,12 @@ memory_reserved, max_memory_reserved = memory_allocated, max_memory_allocated
 
 def reset_peak_memory_stats(device: Device = None) -> None:
     """Reset the peak to the memory allocated now."""
-    _ledger(device).reset_peak()
+    ledger_of(device).reset_peak()
 
 
 def memory_stats(device: Device = None) -> dict[str, int]:
     """Return allocator statistics under the names of ``torch.cuda.memory_stats``."""
-    ledger = _ledger(device)
+    ledger = ledger_of(device)
     current, peak, total = ledger.allocated_bytes, ledger.peak_bytes, ledger.total_bytes
     stats = {"num_alloc_retries": 0, "num_ooms": ledger.num_ooms}
     for kind in ("allocated_bytes", "reserved_bytes", "active_bytes"):
@@ -109,12 +109,12 @@ def memory_stats(device: Device = None) -> dict[str, int]:
 
 def memory_breakdown(device: Device = None) -> MemoryBreakdown:
     """Return the device's memory by use, now and at the peak. CUDA has no such function."""
-    return _ledger(device).breakdown()
+    return ledger_of(device).breakdown()
 
 
 def mem_get_info(device: Device = None) -> tuple[int, int]:
     """Return the device's free and total bytes."""
-    ledger = _ledger(device)
+    ledger = ledger_of(device)
     return max(0, ledger.capacity_bytes - ledger.allocated_bytes), ledger.capacity_bytes
 
 
@@ -163,7 +163,8 @@ def set_rng_state(new_state: torch.Tensor, device: Device = None) -> None:
     _generator(device).set_state(new_state)
 
 
-def _ledger(device: Device) -> DeviceLedger:
+def ledger_of(device: Device) -> DeviceLedger:
+    """Return the ledger of the device."""
     machine = current_machine()
     return machine.ledgers[machine.index_of(device)]
 

@@ -63,6 +63,8 @@ class Machine:
         self._lock = threading.Lock()
         self.thread = _PerThread()
         self.is_closed = False
+        self.default_device: str | None = None
+        """The device of new tensors for which none is given, as set by a default tensor type."""
         self.reads_unknown_as_nan = False
         """Whether reading a value that was not computed gives NaN instead of an error."""
 

@@ -24,7 +24,7 @@ from ..errors import SymbolicValueError, warn
 from . import device_module
 from .as_cuda import named_cuda
 from .autocast import autocast_for_emulated_devices
-from .cuda_tensors import location_of, restore
+from .cuda_tensors import legacy_tensor, location_of, restore
 from .kernels import register_kernels
 from .ledger import Label
 from .machine import DEVICE_TYPE, Machine
@@ -42,6 +42,8 @@ def patches(machine: Machine) -> Iterator[None]:
     is_cuda = machine.device_type != DEVICE_TYPE
     with (
         _parameters_keep_identity(),
+        mock.patch.object(torch.Tensor, "__new__", _new_tensor(machine)),
+        mock.patch.object(torch.Tensor, "_make_subclass", staticmethod(_make_subclass)),
         _seeded_by_torch(machine),
         _optimizers_as_on_cuda(),
         autocast_for_emulated_devices(machine.device_type),
@@ -52,6 +54,30 @@ def patches(machine: Machine) -> Iterator[None]:
         _files_stay_whole(machine) if machine.symbolic else nullcontext(),
     ):
         yield
+
+
+def _new_tensor(machine: Machine) -> Any:
+    new: Any = torch._C.TensorBase.__new__
+
+    @functools.wraps(new)
+    def new_tensor(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if machine.default_device and cls is torch.Tensor and not kwargs:
+            return legacy_tensor(torch.get_default_dtype(), machine.default_device, args)
+        if args and isinstance(args[0], EmulatedTensor) and cls is not torch.Tensor:
+            return args[0].as_subclass(cls)
+        return new(cls, *args, **kwargs)
+
+    return new_tensor
+
+
+_make_plain_subclass = torch.Tensor._make_subclass
+
+
+@functools.wraps(_make_plain_subclass)
+def _make_subclass(cls: Any, data: torch.Tensor, require_grad: bool = False, **kwargs: Any) -> Any:
+    if isinstance(data, EmulatedTensor):
+        return data.detach().as_subclass(cls).requires_grad_(require_grad)
+    return _make_plain_subclass(cls, data, require_grad, **kwargs)
 
 
 def _files_load_to_devices() -> Patch:

@@ -238,8 +238,9 @@ def _handler(func: torch._ops.OpOverload) -> Callable[..., Any]:
 def _emulated_subclass(cls: type[torch.Tensor]) -> type[torch.Tensor]:
     if issubclass(cls, EmulatedTensor):
         return cls
-    own = inspect.getattr_static(cls, "__torch_function__")  # else that of emulated tensors
-    return type(cls)(cls.__name__, (cls, EmulatedTensor), {"__torch_function__": own})
+    both: Any = type(cls)(cls.__name__, (cls, EmulatedTensor), {})
+    both.__torch_function__ = inspect.getattr_static(cls, "__torch_function__")
+    return both  # type: ignore[no-any-return]
 
 
 class Wrapped:
