@@ -15,6 +15,7 @@ import torch
 import balanced_dp
 from balanced_dp import EmulationError, emulate_devices
 from balanced_dp import torch_versions as versions
+from balanced_dp.emulation import cuda_functions
 
 from .processes import python
 
@@ -149,15 +150,15 @@ ELSEWHERE = {
     # Of replicas.
     "_bound_methods",
     # Names that emulate_devices gives to functions of its own, and registers kernels for.
-    *("_broadcast", "_broadcast_coalesced", "_broadcast_out"),
-    *("_gather_out", "_scatter", "_scatter_out"),
-    *("_dump_snapshot", "_snapshot", "_record_memory_history", "_is_pinned"),
-    *("_copy_from", "_local_scalar_dense"),
+    *("_broadcast", "_broadcast_coalesced", "_scatter", "_copy_from", "_local_scalar_dense"),
+    *("_get_device_properties", "_allocation"),
+    # Of a GradScaler, which has it.
+    "_enabled",
     # Of sparse tensors, which have them, and in annotations only.
     *("_indices", "_ops"),
     # Of torch before 2.10, which has it.
     "_get_default_store",
-    *("_hooks", "_like"),  # parts of names
+    *("_hooks", "_bytes"),  # parts of names
 }
 
 
@@ -179,6 +180,7 @@ def private_names() -> set[str]:
         elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
             is_private = "._" in node.module or node.module.endswith("_")
             used |= {a.name for a in node.names if is_private or a.name.startswith("_")}
+    own |= cuda_functions.answers().keys()  # names that emulated devices give to their functions
     return {name for name in used - own if re.fullmatch(r"_[A-Za-z]\w*", name)}
 
 

@@ -94,7 +94,7 @@ def takes_device(name: str) -> bool:
 
 
 def _cuda_modules(machine: Machine) -> _Patches:
-    """Return what ``torch.cuda`` and ``torch.accelerator`` get from ``torch._C``, and have of it."""
+    """Return what ``torch.cuda`` and ``torch.accelerator`` ask, and what they have got already."""
     refused: dict[str, Any] = {
         name: refusal(f"torch.cuda.{name}")
         for name in ("CUDAGraph", "MemPool", "ExternalStream", "list_gpu_processes")

@@ -154,7 +154,7 @@ def _would_accumulate_in_place(self: Any, other: Any) -> bool:
         and self._elem.nbytes == self._elem.untyped_storage().nbytes()
         # No other reference in C++ than those of the engine, the Python object and the call (two),
         # and to the storage those of the wrapped tensor and its Python object. (The stubs lack
-        # these functions.)
+        # _use_count.)
         and self._use_count() <= 4  # type: ignore[attr-defined]
-        and torch._C._storage_Use_Count(self._elem.untyped_storage()._cdata) == 2  # type: ignore[attr-defined]
+        and torch._C._storage_Use_Count(self._elem.untyped_storage()._cdata) == 2
     )

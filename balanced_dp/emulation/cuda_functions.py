@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -133,16 +133,16 @@ def _gather(tensors: Sequence[torch.Tensor], dim: int, index: int | None) -> tor
     return torch.cat([tensor.to(target) for tensor in tensors], dim)
 
 
-def refusal(name: str) -> Callable[..., NoReturn]:
-    """Return a function that raises an EmulationError."""
+def refusal(name: str) -> type:
+    """Return a class that raises an EmulationError when it is called, as a function or a class."""
 
-    def refuse(*args: Any, **kwargs: Any) -> NoReturn:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
         raise EmulationError(f"emulated devices do not support {name}")
 
-    return refuse
+    return type(name.rpartition(".")[2], (), {"__new__": refuse})
 
 
-def _missing(name: str) -> Callable[..., NoReturn]:
+def _missing(name: str) -> type:
     """Return what ``torch._C`` has under a name that is not answered: ``__getattr__``."""
     if name.startswith("_cuda_"):
         return refusal(f"torch.cuda ({name.removeprefix('_cuda_')})")

@@ -74,7 +74,7 @@ def _stand_in(
         "__call__": lambda cls, *args, **kwargs: make(*args, **kwargs),
         "__instancecheck__": lambda cls, instance: is_instance(instance),
     }
-    return type("_StandIn", (type,), special)(name, (), {"__module__": "torch", **attributes})
+    return type("StandIn", (type,), special)(name, (), {"__module__": "torch", **attributes})
 
 
 device = _stand_in(
@@ -185,7 +185,7 @@ class _Generator(torch.Generator):
     """A generator of any device; as emulated devices, it computes on the CPU."""
 
     # Torch's stubs have an attribute.
-    device = property(lambda self: self._device)  # type: ignore[assignment]
+    device = property(lambda self: self._device)
 
 
 def _generator(device: Any = "cpu") -> Any:

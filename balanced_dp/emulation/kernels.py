@@ -11,6 +11,7 @@ from functools import cache, partial
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from ..free_threading import is_free_threaded_build
 from .copies import add, copy_, references_of_call, to_copy
@@ -38,6 +39,10 @@ def register_kernels() -> torch.library.Library:
     library.impl("_local_scalar_dense", lambda tensor: elem_of(tensor).item(), "Lazy")
     # Called by torch.tensor(..., device="lazy:0").
     library.impl("_copy_from", lambda source, target, *_: copy_(target, source), "Lazy")
+    # Forward mode stands in for tangents that are zero.
+    library.impl("_efficientzerotensor", partial(_make, torch.zeros), "Lazy")
+    for overload in ("", ".periodic", ".beta"):
+        library.impl(f"kaiser_window{overload}", partial(_make, torch.kaiser_window), "Lazy")
     for triangle in (torch.tril_indices, torch.triu_indices):
         library.impl(triangle.__name__, partial(_make, triangle, dtype=torch.int64), "Lazy")
     library.impl("scaled_dot_product_attention", _attention, "AutogradLazy")
@@ -49,8 +54,6 @@ def register_kernels() -> torch.library.Library:
             aten.copy_.default: copy_,
             aten.scaled_dot_product_attention.default: _attention,
             aten.ctc_loss.Tensor: _ctc_loss,
-            _fused: _fused_attention,
-            _fused_backward: _fused_attention_backward,
             # Wrappers have no bit for a conjugation or a sign that is still to be computed.
             aten._conj.default: operator(aten.conj_physical.default),
             aten._neg_view.default: operator(aten.neg.default),
@@ -168,7 +171,13 @@ def _attention(
             zero = torch.zeros_like(attn_mask, dtype=query.dtype)
             attn_mask = zero.masked_fill_(attn_mask.logical_not(), -math.inf)
         attn_mask = attn_mask.expand(*query.shape[:3], key.size(2))
-    return _fused(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]
+    seed = 0
+    if dropout_p:
+        generator = current_machine().generators[query.get_device()]
+        seed = int(torch.randint(2**31, (), generator=generator))
+    return _FusedAttention.apply(  # type: ignore[no-untyped-call]
+        query, key, value, attn_mask, dropout_p, is_causal, scale, seed
+    )[0]
 
 
 def _is_fusable(
@@ -197,90 +206,70 @@ def _is_fusable(
     )
 
 
-def _fused_attention(
-    query: EmulatedTensor,
-    key: EmulatedTensor,
-    value: EmulatedTensor,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    attn_mask: EmulatedTensor | None = None,
-    scale: float | None = None,
-) -> Any:
-    wrapped = Wrapped(_fused)
-    q, k, v, mask = map(wrapped.unwrap, (query, key, value, attn_mask))
-    output = torch.empty_like(q)
-    logsumexp = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
-    if is_known(q) and dropout_p:
-        # Backward needs the seed and not the log-sum-exp, so the seed is kept in its place.
-        logsumexp.random_(2**24, generator=wrapped.generator)
-        weights, kept = _attention_weights(q, k, mask, dropout_p, is_causal, scale, logsumexp)
-        output.copy_(torch.matmul(weights * kept, v))
-    elif is_known(q):
-        result, lse = _fused(q, k, v, 0.0, is_causal, attn_mask=mask, scale=scale)
-        output.copy_(result)
-        logsumexp.copy_(lse)
-    return wrapped.wrap((output, logsumexp))
+class _FusedAttention(torch.autograd.Function):
+    """The fused kernel. With dropout the CPU has none, so the attention matrix is computed."""
+
+    @staticmethod
+    def forward(
+        query: EmulatedTensor,
+        key: EmulatedTensor,
+        value: EmulatedTensor,
+        attn_mask: EmulatedTensor | None,
+        *options: Any,
+    ) -> Any:
+        wrapped = Wrapped(_fused)
+        q, k, v, mask = map(wrapped.unwrap, (query, key, value, attn_mask))
+        output = torch.empty_like(q)
+        logsumexp = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
+        if is_known(q):
+            dropout_p, is_causal, scale, _ = options
+            if dropout_p:
+                output.copy_(_with_dropout(q, k, v, mask, options))
+            else:
+                result, lse = _fused(q, k, v, 0.0, is_causal, attn_mask=mask, scale=scale)
+                output.copy_(result)
+                logsumexp.copy_(lse)
+        return wrapped.wrap((output, logsumexp))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs[:4], *output)
+        ctx.mark_non_differentiable(output[1])
+        ctx.options = inputs[4:]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: EmulatedTensor, _: Any) -> Any:
+        wrapped = Wrapped(_fused_backward)
+        grad, q, k, v, mask, output, lse = map(wrapped.unwrap, (grad_output, *ctx.saved_tensors))
+        grads = tuple(map(torch.empty_like, (q, k, v)))
+        if is_known(q):
+            dropout_p, is_causal, scale, _ = ctx.options
+            if dropout_p:
+                with torch.enable_grad():
+                    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+                    again = _with_dropout(q, k, v, mask, ctx.options)
+                results = torch.autograd.grad(again, (q, k, v), grad)
+            else:
+                results = _fused_backward(
+                    grad, q, k, v, output, lse, 0.0, is_causal, attn_mask=mask, scale=scale
+                )
+            for target, result in zip(grads, results, strict=True):
+                target.copy_(result)
+        return *wrapped.wrap(grads), *[None] * 5
 
 
-def _fused_attention_backward(
-    grad_out: EmulatedTensor | None,
-    query: EmulatedTensor,
-    key: EmulatedTensor,
-    value: EmulatedTensor,
-    out: EmulatedTensor,
-    logsumexp: EmulatedTensor,
-    dropout_p: float,
-    is_causal: bool,
-    *,
-    attn_mask: EmulatedTensor | None = None,
-    scale: float | None = None,
-) -> Any:
-    if grad_out is None:
-        return None, None, None
-    wrapped = Wrapped(_fused_backward)
-    grad, q, k, v, mask, o, lse = map(
-        wrapped.unwrap, (grad_out, query, key, value, attn_mask, out, logsumexp)
-    )
-    grads = tuple(map(torch.empty_like, (q, k, v)))
-    if not is_known(q):
-        results = grads
-    elif dropout_p:
-        weights, kept = _attention_weights(q, k, mask, dropout_p, is_causal, scale, lse)
-        grad_weights = torch.matmul(grad, v.transpose(-2, -1)) * kept
-        grad_scores = aten._softmax_backward_data(grad_weights, weights, -1, weights.dtype)
-        grad_scores *= q.size(-1) ** -0.5 if scale is None else scale
-        results = (
-            torch.matmul(grad_scores, k),
-            torch.matmul(grad_scores.transpose(-2, -1), q),
-            torch.matmul((weights * kept).transpose(-2, -1), grad),
-        )
-    else:
-        results = _fused_backward(
-            grad, q, k, v, o, lse, 0.0, is_causal, attn_mask=mask, scale=scale
-        )
-    for target, result in zip(grads, results, strict=True):
-        target.copy_(result)
-    return wrapped.wrap(grads)
-
-
-def _attention_weights(
+def _with_dropout(
     q: torch.Tensor,
     k: torch.Tensor,
+    v: torch.Tensor,
     mask: torch.Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    seed: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the softmax of the scores and the dropout factors, which depend on the seed only.
-
-    The CPU has no fused kernel with dropout, so this computes the attention matrix.
-    """
-    no_values = k[..., :0]
+    options: tuple[float, bool, float | None, int],
+) -> torch.Tensor:
+    dropout_p, is_causal, scale, seed = options
     weights = aten._scaled_dot_product_attention_math(
-        q, k, no_values, mask, 0.0, is_causal, scale=scale
+        q, k, k[..., :0], mask, 0.0, is_causal, scale=scale
     )[1]
-    generator = torch.Generator().manual_seed(int(seed.flatten()[0]))
+    generator = torch.Generator().manual_seed(seed)
     kept = torch.empty_like(weights).bernoulli_(1 - dropout_p, generator=generator)
-    return weights, kept / (1 - dropout_p)
+    return torch.matmul(weights * kept / (1 - dropout_p), v)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import io
 import os
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -50,6 +51,8 @@ def patches(machine: Machine) -> Iterator[None]:
         _failed_backward_frees_its_queue(),
         _labels_from_hooks(machine),
         _files_load_to_devices(),
+        # Dynamo would trace what emulated tensors do, and complain of it in dozens of lines.
+        mock.patch.object(torch, "compile", functools.partial(torch.compile, disable=True)),
         named_cuda(machine) if is_cuda else nullcontext(),
         _files_stay_whole(machine) if machine.symbolic else nullcontext(),
     ):
@@ -136,9 +139,13 @@ def _restore_own_state(parameter: torch.Tensor, state: dict[str, Any]) -> None:
             setattr(parameter, name, value)
 
 
-def _files_stay_whole(machine: Machine) -> Patch:
+@contextmanager
+def _files_stay_whole(machine: Machine) -> Iterator[None]:
     # Saving values that were not computed raises an error, and torch.save has opened the file then.
     save = torch.save
+
+    def warn_of(path: Any) -> None:
+        warn(f"{os.fspath(path)} is not saved: symbolic devices keep the shapes of tensors only")
 
     @functools.wraps(save)
     def save_whole(obj: object, f: Any, *args: Any, **kwargs: Any) -> None:
@@ -151,11 +158,16 @@ def _files_stay_whole(machine: Machine) -> Patch:
         except SymbolicValueError:
             if not machine.reads_unknown_as_nan:
                 raise
-            warn(f"{os.fspath(f)} is not saved: symbolic devices keep the shapes of tensors only")
-            return
-        Path(f).write_bytes(content.getbuffer())
+            warn_of(f)
+        else:
+            Path(f).write_bytes(content.getbuffer())
 
-    return mock.patch.object(torch, "save", save_whole)
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(torch, "save", save_whole))
+        if importlib.util.find_spec("safetensors"):
+            name = "safetensors.torch.serialize_file"
+            stack.enter_context(mock.patch(name, lambda tensors, path, **kwargs: warn_of(path)))
+        yield
 
 
 def _optimizers_as_on_cuda() -> Patch:

@@ -42,6 +42,14 @@ def require_known(elem: torch.Tensor, doing: str) -> None:
         )
 
 
+class UnknownStorage(torch.UntypedStorage):
+    """A storage without data. As safetensors asks for it, it has an address of its own."""
+
+    def data_ptr(self) -> int:
+        """Return a number that no other storage has."""
+        return self._cdata  # type: ignore[no-any-return]
+
+
 class UnknownNumber(float):
     """NaN in place of a number that was not computed; what is computed from it is one, too.
 
@@ -77,16 +85,21 @@ def call(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, A
             into an integer or bool tensor.
     """
     args, kwargs = _symbolic_arguments(func, args, kwargs)
-    has_floats = not func._schema.is_mutable  # an optimizer's differ from step to step
-    inputs = (func, args, tuple(kwargs.items()))
-    key = _key(inputs, has_floats) if _has_fixed_outputs(func) else None
-    shapes = _outputs.get(key)
-    if shapes is not None:
-        return _made_again(func, args, shapes)
+    inputs = _tensors((args, tuple(kwargs.values())))
+
+    def key() -> Any:
+        # The numbers of an optimizer differ from step to step.
+        has_floats = not func._schema.is_mutable
+        return _key((func, args, tuple(kwargs.items())), has_floats) if has_fixed_outputs else None
+
+    has_fixed_outputs = _has_fixed_outputs(func)
+    before = key()
+    if before in _outputs:
+        return _made_again(_outputs[before], inputs)
     try:
         out = func(*args, **kwargs)
-        if key is not None and key == _key(inputs, has_floats):  # it has resized none of them
-            _remember(key, _tensors((args, tuple(kwargs.values()))), out)
+        if before is not None and before == key():  # it has resized none of them
+            _remember(before, inputs, out)
         return out
     except RuntimeError as error:
         unknown = [tensor for tensor in _tensors(args) if not is_known(tensor)]
@@ -158,8 +171,9 @@ def _to_meta(value: Any) -> Any:
 # Layers and steps repeat, and torch computes many shapes in Python, so what operators return is
 # cached by the metadata of their inputs.
 
-_outputs: dict[Any, list[tuple[Any, ...]]] = {}
-"""The shape, strides and dtype of each output; none if an operator only writes to its inputs."""
+_outputs: dict[Any, tuple[type | None, list[Any]]] = {}
+"""The type of the sequence that is returned, if it is one, and each output: the position of the
+input that it is, or its shape, strides and dtype, or None."""
 _MAX_OUTPUTS = 2**14
 
 
@@ -182,55 +196,53 @@ def _key(value: Any, has_floats: bool) -> Any:
     return type(value), value  # with the type, since 1 == 1.0 == True
 
 
-def _made_again(
-    func: torch._ops.OpOverload, args: tuple[Any, ...], shapes: list[tuple[Any, ...]]
-) -> Any:
-    """Return what ``func`` returns for inputs whose outputs have been remembered."""
-    returns = func._schema.returns
-    if not shapes:  # it writes to its inputs, and returns the first one or nothing
-        return args[0] if returns else None
-    outputs = [torch.empty_strided(*shape, dtype=d, device=META) for *shape, d in shapes]
-    if len(returns) > 1:
-        return tuple(outputs)
-    return outputs if isinstance(returns[0].type, torch.ListType) else outputs[0]
+def _made_again(known: tuple[type | None, list[Any]], inputs: list[torch.Tensor]) -> Any:
+    """Return what an operator returns for inputs whose outputs have been remembered."""
+    kind, outputs = known
+    made = [
+        torch.empty_strided(output[0], output[1], dtype=output[2], device=META)
+        if isinstance(output, tuple)
+        else output
+        if output is None
+        else inputs[output]
+        for output in outputs
+    ]
+    return made[0] if kind is None else kind(made)
 
 
 def _remember(key: Any, inputs: list[torch.Tensor], out: Any) -> None:
-    only_writes = out is None or (bool(inputs) and out is inputs[0])
-    outputs = [] if only_writes else _tensors(out)
-    if isinstance(out, tuple | list) and len(outputs) != len(out):
-        return
-    if any(t.device != META or t.layout is not torch.strided for t in outputs):
-        return
-    shapes = [(t.size(), t.stride(), t.dtype) for t in outputs]
-    remade = [torch.empty_strided(*shape, dtype=d, device=META) for *shape, d in shapes]
-    fill_their_storages = all(
-        output.untyped_storage().nbytes() == other.untyped_storage().nbytes()
-        for output, other in zip(outputs, remade, strict=True)
-    )
-    # _unsafe_view returns a view, although its schema says otherwise.
-    input_storages = {t.untyped_storage()._cdata for t in inputs}
-    output_storages = {t.untyped_storage()._cdata for t in outputs}
-    are_new = len(input_storages | output_storages) == len(input_storages) + len(outputs)
-    if fill_their_storages and are_new:
-        if len(_outputs) >= _MAX_OUTPUTS:
-            _outputs.clear()
-        _outputs[key] = shapes
+    kind = type(out) if isinstance(out, tuple | list) else None
+    positions = {id(tensor): i for i, tensor in enumerate(inputs)}
+    storages = {tensor.untyped_storage()._cdata for tensor in inputs}
+    outputs: list[Any] = []
+    for output in [out] if kind is None else out:
+        if output is None or id(output) in positions:
+            outputs.append(None if output is None else positions[id(output)])
+            continue
+        if output.device != META or output.layout is not torch.strided:
+            return
+        # _unsafe_view returns a view, although its schema says otherwise.
+        storage = output.untyped_storage()
+        if storage._cdata in storages or storage.nbytes() != output.nbytes:
+            return
+        storages.add(storage._cdata)
+        outputs.append((output.size(), output.stride(), output.dtype))
+    if len(_outputs) >= _MAX_OUTPUTS:
+        _outputs.clear()
+    _outputs[key] = kind, outputs
 
 
 @functools.cache
 def _has_fixed_outputs(func: torch._ops.OpOverload) -> bool:
     """Return whether the metadata of its inputs may determine what ``func`` returns.
 
-    That is new tensors, an input that it has written to, or nothing. No view of an input.
+    That is new tensors, inputs that it has written to, or nothing. No view of an input.
     """
     schema = func._schema
-    types = [str(returned.type) for returned in schema.returns]
     aliases = [value.alias_info for value in (*schema.arguments, *schema.returns)]
-    return (
+    return torch.Tag.inplace_view not in func.tags and (
         all(alias is None or alias.is_write for alias in aliases)
-        and torch.Tag.inplace_view not in func.tags
-        and (set(types) <= {"Tensor"} or types == ["List[Tensor]"])
+        and all("Tensor" in str(returned.type) for returned in schema.returns)
     )
 
 

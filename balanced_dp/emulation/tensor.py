@@ -12,7 +12,7 @@ import copy
 import functools
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from contextlib import nullcontext
 from typing import Any
 
@@ -27,6 +27,7 @@ from .symbolic import (
     CPU,
     META,
     UnknownNumber,
+    UnknownStorage,
     call,
     is_known,
     is_unknown_dtype,
@@ -108,11 +109,14 @@ class EmulatedTensor(torch.Tensor):
 
     def untyped_storage(self) -> torch.UntypedStorage:
         """Return the storage of the wrapped tensor; a tensor and its views share it."""
-        return elem_of(self).untyped_storage()
+        storage = elem_of(self).untyped_storage()
+        if not is_known(self._elem):
+            storage.__class__ = UnknownStorage
+        return storage
 
     def data_ptr(self) -> int:
-        """Return the address of the wrapped tensor's first element."""
-        return elem_of(self).data_ptr()
+        """Return the address of the first element."""
+        return self.untyped_storage().data_ptr() + int(self.storage_offset()) * self.itemsize
 
     def tolist(self) -> Any:
         """Return the values as nested lists."""
@@ -209,7 +213,7 @@ class Operator:
         if self.draws_random_numbers and kwargs.get("generator") is None:
             elem_kwargs["generator"] = machine.generators[index]
         if machine.symbolic:
-            out = call(self.func, elem_args, elem_kwargs)
+            out = call(self.func, tuple(elem_args), elem_kwargs)
         else:
             out = self.func(*elem_args, **elem_kwargs)
         for position, name in self.written:
@@ -238,7 +242,8 @@ def _handler(func: torch._ops.OpOverload) -> Callable[..., Any]:
 def _emulated_subclass(cls: type[torch.Tensor]) -> type[torch.Tensor]:
     if issubclass(cls, EmulatedTensor):
         return cls
-    both: Any = type(cls)(cls.__name__, (cls, EmulatedTensor), {})
+    meta: Any = type(cls)
+    both = meta(cls.__name__, (cls, EmulatedTensor), {})
     both.__torch_function__ = inspect.getattr_static(cls, "__torch_function__")
     return both  # type: ignore[no-any-return]
 
@@ -410,7 +415,7 @@ def allocations_of(tensor: EmulatedTensor) -> list[Allocation]:
     return [storage._allocation for storage in storages]
 
 
-def set_label(tensor: object, label: Label, over: tuple[Label, ...] = PROVISIONAL) -> None:
+def set_label(tensor: object, label: Label, over: Container[Label] = PROVISIONAL) -> None:
     """Label the memory of ``tensor`` if it is emulated and its present label is in ``over``."""
     if isinstance(tensor, EmulatedTensor):
         for allocation in allocations_of(tensor):

@@ -84,14 +84,15 @@ def test_memory_is_reported_for_a_device_named_in_any_way(devices, module, name)
 @pytest.mark.parametrize(
     ("device", "reason"),
     [
-        (3, "no emulated device TYPE:3: this context has 3"),
-        (-1, "no emulated device TYPE:-1"),
-        ("lazy:7", "no emulated device TYPE:7"),
+        (3, "no emulated device lazy:3: this context has 3"),
+        (-1, "no emulated device lazy:-1"),
+        ("lazy:7", "no emulated device lazy:7"),
         ("cpu", "cpu is not an emulated device"),
         (torch.device("meta"), "meta is not an emulated device"),
     ],
 )
-def test_a_device_that_is_not_there_is_refused(devices, module, device, reason):
+def test_no_such_device(emulate, device, reason):
+    devices, module = emulate(3), torch.get_device_module("lazy")
     for function in (
         module.memory_allocated,
         module.max_memory_allocated,
@@ -105,17 +106,20 @@ def test_a_device_that_is_not_there_is_refused(devices, module, device, reason):
         module.get_rng_state,
         devices.memory_breakdown,
     ):
-        with pytest.raises(EmulationError, match=reason.replace("TYPE", devices[0].type)):
+        with pytest.raises(EmulationError, match=reason):
             function(device)
     assert module.current_device() == 0
 
 
-def test_a_tensor_on_a_device_that_is_not_there_is_refused(devices):
+def test_a_tensor_on_no_such_device(devices, module):
     missing = f"{devices[0].type}:3"
     with pytest.raises(EmulationError, match=f"no emulated device {missing}"):
         torch.zeros(1, device=missing)
     with pytest.raises(EmulationError, match=f"no emulated device {missing}"):
         torch.zeros(1).to(missing)
+    for function in (module.memory_allocated, module.memory_stats, module.set_device):
+        with pytest.raises(EmulationError, match=f"no emulated device {missing}"):
+            function(3)
 
 
 def test_memory_stats_have_the_names_of_torch_cuda(devices, module):
