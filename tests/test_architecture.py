@@ -24,7 +24,7 @@ planning/ memory_model estimates split_planner auto_balance __init__
 parallel/ nested call_inputs move
 parallel/ scatter arrivals coalesced_copy homes deferred_gradients parameter_copies
 parallel/losses/ cross_entropy graph mixing sums plan weight join __init__
-parallel/ bound_methods written_state replica replica_pool replicate parallel_apply
+parallel/ replica replicate parallel_apply
 parallel/ gather per_device criterion auto_split split_policy check data_parallel
 parallel/ functional __init__
 tuning/ models workloads open_devices measurement options step_benchmark report_types reports

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from ..devices import gradient_stream, is_cuda, on_stream
 from ..free_threading import looking_at_nodes
@@ -24,6 +25,7 @@ from ..torch_versions import run_at_once, will_execute
 from .arrivals import Arrivals
 from .coalesced_copy import Copies, bring_to, copy_to, fill_buckets, has_hooks
 from .deferred_gradients import DeferredGradients, added, on_copy_stream
+from .move import move
 
 
 class ParameterCopies:
@@ -181,11 +183,11 @@ class _Block:
         with torch.inference_mode(False), torch.no_grad():
             missing = [device for device in devices if device not in self._copies]
             self._copies.update(copy_to(missing, parameters, None if self._is_shared else arrivals))
-            if any(map(vars, parameters)) or not has_gradients:
-                for device in missing:
+            for device in missing:
+                copy_attributes(parameters, self._copies[device])
+                if not has_gradients:
                     for original, copy in zip(parameters, self._copies[device], strict=True):
                         copy.requires_grad_(original.requires_grad)
-                        copy_attributes(original, copy)
         if self._is_shared:
             self._record_streams(devices)
             self._check_unchanged(parameters)
@@ -285,7 +287,16 @@ def _expect_gradients_of_other_streams() -> None:
         set_warns(False)
 
 
-def copy_attributes(original: torch.Tensor, copy: torch.Tensor) -> None:
-    """Copy the entries of ``__dict__`` that ``copy`` lacks."""
-    if copy is not original:
-        vars(copy).update({k: v for k, v in vars(original).items() if k not in vars(copy)})
+def copy_attributes(originals: Sequence[torch.Tensor], copies: Sequence[torch.Tensor]) -> None:
+    """Copy the entries of ``__dict__`` that copies lack; tensors among them go along.
+
+    What is a parameter is told by ``isinstance`` to be one.
+    """
+    for original, copy in zip(originals, copies, strict=True):
+        if copy is not original:
+            if isinstance(original, nn.Parameter):
+                copy._is_param = True
+            for name, value in vars(original).items():
+                if name not in vars(copy):
+                    is_sent = isinstance(value, torch.Tensor) and not value.requires_grad
+                    vars(copy)[name] = move(value, copy.device) if is_sent else value

@@ -1,14 +1,22 @@
-"""A replica of a module, and whether it may be used again."""
+"""A replica of a module: a shallow copy that gets its tensors for each call, and is used again.
+
+Making a replica takes Python work for each submodule, parameter and buffer, and most of it gives
+the same result in each call. So replicas that have run are kept for the next one, as long as the
+module holds what it held when they were made. While a replica waits, it holds no tensors. It is
+recycled only if nobody else refers to its modules.
+"""
 
 from __future__ import annotations
 
-import gc
+import functools
+import operator
 import sys
 import threading
+import types
 import weakref
 from collections import deque
-from collections.abc import Sequence
-from itertools import chain, compress
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain, repeat
 from typing import Any
 
 import torch
@@ -18,127 +26,199 @@ from torch.utils.hooks import RemovableHandle
 from ..errors import warn
 from ..free_threading import is_free_threaded_build
 from .arrivals import Arrivals, ArrivingParameters
-from .bound_methods import DICTIONARIES, HOOKS, bind_to_replicas
+
+MEMBERS = ("_parameters", "_buffers", "_modules")
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+"""The attributes in which a module stores what is registered; each replica has its own."""
 
 _OF_ANY_MODULE = vars(nn.Module()).keys() - {"training"}
 """Attributes that a forward pass does not assign, although it may change their contents."""
 
+_OF_ANY_REPLICA = _OF_ANY_MODULE | {"_is_replica", "zero_grad", "register_parameter"}
 
-class Replica:
-    """A replica of a module.
+_CARRIERS = (types.MethodType, functools.partial)
+"""What may hold modules, and must hold their copies in a replica: hooks, a ``forward`` of its own.
+"""
+
+_Place = tuple[int, str, str, int]
+"""The index of a module, a kind and a name of members, and the position among all members."""
+
+
+class Blueprint:
+    """What all replicas of a module have in common.
 
     Args:
-        originals: the submodules of the module, each once.
-        parameters: their parameters, each once.
-        buffers: their buffers, each once.
+        network: the module.
 
     Attributes:
-        modules: the copies, in the order of ``originals``; the first is that of the module itself.
+        names, modules: its submodules, each once, with itself as the first.
+        tensors: the parameters and then the buffers of the modules, each once, in the order of
+            registration: neighbors are used together.
+        num_parameters: how many of them are parameters.
+        places: where the tensors are registered.
+        children, empty: where submodules are, and None in the place of a member.
+        attributes: of each module, what forward may assign.
+        bound: what is bound to modules: the index of a module, the kind of hooks or None for an
+            attribute, the key, and the value.
+        is_compiled: whether a submodule is what ``torch.compile`` returns.
+
+    Raises:
+        RuntimeError: a submodule is scripted or compiled in place.
     """
 
-    def __init__(
-        self,
-        originals: Sequence[nn.Module],
-        parameters: Sequence[torch.Tensor],
-        buffers: Sequence[torch.Tensor],
-    ) -> None:
-        self.modules: list[Any] = list(map(_shallow_copy, originals))
-        self._attributes = [copy.__dict__ for copy in self.modules]
-        self._register_children(originals)
-        has_bound = bind_to_replicas(originals, self.modules)
-        # These keep what end() does not reset.
-        self._is_for_one_call = has_bound or any(map(_replicates_itself, originals))
-        self._parameters = self._places("_parameters", originals, parameters)
-        self._buffers = self._places("_buffers", originals, buffers)
-        self._arriving: list[dict[str, Any]] = []
+    def __init__(self, network: nn.Module) -> None:
+        self.names, self.modules = map(list, zip(*network.named_modules(), strict=True))
+        self.empty: list[_Place] = []
+        self.tensors: list[torch.Tensor] = []
+        self.places = self._index("_parameters", self.tensors)
+        self.num_parameters = len(self.tensors)
+        self.places += self._index("_buffers", self.tensors)
+        self.children = self._index("_modules", self.modules)
+        self.attributes: list[dict[str, Any]] = []
+        self.bound: list[tuple[int, str | None, Any, Any]] = []
+        others = dict.fromkeys(self.modules, self)  # anything else shows where modules are bound
+        for index, module in enumerate(self.modules):
+            _check_replicable(module)
+            own = module.__dict__
+            attributes = {n: v for n, v in own.items() if n not in _OF_ANY_MODULE}
+            # What torch.compile returns binds itself.
+            self.attributes.append({} if _is_compiled(module) else attributes)
+            for kind, values in ((None, attributes), *((k, own[k]) for k in HOOKS if own[k])):
+                carriers = [(k, v) for k, v in values.items() if isinstance(v, _CARRIERS)]
+                self.bound += [
+                    (index, kind, k, v) for k, v in carriers if _bind(v, others) is not v
+                ]
+        self.is_compiled = any(map(_is_compiled, self.modules))
+        self._contents = self._take_contents()
+
+    def _index(self, kind: str, values: list[Any]) -> list[_Place]:
+        """Return the places of all members of a kind, and append new ones to ``values``."""
+        positions = {id(value): position for position, value in enumerate(values)}
+        places = []
+        for index, module in enumerate(self.modules):
+            for name, value in module.__dict__[kind].items():
+                if value is None:
+                    self.empty.append((index, kind, name, 0))
+                    continue
+                position = positions.setdefault(id(value), len(values))
+                if position == len(values):
+                    values.append(value)
+                places.append((index, kind, name, position))
+        return places
+
+    def path(self, index: int, name: str) -> str:
+        """Return the dotted path of an attribute of a module."""
+        return f"{self.names[index]}.{name}".lstrip(".")
+
+    def is_of(self, network: nn.Module) -> bool:
+        """Return whether ``network`` is the module, and its attributes have not changed."""
+        *before, values_before = self._contents
+        *now, values_now = self._take_contents()
+        is_same = self.modules[0] is network and before == now
+        return is_same and all(map(operator.is_, values_before, values_now))
+
+    def _take_contents(self) -> tuple[list[Any], ...]:
+        """Return the types of the modules, and the sizes, keys and values of their dictionaries.
+
+        Compare the values by identity, since not all of them support equality.
+        """
+        own = [module.__dict__ for module in self.modules]
+        registered = _of_kinds((*MEMBERS, *HOOKS), own)
+        filled = list(filter(None, registered))
+        pairs = zip(own, self.attributes, strict=True)
+        attributes = (map(o.get, names, repeat(self)) for o, names in pairs)  # self for none
+        return (
+            list(map(type, self.modules)),
+            list(map(len, [*own, *registered])),
+            list(chain.from_iterable(filled)),
+            list(chain.from_iterable([*map(dict.values, filled), *attributes])),
+        )
+
+
+class Replica:
+    """Shallow copies of the modules of a network.
+
+    Args:
+        blueprint: that of the network.
+
+    Attributes:
+        modules: the copies of its modules; the first is that of the network itself.
+        attributes: the ``__dict__`` of each copy.
+    """
+
+    def __init__(self, blueprint: Blueprint) -> None:
+        self._bound: list[tuple[dict[Any, Any], Any, Any, Any]] = []
+        self._blueprint = blueprint
+        self.modules: list[Any] = list(map(_shallow_copy, blueprint.modules))
+        self.attributes: list[dict[str, Any]] = [copy.__dict__ for copy in self.modules]
+        self._register(blueprint.children, self.modules)
+        if blueprint.bound:
+            self._bind()
+        for module in filter(_is_compiled, self.modules):
+            module._initialize()  # binds its forward to the copy
         self._rnns = [module for module in self.modules if isinstance(module, nn.RNNBase)]
-        self._watch()
+        self._can_recycle = not any(map(_replicates_itself, self.modules))
+        self._arriving: list[dict[str, Any]] = []
         self._thread = threading.get_ident()
-        # sys.getrefcount counts local variables, so none may hold a module. The fingerprint holds
-        # references itself, so the second one is what a call must leave.
-        self._fingerprint = self._take_fingerprint()
+        self._sizes = list(map(len, self.attributes))
+        self._hooks = self._names_of_hooks()
         self._fingerprint = self._take_fingerprint()
 
-    def _register_children(self, originals: Sequence[nn.Module]) -> None:
-        for members, name, position in self._places("_modules", originals, originals):
-            members[name] = self.modules[position]
-        for module in filter(is_compiled, self.modules):
-            module._initialize()  # binds its forward to the replica
-
-    def _places(
-        self, kind: str, originals: Sequence[nn.Module], values: Sequence[Any]
-    ) -> list[tuple[dict[str, Any], str, int]]:
-        """Return the dictionary, name and position in ``values`` of each member of the modules.
+    def _register(self, places: Iterable[_Place], values: Sequence[Any]) -> None:
+        """Register members.
 
         ``Module.__setattr__`` would find the dictionary itself, but registers as a parameter
         nothing but an ``nn.Parameter``.
-
-        Args:
-            kind: the attribute of a module in which they are registered.
-            originals: the modules that hold ``values``.
-            values: all members of this kind.
         """
-        positions = {id(value): position for position, value in enumerate(values)}
-        return [
-            (own[kind], name, positions[id(value)])
-            for original, own in zip(originals, self._attributes, strict=True)
-            for name, value in original.__dict__[kind].items()
-            if value is not None
-        ]
+        attributes = self.attributes
+        for index, kind, name, position in places:
+            attributes[index][kind][name] = values[position]
 
-    def _watch(self) -> None:
-        """Note what a call must not change, and what is reset after it."""
-        attributes = self._attributes
-        tensors = [own[kind] for own in attributes for kind in ("_parameters", "_buffers")]
-        children = [own["_modules"] for own in attributes]
-        hooks = [own[kind] for own in attributes for kind in HOOKS]
-        self._without_hooks = [own for own in hooks if not own]  # must stay empty
-        self._constant = [*children, *filter(None, hooks)]  # must keep their values
-        self._named = list(filter(None, [*tensors, *self._constant]))  # must keep their keys
-        self._counted = [*attributes, *tensors, *children]  # nobody else may refer to them
-        self._reset = [*attributes, *tensors]  # are as made before each call
-        self._as_made = [*map(dict.copy, attributes), *map(dict.fromkeys, tensors)]
-        self._num_members = list(map(len, self._reset))
-        # What a call may have changed without adding members. It is little, so the reset is fast.
-        values = [{k: v for k, v in d.items() if k not in _OF_ANY_MODULE} for d in self._as_made]
-        self._changeable = list(compress(self._reset, values))
-        self._values = list(filter(None, values))
+    def _bind(self) -> None:
+        """Bind methods and hooks to the copies.
+
+        A method in the dictionary of its module makes a cycle, and the memory of the replica would
+        wait for the garbage collector. So its place is taken in the end by one that is bound when
+        it is called, for those who keep the module.
+        """
+        pairs = zip(self._blueprint.modules, self.modules, strict=True)
+        copies = weakref.WeakValueDictionary(pairs)
+        for index, kind, key, value in self._blueprint.bound:
+            own = self.attributes[index] if kind is None else self.attributes[index][kind]
+            own[key] = strong = _bind(value, copies)
+            self._bound.append((own, key, strong, functools.partial(_call_bound, value, copies)))
+
+    def __del__(self) -> None:
+        for own, key, _, weak in self._bound:
+            own[key] = weak
 
     def begin(
-        self,
-        parameters: Sequence[torch.Tensor],
-        buffers: Sequence[torch.Tensor],
-        device: torch.device,
-        arrivals: Arrivals,
+        self, tensors: Sequence[torch.Tensor], device: torch.device, arrivals: Arrivals
     ) -> None:
         """Register the tensors of a call.
 
         Args:
-            parameters: a copy of each parameter, which may still be on its way.
-            buffers: a copy of each buffer.
-            device: the device of both.
+            tensors: a copy of each tensor, which may still be on its way.
+            device: their device.
             arrivals: the events to wait for before a parameter is used.
         """
         self._next_hook_id = RemovableHandle.next_id
-        for members, name, position in self._parameters:
-            members[name] = parameters[position]
-        for members, name, position in self._buffers:
-            members[name] = buffers[position]
+        self._register(self._blueprint.places, tensors)
         events = arrivals.events(device)
-        if events:
-            for attributes in self._attributes:
-                plain = attributes["_parameters"]
-                if awaited := [events[id(p)] for p in plain.values() if id(p) in events]:
-                    attributes["_parameters"] = ArrivingParameters(plain, device, awaited)
-                    self._arriving.append(attributes)
+        for own in self.attributes if events else ():
+            plain = own["_parameters"]
+            if awaited := [events[id(p)] for p in plain.values() if id(p) in events]:
+                own["_parameters"] = ArrivingParameters(plain, device, awaited)
+                self._arriving.append(own)
         for rnn in self._rnns:  # or flatten_parameters() in forward would be that of the original
-            rnn._flat_weights = [getattr(rnn, name) for name in rnn._flat_weights_names]
+            # A weight that forward computes, as by DropConnect, is not there yet.
+            rnn._flat_weights = [getattr(rnn, name, None) for name in rnn._flat_weights_names]
 
     def join(self) -> None:
         """Replace parameters that wait for their arrival by plain dictionaries."""
         while self._arriving:
-            attributes = self._arriving.pop()
-            attributes["_parameters"] = attributes["_parameters"].plain
+            own = self._arriving.pop()
+            own["_parameters"] = own["_parameters"].plain
 
     def end(self) -> bool:
         """Remove what a call has left, or return False if the replica must not be used again.
@@ -153,48 +233,66 @@ class Replica:
         # of all others. Only that thread reads both at one time; to others the sum is a guess.
         counts_exactly = self._thread == threading.get_ident() or not is_free_threaded_build()
         if (
-            self._is_for_one_call
-            or not counts_exactly
-            or self._take_fingerprint() != self._fingerprint
-            or (may_have_hooks and any(self._without_hooks))
+            not (self._can_recycle and counts_exactly)
+            or self._fingerprint != self._take_fingerprint()
+            or (may_have_hooks and self._hooks != self._names_of_hooks())
         ):
             return False
-        deque(map(dict.update, self._changeable, self._values), maxlen=0)  # a loop in C
-        if list(map(len, self._reset)) != self._num_members:  # there are new ones
-            for members, as_made in zip(self._reset, self._as_made, strict=True):
-                members.clear()
-                members.update(as_made)
+        blueprint = self._blueprint
+        self._register(blueprint.places, [None] * len(blueprint.tensors))
+        self._register(blueprint.empty, [None])
+        self._register(blueprint.children, self.modules)
+        deque(map(dict.update, self.attributes, blueprint.attributes), maxlen=0)  # a loop in C
+        for own, key, strong, _ in self._bound:
+            own[key] = strong
+        if list(map(len, self.attributes)) != self._sizes:  # there are new ones
+            for own, made_with in zip(self.attributes, blueprint.attributes, strict=True):
+                for name in own.keys() - made_with.keys() - _OF_ANY_REPLICA if made_with else ():
+                    del own[name]
         return True
 
     def _take_fingerprint(self) -> tuple[list[Any], ...]:
         """Return what a call must not have changed, if another one is to use the replica.
 
         These are the references to modules and their dictionaries, weak ones included, the classes
-        of modules, the names of parameters, buffers and children, the children, and hooks in
-        dictionaries that were not empty.
+        of modules and the names of members.
         """
+        # sys.getrefcount counts local variables, so none may hold a module.
+        members = _of_kinds(MEMBERS, self.attributes)
+        bound = [strong for _, _, strong, _ in self._bound]
         return (
-            list(map(sys.getrefcount, chain(self.modules, self._counted))),
+            list(map(sys.getrefcount, chain(self.modules, self.attributes, members, bound))),
             list(map(weakref.getweakrefcount, self.modules)),
             list(map(type, self.modules)),
-            list(chain.from_iterable(self._named)),
-            gc.get_referents(*self._constant),
+            list(map(len, members)),
+            list(chain.from_iterable(filter(None, members))),
         )
+
+    def _names_of_hooks(self) -> list[Any]:
+        return list(chain.from_iterable(_of_kinds(HOOKS, self.attributes)))
 
 
 def _shallow_copy(module: nn.Module) -> nn.Module:
+    copy: nn.Module
     if _replicates_itself(module):
-        replica: nn.Module = module._replicate_for_data_parallel()
-        replica._parameters = module._parameters.copy()
-        return replica
-    copy: nn.Module = object.__new__(type(module))  # its own __new__ may need arguments
-    attributes = copy.__dict__
-    attributes.update(module.__dict__, _is_replica=True)
+        copy = module._replicate_for_data_parallel()
+        copy.__dict__["_parameters"] = module._parameters
+    else:
+        copy = object.__new__(type(module))  # its own __new__ may need arguments
+        copy.__dict__.update(module.__dict__, _is_replica=True)
+    own = copy.__dict__
+    for kind in (*MEMBERS, *HOOKS):
+        own[kind] = own[kind].copy()
     if type(module).zero_grad is nn.Module.zero_grad:
-        attributes["zero_grad"] = _zero_grad_of_replica
-    for kind in DICTIONARIES:
-        attributes[kind] = attributes[kind].copy()
+        own["zero_grad"] = _zero_grad_of_replica
+    if own["_parameters"]:
+        own["register_parameter"] = functools.partial(_register_parameter, own["_parameters"])
     return copy
+
+
+def _register_parameter(parameters: dict[str, Any], name: str, param: Any) -> None:
+    """Register what torch would refuse, since the copies in a replica are no leaves."""
+    parameters[name] = param
 
 
 def _zero_grad_of_replica(set_to_none: bool = True) -> None:
@@ -205,12 +303,46 @@ def _zero_grad_of_replica(set_to_none: bool = True) -> None:
     )
 
 
+def _bind(value: Any, copies: Mapping[Any, Any]) -> Any:
+    """Return the copy of a module, a method or partial bound to copies, or else the value."""
+    if isinstance(value, functools.partial):
+        function, *args = (_bind(part, copies) for part in (value.func, *value.args))
+        keywords = {name: _bind(part, copies) for name, part in value.keywords.items()}
+        return functools.partial(function, *args, **keywords)
+    if isinstance(value, types.MethodType):
+        owner = _bind(value.__self__, copies)
+        return value if owner is value.__self__ else types.MethodType(value.__func__, owner)
+    return copies.get(value, value) if isinstance(value, nn.Module) else value
+
+
+def _call_bound(value: Any, copies: Mapping[Any, Any], *args: Any, **kwargs: Any) -> Any:
+    return _bind(value, copies)(*args, **kwargs)
+
+
+def _of_kinds(kinds: Sequence[str], attributes: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the dictionaries of some kinds, which ``attributes`` of modules have."""
+    return list(chain.from_iterable(map(operator.itemgetter(*kinds), attributes)))
+
+
 def _replicates_itself(module: nn.Module) -> bool:
-    """Return whether a module overrides ``_replicate_for_data_parallel``, as RNNs do."""
-    default = nn.Module._replicate_for_data_parallel
-    return type(module)._replicate_for_data_parallel is not default
+    """Return whether a module overrides ``_replicate_for_data_parallel``.
+
+    RNNs do to get flat weights of their own, which ``Replica`` gives them.
+    """
+    defaults = (nn.Module, nn.RNNBase)
+    own = type(module)._replicate_for_data_parallel
+    return own not in [kind._replicate_for_data_parallel for kind in defaults]
 
 
-def is_compiled(module: nn.Module) -> bool:
+def _is_compiled(module: nn.Module) -> bool:
     """Return whether a module is what ``torch.compile(module)`` returns."""
     return "_orig_mod" in module._modules
+
+
+def _check_replicable(module: nn.Module) -> None:
+    if isinstance(module, torch.jit.ScriptModule) or module._compiled_call_impl is not None:
+        raise RuntimeError(
+            f"a {type(module).__name__} that was compiled in place or scripted cannot be "
+            "replicated, because its code is bound to the original; wrap what "
+            "torch.compile(module) returns, or the Python module"
+        )

@@ -3,24 +3,40 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from itertools import chain
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from ..errors import warn
 from .arrivals import Arrivals
-from .coalesced_copy import Copies, copy_to
+from .coalesced_copy import copy_to
 from .deferred_gradients import accumulate
+from .homes import refuse_alone
 from .move import move
 from .parameter_copies import ParameterCopies, copy_attributes
-from .replica import Replica
-from .replica_pool import ReplicaPool
-from .written_state import SetAttributes, WrittenState
+from .replica import Blueprint, Replica
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+_PLAIN = (int, float, str)
+
+_SHARED = (
+    "writes {} in forward, which replicas on one device share, so each of them writes it; name "
+    "each device once, unless the order and number of writes make no difference"
+)
+_DIFFERENT = (
+    "writes {} in forward, by the samples of each device, and what the first replica writes is "
+    "kept; write it outside, from the whole batch (an embedding's max_norm, for example)"
+)
+_LOST = (
+    "sets {} in forward, but a call runs copies of the module, so this is lost, or is that of a "
+    "chunk; return it from forward (nn.DataParallel loses it, too)"
+)
 
 
 class Replicator:
@@ -44,13 +60,11 @@ class Replicator:
 
     def __init__(self) -> None:
         self.copies = ParameterCopies()
-        self._pool: ReplicaPool | None = None
-        self._tensors: list[int] = []
-        """The ids of the buffers and parameters that ``_written_silently`` is about."""
-        self._written_silently: dict[bool, frozenset[int]] = {}
-        """By grad mode, the result of ``WrittenState.write_back``."""
-        self._has_inner_backward: bool | None = None
-        """Whether forward runs a backward pass of its own; None before there were copies to see."""
+        self._blueprint: Blueprint | None = None
+        self._waiting: list[Replica] = []
+        """Replicas of the blueprint, for the next call."""
+        self._num_calls = {False: 0, True: 0}
+        """How many calls there were without and with gradients."""
         self._warned: set[str] = set()
 
     def __reduce__(self) -> tuple[type[Replicator], tuple[()]]:
@@ -74,126 +88,72 @@ class Replicator:
             RuntimeError: a parameter or buffer is elsewhere, the module cannot be replicated, or a
                 parameter was changed inside ``copies.shared()``.
         """
-        pool = self._pool
-        if pool is None or not pool.is_of(network):
-            self._pool = pool = ReplicaPool(network)
-            tensors = [*map(id, pool.buffers), *map(id, pool.parameters)]
-            if tensors != self._tensors:
-                self._tensors, self._written_silently = tensors, {}
-                self._has_inner_backward = None
-        _check_homes(pool.parameters, pool.buffers, homes)
-        buffers = _buffers_of_replicas(devices, pool.buffers)
-        parameters, arrivals = self.copies.on(devices, pool.parameters)
-        if pool.is_compiled or Arrivals.are_traced:
+        blueprint, waiting = self._blueprint, self._waiting
+        if blueprint is None or not blueprint.is_of(network):
+            self._blueprint = blueprint = Blueprint(network)
+            self._waiting = waiting = []
+        count = blueprint.num_parameters
+        parameters, buffers = blueprint.tensors[:count], blueprint.tensors[count:]
+        if homes:
+            check_on_device(parameters, *homes)
+            check_on_device(buffers, homes[0])
+        copies, arrivals = self.copies.on(devices, parameters)
+        if blueprint.is_compiled or Arrivals.are_traced:
             arrivals.join()
-        replicas = []
-        for device, own in zip(devices, buffers, strict=True):
-            replica = pool.take()
-            replica.begin(parameters[device], own, device, arrivals)
-            replicas.append(replica)
-        first = devices[0]
-        has_originals = parameters[first] is pool.parameters and buffers[0] is pool.buffers
-        return Replicas(pool, replicas, parameters, arrivals, has_originals)
+        pairs = zip(devices, _buffers_of_replicas(devices, buffers), strict=True)
+        tensors = [[*copies[device], *own] for device, own in pairs]
+        has_gradients = torch.is_grad_enabled()
+        self._num_calls[has_gradients] = num_calls = self._num_calls[has_gradients] + 1
+        looks = num_calls.bit_count() == 1  # in the first, second, fourth, eighth call and so on
+        return Replicas(blueprint, waiting, devices, tensors, arrivals, looks)
 
     @contextlib.contextmanager
     def running(self, network: nn.Module, replicas: Sequence[nn.Module]) -> Iterator[None]:
         """Context manager that keeps what replicas write to parameters and buffers inside it.
 
-        At its end, replicas that a ``Replicator`` has made are recycled.
+        At its end, the replicas are recycled. It does nothing for those of another class.
 
         Warns:
-            BalanceWarning: once for each attribute that forward sets, found in the first, second,
-                fourth, eighth call and so on; and once for each parameter that several replicas
-                write, found in the first call with gradients and the first without.
+            BalanceWarning: once for each attribute that forward sets, and for each parameter or
+                buffer that several replicas write, found in the first, second, fourth, eighth call
+                and so on.
         """
-        has_gradients = torch.is_grad_enabled()
-        ours = replicas if isinstance(replicas, Replicas) else None
-        state = WrittenState(
-            network,
-            replicas,
-            self._written_silently.get(has_gradients),
-            has_originals=ours is not None and ours.has_originals,
-        )
-        attributes = (
-            SetAttributes(replicas[0]) if ours is not None and ours.checks_attributes else None
-        )
+        if not isinstance(replicas, Replicas):
+            yield
+            return
         try:
             yield
         finally:
-            if ours is not None:
-                ours.join()
-                if not has_gradients and (
-                    self._has_inner_backward is not False or ours.ends_have_gradients()
-                ):
-                    found = ours.accumulate_gradients()
-                    self._has_inner_backward = self._has_inner_backward or found
-        self._written_silently[has_gradients] = state.write_back()
-        name = type(network).__name__
-        self._warn(
-            f"{name} writes {{}} in forward, which replicas on one device share, so each of them "
-            "writes it; name each device once, unless the order and number of writes make no "
-            "difference",
-            state.written_by_several(),
-        )
-        self._warn(
-            f"{name} writes {{}} in forward, by the samples of each device, and what the first "
-            "replica writes is kept; write it outside, from the whole batch (an embedding's "
-            "max_norm, for example)",
-            state.written_differently(),
-        )
-        if attributes is not None:
-            self._warn(
-                f"{name} sets {{}} in forward, but a call runs copies of the module, so this is "
-                "lost, or is that of a chunk; return it from forward (nn.DataParallel loses it, "
-                "too)",
-                attributes.names(),
-            )
-            if attributes.have_other_dictionaries():
-                self.release()
-            del attributes  # it refers to modules
-        if ours is not None:
-            ours.recycle()
-
-    def _warn(self, message: str, names: Sequence[str]) -> None:
-        new = [name for name in names if name not in self._warned]
-        self._warned.update(new)
-        if new:
-            warn(message.format(", ".join(new)))
+            replicas.join()
+            if not torch.is_grad_enabled():
+                replicas.accumulate_gradients()
+        replicas.bring_home()
+        for message, names in replicas.found().items():
+            new = [name for name in dict.fromkeys(names) if name not in self._warned]
+            self._warned.update(new)
+            if new:
+                warn(f"{type(network).__name__} {message.format(', '.join(new))}")
+        replicas.recycle()
 
     def release(self) -> None:
         """Release the replicas that wait for the next call."""
-        self._pool = None
+        self._blueprint, self._waiting = None, []
 
 
-def check_on_device(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
-    """Check that all tensors are on ``device``.
+def check_on_device(tensors: Iterable[torch.Tensor], *devices: torch.device) -> None:
+    """Check that all tensors are on one of the devices.
 
     Raises:
         RuntimeError: a tensor is elsewhere; the message is that of ``nn.DataParallel``.
     """
     for tensor in tensors:
-        if tensor.device != device:
+        if tensor.device not in devices:
+            ids = "(device_ids[0])" if len(devices) == 1 else "(device_ids),"
             raise RuntimeError(
-                "module must have its parameters and buffers "
-                f"on device {device} (device_ids[0]) but found one of "
-                f"them on device: {tensor.device}"
+                "module must have its parameters and buffers on device "
+                f"{', '.join(map(str, devices))} {ids} but found one of them on device: "
+                f"{tensor.device}"
             )
-
-
-def _check_homes(
-    parameters: Sequence[torch.Tensor],
-    buffers: Sequence[torch.Tensor],
-    homes: Sequence[torch.device],
-) -> None:
-    if not homes:
-        return
-    check_on_device(buffers if len(homes) > 1 else chain(parameters, buffers), homes[0])
-    elsewhere = {parameter.device for parameter in parameters}.difference(homes)
-    if elsewhere:
-        raise RuntimeError(
-            f"module must have its parameters on {', '.join(map(str, homes))} (device_ids), "
-            f"but found one of them on device: {elsewhere.pop()}"
-        )
 
 
 def _buffers_of_replicas(
@@ -201,9 +161,7 @@ def _buffers_of_replicas(
 ) -> list[Sequence[torch.Tensor]]:
     """Return the buffers of each replica: copies, unless the first has them on its device."""
     homes = {buffer.device for buffer in buffers}
-    away = [device for device in dict.fromkeys(devices) if homes - {device}]
-    sent = copy_to(away, buffers)
-    have_attributes = any(map(vars, buffers))
+    sent = copy_to([device for device in dict.fromkeys(devices) if homes - {device}], buffers)
     copies: list[Sequence[torch.Tensor]] = []
     for device in devices:
         # The first replica on a device gets what was sent, another one a copy of the original.
@@ -211,44 +169,53 @@ def _buffers_of_replicas(
         if copies:
             pairs = zip(own, buffers, strict=True)
             own = [move(one, device, copy=True) if one is other else one for one, other in pairs]
-        if have_attributes:
-            for buffer, copy in zip(buffers, own, strict=True):
-                copy_attributes(buffer, copy)
+        copy_attributes(buffers, own)
         copies.append(own)
     return copies
 
 
 class Replicas(list[ModuleT]):
-    """The replicas of one call.
+    """The replicas of one call, and what they held before they ran, to find what forward writes.
+
+    The first replica shares the tensors that the module has on its device, and has copies of all
+    others; ``bring_home`` copies back what it writes to these.
 
     Args:
-        pool: the pool that they return to.
-        replicas: the replicas, as the pool has made them.
-        parameters: those of the replicas on each device.
+        blueprint: that of the module.
+        waiting: replicas of other calls. These here return to it.
+        devices: the devices of the replicas.
+        tensors: the tensors of each, in the order of those of the blueprint.
         arrivals: the parameters that are on their way.
-        has_originals: whether the first replica has no copies of parameters and buffers.
-
-    Attributes:
-        has_originals: as given.
-        checks_attributes: whether to look for attributes that forward sets in this call.
+        looks: whether to note the versions of all tensors and what lists and dictionaries contain,
+            rather than the versions of what is brought home.
     """
 
     def __init__(
         self,
-        pool: ReplicaPool,
-        replicas: list[Replica],
-        parameters: Copies,
+        blueprint: Blueprint,
+        waiting: list[Replica],
+        devices: Sequence[torch.device],
+        tensors: list[list[torch.Tensor]],
         arrivals: Arrivals,
-        has_originals: bool,
+        looks: bool,
     ) -> None:
-        super().__init__(replica.modules[0] for replica in replicas)
-        self._pool = pool
-        self._replicas = replicas
-        self._parameters = parameters
-        self._arrivals = arrivals
-        self.has_originals = has_originals
-        pool.num_calls = num_calls = pool.num_calls + 1  # other threads may count, too
-        self.checks_attributes = num_calls.bit_count() == 1  # the first, second, fourth, eighth ...
+        self._blueprint, self._waiting, self._devices = blueprint, waiting, devices
+        self._tensors, self._arrivals = tensors, arrivals
+        self._device_keys = {*devices, *map(str, devices)}
+        self._replicas = []
+        for own, device in zip(tensors, devices, strict=True):
+            try:
+                replica = waiting.pop()
+            except IndexError:  # none waits, or another thread has just taken the last one
+                replica = Replica(blueprint)
+            replica.begin(own, device, arrivals)
+            self._replicas.append(replica)
+        super().__init__(replica.modules[0] for replica in self._replicas)
+        pairs = zip(blueprint.tensors, tensors[0], strict=True)
+        self._away = [(original, copy) for original, copy in pairs if copy is not original]
+        noted = chain(*tensors) if looks else (copy for _, copy in self._away)
+        self._stamps = {id(tensor): (tensor, _stamp(tensor)) for tensor in noted}
+        self._states = [self._state(m) for m in (blueprint.modules if looks else ())]
 
     def join(self) -> None:
         """Let the streams on which the replicas were made wait for all parameters."""
@@ -256,45 +223,146 @@ class Replicas(list[ModuleT]):
         for replica in self._replicas:
             replica.join()
 
-    def ends_have_gradients(self) -> bool:
-        """Return whether the first or the last copy of a trained parameter has a gradient.
+    def __del__(self) -> None:
+        self._arrivals.join()  # if the caller has not
 
-        To look at all would take as long as a tenth of a small model's evaluation.
-        """
-        for copies in self._parameters.values():
-            if copies is self._pool.parameters:
-                continue
-            for ordered in (copies, reversed(copies)):
-                end = next((copy for copy in ordered if copy.requires_grad), None)
-                if end is not None and end.is_leaf and end.grad is not None:
-                    return True
-        return False
-
-    def accumulate_gradients(self) -> bool | None:
+    def accumulate_gradients(self) -> None:
         """Accumulate into the parameters what a backward pass in forward has left in their copies.
 
-        Return whether there was anything, None if there are no copies. With gradients enabled
-        around the call, copies are no leaves, and autograd does this.
+        With gradients enabled around the call, copies are no leaves, and autograd does this.
         """
-        found = None
-        for copies in self._parameters.values():
-            if copies is self._pool.parameters:
-                continue
-            pairs = []
-            for original, copy in zip(self._pool.parameters, copies, strict=True):
+        pairs = []
+        for tensors in self._tensors:
+            for original, copy in zip(self._blueprint.tensors, tensors, strict=True):
                 if copy is not original and copy.is_leaf and copy.grad is not None:
                     pairs.append((original, move(copy.grad, original.device)))
                     copy.grad = None
-            accumulate(pairs)
-            found = found or bool(pairs)
-        return found
+        accumulate(pairs)
 
-    def __del__(self) -> None:
-        self._arrivals.join()  # if the caller has not
+    @torch.no_grad()
+    def bring_home(self) -> None:
+        """Copy to the module what the first replica has written to copies of its tensors."""
+        stamps = self._stamps.items()
+        self._written = {key for key, (tensor, stamp) in stamps if _stamp(tensor) != stamp}
+        for original, copy in self._away:
+            if copy.shape != original.shape:
+                original.data = move(copy.detach(), original.device)
+            elif id(copy) in self._written:
+                # Where a replica has used the original, backward needs its version.
+                is_used = original.device in self._devices
+                (original.data if is_used else original).copy_(copy)
+            elif not isinstance(original, nn.Parameter) and not _is_expanded(original):
+                # Batch norm's kernels write statistics without a new version, so buffers are always
+                # copied. The copy makes no new version either, as on a single device.
+                original.data.copy_(copy)
+
+    def _state(self, module: nn.Module) -> dict[tuple[Any, ...], Any]:
+        """Return the attributes and buffers of a module, and the entries of lists and dictionaries.
+
+        A dictionary may have an entry for each device.
+        """
+        state: dict[tuple[Any, ...], Any] = {}
+        for name, value in chain(vars(module).items(), module._buffers.items()):
+            # Other private names are caches, or flags: transformers' hooks set some at first.
+            is_state = type(value) in (int, float) if name[0] == "_" else not callable(value)
+            if is_state and name != "training":
+                state[name,] = value
+                if isinstance(value, list | dict):
+                    entries = value.items() if isinstance(value, dict) else enumerate(value)
+                    state |= {(name, k): v for k, v in entries if k not in self._device_keys}
+        return state
+
+    def found(self) -> dict[str, list[str]]:
+        """Return what forward has written and set, by the message that warns of it."""
+        found: dict[str, list[str]] = {_SHARED: [], _DIFFERENT: [], _LOST: []}
+        if not self._states:
+            return found
+        path, replica = self._blueprint.path, self._replicas[0]
+        for index, _, name, position in self._blueprint.places:
+            first, *others = own = [tensors[position] for tensors in self._tensors]
+            if not self._written.isdisjoint(copies := set(map(id, own))):
+                if len(copies) < len(own):
+                    found[_SHARED].append(path(index, name))
+                elif not all(_are_equal(first, copy) for copy in others):
+                    found[_DIFFERENT].append(path(index, name))
+        # Members that are tied or exchanged are not lost.
+        members = set(map(id, (None, *replica.modules, *self._tensors[0])))
+        for index, (original, copy) in enumerate(
+            zip(self._blueprint.modules, replica.modules, strict=True)
+        ):
+            registered = {**copy._modules, **copy._parameters}.items()
+            names = [name for name, value in registered if id(value) not in members]
+            if not _sets_weights(original):
+                for module in (original, copy):
+                    after = {k: v for k, v in self._state(module).items() if id(v) not in members}
+                    names += _lost(type(original), self._states[index], after)
+            found[_LOST] += [path(index, name) for name in names]
+        return found
 
     def recycle(self) -> None:
         """Make the replicas available to the next call. The list is empty afterwards."""
         self.clear()
-        self._parameters = {}
+        self._tensors.clear()
+        self._stamps.clear()
         while self._replicas:
-            self._pool.recycle(self._replicas.pop())
+            if self._replicas[-1].end():
+                self._waiting.append(self._replicas[-1])
+            self._replicas.pop()
+
+
+def _sets_weights(module: nn.Module) -> bool:
+    """Return whether a module is torch's, or has hooks that may set a weight."""
+    hooks = module._forward_pre_hooks.values()
+    is_of_torch = type(module).__module__.startswith("torch.")
+    return is_of_torch or any(hook is not refuse_alone for hook in hooks)
+
+
+def _lost(kind: type, before: Mapping[Any, Any], after: Mapping[Any, Any]) -> list[str]:
+    """Return the names of attributes that forward has set, but for caches.
+
+    These are new tensors without a graph and with dimensions, and what is set to None at first. A
+    number that is set along with such a tensor is its length or the like.
+
+    Args:
+        kind: the class of the module.
+        before: its state before the call.
+        after: its state after the call.
+    """
+    lost, numbers, has_cache = [], [], False
+    for (name, *entry), value in after.items():
+        old = before.get((name, *entry))
+        tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+        has_shape = getattr(value, "shape", None) == getattr(old, "shape", None)
+        if value is old or isinstance(getattr(kind, name, None), cached_property):
+            continue
+        if isinstance(value, _PLAIN) and isinstance(old, _PLAIN):
+            numbers += [name] if value != old else []
+        elif (
+            entry
+            or (type(value) is type(old) and has_shape)
+            or any(tensor.requires_grad or not tensor.dim() for tensor in tensors)
+        ):
+            lost.append(name)
+        else:
+            has_cache |= bool(tensors)
+    return lost if has_cache else lost + numbers
+
+
+def _stamp(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the version and storage of a tensor; most writes change one of them."""
+    storage = tensor.untyped_storage()._cdata if tensor.layout is torch.strided else 0
+    return (0 if tensor.is_inference() else tensor._version, storage)
+
+
+def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether tensors are equal but for rounding, or cannot be compared."""
+    try:
+        one, other = one.detach().cpu(), other.detach().cpu()
+        return one.shape == other.shape and torch.allclose(one.double(), other.double())
+    except RuntimeError:  # sparse tensors, and symbolic ones, which have no values
+        return True
+
+
+def _is_expanded(tensor: torch.Tensor) -> bool:
+    pairs = zip(tensor.stride(), tensor.shape, strict=True)
+    return any(stride == 0 and size > 1 for stride, size in pairs)

@@ -6,7 +6,6 @@ import copy
 import operator
 import types
 import weakref
-from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from balanced_dp import BalancedDataParallel
-from balanced_dp.parallel.replica_pool import ReplicaPool
+from balanced_dp.parallel.replica import Blueprint
 from balanced_dp.parallel.replicate import Replicator
 
 from ..modules import Lambda, assert_same_gradients
@@ -217,7 +216,7 @@ def test_a_call_of_a_model_leaves_its_replicas_to_the_next():
     model = BalancedDataParallel(1, nn.Sequential(nn.Linear(3, 2), nn.Tanh()), ["cpu"] * 3)
     for _ in range(3):
         model(torch.randn(7, 3)).sum().backward()
-        assert len(model._replicator._pool._waiting) == 3
+        assert len(model._replicator._waiting) == 3
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
@@ -364,7 +363,6 @@ KEPT: list[Any] = []
 DICTIONARIES_IN_FORWARD = {
     "dictionaries exchanged": exchanges_dictionaries,
     "dictionary replaced": replaces_a_dictionary,
-    "hooks replaced": lambda self, x: setattr(self.layer, "_forward_hooks", OrderedDict()),
 }
 CHANGES_IN_FORWARD = {
     "new buffer": lambda self, x: self.register_buffer("late", x),
@@ -419,5 +417,5 @@ def test_a_class_may_have_a_constructor_of_its_own():
 def test_parameters_that_were_registered_together_are_copied_together():
     """Not all norms of all layers: such a bucket is complete when backward is over."""
     network = nn.Sequential(*(nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8)) for _ in range(3)))
-    parameters = ReplicaPool(network).parameters
+    parameters = Blueprint(network).tensors
     assert [id(p) for p in parameters] == [id(p) for p in network.parameters()]
