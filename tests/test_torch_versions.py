@@ -158,7 +158,7 @@ ELSEWHERE = {
     *("_indices", "_ops"),
     # Of torch before 2.10, which has it.
     "_get_default_store",
-    *("_hooks", "_bytes", "_like"),  # parts of names
+    *("_hooks", "_bytes", "_like", "_cuda_"),  # parts of names
 }
 
 

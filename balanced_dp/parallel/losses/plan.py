@@ -287,6 +287,9 @@ class Loss:
         """Return the derivative of each replica's loss with respect to the sum in a part."""
         part = self.parts[k]
         divisors = part.counts if part.kind == "mean" else [1] * len(part.nodes)
+        if len(self.parts) == 1:  # the loss itself: nothing has to come from another device
+            ones = torch.ones(1, dtype=torch.double, device=self.device)
+            return [ones / divisor for divisor in divisors]
         return [part.gradient(i).detach() / divisor for i, divisor in enumerate(divisors)]
 
     def weights(self, by: Weighting) -> Sequence[Any]:
