@@ -331,26 +331,25 @@ def _lost(kind: type, before: Mapping[Any, Any], after: Mapping[Any, Any]) -> li
     lost, numbers, has_cache = [], [], False
     for (name, *entry), value in after.items():
         old = before.get((name, *entry))
-        tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-        has_shape = getattr(value, "shape", None) == getattr(old, "shape", None)
         if value is old or isinstance(getattr(kind, name, None), cached_property):
             continue
         if isinstance(value, _PLAIN) and isinstance(old, _PLAIN):
             numbers += [name] if value != old else []
-        elif (
-            entry
-            or (type(value) is type(old) and has_shape)
-            or any(tensor.requires_grad or not tensor.dim() for tensor in tensors)
-        ):
+            continue
+        tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+        has_shape = getattr(value, "shape", None) == getattr(old, "shape", None)
+        is_update = entry or (type(value) is type(old) and has_shape)
+        if is_update or any(tensor.requires_grad or not tensor.dim() for tensor in tensors):
             lost.append(name)
         else:
             has_cache |= bool(tensors)
     return lost if has_cache else lost + numbers
 
 
-def _stamp(tensor: torch.Tensor) -> tuple[int, int]:
+def _stamp(tensor: torch.Tensor) -> tuple[int, torch.UntypedStorage | None]:
     """Return the version and storage of a tensor; most writes change one of them."""
-    storage = tensor.untyped_storage()._cdata if tensor.layout is torch.strided else 0
+    # The storage itself, since another one may get the address of one that is freed.
+    storage = tensor.untyped_storage() if tensor.layout is torch.strided else None
     return (0 if tensor.is_inference() else tensor._version, storage)
 
 

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from balanced_dp import BalancedDataParallel
 
-from ..modules import assert_same_gradients
+from ..modules import Lambda, assert_same_gradients
 
 
 def stores_a_method(module):
@@ -44,6 +44,21 @@ def test_what_modules_store_is_bound_to_replicas_without_a_cycle(no_collector, e
         del output
     memory = torch.get_device_module(emulated[0])
     assert [memory.memory_allocated(device) for device in emulated[1:3]] == [0, 0]
+
+
+def test_a_checkpoint_calls_what_a_module_stores(no_collector, emulated):
+    """The replicas that it keeps until backward end without the garbage collector, too."""
+    module = nn.Sequential(nn.Linear(8, 8, device=emulated[0]))
+    stores_a_method(module[0])
+    outer = Lambda(lambda self, x: checkpoint(self.inner, x, use_reentrant=False), inner=module)
+    parallel = BalancedDataParallel(2, outer, emulated[:3])
+    x = torch.ones(8, 8)
+    for _ in range(2):
+        output = parallel(x)
+        torch.testing.assert_close(output, module(x.to(emulated[0])))
+        output.sum().backward()
+        del output
+    assert [torch.lazy.memory_allocated(device) for device in emulated[1:3]] == [0, 0]
 
 
 def test_a_stored_method_outlives_its_replica_in_a_checkpoint(emulated):

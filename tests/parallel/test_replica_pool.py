@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from balanced_dp import BalancedDataParallel
@@ -212,10 +213,18 @@ def test_replicas_are_recycled_with_nothing_left_of_the_last_call():
     assert not hasattr(second[0].layers[0], "seen")
 
 
-def test_a_call_of_a_model_leaves_its_replicas_to_the_next():
-    model = BalancedDataParallel(1, nn.Sequential(nn.Linear(3, 2), nn.Tanh()), ["cpu"] * 3)
+def bound_forward():
+    module = nn.Linear(3, 2)
+    module.forward = types.MethodType(nn.Linear.forward, module)
+    return module
+
+
+@pytest.mark.parametrize("make", [lambda: nn.Linear(3, 2), bound_forward, lambda: nn.GRU(3, 2)])
+def test_a_call_leaves_its_replicas_to_the_next(make):
+    module = Lambda(lambda self, x: tree_leaves(self.layers(x))[0], layers=make())
+    model = BalancedDataParallel(1, module, ["cpu"] * 3, dim=-2)
     for _ in range(3):
-        model(torch.randn(7, 3)).sum().backward()
+        model(torch.randn(1, 7, 3)).sum().backward()
         assert len(model._replicator._waiting) == 3
 
 

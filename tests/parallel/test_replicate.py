@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 import dataclasses
 
 import pytest
@@ -181,3 +182,84 @@ def test_hooks_need_not_be_hashable():
     module.register_forward_pre_hook(Hook())
     model = BalancedDataParallel(1, module, ["cpu", "cpu"])
     assert model(torch.ones(4, 6)).shape == (4, 6)
+
+
+# Weights that forward takes out, replaces or shares; nn.DataParallel is exact for all of them.
+
+
+class WeightDrop(nn.Module):
+    """The weight of an RNN is computed in forward and set as a plain attribute.
+
+    Source: https://github.com/salesforce/awd-lstm-lm/blob/master/weight_drop.py
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.module = nn.LSTM(4, 4, batch_first=True)
+        self.module.flatten_parameters = self.nothing
+        weight = self.module._parameters.pop("weight_hh_l0")
+        self.module.register_parameter("weight_hh_l0_raw", nn.Parameter(weight.data))
+
+    def nothing(self):
+        return
+
+    def forward(self, x):
+        self.module.weight_hh_l0 = nn.functional.dropout(self.module.weight_hh_l0_raw, p=0.0)
+        return self.module.forward(x)[0]
+
+
+def ties_again(self, x):
+    self.other.weight = self.layer.weight
+    return self.other(self.layer(x))
+
+
+def takes_out_and_restores(self, x):
+    weight = self.layer.weight
+    del self.layer.weight
+    self.layer.weight = 2 * weight
+    doubled = self.layer(x)
+    del self.layer.weight
+    self.layer.register_parameter("weight", weight)
+    return doubled + self.layer(x)
+
+
+def of_a_tensor_on_the_weight(self, x):
+    return self.layer(x) @ self.layer.weight.original
+
+
+def two_layers(forward):
+    module = Lambda(forward, layer=nn.Linear(4, 4), other=nn.Linear(4, 4))
+    module.layer.weight.original = torch.eye(4).double() + 1
+    return module
+
+
+CHANGED_WEIGHTS = {
+    "dropped": WeightDrop,
+    "tied again": lambda: two_layers(ties_again),
+    "restored": lambda: two_layers(takes_out_and_restores),
+    "with a tensor": lambda: two_layers(of_a_tensor_on_the_weight),
+}
+
+
+@pytest.mark.parametrize("gpu0_bsz", [0, 2])
+@pytest.mark.parametrize("name", CHANGED_WEIGHTS)
+def test_weights_that_forward_replaces_are_exact(devices, name, gpu0_bsz):
+    """They were an AttributeError, a ValueError or a TypeError, or on another device."""
+    plain = CHANGED_WEIGHTS[name]().double()
+    module = copy.deepcopy(plain).to(devices[0])
+    for net, device in ((plain, None), (module, devices[0])):
+        if hasattr(net, "layer"):  # to() and deepcopy() may leave it out
+            net.layer.weight.original = (torch.eye(4).double() + 1).to(device)
+    model = BalancedDataParallel(gpu0_bsz, module, devices[:4])
+    x = torch.randn(12, 3, 4).double()
+    for has_gradients in (True, False, True):
+        with torch.set_grad_enabled(has_gradients):
+            outputs = [model(x).cpu(), plain(x)]
+        torch.testing.assert_close(*outputs, rtol=1e-10, atol=1e-10)
+        if has_gradients:
+            for output in outputs:
+                output.square().sum().backward()
+    if name != "tied again":  # then the plain module has one parameter less
+        named = dict(plain.named_parameters())
+        for key, parameter in module.named_parameters():
+            torch.testing.assert_close(parameter.grad, named[key].grad, check_device=False)

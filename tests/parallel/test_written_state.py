@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import cached_property
 
 import pytest
 import torch
@@ -99,3 +100,113 @@ def test_gpu0_bsz_0_keeps_batch_norm_statistics(devices, gpu0_bsz):
     assert module.num_batches_tracked.item() == 3
     torch.testing.assert_close(module.running_mean.cpu(), expected.running_mean.cpu())
     torch.testing.assert_close(module.running_var.cpu(), expected.running_var.cpu())
+
+
+# What is lost or mixed is said, and what each replica makes again is not.
+
+
+class Stateful(nn.Module):
+    """A layer and state of many kinds, which a given function changes in forward."""
+
+    def __init__(self, change):
+        super().__init__()
+        self.layer, self.other = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.current, self.again = self.layer, nn.Sequential(self.layer)
+        self.entries, self.found, self.kept, self.step, self._step = [0], {"it": 0}, {}, 0, 0
+        self.table, self.length = None, 0
+        self.register_buffer("bank", torch.zeros(16, 4))
+        self.register_buffer("count", torch.zeros(()))
+        self.layer.register_forward_hook(self.keep)
+        self.change = change
+        self.kept["a"] = None
+
+    def keep(self, module, args, output):
+        if self.change == "hook":
+            self.kept["a"] = output.detach()
+        elif self.change == "hook by device":
+            self.kept[output.device] = self.kept[str(output.device)] = output
+
+    @cached_property
+    def doubled(self):
+        return 2 * self.layer.weight
+
+    def forward(self, x):
+        if callable(self.change):
+            self.change(self, x)
+        return self.again(x)
+
+
+def caches_a_table(self, x):
+    if self.length < len(x[0]):
+        self.length = len(x[0])
+        self.table = torch.arange(self.length, device=x.device).float().cos()
+
+
+def adds_to(name, key):
+    def change(self, x):
+        getattr(self, name)[key] += 1
+
+    return change
+
+
+LOST = {
+    "a hook": ("hook", "sets kept in"),
+    "an entry of a list": (adds_to("entries", 0), "sets entries in"),
+    "an entry of a dictionary": (adds_to("found", "it"), "sets found in"),
+    "a list": (lambda self, x: self.entries.append(x.mean()), "sets entries in"),
+    "a number": (lambda self, x: setattr(self, "step", self.step + 1), "sets step in"),
+    "a private number": (lambda self, x: setattr(self, "_step", self._step + 1), "sets _step in"),
+    "features": (lambda self, x: setattr(self, "table", self.layer(x)), "sets table in"),
+    "a buffer": (lambda self, x: setattr(self, "bank", self.bank + x.mean()), "sets bank in"),
+    "a memory bank": (lambda self, x: self.bank[: len(x)].copy_(x), "writes bank in .* samples of"),
+}
+MADE_AGAIN = {
+    "a cache that grows": caches_a_table,
+    "a cached property": lambda self, x: self.doubled,
+    "by device": "hook by device",
+    "a second path": lambda self, x: setattr(self, "current", self.other),
+    "a count": lambda self, x: self.count.add_(1),
+    "a flag": lambda self, x: setattr(self, "_is_prepared", True),
+    "a mode": lambda self, x: self.eval(),
+}
+
+
+@pytest.mark.parametrize("kind", ["cpu", "emulated"])
+@pytest.mark.parametrize("gpu0_bsz", [0, 2])
+@pytest.mark.parametrize("case", LOST)
+def test_state_that_is_lost_or_mixed_is_said_once(devices, case, gpu0_bsz):
+    """Entries had those of another replica, counts were lost, banks had the rows of a chunk."""
+    change, message = LOST[case]
+    model = BalancedDataParallel(gpu0_bsz, Stateful(change).to(devices[0]), devices[:4])
+    with pytest.warns(BalanceWarning, match=f"Stateful {message}") as seen:
+        for _ in range(4):
+            model(torch.randn(12, 4))
+    assert len(seen) == 1
+
+
+@pytest.mark.parametrize("kind", ["cpu", "emulated"])
+@pytest.mark.parametrize("gpu0_bsz", [0, 2])
+@pytest.mark.parametrize("case", MADE_AGAIN)
+def test_state_that_is_made_again_is_not_warned_of(devices, case, gpu0_bsz):
+    module = Stateful(MADE_AGAIN[case]).to(devices[0])
+    model = BalancedDataParallel(gpu0_bsz, module, devices[:4])
+    for _ in range(4):
+        model(torch.randn(12, 4)).sum().backward()
+
+
+def test_a_closure_that_sets_an_attribute_of_the_original(devices):
+    module = nn.Sequential(Stateful(None)).to(devices[0])
+    module.register_forward_hook(lambda m, args, output: setattr(module[0], "table", output))
+    model = BalancedDataParallel(1, module, devices[:4])
+    with pytest.warns(BalanceWarning, match=r"Sequential sets 0\.table in forward"):
+        model(torch.randn(12, 4))
+
+
+@pytest.mark.filterwarnings("ignore:gpu0_bsz")
+def test_a_wrapped_module_may_hold_another_one():
+    inner = BalancedDataParallel(1, nn.Linear(4, 4), ["cpu"] * 2)
+    model = BalancedDataParallel(1, nn.Sequential(inner), ["cpu"] * 2)
+    x = torch.randn(12, 4)
+    for _ in range(2):
+        torch.testing.assert_close(model(x), inner.module(x))
+    inner.close()
