@@ -150,7 +150,7 @@ ELSEWHERE = {
     # By this torch takes a tensor for a parameter.
     "_is_param",
     # Names that emulate_devices gives to functions of its own, and registers kernels for.
-    *("_broadcast", "_broadcast_coalesced", "_scatter", "_copy_from", "_local_scalar_dense"),
+    *("_copy_from", "_local_scalar_dense"),
     *("_get_device_properties", "_allocation"),
     # Of a GradScaler, which has it.
     "_enabled",

@@ -75,9 +75,14 @@ def _factories(machine: Machine) -> _Patches:
         module: {
             name: translating(function, default=machine if function in factories else None)
             for name, function in vars(module).items()
-            if inspect.isroutine(function) and (function in factories or takes_device(name))
+            if inspect.isroutine(function) and (function in factories or _takes_device(name))
         }
-        for module in (torch, torch.fft, torch.nested)
+        for module in (torch, torch.fft)
+    }
+    nested: Any = torch.nested
+    patches[nested] = {
+        name: cuda_tensors.jagged(translating(getattr(nested, name)))
+        for name in ("nested_tensor", "as_nested_tensor")
     }
     patches[torch] |= {
         "get_default_device": lambda: to_named(get_default()),
@@ -87,7 +92,7 @@ def _factories(machine: Machine) -> _Patches:
     return patches | {default_device.DeviceContext: {"__init__": translating(init, position=1)}}
 
 
-def takes_device(name: str) -> bool:
+def _takes_device(name: str) -> bool:
     """Return whether a function of torch has a keyword ``device``."""
     schemas = torch._C._jit_get_schemas_for_operator(f"aten::{name}")
     return any(argument.name == "device" for schema in schemas for argument in schema.arguments)

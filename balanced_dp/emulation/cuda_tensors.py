@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.utils._device
 
+from ..errors import EmulationError
 from .machine import DEVICE_TYPE, Machine, current_machine
 
 CUDA = "cuda"
@@ -62,8 +63,27 @@ def translating(
     return translated
 
 
+def jagged(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a factory of nested tensors that makes none with another layout on a device."""
+
+    @functools.wraps(function)
+    def checked(data: Any, *args: Any, **kwargs: Any) -> Any:
+        inputs = [value for value in data if isinstance(value, torch.Tensor)]
+        is_on_device = str(kwargs.get("device", "")).startswith(CUDA)
+        if kwargs.get("layout") is not torch.jagged and (
+            is_on_device or any(value.is_cuda for value in inputs)
+        ):
+            raise EmulationError(
+                "emulated devices do not support nested tensors, but for layout=torch.jagged"
+            )
+        return function(data, *args, **kwargs)
+
+    return checked
+
+
 def _has_device_context() -> bool:
-    return torch.utils._device.CURRENT_DEVICE is not None
+    modes = torch.overrides._get_current_function_mode_stack()
+    return any(isinstance(mode, torch.utils._device.DeviceContext) for mode in modes)
 
 
 def _stand_in(

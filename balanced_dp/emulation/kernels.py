@@ -13,11 +13,9 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from ..free_threading import is_free_threaded_build
 from .copies import add, copy_, references_of_call, to_copy
 from .ledger import Label
 from .machine import current_machine
-from .operators import look_up_operators
 from .symbolic import CPU, META, is_known, is_unknown_dtype
 from .tensor import HANDLERS, EmulatedTensor, Wrapped, elem_of, operator, wrap_elem
 
@@ -30,8 +28,6 @@ _fused_backward = aten._scaled_dot_product_flash_attention_for_cpu_backward.defa
 def register_kernels() -> torch.library.Library:
     """Register the kernels; torch removes them when the returned library is deallocated."""
     references_of_call()  # counted now, since it runs a backward pass of its own
-    if is_free_threaded_build():
-        look_up_operators()
     library = torch.library.Library("aten", "IMPL")
     library.impl("empty.memory_format", partial(_make, torch.empty), "Lazy")
     library.impl("empty_strided", partial(_make, torch.empty_strided), "Lazy")

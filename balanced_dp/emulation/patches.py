@@ -43,6 +43,7 @@ def patches(machine: Machine) -> Iterator[None]:
     is_cuda = machine.device_type != DEVICE_TYPE
     with (
         _parameters_keep_identity(),
+        mock.patch.object(torch.utils, "swap_tensors", _swap_data),
         mock.patch.object(torch.Tensor, "__new__", _new_tensor(machine)),
         mock.patch.object(torch.Tensor, "_make_subclass", staticmethod(_make_subclass)),
         _seeded_by_torch(machine),
@@ -100,7 +101,6 @@ def _parameters_keep_identity() -> Patch:
     # Module._apply has no annotations, so mypy wants its calls ignored.
     @functools.wraps(apply)
     def swapping_apply(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        known = [(p, _own_state(p)) for p in self._parameters.values() if p is not None]
         with lock:  # all threads share the flag
             before = future.get_swap_module_params_on_conversion()
             future.set_swap_module_params_on_conversion(True)
@@ -114,29 +114,23 @@ def _parameters_keep_identity() -> Patch:
                 return apply(self, *args, **kwargs)  # type: ignore[no-untyped-call]
             finally:
                 future.set_swap_module_params_on_conversion(before)
-                for parameter, state in known:
-                    _restore_own_state(parameter, state)
 
     return mock.patch.object(torch.nn.Module, "_apply", swapping_apply)
 
 
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
-_OF_EMULATION = {"_elem", "_machine"}
+_swap_all = torch.utils.swap_tensors
 
 
-def _own_state(parameter: torch.Tensor) -> dict[str, Any]:
-    """Return what a parameter has beside its data: attributes and hooks."""
-    attributes = {k: v for k, v in vars(parameter).items() if k not in _OF_EMULATION}
-    return attributes | {name: getattr(parameter, name) for name in _HOOKS}
-
-
-def _restore_own_state(parameter: torch.Tensor, state: dict[str, Any]) -> None:
-    """Give a parameter that was swapped its attributes and hooks again."""
-    for name, value in state.items():
-        if value is not None and name in _HOOKS:
-            setattr(parameter, name, None)  # else setting the same dictionary has no effect
-        if value is not getattr(parameter, name, None):
-            setattr(parameter, name, value)
+def _swap_data(parameter: Any, other: torch.Tensor) -> None:
+    """Swap tensors, of which the first one keeps its attributes and hooks, as with ``data``."""
+    attributes = {k: v for k, v in vars(parameter).items() if k not in ("_elem", "_machine")}
+    hooks = {name: getattr(parameter, name) for name in _HOOKS}
+    _swap_all(parameter, other)  # type: ignore[no-untyped-call]
+    vars(parameter).update(attributes)
+    for name, value in hooks.items():
+        setattr(parameter, name, None)  # else setting the same dictionary has no effect
+        setattr(parameter, name, value)
 
 
 @contextmanager

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import copy
 import functools
-import inspect
 import math
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -240,11 +239,21 @@ def _handler(func: torch._ops.OpOverload) -> Callable[..., Any]:
 
 @functools.cache
 def _emulated_subclass(cls: type[torch.Tensor]) -> type[torch.Tensor]:
+    if issubclass(EmulatedTensor, cls):
+        return EmulatedTensor
     if issubclass(cls, EmulatedTensor):
         return cls
+
+    def torch_function(
+        both: type, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        # Results are of cls, since they may be on the CPU; as_subclass makes them emulated again.
+        known = [cls if kind is both else kind for kind in types]
+        return cls.__torch_function__(func, known, args, kwargs)
+
     meta: Any = type(cls)
     both = meta(cls.__name__, (cls, EmulatedTensor), {})
-    both.__torch_function__ = inspect.getattr_static(cls, "__torch_function__")
+    both.__torch_function__ = classmethod(torch_function)
     return both  # type: ignore[no-any-return]
 
 

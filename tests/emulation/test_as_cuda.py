@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import pickle
 import sys
 import warnings
 from collections.abc import Callable
@@ -37,6 +38,9 @@ ON_CUDA_1: dict[str, Callable[[], torch.Tensor]] = {
     "arange": lambda: torch.arange(2, device="cuda:1"),
     "randn": lambda: torch.randn(2, device="cuda:1"),
     "randperm": lambda: torch.randperm(2, device="cuda:1"),
+    "normal": lambda: torch.normal(0.0, 1.0, (2,), device="cuda:1"),
+    "kaiser_window": lambda: torch.kaiser_window(2, device="cuda:1"),
+    "torch.device of an int": lambda: torch.zeros(2, device=torch.device(1)),
     "fftfreq": lambda: torch.fft.fftfreq(2, device="cuda:1"),
     "ones_like": lambda: torch.ones_like(torch.zeros(2), device="cuda:1"),
     "new_zeros": lambda: torch.zeros(3).new_zeros(2, device="cuda:1"),
@@ -115,12 +119,57 @@ def test_types_by_their_old_names(devices):
     for kind in (torch.cuda.HalfTensor, "torch.cuda.HalfTensor"):
         assert torch.ones(2).type(kind).dtype == torch.float16
     assert made.type(torch.FloatTensor).device.type == "cpu"
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # deprecated
-        torch.set_default_tensor_type("torch.cuda.FloatTensor")
-        assert torch.zeros(1).device == CUDA0
-        torch.set_default_tensor_type(torch.FloatTensor)
-    assert torch.zeros(1).device.type == "cpu"
+
+
+@pytest.mark.filterwarnings("ignore:torch.set_default_tensor_type")
+def test_default_tensor_type(devices):
+    """It did not reach other threads, nor ``torch.Tensor([...])``."""
+    torch.set_default_tensor_type("torch.cuda.DoubleTensor")
+    for make in (lambda: torch.zeros(2), lambda: torch.Tensor([1, 2]), lambda: torch.Tensor(2)):
+        made = [make(), *at_once(lambda _, make=make: make())]
+        assert {(x.device, x.dtype, x.shape) for x in made} == {(CUDA0, torch.float64, (2,))}
+    with torch.device("cpu"):
+        assert torch.zeros(1).device.type == "cpu"
+    torch.set_default_tensor_type(torch.FloatTensor)
+    assert torch.zeros(1).device.type == torch.Tensor(1).device.type == "cpu"
+
+
+def test_devices_of_ints(devices):
+    assert torch.device(1) == CUDA1 == torch.device("cuda", 1) == torch.device("cuda:1")
+    assert isinstance(CUDA1, torch.device) and not isinstance("cuda", torch.device)
+    assert pickle.loads(pickle.dumps(torch.device(1))) == CUDA1
+    assert torch.device | None  # in annotations
+
+
+class Named(torch.Tensor):
+    """A subclass as fastai's and torchvision's, which keeps its class through operators."""
+
+
+SUBCLASSES: dict[str, Callable[[], torch.Tensor]] = {
+    "as_subclass": lambda: torch.ones(2, device=1).as_subclass(Named),
+    "moved": lambda: torch.ones(2).as_subclass(Named).cuda(1),
+    "called": lambda: Named(torch.ones(2, device=1)),
+    "_make_subclass": lambda: torch.Tensor._make_subclass(Named, torch.ones(2, device=1)),
+}
+
+
+@pytest.mark.parametrize("make", SUBCLASSES.values(), ids=SUBCLASSES)
+def test_subclasses(make, devices):
+    """They failed with "the raw Tensor object is already associated to a python object"."""
+    x = make()
+    for y in (x, x + 1, torch.relu(x)[:1], x.detach(), x.to(2)):
+        assert isinstance(y, Named) and y.is_cuda
+    assert (x + torch.ones(2, device=1)).sum().item() == 4
+    x.requires_grad_()
+    (x * 3).as_subclass(torch.Tensor).sum().backward()
+    assert x.grad.tolist() == [3, 3]
+    assert type(x.cpu()) is Named
+
+
+def test_nested_tensors(devices):
+    parts = [torch.ones(2, 3), torch.ones(1, 3)]
+    x = torch.nested.nested_tensor(parts, device="cuda:1", layout=torch.jagged)
+    assert x.device == CUDA1 and (x * 2).values().sum().item() == 18
 
 
 def test_memory(devices):
@@ -282,6 +331,10 @@ REFUSED: dict[str, Callable[[], Any]] = {
         if hasattr(module, "Graph")
     },
     "torch.compile with inductor": lambda: torch.compile(nn.Linear(2, 2)),
+    "nested tensors, but for layout=torch.jagged": lambda: torch.nested.nested_tensor(
+        [torch.ones(2)], device="cuda"
+    ),
+    "nested tensors": lambda: torch.nested.as_nested_tensor([torch.ones(2, device="cuda")]),
     "NCCL process groups": lambda: torch.distributed.init_process_group("nccl"),
     r"NCCL process groups \(backend=None": lambda: torch.distributed.init_process_group(),
 }
