@@ -147,8 +147,6 @@ ELSEWHERE = {
     *("_flat_weights", "_flat_weights_names"),
     # Of nodes of autograd, which have them, or lack them as others do.
     *("_saved_reduction", "_saved_dim", "_saved_dims", "_saved_ignore_index", "_raw_saved_"),
-    # By this torch takes a tensor for a parameter.
-    "_is_param",
     # Names that emulate_devices gives to functions of its own, and registers kernels for.
     *("_copy_from", "_local_scalar_dense"),
     *("_get_device_properties", "_allocation"),
@@ -158,7 +156,7 @@ ELSEWHERE = {
     *("_indices", "_ops"),
     # Of torch before 2.10, which has it.
     "_get_default_store",
-    *("_hooks", "_bytes", "_like", "_cuda_"),  # parts of names
+    *("_bytes", "_cuda_"),  # parts of names
 }
 
 
