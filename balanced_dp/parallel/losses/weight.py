@@ -14,6 +14,9 @@ from ...errors import ArgumentError, ArgumentTypeError
 from ..call_inputs import described, named_arguments, parameters
 
 
+_ANY = inspect.Parameter.VAR_KEYWORD
+
+
 def check_loss_weight(loss_weight: object, scalar_outputs: str = "auto") -> None:
     """Check an argument ``loss_weight``.
 
@@ -57,24 +60,17 @@ def weight_of_chunk(
         return (named[loss_weight] != -100).sum()
     signature = inspect.signature(loss_weight)
     kinds = {parameter.kind for parameter in signature.parameters.values()}
-    takes_all = inspect.Parameter.VAR_POSITIONAL in kinds
-    takes_any = inspect.Parameter.VAR_KEYWORD in kinds
-    wanted = {n for n, p in signature.parameters.items() if p.default is p.empty}
-    if not takes_all and (takes_any or wanted <= {*named, *parameters(function)}):
-        args, fits = (), True
-        kwargs = {n: v for n, v in named.items() if takes_any or n in signature.parameters}
-    else:  # its parameters have other names
-        fits = takes_all or len(wanted) == len(named)
+    by_name = {n: v for n, v in named.items() if n in signature.parameters or _ANY in kinds}
+    # Parameters with names of their own get the arguments by position.
+    is_unlike = not {*signature.parameters} & {*named, *parameters(function)} and _ANY not in kinds
     try:
-        bound = signature.bind(*args, **kwargs)
+        bound = signature.bind(*args, **kwargs) if is_unlike else signature.bind(**by_name)
     except TypeError:
-        fits = False
-    if not fits:
         raise ArgumentError(
             f"loss_weight ({described(loss_weight)}) takes {', '.join(signature.parameters)}, but "
             f"the arguments of the call are {', '.join(named) or 'none'}; take these, or some by "
             "their names, and give parameters that may be missing a default"
-        )
+        ) from None
     weight = loss_weight(*bound.args, **bound.kwargs)
     if isinstance(weight, Mapping):
         return {name: _checked(value) for name, value in weight.items()}
