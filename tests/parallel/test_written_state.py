@@ -153,7 +153,7 @@ LOST = {
     "a hook": ("hook", "sets kept in"),
     "an entry of a list": (adds_to("entries", 0), "sets entries in"),
     "an entry of a dictionary": (adds_to("found", "it"), "sets found in"),
-    "a list": (lambda self, x: self.entries.append(x.mean()), "sets entries in"),
+    "a list": (lambda self, x: self.entries.append(x), "sets entries in"),
     "a number": (lambda self, x: setattr(self, "step", self.step + 1), "sets step in"),
     "a private number": (lambda self, x: setattr(self, "_step", self._step + 1), "sets _step in"),
     "features": (lambda self, x: setattr(self, "table", self.layer(x)), "sets table in"),
