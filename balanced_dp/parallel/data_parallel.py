@@ -109,8 +109,8 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
             - A list as long as the batch, or an object that holds tensors, goes whole to each
               device.
             - ``forward`` sets an attribute, which is lost.
-            - ``forward`` writes a parameter that replicas share, or writes it differently on each
-              device.
+            - ``forward`` writes a parameter that replicas share, or writes a parameter or buffer
+              differently on each device.
 
     Source:
         Transformer-XL's ``BalancedDataParallel`` (Dai et al. 2019,
