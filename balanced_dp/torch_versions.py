@@ -67,7 +67,7 @@ FOR_EMULATION = (
     "optim.optimizer._get_fused_kernels_supported_devices",
     "serialization._package_registry",
     "jit._builtins._get_builtin_table",
-    "nn.parallel._functions.Scatter",
+    "nn.parallel._functions._get_stream",
     "overrides._get_current_function_mode_stack",
     "utils._device._device_constructors",
     "utils._mode_utils.no_dispatch",

@@ -123,7 +123,7 @@ def _cuda_modules(machine: Machine) -> _Patches:
         torch.cuda.graphs: {"_cuda_isCurrentStreamCapturing": lambda: False},
         torch.cuda.nvtx: dict.fromkeys(("range_push", "range_pop", "mark"), lambda *args: 0),
         torch.cuda.nccl: {"is_available": lambda tensors: False},
-        parallel_functions: {"_streams": None},  # one for each device, kept when first asked for
+        parallel_functions: {"_get_stream": cuda_functions.Stream},
         **{
             module: {"Graph": refusal(f"{module.__name__}.Graph")}
             for module in ACCELERATOR_MODULES

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -385,3 +386,39 @@ def test_ctc_loss_takes_lengths_from_anywhere(devices, reduction, lengths, mode)
             reduction=reduction,
         )
     torch.testing.assert_close(actual.cpu(), expected, **exact)
+
+
+def test_forward_mode(devices):
+    """Where a tangent is zero, ``_efficientzerotensor`` was missing."""
+    weight, x = torch.arange(6.0).view(2, 3), torch.ones(3)
+
+    def jvp(device):
+        w = weight.to(device)
+        return torch.func.jvp(lambda x: 2 * (w @ x) + w.sum(), (x.to(device),), (x.to(device),))
+
+    for value, expected in zip(jvp(devices[0]), jvp("cpu"), strict=True):
+        torch.testing.assert_close(value.cpu(), expected)
+
+
+def test_quantization_aware_training(devices):
+    """A fused kernel resizes the buffers of observers: their wrappers kept the old shape."""
+    quantize = pytest.importorskip("torch.ao.quantization")
+
+    def observed(device):
+        torch.manual_seed(0)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # deprecated
+            observer = quantize.get_default_qat_qconfig("fbgemm").weight().to(device)
+        observer(torch.randn(4, 2).to(device))
+        return {name: (value.shape, value.cpu()) for name, value in observer.state_dict().items()}
+
+    torch.testing.assert_close(observed(devices[0]), observed("cpu"))
+
+
+def test_compiling(devices, caplog, recwarn):
+    """Dynamo traced what emulated tensors do, and complained of it in dozens of lines."""
+    module = nn.Sequential(nn.Linear(2, 2), nn.GELU()).to(devices[0])
+    x = torch.ones(3, 2, device=devices[0])
+    for backend in ("eager", "aot_eager"):
+        assert torch.equal(torch.compile(module, backend=backend)(x), module(x))
+    assert caplog.records == [] and list(recwarn) == []

@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from balanced_dp import SymbolicValueError, emulate_devices
+from balanced_dp import BalanceWarning, SymbolicValueError, emulate_devices
+from balanced_dp.emulation.machine import current_machine
 from balanced_dp.emulation.symbolic import _outputs
 
 from .models import DROPOUT_MODELS, MODELS, Made, train
@@ -295,3 +296,40 @@ def test_a_checkpoint_that_cannot_be_saved_leaves_the_file_as_it_was(tmp_path, a
     assert path.read_bytes() == content
     torch.save({"step": 4}, path)
     assert torch.load(path) == {"step": 4}
+
+
+FACTORIES: dict[str, Callable[[torch.device], Tensor]] = {
+    "linspace": lambda device: torch.linspace(0, 1, 5, device=device),
+    "logspace": lambda device: torch.logspace(0, 1, 5, device=device),
+    "out=": lambda device: torch.add(
+        *torch.ones(2, 5, device=device), out=torch.ones(5).to(device)
+    ),
+}
+
+
+@pytest.mark.parametrize("make", FACTORIES.values(), ids=FACTORIES)
+def test_factories_twice(symbolic_devices, make):
+    """The second linspace returned its first argument, a number."""
+    assert [make(symbolic_devices[0]).shape for _ in range(2)] == [(5,), (5,)]
+
+
+def test_storages_have_addresses(symbolic_devices):
+    """All of them were 0, and safetensors took all weights for tied ones."""
+    x, y = torch.ones(2, 3, device="lazy:0"), torch.ones(2, 3, device="lazy:0")
+    addresses = [t.untyped_storage().data_ptr() for t in (x, x[1:], y)]
+    assert addresses[0] == addresses[1] == x.data_ptr() == x[1:].data_ptr() - 12 != addresses[2]
+
+
+@pytest.mark.parametrize("reads_nan", [False, True])
+def test_safetensors(symbolic_devices, reads_nan, tmp_path):
+    """A file that is there stays as it is."""
+    safetensors = pytest.importorskip("safetensors.torch")
+    path = tmp_path / "model.safetensors"
+    path.write_text("old")
+    current_machine().reads_unknown_as_nan = reads_nan
+    tensors = {"a": torch.ones(2, device="lazy:0"), "b": torch.ones(2, device="lazy:0")}
+    error = pytest.warns(BalanceWarning) if reads_nan else pytest.raises(SymbolicValueError)
+    with error as raised:
+        safetensors.save_file(tensors, path)
+    assert "keep" in str(raised[0].message if reads_nan else raised.value)
+    assert path.read_text() == "old"
