@@ -49,7 +49,7 @@ class InfeasiblePlanError(BalancedDataParallelError, ValueError):
 
 
 class DistributedError(BalancedDataParallelError, RuntimeError):
-    """A rank timed out or reported no count; the message names the rank."""
+    """A rank reported no count within the timeout of its process group."""
 
 
 class ReportError(BalancedDataParallelError, ValueError):

@@ -195,10 +195,3 @@ def has_cuda_context(device: torch.device) -> bool:
     """Return whether this process may have a context on a CUDA device, without creating one."""
     tells = getattr(torch._C, "_cuda_hasPrimaryContext", None)  # only builds with CUDA have it
     return tells is None or bool(tells(device.index))
-
-
-def store_of(group: Any) -> Any:
-    """Return the store of a process group; before torch 2.10, that of the default group."""
-    if hasattr(group, "get_group_store"):
-        return group.get_group_store()
-    return torch.distributed.distributed_c10d._get_default_store()

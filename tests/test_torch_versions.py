@@ -154,8 +154,6 @@ ELSEWHERE = {
     "_enabled",
     # Of sparse tensors, which have them, and in annotations only.
     *("_indices", "_ops"),
-    # Of torch before 2.10, which has it.
-    "_get_default_store",
     *("_bytes", "_cuda_"),  # parts of names
 }
 

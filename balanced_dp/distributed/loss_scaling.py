@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import time
 from numbers import Real
 from typing import Any
 
@@ -18,10 +16,6 @@ import torch.distributed.nn  # noqa: F401
 from torch import Tensor
 
 from ..errors import ArgumentError, ArgumentTypeError, DistributedError
-from ..torch_versions import store_of
-
-_ROLL_CALL_TIMEOUT_S = 5.0
-"""Time for ranks to report to the store after a collective has failed."""
 
 
 class TotalCount:
@@ -41,13 +35,16 @@ class TotalCount:
         If NCCL is the only backend, the device waits and not the host.
 
         Raises:
-            DistributedError: a rank did not report within the group's timeout; the message names
-                the rank. (NCCL's watchdog ends the process instead.)
+            DistributedError: a rank did not report within the group's timeout. (NCCL's watchdog ends
+                the process instead.)
         """
         try:
             self._work.wait()
         except RuntimeError as error:
-            raise DistributedError(f"{_describe_failure(self.group)} ({error})") from error
+            raise DistributedError(
+                "the counts of the ranks could not be summed; every rank must call scale_loss or "
+                f"count_all_ranks in each step, with count 0 if it has no samples ({error})"
+            ) from error
         return self._sum
 
 
@@ -172,24 +169,3 @@ def _zeros_of_zeros(inputs: Any, outputs: Any) -> tuple[Tensor | None, ...] | No
     if any(bool(gradient.abs().sum()) for gradient in outputs if gradient is not None):
         return None
     return tuple(None if gradient is None else torch.zeros_like(gradient) for gradient in inputs)
-
-
-def _describe_failure(group: dist.ProcessGroup | None) -> str:
-    """Return a message with the ranks that did not report to the group's store."""
-    known: Any = dist.group.WORLD if group is None else group
-    ranks = dist.get_process_group_ranks(known)
-    # Restarts by torchrun may share a store.
-    prefix = f"balanced_dp/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
-    try:
-        store = store_of(known)
-        store.set(f"{prefix}/{dist.get_rank()}", "present")
-        time.sleep(_ROLL_CALL_TIMEOUT_S)
-        missing = [rank for rank in ranks if not store.check([f"{prefix}/{rank}"])]
-    except RuntimeError as error:
-        return f"a rank did not report its count, and the store cannot tell which: {error}"
-    if not missing:
-        return "the counts of the ranks could not be summed, although all ranks are running"
-    return (
-        f"no count from rank {', '.join(map(str, missing))} of {ranks}; every rank must call "
-        "scale_loss or count_all_ranks in each step, with count 0 if it has no samples"
-    )
