@@ -35,8 +35,8 @@ class TotalCount:
         If NCCL is the only backend, the device waits and not the host.
 
         Raises:
-            DistributedError: a rank did not report within the group's timeout. (NCCL's watchdog ends
-                the process instead.)
+            DistributedError: a rank did not report within the group's timeout. (NCCL's watchdog
+                ends the process instead.)
         """
         try:
             self._work.wait()

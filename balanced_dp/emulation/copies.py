@@ -153,8 +153,11 @@ def _would_accumulate_in_place(self: Any, other: Any) -> bool:
         and (self.shape, self.dtype, self.layout) == (other.shape, other.dtype, torch.strided)
         and self._elem.nbytes == self._elem.untyped_storage().nbytes()
         # No other reference in C++ than those of the engine, the Python object and the call (two),
-        # and to the storage those of the wrapped tensor and its Python object. (The stubs lack
-        # _use_count.)
+        # and none to the storage that a tensor without views has not. (The stubs lack _use_count.)
         and self._use_count() <= 4  # type: ignore[attr-defined]
-        and torch._C._storage_Use_Count(self._elem.untyped_storage()._cdata) == 2
+        and _num_references(self._elem) == _num_references(torch.empty(0))
     )
+
+
+def _num_references(elem: torch.Tensor) -> int:
+    return torch._C._storage_Use_Count(elem.untyped_storage()._cdata)
