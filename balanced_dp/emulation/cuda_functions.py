@@ -118,6 +118,8 @@ def _copies(tensor: torch.Tensor, indices: Iterable[int]) -> list[torch.Tensor]:
 def _broadcast_coalesced(
     tensors: Sequence[torch.Tensor], indices: Sequence[int], buffer_size: int
 ) -> list[list[torch.Tensor]]:
+    if any(tensor.get_device() != indices[0] for tensor in tensors):
+        raise RuntimeError(f"All tensors must be on devices[0]: {indices[0]}")
     return [[tensor.to(index) for tensor in tensors] for index in indices]
 
 

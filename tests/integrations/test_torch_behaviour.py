@@ -565,18 +565,7 @@ def test_replicas_can_be_saved(cuda: list[torch.device], detach: bool) -> None:
 
 
 # Of TestCudaComm in torch's test_cuda_multigpu.py: broadcast_cpu, broadcast_gpu,
-# broadcast_coalesced, reduce_add, reduce_add_coalesced, scatter_*, gather*, memory_format_*
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_broadcast(cuda: list[torch.device], device: str) -> None:
-    x = torch.randn(3, 2, device=device)
-    targets = [torch.empty(3, 2, device=device) for device in cuda]
-    for copies in (comm.broadcast(x, (0, 1)), comm.broadcast(x, out=targets), targets):
-        assert [copy.device for copy in copies] == cuda
-        assert [copy.tolist() for copy in copies] == [x.tolist()] * 2
-    with pytest.raises(RuntimeError, match="Exactly one"):
-        comm.broadcast(x, (0, 1), out=targets)
+# broadcast_coalesced, reduce_add_coalesced, scatter_*, gather*, memory_format_*
 
 
 def tensors_of_many_types(device: int) -> list[Tensor]:
@@ -585,54 +574,38 @@ def tensors_of_many_types(device: int) -> list[Tensor]:
     return [dense[0], sparse, *dense[1:], torch.empty(0, device=device), dense[0] + 1]
 
 
-def test_coalesced_broadcasts_keep_types_and_order(cuda: list[torch.device]) -> None:
-    tensors = tensors_of_many_types(0)
-    for device, copies in zip(cuda, comm.broadcast_coalesced(tensors, (0, 1), 20), strict=True):
-        assert {copy.device for copy in copies} == {device}
-        assert [copy.type() for copy in copies] == [tensor.type() for tensor in tensors]
+def test_broadcast_and_reduce(cuda: list[torch.device]) -> None:
+    pairs = [tensors_of_many_types(0), tensors_of_many_types(1)]
+    both = comm.broadcast_coalesced(pairs[0], (0, 1), 20)
+    for device, copies, tensors in zip(cuda, both, pairs, strict=True):
         for found, tensor in zip(copies, tensors, strict=True):
+            assert (found.device, found.type()) == (device, tensor.type())
             assert found.to_dense().tolist() == tensor.to_dense().tolist()
-    with pytest.raises(RuntimeError, match=r"on devices\[0\]"):
-        comm.broadcast_coalesced([torch.ones(1, device=1)], (0, 1))
-
-
-def test_reduce_add(cuda: list[torch.device]) -> None:
-    pair = torch.ones(3, device=0), torch.ones(3, device=1)
-    for target in (0, 1):
-        total = comm.reduce_add(pair, target)
-        assert (total.get_device(), total.tolist()) == (target, [2.0] * 3)
-    tensors = tensors_of_many_types(0), tensors_of_many_types(1)
-    for total, one in zip(comm.reduce_add_coalesced(tensors, 0, 20), tensors[0], strict=True):
-        assert total.type() == one.type()
+    for total, one in zip(comm.reduce_add_coalesced(pairs, 0, 20), pairs[0], strict=True):
+        assert (total.get_device(), total.type()) == (0, one.type())
         assert total.to_dense().tolist() == (one.to_dense() * 2).tolist()
+    assert [x.device for x in comm.broadcast(torch.ones(2), (0, 1))] == cuda
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize("dim", [0, 1, -1])
-@pytest.mark.parametrize("sizes", [None, [1, 3]])
+@pytest.mark.parametrize(("dim", "sizes"), [(0, None), (1, [1, 3]), (-1, None)])
 def test_comm_scatter_and_gather(
     cuda: list[torch.device], device: str, dim: int, sizes: list[int] | None
 ) -> None:
-    x = torch.randn(4, 4, device=device)
-    expected = x.cpu().split(sizes or [2, 2], dim)
-    targets = [torch.empty_like(chunk, device=d) for chunk, d in zip(expected, cuda, strict=True)]
-    for chunks in (comm.scatter(x, (0, 1), sizes, dim), comm.scatter(x, dim=dim, out=targets)):
-        assert [chunk.device for chunk in chunks] == cuda
-        assert_close([chunk.cpu() for chunk in chunks], list(expected))
-        for target in (*cuda, torch.device("cpu")):
-            whole = torch.empty(4, 4, device=target)
-            for joined in (comm.gather(chunks, dim, target), comm.gather(chunks, dim, out=whole)):
-                assert joined.device == target
-                assert_close(joined.cpu(), x.cpu())
-        with torch.cuda.device(1):
-            assert comm.gather(chunks, dim).device == CUDA1
+    x = torch.randn(4, 4, 2, 2, device=device).to(memory_format=torch.channels_last)
+    chunks = comm.scatter(x, (0, 1), sizes, dim)
+    assert [chunk.device for chunk in chunks] == cuda
+    assert_close(
+        [chunk.cpu() for chunk in chunks], list(x.cpu().split(sizes or [x.size(dim) // 2] * 2, dim))
+    )
+    for target in (*cuda, torch.device("cpu")):
+        joined = comm.gather(chunks, dim, target)
+        assert joined.device == target
+        assert_close(joined.cpu(), x.cpu())
+    with torch.cuda.device(1):
+        assert comm.gather(chunks, dim).device == CUDA1
+    if dim == 0:
+        parts = (*chunks, *scatter(x, (0, 1)), comm.gather(chunks))
+        assert all(part.is_contiguous(memory_format=torch.channels_last) for part in parts)
     with pytest.raises(RuntimeError):
         comm.scatter(x, (0, 1), [1, 2], dim)
-
-
-def test_scatter_and_gather_keep_the_memory_format(cuda: list[torch.device]) -> None:
-    x = torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last)
-    for source in (x, x.cuda()):
-        chunks = comm.scatter(source, (0, 1))
-        for tensor in (*chunks, *scatter(source, (0, 1)), comm.gather(chunks)):
-            assert tensor.is_contiguous(memory_format=torch.channels_last)
