@@ -21,7 +21,7 @@ devices
 memory/ records nvml nvml_sampler
 memory/ breakdown peaks probe logger __init__
 planning/ memory_model estimates split_planner auto_balance __init__
-parallel/ nested call_inputs move
+parallel/ nested
 parallel/ scatter arrivals coalesced_copy homes deferred_gradients parameter_copies
 parallel/losses/ cross_entropy graph mixing sums plan weight join __init__
 parallel/ replica replicate parallel_apply
@@ -42,7 +42,6 @@ errors units split free_threading
 emulation/ ledger
 memory/ records nvml nvml_sampler
 planning/ memory_model estimates split_planner auto_balance
-parallel/ call_inputs
 """
 
 

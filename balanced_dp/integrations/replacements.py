@@ -21,7 +21,7 @@ from torch import nn
 
 from ..devices import Device
 from ..parallel.data_parallel import BalancedDataParallel
-from ..parallel.functional import evaluate_once
+from ..parallel.functional import balanced_data_parallel
 from ..tuning.loop_recorder import LoopRecorder
 
 _STEPS = {"forward", "scatter", "replicate", "parallel_apply", "gather"}
@@ -72,7 +72,7 @@ def replaced_data_parallel(recorder: LoopRecorder) -> Iterator[list[WrappedAt]]:
             calls.append(place)
 
     data_parallel = _data_parallel_class()
-    function = functools.partial(evaluate_once, data_parallel)
+    function = functools.partial(balanced_data_parallel, None)
     file = sys.modules["torch.nn.parallel.data_parallel"]  # torch.nn.parallel hides it
     with ExitStack() as stack:
         for owner, name, ours in (
@@ -102,8 +102,6 @@ def _data_parallel_class() -> Any:
             output_device: Device | None = None,
             dim: int = 0,
         ) -> None:
-            if output_device == -1:  # torch's name for the CPU
-                output_device = "cpu"
             super().__init__(None, module, device_ids, output_device, dim)
 
         def __init_subclass__(cls) -> None:

@@ -18,7 +18,7 @@ from torch.nn.parallel import comm
 from ..devices import gradient_stream, is_cuda, on_stream, weight_stream
 from ..torch_versions import copy_all
 from .arrivals import Arrivals
-from .move import move
+from .scatter import move
 
 BUCKET_BYTES = 25 * 2**20
 """The most bytes in a bucket of several tensors.

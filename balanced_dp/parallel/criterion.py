@@ -14,11 +14,12 @@ from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
 from ..errors import ArgumentTypeError
-from .call_inputs import check_paths
-from .losses.join import OutputHistory
+from .losses.join import ChunkLosses, OutputHistory
 from .losses.weight import check_loss_weight
+from .nested import check_paths
 from .per_device import PerDevice
 from .replicate import Replicator
+from .scatter import Inputs
 
 
 class BalancedCriterion(nn.Module):
@@ -75,8 +76,9 @@ class BalancedCriterion(nn.Module):
         self.criterion = as_module(criterion)
         check_loss_weight(loss_weight)
         self.loss_weight = loss_weight
-        self.broadcast = check_paths("broadcast", broadcast, self.criterion.forward)
-        self.split = check_paths("split", split, self.criterion.forward)
+        self._function = getattr(self.criterion, "function", self.criterion.forward)
+        self.broadcast = check_paths("broadcast", broadcast, self._function)
+        self.split = check_paths("split", split, self._function)
         self._history = OutputHistory()
         self._replicator = Replicator()
 
@@ -84,23 +86,35 @@ class BalancedCriterion(nn.Module):
         """Return the loss of the whole batch."""
         if not isinstance(outputs, PerDevice):
             return self.criterion(outputs, *targets, **kwargs)
-        dim = outputs.dim
+        dim, sizes, history = outputs.dim, outputs.chunk_sizes, self._history
         if _computes(self.criterion, nn.CTCLoss, functional.ctc_loss):
             # Log-probabilities have the batch at the model's dim, targets and losses at 0.
             targets, kwargs, dim = *_ctc_targets(*targets, **kwargs), 0
         replicas = self._replicator.replicate(self.criterion, outputs.devices)
+        functions: Sequence[Callable[..., Any]] = replicas
+        if self._has_weight_of_samples(outputs) and "weight" not in kwargs:
+            kwargs["weight"] = self.criterion.weight  # split as a target is
+            functions = [functools.partial(_call_with_weight, replica) for replica in replicas]
+        options = dim, self.broadcast, self.split, history.warned
+        inputs = Inputs(self._function, (outputs, *targets), kwargs, *options)
+        losses = ChunkLosses(history, self._function, sizes, dim, self.loss_weight)
         with self._replicator.running(self.criterion, replicas):
-            return outputs._run(
-                _with_weights_of_samples(replicas, outputs),
-                targets,
-                kwargs,
-                self._history,
-                self.criterion.forward,
-                self.loss_weight,
-                dim=dim,
-                broadcast=self.broadcast,
-                split=self.split,
-            )
+            return outputs._run(functions, inputs, losses)
+
+    def _has_weight_of_samples(self, outputs: PerDevice) -> bool:
+        """Return whether it is a binary cross entropy with a weight for each sample."""
+        output, weight = outputs[0], getattr(self.criterion, "weight", None)
+        return (
+            any(_computes(self.criterion, *loss) for loss in _BINARY_CROSS_ENTROPIES)
+            and isinstance(weight, torch.Tensor)
+            and isinstance(output, torch.Tensor)
+            and 0 < weight.dim() == output.dim()
+            and weight.size(outputs.dim) == sum(outputs.chunk_sizes or ())
+        )
+
+
+def _call_with_weight(replica: nn.Module, *args: Any, weight: torch.Tensor, **kwargs: Any) -> Any:
+    return functional_call(replica, {"weight": weight}, args, kwargs)
 
 
 def as_module(criterion: Any) -> nn.Module:
@@ -115,10 +129,9 @@ def as_module(criterion: Any) -> nn.Module:
         return criterion
     if not callable(criterion):
         raise ArgumentTypeError(f"criterion must be a module or a function, got {criterion!r}")
-    function, options = criterion, {}
     if isinstance(criterion, functools.partial) and not criterion.args:
-        function, options = criterion.func, criterion.keywords
-    return _Function(function, options)
+        return _Function(criterion.func, criterion.keywords)
+    return _Function(criterion, {})
 
 
 class _Function(nn.Module):
@@ -126,19 +139,14 @@ class _Function(nn.Module):
 
     def __init__(self, function: Callable[..., Any], options: Mapping[str, Any]) -> None:
         super().__init__()
-        self._options = {n: v for n, v in options.items() if not isinstance(v, torch.Tensor)}
-        self._tensors = [name for name in options if name not in self._options]
-        for name in self._tensors:
-            self.register_buffer(f"_{name}", options[name], persistent=False)
         self.function = function
-        if not self._tensors:  # broadcast and split use the names of its parameters
-            forward = functools.partial(function, **options) if options else function
-            object.__setattr__(self, "forward", forward)
+        self._options = {n: v for n, v in options.items() if not isinstance(v, torch.Tensor)}
+        for name in options.keys() - self._options.keys():
+            self.register_buffer(name, options[name], persistent=False)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function with its options."""
-        tensors = {name: getattr(self, f"_{name}") for name in self._tensors}
-        return self.function(*args, **{**self._options, **tensors, **kwargs})
+        return self.function(*args, **{**self._options, **dict(self.named_buffers()), **kwargs})
 
 
 _BINARY_CROSS_ENTROPIES = (
@@ -150,31 +158,6 @@ _BINARY_CROSS_ENTROPIES = (
 def _computes(criterion: nn.Module, module: type[nn.Module], function: Callable[..., Any]) -> bool:
     """Return whether a criterion is ``module``, or was made of ``function``."""
     return isinstance(criterion, module) or getattr(criterion, "function", None) is function
-
-
-def _with_weights_of_samples(
-    replicas: Sequence[nn.Module], outputs: PerDevice
-) -> Sequence[Callable[..., Any]]:
-    """Return the replicas, with their rows of a binary cross entropy's weight for each sample."""
-    criterion, output, sizes, dim = replicas[0], outputs[0], outputs.chunk_sizes, outputs.dim
-    name = "_weight" if isinstance(criterion, _Function) else "weight"
-    weight = getattr(criterion, name, None)
-    if (
-        not any(_computes(criterion, *loss) for loss in _BINARY_CROSS_ENTROPIES)
-        or weight is None
-        or sizes is None
-        or not isinstance(output, torch.Tensor)
-        or not 0 < weight.dim() == output.dim()
-        or weight.size(dim) != sum(sizes)
-    ):
-        return replicas
-
-    def call(index: int, *args: Any, **kwargs: Any) -> Any:
-        replica = replicas[index]
-        rows = getattr(replica, name).split(sizes, dim)[index]
-        return functional_call(replica, {name: rows}, args, kwargs)
-
-    return [functools.partial(call, index) for index in range(len(replicas))]
 
 
 def _ctc_targets(

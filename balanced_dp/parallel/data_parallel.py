@@ -16,16 +16,16 @@ from ..memory.probe import MemoryProbe
 from ..split import as_integer
 from ..torch_versions import disable_dynamo
 from .auto_split import STATE_KEY
-from .call_inputs import check_paths, named_arguments
 from .check import CheckResult, compare
-from .gather import ScalarOutputs, check_scalar_outputs, gather
+from .gather import Gather, ScalarOutputs, check_scalar_outputs
 from .homes import on_one_device, spread_parameters
 from .losses.join import ChunkLosses, OutputHistory
 from .losses.weight import check_loss_weight
+from .nested import check_paths
 from .parallel_apply import Workers, parallel_apply
 from .per_device import PerDevice, only_output
 from .replicate import Replicator, check_on_device
-from .scatter import find_batch_size, scatter
+from .scatter import Inputs
 from .split_policy import SplitPolicy
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -168,7 +168,8 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         self.src_device_obj = devices[0] if devices else None
         self.output_device = self.device_ids[0] if devices else None
         if devices and output_device is not None:
-            self.output_device = self._id_of(resolve_device(output_device, device_type))
+            where = "cpu" if output_device == -1 else output_device  # torch's name for the CPU
+            self.output_device = self._id_of(resolve_device(where, device_type))
         self.module = module
         self.dim = as_integer("dim", dim)
         self.gathers_outputs = gather
@@ -194,7 +195,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         with torch.autograd.profiler.record_function("BalancedDataParallel.forward"):
             if len(self.device_ids) < 2:
                 return self._forward_without_replicas(inputs, kwargs)
-            batch_size = self._batch_size(inputs, kwargs)
+            batch_size = self._inputs(inputs, kwargs).batch_size()
             sizes = self.chunk_sizes = self._policy.begin_call(self.module, batch_size or 0)
             with self._policy.advising(sizes):
                 # A batch without samples, or a call without tensors, runs on the first device.
@@ -211,13 +212,20 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
                         outputs = self.parallel_apply(replicas, args, keywords, ids, active_sizes)
                     return self._joined(outputs, devices, losses)
 
-    def _batch_size(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
-        named = named_arguments(self.module.forward, inputs, kwargs)
-        return find_batch_size(named, self.dim, self.broadcast, self.split_inputs)
+    def _inputs(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
+        return Inputs(
+            self.module.forward,
+            inputs,
+            kwargs,
+            self.dim,
+            self.broadcast,
+            self.split_inputs,
+            self._history.warned,
+        )
 
     def _forward_without_replicas(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the module itself, on the only device or, without one, where it is."""
-        batch_size = None if self.gathers_outputs else self._batch_size(inputs, kwargs)
+        batch_size = None if self.gathers_outputs else self._inputs(inputs, kwargs).batch_size()
         tensors = chain(self.module.parameters(), self.module.buffers())
         if self.device_ids:
             device = self.devices[0]
@@ -248,17 +256,8 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
 
         If ``chunk_sizes`` is None, each device gets every tensor whole.
         """
-        arguments = scatter(
-            self.module.forward,
-            inputs,
-            kwargs or {},
-            self._devices_of(device_ids),
-            chunk_sizes,
-            self.dim,
-            self.broadcast,
-            self.split_inputs,
-            self._history.warned,
-        )
+        devices = self._devices_of(device_ids)
+        arguments = self._inputs(inputs, kwargs or {}).scatter(devices, chunk_sizes)
         return [args for args, _ in arguments], [keywords for _, keywords in arguments]
 
     def replicate(self, module: ModuleT, device_ids: Sequence[int | torch.device]) -> list[ModuleT]:
@@ -286,9 +285,8 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         losses: ChunkLosses | None = None,
     ) -> Any:
         """Return the outputs joined on ``output_device``; ``losses`` joins the 0-dim ones."""
-        sizes = None if losses is None else losses.chunk_sizes
         [device] = self._devices_of([output_device])
-        return gather(outputs, device, self.dim, self.scalar_outputs, sizes, losses)
+        return Gather(device, losses or self._losses(None), self.scalar_outputs).join(outputs)
 
     def _losses(self, chunk_sizes: Sequence[int] | None) -> ChunkLosses:
         return ChunkLosses(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import closing
 from itertools import chain
 from typing import Any
 
@@ -15,7 +15,7 @@ from .replicate import check_on_device
 
 
 def balanced_data_parallel(
-    gpu0_bsz: int,
+    gpu0_bsz: int | None,
     module: nn.Module,
     inputs: Any,
     device_ids: Sequence[Device] | None = None,
@@ -29,7 +29,7 @@ def balanced_data_parallel(
     of ``nn.DataParallel``. It never moves the module.
 
     Args:
-        gpu0_bsz: the most samples that the first device gets.
+        gpu0_bsz: the most samples that the first device gets; None is no limit.
         module: the module to evaluate; its parameters and buffers are on ``device_ids[0]``.
         inputs: a tuple of positional arguments, or the only one, or None.
         device_ids: as in ``BalancedDataParallel``.
@@ -45,27 +45,10 @@ def balanced_data_parallel(
         >>> balanced_data_parallel(1, model, torch.ones(8, 4), ["cpu", "cpu"]).shape
         torch.Size([8, 2])
     """
-    wrap = functools.partial(BalancedDataParallel, gpu0_bsz)
-    return evaluate_once(wrap, module, inputs, device_ids, output_device, dim, module_kwargs)
-
-
-def evaluate_once(
-    wrap: Callable[..., BalancedDataParallel[Any]],
-    module: nn.Module,
-    inputs: Any,
-    device_ids: Sequence[Device] | None = None,
-    output_device: Device | None = None,
-    dim: int = 0,
-    module_kwargs: dict[str, Any] | None = None,
-) -> Any:
-    """Evaluate the module with what ``wrap(module, device_ids, output_device, dim)`` returns."""
     devices = resolve_devices(device_ids, default_device_type())
     if devices:
         check_on_device(chain(module.parameters(), module.buffers()), devices[0])
     if not isinstance(inputs, tuple):
         inputs = () if inputs is None else (inputs,)
-    parallel = wrap(module, device_ids, output_device, dim)
-    try:
-        return parallel(*inputs, **(module_kwargs or {}))
-    finally:
-        parallel.close()
+    with closing(BalancedDataParallel(gpu0_bsz, module, device_ids, output_device, dim)) as model:
+        return model(*inputs, **(module_kwargs or {}))

@@ -1,65 +1,121 @@
-"""Nested containers: take inputs and outputs apart, and rebuild them with other values."""
+"""Arguments of a call by name, and containers: take apart, and rebuild with other values."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 from collections import deque
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence, Set
 from typing import Any
 
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
+from ..errors import ArgumentError
 
-def items(container: object) -> list[tuple[str, Any]] | None:
-    """Return the named items of a container, or None if ``container`` is a leaf.
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional and keyword arguments of a call."""
+
+
+def parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    """Return the parameters of a function by name; none if it has no signature."""
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return {}
+
+
+def named_arguments(
+    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> list[tuple[str, Any]]:
+    """Return the name and value of each argument; positional ones have the parameters' names."""
+    names: list[str] = []
+    rest = "inputs"
+    for parameter in parameters(function).values():
+        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
+            names.append(parameter.name)
+        elif parameter.kind is parameter.VAR_POSITIONAL:
+            rest = parameter.name
+    names.extend(f"{rest}.{i}" for i in range(len(args) - len(names)))
+    return [*zip(names, args, strict=False), *kwargs.items()]
+
+
+def check_paths(
+    option: str, paths: str | Iterable[str], function: Callable[..., Any]
+) -> frozenset[str]:
+    """Return the dotted paths, or the only one, that ``option`` names as arguments of ``function``.
+
+    Raises:
+        ArgumentError: a path does not begin with a parameter of ``function``.
+    """
+    paths = frozenset([paths] if isinstance(paths, str) else paths)
+    names = parameters(function)
+    takes_any = not names or any(p.kind is p.VAR_KEYWORD for p in names.values())
+    for path in () if takes_any else paths:
+        if path.split(".")[0] not in (*names, "inputs"):
+            raise ArgumentError(
+                f"{option} names {path!r}, but {getattr(function, '__qualname__', function)} takes "
+                f"{', '.join(names)}"
+            )
+    return paths
+
+
+def described(function: Callable[..., Any]) -> str:
+    """Return the name of a function, with the file and line of its definition."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    name = getattr(function, "__qualname__", type(function).__name__)
+    return name if code is None else f"{name} ({code.co_filename}:{code.co_firstlineno})"
+
+
+def items(container: object, path: str = "") -> list[tuple[str, Any]] | None:
+    """Return what a container holds, each with its dotted path, or None if it is a leaf.
 
     Containers are mutable mappings (``dict``, ``UserDict``, transformers' ``ModelOutput``),
     dataclass instances, named tuples, tuples, lists and deques, and subclasses of these.
     """
+    found: Iterable[tuple[Any, Any]]
     if isinstance(container, MutableMapping):
-        return [(str(key), value) for key, value in container.items()]
-    if dataclasses.is_dataclass(container) and not isinstance(container, type):
+        found = container.items()
+    elif dataclasses.is_dataclass(container) and not isinstance(container, type):
         fields = [field.name for field in dataclasses.fields(container)]
         # Attributes that __post_init__ or a cached property has set hold tensors, too.
         names = dict.fromkeys([*fields, *getattr(container, "__dict__", ())])
-        return [(name, getattr(container, name)) for name in names if hasattr(container, name)]
-    if isinstance(container, tuple) and hasattr(container, "_fields"):
-        return list(zip(container._fields, container, strict=True))
-    if isinstance(container, tuple | list | deque):
-        return [(str(index), value) for index, value in enumerate(container)]
-    return None
+        found = [(name, getattr(container, name)) for name in names if hasattr(container, name)]
+    elif isinstance(container, tuple) and hasattr(container, "_fields"):
+        found = zip(container._fields, container, strict=True)
+    elif isinstance(container, tuple | list | deque):
+        found = enumerate(container)
+    else:
+        return None
+    return [(f"{path}.{name}".lstrip("."), value) for name, value in found]
 
 
 def checked_items(value: object, path: str, error: type[Exception]) -> list[tuple[str, Any]] | None:
-    """Return the items of the input or output at ``path``, each with its dotted path, or None.
+    """Return the items of the input or output at ``path``, as ``items`` does.
 
     Raises:
         error: the value holds tensors but can be neither split nor joined.
     """
-    where = path or "the output"
+    found, problem = None, ""
     if isinstance(value, PackedSequence):
-        raise error(
-            f"{where} is a PackedSequence, which has no batch dimension to split; pass the padded "
-            "batch and its lengths, and pack and unpack inside forward"
+        problem = (
+            "has no batch dimension to split; pass the padded batch and its lengths, and pack and "
+            "unpack inside forward"
         )
-    if is_cache(value):
-        raise error(
-            f"{where} is a {type(value).__name__}, which belongs to one model and not to its "
-            "replicas; call the model with use_cache=False"
+    elif is_cache(value):
+        problem = (
+            "belongs to one model and not to its replicas; call the model with use_cache=False"
         )
-    found = items(value)
-    if found is not None:
-        return [(f"{path}.{name}".lstrip("."), child) for name, child in found]
-    if isinstance(value, Mapping | Set | Sequence) and not isinstance(value, str):
+    else:
+        found = items(value, path)
+    if found is None and isinstance(value, Mapping | Set | Sequence) and not isinstance(value, str):
         held = value.values() if isinstance(value, Mapping) else value
         if any(isinstance(item, torch.Tensor) for item in held):
-            raise error(
-                f"{where} is a {type(value).__name__}, which cannot be rebuilt with other "
-                "tensors; use a dict, list or tuple"
-            )
-    return None
+            problem = "cannot be rebuilt with other tensors; use a dict, list or tuple"
+    if problem:
+        raise error(f"{path or 'the output'} is a {type(value).__name__}, which {problem}")
+    return found
 
 
 def is_cache(value: object) -> bool:
@@ -69,11 +125,11 @@ def is_cache(value: object) -> bool:
 
 def leaves(value: object, path: str = "") -> Iterator[tuple[str, Any]]:
     """Yield what nested containers hold, each with its dotted path."""
-    children = items(value)
+    children = items(value, path)
     if children is None:
         yield path, value
     for name, child in children or ():
-        yield from leaves(child, f"{path}.{name}".lstrip("."))
+        yield from leaves(child, name)
 
 
 def tensors(value: object) -> Iterator[torch.Tensor]:
@@ -83,17 +139,13 @@ def tensors(value: object) -> Iterator[torch.Tensor]:
 
 def replaced(value: Any, tensors: Mapping[str, torch.Tensor], path: str = "") -> Any:
     """Return a value in which other tensors are at some dotted paths; containers are copied."""
-    if path in tensors and isinstance(value, torch.Tensor):
-        return tensors[path]
-    children = items(value) if tensors else None
+    children = items(value, path) if tensors else None
     if children is None:
-        return value
-    return rebuild(
-        value, [replaced(child, tensors, f"{path}.{name}".lstrip(".")) for name, child in children]
-    )
+        return tensors.get(path, value)
+    return rebuild(value, [replaced(child, tensors, name) for name, child in children])
 
 
-def rebuild(container: Any, values: Sequence[Any]) -> Any:
+def rebuild(container: Any, values: Iterable[Any]) -> Any:
     """Return a container like ``container`` that holds ``values``, in the order of its items."""
     if isinstance(container, tuple):
         make = getattr(container, "_make", type(container))  # of named tuples

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
+import logging
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from queue import SimpleQueue
 from typing import Any
@@ -15,11 +17,19 @@ import torch
 from ..devices import has_streams, is_emulated, is_symbolic, on_stream
 from ..errors import add_note
 from ..free_threading import is_free_threaded_build
-from .call_inputs import Arguments
 from .losses.cross_entropy import run_counted
+from .nested import Arguments
 
 TURN_SECONDS = 0.2
 """How long replicas on symbolic devices wait for the one before, which may wait for them."""
+
+PATIENCE_SECONDS = 20.0
+"""How long replicas on one device wait for the one before, which may wait for them."""
+
+logger = logging.getLogger(__name__)
+
+Job = deque[tuple[int, Callable[[], Any]]]
+"""The calls for one device, each with its index."""
 
 
 def parallel_apply(
@@ -37,6 +47,8 @@ def parallel_apply(
     Each call has the caller's grad mode, inference mode, autocast state and current streams, and
     with several devices a copy of its context variables.
 
+    The first exception of a replica is logged at once, for another replica may wait for it forever.
+
     Args:
         functions: one for each call.
         arguments: one for each call.
@@ -46,26 +58,29 @@ def parallel_apply(
 
     Raises:
         BaseException: the exception of the first call that failed, unchanged, after all have ended.
-        KeyboardInterrupt: after all have ended; a second one does not wait for ``workers``.
+        KeyboardInterrupt: after all have ended, or at once if a replica has failed.
     """
     restored = _state_of_caller(devices)
     results: dict[int, Any] = {}
     errors: dict[int, BaseException] = {}
-    jobs: dict[torch.device, dict[int, Callable[[], Any]]] = {}
+    jobs: dict[torch.device, Job] = {}
     for index, (device, function) in enumerate(zip(devices, functions, strict=True)):
         args, kwargs = arguments[index]
         call = functools.partial(run_counted, index, function, *args, **kwargs)
-        jobs.setdefault(device, {})[index] = call
+        jobs.setdefault(device, deque()).append((index, call))
 
-    def work(device: torch.device, job: dict[int, Callable[[], Any]]) -> None:
-        try:
-            for index, call in job.items():
+    def work(device: torch.device, job: Job) -> None:
+        while job:
+            index, call = job.popleft()
+            try:
                 with restored(device):
                     results[index] = call()
-        except BaseException as error:
-            errors[index] = error
-        finally:
-            job.clear()
+            except BaseException as error:
+                job.clear()
+                if len(jobs) > 1 and not errors and isinstance(error, Exception):
+                    text = f"{error!r} {_describe(index, devices, chunk_sizes)}"  # holds no frames
+                    logger.warning("%s; it is raised when the other replicas have ended", text)
+                errors[index] = error
 
     others = list(jobs.items())
     # Autograd runs the nodes of all emulated devices in one thread, the highest sequence number
@@ -73,28 +88,34 @@ def parallel_apply(
     # numbers are alike, and backward passes take turns, as if side by side on accelerators.
     are_alike = is_emulated(devices[0]) and len(others) > 1
     first = None if are_alike else others.pop(0)
-    # Without numbers to compute, threads would only pass the interpreter's lock to each other.
-    takes_turns = is_symbolic(devices[0])
     with _reserved(workers) as threads:
         ends: list[threading.Event] = []
         try:
             for device, job in others:
                 # Each in a copy of its own: a context cannot be entered twice at a time.
                 run = contextvars.copy_context().run
-                ends.append(threads.submit(device, functools.partial(run, work, device, job)))
-                if takes_turns:
+                run_job = functools.partial(run, _in_turn, work, device, job)
+                ends.append(threads.submit(device, run_job))
+                if is_symbolic(device):
+                    # Without numbers to compute, threads would only pass the interpreter's lock to
+                    # each other.
                     ends[-1].wait(TURN_SECONDS)
             if first is not None:
-                contextvars.copy_context().run(work, *first) if others else work(*first)
+                contextvars.copy_context().run(_in_turn, work, *first)
+            for error in errors.values():
+                if isinstance(error, KeyboardInterrupt):
+                    raise error
             _wait(ends)
-        except BaseException:  # the replicas still work on the caller's tensors
-            if not any(isinstance(error, KeyboardInterrupt) for error in errors.values()):
-                _wait(ends)
+        except BaseException as interrupt:
+            for error in errors.values():
+                if error is not interrupt:  # the others may wait for that replica, so leave them
+                    threads.release()
+                    raise interrupt from error
+            _wait(ends)  # they still work on the caller's tensors
             raise
     if errors:
-        index = min(errors)
-        error = errors[index]
-        add_note(error, _describe(index, devices, chunk_sizes))
+        error = errors[min(errors)]
+        add_note(error, _describe(min(errors), devices, chunk_sizes))
         try:
             raise error
         finally:
@@ -106,6 +127,34 @@ def parallel_apply(
     outputs = [results[index] for index in range(len(functions))]
     results.clear()  # a thread may refer to it a moment longer
     return outputs
+
+
+def _in_turn(work: Callable[[torch.device, Job], None], device: torch.device, job: Job) -> None:
+    """Do the calls of a job one after the other, or the rest at once if one of them is slow."""
+    context = contextvars.copy_context()
+
+    def start_the_rest() -> None:
+        logger.warning(
+            f"a replica on {device} has not ended after {PATIENCE_SECONDS} s, so the others there "
+            "start as well: it may wait for them, as synchronized batch norm does. Their random "
+            "numbers are mixed; use a device for each, such as those of emulate_devices"
+        )
+        rest = [(work, device, deque([job.popleft()])) for _ in range(len(job))]
+        run = [threading.Thread(target=context.copy().run, args=one, daemon=True) for one in rest]
+        for thread in run:
+            thread.start()
+        for thread in run:
+            thread.join()
+
+    if len(job) < 2:
+        return work(device, job)
+    timer = threading.Timer(PATIENCE_SECONDS, start_the_rest)
+    timer.daemon = True
+    timer.start()
+    work(device, job)
+    timer.cancel()
+    timer.join()
+    return None
 
 
 def _wait(events: Sequence[threading.Event]) -> None:
@@ -144,20 +193,22 @@ class Workers:
         self._threads[device][1].put((work, end))
         return end
 
-    def close(self) -> None:
-        """End the threads, and wait for them unless called by one. A later call starts new ones."""
+    def release(self) -> list[threading.Thread]:
+        """Let the threads end when they have done their work. A later call starts new ones."""
         ended, self._threads = list(self._threads.values()), {}
         for _, queue in ended:
             queue.put(None)
-        threads = [thread for thread, _ in ended]
+        return [thread for thread, _ in ended]
+
+    __del__ = release
+
+    def close(self) -> None:
+        """End the threads, and wait for them unless called by one."""
+        threads = self.release()
         # Inside forward, several may call this, and none may wait for another.
         if threading.current_thread() not in threads:
             for thread in threads:
                 thread.join()
-
-    def __del__(self) -> None:
-        for _, queue in self._threads.values():
-            queue.put(None)
 
 
 def _serve(queue: SimpleQueue[Any]) -> None:
@@ -220,31 +271,25 @@ def _state_of_caller(
 
     In it, a thread has the state that torch keeps for the calling thread, such as grad mode.
     """
-    grad_enabled, inference_mode = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-    autocasts = [
-        functools.partial(
-            torch.autocast,
-            device_type,
-            dtype=torch.get_autocast_dtype(device_type),
-            cache_enabled=torch.is_autocast_cache_enabled(),
-        )
-        for device_type in {"cpu", *(device.type for device in devices)}
-        if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
+    cache = torch.is_autocast_cache_enabled()
+    contexts: list[Callable[[], contextlib.AbstractContextManager[Any]]] = [
+        functools.partial(torch.inference_mode, torch.is_inference_mode_enabled()),
+        functools.partial(torch.set_grad_enabled, torch.is_grad_enabled()),
     ]
-    streams = {
-        device: torch.get_device_module(device).current_stream(device)
-        for device in devices
-        if has_streams(device)
-    }
+    for kind in {"cpu", *(device.type for device in devices)}:
+        if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+            dtype = torch.get_autocast_dtype(kind)
+            autocast = functools.partial(torch.autocast, kind, dtype, cache_enabled=cache)
+            contexts.append(autocast)
+    with_streams = filter(has_streams, devices)
+    streams = {d: torch.get_device_module(d).current_stream(d) for d in with_streams}
 
     @contextlib.contextmanager
     def restored(device: torch.device) -> Iterator[None]:
         module = torch.get_device_module(device)
         with contextlib.ExitStack() as stack:
-            stack.enter_context(torch.inference_mode(inference_mode))
-            stack.enter_context(torch.set_grad_enabled(grad_enabled))
-            for autocast in autocasts:
-                stack.enter_context(autocast())
+            for context in contexts:
+                stack.enter_context(context())
             if hasattr(module, "device"):  # the CPU has no current device
                 stack.enter_context(module.device(device))
             if device in streams:

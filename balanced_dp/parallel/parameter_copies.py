@@ -25,7 +25,7 @@ from ..torch_versions import run_at_once, will_execute
 from .arrivals import Arrivals
 from .coalesced_copy import Copies, bring_to, copy_to, fill_buckets, has_hooks
 from .deferred_gradients import DeferredGradients, added, on_copy_stream
-from .move import move
+from .scatter import move
 
 
 class ParameterCopies:

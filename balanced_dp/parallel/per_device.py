@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from ..errors import ScatterError
-from .gather import ScalarOutputs, check_scalar_outputs, gather
+from .gather import Gather, ScalarOutputs, check_scalar_outputs
 from .losses.join import ChunkLosses, OutputHistory
 from .parallel_apply import Workers, parallel_apply
-from .scatter import Scattered, scatter
+from .scatter import Inputs, Scattered
 
 _REMEDY = (
     "it holds one output for each device; compute the loss with BalancedCriterion, use map, or "
@@ -98,9 +98,8 @@ class PerDevice(Scattered):
         Raises:
             GatherError: the outputs differ in structure.
         """
-        sizes, dim = self.chunk_sizes, self.dim
-        losses = ChunkLosses(self._history, self.gather, sizes, dim, is_auto=False)
-        return gather(self._outputs, self.output_device, dim, self._scalar_outputs, sizes, losses)
+        losses = ChunkLosses(self._history, self.gather, self.chunk_sizes, self.dim, is_auto=False)
+        return Gather(self.output_device, losses, self._scalar_outputs).join(self._outputs)
 
     def map(
         self,
@@ -129,36 +128,24 @@ class PerDevice(Scattered):
             ArgumentError: ``scalar_outputs`` is none of these.
         """
         check_scalar_outputs(scalar_outputs)
-        functions = [function] * len(self)
-        return self._run(
-            functions, args, kwargs, self._history, function, scalar_outputs=scalar_outputs
-        )
+        history, dim, is_auto = self._history, self.dim, scalar_outputs == "auto"
+        inputs = Inputs(function, (self, *args), kwargs, dim, warned=history.warned)
+        losses = ChunkLosses(history, function, self.chunk_sizes, dim, is_auto=is_auto)
+        return self._run([function] * len(self), inputs, losses, scalar_outputs)
 
     def _run(
         self,
         functions: Sequence[Callable[..., Any]],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        history: OutputHistory,
-        function: Callable[..., Any],
-        loss_weight: Callable[..., Any] | str | None = None,
+        inputs: Inputs,
+        losses: ChunkLosses,
         scalar_outputs: ScalarOutputs = "auto",
-        **options: Any,
     ) -> Any:
-        """Call a function for each output, on its device, and join the results.
-
-        ``args`` and ``kwargs`` are those of ``function``, and split by ``scatter``, whose
-        ``options`` are given. The results are joined by ``ChunkLosses``.
-        """
-        sizes, is_auto = self.chunk_sizes, scalar_outputs == "auto"
-        options = {"dim": self.dim, "warned": history.warned, **options}
-        losses = ChunkLosses(history, function, sizes, options["dim"], loss_weight, is_auto)
-        arguments = scatter(function, (self, *args), kwargs, self.devices, sizes, **options)
-        losses.arguments = arguments
+        """Call a function for each output, on its device, and join the results."""
+        devices, sizes = self.devices, self.chunk_sizes
+        arguments = losses.arguments = inputs.scatter(devices, sizes)
         with losses.recording():
-            results = parallel_apply(functions, arguments, self.devices, sizes, self.workers)
-        device, dim = self.output_device, options["dim"]
-        joined = gather(results, device, dim, scalar_outputs, sizes, losses)
+            results = parallel_apply(functions, arguments, devices, sizes, self.workers)
+        joined = Gather(self.output_device, losses, scalar_outputs).join(results)
         losses.look_for_mixing(results)
         return joined
 

@@ -17,9 +17,9 @@ from .arrivals import Arrivals
 from .coalesced_copy import copy_to
 from .deferred_gradients import accumulate
 from .homes import refuse_alone
-from .move import move
 from .parameter_copies import ParameterCopies, copy_attributes
 from .replica import Blueprint, Replica
+from .scatter import move
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 

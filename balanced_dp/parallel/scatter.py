@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
+from ..devices import copy_stream, is_cuda, on_stream
 from ..errors import ScatterError, warn
 from . import nested
-from .call_inputs import Arguments, named_arguments
-from .move import move
+from .nested import Arguments
+
+Named = Iterable[tuple[str, Any]]
+"""Inputs, each with its dotted path."""
+
+Split = tuple[Sequence[torch.device], Sequence[int] | None]
+"""The devices of a call, and the chunk size of each; None if each gets everything."""
 
 
 class Scattered(Sequence[Any]):
-    """A sequence with one entry for each device, which ``scatter`` passes on as it is.
+    """A sequence with one entry for each device, which is passed on as it is.
 
     Attributes:
         devices: the devices of the entries.
@@ -29,185 +35,157 @@ class Scattered(Sequence[Any]):
     chunk_sizes: tuple[int, ...] | None
 
 
-def find_batch_size(
-    inputs: Iterable[tuple[str, Any]],
-    dim: int = 0,
-    broadcast: Collection[str] = (),
-    split: Collection[str] = (),
-) -> int | None:
-    """Return the size along ``dim`` of the first tensor to split, or None if there is none.
-
-    If no tensor is split, it is the length of the first sequence that ``split`` names, or that of
-    the first ``Scattered``. The arguments are those of ``scatter``, with a name for each input.
-
-    Raises:
-        ScatterError: the tensor has no dimension ``dim``.
-    """
-    path, value = _first_to_split(inputs, broadcast, split)
-    if isinstance(value, torch.Tensor):
-        return _size(value, dim, path)
-    if isinstance(value, Scattered):
-        return None if value.chunk_sizes is None else sum(value.chunk_sizes)
-    return None if value is None else len(value)
-
-
-def _first_to_split(
-    inputs: Iterable[tuple[str, Any]], broadcast: Collection[str], split: Collection[str]
-) -> tuple[str, Any]:
-    """Return the path and value that determine the batch size; the value is None without any."""
-    first_sequence: tuple[str, Any] | None = None
-    for path, value in _all_to_split(inputs, broadcast, split):
-        if isinstance(value, torch.Tensor):
-            return path, value
-        first_sequence = first_sequence or (path, value)
-    return first_sequence or ("", None)
-
-
-def _all_to_split(
-    inputs: Iterable[tuple[str, Any]], broadcast: Collection[str], split: Collection[str]
-) -> Iterator[tuple[str, Any]]:
-    for path, value in inputs:
-        if isinstance(value, torch.Tensor):
-            if value.dim() > 0 and not _is_broadcast(path, broadcast):
-                yield path, value
-        elif isinstance(value, Scattered) or path in split:
-            yield path, value
-        else:
-            children = nested.checked_items(value, path, ScatterError) or ()
-            yield from _all_to_split(children, broadcast, split)
-
-
-def scatter(
-    function: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    devices: Sequence[torch.device],
-    chunk_sizes: Sequence[int] | None,
-    dim: int = 0,
-    broadcast: Collection[str] = (),
-    split: Collection[str] = (),
-    warned: set[str] | None = None,
-) -> list[Arguments]:
-    """Return the arguments with which ``function`` is called on each device. Differentiable.
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """The arguments of a call for the whole batch, and how they are split.
 
     Tensors of batch size along ``dim`` are split, and so are the sequences named in ``split``.
     0-dim tensors and those named in ``broadcast`` are copied whole to each device. Anything else is
-    passed on, containers as shallow copies. A tensor is copied from its device directly to each
-    destination. A chunk that stays on its device is a copy, too, unless the tensor is expanded and
-    takes less memory than its chunks; then it is a view.
+    passed on, containers as shallow copies.
 
     Args:
-        function: the function, whose parameters give the arguments their names.
-        args: the positional arguments of the whole batch.
-        kwargs: its keyword arguments.
-        devices: the destinations.
-        chunk_sizes: the number of samples for each device. If None, nothing is split, and every
-            tensor is copied whole to each device.
+        function: what is called on each device; its parameters give the arguments their names.
+        args: the positional arguments.
+        kwargs: the keyword arguments.
         dim: the batch dimension.
         broadcast: dotted paths of tensors, or of containers of tensors, that are not split.
         split: dotted paths of sequences (lists, tuples, arrays) with an entry for each sample.
         warned: paths that do not warn again; others are added when they warn.
-
-    Raises:
-        ScatterError: the size of a tensor along ``dim``, or the length of a sequence in ``split``,
-            is not the batch size.
-
-    Warns:
-        BalanceWarning: another sequence is as long as the batch, so it may have one entry for each
-            sample; or an object that is no container has tensors as attributes.
     """
-    inputs = named_arguments(function, args, kwargs)
-    warned = set() if warned is None else warned
-    call = _Scatter(inputs, devices, chunk_sizes, dim, broadcast, split, warned)
-    columns = [call.scatter(value, path) for path, value in inputs]
-    chunks = [tuple(column[i] for column in columns) for i in range(len(devices))]
-    count = len(args)
-    return [(chunk[:count], dict(zip(kwargs, chunk[count:], strict=True))) for chunk in chunks]
 
+    function: Callable[..., Any]
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    dim: int = 0
+    broadcast: Collection[str] = ()
+    split: Collection[str] = ()
+    warned: set[str] = field(default_factory=set)
 
-@dataclass(frozen=True, slots=True)
-class _Scatter:
-    """A call of ``scatter``, with its arguments."""
+    def batch_size(self) -> int | None:
+        """Return the size along ``dim`` of the first tensor to split, or None if there is none.
 
-    inputs: Sequence[tuple[str, Any]]
-    devices: Sequence[torch.device]
-    chunk_sizes: Sequence[int] | None
-    dim: int
-    broadcast: Collection[str]
-    split: Collection[str]
-    warned: set[str]
+        If no tensor is split, it is the length of the first sequence that ``split`` names, or that
+        of the first ``Scattered``.
 
-    def scatter(self, value: Any, path: str) -> list[Any]:
-        """Return the value for each device."""
+        Raises:
+            ScatterError: the tensor has no dimension ``dim``.
+
+        Warns:
+            BalanceWarning: nothing is split although there are lists, arrays or iterators; or
+                nothing but the tensors of a list, which may have an entry for each sample.
+        """
+        named = self._named()
+        found = list(self._all_to_split(named))
+        for path, value in _sequences(named):
+            if not found:
+                fact = "and nothing is split, so the call runs on one device"
+                fact += "; make it a list" if isinstance(value, Iterator) else ""
+                self._warn(path, value, fact)
+            elif all(_is_below(one, [path]) for one, _ in found) and _are_alike(value):
+                fact = f"of {len(value)} items, whose tensors are split along dim {self.dim}"
+                if isinstance(value, list):
+                    self._warn(path, value, fact, silence="a tuple in its place")
+        path, value = _first(found)
         if isinstance(value, torch.Tensor):
-            parts = self._parts(value, path)
+            return self._size(value, path)
+        if isinstance(value, Scattered):
+            return None if value.chunk_sizes is None else sum(value.chunk_sizes)
+        return None if value is None else len(value)
+
+    def scatter(
+        self, devices: Sequence[torch.device], chunk_sizes: Sequence[int] | None
+    ) -> list[Arguments]:
+        """Return the arguments for each device. Differentiable.
+
+        A tensor is copied from its device directly to each destination. A chunk that stays on its
+        device is a copy, too, unless the tensor is expanded and takes less memory than its chunks;
+        then it is a view.
+
+        Args:
+            devices: the destinations.
+            chunk_sizes: the number of samples for each device. If None, nothing is split, and every
+                tensor is copied whole to each device.
+
+        Raises:
+            ScatterError: the size of a tensor along ``dim``, or the length of a sequence in
+                ``split``, is not the batch size.
+
+        Warns:
+            BalanceWarning: another sequence is as long as the batch, so it may have one entry for
+                each sample; or an object that is no container has tensors as attributes.
+        """
+        split, count = (devices, chunk_sizes), len(self.args)
+        columns = [self._parts(value, path, split) for path, value in self._named()]
+        rows = [tuple(column[i] for column in columns) for i in range(len(devices))]
+        return [(row[:count], dict(zip(self.kwargs, row[count:], strict=True))) for row in rows]
+
+    def _named(self) -> Named:
+        return nested.named_arguments(self.function, self.args, self.kwargs)
+
+    def _all_to_split(self, inputs: Named) -> Iterator[tuple[str, Any]]:
+        for path, value in inputs:
+            is_tensor = isinstance(value, torch.Tensor)
+            if is_tensor and (value.dim() == 0 or _is_below(path, self.broadcast)):
+                continue
+            if is_tensor or isinstance(value, Scattered) or path in self.split:
+                yield path, value
+            else:
+                yield from self._all_to_split(nested.checked_items(value, path, ScatterError) or ())
+
+    def _parts(self, value: Any, path: str, split: Split) -> list[Any]:
+        """Return the value for each device."""
+        devices, sizes = split
+        if isinstance(value, torch.Tensor):
+            parts = self._chunks(value, path, split)
             return [
                 # Written to in place, a whole tensor would be written once for each replica.
-                move(part, device, copy=part is value and device in self.devices[:i])
-                for i, (part, device) in enumerate(zip(parts, self.devices, strict=True))
+                move(part, device, copy=part is value and device in devices[:i])
+                for i, (part, device) in enumerate(zip(parts, devices, strict=True))
             ]
         if isinstance(value, Scattered):
-            return self._checked_entries(value, path)
-        if self.chunk_sizes is None:
-            if isinstance(value, PackedSequence):
-                # Torch's stubs know PackedSequence.to with a dtype only.
-                return [value.to(device) for device in self.devices]  # type: ignore[arg-type]
-        elif path in self.split:
-            return self._scatter_sequence(value, path, self.chunk_sizes)
-        elif self._looks_like_samples(value):
-            self._warn(
-                path,
-                f"input {path} is a {type(value).__name__} as long as the batch, {len(value)}, "
-                f"but is passed whole to each device; split=({path!r},) gives each the entries of "
-                f"its samples, and broadcast=({path!r},) silences this warning",
-            )
+            if value.devices != tuple(devices) or (sizes and value.chunk_sizes != tuple(sizes)):
+                call = f"splits {tuple(sizes)}" if sizes else "does not split"
+                where = ", ".join(map(str, devices))
+                raise _error(
+                    path, f"is {value!r}, but this call {call} on {where}; gather() it first"
+                )
+            return list(value)
+        length, kind = _length(value), type(value).__name__
+        if sizes is None and isinstance(value, PackedSequence):
+            # Torch's stubs know PackedSequence.to with a dtype only.
+            return [value.to(device) for device in devices]  # type: ignore[arg-type]
+        if sizes is not None and path in self.split:
+            if length != sum(sizes):
+                fact = f"is in split, but it is a {kind} of length {length}"
+                raise _error(path, f"{fact}, and the batch has {sum(sizes)} samples")
+            bounds = zip(devices, pairwise(accumulate(sizes, initial=0)), strict=True)
+            return [self._parts(value[i:j], path, ([device], None))[0] for device, (i, j) in bounds]
+        if sizes is not None and 1 < sum(sizes) == length:
+            held = [leaf for _, leaf in nested.leaves(value) if leaf is not None]
+            if held and not any(isinstance(leaf, torch.Tensor) for leaf in held):
+                fact = f"as long as the batch, {length}, but is passed whole to each device"
+                self._warn(path, value, fact, f"split=({path!r},) splits it")
         children = nested.checked_items(value, path, ScatterError)
         if children is None:
             self._warn_if_it_hides_tensors(value, path)
-            return [value] * len(self.devices)
-        try:
-            columns = [self.scatter(child, name) for name, child in children]
-        except ScatterError as error:
-            if not self._is_as_long_as_the_batch(value):
-                raise
-            raise ScatterError(
-                f"{error}; if {path} has one entry for each sample, split=({path!r},) splits it, "
-                "or stack or pad its tensors to one"
-            ) from None
-        return [
-            nested.rebuild(value, [column[i] for column in columns])
-            for i in range(len(self.devices))
-        ]
+            return [value] * len(devices)
+        columns = [self._parts(child, name, split) for name, child in children]
+        rows = [[column[i] for column in columns] for i in range(len(devices))]
+        return [nested.rebuild(value, row) for row in rows]
 
-    def _parts(self, tensor: torch.Tensor, path: str) -> Sequence[torch.Tensor]:
+    def _chunks(self, tensor: torch.Tensor, path: str, split: Split) -> Sequence[torch.Tensor]:
         """Return what each device gets of a tensor, not yet moved."""
-        sizes = self.chunk_sizes
-        if sizes is None or tensor.dim() == 0 or _is_broadcast(path, self.broadcast):
-            return [tensor] * len(self.devices)
-        size = _size(tensor, self.dim, path)
+        devices, sizes = split
+        if sizes is None or tensor.dim() == 0 or _is_below(path, self.broadcast):
+            return [tensor] * len(devices)
+        if self._size(tensor, path) != sum(sizes):
+            raise self._size_error(tensor, path, sum(sizes))
         if tensor.is_nested or tensor.layout != torch.strided:
-            raise ScatterError(
-                f"input {path} is a sparse or nested tensor, which is not split; pass a dense one, "
-                "and convert it inside forward"
-            )
-        if size != sum(sizes):
-            fact = (
-                f"input {path} of shape {tuple(tensor.shape)} has size {size} along dim {self.dim}"
-                f", but the batch has {sum(sizes)} samples"
-            )
-            remedy = (
-                f"if {path} is not one entry a sample, broadcast=({path!r},) copies it whole to "
-                "each device"
-            )
-            first, _ = _first_to_split(self.inputs, self.broadcast, self.split)
-            if first != path:
-                fact += f" by its first tensor, {first}"
-                remedy += f", and if {first} is not, broadcast=({first!r},) does"
-            raise ScatterError(f"{fact}; {remedy}")
+            raise _error(path, "is a sparse or nested tensor, which is not split; pass a dense one")
         if len(sizes) == 1:
             return [tensor]
         parts = list(tensor.split(list(sizes), self.dim))
-        staying = [i for i, device in enumerate(self.devices) if device == tensor.device]
+        staying = [i for i, device in enumerate(devices) if device == tensor.device]
         if tensor.untyped_storage().nbytes() >= sum(parts[i].nbytes for i in staying):
             # As views they would keep the whole batch there for as long as autograd needs them, and
             # an in-place operation on one would count as one on all. What is expanded stays so.
@@ -215,79 +193,103 @@ class _Scatter:
                 parts[i] = move(parts[i], tensor.device, copy=True)
         return parts
 
-    def _checked_entries(self, value: Scattered, path: str) -> list[Any]:
-        """Return the entries of a ``Scattered`` that was split as in this call."""
-        sizes = value.chunk_sizes if self.chunk_sizes is None else tuple(self.chunk_sizes)
-        if (value.devices, value.chunk_sizes) != (tuple(self.devices), sizes):
-            split = "does not split" if self.chunk_sizes is None else f"splits {sizes}"
-            raise ScatterError(
-                f"input {path} is {value!r}, but this call {split} on "
-                f"{', '.join(map(str, self.devices))}; gather() it first"
+    def _size(self, tensor: torch.Tensor, path: str) -> int:
+        if not -tensor.dim() <= self.dim < tensor.dim():
+            fact = f"of shape {tuple(tensor.shape)} has no dimension {self.dim} to split"
+            raise _error(path, f"{fact}; broadcast=({path!r},) copies it whole to each device")
+        return tensor.size(self.dim)
+
+    def _size_error(self, tensor: torch.Tensor, path: str, batch: int) -> ScatterError:
+        """Return the error of a tensor that is not of batch size, with the remedy for its cause."""
+        size, named = tensor.size(self.dim), self._named()
+        first, other = _first(self._all_to_split(named))
+        lengths = {name: len(value) for name, value in _sequences(named) if _are_alike(value)}
+        entries = next((n for name, n in lengths.items() if _is_below(first, [name])), batch)
+        lists = tuple(name for name, n in lengths.items() if n == entries)
+        turned = [n for n, t, s in ((path, tensor, batch), (first, other, size)) if s in t.shape]
+        source, also = "", ""
+        if first != path:
+            source = f" by its first tensor, {first}"
+            also = f", and if {first} is not, broadcast=({first!r},) does"
+        if any(_is_below(one, lists) for one in (path, first)):
+            remedy = (
+                f"if {' and '.join(lists)} has one entry for each sample, split={lists!r} splits "
+                "it, or stack or pad its tensors to one"
             )
-        return list(value)
-
-    def _scatter_sequence(self, sequence: Any, path: str, sizes: Sequence[int]) -> list[Any]:
-        """Return for each device the entries of its samples."""
-        if _length(sequence) != sum(sizes):
-            raise ScatterError(
-                f"input {path} is in split, but it is a {type(sequence).__name__} of length "
-                f"{_length(sequence)}, and the batch has {sum(sizes)} samples"
+        elif turned:
+            remedy = f"if {turned[0]} has its samples along another dimension, transpose it"
+        else:
+            remedy = (
+                f"if {path} is not one entry a sample, broadcast=({path!r},) copies it whole to "
+                f"each device{also}"
             )
-        bounds = pairwise(accumulate(sizes, initial=0))
-        parts = []
-        for device, (start, end) in zip(self.devices, bounds, strict=True):
-            whole = replace(self, devices=[device], chunk_sizes=None)
-            parts += whole.scatter(sequence[start:end], path)
-        return parts
-
-    def _is_as_long_as_the_batch(self, value: Any) -> bool:
-        """Return whether a list, tuple or array has as many entries as the batch has samples."""
-        return self.chunk_sizes is not None and 1 < sum(self.chunk_sizes) == _length(value)
-
-    def _looks_like_samples(self, value: Any) -> bool:
-        return (
-            self._is_as_long_as_the_batch(value)
-            and any(item is not None for item in value)
-            and next(nested.tensors(value), None) is None
-        )
+        fact = f"of shape {tuple(tensor.shape)} has size {size} along dim {self.dim}"
+        return _error(path, f"{fact}, but the batch has {batch} samples{source}; {remedy}")
 
     def _warn_if_it_hides_tensors(self, value: Any, path: str) -> None:
-        attributes = {} if isinstance(value, type) else getattr(value, "__dict__", {})
-        hidden = [
-            n for n, held in attributes.items() if isinstance(held, torch.Tensor) and held.dim()
-        ]
-        if hidden:
-            self._warn(
-                path,
-                f"input {path} is a {type(value).__name__}, whose tensors ({', '.join(hidden)}) "
-                "are neither split nor moved; pass a dataclass or dictionary of them to split "
-                f"them, or silence this warning with broadcast=({path!r},)",
-            )
+        held = {} if isinstance(value, type | nn.Module) else getattr(value, "__dict__", {})
+        stores = [held, *(v for v in held.values() if isinstance(v, Mapping))]  # as of PyG's Data
+        tensors = [(n, t) for one in stores for n, t in one.items() if isinstance(t, torch.Tensor)]
+        if hidden := ", ".join(str(name) for name, tensor in tensors if tensor.dim()):
+            fact = f"whose tensors ({hidden}) are neither split nor moved"
+            remedy = "pass a dictionary of them, or in split a list with an object for each sample"
+            self._warn(path, value, fact, remedy)
 
-    def _warn(self, path: str, message: str) -> None:
-        """Warn once of an input, unless ``broadcast`` names it."""
-        if path not in self.warned and not _is_broadcast(path, self.broadcast):
+    def _warn(self, path: str, value: Any, fact: str, remedy: str = "", silence: str = "") -> None:
+        """Warn once of an input, unless ``broadcast`` or ``split`` names it."""
+        if path not in self.warned and not _is_below(path, [*self.broadcast, *self.split]):
             self.warned.add(path)
-            warn(message)
+            remedy = remedy or f"if it is as long as the batch, split=({path!r},) splits it"
+            silence = silence or f"broadcast=({path!r},)"
+            name = type(value).__name__
+            warn(f"input {path} is a {name} {fact}; {remedy}; {silence} silences this warning")
+
+
+def _first(found: Named) -> tuple[str, Any]:
+    """Return the path and value that determine the batch size: a tensor, if there is one."""
+    return min(found, key=lambda one: not isinstance(one[1], torch.Tensor), default=("", None))
+
+
+def _sequences(inputs: Named) -> Iterator[tuple[str, Any]]:
+    """Yield the outermost lists, tuples, arrays and iterators of more than one entry."""
+    for path, value in inputs:
+        if isinstance(value, Iterator) or _length(value) not in (None, 0, 1):
+            yield path, value
+        else:
+            yield from _sequences(nested.items(value, path) or ())
 
 
 def _length(value: Any) -> int | None:
     """Return the length of a list, tuple or array, or None for anything else."""
-    if isinstance(value, list | tuple):
-        return None if hasattr(value, "_fields") else len(value)
-    numpy = sys.modules.get("numpy")  # torch may be installed without
-    is_array = numpy is not None and isinstance(value, numpy.ndarray) and value.ndim > 0
-    return len(value) if is_array else None
+    is_list = isinstance(value, list | tuple) and not hasattr(value, "_fields")
+    is_array = type(value).__module__.startswith("numpy") and bool(getattr(value, "ndim", 0))
+    return len(value) if is_list or is_array else None
 
 
-def _is_broadcast(path: str, broadcast: Collection[str]) -> bool:
-    return any(f"{path}.".startswith(f"{name}.") for name in broadcast)
+def _are_alike(value: Any) -> bool:
+    """Return whether a value is a list or tuple whose items are of one type and rank."""
+    is_list = isinstance(value, list | tuple)
+    return is_list and len({(type(item), getattr(item, "ndim", 0)) for item in value}) == 1
 
 
-def _size(tensor: torch.Tensor, dim: int, path: str) -> int:
-    if not -tensor.dim() <= dim < tensor.dim():
-        raise ScatterError(
-            f"input {path} of shape {tuple(tensor.shape)} has no dimension {dim} to split; "
-            f"broadcast=({path!r},) copies it whole to each device"
-        )
-    return tensor.size(dim)
+def _error(path: str, message: str) -> ScatterError:
+    return ScatterError(f"input {path} {message}")
+
+
+def _is_below(path: str, others: Iterable[str]) -> bool:
+    """Return whether a path is one of others, or below one."""
+    return any(f"{path}.".startswith(f"{other}.") for other in others)
+
+
+def move(tensor: torch.Tensor, device: torch.device, copy: bool = False) -> torch.Tensor:
+    """Return the tensor on ``device``; a new tensor if ``copy`` is set. Differentiable."""
+    if not is_cuda(device) or tensor.device.type != "cpu":
+        # A copy to the CPU that does not block could be read before it is complete.
+        return tensor.to(device, non_blocking=device.type != "cpu", copy=copy)
+    stream = copy_stream(device)  # so that it does not wait for the kernels queued there
+    with on_stream(stream):
+        copied = tensor.to(device, non_blocking=True)
+    current = torch.get_device_module(device).current_stream(device)
+    current.wait_stream(stream)
+    copied.record_stream(current)
+    return copied

@@ -1,13 +1,22 @@
+"""Outputs of any structure are joined to those of the whole batch, or say what to change."""
+
 from __future__ import annotations
 
+import warnings
 from collections import OrderedDict, UserDict
+from contextlib import nullcontext
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
 from torch import nn
+from torch.utils._pytree import tree_flatten
 
-from balanced_dp import BalancedCriterion, BalancedDataParallel, BalanceWarning, GatherError
-from balanced_dp.parallel.gather import gather
+from balanced_dp import BalancedDataParallel, BalanceWarning, GatherError
+from balanced_dp.parallel.gather import Gather
+from balanced_dp.parallel.losses.join import ChunkLosses, OutputHistory
 
 from ..modules import Lambda
 from .containers import Frozen, Pair
@@ -15,10 +24,16 @@ from .containers import Frozen, Pair
 CPU = torch.device("cpu")
 
 
-def test_tensors_are_joined_along_dim():
-    first, second = torch.zeros(2, 1), torch.ones(2, 3)
-    assert gather([first, second], CPU, dim=1).tolist() == [[0, 1, 1, 1]] * 2
-    assert gather([first, second], CPU, dim=-1).tolist() == [[0, 1, 1, 1]] * 2
+def gather(outputs, device=CPU, dim=0, scalar_outputs="auto", chunk_sizes=None):
+    losses = ChunkLosses(OutputHistory(), gather, chunk_sizes, dim, is_auto=False)
+    return Gather(device, losses, scalar_outputs).join(outputs)
+
+
+def split(forward, gpu0_bsz=1, num_devices=4, **options):
+    return BalancedDataParallel(gpu0_bsz, Lambda(forward), ["cpu"] * num_devices, **options)
+
+
+# What is joined, and how.
 
 
 @pytest.mark.parametrize(
@@ -35,11 +50,12 @@ def test_tensors_are_joined_along_dim():
         lambda x: None,
         lambda x: float("nan"),
         lambda x: torch.float32,
+        lambda x: np.array([1.0, np.nan]),
         lambda x: [],
     ],
 )
 def test_outputs_of_any_structure_are_joined(container):
-    joined = gather([container(torch.arange(2)), container(torch.arange(2, 5))], CPU)
+    joined = gather([container(torch.arange(2)), container(torch.arange(2, 5))])
     assert repr(joined) == repr(container(torch.arange(5)))
 
 
@@ -53,24 +69,18 @@ def test_outputs_of_any_structure_are_joined(container):
         ),
         ([[1, 2], [1]], "output (the whole) cannot be joined: the replicas returned different"),
         ([{"a": 1}, {"b": 1}], "the replicas returned different items (['a'], ['b'])"),
-        (
-            [{1: 1, "1": 2}, {1: 1, "1": 2}],
-            "has keys that are the same as text, among [1, '1']; rename them",
-        ),
         ([None, torch.zeros(2)], "the replicas returned different types (None, (2,))"),
-        ([torch.zeros(2), torch.tensor(0.0)], "shapes that cannot be joined along dim 0 ((2,), ()"),
-        ([torch.zeros(2, 3), torch.zeros(2, 4)], "along dim 0 ((2, 3), (2, 4))"),
+        ([torch.zeros(2), torch.tensor(0.0)], "has shapes [(2,), ()]"),
+        ([torch.zeros(2, 3), torch.zeros(2, 4)], "has shapes [(2, 3), (2, 4)]"),
         ([object(), object()], "different values"),
-        ([torch.zeros(2).numpy(), torch.ones(2).numpy()], "different values"),
+        ([np.zeros(2), np.ones(2)], "different values"),
+        ([torch.tensor(True), torch.tensor(False)], "different values"),
     ],
 )
 def test_outputs_that_differ_are_named(outputs, message):
     with pytest.raises(GatherError) as caught:
-        gather(outputs, CPU)
+        gather(outputs)
     assert message in str(caught.value)
-
-
-SCALARS = [torch.tensor(1.0), torch.tensor(4.0)]
 
 
 @pytest.mark.parametrize(
@@ -83,43 +93,154 @@ SCALARS = [torch.tensor(1.0), torch.tensor(4.0)]
     ],
 )
 def test_scalars(scalar_outputs, chunk_sizes, expected):
-    joined = gather(SCALARS, CPU, scalar_outputs=scalar_outputs, chunk_sizes=chunk_sizes)
+    numbers = [torch.tensor(1.0), torch.tensor(4.0)]
+    joined = gather(numbers, scalar_outputs=scalar_outputs, chunk_sizes=chunk_sizes)
     assert joined.tolist() == expected
 
 
-def test_integers_that_differ_add_up_and_are_warned_of():
-    """The number of right answers was made a mean, and a bool a fraction."""
+def test_integers_that_differ_add_up():
+    """The number of right answers was made a mean."""
     with pytest.warns(BalanceWarning, match="a whole number that differs .* is added up"):
-        assert gather([torch.tensor(1), torch.tensor(2)], CPU, chunk_sizes=[1, 1]) == 3
-    with pytest.raises(GatherError, match="different values"):
-        gather([torch.tensor(True), torch.tensor(False)], CPU, chunk_sizes=[1, 1])
-    assert gather([torch.tensor(2), torch.tensor(2)], CPU).item() == 2
-    total = gather([torch.tensor(1), torch.tensor(2)], CPU, scalar_outputs="sum")
+        assert gather([torch.tensor(1), torch.tensor(2)], chunk_sizes=[1, 1]) == 3
+    assert gather([torch.tensor(2), torch.tensor(2)]).item() == 2
+    total = gather([torch.tensor(1), torch.tensor(2)], scalar_outputs="sum")
     assert (total.item(), total.dtype) == (3, torch.long)
 
 
-def test_rows_are_joined_along_the_dimension_of_the_samples():
-    def joined(*shapes, chunk_sizes=(1, 4), dim=0):
-        parts = [torch.zeros(shape) for shape in shapes]
-        return tuple(gather(parts, CPU, dim, chunk_sizes=chunk_sizes).shape)
+@pytest.mark.parametrize(
+    ("shapes", "sizes", "dim", "expected"),
+    [
+        ([(1, 3), (4, 3)], (1, 4), 0, (5, 3)),
+        ([(2, 1, 3), (2, 4, 3)], (1, 4), 0, (2, 5, 3)),  # states of an RNN
+        ([(6, 2, 1), (6, 2, 4)], (1, 4), 1, (6, 2, 5)),
+        ([(3, 1), (3, 4)], (1, 4), -1, (3, 5)),
+        ([(4, 3), (4, 3)], (4, 4), 0, (8, 3)),
+        ([(2, 4, 3), (2, 4, 3)], (4, 4), 0, (2, 8, 3)),
+        ([(3,), (4, 3)], (1, 4), 0, (5, 3)),  # squeeze() of a chunk of one sample
+        ([(), (4,)], (1, 4), 0, (5,)),
+        ([(2,), (2, 4)], (1, 4), 1, (2, 5)),
+        ([(0, 3), (0, 3)], (1, 4), 0, (0, 3)),
+    ],
+)
+def test_the_dimension_of_the_samples(shapes, sizes, dim, expected):
+    parts = [torch.zeros(shape) for shape in shapes]
+    assert gather(parts, dim=dim, chunk_sizes=sizes).shape == expected
 
-    assert joined((1, 3), (4, 3)) == (5, 3)
-    assert joined((2, 3), (8, 3)) == (10, 3)  # two tokens a sample
-    assert joined((3, 3), (2, 3)) == (5, 3)  # of each sample another number of rows
-    assert joined((2, 1, 3), (2, 4, 3)) == (2, 5, 3)  # states of an RNN
-    assert joined((6, 2, 1), (6, 2, 4), dim=1) == (6, 2, 5)
-    assert joined((4, 3), (4, 3), chunk_sizes=(4, 4)) == (8, 3)
-    assert joined((2, 4, 3), (2, 4, 3), chunk_sizes=(4, 4)) == (2, 8, 3)
+
+# Any rank, any place of the batch, any number of rows, any split.
 
 
-@pytest.mark.parametrize("shape", [(3,), (1, 5), (5, 4)])
-def test_what_is_no_row_for_each_sample_is_an_error(shape):
-    parts = [torch.zeros(shape)] * 2
-    with pytest.raises(GatherError, match=r"output logits has shape .* on every replica, though "):
-        gather([{"logits": part} for part in parts], CPU, chunk_sizes=[1, 4])
-    if shape != (5, 4):  # along its other dimension
-        with pytest.raises(GatherError, match="it has no row for each of them"):
-            gather(parts, CPU, chunk_sizes=[4, 4])
+def rows_of(x, k, is_sorted):
+    """Returns k rows of each sample, in the order of the samples or one batch after the other."""
+    rows = torch.stack([x * (i + 1) for i in range(k)], 1 if is_sorted else 0)
+    return rows.flatten(0, 1)
+
+
+KINDS = {
+    "tensor": lambda y: y,
+    "dictionary": lambda y: {"a": y, "b": {"c": y + 1, "d": None}},
+    "list": list,
+    "tuple": lambda y: y.unbind(0),
+    "nested": lambda y: [{"row": row, "name": "a"} for row in y],
+    "numbers": lambda y: [row.sum() for row in y],
+    "squeezed": lambda y: y.squeeze(),
+}
+
+
+@given(
+    kind=st.sampled_from([*KINDS]),
+    rest=st.lists(st.integers(1, 5), max_size=3),
+    place=st.integers(0, 3),
+    k=st.integers(1, 3),
+    is_sorted=st.booleans(),
+    batch_size=st.integers(1, 17),
+    gpu0_bsz=st.none() | st.integers(0, 5),
+    num_devices=st.integers(1, 5),
+)
+@pytest.mark.filterwarnings("ignore:gpu0_bsz")
+def test_outputs_are_exact_or_it_is_said(
+    kind, rest, place, k, is_sorted, batch_size, gpu0_bsz, num_devices
+):
+    place = min(place, len(rest))
+    if kind not in ("tensor", "dictionary"):
+        place, k = 0, k if kind == "squeezed" else 1
+
+    def forward(_, x):
+        return KINDS[kind](rows_of(x, k, is_sorted).movedim(0, place))
+
+    x = torch.randn(batch_size, *rest, dtype=torch.double, requires_grad=True)
+    model = split(forward, gpu0_bsz, num_devices)
+    sizes = {size for size in model.split(batch_size) if size}
+    # What docs/limits.md says of chunks of one size: another dimension that has it.
+    assume(len(sizes) > 1 or not {*rest} & {*sizes, *(size * k for size in sizes)})
+    expected = model.module(x)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", BalanceWarning)
+        try:
+            found = model(x)
+        except GatherError:
+            return
+    if not any("may differ" in str(one.message) for one in told):
+        found, expected = (tree_flatten(output) for output in (found, expected))
+        assert found[1] == expected[1]
+        for one, other in zip(found[0], expected[0], strict=True):
+            torch.testing.assert_close(one, other) if torch.is_tensor(one) else one == other
+
+
+# The remedy of each error and warning.
+
+
+def padded(_, x, **options):
+    lengths = x[:, 0].detach().div(7).clamp(1, 5).long()
+    rows = x[:, None].expand(-1, 5, -1)
+    packed = nn.utils.rnn.pack_padded_sequence(rows, lengths, True, enforce_sorted=False)
+    return nn.utils.rnn.pad_packed_sequence(packed, batch_first=True, **options)[0]
+
+
+NO_ROWS, ROWS, LIST = "no row for each of them", r"\(N, rows, \.\.\.\)", "a tuple of items"
+
+REMEDIES = [
+    (padded, "total_length=", "total_length=", lambda m, x: padded(m, x, total_length=5)),
+    # In chunks of one size pairs have the shape of rows.
+    (lambda m, x: x @ x.T, "pairs of samples", None, lambda m, x: x),
+    (lambda m, x: x.mean(0), NO_ROWS, None, lambda m, x: x.mean()),
+    (lambda m, x: x.mean(0, keepdim=True), NO_ROWS, None, lambda m, x: x.mean()),
+    (lambda m, x: x.amax(1)[:2], ROWS, NO_ROWS, lambda m, x: x.amax(1)),
+    (lambda m, x: x.new_ones(5), NO_ROWS, NO_ROWS, lambda m, x: x),
+    (lambda m, x: torch.cat([x, -x]), ROWS, ROWS, lambda m, x: torch.stack([x, -x], 1)),
+    (lambda m, x: torch.cat([x, -x]), ROWS, ROWS, lambda m, x: (x, -x)),
+    (lambda m, x: x[x > 9], ROWS, ROWS, lambda m, x: (x > 9, x)),
+    (lambda m, x: list(x), None, LIST, lambda m, x: torch.stack(list(x))),
+    (lambda m, x: [x, x, -x], None, LIST, lambda m, x: (x, x, -x)),
+]
+
+
+@pytest.mark.parametrize("is_even", [False, True])
+@pytest.mark.parametrize(("wrong", "if_uneven", "if_even", "right"), REMEDIES)
+def test_what_an_error_or_warning_advises_works(wrong, right, if_uneven, if_even, is_even):
+    """Statistics were joined to a multiple of their size, and images to rows of channels."""
+    x = torch.arange(36, dtype=torch.double).view(12, 3).requires_grad_()
+    gpu0_bsz, message = (None, if_even) if is_even else (1, if_uneven)
+    with (
+        nullcontext()
+        if message is None
+        else pytest.raises((GatherError, BalanceWarning), match=message)
+    ):
+        split(wrong, gpu0_bsz)(x)
+    model = split(right, gpu0_bsz)
+    torch.testing.assert_close(model(x), model.module(x))
+
+
+def test_squeeze_of_chunks_of_one_sample():
+    """Without the batch dimension, a row for each sample looks like a loss."""
+    x = torch.randn(4, 3, dtype=torch.double)
+    module = nn.Linear(3, 1).double()
+    forward = {-1: lambda m, x: module(x).squeeze(-1), None: lambda m, x: module(x).squeeze()}
+    with pytest.warns(BalanceWarning, match=r"Use squeeze\(-1\)"):
+        split(forward[None], None)(x)
+    torch.testing.assert_close(split(forward[-1], None)(x), module(x).squeeze(-1))
+    x = torch.randn(9, 3, dtype=torch.double)
+    torch.testing.assert_close(split(forward[None])(x), module(x).squeeze(-1))
 
 
 @pytest.mark.parametrize(
@@ -129,15 +250,18 @@ def test_what_is_no_row_for_each_sample_is_an_error(shape):
 @pytest.mark.filterwarnings("ignore:.*(CSR|nested tensors)")  # are in beta and prototypes
 def test_sparse_and_nested_outputs_are_refused(kind):
     with pytest.raises(GatherError, match="output a is a sparse or nested tensor"):
-        gather([{"a": kind(torch.ones(2, 3))} for _ in range(2)], CPU)
+        gather([{"a": kind(torch.ones(2, 3))} for _ in range(2)])
 
 
 def test_a_container_that_all_replicas_return_is_an_error():
     """It held what the last replica had written, and was returned as that of the batch."""
     shared = {"hits": torch.zeros(())}
     with pytest.raises(GatherError, match="output 1 is the same dict on every replica"):
-        gather([(torch.zeros(2), shared), (torch.zeros(2), shared)], CPU)
-    assert gather([shared], CPU) == shared  # that of a single replica
+        gather([(torch.zeros(2), shared), (torch.zeros(2), shared)])
+    assert gather([shared]) == shared  # that of a single replica
+
+
+# Concatenation.
 
 
 def test_gathering_needs_no_second_copy_of_the_chunks(emulated):
@@ -149,7 +273,7 @@ def test_gathering_needs_no_second_copy_of_the_chunks(emulated):
 
 
 def test_gather_promotes_types_as_cat_does():
-    assert gather([torch.zeros(1), torch.zeros(1, dtype=torch.double)], CPU).dtype == torch.double
+    assert gather([torch.zeros(1), torch.zeros(1, dtype=torch.double)]).dtype == torch.double
 
 
 @pytest.mark.parametrize(
@@ -164,25 +288,6 @@ def test_gather_promotes_types_as_cat_does():
 def test_channels_that_are_last_stay_so(shape, memory_format):
     """They were put first, and the next convolution had to copy them."""
     x = torch.randn(shape).contiguous(memory_format=memory_format)
-    joined = gather(x.split([1, 5]), torch.device("cpu"))
+    joined = gather(x.split([1, 5]))
     assert joined.is_contiguous(memory_format=memory_format)
     torch.testing.assert_close(joined, x)
-
-
-@pytest.mark.parametrize(
-    "reduce",
-    [
-        lambda x: x.mean(0),
-        lambda x: x.mean(0, keepdim=True),
-        lambda x: x.topk(1, dim=0).values,
-        lambda x: x.new_ones(3),
-    ],
-)
-def test_what_has_no_row_for_each_sample_is_no_output(reduce):
-    """It was joined to three times the size."""
-    model = BalancedDataParallel(1, Lambda(lambda m, x: reduce(x)), ["cpu"] * 3)
-    with pytest.raises(GatherError, match="it has no row for each of them"):
-        model(torch.randn(7, 3))
-    outputs = BalancedDataParallel(1, nn.Identity(), ["cpu"] * 3, gather=False)(torch.randn(7, 3))
-    with pytest.raises(GatherError, match="it has no row for each of them"):
-        BalancedCriterion(reduce)(outputs)

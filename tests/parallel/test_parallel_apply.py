@@ -176,49 +176,85 @@ def test_before_python_3_11_a_note_becomes_part_of_the_message():
     assert str(error) == "no such value\nin replica 1"
 
 
+def test_replicas_of_one_device_may_wait_for_each_other(monkeypatch, caplog):
+    """Synchronized batch norm hung without a word."""
+    monkeypatch.setattr("balanced_dp.parallel.parallel_apply.PATIENCE_SECONDS", 0.1)
+    barrier = threading.Barrier(3)
+    model = BalancedDataParallel(1, Lambda(lambda _, x: x + barrier.wait(60) * 0), CPUS)
+    assert model(torch.ones(8)).equal(torch.ones(8))
+    assert "a replica on cpu has not ended after 0.1 s" in caplog.text
+
+
+def test_the_first_failure_is_logged_at_once(caplog, emulated):
+    """Others may wait for the replica that failed, as those of synchronized batch norm do."""
+    logged = threading.Event()
+    caplog.handler.addFilter(lambda record: logged.set() or True)
+
+    def fail():
+        raise ValueError("master")
+
+    with pytest.raises(ValueError, match="master"):
+        run([lambda: logged.wait(60), fail, lambda: logged.wait(60)], emulated[:3])
+    [record] = caplog.records
+    assert "ValueError('master') in replica 1 on lazy:1; it is raised when" in record.getMessage()
+
+
+INTERRUPTED = """
+    import os, sys, threading, torch
+    from balanced_dp import BalancedDataParallel, emulate_devices
+
+    release = threading.Event()
+    ended = []
+
+    class Waiting(torch.nn.Module):
+        def forward(self, x):
+            os.write(1, b"running\\n")  # in one piece, unlike print
+            if x.device.index == {failing}:
+                raise ValueError("failed")
+            assert release.wait(60)
+            ended.append(x.device)
+            return x
+
+    def listen():
+        sys.stdin.readline()
+        release.set()
+
+    threading.Thread(target=listen, daemon=True).start()
+    with emulate_devices(3) as devices:
+        model = BalancedDataParallel(1, Waiting(), ["cpu", *devices[1:]])
+        try:
+            model(torch.ones(8))
+        except KeyboardInterrupt as error:
+            print("interrupted", len(ended), repr(error.__cause__), flush=True)
+        model.close()
+        release.set()
+"""
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="there is no SIGINT to send")
-def test_ctrl_c_is_raised_when_the_other_replicas_have_ended():
+@pytest.mark.parametrize(
+    ("failing", "answer", "says"),
+    [(-1, "\n", "interrupted 2 None"), (1, None, "interrupted 0 ValueError('failed')")],
+)
+def test_ctrl_c_waits_for_replicas_unless_one_has_failed(failing, answer, says):
     """They work on the caller's tensors, and would go on behind the caller's back. The first one
-    runs in the calling thread, which is the one that is interrupted.
+    runs in the calling thread, which is the one that is interrupted. One that has failed is shown.
     """
-    script = textwrap.dedent(
-        """
-        import os, sys, threading, torch
-        from balanced_dp import BalancedDataParallel, emulate_devices
-
-        release = threading.Event()
-        ended = []
-
-        class Waiting(torch.nn.Module):
-            def forward(self, x):
-                os.write(1, b"running\\n")  # in one piece, unlike print
-                assert release.wait(60)
-                ended.append(x.device)
-                return x
-
-        def listen():
-            sys.stdin.readline()
-            release.set()
-
-        threading.Thread(target=listen, daemon=True).start()
-        with emulate_devices(2) as devices:
-            try:
-                BalancedDataParallel(1, Waiting(), ["cpu", devices[1]])(torch.ones(8))
-            except KeyboardInterrupt:
-                print("interrupted", len(ended), flush=True)
-        """
-    )
     process = subprocess.Popen(
-        [sys.executable, "-c", script],
+        [sys.executable, "-c", textwrap.dedent(INTERRUPTED.format(failing=failing))],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
-    assert [process.stdout.readline() for _ in range(2)] == ["running\n"] * 2
+    assert [process.stdout.readline() for _ in range(3)] == ["running\n"] * 3
+    if failing == 1:
+        process.stderr.readline()
     os.kill(process.pid, signal.SIGINT)
-    output, errors = process.communicate("\n", timeout=60)
-    assert (output, errors, process.returncode) == ("interrupted 1\n", "", 0)
+    if answer is None:
+        assert process.stdout.readline() == f"{says}\n"
+    output, errors = process.communicate(answer, timeout=60)
+    assert (output, errors, process.returncode) == (f"{says}\n" if answer else "", "", 0)
 
 
 def test_checkpointing_draws_the_same_dropout_again(devices):

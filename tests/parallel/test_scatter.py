@@ -15,20 +15,23 @@ from balanced_dp import (
     ScatterError,
     emulate_devices,
 )
-from balanced_dp.parallel.gather import gather
-from balanced_dp.parallel.scatter import find_batch_size
-from balanced_dp.parallel.scatter import scatter as scatter_arguments
+from balanced_dp.parallel.scatter import Inputs
 
 from ..modules import Lambda
 from .containers import Frozen, Pair, Slotted
+from .test_gather import gather
 
 CPU = torch.device("cpu")
 
 
 def scatter(inputs, devices, chunk_sizes, **options):
     """Scatter keyword arguments and return their values for each device."""
-    call = scatter_arguments(lambda **_: None, (), dict(inputs), devices, chunk_sizes, **options)
-    return [list(kwargs.values()) for _, kwargs in call]
+    inputs = Inputs(lambda **_: None, (), dict(inputs), **options)
+    return [list(kwargs.values()) for _, kwargs in inputs.scatter(devices, chunk_sizes)]
+
+
+def find_batch_size(inputs, **options):
+    return Inputs(lambda **_: None, (), dict(inputs), **options).batch_size()
 
 
 def cut(value, *chunk_sizes, **options):
@@ -118,6 +121,69 @@ def test_a_tensor_of_another_size_is_named_with_the_remedy():
     )
 
 
+class Graph:
+    """Keeps its tensors as those of PyTorch Geometric do."""
+
+    def __init__(self, x):
+        self._store = UserDict(x=x)
+
+
+X = torch.arange(24.0).view(8, 3)
+IMAGES = [torch.full((3, 4, 4 + i % 2), float(i)) for i in range(8)]
+TARGETS = [{"boxes": torch.full((i + 1, 4), float(i))} for i in range(8)]
+SEQUENCES = [torch.full((7, 2), float(i)) for i in range(8)]
+GRU = nn.GRU(3, 3, batch_first=True)
+
+
+def sums(_, *lists):
+    return sum(torch.stack([nested_sum(item) for item in values]) for values in lists)
+
+
+def nested_sum(item):
+    return item["boxes"].sum() if isinstance(item, dict) else torch.as_tensor(item).sum()
+
+
+def graphs(_, values):
+    return torch.stack([value._store["x"].sum() for value in values])
+
+
+@pytest.mark.filterwarnings("ignore:gpu0_bsz")
+@pytest.mark.parametrize(
+    ("forward", "args", "message", "options", "right"),
+    [
+        (sums, (IMAGES, TARGETS), r"split=\('args.0', 'args.1'\)", None, None),
+        (sums, (IMAGES,), r"args.0 is a list of 8 items.* split=\('args.0',\)", None, None),
+        (sums, (SEQUENCES,), r"args.0 is a list of 8 items.* split=\('args.0',\)", None, None),
+        (sums, (X, SEQUENCES), r"split=\('args.1',\) splits it", {"split": "args.1"}, None),
+        (sums, ([1, 2, 3, 4],), r"one device; if .* split=\('args.0',\)", None, None),
+        (sums, (np.arange(5),), r"one device; if .* split=\('args.0',\)", None, None),
+        (sums, (iter([1, 2, 3]),), "one device; make it a list", None, ([1, 2, 3],)),
+        (
+            lambda _, x, h: GRU(x, h if h.dim() == 3 and len(h) == 1 else h.transpose(0, 1))[0],
+            (X[:, None], torch.ones(1, 8, 3)),
+            "if args.1 has its samples along another dimension, transpose it",
+            {},
+            (X[:, None], torch.ones(8, 1, 3)),
+        ),
+        (graphs, (Graph(X),), r"args.0 is a Graph whose tensors \(x\)", None, ([Graph(X)] * 8,)),
+    ],
+)
+def test_what_an_error_or_warning_advises_works(forward, args, message, options, right):
+    """Images were split into channels and sequences into steps; strings ran on one device."""
+    with pytest.raises((ScatterError, BalanceWarning), match=message):
+        BalancedDataParallel(1, Lambda(forward), ["cpu"] * 3)(*args)
+    args = right or args
+    options = {"split": [f"args.{i}" for i in range(len(args))]} if options is None else options
+    model = BalancedDataParallel(1, Lambda(forward), ["cpu"] * 3, **options)
+    torch.testing.assert_close(model(*args), model.module(*args))
+    assert len(model.chunk_sizes) == 3
+
+
+def test_a_tuple_of_tensors_is_split_without_a_word():
+    model = BalancedDataParallel(1, Lambda(lambda _, pair: pair[0] - pair[1]), ["cpu"] * 3)
+    assert model((X, X)).equal(X - X)
+
+
 def test_a_packed_sequence_is_refused():
     packed = pack_sequence([torch.arange(3.0), torch.arange(2.0)])
     with pytest.raises(ScatterError, match=r"x\.0 is a PackedSequence"):
@@ -187,12 +253,6 @@ def test_an_object_that_hides_tensors_is_warned_of_once():
     with pytest.warns(BalanceWarning, match="noise is a Normal"):
         scatter(inputs[1:], [CPU], None)
     scatter([*inputs[:1], ("module", torch.nn.Linear(2, 2)), ("f", scatter)], [CPU, CPU], [1, 2])
-
-
-def test_lists_of_images_are_told_what_to_do():
-    images = [torch.zeros(3, 4, size) for size in (5, 6)]
-    with pytest.raises(ScatterError, match=r"images has one entry .*\('images',\) splits it, or"):
-        scatter([("y", torch.zeros(2)), ("images", images)], [CPU, CPU], [1, 1])
 
 
 # What a chunk keeps alive.

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ...devices import is_symbolic
 from ...errors import warn
 from .. import nested
-from ..call_inputs import Arguments, described
+from ..nested import Arguments, described
 from .cross_entropy import Counted, counting
 from .graph import UNLIKE, Part, UnclearError, parts_of
 from .mixing import how_samples_mix

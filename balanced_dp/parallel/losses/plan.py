@@ -35,7 +35,7 @@ from torch import Tensor
 
 from ...devices import has_streams
 from .. import nested
-from ..call_inputs import Arguments, named_arguments
+from ..nested import Arguments, named_arguments
 from .cross_entropy import Counted
 from .graph import UNLIKE, Part, UnclearError, depends_on
 from .sums import column, total, weighted_mean

@@ -11,8 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from ...errors import ArgumentError, ArgumentTypeError
-from ..call_inputs import described, named_arguments, parameters
-
+from ..nested import described, named_arguments, parameters
 
 _ANY = inspect.Parameter.VAR_KEYWORD
 
