@@ -76,8 +76,9 @@ def parallel_apply(
                 with restored(device):
                     results[index] = call()
             except BaseException as error:
+                num_others = len(functions) - len(results) - len(errors) - len(job) - 1
                 job.clear()
-                if len(jobs) > 1 and not errors and isinstance(error, Exception):
+                if num_others and not errors and isinstance(error, Exception):
                     text = f"{error!r} {_describe(index, devices, chunk_sizes)}"  # holds no frames
                     logger.warning("%s; it is raised when the other replicas have ended", text)
                 errors[index] = error
