@@ -232,7 +232,7 @@ class Inputs:
         tensors = [(n, t) for one in stores for n, t in one.items() if isinstance(t, torch.Tensor)]
         if hidden := ", ".join(str(name) for name, tensor in tensors if tensor.dim()):
             fact = f"whose tensors ({hidden}) are neither split nor moved"
-            remedy = "pass a dictionary of them, or in split a list with an object for each sample"
+            remedy = "pass a dictionary of them, or in split a list of objects, moved inside forward"
             self._warn(path, value, fact, remedy)
 
     def _warn(self, path: str, value: Any, fact: str, remedy: str = "", silence: str = "") -> None:
