@@ -216,13 +216,14 @@ class Inputs:
                 f"if {' and '.join(lists)} has one entry for each sample, split={lists!r} splits "
                 "it, or stack or pad its tensors to one"
             )
-        elif turned:
-            remedy = f"if {turned[0]} has its samples along another dimension, transpose it"
         else:
             remedy = (
                 f"if {path} is not one entry a sample, broadcast=({path!r},) copies it whole to "
                 f"each device{also}"
             )
+            if turned:
+                transpose = f"if {turned[0]} has its samples along another dimension, transpose it"
+                remedy = f"{transpose}; {remedy}"
         fact = f"of shape {tuple(tensor.shape)} has size {size} along dim {self.dim}"
         return _error(path, f"{fact}, but the batch has {batch} samples{source}; {remedy}")
 
@@ -232,7 +233,9 @@ class Inputs:
         tensors = [(n, t) for one in stores for n, t in one.items() if isinstance(t, torch.Tensor)]
         if hidden := ", ".join(str(name) for name, tensor in tensors if tensor.dim()):
             fact = f"whose tensors ({hidden}) are neither split nor moved"
-            remedy = "pass a dictionary of them, or in split a list of objects, moved inside forward"
+            remedy = (
+                "pass a dictionary of them, or in split a list of objects, moved inside forward"
+            )
             self._warn(path, value, fact, remedy)
 
     def _warn(self, path: str, value: Any, fact: str, remedy: str = "", silence: str = "") -> None:

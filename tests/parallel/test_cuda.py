@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from balanced_dp.parallel.scatter import scatter
+from balanced_dp.parallel.scatter import Inputs
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
@@ -14,12 +14,13 @@ def test_inputs_do_not_wait_for_what_is_queued(whole):
     devices = [torch.device("cuda", i % torch.cuda.device_count()) for i in range(4)]
     x = torch.randn(13, 1 << 16)
     sizes = None if whole else [1, 4, 4, 4]
-    scatter(torch.sin, (x,), {}, devices, sizes)  # makes the streams
+    inputs = Inputs(torch.sin, (x,), {})
+    inputs.scatter(devices, sizes)  # makes the streams
     torch.cuda.synchronize()
     torch.cuda._sleep(2_000_000_000)  # about a second
     queued = torch.cuda.Event()
     queued.record()
-    chunks = scatter(torch.sin, (x,), {}, devices, sizes)
+    chunks = inputs.scatter(devices, sizes)
     assert not queued.query()
     found = [chunk.cpu() for [chunk], _ in chunks]
     expected = [x] * 4 if whole else x.split(sizes)
