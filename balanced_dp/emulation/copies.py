@@ -106,9 +106,7 @@ def add(self: Any, other: Any, **kwargs: Any) -> Any:
     if sys.getrefcount(self) > references_of_call() or not _would_accumulate_in_place(self, other):
         return operator(aten.add.Tensor)(self, other, **kwargs)
     wrapped = Wrapped(aten.add.Tensor)
-    elem = call(aten.add.Tensor, (wrapped.unwrap(self), wrapped.unwrap(other)), {})
-    [allocation] = allocations_of(self)
-    wrapped.machine.bind(allocation, elem.untyped_storage())
+    elem = call(aten.add_.Tensor, (wrapped.unwrap(self), wrapped.unwrap(other)), {})
     return wrapper_of(elem, wrapped.machine, wrapped.index)
 
 

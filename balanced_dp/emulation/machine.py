@@ -120,13 +120,9 @@ class Machine:
         allocation: Allocation | None = getattr(storage, "_allocation", None)
         if allocation is None:
             allocation = self.ledgers[index].allocate(storage.nbytes(), label)
-            self.bind(allocation, storage)
+            allocation.block.storage = ref(storage)
+            storage._allocation = allocation  # deallocated with the storage
         return allocation
-
-    def bind(self, allocation: Allocation, storage: Any) -> None:
-        """Let a storage refer to its allocation, which is deallocated with it."""
-        storage._allocation = allocation
-        allocation.block.storage = ref(storage)
 
     def record_copy(self, source: torch.device, target: torch.device, num_bytes: int) -> None:
         """Count a copy between different devices."""
