@@ -21,7 +21,7 @@ from .gather import Gather, ScalarOutputs, check_scalar_outputs
 from .homes import on_one_device, spread_parameters
 from .losses.join import ChunkLosses, OutputHistory
 from .losses.weight import check_loss_weight
-from .nested import check_paths
+from .nested import Arguments, check_paths
 from .parallel_apply import Workers, parallel_apply
 from .per_device import PerDevice, only_output
 from .replicate import Replicator, check_on_device
@@ -203,14 +203,12 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
                 ids = [self.device_ids[i] for i in active]
                 active_sizes = None if batch_size is None else [sizes[i] for i in active]
                 args, keywords = self.scatter(inputs, kwargs, ids, active_sizes)
+                losses = self._losses(active_sizes, list(zip(args, keywords, strict=True)))
                 replicas = self.replicate(self.module, ids)
-                losses = self._losses(active_sizes)
-                losses.arguments = list(zip(args, keywords, strict=True))
-                devices = self._devices_of(ids)
                 with self._replicator.running(self.module, replicas):
                     with losses.recording():
                         outputs = self.parallel_apply(replicas, args, keywords, ids, active_sizes)
-                    return self._joined(outputs, devices, losses)
+                    return self._joined(outputs, self._devices_of(ids), losses)
 
     def _inputs(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
         return Inputs(
@@ -288,14 +286,17 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         [device] = self._devices_of([output_device])
         return Gather(device, losses or self._losses(None), self.scalar_outputs).join(outputs)
 
-    def _losses(self, chunk_sizes: Sequence[int] | None) -> ChunkLosses:
+    def _losses(
+        self, chunk_sizes: Sequence[int] | None, arguments: Sequence[Arguments] = ()
+    ) -> ChunkLosses:
         return ChunkLosses(
             self._history,
             self.module.forward,
             chunk_sizes,
             self.dim,
             self.loss_weight,
-            is_auto=self.scalar_outputs == "auto",
+            self.scalar_outputs == "auto",
+            arguments,
         )
 
     def _joined(
@@ -303,23 +304,23 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
     ) -> Any:
         """Gather the outputs, or leave them on ``devices``."""
         output_device = devices[0] if self.output_device is None else self.output_device
+        joined: Any
         if self.gathers_outputs:
             joined = self.gather(outputs, output_device, losses)
-            losses.look_for_mixing(outputs)
-            return joined
-        [output_device] = self._devices_of([output_device])
-        in_place = losses.in_place(outputs, output_device)
+        else:
+            [device] = self._devices_of([output_device])
+            joined = PerDevice(
+                losses.in_place(outputs, device),
+                devices,
+                losses.chunk_sizes,
+                output_device=device,
+                dim=self.dim,
+                scalar_outputs=self.scalar_outputs,
+                history=self._history,
+                workers=self._workers,
+            )
         losses.look_for_mixing(outputs)
-        return PerDevice(
-            in_place,
-            devices,
-            losses.chunk_sizes,
-            output_device=output_device,
-            dim=self.dim,
-            scalar_outputs=self.scalar_outputs,
-            history=self._history,
-            workers=self._workers,
-        )
+        return joined
 
     @property
     def devices(self) -> list[torch.device]:
