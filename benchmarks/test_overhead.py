@@ -29,7 +29,7 @@ from transformers import (
 )
 
 from balanced_dp import BalancedDataParallel
-from balanced_dp.parallel import parameter_copies
+from balanced_dp.parallel import copies, shared_weights
 from balanced_dp.parallel import replicate as replicate_module
 from balanced_dp.parallel.replicate import Replicas, Replicator
 
@@ -211,9 +211,9 @@ def test_replicate(benchmark, monkeypatch, tables, what, name, num_replicas):
 @pytest.mark.parametrize("what", ["training step", "evaluation"])
 def test_step(benchmark, monkeypatch, tables, what, name, num_devices):
     """Weights and gradients are handed on instead of copied, on both sides."""
-    for module_with_copies in (replicate_module, parameter_copies):
+    for module_with_copies in (replicate_module, shared_weights):
         monkeypatch.setattr(module_with_copies, "copy_to", handed_on)
-    monkeypatch.setattr(parameter_copies, "bring_to", lambda device, gradients: gradients)
+    monkeypatch.setattr(copies, "bring_to", lambda device, gradients: gradients)
     module, x = Overhead(TREES[name]()), torch.ones(2 * num_devices, 2)
     model, stock = on_cpus(module, num_devices), stock_steps(module, num_devices)
 

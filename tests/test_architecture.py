@@ -21,8 +21,7 @@ devices
 memory/ records nvml nvml_sampler
 memory/ breakdown peaks probe logger __init__
 planning/ memory_model estimates split_planner auto_balance __init__
-parallel/ nested
-parallel/ scatter arrivals coalesced_copy homes deferred_gradients parameter_copies
+parallel/ nested scatter copies homes shared_weights
 parallel/losses/ cross_entropy graph mixing sums plan weight join __init__
 parallel/ replica replicate parallel_apply
 parallel/ gather per_device criterion auto_split split_policy check data_parallel

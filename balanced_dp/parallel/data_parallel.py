@@ -418,15 +418,15 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
 
         For loops that do not change the weights: evaluation and gradient accumulation. Each device
         adds up the gradients of its own chunks; when the block ends, they are added to those of the
-        parameters. Until then ``.grad`` cannot be used: call ``zero_grad()`` before the block, clip
-        gradients and step the optimizer after it. Parameters with hooks are exempt: their gradients
-        arrive in each backward pass. Other devices do not see writes to weights through ``.data``,
-        or to frozen ones by the module itself, before the block ends.
+        parameters. Until then ``.grad`` has the part of the device of the parameter alone: call
+        ``zero_grad()`` before the block, clip gradients and step the optimizer after it. Parameters
+        with hooks are exempt: their gradients arrive in each backward pass. Other devices do not
+        see writes to weights through ``.data``, or to frozen ones by the module itself, before the
+        block ends.
 
         Raises:
-            RuntimeError: a gradient was used in the block, or replaced, which is found at its end;
-                or, on a call, a parameter that requires grad was changed, or one was replaced,
-                frozen or unfrozen.
+            RuntimeError: on a call or at the end, a parameter that requires grad was changed; or on
+                a call, one was replaced, frozen or unfrozen, or has got a hook.
 
         Examples:
             >>> model = BalancedDataParallel(1, torch.nn.Linear(4, 1), ["cpu", "cpu"])

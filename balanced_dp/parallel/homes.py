@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from .coalesced_copy import BUCKET_BYTES
+from .copies import BUCKET_BYTES
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 

@@ -25,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..errors import warn
 from ..free_threading import is_free_threaded_build
-from .arrivals import Arrivals, ArrivingParameters
+from .copies import Arrivals, ArrivingParameters
 
 MEMBERS = ("_parameters", "_buffers", "_modules")
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -161,7 +161,7 @@ class Replica:
         self._arriving: list[dict[str, Any]] = []
         self._thread = threading.get_ident()
         self._sizes = list(map(len, self.attributes))
-        self._hooks = self._names_of_hooks()
+        self._hook_names = self._names_of_hooks()
         self._fingerprint = self._take_fingerprint()
 
     def _register(self, places: Iterable[_Place], values: Sequence[Any]) -> None:
@@ -218,7 +218,7 @@ class Replica:
         """Replace parameters that wait for their arrival by plain dictionaries."""
         while self._arriving:
             own = self._arriving.pop()
-            own["_parameters"] = own["_parameters"].plain
+            own["_parameters"] = own["_parameters"].data
 
     def end(self) -> bool:
         """Remove what a call has left, or return False if the replica must not be used again.
@@ -235,7 +235,7 @@ class Replica:
         if (
             not (self._can_recycle and counts_exactly)
             or self._fingerprint != self._take_fingerprint()
-            or (may_have_hooks and self._hooks != self._names_of_hooks())
+            or (may_have_hooks and self._hook_names != self._names_of_hooks())
         ):
             return False
         blueprint = self._blueprint

@@ -13,13 +13,11 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from ..errors import warn
-from .arrivals import Arrivals
-from .coalesced_copy import copy_to
-from .deferred_gradients import accumulate
+from .copies import Arrivals, copy_to
 from .homes import refuse_alone
-from .parameter_copies import ParameterCopies, copy_attributes
 from .replica import Blueprint, Replica
 from .scatter import move
+from .shared_weights import ParameterCopies, accumulate, copy_attributes
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 

@@ -18,7 +18,7 @@ from torch.nn import functional
 from balanced_dp import BalancedCriterion, BalancedDataParallel
 from balanced_dp.devices import copy_stream
 from balanced_dp.memory.peaks import Peaks
-from balanced_dp.parallel import parameter_copies
+from balanced_dp.parallel import copies
 from balanced_dp.parallel.auto_split import AutoSplit
 
 from ..at_once import NUM_THREADS, at_once
@@ -88,9 +88,9 @@ def test_training_steps(devices, is_shared, monkeypatch):
 
     If calls share the weights, one of the threads makes the copies for all.
     """
-    fill_buckets = parameter_copies.fill_buckets
+    fill_buckets = copies.fill_buckets
     monkeypatch.setattr(  # so that the other threads come while the first one makes them
-        parameter_copies, "fill_buckets", lambda tensors: time.sleep(0.02) or fill_buckets(tensors)
+        copies, "fill_buckets", lambda *args, **kw: time.sleep(0.02) or fill_buckets(*args, **kw)
     )
     model, bare = make(devices)
     before = held(devices)

@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 from balanced_dp import BalancedCriterion, BalancedDataParallel, Workload, tune
 from balanced_dp.free_threading import is_free_threaded_build
-from balanced_dp.parallel import coalesced_copy
-from balanced_dp.parallel.arrivals import Arrivals
+from balanced_dp.parallel import copies
+from balanced_dp.parallel.copies import Arrivals
 
 from .. import cuda_stand_in
 from ..at_once import at_once
@@ -34,7 +34,7 @@ CLOSE = {"rtol": 1e-10, "atol": 1e-10}
 @pytest.fixture(autouse=True)
 def several_buckets(monkeypatch):
     """Weights of the small models here are sent in several pieces, and used when they are there."""
-    monkeypatch.setattr(coalesced_copy, "LEAST_BYTES", 0)
+    monkeypatch.setattr(copies, "LEAST_BYTES", 0)
     monkeypatch.setattr(Arrivals, "are_traced", False)
 
 
@@ -651,7 +651,7 @@ def test_memory_that_runs_out_while_weights_are_sent(is_shared, monkeypatch, sta
             raise torch.OutOfMemoryError("as planned")
         torch._C._broadcast_out(piece, out)
 
-    monkeypatch.setattr(coalesced_copy.comm, "broadcast", broadcast)
+    monkeypatch.setattr(copies.comm, "broadcast", broadcast)
     with model.shared_weights() if is_shared else nullcontext(), torch.no_grad():
         with pytest.raises(torch.OutOfMemoryError):
             model(make_batch()[0])

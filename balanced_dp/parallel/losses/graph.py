@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 from ...free_threading import looking_at_nodes
-from ..parameter_copies import Broadcast
+from ..copies import Broadcast
 from .cross_entropy import Counted
 
 Nodes = tuple[Any, ...]

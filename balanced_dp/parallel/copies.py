@@ -1,0 +1,451 @@
+"""Copy weights to other devices and bring gradients back, many tensors in few pieces.
+
+A launch takes time for each tensor, so tensors of one dtype are flattened into buckets: parameters
+and buffers on their way to several devices, which NCCL broadcasts, and gradients on their way back.
+A bucket holds parameters that were registered one after the other, since these are used one soon
+after the other.
+
+Weights are copied on CUDA streams that nothing else uses. ``Arrivals`` has an event for each
+bucket. While a forward pass runs, the ``_parameters`` of its modules are ``ArrivingParameters``: a
+stream that reads one waits for the events of that module.
+
+If gradients are enabled, a bucket has one autograd node for each other device. Its backward runs as
+soon as the gradients of the bucket are complete there and copies them to the home of the
+parameters, the device that they are on, where autograd adds up those of all devices. Nodes do not
+wait for each other::
+
+    weights       home: b0 b1 b2 b3        one broadcast for each bucket, in the order of use
+    forward       d1:      l0 l1 l2 l3     a layer waits for its own bucket
+    backward      d1:                  l3 l2 l1 l0
+    gradients     home:                   b3 b2 b1 b0
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections import UserDict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+from torch.nn.parallel import comm
+
+from ..devices import copy_stream, gradient_stream, is_cuda, on_stream, weight_stream
+from ..free_threading import looking_at_nodes
+from ..torch_versions import copy_all, run_at_once, will_execute
+from .scatter import move
+
+BUCKET_BYTES = 25 * 2**20
+"""The most bytes in a bucket of several tensors.
+
+Source: ``bucket_cap_mb`` of torch 2.13's ``DistributedDataParallel``.
+"""
+
+LEAST_BYTES = 2**20
+"""The least capacity of a bucket of parameters, since each is launched on all devices.
+
+Source: the first bucket of torch 2.13's ``DistributedDataParallel``.
+"""
+
+_NCCL_DTYPES = {
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
+    *(torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool),
+}
+"""The dtypes that any version of NCCL sends.
+
+Source: ``to_nccl_data_type`` in torch/csrc/cuda/nccl.cpp.
+"""
+
+_sending = threading.Lock()
+"""Held while tensors are sent, as several threads may call models that have the same devices.
+
+NCCL launches kernels that wait for each other on one device after the other. If in between another
+thread let one of these streams wait for another, there would be a deadlock.
+"""
+
+Copies = Mapping[torch.device, Sequence[torch.Tensor]]
+"""For each device, copies of the same tensors in the same order."""
+
+
+class Arrivals:
+    """The copies on the weight streams of CUDA devices, with the events that mark their completion.
+
+    Destination memory belongs to the streams that were current at ``expect``. It must not be freed
+    before ``join``.
+
+    Attributes:
+        are_traced: whether ``torch.compile`` has traced parameters that were on their way. Compiled
+            code reads them without waiting, so from then on calls wait for all parameters first.
+    """
+
+    are_traced: ClassVar[bool] = False
+
+    def __init__(self) -> None:
+        self._streams: dict[torch.device, torch.Stream] = {}
+        self._events: dict[torch.device, dict[int, torch.Event]] = {}
+
+    def expect(self, devices: Iterable[torch.device]) -> None:
+        """Let the weight streams of ``devices`` wait for what their current streams have queued."""
+        for device in devices:
+            self._streams[device] = torch.get_device_module(device).current_stream(device)
+            weight_stream(device).wait_stream(self._streams[device])
+
+    def note(self, device: torch.device, tensors: Iterable[torch.Tensor]) -> None:
+        """Record an event after what the weight stream of ``device`` has queued for ``tensors``."""
+        event = weight_stream(device).record_event()
+        self._events.setdefault(device, {}).update(dict.fromkeys(map(id, tensors), event))
+
+    def events(self, device: torch.device) -> dict[int, torch.Event]:
+        """Return, by the identity of a tensor on ``device``, the event to wait for before its use.
+
+        If it is an original, wait for the event before writing to it.
+        """
+        return self._events.get(device, {})
+
+    def join(self) -> None:
+        """Let the streams that were current at ``expect`` wait for all copies."""
+        self._events.clear()
+        while self._streams:
+            device, stream = self._streams.popitem()
+            stream.wait_stream(weight_stream(device))
+
+
+class ArrivingParameters(UserDict[str, Any]):
+    """The parameters of a module while they arrive: each stream waits when it first reads one.
+
+    ``Module.__getattr__`` asks for any attribute whether it is one of them; that does not wait.
+
+    Args:
+        plain: the dictionary that this one replaces.
+        device: the device of the parameters.
+        events: the events to wait for.
+    """
+
+    def __init__(
+        self, plain: dict[str, Any], device: torch.device, events: Iterable[torch.Event]
+    ) -> None:
+        self.data = plain
+        self._device = device
+        self._events = list(dict.fromkeys(events))
+        self._current_stream = torch.get_device_module(device).current_stream
+        self._waited: set[int] = set()
+
+    def copy(self) -> dict[str, Any]:  # type: ignore[override]
+        """Return a plain dictionary."""
+        return self._arrived().copy()
+
+    def __reduce__(self) -> Any:
+        return dict, (self._arrived(),)
+
+    def __getitem__(self, name: str) -> Any:
+        return self._arrived()[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._arrived()[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        del self._arrived()[name]
+
+    def _arrived(self) -> dict[str, Any]:
+        if not torch.compiler.is_dynamo_compiling():  # its named_parameters() has waited
+            stream = self._current_stream(self._device)
+            if stream.stream_id not in self._waited:
+                for event in self._events:
+                    stream.wait_event(event)
+                self._waited.add(stream.stream_id)
+                Arrivals.are_traced |= torch.compiler.is_compiling()
+        return self.data
+
+
+def fill_buckets(tensors: Sequence[torch.Tensor], *, of_gradients: bool = True) -> list[list[int]]:
+    """Distribute tensors over buckets, and return the positions of the tensors in each bucket.
+
+    The tensors of a bucket have one dtype and device, and together at most an eighth of all bytes
+    and at most ``BUCKET_BYTES``. A larger tensor has a bucket of its own, and so has one that is
+    not contiguous, or not an ordinary dense tensor.
+
+    Args:
+        tensors: the tensors.
+        of_gradients: whether the buckets are for gradients. If so, a tensor with hooks has a bucket
+            of its own, since autograd would call them with None if only others in its bucket had
+            gradients. If not, a bucket holds up to ``LEAST_BYTES`` even if that is more.
+    """
+    sizes = [tensor.nbytes if _is_plain(tensor) else None for tensor in tensors]
+    num_bytes = sum(filter(None, sizes))
+    bucket_bytes = min(max(num_bytes // 8, 0 if of_gradients else LEAST_BYTES), BUCKET_BYTES)
+    buckets: list[list[int]] = []
+    filling: dict[tuple[torch.dtype, torch.device], tuple[list[int], int]] = {}
+    for position, (tensor, size) in enumerate(zip(tensors, sizes, strict=True)):
+        if size is None or (of_gradients and has_hooks(tensor)):
+            buckets.append([position])
+            continue
+        kind = (tensor.dtype, tensor.device)
+        bucket, free_bytes = filling.get(kind, ([], -1))
+        if free_bytes < size:
+            bucket, free_bytes = [], bucket_bytes
+            buckets.append(bucket)
+        bucket.append(position)
+        filling[kind] = bucket, free_bytes - size
+    return buckets
+
+
+def copy_to(
+    devices: Sequence[torch.device],
+    tensors: Sequence[torch.Tensor],
+    arrivals: Arrivals | None = None,
+) -> dict[torch.device, list[torch.Tensor]]:
+    """Return all tensors in order for each device: copies, or those that are already there.
+
+    Between CUDA devices they are copied in few pieces; to several, by NCCL if torch has it.
+
+    Args:
+        devices: the destinations; none twice.
+        tensors: the tensors to copy. The copies are differentiable if gradients are enabled.
+        arrivals: records when each copy is complete. If None, the current streams wait for all
+            copies.
+    """
+    if not all(map(is_cuda, devices)):
+        return {device: [move(t, device) for t in tensors] for device in devices}
+    is_recorded = torch.is_grad_enabled()
+    copies = {device: list(tensors) for device in devices}
+    together = []
+    for i, t in enumerate(tensors):
+        is_sent = _is_plain(t) and is_cuda(t.device) and t.dtype in _NCCL_DTYPES
+        if is_sent and not (is_recorded and t.requires_grad):
+            together.append(i)
+        else:
+            for device, own in copies.items():
+                own[i] = move(t, device)
+    if together and devices:
+        transfers = arrivals or Arrivals()
+        _send(tensors, together, copies, transfers)
+        if arrivals is None:
+            transfers.join()
+    return copies
+
+
+@torch.no_grad()
+def _send(
+    tensors: Sequence[torch.Tensor],
+    positions: Sequence[int],
+    copies: Mapping[torch.device, list[torch.Tensor]],
+    arrivals: Arrivals,
+) -> None:
+    """Set the copies at these positions. Those of a bucket share memory."""
+    filled = fill_buckets([tensors[i] for i in positions], of_gradients=False)
+    buckets = [[positions[i] for i in bucket] for bucket in filled]
+    pieces = []  # uninitialized, and memory of the current streams
+    for bucket in buckets:
+        home, dtype = tensors[bucket[0]].device, tensors[bucket[0]].dtype
+        size = sum(tensors[i].numel() for i in bucket)
+        others = [device for device in copies if device != home]
+        pieces.append([torch.empty(size, dtype=dtype, device=device) for device in others])
+    devices = dict.fromkeys([*(tensors[i].device for i in positions), *copies])
+    with _sending, contextlib.ExitStack() as stack:
+        # After an error the pieces are freed, so the copies must be over.
+        stack.push(lambda kind, *_: arrivals.join() if kind else None)
+        arrivals.expect(devices)
+        for device in devices:
+            stack.enter_context(on_stream(weight_stream(device)))
+        for bucket, there in zip(buckets, pieces, strict=True):
+            originals = [tensors[i] for i in bucket]
+            if not there:
+                continue
+            piece = _flatten_dense_tensors(originals).resolve_neg()
+            if len(there) == 1:
+                there[0].copy_(piece, non_blocking=True)
+            else:
+                comm.broadcast(piece, out=there)
+            arrivals.note(originals[0].device, originals)
+            for flat in there:
+                # Tensors of their own, with versions of their own.
+                parts = [part.data for part in _unflatten_dense_tensors(flat, originals)]
+                arrivals.note(flat.device, parts)
+                for i, part in zip(bucket, parts, strict=True):
+                    copies[flat.device][i] = part
+
+
+def bring_to(
+    device: torch.device, gradients: Sequence[torch.Tensor | None]
+) -> list[torch.Tensor | None]:
+    """Return the gradients of a bucket on ``device``. Differentiable.
+
+    Between CUDA devices they are copied on a stream of their own, so that its computing goes on,
+    and dense ones in one piece. The current stream of the source device waits for the copy.
+    """
+    source = next((g.device for g in gradients if g is not None), device)
+    if not is_cuda(device) or not is_cuda(source):
+        return [None if g is None else move(g, device) for g in gradients]
+    present = [g for g in gradients if g is not None]
+    stream = gradient_stream(device, source)
+    with on_stream(stream):
+        if len(present) > 1 and all(g.layout is torch.strided for g in present):
+            flat = move(_flatten_dense_tensors(present), device)
+            brought = list(_unflatten_dense_tensors(flat, present))
+            if not torch.is_grad_enabled():  # unless create_graph is set
+                # A view that becomes a .grad would keep the memory of all.
+                own = [torch.empty_like(view) for view in brought]
+                copy_all(own, brought)
+                brought = own
+        else:
+            brought = [move(g, device) for g in present]
+    torch.get_device_module(source).current_stream(source).wait_stream(stream)
+    parts = iter(brought)
+    return [None if g is None else next(parts) for g in gradients]
+
+
+def has_hooks(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has hooks on its gradient."""
+    return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor can be flattened into a bucket and rebuilt from it."""
+    is_wrapper = hasattr(tensor, "__tensor_flatten__")
+    is_dense = tensor.layout is torch.strided and tensor.is_contiguous()
+    return is_dense and not is_wrapper
+
+
+# torch gives its own autograd functions no types, so each call of apply() ignores that.
+
+
+class Receive(torch.autograd.Function):
+    """Stand for the originals of a bucket on CUDA devices, to receive their gradients.
+
+    Autograd adds up the gradients from other devices on the stream of this node. The token is an
+    input of the nodes that send the next bucket, so backward runs once all devices have sent that
+    one, too. By then the gradients of this bucket have arrived, and the stream that computes adds
+    them to those of the home without waiting.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *originals: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return aliases of the originals, and a token."""
+        ctx.set_materialize_grads(False)
+        return *(original.detach() for original in originals), originals[0].new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        """Return the gradients; the token has none."""
+        return gradients[:-1]
+
+
+class Broadcast(torch.autograd.Function):
+    """Return the copies of a bucket, whose gradients are brought to the home of the originals."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        copies: Sequence[torch.Tensor],
+        token: torch.Tensor | None,
+        *originals: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        """Return the copies, one of each original and on another device."""
+        ctx.gathered = None
+        ctx.lock = threading.Lock()
+        ctx.set_materialize_grads(False)  # a parameter that was not used gets no gradient
+        return tuple(copies)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        """Return the gradients on the originals' device, or add them to deferred ones."""
+        if ctx.gathered is None or torch.is_grad_enabled() or not _accumulates_all(ctx):
+            return None, None, *bring_to(ctx.originals[0].device, gradients)
+        with ctx.lock:  # calls that share the node may be in other threads
+            ctx.gathered = [
+                old if new is None else new if old is None else added(old, new)
+                for old, new in zip(ctx.gathered, gradients, strict=True)
+            ]
+        return (None,) * (2 + len(gradients))
+
+
+def _accumulates_all(node: Any) -> bool:
+    """Return whether this backward pass accumulates the gradients of all parameters of a node.
+
+    ``torch.autograd.grad`` does not, nor does ``backward`` with ``inputs``.
+    """
+    try:
+        with looking_at_nodes:
+            edges = [edge for edge in node.next_functions if edge[0]]
+            if is_cuda(node.originals[0].device):
+                edges = edges[-1][0].next_functions  # of Receive
+            return all(will_execute(accumulator) for accumulator, _ in edges)
+    except RuntimeError:  # "we are currently running autograd.grad()"
+        return False
+
+
+def make_nodes(
+    copies: Mapping[torch.device, list[torch.Tensor]], parameters: Sequence[torch.Tensor]
+) -> list[list[Any]]:
+    """Make copies the outputs of autograd nodes, and return the nodes of each bucket."""
+    if any(map(is_cuda, copies)):
+        _expect_gradients_of_other_streams()
+    trained = [i for i, p in enumerate(parameters) if p.requires_grad]
+    nodes: list[list[Any]] = []
+    token = next_token = None
+    # Backward starts with the last bucket.
+    for bucket in reversed(fill_buckets([parameters[i] for i in trained])):
+        positions = [trained[i] for i in bucket]
+        originals = [parameters[i] for i in positions]
+        home = originals[0].device
+        received: Sequence[torch.Tensor] = originals
+        # Receive runs even if its own bucket has no gradients; hooks would be called with None.
+        if is_cuda(home) and not has_hooks(originals[0]):
+            *received, next_token = _receive(originals)
+        nodes.append([])
+        for device, own in copies.items():
+            if device == home:
+                continue
+            parts = [own[i] for i in positions]
+            if parts[0].requires_grad:  # a call without gradients has used them
+                parts = [part.requires_grad_(False) for part in parts]
+            with on_copy_stream(device):
+                parts = Broadcast.apply(parts, token, *received)  # type: ignore[no-untyped-call]
+            node: Any = parts[0].grad_fn
+            node.originals = originals
+            run_at_once(node)
+            nodes[-1].append(node)
+            for i, part in zip(positions, parts, strict=True):
+                own[i] = part
+        token = next_token
+    return nodes
+
+
+def _receive(originals: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Return the outputs of ``Receive``, whose node runs on the gradient stream of the home."""
+    home = originals[0].device
+    # The first use of a parameter makes the node that accumulates its gradients, for the current
+    # stream. So the parameters are used on the stream that computes, too. Torch gives
+    # Function.apply no types.
+    keeps_alive = Receive.apply(*originals)  # type: ignore[no-untyped-call]
+    with on_stream(gradient_stream(home, home)):
+        received: Sequence[torch.Tensor] = Receive.apply(*originals)  # type: ignore[no-untyped-call]
+    del keeps_alive
+    run_at_once(received[-1].grad_fn)
+    return received
+
+
+@functools.cache
+def _expect_gradients_of_other_streams() -> None:
+    """Silence torch's warning that gradients come from streams of other devices, as intended."""
+    set_warns = getattr(torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch", None)
+    if set_warns is not None:  # versions that do not have it do not warn
+        set_warns(False)
+
+
+def on_copy_stream(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Context manager in which the copy stream is current, if ``device`` is a CUDA device.
+
+    Autograd runs a node's backward on the stream that was current when the node was made, and lets
+    that stream wait for the gradients. So computing goes on while they are copied.
+    """
+    return on_stream(copy_stream(device)) if is_cuda(device) else contextlib.nullcontext()
+
+
+def added(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Return the sum of two gradients, either of which may be sparse."""
+    # Torch adds a sparse tensor to a dense one, and not the other way round.
+    return other + one if one.is_sparse and not other.is_sparse else one + other
