@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any
@@ -86,15 +85,11 @@ class BalancedBatchSampler(Sampler[list[int]]):
                 f"rank must be from 0 to {self.world_size - 1} of world_size={self.world_size}, "
                 f"got {self.rank}"
             )
-        if len(self.chunk_sizes) != self.world_size:
+        found = len(self.chunk_sizes), sum(self.chunk_sizes)
+        if found != (self.world_size, self.batch_size):
             raise ArgumentError(
-                f"chunk_sizes must be one for each of {self.world_size} ranks, "
-                f"got {len(self.chunk_sizes)}"
-            )
-        if sum(self.chunk_sizes) != self.batch_size:
-            raise ArgumentError(
-                f"chunk_sizes must add up to batch_size={self.batch_size}, got "
-                f"{reprlib.repr(self.chunk_sizes)}, in all {sum(self.chunk_sizes)}"
+                f"chunk_sizes must be one for each of {self.world_size} ranks and add up to "
+                f"batch_size={self.batch_size}, got {found[0]}, in all {found[1]}"
             )
         self.epoch = 0
         self._next_start = 0  # position in the order at which the next iteration begins
@@ -174,14 +169,10 @@ class BalancedBatchSampler(Sampler[list[int]]):
             state: a result of ``state_dict``.
 
         Raises:
-            ArgumentError: an entry is missing, or the state is of another dataset or order.
+            ArgumentError: the state is of another dataset or order.
+            KeyError: an entry is missing.
             ArgumentTypeError: an entry is not an integer.
         """
-        missing = [name for name in self.state_dict() if name not in state]
-        if missing:
-            raise ArgumentError(
-                f"the state lacks {', '.join(missing)}; load a result of state_dict()"
-            )
         for name in ("num_samples", "shuffle", "seed"):
             if state[name] != getattr(self, name):
                 raise ArgumentError(

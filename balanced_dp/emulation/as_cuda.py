@@ -39,7 +39,7 @@ def named_cuda(machine: Machine) -> Iterator[None]:
         _tensors(),
         _factories(machine),
         _cuda_modules(machine),
-        _refused(),
+        _compile(),
         _without_hardware(machine),
     )
     builtins = torch.jit._builtins._get_builtin_table()  # TorchScript knows functions by their id
@@ -132,9 +132,8 @@ def _cuda_modules(machine: Machine) -> _Patches:
     }
 
 
-def _refused() -> _Patches:
-    """Return functions that need the hardware, which raise an error instead."""
-    compile_, init_process_group = torch.compile, torch.distributed.init_process_group
+def _compile() -> _Patches:
+    compile_ = torch.compile
 
     def compile(model: Any = None, *, backend: Any = "inductor", **kwargs: Any) -> Any:
         if backend == "inductor" and not kwargs.get("disable"):
@@ -144,19 +143,7 @@ def _refused() -> _Patches:
             )
         return compile_(model, backend=backend, **kwargs)
 
-    def init(backend: str | None = None, *args: Any, **kwargs: Any) -> None:
-        if backend is None or "nccl" in backend.lower():
-            raise EmulationError(
-                f"emulated devices do not support NCCL process groups (backend={backend!r}); use "
-                "backend='gloo'"
-            )
-        init_process_group(backend, *args, **kwargs)
-
-    return {
-        torch: {"compile": compile},
-        torch.distributed: {"init_process_group": init},
-        torch.multiprocessing: {"spawn": refusal("processes that are spawned")},
-    }
+    return {torch: {"compile": compile}}
 
 
 def _without_hardware(machine: Machine) -> _Patches:
@@ -165,6 +152,9 @@ def _without_hardware(machine: Machine) -> _Patches:
     # A scaler skips the step if a gradient is not finite, which symbolic devices do not know.
     disabled = property(lambda self: False, lambda self, value: None)
     return {
+        torch.multiprocessing: {"spawn": refusal("processes that are spawned")},
+        torch.distributed: {"is_nccl_available": lambda: False},
+        torch.distributed.distributed_c10d: {"is_nccl_available": lambda: False},
         torch.distributed.Backend: {"default_device_backend_map": {**backends, CUDA: "gloo"}},
         torch.amp.GradScaler: {"_enabled": disabled} if machine.symbolic else {},
         torch.version: {"cuda": "12.6"},  # for scripts that compare it
