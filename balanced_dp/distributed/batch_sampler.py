@@ -169,10 +169,11 @@ class BalancedBatchSampler(Sampler[list[int]]):
             state: a result of ``state_dict``.
 
         Raises:
-            ArgumentError: the state is of another dataset or order.
-            KeyError: an entry is missing.
+            ArgumentError: an entry is missing, or the state is of another dataset or order.
             ArgumentTypeError: an entry is not an integer.
         """
+        if missing := [name for name in self.state_dict() if name not in state]:
+            raise ArgumentError(f"the state lacks {', '.join(missing)}; load that of state_dict()")
         for name in ("num_samples", "shuffle", "seed"):
             if state[name] != getattr(self, name):
                 raise ArgumentError(

@@ -138,7 +138,7 @@ def test_states_that_do_not_fit_are_refused():
     ):
         with pytest.raises(ArgumentError, match=f"{name}=.*, but this one has {name}={value}"):
             other[0].load_state_dict(state)
-    with pytest.raises(KeyError, match="shuffle"):
+    with pytest.raises(ArgumentError, match="lacks num_samples_done, shuffle, seed; load"):
         sampler.load_state_dict({"epoch": 0, "num_samples": 10})
     with pytest.raises(ArgumentError, match=r"num_batches must be from 0 to 0"):
         sampler.state_dict(1)
