@@ -71,12 +71,13 @@ def test_indices_and_masks_may_be_on_the_cpu_and_what_they_index_may_not(devices
     assert x[torch.tensor([True, False, False, True])].tolist() == [0.0, 3.0]
     x[torch.tensor([0, 1])] = torch.tensor([5.0, 6.0], device=devices[0])
     assert x[x > 4].tolist() == [5.0, 6.0]
-    with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
-        x[torch.tensor([0, 1])] = torch.tensor([5.0, 6.0])
-    with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
-        torch.arange(4.0)[torch.tensor([3, 1], device=devices[0])]
-    with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
-        x[torch.tensor([3, 1], device=devices[1])]
+    for mix in (
+        lambda: x.__setitem__(torch.tensor([0, 1]), torch.tensor([5.0, 6.0])),
+        lambda: torch.arange(4.0)[torch.tensor([3, 1], device=devices[0])],
+        lambda: x[torch.tensor([3, 1], device=devices[1])],
+    ):
+        with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
+            mix()
 
 
 # Real models.
@@ -96,23 +97,74 @@ def test_a_model_trains_to_the_numbers_of_the_cpu(devices, name):
     assert len(expected.losses) == len({loss.item() for loss in expected.losses})  # it trains
 
 
-def test_an_embedding_with_sparse_gradients_trains_to_the_numbers_of_the_cpu(devices):
-    def trained(device):
-        torch.manual_seed(0)
-        module = nn.Embedding(10, 4, sparse=True, dtype=torch.float64).to(device)
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
-        index = torch.tensor([[1, 2, 1], [7, 7, 0]]).to(device)
-        for _ in range(3):
-            for _ in range(2):  # sparse gradients accumulate
-                module(index).pow(2).sum().backward()
-            assert module.weight.grad.is_sparse
-            assert module.weight.grad.device == device
+# The numbers of the CPU.
+
+
+def sparse_gradients(device: Any) -> list[Tensor]:
+    module = nn.Embedding(10, 4, sparse=True, dtype=torch.float64).to(device)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+    index = torch.tensor([[1, 2, 1], [7, 7, 0]]).to(device)
+    for step in range(6):  # in pairs, which accumulate
+        module(index).pow(2).sum().backward()
+        assert module.weight.grad.is_sparse
+        if step % 2:
             optimizer.step()
             optimizer.zero_grad()
-        return module.weight.detach().cpu()
+    return [module.weight]
 
-    torch.testing.assert_close(trained(devices[0]), trained(torch.device("cpu")), **exact)
-    assert torch.get_device_module("lazy").memory_allocated(devices[0]) == 0
+
+def packed_sequence(device: Any) -> list[Tensor]:
+    module = nn.LSTM(3, 5, bidirectional=True).to(device, torch.float64)
+    x = torch.randn(4, 3, 3, dtype=torch.float64).to(device).requires_grad_()
+    lengths = torch.tensor([2, 4, 3])
+    packed = nn.utils.rnn.pack_padded_sequence(x, lengths, enforce_sorted=False)
+    assert (packed.data.device, packed.batch_sizes.device) == (x.device, lengths.device)
+    output, _ = nn.utils.rnn.pad_packed_sequence(module(packed)[0])
+    output.pow(2).sum().backward()
+    return [output, x.grad, module.weight_ih_l0.grad]
+
+
+def conjugates(device: Any) -> list[Tensor]:
+    """Operators got the conjugate's data without its bit, and computed with the original."""
+    z = torch.tensor([1 + 2j, 3 - 1j]).to(device).requires_grad_()
+    value = (z * z.conj()).sum() + (z.view(1, 2) @ z.view(1, 2).mH).sum() + z.exp().abs().sum()
+    value.abs().backward()
+    return [value, z.grad, z.conj().imag]
+
+
+def views_in_place(device: Any) -> list[Tensor]:
+    x = torch.arange(6.0, device=device).view(2, 3).requires_grad_()
+    y = x * 1
+    y.t_().unsqueeze_(0)
+    (y * torch.arange(6.0, device=device).view(1, 3, 2)).sum().backward()
+    return [x.grad]
+
+
+def forward_mode(device: Any) -> list[Tensor]:
+    """Where a tangent is zero, ``_efficientzerotensor`` was missing."""
+    w, x = torch.arange(6.0, device=device).view(2, 3), torch.ones(3, device=device)
+    return list(torch.func.jvp(lambda x: 2 * (w @ x) + w.sum(), (x,), (x,)))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # by which torch makes decompositions
+@pytest.mark.parametrize(
+    "compute",
+    [sparse_gradients, packed_sequence, conjugates, views_in_place, forward_mode],
+    ids=lambda compute: compute.__name__,
+)
+def test_numbers_of_the_cpu(devices, compute):
+    results = []
+    for device in (devices[0], torch.device("cpu")):
+        torch.manual_seed(0)
+        results.append([x.detach().cpu() for x in compute(device)])
+    torch.testing.assert_close(*results, **exact)
+
+
+def test_lengths_on_a_device(devices):
+    with pytest.raises(RuntimeError, match="1D CPU int64 tensor, but got 1D lazy:0"):
+        torch._VF._pack_padded_sequence(
+            torch.zeros(4, 3, 3, device=devices[0]), torch.tensor([4, 3, 1]).to(devices[0]), False
+        )
 
 
 def test_a_sparse_gradient_is_counted_by_its_indices_and_values(devices):
@@ -126,26 +178,6 @@ def test_a_sparse_gradient_is_counted_by_its_indices_and_values(devices):
         )
         now = torch.get_device_module("lazy").memory_allocated(devices[0])
         assert now - before == gradient_bytes
-
-
-def test_a_packed_sequence_keeps_its_lengths_on_the_cpu(devices):
-    lengths = torch.tensor([2, 4, 3])
-
-    def outputs(device):
-        torch.manual_seed(0)
-        module = nn.LSTM(3, 5, bidirectional=True).to(device, torch.float64)
-        x = torch.randn(4, 3, 3, dtype=torch.float64).to(device).requires_grad_()
-        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, enforce_sorted=False)
-        assert (packed.data.device, packed.batch_sizes.device) == (device, lengths.device)
-        output, _ = nn.utils.rnn.pad_packed_sequence(module(packed)[0])
-        output.pow(2).sum().backward()
-        return [output.detach().cpu(), x.grad.cpu(), module.weight_ih_l0.grad.cpu()]
-
-    torch.testing.assert_close(outputs(devices[0]), outputs(torch.device("cpu")), **exact)
-    with pytest.raises(RuntimeError, match="1D CPU int64 tensor, but got 1D lazy:0"):
-        torch._VF._pack_padded_sequence(
-            torch.zeros(4, 3, 3, device=devices[0]), torch.tensor([4, 3, 1]).to(devices[0]), False
-        )
 
 
 def test_gradients_of_the_gradients_are_right(devices):
@@ -217,21 +249,6 @@ def test_a_deep_copy_is_independent_and_keeps_ties_and_the_device(devices):
     assert module[0].weight.abs().sum().item() > 0
     with pytest.raises(RuntimeError, match="graph leaves"):
         copy.deepcopy(module[0].weight * 2)
-
-
-def test_conjugates_are_computed(devices):
-    """Operators got the conjugate's data without its bit, and computed with the original."""
-    x = torch.tensor([1 + 2j, 3 - 1j])
-    y = x.to(devices[0])
-    for z in (x, y):
-        z.requires_grad_()
-    results = []
-    for z in (x, y):
-        value = (z * z.conj()).sum() + (z.view(1, 2) @ z.view(1, 2).mH).sum() + z.exp().abs().sum()
-        value.abs().backward()
-        assert z.grad is not None
-        results += [value.detach().cpu(), z.grad.cpu(), z.conj().imag.detach().cpu()]
-    torch.testing.assert_close(results[:3], results[3:])
 
 
 def test_modules_that_move_keep_attributes_and_hooks_of_parameters(devices):
@@ -414,14 +431,6 @@ def test_shapes_change_in_place(devices, change, mode):
         assert (x.shape, x.stride()) == (on_cpu.shape, on_cpu.stride())
         assert x.storage_offset() == on_cpu.storage_offset()
         assert x.add_(1).tolist() == on_cpu.add_(1).tolist()
-
-
-def test_gradients_pass_through_in_place_views(devices):
-    x = torch.arange(6.0, device=devices[0]).view(2, 3).requires_grad_()
-    y = x * 1
-    y.t_().unsqueeze_(0)
-    (y * torch.arange(6.0, device=devices[0]).view(1, 3, 2)).sum().backward()
-    assert x.grad.tolist() == [[0.0, 2.0, 4.0], [1.0, 3.0, 5.0]]
 
 
 # After the context.
