@@ -206,24 +206,23 @@ class Inputs:
         lengths = {name: len(value) for name, value in _sequences(named) if _are_alike(value)}
         entries = next((n for name, n in lengths.items() if _is_below(first, [name])), batch)
         lists = tuple(name for name, n in lengths.items() if n == entries)
-        turned = [n for n, t, s in ((path, tensor, batch), (first, other, size)) if s in t.shape]
         source, also = "", ""
         if first != path:
             source = f" by its first tensor, {first}"
             also = f", and if {first} is not, broadcast=({first!r},) does"
+            also += ", or transpose it" if size in other.shape else ""
         if any(_is_below(one, lists) for one in (path, first)):
             remedy = (
                 f"if {' and '.join(lists)} has one entry for each sample, split={lists!r} splits "
                 "it, or stack or pad its tensors to one"
             )
+        elif batch in tensor.shape:
+            remedy = "its samples are along another dimension, so transpose it"
         else:
             remedy = (
                 f"if {path} is not one entry a sample, broadcast=({path!r},) copies it whole to "
                 f"each device{also}"
             )
-            if turned:
-                transpose = f"if {turned[0]} has its samples along another dimension, transpose it"
-                remedy = f"{transpose}; {remedy}"
         fact = f"of shape {tuple(tensor.shape)} has size {size} along dim {self.dim}"
         return _error(path, f"{fact}, but the batch has {batch} samples{source}; {remedy}")
 
@@ -233,9 +232,7 @@ class Inputs:
         tensors = [(n, t) for one in stores for n, t in one.items() if isinstance(t, torch.Tensor)]
         if hidden := ", ".join(str(name) for name, tensor in tensors if tensor.dim()):
             fact = f"whose tensors ({hidden}) are neither split nor moved"
-            remedy = (
-                "pass a dictionary of them, or in split a list of objects, moved inside forward"
-            )
+            remedy = "pass a dictionary of them, or in split a list of objects that forward moves"
             self._warn(path, value, fact, remedy)
 
     def _warn(self, path: str, value: Any, fact: str, remedy: str = "", silence: str = "") -> None:

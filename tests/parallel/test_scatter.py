@@ -161,7 +161,7 @@ def graphs(_, values):
         (
             lambda _, x, h: GRU(x, h if h.dim() == 3 and len(h) == 1 else h.transpose(0, 1))[0],
             (X[:, None], torch.ones(1, 8, 3)),
-            "if args.1 has its samples along another dimension, transpose it",
+            "input args.1 of .* its samples are along another dimension, so transpose it",
             {},
             (X[:, None], torch.ones(8, 1, 3)),
         ),
