@@ -66,19 +66,14 @@ class Gather:
             raise _differ(path, outputs, "different types")
         is_mutable = isinstance(first, MutableMapping | MutableSequence) and len(first) > 0
         if is_mutable and others and all(other is first for other in others):
-            raise _error(
-                path,
-                f"is the same {type(first).__name__} on every replica, which holds what the last "
-                "one wrote to it; return a new one from each forward",
-            )
+            fact = f"is the same {type(first).__name__} on every replica, with what the last wrote"
+            raise _error(path, f"{fact}; return a new one from each forward")
         if nested.is_cache(first):
-            what = f"output {path or '(the whole)'} is left out"
-            if what not in self.losses.history.warned:
-                self.losses.history.warned.add(what)
-                warn(
-                    f"{what}: a {type(first).__name__} belongs to one model and not to its "
-                    "replicas; call the model with use_cache=False"
-                )
+            fact = f"is left out: a {type(first).__name__} belongs to one model and not to replicas"
+            message = str(_error(path, f"{fact}; call the model with use_cache=False"))
+            if message not in self.losses.history.warned:
+                self.losses.history.warned.add(message)
+                warn(message)
             return None
         children = [nested.checked_items(output, path, GatherError) or [] for output in outputs]
         if nested.items(first) is None:
@@ -118,9 +113,7 @@ class Gather:
         if len(tensors) == 1 and (first.dim() or self.scalar_outputs != "stack"):
             return first.to(self.device)
         if any(tensor.is_nested or tensor.layout != torch.strided for tensor in tensors):
-            raise _error(
-                path, "is a sparse or nested tensor, which is not joined; return dense ones"
-            )
+            raise _error(path, "is a sparse or nested tensor, which is not joined; make it dense")
         shapes = {tensor.shape for tensor in tensors}
         # A tensor with one entry for several samples is a number, too.
         if shapes == {()} or (len(shapes) == 1 and first.numel() == 1 < max(sizes, default=1)):
@@ -176,11 +169,15 @@ class Gather:
                 remedy = "Return (N, rows, ...) or several outputs, and squeeze(-1), not squeeze()"
                 self._warn(path, reason, remedy)
             return axes[0]
-        if all(lengths[d] == sizes for d in differing):
+        if not differing:
             remedy = (
-                f"so it has no row for each of them along dim {dim}: return a mean without "
-                "dimensions (no keepdim), compute statistics and pairs of samples outside, from "
-                "gathered rows, or gather=False, and read parameters from model.module"
+                "so it has no row for each of them: return a mean without dimensions (no keepdim), "
+                "compute statistics outside, and read parameters from model.module"
+            )
+        elif all(lengths[d] == sizes for d in differing):
+            remedy = (
+                "an entry for each pair of samples of a chunk; return a row for each sample and "
+                "compare them outside, or with gather=False keep each device's own pairs"
             )
         else:
             remedy = (
@@ -214,11 +211,8 @@ def _error(path: str, message: str) -> GatherError:
 
 def _differ(path: str, values: Sequence[Any], what: str) -> GatherError:
     shown = ", ".join(str(tuple(v.shape)) if isinstance(v, Tensor) else repr(v) for v in values)
-    return _error(
-        path,
-        f"cannot be joined: the replicas returned {what} ({shown[:200]}); return tensors, or what "
-        "is equal on every replica",
-    )
+    fact = f"cannot be joined: the replicas returned {what} ({shown[:200]})"
+    return _error(path, f"{fact}; return tensors, or what is equal on every replica")
 
 
 class Concatenate(torch.autograd.Function):

@@ -22,7 +22,7 @@ def spread_parameters(module: nn.Module, devices: Sequence[torch.device]) -> Non
     first run goes to the first device, each other one to the device that is the least full, so that
     gradients arrive at all devices at once.
 
-    A device may repeat.
+    A device may repeat. The module may be on the CPU, if it fits on no single device.
 
     """
     devices = list(dict.fromkeys(devices))

@@ -102,7 +102,10 @@ def parallel_apply(
                     # each other.
                     ends[-1].wait(TURN_SECONDS)
             if first is not None:
-                contextvars.copy_context().run(_in_turn, work, *first)
+                if others:
+                    contextvars.copy_context().run(_in_turn, work, *first)
+                else:
+                    _in_turn(work, *first)
             for error in errors.values():
                 if isinstance(error, KeyboardInterrupt):
                     raise error

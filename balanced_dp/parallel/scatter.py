@@ -145,18 +145,16 @@ class Inputs:
         if isinstance(value, Scattered):
             if value.devices != tuple(devices) or (sizes and value.chunk_sizes != tuple(sizes)):
                 call = f"splits {tuple(sizes)}" if sizes else "does not split"
-                where = ", ".join(map(str, devices))
-                raise _error(
-                    path, f"is {value!r}, but this call {call} on {where}; gather() it first"
-                )
+                call += f" on {', '.join(map(str, devices))}"
+                raise _error(path, f"is {value!r}, but this call {call}; gather() it first")
             return list(value)
-        length, kind = _length(value), type(value).__name__
+        length = _length(value)
         if sizes is None and isinstance(value, PackedSequence):
             # Torch's stubs know PackedSequence.to with a dtype only.
             return [value.to(device) for device in devices]  # type: ignore[arg-type]
         if sizes is not None and path in self.split:
             if length != sum(sizes):
-                fact = f"is in split, but it is a {kind} of length {length}"
+                fact = f"is in split, but it is a {type(value).__name__} of length {length}"
                 raise _error(path, f"{fact}, and the batch has {sum(sizes)} samples")
             bounds = zip(devices, pairwise(accumulate(sizes, initial=0)), strict=True)
             return [self._parts(value[i:j], path, ([device], None))[0] for device, (i, j) in bounds]
@@ -232,7 +230,7 @@ class Inputs:
         tensors = [(n, t) for one in stores for n, t in one.items() if isinstance(t, torch.Tensor)]
         if hidden := ", ".join(str(name) for name, tensor in tensors if tensor.dim()):
             fact = f"whose tensors ({hidden}) are neither split nor moved"
-            remedy = "pass a dictionary of them, or in split a list of objects that forward moves"
+            remedy = "pass a dictionary of them, or a list of objects in split, moved by forward"
             self._warn(path, value, fact, remedy)
 
     def _warn(self, path: str, value: Any, fact: str, remedy: str = "", silence: str = "") -> None:
