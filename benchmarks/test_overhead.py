@@ -170,9 +170,12 @@ def one_thread() -> Iterator[None]:
 
 @pytest.mark.parametrize("num_replicas", [2, 4, 8])
 @pytest.mark.parametrize("name", TREES)
-@pytest.mark.parametrize("what", ["replicate", "replicate and let go"])
+@pytest.mark.parametrize("what", ["replicate", "replicate and let go", "replicate anew"])
 def test_replicate(benchmark, monkeypatch, tables, what, name, num_replicas):
-    """Letting go means to recycle the replicas, or to deallocate them, as torch always does."""
+    """Letting go means to recycle the replicas, or to deallocate them, as torch always does.
+
+    Replicas are made anew if the last ones are still referred to.
+    """
     module, replicator = TREES[name](), Replicator()
     devices = [torch.device("cpu")] * num_replicas
     # Nothing is copied on either side: tensors are handed on.
@@ -188,8 +191,10 @@ def test_replicate(benchmark, monkeypatch, tables, what, name, num_replicas):
 
     def ours() -> None:
         made.append(replicator.replicate(module, devices))
-        if what != "replicate":
+        if what == "replicate and let go":
             made.pop().recycle()
+        elif what == "replicate anew":
+            made.clear()
 
     def theirs() -> None:
         made.append(torch_replicate["replicate"](module, list(range(num_replicas))))

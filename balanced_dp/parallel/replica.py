@@ -54,7 +54,7 @@ class Blueprint:
         names, modules: its submodules, each once, with itself as the first.
         tensors: the parameters and then the buffers of the modules, each once, in the order of
             registration: neighbors are used together.
-        num_parameters: how many of them are parameters.
+        parameters, buffers: both of them alone.
         places: where the tensors are registered.
         children, empty: where submodules are, and None in the place of a member.
         attributes: of each module, what forward may assign.
@@ -71,8 +71,9 @@ class Blueprint:
         self.empty: list[_Place] = []
         self.tensors: list[torch.Tensor] = []
         self.places = self._index("_parameters", self.tensors)
-        self.num_parameters = len(self.tensors)
+        self.parameters = self.tensors.copy()
         self.places += self._index("_buffers", self.tensors)
+        self.buffers = self.tensors[len(self.parameters) :]
         self.children = self._index("_modules", self.modules)
         self.attributes: list[dict[str, Any]] = []
         self.bound: list[tuple[int, str | None, Any, Any]] = []

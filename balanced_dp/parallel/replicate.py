@@ -90,15 +90,13 @@ class Replicator:
         if blueprint is None or not blueprint.is_of(network):
             self._blueprint = blueprint = Blueprint(network)
             self._waiting = waiting = []
-        count = blueprint.num_parameters
-        parameters, buffers = blueprint.tensors[:count], blueprint.tensors[count:]
         if homes:
-            check_on_device(parameters, *homes)
-            check_on_device(buffers, homes[0])
-        copies, arrivals = self.copies.on(devices, parameters)
+            check_on_device(blueprint.parameters, *homes)
+            check_on_device(blueprint.buffers, homes[0])
+        copies, arrivals = self.copies.on(devices, blueprint.parameters)
         if blueprint.is_compiled or Arrivals.are_traced:
             arrivals.join()
-        pairs = zip(devices, _buffers_of_replicas(devices, buffers), strict=True)
+        pairs = zip(devices, _buffers_of_replicas(devices, blueprint.buffers), strict=True)
         tensors = [[*copies[device], *own] for device, own in pairs]
         has_gradients = torch.is_grad_enabled()
         self._num_calls[has_gradients] = num_calls = self._num_calls[has_gradients] + 1
@@ -285,9 +283,8 @@ class Replicas(list[ModuleT]):
                     found[_DIFFERENT].append(path(index, name))
         # Members that are tied or exchanged are not lost.
         members = set(map(id, (None, *replica.modules, *self._tensors[0])))
-        for index, (original, copy) in enumerate(
-            zip(self._blueprint.modules, replica.modules, strict=True)
-        ):
+        for index, original in enumerate(self._blueprint.modules):
+            copy = replica.modules[index]
             registered = {**copy._modules, **copy._parameters}.items()
             names = [name for name, value in registered if id(value) not in members]
             if not _sets_weights(original):

@@ -22,9 +22,8 @@ from .copies import Arrivals, Copies, bring_to, copy_to, has_hooks, make_nodes, 
 from .scatter import move
 
 _CHANGED = (
-    "a parameter was replaced, frozen, unfrozen or changed inside shared_weights() or "
-    "accumulate(), whose calls all use the same weights; do this, and step the optimizer, after "
-    "the block"
+    "a parameter was replaced, frozen, unfrozen or changed inside shared_weights(), whose calls "
+    "all use the same weights; do this, and step the optimizer, after the block"
 )
 
 
@@ -198,15 +197,12 @@ def _bring(node: Any) -> Sequence[torch.Tensor | None]:
 
 def accumulate(pairs: Iterable[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
     """Accumulate gradients into ``.grad`` of their parameters, as autograd does."""
-    trained = []
-    for parameter, gradient in pairs:
-        if gradient is None:
-            continue
-        if parameter.requires_grad:
-            trained.append((parameter, gradient))
-        else:  # it was frozen since
+    present = [(parameter, gradient) for parameter, gradient in pairs if gradient is not None]
+    for parameter, gradient in present:
+        if not parameter.requires_grad:  # it was frozen since
             old = parameter.grad
             parameter.grad = gradient if old is None else old + gradient
+    trained = [pair for pair in present if pair[0].requires_grad]
     if trained:
         torch.autograd.backward([p for p, _ in trained], [g for _, g in trained])
 
