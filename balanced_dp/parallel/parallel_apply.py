@@ -8,7 +8,7 @@ import functools
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from queue import SimpleQueue
 from typing import Any
 
@@ -24,7 +24,7 @@ TURN_SECONDS = 0.2
 """How long replicas on symbolic devices wait for the one before, which may wait for them."""
 
 PATIENCE_SECONDS = 20.0
-"""How long replicas on one device wait for the one before, which may wait for them."""
+"""After how long a first call is said not to end, on devices that have several replicas."""
 
 logger = logging.getLogger(__name__)
 
@@ -77,11 +77,12 @@ def parallel_apply(
                     results[index] = call()
             except BaseException as error:
                 num_others = len(functions) - len(results) - len(errors) - len(job) - 1
+                is_first = not errors
+                errors[index] = error
                 job.clear()
-                if num_others and not errors and isinstance(error, Exception):
+                if num_others and is_first and isinstance(error, Exception):
                     text = f"{error!r} {_describe(index, devices, chunk_sizes)}"  # holds no frames
                     logger.warning("%s; it is raised when the other replicas have ended", text)
-                errors[index] = error
 
     others = list(jobs.items())
     # Autograd runs the nodes of all emulated devices in one thread, the highest sequence number
@@ -89,23 +90,20 @@ def parallel_apply(
     # numbers are alike, and backward passes take turns, as if side by side on accelerators.
     are_alike = is_emulated(devices[0]) and len(others) > 1
     first = None if are_alike else others.pop(0)
-    with _reserved(workers) as threads:
+    with _reserved(workers) as threads, _watched(jobs, threads):
         ends: list[threading.Event] = []
         try:
             for device, job in others:
                 # Each in a copy of its own: a context cannot be entered twice at a time.
                 run = contextvars.copy_context().run
-                run_job = functools.partial(run, _in_turn, work, device, job)
+                run_job = functools.partial(run, work, device, job)
                 ends.append(threads.submit(device, run_job))
                 if is_symbolic(device):
                     # Without numbers to compute, threads would only pass the interpreter's lock to
                     # each other.
                     ends[-1].wait(TURN_SECONDS)
             if first is not None:
-                if others:
-                    contextvars.copy_context().run(_in_turn, work, *first)
-                else:
-                    _in_turn(work, *first)
+                contextvars.copy_context().run(work, *first) if others else work(*first)
             for error in errors.values():
                 if isinstance(error, KeyboardInterrupt):
                     raise error
@@ -133,32 +131,31 @@ def parallel_apply(
     return outputs
 
 
-def _in_turn(work: Callable[[torch.device, Job], None], device: torch.device, job: Job) -> None:
-    """Do the calls of a job one after the other, or the rest at once if one of them is slow."""
-    context = contextvars.copy_context()
+@contextlib.contextmanager
+def _watched(jobs: Mapping[torch.device, Job], workers: Workers) -> Iterator[None]:
+    """Context manager that logs it if the first call of a model does not end.
 
-    def start_the_rest() -> None:
-        logger.warning(
-            f"a replica on {device} has not ended after {PATIENCE_SECONDS} s, so the others there "
-            "start as well: it may wait for them, as synchronized batch norm does. Their random "
-            "numbers are mixed; use a device for each, such as those of emulate_devices"
-        )
-        rest = [(work, device, deque([job.popleft()])) for _ in range(len(job))]
-        run = [threading.Thread(target=context.copy().run, args=one, daemon=True) for one in rest]
-        for thread in run:
-            thread.start()
-        for thread in run:
-            thread.join()
-
-    if len(job) < 2:
-        return work(device, job)
-    timer = threading.Timer(PATIENCE_SECONDS, start_the_rest)
+    Replicas of one device run one after the other. One that waits for the others, as in
+    synchronized batch norm, waits forever.
+    """
+    shared = [str(device) for device, job in jobs.items() if len(job) > 1]
+    timer = threading.Timer(
+        PATIENCE_SECONDS,
+        logger.warning,
+        [
+            f"replicas on {', '.join(shared)} have not ended after {PATIENCE_SECONDS} s. Those of "
+            "one device run one after the other, so none may wait for another one, as synchronized "
+            "batch norm does; use a device for each, such as those of emulate_devices"
+        ],
+    )
     timer.daemon = True
-    timer.start()
-    work(device, job)
-    timer.cancel()
-    timer.join()
-    return None
+    if shared and not workers.have_run:
+        timer.start()
+    try:
+        yield
+        workers.have_run = True
+    finally:
+        timer.cancel()
 
 
 def _wait(events: Sequence[threading.Event]) -> None:
@@ -177,6 +174,8 @@ class Workers:
         self._threads: dict[torch.device, tuple[threading.Thread, SimpleQueue[Any]]] = {}
         self.in_use = threading.Lock()
         """Held by the call that uses the threads."""
+        self.have_run = False
+        """Whether a call has ended without an exception."""
 
     def __reduce__(self) -> tuple[type[Workers], tuple[()]]:
         return Workers, ()  # a copy of the model has its own
