@@ -27,7 +27,7 @@ def test_a_frozen_value_costs_nothing(benchmark):
         for _ in range(20):
             step("auto")
         auto = models["auto"]
-        assert auto._policy.auto.balance.is_frozen
+        assert auto._policy.search.is_over
         models["fixed"] = BalancedDataParallel(auto.gpu0_bsz, module)
         # In turns, so that both see the same machine.
         seconds = {name: [] for name in models}

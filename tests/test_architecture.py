@@ -14,7 +14,7 @@ ROOT = Path(balanced_dp.__file__).parent
 
 # In the order of data flow: a file imports only from files above it.
 ORDER = """
-errors units split torch_versions free_threading
+errors units split search torch_versions free_threading
 emulation/ ledger machine symbolic tensor copies kernels autocast device_module
 emulation/ cuda_functions cuda_tensors as_cuda patches context __init__
 devices
@@ -24,7 +24,7 @@ planning/ memory_model estimates split_planner auto_balance __init__
 parallel/ nested scatter copies homes shared_weights
 parallel/losses/ cross_entropy graph mixing sums plan weight join __init__
 parallel/ replica replicate parallel_apply
-parallel/ gather per_device criterion auto_split split_policy check data_parallel
+parallel/ gather per_device criterion auto check data_parallel
 parallel/ functional __init__
 tuning/ models workloads open_devices measurement options step_benchmark report_types reports
 tuning/ workload_search tuner split_search loop_recorder __init__
@@ -37,7 +37,7 @@ cli/ __init__ arguments terminal script answer run console demo tune commands
 __main__
 """
 WITHOUT_TORCH = """
-errors units split free_threading
+errors units split search free_threading
 emulation/ ledger
 memory/ records nvml nvml_sampler
 planning/ memory_model estimates split_planner auto_balance

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from ..devices import Device
+from ..parallel.auto import AutoSplit
 from ..parallel.data_parallel import BalancedDataParallel
 from ..parallel.functional import balanced_data_parallel
 from ..tuning.loop_recorder import LoopRecorder
@@ -66,7 +67,7 @@ def replaced_data_parallel(recorder: LoopRecorder) -> Iterator[list[WrappedAt]]:
         initialize(self, *args, **kwargs)
         if self.device_weights is not None:
             return
-        place = _call_of_script("auto" if self._policy.auto else self.gpu0_bsz)
+        place = _call_of_script("auto" if isinstance(self._policy, AutoSplit) else self.gpu0_bsz)
         recorder.adopt(self)
         if place is not None and place not in calls:
             calls.append(place)

@@ -30,7 +30,7 @@ from ..devices import Device, default_device_type, resolve_devices
 from ..emulation.machine import has_machine
 from ..errors import ArgumentError
 from ..memory.logger import MemoryLogger
-from ..parallel.auto_split import STATE_KEY, AutoSplit
+from ..parallel.auto import STATE_KEY, SplitPolicy
 from ..parallel.data_parallel import BalancedDataParallel
 from ..parallel.gather import ScalarOutputs
 from ..parallel.losses.join import ChunkLosses
@@ -261,16 +261,16 @@ class _KeepSplit(TrainerCallback):
     def __init__(self, trainer: BalancedTrainerMixin) -> None:
         self._trainer = trainer
 
-    def _auto(self) -> AutoSplit | None:
+    def _policy(self) -> SplitPolicy | None:
         parallel = self._trainer.parallel_model
-        return None if parallel is None else parallel._policy.auto
+        return None if parallel is None else parallel._policy
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if (auto := self._auto()) and (stored := state.stateful_callbacks.get(STATE_KEY)):
-            auto.load_state_dict(stored["attributes"], self._trainer.model)
+        if (policy := self._policy()) and (stored := state.stateful_callbacks.get(STATE_KEY)):
+            policy.load_state_dict(stored["attributes"], self._trainer.model)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if (auto := self._auto()) and (found := auto.state_dict()):
+        if (policy := self._policy()) and (found := policy.state_dict()):
             state.stateful_callbacks[STATE_KEY] = {"attributes": found}
 
 

@@ -15,7 +15,7 @@ from ..errors import ArgumentTypeError
 from ..memory.probe import MemoryProbe
 from ..split import as_integer
 from ..torch_versions import disable_dynamo
-from .auto_split import STATE_KEY
+from .auto import STATE_KEY, split_policy
 from .check import CheckResult, compare
 from .gather import Gather, ScalarOutputs, check_scalar_outputs
 from .homes import on_one_device, spread_parameters
@@ -26,7 +26,6 @@ from .parallel_apply import Workers, parallel_apply
 from .per_device import PerDevice, only_output
 from .replicate import Replicator, check_on_device
 from .scatter import Inputs
-from .split_policy import SplitPolicy
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -181,7 +180,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         self._history = OutputHistory()
         self._replicator = Replicator()
         self._workers = Workers()
-        self._policy = SplitPolicy(gpu0_bsz, self.devices, device_weights, spread=spread)
+        self._policy = split_policy(gpu0_bsz, self.devices, device_weights, spread)
         self.chunk_sizes: tuple[int, ...] | None = None
         if len(self.devices) == 1:
             module.to(self.devices[0])
@@ -346,7 +345,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
 
     @gpu0_bsz.setter
     def gpu0_bsz(self, value: int | Literal["auto"] | None) -> None:
-        self._policy = SplitPolicy(value, self.devices, self.device_weights, spread=self.spread)
+        self._policy = split_policy(value, self.devices, self.device_weights, self.spread)
 
     @property
     def device_weights(self) -> tuple[float, ...] | None:
@@ -456,7 +455,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        state = self._policy.auto and self._policy.auto.state_dict()
+        state = self._policy.state_dict()
         if state and hasattr(destination, "_metadata"):
             # Beside the version of the module: nn.DataParallel would refuse another key.
             destination._metadata[prefix[:-1]][STATE_KEY] = state
@@ -465,8 +464,8 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         self, state_dict: Any, prefix: str, local_metadata: dict[str, Any], *args: Any
     ) -> None:
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
-        if self._policy.auto is not None and STATE_KEY in local_metadata:
-            self._policy.auto.load_state_dict(local_metadata[STATE_KEY], self.module)
+        if STATE_KEY in local_metadata:
+            self._policy.load_state_dict(local_metadata[STATE_KEY], self.module)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> BalancedDataParallel[ModuleT]:
         # torch gives this method no types.

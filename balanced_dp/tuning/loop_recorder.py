@@ -27,9 +27,9 @@ from ..devices import is_emulated
 from ..emulation.ledger import OF_THE_BATCH, Label
 from ..emulation.machine import current_machine
 from ..emulation.tensor import set_label
+from ..parallel.auto import SplitPolicy
 from ..parallel.data_parallel import BalancedDataParallel
 from ..parallel.nested import tensors
-from ..parallel.split_policy import SplitPolicy
 from .measurement import StepRecorder
 from .split_search import SplitSearch
 

@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from ..devices import is_emulated
-from ..parallel.auto_split import has_gradients, smallest_chunk
-from ..parallel.split_policy import SplitPolicy
+from ..parallel.auto import SplitPolicy, has_gradients, smallest_chunk
 from ..planning.auto_balance import AutoBalance
 from ..planning.memory_model import fit
 from ..split import even_share, split_batch
@@ -49,7 +48,7 @@ class SplitSearch(SplitPolicy):
         capacities: Sequence[int] | None = None,
         reserve: int = 0,
     ) -> None:
-        self._devices = devices
+        self.devices = devices
         self.capacities = capacities
         self.reserve = reserve
         self.chunk_sizes: tuple[int, ...] = ()
@@ -75,11 +74,6 @@ class SplitSearch(SplitPolicy):
         self._empty_bytes: dict[tuple[int, int], tuple[int, ...]] = {}
 
     @property
-    def devices(self) -> Sequence[torch.device]:
-        """The devices of the loop, in the order of the chunk sizes."""
-        return self._devices
-
-    @property
     def budgets(self) -> list[int] | None:
         """The bytes of each device that may be used, None if they do not matter."""
         if self.capacities is None:
@@ -89,9 +83,9 @@ class SplitSearch(SplitPolicy):
     def use(self, devices: Sequence[torch.device]) -> None:
         """Use some of the devices only, or in another order."""
         if self.capacities is not None:
-            of_device = dict(zip(self._devices, self.capacities, strict=True))
+            of_device = dict(zip(self.devices, self.capacities, strict=True))
             self.capacities = [of_device[device] for device in devices]
-        self._devices = devices
+        self.devices = devices
         self._forget()
 
     # How the next batch is split.

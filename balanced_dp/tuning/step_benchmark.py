@@ -15,10 +15,9 @@ from torch.utils._pytree import tree_map_only
 
 from ..devices import is_out_of_memory
 from ..errors import ArgumentError, BalanceWarning
-from ..parallel.auto_split import smallest_chunk
+from ..parallel.auto import SplitPolicy, smallest_chunk
 from ..parallel.criterion import BalancedCriterion
 from ..parallel.data_parallel import BalancedDataParallel
-from ..parallel.split_policy import SplitPolicy
 from .measurement import Measurement, StepRecorder
 from .workloads import Workload
 

@@ -17,9 +17,9 @@ from balanced_dp import (
     split_batch,
     tune,
 )
-from balanced_dp.planning.auto_balance import MAX_CHANGES
 from balanced_dp.planning.split_planner import utilizations
 from balanced_dp.report.tables import summary
+from balanced_dp.search import MAX_SPLITS
 from balanced_dp.tuning.open_devices import open_devices
 from balanced_dp.tuning.step_benchmark import step_meter
 
@@ -54,9 +54,9 @@ def value_of_auto(workload, batch_size, num_devices):
     """Return the value that training with gpu0_bsz="auto" ends with."""
     with emulate_devices(num_devices, symbolic=True) as devices:
         loop = Loop(workload, devices)
-        values = loop.follow(batch_size, 2 * (MAX_CHANGES + 1) + 1)
-        assert loop.balance.is_frozen
-        assert sum(a != b for a, b in itertools.pairwise(values)) <= MAX_CHANGES
+        values = loop.follow(batch_size, 2 * (MAX_SPLITS + 1) + 1)
+        assert loop.search.is_over
+        assert sum(a != b for a, b in itertools.pairwise(values)) <= MAX_SPLITS
         del loop
     return values[-1]
 

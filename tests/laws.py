@@ -1,0 +1,45 @@
+"""Laws of memory that nobody measured: a device's peak is the highest of a few linear terms."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hypothesis import strategies as st
+
+from balanced_dp.search import utilizations
+from balanced_dp.split import split_batch
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Law:
+    """Terms of fixed bytes, bytes per own sample and, for device 0, per sample of the batch."""
+
+    first: tuple[tuple[int, int, int], ...]
+    others: tuple[tuple[int, int], ...]
+
+    def peaks(self, sizes: Sequence[int]) -> list[int]:
+        batch_size = sum(sizes)
+        first = max(fixed + own * sizes[0] + whole * batch_size for fixed, own, whole in self.first)
+        others = [max(fixed + own * n for fixed, own in self.others) if n else 0 for n in sizes[1:]]
+        return [first, *others]
+
+    def utilization(self, batch_size: int, budgets: Sequence[int], value: int) -> float:
+        sizes = split_batch(batch_size, len(budgets), value)
+        return max(utilizations(self.peaks(sizes), budgets))
+
+
+def laws(max_terms: int = 3) -> st.SearchStrategy[Law]:
+    fixed, own = st.integers(0, GIB), st.integers(2**14, 2**24)
+    whole = st.just(0) | st.integers(0, 2**24)
+    first = st.lists(st.tuples(fixed, own, whole), min_size=1, max_size=max_terms)
+    others = st.lists(st.tuples(fixed, own), min_size=1, max_size=min(2, max_terms))
+    return st.builds(Law, first.map(tuple), others.map(tuple))
+
+
+alike = st.builds(
+    lambda budget, num: [budget] * num, st.integers(GIB // 8, 16 * GIB), st.integers(2, 8)
+)
+unlike = st.lists(st.integers(GIB // 8, 16 * GIB), min_size=2, max_size=8)

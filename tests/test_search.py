@@ -1,0 +1,237 @@
+"""Searches find what trying everything finds, under random laws and in tables of real peaks."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from balanced_dp.search import (
+    MAX_SPLITS,
+    LargestBatch,
+    LoopSearch,
+    Search,
+    WeightSearch,
+    utilizations,
+)
+from balanced_dp.split import best_gpu0_bsz, even_share, split_batch
+
+from .laws import GIB, Law, alike, laws, unlike
+
+TABLES = json.loads(Path(__file__).with_name("peaks_by_gpu0_bsz.json").read_text("utf-8"))
+"""The peaks of each device for gpu0_bsz = 0, 1, ..., as emulated devices counted them."""
+
+
+def ask(search, peaks, most=60) -> list[tuple[int, ...]]:
+    """Return the splits that a search asks for until it is over."""
+    asked: list[tuple[int, ...]] = []
+    while (split := search.next()) is not None:
+        assert split not in asked and len(asked) < most
+        asked.append(split)
+        search.tell(split, peaks(split))
+    return asked
+
+
+def all_values(law: Law, batch_size: int, budgets: Sequence[int]) -> dict[int, float]:
+    even = even_share(batch_size, len(budgets))
+    return {value: law.utilization(batch_size, budgets, value) for value in range(even + 1)}
+
+
+@given(laws(), alike | unlike, st.integers(1, 300))
+def test_the_best_value(law, budgets, batch_size):
+    search = Search(batch_size, budgets)
+    ask(search, law.peaks)
+    full = all_values(law, batch_size, budgets)
+    assert full[search.best] <= min(full.values()) * 1.01
+
+
+@pytest.mark.parametrize("start", [None, 0, 1])
+@pytest.mark.parametrize("name", TABLES)
+def test_the_best_value_of_a_table(name, start):
+    table = TABLES[name]
+    search = Search(int(name.split(", ")[1].split()[0]), [max(map(max, table))] * len(table[0]))
+    if start is not None:
+        search.tell(search.split(start), table[start])
+    asked = ask(search, lambda split: table[split[0]])
+    full = dict(enumerate(map(max, table)))
+    assert full[search.best] <= min(full.values()) * 1.001
+    assert search.best >= best_gpu0_bsz(full)
+    assert len(asked) <= 6
+
+
+def test_the_largest_of_equal_values():
+    """Device 0 holds as much with 0 as with 5, so with 5 all devices work."""
+    law = Law(((900, 0, 0), (400, 100, 0)), ((100, 10),))
+    search = Search(32, [2000] * 4)
+    ask(search, law.peaks)
+    assert search.best == 5
+
+
+@given(laws(), alike, st.integers(8, 300))
+def test_the_largest_value_that_fits(law, budgets, batch_size):
+    full = all_values(law, batch_size, budgets)
+    budgets = [round(budget * (min(full.values()) + full[max(full)]) / 2) for budget in budgets]
+    full = all_values(law, batch_size, budgets)
+    search = Search(batch_size, budgets, for_speed=True)
+    ask(search, law.peaks)
+    fitting = [value for value, utilization in full.items() if utilization <= 1]
+    assert not fitting or max(fitting) in search.told
+
+
+@given(laws(max_terms=1), alike, st.integers(1, 300))
+def test_a_careful_search_never_runs_out(law, budgets, batch_size):
+    search = Search(batch_size, budgets, is_careful=True)
+    if law.utilization(batch_size, budgets, search.even) <= 1:
+        for split in ask(search, law.peaks):
+            assert max(utilizations(law.peaks(split), budgets)) <= 1.000001
+
+
+def test_no_chunk_is_smaller_than_allowed():
+    law = Law(((10_000, 10, 10),), ((100, 10),))
+    search = Search(400, [50_000] * 4, smallest=2)
+    asked = {split[0] for split in ask(search, law.peaks)}
+    assert {0, 2} <= asked and 1 not in asked
+
+
+@pytest.mark.parametrize("is_even", [True, False])
+@given(law=laws(), budgets=alike, batch_size=st.integers(1, 200))
+def test_the_largest_batch(is_even, law, budgets, batch_size):
+    def full(size: int) -> float:
+        values = all_values(law, size, budgets)
+        return values[max(values)] if is_even else min(values.values())
+
+    start = Search(batch_size, budgets)
+    ask(start, law.peaks)
+    largest = LargestBatch(start, is_even=is_even, limit=2000)
+    ask(largest, law.peaks)
+    found = largest.best
+    assert found == 0 or full(found) <= 1
+    more = found + math.ceil((found + 1) * 0.005)
+    assert more > 2000 or full(more) > 1
+
+
+def test_a_batch_that_ran_out_is_halved_until_one_runs():
+    def peaks(split):
+        return [math.inf if sum(split) > 5 else 1.0, *split[1:]]
+
+    start = Search(64, [100] * 4)
+    ask(start, peaks)
+    largest = LargestBatch(start, is_even=True, limit=2000)
+    ask(largest, peaks)
+    assert start.best is None and largest.best == 5
+
+
+@given(laws(max_terms=1), st.integers(400, 4000), st.lists(st.integers(4, 16), min_size=2))
+def test_weights_fill_all_devices_alike(law, batch_size, sizes):
+    budgets = [size * 4 * GIB for size in sizes[:5]]
+    search = WeightSearch(budgets, batch_size, 1, 2**16)
+    for value in (0, even_share(batch_size, len(budgets)) // 2, batch_size):
+        split = split_batch(batch_size, len(budgets), value)
+        search.tell(split, law.peaks(split))
+    asked = ask(search, law.peaks, MAX_SPLITS)
+    known = min(all_values(law, batch_size, budgets).values())
+    found = min((max(utilizations(law.peaks(s), budgets)) for s in asked), default=known)
+    assert all(sum(split) == batch_size for split in asked)
+    a_sample = max(own for _, own, *_ in law.first + law.others) / min(budgets)
+    assert found <= known * 1.01 + a_sample
+
+
+def test_weights_of_the_largest_batch():
+    law, budgets = Law(((100, 10, 0),), ((100, 10),)), [2400, 1100, 600]
+    search = WeightSearch(budgets, None, 1, 2**16)
+    for value in (0, 2, 4):
+        split = split_batch(12, 3, value)
+        search.tell(split, law.peaks(split))
+    assert ask(search, law.peaks)[-1] == (230, 100, 50)
+
+
+# In a training loop.
+
+
+def follow(search: LoopSearch, law: Law, batch_size: int, num_iterations: int = 20) -> list[int]:
+    """Return the values of iterations."""
+    values = []
+    for _ in range(num_iterations):
+        split = search.split(batch_size)
+        values.append(split[0])
+        search.tell(split, law.peaks(split))
+    return values
+
+
+@pytest.mark.parametrize("is_careful", [True, False])
+@given(law=laws(), budgets=alike, batch_size=st.integers(1, 300))
+def test_a_loop_ends_no_worse_than_even(is_careful, law, budgets, batch_size):
+    search = LoopSearch(budgets, is_careful=is_careful)
+    values = follow(search, law, batch_size)
+    assert search.is_over
+    assert sum(a != b for a, b in itertools.pairwise(values)) <= MAX_SPLITS
+    full = all_values(law, batch_size, budgets)
+    assert full[values[-1]] <= full[max(full)] * 1.0011
+
+
+LAW = Law(((300, 30, 5),), ((250, 30),))
+
+
+def test_only_the_largest_iterations_count():
+    """Smaller last batches began the search again in each epoch, so that it never ended."""
+    search = LoopSearch([10**4] * 4, is_careful=False)
+    values = follow(search, LAW, 64)
+    assert search.is_over and values[-1] < 16
+    search = LoopSearch([10**4] * 4, is_careful=False)
+    for _ in range(10):
+        follow(search, LAW, 5, 1)
+        search.tell(search.split(64), LAW.peaks(search.split(64)), accumulates=True)
+        search.tell(search.split(64), [9**9] * 4)  # the data ended: not compared
+    assert search.is_over and search.value(64) == values[-1]
+    assert search.value(128) == 2 * values[-1]
+    assert search.split(1) == (1, 0, 0, 0)
+
+
+def test_batches_of_any_size_end_the_search():
+    search = LoopSearch([10**5] * 4, is_careful=True)
+    for size in (800, 800, 800, *(100 + 37 * i % 700 for i in range(110))):
+        follow(search, LAW, size, 1)
+    assert search.is_over
+
+
+def test_running_out_lowers_the_value():
+    search = LoopSearch([GIB] * 4, is_careful=True)
+    values = []
+    for index in (0, 0, 2):
+        values.append(search.value(64))
+        assert search.ran_out(64, index)
+    assert values == [16, 8, 4]
+    assert search.value(64) == 6
+    assert search.value(640) == 7  # device 0 ran out with 8
+    assert search.value(32) == 3
+
+
+def test_running_out_goes_back_to_what_ran():
+    search = LoopSearch([10**4] * 4, is_careful=False)
+    ran = follow(search, LAW, 64, 2)
+    assert search.value(64) < min(ran)
+    search.ran_out(64, 1)
+    assert search.value(64) == min(ran)
+    follow(search, LAW, 64)
+    assert search.is_over
+
+
+def test_what_was_found_is_taken_over():
+    search = LoopSearch([10**4] * 4, is_careful=True)
+    follow(search, LAW, 64)
+    search.ran_out(128, 0)
+    state = json.loads(json.dumps(search.state_dict(64)))
+    same, other, fewer = (
+        LoopSearch(budgets, is_careful=True) for budgets in ([10**4] * 4, [10**5] * 4, [10**5] * 2)
+    )
+    for loaded in (same, other, fewer):
+        loaded.load_state_dict(state)
+    assert same.value(64) == other.value(64) == search.value(64)
+    assert fewer.value(64) == 2 * search.value(64)
+    assert same.value(320) == search.value(320) < other.value(320)
