@@ -258,7 +258,10 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         return [args for args, _ in arguments], [keywords for _, keywords in arguments]
 
     def replicate(self, module: ModuleT, device_ids: Sequence[int | torch.device]) -> list[ModuleT]:
-        """Return a replica of ``module`` for each device."""
+        """Return a replica of ``module`` for each device.
+
+        The list also brings home what they write, so an override returns the same list.
+        """
         homes = self.devices if self.spread else self.devices[:1]
         return self._replicator.replicate(module, self._devices_of(device_ids), homes)
 

@@ -58,9 +58,8 @@ class Replicator:
 
     def __init__(self) -> None:
         self.copies = ParameterCopies()
-        self._blueprint: Blueprint | None = None
-        self._waiting: list[Replica] = []
-        """Replicas of the blueprint, for the next call."""
+        self._pool: tuple[Blueprint, list[Replica]] | None = None
+        """The blueprint of the module, and replicas that wait for the next call."""
         self._num_calls = {False: 0, True: 0}
         """How many calls there were without and with gradients."""
         self._warned: set[str] = set()
@@ -86,10 +85,10 @@ class Replicator:
             RuntimeError: a parameter or buffer is elsewhere, the module cannot be replicated, or a
                 parameter was changed inside ``copies.shared()``.
         """
-        blueprint, waiting = self._blueprint, self._waiting
-        if blueprint is None or not blueprint.is_of(network):
-            self._blueprint = blueprint = Blueprint(network)
-            self._waiting = waiting = []
+        pool = self._pool
+        if pool is None or not pool[0].is_of(network):
+            self._pool = pool = (Blueprint(network), [])
+        blueprint, waiting = pool
         if homes:
             check_on_device(blueprint.parameters, *homes)
             check_on_device(blueprint.buffers, homes[0])
@@ -133,7 +132,7 @@ class Replicator:
 
     def release(self) -> None:
         """Release the replicas that wait for the next call."""
-        self._blueprint, self._waiting = None, []
+        self._pool = None
 
 
 def check_on_device(tensors: Iterable[torch.Tensor], *devices: torch.device) -> None:

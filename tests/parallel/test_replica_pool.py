@@ -225,7 +225,7 @@ def test_a_call_leaves_its_replicas_to_the_next(make):
     model = BalancedDataParallel(1, module, ["cpu"] * 3, dim=-2)
     for _ in range(3):
         model(torch.randn(1, 7, 3)).sum().backward()
-        assert len(model._replicator._waiting) == 3
+        assert len(model._replicator._pool[1]) == 3
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
