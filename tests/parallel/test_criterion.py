@@ -111,62 +111,35 @@ class Masked(nn.NLLLoss):
 
 def make_cases() -> dict[str, Case]:
     torch.manual_seed(0)
-    cross_entropy, bce = nn.CrossEntropyLoss, nn.BCEWithLogitsLoss
+    ce, bce, logits = nn.CrossEntropyLoss, nn.BCEWithLogitsLoss, linear(CLASSES)
+    weight, all_options = {"weight": WEIGHTS}, {"weight": WEIGHTS, "label_smoothing": 0.2}
     reducing = {
-        "cross_entropy ignored": (cross_entropy, linear(CLASSES), classes(ignored=-100)),
-        "cross_entropy ignore_index": (
-            partial(cross_entropy, ignore_index=2),
-            linear(CLASSES),
-            classes(ignored=2),
+        "ce ignored": (ce, {}, logits, classes(ignored=-100)),
+        "ce weight": (ce, weight, logits, classes(ignored=3)),  # by a weight of 0
+        "ce all options": (
+            *(ce, all_options | {"ignore_index": 3}),
+            *(linear(CLASSES, 3, 2), classes(3, 2, ignored=3)),
         ),
-        "cross_entropy weight": (
-            partial(cross_entropy, weight=WEIGHTS),
-            linear(CLASSES),
-            classes(ignored=3),  # by a weight of 0
-        ),
-        "cross_entropy label_smoothing": (
-            partial(cross_entropy, label_smoothing=0.1),
-            linear(CLASSES, 3),
-            classes(3, ignored=-100),
-        ),
-        "cross_entropy all options": (
-            partial(cross_entropy, weight=WEIGHTS, label_smoothing=0.2, ignore_index=1),
-            linear(CLASSES, 3, 2),
-            classes(3, 2, ignored=1),
-        ),
-        "cross_entropy probabilities": (
-            partial(cross_entropy, weight=WEIGHTS, label_smoothing=0.2),
-            linear(CLASSES, 3),
-            numbers(CLASSES, 3).softmax(1),
-        ),
-        "nll": (
-            partial(nn.NLLLoss, weight=WEIGHTS),
-            log_softmax(linear(CLASSES, 3)),
-            classes(3, ignored=-100),
-        ),
+        "ce probabilities": (ce, all_options, linear(CLASSES, 3), numbers(CLASSES, 3).softmax(1)),
+        "nll": (nn.NLLLoss, weight, log_softmax(linear(CLASSES, 3)), classes(3, ignored=-100)),
         "bce weights of samples": (
-            partial(nn.BCELoss, weight=numbers(1)),
-            nn.Sequential(linear(CLASSES), nn.Sigmoid()),
-            numbers(CLASSES),
+            *(nn.BCELoss, {"weight": numbers(1)}),
+            *(nn.Sequential(logits, nn.Sigmoid()), numbers(CLASSES)),
         ),
-        "bce_with_logits": (bce, linear(CLASSES), numbers(CLASSES)),
+        "bce_with_logits": (bce, {}, logits, numbers(CLASSES)),
         "bce_with_logits weights": (
-            partial(bce, weight=WEIGHTS, pos_weight=WEIGHTS),
-            linear(CLASSES),
+            *(bce, weight | {"pos_weight": WEIGHTS}, logits),
             numbers(CLASSES).round(),
         ),
         "bce_with_logits weights of samples": (
-            partial(bce, weight=numbers(1)),
-            linear(CLASSES),
+            bce,
+            {"weight": numbers(1)},
+            logits,
             numbers(CLASSES),
         ),
-        "mse": (nn.MSELoss, linear(4), numbers(4)),
-        "kl_div": (nn.KLDivLoss, log_softmax(linear(CLASSES)), numbers(CLASSES).softmax(1)),
-        "multi_margin": (
-            partial(nn.MultiMarginLoss, weight=WEIGHTS),
-            linear(CLASSES),
-            classes(),
-        ),
+        "mse": (nn.MSELoss, {}, linear(4), numbers(4)),
+        "kl_div": (nn.KLDivLoss, {}, log_softmax(logits), numbers(CLASSES).softmax(1)),
+        "multi_margin": (nn.MultiMarginLoss, weight, logits, classes()),
     }
     found = {
         "kl_div batchmean": Case(
@@ -175,9 +148,9 @@ def make_cases() -> dict[str, Case]:
             (numbers(CLASSES, 3).log_softmax(1),),
         ),
         "partial": Case(
-            partial(functional.cross_entropy, weight=WEIGHTS, ignore_index=4, label_smoothing=0.1),
+            partial(functional.cross_entropy, weight=WEIGHTS, ignore_index=3, label_smoothing=0.1),
             linear(CLASSES),
-            (classes(ignored=4),),
+            (classes(ignored=3),),
         ),
         "loss_weight": Case(
             masked_mean,
@@ -198,7 +171,7 @@ def make_cases() -> dict[str, Case]:
             ({"a": numbers(4)},),
             {"extra": numbers(2)},
         ),
-        "keyword": Case(cross_entropy(), linear(CLASSES), (), {"target": classes(ignored=-100)}),
+        "keyword": Case(ce(), linear(CLASSES), (), {"target": classes(ignored=-100)}),
         "subclass": Case(Shifted(), linear(7, CLASSES), ({"labels": classes(7, ignored=-100)},)),
         "subclass with a mask": Case(
             Masked(weight=WEIGHTS), linear(CLASSES), (torch.arange(BATCH) % 3 != 1, classes())
@@ -213,8 +186,9 @@ def make_cases() -> dict[str, Case]:
         ),
     }
     for reduction in ("mean", "sum", "none"):
-        for name, (make, module, target) in reducing.items():
-            found[f"{name} {reduction}"] = Case(make(reduction=reduction), module, (target,))
+        for name, (make, options, module, target) in reducing.items():
+            criterion = make(reduction=reduction, **options)
+            found[f"{name} {reduction}"] = Case(criterion, module, (target,))
         found[f"ctc {reduction}"] = ctc(reduction=reduction)
         found[f"ctc zero_infinity {reduction}"] = ctc(reduction=reduction, zero_infinity=True)
     if hasattr(nn, "LinearCrossEntropyLoss"):
@@ -587,18 +561,6 @@ def test_losses_of_the_module_are_those_of_the_batch_on_each_device(gpu0_bsz, de
         gradients = [torch.autograd.grad(value, parameters) for value in compared]
         torch.testing.assert_close(*gradients, **TOLERANCE)
     del outputs, output, found, compared, gradients, expected, value
-
-
-@pytest.mark.parametrize("gpu0_bsz", [1, 8])
-def test_a_criterion_may_write_to_a_loss_of_the_module(gpu0_bsz, x):
-    module = Lambda(lambda self, x: (self.inner(x), self.inner(x).exp().mean()), inner=linear(4))
-    model = BalancedDataParallel(gpu0_bsz, module, ["cpu"] * 4, gather=False)
-    criterion = BalancedCriterion(lambda outputs: outputs[1].mul_(0.5) + outputs[0].mean())
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "gpu0_bsz")
-        found = criterion(model(x))
-    output, other = module(x)
-    torch.testing.assert_close(found, other * 0.5 + output.mean(), **TOLERANCE)
 
 
 def test_only_losses_of_which_all_is_found_out_are_those_of_the_batch(x):
