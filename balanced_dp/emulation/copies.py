@@ -15,7 +15,7 @@ from torch.utils._mode_utils import no_dispatch
 
 from .ledger import Label
 from .machine import Machine, current_machine
-from .symbolic import META, call, is_known, is_unknown_dtype, require_known
+from .symbolic import CPU, META, call, is_known, is_unknown_dtype, require_known
 from .tensor import (
     PROVISIONAL,
     EmulatedTensor,
@@ -76,7 +76,7 @@ def copy_(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
 def _readable(elem: torch.Tensor, machine: Machine) -> torch.Tensor:
     """Return ``elem`` with values that the CPU may read."""
     if machine.reads_unknown_as_nan and not is_known(elem) and is_unknown_dtype(elem.dtype):
-        return torch.full(elem.shape, math.nan, dtype=elem.dtype)
+        return torch.full(elem.shape, math.nan, dtype=elem.dtype, device=CPU)
     require_known(elem, "copying it to the CPU")
     return elem
 
@@ -153,7 +153,7 @@ def _would_accumulate_in_place(self: Any, other: Any) -> bool:
         # No other reference in C++ than those of the engine, the Python object and the call (two),
         # and none to the storage that a tensor without views has not. (The stubs lack _use_count.)
         and self._use_count() <= 4  # type: ignore[attr-defined]
-        and _num_references(self._elem) == _num_references(torch.empty(0))
+        and _num_references(self._elem) == _num_references(torch.empty(0, device=CPU))
     )
 
 

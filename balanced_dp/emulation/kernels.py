@@ -170,7 +170,7 @@ def _attention(
     seed = 0
     if dropout_p:
         generator = current_machine().generators[query.get_device()]
-        seed = int(torch.randint(2**31, (), generator=generator))
+        seed = int(torch.randint(2**31, (), generator=generator, device=CPU))
     return _FusedAttention.apply(  # type: ignore[no-untyped-call]
         query, key, value, attn_mask, dropout_p, is_causal, scale, seed
     )[0]
