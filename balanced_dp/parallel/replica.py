@@ -34,7 +34,7 @@ HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backwa
 _OF_ANY_MODULE = vars(nn.Module()).keys() - {"training"}
 """Attributes that a forward pass does not assign, although it may change their contents."""
 
-_OF_ANY_REPLICA = _OF_ANY_MODULE | {"_is_replica", "zero_grad", "register_parameter"}
+_OF_ANY_REPLICA = _OF_ANY_MODULE | {"_is_replica", "zero_grad", "register_parameter", "forward"}
 
 _CARRIERS = (types.MethodType, functools.partial)
 """What may hold modules, and must hold their copies in a replica: hooks, a ``forward`` of its own.
@@ -82,8 +82,9 @@ class Blueprint:
             _check_replicable(module)
             own = module.__dict__
             attributes = {n: v for n, v in own.items() if n not in _OF_ANY_MODULE}
-            # What torch.compile returns binds itself.
-            self.attributes.append({} if _is_compiled(module) else attributes)
+            if _is_compiled(module):
+                attributes.pop("forward", None)  # which each copy binds itself
+            self.attributes.append(attributes)
             for kind, values in ((None, attributes), *((k, own[k]) for k in HOOKS if own[k])):
                 carriers = [(k, v) for k, v in values.items() if isinstance(v, _CARRIERS)]
                 self.bound += [
@@ -248,7 +249,7 @@ class Replica:
             own[key] = strong
         if list(map(len, self.attributes)) != self._sizes:  # there are new ones
             for own, made_with in zip(self.attributes, blueprint.attributes, strict=True):
-                for name in own.keys() - made_with.keys() - _OF_ANY_REPLICA if made_with else ():
+                for name in own.keys() - made_with.keys() - _OF_ANY_REPLICA:
                     del own[name]
         return True
 
