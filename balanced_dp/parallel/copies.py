@@ -27,6 +27,7 @@ import functools
 import threading
 from collections import UserDict
 from collections.abc import Iterable, Mapping, Sequence
+from operator import itemgetter
 from typing import Any, ClassVar
 
 import torch
@@ -138,7 +139,8 @@ class ArrivingParameters(UserDict[str, Any]):
         return self._arrived().copy()
 
     def __reduce__(self) -> Any:
-        return dict, (self._arrived(),)
+        # The dictionary itself, which is also that of the module's register_parameter.
+        return itemgetter(0), ([self._arrived()],)
 
     def __getitem__(self, name: str) -> Any:
         return self._arrived()[name]

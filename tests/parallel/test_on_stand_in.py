@@ -466,6 +466,22 @@ def test_weights_are_waited_for_wherever_they_are_read(has_gradients, gpu0_bsz, 
         torch.testing.assert_close(fetch(module), gradients, **CLOSE)
 
 
+def test_a_copy_of_a_layer_in_forward_has_parameters_of_its_own(stand_in: StandIn):
+    """While they arrive, it had two dictionaries of them: what was set was not what was read."""
+
+    def forward(self: Lambda, x: Tensor) -> Tensor:
+        layer = copy.deepcopy(self.layer)
+        layer.weight = nn.Parameter(2 * layer.weight)
+        return layer(x)
+
+    module = Lambda(forward, layer=nn.Linear(WIDTH, 3)).double()
+    x = torch.randn(BATCH, WIDTH, dtype=torch.double)
+    with torch.no_grad():
+        expected = module(x)
+        model = BalancedDataParallel(2, module.to(stand_in.devices[0]))
+        torch.testing.assert_close(model(x).cpu(), expected, **CLOSE)
+
+
 def test_weights_are_sent_when_the_optimizer_has_written_them(stand_in: StandIn):
     """Nothing makes the host wait, as reading a loss would."""
     module, batch = Lambda(cross_entropy, inner=mlp()), make_batch()
