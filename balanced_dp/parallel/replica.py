@@ -156,8 +156,9 @@ class Replica:
         self._register(blueprint.children, self.modules)
         if blueprint.bound:
             self._bind()
-        for module in filter(_is_compiled, self.modules):
-            module._initialize()  # binds its forward to the copy
+        for index, module in enumerate(blueprint.modules):
+            if _is_compiled(module):
+                self.modules[index]._initialize()  # binds its forward to the copy
         self._rnns = [module for module in self.modules if isinstance(module, nn.RNNBase)]
         self._can_recycle = not any(map(_replicates_itself, self.modules))
         self._arriving: list[dict[str, Any]] = []
