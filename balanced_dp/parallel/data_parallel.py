@@ -46,7 +46,9 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
     - A tensor whose size along ``dim`` is not the batch size raises an error instead of being cut.
     - Outputs may hold dataclasses, and strings and numbers that are equal on every replica.
     - Worker threads have the caller's autocast dtype, inference mode and context variables.
-    - An exception from a replica is raised, with a note that names the replica.
+    - An exception from a replica is logged at once and raised, with a note that names the replica,
+      when the others have ended.
+    - A list of outputs with an entry for each sample comes back as one list.
 
     Args:
         gpu0_bsz: the most samples that the first device gets, at least 0. With 0 it runs nothing.
@@ -107,6 +109,8 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
               samples of a chunk are computed from each other: ``check`` compares them.
             - A list as long as the batch, or an object that holds tensors, goes whole to each
               device.
+            - No input is split though there are lists or arrays, or only the tensors of a list are.
+            - An output has not one row for each sample: the rows are in the order of the devices.
             - ``forward`` sets an attribute, which is lost.
             - ``forward`` writes a parameter that replicas share, or writes a parameter or buffer
               differently on each device.
