@@ -25,12 +25,10 @@ from .memory import (
     memory_breakdown,
 )
 from .parallel import BalancedCriterion, BalancedDataParallel, PerDevice, balanced_data_parallel
-from .planning import LinearTerm, MemoryModel, Plan, WeightedSplit, plan
 from .split import split_batch, split_by_weights
-from .tuning import Alternative, Measurement, Provenance, Report, Workload, measure_step, tune
+from .tuning import Option, Report, Workload, tune
 
 __all__ = [
-    "Alternative",
     "ArgumentError",
     "ArgumentTypeError",
     "BalanceWarning",
@@ -44,28 +42,21 @@ __all__ = [
     "GatherError",
     "ImbalanceWarning",
     "InfeasiblePlanError",
-    "LinearTerm",
-    "Measurement",
     "MemoryBreakdown",
     "MemoryLogger",
-    "MemoryModel",
     "MemoryProbe",
+    "Option",
     "PerDevice",
-    "Plan",
     "ProbeError",
-    "Provenance",
     "Report",
     "ReportError",
     "ScatterError",
     "StepMemory",
     "SymbolicValueError",
-    "WeightedSplit",
     "Workload",
     "balanced_data_parallel",
     "emulate_devices",
-    "measure_step",
     "memory_breakdown",
-    "plan",
     "split_batch",
     "split_by_weights",
     "training_devices",

@@ -34,6 +34,29 @@ def is_out_of_memory(error: BaseException) -> bool:
     )
 
 
+def num_ooms(devices: Sequence[torch.device]) -> list[int]:
+    """Return how often torch's allocator of each device ran out of memory."""
+    statistics = [torch.get_device_module(device).memory_stats(device) for device in devices]
+    return [of_device.get("num_ooms", 0) for of_device in statistics]
+
+
+def which_ran_out(devices: Sequence[torch.device], before: Sequence[int]) -> int:
+    """Return the index of the device that ran out of memory.
+
+    cuBLAS and cuDNN allocate without torch, so its counters do not show their failures; the device
+    with the least free memory is taken then.
+
+    Args:
+        devices: the devices.
+        before: what ``num_ooms`` returned before.
+    """
+    ran_out = [now > count for count, now in zip(before, num_ooms(devices), strict=True)]
+    if any(ran_out):
+        return ran_out.index(True)
+    free_bytes = [torch.get_device_module(device).mem_get_info(device)[0] for device in devices]
+    return free_bytes.index(min(free_bytes))
+
+
 def is_emulated(device: torch.device) -> bool:
     """Return whether the device is one of the open ``emulate_devices`` context."""
     return has_machine() and device.type == current_machine().device_type

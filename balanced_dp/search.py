@@ -96,9 +96,11 @@ class Search:
 
     def next(self) -> tuple[int, ...] | None:
         """Return the split to measure next, None if the search is over."""
-        value = self._between(*self._ends(self.told), self.crossing()[0])
-        value = self._larger() if value is None else value
-        return None if value is None else self.split(value)
+        return self.toward_crossing() or self._larger()
+
+    def toward_crossing(self) -> tuple[int, ...] | None:
+        """Return the split to measure next, None if the neighbours of the crossing are known."""
+        return self._between(*self._ends(self.told), self.crossing()[0])
 
     @property
     def best(self) -> int | None:
@@ -134,9 +136,9 @@ class Search:
         if len(over) > 1:
             height, slope = _line(over, 0.0, axis=1)
             return (-height / slope, slope) if slope > 0 else (None, None)
-        if len(ran) != 1:
+        if not ran:
             return None, None
-        [(value, (first, others))] = ran.items()
+        value, (first, others) = max(ran.items())
         slope = self.slope or 0.0
         if not slope:  # no device takes more for a sample than if it held nothing but samples
             per_sample = others / max(1, *self.split(value)[1:])
@@ -144,34 +146,50 @@ class Search:
             slope = own + per_sample / (len(self.budgets) - 1)
         return (value - (first - others) / slope if slope else None), self.slope
 
-    def _larger(self) -> int | None:
-        """Return a larger value that may be as good as the best, or may fit; None without one."""
+    def level(self) -> float:
+        """Return the lowest utilization of the fullest device, as far as known, else infinity."""
+        ran = self._ran()
+        level = min(map(max, ran.values()), default=math.inf)
+        root, slope = self.crossing()
+        if ran and root is not None and slope is not None:
+            value, (first, others) = max(ran.items())
+            added = min(self.even, max(0.0, root)) - value
+            own = slope * (1 - 1 / len(self.budgets))  # a sample takes as much on each device
+            level = min(level, max(first + own * added, others - (slope - own) * added))
+        return level
+
+    def _larger(self) -> tuple[int, ...] | None:
+        """Return the split with a larger value that may be as good as the best, or may fit."""
         best = self.best
         if best is None:
             return None
         level = max(self.told[best]) * (1 + EQUAL)
         below = max((value for value in self.told if value < best), default=best)
+        found = None
+        if self.told[best][0] <= self.told[below][0] * (1 + EQUAL):  # else each sample adds to it
+            found = self._below(level, best)
         fitting = [value for value, full in self.told.items() if max(full) <= 1]
-        if self.for_speed and fitting:
-            best, level = max(fitting), 1.0
-        elif self.told[best][0] > self.told[below][0] * (1 + EQUAL):
-            return None  # device 0 gets fuller with each sample
-        above = min((value for value in self.told if value > best), default=self.even + 1)
-        over = {float(v): full[0] - level for v, full in self.told.items() if v >= max(1, best)}
-        height, slope = _line(over, 0.0, axis=1) if len(over) > 1 else (0.0, 0.0)
-        return self._between(best, above, -height / slope if 0 < slope < math.inf else None)
+        if found is None and self.for_speed and fitting:
+            found = self._below(1.0, max(fitting))
+        return found
 
-    def _between(self, low: int, high: int, guess: float | None) -> int | None:
-        """Return a value between two others, near the guess or else in the middle."""
+    def _below(self, level: float, low: int) -> tuple[int, ...] | None:
+        """Return the split with a value above ``low`` with which device 0 may be below a level."""
+        high = min((value for value in self.told if value > low), default=self.even + 1)
+        over = {float(v): full[0] - level for v, full in self.told.items() if v >= max(1, low)}
+        height, slope = _line(over, 0.0, axis=1) if len(over) > 1 else (0.0, 0.0)
+        return self._between(low, high, -height / slope if 0 < slope < math.inf else low + 1)
+
+    def _between(self, low: int, high: int, guess: float | None) -> tuple[int, ...] | None:
+        """Return the split with a value between two others, near the guess or in the middle."""
         allowed = [value for value in self.values if low < value < high]
         if not allowed:
             return None
         guess = (max(0, low) + high) / 2 if guess is None else guess
         value: int = max((v for v in allowed if v <= guess), default=allowed[0])
-        if not self.is_careful or not self.told:
-            return value
         allowed.sort(key=lambda v: (abs(v - value), -v))
-        return next((v for v in allowed if self._is_safe(v)), None)
+        may_try = (v for v in allowed if not self.is_careful or self._is_safe(v))
+        return next(map(self.split, may_try), None)
 
     def _is_safe(self, value: int) -> bool:
         """Return whether no device would be more than full, by lines through measurements."""
@@ -201,18 +219,20 @@ class LargestBatch:
 
     Args:
         start: the search for a batch, which is over.
-        is_even: whether to try the even split only.
         limit: the largest batch that can be measured.
-
-    Attributes:
-        best: the samples of the largest batch that fits, 0 if none does.
+        after: a search with the even split that is over; None to search with the even split.
     """
 
-    def __init__(self, start: Search, *, is_even: bool, limit: int) -> None:
+    def __init__(self, start: Search, limit: int, after: LargestBatch | None = None) -> None:
         self.start = start
-        self.is_even = is_even
         self.limit = limit
+        self.is_even = after is None
         self.searches = {start.batch_size: start}
+        self._known = [] if after is None else [*after.searches.values()]
+        if after is not None:
+            self.searches |= {n: s for n, s in after.searches.items() if after._fits(s)}
+        for search in self.searches.values():
+            search.slope = start.crossing()[1]
 
     def tell(self, split: Sequence[int], peaks: Sequence[float]) -> None:
         """Record the peaks of a split."""
@@ -227,14 +247,14 @@ class LargestBatch:
         """Return the split to measure next, None if the search is over."""
         for search in self.searches.values():
             if self._fits(search) is None:
-                return search.next()
+                return search.toward_crossing()
         low = self.best
         high = min((size for size in self.searches if size > low), default=None)
         if low >= self.limit or (high is not None and high - low <= max(1, low // _CLOSE)):
             return None
         size = min(self._guess(low, high), self.limit)
         self.searches[size] = self._search(size)
-        return self.searches[size].next()
+        return self.searches[size].toward_crossing()
 
     def _full(self, search: Search) -> list[tuple[float, float]]:
         told = search.told.items()
@@ -245,31 +265,67 @@ class LargestBatch:
         full = self._full(search)
         if any(max(pair) <= 1 for pair in full):
             return True
-        if full and (self.is_even or any(min(pair) > 1 for pair in full)):
+        if (full and self.is_even) or not self._may_fit(search):
             return False
-        return False if search.next() is None else None
+        return False if search.toward_crossing() is None else None
+
+    def _may_fit(self, search: Search) -> bool:
+        """Return whether a value is left with which no device is known to hold too much.
+
+        With as many samples, device 0 holds no less in a larger batch, and another device as much.
+        """
+        if len(set(search.budgets)) > 1:
+            return True
+        size, most, chunk = search.batch_size, math.inf, math.inf
+        for other in (*self.searches.values(), *self._known):
+            for value, (first, others) in other.told.items():
+                most = min(most, value) if first > 1 and other.batch_size <= size else most
+                chunk = min(chunk, max(other.split(value)[1:])) if others > 1 else chunk
+        left = [value for value in search.values if value < most]
+        return bool(left) and max(search.split(left[-1])[1:]) < chunk
+
+    def _level(self, search: Search) -> float:
+        if self.is_even:
+            return min(map(max, self._full(search)), default=math.inf)
+        return search.level()
 
     def _guess(self, low: int, high: int | None) -> int:
         """Return a batch larger than ``low``, and smaller than ``high``."""
-        least = {
-            n: min(map(max, self._full(s)), default=math.inf) for n, s in self.searches.items()
-        }
-        levels = {float(size): full for size, full in least.items() if full < math.inf}
-        ends = {n: levels[n] for n in (high or min(levels, default=0), low) if n in levels}
-        height, slope = _line(ends or levels, 1.0, axis=1) if levels else (0.0, 0.0)
+        found = {float(size): self._level(search) for size, search in self.searches.items()}
+        levels = {size: level for size, level in found.items() if level < math.inf}
+        if not levels:
+            return (low + (high or self.limit)) // 2 or 1
+        ends = {n: levels[n] for n in (high or min(levels), low) if n in levels}
+        height, slope = _line(ends or levels, 1.0, axis=1)
         guess = math.floor((1 - height) / slope) if slope > 0 else 2 * low
         if high is not None and (guess >= high or len(self.searches) > _MAX_LINES):
             guess = (low + high) // 2
+        # Better a batch of which all devices, or all but the first, get as many samples.
+        num, first = len(self.start.budgets), 0
+        if not self.is_even:
+            num, first = num - 1, max(0, math.floor(self._crossing(guess) or 0))
+        whole = guess - max(0, guess - first) % num
+        if whole > low:
+            guess = whole
+        elif high is not None and high - low <= num:
+            guess = low + 1  # some chunks are those of the larger batch
         return max(guess, low + max(1, low // _CLOSE))
 
     def _search(self, batch_size: int) -> Search:
         search = Search(batch_size, self.start.budgets, smallest=self.start.smallest)
+        crossing = None if self.is_even else self._crossing(batch_size)
+        if crossing is not None:
+            search.first, search.slope = crossing, self.start.crossing()[1]
+        return search
+
+    def _crossing(self, batch_size: int) -> float | None:
+        """Return where the devices of a batch will be equally full, by a line through others."""
         crossings = {float(n): s.crossing()[0] for n, s in self.searches.items()}
         known = {size: value for size, value in crossings.items() if value is not None}
-        if known and not self.is_even:
-            height, slope = _line(known, batch_size)
-            search.first, search.slope = height + slope * batch_size, self.start.crossing()[1]
-        return search
+        if not known:
+            return None
+        height, slope = _line(known, batch_size)
+        return height + slope * batch_size
 
 
 class WeightSearch:
@@ -308,7 +364,10 @@ class WeightSearch:
         if self.batch_size is None:
             split = tuple(map(math.floor, chunks(1.0)))
         else:
-            low, high = 0.0, max(map(max, self._told.values()))
+            low, high = (
+                0.0,
+                max(full for at in self._told.values() for full in at if full < math.inf),
+            )
             for _ in range(50):
                 middle = (low + high) / 2
                 is_enough = sum(chunks(middle)) >= self.batch_size
@@ -322,8 +381,9 @@ class WeightSearch:
 
     def _line(self, index: int) -> tuple[float, float] | None:
         """Return the line through the last two measurements of a device, None if there is none."""
-        full = {float(s[index]): at[index] for s, at in self._told.items() if s[index]}
-        points = dict([p for p in full.items() if p[1] < math.inf][-2:])
+        ran = {split: full for split, full in self._told.items() if max(full) < math.inf}
+        full = {float(split[index]): at[index] for split, at in ran.items() if split[index]}
+        points = dict([*full.items()][-2:])
         height, slope = _line(points, 0.0) if points else (0.0, 0.0)
         return (height, slope) if slope > 0 else None
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from balanced_dp import Measurement, Report, tune
+from balanced_dp import Option, Report, tune
 from balanced_dp.report.plots import stacked_bars, svg
-from balanced_dp.tuning.workloads import find_workload
+from balanced_dp.tuning.workload import find_workload
 from balanced_dp.units import format_bytes
 
 PATH = Path(__file__).parent.parent / "docs" / "before_and_after.svg"
@@ -22,20 +22,23 @@ def measured(**options: bool) -> Report:
     """Returns the report of 32 samples on four devices of 11 GiB, as the command has it."""
     capacities, reserve = [11 * 2**30] * 4, 512 * 2**20
     workload = find_workload("gpt2-small")
-    return tune(workload, 32, capacities=capacities, reserve=reserve, emulate=True, **options)
+    asked = {"capacities": capacities, "reserve": reserve, "emulate": True, "goal": "headroom"}
+    return tune(workload, 32, with_alternatives=False, **asked, **options)
 
 
 def picture(report: Report, other: Report) -> str:
     """Returns the picture: the even split, the best one, and the loss on each device."""
     panels = {
         "nn.DataParallel's split": report.even,
-        f"BalancedDataParallel({report.plan.gpu0_bsz}, model)": report.chosen,
-        f"({other.plan.gpu0_bsz}, model, gather=False)\nand the loss on each device": other.chosen,
+        report.best.line: report.best,
+        f"{other.best.line.removeprefix('BalancedDataParallel')}\nand the loss on each device": (
+            other.best
+        ),
     }
     return draw_panels(panels, size=(10, 4.4))
 
 
-def draw_panels(panels: dict[str, Measurement], size: tuple[float, float]) -> str:
+def draw_panels(panels: dict[str, Option], size: tuple[float, float]) -> str:
     """Returns a picture with what each device holds, in a panel for each measurement."""
 
     def draw(figure: Figure) -> None:
@@ -52,9 +55,9 @@ def draw_panels(panels: dict[str, Measurement], size: tuple[float, float]) -> st
     return svg(draw, size)
 
 
-def draw_devices(axes, title: str, found: Measurement) -> None:
+def draw_devices(axes, title: str, found: Option) -> None:
     devices = range(len(found.chunk_sizes))
-    bars = [dict(uses) for uses in found.breakdown]
+    bars = [dict(uses) for uses in found.uses]
     stacked_bars(axes, list(devices), bars, 0.7, 2**30)
     for device, peak in enumerate(found.peak_bytes):
         place = (device, peak / 2**30)

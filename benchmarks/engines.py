@@ -22,11 +22,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from balanced_dp import Measurement, measure_step
+from balanced_dp import Option
 from balanced_dp.emulation.ledger import Label
 from balanced_dp.emulation.tensor import EmulatedTensor, allocations_of, set_label
 from balanced_dp.tuning.open_devices import open_devices
-from balanced_dp.tuning.workloads import Workload, find_workload
+from balanced_dp.tuning.step import measure_step
+from balanced_dp.tuning.workload import Workload, find_workload
 from balanced_dp.units import format_bytes
 
 from .before_and_after import draw_panels
@@ -34,7 +35,7 @@ from .before_and_after import draw_panels
 PATH = Path(__file__).parent.parent / "docs" / "engines.svg"
 
 
-def measured(batch_size: int = 12) -> dict[str, Measurement]:
+def measured(batch_size: int = 12) -> dict[str, Option]:
     """Returns a step of each engine on four devices; a rank of DDP is one device with its share."""
     workload, share = find_workload("gpt2-large"), batch_size // 4
     with open_devices(4, emulate=True) as devices:
@@ -54,18 +55,17 @@ def measured(batch_size: int = 12) -> dict[str, Measurement]:
     return found
 
 
-def of_ranks(rank: Measurement, num_ranks: int) -> Measurement:
+def of_ranks(rank: Option, num_ranks: int) -> Option:
     """Returns what all ranks take, from what one takes."""
     return replace(
         rank,
         chunk_sizes=rank.chunk_sizes * num_ranks,
-        backward_peak_bytes=rank.backward_peak_bytes * num_ranks,
-        optimizer_peak_bytes=rank.optimizer_peak_bytes * num_ranks,
-        breakdown=rank.breakdown * num_ranks,
+        peak_bytes=rank.peak_bytes * num_ranks,
+        uses=rank.uses * num_ranks,
     )
 
 
-def sharded(name: str, share: int, num_ranks: int) -> Measurement:
+def sharded(name: str, share: int, num_ranks: int) -> Option:
     """Returns the second step of one rank of `fully_shard`, each layer a group of its own.
 
     The other ranks need not be there: in a fake process group, collectives move nothing, but take
@@ -74,18 +74,15 @@ def sharded(name: str, share: int, num_ranks: int) -> Measurement:
     with open_devices(1, emulate=True) as [device], one_of_ranks(num_ranks):
         backward, optimizer, uses = sharded_peaks(find_workload(name), share, num_ranks, device)
         gc.collect()  # modules and their hooks refer to each other
-    return Measurement(
-        workload=name,
-        mode="symbolic",
-        batch_size=share,
-        gpu0_bsz=share,
+    return Option(
+        gather=True,
+        spread=True,
+        gpu0_bsz=None,
+        device_weights=None,
         chunk_sizes=(share,),
-        status="ok",
-        backward_peak_bytes=(backward,),
-        optimizer_peak_bytes=(optimizer,),
-        breakdown=(uses,),
+        peak_bytes=(max(backward, optimizer),),
+        uses=(uses,),
         seconds=0.0,
-        out_of_memory=None,
     )
 
 
@@ -150,7 +147,7 @@ def label(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
             set_label(getattr(tensor, "_local_tensor", tensor), use, set(Label))
 
 
-def picture(found: dict[str, Measurement]) -> str:
+def picture(found: dict[str, Option]) -> str:
     """Returns the picture, with a panel for each engine."""
     return draw_panels(found, size=(14.5, 4.4))
 

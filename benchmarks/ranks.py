@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from balanced_dp import BalancedCriterion, BalancedDataParallel
 from balanced_dp.distributed import count_all_ranks, scale_loss, split_ranks
 from balanced_dp.tuning.models import TokenTransformer
-from balanced_dp.tuning.workloads import find_workload
+from balanced_dp.tuning.workload import find_workload
 
 Step = Callable[[], Any]
 

@@ -17,7 +17,7 @@ import pytest
 
 from balanced_dp import Workload
 from balanced_dp.tuning.models import TokenTransformer
-from balanced_dp.tuning.workloads import gpt2_small
+from balanced_dp.tuning.workload import gpt2_small
 
 KIB, GIB = 2**10, 2**30
 

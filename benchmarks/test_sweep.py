@@ -10,30 +10,27 @@ there the memory is that of real ones and the time is of no meaning. Each benchm
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 
 import pytest
 import torch
 
-from balanced_dp import Provenance
-from balanced_dp.report.json_file import SweptStep
+from balanced_dp.report import report_json
 from balanced_dp.tuning.open_devices import default_num_devices, open_devices
-from balanced_dp.tuning.step_benchmark import StepMeter, step_meter
-from balanced_dp.tuning.tuner import default_capacities
-from balanced_dp.tuning.workloads import BUILT_IN, find_workload
+from balanced_dp.tuning.report import SCHEMA, Provenance, Report, mode_of
+from balanced_dp.tuning.step import StepMeter, step_meter
+from balanced_dp.tuning.workload import BUILT_IN, find_workload
 
 NUM_DEVICES = default_num_devices(emulate=False)
+CAPACITY = 80 * 2**30
+"""That of emulated devices."""
 
 
-def cases() -> Iterator[tuple[str, int, int]]:
+def cases() -> Iterator[tuple[str, int]]:
     for name, make in BUILT_IN.items():
-        batch_size = make().batch_size
-        even = -(-batch_size // NUM_DEVICES)
-        for gpu0_bsz in range(even + 1):
-            yield name, batch_size, gpu0_bsz
-        for gpu0_bsz in (0, even):  # another batch size, to tell the terms apart
-            yield name, 2 * batch_size, gpu0_bsz
+        for gpu0_bsz in range(-(-make().batch_size // NUM_DEVICES) + 1):
+            yield name, gpu0_bsz
 
 
 @pytest.fixture(scope="module")
@@ -43,32 +40,36 @@ def devices() -> Iterator[Sequence[torch.device]]:
 
 
 @pytest.fixture(scope="module")
-def metered(
-    devices: Sequence[torch.device], request: pytest.FixtureRequest
-) -> Iterator[tuple[StepMeter, list[int]]]:
+def meter(devices: Sequence[torch.device], request: pytest.FixtureRequest) -> Iterator[StepMeter]:
     """One model at a time: parameters come sorted by workload."""
-    workload = find_workload(request.param)
-    with step_meter(workload, devices) as meter:
-        yield meter, default_capacities(meter, workload.batch_size)
+    with step_meter(find_workload(request.param), devices) as meter:
+        yield meter
 
 
-@pytest.mark.parametrize(("metered", "batch_size", "gpu0_bsz"), list(cases()), indirect=["metered"])
-def test_training_step(benchmark, metered, batch_size, gpu0_bsz):
-    meter, capacities = metered
-    measured = benchmark.pedantic(meter.measure, args=(batch_size, gpu0_bsz))
-    step = SweptStep(
-        measurement=measured,
-        provenance=Provenance.of_this_process(
-            torch.get_device_module(d).get_device_name(d) for d in meter.devices
-        ),
-        capacities=tuple(capacities),
+@pytest.mark.parametrize(("meter", "gpu0_bsz"), list(cases()), indirect=["meter"])
+def test_training_step(benchmark, meter, gpu0_bsz):
+    batch_size = meter.workload.batch_size
+    option = benchmark.pedantic(meter.measure, args=(batch_size, gpu0_bsz))
+    modules = [(torch.get_device_module(device), device) for device in meter.devices]
+    is_real = mode_of(meter.devices[0]) == "real"
+    report = Report(
+        schema=SCHEMA,
+        provenance=Provenance.of_this_process(m.get_device_name(d) for m, d in modules),
+        workload=meter.workload.name,
+        mode=mode_of(meter.devices[0]),
         num_parameters=meter.num_parameters,
-        precision=meter.precision,
+        precision=None,
+        batch_size=batch_size,
+        capacity_bytes=tuple(
+            m.get_device_properties(d).total_memory if is_real else CAPACITY for m, d in modules
+        ),
+        reserve_bytes=0,
+        goal="headroom",
+        options=(option,),
+        failures={},
     )
     benchmark.extra_info.update(
-        peak_bytes=measured.peak_bytes,
-        chunk_sizes=measured.chunk_sizes,
-        mode=measured.mode,
-        status=measured.status,
-        balanced_dp=asdict(step),
+        peak_bytes=option.peak_bytes,
+        chunk_sizes=option.chunk_sizes,
+        balanced_dp=json.loads(report_json(report)),
     )

@@ -20,27 +20,24 @@ emulation/ cuda_functions cuda_tensors as_cuda patches context __init__
 devices
 memory/ records nvml nvml_sampler
 memory/ breakdown peaks probe logger __init__
-planning/ memory_model estimates split_planner auto_balance __init__
 parallel/ nested scatter copies homes shared_weights
 parallel/losses/ cross_entropy graph mixing sums plan weight join __init__
 parallel/ replica replicate parallel_apply
 parallel/ gather per_device criterion auto check data_parallel
 parallel/ functional __init__
-tuning/ models workloads open_devices measurement options step_benchmark report_types reports
-tuning/ workload_search tuner split_search loop_recorder __init__
+tuning/ models workload open_devices options step report tuner loop __init__
 api __init__
 validation/ checks __init__
 distributed/ ranks batch_sampler loss_scaling to_ddp __init__
 integrations/ __init__ transformers replacements
 report/ tables plots html markdown compare json_file __init__
-cli/ __init__ arguments terminal script answer run console demo tune commands
+cli/ __init__ arguments terminal script run console demo commands
 __main__
 """
 WITHOUT_TORCH = """
 errors units split search free_threading
 emulation/ ledger
 memory/ records nvml nvml_sampler
-planning/ memory_model estimates split_planner auto_balance
 """
 
 

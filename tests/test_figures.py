@@ -20,8 +20,8 @@ from balanced_dp.cli.demo import DemoSettings, run_demo
 from balanced_dp.report import load_reports
 from balanced_dp.report.tables import candidate_table
 from balanced_dp.tuning.open_devices import open_devices, uses_emulation
-from balanced_dp.tuning.step_benchmark import measure_step, step_meter
-from balanced_dp.tuning.workloads import find_workload
+from balanced_dp.tuning.step import measure_step, step_meter
+from balanced_dp.tuning.workload import find_workload
 from balanced_dp.units import format_bytes
 from benchmarks import before_and_after, engines
 

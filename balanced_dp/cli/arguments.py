@@ -9,7 +9,6 @@ from typing import Annotated, Literal
 import typer
 
 from ..errors import ArgumentError
-from ..planning.split_planner import check_goal
 from ..units import parse_bytes
 
 Target = Annotated[
@@ -53,14 +52,24 @@ Numeric = Annotated[
         help="Emulate values, not shapes only: slower, for models that read values.",
     ),
 ]
+
+
+def _parse_goal(goal: str | None) -> str | None:
+    if goal is not None:
+        from ..tuning.options import check_goal  # torch takes seconds to import
+
+        check_goal(goal, "--for")
+    return goal
+
+
 For = Annotated[
-    str,
+    str | None,
     typer.Option(
         "--for",
         metavar="speed|headroom|batch",
-        callback=lambda goal: check_goal(goal, "--for"),
+        callback=_parse_goal,
         help="What the best option has: the most speed, the most free memory, or the largest "
-        "batch.",
+        "batch. Default: speed, or headroom if no capacity is given.",
     ),
 ]
 LossOnDevice = Annotated[

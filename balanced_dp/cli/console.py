@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,10 @@ from rich.text import Text
 
 from ..memory.records import DeviceMemory
 from ..report import tables
-from ..report.compare import Comparison
 from ..report.json_file import write_atomically
 from ..report.tables import TextTable
-from ..tuning.measurement import Measurement
-from ..tuning.report_types import Report
+from ..tuning.options import Option
+from ..tuning.report import Report
 from ..units import format_bytes
 from . import terminal
 from .arguments import STDOUT
@@ -80,79 +80,83 @@ def progress_bar(description: str, total: int | None = None) -> Iterator[Callabl
 
 
 @contextmanager
-def measuring_progress() -> Iterator[Callable[[Measurement], None]]:
+def measuring_progress() -> Iterator[Callable[[Option], None]]:
     """Show a progress bar, and yield the function to call with each measurement."""
     with progress_bar("measuring training steps") as update:
-        yield lambda measured: update(
+        yield lambda option: update(
             advance=1,
-            description=f"measured a batch of {measured.batch_size} with "
-            f"gpu0_bsz={measured.gpu0_bsz}",
+            description=f"measured a batch of {option.batch_size} with {option.line}",
         )
 
 
-def print_report(report: Report, candidates: bool) -> None:
-    """Print the options, and with ``candidates`` all measured values for its batch."""
-    console = terminal.open_console()
+def print_report(report: Report, *, candidates: bool = False, stderr: bool = False) -> None:
+    """Print the answer, what fills each device, and with ``candidates`` all measured values."""
+    console = terminal.open_console(stderr=stderr)
     terminal.print_text(console, tables.verdict(report))
     if report.ranked_options:
         console.print(rich_table(tables.option_table(report), tables.title(report), tables.SPEED))
         console.print(tables.lines(report), end="\n\n", soft_wrap=True)
     title, caption = tables.devices_title(report), tables.how_measured(report)
-    console.print(rich_table(tables.device_table(report), title, caption))
+    console.print(_use_tables(console, tables.device_table(report), title, caption))
     if candidates:
         console.print(rich_table(tables.candidate_table(report), tables.candidates_title(report)))
     for sentence in tables.summary(report):
         terminal.print_text(console, sentence)
 
 
-def print_run(result: RunResult) -> None:
+def print_run(result: RunResult, name: str) -> None:
     """Print what the training steps of a script took of each device, on stderr."""
+    if result.report is not None:
+        print_report(result.report, stderr=True)
+        return
     console = terminal.open_console(stderr=True)
     if result.measured is not None:
-        even = None if result.report is None else result.report.even
-        content = tables.use_table(result.measured, result.budgets, even)
-        console.print(_use_tables(console, content, result.title))
+        content = tables.use_table(result.measured, result.budgets)
+        console.print(_use_tables(console, content, name))
     for note in result.notes:
         terminal.print_text(console, note)
 
 
-def _use_tables(console: Console, content: TextTable, title: str) -> Group:
+def _use_tables(
+    console: Console, content: TextTable, title: str, caption: str | None = None
+) -> Group:
     """Return the table, in parts of fewer devices if it is too wide."""
-    devices = content.headers[1:]
+    devices, num = content.headers[1:], len(content.headers) - 1
 
     def part(start: int, stop: int) -> Table:
         headers, *rows = (
             (name, *cells[start:stop]) for name, *cells in (content.headers, *content.rows)
         )
         text = TextTable(headers, tuple(rows), content.marked)
-        return rich_table(text, None if start else title)
+        return rich_table(text, None if start else title, caption if stop >= num else None)
 
     unlimited = console.options.update(width=10_000)
     for num_parts in range(1, len(devices) + 1):
         size = -(-len(devices) // num_parts)
         parts = [part(start, start + size) for start in range(0, len(devices), size)]
         widths = [console.measure(part, options=unlimited).maximum for part in parts]
-        if max(widths) <= console.width:  # no cell is wrapped
+        if max(widths) <= min(80, console.width):  # no cell is wrapped
             break
     return Group(*parts)
 
 
-def print_comparison(before: Report, after: Report, comparisons: Sequence[Comparison]) -> None:
-    """Print the metrics of two reports, and which of them are worse than allowed."""
-    rows = []
-    for found in comparisons:
-        as_text, difference_as_text = _METRICS[found.metric]
-        by = "{:.1%}".format if found.is_relative else difference_as_text
-        values = as_text(found.before), as_text(found.after), by(found.worsened)
-        limit = ("", "")
-        if found.limit is not None:
-            limit = by(found.limit), "FAILED" if found.failed else "ok"
-        rows.append((found.metric, *values, *limit))
-    headers = ("metric", "before", "after", "worse by", "allowed", "outcome")
+def print_comparison(compared: Sequence[Mapping[str, Any]]) -> None:
+    """Print the metrics of each workload's reports, and which are worse than allowed."""
     console = terminal.open_console()
-    console.print(rich_table(TextTable(headers, tuple(rows)), tables.title(after)))
-    for name, report in (("before", before), ("after", after)):
-        terminal.print_text(console, f"{name}: {report.line}")
+    for workload, found in itertools.groupby(compared, key=lambda metric: metric["workload"]):
+        metrics, rows = [*found], []
+        for metric in metrics:
+            as_text, difference_as_text = _METRICS[metric["metric"]]
+            by = "{:.1%}".format if metric["is_relative"] else difference_as_text
+            values = as_text(metric["before"]), as_text(metric["after"]), by(metric["worsened"])
+            limit = ("", "")
+            if metric["limit"] is not None:
+                limit = by(metric["limit"]), "FAILED" if metric["failed"] else "ok"
+            rows.append((metric["metric"], *values, *limit))
+        headers = ("metric", "before", "after", "worse by", "allowed", "outcome")
+        console.print(rich_table(TextTable(headers, tuple(rows)), workload))
+        for name in ("before", "after"):
+            terminal.print_text(console, f"{name}: {metrics[0][f'{name}_line']}")
 
 
 _METRICS: dict[str, tuple[Callable[[float], str], Callable[[float], str]]] = {
@@ -180,14 +184,3 @@ def memory_table(memories: Sequence[DeviceMemory]) -> Group:
     names = [f"{m.label}: {m.name or '?'}\n    {m.uuid or '?'}" for m in memories]
     errors = [f"{m.label}: {m.error}" for m in memories if m.error is not None]
     return Group(table, *map(Text, (note, *names, *errors)))
-
-
-def print_workloads(listed: Sequence[dict[str, Any]]) -> None:
-    """Print the numbers of the built-in workloads, and below the table what they are."""
-    console = terminal.open_console()
-    rows = tuple(
-        (w["name"], f"{w['num_parameters'] / 1e6:.1f} M", str(w["batch_size"])) for w in listed
-    )
-    console.print(rich_table(TextTable(("workload", "parameters", "batch size"), rows)))
-    for workload in listed:
-        terminal.print_text(console, f"{workload['name']}: {workload['about']}.")

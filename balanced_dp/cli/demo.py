@@ -13,17 +13,12 @@ from torch import nn
 
 from ..report import tables
 from ..split import as_integer, even_share
-from ..tuning.measurement import Measurement
 from ..tuning.open_devices import open_devices, uses_emulation
-from ..tuning.step_benchmark import step_meter
+from ..tuning.options import Option
+from ..tuning.report import Report
+from ..tuning.step import step_meter
 from ..tuning.tuner import tune
-from ..tuning.workloads import (
-    Batch,
-    Workload,
-    character_batch,
-    encoded_text,
-    find_workload,
-)
+from ..tuning.workload import Batch, Workload, character_batch, encoded_text, find_workload
 from ..units import format_bytes, format_mib, parse_bytes
 from . import console, terminal
 
@@ -80,12 +75,16 @@ class DemoRun:
     """
 
     name: str
-    measured: Measurement
+    measured: Option
     losses: tuple[float, ...]
 
 
-def run_demo(settings: DemoSettings, on_step: Callable[[], object] = lambda: None) -> list[DemoRun]:
-    """Return the runs on one device, with the even split, and balanced, in this order.
+def run_demo(
+    settings: DemoSettings, on_step: Callable[[], object] = lambda: None
+) -> tuple[Report, list[DemoRun]]:
+    """Return what tune reports on emulated devices, and the runs by it.
+
+    The runs are on one device, with the even split, and balanced, in this order.
 
     ``on_step`` is called after each training step, unless memory runs out.
     """
@@ -115,18 +114,16 @@ def run_demo(settings: DemoSettings, on_step: Callable[[], object] = lambda: Non
         run("one device", 1, settings.batch_size),
         run("even split", settings.num_devices, settings.even_share),
     ]
-    gpu0_bsz = settings.gpu0_bsz
-    if gpu0_bsz is None:
-        # Emulated in any case: the largest batch that fits would fill GPUs.
-        size, num = settings.batch_size, settings.num_devices
-        report = tune(_workload(), size, num, emulate=True, with_alternatives=False)
-        gpu0_bsz = report.plan.gpu0_bsz
-    return [*runs, run("balanced", settings.num_devices, gpu0_bsz)]
+    # Emulated in any case: the largest batch that fits would fill GPUs.
+    size, num = settings.batch_size, settings.num_devices
+    report = tune(_workload(), size, num, emulate=True, with_alternatives=False)
+    gpu0_bsz = report.best.chunk_sizes[0] if settings.gpu0_bsz is None else settings.gpu0_bsz
+    return report, [*runs, run("balanced", settings.num_devices, gpu0_bsz)]
 
 
 def loss_difference(runs: Sequence[DemoRun]) -> float | None:
     """Return the largest difference of complete loss curves, or None for fewer than two."""
-    curves = [run.losses for run in runs if run.measured.status == "ok"]
+    curves = [run.losses for run in runs if not run.measured.out_of_memory]
     if len(curves) < 2:
         return None
     difference: float = max(max(step) - min(step) for step in zip(*curves, strict=True))
@@ -159,8 +156,7 @@ def demo_record(settings: DemoSettings, runs: Sequence[DemoRun]) -> dict[str, An
                 "name": run.name,
                 "losses": run.losses,
                 **asdict(run.measured),
-                "peak_bytes": run.measured.peak_bytes,
-                "imbalance": run.measured.imbalance,
+                "imbalance": tables.imbalance(run.measured),
                 "samples_per_s": run.measured.samples_per_s,
             }
             for run in runs
@@ -179,7 +175,7 @@ def print_demo(settings: DemoSettings, runs: Sequence[DemoRun]) -> None:
 def _sentences(settings: DemoSettings, runs: Sequence[DemoRun]) -> Iterator[str]:
     """Yield where memory ran out, and what the runs show."""
     for run in runs:
-        if run.measured.status != "ok":
+        if run.measured.out_of_memory:
             yield f"{run.name}: {run.measured.out_of_memory}"
     difference = loss_difference(runs)
     allowed = f"(allowed: {LOSS_TOLERANCE:.0e})."
@@ -200,7 +196,7 @@ def _sentences(settings: DemoSettings, runs: Sequence[DemoRun]) -> Iterator[str]
         else:
             value = settings.gpu0_bsz
             yield f"gpu0_bsz={value} is the even split: device 0 gets at most {part}."
-    elif even.status == balanced.status == "ok":
+    elif not (even.out_of_memory or balanced.out_of_memory):
         peaks = [format_mib(max(measured.peak_bytes)) for measured in (even, balanced)]
         yield (
             f"The bottleneck device needs {peaks[0]} MiB with the even split and "
@@ -213,21 +209,21 @@ def _demo_table(settings: DemoSettings, runs: Sequence[DemoRun]) -> Table:
     kind = "emulated devices" if settings.emulated else "devices"
     if settings.memory is not None:
         kind += f" of {format_bytes(parse_bytes(settings.memory))}"
-    ran = [run.measured for run in runs if run.measured.status == "ok"]
+    ran = [run.measured for run in runs if not run.measured.out_of_memory]
     least_bytes = 2**20 // 10 if settings.emulated else math.inf
-    uses = tables.largest_uses((measured.breakdown[0] for measured in ran), least_bytes)
+    uses = tables.largest_uses((measured.uses[0] for measured in ran), least_bytes)
     names = (*uses, "peak, device 0", "peak, highest other", "imbalance", "samples/s", "last loss")
     columns = []
     for run in runs:
         first, *others = run.measured.peak_bytes
         cells = [""] * len(names)
         cells[len(uses)] = "out of memory"
-        if run.measured.status == "ok":
+        if not run.measured.out_of_memory:
             cells = [
-                *(format_mib(run.measured.breakdown[0].get(use, 0)) for use in uses),
+                *(format_mib(run.measured.uses[0].get(use, 0)) for use in uses),
                 format_mib(first),
                 format_mib(max(others)) if others else "",
-                f"{run.measured.imbalance:.0%}" if others else "",
+                f"{tables.imbalance(run.measured):.0%}" if others else "",
                 f"{run.measured.samples_per_s:.1f}",
                 f"{run.losses[-1]:.4f}",
             ]

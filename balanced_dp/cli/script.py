@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import ast
-import difflib
 import gc
-import linecache
-import os
 import runpy
 import sys
 import threading
@@ -14,17 +10,17 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..errors import ArgumentError
-from ..integrations.replacements import WrappedAt
+from ..errors import ArgumentError, did_you_mean
 
 INTERRUPTED = 130
 """The exit code after Ctrl-C, that of a shell."""
 
 
-def check_script(name: str, is_module: bool) -> None:
-    """Raise ArgumentError if there is no such script."""
+def check_script(name: str, is_module: bool, options: Sequence[str] = ()) -> None:
+    """Raise ArgumentError if there is no such script; ``options`` are those of the command."""
     if name.startswith("-"):
-        raise ArgumentError(f"there is no option {name}; see balanced-dp run --help")
+        hint = did_you_mean(name, options)
+        raise ArgumentError(f"there is no option {name}{hint}; see balanced-dp run --help")
     if not is_module and not Path(name).is_file():
         kind = "a folder" if Path(name).is_dir() else "no file"
         raise ArgumentError(f"{name} is {kind}; name a Python script, or a module after -m")
@@ -72,68 +68,3 @@ def _join_threads() -> None:
     for thread in threading.enumerate():
         if thread is not threading.current_thread() and not thread.daemon:
             thread.join()
-
-
-def replaced_calls(wrapped_at: Sequence[WrappedAt], gpu0_bsz: int) -> str | None:
-    """Return the change of a script that gives device 0 ``gpu0_bsz`` samples, as a diff.
-
-    None if its file has no call to change.
-    """
-    diffs: list[str] = []
-    for filename in dict.fromkeys(place.filename for place in wrapped_at):
-        line_numbers = [place.line_number for place in wrapped_at if place.filename == filename]
-        before = linecache.getlines(filename)
-        after = _with_calls_replaced("".join(before), line_numbers, gpu0_bsz).splitlines(True)
-        path = os.path.relpath(filename)
-        diffs += difflib.unified_diff(before, after, f"a/{path}", f"b/{path}")
-    return "".join(line if line.endswith("\n") else f"{line}\n" for line in diffs).rstrip() or None
-
-
-def _with_calls_replaced(source: str, line_numbers: Sequence[int], gpu0_bsz: int) -> str:
-    try:
-        tree = ast.parse(source)
-    except SyntaxError:
-        return source
-    names = {name: name for name in (*_REPLACED, *_REPLACED.values())}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom):
-            names |= {n.asname: n.name for n in node.names if n.asname and n.name in names}
-    calls = [
-        node
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Call)
-        and any(node.lineno <= number <= (node.end_lineno or 0) for number in line_numbers)
-        and _last_name(node.func) in names
-    ]
-    lines = source.encode().splitlines(True)  # offsets of ast are those of bytes
-    is_imported = True
-    for call in sorted(calls, key=lambda node: (node.lineno, node.col_offset), reverse=True):
-        name = _REPLACED.get(names[_last_name(call.func)])
-        changed, new = call.func, f"balanced_dp.{name}({gpu0_bsz}"
-        if name is None:  # it is ours already
-            given = [word.value for word in call.keywords if word.arg == "gpu0_bsz"]
-            changed, new = [*given, *call.args, call][0], str(gpu0_bsz)
-            if changed is call or isinstance(changed, ast.Starred):  # it is given elsewhere
-                continue
-        head = lines[changed.lineno - 1][: changed.col_offset].decode()
-        tail = lines[(changed.end_lineno or 0) - 1][changed.end_col_offset :].decode()
-        if name is not None:
-            is_imported = False
-            tail = tail.lstrip().removeprefix("(").lstrip(" ")
-            new += {")": "", "\n": ","}.get(tail[:1], ", ")
-        lines[changed.lineno - 1 : changed.end_lineno] = [f"{head}{new}{tail}".encode()]
-    if not is_imported:
-        imports = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
-        own = [node for node in imports if getattr(node, "module", None) != "__future__"]
-        after_imports = max((node.end_lineno or 0 for node in imports), default=0)
-        lines.insert(own[0].lineno - 1 if own else after_imports, b"import balanced_dp\n")
-    return b"".join(lines).decode()
-
-
-_REPLACED = {"DataParallel": "BalancedDataParallel", "data_parallel": "balanced_data_parallel"}
-
-
-def _last_name(function: ast.expr) -> str:
-    if isinstance(function, ast.Attribute):
-        return function.attr
-    return function.id if isinstance(function, ast.Name) else ""

@@ -1,4 +1,4 @@
-"""What wraps models in a script that is not changed, replaced by what a recorder splits."""
+"""What wraps models in a script that is not changed, replaced by what a loop splits."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ..devices import Device
 from ..parallel.auto import AutoSplit
 from ..parallel.data_parallel import BalancedDataParallel
 from ..parallel.functional import balanced_data_parallel
-from ..tuning.loop_recorder import LoopRecorder
+from ..tuning.loop import Loop
 
 _STEPS = {"forward", "scatter", "replicate", "parallel_apply", "gather"}
 _LIBRARIES = tuple(
@@ -48,12 +48,12 @@ class WrappedAt:
 
 
 @contextmanager
-def replaced_data_parallel(recorder: LoopRecorder) -> Iterator[list[WrappedAt]]:
+def replaced_data_parallel(loop: Loop) -> Iterator[list[WrappedAt]]:
     """Replace ``nn.DataParallel``, ``data_parallel`` and ``Trainer`` inside a ``with`` block.
 
     The class keeps the arguments of ``nn.DataParallel``, and ``isinstance`` says the same as
     before. A subclass with steps of its own, such as ``forward`` or ``scatter``, stays a subclass
-    of torch's class. ``recorder`` splits the batches of all instances of ``BalancedDataParallel``,
+    of torch's class. ``loop`` splits the batches of all instances of ``BalancedDataParallel``,
     the script's own included, unless they have ``device_weights``.
 
     Yields:
@@ -68,7 +68,7 @@ def replaced_data_parallel(recorder: LoopRecorder) -> Iterator[list[WrappedAt]]:
         if self.device_weights is not None:
             return
         place = _call_of_script("auto" if isinstance(self._policy, AutoSplit) else self.gpu0_bsz)
-        recorder.adopt(self)
+        loop.adopt(self)
         if place is not None and place not in calls:
             calls.append(place)
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ..devices import is_emulated, is_out_of_memory
+from ..devices import is_emulated, is_out_of_memory, num_ooms, which_ran_out
 from ..errors import ArgumentError, ArgumentTypeError, add_note, warn
 from ..memory.peaks import Peaks
 from ..search import LoopSearch
@@ -225,7 +225,7 @@ class AutoSplit(SplitPolicy):
             _watching.add(self)
             _register_hook()
         if not self.search.is_over or not self._num_ooms:
-            self._num_ooms = self._count_ooms()
+            self._num_ooms = num_ooms(self.devices)
         if not self.search.is_over:
             self._peaks = Peaks(self.devices)
 
@@ -250,32 +250,21 @@ class AutoSplit(SplitPolicy):
         Memory that runs out in evaluation changes nothing.
 
         Args:
-            has_failed: whether memory is known to have run out. cuBLAS and cuDNN allocate without
-                torch, so its counters do not show their failures; the device with the least free
-                memory is taken then.
+            has_failed: whether memory is known to have run out.
         """
-        before, self._num_ooms = self._num_ooms, self._count_ooms()
-        if not self._adds or not torch.is_grad_enabled():
-            return False
-        ran_out = [now > count for count, now in zip(before, self._num_ooms, strict=True)]
-        if has_failed and not any(ran_out):
-            free_bytes = [torch.get_device_module(d).mem_get_info(d)[0] for d in self.devices]
-            ran_out = [free == min(free_bytes) for free in free_bytes]
-        if not any(ran_out):
+        before, self._num_ooms = self._num_ooms, num_ooms(self.devices)
+        is_training = self._adds and torch.is_grad_enabled()
+        if not is_training or not (has_failed or self._num_ooms != before):
             return False
         batch_size = max(self._adds)
         self._end_calls()
-        return self.search.ran_out(batch_size, ran_out.index(True))
+        return self.search.ran_out(batch_size, which_ran_out(self.devices, before))
 
     def _remedy(self, chunk_sizes: Sequence[int]) -> str:
         if self._look_for_out_of_memory(has_failed=True):
             value = self.split(sum(chunk_sizes))[0]
             return f". gpu0_bsz='auto' is now {value}: the step may be repeated"
         return ", and gpu0_bsz='auto' knows no better; lower the batch size"
-
-    def _count_ooms(self) -> list[int]:
-        statistics = [torch.get_device_module(d).memory_stats(d) for d in self.devices]
-        return [of_device.get("num_ooms", 0) for of_device in statistics]
 
     def state_dict(self) -> dict[str, Any] | None:
         """Return what a later run can start with, as numbers and lists, or None."""

@@ -7,16 +7,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..errors import ArgumentError
-from ..memory.records import imbalance_of
-from ..tuning.report_types import Report
+from ..tuning.report import Report
 from ..units import parse_bytes
-from .tables import speed
+from .tables import imbalance, speed
 
 METRICS: dict[str, Callable[[Report], float]] = {
     "peak": lambda report: max(report.best.peak_bytes),
-    "imbalance": lambda report: imbalance_of(report.best.peak_bytes),
-    "max_batch": lambda report: report.best.max_batch_size,
-    "speed": lambda report: speed(report.best.measured or report.chosen),
+    "imbalance": lambda report: imbalance(report.best),
+    "max_batch": lambda report: report.largest_batch(report.best).batch_size,
+    "speed": lambda report: speed(report.best, report),
 }
 """Of the best option, the highest peak of all devices in bytes, (max - min) / max of the peaks, the
 largest batch that fits, and samples per second (on emulated devices the even chunk over the largest
@@ -108,8 +107,8 @@ def _parse(limits: str) -> dict[str, tuple[float, bool]]:
 def _settings(report: Report) -> dict[str, object]:
     return {
         "the workload": report.workload,
-        "the batch size": report.plan.batch_size,
-        "the number of devices": len(report.plan.chunk_sizes),
+        "the batch size": report.batch_size,
+        "the number of devices": len(report.capacity_bytes),
         "the precision": report.precision,
-        "measured on": report.chosen.mode,
+        "measured on": report.mode,
     }

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import jinja2
 from markupsafe import Markup, escape
 
-from ..tuning.report_types import Report
+from ..tuning.report import Report
 from . import tables
 
 if TYPE_CHECKING:

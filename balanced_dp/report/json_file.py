@@ -4,40 +4,19 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
 from ..errors import ArgumentError, ReportError
-from ..tuning.measurement import Measurement
-from ..tuning.report_types import SCHEMA, Provenance, Report
-from ..tuning.reports import report_of_measurements
-
-
-@dataclass(frozen=True, slots=True)
-class SweptStep:
-    """Record a measured split of a sweep; a benchmark has it in ``extra_info["balanced_dp"]``.
-
-    Attributes:
-        measurement: what was measured.
-        provenance: where and how.
-        capacities: capacity of each device in bytes.
-        num_parameters: number of trained parameters.
-        precision: the dtype of autocast, or None.
-    """
-
-    measurement: Measurement
-    provenance: Provenance
-    capacities: tuple[int, ...]
-    num_parameters: int
-    precision: str | None
+from ..tuning.report import SCHEMA, Report
 
 
 @dataclass(frozen=True, slots=True)
 class _ExtraInfo:
-    balanced_dp: SweptStep | None = None
+    balanced_dp: Report | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +35,7 @@ _BENCHMARKS = TypeAdapter(_BenchmarkFile)
 
 def report_json(report: Report) -> str:
     """Return the report as JSON; sizes are integers in bytes, lists in the order of devices."""
-    return _REPORT.dump_json(report, indent=2, by_alias=True).decode() + "\n"
+    return _REPORT.dump_json(report, indent=2).decode() + "\n"
 
 
 def save_report(report: Report, path: str | Path) -> None:
@@ -101,10 +80,11 @@ def load_reports(path: str | Path) -> tuple[Report, ...]:
         raise ReportError(f"{path} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
         raise ReportError(f"{path} is no report, or a truncated one: {error}") from None
+    content = _printable(content)
     keys = content.keys() if isinstance(content, dict) else set()
     if {"benchmarks", "machine_info"} <= keys:
         return _of_benchmarks(path, _validated(_BENCHMARKS, content, path))
-    if not {"schema", "plan", "measurements"} <= keys:
+    if "schema" not in keys or not {"workload", "plan"} & keys:
         raise ReportError(
             f"{path} is JSON, but neither a report of balanced-dp nor one of pytest-benchmark"
         )
@@ -113,7 +93,19 @@ def load_reports(path: str | Path) -> tuple[Report, ...]:
             f"{path} has version {content['schema']!r} of a report's fields, but this balanced-dp "
             f"reads version {SCHEMA}; read it with the balanced-dp that wrote it, or tune again"
         )
-    return (_validated(_REPORT, content, path),)
+    report: Report = _validated(_REPORT, content, path)
+    if not any(option.batch_size == report.batch_size for option in report.options):
+        raise ReportError(f"{path} is no report: nothing was measured for its batch")
+    return (report,)
+
+
+def _printable(value: Any) -> Any:
+    """Return JSON without characters that a terminal takes for commands, or no file can hold."""
+    if isinstance(value, str):
+        return "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in value)
+    if isinstance(value, dict):
+        return {_printable(key): _printable(item) for key, item in value.items()}
+    return [_printable(item) for item in value] if isinstance(value, list) else value
 
 
 def _validated(adapter: TypeAdapter[Any], content: Any, path: str | Path) -> Any:
@@ -126,24 +118,16 @@ def _validated(adapter: TypeAdapter[Any], content: Any, path: str | Path) -> Any
 
 
 def _of_benchmarks(path: str | Path, content: _BenchmarkFile) -> tuple[Report, ...]:
-    """Return a report for each workload among pytest-benchmark's results."""
-    sweeps: dict[str, list[SweptStep]] = {}
+    """Return a report for each workload; each benchmark has one of a single option."""
+    reports: dict[str, Report] = {}
     for benchmark in content.benchmarks:
-        step = benchmark.extra_info.balanced_dp
-        if step is not None:
-            sweeps.setdefault(step.measurement.workload, []).append(step)
-    if not sweeps:
+        if (found := benchmark.extra_info.balanced_dp) is not None:
+            known = reports.setdefault(found.workload, replace(found, options=()))
+            options = (*known.options, *found.options)
+            reports[found.workload] = replace(known, options=options)
+    if not reports:
         raise ReportError(
             f"{path} holds {len(content.benchmarks)} benchmarks and none of them a sweep over "
             "gpu0_bsz; run pytest benchmarks/test_sweep.py --benchmark-json=bench.json"
         )
-    return tuple(
-        report_of_measurements(
-            [step.measurement for step in steps],
-            steps[0].provenance,
-            steps[0].capacities,
-            num_parameters=steps[0].num_parameters,
-            precision=steps[0].precision,
-        )
-        for steps in sweeps.values()
-    )
+    return tuple(reports.values())

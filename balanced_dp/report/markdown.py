@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..tuning.report_types import Report
+from ..tuning.report import Report
 from . import tables
 
 

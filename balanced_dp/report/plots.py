@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import io
 import re
 from collections import Counter
@@ -15,12 +14,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from ..planning.split_planner import Planner
-from ..split import even_share, split_batch
-from ..tuning.measurement import Measurement
-from ..tuning.report_types import Report
+from ..tuning.options import Option
+from ..tuning.report import Report, bottleneck
 from ..units import byte_scale, format_bytes
-from .tables import bottleneck, candidates, fullest_device, speed, speed_name
+from .tables import candidates, speed, speed_name
 
 _STYLE: Any = {
     "svg.fonttype": "none",  # text stays text
@@ -83,12 +80,11 @@ class Plot:
 
 
 def report_plots(report: Report) -> list[Plot]:
-    """Return the plots of a report."""
+    """Return the plots of a report, which are about the best option."""
     plots = (
         ("The peak of each device, for each gpu0_bsz", _about_peaks, draw_peaks),
         ("What fills each device", _about_uses, draw_uses),
-        ("Batch size and speed", _about_batches, draw_batches),
-        ("Predicted and measured", _about_predictions, draw_predictions),
+        ("What a smaller gpu0_bsz costs", _about_speed, draw_speed),
     )
     return [Plot(name, about(report), _page_svg(draw, report)) for name, about, draw in plots]
 
@@ -99,34 +95,34 @@ def _page_svg(draw: Callable[[Axes, Report], None], report: Report) -> str:
     return re.sub("|".join(PAGE_COLOURS), lambda found: f"var(--plot-{found[0][1:]})", text)
 
 
+def _ran(report: Report) -> list[Option]:
+    return [option for option in candidates(report) if not option.out_of_memory]
+
+
 def draw_peaks(axes: Axes, report: Report) -> None:
-    """Draw the peak of each device against ``gpu0_bsz``: lines predicted, points measured."""
-    plan = report.plan
-    ran = [m for m in candidates(report) if m.status == "ok"]
-    scale, unit = byte_scale(max(report.even.peak_bytes + report.chosen.peak_bytes))
-    num_devices = len(plan.chunk_sizes)
-    even = even_share(plan.batch_size, num_devices)
-    step = max(1, even // 200)
-    values = [*range(0, even, step), even]
-    predicted = [
-        report.model.predict(split_batch(plan.batch_size, num_devices, value)) for value in values
-    ]
+    """Draw the measured peak of each device against ``gpu0_bsz``."""
+    ran, best = _ran(report), report.best
+    num_devices = len(report.capacity_bytes)
+    highest = max((max(option.peak_bytes) for option in ran), default=1)
+    scale, unit = byte_scale(highest)
     for device in range(num_devices):
         label, style = f"device {device}", device
         if num_devices > len(_COLOURS) and device > 0:  # there are not enough colours
             label, style = f"devices 1 to {num_devices - 1}" if device == 1 else "_", 1
-        colour = _COLOURS[style]
         width, size = (2.5, 6) if device == 0 else (1.2, 4)
-        lines = [needs[device] / scale for needs in predicted]
-        axes.plot(values, lines, color=colour, linewidth=width)
-        points = [m.peak_bytes[device] / scale for m in ran]
-        measured = [m.chunk_sizes[0] for m in ran]
-        axes.plot(measured, points, _MARKERS[style], color=colour, markersize=size, label=label)
-    highest = max(max(needs) for needs in predicted)
-    for capacity in sorted(set(plan.capacity_bytes)):
+        axes.plot(
+            [option.chunk_sizes[0] for option in ran],
+            [option.peak_bytes[device] / scale for option in ran],
+            marker=_MARKERS[style],
+            color=_COLOURS[style],
+            linewidth=width,
+            markersize=size,
+            label=label,
+        )
+    for capacity in sorted(set(report.capacity_bytes)):
         if capacity < 3 * highest:
             axes.axhline(capacity / scale, color="black", linestyle="--", linewidth=1)
-            whose = [str(i) for i, c in enumerate(plan.capacity_bytes) if c == capacity]
+            whose = [str(i) for i, c in enumerate(report.capacity_bytes) if c == capacity]
             axes.annotate(
                 "capacity" if len(whose) == num_devices else f"capacity of {', '.join(whose)}",
                 (0.01, capacity / scale),
@@ -135,30 +131,38 @@ def draw_peaks(axes: Axes, report: Report) -> None:
                 textcoords="offset points",
                 va="bottom",
             )
-    axes.axvline(plan.gpu0_bsz, color="black", linewidth=1, linestyle=":")
-    axes.plot(
-        plan.gpu0_bsz,
-        report.chosen.peak_bytes[fullest_device(report.chosen, plan.budgets)] / scale,
-        "*",
-        color="black",
-        markersize=15,
-        label=f"least full: gpu0_bsz={plan.gpu0_bsz}",
-    )
-    axes.set(xlabel="gpu0_bsz", ylabel=f"peak, {unit}")
+    if best in ran:
+        highest_of_best = best.peak_bytes[bottleneck(best, report.budgets)] / scale
+        at = best.chunk_sizes[0]
+        axes.axvline(at, color="black", linewidth=1, linestyle=":")
+        label = f"the best option: {at}"
+        axes.plot(at, highest_of_best, "*", color="black", markersize=15, label=label)
+    axes.set(xlabel="samples of device 0 (gpu0_bsz)", ylabel=f"peak, {unit}")
     _from_zero(axes)
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     _legend_below(axes)
 
 
+def _compared(report: Report) -> tuple[Option, Option]:
+    """Return what the best option is compared with, nn.DataParallel if it was measured."""
+    best = report.best
+    even = report.even
+    has_ran = even is not None and not even.out_of_memory
+    same_batch = even is not None and even.batch_size == best.batch_size
+    return (even if even and has_ran and same_batch else best), best
+
+
 def draw_uses(axes: Axes, report: Report) -> None:
-    """Draw the breakdown of each device's peak, with the even split and the least full one."""
-    pairs = list(zip(report.even.breakdown, report.chosen.breakdown, strict=True))
+    """Draw the breakdown of each device's peak, with the even split and the best option."""
+    even, best = _compared(report)
+    pairs = list(zip(even.uses, best.uses, strict=True))
     positions = [device + offset for device in range(len(pairs)) for offset in (-0.2, 0.2)]
     bars = [uses for pair in pairs for uses in pair]
     scale, unit = byte_scale(max(sum(uses.values()) for uses in bars))
     stacked_bars(axes, positions, bars, 0.36, scale)
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-    axes.set(xlabel="device (left: even, right: least full)", ylabel=f"held at the peak, {unit}")
+    names = f"left: {even.line}, right: option 1"
+    axes.set(xlabel=f"device ({names})", ylabel=f"held at the peak, {unit}")
     axes.grid(visible=False, axis="x")
     _legend_below(axes, ncols=2)
 
@@ -181,106 +185,53 @@ def stacked_bars(
         bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
 
 
-def draw_batches(axes: Axes, report: Report) -> None:
-    """Draw the largest batch that fits and the speed against ``gpu0_bsz``."""
-    plan = report.plan
-    planner = Planner(report.model, plan.budgets)
-    even = even_share(plan.batch_size, len(plan.chunk_sizes))
-    highest = max(plan.max_batch_gpu0_bsz, even)
-    step = max(1, highest // 60)
-    values = sorted({*range(0, highest + 1, step), plan.max_batch_gpu0_bsz, plan.gpu0_bsz})
-    largest = {value: planner.max_batch_size(functools.partial(min, value)) for value in values}
-    largest[plan.max_batch_gpu0_bsz] = plan.max_batch_size  # the one that the page names
-    label = "largest batch that fits, predicted (left)"
-    axes.plot(values, [*largest.values()], color=_COLOURS[1], label=label)
-    axes.plot(
-        plan.max_batch_gpu0_bsz,
-        plan.max_batch_size,
-        "*",
-        color=_COLOURS[1],
-        markersize=13,
-        label=f"the largest: {plan.max_batch_size}, with gpu0_bsz={plan.max_batch_gpu0_bsz}",
-    )
-    axes.axhline(
-        plan.even_max_batch_size,
-        color=_COLOURS[1],
-        linestyle="--",
-        linewidth=1,
-        label=f"the largest with the even split: {plan.even_max_batch_size}",
-    )
-    axes.set(xlabel="gpu0_bsz", ylabel="samples in a batch")
+def draw_speed(axes: Axes, report: Report) -> None:
+    """Draw the speed and how full the fullest device is against ``gpu0_bsz``."""
+    ran = _ran(report)
+    values = [option.chunk_sizes[0] for option in ran]
+    label = f"{speed_name(report)} (left)"
+    speeds = [speed(option, report) for option in ran]
+    axes.plot(values, speeds, "o-", color=_COLOURS[0], label=label)
+    axes.set(xlabel="samples of device 0 (gpu0_bsz)", ylabel=speed_name(report))
     _from_zero(axes)
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     right = axes.twinx()
-    ran = [m for m in candidates(report) if m.status == "ok"]
-    label = f"{speed_name(report)}, batches of {plan.batch_size} (right)"
-    values = [m.chunk_sizes[0] for m in ran]
-    right.plot(values, list(map(speed, ran)), "o", color=_COLOURS[0], label=label)
-    right.set(ylabel=speed_name(report))
+    full = [100 * option.utilization(report.budgets) for option in ran]
+    label = "the fullest device, percent full (right)"
+    right.plot(values, full, "s--", color=_COLOURS[1], label=label)
+    right.set(ylabel="percent full")
     _from_zero(right)
     right.grid(visible=False)
     right.spines["right"].set_visible(True)
     right.figure.legend(loc="outside lower center")
 
 
-def draw_predictions(axes: Axes, report: Report) -> None:
-    """Draw predicted against measured peaks."""
-    ran = [m for m in report.measurements if m.status == "ok"]
-    scale, unit = byte_scale(max(max(m.peak_bytes) for m in ran))
-    peaks = [[*zip(m.peak_bytes, report.model.predict(m.chunk_sizes), strict=True)] for m in ran]
-    for name, style, devices in (("device 0", 0, slice(1)), ("other devices", 1, slice(1, None))):
-        pairs = [pair for of_split in peaks for pair in of_split[devices] if pair[0]]
-        held, predicted = ([size / scale for size in sizes] for sizes in zip(*pairs, strict=True))
-        marker, colour = _MARKERS[style], _COLOURS[style]
-        axes.plot(held, predicted, marker, color=colour, markersize=5, label=name)
-    end = max(axes.get_xlim()[1], axes.get_ylim()[1])
-    axes.plot((0, end), (0, end), color="black", linewidth=0.8, label="equal")
-    axes.set(xlabel=f"measured, {unit}", ylabel=f"predicted, {unit}")
-    axes.set(xlim=(0, end), ylim=(0, end))
-    _legend_below(axes)
-
-
 def _about_peaks(report: Report) -> str:
-    plan = report.plan
-    even = even_share(plan.batch_size, len(plan.chunk_sizes))
-    is_ok = report.even.status == "ok"
-    with_even = f"it is {bottleneck(report.even, plan.budgets)}" if is_ok else "memory runs out"
+    parts = []
+    for option in _ran(report):
+        index = bottleneck(option, report.budgets)
+        held = format_bytes(option.peak_bytes[index])
+        parts.append(f"gpu0_bsz={option.chunk_sizes[0]}: device {index} with {held}")
     return (
-        f"Lines for the predicted peaks of {len(plan.chunk_sizes)} devices with gpu0_bsz from 0 to "
-        f"{even}, points for the measured ones. With gpu0_bsz={plan.gpu0_bsz} the bottleneck "
-        f"is the least full: {bottleneck(report.chosen, plan.budgets)}; with the even split "
-        f"{with_even}."
+        f"Points for the measured peaks of {len(report.capacity_bytes)} devices. The fullest "
+        f"device with {'; '.join(parts)}. The best option is {report.best.line}."
     )
 
 
 def _about_uses(report: Report) -> str:
-    def held(measured: Measurement, name: str) -> str:
-        uses = Counter(measured.breakdown[0]).most_common(3)
+    def held(option: Option) -> str:
+        uses = Counter(option.uses[0]).most_common(3)
         parts = ", ".join(f"{use} {format_bytes(size)}" for use, size in uses)
-        return f"{format_bytes(measured.peak_bytes[0])} with {name} ({parts})"
+        return f"{format_bytes(option.peak_bytes[0])} with {option.line} ({parts})"
 
-    even = held(report.even, "the even split")
-    chosen = held(report.chosen, f"gpu0_bsz={report.plan.gpu0_bsz}")
-    return f"Two bars for each device, stacked by use. Device 0 holds {even} and {chosen}."
-
-
-def _about_batches(report: Report) -> str:
-    plan = report.plan
-    return (
-        "A line for the largest batch that fits with each gpu0_bsz, points for the speed. The "
-        f"largest batch is {plan.max_batch_size}, with gpu0_bsz={plan.max_batch_gpu0_bsz}; with "
-        f"the even split it is {plan.even_max_batch_size}. With batches of {plan.batch_size}, "
-        f"{speed_name(report)} is {speed(report.chosen):.2f} with gpu0_bsz={plan.gpu0_bsz} and "
-        f"{speed(report.even):.2f} with the even split."
-    )
+    even, best = _compared(report)
+    holds = f"Device 0 holds {held(even)} and {held(best)}."
+    return f"Two bars for each device, stacked by use. {holds}"
 
 
-def _about_predictions(report: Report) -> str:
-    return (
-        f"Points for the peaks of {report.model.num_points} measured splits, predicted against "
-        f"measured. The largest error is {report.model.residual:.2%}, and "
-        f"{report.prediction_error:.2%} for gpu0_bsz={report.plan.gpu0_bsz}."
-    )
+def _about_speed(report: Report) -> str:
+    parts = [f"gpu0_bsz={o.chunk_sizes[0]}: {speed(o, report):.2f}" for o in _ran(report)]
+    return f"Points for the speed, {speed_name(report)}: {'; '.join(parts)}."
 
 
 def _from_zero(axes: Axes) -> None:
@@ -288,7 +239,10 @@ def _from_zero(axes: Axes) -> None:
 
 
 def _legend_below(axes: Axes, ncols: int = 3) -> None:
-    axes.figure.legend(loc="outside lower center", ncols=ncols, columnspacing=1, handlelength=1.5)
+    if axes.get_legend_handles_labels()[1]:
+        axes.figure.legend(
+            loc="outside lower center", ncols=ncols, columnspacing=1, handlelength=1.5
+        )
 
 
 def svg(

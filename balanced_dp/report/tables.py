@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress, groupby
 
-from ..planning.split_planner import LARGEST_BATCH, utilizations
-from ..tuning.measurement import Measurement, by_gpu0_bsz
-from ..tuning.options import Option, fits, relative_speed
-from ..tuning.report_types import Report
+from ..search import utilizations
+from ..tuning.options import Option
+from ..tuning.report import Report, bottleneck
 from ..units import byte_scale, format_bytes
 
 _MODES = {
@@ -31,113 +30,65 @@ class TextTable:
 
 def title(report: Report) -> str:
     """Return the title of the report."""
-    plan = report.plan
-    batches = "largest batches" if report.goal == "batch" else f"batches of {plan.batch_size}"
-    return f"{report.workload}, {batches}, {len(plan.chunk_sizes)} devices"
+    batches = "largest batches" if report.goal == "batch" else f"batches of {report.batch_size}"
+    return f"{report.workload}, {batches}, {len(report.capacity_bytes)} devices"
 
 
 def how_measured(report: Report) -> str:
     """Return a sentence on how the figures were measured."""
     precision = f"autocast to {report.precision}" if report.precision else "no autocast"
-    text = f"Measured on {_MODES[report.chosen.mode]}; {precision}."
-    if reserve := report.plan.reserve_bytes:
-        text += f" {format_bytes(reserve)} of each are kept free for contexts and workspaces."
+    text = f"Measured on {_MODES[report.mode]}; {precision}."
+    if report.reserve_bytes:
+        kept = format_bytes(report.reserve_bytes)
+        text += f" {kept} of each are kept free for contexts and workspaces."
     return text
 
 
-def candidates_title(report: Report) -> str:
-    """Return the title of the table of measured values."""
-    loss = "outputs gathered" if report.gather else "loss on each device"
-    unit = _unit(candidates(report))[1]
-    spread = ", parameters spread" * report.spread
-    return f"Measured values of gpu0_bsz, {loss}{spread}, peaks in {unit}"
-
-
-def lines(report: Report) -> str:
-    """Return the lines for a training script, of each option."""
-    texts = []
-    for number, option in enumerate(report.ranked_options, 1):
-        criterion = "" if option.gather else "\ncriterion = BalancedCriterion(criterion)"
-        texts.append(f"# option {number}\nmodel = {option.line}{criterion}")
-    return "\n".join(texts)
+# The answer: whether the batch fits as it is, the options that fit, and what they cost.
 
 
 def verdict(report: Report) -> str:
-    """Return a sentence on whether the even split fits, and what the best option is like."""
-    plan, best = report.plan, report.best
+    """Return whether the batch fits as it is, and what the best option is like."""
+    best, even = report.best, report.even
     if not report.ranked_options:
-        return (
-            f"No split fits: with gpu0_bsz={plan.gpu0_bsz}, the best, the bottleneck is "
-            f"{bottleneck(report.chosen, plan.budgets)}."
-        )
+        return f"{sentence(report.what_lacks())}"
     if report.goal == "batch":
-        return f"The largest batch that fits is {_batch(best.batch_size)}, with option 1."
-    peak = bottleneck(best, plan.budgets)
-    if best.is_data_parallel:
-        return f"It fits as it is: with nn.DataParallel the bottleneck is {peak}."
-    even = bottleneck(report.even, plan.budgets)
-    if not report.gather or report.spread:
-        return f"With option 1 the bottleneck is {peak}; with the even split it is {even}."
-    if report.even.status == "oom":
-        as_it_is = "With nn.DataParallel memory runs out"
-    elif not fits(report.even, plan.budgets):
-        as_it_is = f"With nn.DataParallel it does not fit: the bottleneck is {even}"
+        return f"The largest batch that fits is {best.batch_size}, with option 1."
+    if best is even:
+        return f"It fits as it is: with {even.line} the bottleneck is {_fullest(even, report)}."
+    found = f"With option 1 the bottleneck is {_fullest(best, report)}"
+    if even is None:
+        return f"{found}."
+    if even.out_of_memory:
+        as_it_is = f"With {even.line} memory runs out"
+    elif not even.fits(report.budgets):
+        as_it_is = f"With {even.line} it does not fit: the bottleneck is {_fullest(even, report)}"
     else:
-        as_it_is = f"It fits as it is: with nn.DataParallel the bottleneck is {even}"
-    return f"{as_it_is}. With option 1 the bottleneck is {peak}."
+        as_it_is = f"It fits as it is: with {even.line} the bottleneck is {_fullest(even, report)}"
+    return f"{as_it_is}. {found}."
 
 
-def summary(report: Report) -> tuple[str, ...]:
-    """Return the sentences that explain the options."""
-    sentences = [
-        f"{'Parameters on all devices' if other.spread else 'The loss on each device'} cannot be "
-        f"measured: {other.reason}."
-        for other in report.alternatives
-        if other.reason is not None
-    ]
-    if report.best.measured is None:
-        sentences.append("A batch of this size was not measured: its peaks are predicted.")
-    largest = max(measured.batch_size for measured in report.measurements)
-    if report.plan.max_batch_size > largest:
-        sentences.append(f"Batches above {largest} were not measured: what fits is predicted.")
-    if not all(option.gather for option in report.ranked_options):
-        sentences.append(
-            "BalancedCriterion wraps the loss function, including what the script does to the "
-            "outputs before it: docs/loss.md."
-        )
-    return (*sentences, *map(sentence, report.advice))
-
-
-def sentence(text: str) -> str:
-    """Return text, such as an error's, with a capital letter and a full stop."""
-    return f"{text[0].upper()}{text[1:]}."
-
-
-def bottleneck(measured: Measurement | Option, budgets: Sequence[int] | None) -> str:
-    """Return which device is the fullest, with its peak; ``budgets`` tell how full it is."""
-    if isinstance(measured, Measurement) and measured.status == "oom":
-        return "out of memory"
-    index = fullest_device(measured, budgets)
-    held = measured.peak_bytes[index]
-    part = "" if budgets is None else f", {held / budgets[index]:.0%} full"
-    return f"device {index} with {format_bytes(held)}{part}"
+def _fullest(option: Option, report: Report) -> str:
+    index = bottleneck(option, report.budgets)
+    held = option.peak_bytes[index]
+    return f"device {index} with {format_bytes(held)}, {held / report.budgets[index]:.0%} full"
 
 
 def option_table(report: Report) -> TextTable:
     """Return the options that fit, of which there is one at least, the best first."""
-    budgets = report.plan.budgets
+    is_real = report.mode == "real"
+    has_more = any(option.batch_size != report.batch_size for option in report.options)
     rows = [
         {
             "option": str(number),
             "split": short_split(option.chunk_sizes),
-            "bottleneck": f"device {fullest_device(option, budgets)} "
-            f"{option.utilization(budgets):.0%}",
-            "largest batch": _batch(
-                option.batch_size if report.goal == "batch" else option.max_batch_size
-            ),
+            "bottleneck": f"device {bottleneck(option, report.budgets)} "
+            f"{option.utilization(report.budgets):.0%}",
+            **({"largest batch": str(report.largest_batch(option).batch_size)} if has_more else {}),
             "speed": f"{option.speed:.2f}",
+            **({"samples /s": f"{option.samples_per_s:.1f}"} if is_real else {}),
             "loss on": "device 0" if option.gather else "each",
-            "parameters on": "all" if option.spread else "device 0",
+            "weights on": "all" if option.spread else "device 0",
         }
         for number, option in enumerate(report.ranked_options, 1)
     ]
@@ -147,8 +98,66 @@ def option_table(report: Report) -> TextTable:
 SPEED = "Speed is the even chunk over the largest one, for which the other devices wait."
 
 
-def _batch(size: int) -> str:
-    return f"{size} or more" if size == LARGEST_BATCH else str(size)
+def lines(report: Report) -> str:
+    """Return the lines for a training script, of each option."""
+    texts = [f"# {place}" for place in report.wrapped_at]
+    if report.wrapped_at:
+        texts.append("from balanced_dp import BalancedDataParallel")
+    for number, option in enumerate(report.ranked_options, 1):
+        text = f"# option {number}\nmodel = {option.line}"
+        if report.is_trainer and not option.is_even:
+            spread = ", spread=True" * option.spread
+            text = f"# option {number}\ntrainer = BalancedTrainer(gpu0_bsz={option.gpu0_bsz}"
+            text += f"{spread}, ...)"
+        texts.append(text + "\ncriterion = BalancedCriterion(criterion)" * (not option.gather))
+    return "\n".join(texts)
+
+
+def summary(report: Report) -> Iterator[str]:
+    """Yield the sentences that explain the options."""
+    for option in report.ranked_options:
+        even = report.even_like(option)
+        if option.is_even or even is None or report.goal == "batch":
+            continue
+        cost = f"its largest chunk is {max(option.chunk_sizes)} instead of {max(even.chunk_sizes)}"
+        if report.mode == "real":
+            cost += f", {option.samples_per_s:.1f} samples/s instead of {even.samples_per_s:.1f}"
+        yield (
+            f"A smaller gpu0_bsz costs speed: with {option.line} {cost}, so a step computes about "
+            f"{option.speed:.2f} of the samples in the same time."
+        )
+        break
+    largest = max(option.batch_size for option in report.options)
+    at_limit = (option for option in report.options if option.batch_size == largest)
+    if largest > report.batch_size and any(option.fits(report.budgets) for option in at_limit):
+        yield f"Batches above {largest} were not measured; they may fit, too."
+    for name, reason in report.failures.items():
+        yield f"{name} cannot be measured: {reason}."
+    if not all(option.gather for option in report.ranked_options):
+        yield (
+            "BalancedCriterion wraps the loss function, including what the script does to the "
+            "outputs before it: docs/loss.md."
+        )
+    if report.is_trainer:
+        yield (
+            "BalancedTrainer is in balanced_dp.integrations.transformers; a Trainer of one's own "
+            "becomes class Balanced(BalancedTrainerMixin, MyTrainer)."
+        )
+    if report.wrapped_at or report.is_trainer:
+        yield (
+            "Measured is what the script does. gather=False, which computes the loss on each "
+            "device, and spread=True, which spreads parameters, may save more: change the script "
+            "and run it again."
+        )
+    yield from report.notes
+
+
+def sentence(text: str) -> str:
+    """Return text, such as an error's, with a capital letter and a full stop."""
+    return f"{text[:1].upper()}{text[1:]}."
+
+
+# What was measured.
 
 
 def short_split(chunk_sizes: Sequence[int]) -> str:
@@ -161,58 +170,39 @@ def short_split(chunk_sizes: Sequence[int]) -> str:
 
 
 def devices_title(report: Report) -> str:
-    """Return the title of ``device_table``."""
-    best = "option 1" if report.ranked_options else f"gpu0_bsz={report.plan.gpu0_bsz}"
-    return f"What each device holds with {best}"
+    """Return the title of the table of what each device holds."""
+    return f"What each device holds with {report.best.line}"
 
 
 def device_table(report: Report) -> TextTable:
-    """Return the chunk size, the capacity and the peaks of each device with the best option."""
-    plan, best = report.plan, report.best
-    full = utilizations(best.peak_bytes, plan.budgets)
-    columns: dict[str, Iterable[str]] = {
-        "device": map(str, range(len(full))),
-        "samples": map(str, best.chunk_sizes),
-        "capacity": map(format_bytes, plan.capacity_bytes),
-        "predicted": map(format_bytes, best.predicted_bytes),
-    }
-    if best.measured is not None:
-        columns["measured"] = map(format_bytes, best.peak_bytes)
-    columns["full"] = map("{:.0%}".format, full)
-    if best.batch_size == plan.batch_size and report.even.status == "ok":
-        columns["even split"] = map(format_bytes, report.even.peak_bytes)
-    rows = tuple(zip(*columns.values(), strict=True))
-    return TextTable(tuple(columns), rows, marked=fullest_device(best, plan.budgets))
-
-
-def fullest_device(measured: Measurement | Option, budgets: Sequence[int] | None) -> int:
-    """Return the index of the bottleneck device, as it was measured."""
-    full = utilizations(measured.peak_bytes, budgets or [1] * len(measured.peak_bytes))
-    return full.index(max(full))
+    """Return what fills each device with the best option, next to the even split."""
+    best = report.best
+    return use_table(best, report.budgets, report.even_like(best))
 
 
 def use_table(
-    measured: Measurement, budgets: Sequence[int] | None, even: Measurement | None = None
+    option: Option, budgets: Sequence[int] | None, even: Option | None = None
 ) -> TextTable:
     """Return what fills each device at its peak, and how full it is; a column for each device.
 
     Args:
-        measured: what was measured.
+        option: what was measured.
         budgets: the bytes of each device that may be used, if they matter.
-        even: the measurement of the even split, to compare with.
+        even: the even split, to compare with.
     """
-    scale, unit = byte_scale(max(measured.peak_bytes))
+    scale, unit = byte_scale(max(option.peak_bytes))
     rows: dict[str, Iterable[str]] = {}
-    if measured.batch_size:
-        rows["samples"] = map(str, measured.chunk_sizes)
-    for use in largest_uses(measured.breakdown, scale / 100):
-        rows[use] = [f"{sizes.get(use, 0) / scale:.2f}" for sizes in measured.breakdown]
-    rows["peak"] = (f"{peak / scale:.2f}" for peak in measured.peak_bytes)
+    if option.batch_size:
+        rows["samples"] = map(str, option.chunk_sizes)
+    for use in largest_uses(option.uses, scale / 100):
+        rows[use] = [f"{sizes.get(use, 0) / scale:.2f}" for sizes in option.uses]
+    rows["peak"] = (f"{peak / scale:.2f}" for peak in option.peak_bytes)
     if budgets is not None:
-        rows["full"] = map("{:.0%}".format, utilizations(measured.peak_bytes, budgets))
-    if even is not None and even is not measured:
+        rows["full"] = map("{:.0%}".format, utilizations(option.peak_bytes, budgets))
+    is_other = even is not None and even.chunk_sizes != option.chunk_sizes
+    if even and is_other and even.batch_size == option.batch_size and not even.out_of_memory:
         rows["peak, even split"] = (f"{peak / scale:.2f}" for peak in even.peak_bytes)
-    is_used = [peak > 0 for peak in measured.peak_bytes]
+    is_used = [peak > 0 for peak in option.peak_bytes]
     if sum(is_used) != 1:  # otherwise the script uses one device
         is_used = [True] * len(is_used)
     devices = compress((f"device {index}" for index in range(len(is_used))), is_used)
@@ -228,49 +218,63 @@ def largest_uses(breakdowns: Iterable[Mapping[str, int]], least_bytes: float) ->
     return [use for use, size in largest.most_common() if size >= least_bytes]
 
 
+def candidates(report: Report) -> list[Option]:
+    """Return the measured values of ``gpu0_bsz`` for the batch, as the best option has them."""
+    best = report.best
+    found = (o for o in report.options if o.kind[:2] == best.kind[:2] and not o.device_weights)
+    of_batch = (option for option in found if option.batch_size == report.batch_size)
+    return sorted(of_batch, key=lambda option: option.chunk_sizes[0])
+
+
+def candidates_title(report: Report) -> str:
+    """Return the title of the table of measured values."""
+    loss = "outputs gathered" if report.best.gather else "loss on each device"
+    unit = _unit(candidates(report))[1]
+    spread = ", parameters spread" * report.best.spread
+    return f"Measured values of gpu0_bsz, {loss}{spread}, peaks in {unit}"
+
+
 def candidate_table(report: Report) -> TextTable:
-    """Return the table of measured values of ``gpu0_bsz`` for the planned batch."""
-    swept = candidates(report)
-    scale, _ = _unit(swept)
-    name = "samples/s" if report.chosen.mode == "real" else "speed"
+    """Return the table of measured values of ``gpu0_bsz``."""
+    found = candidates(report)
+    scale, _ = _unit(found)
+    name = "samples/s" if report.mode == "real" else "speed"
     headers = ("gpu0_bsz", "split", "device 0", "highest other", "bottleneck", "imbalance", name)
-    rows, marked = [], None
-    for index, measured in enumerate(swept):
-        peaks = measured.peak_bytes
+    rows, least = [], report.best if report.best in found else None
+    for option in found:
+        peaks = option.peak_bytes
         cells: tuple[str, ...] = ("out of memory", "", "", "", "")
-        if measured.status == "ok":
+        if not option.out_of_memory:
             cells = (
                 f"{peaks[0] / scale:.2f}",
                 f"{max(peaks[1:]) / scale:.2f}",
-                f"{max(utilizations(peaks, report.plan.budgets)):.1%}",
-                f"{measured.imbalance:.1%}",
-                f"{speed(measured):.2f}",
+                f"{option.utilization(report.budgets):.1%}",
+                f"{imbalance(option):.1%}",
+                f"{speed(option, report):.2f}",
             )
-        rows.append((str(measured.chunk_sizes[0]), short_split(measured.chunk_sizes), *cells))
-        if measured.chunk_sizes == report.plan.chunk_sizes:
-            marked = index
+        rows.append((str(option.chunk_sizes[0]), short_split(option.chunk_sizes), *cells))
+    marked = None if least is None else found.index(least)
     return TextTable(headers, tuple(rows), marked)
 
 
-def _unit(measurements: Iterable[Measurement]) -> tuple[int, str]:
-    return byte_scale(max(max(m.peak_bytes) for m in measurements))
+def imbalance(option: Option) -> float:
+    """Return (max - min) / max of the peaks, 0 to 1."""
+    highest = max(option.peak_bytes)
+    return (highest - min(option.peak_bytes)) / highest if highest else 0.0
 
 
-def candidates(report: Report) -> Sequence[Measurement]:
-    """Return the measurements of the planned batch, in order of ``gpu0_bsz``."""
-    return list(by_gpu0_bsz(report.measurements, report.plan.batch_size).values())
+def _unit(options: Iterable[Option]) -> tuple[int, str]:
+    return byte_scale(max((max(option.peak_bytes) for option in options), default=1))
 
 
-def speed(measured: Measurement) -> float:
+def speed(option: Option, report: Report) -> float:
     """Return samples per second, or on emulated devices the even chunk over the largest one."""
-    if measured.mode == "real":
-        return measured.samples_per_s
-    return relative_speed(measured.chunk_sizes)
+    return option.samples_per_s if report.mode == "real" else option.speed
 
 
 def speed_name(report: Report) -> str:
     """Return the unit of ``speed``."""
-    return "samples/s" if report.chosen.mode == "real" else "even / largest chunk"
+    return "samples/s" if report.mode == "real" else "even / largest chunk"
 
 
 def provenance_table(report: Report) -> TextTable:
@@ -282,8 +286,6 @@ def provenance_table(report: Report) -> TextTable:
         *((f"version of {name}", version) for name, version in provenance.versions.items()),
         *provenance.machine.items(),
         ("parameters of the model", f"{report.num_parameters:,}"),
-        ("measurements that predictions are fitted to", str(report.model.num_points)),
-        ("largest error among these", f"{report.model.residual:.2%}"),
-        (f"largest error for gpu0_bsz={report.plan.gpu0_bsz}", f"{report.prediction_error:.2%}"),
+        ("measured steps", str(len(report.options))),
     )
     return TextTable(headers=("what", "value"), rows=rows)

@@ -1,17 +1,8 @@
-"""Measure training steps of a workload, choose its split, and report both."""
+"""Measure training steps of a workload, choose its split, and report all that was measured."""
 
-from .measurement import Measurement
-from .report_types import Alternative, Provenance, Report
-from .step_benchmark import measure_step
+from .options import Option
+from .report import Report
 from .tuner import tune
-from .workloads import Workload
+from .workload import Workload
 
-__all__ = [
-    "Alternative",
-    "Measurement",
-    "Provenance",
-    "Report",
-    "Workload",
-    "measure_step",
-    "tune",
-]
+__all__ = ["Option", "Report", "Workload", "tune"]

@@ -1,19 +1,32 @@
-"""Rank the ways to train a batch: the even split, others, weights, and where the loss is."""
+"""A way to train a batch, as it was measured, and which of several is the best."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
 
-from ..planning.memory_model import MemoryModel
-from ..planning.split_planner import Goal, Planner, utilizations
-from ..split import best_gpu0_bsz, even_share, split_batch, split_by_weights
-from .measurement import Measurement, by_gpu0_bsz
+from ..errors import ArgumentError, did_you_mean
+from ..search import utilizations
+from ..split import EQUAL, even_share
+
+Goal = Literal["speed", "headroom", "batch"]
+"""What the best option has: the smallest of all largest chunks, the lowest utilization, or the
+largest batch."""
+
+
+def check_goal(goal: str, argument: str = "goal") -> str:
+    """Return the goal, or raise ArgumentError, whose message calls it ``argument``."""
+    if goal not in get_args(Goal):
+        hint = did_you_mean(goal, get_args(Goal))
+        raise ArgumentError(f"{argument} must be speed, headroom or batch, got {goal!r}{hint}")
+    return goal
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """Describe one way to train a batch.
+    """A way to train a batch, and what a step took; tuples are in the order of the devices.
 
     Attributes:
         gather: whether outputs are gathered; otherwise the loss is computed on each device.
@@ -21,9 +34,11 @@ class Option:
         gpu0_bsz: the most samples of device 0; None for no limit.
         device_weights: the weight of each device, or None.
         chunk_sizes: the chunk size of each device.
-        predicted_bytes: the predicted peak of each device.
-        measured: what a step took; None if it was not measured.
-        max_batch_size: the largest batch that fits with the same arguments.
+        peak_bytes: the peak of allocated bytes of each device; until then, if memory ran out.
+        uses: bytes by use of each device at its peak, as in ``memory_breakdown``.
+        seconds: wall time of the step, which means nothing on emulated devices.
+        out_of_memory: the message of the error if memory ran out, or None.
+        ran_out: the index of the device that ran out of memory, or None.
     """
 
     gather: bool
@@ -31,171 +46,110 @@ class Option:
     gpu0_bsz: int | None
     device_weights: tuple[int, ...] | None
     chunk_sizes: tuple[int, ...]
-    predicted_bytes: tuple[int, ...]
-    measured: Measurement | None
-    max_batch_size: int
-
-    @property
-    def peak_bytes(self) -> tuple[int, ...]:
-        """Return the peak of each device, measured if possible."""
-        return self.predicted_bytes if self.measured is None else self.measured.peak_bytes
+    peak_bytes: tuple[int, ...]
+    uses: tuple[dict[str, int], ...]
+    seconds: float
+    out_of_memory: str | None = None
+    ran_out: int | None = None
 
     @property
     def batch_size(self) -> int:
-        """Return the number of samples in the whole batch."""
+        """The number of samples in the whole batch."""
         return sum(self.chunk_sizes)
 
     @property
     def speed(self) -> float:
-        """Return the relative speed of its split."""
-        return relative_speed(self.chunk_sizes)
+        """The even chunk over the largest one, which the others wait for; at most 1."""
+        return even_share(self.batch_size, len(self.chunk_sizes)) / max(1, *self.chunk_sizes)
 
     @property
-    def is_data_parallel(self) -> bool:
-        """Return whether ``nn.DataParallel`` does the same."""
-        return not self.features
+    def samples_per_s(self) -> float:
+        """The samples per second of wall time, 0 if memory ran out."""
+        return self.batch_size / self.seconds if self.seconds and not self.out_of_memory else 0.0
+
+    @property
+    def is_even(self) -> bool:
+        """Whether the split is that of ``nn.DataParallel``."""
+        return self.gpu0_bsz is None and self.device_weights is None
 
     @property
     def features(self) -> set[str]:
-        """Return what of it ``nn.DataParallel`` does not have."""
-        is_uneven = self.gpu0_bsz is not None or self.device_weights is not None
-        has = {"split": is_uneven, "loss on each device": not self.gather, "spread": self.spread}
+        """What of it ``nn.DataParallel`` does not have."""
+        has = {"split": not self.is_even, "loss on each": not self.gather, "spread": self.spread}
         return {feature for feature, is_there in has.items() if is_there}
 
     @property
     def kind(self) -> tuple[bool, bool, bool, bool]:
-        """Return what distinguishes it except for the numbers."""
+        """What distinguishes it except for the numbers."""
         return self.gather, self.spread, self.gpu0_bsz is None, self.device_weights is None
 
     @property
+    def arguments(self) -> str:
+        """The arguments of ``BalancedDataParallel`` after ``gpu0_bsz`` and the module."""
+        weights = self.device_weights
+        given = [] if weights is None else [f"device_weights={list(weights)}"]
+        given += ["gather=False"] * (not self.gather) + ["spread=True"] * self.spread
+        return "".join(f", {argument}" for argument in given)
+
+    @property
     def line(self) -> str:
-        """Return the expression that wraps ``model``."""
-        if self.is_data_parallel:
+        """The expression that wraps ``model``."""
+        if not self.features:
             return "nn.DataParallel(model)"
-        arguments = [str(self.gpu0_bsz), "model"]
-        if self.device_weights is not None:
-            arguments.append(f"device_weights={list(self.device_weights)}")
-        arguments += ["gather=False"] * (not self.gather) + ["spread=True"] * self.spread
-        return f"BalancedDataParallel({', '.join(arguments)})"
+        return f"BalancedDataParallel({self.gpu0_bsz}, model{self.arguments})"
 
     def utilization(self, budgets: Sequence[int]) -> float:
         """Return the utilization of the bottleneck device."""
         return max(utilizations(self.peak_bytes, budgets))
 
     def fits(self, budgets: Sequence[int]) -> bool:
-        """Return whether no device holds more than its budget."""
-        if self.measured is not None:
-            return fits(self.measured, budgets)
-        return self.utilization(budgets) <= 1
+        """Return whether it ran and no device held more than its budget."""
+        return self.out_of_memory is None and self.utilization(budgets) <= 1
 
 
-def fits(measured: Measurement, budgets: Sequence[int]) -> bool:
-    """Return whether a split ran and no device held more than its budget."""
-    return measured.status == "ok" and max(utilizations(measured.peak_bytes, budgets)) <= 1
+def largest_batch(option: Option, options: Iterable[Option], budgets: Sequence[int]) -> Option:
+    """Return the option with the largest batch that fits with the same features.
 
-
-def relative_speed(chunk_sizes: Sequence[int]) -> float:
-    """Return the even chunk over the largest one, which the others wait for; at most 1."""
-    return even_share(sum(chunk_sizes), len(chunk_sizes)) / max(chunk_sizes)
-
-
-def find_options(
-    model: MemoryModel,
-    measurements: Sequence[Measurement],
-    batch_size: int,
-    budgets: Sequence[int],
-    gather: bool,
-    spread: bool,
-) -> tuple[Option, ...]:
-    """Return the options with the same ``gather`` and ``spread`` that may be the best.
-
-    For the batch these are the even split, and of the measured values of ``gpu0_bsz`` the largest
-    that fits and the one with the lowest utilization. All measured weights and other batches are
-    added, and the largest batch that is predicted to fit, if it is too large to be measured.
+    ``gpu0_bsz`` may be another one, that of the even split included, and weights may be values.
     """
-    planner, num_devices = Planner(model, budgets), len(budgets)
-    by_split = {m.chunk_sizes: m for m in measurements}
-
-    def is_refuted(sizes: tuple[int, ...]) -> bool:
-        return sizes in by_split and not fits(by_split[sizes], budgets)
-
-    def option(
-        size: int,
-        split: Callable[[int], tuple[int, ...]],
-        gpu0_bsz: int | None = None,
-        weights: tuple[int, ...] | None = None,
-    ) -> Option:
-        largest = planner.largest_batch(split)
-        while is_refuted(split(largest)):
-            largest -= 1
-        found = Option(
-            gather=gather,
-            spread=spread,
-            gpu0_bsz=gpu0_bsz,
-            device_weights=weights,
-            chunk_sizes=split(size),
-            predicted_bytes=model.predict(split(size)),
-            measured=by_split.get(split(size)),
-            max_batch_size=largest,
-        )
-        # Chunks are whole numbers, so a batch may fit though a smaller one does not.
-        return replace(found, max_batch_size=max(largest, size)) if found.fits(budgets) else found
-
-    def with_value(size: int, value: int) -> Option:
-        if value >= even_share(size, num_devices):
-            return option(size, lambda n: split_batch(n, num_devices, n))
-        return option(size, lambda n: split_batch(n, num_devices, value), value)
-
-    def with_weights(weights: tuple[int, ...]) -> Option:
-        return option(sum(weights), lambda n: split_by_weights(n, weights), None, weights)
-
-    def found_options() -> Iterator[Option]:
-        even = even_share(batch_size, num_devices)
-        full = {
-            value: max(utilizations(m.peak_bytes, budgets))
-            for value, m in by_gpu0_bsz(measurements, batch_size).items()
-            if m.status == "ok"
-        }
-        fitting = [value for value, utilization in full.items() if utilization <= 1]
-        for value in {even, best_gpu0_bsz(full), *fitting[-1:]} if full else {even}:
-            yield with_value(batch_size, value)
-        for measured in measurements:
-            if measured.gpu0_bsz is None:
-                yield with_weights(measured.chunk_sizes)
-            elif measured.batch_size != batch_size:
-                yield with_value(measured.batch_size, measured.chunk_sizes[0])
-        largest_measured = max((m.batch_size for m in measurements), default=0)
-        for choose in (planner.even_share, planner.balanced_gpu0_bsz):
-            # It was too large to be measured.
-            if (largest := planner.max_batch_size(choose)) > largest_measured:
-                yield with_value(largest, choose(largest))
-
-    return tuple({(found.line, found.batch_size): found for found in found_options()}.values())
+    others = (o for o in options if o.features <= option.features and o.fits(budgets))
+    same = (o for o in others if o.device_weights is None or option.device_weights is not None)
+    return max(same, key=lambda other: other.batch_size, default=option)
 
 
 def ranked(
-    options: Iterable[Option], batch_size: int, budgets: Sequence[int], goal: Goal
+    options: Sequence[Option], batch_size: int, budgets: Sequence[int], goal: Goal
 ) -> list[Option]:
     """Return the options that fit, the best first.
 
-    For the goal ``"batch"`` each is for its own largest batch, otherwise for ``batch_size``. An
+    For the goal ``"batch"`` each is for its own largest batch, otherwise for ``batch_size``. Of
+    those with the same features but the value there are the fastest and the least full one. An
     option is left out if a better one has no other features and is at least as good in speed,
-    utilization (in whole percent) and largest batch.
+    utilization (to one percent) and largest batch.
     """
-    candidates = [option for option in options if option.fits(budgets)]
-    if goal == "batch":
-        # What was measured may not fit though it was predicted to; a smaller batch does.
-        ascending = sorted(candidates, key=lambda option: option.batch_size)
-        candidates = list({option.kind: option for option in ascending}.values())
-    else:
-        candidates = [option for option in candidates if option.batch_size == batch_size]
+    kinds: dict[tuple[bool, ...], list[Option]] = {}
+    for option in options:
+        if option.fits(budgets) and (goal == "batch" or option.batch_size == batch_size):
+            gather, spread, has_no_value, has_no_weights = option.kind
+            is_apart = has_no_value and goal == "batch"
+            kinds.setdefault((gather, spread, has_no_weights, is_apart), []).append(option)
+    candidates: list[Option] = []
+    for of_kind in kinds.values():
+        if goal == "batch":
+            candidates.append(max(of_kind, key=lambda option: option.batch_size))
+            continue
+        full = {index: option.utilization(budgets) for index, option in enumerate(of_kind)}
+        least = [i for i in full if full[i] <= min(full.values()) * (1 + EQUAL)]
+        fastest = max(of_kind, key=lambda option: option.chunk_sizes[0])
+        least_full = max((of_kind[i] for i in least), key=lambda option: option.chunk_sizes[0])
+        candidates += [fastest] + [least_full] * (least_full is not fastest)
 
     def merits(option: Option) -> dict[Goal, float]:
         return {
             "speed": -round(option.speed, 2),
-            # At their largest batches, all are full.
-            "headroom": 0.0 if goal == "batch" else round(option.utilization(budgets), 2),
-            "batch": -(option.batch_size if goal == "batch" else option.max_batch_size),
+            # To one percent; at their largest batches, all are full.
+            "headroom": round(math.log(option.utilization(budgets)), 2) * (goal != "batch"),
+            "batch": -largest_batch(option, options, budgets).batch_size,
         }
 
     def key(option: Option) -> tuple[float, ...]:

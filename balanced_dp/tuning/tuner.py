@@ -1,24 +1,31 @@
-"""Measure a workload at a few splits, fit a memory model, plan, and measure the plan."""
+"""Measure the splits of a workload that searches ask for, and report them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 
 import torch
 
 from ..errors import ArgumentError, InfeasiblePlanError
-from ..planning.split_planner import RESERVE, Goal, check_batch, check_fits, check_goal
-from ..split import even_share
-from .measurement import Measurement
+from ..search import LargestBatch, Search, WeightSearch
+from ..split import as_integer, even_share
+from ..units import format_bytes
 from .open_devices import default_num_devices, open_devices, uses_emulation
-from .options import ranked
-from .report_types import Alternative, Provenance, Report
-from .reports import report_of_measurements
-from .step_benchmark import StepMeter, step_meter
-from .workload_search import WorkloadSearch
-from .workloads import Workload
+from .options import Goal, Option, check_goal
+from .report import SCHEMA, Mode, Provenance, Report, mode_of
+from .step import StepMeter, step_meter
+from .workload import Workload
+
+RESERVE = 512 * 2**20
+"""Bytes of each device to keep free by default, for CUDA's context and workspaces of libraries."""
+
+_LARGEST_BATCH = 2**16
+"""The largest batch to measure: it is made on the CPU, even if devices keep shapes only."""
+
+_LARGEST_MULTIPLE = 4
+"""The same as a multiple of the batch, where devices are emulated with all values, on the CPU."""
 
 
 def tune(
@@ -33,15 +40,15 @@ def tune(
     symbolic: bool = True,
     gather: bool = True,
     spread: bool = False,
-    goal: Goal = "speed",
+    goal: Goal | None = None,
     with_alternatives: bool = True,
-    on_measurement: Callable[[Measurement], object] = lambda measurement: None,
+    on_measurement: Callable[[Option], object] = lambda option: None,
 ) -> Report:
-    """Measure a workload at a few splits and return a report on the best one.
+    """Measure a workload at a few splits and return a report with the best one.
 
     The training steps run on the accelerators if there are two or more, otherwise on emulated
     devices that keep shapes only, so that neither the batch nor the model need fit this machine.
-    The best split and those that it is compared with are all measured.
+    Nothing is predicted: all splits and batches of the report were measured.
 
     Args:
         workload: the workload to train.
@@ -61,108 +68,175 @@ def tune(
         spread: whether to spread parameters, gradients and optimizer state over all devices.
         goal: what the best option is the best in: ``"speed"``, the smallest of all largest chunks;
             ``"headroom"``, the lowest utilization of the bottleneck device; or ``"batch"``, the
-            largest batch.
+            largest batch. By default speed, or headroom if the capacity is what the even split
+            needs.
         with_alternatives: whether to compare with the loss on each device, and with parameters on
             all devices as well.
         on_measurement: called with each measurement.
 
     Raises:
-        ArgumentError: If the batch, the devices or their capacities cannot be planned with.
+        ArgumentError: If the batch, the devices or their capacities cannot be used.
         InfeasiblePlanError: If no option fits.
         SymbolicValueError: If the workload reads values, which symbolic devices do not compute.
     """
+    is_known = capacities is not None or not uses_emulation(emulate)
+    if goal is None:
+        goal = "speed" if is_known else "headroom"
     check_goal(goal)
-    if reserve is None:
-        is_known = capacities is not None or not uses_emulation(emulate)
-        reserve = RESERVE if is_known else 0
+    run = _Run(workload, batch_size, reserve if reserve is not None else RESERVE * is_known)
+    run.on_measurement = on_measurement
+    run.capacities = capacities
 
-    def measured(
-        gather: bool, spread: bool, capacities: Sequence[int] | None, swept: Sequence[int] = ()
-    ) -> Report:
-        """Return the report of the best split, whether it fits or not."""
+    def measure(gather: bool, spread: bool, swept: Sequence[int] = ()) -> None:
         opened = devices
         if opened is None:
-            opened = default_num_devices(emulate) if capacities is None else len(capacities)
-        # Parameters are spread in proportion to what devices of unlike memory hold.
-        are_unlike = spread and uses_emulation(emulate) and len(set(capacities or ())) > 1
+            known = run.capacities
+            opened = default_num_devices(emulate) if known is None else len(known)
         with ExitStack() as stack:
             if isinstance(opened, int):
-                memory = capacities if are_unlike else None
+                # Parameters are spread in proportion to what devices of unlike memory hold.
+                unlike = len(set(run.capacities or ())) > 1
+                memory = run.capacities if spread and unlike and uses_emulation(emulate) else None
                 opened = stack.enter_context(
                     open_devices(opened, memory=memory, emulate=emulate, symbolic=symbolic)
                 )
             meter = stack.enter_context(step_meter(workload, opened, gather, spread))
-            known = capacities or default_capacities(meter, batch_size)
-            check_batch(batch_size, known, reserve)
-            if len(known) != len(opened):
-                raise ArgumentError(
-                    f"capacities must be one for each of {len(opened)} devices, got {len(known)}"
-                )
-            budgets = [capacity - reserve for capacity in known]
-            search = WorkloadSearch(meter, budgets, on_measurement)
-            model = search.run(batch_size, swept)
-            return report_of_measurements(
-                list(search.measured.values()),
-                Provenance.of_this_process(
-                    torch.get_device_module(d).get_device_name(d) for d in opened
-                ),
-                known,
-                reserve,
-                batch_size=batch_size,
-                model=model,
-                num_parameters=meter.num_parameters,
-                precision=meter.precision,
-                gather=gather,
-                spread=spread,
-            )
+            run.measure(meter, swept)
 
-    def alternative(gather: bool, spread: bool, capacities: Sequence[int]) -> Alternative:
+    measure(gather, spread, sorted(set(sweep)))
+    failures = {}
+    gathers = gather
+    others = [(False, spread)] * gather + [(True, True)] * (not spread)
+    for other_gather, other_spread in others if with_alternatives else ():
+        apart = other_gather and gathers, other_spread
         try:
-            return Alternative(gather, spread, options=measured(gather, spread, capacities).options)
-        except InfeasiblePlanError:  # none of its options fits
-            return Alternative(gather, spread)
+            measure(*apart)
+            gathers = gathers and apart[0]
         except Exception as error:  # the user's loss may not work for chunks
-            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-            return Alternative(gather, spread, reason=reason)
-
-    def alternatives(capacities: Sequence[int]) -> Iterator[Alternative]:
-        gathers = gather
-        if gather:
-            apart = alternative(False, spread, capacities)
-            gathers = apart.reason is not None
-            yield apart
-        if not spread:
-            yield alternative(gathers, True, capacities)
-
-    try:
-        report = replace(measured(gather, spread, capacities, sorted(set(sweep))), goal=goal)
-    except InfeasiblePlanError as error:
-        if with_alternatives and capacities is not None:
-            found = [option for other in alternatives(capacities) for option in other.options]
-            budgets = [capacity - reserve for capacity in capacities]
-            for option in ranked(found, batch_size, budgets, "speed"):
-                raise InfeasiblePlanError(f"{error}; this batch fits with {option.line}") from None
-        raise
-    if with_alternatives:
-        report = replace(report, alternatives=tuple(alternatives(report.plan.capacity_bytes)))
+            name = "spread=True" if other_spread > spread else "gather=False"
+            failures[name] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    report = run.report(goal, failures)
     if not report.ranked_options:
-        try:
-            check_fits(report.plan, report.chosen.peak_bytes)
-        except InfeasiblePlanError as error:
-            for option in replace(report, goal="batch").ranked_options[:1]:
-                error.args = (f"{error}; {option.batch_size} fit with {option.line}",)
-            raise
+        raise InfeasiblePlanError(report.what_lacks())
     return report
 
 
-def default_capacities(meter: StepMeter, batch_size: int) -> list[int]:
-    """Return the capacities of accelerators, or for emulated devices what the even split needs.
+class _Run:
+    """The measurements of a workload, each made once."""
 
-    Raises:
-        ArgumentError: If the batch is empty, or there is no second device.
-    """
-    check_batch(batch_size, [1] * len(meter.devices), 0)
-    measured = meter.measure(batch_size, even_share(batch_size, len(meter.devices)))
-    if measured.mode != "real":
-        return [-(-max(measured.peak_bytes) // 2**20) * 2**20] * len(meter.devices)
-    return [torch.get_device_module(d).get_device_properties(d).total_memory for d in meter.devices]
+    capacities: Sequence[int] | None
+    on_measurement: Callable[[Option], object]
+    provenance: Provenance
+    mode: Mode
+    num_parameters: int
+
+    def __init__(self, workload: Workload, batch_size: int, reserve: int) -> None:
+        self.workload = workload
+        self.batch_size = as_integer("batch_size", batch_size, minimum=1)
+        self.reserve = as_integer("reserve", reserve, minimum=0)
+        self.options: list[Option] = []
+
+    def report(self, goal: Goal, failures: dict[str, str]) -> Report:
+        precision = self.workload.precision
+        return Report(
+            schema=SCHEMA,
+            provenance=self.provenance,
+            workload=self.workload.name,
+            mode=self.mode,
+            num_parameters=self.num_parameters,
+            precision=None if precision is None else str(precision),
+            batch_size=self.batch_size,
+            capacity_bytes=tuple(self.capacities or ()),
+            reserve_bytes=self.reserve,
+            goal=goal,
+            options=tuple(self.options),
+            failures=failures,
+        )
+
+    def measure(self, meter: StepMeter, swept: Sequence[int]) -> None:
+        """Measure what the searches ask for, with one ``gather`` and ``spread``."""
+        size, num_devices = self.batch_size, len(meter.devices)
+        even = even_share(size, num_devices)
+        self._check(num_devices)
+        if swept and not 0 <= swept[0] <= swept[-1] <= even:
+            raise ArgumentError(
+                f"sweep goes from {swept[0]} to {swept[-1]}, but for a batch of {size} on "
+                f"{num_devices} devices gpu0_bsz is from 0 to {even}, the even split"
+            )
+        known: dict[tuple[tuple[int, ...], bool], Option] = {}
+
+        def peaks(split: tuple[int, ...], by_weights: bool = False) -> list[float]:
+            if (split, by_weights) not in known:
+                arguments = (None, split) if by_weights else (split[0], None)
+                option = meter.measure(sum(split), *arguments)
+                known[split, by_weights] = option
+                self.options.append(option)
+                self.on_measurement(option)
+            option = known[split, by_weights]
+            found: list[float] = list(option.peak_bytes)
+            if option.ran_out is not None:
+                found[option.ran_out] = math.inf
+            return found
+
+        first = Search(size, [1] * num_devices)
+        in_even = peaks(first.split(even))
+        self._describe(meter, in_even)
+        budgets = [capacity - self.reserve for capacity in self.capacities or ()]
+        smallest = meter.smallest_chunk
+        search = Search(size, budgets, smallest=smallest, for_speed=True)
+        _ask(search, peaks)
+        for value in swept:
+            if value >= smallest or not value:
+                peaks(search.split(value))
+        limits = {"symbolic": _LARGEST_BATCH, "emulated": _LARGEST_MULTIPLE * size}
+        limit = limits.get(self.mode, _LARGEST_BATCH)
+        largest = LargestBatch(search, limit)
+        _ask(largest, peaks)
+        if search.best != even:
+            _ask(LargestBatch(search, limit, after=largest), peaks)
+        if not any(option.out_of_memory is None for option in known.values()):
+            least = min(known.values(), key=lambda option: option.batch_size)
+            raise InfeasiblePlanError(
+                f"not even a batch of {least.batch_size} ran: {least.out_of_memory}"
+            )
+        for batch_size in (size, None) if len(set(budgets)) > 1 else ():
+            weights = WeightSearch(budgets, batch_size, smallest, limit)
+            for split, _ in known:
+                weights.tell(split, peaks(split, (split, False) not in known))
+            _ask(weights, lambda split: peaks(split, by_weights=True))
+
+    def _check(self, num_devices: int) -> None:
+        """Raise ArgumentError if fewer than two devices exceed the reserve."""
+        capacities = self.capacities
+        if num_devices < 2 or (capacities is not None and min(capacities) <= self.reserve):
+            shown = ", ".join(map(format_bytes, capacities or ())) or f"{num_devices} devices"
+            raise ArgumentError(
+                "a plan is for two or more devices with capacities above the reserve of "
+                f"{format_bytes(self.reserve)}, got {shown}"
+                f"{' (--reserve lowers it)' * (num_devices > 1)}"
+            )
+        if capacities is not None and len(capacities) != num_devices:
+            raise ArgumentError(
+                f"capacities must be one for each of {num_devices} devices, got {len(capacities)}"
+            )
+
+    def _describe(self, meter: StepMeter, in_even: Sequence[float]) -> None:
+        """Record what was measured on; the default capacity is what the even split needs."""
+        modules = [(torch.get_device_module(device), device) for device in meter.devices]
+        self.provenance = Provenance.of_this_process(m.get_device_name(d) for m, d in modules)
+        self.mode = mode_of(meter.devices[0])
+        self.num_parameters = meter.num_parameters
+        if self.capacities is None and self.mode == "real":
+            self.capacities = [m.get_device_properties(d).total_memory for m, d in modules]
+        elif self.capacities is None:
+            highest = max((peak for peak in in_even if peak < math.inf), default=1)
+            self.capacities = [math.ceil(highest / 2**20) * 2**20] * len(meter.devices)
+
+
+def _ask(
+    search: Search | LargestBatch | WeightSearch,
+    peaks: Callable[[tuple[int, ...]], Sequence[float]],
+) -> None:
+    """Measure what a search asks for, until it is over."""
+    while (split := search.next()) is not None:
+        search.tell(split, peaks(split))

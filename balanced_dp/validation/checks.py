@@ -28,7 +28,7 @@ from ..memory.probe import MemoryProbe
 from ..parallel.data_parallel import BalancedDataParallel
 from ..split import even_share
 from ..torch_versions import accelerator_count, accelerator_type
-from ..tuning.workloads import Workload, find_workload
+from ..tuning.workload import Workload, find_workload
 from ..units import format_bytes
 
 ALLOWED_ERROR = 0.10

@@ -5,30 +5,27 @@ from __future__ import annotations
 import contextlib
 import io
 import re
-from dataclasses import replace
-from types import SimpleNamespace
+from dataclasses import asdict, replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from balanced_dp import ArgumentError, tune
-from balanced_dp.cli import answer, commands
+from balanced_dp import ArgumentError
+from balanced_dp.cli import commands
 from balanced_dp.cli import console as consoles
 from balanced_dp.cli import terminal as terminals
 from balanced_dp.cli.demo import DemoRun, DemoSettings, print_demo
 from balanced_dp.cli.run import RunResult
-from balanced_dp.cli.tune import workloads_command
 from balanced_dp.memory.probe import DeviceMemory
 from balanced_dp.report.compare import METRICS, Comparison
-from balanced_dp.report.tables import short_split
+from balanced_dp.report.tables import imbalance, short_split
 from balanced_dp.split import split_batch
-from balanced_dp.tuning.workloads import BUILT_IN
 from balanced_dp.units import byte_scale, format_bytes, format_mib
 
-from ..tuning.measurements import measurement
-from ..tuning.small_workloads import SMALL
+from ..tuning.measured import option
+from ..tuning.measured import report as report_of
 
 GIB = 2**30
 USES = ("parameter", "gradient", "optimizer state", "activation", "gathered output", "input")
@@ -57,11 +54,10 @@ def cells(lines, name):
 
 
 def measured(peaks, gpu0_bsz=0, batch_size=64):
-    return measurement(
+    return option(
         split_batch(batch_size, len(peaks), gpu0_bsz),
         peaks,
-        mode="real",
-        breakdown=tuple({use: peak // len(USES) for use in USES} for peak in peaks),
+        uses=tuple({use: peak // len(USES) for use in USES} for peak in peaks),
         seconds=0.5,
     )
 
@@ -71,21 +67,22 @@ def test_what_fills_each_device(peaks):
     shown = measured(peaks)
     even = measured(peaks[::-1], gpu0_bsz=64)
     budgets = [192 * GIB] * len(peaks)
-    title = "a_script_with_a_long_name.py, batches of 64, gpu0_bsz=0"
+    name = "a_script_with_a_long_name.py"
+    found = report_of([even, shown], budgets, workload=name, goal="headroom")
+    shown = found.best
     with terminal() as lines:
-        consoles.print_run(RunResult(0, title, shown, budgets, SimpleNamespace(even=even), ()))
+        consoles.print_run(RunResult(0, shown, budgets, found, ()), name)
     scale, _ = byte_scale(max(peaks))
-    assert cells(lines, "peak") == [f"{peak / scale:.2f}" for peak in peaks]
-    assert cells(lines, "peak, even split") == [f"{peak / scale:.2f}" for peak in peaks[::-1]]
+    assert cells(lines, "peak") == [f"{peak / scale:.2f}" for peak in shown.peak_bytes]
     assert cells(lines, "samples") == list(map(str, shown.chunk_sizes))
-    assert " ".join(" ".join(lines).split()).count(title) == 1
+    assert " ".join(" ".join(lines).split()).count(name) == 1
 
 
 def test_sentences_are_wrapped_between_words_and_code_is_not():
     code = f"    model = balanced_dp.BalancedDataParallel(0, model)  {'x' * 60}"
     sentence = f"{'a word ' * 20}:"
     with terminal(is_checked=False) as lines:
-        consoles.print_run(RunResult(0, "", None, None, None, (f"{sentence}\n{code}",)))
+        consoles.print_run(RunResult(0, None, None, None, (f"{sentence}\n{code}",)), "")
     *wrapped, last = lines
     assert last == code
     assert len(wrapped) == 2
@@ -112,16 +109,16 @@ def test_the_demo_s_runs(num_devices, batch_size, sizes):
     assert cells(lines, "peak, device 0") == firsts
     others = [format_mib(max(found.peak_bytes[1:])) for found in shown[1:]]
     assert cells(lines, "peak, highest other") == others
-    assert cells(lines, "imbalance") == [f"{found.imbalance:.0%}" for found in shown[1:]]
+    assert cells(lines, "imbalance") == [f"{imbalance(found):.0%}" for found in shown[1:]]
     assert cells(lines, "samples/s") == [f"{found.samples_per_s:.1f}" for found in shown]
     assert cells(lines, "last loss") == ["2.5000"] * 3
     for use in USES:
-        expected = [format_mib(run.measured.breakdown[0][use]) for run in runs]
+        expected = [format_mib(run.measured.uses[0][use]) for run in runs]
         assert cells(lines, use) in (expected, [])
 
 
 def test_the_demo_s_rows_where_memory_ran_out():
-    run = DemoRun("one device", replace(measured([GIB]), status="oom", out_of_memory="out"), ())
+    run = DemoRun("one device", replace(measured([GIB]), out_of_memory="out"), ())
     even = DemoRun("even split", measured([GIB] * 8), (1.0,))
     with terminal() as lines:
         print_demo(DemoSettings(8, 64, emulate=True), [run, even, even])
@@ -158,36 +155,25 @@ def test_what_each_gpu_holds(index):
     assert lines[-1].strip() == f"{memories[-1].label}: a lost GPU"
 
 
-@pytest.fixture(scope="module")
-def report():
-    tuned = tune(SMALL["mlp"](), 16, emulate=True)
-    return replace(tuned, workload="transformer-xl-base")
-
-
 @given(st.sampled_from([2**20, 700 * 2**20, 192 * GIB]), st.booleans(), st.booleans())
-def test_two_reports_compared(report, peak, is_relative, has_limit):
+def test_two_reports_compared(peak, is_relative, has_limit):
     values = {"peak": float(peak), "imbalance": 0.123, "max_batch": 16777216.0, "speed": 12345.6}
     limit = 0.25 if has_limit else None
     comparisons = [
         Comparison(metric, values[metric], 0.99 * values[metric], 0.5, limit, is_relative)
         for metric in METRICS
     ]
+    shared = {"workload": "gpt2-small", "before_line": "a line", "after_line": "another"}
     with terminal() as lines:
-        consoles.print_comparison(report, report, comparisons)
+        consoles.print_comparison(
+            [shared | asdict(found) | {"failed": found.failed} for found in comparisons]
+        )
     assert cells(lines, "peak")[:2] == [format_bytes(peak), format_bytes(0.99 * peak)]
     assert cells(lines, "imbalance")[0] == "12.3%"
     assert cells(lines, "imbalance")[2] == ("50.0%" if is_relative else "50.0 points")
     assert cells(lines, "max_batch")[0] == "16777216"
     assert cells(lines, "speed")[0] == "12345.60"
     assert sum("FAILED" in line for line in lines) == 4 * has_limit
-
-
-def test_the_workloads():
-    with terminal() as lines:
-        workloads_command()
-    for name in BUILT_IN:
-        assert re.fullmatch(r"[\d.]+ M", cells(lines, name)[0])
-        assert len(cells(lines, name)) == 2
 
 
 def test_an_error_is_one_line_that_a_terminal_wraps_between_words(monkeypatch, capsys):
@@ -211,24 +197,3 @@ def test_an_error_is_one_line_that_a_terminal_wraps_between_words(monkeypatch, c
     with pytest.raises(SystemExit):
         commands.main()
     assert capsys.readouterr().err == f"balanced-dp: {text}\n"
-
-
-@pytest.mark.parametrize(
-    ("even", "says"),
-    [
-        (0, "with gpu0_bsz="),
-        (10**9, "The largest batch that fits is 1000000000, with the even split."),
-    ],
-)
-def test_the_largest_batch_is_named_once(report, even, says):
-    plan = replace(report.plan, even_max_batch_size=even)
-    sentences = answer.what_fits(report.chosen, replace(report, plan=plan), plan.budgets)
-    assert says in " ".join(sentences)
-
-
-def test_the_value_for_smaller_batches_is_theirs(report):
-    search = SimpleNamespace(wanted="auto")
-    plan = replace(report.plan, gpu0_bsz=3, max_batch_size=7, max_batch_gpu0_bsz=1)
-    lines = answer.what_to_change(search, [], plan, even_fits=False)
-    assert "gpu0_bsz=1 smaller batches, of 7 at most" in lines
-    assert "BalancedTrainer(gpu0_bsz=1," in lines

@@ -13,10 +13,10 @@ from balanced_dp.cli.demo import (
     loss_difference,
     run_demo,
 )
-from balanced_dp.tuning.workloads import encoded_text
+from balanced_dp.tuning.workload import encoded_text
 
 from ..processes import python
-from ..tuning.measurements import measurement
+from ..tuning.measured import option
 
 SMALL = DemoSettings(num_devices=3, batch_size=7, steps=3, emulate=True)
 
@@ -24,7 +24,8 @@ SMALL = DemoSettings(num_devices=3, batch_size=7, steps=3, emulate=True)
 @pytest.fixture(scope="module")
 def small_runs() -> tuple[list[DemoRun], int]:
     steps = []
-    return run_demo(SMALL, on_step=lambda: steps.append(1)), len(steps)
+    _, runs = run_demo(SMALL, on_step=lambda: steps.append(1))
+    return runs, len(steps)
 
 
 def test_the_text_has_half_a_megabyte():
@@ -48,18 +49,18 @@ def test_the_balanced_split_needs_least_of_all_values(small_runs):
     peaks = {SMALL.even_share: max(even.peak_bytes)}
     for gpu0_bsz in range(SMALL.even_share):
         settings = replace(SMALL, steps=2, gpu0_bsz=gpu0_bsz)
-        peaks[gpu0_bsz] = max(run_demo(settings)[2].measured.peak_bytes)
+        peaks[gpu0_bsz] = max(run_demo(settings)[1][2].measured.peak_bytes)
     assert max(balanced.peak_bytes) == min(peaks.values())
     best = [value for value, peak in peaks.items() if peak == min(peaks.values())]
     assert balanced.chunk_sizes[0] == max(best)  # the fastest
 
 
 def test_loss_difference_finds_the_step_where_curves_part():
-    def run(*losses, status="ok"):
-        return DemoRun("", measurement((1,), (1,), status=status), losses)
+    def run(*losses, error=None):
+        return DemoRun("", option((1,), (1,), out_of_memory=error), losses)
 
     assert loss_difference([run(1.0, 2.0, 3.0), run(1.0, 2.5, 3.0)]) == 0.5
-    assert loss_difference([run(1.0, 2.0), run(1.0, 2.0), run(9.0, status="oom")]) == 0
+    assert loss_difference([run(1.0, 2.0), run(1.0, 2.0), run(9.0, error="out")]) == 0
     assert loss_difference([run(1.0, 2.0)]) is None
 
 

@@ -1,4 +1,4 @@
-"""Test ``balanced-dp plan`` and ``balanced-dp workloads``."""
+"""Test ``balanced-dp plan``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from balanced_dp import Report
 from balanced_dp.cli.commands import app
-from balanced_dp.tuning.workloads import BUILT_IN
+from balanced_dp.tuning.workload import BUILT_IN
 
 SMALL = "tests.tuning.small_workloads"
 WIDE = [f"{SMALL}:wide_output", "--batch-size", "2000"]
@@ -22,21 +22,21 @@ WIDE = [f"{SMALL}:wide_output", "--batch-size", "2000"]
     [
         (
             ["--memory", "100GiB"],
-            "It fits as it is: with nn.DataParallel the bottleneck is device 0",
+            "It fits as it is: with nn.DataParallel(model) the bottleneck is device 0",
             [
                 "# option 1\nmodel = nn.DataParallel(model)\n",
                 "gather=False)\ncriterion = BalancedCriterion(criterion)\n",
-                "With gathered outputs no value of gpu0_bsz balances this: without any samples",
+                "A smaller gpu0_bsz costs speed: with BalancedDataParallel(404, model, ga",
             ],
         ),
         (
             ["--memory", "8GiB"],  # what does not fit leads with what does
-            "With nn.DataParallel it does not fit: the bottleneck is device 0 with",
+            "With nn.DataParallel(model) it does not fit: the bottleneck is device 0 with",
             ["# option 1\nmodel = BalancedDataParallel(None, model, gat"],
         ),
         (
             ["--memory", "100GiB", "--loss-on-device"],
-            "With option 1 the bottleneck is device 0 with ",
+            "It fits as it is: with BalancedDataParallel(None, model, gather=False) the ",
             [
                 "# option 1\nmodel = BalancedDataParallel(None, model, gather=False)\n"
                 "criterion = BalancedCriterion(criterion)"
@@ -50,7 +50,7 @@ def test_the_options_are_told_the_best_one_first(options, begins, has):
     assert done.stdout.startswith(begins)
     assert "wide-output, batches of 2000, 4 devices" in done.stdout
     assert [part for part in has if part not in done.stdout] == []
-    assert ("= nn.DataParallel(model)" in done.stdout) == begins.startswith("It fits")
+    assert ("= nn.DataParallel(model)" in done.stdout) == ("with nn.DataParallel" in begins)
 
 
 @pytest.mark.parametrize("goal", ["headroom", "batch"])
@@ -59,12 +59,12 @@ def test_the_goal_decides_which_option_comes_first(goal):
     done = CliRunner().invoke(app, ["plan", *WIDE, *options])
     report = TypeAdapter(Report).validate_json(done.stdout)
     assert report.goal == goal
-    assert report.chosen.mode == "symbolic"
+    assert report.mode == "symbolic"
     best, *others = report.ranked_options
     assert best.device_weights is not None
-    full = [option.utilization(report.plan.budgets) for option in (best, *others)]
-    sizes = [option.max_batch_size for option in (best, *others)]
-    assert full[0] <= min(full) + 0.005 if goal == "headroom" else sizes[0] == max(sizes)
+    full = [option.utilization(report.budgets) for option in (best, *others)]
+    sizes = [option.batch_size for option in (best, *others)]
+    assert full[0] <= min(full) * 1.01 if goal == "headroom" else sizes[0] == max(sizes)
 
 
 @pytest.mark.parametrize(
@@ -88,9 +88,9 @@ def test_no_cell_is_wrapped_at_80_columns(options):
 
 
 def test_the_built_in_workloads_are_listed():
-    done = CliRunner().invoke(app, ["workloads", "--json", "-"])
+    done = CliRunner().invoke(app, ["plan", "--list", "--json", "-"])
     listed = {row["name"]: row for row in json.loads(done.stdout)}
     assert set(listed) == set(BUILT_IN)
     assert listed["gpt2-small"]["num_parameters"] == 124_439_808  # as published
-    assert listed["resnet50-shaped"]["num_parameters"] == 25_557_032  # torchvision's
+    assert listed["gpt2-medium"]["num_parameters"] == 354_823_168
     assert listed["bert-base"]["num_parameters"] == pytest.approx(109.5e6, rel=0.001)

@@ -10,7 +10,7 @@ import torch
 import transformers as hf
 from torch import Tensor, nn
 
-from balanced_dp.tuning.workloads import encoded_text
+from balanced_dp.tuning.workload import encoded_text
 
 WIDTH = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
 TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}

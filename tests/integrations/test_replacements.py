@@ -15,20 +15,21 @@ from torch import nn
 
 from balanced_dp import BalancedDataParallel, emulate_devices
 from balanced_dp.integrations.replacements import WrappedAt, replaced_data_parallel
-from balanced_dp.tuning.loop_recorder import LoopRecorder
-from balanced_dp.tuning.split_search import SplitSearch
+from balanced_dp.tuning.loop import Loop
+
+from ..tuning.measured import option
 
 TORCHS = nn.DataParallel
 
 
 @pytest.fixture
-def recorder() -> Iterator[LoopRecorder]:
+def recorder() -> Iterator[Loop]:
     with emulate_devices(4, as_cuda=True) as devices:
-        recorder = LoopRecorder(SplitSearch(1, devices))
-        recorder.search._num_iterations = 3  # after those with the splits to compare with
+        recorder = Loop(1, devices)
+        recorder.options[()] = option((1,), (1,))  # after the even split, to compare with
         with replaced_data_parallel(recorder):
             yield recorder
-        recorder._model = recorder._optimizer = None
+        recorder.model = recorder._optimizer = None
         gc.collect()
 
 
@@ -114,7 +115,7 @@ def test_a_subclass_with_steps_of_its_own_stays_torchs(recorder):
         for _ in range(2):
             model(torch.ones(10, 4)).sum().backward()
             optimizer.step()
-    assert recorder.search.last.chunk_sizes == (1, 3, 3, 3)
+    assert min(recorder.last.peak_bytes) > 0
 
 
 def test_a_wrapped_model_can_be_pickled_as_torchs(recorder):
@@ -128,7 +129,7 @@ def test_a_wrapped_model_can_be_pickled_as_torchs(recorder):
 
 def test_the_places_of_calls_are_noted():
     with emulate_devices(2, as_cuda=True) as devices:
-        with replaced_data_parallel(LoopRecorder(SplitSearch("auto", devices))) as calls:
+        with replaced_data_parallel(Loop("auto", devices)) as calls:
             line = sys._getframe().f_lineno + 1
             nn.DataParallel(nn.Linear(4, 2).cuda())
             assert calls == [WrappedAt(__file__, line)]
@@ -141,7 +142,7 @@ def test_the_places_of_calls_are_noted():
 def test_everything_is_as_before_afterwards():
     before = TORCHS, nn.parallel.data_parallel, list(sys.meta_path)
     with emulate_devices(2) as devices:
-        recorder = LoopRecorder(SplitSearch("auto", devices))
+        recorder = Loop("auto", devices)
         with pytest.raises(KeyError), replaced_data_parallel(recorder):
             assert nn.DataParallel is not TORCHS
             raise KeyError

@@ -30,11 +30,11 @@ from torch.utils._pytree import tree_flatten
 
 from balanced_dp import GatherError, emulate_devices
 from balanced_dp.integrations.replacements import replaced_data_parallel
-from balanced_dp.tuning.loop_recorder import LoopRecorder
-from balanced_dp.tuning.split_search import SplitSearch
+from balanced_dp.tuning.loop import Loop
 
 from ..modules import Lambda
 from ..notes import notes_of
+from ..tuning.measured import option
 from ..versions import has_torch
 
 CUDA0, CUDA1 = torch.device("cuda:0"), torch.device("cuda:1")
@@ -53,10 +53,9 @@ def kind(request: pytest.FixtureRequest, cuda: list[torch.device]) -> Iterator[s
     if request.param == "torch":
         yield request.param
         return
-    recorder = LoopRecorder(SplitSearch(1, cuda))
-    # The first two iterations are even, and the third one has half of that on the first device.
-    recorder.search._num_iterations = 3 if "uneven" in request.param else 0
-    with replaced_data_parallel(recorder):
+    loop = Loop(1 if "uneven" in request.param else None, cuda)
+    loop.options[()] = option((1,), (1,))  # else the first iterations are even
+    with replaced_data_parallel(loop):
         yield request.param
 
 

@@ -609,12 +609,11 @@ def test_tune_measures_up_to_where_memory_runs_out(failure, stand_in: StandIn):
         report = tune(
             workload, 64, stand_in.devices, reserve=0, sweep=[16], with_alternatives=False
         )
-    even, *others = report.measurements
+    even, *others = report.options
     assert even.chunk_sizes == (16, 16, 16, 16)
     assert (failure or "out of memory") in even.out_of_memory
     assert all(m.peak_bytes[0] < 900_000 for m in others if m.out_of_memory is None)
-    assert report.chosen.gpu0_bsz < 16
-    assert {m.out_of_memory for m in others if m.chunk_sizes == report.chosen.chunk_sizes} == {None}
+    assert report.best.chunk_sizes[0] < 16 and report.best.out_of_memory is None
 
 
 @pytest.mark.skipif(cuda_stand_in.WHY_NOT is not None, reason=str(cuda_stand_in.WHY_NOT))

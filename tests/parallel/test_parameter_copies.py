@@ -22,7 +22,7 @@ from balanced_dp import (
 from balanced_dp.emulation.machine import current_machine
 from balanced_dp.parallel import copies as buckets_of
 from balanced_dp.parallel.shared_weights import ParameterCopies
-from balanced_dp.tuning.workloads import gpt2_small
+from balanced_dp.tuning.workload import gpt2_small
 
 from ..devices import DISTINCT
 from ..modules import Lambda, assert_same_gradients

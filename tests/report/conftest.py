@@ -18,11 +18,19 @@ MIB = 2**20
 def report():
     torch.manual_seed(0)
     workload = replace(SMALL["char_transformer"](), name="<script>alert(1)</script>")
-    return tune(workload, 24, sweep=range(7), emulate=True)
+    return tune(workload, 24, sweep=range(7), emulate=True, goal="headroom")
 
 
 @pytest.fixture(scope="session")
 def unlike():
     """The report of devices with unlike capacities."""
     capacities = [6000 * MIB, 3000 * MIB, 2000 * MIB]
-    return tune(SMALL["wide_output"](), 32, capacities=capacities, reserve=MIB, emulate=True)
+    return tune(
+        SMALL["wide_output"](),
+        32,
+        capacities=capacities,
+        reserve=MIB,
+        emulate=True,
+        with_alternatives=False,
+        goal="headroom",
+    )

@@ -13,7 +13,8 @@ import pytest
 from balanced_dp import tune
 from balanced_dp.report import report_html
 from balanced_dp.report.plots import PAGE_COLOURS, report_plots
-from balanced_dp.report.tables import device_table, fullest_device, verdict
+from balanced_dp.report.tables import verdict
+from balanced_dp.tuning.report import bottleneck
 from balanced_dp.units import format_bytes
 
 from ..tuning.small_workloads import SMALL
@@ -85,23 +86,32 @@ def test_tables_have_captions_and_headers(pages):
     assert all(box["tabindex"] == "0" and box["role"] == "region" for box in boxes)
     assert all(box["aria-label"] for box in boxes)
     hidden = [text for tag, text in page.texts if tag == "span"]
-    assert hidden == ["(best)", "(bottleneck)", "(least full)"] * 2
+    assert hidden == ["(best)", "(the sum)", "(best)", "(best)", "(the sum)"]
 
 
 def test_plots_say_what_they_show_in_numbers(pages, report):
     drawings = pages[1].all("svg")
-    assert len(drawings) == 4
+    assert len(drawings) == 3
     assert all(drawing["role"] == "img" for drawing in drawings)
-    peaks, uses, batches, predictions = (drawing["aria-label"] for drawing in drawings)
-    plan = report.plan
-    assert f"gpu0_bsz={plan.gpu0_bsz}" in peaks
-    assert format_bytes(max(report.chosen.peak_bytes)) in peaks
-    assert format_bytes(max(report.even.peak_bytes)) in peaks
-    assert f"Device 0 holds {format_bytes(report.even.peak_bytes[0])}" in uses
-    assert f"largest batch is {plan.max_batch_size}, with" in batches
-    assert f"{len(report.measurements)} measured splits" in predictions
-    out = replace(report.even, status="oom", out_of_memory="out")
-    assert "even split memory runs out" in report_plots(replace(report, even=out))[0].description
+    peaks, uses, speeds = (drawing["aria-label"] for drawing in drawings)
+    best, even = report.best, report.even
+    index = bottleneck(best, report.budgets)
+    held = format_bytes(best.peak_bytes[index])
+    assert f"gpu0_bsz={best.chunk_sizes[0]}: device {index} with {held}" in peaks
+    assert f"The best option is {best.line}." in peaks
+    assert f"Device 0 holds {format_bytes(even.peak_bytes[0])} with nn.DataParallel" in uses
+    assert f"gpu0_bsz={best.chunk_sizes[0]}: {best.speed:.2f}" in speeds
+
+
+def test_plots_are_of_the_best_option(report, unlike):
+    """They were of another one, with outputs gathered."""
+    assert not report.best.gather
+    assert f"and {format_bytes(report.best.peak_bytes[0])} with" in report_plots(report)[1].svg or (
+        f"{format_bytes(report.best.peak_bytes[0])} with {report.best.line}"
+        in report_plots(report)[1].description
+    )
+    out = tuple(replace(o, out_of_memory="out") if o.is_even else o for o in unlike.options)
+    assert len(report_plots(replace(unlike, options=out))) == 3
 
 
 def test_the_text_of_plots_is_large_enough_on_a_phone(report, unlike):
@@ -150,16 +160,10 @@ def test_colours_stand_out_on_both_grounds(report, unlike):
     assert set(re.findall(r"(?:fill|stroke): (#\w+)", drawings)) <= {"#ffffff", "#b0b0b0"}
 
 
-def test_the_page_names_one_largest_batch_and_one_bottleneck(report, unlike):
+def test_the_page_names_one_bottleneck(report, unlike):
     for shown in (report, unlike):
-        plan = shown.plan
-        batches = report_plots(shown)[2].svg
-        value = plan.max_batch_gpu0_bsz
-        assert f"the largest: {plan.max_batch_size}, with gpu0_bsz={value}<" in batches
-        assert f"the largest with the even split: {plan.even_max_batch_size}<" in batches
-        marked = device_table(shown).marked
-        assert marked == fullest_device(shown.best, plan.budgets)
-        assert f"the bottleneck is device {marked} with " in verdict(shown)
+        index = bottleneck(shown.best, shown.budgets)
+        assert f"the bottleneck is device {index} with " in verdict(shown)
 
 
 @pytest.fixture(scope="module")
@@ -195,21 +199,20 @@ def test_the_page_shows_the_choice_and_draws_the_plots(report, unlike, browser, 
     for section, shown in zip(page.locator("section").all(), (report, unlike), strict=True):
         line = section.locator("pre.line")
         assert line.is_visible()
-        assert f"# option 1\nmodel = {shown.line}\n" in line.inner_text()
+        assert f"# option 1\nmodel = {shown.line}" in line.inner_text()
         assert shown.workload in section.locator("h2").inner_text()
         plots = section.locator("figure svg").all()
-        assert len(plots) == 4
+        assert len(plots) == 3
         for plot in plots:
             box = plot.bounding_box()
             assert min(box["width"], box["height"]) > 200
             assert box["x"] + box["width"] <= width
             assert plot.locator("path").count() >= 15
-        assert f"least full: gpu0_bsz={shown.plan.gpu0_bsz}" in plots[0].inner_html()
         marked = section.locator("tr.marked").all()
         assert [row.locator("th").inner_text().split()[0] for row in marked] == [
             "1",
-            str(fullest_device(shown.best, shown.plan.budgets)),
-            str(shown.plan.gpu0_bsz),
+            "peak",
+            *([str(shown.best.gpu0_bsz)] if shown.best.gpu0_bsz is not None else []),
         ]
         for hint in section.locator("p.hint").all():
             assert hint.is_visible() == (width == PHONE)

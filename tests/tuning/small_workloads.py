@@ -122,6 +122,76 @@ def loss_inside() -> Workload:
     )
 
 
+def gru_and_transformer() -> Workload:
+    def model() -> nn.Module:
+        layer = nn.TransformerEncoderLayer(256, 4, 512, dropout=0.0, batch_first=True)
+        return Lambda(
+            lambda self, x: self.head(self.layer(self.gru(self.embedding(x))[0])),
+            embedding=nn.Embedding(2000, 256),
+            gru=nn.GRU(256, 256, batch_first=True),
+            layer=layer,
+            head=nn.Linear(256, 2000),
+        )
+
+    return Workload(
+        model,
+        lambda n: ((tokens(2000, 8, n),), {}, tokens(2000, 8, n)),
+        token_loss,
+        name="gru-and-transformer",
+    )
+
+
+def u_net() -> Workload:
+    """Keep the activations of all resolutions, and return as many values as it gets."""
+
+    def forward(self, x):
+        fine = self.fine(x).relu()
+        coarse = self.coarse(functional.max_pool2d(fine, 2)).relu()
+        return self.out(torch.cat([fine, self.up(coarse)], 1))
+
+    def model() -> nn.Module:
+        return Lambda(
+            forward,
+            fine=nn.Conv2d(3, 32, 3, padding=1),
+            coarse=nn.Conv2d(32, 64, 3, padding=1),
+            up=nn.ConvTranspose2d(64, 32, 2, 2),
+            out=nn.Conv2d(64, 8, 1),
+        )
+
+    return Workload(
+        model,
+        lambda n: ((zeros(n, 3, 64, 64),), {}, torch.zeros(1, 64, 64).long().expand(n, -1, -1)),
+        functional.cross_entropy,
+        functools.partial(torch.optim.SGD, lr=0.1),
+        name="u-net",
+    )
+
+
+def mixture_of_experts() -> Workload:
+    """Weigh the outputs of experts, which hold most of the parameters, by a gate."""
+
+    def forward(self, x):
+        gates = self.gate(x).softmax(-1)
+        outputs = torch.stack([expert(x) for expert in self.experts], -1)
+        return self.head((outputs * gates[..., None, :]).sum(-1))
+
+    def model() -> nn.Module:
+        expert = lambda: nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256))  # noqa: E731
+        return Lambda(
+            forward,
+            gate=nn.Linear(256, 4),
+            experts=nn.ModuleList(expert() for _ in range(4)),
+            head=nn.Linear(256, 1000),
+        )
+
+    return Workload(
+        model,
+        lambda n: ((zeros(n, 16, 256),), {}, torch.zeros(1, 16).long().expand(n, -1)),
+        token_loss,
+        name="mixture-of-experts",
+    )
+
+
 SMALL = {
     make.__name__: make
     for make in (
@@ -132,5 +202,8 @@ SMALL = {
         char_transformer,
         tied_transformer,
         loss_inside,
+        gru_and_transformer,
+        u_net,
+        mixture_of_experts,
     )
 }

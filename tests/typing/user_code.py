@@ -15,16 +15,14 @@ from balanced_dp import (
     ArgumentError,
     BalancedCriterion,
     BalancedDataParallel,
-    MemoryBreakdown,
     MemoryLogger,
     MemoryProbe,
-    Plan,
+    Option,
     Report,
     Workload,
     balanced_data_parallel,
     emulate_devices,
     memory_breakdown,
-    plan,
     split_batch,
     split_by_weights,
     training_devices,
@@ -67,7 +65,7 @@ def train(x: Tensor, y: Tensor) -> None:
         logger.step()
         advice: str | None = usage.check_split(tolerance=0.05)
         peaks: list[int | None] = [peak.peak_allocated_bytes for peak in usage.devices]
-        uses: MemoryBreakdown = devices.memory_breakdown(devices[0])
+        uses = devices.memory_breakdown(devices[0])
     model.gpu0_bsz = "auto"
     model.gpu0_bsz = 3
     sizes: tuple[int, ...] = model.split(32)
@@ -89,13 +87,13 @@ def every_option(module: nn.Module, x: Tensor) -> None:
 def choose(workload: Workload) -> int:
     sizes = [*split_batch(32, 4, 2), *split_by_weights(32, [11, 24, 24], gpu0_bsz=4)]
     report: Report = tune(workload, sum(sizes), 4, [2**30] * 4, sweep=range(9), emulate=True)
-    chosen: Plan = plan(report.model, 64, [2**30] * 4, reserve=2**20)
+    chosen: Option = report.best
     try:
         snapshot = MemoryProbe(["cuda:0"]).snapshot()
     except ArgumentError as error:
         raise SystemExit(str(error)) from error
     print([memory.label for memory in snapshot], chosen.chunk_sizes)
-    return report.plan.gpu0_bsz
+    return report.largest_batch(chosen).batch_size
 
 
 def workload() -> Workload:

@@ -6,38 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from balanced_dp import ArgumentError, ArgumentTypeError, Workload, measure_step
-from balanced_dp.tuning.models import Bottleneck, CharTransformer, TokenTransformer, TransformerXL
+from balanced_dp import ArgumentError, ArgumentTypeError, Workload
+from balanced_dp.tuning.models import CharTransformer, TokenTransformer
 from balanced_dp.tuning.open_devices import open_devices
-from balanced_dp.tuning.workloads import BUILT_IN, find_workload
-
-
-def small_transformer_xl():
-    return TransformerXL(
-        vocabulary=50, cutoffs=(10, 20, 40), width=20, num_heads=2, inner=40, num_layers=2
-    ).eval()
-
-
-def test_the_adaptive_softmax_is_a_distribution():
-    model = small_transformer_xl()
-    nn.init.normal_(model.clusters)
-    hidden = torch.randn(3, 20)
-    losses = torch.stack([model._losses(hidden, torch.full((3,), token)) for token in range(50)])
-    torch.testing.assert_close((-losses).exp().sum(0), torch.ones(3))
-
-
-def test_two_segments_with_memory_are_one_sequence():
-    """Check relative positions and the shift."""
-    model = small_transformer_xl()
-    nn.init.normal_(model.content_bias)
-    nn.init.normal_(model.position_bias)
-    tokens = torch.randint(50, (2, 9))
-    nothing = [torch.zeros(2, 0, 20)] * 2
-    with torch.no_grad():
-        whole, *_ = model(tokens, tokens, *nothing)
-        _, *memory = model(tokens[:, :4], tokens[:, :4], *nothing)
-        second, *_ = model(tokens[:, 4:], tokens[:, 4:], *memory)
-    torch.testing.assert_close(whole[:, 4:], second)
+from balanced_dp.tuning.step import measure_step
+from balanced_dp.tuning.workload import BUILT_IN, find_workload
 
 
 @pytest.mark.parametrize(
@@ -57,11 +30,6 @@ def test_only_causal_layers_hide_what_is_to_come(make, causal):
     assert bool(same) is causal
 
 
-def test_a_bottleneck_halves_and_widens():
-    assert Bottleneck(64, 32, stride=2)(torch.zeros(2, 64, 8, 8)).shape == (2, 128, 4, 4)
-    assert Bottleneck(128, 32, stride=1)(torch.zeros(2, 128, 8, 8)).shape == (2, 128, 8, 8)
-
-
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_every_built_in_workload_takes_a_step(name):
     """Its batches are the same on each call, so that measurements can be repeated."""
@@ -69,7 +37,7 @@ def test_every_built_in_workload_takes_a_step(name):
     assert workload.name == name
     with open_devices(2, emulate=True) as devices:
         measured = measure_step(workload, 5, 2, devices)
-    assert measured.status == "ok"
+    assert measured.out_of_memory is None
     assert min(measured.peak_bytes) > 0
     first, again, single = (workload.make_batch(size)[0][0] for size in (6, 6, 1))
     assert torch.equal(first, again)

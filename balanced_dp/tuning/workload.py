@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional
 
 from ..errors import ArgumentError, ArgumentTypeError, did_you_mean
-from .models import CharTransformer, TokenTransformer, TransformerXL, resnet50
+from .models import CharTransformer, TokenTransformer
 
 Batch = tuple[tuple[Any, ...], dict[str, Any], Any]
 """Positional and keyword arguments of the model, and the target."""
@@ -164,6 +164,11 @@ def gpt2_small() -> Workload:
     return _gpt2(width=768, num_heads=12, num_layers=12)
 
 
+def gpt2_medium() -> Workload:
+    """Train GPT-2 medium (355M parameters, vocabulary 50257), T=256."""
+    return replace(_gpt2(width=1024, num_heads=16, num_layers=24), batch_size=16)
+
+
 def gpt2_large() -> Workload:
     """Train GPT-2 large (774M parameters, vocabulary 50257), T=256."""
     return replace(_gpt2(width=1280, num_heads=20, num_layers=36), batch_size=12)
@@ -188,47 +193,11 @@ def bert_base() -> Workload:
     return Workload(lambda: TokenTransformer(30522, 512, causal=False), make_batch, _token_loss)
 
 
-def transformer_xl_base() -> Workload:
-    """Train Transformer-XL base on WikiText-103's vocabulary, T=150, memory 150 (151M)."""
-
-    def make_batch(batch_size: int) -> Batch:
-        # Word frequencies fall as 1 / rank: each order of magnitude has as many tokens.
-        ranks = (267735 ** torch.linspace(0, 0.9999, 151)).long()
-        tokens = ranks[torch.arange(151) * 67 % 151].expand(batch_size, -1)
-        memories = [torch.zeros(1, 150, 410).expand(batch_size, -1, -1) for _ in range(16)]
-        return (tokens[:, :-1], tokens[:, 1:], *memories), {}, None
-
-    return Workload(
-        TransformerXL,
-        make_batch,
-        lambda output, _: output[0].mean(),
-        functools.partial(torch.optim.Adam, lr=0.00025),
-        batch_size=60,
-    )
-
-
-def resnet50_shaped() -> Workload:
-    """Train ResNet-50's layers (25.6M parameters) on images of 224 x 224, SGD with momentum."""
-
-    def make_batch(batch_size: int) -> Batch:
-        images = torch.zeros(1, 3, 224, 224).expand(batch_size, -1, -1, -1)
-        return (images,), {}, torch.arange(batch_size) % 1000
-
-    return Workload(
-        resnet50,
-        make_batch,
-        functional.cross_entropy,
-        functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9),
-        batch_size=64,
-    )
-
-
 BUILT_IN: dict[str, Callable[[], Workload]] = {
     "char-lm": char_lm,
     "gpt2-small": gpt2_small,
+    "gpt2-medium": gpt2_medium,
     "gpt2-large": gpt2_large,
     "bert-base": bert_base,
-    "transformer-xl-base": transformer_xl_base,
-    "resnet50-shaped": resnet50_shaped,
 }
 """The built-in workloads by name."""

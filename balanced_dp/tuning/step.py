@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,13 +14,16 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from ..devices import is_out_of_memory
+from ..devices import is_out_of_memory, num_ooms, which_ran_out
 from ..errors import ArgumentError, BalanceWarning
+from ..memory.breakdown import memory_breakdown
+from ..memory.peaks import Peaks
 from ..parallel.auto import SplitPolicy, smallest_chunk
 from ..parallel.criterion import BalancedCriterion
 from ..parallel.data_parallel import BalancedDataParallel
-from .measurement import Measurement, StepRecorder
-from .workloads import Workload
+from ..split import even_share
+from .options import Option
+from .workload import Workload
 
 
 def measure_step(
@@ -27,30 +31,13 @@ def measure_step(
     batch_size: int,
     gpu0_bsz: int | None,
     devices: Sequence[torch.device],
-    device_weights: Sequence[float] | None = None,
     *,
     gather: bool = True,
     spread: bool = False,
-) -> Measurement:
-    """Train for two steps and return what the second one took.
-
-    If memory runs out, the measurement says so, and what was allocated is freed.
-
-    Args:
-        workload: the workload to train; its model is newly made.
-        batch_size: samples in the whole batch.
-        gpu0_bsz: the most samples of device 0.
-        devices: real or emulated devices.
-        device_weights: the weight of each device, as in ``BalancedDataParallel``.
-        gather: whether to gather outputs and compute their loss on device 0. Otherwise each device
-            computes the loss of its chunk.
-        spread: whether to spread parameters, gradients and optimizer state over all devices.
-
-    Raises:
-        ArgumentError, ArgumentTypeError: If there is no such split.
-    """
+) -> Option:
+    """Train for two steps and return what the second one took, as ``StepMeter.measure``."""
     with step_meter(workload, devices, gather, spread) as meter:
-        return meter.measure(batch_size, gpu0_bsz, device_weights)
+        return meter.measure(batch_size, gpu0_bsz)
 
 
 @contextmanager
@@ -73,7 +60,12 @@ def step_meter(
 class StepMeter:
     """Measure training steps at several splits, with one model and one optimizer.
 
-    Arguments are those of ``measure_step``.
+    Args:
+        workload: the workload to train; its model is newly made.
+        devices: real or emulated devices.
+        gather: whether to gather outputs and compute their loss on device 0. Otherwise each device
+            computes the loss of its chunk.
+        spread: whether to spread parameters, gradients and optimizer state over all devices.
     """
 
     def __init__(
@@ -100,36 +92,46 @@ class StepMeter:
 
     @property
     def smallest_chunk(self) -> int:
-        """Return the smallest chunk that a replica trains on."""
+        """The smallest chunk that a replica trains on."""
         return smallest_chunk(self._trained[0])
 
     @property
-    def precision(self) -> str | None:
-        """Return the dtype of autocast as text."""
-        return None if self.workload.precision is None else str(self.workload.precision)
-
-    @property
     def num_parameters(self) -> int:
-        """Return the number of trained parameters."""
+        """The number of trained parameters."""
         return sum(p.numel() for p in self._trained[0].parameters() if p.requires_grad)
 
     def measure(
         self,
         batch_size: int,
         gpu0_bsz: int | None,
-        device_weights: Sequence[float] | None = None,
+        device_weights: tuple[int, ...] | None = None,
         *,
         num_steps: int | None = None,
         on_loss: Callable[[torch.Tensor], object] = lambda loss: None,
-    ) -> Measurement:
-        """Train, and return what the last step took, as ``measure_step``.
+    ) -> Option:
+        """Train, and return what the last step took.
 
-        By default one step is measured, after another one if there is no optimizer state yet.
-        ``on_loss`` is called with the loss of each step.
+        By default one step is measured, after another one if there is no optimizer state yet. If
+        memory runs out, the option says so, and what was allocated is freed.
+
+        Args:
+            batch_size: samples in the whole batch.
+            gpu0_bsz: the most samples of device 0, or None.
+            device_weights: the weight of each device, as in ``BalancedDataParallel``.
+            num_steps: the number of steps.
+            on_loss: called with the loss of each step.
+
+        Raises:
+            ArgumentError, ArgumentTypeError: there is no such split.
         """
-        model = None
+        policy = SplitPolicy(gpu0_bsz, self.devices, device_weights)
+        is_even = device_weights is None and (
+            gpu0_bsz is None or gpu0_bsz >= even_share(batch_size, len(self.devices))
+        )
+        out_of_memory, index, peaks, start = None, None, Peaks(self.devices), time.perf_counter()
+        uses: tuple[dict[str, int], ...] = tuple({} for _ in self.devices)
+        before, model = num_ooms(self.devices), None
         for _ in range(num_steps or 2 - self._has_state):
-            step = StepRecorder(self.devices)
             try:
                 if model is None:
                     model = BalancedDataParallel(
@@ -140,31 +142,52 @@ class StepMeter:
                         device_weights=device_weights,
                         spread=self.spread,
                     )
-                on_loss(self._train(step, model, batch_size))
+                batch = self.workload.new_batch(batch_size)
+                self._trained[2].zero_grad()
+                peaks, start = Peaks(self.devices), time.perf_counter()
+                on_loss(self._train(model, batch_size, *batch))
+                for device in self.devices:
+                    torch.get_device_module(device).synchronize(device)
             except RuntimeError as error:
                 if not is_out_of_memory(error):
                     raise
-                step.out_of_memory = str(error)
-                step.end_phase()
+                out_of_memory, index = str(error), which_ran_out(self.devices, before)
                 break
             self._has_state = True
+        seconds = time.perf_counter() - start
+        if model is not None and out_of_memory is None:
+            breakdown = memory_breakdown(model, self._trained[2])
+            uses = tuple(breakdown[str(device)] for device in self.devices)
         if self._has_state:
             self._trained[2].zero_grad()
         else:  # the optimizer's state may be incomplete
             self.close()
+        model = None
         gc.collect()  # an exception may have left cycles
         torch.get_device_module(self.devices[0]).empty_cache()
-        chunk_sizes = SplitPolicy(gpu0_bsz, self.devices, device_weights).split(batch_size)
-        return step.measurement(self.workload.name, gpu0_bsz, chunk_sizes)
+        return Option(
+            gather=self.gather,
+            spread=self.spread,
+            gpu0_bsz=None if is_even else gpu0_bsz,
+            device_weights=device_weights,
+            chunk_sizes=policy.split(batch_size),
+            peak_bytes=tuple(peaks.of(device)[0] for device in self.devices),
+            uses=uses,
+            seconds=seconds,
+            out_of_memory=out_of_memory,
+            ran_out=index,
+        )
 
     def _train(
-        self, step: StepRecorder, model: BalancedDataParallel[nn.Module], batch_size: int
+        self,
+        model: BalancedDataParallel[nn.Module],
+        batch_size: int,
+        args: Sequence[object],
+        kwargs: dict[str, object],
+        target: object,
     ) -> torch.Tensor:
         """Train for one step and return the loss."""
-        args, kwargs, target = self.workload.new_batch(batch_size)
         _, criterion, optimizer = self._trained
-        optimizer.zero_grad()
-        step.begin_phase()
         precision = self.workload.precision
         autocast = torch.autocast(self.devices[0].type, precision, enabled=precision is not None)
         with warnings.catch_warnings(), autocast:
@@ -184,7 +207,5 @@ class StepMeter:
                     f"all samples is, but has the shape {tuple(loss.shape)}"
                 )
         loss.backward()
-        step.end_phase(model, optimizer)
         optimizer.step()
-        step.end_phase(model, optimizer)
         return loss

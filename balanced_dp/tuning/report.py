@@ -1,0 +1,193 @@
+"""The report of what was measured: the record, and the answer that everybody reads from it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shlex
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from ..devices import is_emulated, is_symbolic
+from ..search import utilizations
+from ..units import format_bytes
+from .options import Goal, Option, largest_batch, ranked
+
+SCHEMA = 5
+"""The version of a report's fields."""
+
+Mode = Literal["symbolic", "emulated", "real"]
+
+
+def mode_of(device: torch.device) -> Mode:
+    """Return how a device is measured: emulated, with shapes only or with values, or real."""
+    if is_symbolic(device):
+        return "symbolic"
+    return "emulated" if is_emulated(device) else "real"
+
+
+@dataclass(frozen=True, slots=True)
+class Provenance:
+    """Record when, where and how figures were obtained.
+
+    Attributes:
+        created: the time in ISO 8601, UTC.
+        command: the command line.
+        versions: versions of Python and the relevant packages.
+        machine: the operating system, the number of CPUs, and the names of the devices.
+    """
+
+    created: str
+    command: str
+    versions: dict[str, str]
+    machine: dict[str, str]
+
+    @classmethod
+    def of_this_process(cls, devices: Iterable[str] = ()) -> Provenance:
+        """Return the provenance of figures obtained by this process on the named devices."""
+        packages = ("balanced-dp", "torch", "nvidia-ml-py")
+        return cls(
+            created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            command=_command(),
+            versions={
+                "python": platform.python_version(),
+                **{name: _version(name) for name in packages},
+            },
+            machine={
+                "platform": platform.platform(),
+                "num_cpus": str(os.cpu_count()),
+                "devices": ", ".join(devices),
+            },
+        )
+
+
+def _command() -> str:
+    path = Path(sys.argv[0])
+    if path.name == "ipykernel_launcher.py":
+        return "a notebook"
+    program = f"python -m {path.parent.name}" if path.name == "__main__.py" else path.name
+    return " ".join([program, shlex.join(sys.argv[1:])]).strip()
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:  # imported from a folder
+        return "not installed"
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Combine all options that were measured with what they were measured for.
+
+    Attributes:
+        schema: the version of these fields.
+        provenance: where and how the options were measured.
+        workload: the name of the workload or the script.
+        mode: emulated devices with shapes only or with values, or real ones.
+        num_parameters: number of trained parameters.
+        precision: the dtype of autocast, or None.
+        batch_size: samples in the batch that was asked for.
+        capacity_bytes: capacity of each device.
+        reserve_bytes: what is kept free of each capacity for contexts and workspaces, which are
+            not counted.
+        goal: what the best option is the best in.
+        options: all that was measured, in order.
+        failures: why an option could not be measured, by its arguments.
+        wrapped_at: where a script wraps its model, as file:line and the line itself.
+        is_trainer: whether a Trainer wraps it.
+        notes: sentences about how a script ended.
+    """
+
+    schema: int
+    provenance: Provenance
+    workload: str
+    mode: Mode
+    num_parameters: int
+    precision: str | None
+    batch_size: int
+    capacity_bytes: tuple[int, ...]
+    reserve_bytes: int
+    goal: Goal
+    options: tuple[Option, ...]
+    failures: dict[str, str]
+    wrapped_at: tuple[str, ...] = ()
+    is_trainer: bool = False
+    notes: tuple[str, ...] = ()
+
+    @property
+    def budgets(self) -> list[int]:
+        """The bytes of each device that may be used: its capacity less the reserve."""
+        return [capacity - self.reserve_bytes for capacity in self.capacity_bytes]
+
+    @property
+    def ranked_options(self) -> list[Option]:
+        """The options that fit and that no other one exceeds in all, the best first."""
+        return ranked(self.options, self.batch_size, self.budgets, self.goal)
+
+    @property
+    def best(self) -> Option:
+        """The best option, or the one that lacks least if none fits."""
+        return next(iter(self.ranked_options), self.fullest_first[-1])
+
+    @property
+    def fullest_first(self) -> list[Option]:
+        """The options for the batch, from the fullest to the least full."""
+        of_batch = [o for o in self.options if o.batch_size == self.batch_size]
+        return sorted(
+            of_batch,
+            key=lambda o: (o.out_of_memory is not None, o.utilization(self.budgets)),
+            reverse=True,
+        )
+
+    @property
+    def even(self) -> Option | None:
+        """The even split of ``nn.DataParallel``, None if it was not measured."""
+        return self.even_like(self.options[0])
+
+    def even_like(self, option: Option) -> Option | None:
+        """Return the even split with the same arguments otherwise, None if it was not measured."""
+        same = (o for o in self.options if o.is_even and o.batch_size == self.batch_size)
+        return next((o for o in same if o.kind[:2] == option.kind[:2]), None)
+
+    @property
+    def line(self) -> str:
+        """The expression for a training script that wraps the model as the best option."""
+        return self.best.line
+
+    def largest_batch(self, option: Option) -> Option:
+        """Return the option of the same kind with the largest batch that fits, or else this one."""
+        return largest_batch(option, self.options, self.budgets)
+
+    def what_lacks(self) -> str:
+        """Return how much each device lacks with the least full option, and what fits instead."""
+        best = self.best
+        pairs = enumerate(zip(best.peak_bytes, self.budgets, strict=True))
+        lacks = [
+            f"device {i} needs {format_bytes(held)} and lacks {format_bytes(held - budget)}"
+            for i, (held, budget) in pairs
+            if held > budget
+        ]
+        lacks += [best.out_of_memory] if best.out_of_memory else []
+        fitting = [option for option in self.options if option.fits(self.budgets)]
+        remedy = "not even a batch of 1 fits"
+        if fitting:
+            largest = max(fitting, key=lambda option: option.batch_size)
+            remedy = f"the largest batch that fits is {largest.batch_size}, with {largest.line}"
+        return (
+            f"a batch of {self.batch_size} does not fit: with the best, {best.line}, "
+            f"{', '.join(lacks)}; {remedy}"
+        )
+
+
+def bottleneck(option: Option, budgets: Iterable[int]) -> int:
+    """Return the index of the device that is the fullest."""
+    full = utilizations(option.peak_bytes, list(budgets))
+    return full.index(max(full))

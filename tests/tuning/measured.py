@@ -1,0 +1,57 @@
+"""Options and reports that nobody measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from balanced_dp import Option, Report
+from balanced_dp.split import even_share, split_batch
+from balanced_dp.tuning.report import SCHEMA, Provenance
+
+
+def option(chunk_sizes: Sequence[int], peak_bytes: Sequence[int], **others: Any) -> Option:
+    """Return the record of a step that ran; ``others`` are fields of it."""
+    is_even = chunk_sizes[0] >= even_share(sum(chunk_sizes), len(chunk_sizes))
+    values = {
+        "gather": True,
+        "spread": False,
+        "gpu0_bsz": None if is_even else chunk_sizes[0],
+        "device_weights": None,
+        "chunk_sizes": tuple(chunk_sizes),
+        "peak_bytes": tuple(peak_bytes),
+        "uses": ({},) * len(chunk_sizes),
+        "seconds": 0.0,
+    }
+    return Option(**{**values, **others})
+
+
+def options(
+    peaks: Callable[[Sequence[int]], Sequence[int]],
+    batch_size: int,
+    num_devices: int,
+    **others: Any,
+) -> list[Option]:
+    """Return the options of all values of a batch."""
+    even = even_share(batch_size, num_devices)
+    splits = [split_batch(batch_size, num_devices, value) for value in range(even + 1)]
+    return [option(split, peaks(split), **others) for split in splits]
+
+
+def report(measured: Sequence[Option], capacities: Sequence[int], **others: Any) -> Report:
+    """Return the report of options; ``others`` are fields of it."""
+    values = {
+        "schema": SCHEMA,
+        "provenance": Provenance.of_this_process(),
+        "workload": "a model",
+        "mode": "symbolic",
+        "num_parameters": 1,
+        "precision": None,
+        "batch_size": measured[0].batch_size,
+        "capacity_bytes": tuple(capacities),
+        "reserve_bytes": 0,
+        "goal": "speed",
+        "options": tuple(measured),
+        "failures": {},
+    }
+    return Report(**{**values, **others})
