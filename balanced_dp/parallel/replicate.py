@@ -246,7 +246,7 @@ class Replicas(list[ModuleT]):
                 # Where a replica has used the original, backward needs its version.
                 is_used = original.device in self._devices
                 (original.data if is_used else original).copy_(copy)
-            elif not isinstance(original, nn.Parameter) and not _is_expanded(original):
+            elif not isinstance(original, nn.Parameter) and _is_writable(original):
                 # Batch norm's kernels write statistics without a new version, so buffers are always
                 # copied. The copy makes no new version either, as on a single device.
                 original.data.copy_(copy)
@@ -356,6 +356,6 @@ def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
         return True
 
 
-def _is_expanded(tensor: torch.Tensor) -> bool:
-    pairs = zip(tensor.stride(), tensor.shape, strict=True)
-    return any(stride == 0 and size > 1 for stride, size in pairs)
+def _is_writable(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is neither sparse nor expanded."""
+    return tensor.layout is torch.strided and 0 not in tensor.stride()

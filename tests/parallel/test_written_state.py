@@ -20,6 +20,7 @@ def test_a_buffer_that_is_only_read_keeps_its_version(emulated, gpu0_bsz):
     """With gpu0_bsz=0 it was written back at each call, which graphs that use it do not allow."""
     module = Lambda(lambda self, x: self.layer(x) * self.scale, layer=nn.Linear(4, 2))
     module.register_buffer("scale", torch.ones(2))
+    module.register_buffer("edges", torch.eye(2).to_sparse())
     module = module.to(emulated[0])
     parallel = BalancedDataParallel(gpu0_bsz, module, emulated[:3])
     x = torch.randn(8, 4)
