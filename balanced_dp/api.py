@@ -1,29 +1,21 @@
 """The names that ``balanced_dp`` offers."""
 
 from .devices import training_devices
-from .emulation import EmulatedDevices, MemoryBreakdown, emulate_devices
+from .emulation import emulate_devices
 from .errors import (
     ArgumentError,
     ArgumentTypeError,
     BalancedDataParallelError,
     BalanceWarning,
-    DistributedError,
     EmulationError,
     GatherError,
-    ImbalanceWarning,
     InfeasiblePlanError,
     ProbeError,
     ReportError,
     ScatterError,
     SymbolicValueError,
 )
-from .memory import (
-    DeviceMemory,
-    MemoryLogger,
-    MemoryProbe,
-    StepMemory,
-    memory_breakdown,
-)
+from .memory import MemoryLogger, MemoryProbe, memory_breakdown
 from .parallel import BalancedCriterion, BalancedDataParallel, PerDevice, balanced_data_parallel
 from .split import split_batch, split_by_weights
 from .tuning import Option, Report, Workload, tune
@@ -35,14 +27,9 @@ __all__ = [
     "BalancedCriterion",
     "BalancedDataParallel",
     "BalancedDataParallelError",
-    "DeviceMemory",
-    "DistributedError",
-    "EmulatedDevices",
     "EmulationError",
     "GatherError",
-    "ImbalanceWarning",
     "InfeasiblePlanError",
-    "MemoryBreakdown",
     "MemoryLogger",
     "MemoryProbe",
     "Option",
@@ -51,7 +38,6 @@ __all__ = [
     "Report",
     "ReportError",
     "ScatterError",
-    "StepMemory",
     "SymbolicValueError",
     "Workload",
     "balanced_data_parallel",

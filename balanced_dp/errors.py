@@ -60,10 +60,6 @@ class BalanceWarning(UserWarning):
     """The split has no effect, or a result may differ from that of the whole batch."""
 
 
-class ImbalanceWarning(UserWarning):
-    """A measured step used the devices unequally; the message says what to change."""
-
-
 def did_you_mean(given: str, known: Iterable[str]) -> str:
     """Return the question whether the most similar name was meant, or "" if none is similar."""
     close = difflib.get_close_matches(given, [*known], 1)

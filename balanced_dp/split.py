@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 from numbers import Real
 from typing import SupportsIndex
@@ -64,24 +64,6 @@ def split_batch(
 def even_share(batch_size: int, num_devices: int) -> int:
     """Return the chunk size of ``torch.chunk``: that of every device but the last ones."""
     return -(-batch_size // num_devices)
-
-
-def is_better(utilization: float, other: float) -> bool:
-    """Return whether a utilization is lower than another by more than is counted as equal."""
-    return utilization < other * (1 - EQUAL)
-
-
-def best_gpu0_bsz(utilizations: Mapping[int, float], preferred: int | None = None) -> int:
-    """Return the value of ``gpu0_bsz`` with which the bottleneck device is the least full.
-
-    Args:
-        utilizations: the utilization of the bottleneck device for each value.
-        preferred: the value to return if it is among several that are equally good. Otherwise the
-            largest of them is returned, which is the fastest.
-    """
-    lowest = min(utilizations.values())
-    best = [value for value, full in utilizations.items() if not is_better(lowest, full)]
-    return preferred if preferred in best else max(best)
 
 
 def split_by_weights(

@@ -12,7 +12,8 @@ import pytest
 import torch
 import torch._dynamo  # noqa: F401, or the first call of a model does, and leaves cycles with its frames
 
-from balanced_dp import EmulatedDevices, emulate_devices
+from balanced_dp import emulate_devices
+from balanced_dp.emulation import EmulatedDevices
 
 from . import cuda_stand_in
 from .cuda_stand_in import StandIn

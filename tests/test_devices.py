@@ -8,11 +8,11 @@ import torch
 from balanced_dp import (
     ArgumentError,
     ArgumentTypeError,
-    EmulatedDevices,
     EmulationError,
     emulate_devices,
     training_devices,
 )
+from balanced_dp.emulation import EmulatedDevices
 
 from .cuda_stand_in import NUM_DEVICES
 

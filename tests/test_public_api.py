@@ -8,12 +8,13 @@ import pkgutil
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 import balanced_dp
-from balanced_dp import api, distributed
+from balanced_dp import api, distributed, memory
 
 from .conftest import MISSING
 from .processes import python
@@ -39,7 +40,15 @@ MODULES = [
 PUBLIC = [
     *(getattr(balanced_dp, name) for name in balanced_dp.__all__),
     *(getattr(distributed, name) for name in distributed.__all__),
+    *(getattr(memory, name) for name in memory.__all__),
 ]
+
+
+def test_the_names_are_few_and_listed_in_the_guide():
+    assert len(balanced_dp.__all__) <= 26
+    guide = (Path(__file__).parent.parent / "docs" / "api.md").read_text("utf-8")
+    listed = re.findall(r"`(\w+)`", guide.partition("## balanced_dp.distributed")[0])
+    assert sorted(listed) == balanced_dp.__all__
 
 
 def test_all_is_sorted_and_holds_what_the_package_offers():
@@ -71,7 +80,6 @@ CALLABLE = [
     for item in PUBLIC
     if not dataclasses.is_dataclass(item)
     and not (inspect.isclass(item) and issubclass(item, Exception))
-    and item is not balanced_dp.EmulatedDevices  # which emulate_devices makes
 ]
 """What users call; ruff sees the arguments of functions only, and only where some are listed."""
 UNRAISING = [distributed.EmptyBatches]

@@ -20,9 +20,9 @@ from balanced_dp.search import (
     WeightSearch,
     utilizations,
 )
-from balanced_dp.split import best_gpu0_bsz, even_share, split_batch
+from balanced_dp.split import even_share, split_batch
 
-from .laws import GIB, Law, alike, laws, unlike
+from .laws import GIB, Law, alike, best_gpu0_bsz, laws, unlike
 
 TABLES = json.loads(Path(__file__).with_name("peaks_by_gpu0_bsz.json").read_text("utf-8"))
 """The peaks of each device for gpu0_bsz = 0, 1, ..., as emulated devices counted them."""

@@ -30,8 +30,7 @@ class MemoryProbe:
         devices: devices as ints, strings or ``torch.device``. None means those of ``model``, or if
             there is none, all devices: the emulated ones inside ``emulate_devices``, else torch's
             accelerators and the boards that NVML lists and torch does not see.
-        model: the ``BalancedDataParallel`` to measure. Then measured steps know the chunk sizes,
-            and ``StepMemory.check_split`` gives numbers.
+        model: the ``BalancedDataParallel`` to measure. Then measured steps know the chunk sizes.
 
     Attributes:
         devices: the devices, as a list of ``torch.device`` without duplicates.

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from ..errors import ArgumentError, ArgumentTypeError, ImbalanceWarning, ProbeError
+from ..errors import ArgumentError, ArgumentTypeError, BalanceWarning, ProbeError
 from ..units import format_bytes
 
 ProcessBytesSource = Literal["process", "device-delta", "unknown"]
@@ -161,7 +161,7 @@ class StepMemory:
         Args:
             tolerance: the difference of utilizations that counts as balanced, as a fraction of the
                 highest one, at least 0 and below 1.
-            warn: whether to issue the advice as an ``ImbalanceWarning``, too.
+            warn: whether to issue the advice as an ``BalanceWarning``, too.
 
         Raises:
             ArgumentError: ``tolerance`` is out of range.
@@ -170,7 +170,7 @@ class StepMemory:
         """
         message = _advice(self, tolerance)
         if warn and message is not None:
-            warnings.warn(message, ImbalanceWarning, stacklevel=2)
+            warnings.warn(message, BalanceWarning, stacklevel=2)
         return message
 
 

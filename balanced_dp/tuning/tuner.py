@@ -87,7 +87,9 @@ def tune(
     run.on_measurement = on_measurement
     run.capacities = capacities
 
-    def measure(gather: bool, spread: bool, swept: Sequence[int] = ()) -> None:
+    swept = sorted(set(sweep))
+
+    def measure(gather: bool, spread: bool) -> None:
         opened = devices
         if opened is None:
             known = run.capacities
@@ -103,7 +105,7 @@ def tune(
             meter = stack.enter_context(step_meter(workload, opened, gather, spread))
             run.measure(meter, swept)
 
-    measure(gather, spread, sorted(set(sweep)))
+    measure(gather, spread)
     failures = {}
     gathers = gather
     others = [(False, spread)] * gather + [(True, True)] * (not spread)

@@ -18,7 +18,7 @@ from balanced_dp.cli import console as consoles
 from balanced_dp.cli import terminal as terminals
 from balanced_dp.cli.demo import DemoRun, DemoSettings, print_demo
 from balanced_dp.cli.run import RunResult
-from balanced_dp.memory.probe import DeviceMemory
+from balanced_dp.memory import DeviceMemory
 from balanced_dp.report.compare import METRICS, Comparison
 from balanced_dp.report.tables import imbalance, short_split
 from balanced_dp.split import split_batch

@@ -13,8 +13,9 @@ from typer.testing import CliRunner
 from balanced_dp import Report
 from balanced_dp.cli.commands import app
 from balanced_dp.report import load_reports
-from balanced_dp.split import best_gpu0_bsz, even_share
+from balanced_dp.split import even_share
 
+from ..laws import best_gpu0_bsz
 from ..processes import python
 
 SCRIPTS = Path(__file__).with_name("scripts")

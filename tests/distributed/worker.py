@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import cross_entropy, mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
-from balanced_dp import BalancedDataParallel, DistributedError
+from balanced_dp import BalancedDataParallel
 from balanced_dp.distributed import (
     BalancedBatchSampler,
     convert,
@@ -36,6 +36,7 @@ from balanced_dp.distributed import (
     scale_loss,
     split_ranks,
 )
+from balanced_dp.errors import DistributedError
 from tests import cuda_stand_in
 from tests.cuda_stand_in import process_group
 from tests.modules import Lambda

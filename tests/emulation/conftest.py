@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from balanced_dp import EmulatedDevices
+from balanced_dp.emulation import EmulatedDevices
 
 
 @pytest.fixture

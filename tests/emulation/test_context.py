@@ -18,10 +18,10 @@ from balanced_dp import (
     ArgumentError,
     ArgumentTypeError,
     BalancedDataParallelError,
-    EmulatedDevices,
     EmulationError,
     emulate_devices,
 )
+from balanced_dp.emulation import EmulatedDevices
 
 CPU = torch.device("cpu")
 KIB = 1024

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from balanced_dp import EmulatedDevices, EmulationError, emulate_devices
+from balanced_dp import EmulationError, emulate_devices
+from balanced_dp.emulation import EmulatedDevices
 
 from ..at_once import at_once
 

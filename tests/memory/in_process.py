@@ -20,7 +20,8 @@ import pytest
 import torch
 from torch import nn
 
-from balanced_dp import BalancedDataParallel, MemoryLogger, MemoryProbe, ProbeError, StepMemory
+from balanced_dp import BalancedDataParallel, MemoryLogger, MemoryProbe, ProbeError
+from balanced_dp.memory import StepMemory
 from balanced_dp.memory.nvml import Nvml
 
 from .driver import BUSES, GIB, H100, MIB, UUIDS, State, open_state

@@ -6,14 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from balanced_dp import (
-    ArgumentError,
-    ArgumentTypeError,
-    DeviceMemory,
-    ImbalanceWarning,
-    ProbeError,
-    StepMemory,
-)
+from balanced_dp import ArgumentError, ArgumentTypeError, BalanceWarning, ProbeError
+from balanced_dp.memory import DeviceMemory, StepMemory
 
 GIB = 2**30
 sizes = st.integers(min_value=0, max_value=2**45)
@@ -105,7 +99,7 @@ def test_a_device_without_samples_that_is_the_fullest():
 
 def test_warn_gives_the_sentence_where_it_was_asked_for():
     usage = of_peaks(4 * GIB, 2 * GIB)
-    with pytest.warns(ImbalanceWarning, match="lower gpu0_bsz") as warned:
+    with pytest.warns(BalanceWarning, match="lower gpu0_bsz") as warned:
         said = usage.check_split(warn=True)
     assert str(warned[0].message) == said
     assert warned[0].filename == __file__

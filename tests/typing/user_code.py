@@ -63,13 +63,13 @@ def train(x: Tensor, y: Tensor) -> None:
             loss.backward()
         optimizer.step()
         logger.step()
-        advice: str | None = usage.check_split(tolerance=0.05)
+        imbalance: float = usage.imbalance
         peaks: list[int | None] = [peak.peak_allocated_bytes for peak in usage.devices]
         uses = devices.memory_breakdown(devices[0])
     model.gpu0_bsz = "auto"
     model.gpu0_bsz = 3
     sizes: tuple[int, ...] = model.split(32)
-    print(head, advice, peaks, uses, sizes, memory_breakdown, model.chunk_sizes)
+    print(head, imbalance, peaks, uses, sizes, memory_breakdown, model.chunk_sizes)
 
 
 def every_option(module: nn.Module, x: Tensor) -> None:

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 from typer.testing import CliRunner
 
-from balanced_dp import ArgumentError, BalancedDataParallel, DeviceMemory, Workload
+from balanced_dp import ArgumentError, BalancedDataParallel, Workload
 from balanced_dp.cli.commands import app
+from balanced_dp.memory import DeviceMemory
 from balanced_dp.validation import Check, Validation, checks, validate
 
 
