@@ -91,6 +91,10 @@ class Blueprint:
                     (index, kind, k, v) for k, v in carriers if _bind(v, others) is not v
                 ]
         self.is_compiled = any(map(_is_compiled, self.modules))
+        pairs = [
+            (m.__dict__, n) for m, a in zip(self.modules, self.attributes, strict=True) for n in a
+        ]
+        self._slots = [own for own, _ in pairs], [name for _, name in pairs]
         self._contents = self._take_contents()
 
     def _index(self, kind: str, values: list[Any]) -> list[_Place]:
@@ -127,13 +131,13 @@ class Blueprint:
         own = [module.__dict__ for module in self.modules]
         registered = _of_kinds((*MEMBERS, *HOOKS), own)
         filled = list(filter(None, registered))
-        pairs = zip(own, self.attributes, strict=True)
-        attributes = (map(o.get, names, repeat(self)) for o, names in pairs)  # self for none
+        values = chain.from_iterable(map(dict.values, filled))
         return (
             list(map(type, self.modules)),
-            list(map(len, [*own, *registered])),
+            list(map(len, own)),
+            list(map(len, registered)),
             list(chain.from_iterable(filled)),
-            list(chain.from_iterable([*map(dict.values, filled), *attributes])),
+            [*values, *map(dict.get, *self._slots, repeat(self))],  # self where there is none
         )
 
 
