@@ -30,7 +30,6 @@ _REMEDY = (
     "Compute it outside, from gathered outputs; give loss_weight if it is a mean over other "
     "entries, or scalar_outputs='mean' if a mean weighted by samples is meant"
 )
-_UNKNOWN = Rule(reason="no call with gradients has shown yet how it is computed")
 
 
 @dataclass(slots=True, eq=False)
@@ -125,14 +124,15 @@ class ChunkLosses:
             if torch.is_grad_enabled():
                 return self._by_graph(outputs, name, key, device)
             counts = self._counts()
-            rule = rules.get(key, _UNKNOWN).without_gradients(counts.argument_names)
+            rules[key] = rules.get(key) or counts.rule_of(outputs)
+            rule = rules[key].without_gradients(counts.argument_names)
             values = [
                 [factor.to(one.value.device) * one.value for one in counts.at(position)]
                 for _, position, _, factor in rule.exchanged
             ]
             return joined(outputs, rule, values, counts.weights, device)
         except UnclearError as error:
-            if torch.is_grad_enabled():
+            if torch.is_grad_enabled() or key not in rules:
                 rules[key] = Rule(reason=str(error))
             self.history.warn(self.described(name), str(error))
             return weighted_mean(outputs, sizes, device)
@@ -140,7 +140,7 @@ class ChunkLosses:
     def _by_graph(self, outputs: Tensors, name: str, key: Any, device: torch.device) -> Tensor:
         """Join an output as its graph shows."""
         loss = Loss(self._parts(outputs), outputs, self._counts(), device)
-        rule = self.history.rules.get(key, _UNKNOWN)
+        rule = self.history.rules.get(key, Rule())
         if rule.structure != loss.structure:
             rule = loss.rule()
         elif rule.has_arrived() and not float(rule.spread[0]) <= loss.tolerance:

@@ -134,6 +134,26 @@ class Counts:
             raise UnclearError(UNLIKE)
         return [own[position] for own in self.counted]
 
+    def rule_of(self, outputs: Tensors) -> Rule:
+        """Return how an output without a graph is joined that is a multiple of a cross entropy.
+
+        For example a sum divided by the number of items in the batch. This waits for the device.
+
+        Raises:
+            UnclearError: it is none.
+        """
+        tolerance = 8 * torch.finfo(outputs[0].dtype).eps
+        for i, own in enumerate(zip(*self.counted, strict=False)):
+            pairs = zip(outputs, own, strict=True)
+            factor, *others = [float(output) / (float(one.value) or 1.0) for output, one in pairs]
+            is_multiple = all(math.isclose(factor, other, rel_tol=tolerance) for other in others)
+            if is_multiple and own[0].kind == "mean":
+                return Rule(base=("counted", i))
+            # Divided by more than what counts on all devices, or by as much.
+            if is_multiple and factor * sum(float(one.count) for one in own) < 1 + tolerance:
+                return Rule(base=SUM, arguments=self.argument_names)
+        raise UnclearError("no call with gradients has shown yet how it is computed")
+
     def of_arguments(self) -> list[Weighting]:
         """Return the weightings by what arguments count."""
         return list(self._in_arguments(self.arguments[0])) if self.arguments else []
