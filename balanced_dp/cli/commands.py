@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import math
+import os
 import platform
 import site
 import sys
@@ -554,11 +555,24 @@ def main() -> None:
 
     The exit code is 2 for invalid input, and 1 if there is nothing to measure.
     """
+    if sys.stderr is None:  # it is closed
+        sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115  # as long as the process
     try:
+        if sys.stdout is None:
+            raise ArgumentError(
+                "stdout is closed; to write a file only, use --json FILE >/dev/null"
+            )
         app()
     except BalancedDataParallelError as error:
         terminal.say(str(error))
         raise SystemExit(1 if isinstance(error, ProbeError) else 2) from None
+    except OSError as error:  # stdout or stderr is full, or its reader has gone
+        null = os.open(os.devnull, os.O_WRONLY)
+        for stream in (1, 2) if isinstance(error, BrokenPipeError) else (1,):
+            os.dup2(null, stream)  # else Python fails again when it flushes them at its end
+        with suppress(OSError):
+            terminal.say(f"the output cannot be written: {error.strerror}")
+        raise SystemExit(2) from None
     except ImportError as error:
         if (error.name or "").split(".")[0] not in _EXTRA:
             raise

@@ -54,6 +54,7 @@ def rich_table(content: TextTable, title: str | None = None, caption: str | None
         *(Column(text, justify="right", overflow="fold") for text in numbers),
         title=title,
         caption=caption,
+        min_width=min(len(title or ""), 78),  # else a title of a narrow table is wrapped
         box=box.SIMPLE_HEAD,
         pad_edge=False,
         collapse_padding=True,

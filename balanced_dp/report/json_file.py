@@ -49,10 +49,11 @@ def write_atomically(path: Path, text: str) -> None:
     Raises:
         ArgumentError: If there is no such folder, or it is not writable.
     """
-    path = path.resolve()  # a link stays a link
+    is_special = path.exists() and not path.is_file()  # a pipe or a terminal, as /dev/stdout is
+    path = path if is_special else path.resolve()  # a link stays a link
     beside = path.with_name(f".balanced-dp.{os.getpid()}.tmp")
     try:
-        if path.exists() and not path.is_file():  # a pipe or a terminal
+        if is_special:
             path.write_text(text, encoding="utf-8")
             return
         with beside.open("x", encoding="utf-8") as file:

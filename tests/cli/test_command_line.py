@@ -6,6 +6,7 @@ import importlib.metadata
 import platform
 import re
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 
@@ -118,3 +119,27 @@ def test_without_devices_the_option_is_named(command, invoke):
     assert ended.exit_code == 2
     message = "Invalid value for '--devices': Input should be greater than or equal to 1"
     assert message in ended.output
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+@pytest.mark.parametrize(
+    ("redirected", "says"),
+    [
+        (">/dev/full", "the output cannot be written: No space left on device"),
+        (">&-", "stdout is closed; to write a file only, use --json FILE >/dev/null"),
+        ("2>&-", ""),
+        ("2>/dev/full", ""),
+    ],
+)
+def test_an_output_that_is_full_or_closed(redirected, says):
+    command = f"{shlex.quote(sys.executable)} -m balanced_dp plan --list {redirected}"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True)
+    assert done.returncode == (2 if says else 0), done.stderr
+    assert done.stderr == (f"balanced-dp: {says}\n" if says else "")
+    assert ("gpt2-small" in done.stdout) != bool(says)
+
+
+def test_a_page_for_dev_stdout(tuned, folder):
+    done = python("-m", "balanced_dp", "report", "a.json", "--html", "/dev/stdout", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("<!doctype html>")

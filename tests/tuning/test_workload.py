@@ -76,7 +76,7 @@ def test_what_is_no_batch(batch, described):
     [
         ("net", r"'net'; built in .*name your own as package\.module:f"),
         ("gpt2-smal", r"'gpt2-smal' \(did you mean gpt2-small\?\); built in"),
-        ("nowhere/mine.py:make", "No module named 'mine'"),
+        ("nowhere/mine.py:make", "cannot be made: nowhere/mine.py is no file"),
         ("broken:make", "SyntaxError"),
         ("raises:make", "RuntimeError: not now"),
         (":make", "there is no workload ':make'; built in"),
