@@ -651,9 +651,7 @@ def test_whole_numbers_that_differ_add_up_and_are_warned_of():
 
 def test_pairs_of_samples_are_an_error_that_says_so():
     model, _ = make(lambda n, x, o: o @ o.T)
-    with pytest.raises(
-        GatherError, match=r"each pair of samples .* gather=False"
-    ):
+    with pytest.raises(GatherError, match=r"each pair of samples .* gather=False"):
         model(X)
 
 
