@@ -166,7 +166,7 @@ def short_split(chunk_sizes: Sequence[int]) -> str:
     if len(text) <= 14:
         return text
     runs = [(size, len(list(run))) for size, run in groupby(chunk_sizes)]
-    return ", ".join(f"{count} x {size}" if count > 1 else f"{size}" for size, count in runs)
+    return ", ".join(f"{count}x{size}" if count > 1 else f"{size}" for size, count in runs)
 
 
 def devices_title(report: Report) -> str:
