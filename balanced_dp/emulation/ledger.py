@@ -39,10 +39,6 @@ class Label(str, Enum):
     OTHER = "other"
 
 
-OF_THE_BATCH = (Label.INPUT, Label.ACTIVATION, Label.GATHERED_OUTPUT)
-"""Uses that grow with the batch."""
-
-
 @dataclass(slots=True, eq=False)
 class Block:
     """The entry of one storage: its number in the order of allocations, its size and its use."""
@@ -87,8 +83,7 @@ class DeviceLedger:
         self._freed_since_peak: Counter[Label] = Counter()
         # Allocation.__del__ appends to it. It may run anywhere, so it must not take the lock.
         self._to_free: deque[Block] = deque()
-        self.next_number = 0
-        """The number of the next block."""
+        self._next_number = 0
         self._peak_number = -1
         self._allocated_bytes = 0
         self.peak_bytes = 0
@@ -127,8 +122,8 @@ class DeviceLedger:
             if size > free_bytes and self.enforces_capacity:
                 self.num_ooms += 1
                 raise self._out_of_memory(size, free_bytes)
-            block = Block(self.next_number, size, label, storage)
-            self.next_number += 1
+            block = Block(self._next_number, size, label, storage)
+            self._next_number += 1
             self._live[block.number] = block
             self._allocated_bytes += size
             self.total_bytes += size
@@ -147,16 +142,8 @@ class DeviceLedger:
 
     def _mark_peak(self) -> None:
         self.peak_bytes = self._allocated_bytes
-        self._peak_number = self.next_number - 1
+        self._peak_number = self._next_number - 1
         self._freed_since_peak.clear()
-
-    def label_older(self, number: int) -> None:
-        """Label the blocks with numbers below ``number`` as no part of the batch."""
-        with self._lock:
-            self._free_blocks()
-            for block in self._live.values():
-                if block.number < number and block.label in OF_THE_BATCH:
-                    block.label = Label.OTHER
 
     def reset_peak(self) -> None:
         """Reset the peak to the bytes allocated now."""

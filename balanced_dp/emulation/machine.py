@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import uuid
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -96,15 +96,6 @@ class Machine:
         """
         for ledger in self.ledgers:
             ledger.enforces_capacity = False
-
-    def next_blocks(self) -> tuple[int, ...]:
-        """Return the number of the next block of each device."""
-        return tuple(ledger.next_number for ledger in self.ledgers)
-
-    def label_older(self, next_blocks: Sequence[int]) -> None:
-        """Label what is allocated since before ``next_blocks`` as no part of the batch."""
-        for ledger, number in zip(self.ledgers, next_blocks, strict=True):
-            ledger.label_older(number)
 
     def manual_seed_all(self, seed: int) -> None:
         """Set the seed of each device's generator."""
