@@ -92,7 +92,7 @@ class Search:
         """Record the peaks of a split; that of a device that ran out of memory is ``math.inf``."""
         first, *others = utilizations(peaks, self.budgets)
         before = self.told.get(split[0], (0.0, 0.0))
-        self.told[split[0]] = max(before[0], first), max(before[1], *others)
+        self.told[split[0]] = max(before[0], first), max([before[1], *others])
 
     def next(self) -> tuple[int, ...] | None:
         """Return the split to measure next, None if the search is over."""

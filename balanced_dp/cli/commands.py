@@ -193,8 +193,10 @@ def plan(
     if is_list:
         _list_workloads(json_file)
         return
-    if target is None or memory is None:
-        raise ArgumentError("plan takes a workload and --memory; plan --list names the workloads")
+    if target is None:
+        raise ArgumentError("plan takes a workload; plan --list names the built-in ones")
+    if memory is None:
+        raise ArgumentError("plan needs --memory, the capacity of each device: --memory 11GiB")
     report = _tuned(
         target,
         batch_size,

@@ -69,13 +69,17 @@ class ParameterCopies:
             RuntimeError: at its end, if a parameter was changed.
         """
         with self._lock:
-            outer = self._block
-            block = self._block = outer or _Block(is_shared=True)
+            block = self._block = self._block or _Block(is_shared=True)
+            block.num_users += 1
         try:
             yield
         finally:
-            if outer is None:
-                self._block = None
+            with self._lock:
+                block.num_users -= 1
+                is_last = not block.num_users
+                if is_last:
+                    self._block = None
+            if is_last:
                 block.end()
 
 
@@ -89,6 +93,8 @@ class _Block:
 
     def __init__(self, is_shared: bool) -> None:
         self._is_shared = is_shared
+        self.num_users = 0
+        """How many ``with`` statements, also of several threads, have not ended."""
         self._copies: dict[torch.device, list[torch.Tensor]] = {}
         self._streams: dict[torch.device, torch.Stream] = {}
         """The streams on which the copies were made."""

@@ -52,6 +52,8 @@ def verdict(report: Report) -> str:
     best, even = report.best, report.even
     if not report.ranked_options:
         return f"{sentence(report.what_lacks())}"
+    if report.goal == "batch" and all(o.batch_size == best.batch_size for o in report.options):
+        return f"Only batches of {best.batch_size} were measured: change the script, and run again."
     if report.goal == "batch":
         return f"The largest batch that fits is {best.batch_size}, with option 1."
     if best is even:
@@ -102,7 +104,9 @@ def lines(report: Report) -> str:
     """Return the lines for a training script, of each option."""
     texts = [f"# {place}" for place in report.wrapped_at]
     if report.wrapped_at:
-        texts.append("from balanced_dp import BalancedDataParallel")
+        is_apart = not all(option.gather for option in report.ranked_options)
+        names = "BalancedCriterion, " * is_apart + "BalancedDataParallel"
+        texts.append(f"from balanced_dp import {names}")
     for number, option in enumerate(report.ranked_options, 1):
         text = f"# option {number}\nmodel = {option.line}"
         if report.is_trainer and not option.is_even:

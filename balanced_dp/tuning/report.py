@@ -177,7 +177,10 @@ class Report:
         ]
         lacks += [best.out_of_memory] if best.out_of_memory else []
         fitting = [option for option in self.options if option.fits(self.budgets)]
-        remedy = "not even a batch of 1 fits"
+        least = min(option.batch_size for option in self.options)
+        remedy = f"not even a batch of {least} fits"
+        if least == self.batch_size > 1:  # a script's, whose batches are given
+            remedy = "no other batch was measured, so try a smaller one"
         if fitting:
             largest = max(fitting, key=lambda option: option.batch_size)
             remedy = f"the largest batch that fits is {largest.batch_size}, with {largest.line}"

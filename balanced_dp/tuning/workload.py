@@ -112,7 +112,7 @@ def find_workload(target: str) -> Workload:
     try:
         function = getattr(importlib.import_module(module_name), function_name)
         workload = function() if callable(function) else function
-    except Exception as error:  # the module is the user's code
+    except (Exception, SystemExit) as error:  # the module is the user's code
         raise ArgumentError(
             f"workload {target!r} cannot be made: {type(error).__name__}: {error}"
         ) from error

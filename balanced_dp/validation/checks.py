@@ -237,8 +237,8 @@ def _probe(devices: Sequence[torch.device]) -> Iterator[Check]:
             text=True,
             check=True,
         ).stdout
-    except (OSError, subprocess.CalledProcessError) as error:
-        yield Check("probe", "nvidia-smi's numbers", "-", note=str(error))
+    except (OSError, subprocess.CalledProcessError):
+        yield Check("probe", "nvidia-smi's numbers", "-", note="nvidia-smi does not answer here")
         return
     rows = [[cell.strip() for cell in line.split(",")] for line in answer.splitlines()]
     listed = {uuid: [int(mib) * 2**20 for mib in sizes] for uuid, *sizes in rows}

@@ -66,7 +66,7 @@ def test_the_version_is_in_the_changelog():
         ("report a.json --against a.json --json a.json", "the report and --json are both a.json"),
         ("report a.json --against a.json --fail peak:5", "peak:5 has no unit: peak:5% or peak:5M"),
         ("report a.json --fail peak:5%", "--fail needs --against, the report to compare with"),
-        ("plan --memory 1GiB", "plan takes a workload and --memory; plan --list names the work"),
+        ("plan --memory 1GiB", "plan takes a workload; plan --list names the built-in ones"),
         ("plan script.py --memory 1GiB", "there is no workload 'script.py'; built in are"),
         ("run --for sped mine.py", "--for must be speed, headroom or batch, got 'sped' (did you"),
         ("demo --emulate --devices 130", "num_devices is 130, but torch has at most 128"),

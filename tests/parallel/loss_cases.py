@@ -385,6 +385,7 @@ EXACT: dict[str, Callable[..., Any]] = {
     "summed cross entropy, count": lambda n, x, o, ignored_chunk: (
         F.cross_entropy(o, ignored_chunk, reduction="sum") / (ignored_chunk != -100).sum()
     ),
+    "sum by positive ones": lambda n, x, o, holes: rows(o).sum() / holes.sum().clamp(min=1),
     "where": lambda n, x, o, mask: torch.where(mask > 0, rows(o), 0).sum() / (mask > 0).sum(),
     "weighted": lambda n, x, o, weight: (weight * rows(o)).sum() / weight.sum(),
     "not trained": not_trained,

@@ -555,6 +555,28 @@ def test_a_cross_entropy_that_is_divided_by_its_count_in_an_even_split(size, fac
     assert is_exact or told
 
 
+def test_as_many_classes_as_samples():
+    """Only targets that are the rows of the chunk tell of comparisons."""
+    for y, warns in ((torch.arange(12) % 3, True), (torch.arange(12) % 2, False)):
+        model, bare = make(lambda n, x, o, y: functional.cross_entropy(o[:, :3], y), None)
+        is_exact, told = step(model, bare, True, {"x": X[:12], "y": y})
+        assert is_exact and bool(told) is warns
+
+
+def test_a_block_ends_with_the_last_thread_in_it(emulated):
+    model, _ = make(lambda n, x, o: o, 1, emulated[:3])
+
+    def train(_: int) -> None:
+        with model.accumulate():
+            for _ in range(3):
+                model(X).sum().backward()
+
+    for _ in range(5):
+        model.zero_grad()
+        at_once(train, 3)
+        assert model.module.head.bias.grad.eq(9 * BATCH).all()
+
+
 def test_functions_without_code_are_told_apart():
     outputs = BalancedDataParallel(1, nn.Identity(), ["cpu"] * 4, gather=False)(
         REAL.clone().requires_grad_()

@@ -163,6 +163,7 @@ structures = st.recursive(
 
 
 @pytest.mark.filterwarnings("ignore:gpu0_bsz", "ignore:input .* as long as the batch")
+@pytest.mark.filterwarnings("ignore:.* it is as long as each chunk")
 @given(
     st.sampled_from(KINDS),
     structures,

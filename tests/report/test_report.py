@@ -239,6 +239,6 @@ def test_without_an_option_what_lacks_is_said():
     lacking = report_of([option((8, 8), (100, 50)), option((6, 10), (70, 60))], [65, 65])
     text = report_markdown(lacking)
     assert "A batch of 16 does not fit: with the best, BalancedDataParallel(6, model), dev" in text
-    assert "device 0 needs 70 B and lacks 5 B; not even a batch of 1 fits." in text
+    assert "device 0 needs 70 B and lacks 5 B; no other batch was measured" in text
     assert "option 1" not in text and "```python" not in text
     assert "Options that fit" not in report_html([lacking])

@@ -7,10 +7,8 @@ import json
 import pytest
 import torch
 from torch import nn
-from typer.testing import CliRunner
 
 from balanced_dp import ArgumentError, BalancedDataParallel, Workload
-from balanced_dp.cli.commands import app
 from balanced_dp.memory import DeviceMemory
 from balanced_dp.validation import Check, Validation, checks, validate
 
@@ -78,23 +76,23 @@ def test_the_probe_is_compared_with_nvidia_smi(used, outcome, monkeypatch, tmp_p
 def test_a_wrong_gradient_is_named(no_accelerator, monkeypatch):
     forward = BalancedDataParallel.forward
     monkeypatch.setattr(BalancedDataParallel, "forward", lambda *a, **k: 1.5 * forward(*a, **k))
-    done = CliRunner().invoke(app, ["validate", "--devices", "2", "--json", "-"])
-    assert done.exit_code == 1
-    first = json.loads(done.stdout)["checks"][0]
-    assert (first["outcome"], first["value"]) == ("not ok", "5e-01")
-    assert "chunks of " in first["note"]
-    assert "FAILED: not all gradients" in done.stderr
+    result = validate(2)
+    first = result.checks[0]
+    assert (first.outcome, first.value) == ("not ok", "5e-01") and "chunks of " in first.note
+    assert "FAILED: not all gradients" in str(result)
 
 
 def test_emulated_devices_answer_for_gradients_only(no_accelerator):
-    done = CliRunner().invoke(app, ["validate", "--devices", "2", "--markdown", "-"])
-    assert done.exit_code == 0
-    assert done.stdout.startswith("### balanced-dp validate: 2 emulated devices\n\nbalanced-dp ")
-    assert [line.split()[0] for line in done.stderr.splitlines()[:5]] == [
+    result = validate(2)
+    assert [check.part for check in result.checks] == [
         *["gradients"] * 3,
-        *("probe", "memory"),
+        "probe",
+        "memory",
+        "time",
     ]
-    assert "All gradients and outputs are those of one device." in done.stdout
+    assert result.markdown().startswith("### balanced-dp validate: 2 emulated devices\n\nbalanced")
+    assert json.loads(result.json())["devices"] == "2 emulated devices"
+    assert str(result).endswith("All gradients and outputs are those of one device.")
 
 
 def test_an_error_in_a_part_leaves_the_others(no_accelerator, monkeypatch):

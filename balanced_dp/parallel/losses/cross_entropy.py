@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -32,7 +33,8 @@ class Counted:
         position: how many the replica has computed before.
         kind: ``"mean"`` or ``"sum"``.
         count: how many targets it is over, or their weight: a number or a 0-dim tensor.
-        num_classes: how many classes there are.
+        compares_samples: whether each target is another one of the rows of a square input, as where
+            samples are compared with each other; or None.
         weight: the weights of classes, or None.
         value: its value, with its graph.
         node: its node in the graph, or None.
@@ -43,7 +45,7 @@ class Counted:
     position: int
     kind: str
     count: Any
-    num_classes: int
+    compares_samples: Tensor | None
     weight: Tensor | None
     value: Tensor
     node: Any
@@ -62,24 +64,29 @@ class Counted:
 _of_call: ContextVar[Sequence[list[Counted]]] = ContextVar("of_call", default=())
 _of_replica: ContextVar[list[Counted] | None] = ContextVar("of_replica", default=None)
 _lock = threading.Lock()
-_num_users = 0
+
+
+class _User:
+    """A call that counts cross entropies. It dies with the call, even if an interrupt ends that."""
+
+
+_users = weakref.WeakSet[_User]()
 
 
 @contextlib.contextmanager
 def counting(found: Sequence[list[Counted]]) -> Iterator[None]:
     """Context manager in which the cross entropies of each replica are added to its list."""
-    global _num_users
-    token = _of_call.set(found)
-    with _lock:
-        _num_users += 1
-        _exchange(_FUNCTIONS, _counting_functions())
+    user, token = _User(), _of_call.set(found)
     try:
+        with _lock:
+            _users.add(user)
+            _exchange(_FUNCTIONS, _counting_functions())
         yield
     finally:
         _of_call.reset(token)
         with _lock:
-            _num_users -= 1
-            if not _num_users:
+            _users.discard(user)
+            if not _users:
                 _exchange(_counting_functions(), _FUNCTIONS)
 
 
@@ -127,14 +134,17 @@ def _counting(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         if found is None or reduction not in (_MEAN, _SUM) or not is_plain:
             return loss
         count: Any
-        num_classes = input.shape[min(1, input.dim() - 1)]
+        compares_samples = None
         if target.is_floating_point():  # probabilities of classes: all count
-            count = target.numel() // num_classes
+            count = target.numel() // target.shape[min(1, target.dim() - 1)]
         else:
             is_counted = target != ignore_index
             count = is_counted.sum()
             if weight is not None:
                 count = (weight.detach()[target.where(is_counted, 0).long()] * is_counted).sum()
+            if input.dim() == 2 and 1 < len(input) == input.shape[1]:
+                each = torch.arange(len(input), device=target.device)
+                compares_samples = (target.sort().values == each).all()
         node = loss.grad_fn
         if reduction == _MEAN and isinstance(count, Tensor):
             # 0 / 0 if nothing counts, which would hide what else is added to it.
@@ -144,7 +154,9 @@ def _counting(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         kind = "mean" if reduction == _MEAN else "sum"
         value = loss.clone()  # the loss may be written to
         result = loss.detach(), _version(loss)
-        found.append(Counted(len(found), kind, count, num_classes, weight, value, node, *result))
+        found.append(
+            Counted(len(found), kind, count, compares_samples, weight, value, node, *result)
+        )
         return loss
 
     return compute

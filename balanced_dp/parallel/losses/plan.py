@@ -357,8 +357,9 @@ def doubt_of(counted: Sequence[Counted], sizes: Sequence[int]) -> str:
     weights = [one.weight.cpu() for one in counted if one.weight is not None]
     if any(not torch.equal(weight, weights[0]) for weight in weights):
         raise UnclearError("the weights of its classes differ between the replicas")
-    if len(set(sizes)) == 1 < sizes[0] == counted[0].num_classes:
-        return "it has as many classes as samples in a chunk, as if samples were compared"
+    compares = [one.compares_samples for one in counted]
+    if len(set(sizes)) == 1 and all(one is not None and bool(one) for one in compares):
+        return "its targets are the rows of the chunk, as if samples were compared"
     return ""
 
 
@@ -374,7 +375,8 @@ def joined(
     def by(weighting: Weighting, tensors: Tensors) -> Tensor:
         if weighting == SUM:
             return total(tensors, device)
-        return weighted_mean(tensors, weights(weighting), device)
+        ignores = weighting[0] != "argument"  # a sum that nothing divides is still added
+        return weighted_mean(tensors, weights(weighting), device, ignores_empty=ignores)
 
     loss = by(rule.base, outputs)
     for (*_, own, _), tensors in zip(rule.exchanged, values, strict=True):

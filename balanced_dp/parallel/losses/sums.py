@@ -27,20 +27,31 @@ def total(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 def weighted_mean(
-    tensors: Sequence[Tensor], weights: Sequence[Any], device: torch.device
+    tensors: Sequence[Tensor],
+    weights: Sequence[Any],
+    device: torch.device,
+    *,
+    ignores_empty: bool = True,
 ) -> Tensor:
     """Return the weighted mean of 0-dim tensors on ``device``.
 
     Args:
-        tensors: a mean over each chunk. One whose weight is 0 is ignored, even if it is NaN.
+        tensors: a mean over each chunk. One whose weight is 0 is ignored if it is not finite.
         weights: for each, a number or a 0-dim tensor, which is not read: that would wait for its
             device.
         device: the device of the result.
+        ignores_empty: whether those with the weight 0 are always ignored. If not, they are added as
+            they are, since a count of 0 was replaced by 1 in their divisor.
     """
-    shares = column(weights, device)
-    means = torch.stack(moved(tensors, device)).masked_fill(shares == 0, 0)
+    shares, means = column(weights, device), torch.stack(moved(tensors, device))
+    total, is_empty = shares.sum(), shares == 0
+    if ignores_empty:
+        means = means.masked_fill(is_empty, 0)
+    else:
+        means = means.masked_fill(is_empty & (total != 0) & ~means.isfinite(), 0)
+        total = total.where(total != 0, 1)
     dtype = torch.promote_types(means.dtype, torch.float32)  # where no sum of counts overflows
-    shares = shares.to(dtype) / shares.sum().to(dtype)
+    shares = shares.masked_fill(is_empty, 1).to(dtype) / total.to(dtype)
     return torch.dot(means.to(dtype), shares).to(means.dtype)
 
 
@@ -57,11 +68,14 @@ def column(weights: Sequence[Any], device: torch.device) -> Tensor:
 
 
 def ignore_if_empty(nodes: Sequence[Any], weights: Sequence[Any]) -> None:
-    """Replace the gradients of a reduction on replicas whose weight is 0, such as 0 / 0, by 0."""
+    """Replace gradients of a reduction that are 0 / 0, on replicas whose weight is 0, by 0."""
     for node, weight in zip(nodes, weights, strict=False):
         if isinstance(weight, Tensor):
             node.register_prehook(functools.partial(_zero_where, weight == 0))
 
 
 def _zero_where(is_empty: Tensor, gradients: Sequence[Any]) -> tuple[Any, ...]:
-    return tuple(g if g is None else g.masked_fill(is_empty.to(g.device), 0) for g in gradients)
+    return tuple(
+        g if g is None else g.masked_fill(is_empty.to(g.device) & ~g.isfinite(), 0)
+        for g in gradients
+    )
