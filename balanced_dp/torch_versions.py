@@ -99,7 +99,6 @@ SLOWER_WITHOUT = {
     "_foreach_copy_": "gradients that arrive on a CUDA device are copied one by one",
     "_C._will_engine_execute_node": "gradients of a block of calls are brought home by each call",
     "_C._functions.SumBackward0._set_sequence_nr": "gradients leave for other devices later",
-    "_C._cuda_hasPrimaryContext": "a probe of devices without a CUDA context opens one",
 }
 """What is slower without one of these."""
 
@@ -189,9 +188,3 @@ def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     else:
         for target, source in zip(targets, sources, strict=True):
             target.copy_(source)
-
-
-def has_cuda_context(device: torch.device) -> bool:
-    """Return whether this process may have a context on a CUDA device, without creating one."""
-    tells = getattr(torch._C, "_cuda_hasPrimaryContext", None)  # only builds with CUDA have it
-    return tells is None or bool(tells(device.index))

@@ -172,15 +172,13 @@ _METRICS: dict[str, tuple[Callable[[float], str], Callable[[float], str]]] = {
 def memory_table(memories: Sequence[DeviceMemory]) -> Group:
     """Return a table of what each GPU holds, with the names and UUIDs below it."""
     note = "Used includes tensors, torch's cache, contexts and other processes."
-    if any(memory.memory_info_version == 1 for memory in memories):
-        note += "\nThis driver counts its own reserve as used."
     if any(memory.device is None for memory in memories):
         note += "\nDevices without a torch number are not visible to torch."
     rows = []
     for m in memories:
-        held = m.total_bytes, m.used_bytes, m.free_bytes, m.process_bytes, m.other_process_bytes
+        held = m.total_bytes, m.used_bytes, m.free_bytes
         rows.append((m.label, *("?" if size is None else format_bytes(size) for size in held)))
-    headers = ("device", "total", "used", "free", "ours", "others")
+    headers = ("device", "total", "used", "free")
     table = rich_table(TextTable(headers, tuple(rows)))
     names = [f"{m.label}: {m.name or '?'}\n    {m.uuid or '?'}" for m in memories]
     errors = [f"{m.label}: {m.error}" for m in memories if m.error is not None]

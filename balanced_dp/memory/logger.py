@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch import nn
-
 from ..errors import ArgumentTypeError
 from ..split import as_integer
 from .peaks import Peaks
@@ -48,7 +46,7 @@ class MemoryLogger:
         2 memory/imbalance
     """
 
-    def __init__(self, model: nn.Module, writer: Any, every: int = 100) -> None:
+    def __init__(self, model: Any, writer: Any, every: int = 100) -> None:
         self.every = as_integer("every", every, minimum=1)
         write = getattr(writer, "add_scalar", writer)
         if not callable(write):
@@ -57,7 +55,7 @@ class MemoryLogger:
             )
         self.num_steps = 0
         self._write: Callable[[str, float, int], object] = write
-        probe = MemoryProbe(model=model)
+        probe: MemoryProbe = model.memory
         self._labels = [memory.label for memory in probe.snapshot()]
         self._devices = probe.devices
         self._peaks = Peaks(self._devices)

@@ -365,12 +365,12 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
 
     @property
     def memory(self) -> MemoryProbe:
-        """A new ``MemoryProbe`` of the devices and the split of this model.
+        """A new ``MemoryProbe`` of the devices of this model.
 
         Raises:
             ProbeError: the devices do not count their memory, as ``"cpu"`` does not.
         """
-        return MemoryProbe(model=self)
+        return MemoryProbe(self.devices or ["cpu"])
 
     def check(self, *inputs: Any, **kwargs: Any) -> CheckResult:
         """Compare a batch that is split with the whole batch on ``device_ids[0]``.

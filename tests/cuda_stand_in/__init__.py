@@ -177,8 +177,6 @@ def opened() -> Iterator[StandIn]:
     try:
         with (
             mock.patch.object(module, "is_open", True),
-            # A build of torch with CUDA would ask the driver.
-            mock.patch.object(torch._C, "_cuda_hasPrimaryContext", lambda index: True, create=True),
             mock.patch.object(nn.RNNBase, "flatten_parameters", _flatten_as_cudnn),
             Communicators.replaced(extension) as nccl,
         ):

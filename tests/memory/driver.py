@@ -14,7 +14,7 @@ from ..processes import python
 
 ROOT = Path(__file__).parents[2]
 SOURCE = Path(__file__).with_name("nvml_stand_in.c")
-NUM_BOARDS, NUM_UNITS, MAX_PROCESSES = 3, 5, 4
+NUM_BOARDS, NUM_UNITS = 3, 5
 GIB, MIB = 2**30, 2**20
 
 GTX, A100, H100 = 0, 1, 2  # by NVML's index
@@ -41,13 +41,7 @@ class State(ctypes.Structure):
         ("handle_error", ctypes.c_uint32 * NUM_BOARDS),
         ("init_error", ctypes.c_uint32),
         ("name_error", ctypes.c_uint32),
-        ("process_error", ctypes.c_uint32),
         ("has_mig", ctypes.c_uint32),
-        ("num_processes", ctypes.c_uint32),
-        ("process_bytes", ctypes.c_uint64 * MAX_PROCESSES),
-        ("process_pid", ctypes.c_uint32 * MAX_PROCESSES),
-        ("graphics_bytes", ctypes.c_uint64),
-        ("graphics_pid", ctypes.c_uint32),
         ("num_memory_queries", ctypes.c_uint32),
     )
 

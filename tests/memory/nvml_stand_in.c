@@ -4,8 +4,7 @@ What it answers is read from a file, whose path is in NVML_STAND_IN_STATE and wh
 struct state (driver.py has the same). Version 1 of the memory query counts the driver's reserve as
 used, so an answer shows which version was asked.
 
--DBEFORE_510 leaves out version 2 of the memory query and version 3 of the process list, as older
-drivers do. */
+-DBEFORE_510 leaves out version 2 of the memory query, as older drivers do. */
 
 #include <fcntl.h>
 #include <stdint.h>
@@ -27,7 +26,6 @@ enum {
 #define NUM_BOARDS 3
 #define NUM_SLICES 2
 #define NUM_UNITS (NUM_BOARDS + NUM_SLICES)
-#define MAX_PROCESSES 4
 #define GIB (1ull << 30)
 
 struct state {
@@ -37,13 +35,7 @@ struct state {
     uint32_t handle_error[NUM_BOARDS];
     uint32_t init_error;
     uint32_t name_error;
-    uint32_t process_error;
     uint32_t has_mig;              /* board 1 is split into two slices */
-    uint32_t num_processes;        /* on each unit */
-    uint64_t process_bytes[MAX_PROCESSES];
-    uint32_t process_pid[MAX_PROCESSES]; /* 0 stands for the process that asks */
-    uint64_t graphics_bytes;       /* of one process that draws on each unit */
-    uint32_t graphics_pid;         /* 0: there is none */
     uint32_t num_memory_queries;
 };
 
@@ -187,48 +179,3 @@ int nvmlDeviceGetMemoryInfo_v2(struct unit *unit, struct memory_v2 *memory)
     return count_query(unit);
 }
 #endif
-
-struct process {
-    uint32_t pid;
-    uint64_t used;
-    uint32_t gpu_instance, compute_instance;
-};
-
-static int list_processes(unsigned *count, struct process *processes)
-{
-    unsigned room = *count;
-    *count = state()->num_processes;
-    if (state()->process_error)
-        return (int)state()->process_error;
-    if (room < *count || (!processes && *count))
-        return INSUFFICIENT_SIZE;
-    for (unsigned i = 0; i < *count; i++) {
-        uint32_t pid = state()->process_pid[i];
-        processes[i] = (struct process){pid ? pid : (uint32_t)getpid(), state()->process_bytes[i],
-                                        0xFFFFFFFF, 0xFFFFFFFF};
-    }
-    return SUCCESS;
-}
-
-#ifndef BEFORE_510
-int nvmlDeviceGetComputeRunningProcesses_v3(struct unit *unit, unsigned *count,
-                                            struct process *processes)
-{
-    (void)unit;
-    return list_processes(count, processes);
-}
-#endif
-
-int nvmlDeviceGetGraphicsRunningProcesses_v3(struct unit *unit, unsigned *count,
-                                             struct process *processes)
-{
-    unsigned room = *count;
-    (void)unit;
-    *count = state()->graphics_pid != 0;
-    if (room < *count)
-        return INSUFFICIENT_SIZE;
-    if (*count)
-        processes[0] = (struct process){state()->graphics_pid, state()->graphics_bytes,
-                                        0xFFFFFFFF, 0xFFFFFFFF};
-    return SUCCESS;
-}

@@ -18,7 +18,7 @@ from .driver import GTX, H100
 
 
 @pytest.mark.parametrize("shape", ["SummaryWriter", "function"])
-def test_peaks_are_written_every_so_many_steps(shape, emulate):
+def test_a_record_every_third_step(shape, emulate):
     written = []
 
     def write(tag, value, step):
@@ -65,7 +65,6 @@ def test_the_tags_hold_both_numbers(driver):
     [
         (0, print, ArgumentError, "every must be at least 1, got 0"),
         (True, print, ArgumentTypeError, "every must be an integer, got True"),
-        (1.5, print, ArgumentTypeError, "every must be an integer, got 1.5"),
         (1, "runs", ArgumentTypeError, "writer must have add_scalar"),
     ],
 )
