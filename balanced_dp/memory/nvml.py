@@ -40,11 +40,6 @@ class Nvml:
         self._nvml = pynvml
         self._query(pynvml.nvmlInit)
 
-    def driver_version(self) -> str | None:
-        """Return the version of the driver, as ``nvidia-smi --query-gpu=driver_version``."""
-        version: str | None = self._ask(self._nvml.nvmlSystemGetDriverVersion)
-        return version
-
     def boards(self) -> list[Board]:
         """Return all boards in the order of their indices; a board in MIG mode as its slices.
 

@@ -12,10 +12,10 @@ from balanced_dp.cli.commands import app
 from balanced_dp.validation import Check, Validation
 
 
-@pytest.mark.parametrize(("outcome", "exit_code"), [("ok", 0), ("not ok", 1)])
+@pytest.mark.parametrize(("ok", "exit_code"), [(True, 0), (False, 1)])
 @pytest.mark.parametrize("option", ["--json", "--markdown"])
-def test_only_a_wrong_gradient_is_a_failure(option, outcome, exit_code, monkeypatch):
-    checks = Check("gradients", "every split", outcome, "1e-3"), Check("time", "a", "not ok")
+def test_only_a_wrong_gradient_is_a_failure(option, ok, exit_code, monkeypatch):
+    checks = Check("gradients", "every split", ok, "1e-3"), Check("time", "a", False)
 
     def run(num_devices, emulate, on_check):
         for check in checks:
@@ -27,6 +27,6 @@ def test_only_a_wrong_gradient_is_a_failure(option, outcome, exit_code, monkeypa
     assert done.exit_code == exit_code
     assert "(two devices)" in done.stderr and str(checks[0]) in done.stderr
     if option == "--json":
-        assert json.loads(done.stdout)["checks"][0]["outcome"] == outcome
+        assert json.loads(done.stdout)["checks"][0]["ok"] == ok
     else:
         assert done.stdout.startswith("### balanced-dp validate: two devices")

@@ -20,7 +20,6 @@ import torch
 from torch import nn
 
 from balanced_dp import BalancedDataParallel, MemoryLogger, MemoryProbe, ProbeError
-from balanced_dp.memory.nvml import Nvml
 
 from .driver import BUSES, GIB, H100, UUIDS, State, open_state
 
@@ -73,10 +72,6 @@ def boards() -> Any:
         return snapshot(MemoryProbe())
     except ProbeError as error:
         return f"ProbeError: {error}"
-
-
-def driver_version() -> Any:
-    return Nvml().driver_version()
 
 
 def cuda(units: str) -> Any:

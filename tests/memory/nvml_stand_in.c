@@ -19,7 +19,6 @@ enum {
     INVALID_ARGUMENT = 2,
     NOT_SUPPORTED = 3,
     NOT_FOUND = 6,
-    INSUFFICIENT_SIZE = 7,
     VERSION_MISMATCH = 25,
 };
 
@@ -84,11 +83,6 @@ const char *nvmlErrorString(int error)
 {
     (void)error;
     return "an error of the stand-in";
-}
-
-int nvmlSystemGetDriverVersion(char *version, unsigned length)
-{
-    return snprintf(version, length, "580.95.05") < (int)length ? SUCCESS : INSUFFICIENT_SIZE;
 }
 
 int nvmlDeviceGetCount_v2(unsigned *count)

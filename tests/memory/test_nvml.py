@@ -29,10 +29,6 @@ def test_boards_where_torch_has_no_cuda(driver):
         assert column(found, name) == [None] * 3
 
 
-def test_the_driver_says_its_version(driver):
-    assert driver.run("driver_version") == "580.95.05"
-
-
 @pytest.mark.parametrize(("name", "counted"), [("driver", 0), ("old_driver", RESERVED)])
 def test_an_old_driver_counts_its_reserve(request, name, counted):
     for row, used in zip(request.getfixturevalue(name).run("boards"), USED, strict=False):
