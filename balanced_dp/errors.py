@@ -48,10 +48,6 @@ class InfeasiblePlanError(BalancedDataParallelError, ValueError):
     """The batch fits with no ``gpu0_bsz``; the message says how much each device lacks."""
 
 
-class DistributedError(BalancedDataParallelError, RuntimeError):
-    """A rank reported no count within the timeout of its process group."""
-
-
 class ReportError(BalancedDataParallelError, ValueError):
     """A file is not a report that this version can read; the message says why."""
 

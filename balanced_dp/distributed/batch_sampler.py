@@ -51,9 +51,8 @@ class BalancedBatchSampler(Sampler[list[int]]):
         epoch: the epoch of the next iteration, as set by ``set_epoch``.
 
     Raises:
-        ArgumentError: an argument is out of range, or the sum of ``chunk_sizes`` is not
-            ``batch_size``.
-        ArgumentTypeError: an argument has the wrong type.
+        ArgumentError: there is no such rank, or ``chunk_sizes`` are not one for each rank with the
+            sum ``batch_size``.
         ValueError: ``world_size`` is not given, and there is no process group.
     """
 
@@ -72,24 +71,21 @@ class BalancedBatchSampler(Sampler[list[int]]):
         if world_size is None:
             world_size = dist.get_world_size()
             rank = dist.get_rank() if rank is None else rank
-        self.world_size = as_integer("world_size", world_size, minimum=1)
+        self.world_size = world_size
         self.rank = as_integer("rank", rank)
         self.num_samples = len(dataset)
-        self.batch_size = as_integer("batch_size", batch_size, minimum=1)
-        self.chunk_sizes = tuple(as_integer("chunk_sizes", size, 0) for size in chunk_sizes)
+        self.batch_size = batch_size
+        self.chunk_sizes = tuple(chunk_sizes)
         self.shuffle = shuffle
-        self.seed = as_integer("seed", seed)
+        self.seed = seed
         self.drop_last = drop_last
         if not 0 <= self.rank < self.world_size:
-            raise ArgumentError(
-                f"rank must be from 0 to {self.world_size - 1} of world_size={self.world_size}, "
-                f"got {self.rank}"
-            )
+            raise ArgumentError(f"rank must be from 0 to {world_size - 1}, got {self.rank}")
         found = len(self.chunk_sizes), sum(self.chunk_sizes)
         if found != (self.world_size, self.batch_size):
             raise ArgumentError(
-                f"chunk_sizes must be one for each of {self.world_size} ranks and add up to "
-                f"batch_size={self.batch_size}, got {found[0]}, in all {found[1]}"
+                f"chunk_sizes must be one for each of {world_size} ranks and add up to "
+                f"batch_size={batch_size}, got {found[0]}, in all {found[1]}"
             )
         self.epoch = 0
         self._next_start = 0  # position in the order at which the next iteration begins
@@ -125,7 +121,6 @@ class BalancedBatchSampler(Sampler[list[int]]):
         Call it before each epoch, with the same epoch on all ranks. If it is the epoch of a loaded
         state, the next iteration resumes there; if not, it begins with the first batch.
         """
-        epoch = as_integer("epoch", epoch)
         if epoch != self.epoch:
             self._next_start = self._start = self._num_yielded = 0
         self.epoch = epoch
@@ -147,7 +142,6 @@ class BalancedBatchSampler(Sampler[list[int]]):
         """
         if num_batches is None:
             num_batches = self._num_yielded
-        num_batches = as_integer("num_batches", num_batches)
         if not 0 <= num_batches <= self._num_yielded:
             raise ArgumentError(
                 f"num_batches must be from 0 to {self._num_yielded}, the number of batches that "
@@ -169,11 +163,8 @@ class BalancedBatchSampler(Sampler[list[int]]):
             state: a result of ``state_dict``.
 
         Raises:
-            ArgumentError: an entry is missing, or the state is of another dataset or order.
-            ArgumentTypeError: an entry is not an integer.
+            ArgumentError: the state is of another dataset or order.
         """
-        if missing := [name for name in self.state_dict() if name not in state]:
-            raise ArgumentError(f"the state lacks {', '.join(missing)}; load that of state_dict()")
         for name in ("num_samples", "shuffle", "seed"):
             if state[name] != getattr(self, name):
                 raise ArgumentError(
@@ -181,9 +172,8 @@ class BalancedBatchSampler(Sampler[list[int]]):
                     f"{name}={getattr(self, name)}; load it into a sampler like that one, or begin "
                     "a new epoch"
                 )
-        done = as_integer("num_samples_done", state["num_samples_done"], minimum=0)
-        self.epoch = as_integer("epoch", state["epoch"])
-        self._next_start = self._start = min(done, self.num_samples)
+        self.epoch = state["epoch"]
+        self._next_start = self._start = state["num_samples_done"]
         self._num_yielded = 0
 
 

@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..devices import default_device_type
-from ..errors import ArgumentError, ArgumentTypeError
+from ..errors import ArgumentError
 from ..parallel.data_parallel import BalancedDataParallel
 from ..parallel.homes import allow_alone
 
@@ -25,10 +24,9 @@ def convert(
     """Wrap the module of ``model`` in ``DistributedDataParallel``.
 
     Every process must call it, after ``init_process_group``. The module is moved in place to the
-    device of this rank, so its parameters, buffers and hooks remain. The hooks and the ``training``
-    flag of ``model`` are transferred to the new wrapper. State dicts have the same keys, so
-    checkpoints load both ways. An optimizer with state remains valid if the device is the same; if
-    not, load its state dict again.
+    device of this rank, so its parameters, buffers and hooks remain; hooks of ``model`` itself do
+    not. State dicts have the same keys, so checkpoints load both ways. An optimizer with state
+    remains valid if the device is the same; if not, load its state dict again.
 
     For chunks of different sizes, gradients are those of the whole batch if ``scale_loss`` is
     applied to the loss; ``split_ranks(batch_size, rank0_bsz=model.gpu0_bsz)`` returns the chunk
@@ -44,16 +42,10 @@ def convert(
             ``device_ids=[device]`` on an accelerator, which moves inputs there.
 
     Raises:
-        ArgumentTypeError: ``model`` is not a ``BalancedDataParallel``.
         ArgumentError: there are more processes than devices.
         ValueError, RuntimeError: raised by ``DistributedDataParallel``, for example if there is no
             process group or no parameter requires a gradient.
     """
-    if not isinstance(model, BalancedDataParallel):
-        raise ArgumentTypeError(
-            f"model must be a BalancedDataParallel, got a {type(model).__name__}; wrap any other "
-            "module in DistributedDataParallel(module)"
-        )
     model.close()
     module = model.module
     allow_alone(module)
@@ -68,16 +60,7 @@ def convert(
             arguments.setdefault("device_ids", [device])
     ddp = DistributedDataParallel(module, **arguments)
     ddp.training = model.training  # of the wrapper only, unlike train()
-    _transfer_hooks(model, ddp)
     return ddp
-
-
-def _transfer_hooks(model: nn.Module, ddp: nn.Module) -> None:
-    ddp._is_full_backward_hook = model._is_full_backward_hook
-    for name in vars(nn.Module()):
-        if "_hooks" in name:  # the same dictionaries, so that handles still remove their hooks
-            getattr(model, name).update(getattr(ddp, name))
-            setattr(ddp, name, getattr(model, name))
 
 
 def _device_of_this_rank(devices: Sequence[torch.device]) -> torch.device:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
 
@@ -12,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 
-from balanced_dp import ArgumentError, ArgumentTypeError
+from balanced_dp import ArgumentError
 from balanced_dp.distributed import count_all_ranks, scale_loss
 
 from ..processes import run_ranks
@@ -79,7 +78,7 @@ def alone():
     ],
     ids=["ignored labels", "a mask", "no rows", "infinite", "a sparse step"],
 )
-def test_a_loss_of_nothing_has_gradients_of_zeros(alone, loss_of, dtype):
+def test_a_loss_of_nothing_has_zero_gradients(alone, loss_of, dtype):
     net = torch.nn.Sequential(torch.nn.Embedding(7, 5, sparse=True), torch.nn.Linear(5, 3))
     loss = loss_of(net.to(dtype)(torch.arange(4)))
     assert not loss.isfinite()
@@ -99,25 +98,6 @@ def test_numbers_may_be_tensors(alone):
     assert scale_loss(torch.tensor(3.0), torch.tensor(2), total=count_all_ranks(3)) == 2
 
 
-ONE = torch.ones(())
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ((1.0, 2), ArgumentTypeError, "loss must be a tensor, got 1.0; pass it before .item()"),
-        ((torch.ones(3), 2), ArgumentError, "loss must have one element, got shape (3,); pass"),
-        ((ONE, "2"), ArgumentTypeError, "count must be a number or a tensor with one"),
-        ((ONE, True), ArgumentTypeError, "got True; pass the number of samples or tokens"),
-        ((ONE, torch.ones(2)), ArgumentTypeError, "count must be a number or a tensor"),
-        ((ONE, -1), ArgumentError, "count must be at least 0 and finite, got -1; pass 0"),
-        ((ONE, float("nan")), ArgumentError, "count must be at least 0 and finite, got"),
-        ((ONE, 2, float("inf")), ArgumentError, "total must be at least 0 and finite"),
-        ((ONE, 2, "4"), ArgumentTypeError, "total must be a number"),
-        ((ONE, 2, 1), ArgumentError, "count is 2, but total is 1; total must be the sum"),
-    ],
-)
-def test_what_cannot_be_scaled_is_said(alone, arguments, error, message):
-    loss, count, *total = arguments
-    with pytest.raises(error, match=re.escape(message)):
-        scale_loss(loss, count, total=total[0] if total else None)
+def test_a_count_above_the_total(alone):
+    with pytest.raises(ArgumentError, match="count is 2, but total is 1; total must be the sum"):
+        scale_loss(torch.ones(()), 2, total=1)
