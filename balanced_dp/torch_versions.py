@@ -26,7 +26,6 @@ NEEDED = (
     *(f"nn.Module.{name}" for name in ("_backward_pre_hooks", "_backward_hooks")),
     "nn.Module._replicate_for_data_parallel",
     "nn.Module._compiled_call_impl",
-    "nn.Module._is_full_backward_hook",
     "nn.modules.batchnorm._BatchNorm",
     # What "auto" has found, in checkpoints.
     "nn.Module._save_to_state_dict",

@@ -149,7 +149,7 @@ ELSEWHERE = {
     "_enabled",
     # Of sparse tensors, which have them, and in annotations only.
     *("_indices", "_ops"),
-    *("_hooks", "_bytes", "_cuda_"),  # parts of names
+    *("_bytes", "_cuda_"),  # parts of names
 }
 
 
