@@ -30,7 +30,6 @@ from ..devices import Device, default_device_type, resolve_devices
 from ..emulation.machine import has_machine
 from ..errors import ArgumentError
 from ..memory.logger import MemoryLogger
-from ..parallel.auto import STATE_KEY, SplitPolicy
 from ..parallel.data_parallel import BalancedDataParallel
 from ..parallel.gather import ScalarOutputs
 from ..parallel.losses.join import ChunkLosses
@@ -49,24 +48,22 @@ class _TrainerParallel(BalancedDataParallel[nn.Module]):
         losses: ChunkLosses | None = None,
     ) -> Any:
         """Gather the outputs; with autocast, convert them to float32 as accelerate does."""
-        select = _loss_only if self.gathers_loss_only else _without_caches
-        gathered = super().gather([select(output) for output in outputs], output_device, losses)
+        selected = [_select(output, self.gathers_loss_only) for output in outputs]
+        gathered = super().gather(selected, output_device, losses)
         is_autocast = torch.is_autocast_enabled(self.devices[0].type)
         return convert_to_fp32(gathered) if is_autocast else gathered
 
 
-def _loss_only(output: Any) -> Any:
-    if isinstance(output, Mapping) and "loss" in output:
-        cls = type(output) if isinstance(output, ModelOutput) else dict
-        return cls(loss=output["loss"])
-    return output[:1] if isinstance(output, tuple) else output
-
-
-def _without_caches(output: Any) -> Any:
-    """Return the output without its key-value caches, which the Trainer ignores."""
-    if not isinstance(output, ModelOutput):
+def _select(output: Any, loss_only: bool) -> Any:
+    """Return the loss of an output, or all but its key-value caches, which the Trainer ignores."""
+    if isinstance(output, tuple) and loss_only:
+        return output[:1]
+    if not isinstance(output, Mapping):
         return output
-    return type(output)(**{name: v for name, v in output.items() if not isinstance(v, Cache)})
+    loss_only = loss_only and "loss" in output
+    cls = type(output) if isinstance(output, ModelOutput) else dict
+    names = ["loss"] if loss_only else [n for n, v in output.items() if not isinstance(v, Cache)]
+    return cls(**{name: output[name] for name in names})
 
 
 if TYPE_CHECKING:
@@ -85,8 +82,10 @@ class BalancedTrainerMixin(_AnyTrainer):
     In training, only the loss is gathered if ``compute_loss`` is ``Trainer``'s and does not need
     the logits. Replicas run with the Trainer's autocast.
 
-    It behaves as ``Trainer`` with one device, in a process of a distributed launch, and with a
-    model that is quantized or spread over several devices (``device_map``).
+    To ``Trainer``, the devices are a single one: ``trainer.args`` has ``n_gpu`` 1 and the batch
+    size of all devices. The class behaves as ``Trainer`` with one device, in a process of a
+    distributed launch, and with a model that is quantized or spread over several devices
+    (``device_map``).
 
     Args:
         gpu0_bsz: maximum chunk size of the first device, or ``"auto"``, as for
@@ -130,7 +129,6 @@ class BalancedTrainerMixin(_AnyTrainer):
         }
         self._parallel: _TrainerParallel | None = None
         super().__init__(*args, **kwargs)
-        self.add_callback(_KeepSplit(self))
         self._devices = self._choose_devices(device_ids)
         if self._devices:
             self._use_devices()
@@ -140,9 +138,8 @@ class BalancedTrainerMixin(_AnyTrainer):
         if self.is_model_parallel or self.args.parallel_mode == ParallelMode.DISTRIBUTED:
             if device_ids is not None:
                 raise ArgumentError(
-                    "device_ids cannot be used in a distributed launch, or with a model that is "
-                    "spread over devices; leave them out, or start one process with a model on one "
-                    "device"
+                    "leave device_ids out in a distributed launch, and with a model that is spread "
+                    "over devices"
                 )
             return []
         if device_ids is None and self.args.n_gpu < 2 and not has_machine():
@@ -150,18 +147,15 @@ class BalancedTrainerMixin(_AnyTrainer):
         return resolve_devices(device_ids, default_device_type())
 
     def _use_devices(self) -> None:
+        """Show ``Trainer`` a single device with the whole batch, so that it corrects nothing."""
         self.args = copy.copy(self.args)  # the caller may pass them to another Trainer
-        self.args._n_gpu = len(self._devices)
-        self._train_batch_size = self.args.train_batch_size
+        self.args.per_device_train_batch_size *= len(self._devices)
+        self.args.per_device_eval_batch_size *= len(self._devices)
+        self.args._n_gpu = 1
         self.args.__dict__["_setup_devices"] = self._devices[0]
+        self._train_batch_size = self.args.train_batch_size
         if self.place_model_on_device:
             self._move_model_to_device(self.model, self._devices[0])
-        # Raises errors for invalid arguments now, not in the first step.
-        BalancedDataParallel(
-            module=nn.Identity(),
-            device_ids=self._devices,
-            **{**self._split, "broadcast": (), "split": ()},
-        )
 
     @property
     def parallel_model(self) -> BalancedDataParallel[nn.Module] | None:
@@ -172,38 +166,30 @@ class BalancedTrainerMixin(_AnyTrainer):
         """Return the model to call; training and evaluation share one wrapper."""
         if self._parallel is not None and model is self._parallel.module:
             return self._parallel
-        with self._with_one_gpu():  # else it is wrapped in nn.DataParallel
-            wrapped: nn.Module = super()._wrap_model(model, *args, **kwargs)
+        wrapped: nn.Module = super()._wrap_model(model, *args, **kwargs)
         is_bare = self.accelerator.unwrap_model(model, keep_torch_compile=False) is model is wrapped
         is_quantized = any(getattr(model, f"is_loaded_in_{bits}bit", False) for bits in (4, 8))
-        if self.args.n_gpu < 2 or not is_bare or is_quantized:
+        if len(self._devices) < 2 or not is_bare or is_quantized:
             return wrapped
         self._parallel = _TrainerParallel(module=model, device_ids=self._devices, **self._split)
         return self._parallel
-
-    def _get_num_items_in_batch(self, *args: Any, **kwargs: Any) -> Any:
-        with self._with_one_gpu():  # else it is repeated or divided for several devices
-            return super()._get_num_items_in_batch(*args, **kwargs)
 
     def compute_loss(  # type: ignore[override]  # Trainer's names each argument
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, **kwargs: Any
     ) -> Any:
         """Return the loss of the whole batch, as ``Trainer.compute_loss``."""
         loss_only = not return_outputs and self._is_from_trainer("compute_loss")
-        with self._with_one_gpu(), self._gathering(loss_only):
+        with self._gathering(loss_only):
             return super().compute_loss(model, inputs, return_outputs=return_outputs, **kwargs)
 
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any
     ) -> Any:
         """Return loss, logits and labels, as ``Trainer.prediction_step``."""
-        loss_only = (
-            prediction_loss_only
-            and self._is_from_trainer("prediction_step")
-            and self._is_from_trainer("compute_loss")
-            and type(self).compute_loss is BalancedTrainerMixin.compute_loss
+        is_plain = self._is_from_trainer("prediction_step") and self._is_from_trainer(
+            "compute_loss"
         )
-        with self._gathering(loss_only):
+        with self._gathering(prediction_loss_only and is_plain):
             return super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
@@ -213,13 +199,9 @@ class BalancedTrainerMixin(_AnyTrainer):
             return super().evaluation_loop(*args, **kwargs)
 
     def _is_from_trainer(self, name: str) -> bool:
-        """Return whether no class between this mixin and ``Trainer`` overrides the method."""
-        method: Any = getattr(super(), name)
-        return method.__func__ is getattr(Trainer, name)
-
-    def _with_one_gpu(self) -> AbstractContextManager[object]:
-        """Set ``n_gpu`` to 1, so that the Trainer does not correct for an even split."""
-        return mock.patch.object(self.args, "_n_gpu", 1)
+        """Return whether no other class than this mixin overrides the method of ``Trainer``."""
+        defining = {cls for cls in type(self).__mro__ if name in vars(cls)}
+        return defining == {BalancedTrainerMixin, Trainer}
 
     def _gathering(self, loss_only: bool) -> AbstractContextManager[object]:
         """Gather the loss only, unless the Trainer computes it from the gathered logits."""
@@ -249,29 +231,6 @@ class BalancedTrainer(BalancedTrainerMixin, Trainer):
     Raises:
         ArgumentError, ArgumentTypeError: the devices or the split are invalid.
     """
-
-
-class _KeepSplit(TrainerCallback):
-    """Stores what ``gpu0_bsz="auto"`` has found in the state of the Trainer, and starts with it.
-
-    Not an ``ExportableState``: with ``restore_callback_states_from_checkpoint`` the Trainer would
-    replace this object by one that does not know its trainer.
-    """
-
-    def __init__(self, trainer: BalancedTrainerMixin) -> None:
-        self._trainer = trainer
-
-    def _policy(self) -> SplitPolicy | None:
-        parallel = self._trainer.parallel_model
-        return None if parallel is None else parallel._policy
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if (policy := self._policy()) and (stored := state.stateful_callbacks.get(STATE_KEY)):
-            policy.load_state_dict(stored["attributes"], self._trainer.model)
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if (policy := self._policy()) and (found := policy.state_dict()):
-            state.stateful_callbacks[STATE_KEY] = {"attributes": found}
 
 
 class MemoryCallback(TrainerCallback):
