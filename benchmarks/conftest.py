@@ -1,4 +1,4 @@
-"""What the benchmarks share: tables of their figures, and the option that keeps them."""
+"""What the benchmarks share: tables of their figures, and the option that stores them."""
 
 from __future__ import annotations
 
@@ -9,26 +9,24 @@ from typing import Any
 
 import pytest
 
-from .tables import hardware, write_table
+from .tables import text, write_table
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--results", type=Path, metavar="FOLDER", help="where tables are kept")
+    parser.addoption("--results", type=Path, metavar="FOLDER", help="where tables are stored")
 
 
 @pytest.fixture(scope="module")
 def tables(request: pytest.FixtureRequest) -> Iterator[defaultdict[str, list[dict[str, Any]]]]:
-    """Rows by what they answer: printed at the end, and written where ``--results`` says.
+    """Rows by question, printed at the end, and written to the folder of ``--results``.
 
-    A module's ``NOTES`` say of each question how the figures were had.
+    ``NOTES`` of a module say for each question how the figures were measured.
     """
     tables: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
     yield tables
     folder = request.config.getoption("--results")
     for question, rows in tables.items():
         for row in rows:
-            texts = (f"{k} {v:.3g}" if type(v) is float else f"{k} {v}" for k, v in row.items())
-            print("\n" + ", ".join(texts))
+            print("\n" + ", ".join(f"{name} {text(value)}" for name, value in row.items()))
         if folder is not None:
-            note = request.module.NOTES[question]
-            write_table(question, rows, folder, on=hardware(), note=note)
+            write_table(question, rows, folder, request.module.NOTES[question])

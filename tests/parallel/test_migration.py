@@ -1,10 +1,8 @@
-"""What docs/migration.md says of ours beside each earlier way: split, loss and gradients."""
+"""Each class of docs/migration.md next to ours: split, loss and gradients."""
 
 from __future__ import annotations
 
 import copy
-import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,34 +18,7 @@ from balanced_dp import (
 )
 from balanced_dp.torch_versions import accelerator_type
 
-PAGE = (Path(__file__).parents[2] / "docs" / "migration.md").read_text("utf-8")
-
-PAIRS: set[str] = set()
-"""Rows of the page's table that have a test."""
-
 pytestmark = pytest.mark.filterwarnings("ignore:.* sets (net.)?seen in forward")
-
-
-def pair(name):
-    """Marks the test of a row of the page's table."""
-
-    def mark(test):
-        PAIRS.add(name)
-        return test
-
-    return mark
-
-
-def test_every_row_of_the_table_has_a_test_and_a_section():
-    rows = re.findall(r"^\| \[(.+)\]\(#(.+?)\) \|", PAGE, re.MULTILINE)
-    table = PAGE.split("|---", 1)[1].split("\n\n", 1)[0].splitlines()[1:]
-    assert len(rows) == len(table)
-    in_other_files = {"Hugging Face's Trainer"}  # integrations/test_transformers.py
-    assert {name.replace("`", "") for name, _ in rows} == PAIRS | in_other_files
-    headings = re.findall(r"^## (.+)$", PAGE, re.MULTILINE)
-    assert [anchor for _, anchor in rows] == [
-        re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings
-    ]
 
 
 # A step on one device and on several emulated ones.
@@ -113,10 +84,6 @@ def assert_same(found, expected):
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
 
 
-# The pairs.
-
-
-@pair("nn.DataParallel")
 @pytest.mark.filterwarnings("ignore:gpu0_bsz")
 @pytest.mark.parametrize(("batch_size", "num_devices"), [(16, 4), (10, 4), (10, 8), (9, 4)])
 def test_data_parallel(batch_size, num_devices):
@@ -140,7 +107,6 @@ def test_a_loss_with_one_entry_is_that_of_the_batch():
     assert_same(ours(net, 4, 1, vector_of)[1], one_device(net, vector_of))
 
 
-@pair("data_parallel, the function")
 @pytest.mark.filterwarnings("ignore:gpu0_bsz")
 @pytest.mark.parametrize("gpu0_bsz", [1, 16])
 def test_data_parallel_as_a_function(gpu0_bsz):
@@ -170,9 +136,6 @@ XL, REPOSITORY = "Transformer-XL's BalancedDataParallel", "the repository Balanc
 LISTS = "CornerNet's and CenterNet's DataParallel"
 
 
-@pair(XL)
-@pair(REPOSITORY)
-@pair(LISTS)
 @pytest.mark.parametrize(
     ("whose", "batch_size", "num_devices", "gpu0_bsz", "weights", "found"),
     [
@@ -202,7 +165,6 @@ def test_other_rules(whose, batch_size, num_devices, gpu0_bsz, weights, found):
     assert_same(step, one_device(net, loss_of))
 
 
-@pair("PyTorch-Encoding's DataParallelModel")
 @pytest.mark.filterwarnings("ignore:gpu0_bsz")
 @pytest.mark.parametrize("gpu0_bsz", [1, 3])
 @pytest.mark.parametrize("num_ignored", [0, 2])
@@ -219,7 +181,6 @@ def test_outputs_that_stay(gpu0_bsz, num_ignored):
     assert_same(step, one_device(net, lambda model: criterion(model(x), y)))
 
 
-@pair("an optimizer in DataParallel")
 def test_an_optimizer():
     net = Net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
