@@ -37,9 +37,7 @@ def test_examples(arguments, expected):
 
 
 @given(batch_sizes, device_counts, caps)
-def test_chunks_cover_the_batch_and_device_0_gets_no_more_than_asked(
-    batch_size, num_devices, gpu0_bsz
-):
+def test_chunks_cover_the_batch(batch_size, num_devices, gpu0_bsz):
     sizes = split_batch(batch_size, num_devices, gpu0_bsz)
     assert len(sizes) == num_devices
     assert sum(sizes) == batch_size
@@ -49,7 +47,7 @@ def test_chunks_cover_the_batch_and_device_0_gets_no_more_than_asked(
 
 
 @given(st.integers(1, 500), device_counts)
-def test_a_cap_that_is_not_below_the_even_share_gives_torch_chunk(batch_size, num_devices):
+def test_large_values_split_as_torch_chunk(batch_size, num_devices):
     even = math.ceil(batch_size / num_devices)
     expected = [chunk.numel() for chunk in torch.arange(batch_size).chunk(num_devices)]
     expected += [0] * (num_devices - len(expected))
@@ -58,9 +56,7 @@ def test_a_cap_that_is_not_below_the_even_share_gives_torch_chunk(batch_size, nu
 
 
 @given(batch_sizes, st.integers(2, 16), caps)
-def test_below_the_even_share_the_others_differ_by_one_at_most_larger_first(
-    batch_size, num_devices, gpu0_bsz
-):
+def test_the_others_differ_by_one_at_most(batch_size, num_devices, gpu0_bsz):
     sizes = split_batch(batch_size, num_devices, gpu0_bsz)
     if gpu0_bsz < math.ceil(batch_size / num_devices):
         others = sizes[1:]
@@ -76,7 +72,7 @@ weights = st.lists(st.floats(0, 1e6) | st.integers(0, 10**6), min_size=1, max_si
 
 
 @given(batch_sizes, weights)
-def test_each_device_gets_its_share_rounded_up_or_down(batch_size, device_weights):
+def test_shares_are_rounded_up_or_down(batch_size, device_weights):
     sizes = split_by_weights(batch_size, device_weights)
     assert sum(sizes) == batch_size
     total = sum(map(Fraction, device_weights))
@@ -86,7 +82,7 @@ def test_each_device_gets_its_share_rounded_up_or_down(batch_size, device_weight
 
 
 @given(batch_sizes, weights, caps)
-def test_a_cap_on_device_0_leaves_the_others_their_proportions(batch_size, device_weights, cap):
+def test_a_cap_keeps_the_others_proportions(batch_size, device_weights, cap):
     assume(any(device_weights[1:]))
     free = split_by_weights(batch_size, device_weights)
     sizes = split_by_weights(batch_size, device_weights, cap)
@@ -97,13 +93,13 @@ def test_a_cap_on_device_0_leaves_the_others_their_proportions(batch_size, devic
         assert sizes[1:] == split_by_weights(batch_size - cap, [0, *device_weights[1:]])[1:]
 
 
-def test_of_equal_remainders_device_0_is_rounded_up_last():
+def test_equal_remainders():
     assert split_by_weights(10, [1, 1, 1, 1]) == (2, 3, 3, 2)
     assert split_by_weights(11, [1, 1, 1, 1]) == (2, 3, 3, 3)
 
 
 @pytest.mark.parametrize("value", [True, 2.0, "2", None])
-def test_what_is_no_integer_is_refused_by_name(value):
+def test_what_is_no_integer(value):
     for index, name in enumerate(("batch_size", "num_devices", "gpu0_bsz")):
         arguments = [8, 2, 2]
         arguments[index] = value
@@ -128,6 +124,6 @@ def test_what_is_no_integer_is_refused_by_name(value):
         (split_by_weights, (8, [1, 1], -1), ArgumentError, "gpu0_bsz must be at least 0, got -1"),
     ],
 )
-def test_what_cannot_be_split_is_refused(split, arguments, error, message):
+def test_splits_that_are_refused(split, arguments, error, message):
     with pytest.raises(error, match=message):
         split(*arguments)

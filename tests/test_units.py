@@ -24,32 +24,32 @@ units = st.sampled_from(list(FACTORS))
         ("0.1TiB", 109951162778),
     ],
 )
-def test_a_size_is_read(size: str, num_bytes: int) -> None:
+def test_sizes(size: str, num_bytes: int) -> None:
     assert parse_bytes(size) == num_bytes
     assert type(parse_bytes(size)) is int
 
 
 @given(number=st.integers(0, 10**30), unit=units, space=st.sampled_from(["", " ", "\t"]))
-def test_a_whole_number_of_units_is_read_exactly(number: int, unit: str, space: str) -> None:
+def test_whole_numbers_of_units(number: int, unit: str, space: str) -> None:
     for text in (unit, unit.lower(), unit.upper(), unit.replace("i", ""), unit[0]):
         assert parse_bytes(f"{number}{space}{text}") == number * FACTORS[unit]
 
 
 @given(num_bytes=st.integers(0, 2**80))
-def test_bytes_are_read_as_they_are(num_bytes: int) -> None:
+def test_bytes(num_bytes: int) -> None:
     assert parse_bytes(num_bytes) == num_bytes
     if num_bytes >= 1024:
         assert parse_bytes(str(num_bytes)) == num_bytes
 
 
 @given(number=st.integers(1, 1023))
-def test_a_few_bytes_are_a_unit_that_was_forgotten(number: int) -> None:
+def test_a_forgotten_unit(number: int) -> None:
     with pytest.raises(ArgumentError, match=rf"{number} bytes; did you mean {number}GiB\?"):
         parse_bytes(str(number))
 
 
 @given(num_bytes=st.integers(0, 2**60))
-def test_what_is_written_reads_back_to_two_decimals(num_bytes: int) -> None:
+def test_written_sizes_read_back(num_bytes: int) -> None:
     text = format_bytes(num_bytes)
     factor = FACTORS[text.split()[1]]
     assert abs(parse_bytes(text) - num_bytes) <= factor * 0.005 + 1
@@ -61,14 +61,14 @@ def test_what_is_written_reads_back_to_two_decimals(num_bytes: int) -> None:
     ["", "GiB", "1.GiB", ".5GiB", "1GBB", "1 i", "1EB", "-1", "1e3", "1_000", "1 2", "0x10",
      "inf", "nan", "\u0661GiB", "1GiB1", "1,5GiB"],
 )  # fmt: skip
-def test_text_that_is_no_size_is_refused(text: str) -> None:
+def test_text_that_is_no_size(text: str) -> None:
     with pytest.raises(ArgumentError, match=r"capacity must be bytes or a size in B, KiB") as error:
         parse_bytes(text, "capacity")
     assert repr(text) in str(error.value)
 
 
 @given(text=st.text())
-def test_any_text_is_read_or_refused(text: str) -> None:
+def test_any_text(text: str) -> None:
     try:
         assert parse_bytes(text) >= 0
     except ArgumentError as error:
@@ -76,7 +76,7 @@ def test_any_text_is_read_or_refused(text: str) -> None:
 
 
 @pytest.mark.parametrize("size", [True, 1.5, None, b"1GiB", [1], float("nan")])
-def test_what_is_neither_integer_nor_text_is_refused(size: Any) -> None:
+def test_types_that_are_refused(size: Any) -> None:
     with pytest.raises(ArgumentTypeError, match="memory must be bytes as an int or text") as error:
         parse_bytes(size)
     assert repr(size) in str(error.value)
@@ -86,7 +86,7 @@ def test_what_is_neither_integer_nor_text_is_refused(size: Any) -> None:
     ("size", "message"),
     [(-1, "reserve must not be negative, got -1"), ("9" * 400 + ".5TiB", "reserve is too large")],
 )
-def test_a_size_that_cannot_be_is_refused(size: int | str, message: str) -> None:
+def test_impossible_sizes(size: int | str, message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
         parse_bytes(size, "reserve")
 
@@ -105,12 +105,10 @@ def test_a_size_that_cannot_be_is_refused(size: int | str, message: str) -> None
         (0.4, "0 B"),
     ],
 )
-def test_bytes_are_written_in_the_largest_unit_that_is_at_least_one(
-    num_bytes: float, text: str
-) -> None:
+def test_format_bytes(num_bytes: float, text: str) -> None:
     assert format_bytes(num_bytes) == text
 
 
-def test_mib_are_written_without_unit_for_a_table() -> None:
+def test_format_mib() -> None:
     assert format_mib(47 * 2**20 + 2**19) == "47.5"
     assert format_mib(5000 * 2**20) == "5,000.0"
