@@ -183,7 +183,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         self.spread = spread
         self._history = OutputHistory()
         self._replicator = Replicator()
-        self._workers = Workers()
+        self._idle_workers: list[Workers] = []
         self._policy = split_policy(gpu0_bsz, self.devices, device_weights, spread)
         self.chunk_sizes: tuple[int, ...] | None = None
         if len(self.devices) == 1:
@@ -280,7 +280,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         """Return the output of each replica; by default they run on the first devices."""
         devices = self._devices_of(device_ids or self.device_ids[: len(replicas)])
         arguments = list(zip(inputs, kwargs, strict=True))
-        return parallel_apply(replicas, arguments, devices, chunk_sizes, self._workers)
+        return parallel_apply(replicas, arguments, devices, chunk_sizes, self._idle_workers)
 
     def gather(
         self,
@@ -323,7 +323,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
                 dim=self.dim,
                 scalar_outputs=self.scalar_outputs,
                 history=self._history,
-                workers=self._workers,
+                idle_workers=self._idle_workers,
             )
         losses.look_for_mixing(outputs)
         return joined
@@ -416,7 +416,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
 
     def close(self) -> None:
         """End the worker threads and drop the replicas. A later call makes new ones."""
-        self._workers.close()
+        self._idle_workers.clear()
         self._replicator.release()
 
     def shared_weights(self) -> AbstractContextManager[None]:

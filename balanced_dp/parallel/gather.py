@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import MutableMapping, MutableSequence, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 from typing import Any, Literal, get_args
 
 import torch
@@ -66,7 +65,7 @@ class Gather:
             raise _differ(path, outputs, "different types")
         is_mutable = isinstance(first, MutableMapping | MutableSequence) and len(first) > 0
         if is_mutable and others and all(other is first for other in others):
-            fact = f"is the same {type(first).__name__} on every replica, with what the last wrote"
+            fact = f"is one {type(first).__name__} that all replicas share and write"
             raise _error(path, f"{fact}; return a new one from each forward")
         if nested.is_cache(first):
             fact = f"is left out: a {type(first).__name__} belongs to one model and not to replicas"
@@ -96,27 +95,24 @@ class Gather:
             return False
         if len(set(sizes)) > 1:
             return True
-        size, columns = sizes[0], zip(*map(nested.tensors, lists), strict=False)
-        lengths = [{next(iter(t.shape[self.losses.dim :]), size) for t in own} for own in columns]
+        size, dim = sizes[0], self.losses.dim
+        columns = zip(*map(nested.tensors, lists), strict=False)
+        lengths = [{next(iter(t.shape[dim:]), size) for t in own} for own in columns]
         are_items = {size} in lengths if lengths else all(_equal(lists[0], one) for one in lists)
-        ranks = {item.dim() if isinstance(item, Tensor) else 0 for item in lists[0]}
-        may_be_both = isinstance(lists[0], list) and size > 1 and len(ranks) == 1 and 0 not in ranks
-        if may_be_both and any(n % size == 0 for own in lengths for n in own):
-            how = "item by item" if are_items else "as an entry for each sample"
-            reason = f"it is as long as each chunk, {size}, and is joined {how}"
+        if are_items and isinstance(lists[0], list) and size > 1 and lengths:
+            reason = f"it is as long as each chunk, {size}, and is joined item by item"
             remedy = "Return a tensor of entries of samples, or a tuple of items of all samples"
             self._warn(path, reason, remedy)
         return not are_items
 
     def _tensors(self, tensors: Sequence[Tensor], path: str) -> Tensor:
-        first, sizes, dim = tensors[0], self.losses.chunk_sizes or (), self.losses.dim
+        first, dim = tensors[0], self.losses.dim
+        sizes = self.losses.chunk_sizes or [0] * len(tensors)
         if len(tensors) == 1 and (first.dim() or self.scalar_outputs != "stack"):
             return first.to(self.device)
-        if any(tensor.is_nested or tensor.layout != torch.strided for tensor in tensors):
-            raise _error(path, "is a sparse or nested tensor, which is not joined; make it dense")
         shapes = {tensor.shape for tensor in tensors}
         # A tensor with one entry for several samples is a number, too.
-        if shapes == {()} or (len(shapes) == 1 and first.numel() == 1 < max(sizes, default=1)):
+        if shapes == {()} or (len(shapes) == 1 and first.numel() == 1 < max(sizes)):
             numbers = [tensor.reshape(()) if tensor.dim() else tensor for tensor in tensors]
             if self.scalar_outputs == "stack":
                 return torch.stack([number.to(self.device) for number in numbers])
@@ -126,7 +122,7 @@ class Gather:
         dim += rank if dim < 0 else 0
         rows = [  # squeeze() has removed the batch dimension of a chunk of one sample
             tensor.unsqueeze(dim) if size == 1 and dim <= tensor.dim() == rank - 1 else tensor
-            for tensor, size in zip_longest(tensors, sizes)
+            for tensor, size in zip(tensors, sizes, strict=True)
         ]
         axis = self._axis([tensor.shape for tensor in rows], dim, path)
         # torch gives its own autograd functions no types.
@@ -136,9 +132,6 @@ class Gather:
         if self.scalar_outputs == "sum":
             return total(numbers, self.device)
         if all(map(is_loss, numbers)):
-            if {*(self.losses.chunk_sizes or ())} == {1} and "Squeeze" in str(numbers[0].grad_fn):
-                reason = "squeeze() also removes the batch dimension of a chunk of one sample"
-                self._warn(path, reason, "Use squeeze(-1)")
             return self.losses.join(numbers, path, self.device)
         moved = [number.to(self.device) for number in numbers]
         if all(bool(number == moved[0]) for number in moved):
@@ -152,48 +145,38 @@ class Gather:
     def _axis(self, shapes: Sequence[torch.Size], dim: int, path: str) -> int:
         """Return the dimension along which tensors are concatenated."""
         sizes = list(self.losses.chunk_sizes or ())
-        fact = f"has shapes {[tuple(shape) for shape in shapes]} for chunks of {sizes}"
-        if dim >= len(shapes[0]) or len(set(map(len, shapes))) > 1:
-            raise _error(path, f"{fact}; keep dim {dim}, with squeeze(-1) instead of squeeze()")
-        lengths = [list(own) for own in zip(*shapes, strict=True)]
+        has_one_rank = len(set(map(len, shapes))) == 1
+        lengths = [list(own) for own in zip(*shapes, strict=True)] if has_one_rank else []
         differing = [d for d, own in enumerate(lengths) if len(set(own)) > 1]
-        possible = [d for d in range(len(lengths)) if {*differing} <= {d}]
-        following = [d for d in possible if _follow(lengths[d], sizes)]
-        axes = [d for d in following if differing or lengths[d] == sizes]
-        if dim in possible and (not sizes or dim in (*differing, *following)):
-            axes = [dim]
-        if len(axes) == 1:
+        following = [d for d, own in enumerate(lengths) if _follow(own, sizes)]
+        if differing:
+            axes = [d for d in differing if d in (dim, *following)]
+        else:
+            axes = [dim] if dim in following else [d for d in following if lengths[d] == sizes]
+        if len(axes) == 1 >= len(differing):
             own = lengths[axes[0]]
             if sizes and own != sizes and any(own):
                 reason = f"it has {own} rows for chunks of {sizes}, in the order of the devices"
                 remedy = "Return (N, rows, ...) or several outputs, and squeeze(-1), not squeeze()"
                 self._warn(path, reason, remedy)
             return axes[0]
-        if not differing:
-            remedy = (
-                "so it has no row for each of them: return a mean without dimensions (no keepdim), "
-                "compute statistics outside, and read parameters from model.module"
-            )
-        elif all(lengths[d] == sizes for d in differing):
-            remedy = (
-                "an entry for each pair of samples of a chunk; return a row for each sample and "
-                "compare them outside, or with gather=False keep each device's own pairs"
-            )
-        else:
-            remedy = (
-                "which differ in more than the samples; pad to a length that is the same for all "
-                "chunks, as total_length= of pad_packed_sequence does"
-            )
-        raise _error(path, f"{fact}, {remedy}")
+        shown = [tuple(shape) for shape in shapes]
+        raise _error(
+            path,
+            f"has shapes {shown} for chunks of {sizes}; its samples are not along one dimension: "
+            "return a row for each sample, or a mean without dimensions; pad to one length for all "
+            "chunks, as total_length= of pad_packed_sequence does; compare samples outside, or on "
+            "each device with gather=False; and write squeeze(-1) instead of squeeze()",
+        )
 
     def _warn(self, path: str, reason: str, remedy: str) -> None:
         self.losses.history.warn(self.losses.described(path), reason, remedy)
 
 
 def _follow(lengths: Sequence[int], chunk_sizes: Sequence[int]) -> bool:
-    """Return whether lengths are the same multiple of the chunk sizes everywhere."""
-    factors = {divmod(n, size) for n, size in zip(lengths, chunk_sizes, strict=False)}
-    return len(factors) == 1 and factors.pop()[1] == 0
+    """Return whether lengths are the same multiple of the chunk sizes, if they are known."""
+    factors = {n / size for n, size in zip(lengths, chunk_sizes, strict=False)}
+    return not factors or (len(factors) == 1 and factors.pop().is_integer())
 
 
 def _equal(first: Any, other: Any) -> bool:
@@ -227,10 +210,8 @@ class Concatenate(torch.autograd.Function):
         shape = [*first.shape[:dim], sum(ctx.sizes), *first.shape[dim + 1 :]]
         dtype = functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
         # Channels that are last stay so, or the next convolution would copy them.
-        formats = torch.contiguous_format, torch.channels_last, torch.channels_last_3d
-        fitting = (f for f in formats if all(t.is_contiguous(memory_format=f) for t in tensors))
-        memory_format = next(fitting, torch.contiguous_format)
-        output = torch.empty(shape, dtype=dtype, device=device, memory_format=memory_format)
+        layout = sorted(range(first.dim()), key=first.stride, reverse=True)
+        output = torch.empty_permuted(shape, layout, dtype=dtype, device=device)
         for part, tensor in zip(output.split(ctx.sizes, dim), tensors, strict=True):
             part.copy_(tensor)
         return output

@@ -33,10 +33,10 @@ class PerDevice(Scattered):
         dim: the batch dimension.
         scalar_outputs: how ``gather`` joins 0-dim outputs.
         history: what the model's calls have shown about outputs.
-        workers: the model's threads, which compute the loss and ``map``; without them each call
-            starts its own.
+        idle_workers: the model's threads, which compute the loss and ``map``; without them each
+            call starts its own.
 
-    ``devices``, ``chunk_sizes``, ``output_device``, ``dim`` and ``workers`` are also attributes.
+    ``devices``, ``chunk_sizes``, ``output_device`` and ``dim`` are also attributes.
 
     Raises:
         ScatterError, GatherError: in methods, arguments cannot be split or results not joined.
@@ -61,14 +61,14 @@ class PerDevice(Scattered):
         dim: int = 0,
         scalar_outputs: ScalarOutputs = "auto",
         history: OutputHistory | None = None,
-        workers: Workers | None = None,
+        idle_workers: list[Workers] | None = None,
     ) -> None:
         self._outputs = tuple(outputs)
         self.devices = tuple(devices)
         self.chunk_sizes = None if chunk_sizes is None else tuple(chunk_sizes)
         self.output_device = output_device
         self.dim = dim
-        self.workers = workers
+        self._idle_workers = idle_workers
         self._scalar_outputs: ScalarOutputs = scalar_outputs
         self._history = history or OutputHistory()
 
@@ -144,7 +144,7 @@ class PerDevice(Scattered):
         devices, sizes = self.devices, self.chunk_sizes
         arguments = losses.arguments = inputs.scatter(devices, sizes)
         with losses.recording():
-            results = parallel_apply(functions, arguments, devices, sizes, self.workers)
+            results = parallel_apply(functions, arguments, devices, sizes, self._idle_workers)
         joined = Gather(self.output_device, losses, scalar_outputs).join(results)
         losses.look_for_mixing(results)
         return joined
