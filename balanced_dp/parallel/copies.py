@@ -402,8 +402,6 @@ def make_nodes(
             if device == home:
                 continue
             parts = [own[i] for i in positions]
-            if parts[0].requires_grad:  # a call without gradients has used them
-                parts = [part.requires_grad_(False) for part in parts]
             with on_copy_stream(device):
                 parts = Broadcast.apply(parts, token, *received)  # type: ignore[no-untyped-call]
             node: Any = parts[0].grad_fn

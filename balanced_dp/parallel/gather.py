@@ -165,8 +165,8 @@ class Gather:
             path,
             f"has shapes {shown} for chunks of {sizes}; its samples are not along one dimension: "
             "return a row for each sample, or a mean without dimensions; pad to one length for all "
-            "chunks, as total_length= of pad_packed_sequence does; compare samples outside, or on "
-            "each device with gather=False; and write squeeze(-1) instead of squeeze()",
+            "chunks, as total_length= of pad_packed_sequence does; compare each pair of samples "
+            "outside, or on its device with gather=False; and write squeeze(-1), not squeeze()",
         )
 
     def _warn(self, path: str, reason: str, remedy: str) -> None:

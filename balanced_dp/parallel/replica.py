@@ -23,7 +23,6 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from ..errors import warn
 from ..free_threading import is_free_threaded_build
 from .copies import Arrivals, ArrivingParameters
 
@@ -168,7 +167,6 @@ class Replica:
         self._arriving: list[dict[str, Any]] = []
         self._thread = threading.get_ident()
         self._sizes = list(map(len, self.attributes))
-        self._hook_names = self._names_of_hooks()
         self._fingerprint = self._take_fingerprint()
 
     def _register(self, places: Iterable[_Place], values: Sequence[Any]) -> None:
@@ -234,16 +232,14 @@ class Replica:
         reset. Activation checkpointing, for example, keeps modules, or dictionaries of them, until
         backward. Then nothing is removed.
         """
-        # There are many dictionaries of hooks, so look only if a hook was registered, on anything.
-        may_have_hooks = RemovableHandle.next_id != self._next_hook_id
         # A free-threaded build adds up the references of the thread that made an object and those
         # of all others. Only that thread reads both at one time; to others the sum is a guess.
         counts_exactly = self._thread == threading.get_ident() or not is_free_threaded_build()
-        if (
-            not (self._can_recycle and counts_exactly)
-            or self._fingerprint != self._take_fingerprint()
-            or (may_have_hooks and self._hook_names != self._names_of_hooks())
-        ):
+        # A hook may have been registered here: to look through all of them takes long.
+        has_hooks = RemovableHandle.next_id != self._next_hook_id
+        if not self._can_recycle or not counts_exactly or has_hooks:
+            return False
+        if self._fingerprint != self._take_fingerprint():
             return False
         blueprint = self._blueprint
         self._register(blueprint.places, [None] * len(blueprint.tensors))
@@ -275,9 +271,6 @@ class Replica:
             list(chain.from_iterable(filter(None, members))),
         )
 
-    def _names_of_hooks(self) -> list[Any]:
-        return list(chain.from_iterable(_of_kinds(HOOKS, self.attributes)))
-
 
 def _shallow_copy(module: nn.Module) -> nn.Module:
     copy: nn.Module
@@ -291,7 +284,7 @@ def _shallow_copy(module: nn.Module) -> nn.Module:
     for kind in (*MEMBERS, *HOOKS):
         own[kind] = own[kind].copy()
     if type(module).zero_grad is nn.Module.zero_grad:
-        own["zero_grad"] = _zero_grad_of_replica
+        own["zero_grad"] = _OF_REPLICAS.zero_grad
     if own["_parameters"]:
         own["register_parameter"] = functools.partial(_register_parameter, own["_parameters"])
     return copy
@@ -302,12 +295,9 @@ def _register_parameter(parameters: dict[str, Any], name: str, param: Any) -> No
     parameters[name] = param
 
 
-def _zero_grad_of_replica(set_to_none: bool = True) -> None:
-    """Do what ``zero_grad`` does in a replica of ``nn.DataParallel``: nothing."""
-    warn(  # torch's words, by which scripts filter it
-        "Calling .zero_grad() from a module created with nn.DataParallel() has no effect. A "
-        "replica has no gradients of its own; call it outside of forward"
-    )
+_OF_REPLICAS = nn.Module()
+"""Has no parameters: its ``zero_grad`` does in a replica what it does in ``nn.DataParallel``."""
+_OF_REPLICAS.__dict__["_is_replica"] = True
 
 
 def _bind(value: Any, copies: Mapping[Any, Any]) -> Any:

@@ -14,19 +14,14 @@ from torch.utils._pytree import tree_leaves
 
 from ..errors import warn
 from .copies import Arrivals, copy_to
-from .homes import refuse_alone
 from .replica import Blueprint, Replica
 from .scatter import move
-from .shared_weights import ParameterCopies, accumulate, copy_attributes
+from .shared_weights import ParameterCopies, copy_attributes
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 _PLAIN = (int, float, str)
 
-_SHARED = (
-    "writes {} in forward, which replicas on one device share, so each of them writes it; name "
-    "each device once, unless the order and number of writes make no difference"
-)
 _DIFFERENT = (
     "writes {} in forward, by the samples of each device, and what the first replica writes is "
     "kept; write it outside, from the whole batch (an embedding's max_norm, for example)"
@@ -110,8 +105,8 @@ class Replicator:
 
         Warns:
             BalanceWarning: once for each attribute that forward sets, and for each parameter or
-                buffer that several replicas write, found in the first, second, fourth, eighth call
-                and so on.
+                buffer that replicas write differently, found in the first, second, fourth, eighth
+                call and so on.
         """
         if not isinstance(replicas, Replicas):
             yield
@@ -120,8 +115,6 @@ class Replicator:
             yield
         finally:
             replicas.join()
-            if not torch.is_grad_enabled():
-                replicas.accumulate_gradients()
         replicas.bring_home()
         for message, names in replicas.found().items():
             new = [name for name in dict.fromkeys(names) if name not in self._warned]
@@ -221,34 +214,18 @@ class Replicas(list[ModuleT]):
     def __del__(self) -> None:
         self._arrivals.join()  # if the caller has not
 
-    def accumulate_gradients(self) -> None:
-        """Accumulate into the parameters what a backward pass in forward has left in their copies.
-
-        With gradients enabled around the call, copies are no leaves, and autograd does this.
-        """
-        pairs = []
-        for tensors in self._tensors:
-            for original, copy in zip(self._blueprint.tensors, tensors, strict=True):
-                if copy is not original and copy.is_leaf and copy.grad is not None:
-                    pairs.append((original, move(copy.grad, original.device)))
-                    copy.grad = None
-        accumulate(pairs)
-
     @torch.no_grad()
     def bring_home(self) -> None:
         """Copy to the module what the first replica has written to copies of its tensors."""
         stamps = self._stamps.items()
         self._written = {key for key, (tensor, stamp) in stamps if _stamp(tensor) != stamp}
         for original, copy in self._away:
+            # Batch norm's kernels write statistics without a new version.
+            is_written = id(copy) in self._written or not isinstance(original, nn.Parameter)
             if copy.shape != original.shape:
                 original.data = move(copy.detach(), original.device)
-            elif id(copy) in self._written:
-                # Where a replica has used the original, backward needs its version.
-                is_used = original.device in self._devices
-                (original.data if is_used else original).copy_(copy)
-            elif not isinstance(original, nn.Parameter) and _is_writable(original):
-                # Batch norm's kernels write statistics without a new version, so buffers are always
-                # copied. The copy makes no new version either, as on a single device.
+            elif is_written and _is_writable(original):
+                # Without a new version: backward may need the one that a replica has used.
                 original.data.copy_(copy)
 
     def _state(self, module: nn.Module) -> dict[tuple[Any, ...], Any]:
@@ -269,24 +246,23 @@ class Replicas(list[ModuleT]):
 
     def found(self) -> dict[str, list[str]]:
         """Return what forward has written and set, by the message that warns of it."""
-        found: dict[str, list[str]] = {_SHARED: [], _DIFFERENT: [], _LOST: []}
+        found: dict[str, list[str]] = {_DIFFERENT: [], _LOST: []}
         if not self._states:
             return found
         path, replica = self._blueprint.path, self._replicas[0]
         for index, _, name, position in self._blueprint.places:
             first, *others = own = [tensors[position] for tensors in self._tensors]
-            if not self._written.isdisjoint(copies := set(map(id, own))):
-                if len(copies) < len(own):
-                    found[_SHARED].append(path(index, name))
-                elif not all(_are_equal(first, copy) for copy in others):
-                    found[_DIFFERENT].append(path(index, name))
+            is_written = not self._written.isdisjoint(map(id, own))
+            if is_written and not all(_are_equal(first, copy) for copy in others):
+                found[_DIFFERENT].append(path(index, name))
         # Members that are tied or exchanged are not lost.
         members = set(map(id, (None, *replica.modules, *self._tensors[0])))
         for index, original in enumerate(self._blueprint.modules):
             copy = replica.modules[index]
             registered = {**copy._modules, **copy._parameters}.items()
             names = [name for name, value in registered if id(value) not in members]
-            if not _sets_weights(original):
+            # Code around torch's modules sets their weights, and these hold no state of their own.
+            if not type(original).__module__.startswith("torch."):
                 for module in (original, copy):
                     after = {k: v for k, v in self._state(module).items() if id(v) not in members}
                     names += _lost(type(original), self._states[index], after)
@@ -302,13 +278,6 @@ class Replicas(list[ModuleT]):
             if self._replicas[-1].end():
                 self._waiting.append(self._replicas[-1])
             self._replicas.pop()
-
-
-def _sets_weights(module: nn.Module) -> bool:
-    """Return whether a module is torch's, or has hooks that may set a weight."""
-    hooks = module._forward_pre_hooks.values()
-    is_of_torch = type(module).__module__.startswith("torch.")
-    return is_of_torch or any(hook is not refuse_alone for hook in hooks)
 
 
 def _lost(kind: type, before: Mapping[Any, Any], after: Mapping[Any, Any]) -> list[str]:

@@ -127,9 +127,6 @@ class _Block:
             self._copies.update(copy_to(missing, parameters, None if self._is_shared else arrivals))
             for device in missing:
                 copy_attributes(parameters, self._copies[device])
-                if not has_gradients:
-                    for original, copy in zip(parameters, self._copies[device], strict=True):
-                        copy.requires_grad_(original.requires_grad)
         if self._is_shared:
             self._record_streams(devices)
             self._check_unchanged(parameters)

@@ -226,7 +226,7 @@ NO_ROWS, ROWS, LIST = "not along one dimension", r"\(N, rows, \.\.\.\)", "a tupl
 REMEDIES = [
     (padded, "total_length=", "total_length=", lambda m, x: padded(m, x, total_length=5)),
     # In chunks of one size pairs have the shape of rows.
-    (lambda m, x: x @ x.T, "compare samples outside", None, lambda m, x: x),
+    (lambda m, x: x @ x.T, "each pair of samples outside", None, lambda m, x: x),
     (lambda m, x: x.mean(0), NO_ROWS, None, lambda m, x: x.mean()),
     (lambda m, x: x.mean(0, keepdim=True), NO_ROWS, None, lambda m, x: x.mean()),
     (lambda m, x: x.amax(1)[:2], ROWS, NO_ROWS, lambda m, x: x.amax(1)),

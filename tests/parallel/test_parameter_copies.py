@@ -548,85 +548,12 @@ def test_attributes_of_parameters_and_buffers_travel_with_their_copies(devices, 
             assert model(torch.ones(6, 2)).unique().tolist() == [15]
 
 
-def test_gradients_inside_forward_need_none_outside(emulated):
-    """Adaptation to a task in forward, evaluated: "does not require grad"."""
-
-    def forward(self, x):
-        with torch.enable_grad():
-            loss = self.layer(x).square().mean()
-            (slope,) = torch.autograd.grad(loss, [self.layer.weight])
-        return x @ (self.layer.weight - 0.1 * slope).T
-
-    model = wrapped(emulated, Lambda(forward, layer=nn.Linear(2, 1)))
-    with torch.no_grad():
-        assert model(torch.randn(7, 2)).shape == (7, 1)
 
 
-@pytest.mark.parametrize("trains_before", [False, True])
-@pytest.mark.parametrize("is_shared", [False, True])
-@pytest.mark.parametrize("gpu0_bsz", [0, 1])
-def test_backward_in_forward_needs_no_gradients_outside(
-    devices, gpu0_bsz, is_shared, trains_before
-):
-    """The gradients of other devices were lost."""
-
-    def forward(self, x):
-        with torch.enable_grad():
-            self.layer(x).square().sum().backward()
-        return self.layer(x)
-
-    layer = nn.Linear(3, 2).double().to(devices[0])
-    model = BalancedDataParallel(gpu0_bsz, Lambda(forward, layer=layer), devices[:3])
-    batches = torch.randn(4, 8, 3, dtype=torch.double)
-    if gpu0_bsz:
-        with torch.no_grad(), pytest.warns(BalanceWarning, match="first batch of 1"):
-            model(batches[0, :1])  # runs on the first device alone
-        layer.zero_grad()
-    with model.shared_weights() if is_shared else contextlib.nullcontext():
-        for index, x in enumerate(batches):
-            with torch.set_grad_enabled(trains_before and index < 2):
-                model(x)
-    single = copy.deepcopy(layer).cpu()
-    single.zero_grad()
-    single(batches.flatten(0, 1)).square().sum().backward()
-    assert_same_gradients(layer, single)
 
 
-@pytest.mark.parametrize("kind", DISTINCT)
-@pytest.mark.parametrize("trained", ["first", "last"])
-def test_a_backward_pass_in_forward_may_begin_in_a_later_call(devices, trained):
-    def forward(self, x, adapts):
-        if adapts:
-            with torch.enable_grad():
-                self.layers(x).sum().backward()
-        return self.layers(x)
-
-    layers = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double().to(devices[0])
-    layers[2 if trained == "first" else 0].requires_grad_(False)
-    model = BalancedDataParallel(1, Lambda(forward, layers=layers), devices[:3])
-    batches = torch.randn(4, 8, 3, dtype=torch.double)
-    with torch.no_grad():
-        for index, x in enumerate(batches):
-            model(x, adapts=index > 1)
-    single = copy.deepcopy(layers).cpu()
-    single.zero_grad()
-    single(batches[2:].flatten(0, 1)).sum().backward()
-    assert_same_gradients(layers, single)
 
 
-@pytest.mark.parametrize("kind", DISTINCT)
-@pytest.mark.parametrize("gpu0_bsz", [0, 1])
-def test_gradients_of_a_forward_that_raises_after_backward_are_kept(devices, gpu0_bsz):
-    def forward(self, x):
-        with torch.enable_grad():
-            self.layer(x).sum().backward()
-        raise ValueError("after backward")
-
-    layer = nn.Linear(3, 2).double().to(devices[0])
-    model = BalancedDataParallel(gpu0_bsz, Lambda(forward, layer=layer), devices[:3])
-    with torch.no_grad(), pytest.raises(ValueError, match="after backward"):
-        model(torch.ones(8, 3, dtype=torch.double))
-    assert layer.bias.grad.tolist() == [8, 8]
 
 
 @pytest.mark.parametrize("gpu0_bsz", [0, 1])

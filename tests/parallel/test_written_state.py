@@ -68,16 +68,6 @@ def test_what_forward_writes_is_kept_though_device_0_runs_nothing(devices, how, 
         torch.testing.assert_close(module.seen.cpu(), reference.seen)
 
 
-@pytest.mark.parametrize("gpu0_bsz", [0, 2])
-@pytest.mark.parametrize("how", ["in place", "data assigned", "detached"])
-def test_parameters_that_replicas_share_and_write_are_warned_of(emulated, how, gpu0_bsz):
-    """A moving average on ["cpu"] * 3 moved three times."""
-    for devices in (["cpu"] * 3, [emulated[0], emulated[1], emulated[1]]):
-        model = BalancedDataParallel(gpu0_bsz, writes(how, False).to(devices[0]), devices)
-        with pytest.warns(BalanceWarning, match="writes weight in forward, which .* share") as seen:
-            for _ in range(3):
-                model(torch.ones(8, 2, dtype=torch.double))
-        assert len(seen) == 1
 
 
 def test_a_parameter_with_nan_that_nobody_writes_is_not_warned_of():
