@@ -548,14 +548,6 @@ def test_attributes_of_parameters_and_buffers_travel_with_their_copies(devices, 
             assert model(torch.ones(6, 2)).unique().tolist() == [15]
 
 
-
-
-
-
-
-
-
-
 @pytest.mark.parametrize("gpu0_bsz", [0, 1])
 def test_gradients_of_inputs_only_in_a_block_that_puts_them_off(devices, gpu0_bsz):
     """``autograd.grad`` got device 0's alone, and ``backward(inputs=...)`` gave more than asked."""

@@ -68,8 +68,6 @@ def test_what_forward_writes_is_kept_though_device_0_runs_nothing(devices, how, 
         torch.testing.assert_close(module.seen.cpu(), reference.seen)
 
 
-
-
 def test_a_parameter_with_nan_that_nobody_writes_is_not_warned_of():
     module = nn.Linear(2, 2)
     nn.init.constant_(module.weight, float("nan"))
