@@ -261,18 +261,6 @@ def test_own_labels_and_losses(loss, options, gathered, tmp_path):
     assert gathered == [1] * 4  # the loss of a tuple
 
 
-def test_own_loss_functions_see_logits(tmp_path):
-    data = [{"x": torch.randn(3), "target": torch.tensor(i % 4)} for i in range(21)]
-    options = {
-        "model": Scorer(nn.CrossEntropyLoss()),
-        "data": data,
-        "arguments": {"label_names": ["target"]},
-        "compute_loss_func": lambda outputs, labels, **_: outputs[1].square().mean(),
-    }
-    one = alone(tmp_path, **copy.deepcopy(options))
-    assert_same_training(one, make_trainer(tmp_path, **options), tolerance=1e-5)
-
-
 def test_the_arguments_of_the_caller_are_unchanged(tmp_path):
     args = TrainingArguments(str(tmp_path), use_cpu=True)
     trainer = BalancedTrainer(Scorer(nn.MSELoss()), args, gpu0_bsz=1, device_ids=FOUR)
@@ -287,18 +275,6 @@ def test_processes_of_a_launch_are_not_wrapped(tmp_path, monkeypatch):
     assert trainer.parallel_model is None
     with pytest.raises(ArgumentError, match="leave device_ids out in a distributed launch"):
         make_trainer(tmp_path)
-
-
-def test_answers_beyond_the_text_count_nothing(tmp_path):
-    trainers = []
-    for make in (alone, make_trainer):
-        trainer = make(tmp_path, family="bert answers")
-        trainer.args.logging_nan_inf_filter = False
-        beyond = {"start_positions": 99, "end_positions": 99}
-        for index, row in enumerate(trainer.train_dataset):
-            row.update(beyond if index % 2 else {})
-        trainers.append(trainer)
-    assert_same_training(*trainers)
 
 
 class LogitLoss(Trainer):
@@ -398,23 +374,6 @@ def test_replicas_run_in_bfloat16(tmp_path):
     assert predictions.dtype == np.float32
 
 
-def test_autocast_in_half_precision(tmp_path):
-    """fp16 needs an accelerator, so only autocast is tested."""
-    trainer = make_trainer(tmp_path, dtype=torch.float)
-    trainer.evaluate()
-    trainer.accelerator.state._mixed_precision = "fp16"
-    with trainer.autocast_smart_context_manager():
-        assert torch.get_autocast_dtype("cpu") == torch.float16
-        assert torch.is_autocast_enabled("cpu")
-    trainer.accelerator.state._mixed_precision = "no"
-
-
-def test_evaluation_in_bfloat16(tmp_path):
-    options = {"arguments": {"bf16_full_eval": True}, "dtype": torch.float}
-    one, several = (make(tmp_path, **options).evaluate() for make in (alone, make_trainer))
-    assert one["eval_loss"] == pytest.approx(several["eval_loss"], rel=1e-2)
-
-
 # Checkpoints.
 
 
@@ -442,18 +401,6 @@ def test_checkpoints_are_of_the_bare_model(tmp_path):
     one = alone(tmp_path / "one", arguments=CHECKPOINTS)
     one.train(resume_from_checkpoint=str(checkpoint))
     torch.testing.assert_close(history(one, "loss"), history(whole, "loss"), rtol=1e-6, atol=1e-6)
-
-
-def test_the_best_model_is_loaded_at_the_end(tmp_path):
-    best = {"load_best_model_at_end": True, "metric_for_best_model": "loss"}
-    arguments = {**CHECKPOINTS, **best, "greater_is_better": True}
-    trainer = make_trainer(tmp_path, arguments=arguments)
-    trainer.train()
-    losses = history(trainer, "eval_loss")
-    assert losses.index(max(losses)) < 2  # so the last one is not the "best"
-    assert trainer.evaluate()["eval_loss"] == pytest.approx(max(losses))
-    trainer.save_model(tmp_path / "saved")
-    hf.GPT2LMHeadModel.from_pretrained(tmp_path / "saved")
 
 
 # Models that are wrapped.
