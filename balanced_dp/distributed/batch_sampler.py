@@ -36,7 +36,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
         [[[0], [4], []], [[1, 2, 3], [5, 6, 7], [8, 9]]]
 
     Args:
-        dataset: the dataset to sample from, of which only the length is used.
+        dataset: the dataset to sample from; only its length is used.
         batch_size: number of samples in the whole batch, at least 1.
         chunk_sizes: the chunk size of each rank, as of ``split_ranks``.
         rank: the rank of this process; by default that in the default process group, unless

@@ -52,8 +52,8 @@ class Nvml:
     def memory(self, board: Board) -> dict[str, int]:
         """Return the fields of ``DeviceMemory`` that NVML knows of a board.
 
-        Drivers before 510 have version 1 of the query only, which counts the memory that the driver
-        reserves for itself as used.
+        Drivers before 510 only have version 1 of the query, which counts memory that is reserved by
+        the driver as used.
 
         Source:
             ``nvidia-smi --query-gpu=memory.total,memory.used,memory.free``; nvmlMemory_v2_t in

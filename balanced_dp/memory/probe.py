@@ -182,6 +182,6 @@ def _has_nvml(device: torch.device) -> bool:
 
 
 def _retries(device: torch.device) -> Any:
-    """Return how often the allocator emptied its cache and tried again, None if it says nothing."""
+    """Return how often the allocator emptied its cache and tried again, None if it is not known."""
     stats: dict[str, int] = torch.get_device_module(device).memory_stats(device)
     return stats.get("num_alloc_retries")

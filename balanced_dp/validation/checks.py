@@ -108,8 +108,8 @@ def validate(
     """Compare gradients, memory and time on all GPUs, or on emulated devices without any.
 
     Args:
-        num_devices: number of devices, by default all GPUs; of emulated devices, or of replicas
-            that share a single GPU, four.
+        num_devices: number of devices. The default is all GPUs, four replicas on a single GPU, or
+            four emulated devices without any.
         emulate: whether to emulate devices even if there are GPUs.
         workload: what is trained for memory and time, by default ``"gpt2-small"``.
         on_check: called with each check.
