@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
@@ -21,9 +20,6 @@ from ..memory.peaks import Peaks
 from ..search import LoopSearch
 from ..split import even_share, split_batch, split_by_weights
 
-_PATIENCE = 100
-"""After so many calls without an optimizer step, a warning says that "auto" learns nothing."""
-
 STATE_KEY = "auto_split"
 """Where a checkpoint says what "auto" has found."""
 
@@ -31,11 +27,6 @@ STATE_KEY = "auto_split"
 def smallest_chunk(module: nn.Module) -> int:
     """Return the fewest samples a replica can train on: batch norm refuses a single one."""
     return 1 + any(isinstance(child, _BatchNorm) for child in module.modules())
-
-
-def has_gradients(module: nn.Module) -> bool:
-    """Return whether a backward pass adds to gradients that are there."""
-    return any(parameter.grad is not None for parameter in module.parameters())
 
 
 class SplitPolicy:
@@ -68,7 +59,7 @@ class SplitPolicy:
                 f"device_weights must be one number for each of {max(1, len(devices))} devices, "
                 f"got {len(device_weights)}"
             )
-        self.split(0)  # raises where a number is out of its range
+        SplitPolicy.split(self, 0)  # raises where a number is out of its range
 
     @property
     def gpu0_bsz(self) -> int | None:
@@ -110,22 +101,15 @@ class SplitPolicy:
             if is_out_of_memory(error):
                 sizes = zip(self.devices, chunk_sizes, strict=True)
                 split = ", ".join(f"{device}: {size}" for device, size in sizes)
-                fact = f"the batch of {sum(chunk_sizes)} was split {split}"
-                add_note(error, f"{fact}{self._remedy(chunk_sizes)}")
+                size = sum(chunk_sizes)
+                add_note(error, f"the batch of {size} was split {split}{self._remedy(size)}")
             raise
 
-    def _remedy(self, chunk_sizes: Sequence[int]) -> str:
-        if self.device_weights is not None:
-            weights = list(self.device_weights)
-            return f". Lower the weight of the device that ran out (device_weights={weights})"
-        if self._number == 0:
-            return "; raise gpu0_bsz (now 0) or lower the batch size"
-        lower, higher = f"lower gpu0_bsz (now {self._number})", "raise gpu0_bsz or "
-        if self._number is None:
-            lower, higher = f"set gpu0_bsz below {chunk_sizes[0]}", ""
+    def _remedy(self, batch_size: int) -> str:
+        """Return what to do where memory ran out."""
         return (
-            f". If {self.devices[0]} ran out, {lower}; if another device did, {higher}lower the "
-            "batch size"
+            "; give the device that ran out fewer samples (gpu0_bsz, or device_weights), or lower "
+            "the batch size"
         )
 
     def state_dict(self) -> dict[str, Any] | None:
@@ -136,6 +120,34 @@ class SplitPolicy:
         """Start with what an earlier run has found, unless training has begun."""
 
 
+class Iteration:
+    """An iteration of a training loop, from its first forward pass with gradients on.
+
+    Args:
+        devices: the devices whose peaks are measured; none to measure nothing.
+    """
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self.devices = devices
+        self._peaks = Peaks(devices)
+        self._adds: dict[int, bool] = {}
+
+    def add(self, module: nn.Module, batch_size: int) -> None:
+        """Record the call of a model."""
+        adds = any(parameter.grad is not None for parameter in module.parameters())
+        self._adds[batch_size] = self._adds.get(batch_size, False) or adds
+
+    @property
+    def largest(self) -> tuple[int, bool]:
+        """The size of the largest batch, and whether its gradients were added to others."""
+        return max(self._adds.items(), default=(0, False))
+
+    @property
+    def peak_bytes(self) -> tuple[int, ...]:
+        """The peak of each device until now."""
+        return tuple(self._peaks.of(device)[0] for device in self.devices)
+
+
 class AutoSplit(SplitPolicy):
     """The rule by which ``gpu0_bsz="auto"`` splits: it searches while a training loop runs.
 
@@ -143,35 +155,27 @@ class AutoSplit(SplitPolicy):
     has several calls. The first one does not count, since it creates the optimizer's state.
 
     Attributes:
-        batch_size: the largest batch so far; None before the first one.
+        batch_size: the largest batch so far, or that of a checkpoint; None before both.
 
     Raises:
         ArgumentError: the devices do not count their memory, or one of them repeats.
     """
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
-        modules = {device: torch.get_device_module(device) for device in devices}
-        counts = all(hasattr(module, "max_memory_allocated") for module in modules.values())
-        if len(devices) > 1 and (not counts or len(modules) < len(devices)):
+        counts = all(
+            hasattr(torch.get_device_module(device), "max_memory_allocated") for device in devices
+        )
+        if len(devices) > 1 and (not counts or len(set(devices)) < len(devices)):
             raise ArgumentError(
                 "gpu0_bsz='auto' compares how full different devices were, of a type that counts "
                 f"its memory, got {', '.join(map(str, devices))}; give a number, or try it inside "
                 "emulate_devices"
             )
+        super().__init__(None, devices, spread=True)
         self.batch_size: int | None = None
-        self._loaded: dict[str, Any] | None = None
         self._num_ooms: list[int] = []
         self._parameter_ids: frozenset[int] = frozenset()
-        self._is_first = True
-        self._end_calls()
-        super().__init__(None, devices, spread=True)
-
-    def _end_calls(self) -> None:
-        # Of the iteration that is under way: batch sizes, and whether they add to gradients.
-        self._adds: dict[int, bool] = {}
-        self._peaks: Peaks | None = None
-        self._peak_bytes: tuple[int, ...] | None = None
-        self._num_calls = 0
+        self._iteration: Iteration | None = None
 
     @functools.cached_property
     def search(self) -> LoopSearch:
@@ -182,69 +186,47 @@ class AutoSplit(SplitPolicy):
 
     @property
     def gpu0_bsz(self) -> int | None:
-        """The value for the largest batch so far; before the first one, that of a loaded state."""
-        state = self._loaded or {}
-        size = self.batch_size or state.get("batch_size")
-        return None if size is None else self.split(size)[0]
+        """The value for the largest batch so far."""
+        return None if self.batch_size is None else self.split(self.batch_size)[0]
 
     def split(self, batch_size: int) -> tuple[int, ...]:
         """Return the chunk sizes for a batch of the next call."""
-        if self._adds and self._peak_bytes is None and torch.is_grad_enabled():
-            self._look_for_out_of_memory()  # since the last call
-        return self._split(batch_size)
-
-    def _split(self, batch_size: int) -> tuple[int, ...]:
-        if len(self.devices) < 2 or (self.batch_size is None and self._loaded is None):
-            return split_batch(batch_size, max(1, len(self.devices)), batch_size)
+        if len(self.devices) < 2:
+            return super().split(batch_size)
+        self._note_failure()
         return self.search.split(batch_size)
 
     def begin_call(self, module: nn.Module, batch_size: int) -> tuple[int, ...]:
-        """Record the iteration before, if it is over, and return the chunk sizes for this call."""
-        if self._peak_bytes is not None:
-            self._end_iteration()
-        if batch_size and torch.is_grad_enabled():
-            if self._adds:  # gradients accumulate, or the step before failed
-                self._look_for_out_of_memory()
-            if not self._adds:
-                self._begin_iteration(module)
+        """Record the call, and return its chunk sizes."""
+        chunk_sizes = self.split(batch_size)
+        if batch_size and torch.is_grad_enabled() and len(self.devices) > 1:
+            self._iteration = self._iteration or self._begin_iteration(module)
+            self._iteration.add(module, batch_size)
             self.batch_size = max(batch_size, self.batch_size or 0)
-            self._adds[batch_size] = self._adds.get(batch_size, False) or has_gradients(module)
-            self._num_calls += 1
-            if self._num_calls == _PATIENCE and not self.search.is_over:
-                warn(
-                    f"gpu0_bsz='auto' has seen no optimizer step in {_PATIENCE} calls of forward, "
-                    "so it cannot tell how full the devices are; it waits for a "
-                    "torch.optim.Optimizer of the model's parameters. Give gpu0_bsz a number"
-                )
-        return self._split(batch_size)
+        return chunk_sizes
 
-    def _begin_iteration(self, module: nn.Module) -> None:
+    def _begin_iteration(self, module: nn.Module) -> Iteration:
+        is_first = not self._parameter_ids
         self._parameter_ids = frozenset(id(p) for p in module.parameters() if p.requires_grad)
         self.search.smallest = smallest_chunk(module)
-        with _lock:
-            _watching.add(self)
-            _register_hook()
         if not self.search.is_over or not self._num_ooms:
             self._num_ooms = num_ooms(self.devices)
-        if not self.search.is_over:
-            self._peaks = Peaks(self.devices)
+        _watching[id(self)] = self
+        _register_hook()
+        return Iteration([] if is_first or self.search.is_over else self.devices)
 
     def note_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Record the peaks at the step of an optimizer, if it is the model's."""
+        """Record the iteration that ends with the step of an optimizer, if it is the model's."""
+        iteration = self._iteration
         parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
-        if any(id(parameter) in self._parameter_ids for parameter in parameters):
-            # Read now, as scripts print and reset them after the step.
-            peaks = [self._peaks.of(device)[0] for device in self.devices] if self._peaks else ()
-            self._peak_bytes = tuple(peaks)
+        is_ours = any(id(parameter) in self._parameter_ids for parameter in parameters)
+        if iteration is not None and is_ours:
+            self._iteration = None
+            if iteration.devices:
+                size, accumulates = iteration.largest
+                self.search.tell(self.search.split(size), iteration.peak_bytes, accumulates)
 
-    def _end_iteration(self) -> None:
-        peaks, (batch_size, accumulates) = self._peak_bytes or (), max(self._adds.items())
-        self._end_calls()
-        was_first, self._is_first = self._is_first, False
-        if not was_first:
-            self.search.tell(self.search.split(batch_size), peaks, accumulates)
-
-    def _look_for_out_of_memory(self, has_failed: bool = False) -> bool:
+    def _note_failure(self, has_failed: bool = False) -> bool:
         """End an iteration in which memory ran out; return whether the next split differs.
 
         Memory that runs out in evaluation changes nothing.
@@ -252,41 +234,32 @@ class AutoSplit(SplitPolicy):
         Args:
             has_failed: whether memory is known to have run out.
         """
-        before, self._num_ooms = self._num_ooms, num_ooms(self.devices)
-        is_training = self._adds and torch.is_grad_enabled()
-        if not is_training or not (has_failed or self._num_ooms != before):
+        iteration = self._iteration
+        if iteration is None and not has_failed:
             return False
-        batch_size = max(self._adds)
-        self._end_calls()
-        return self.search.ran_out(batch_size, which_ran_out(self.devices, before))
+        before, self._num_ooms = self._num_ooms, num_ooms(self.devices)
+        is_training = torch.is_grad_enabled() and (has_failed or self._num_ooms != before)
+        if iteration is None or not is_training:
+            return False
+        self._iteration = None
+        return self.search.ran_out(iteration.largest[0], which_ran_out(self.devices, before))
 
-    def _remedy(self, chunk_sizes: Sequence[int]) -> str:
-        if self._look_for_out_of_memory(has_failed=True):
-            value = self.split(sum(chunk_sizes))[0]
+    def _remedy(self, batch_size: int) -> str:
+        if self._note_failure(has_failed=True):
+            value = self.split(batch_size)[0]
             return f". gpu0_bsz='auto' is now {value}: the step may be repeated"
         return ", and gpu0_bsz='auto' knows no better; lower the batch size"
 
     def state_dict(self) -> dict[str, Any] | None:
         """Return what a later run can start with, as numbers and lists, or None."""
-        if self.batch_size is None or len(self.devices) < 2:
-            return self._loaded
-        return self.search.state_dict(self.batch_size)
+        return None if self.batch_size is None else self.search.state_dict(self.batch_size)
 
     def load_state_dict(self, state: Mapping[str, Any], module: nn.Module) -> None:
-        """Start with what an earlier run has found, unless training has begun.
-
-        Warns:
-            BalanceWarning: the state is none that ``state_dict`` returns; it is ignored.
-        """
-        if self.batch_size is not None:
-            return
-        try:
+        """Start with what an earlier run has found, unless training has begun."""
+        if not self._parameter_ids and len(self.devices) > 1:
             self.search.load_state_dict(state)
-        except (KeyError, TypeError, ValueError, ZeroDivisionError):
-            warn(f"what the checkpoint says of gpu0_bsz='auto' is damaged and ignored: {state!r}")
-        else:
-            self._loaded = dict(state)
             self.search.smallest = smallest_chunk(module)
+            self.batch_size = state["batch_size"]
 
 
 def split_policy(
@@ -307,16 +280,14 @@ def split_policy(
     return AutoSplit(devices)
 
 
-_watching: weakref.WeakSet[AutoSplit] = weakref.WeakSet()
-_lock = threading.Lock()
+_watching: weakref.WeakValueDictionary[int, AutoSplit] = weakref.WeakValueDictionary()
 
 
 @functools.cache
 def _register_hook() -> None:
     def note_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
-        with _lock:
-            splits = list(_watching)
-        for split in splits:
-            split.note_step(optimizer)
+        for reference in _watching.valuerefs():
+            if (split := reference()) is not None:
+                split.note_step(optimizer)
 
     register_optimizer_step_post_hook(note_step)

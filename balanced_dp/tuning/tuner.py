@@ -9,8 +9,8 @@ from contextlib import ExitStack
 import torch
 
 from ..errors import ArgumentError, InfeasiblePlanError
-from ..search import LargestBatch, Search, WeightSearch
-from ..split import as_integer, even_share
+from ..search import MAX_SPLITS, Search, fill_alike, fullness, measure_largest, utilizations
+from ..split import as_integer, even_share, split_batch
 from ..units import format_bytes
 from .open_devices import default_num_devices, open_devices, uses_emulation
 from .options import Goal, Option, check_goal
@@ -25,7 +25,7 @@ _LARGEST_BATCH = 2**16
 """The largest batch to measure: it is made on the CPU, even if devices keep shapes only."""
 
 _LARGEST_MULTIPLE = 4
-"""The same as a multiple of the batch, where devices are emulated with all values, on the CPU."""
+"""The same as a multiple of the batch, where emulated devices compute values."""
 
 
 def tune(
@@ -83,10 +83,9 @@ def tune(
     if goal is None:
         goal = "speed" if is_known else "headroom"
     check_goal(goal)
-    run = _Run(workload, batch_size, reserve if reserve is not None else RESERVE * is_known)
-    run.on_measurement = on_measurement
+    reserve = as_integer("reserve", RESERVE * is_known if reserve is None else reserve, minimum=0)
+    run = _Run(workload, as_integer("batch_size", batch_size, minimum=1), reserve, on_measurement)
     run.capacities = capacities
-
     swept = sorted(set(sweep))
 
     def measure(gather: bool, spread: bool) -> None:
@@ -102,20 +101,18 @@ def tune(
                 opened = stack.enter_context(
                     open_devices(opened, memory=memory, emulate=emulate, symbolic=symbolic)
                 )
-            meter = stack.enter_context(step_meter(workload, opened, gather, spread))
-            run.measure(meter, swept)
+            run.measure(stack.enter_context(step_meter(workload, opened, gather, spread)), swept)
 
     measure(gather, spread)
     failures = {}
-    gathers = gather
-    others = [(False, spread)] * gather + [(True, True)] * (not spread)
-    for other_gather, other_spread in others if with_alternatives else ():
-        apart = other_gather and gathers, other_spread
+    for name in ("gather=False", "spread=True") if with_alternatives else ():
+        apart = (False, spread) if name == "gather=False" else (gather, True)
+        if apart == (gather, spread):
+            continue
         try:
             measure(*apart)
-            gathers = gathers and apart[0]
+            gather = apart[0]
         except Exception as error:  # the user's loss may not work for chunks
-            name = "spread=True" if other_spread > spread else "gather=False"
             failures[name] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
     report = run.report(goal, failures)
     if not report.ranked_options:
@@ -127,15 +124,21 @@ class _Run:
     """The measurements of a workload, each made once."""
 
     capacities: Sequence[int] | None
-    on_measurement: Callable[[Option], object]
     provenance: Provenance
     mode: Mode
     num_parameters: int
 
-    def __init__(self, workload: Workload, batch_size: int, reserve: int) -> None:
+    def __init__(
+        self,
+        workload: Workload,
+        batch_size: int,
+        reserve: int,
+        on_measurement: Callable[[Option], object],
+    ) -> None:
         self.workload = workload
-        self.batch_size = as_integer("batch_size", batch_size, minimum=1)
-        self.reserve = as_integer("reserve", reserve, minimum=0)
+        self.batch_size = batch_size
+        self.reserve = reserve
+        self.on_measurement = on_measurement
         self.options: list[Option] = []
 
     def report(self, goal: Goal, failures: dict[str, str]) -> Report:
@@ -165,61 +168,60 @@ class _Run:
                 f"sweep goes from {swept[0]} to {swept[-1]}, but for a batch of {size} on "
                 f"{num_devices} devices gpu0_bsz is from 0 to {even}, the even split"
             )
-        known: dict[tuple[tuple[int, ...], bool], Option] = {}
+        known: dict[tuple[int, ...], Option] = {}
 
-        def peaks(split: tuple[int, ...], by_weights: bool = False) -> list[float]:
-            if (split, by_weights) not in known:
-                arguments = (None, split) if by_weights else (split[0], None)
-                option = meter.measure(sum(split), *arguments)
-                known[split, by_weights] = option
-                self.options.append(option)
-                self.on_measurement(option)
-            option = known[split, by_weights]
-            found: list[float] = list(option.peak_bytes)
-            if option.ran_out is not None:
-                found[option.ran_out] = math.inf
+        def peaks(split: tuple[int, ...], weights: tuple[int, ...] | None = None) -> list[float]:
+            if split not in known:
+                value = None if weights else split[0]
+                known[split] = meter.measure(sum(split), value, weights)
+                self.options.append(known[split])
+                self.on_measurement(known[split])
+            found: list[float] = list(known[split].peak_bytes)
+            if (index := known[split].ran_out) is not None:
+                found[index] = math.inf
             return found
 
-        first = Search(size, [1] * num_devices)
-        in_even = peaks(first.split(even))
-        self._describe(meter, in_even)
+        self._describe(meter, peaks(split_batch(size, num_devices, even)))
         budgets = [capacity - self.reserve for capacity in self.capacities or ()]
         smallest = meter.smallest_chunk
         search = Search(size, budgets, smallest=smallest, for_speed=True)
-        _ask(search, peaks)
+        while (split := search.next()) is not None:
+            search.tell(split, peaks(split))
         for value in swept:
             if value >= smallest or not value:
                 peaks(search.split(value))
-        limits = {"symbolic": _LARGEST_BATCH, "emulated": _LARGEST_MULTIPLE * size}
-        limit = limits.get(self.mode, _LARGEST_BATCH)
-        largest = LargestBatch(search, limit)
-        _ask(largest, peaks)
-        if search.best != even:
-            _ask(LargestBatch(search, limit, after=largest), peaks)
-        if not any(option.out_of_memory is None for option in known.values()):
+        limit = _LARGEST_MULTIPLE * size if self.mode == "emulated" else _LARGEST_BATCH
+        measure_largest(lambda split: fullness(peaks(split), budgets), search, limit)
+        ran = [split for split in known if max(peaks(split)) < math.inf]
+        if not ran:
             least = min(known.values(), key=lambda option: option.batch_size)
             raise InfeasiblePlanError(
                 f"not even a batch of {least.batch_size} ran: {least.out_of_memory}"
             )
         for batch_size in (size, None) if len(set(budgets)) > 1 else ():
-            weights = WeightSearch(budgets, batch_size, smallest, limit)
-            for split, _ in known:
-                weights.tell(split, peaks(split, (split, False) not in known))
-            _ask(weights, lambda split: peaks(split, by_weights=True))
+            for _ in range(MAX_SPLITS):
+                full = {split: utilizations(peaks(split), budgets) for split in ran}
+                weights = fill_alike(full, batch_size)
+                if weights is None or weights in known or not 0 < sum(weights) <= limit:
+                    break
+                if any(0 < chunk < smallest for chunk in weights):
+                    break
+                if max(peaks(weights, weights)) < math.inf:
+                    ran.append(weights)
 
     def _check(self, num_devices: int) -> None:
         """Raise ArgumentError if fewer than two devices exceed the reserve."""
         capacities = self.capacities
-        if num_devices < 2 or (capacities is not None and min(capacities) <= self.reserve):
-            shown = ", ".join(map(format_bytes, capacities or ())) or f"{num_devices} devices"
-            raise ArgumentError(
-                "a plan is for two or more devices with capacities above the reserve of "
-                f"{format_bytes(self.reserve)}, got {shown}"
-                f"{' (--reserve lowers it)' * (num_devices > 1)}"
-            )
         if capacities is not None and len(capacities) != num_devices:
             raise ArgumentError(
                 f"capacities must be one for each of {num_devices} devices, got {len(capacities)}"
+            )
+        if num_devices < 2:
+            raise ArgumentError(f"a plan is for two or more devices, got {num_devices}")
+        if capacities is not None and min(capacities) <= self.reserve:
+            raise ArgumentError(
+                f"{format_bytes(self.reserve)} of each device are kept free, but there are devices "
+                f"of {', '.join(map(format_bytes, capacities))}; --reserve lowers it"
             )
 
     def _describe(self, meter: StepMeter, in_even: Sequence[float]) -> None:
@@ -233,12 +235,3 @@ class _Run:
         elif self.capacities is None:
             highest = max((peak for peak in in_even if peak < math.inf), default=1)
             self.capacities = [math.ceil(highest / 2**20) * 2**20] * len(meter.devices)
-
-
-def _ask(
-    search: Search | LargestBatch | WeightSearch,
-    peaks: Callable[[tuple[int, ...]], Sequence[float]],
-) -> None:
-    """Measure what a search asks for, until it is over."""
-    while (split := search.next()) is not None:
-        search.tell(split, peaks(split))

@@ -276,23 +276,11 @@ def test_an_exception_is_raised_as_it_is_with_a_note(emulated, gpu0_bsz, batch_s
     assert "fail" in [entry.name for entry in caught.traceback]
 
 
-FIRST, OTHER = ". If lazy:0 ran out, ", "; if another device did, "
-
-
 @pytest.mark.parametrize(
-    ("gpu0_bsz", "weights", "index", "advice"),
-    [
-        (2, None, 0, f"{FIRST}lower gpu0_bsz (now 2){OTHER}raise gpu0_bsz or lower the batch size"),
-        (2, None, 1, f"{FIRST}lower gpu0_bsz (now 2){OTHER}raise gpu0_bsz or lower the batch size"),
-        (0, None, 1, "; raise gpu0_bsz (now 0) or lower the batch size"),
-        (None, None, 1, f"{FIRST}set gpu0_bsz below 4{OTHER}lower the batch size"),
-        (None, (0, 1), 1, ". Lower the weight of the device that ran out (device_weights=[0, 1])"),
-    ],
+    ("gpu0_bsz", "weights", "index"),
+    [(2, None, 0), (0, None, 1), (None, None, 1), (None, (0, 1), 1)],
 )
-def test_out_of_memory_adds_the_split_and_advice_that_can_be_followed(
-    gpu0_bsz, weights, index, advice
-):
-    """gpu0_bsz=0 cannot be lowered."""
+def test_out_of_memory_adds_the_split_and_advice(gpu0_bsz, weights, index):
     memory = ["1MiB", "1MiB"]
     memory[index] = "3KiB"
     with emulate_devices(2, memory=memory) as devices:
@@ -304,7 +292,8 @@ def test_out_of_memory_adds_the_split_and_advice_that_can_be_followed(
         replica = index if first else 0
         assert notes_of(caught.value) == [
             f"in replica {replica} on lazy:{index}, with {sizes[index]} of the batch's 8 samples",
-            f"the batch of 8 was split lazy:0: {first}, lazy:1: {other}{advice}",
+            f"the batch of 8 was split lazy:0: {first}, lazy:1: {other}; give the device that ran "
+            "out fewer samples (gpu0_bsz, or device_weights), or lower the batch size",
         ]
         del caught, model, module
         assert [torch.lazy.memory_allocated(device) for device in devices] == [0, 0]

@@ -578,7 +578,7 @@ class Widens(nn.Module):
 
 @pytest.mark.parametrize("failure", FAILURES.values(), ids=FAILURES)
 @pytest.mark.parametrize(
-    ("gpu0_bsz", "advice"), [(15, "lower gpu0_bsz (now 15)"), ("auto", "the step may be repeated")]
+    ("gpu0_bsz", "advice"), [(15, "fewer samples (gpu0_bsz,"), ("auto", "the step may be repeat")]
 )
 def test_memory_that_runs_out_is_seen_whoever_says_so(gpu0_bsz, advice, failure, stand_in: StandIn):
     x = torch.randn(64, WIDTH)

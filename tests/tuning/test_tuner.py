@@ -86,7 +86,7 @@ def test_tune_and_auto_find_what_trying_everything_finds(name, num_devices, batc
     best = report.best
     assert max(best.peak_bytes) <= least * 1.01
     assert best.peak_bytes == peaks[best.chunk_sizes[0]]
-    assert len(report.options) < 25
+    assert len(report.options) < 22
     if name != "u_net":  # a loop that gives the output no name holds less of it on device 0
         assert max(peaks[value_of_auto(workload, batch_size, num_devices)]) <= least * 1.01
 
@@ -241,7 +241,7 @@ def test_memory_that_jumps_is_measured_as_well():
     [
         (0, [GIB, GIB], 0, "batch_size must be at least 1, got 0"),
         (8, [GIB], 0, "one for each of 2 devices, got 1"),
-        (8, [GIB, GIB // 2], GIB // 2, r"reserve of 512.00 MiB, got 1.00 GiB, 512.00 MiB"),
+        (8, [GIB, GIB // 2], GIB // 2, "512.00 MiB of each device are kept free, but there are"),
         (8, [GIB] * 3, 0, "one for each of 2 devices, got 3"),
     ],
 )
@@ -251,7 +251,7 @@ def test_what_cannot_be_tuned(batch_size, capacities, reserve, message):
 
 
 def test_one_device_is_not_tuned():
-    with pytest.raises(ArgumentError, match=r"two or more devices .* got 1.00 GiB$"):
+    with pytest.raises(ArgumentError, match=r"two or more devices, got 1$"):
         tuned(SMALL["mlp"](), 8, [GIB])
 
 
