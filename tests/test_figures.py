@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from balanced_dp import tune
-from balanced_dp.cli.demo import DemoSettings, run_demo
+from balanced_dp.cli.demo import run_demo
 from balanced_dp.report import load_reports
 from balanced_dp.report.tables import candidate_table
 from balanced_dp.tuning.workload import find_workload
@@ -38,7 +38,7 @@ def test_the_picture_and_the_largest_batches():
 
 
 def test_the_memory_of_the_demo():
-    _, runs = run_demo(DemoSettings(steps=2, emulate=True))
+    _, runs = run_demo(steps=2, emulate=True)
     rows = dict(re.findall(r"^ (split|peak, .*?) {2,}(.*)$", README, re.MULTILINE))
     measured = [run.measured for run in runs]
     splits = [" ".join(map(str, found.chunk_sizes)) for found in measured]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -12,32 +11,21 @@ from ..errors import ArgumentError
 from ..units import parse_bytes
 
 Target = Annotated[
-    str,
+    str | None,
     typer.Argument(help="A built-in workload, or package.module:function, or file.py:function."),
 ]
 BatchSize = Annotated[int | None, typer.Option(help="Samples in a batch; default: the workload's.")]
 NumDevices = Annotated[
     int | None,
-    typer.Option("--devices", min=1, help="Number of devices; default: all GPUs, or 4 emulated."),
+    typer.Option("--devices", min=2, help="Number of devices; default: all GPUs, or 4 emulated."),
 ]
 Emulate = Annotated[bool, typer.Option("--emulate", help="Emulate devices even if there are GPUs.")]
-JsonFile = Annotated[
-    Path | None,
-    typer.Option("--json", metavar="FILE", help="Write JSON to FILE, or with - to stdout."),
-]
-Html = Annotated[
-    Path | None,
-    typer.Option(metavar="FILE", help="Write a self-contained HTML page to FILE; - is stdout."),
-]
-Spread = Annotated[
-    bool,
+Memory = Annotated[
+    str | None,
     typer.Option(
-        "--spread",
-        help="Only with spread=True: parameters, gradients and optimizer state on all devices.",
+        help="Capacity of all devices, such as 11GiB, or of each: 24GiB,11GiB. GB means GiB."
     ),
 ]
-CAPACITY = "Capacity of all devices, such as 11GiB, or of each: 24GiB,11GiB. GB means GiB."
-"""The help of ``--memory``."""
 Reserve = Annotated[
     str | None,
     typer.Option(
@@ -51,6 +39,17 @@ Numeric = Annotated[
         "--numeric",
         help="Emulate values, not shapes only: slower, for models that read values.",
     ),
+]
+JsonFile = Annotated[
+    Path | None,
+    typer.Option("--json", metavar="FILE", help="Write JSON to FILE; - is stdout."),
+]
+Html = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Write a self-contained HTML page to FILE; - is stdout."),
+]
+Markdown = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Write Markdown to FILE; - is stdout.")
 ]
 
 
@@ -70,13 +69,6 @@ For = Annotated[
         callback=_parse_goal,
         help="What the best option has: the most speed, the most free memory, or the largest "
         "batch. Default: speed, or headroom if no capacity is given.",
-    ),
-]
-LossOnDevice = Annotated[
-    bool,
-    typer.Option(
-        "--loss-on-device",
-        help="Only with the loss on each device: gather=False and BalancedCriterion.",
     ),
 ]
 
@@ -114,23 +106,12 @@ STDOUT = Path("-")
 """The name of a file that means stdout."""
 
 
-def check_outputs(outputs: Mapping[str, Path | None]) -> None:
-    """Raise ArgumentError if two outputs go to one place, or a folder is missing.
-
-    Args:
-        outputs: the files by option, None for those that were not given. Other names are for what
-            else uses stdout or must not be overwritten.
-    """
-    places: dict[Path, str] = {}
-    for option, path in outputs.items():
-        if path is None:
-            continue
-        if path != STDOUT and path.is_dir():
-            raise ArgumentError(f"{path} is a folder; name a file")
-        if not path.absolute().parent.is_dir():
-            raise ArgumentError(f"{path}: there is no folder {path.absolute().parent}")
-        place = path if path == STDOUT else path.resolve()
-        other = places.setdefault(place, option)
-        if other != option:
-            name = "stdout" if path == STDOUT else path
-            raise ArgumentError(f"{other} and {option} are both {name}; name another file for one")
+def check_outputs(*outputs: Path | None) -> None:
+    """Raise ArgumentError if two outputs go to one place, or a file cannot be written."""
+    places = [path if path == STDOUT else path.resolve() for path in outputs if path is not None]
+    for place in places:
+        if places.count(place) > 1:
+            raise ArgumentError(f"{place} is named twice; name another file for one")
+        if place != STDOUT and (place.is_dir() or not place.parent.is_dir()):
+            why = "it is a folder" if place.is_dir() else f"there is no folder {place.parent}"
+            raise ArgumentError(f"{place} cannot be written: {why}")

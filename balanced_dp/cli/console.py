@@ -1,12 +1,11 @@
-"""Show tables, sentences and progress on the terminal."""
+"""Show answers, tables and progress on the terminal."""
 
 from __future__ import annotations
 
 import functools
-import itertools
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,9 +17,9 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from ..memory.records import DeviceMemory
-from ..report import tables
-from ..report.json_file import write_atomically
-from ..report.tables import TextTable
+from ..report import Comparison, report_html, report_json
+from ..report.json_file import write_text
+from ..report.tables import Code, TextTable, answer, title, use_table
 from ..tuning.options import Option
 from ..tuning.report import Report
 from ..units import format_bytes
@@ -35,7 +34,7 @@ def write(path: Path | None, as_text: Callable[..., str], *content: Any) -> None
         sys.stdout.write(as_text(*content))
         sys.stdout.flush()
     elif path is not None:
-        write_atomically(path, as_text(*content))
+        write_text(path, as_text(*content))
         terminal.open_console(stderr=True).print(f"wrote {path}", soft_wrap=True)
 
 
@@ -44,7 +43,7 @@ def as_json(record: Any, indent: int | None = 2) -> str:
     return json.dumps(record, indent=indent) + "\n"
 
 
-def rich_table(content: TextTable, title: str | None = None, caption: str | None = None) -> Table:
+def rich_table(content: TextTable) -> Table:
     """Return a table for 80 columns; its names are left-aligned and its numbers right-aligned."""
     name, *headers = content.headers
     # A header that is longer than "device 0" has two lines.
@@ -52,9 +51,6 @@ def rich_table(content: TextTable, title: str | None = None, caption: str | None
     table = Table(
         Column(name, overflow="fold"),
         *(Column(text, justify="right", overflow="fold") for text in numbers),
-        title=title,
-        caption=caption,
-        min_width=min(len(title or ""), 78),  # else a title of a narrow table is wrapped
         box=box.SIMPLE_HEAD,
         pad_edge=False,
         collapse_padding=True,
@@ -62,6 +58,45 @@ def rich_table(content: TextTable, title: str | None = None, caption: str | None
     for index, row in enumerate(content.rows):
         table.add_row(*row, style="bold" if index == content.marked else None)
     return table
+
+
+def print_table(console: Console, content: TextTable) -> None:
+    """Print a table below its title, and above its caption."""
+    console.print(content.title, style="bold", soft_wrap=True)
+    console.print(rich_table(content), end="")
+    terminal.print_text(console, f"{content.caption}\n" if content.caption else "")
+
+
+def print_report(report: Report, *, stderr: bool = False) -> None:
+    """Print the answer of a report."""
+    console = terminal.open_console(stderr=stderr)
+    console.print(title(report), style="bold", soft_wrap=True)
+    for part in answer(report):
+        if isinstance(part, TextTable):
+            print_table(console, part)
+        elif isinstance(part, Code):
+            console.print(part.text, end="\n\n", soft_wrap=True)
+        else:
+            terminal.print_text(console, part)
+
+
+def show(
+    report: Report, json_file: Path | None, html: Path | None, *, stderr: bool = False
+) -> None:
+    """Print the answer of a report, unless stdout is for a file, and write the files."""
+    if STDOUT not in (json_file, html):
+        print_report(report, stderr=stderr)
+    write(json_file, report_json, report)
+    write(html, report_html, [report])
+
+
+def print_run(result: RunResult, name: str) -> None:
+    """Print what the training steps of a script took of each device, if there is no report."""
+    console = terminal.open_console(stderr=True)
+    if result.measured is not None:
+        print_table(console, use_table(result.measured, name, result.budgets))
+    for note in result.notes:
+        terminal.print_text(console, note)
 
 
 @contextmanager
@@ -90,83 +125,22 @@ def measuring_progress() -> Iterator[Callable[[Option], None]]:
         )
 
 
-def print_report(report: Report, *, candidates: bool = False, stderr: bool = False) -> None:
-    """Print the answer, what fills each device, and with ``candidates`` all measured values."""
-    console = terminal.open_console(stderr=stderr)
-    terminal.print_text(console, tables.verdict(report))
-    if report.ranked_options:
-        console.print(rich_table(tables.option_table(report), tables.title(report), tables.SPEED))
-        console.print(tables.lines(report), end="\n\n", soft_wrap=True)
-    title, caption = tables.devices_title(report), tables.how_measured(report)
-    console.print(_use_tables(console, tables.device_table(report), title, caption))
-    if candidates:
-        console.print(rich_table(tables.candidate_table(report), tables.candidates_title(report)))
-    for sentence in tables.summary(report):
-        terminal.print_text(console, sentence)
-
-
-def print_run(result: RunResult, name: str) -> None:
-    """Print what the training steps of a script took of each device, on stderr."""
-    if result.report is not None:
-        print_report(result.report, stderr=True)
-        return
-    console = terminal.open_console(stderr=True)
-    if result.measured is not None:
-        content = tables.use_table(result.measured, result.budgets)
-        console.print(_use_tables(console, content, name))
-    for note in result.notes:
-        terminal.print_text(console, note)
-
-
-def _use_tables(
-    console: Console, content: TextTable, title: str, caption: str | None = None
-) -> Group:
-    """Return the table, in parts of fewer devices if it is too wide."""
-    devices, num = content.headers[1:], len(content.headers) - 1
-
-    def part(start: int, stop: int) -> Table:
-        headers, *rows = (
-            (name, *cells[start:stop]) for name, *cells in (content.headers, *content.rows)
+def print_comparison(workload: str, lines: Sequence[str], compared: Sequence[Comparison]) -> None:
+    """Print the metrics of a workload's reports, and which are worse than allowed."""
+    console, rows = terminal.open_console(), []
+    for found in compared:
+        as_text = format_bytes if found.metric == "peak" else "{:.2f}".format
+        limit = (
+            ("", "")
+            if found.limit is None
+            else (f"{found.limit:.1%}", "FAILED" if found.failed else "ok")
         )
-        text = TextTable(headers, tuple(rows), content.marked)
-        return rich_table(text, None if start else title, caption if stop >= num else None)
-
-    unlimited = console.options.update(width=10_000)
-    for num_parts in range(1, len(devices) + 1):
-        size = -(-len(devices) // num_parts)
-        parts = [part(start, start + size) for start in range(0, len(devices), size)]
-        widths = [console.measure(part, options=unlimited).maximum for part in parts]
-        if max(widths) <= min(80, console.width):  # no cell is wrapped
-            break
-    return Group(*parts)
-
-
-def print_comparison(compared: Sequence[Mapping[str, Any]]) -> None:
-    """Print the metrics of each workload's reports, and which are worse than allowed."""
-    console = terminal.open_console()
-    for workload, found in itertools.groupby(compared, key=lambda metric: metric["workload"]):
-        metrics, rows = [*found], []
-        for metric in metrics:
-            as_text, difference_as_text = _METRICS[metric["metric"]]
-            by = "{:.1%}".format if metric["is_relative"] else difference_as_text
-            values = as_text(metric["before"]), as_text(metric["after"]), by(metric["worsened"])
-            limit = ("", "")
-            if metric["limit"] is not None:
-                limit = by(metric["limit"]), "FAILED" if metric["failed"] else "ok"
-            rows.append((metric["metric"], *values, *limit))
-        headers = ("metric", "before", "after", "worse by", "allowed", "outcome")
-        console.print(rich_table(TextTable(headers, tuple(rows)), workload))
-        for name in ("before", "after"):
-            terminal.print_text(console, f"{name}: {metrics[0][f'{name}_line']}")
-
-
-_METRICS: dict[str, tuple[Callable[[float], str], Callable[[float], str]]] = {
-    "peak": (format_bytes, format_bytes),
-    "imbalance": ("{:.1%}".format, lambda difference: f"{100 * difference:.1f} points"),
-    "max_batch": ("{:.0f}".format,) * 2,
-    "speed": ("{:.2f}".format,) * 2,
-}
-"""Metrics and differences of them as text."""
+        values = as_text(found.before), as_text(found.after), f"{found.worsened:.1%}"
+        rows.append((found.metric, *values, *limit))
+    headers = ("metric", "before", "after", "worse by", "allowed", "outcome")
+    print_table(console, TextTable(workload, headers, tuple(rows)))
+    for name, line in zip(("before", "after"), lines, strict=True):
+        terminal.print_text(console, f"{name}: {line}")
 
 
 def memory_table(memories: Sequence[DeviceMemory]) -> Group:
@@ -179,7 +153,7 @@ def memory_table(memories: Sequence[DeviceMemory]) -> Group:
         held = m.total_bytes, m.used_bytes, m.free_bytes
         rows.append((m.label, *("?" if size is None else format_bytes(size) for size in held)))
     headers = ("device", "total", "used", "free")
-    table = rich_table(TextTable(headers, tuple(rows)))
+    table = rich_table(TextTable("", headers, tuple(rows)))
     names = [f"{m.label}: {m.name or '?'}\n    {m.uuid or '?'}" for m in memories]
     errors = [f"{m.label}: {m.error}" for m in memories if m.error is not None]
     return Group(table, *map(Text, (note, *names, *errors)))

@@ -2,66 +2,32 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
+import json
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
-from rich.table import Table
 from torch import nn
 
-from ..report import tables
-from ..split import as_integer, even_share
+from ..errors import ArgumentError
+from ..report import report_json
+from ..report.tables import TextTable, largest_uses, short_split
+from ..split import even_share
 from ..tuning.open_devices import open_devices, uses_emulation
 from ..tuning.options import Option
 from ..tuning.report import Report
 from ..tuning.step import step_meter
 from ..tuning.tuner import tune
 from ..tuning.workload import Batch, Workload, character_batch, encoded_text, find_workload
-from ..units import format_bytes, format_mib, parse_bytes
+from ..units import format_mib
 from . import console, terminal
+
+BATCH_SIZE = 32
+"""Samples in a batch."""
 
 LOSS_TOLERANCE = 1e-4
 """Largest difference of the runs' losses at any step: float32 sums are in another order."""
-
-
-@dataclass(frozen=True, slots=True)
-class DemoSettings:
-    """Describe the training runs of the demo.
-
-    Attributes:
-        num_devices: number of devices, at least 2.
-        batch_size: samples in a batch, at least 1.
-        steps: training steps of each run, at least 1.
-        gpu0_bsz: samples of device 0. None means those that ``tune`` finds on emulated devices.
-        memory: capacity of each emulated device, as in ``emulate_devices``.
-        emulate: whether to emulate devices even if there are two or more accelerators.
-    """
-
-    num_devices: int = 4
-    batch_size: int = 32
-    steps: int = 24
-    gpu0_bsz: int | None = None
-    memory: str | None = None
-    emulate: bool = False
-
-    def __post_init__(self) -> None:
-        """Raise ArgumentError if a value is out of its range."""
-        for name, minimum in (("num_devices", 2), ("batch_size", 1), ("steps", 1)):
-            as_integer(name, getattr(self, name), minimum)
-        if self.gpu0_bsz is not None:
-            as_integer("gpu0_bsz", self.gpu0_bsz, minimum=0)
-
-    @property
-    def even_share(self) -> int:
-        """Return the chunk size of device 0 in the even split."""
-        return even_share(self.batch_size, self.num_devices)
-
-    @property
-    def emulated(self) -> bool:
-        """Return whether the runs are on emulated devices."""
-        return uses_emulation(self.emulate)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +37,7 @@ class DemoRun:
     Attributes:
         name: the name of its split.
         measured: what the last step took.
-        losses: the loss of each step, up to where memory ran out.
+        losses: the loss of each step.
     """
 
     name: str
@@ -80,16 +46,26 @@ class DemoRun:
 
 
 def run_demo(
-    settings: DemoSettings, on_step: Callable[[], object] = lambda: None
+    num_devices: int = 4,
+    steps: int = 24,
+    gpu0_bsz: int | None = None,
+    *,
+    emulate: bool = False,
+    on_step: Callable[[], object] = lambda: None,
 ) -> tuple[Report, list[DemoRun]]:
     """Return what tune reports on emulated devices, and the runs by it.
 
     The runs are on one device, with the even split, and balanced, in this order.
 
-    ``on_step`` is called after each training step, unless memory runs out.
+    Args:
+        num_devices: number of devices, at least 2.
+        steps: training steps of each run, at least 1.
+        gpu0_bsz: samples of device 0 in the last run; None means those that ``tune`` finds.
+        emulate: whether to emulate devices even if there are two or more accelerators.
+        on_step: called after each training step.
     """
 
-    def run(name: str, num_devices: int, gpu0_bsz: int) -> DemoRun:
+    def run(name: str, num: int, value: int) -> DemoRun:
         losses: list[float] = []
 
         def on_loss(loss: torch.Tensor) -> None:
@@ -97,37 +73,28 @@ def run_demo(
             on_step()
 
         with (
-            open_devices(
-                settings.num_devices,
-                memory=settings.memory,
-                symbolic=False,
-                emulate=settings.emulate,
-            ) as devices,
-            step_meter(_workload(), devices[:num_devices]) as meter,
+            open_devices(num_devices, symbolic=False, emulate=emulate) as devices,
+            step_meter(_workload(), devices[:num]) as meter,
         ):
-            measured = meter.measure(
-                settings.batch_size, gpu0_bsz, num_steps=settings.steps, on_loss=on_loss
-            )
+            measured = meter.measure(BATCH_SIZE, value, num_steps=steps, on_loss=on_loss)
+        if measured.out_of_memory:
+            raise ArgumentError(f"the run with {name} does not fit: {measured.out_of_memory}")
         return DemoRun(name, measured, tuple(losses))
 
-    runs = [
-        run("one device", 1, settings.batch_size),
-        run("even split", settings.num_devices, settings.even_share),
-    ]
     # Emulated in any case: the largest batch that fits would fill GPUs.
-    size, num = settings.batch_size, settings.num_devices
-    report = tune(_workload(), size, num, emulate=True, with_alternatives=False)
-    gpu0_bsz = report.best.chunk_sizes[0] if settings.gpu0_bsz is None else settings.gpu0_bsz
-    return report, [*runs, run("balanced", settings.num_devices, gpu0_bsz)]
+    report = tune(_workload(), BATCH_SIZE, num_devices, emulate=True, with_alternatives=False)
+    value = report.best.chunk_sizes[0] if gpu0_bsz is None else gpu0_bsz
+    return report, [
+        run("one device", 1, BATCH_SIZE),
+        run("even split", num_devices, even_share(BATCH_SIZE, num_devices)),
+        run("balanced", num_devices, value),
+    ]
 
 
-def loss_difference(runs: Sequence[DemoRun]) -> float | None:
-    """Return the largest difference of complete loss curves, or None for fewer than two."""
-    curves = [run.losses for run in runs if not run.measured.out_of_memory]
-    if len(curves) < 2:
-        return None
-    difference: float = max(max(step) - min(step) for step in zip(*curves, strict=True))
-    return difference
+def loss_difference(runs: Sequence[DemoRun]) -> float:
+    """Return the largest difference of the loss curves at any step."""
+    steps = list(zip(*(run.losses for run in runs), strict=True))
+    return float(max(max(losses) - min(losses) for losses in steps))
 
 
 def _workload() -> Workload:
@@ -145,93 +112,57 @@ def _workload() -> Workload:
     return replace(workload, model=model, make_batch=make_batch)
 
 
-def demo_record(settings: DemoSettings, runs: Sequence[DemoRun]) -> dict[str, Any]:
-    """Return the settings and the runs as JSON has them."""
-    return {
-        "settings": asdict(settings),
-        "emulated": settings.emulated,
-        "loss_difference": loss_difference(runs),
-        "runs": [
-            {
-                "name": run.name,
-                "losses": run.losses,
-                **asdict(run.measured),
-                "imbalance": tables.imbalance(run.measured),
-                "samples_per_s": run.measured.samples_per_s,
-            }
-            for run in runs
-        ],
-    }
+def demo_record(report: Report, runs: Sequence[DemoRun]) -> dict[str, Any]:
+    """Return the report as JSON has it, with the runs."""
+    record: dict[str, Any] = json.loads(report_json(report))
+    record["loss_difference"] = loss_difference(runs)
+    record["runs"] = [
+        {"name": run.name, "losses": run.losses, **asdict(run.measured)} for run in runs
+    ]
+    return record
 
 
-def print_demo(settings: DemoSettings, runs: Sequence[DemoRun]) -> None:
+def print_demo(runs: Sequence[DemoRun], emulate: bool) -> None:
     """Print the demo's runs and compare them."""
     output = terminal.open_console()
-    output.print(_demo_table(settings, runs))
-    for sentence in _sentences(settings, runs):
-        terminal.print_text(output, sentence)
-
-
-def _sentences(settings: DemoSettings, runs: Sequence[DemoRun]) -> Iterator[str]:
-    """Yield where memory ran out, and what the runs show."""
-    for run in runs:
-        if run.measured.out_of_memory:
-            yield f"{run.name}: {run.measured.out_of_memory}"
-    difference = loss_difference(runs)
-    allowed = f"(allowed: {LOSS_TOLERANCE:.0e})."
-    if difference is None:
-        yield (
-            "Fewer than two runs fit, so there are no loss curves to compare. Try more --memory or "
-            "--devices, or a smaller --batch-size."
-        )
-    elif difference <= LOSS_TOLERANCE:
-        yield f"The loss curves agree: they differ by {difference:.1e} at most {allowed}"
-    else:
-        yield f"FAILED: the loss curves differ by {difference:.1e} {allowed}"
+    console.print_table(output, _demo_table(runs, uses_emulation(emulate)))
+    difference, allowed = loss_difference(runs), f"(allowed: {LOSS_TOLERANCE:.0e})."
+    told = f"The loss curves agree: they differ by {difference:.1e} at most {allowed}"
+    if difference > LOSS_TOLERANCE:
+        told = f"FAILED: the loss curves differ by {difference:.1e} {allowed}"
+    terminal.print_text(output, told)
     _, even, balanced = (run.measured for run in runs)
+    peaks = [format_mib(max(measured.peak_bytes)) for measured in (even, balanced)]
+    told = (
+        f"The bottleneck device needs {peaks[0]} MiB with the even split and {peaks[1]} MiB with "
+        f"BalancedDataParallel({balanced.chunk_sizes[0]}, model)."
+    )
     if even.chunk_sizes == balanced.chunk_sizes:
-        part = f"{even.chunk_sizes[0]} of {settings.batch_size} samples"
-        if settings.gpu0_bsz is None:
-            yield f"The even split is the best one: device 0 gets {part}."
-        else:
-            value = settings.gpu0_bsz
-            yield f"gpu0_bsz={value} is the even split: device 0 gets at most {part}."
-    elif not (even.out_of_memory or balanced.out_of_memory):
-        peaks = [format_mib(max(measured.peak_bytes)) for measured in (even, balanced)]
-        yield (
-            f"The bottleneck device needs {peaks[0]} MiB with the even split and "
-            f"{peaks[1]} MiB with BalancedDataParallel({balanced.chunk_sizes[0]}, model)."
-        )
+        told = "The last run had the even split, too."
+    terminal.print_text(output, told)
 
 
-def _demo_table(settings: DemoSettings, runs: Sequence[DemoRun]) -> Table:
+def _demo_table(runs: Sequence[DemoRun], is_emulated: bool) -> TextTable:
     """Return a table with a column for each run, and on emulated devices what fills device 0."""
-    kind = "emulated devices" if settings.emulated else "devices"
-    if settings.memory is not None:
-        kind += f" of {format_bytes(parse_bytes(settings.memory))}"
-    ran = [run.measured for run in runs if not run.measured.out_of_memory]
-    least_bytes = 2**20 // 10 if settings.emulated else math.inf
-    uses = tables.largest_uses((measured.uses[0] for measured in ran), least_bytes)
-    names = (*uses, "peak, device 0", "peak, highest other", "imbalance", "samples/s", "last loss")
+    uses = largest_uses((run.measured.uses[0] for run in runs), 2**20 // 10) if is_emulated else []
+    names = ("split", *uses, "peak, device 0", "peak, highest other", "samples/s", "last loss")
     columns = []
     for run in runs:
         first, *others = run.measured.peak_bytes
-        cells = [""] * len(names)
-        cells[len(uses)] = "out of memory"
-        if not run.measured.out_of_memory:
-            cells = [
+        columns.append(
+            (
+                short_split(run.measured.chunk_sizes),
                 *(format_mib(run.measured.uses[0].get(use, 0)) for use in uses),
                 format_mib(first),
                 format_mib(max(others)) if others else "",
-                f"{tables.imbalance(run.measured):.0%}" if others else "",
                 f"{run.measured.samples_per_s:.1f}",
                 f"{run.losses[-1]:.4f}",
-            ]
-        columns.append([tables.short_split(run.measured.chunk_sizes), *cells])
-    headers = ("memory in MiB", *(run.name for run in runs))
-    return console.rich_table(
-        tables.TextTable(headers, tuple(zip(("split", *names), *columns, strict=True))),
-        title=f"A character transformer, batches of {settings.batch_size}",
-        caption=f"On {settings.num_devices} {kind}."
-        + " Speeds vary between runs." * settings.emulated,
+            )
+        )
+    return TextTable(
+        f"A character transformer, batches of {BATCH_SIZE}",
+        ("memory in MiB", *(run.name for run in runs)),
+        tuple(zip(names, *columns, strict=True)),
+        caption=f"On {len(runs[1].measured.chunk_sizes)} "
+        + ("emulated devices. Speeds vary between runs." if is_emulated else "devices."),
     )

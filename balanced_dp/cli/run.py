@@ -22,8 +22,8 @@ from ..tuning.loop import Loop
 from ..tuning.open_devices import check_devices, default_num_devices, open_devices, uses_emulation
 from ..tuning.options import Goal, Option
 from ..tuning.report import SCHEMA, Provenance, Report, mode_of
-from ..tuning.tuner import RESERVE
-from ..units import format_bytes, parse_bytes
+from ..tuning.tuner import RESERVE, check_reserve
+from ..units import parse_bytes
 from . import terminal
 from .arguments import parse_capacities
 from .script import check_script, run_script
@@ -38,16 +38,16 @@ class RunResult:
 
     Attributes:
         exit_code: that of the script.
+        report: the report; None if the script's batches were not split here.
         measured: the last measurement; None without any.
         budgets: the bytes of each device that may be used, if they matter.
-        report: the report; None if the script's batches were not split here.
         notes: sentences about what was measured.
     """
 
     exit_code: int
+    report: Report | None
     measured: Option | None
     budgets: Sequence[int] | None
-    report: Report | None
     notes: tuple[str, ...]
 
 
@@ -86,20 +86,19 @@ def run_and_measure(
         ArgumentError: there is no such script, or the devices cannot be opened or are too small.
     """
     check_script(script, is_module, options)
+    if goal == "batch":
+        raise ArgumentError("run measures the script's batches: --for speed or headroom")
     emulates = uses_emulation(emulate)
     if emulates and reserve is not None and memory is None:
         raise ArgumentError("--reserve needs --memory, the capacity of the emulated devices")
     reserve_bytes = RESERVE if reserve is None else parse_bytes(reserve, "--reserve")
-    capacities, num = None, default_num_devices(emulate) if num_devices is None else num_devices
+    num = default_num_devices(emulate) if num_devices is None else num_devices
+    capacities = None
     if memory is not None:
         check_devices(num, memory, emulate)
         capacities = parse_capacities(memory, num_devices, num)
+        check_reserve(capacities, reserve_bytes)
         num = len(capacities)
-        if min(capacities) <= reserve_bytes:
-            raise ArgumentError(
-                f"--memory {memory} leaves nothing to use: {format_bytes(reserve_bytes)} of each "
-                "device are kept free for contexts and workspaces; --reserve 0 keeps nothing"
-            )
     with (
         warnings.catch_warnings(),
         open_devices(
@@ -119,34 +118,19 @@ def run_and_measure(
                 torch.get_device_module(device).get_device_properties(device).total_memory
                 for device in devices
             ]
-        kind = "shapes only: the values that it reads are NaN" if symbolic else "on the CPU"
-        terminal.say(
-            f"running {script} on {_named(devices, capacities, kind if emulates else None)}"
-        )
+        shapes = " with shapes only: the values that it reads are NaN" if symbolic else ""
+        kind = "emulated GPUs" if emulates else "GPUs"
+        terminal.say(f"running {script} on {len(devices)} {kind}{shapes}")
         budgets = None if capacities is None else [c - reserve_bytes for c in capacities]
         loop = Loop(gpu0_bsz, devices, budgets, steps)
         with loop.recording(), replaced_data_parallel(loop) as calls:
             exit_code = run_script(script, script_arguments, is_module)
         report, notes = None, tuple(_how_it_ended(loop, exit_code))
         if loop.is_splitting and loop.options:
-            name = Path(script).name
-            report = _report(loop, calls, name, reserve_bytes, goal, notes)
+            report = _report(loop, calls, Path(script).name, reserve_bytes, goal, notes)
         elif exit_code == 0:
-            notes += tuple(_why_no_answer(loop))
-        return RunResult(exit_code, loop.last, loop.budgets, report, notes)
-
-
-def _named(
-    devices: Sequence[torch.device], capacities: Sequence[int] | None, emulation: str | None
-) -> str:
-    """Return the devices in words; ``emulation`` is how they are emulated, or None."""
-    names = f"{devices[0]} to {devices[-1]}" if len(devices) > 1 else str(devices[0])
-    if emulation is None:
-        return f"{len(devices)} GPUs, {names}"
-    sizes = [] if capacities is None else [format_bytes(capacity) for capacity in capacities]
-    of = f" of {', '.join(sizes[:1] if len(set(sizes)) == 1 else sizes)}" if sizes else ""
-    gpus = "GPU" if len(devices) == 1 else "GPUs"
-    return f"{len(devices)} emulated {gpus}{of}, {names} ({emulation})"
+            notes += (_why_no_answer(loop),)
+        return RunResult(exit_code, report, loop.last, loop.budgets, notes)
 
 
 def _report(
@@ -177,6 +161,7 @@ def _report(
         goal=goal or ("headroom" if loop.budgets is None else "speed"),
         options=options,
         failures={},
+        has_capacity=loop.budgets is not None,
         wrapped_at=tuple(map(_place, calls)),
         is_trainer=not calls,
         notes=notes,
@@ -185,58 +170,47 @@ def _report(
 
 def _place(call: WrappedAt) -> str:
     """Return where a script wraps a model, and the line."""
-    source = linecache.getline(call.filename, call.line_number).strip()
-    libraries = (*site.getsitepackages(), site.getusersitepackages())
-    if call.filename.startswith(libraries):
-        return f"{call.filename}:{call.line_number}, a line of a library: {source}"
-    return f"{os.path.relpath(call.filename)}:{call.line_number}: {source}"
+    filename, line_number = call
+    source = linecache.getline(filename, line_number).strip()
+    if filename.startswith((*site.getsitepackages(), site.getusersitepackages())):
+        return f"{filename}:{line_number}, a line of a library: {source}"
+    return f"{os.path.relpath(filename)}:{line_number}: {source}"
 
 
 def _how_it_ended(loop: Loop, exit_code: int) -> Iterator[str]:
     """Yield what the measurements are of, if that is not obvious."""
-    num_taken, num_asked = loop.num_iterations, loop.num_steps
-    if num_asked is not None and num_taken >= num_asked:
-        steps = "one training step" if num_asked == 1 else f"{num_asked} training steps"
-        yield f"The script was ended after {steps} (--steps)."
-    elif loop.last is not None and not num_taken and exit_code == 0:
-        yield "The script took no training step: these are the peaks of the whole run."
+    num_taken = loop.num_iterations
+    if loop.num_steps is not None and num_taken >= loop.num_steps:
+        yield f"The script was ended after {num_taken} training steps (--steps)."
     elif loop.last is not None and not num_taken:
-        yield "These are the peaks of the first training step, which was not finished."
+        yield "No optimizer took a step: these are the peaks of the whole run."
     if loop.is_splitting and loop.options and not loop.is_over:
         yield (
             f"The search for gpu0_bsz was not over after {num_taken} training steps; with more of "
             "them it may find a better value."
         )
-    elif loop.is_splitting and loop.wanted is None:
-        yield "Without --gpu0-bsz even, the run searches for the best value of gpu0_bsz."
 
 
-def _why_no_answer(loop: Loop) -> Iterator[str]:
-    """Yield why there is no option to choose from."""
-    measured = loop.last
-    if measured is None:
-        yield "Nothing was measured: the script ran no forward pass with gradients."
-    elif not any(measured.peak_bytes):
-        yield "The script put no tensors on the devices."
-    elif loop.is_splitting:
-        yield (
+def _why_no_answer(loop: Loop) -> str:
+    """Return why there is no option to choose from."""
+    if loop.last is None:
+        return "Nothing was measured: the script ran no forward pass with gradients."
+    if loop.is_splitting:
+        return (
             "To compare splits takes two training steps or more with the same batches; the script "
             f"took {loop.num_iterations}."
         )
-    elif len(loop.devices) == 1:
-        yield "There is one device, and nothing to split."
-    elif isinstance(loop.model, BalancedDataParallel):
-        yield (
+    if isinstance(loop.model, BalancedDataParallel):
+        return (
             "The script's BalancedDataParallel is left as it is: it has device_weights, repeats a "
             "device, or the script sets its gpu0_bsz later."
         )
-    elif sum(map(bool, measured.peak_bytes)) < 2:
-        yield (
+    if sum(map(bool, loop.last.peak_bytes)) < 2:
+        return (
             "The script splits no batch over the devices; model = torch.nn.DataParallel(model) "
             "does, and this command shows what it saves."
         )
-    else:
-        yield (
-            "The script has a class of its own that splits batches, which runs as it is; with "
-            "torch.nn.DataParallel instead, this command searches for the best split."
-        )
+    return (
+        "The script has a class of its own that splits batches, which runs as it is; with "
+        "torch.nn.DataParallel instead, this command searches for the best split."
+    )

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import re
 import sys
 import textwrap
 
 from rich.console import Console
-
-_WHOLE = re.compile(r"\w+\([^()]*\)|[\d.]+ [KMGT]iB")
-"""What is not cut: calls, which are copied, and sizes."""
 
 
 def open_console(*, stderr: bool = False) -> Console:
@@ -25,12 +21,11 @@ def say(text: str) -> None:
 
 
 def print_text(console: Console, text: str) -> None:
-    """Print a sentence, wrapped but for long paths, and the lines of code below it as they are."""
-    sentence, *code = text.split("\n")
+    """Print sentences; a terminal wraps them between words, and other readers get one line."""
     if console.is_terminal:
-        whole = _WHOLE.sub(lambda match: match[0].replace(" ", "\0"), sentence)
-        wrapped = textwrap.wrap(
-            whole, console.width, break_long_words=False, break_on_hyphens=False
+        lines = text.split("\n")
+        text = "\n".join(
+            textwrap.fill(line, console.width, break_long_words=False, break_on_hyphens=False)
+            for line in lines
         )
-        sentence = "\n".join(wrapped).replace("\0", " ")
-    console.print("\n".join([sentence, *code]), soft_wrap=True)
+    console.print(text, soft_wrap=True)

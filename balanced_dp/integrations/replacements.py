@@ -10,7 +10,6 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any
@@ -20,7 +19,6 @@ import torch
 from torch import nn
 
 from ..devices import Device
-from ..parallel.auto import AutoSplit
 from ..parallel.data_parallel import BalancedDataParallel
 from ..parallel.functional import balanced_data_parallel
 from ..tuning.loop import Loop
@@ -32,19 +30,8 @@ _LIBRARIES = tuple(
 _TRAINER = str(Path(__file__).with_name("transformers.py"))
 
 
-@dataclass(frozen=True, slots=True)
-class WrappedAt:
-    """Where a script wraps a model.
-
-    Attributes:
-        filename: the file of the call.
-        line_number: its line.
-        gpu0_bsz: the value that the script gives to ``BalancedDataParallel``; None without one.
-    """
-
-    filename: str
-    line_number: int
-    gpu0_bsz: int | str | None = None
+WrappedAt = tuple[str, int]
+"""Where a script wraps a model: the file and the line of the call."""
 
 
 @contextmanager
@@ -67,7 +54,7 @@ def replaced_data_parallel(loop: Loop) -> Iterator[list[WrappedAt]]:
         initialize(self, *args, **kwargs)
         if self.device_weights is not None:
             return
-        place = _call_of_script("auto" if isinstance(self._policy, AutoSplit) else self.gpu0_bsz)
+        place = _call_of_script()
         loop.adopt(self)
         if place is not None and place not in calls:
             calls.append(place)
@@ -117,14 +104,14 @@ def _data_parallel_class() -> Any:
     return DataParallel
 
 
-def _call_of_script(gpu0_bsz: int | str | None) -> WrappedAt | None:
+def _call_of_script() -> WrappedAt | None:
     """Return where the innermost frame that is not of a library calls; None if a Trainer does."""
     frame: FrameType | None = inspect.currentframe()
     while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
         if frame.f_code.co_filename == _TRAINER:
             return None
         frame = frame.f_back
-    return frame and WrappedAt(frame.f_code.co_filename, frame.f_lineno, gpu0_bsz)
+    return frame and (frame.f_code.co_filename, frame.f_lineno)
 
 
 class _TrainerFinder(importlib.abc.MetaPathFinder):

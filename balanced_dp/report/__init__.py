@@ -5,7 +5,7 @@ try:
     from .html import report_html
     from .json_file import load_reports, report_json, save_report
     from .markdown import report_markdown
-except ImportError as error:  # the library itself needs none of these
+except ImportError as error:  # the library itself needs none
     raise ImportError(
         f"balanced_dp.report needs {error.name}, which is part of the extra 'report': "
         "pip install '.[report]' in a clone",

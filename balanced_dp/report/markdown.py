@@ -3,33 +3,23 @@
 from __future__ import annotations
 
 from ..tuning.report import Report
-from . import tables
+from .tables import Code, TextTable, answer, provenance_table, title
 
 
 def report_markdown(report: Report) -> str:
-    """Return the text and tables of the report as Markdown."""
-    parts = [f"# {escaped(tables.title(report))}", escaped(tables.verdict(report))]
-    if report.ranked_options:
-        parts += [
-            markdown_table(tables.option_table(report)),
-            escaped(tables.SPEED),
-            f"```python\n{tables.lines(report)}\n```",
-        ]
-    parts += [
-        "\n".join(f"- {escaped(sentence)}" for sentence in tables.summary(report)),
-        f"## {escaped(tables.devices_title(report))}",
-        markdown_table(tables.device_table(report)),
-        escaped(tables.how_measured(report)),
-        f"## {escaped(tables.candidates_title(report))}",
-        markdown_table(tables.candidate_table(report)),
-        "## Where this comes from",
-        markdown_table(tables.provenance_table(report)),
-    ]
+    """Return the answer of the report as Markdown."""
+    parts = [f"# {escaped(title(report))}"]
+    for part in (*answer(report), provenance_table(report)):
+        if isinstance(part, TextTable):
+            parts += [f"## {escaped(part.title)}", _table(part), escaped(part.caption)]
+        elif isinstance(part, Code):
+            parts.append(f"```python\n{part.text}\n```")
+        else:
+            parts.append(escaped(part))
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
-def markdown_table(table: tables.TextTable) -> str:
-    """Return a table as Markdown."""
+def _table(table: TextTable) -> str:
     rows = [table.headers, ["---"] * len(table.headers)]
     for index, row in enumerate(table.rows):
         mark = "**" if index == table.marked else ""

@@ -96,6 +96,8 @@ class Report:
         precision: the dtype of autocast, or None.
         batch_size: samples in the batch that was asked for.
         capacity_bytes: capacity of each device.
+        has_capacity: whether the capacities are those of devices; otherwise they are what the even
+            split takes, in whole MiB.
         reserve_bytes: what is kept free of each capacity for contexts and workspaces, which are
             not counted.
         goal: what the best option is the best in.
@@ -118,6 +120,7 @@ class Report:
     goal: Goal
     options: tuple[Option, ...]
     failures: dict[str, str]
+    has_capacity: bool = True
     wrapped_at: tuple[str, ...] = ()
     is_trainer: bool = False
     notes: tuple[str, ...] = ()
@@ -190,7 +193,8 @@ class Report:
         )
 
 
-def bottleneck(option: Option, budgets: Iterable[int]) -> int:
-    """Return the index of the device that is the fullest."""
+def bottleneck(option: Option, budgets: Iterable[int]) -> tuple[int, int]:
+    """Return the index of the device that is the fullest, and its peak."""
     full = utilizations(option.peak_bytes, list(budgets))
-    return full.index(max(full))
+    index = full.index(max(full))
+    return index, option.peak_bytes[index]

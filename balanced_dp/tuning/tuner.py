@@ -28,6 +28,15 @@ _LARGEST_MULTIPLE = 4
 """The same as a multiple of the batch, where emulated devices compute values."""
 
 
+def check_reserve(capacities: Sequence[int], reserve: int) -> None:
+    """Raise ArgumentError if what is kept free leaves nothing of a capacity."""
+    if any(capacity <= reserve for capacity in capacities):
+        raise ArgumentError(
+            f"{format_bytes(reserve)} of each device are kept free, but there are devices of "
+            f"{', '.join(map(format_bytes, sorted(set(capacities))))}; --reserve lowers it"
+        )
+
+
 def tune(
     workload: Workload,
     batch_size: int,
@@ -124,6 +133,7 @@ class _Run:
     """The measurements of a workload, each made once."""
 
     capacities: Sequence[int] | None
+    has_capacity = True
     provenance: Provenance
     mode: Mode
     num_parameters: int
@@ -156,13 +166,21 @@ class _Run:
             goal=goal,
             options=tuple(self.options),
             failures=failures,
+            has_capacity=self.has_capacity,
         )
 
     def measure(self, meter: StepMeter, swept: Sequence[int]) -> None:
         """Measure what the searches ask for, with one ``gather`` and ``spread``."""
         size, num_devices = self.batch_size, len(meter.devices)
         even = even_share(size, num_devices)
-        self._check(num_devices)
+        if num_devices < 2:
+            raise ArgumentError(f"a plan is for two or more devices, got {num_devices}")
+        if self.capacities is not None and len(self.capacities) != num_devices:
+            raise ArgumentError(
+                f"capacities must be one for each of {num_devices} devices, got "
+                f"{len(self.capacities)}"
+            )
+        check_reserve(self.capacities or (), self.reserve)
         if swept and not 0 <= swept[0] <= swept[-1] <= even:
             raise ArgumentError(
                 f"sweep goes from {swept[0]} to {swept[-1]}, but for a batch of {size} on "
@@ -209,21 +227,6 @@ class _Run:
                 if max(peaks(weights, weights)) < math.inf:
                     ran.append(weights)
 
-    def _check(self, num_devices: int) -> None:
-        """Raise ArgumentError if fewer than two devices exceed the reserve."""
-        capacities = self.capacities
-        if capacities is not None and len(capacities) != num_devices:
-            raise ArgumentError(
-                f"capacities must be one for each of {num_devices} devices, got {len(capacities)}"
-            )
-        if num_devices < 2:
-            raise ArgumentError(f"a plan is for two or more devices, got {num_devices}")
-        if capacities is not None and min(capacities) <= self.reserve:
-            raise ArgumentError(
-                f"{format_bytes(self.reserve)} of each device are kept free, but there are devices "
-                f"of {', '.join(map(format_bytes, capacities))}; --reserve lowers it"
-            )
-
     def _describe(self, meter: StepMeter, in_even: Sequence[float]) -> None:
         """Record what was measured on; the default capacity is what the even split needs."""
         modules = [(torch.get_device_module(device), device) for device in meter.devices]
@@ -233,5 +236,6 @@ class _Run:
         if self.capacities is None and self.mode == "real":
             self.capacities = [m.get_device_properties(d).total_memory for m, d in modules]
         elif self.capacities is None:
+            self.has_capacity = False
             highest = max((peak for peak in in_even if peak < math.inf), default=1)
             self.capacities = [math.ceil(highest / 2**20) * 2**20] * len(meter.devices)

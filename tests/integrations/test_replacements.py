@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from balanced_dp import BalancedDataParallel, emulate_devices
-from balanced_dp.integrations.replacements import WrappedAt, replaced_data_parallel
+from balanced_dp.integrations.replacements import replaced_data_parallel
 from balanced_dp.tuning.loop import Loop
 
 from ..tuning.measured import option
@@ -132,10 +132,10 @@ def test_the_places_of_calls_are_noted():
         with replaced_data_parallel(Loop("auto", devices)) as calls:
             line = sys._getframe().f_lineno + 1
             nn.DataParallel(nn.Linear(4, 2).cuda())
-            assert calls == [WrappedAt(__file__, line)]
+            assert calls == [(__file__, line)]
             for _ in range(2):
                 nn.DataParallel(nn.Linear(4, 2).cuda())
-            assert calls == [WrappedAt(__file__, line), WrappedAt(__file__, line + 3)]
+            assert calls == [(__file__, line), (__file__, line + 3)]
         gc.collect()
 
 

@@ -70,14 +70,11 @@ def test_json_names_what_scripts_read(report):
         ),
         (
             lambda text: '{"benchmarks": [{"extra_info": {}}], "machine_info": {}}',
-            "holds 1 benchmarks and none of them a sweep over gpu0_bsz; run",
+            "nor one of pytest-benchmark with a sweep over gpu0_bsz",
         ),
         (lambda text: "[" * 100_000, "is no report"),
-        (lambda text: '{"benchmarks": ["a"], "machine_info": null}', "no report: benchmarks.0: "),
-        (
-            lambda text: '{"benchmarks": [{"extra_info": {"balanced_dp": {}}}], "machine_info": 1}',
-            r"no report: benchmarks\.0\.extra_info\.balanced_dp\.schema: Field required",
-        ),
+        (lambda text: '{"benchmarks": ["a"], "machine_info": null}', "is JSON, but neither"),
+        (lambda text: '{"benchmarks": [{"extra_info": {"balanced_dp": 1}}]}', "but neither"),
     ],
 )
 def test_a_foreign_file_is_told_and_left_alone(report, tmp_path, change, message):
@@ -108,28 +105,13 @@ def test_a_link_stays_one_and_a_pipe_is_written_to(report, tmp_path):
     read = subprocess.Popen(["cat", tmp_path / "pipe"], stdout=subprocess.PIPE, text=True)
     save_report(report, tmp_path / "pipe")
     assert read.communicate()[0] == report_json(report)
-    assert (tmp_path / "pipe").is_fifo()
-
-
-def test_a_write_that_fails_leaves_the_old_file(report, tmp_path, monkeypatch):
-    path = tmp_path / "report.json"
-    path.write_text("old")
-
-    def fail(descriptor):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", fail)
-    with pytest.raises(ArgumentError, match="cannot be written: No space left on device"):
-        save_report(report, path)
-    assert path.read_text() == "old"
-    assert [file.name for file in tmp_path.iterdir()] == ["report.json"]
     with pytest.raises(ArgumentError, match="cannot be written: No such file"):
         save_report(report, tmp_path / "none" / "report.json")
 
 
 def test_markdown_has_the_line_the_tables_and_nothing_to_run(report, unlike):
     text = report_markdown(report)
-    assert f"```python\n# option 1\nmodel = {report.line}" in text
+    assert f"```python\n# option 1\nmodel = {report.best.line}" in text
     assert "<script>" not in text.replace("\\<script\\>", "")
     rows = [line for line in text.splitlines() if line.startswith("| ")]
     marked = [row for row in rows if row.startswith("| **")]
@@ -150,24 +132,21 @@ def test_a_report_is_compared_with_another(report):
     report = replace(report, options=gathered)
     worse = replace(report, goal="speed")
     assert worse.best is worse.even and report.best is not report.even
-    same = compare_reports(report, report, "peak:0%, imbalance:0, max_batch:0%,speed:0%")
+    same = compare_reports(report, report, "peak:0%, max_batch:0%,speed:0%")
     assert [found.metric for found in same] == list(METRICS)
     assert not any(found.failed for found in same)
-    found = {c.metric: c for c in compare_reports(report, worse, "peak:5%,imbalance:0.05")}
-    assert found["peak"].failed
-    assert found["peak"].worsened == pytest.approx(
-        max(report.even.peak_bytes) / max(report.best.peak_bytes) - 1
-    )
-    assert found["imbalance"].failed
-    assert found["max_batch"].worsened > 0
-    assert not found["max_batch"].failed  # not asked
-    assert not any(c.failed for c in compare_reports(worse, report, "peak:0%,max_batch:0"))
-    assert not compare_reports(report, worse, "peak:999999999")[0].failed
+    found = {c.metric: c for c in compare_reports(report, worse, "peak:5%")}
+    ratio = max(report.even.peak_bytes) / max(report.best.peak_bytes)
+    assert found["peak"].failed and found["peak"].worsened == pytest.approx(ratio - 1)
+    assert found["max_batch"].worsened > 0 and not found["max_batch"].failed  # not asked
+    assert not any(c.failed for c in compare_reports(worse, report, "peak:0%,max_batch:0%"))
 
 
-@pytest.mark.parametrize("limits", ["peak", "peak:", "other:5%", "peak:-5%", "peak:5%%", "peak 5"])
-def test_limits_that_cannot_be_read_are_refused(report, limits):
-    with pytest.raises(ArgumentError, match="--fail takes METRIC:NUMBER or METRIC:NUMBER% of peak"):
+@pytest.mark.parametrize(
+    "limits", ["peak", "peak:", "other:5%", "peak:-5%", "peak:5%%", "peak 5", "peak:5"]
+)
+def test_limits_that_cannot_be_read(report, limits):
+    with pytest.raises(ArgumentError, match="--fail takes METRIC:NUMBER% of peak"):
         compare_reports(report, report, limits)
 
 
@@ -202,7 +181,7 @@ def test_what_could_not_be_measured_is_named(report):
 def test_what_ran_out_of_memory_has_no_peak(report):
     failed = replace(report.even, out_of_memory="CUDA out of memory", ran_out=0)
     shown = replace(report, options=(failed, *report.options[1:]), goal="speed")
-    assert "With nn.DataParallel(model) memory runs out." in tables.verdict(shown)
+    assert "of nn.DataParallel device 0 runs out of memory." in tables.verdict(shown)
     gathered = tuple(option for option in shown.options if option.kind[:2] == (True, False))
     rows = tables.candidate_table(replace(shown, options=gathered)).rows
     assert [row[2] for row in rows].count("out of memory") == 1
@@ -217,7 +196,7 @@ def test_what_a_smaller_value_costs_is_said():
     [sentence] = tables.summary(shown)
     assert "its largest chunk is 10 instead of 8, 42.7 samples/s instead of 64.0" in sentence
     assert "about 0.80 of the samples" in sentence
-    assert tables.verdict(shown).startswith("With nn.DataParallel(model) it does not fit")
+    assert tables.verdict(shown).startswith("With the even split of nn.DataParallel the batch does")
     assert tables.option_table(shown).rows[0][3:5] == ("0.80", "42.7")
 
 
@@ -241,4 +220,4 @@ def test_without_an_option_what_lacks_is_said():
     assert "A batch of 16 does not fit: with the best, BalancedDataParallel(6, model), dev" in text
     assert "device 0 needs 70 B and lacks 5 B; no other batch was measured" in text
     assert "option 1" not in text and "```python" not in text
-    assert "Options that fit" not in report_html([lacking])
+    assert 'class="line"' not in report_html([lacking])
