@@ -145,7 +145,8 @@ def print_demo(runs: Sequence[DemoRun], emulate: bool) -> None:
 def _demo_table(runs: Sequence[DemoRun], is_emulated: bool) -> TextTable:
     """Return a table with a column for each run, and on emulated devices what fills device 0."""
     uses = largest_uses((run.measured.uses[0] for run in runs), 2**20 // 10) if is_emulated else []
-    names = ("split", *uses, "peak, device 0", "peak, highest other", "samples/s", "last loss")
+    peaks = ("peak, device 0", "peak, highest other", "imbalance")
+    names = ("split", *uses, *peaks, "samples/s", "last loss")
     columns = []
     for run in runs:
         first, *others = run.measured.peak_bytes
@@ -155,6 +156,7 @@ def _demo_table(runs: Sequence[DemoRun], is_emulated: bool) -> TextTable:
                 *(format_mib(run.measured.uses[0].get(use, 0)) for use in uses),
                 format_mib(first),
                 format_mib(max(others)) if others else "",
+                f"{1 - min(first, *others) / max(first, *others):.0%}" if others else "",
                 f"{run.measured.samples_per_s:.1f}",
                 f"{run.losses[-1]:.4f}",
             )
