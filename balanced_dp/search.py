@@ -253,7 +253,8 @@ def measure_largest(measure: Callable[[tuple[int, ...]], Full], search: Search, 
     most = range(smallest, limit // num + 1)
     share = _largest(lambda share: over((share,) * num), most, shares, bends_up=True)
     around = sizes(even, (share - 1) * num + 1, (share + 1) * num - 1)
-    known = {n: over(even(n)) for n in around if even(n) in told}
+    # With one sample more than equal chunks, most devices have a larger chunk already.
+    known = {n: over(even(n)) for n in around if even(n) in told or n == share * num + 1}
     _largest(lambda n: over(even(n)), around, known)
     if search.best == search.even:
         return

@@ -83,11 +83,11 @@ def print_report(report: Report, *, stderr: bool = False) -> None:
 def show(
     report: Report, json_file: Path | None, html: Path | None, *, stderr: bool = False
 ) -> None:
-    """Print the answer of a report, unless stdout is for a file, and write the files."""
-    if STDOUT not in (json_file, html):
-        print_report(report, stderr=stderr)
+    """Write the files of a report, and print its answer unless stdout is one of them."""
     write(json_file, report_json, report)
     write(html, report_html, [report])
+    if STDOUT not in (json_file, html):
+        print_report(report, stderr=stderr)
 
 
 def print_run(result: RunResult, name: str) -> None:

@@ -105,8 +105,8 @@ def draw_peaks(axes: Axes, report: Report) -> None:
         at = report.best.chunk_sizes[0]
         label = f"the best option: {at}"
         axes.axvline(at, color="black", linewidth=1, linestyle=":", label=label)
-    of = "memory that may be used" if report.has_capacity else "peak of the even split"
-    axes.set(xlabel="samples of device 0 (gpu0_bsz)", ylabel=f"percent of the {of}")
+    percent = "percent full" if report.has_capacity else "percent of the even split's peak"
+    axes.set(xlabel="samples of device 0 (gpu0_bsz)", ylabel=percent)
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     right = axes.twinx()
     speeds = [speed(option, report) for option in ran]

@@ -143,6 +143,10 @@ def summary(report: Report) -> Iterator[str]:
             f"A smaller gpu0_bsz costs speed: with {option.line} {cost}, so a step computes about "
             f"{option.speed:.2f} of the samples in the same time."
         )
+    largest = max(option.batch_size for option in report.options)
+    fits = any(o.fits(report.budgets) for o in report.options if o.batch_size == largest)
+    if fits and largest > report.batch_size:
+        yield f"Batches above {largest} were not measured; they may fit, too."
     for name, reason in report.failures.items():
         yield f"{name} cannot be measured: {reason}."
     if not all(option.gather for option in report.ranked_options):
