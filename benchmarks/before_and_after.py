@@ -1,4 +1,4 @@
-"""Draws the README's picture: what each device holds, before and after.
+"""Draw the README's picture: what each device holds, before and after.
 
 `python benchmarks/before_and_after.py` writes docs/before_and_after.svg. It measures GPT-2 small on
 emulated devices that keep shapes only.
@@ -19,7 +19,7 @@ PATH = Path(__file__).parent.parent / "docs" / "before_and_after.svg"
 
 
 def measured(**options: bool) -> Report:
-    """Returns the report of 32 samples on four devices of 11 GiB, as the command has it."""
+    """Return the report of 32 samples on four devices of 11 GiB, as the command has it."""
     capacities, reserve = [11 * 2**30] * 4, 512 * 2**20
     workload = find_workload("gpt2-small")
     asked = {"capacities": capacities, "reserve": reserve, "emulate": True, "goal": "headroom"}
@@ -27,7 +27,7 @@ def measured(**options: bool) -> Report:
 
 
 def picture(report: Report, other: Report) -> str:
-    """Returns the picture: the even split, the best one, and the loss on each device."""
+    """Return the picture: the even split, the best one, and the loss on each device."""
     panels = {
         "nn.DataParallel's split": report.even,
         report.best.line: report.best,
@@ -39,7 +39,7 @@ def picture(report: Report, other: Report) -> str:
 
 
 def draw_panels(panels: dict[str, Option], size: tuple[float, float]) -> str:
-    """Returns a picture with what each device holds, in a panel for each measurement."""
+    """Return a picture with what each device holds, in a panel for each measurement."""
 
     def draw(figure: Figure) -> None:
         figure.patch.set(facecolor="white", alpha=1)

@@ -1,4 +1,4 @@
-"""Draws how a training step runs in time on four devices, nn.DataParallel's above and ours below.
+"""Draw how a training step runs in time on four devices, nn.DataParallel's above and ours below.
 
 `python -m benchmarks.step_in_time` writes docs/step_in_time.svg from what the clock of the stand-in
 for CUDA devices says (``tests/cuda_stand_in``), which is a model of the hardware, not hardware.
@@ -29,7 +29,7 @@ COLOURS = {"computing": "#7f7f7f", "weights": "#d55e00", "gradients": "#0072b2"}
 
 
 def measured() -> dict[str, list[Span]]:
-    """Returns the record of a step of each class."""
+    """Return the record of a step of each class."""
     with cuda_stand_in.opened() as stand_in:
         module = Layers().to(stand_in.devices[0])
         stock, ours = nn.DataParallel(module), BalancedDataParallel(BALANCED[0], module)
@@ -47,7 +47,7 @@ def measured() -> dict[str, list[Span]]:
 
 
 def kind(span: Span) -> str | None:
-    """Returns what a piece of work is; None for inputs and losses, which take almost no time."""
+    """Return what a piece of work is; None for inputs and losses, which take almost no time."""
     if not span.targets:
         return "computing"
     if span.name == "broadcast":
@@ -57,7 +57,7 @@ def kind(span: Span) -> str | None:
 
 
 def picture(records: dict[str, list[Span]]) -> str:
-    """Returns the drawing: for each device what it computes, and under that its transfers."""
+    """Return the drawing: for each device what it computes, and under that its transfers."""
 
     def draw(figure: Figure) -> None:
         figure.patch.set(facecolor="white", alpha=1)
@@ -72,7 +72,7 @@ def picture(records: dict[str, list[Span]]) -> str:
 
 
 def bars(spans: Sequence[Span], device: int, what: str) -> list[tuple[float, float]]:
-    """Returns start and end of what a device does without a pause."""
+    """Return start and end of what a device does without a pause."""
     found: list[tuple[float, float]] = []
     for span in sorted(spans, key=lambda span: span.start_s):
         if span.device == device and kind(span) == what:

@@ -42,7 +42,7 @@ class Broadcast(torch.autograd.Function):
 
 
 def broadcast(tensors: Sequence[torch.Tensor], devices: Sequence[int]) -> list[list[torch.Tensor]]:
-    """Returns for each device what stands for its copies: the tensors without their history."""
+    """Return for each device what stands for its copies: the tensors without their history."""
     return [[tensor.detach() for tensor in tensors] for _ in devices]
 
 
@@ -94,7 +94,7 @@ _accelerator = SimpleNamespace(
 
 @contextlib.contextmanager
 def stock_on_cpu() -> Iterator[None]:
-    """Has torch's own steps run without GPUs."""
+    """Let torch's own steps run without GPUs."""
     with (
         mock.patch.object(_replicate, "_broadcast_coalesced_reshape", broadcast_coalesced_reshape),
         mock.patch.object(_scatter_gather, "Scatter", Scatter),
@@ -108,7 +108,7 @@ def stock_on_cpu() -> Iterator[None]:
 
 
 def stock_steps(module: nn.Module, num_devices: int) -> Callable[..., Any]:
-    """Returns what calls the module as ``nn.DataParallel.forward`` does."""
+    """Return what calls the module as ``nn.DataParallel.forward`` does."""
     ids = list(range(num_devices))
 
     def forward(*inputs: Any) -> Any:

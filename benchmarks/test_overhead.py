@@ -86,7 +86,7 @@ class Overhead(nn.Module):
 
 
 def on_cpus(module: nn.Module, num_devices: int) -> BalancedDataParallel:
-    """Wraps the module for devices that differ in name only: ``cpu:1`` and so on copy from ``cpu``.
+    """Wrap the module for devices that differ in name only: ``cpu:1`` and so on copy from ``cpu``.
 
     ``BalancedDataParallel`` takes such names for one device, so they are set afterwards.
     """
@@ -116,7 +116,7 @@ def in_turns(
     theirs: Callable[[], Any],
     afterwards: Callable[[], Any],
 ) -> dict[str, Any]:
-    """Runs both in turns, each with something untimed afterwards; returns medians and ratio."""
+    """Run both in turns, each with something untimed afterwards; returns medians and ratio."""
     times: list[tuple[float, float]] = []
 
     def both() -> None:

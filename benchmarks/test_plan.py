@@ -30,7 +30,7 @@ def deeper() -> Workload:
 
 
 def plan(target: str, batch_size: int) -> tuple[float, int]:
-    """Returns the seconds and the most bytes resident of a process that plans."""
+    """Return the seconds and the most bytes resident of a process that plans."""
     command = ["-m", "balanced_dp", "plan", target, "--batch-size", str(batch_size)]
     start = time.perf_counter()
     process = subprocess.Popen(

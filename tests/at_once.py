@@ -13,7 +13,7 @@ NUM_THREADS = 8
 
 
 def at_once(function: Callable[[int], ResultT], num_threads: int = NUM_THREADS) -> list[ResultT]:
-    """Returns what each thread's call with its number returned; raises what one of them raised."""
+    """Return what each thread's call with its number returned; raises what one of them raised."""
     start = threading.Barrier(num_threads)
     with ThreadPoolExecutor(num_threads, initializer=start.wait) as pool:
         return list(pool.map(function, range(num_threads)))

@@ -49,7 +49,7 @@ hypothesis.settings.register_profile("all", deadline=None)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Tries fewer examples where what is slow is left out."""
+    """Try fewer examples where what is slow is left out."""
     hypothesis.settings.load_profile("fast" if config.option.markexpr == "not slow" else "all")
 
 
@@ -63,20 +63,20 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 @pytest.hookimpl(tryfirst=True)  # before those that are not asked for are left out
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks the notebooks, which have no other place for it."""
+    """Mark the notebooks, which have no other place for it."""
     for item in items:
         if item.path.suffix == ".ipynb":
             item.add_marker(pytest.mark.slow)
 
 
 def pytest_collection_finish() -> None:
-    """Takes what was imported from the garbage collector, which would look at it each time."""
+    """Take what was imported from the garbage collector, which would look at it each time."""
     gc.freeze()
 
 
 @pytest.fixture(scope="module", autouse=True)
 def collects_what_it_makes() -> None:
-    """Takes what earlier modules left from the garbage collector, which measured steps run."""
+    """Take what earlier modules left from the garbage collector, which measured steps run."""
     gc.collect()
     gc.freeze()
 
@@ -105,7 +105,7 @@ def seeded() -> None:
 
 @pytest.fixture
 def no_collector() -> Iterator[None]:
-    """Turns the garbage collector off: memory must be released by counting references alone."""
+    """Turn the garbage collector off: memory must be released by counting references alone."""
     gc.collect()
     gc.disable()
     yield
@@ -127,7 +127,7 @@ def devices(kind: str) -> Iterator[list[torch.device]]:
 
 @pytest.fixture
 def no_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hides GPUs where there are any."""
+    """Hide GPUs where there are any."""
     monkeypatch.setattr(torch._C, "_get_accelerator", lambda: torch.device("cpu"))
 
 

@@ -26,7 +26,7 @@ DISTINCT = [kind for kind in KINDS if kind in ("emulated", "stand-in", "cuda")]
 
 
 def kinds_of_splits(splits: Sequence[Any]) -> list[tuple[str, Any]]:
-    """Returns every split with a repeated CPU, and the other kinds with one of the splits each.
+    """Return every split with a repeated CPU, and the other kinds with one of the splits each.
 
     For what depends on the split; a kind of distinct devices has the first one and the next kinds
     those that follow.
@@ -37,7 +37,7 @@ def kinds_of_splits(splits: Sequence[Any]) -> list[tuple[str, Any]]:
 
 @contextmanager
 def open_devices(kind: str, num_devices: int) -> Iterator[list[torch.device]]:
-    """Gives devices of a kind; a repeated one holds real replicas that share it."""
+    """Give devices of a kind; a repeated one holds real replicas that share it."""
     if kind == "emulated":
         with emulate_devices(num_devices) as devices:
             yield list(devices)

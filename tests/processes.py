@@ -31,7 +31,7 @@ CONTEXT.set_forkserver_preload(
 def python(
     *arguments: str, cwd: str | Path = ".", environ: Mapping[str, str] = os.environ
 ) -> subprocess.CompletedProcess[str]:
-    """Does what ``python -m MODULE ...``, ``python -c CODE`` or ``python FILE ...`` would."""
+    """Run ``python -m MODULE ...``, ``python -c CODE`` or ``python FILE ...``."""
     [done] = pythons([environ], *arguments, cwd=cwd)
     return done
 
@@ -42,9 +42,9 @@ def pythons(
     cwd: str | Path = ".",
     timeout_s: float | None = None,
 ) -> list[subprocess.CompletedProcess[str]]:
-    """Does it once for each environment, at once; where one fails, the others are killed.
+    """Run it in each environment at the same time; if one fails, kill the others.
 
-    What runs longer than ``timeout_s`` is killed, too.
+    Processes that run longer than ``timeout_s`` are killed, too.
     """
     processes: list[BaseProcess] = []
     with tempfile.TemporaryDirectory() as folder:

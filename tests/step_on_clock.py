@@ -32,7 +32,7 @@ def step_ratio(
     transfer_share: float,
     has_forward: bool,
 ) -> tuple[float, list[Span]]:
-    """Returns how much longer than its largest chunk's computing a step takes, and its record.
+    """Return how much longer than its largest chunk's computing a step takes, and its record.
 
     Args:
         stand_in: the devices.

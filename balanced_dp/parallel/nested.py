@@ -1,4 +1,8 @@
-"""Arguments of a call by name, and containers: take apart, and rebuild with other values."""
+"""Arguments of a call by name, and containers: take apart, and rebuild with other values.
+
+In torch's pytree, dataclasses and subclasses of ``dict`` are leaves. Tensors in a leaf would
+silently be passed on without being split, and registering these classes would be global.
+"""
 
 from __future__ import annotations
 
