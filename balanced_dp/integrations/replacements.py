@@ -132,12 +132,12 @@ class _TrainerFinder(importlib.abc.MetaPathFinder):
 
 def _execute_trainer(execute: Callable[[ModuleType], None], module: Any) -> None:
     execute(module)
-    from .transformers import BalancedTrainerMixin  # imports the class that is replaced
+    from .transformers import BalancedTrainer  # imports the class that is replaced
 
     original = module.Trainer
 
     # mypy does not know the class of a module that is being loaded.
-    class Trainer(BalancedTrainerMixin, original):  # type: ignore[misc, valid-type]
+    class Trainer(BalancedTrainer, original):  # type: ignore[misc, valid-type]
         __doc__ = original.__doc__
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:

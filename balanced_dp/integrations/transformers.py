@@ -7,9 +7,9 @@ This one wraps it in ``BalancedDataParallel``; nothing else changes in a script.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 from unittest import mock
 
 import torch
@@ -31,8 +31,10 @@ from ..emulation.machine import has_machine
 from ..errors import ArgumentError
 from ..memory.logger import MemoryLogger
 from ..parallel.data_parallel import BalancedDataParallel
-from ..parallel.gather import ScalarOutputs
 from ..parallel.losses.join import ChunkLosses
+
+OPTIONS = ("broadcast", "device_weights", "loss_weight", "scalar_outputs", "split", "spread")
+"""Arguments that a ``BalancedTrainer`` passes on to ``BalancedDataParallel``."""
 
 
 class _TrainerParallel(BalancedDataParallel[nn.Module]):
@@ -66,21 +68,17 @@ def _select(output: Any, loss_only: bool) -> Any:
     return cls(**{name: output[name] for name in names})
 
 
-if TYPE_CHECKING:
-    _AnyTrainer = Trainer  # what the mixin is mixed into
-else:
-    _AnyTrainer = object
+class BalancedTrainer(Trainer):
+    """A ``Trainer`` that splits each batch unevenly over the devices.
 
+    As with ``Trainer``, a batch has ``per_device_train_batch_size`` samples times the number of
+    devices; at most ``gpu0_bsz`` of them are on the first device. Loss and gradients are those of
+    the whole batch on one device, as with any ``BalancedDataParallel``. In training, only the loss
+    is gathered if ``compute_loss`` is ``Trainer``'s and does not need the logits. Replicas run with
+    the Trainer's autocast.
 
-class BalancedTrainerMixin(_AnyTrainer):
-    """A mixin for subclasses of ``Trainer`` that splits each batch unevenly over the devices.
-
-    ``class MyBalancedTrainer(BalancedTrainerMixin, MyTrainer): ...`` takes the arguments of
-    ``MyTrainer`` and those below. As with ``Trainer``, a batch has ``per_device_train_batch_size``
-    samples times the number of devices; at most ``gpu0_bsz`` of them are on the first device. Loss
-    and gradients are those of the whole batch on one device, as with any ``BalancedDataParallel``.
-    In training, only the loss is gathered if ``compute_loss`` is ``Trainer``'s and does not need
-    the logits. Replicas run with the Trainer's autocast.
+    For a subclass of ``Trainer``, write ``class MyBalancedTrainer(BalancedTrainer, MyTrainer)``. It
+    takes the arguments of both.
 
     To ``Trainer``, the devices are a single one: ``trainer.args`` has ``n_gpu`` 1 and the batch
     size of all devices. The class behaves as ``Trainer`` with one device, in a process of a
@@ -88,16 +86,13 @@ class BalancedTrainerMixin(_AnyTrainer):
     (``device_map``).
 
     Args:
-        gpu0_bsz: maximum chunk size of the first device, or ``"auto"``, as for
+        *args: arguments of ``Trainer``.
+        gpu0_bsz: maximum chunk size of the first device, ``"auto"`` or None, as for
             ``BalancedDataParallel``.
         device_ids: the devices, as for ``BalancedDataParallel``; None means those that
             ``Trainer`` would use. The model is moved to the first one.
-        device_weights: a weight for each device, as for ``BalancedDataParallel``.
-        broadcast: inputs that are copied whole to each device, as for ``BalancedDataParallel``.
-        split: lists with one entry for each sample, as for ``BalancedDataParallel``.
-        loss_weight: the weight of a chunk's loss, as for ``BalancedDataParallel``.
-        scalar_outputs: how losses are joined, as for ``BalancedDataParallel``.
-        spread: whether parameters are spread over all devices, as for ``BalancedDataParallel``.
+        **kwargs: arguments of ``Trainer``, and ``broadcast``, ``device_weights``, ``loss_weight``,
+            ``scalar_outputs``, ``split`` and ``spread`` of ``BalancedDataParallel``.
 
     Raises:
         ArgumentError, ArgumentTypeError: the devices or the split are invalid.
@@ -110,23 +105,10 @@ class BalancedTrainerMixin(_AnyTrainer):
         *args: Any,
         gpu0_bsz: int | Literal["auto"] | None,
         device_ids: Sequence[Device] | None = None,
-        device_weights: Sequence[float] | None = None,
-        broadcast: Iterable[str] = (),
-        split: Iterable[str] = (),
-        loss_weight: Callable[..., Any] | str | None = None,
-        scalar_outputs: ScalarOutputs = "auto",
-        spread: bool = False,
         **kwargs: Any,
     ) -> None:
-        self._split: dict[str, Any] = {
-            "gpu0_bsz": gpu0_bsz,
-            "device_weights": device_weights,
-            "broadcast": broadcast,
-            "split": split,
-            "loss_weight": loss_weight,
-            "scalar_outputs": scalar_outputs,
-            "spread": spread,
-        }
+        self._split = {name: kwargs.pop(name) for name in OPTIONS if name in kwargs}
+        self._split["gpu0_bsz"] = gpu0_bsz
         self._parallel: _TrainerParallel | None = None
         super().__init__(*args, **kwargs)
         self._devices = self._choose_devices(device_ids)
@@ -199,9 +181,9 @@ class BalancedTrainerMixin(_AnyTrainer):
             return super().evaluation_loop(*args, **kwargs)
 
     def _is_from_trainer(self, name: str) -> bool:
-        """Return whether no other class than this mixin overrides the method of ``Trainer``."""
+        """Return whether no other class than this one overrides the method of ``Trainer``."""
         defining = {cls for cls in type(self).__mro__ if name in vars(cls)}
-        return defining == {BalancedTrainerMixin, Trainer}
+        return defining == {BalancedTrainer, Trainer}
 
     def _gathering(self, loss_only: bool) -> AbstractContextManager[object]:
         """Gather the loss only, unless the Trainer computes it from the gathered logits."""
@@ -219,20 +201,6 @@ class BalancedTrainerMixin(_AnyTrainer):
         return torch.autocast(self.args.device.type, dtype, cache_enabled=cache_enabled)
 
 
-class BalancedTrainer(BalancedTrainerMixin, Trainer):
-    """``transformers.Trainer`` with a smaller chunk of each batch on the first device.
-
-    See ``BalancedTrainerMixin`` for the differences.
-
-    Args:
-        *args: arguments of ``transformers.Trainer``.
-        **kwargs: arguments of ``transformers.Trainer`` and of ``BalancedTrainerMixin``.
-
-    Raises:
-        ArgumentError, ArgumentTypeError: the devices or the split are invalid.
-    """
-
-
 class MemoryCallback(TrainerCallback):
     """A callback that logs the peak memory of each device whenever the Trainer logs.
 
@@ -241,7 +209,7 @@ class MemoryCallback(TrainerCallback):
     ``memory/imbalance`` is (max - min) / max of them.
 
     Args:
-        trainer: a ``BalancedTrainer``, or any Trainer with the ``BalancedTrainerMixin``.
+        trainer: a ``BalancedTrainer``.
 
     Raises:
         ProbeError: when training begins, if the devices do not count their memory.
@@ -250,7 +218,7 @@ class MemoryCallback(TrainerCallback):
         ``trainer.add_callback(MemoryCallback(trainer))``
     """
 
-    def __init__(self, trainer: BalancedTrainerMixin) -> None:
+    def __init__(self, trainer: BalancedTrainer) -> None:
         self._trainer: Any = trainer
         self._logger: MemoryLogger | None = None
         self._values: dict[str, float] = {}

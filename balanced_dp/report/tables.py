@@ -157,7 +157,7 @@ def summary(report: Report) -> Iterator[str]:
     if report.is_trainer:
         yield (
             "BalancedTrainer is in balanced_dp.integrations.transformers; a Trainer of one's own "
-            "becomes class Balanced(BalancedTrainerMixin, MyTrainer)."
+            "becomes class Balanced(BalancedTrainer, MyTrainer)."
         )
     if report.wrapped_at or report.is_trainer:
         others = ["gather=False (the loss on each device)"] * report.best.gather

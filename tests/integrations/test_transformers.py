@@ -21,7 +21,6 @@ from balanced_dp import (
 )
 from balanced_dp.integrations.transformers import (
     BalancedTrainer,
-    BalancedTrainerMixin,
     MemoryCallback,
 )
 
@@ -286,7 +285,7 @@ class LogitLoss(Trainer):
         return (loss, outputs) if return_outputs else loss
 
 
-class BalancedLogitLoss(BalancedTrainerMixin, LogitLoss):
+class BalancedLogitLoss(BalancedTrainer, LogitLoss):
     pass
 
 

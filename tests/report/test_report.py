@@ -211,7 +211,7 @@ def test_a_script_is_told_where_it_wraps_its_model():
     ]
     by_trainer = report_of(measured, [90] * 2, is_trainer=True)
     assert tables.lines(by_trainer) == "# option 1\ntrainer = BalancedTrainer(gpu0_bsz=6, ...)"
-    assert "class Balanced(BalancedTrainerMixin, MyTrainer)" in " ".join(tables.summary(by_trainer))
+    assert "class Balanced(BalancedTrainer, MyTrainer)" in " ".join(tables.summary(by_trainer))
 
 
 def test_without_an_option_what_lacks_is_said():
