@@ -13,7 +13,6 @@ from torch.nn.parallel import DistributedDataParallel
 from ..devices import default_device_type
 from ..errors import ArgumentError
 from ..parallel.data_parallel import BalancedDataParallel
-from ..parallel.homes import allow_alone
 
 
 def convert(
@@ -48,7 +47,6 @@ def convert(
     """
     model.close()
     module = model.module
-    allow_alone(module)
     if device is None and model.devices:
         device = _device_of_this_rank(model.devices)
     arguments = {"gradient_as_bucket_view": True, **ddp_arguments}

@@ -358,7 +358,7 @@ class Broadcast(torch.autograd.Function):
             return None, None, *bring_to(ctx.originals[0].device, gradients)
         with ctx.lock:  # calls that share the node may be in other threads
             ctx.gathered = [
-                old if new is None else new if old is None else added(old, new)
+                old if new is None else new if old is None else old + new
                 for old, new in zip(ctx.gathered, gradients, strict=True)
             ]
         return (None,) * (2 + len(gradients))
@@ -381,12 +381,12 @@ def _accumulates_all(node: Any) -> bool:
 
 def make_nodes(
     copies: Mapping[torch.device, list[torch.Tensor]], parameters: Sequence[torch.Tensor]
-) -> list[list[Any]]:
-    """Make copies the outputs of autograd nodes, and return the nodes of each bucket."""
+) -> list[Any]:
+    """Make copies the outputs of autograd nodes, and return the nodes."""
     if any(map(is_cuda, copies)):
         _expect_gradients_of_other_streams()
     trained = [i for i, p in enumerate(parameters) if p.requires_grad]
-    nodes: list[list[Any]] = []
+    nodes: list[Any] = []
     token = next_token = None
     # Backward starts with the last bucket.
     for bucket in reversed(fill_buckets([parameters[i] for i in trained])):
@@ -397,7 +397,6 @@ def make_nodes(
         # Receive runs even if its own bucket has no gradients; hooks would be called with None.
         if is_cuda(home) and not has_hooks(originals[0]):
             *received, next_token = _receive(originals)
-        nodes.append([])
         for device, own in copies.items():
             if device == home:
                 continue
@@ -407,7 +406,7 @@ def make_nodes(
             node: Any = parts[0].grad_fn
             node.originals = originals
             run_at_once(node)
-            nodes[-1].append(node)
+            nodes.append(node)
             for i, part in zip(positions, parts, strict=True):
                 own[i] = part
         token = next_token
@@ -443,9 +442,3 @@ def on_copy_stream(device: torch.device) -> contextlib.AbstractContextManager[An
     that stream wait for the gradients. So computing goes on while they are copied.
     """
     return on_stream(copy_stream(device)) if is_cuda(device) else contextlib.nullcontext()
-
-
-def added(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Return the sum of two gradients, either of which may be sparse."""
-    # Torch adds a sparse tensor to a dense one, and not the other way round.
-    return other + one if one.is_sparse and not other.is_sparse else one + other

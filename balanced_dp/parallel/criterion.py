@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
-from torch.func import functional_call
 from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
@@ -87,34 +86,16 @@ class BalancedCriterion(nn.Module):
         if not isinstance(outputs, PerDevice):
             return self.criterion(outputs, *targets, **kwargs)
         dim, sizes, history = outputs.dim, outputs.chunk_sizes, self._history
-        if _computes(self.criterion, nn.CTCLoss, functional.ctc_loss):
+        is_ctc = getattr(self.criterion, "function", None) is functional.ctc_loss
+        if is_ctc or isinstance(self.criterion, nn.CTCLoss):
             # Log-probabilities have the batch at the model's dim, targets and losses at 0.
             targets, kwargs, dim = *_ctc_targets(*targets, **kwargs), 0
         replicas = self._replicator.replicate(self.criterion, outputs.devices)
-        functions: Sequence[Callable[..., Any]] = replicas
-        if self._has_weight_of_samples(outputs) and "weight" not in kwargs:
-            kwargs["weight"] = self.criterion.weight  # split as a target is
-            functions = [functools.partial(_call_with_weight, replica) for replica in replicas]
         options = dim, self.broadcast, self.split, history.warned
         inputs = Inputs(self._function, (outputs, *targets), kwargs, *options)
         losses = ChunkLosses(history, self._function, sizes, dim, self.loss_weight)
         with self._replicator.running(self.criterion, replicas):
-            return outputs._run(functions, inputs, losses)
-
-    def _has_weight_of_samples(self, outputs: PerDevice) -> bool:
-        """Return whether it is a binary cross entropy with a weight for each sample."""
-        output, weight = outputs[0], getattr(self.criterion, "weight", None)
-        return (
-            any(_computes(self.criterion, *loss) for loss in _BINARY_CROSS_ENTROPIES)
-            and isinstance(weight, torch.Tensor)
-            and isinstance(output, torch.Tensor)
-            and 0 < weight.dim() == output.dim()
-            and weight.size(outputs.dim) == sum(outputs.chunk_sizes or ())
-        )
-
-
-def _call_with_weight(replica: nn.Module, *args: Any, weight: torch.Tensor, **kwargs: Any) -> Any:
-    return functional_call(replica, {"weight": weight}, args, kwargs)
+            return outputs._run(replicas, inputs, losses)
 
 
 def as_module(criterion: Any) -> nn.Module:
@@ -147,17 +128,6 @@ class _Function(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function with its options."""
         return self.function(*args, **{**self._options, **dict(self.named_buffers()), **kwargs})
-
-
-_BINARY_CROSS_ENTROPIES = (
-    (nn.BCELoss, functional.binary_cross_entropy),
-    (nn.BCEWithLogitsLoss, functional.binary_cross_entropy_with_logits),
-)
-
-
-def _computes(criterion: nn.Module, module: type[nn.Module], function: Callable[..., Any]) -> bool:
-    """Return whether a criterion is ``module``, or was made of ``function``."""
-    return isinstance(criterion, module) or getattr(criterion, "function", None) is function
 
 
 def _ctc_targets(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
-from itertools import chain
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -23,8 +22,8 @@ from .losses.join import ChunkLosses, OutputHistory
 from .losses.weight import check_loss_weight
 from .nested import Arguments, check_paths
 from .parallel_apply import Workers, parallel_apply
-from .per_device import PerDevice, only_output
-from .replicate import Replicator, check_on_device
+from .per_device import PerDevice
+from .replicate import Replicator
 from .scatter import Inputs
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -136,7 +135,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
     def __init__(
         self,
         gpu0_bsz: int | Literal["auto"] | None,
-        module: ModuleT = None,  # type: ignore[assignment]  # required, see below
+        module: ModuleT,
         device_ids: Sequence[Device] | None = None,
         output_device: Device | None = None,
         dim: int = 0,
@@ -149,12 +148,6 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         device_weights: Sequence[float] | None = None,
         spread: bool = False,
     ) -> None:
-        # module has a default so that BalancedDataParallel(model) gets the first of these errors.
-        if isinstance(gpu0_bsz, nn.Module):
-            raise ArgumentTypeError(
-                f"gpu0_bsz comes first, got a {type(gpu0_bsz).__name__}: "
-                "BalancedDataParallel(gpu0_bsz, module)"
-            )
         if not isinstance(module, nn.Module):
             raise ArgumentTypeError(
                 f"module must be an nn.Module, got {type(module).__name__}: "
@@ -197,7 +190,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         """Split the batch, run the replicas, gather the outputs unless ``gather=False``."""
         with torch.autograd.profiler.record_function("BalancedDataParallel.forward"):
             if len(self.device_ids) < 2:
-                return self._forward_without_replicas(inputs, kwargs)
+                return self._call_module(inputs, kwargs)
             batch_size = self._inputs(inputs, kwargs).batch_size()
             sizes = self.chunk_sizes = self._policy.begin_call(self.module, batch_size or 0)
             with self._policy.advising(sizes):
@@ -208,10 +201,9 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
                 args, keywords = self.scatter(inputs, kwargs, ids, active_sizes)
                 losses = self._losses(active_sizes, list(zip(args, keywords, strict=True)))
                 replicas = self.replicate(self.module, ids)
-                with self._replicator.running(self.module, replicas):
-                    with losses.recording():
-                        outputs = self.parallel_apply(replicas, args, keywords, ids, active_sizes)
-                    return self._joined(outputs, self._devices_of(ids), losses)
+                with self._replicator.running(self.module, replicas), losses.recording():
+                    outputs = self.parallel_apply(replicas, args, keywords, ids, active_sizes)
+                return self._joined(outputs, ids, losses)
 
     def _inputs(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
         return Inputs(
@@ -224,24 +216,16 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
             self._history.warned,
         )
 
-    def _forward_without_replicas(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the module itself, on the only device or, without one, where it is."""
-        batch_size = None if self.gathers_outputs else self._inputs(inputs, kwargs).batch_size()
-        tensors = chain(self.module.parameters(), self.module.buffers())
-        if self.device_ids:
-            device = self.devices[0]
-            check_on_device(tensors, device)
-            [inputs], [kwargs] = self.scatter(inputs, kwargs, self.device_ids)
-        else:
-            device = next((tensor.device for tensor in tensors), torch.device("cpu"))
-            # Otherwise scatter takes the outputs out of a PerDevice.
-            inputs = tuple(map(only_output, inputs))
-            kwargs = {name: only_output(value) for name, value in kwargs.items()}
-        output = self.module(*inputs, **kwargs)
+    def _call_module(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the module itself, on the only device or, without one, on the CPU."""
+        devices = self.devices or [torch.device("cpu")]
+        [args], [keywords] = self.scatter(inputs, kwargs, devices)
+        output = self.module(*args, **keywords)
         if self.gathers_outputs and self.output_device in (None, *self.device_ids):
             return output
-        sizes = None if batch_size is None else [batch_size]
-        return self._joined([output], [device], self._losses(sizes))
+        batch_size = None if self.gathers_outputs else self._inputs(inputs, kwargs).batch_size()
+        losses = self._losses(None if batch_size is None else [batch_size])
+        return self._joined([output], devices, losses)
 
     # The steps of nn.DataParallel, on devices of any type. forward passes all arguments, so an
     # override must accept those with defaults and pass them on.
@@ -306,10 +290,13 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         )
 
     def _joined(
-        self, outputs: Sequence[Any], devices: Sequence[torch.device], losses: ChunkLosses
+        self,
+        outputs: Sequence[Any],
+        device_ids: Sequence[int | torch.device],
+        losses: ChunkLosses,
     ) -> Any:
-        """Gather the outputs, or leave them on ``devices``."""
-        output_device = devices[0] if self.output_device is None else self.output_device
+        """Gather the outputs, or leave them on their devices."""
+        output_device = device_ids[0] if self.output_device is None else self.output_device
         joined: Any
         if self.gathers_outputs:
             joined = self.gather(outputs, output_device, losses)
@@ -317,7 +304,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
             [device] = self._devices_of([output_device])
             joined = PerDevice(
                 losses.in_place(outputs, device),
-                devices,
+                self._devices_of(device_ids),
                 losses.chunk_sizes,
                 output_device=device,
                 dim=self.dim,

@@ -23,7 +23,6 @@ def spread_parameters(module: nn.Module, devices: Sequence[torch.device]) -> Non
     gradients arrive at all devices at once.
 
     A device may repeat. The module may be on the CPU, if it fits on no single device.
-
     """
     devices = list(dict.fromkeys(devices))
     capacities = _capacities(devices)
@@ -45,40 +44,17 @@ def spread_parameters(module: nn.Module, devices: Sequence[torch.device]) -> Non
             _move(parameter, home)
         for buffer in submodule.buffers(recurse=False):
             _move(buffer, devices[0])
-    if len(devices) > 1 and refuse_alone not in module._forward_pre_hooks.values():
-        module.register_forward_pre_hook(refuse_alone)
-
-
-def refuse_alone(module: nn.Module, args: object) -> None:
-    """Explain, in a hook, why a module with spread parameters does not run by itself."""
-    is_replica = getattr(module, "_is_replica", False)
-    if not is_replica and len({parameter.device for parameter in module.parameters()}) > 1:
-        raise RuntimeError(
-            f"the parameters of this {type(module).__name__} are spread over several devices, so "
-            "it does not run by itself; call the BalancedDataParallel that holds it, or use "
-            "`with model.on_one_device() as module:`"
-        )
-
-
-def allow_alone(module: nn.Module) -> None:
-    """Remove ``refuse_alone`` from the hooks of a module."""
-    for key, hook in list(module._forward_pre_hooks.items()):
-        if hook is refuse_alone:
-            del module._forward_pre_hooks[key]
 
 
 @contextlib.contextmanager
 def on_one_device(module: ModuleT, device: torch.device) -> Iterator[ModuleT]:
     """Context manager that yields the module with all its parameters on ``device``."""
     homes = [(parameter, parameter.device) for parameter in module.parameters()]
-    hooks = module._forward_pre_hooks.copy()
     try:
-        allow_alone(module)  # torch.jit.script would compile the hook
         for parameter, _ in homes:
             _move(parameter, device)
         yield module
     finally:
-        module._forward_pre_hooks.update(hooks)
         for parameter, home in homes:
             _move(parameter, home)
 

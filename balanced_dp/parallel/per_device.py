@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from ..errors import ScatterError
 from .gather import Gather, ScalarOutputs, check_scalar_outputs
 from .losses.join import ChunkLosses, OutputHistory
 from .parallel_apply import Workers, parallel_apply
@@ -148,12 +147,3 @@ class PerDevice(Scattered):
         joined = Gather(self.output_device, losses, scalar_outputs).join(results)
         losses.look_for_mixing(results)
         return joined
-
-
-def only_output(value: Any) -> Any:
-    """Return the only output of a ``PerDevice``, and anything else as it is."""
-    if not isinstance(value, PerDevice):
-        return value
-    if len(value) > 1:
-        raise ScatterError(f"a model without devices got {value!r}; gather() it first")
-    return value[0]

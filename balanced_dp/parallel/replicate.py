@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import chain
 from typing import Any, TypeVar
@@ -19,6 +19,9 @@ from .scatter import move
 from .shared_weights import ParameterCopies, copy_attributes
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+_State = dict[str, tuple[Any, dict[Any, Any]]]
+"""The attributes of a module, each with the entries of its list or dictionary."""
 
 _PLAIN = (int, float, str)
 
@@ -228,20 +231,17 @@ class Replicas(list[ModuleT]):
                 # Without a new version: backward may need the one that a replica has used.
                 original.data.copy_(copy)
 
-    def _state(self, module: nn.Module) -> dict[tuple[Any, ...], Any]:
-        """Return the attributes and buffers of a module, and the entries of lists and dictionaries.
-
-        A dictionary may have an entry for each device.
-        """
-        state: dict[tuple[Any, ...], Any] = {}
+    def _state(self, module: nn.Module) -> _State:
+        """Return attributes and buffers of a module, and what lists and dictionaries contain."""
+        state: _State = {}
         for name, value in chain(vars(module).items(), module._buffers.items()):
             # Other private names are caches, or flags: transformers' hooks set some at first.
             is_state = type(value) in (int, float) if name[0] == "_" else not callable(value)
             if is_state and name != "training":
-                state[name,] = value
-                if isinstance(value, list | dict):
-                    entries = value.items() if isinstance(value, dict) else enumerate(value)
-                    state |= {(name, k): v for k, v in entries if k not in self._device_keys}
+                # A dictionary may have an entry for each device.
+                items = dict(enumerate(value)) if isinstance(value, list) else value
+                own = items.items() if isinstance(items, dict) else ()
+                state[name] = value, {k: v for k, v in own if k not in self._device_keys}
         return state
 
     def found(self) -> dict[str, list[str]]:
@@ -264,7 +264,8 @@ class Replicas(list[ModuleT]):
             # Code around torch's modules sets their weights, and these hold no state of their own.
             if not type(original).__module__.startswith("torch."):
                 for module in (original, copy):
-                    after = {k: v for k, v in self._state(module).items() if id(v) not in members}
+                    state = self._state(module).items()
+                    after = {k: pair for k, pair in state if id(pair[0]) not in members}
                     names += _lost(type(original), self._states[index], after)
             found[_LOST] += [path(index, name) for name in names]
         return found
@@ -280,11 +281,11 @@ class Replicas(list[ModuleT]):
             self._replicas.pop()
 
 
-def _lost(kind: type, before: Mapping[Any, Any], after: Mapping[Any, Any]) -> list[str]:
+def _lost(kind: type, before: _State, after: _State) -> list[str]:
     """Return the names of attributes that forward has set, but for caches.
 
-    These are new tensors without a graph and with dimensions, and what is set to None at first. A
-    number that is set along with such a tensor is its length or the like.
+    These are new tensors without a graph and with dimensions. A number that is set along with such
+    a tensor is its length or the like.
 
     Args:
         kind: the class of the module.
@@ -292,19 +293,19 @@ def _lost(kind: type, before: Mapping[Any, Any], after: Mapping[Any, Any]) -> li
         after: its state after the call.
     """
     lost, numbers, has_cache = [], [], False
-    for (name, *entry), value in after.items():
-        old = before.get((name, *entry))
-        if value is old or isinstance(getattr(kind, name, None), cached_property):
-            continue
-        if isinstance(value, _PLAIN) and isinstance(old, _PLAIN):
+    for name, (value, entries) in after.items():
+        old, old_entries = before.get(name, (None, {}))
+        if value is old:
+            if any(v is not old_entries.get(k) for k, v in entries.items()):
+                lost.append(name)
+        elif isinstance(value, _PLAIN) and isinstance(old, _PLAIN):
             numbers += [name] if value != old else []
-            continue
-        tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-        has_shape = getattr(value, "shape", None) == getattr(old, "shape", None)
-        is_update = entry or (type(value) is type(old) and has_shape)
-        if is_update or any(tensor.requires_grad or not tensor.dim() for tensor in tensors):
-            lost.append(name)
-        else:
+        elif not isinstance(getattr(kind, name, None), cached_property):
+            tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+            shapes = [getattr(one, "shape", None) for one in (old, value)]
+            is_update = shapes[0] == shapes[1] is not None
+            if is_update or any(tensor.requires_grad or not tensor.dim() for tensor in tensors):
+                lost.append(name)
             has_cache |= bool(tensors)
     return lost if has_cache else lost + numbers
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain
 from typing import Any
 
 import torch
@@ -133,7 +132,7 @@ class _Block:
         if not has_gradients:
             return {device: self._copies[device] for device in devices}
         made = {d: list(self._copies[d]) for d in devices if d not in self._outputs}
-        nodes = chain.from_iterable(make_nodes(made, parameters))
+        nodes = make_nodes(made, parameters)
         self._outputs |= made
         if self._is_shared:
             new = [node for node in nodes if not any(map(has_hooks, node.originals))]
@@ -163,11 +162,6 @@ class _Block:
         if versions != self._versions:
             self._versions = {}  # so that the end does not say it again
             raise RuntimeError(_CHANGED)
-        if any(has_hooks(parameter) for node in self._deferring for parameter in node.originals):
-            raise RuntimeError(
-                "a hook was registered on a parameter inside shared_weights() or accumulate(), "
-                "where its gradient is deferred; register it before the block"
-            )
 
     def end(self) -> None:
         """Add the deferred gradients to those of the parameters, through autograd.
@@ -201,13 +195,8 @@ def _bring(node: Any) -> Sequence[torch.Tensor | None]:
 def accumulate(pairs: Iterable[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
     """Accumulate gradients into ``.grad`` of their parameters, as autograd does."""
     present = [(parameter, gradient) for parameter, gradient in pairs if gradient is not None]
-    for parameter, gradient in present:
-        if not parameter.requires_grad:  # it was frozen since
-            old = parameter.grad
-            parameter.grad = gradient if old is None else old + gradient
-    trained = [pair for pair in present if pair[0].requires_grad]
-    if trained:
-        torch.autograd.backward([p for p, _ in trained], [g for _, g in trained])
+    if present:
+        torch.autograd.backward([p for p, _ in present], [g for _, g in present])
 
 
 def copy_attributes(originals: Sequence[torch.Tensor], copies: Sequence[torch.Tensor]) -> None:

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from balanced_dp import BalancedDataParallel
 
-from ..modules import Lambda, assert_same_gradients
+from ..modules import Lambda
 
 
 def stores_a_method(module):
@@ -59,26 +59,6 @@ def test_a_checkpoint_calls_what_a_module_stores(no_collector, emulated):
         output.sum().backward()
         del output
     assert [torch.lazy.memory_allocated(device) for device in emulated[1:3]] == [0, 0]
-
-
-def test_a_stored_method_outlives_its_replica_in_a_checkpoint(emulated):
-    class Module(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(4, 4)
-            self.run = self._run
-
-        def _run(self, x):
-            return self.layer(x)
-
-        def forward(self, x):
-            return checkpoint(self.run, x, use_reentrant=False)
-
-    bare = Module()
-    module = copy.deepcopy(bare).to(emulated[0])
-    for run in (bare, BalancedDataParallel(2, module, emulated[:3])):
-        run(torch.ones(8, 4, requires_grad=True)).sum().backward()
-    assert_same_gradients(module, bare)
 
 
 @pytest.mark.filterwarnings("ignore:.* in forward, but a call runs copies")

@@ -127,29 +127,6 @@ def test_the_dimension_of_the_samples(shapes, sizes, dim, expected):
     assert gather(parts, dim=dim, chunk_sizes=sizes).shape == expected
 
 
-@pytest.mark.parametrize("batch_size", [4, 9, 12, 13])
-@pytest.mark.parametrize("gpu0_bsz", [0, 1, None])
-@pytest.mark.filterwarnings("ignore:gpu0_bsz")
-def test_a_list_with_an_entry_for_each_sample_comes_back_as_one(gpu0_bsz, batch_size):
-    """Images became rows of channels, and dictionaries of boxes were an error."""
-    images = torch.randn(batch_size, 7, 2, 2)
-
-    def forward(_, x):
-        boxes = [{"boxes": one[: 1 + int(one[0, 0, 0] > 0)], "name": "a"} for one in x]
-        return {"a": list(x), "b": x.unbind(0), "c": boxes, "d": [str(one) for one in x]}
-
-    model = split(forward, gpu0_bsz)
-    found, expected = (tree_flatten(run(images)) for run in (model, model.module))
-    assert found[1] == expected[1]
-    for one, other in zip(found[0], expected[0], strict=True):
-        assert one.equal(other) if torch.is_tensor(one) else one == other
-
-
-def test_a_multiple_of_the_chunk_size_elsewhere_is_no_sign_of_samples():
-    with pytest.raises(GatherError, match="not along one dimension"):
-        gather([torch.zeros(3, 8)] * 2, chunk_sizes=(4, 4))
-
-
 # Any rank, any place of the batch, any number of rows, any split.
 
 

@@ -15,8 +15,7 @@ from balanced_dp import BalancedDataParallel, emulate_devices
 from balanced_dp.emulation.machine import current_machine
 
 from ..devices import DISTINCT, KINDS, open_devices
-from ..modules import Lambda, assert_same_gradients
-from ..notes import notes_of
+from ..modules import Lambda
 
 TOLERANCE = {"rtol": 1e-10, "atol": 1e-10}
 
@@ -125,33 +124,14 @@ def test_a_module_that_is_spread_does_not_run_by_itself_but_on_one_device(emulat
     model = BalancedDataParallel(1, module, emulated[:2], spread=True)
     model = BalancedDataParallel(2, module, emulated[:2], spread=True)  # and again
     x = torch.ones(3, 4, device=emulated[0])
-    with pytest.raises(RuntimeError, match=r"spread over several .* use `with model.on_one_device"):
+    with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
         module(x)
     homes = model.homes()
     with model.on_one_device() as alone:
         assert alone is module
-        assert not alone._forward_pre_hooks  # torch.jit.script would compile it
         assert torch.equal(alone(x), plain(x))
     assert model.homes() == homes
-    assert module._forward_pre_hooks
     assert torch.allclose(model(x), plain(x))
-
-
-def test_a_device_that_is_too_small_for_all_leaves_homes_as_they_were():
-    with emulate_devices(2, memory=["3MiB", "3MiB"]) as devices:
-        with torch.device("lazy:0"):
-            module = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(2)))
-        model = BalancedDataParallel(None, module, spread=True)
-        homes = model.homes()
-        assert len(set(homes.values())) == 2
-        hold = torch.ones(3 * 2**17, device=devices[0])
-        with pytest.raises(torch.OutOfMemoryError), model.on_one_device():
-            pass
-        assert model.homes() == homes
-        with pytest.raises(torch.OutOfMemoryError, match="was split") as error:
-            model(torch.ones(1000, 512))
-        assert "set gpu0_bsz below 500; if another" in "".join(notes_of(error.value))
-        del module, model, hold, error
 
 
 def test_moving_the_wrapper_to_its_first_device_spreads_it_again(emulated):
@@ -216,14 +196,6 @@ def test_a_model_that_no_device_holds_is_spread_from_the_cpu():
         del model, module, layers, parameters, optimizer
 
 
-def test_without_devices_nothing_is_spread(no_accelerator):
-    model = BalancedDataParallel(None, nn.Linear(4, 2), spread=True)
-    assert model(torch.ones(3, 4)).shape == (3, 2)
-    assert set(model.homes().values()) == {torch.device("cpu")}
-    with model.on_one_device() as module:
-        assert module is model.module
-
-
 def test_a_parameter_that_left_the_devices_is_an_error(emulated):
     model = BalancedDataParallel(None, nn.Linear(4, 2).to(emulated[0]), emulated[:2], spread=True)
     model.module.weight = nn.Parameter(torch.ones(2, 4))
@@ -253,29 +225,6 @@ def step_figures(spread: bool) -> tuple[int, int, list[int]]:
         return copied.total(), max(into.values()), peaks
 
 
-@pytest.mark.parametrize("gpu0_bsz", [None, 0, 2])
-@pytest.mark.parametrize("write", ["in place", "detached"])
-def test_what_forward_writes_to_a_weight_before_it_uses_it_is_kept(emulated, write, gpu0_bsz):
-    """What was copied back gave the home's weight a new version, and backward refused it."""
-
-    def forward(self, x):
-        for layer in self.layers:
-            with torch.no_grad():
-                (layer.weight.detach() if write == "detached" else layer.weight).mul_(0.5)
-            x = layer(x).tanh()
-        return x
-
-    layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
-    plain = Lambda(forward, layers=layers).double()
-    module = copy.deepcopy(plain).to(emulated[0])
-    model = BalancedDataParallel(gpu0_bsz, module, emulated, spread=True)
-    x = torch.randn(9, 4).double()
-    for call in (plain, model) * 2:
-        call(x).sum().backward()
-    assert_same_gradients(module, plain)
-    torch.testing.assert_close(module.cpu().state_dict(), plain.state_dict(), **TOLERANCE)
-
-
 def test_the_first_parameter_stays_on_the_first_device():
     """Scripts ask it for the device of targets; the second device is larger here."""
     with emulate_devices(2, memory=["8GiB", "9GiB"]) as devices:
@@ -295,11 +244,3 @@ def test_spreading_levels_memory_and_links_and_copies_as_many_bytes():
     assert max(peaks) > 2 * min(peaks)
     assert max(peaks_spread) < 1.2 * min(peaks_spread)
     assert max(peaks_spread) < 0.6 * max(peaks)
-
-
-def test_with_spread_the_even_split_is_not_warned_of():
-    model = BalancedDataParallel(None, nn.Linear(4, 2), ["cpu", "cpu"], spread=True)
-    assert model.split(9) == (5, 4)
-    model(torch.ones(9, 4))
-    model.gpu0_bsz = 5
-    model(torch.ones(9, 4))

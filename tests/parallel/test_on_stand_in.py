@@ -14,17 +14,15 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from balanced_dp import BalancedCriterion, BalancedDataParallel, Workload, tune
+from balanced_dp import BalancedCriterion, BalancedDataParallel
 from balanced_dp.free_threading import is_free_threaded_build
 from balanced_dp.parallel import copies
 from balanced_dp.parallel.copies import Arrivals
 
-from .. import cuda_stand_in
 from ..at_once import at_once
 from ..cuda_stand_in import StandIn
 from ..modules import Lambda
 from ..notes import notes_of
-from ..processes import python
 from ..step_on_clock import SPLITS, Layers, step_ratio
 
 BATCH, WIDTH, CLASSES = 13, 8, 5
@@ -536,19 +534,6 @@ def test_the_first_device_may_be_the_cpu(stand_in: StandIn):
     torch.testing.assert_close(fetch(module), expected, **CLOSE)
 
 
-def test_gradients_with_a_graph_of_an_empty_parameter(stand_in: StandIn):
-    def forward(self: Lambda, x: Tensor) -> Tensor:
-        return x * self.weight.square() + self.empty.sum()
-
-    empty, weight = nn.Parameter(torch.zeros(0, 4)), nn.Parameter(torch.ones(4))
-    module = Lambda(forward, empty=empty, weight=weight).to(stand_in.devices[0])
-    model = BalancedDataParallel(1, module)
-    loss = model(torch.ones(BATCH, 4)).sum()
-    found = torch.autograd.grad(loss, list(module.parameters()), create_graph=True)
-    [second] = torch.autograd.grad(found[1].sum(), module.weight)
-    assert second.tolist() == [2 * BATCH] * 4
-
-
 def num_failures(step: Callable[[], None]) -> int:
     """Returns how many times memory runs out before a step that is repeated runs."""
     for count in range(10):
@@ -593,46 +578,6 @@ def test_memory_that_runs_out_is_seen_whoever_says_so(gpu0_bsz, advice, failure,
         if gpu0_bsz == "auto":
             assert num_failures(lambda: model(x).sum().backward()) < 5
             assert model.gpu0_bsz < 8
-
-
-@pytest.mark.parametrize("failure", FAILURES.values(), ids=FAILURES)
-def test_tune_measures_up_to_where_memory_runs_out(failure, stand_in: StandIn):
-    workload = Workload(
-        Widens,
-        lambda size: ((torch.ones(size, WIDTH),), {}, torch.zeros(size)),
-        functional.mse_loss,
-        name="widens",
-    )
-    with ExitStack() as stack:
-        for index, num_bytes in enumerate([900_000, *[4_000_000] * 3]):
-            stack.enter_context(stand_in.limited(index, num_bytes, failure))
-        report = tune(
-            workload, 64, stand_in.devices, reserve=0, sweep=[16], with_alternatives=False
-        )
-    even, *others = report.options
-    assert even.chunk_sizes == (16, 16, 16, 16)
-    assert (failure or "out of memory") in even.out_of_memory
-    assert all(m.peak_bytes[0] < 900_000 for m in others if m.out_of_memory is None)
-    assert report.best.chunk_sizes[0] < 16 and report.best.out_of_memory is None
-
-
-@pytest.mark.skipif(cuda_stand_in.WHY_NOT is not None, reason=str(cuda_stand_in.WHY_NOT))
-@pytest.mark.slow
-def test_the_demo_runs_before_anything_is_on_a_device():
-    """It resets the peaks of devices that are not initialized."""
-    pytest.importorskip("typer")
-    statements = (
-        "import sys\n"
-        "from tests import cuda_stand_in\n"
-        "from balanced_dp.cli.commands import app\n"
-        "sys.argv = ['balanced-dp', 'demo', '--steps', '1', '--gpu0-bsz', '5']\n"
-        "with cuda_stand_in.opened():\n"
-        "    app()\n"
-    )
-    done = python("-c", statements)
-    assert done.returncode == 0, done.stderr
-    assert "emulated" not in done.stdout
-    assert "The loss curves agree" in done.stdout
 
 
 @pytest.mark.parametrize("is_shared", [True, False])
@@ -689,15 +634,3 @@ def test_functions_that_are_compiled_are_not_compiled_at_each_call(stand_in: Sta
     for _ in range(12):  # torch gives up after 8
         model(make_batch()[0])
     assert Arrivals.are_traced
-
-
-def test_small_weights_are_sent_together_whoever_watches_their_gradients(
-    monkeypatch, stand_in: StandIn
-):
-    monkeypatch.undo()
-    model = BalancedDataParallel(1, mlp().to(stand_in.devices[0]))
-    for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(lambda parameter: None)
-    with stand_in.recorded() as work:
-        model(make_batch()[0])
-    assert [name for name, *_ in work if name == "broadcast"] == ["broadcast"]

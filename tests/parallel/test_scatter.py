@@ -179,11 +179,6 @@ def test_what_an_error_or_warning_advises_works(forward, args, message, options,
     assert len(model.chunk_sizes) == 3
 
 
-def test_a_tuple_of_tensors_is_split_without_a_word():
-    model = BalancedDataParallel(1, Lambda(lambda _, pair: pair[0] - pair[1]), ["cpu"] * 3)
-    assert model((X, X)).equal(X - X)
-
-
 def test_a_packed_sequence_is_refused():
     packed = pack_sequence([torch.arange(3.0), torch.arange(2.0)])
     with pytest.raises(ScatterError, match=r"x\.0 is a PackedSequence"):
@@ -264,12 +259,6 @@ def test_a_chunk_that_stays_does_not_keep_the_batch_alive(emulated):
     torch.testing.assert_close(first, batch[:2])
     del batch
     assert torch.lazy.memory_allocated(emulated[0]) == 8192  # 2 x 1000 x 4 bytes, in blocks of 512
-
-
-def test_the_only_chunk_is_the_batch():
-    batch = torch.randn(8, 3)
-    [[whole]] = scatter([("x", batch)], [CPU], [8])
-    assert whole is batch
 
 
 @pytest.mark.parametrize("layout", [torch.sparse_coo, torch.jagged])

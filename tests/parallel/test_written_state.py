@@ -154,6 +154,8 @@ MADE_AGAIN = {
     "a cached property": lambda self, x: self.doubled,
     "by device": "hook by device",
     "a second path": lambda self, x: setattr(self, "current", self.other),
+    "a list of tensors": lambda self, x: setattr(self, "entries", [x.detach() + 1]),
+    "a list in place of None": lambda self, x: setattr(self, "table", [len(x), 2.0]),
     "a count": lambda self, x: self.count.add_(1),
     "a flag": lambda self, x: setattr(self, "_is_prepared", True),
     "a mode": lambda self, x: self.eval(),
