@@ -1,4 +1,15 @@
-"""``torch.nn.DataParallel`` with a smaller chunk of the batch for the first device."""
+"""``torch.nn.DataParallel`` with a smaller chunk of the batch for the first device.
+
+A call goes through the files of this folder::
+
+    auto.py      split            batch size -> chunk sizes
+    scatter.py   scatter          inputs -> the arguments for each device
+    replicate.py replicate        module -> a replica on each device; copies.py makes its parameters
+                 parallel_apply   replicas -> outputs, in a thread for each device
+    gather.py    gather           outputs -> one, its losses joined by losses/; or per_device.py
+
+In backward, gradients come back by ``Broadcast.backward`` of copies.py, and autograd adds them up.
+"""
 
 from __future__ import annotations
 

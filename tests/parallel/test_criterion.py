@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import warnings
 import weakref
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,7 +19,6 @@ from balanced_dp import (
     ArgumentTypeError,
     BalancedCriterion,
     BalancedDataParallel,
-    BalanceWarning,
     PerDevice,
     ScatterError,
     emulate_devices,
@@ -385,28 +383,6 @@ def test_ctc_takes_its_targets_in_a_row_and_its_lengths_as_numbers(devices, x):
         loss = criterion(model(x), *arguments, **named, reduction="sum")
         torch.testing.assert_close(loss.cpu(), expected, **TOLERANCE)
         del loss
-
-
-def test_buffers_of_a_criterion_are_kept(devices, x):
-    class Centered(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("center", torch.zeros(CLASSES))
-
-        def forward(self, output: Tensor, target: Tensor) -> Tensor:
-            self.center.add_(output.detach().mean(0))
-            return functional.mse_loss(output - self.center, target)
-
-    criterion = BalancedCriterion(Centered().to(devices[0]))
-    for gpu0_bsz in (4, 0):
-        outputs = make_model(devices, gpu0_bsz)(x)
-        before = criterion.criterion.center.clone()
-        with warnings.catch_warnings():  # that the loss depends on a mean of each chunk
-            warnings.simplefilter("ignore", BalanceWarning)
-            criterion(outputs, numbers(CLASSES))
-        added = criterion.criterion.center - before
-        torch.testing.assert_close(added.cpu(), outputs[0].detach().mean(0).float().cpu())
-    del outputs, before, added, criterion
 
 
 @pytest.mark.parametrize("gpu0_bsz", [1, None])

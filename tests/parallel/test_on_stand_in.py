@@ -12,14 +12,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 
 from balanced_dp import BalancedCriterion, BalancedDataParallel
 from balanced_dp.free_threading import is_free_threaded_build
 from balanced_dp.parallel import copies
 from balanced_dp.parallel.copies import Arrivals
 
-from ..at_once import at_once
 from ..cuda_stand_in import StandIn
 from ..modules import Lambda
 from ..notes import notes_of
@@ -125,24 +123,6 @@ def test_training_with_evaluation_between(gpu0_bsz, where, streams, stand_in: St
             assert loss.item() == pytest.approx(loss_on_cpu, 1e-10)
 
 
-@pytest.mark.parametrize("output_device", ["stand_in:0", "stand_in:2", "cpu"])
-@pytest.mark.parametrize("gathers", [True, False])
-def test_criterion_and_output_device(gathers, output_device, stand_in: StandIn):
-    module, (x, labels) = mlp(), make_batch()
-    weight = torch.rand(CLASSES, dtype=torch.double)
-    expected = gradients_of(
-        lambda m: functional.cross_entropy(m(x), labels, weight).backward(), module
-    )
-    model = BalancedDataParallel(
-        1, module.to(stand_in.devices[0]), output_device=output_device, gather=gathers
-    )
-    criterion = nn.CrossEntropyLoss(weight).to(output_device if gathers else "stand_in:0")
-    if not gathers:
-        criterion = BalancedCriterion(criterion)
-    criterion(model(x), labels.to(output_device)).backward()
-    torch.testing.assert_close(fetch(module), expected, **CLOSE)
-
-
 @pytest.mark.parametrize("gpu0_bsz", [0, 2])
 @pytest.mark.parametrize("streams", [0, 4], ids=["default", "side on all"])
 @pytest.mark.parametrize("block", ["accumulate", "shared_weights"])
@@ -160,53 +140,6 @@ def test_several_backwards_with_one_copy_of_the_weights(
     with side_streams(stand_in.devices[:streams]), getattr(model, block)():
         train(model)
     torch.testing.assert_close(fetch(module), expected, **CLOSE)
-
-
-@pytest.mark.parametrize("gpu0_bsz", [0, 1])
-@pytest.mark.parametrize("use_reentrant", [True, False])
-def test_checkpointing(use_reentrant, gpu0_bsz, stand_in: StandIn):
-    def forward(self: Lambda, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = (
-                checkpoint(layer, x, use_reentrant=use_reentrant)
-                if self.layers.checkpoints
-                else layer(x)
-            )
-        return x.square().mean()
-
-    blocks = [(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.3), nn.Tanh()) for _ in range(3)]
-    layers = nn.Sequential(*(nn.Sequential(*block) for block in blocks))
-    model = BalancedDataParallel(gpu0_bsz, Lambda(forward, layers=layers).to(stand_in.devices[0]))
-    x = torch.randn(BATCH, WIDTH, requires_grad=use_reentrant)
-    found = []
-    for layers.checkpoints in (False, True):
-        torch.manual_seed(3)
-        model.zero_grad()
-        model(x).backward()
-        found.append(fetch(model))
-    torch.testing.assert_close(found[1], found[0])
-
-
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
-@pytest.mark.parametrize(("gpu0_bsz", "has_loss"), [(0, False), (1, False), (0, True), (1, True)])
-def test_an_rnn_that_puts_its_weights_together_in_forward(
-    gpu0_bsz, has_loss, kind, stand_in: StandIn
-):
-    """Trials of a loss are no writes to the weights, of which backward would complain."""
-
-    def forward(self: Lambda, x: Tensor) -> Tensor:
-        self.rnn.flatten_parameters()
-        output = self.rnn(x)[0]
-        return output.square().mean() if has_loss else output.square()
-
-    module = Lambda(forward, rnn=kind(WIDTH, 6, 2, batch_first=True)).double()
-    x = torch.randn(BATCH, 5, WIDTH, dtype=torch.double)
-    expected = gradients_of(lambda m: m(x).mean().backward(), module)
-    model = BalancedDataParallel(gpu0_bsz, module.to(stand_in.devices[0]))
-    for _ in range(5):
-        model.zero_grad()
-        model(x).mean().backward()
-        torch.testing.assert_close(fetch(module), expected, **CLOSE)
 
 
 @pytest.mark.parametrize("gpu0_bsz", [0, 1])
@@ -395,22 +328,6 @@ def test_gradients_of_some_parameters_only(gpu0_bsz, spread, stand_in: StandIn):
     torch.testing.assert_close(fetch(module), fetch(plain), **CLOSE)
 
 
-@pytest.mark.parametrize("spread", [False, True])
-def test_hooks_of_parameters_that_are_not_used_are_not_called(spread, stand_in: StandIn):
-    """Those of a bucket that is handed on later were, with None."""
-
-    def forward(self: Lambda, x: Tensor) -> Tensor:
-        return self.first(x).square().mean()
-
-    layers = {name: nn.Linear(4, 4) for name in ("first", "unused")}
-    module = Lambda(forward, **layers).double().to(stand_in.devices[0])
-    module.unused.weight.register_hook(lambda gradient: gradient * 2)
-    model = BalancedDataParallel(1, module, spread=spread)
-    model(torch.randn(BATCH, 4, dtype=torch.double)).backward()
-    assert module.unused.weight.grad is None
-    assert module.first.weight.grad is not None
-
-
 class UsesOthersWeights(nn.Module):
     """Reads weights before and after the modules that hold them, in several streams, or never."""
 
@@ -578,25 +495,6 @@ def test_memory_that_runs_out_is_seen_whoever_says_so(gpu0_bsz, advice, failure,
         if gpu0_bsz == "auto":
             assert num_failures(lambda: model(x).sum().backward()) < 5
             assert model.gpu0_bsz < 8
-
-
-@pytest.mark.parametrize("is_shared", [True, False])
-@pytest.mark.parametrize("trains", [True, False])
-def test_four_threads_call_one_model(trains, is_shared, stand_in: StandIn):
-    model = BalancedDataParallel(2, mlp().to(stand_in.devices[0]))
-    expected = copy.deepcopy(model.module).cpu()(x := make_batch()[0])
-
-    def work(_: int) -> Tensor:
-        with torch.set_grad_enabled(trains):
-            output: Tensor = model(x)
-            if trains:
-                output.sum().backward()
-        return output.cpu()
-
-    for _ in range(5):
-        with model.shared_weights() if is_shared else nullcontext():
-            outputs = at_once(work, 4)
-        torch.testing.assert_close(outputs, [expected] * 4, **CLOSE)
 
 
 @pytest.mark.parametrize("is_shared", [True, False])

@@ -14,7 +14,6 @@ from torch import nn
 
 from balanced_dp import (
     BalancedDataParallel,
-    emulate_devices,
 )
 from balanced_dp.emulation.machine import current_machine
 from balanced_dp.parallel import copies as buckets_of
@@ -127,83 +126,6 @@ def test_evaluation_and_training_share_copies(emulated):
     sent = sum(count for (sender, _), count in copied().items() if not sender)
     assert sent == 3 * (2 * NUM_BYTES + 2 * 2 * SCALAR)
     assert_same_gradients(model.module, reference)
-
-
-# Whatever changes the weights, evaluation sees it.
-
-
-def fused_step(module):
-    """It writes to the parameters without a new version."""
-    for parameter in module.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    torch.optim.SGD(module.parameters(), lr=0.1, fused=True).step()
-
-
-def data(module):
-    """Weights averaged over steps, as many scripts write them; no version tells of it."""
-    for parameter in module.parameters():
-        parameter.data.copy_(torch.randn_like(parameter))
-
-
-def part_of_the_same_memory(module):
-    bias = module.layers[0].bias
-    bias.data = torch.randn(3 * len(bias), dtype=bias.dtype, device=bias.device)[: len(bias)]
-
-
-def other_part_of_the_same_memory(module):
-    bias = module.layers[0].bias
-    bias.data = bias.data.as_strided(bias.shape, (1,), len(bias))
-
-
-def other_parameter(module):
-    module.layers[0].bias = nn.Parameter(torch.randn_like(module.layers[0].bias))
-
-
-def other_layer(module):
-    weight = module.layers[0].weight
-    module.layers[0] = nn.Linear(5, 16, dtype=weight.dtype, device=weight.device)
-
-
-def other_dtype(module):
-    module.to(torch.float32 if module.layers[0].weight.dtype == torch.float64 else torch.float64)
-
-
-def other_state(module):
-    module.load_state_dict({k: torch.randn_like(v) for k, v in module.state_dict().items()})
-
-
-def tie(module):
-    module.layers[2].weight = nn.Parameter(module.layers[0].weight.detach()[:, :3].T.clone())
-
-
-CHANGES = [data, other_parameter, other_layer, other_dtype, other_state, tie, fused_step]
-PAIRS_OF_CHANGES = [
-    (part_of_the_same_memory, other_part_of_the_same_memory),
-    *((change, lambda module: None) for change in CHANGES),
-]
-
-
-@given(
-    st.lists(
-        st.tuples(
-            st.sampled_from(PAIRS_OF_CHANGES),
-            st.sampled_from([torch.no_grad, torch.inference_mode]),
-        )
-    )
-)
-def test_evaluation_sees_every_change_of_the_weights(changes):
-    with emulate_devices(3) as devices:
-        model = wrapped(devices, num_devices=3)
-        model(torch.randn(7, 5))
-        for pair, mode in changes:
-            for change in pair:
-                change(model.module)
-                x = torch.randn(7, 5, dtype=model.module.layers[0].weight.dtype)
-                with torch.no_grad():
-                    expected = model.module(x.to(devices[0])).cpu()
-                with mode():
-                    torch.testing.assert_close(model(x).cpu(), expected)
-        del model
 
 
 CHANGES_IN_A_BLOCK = {
@@ -356,7 +278,7 @@ def test_gradients_of_other_devices_come_when_the_block_ends(emulated):
     torch.testing.assert_close(model.module.weight.grad.cpu(), 2 * x.sum(0, keepdim=True))
 
 
-# What reviewers found.
+# Hooks, attributes and parts of the parameters.
 
 
 def partly() -> nn.Module:
