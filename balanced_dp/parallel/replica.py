@@ -167,6 +167,7 @@ class Replica:
         self._arriving: list[dict[str, Any]] = []
         self._thread = threading.get_ident()
         self._sizes = list(map(len, self.attributes))
+        self._hooks = self._names_of_hooks()
         self._fingerprint = self._take_fingerprint()
 
     def _register(self, places: Iterable[_Place], values: Sequence[Any]) -> None:
@@ -235,9 +236,10 @@ class Replica:
         # A free-threaded build adds up the references of the thread that made an object and those
         # of all others. Only that thread reads both at one time; to others the sum is a guess.
         counts_exactly = self._thread == threading.get_ident() or not is_free_threaded_build()
-        # A hook may have been registered here: to look through all of them takes long.
-        has_hooks = RemovableHandle.next_id != self._next_hook_id
-        if not self._can_recycle or not counts_exactly or has_hooks:
+        if not self._can_recycle or not counts_exactly:
+            return False
+        # There are many dictionaries of hooks, so look only if a hook was registered, on anything.
+        if RemovableHandle.next_id != self._next_hook_id and self._hooks != self._names_of_hooks():
             return False
         if self._fingerprint != self._take_fingerprint():
             return False
@@ -270,6 +272,9 @@ class Replica:
             list(map(len, members)),
             list(chain.from_iterable(filter(None, members))),
         )
+
+    def _names_of_hooks(self) -> list[Any]:
+        return list(chain.from_iterable(_of_kinds(HOOKS, self.attributes)))
 
 
 def _shallow_copy(module: nn.Module) -> nn.Module:

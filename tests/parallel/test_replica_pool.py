@@ -219,7 +219,18 @@ def bound_forward():
     return module
 
 
-@pytest.mark.parametrize("make", [lambda: nn.Linear(3, 2), bound_forward, lambda: nn.GRU(3, 2)])
+def hooks_on_outputs():
+    def forward(self, x):
+        output = self.layer(x)
+        output.register_hook(lambda gradient: None)
+        return output
+
+    return Lambda(forward, layer=nn.Linear(3, 2))
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: nn.Linear(3, 2), bound_forward, hooks_on_outputs, lambda: nn.GRU(3, 2)]
+)
 def test_a_call_leaves_its_replicas_to_the_next(make):
     module = Lambda(lambda self, x: tree_leaves(self.layers(x))[0], layers=make())
     model = BalancedDataParallel(1, module, ["cpu"] * 3, dim=-2)
