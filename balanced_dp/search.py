@@ -256,8 +256,6 @@ def measure_largest(measure: Callable[[tuple[int, ...]], Full], search: Search, 
     # With one sample more than equal chunks, most devices have a larger chunk already.
     known = {n: over(even(n)) for n in around if even(n) in told or n == share * num + 1}
     _largest(lambda n: over(even(n)), around, known)
-    if search.best == search.even:
-        return
     is_alike = len(set(search.budgets)) == 1
     equal = (split for split in told if split[1] and (is_alike or len(set(split[1:])) == 1))
     chunks = {split[1]: full(split)[1] - 1 for split in equal}
@@ -419,13 +417,11 @@ class LoopSearch:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Start with the value of another search, which is final on devices of the same capacities.
+        """Start with the value of another search of as many devices.
 
-        With another number of devices, device 0 starts with the same fraction of the even share, or
-        with all of it if it was idle.
+        It is final if the search was over, and the devices have the same capacities.
         """
-        num_before, num = len(state["capacities"]), len(self.budgets)
-        share = Fraction(state["gpu0_bsz"] * num_before, state["batch_size"] * num)
-        self._share = share if share or num_before == num else Fraction(1)
-        is_same = state["capacities"] == list(self.budgets)
-        self.is_over = is_same and bool(state.get("is_over"))
+        if len(state["capacities"]) == len(self.budgets):
+            self._share = Fraction(state["gpu0_bsz"], state["batch_size"])
+            is_same = state["capacities"] == list(self.budgets)
+            self.is_over = is_same and bool(state.get("is_over"))

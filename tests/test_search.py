@@ -130,13 +130,12 @@ def test_the_largest_batch(is_even, law, budgets, batch_size):
 
     measured = Measured(law.peaks, Search(batch_size, budgets))
     measure_largest(measured, measured.search, 2000)
-    if is_even or measured.search.best != measured.search.even:
-        found = measured.largest(is_even)
-        more = found + math.ceil((found + 1) * 0.005)
-        assert more > 2000 or full(more) > 1
+    found = measured.largest(is_even)
+    more = found + math.ceil((found + 1) * 0.005)
+    assert more > 2000 or full(more) > 1
 
 
-def test_a_batch_that_ran_out_is_halved_until_one_runs():
+def test_batches_are_halved_until_one_runs():
     def peaks(split):
         return [math.inf if sum(split) > 5 else 1.0, *split[1:]]
 
@@ -247,5 +246,5 @@ def test_what_was_found_is_taken_over():
     for loaded in (same, other, fewer):
         loaded.load_state_dict(state)
     assert same.value(64) == other.value(64) == search.value(64) < 16
-    assert fewer.value(64) == 2 * search.value(64)
+    assert fewer.value(64) == 32
     assert [loaded.is_over for loaded in (same, other, fewer)] == [True, False, False]

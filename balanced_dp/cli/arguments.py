@@ -53,20 +53,10 @@ Markdown = Annotated[
 ]
 
 
-def _parse_goal(goal: str | None) -> str | None:
-    if goal is not None:
-        from ..tuning.options import check_goal  # torch takes seconds to import
-
-        check_goal(goal, "--for")
-    return goal
-
-
 For = Annotated[
-    str | None,
+    Literal["speed", "headroom", "batch"] | None,
     typer.Option(
         "--for",
-        metavar="speed|headroom|batch",
-        callback=_parse_goal,
         help="What the best option has: the most speed, the most free memory, or the largest "
         "batch. Default: speed, or headroom if no capacity is given.",
     ),

@@ -18,7 +18,7 @@ import traceback
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from .. import __version__
 from ..errors import ArgumentError, BalancedDataParallelError, ProbeError, SymbolicValueError
@@ -103,7 +103,10 @@ def run(
         bool, typer.Option("--symbolic", help="Emulate shapes only: fast, and for any size.")
     ] = False,
     emulate: arguments.Emulate = False,
-    goal: arguments.For = None,
+    goal: Annotated[
+        Literal["speed", "headroom"] | None,
+        typer.Option("--for", help="As for tune, of the script's batches."),
+    ] = None,
     json_file: arguments.JsonFile = None,
     html: arguments.Html = None,
 ) -> None:
@@ -132,7 +135,7 @@ def run(
         steps=steps,
         symbolic=symbolic,
         emulate=emulate or symbolic,
-        goal=goal,  # type: ignore[arg-type]  # its callback has checked it
+        goal=goal,
         options=sorted(own),
     )
     misplaced = [name for name in script_arguments or () if name.partition("=")[0] in own]
@@ -227,7 +230,7 @@ def tune(
     sys.path.insert(0, "")  # the workload may be in the current folder
     workload = find_workload(target)
     try:
-        with console.measuring_progress() as on_measurement:
+        with console.progress_bar("measuring training steps") as update:
             report = measure(
                 workload,
                 workload.batch_size if batch_size is None else batch_size,
@@ -237,8 +240,8 @@ def tune(
                 sweep=values,
                 emulate=emulate,
                 symbolic=not numeric,
-                goal=goal,  # type: ignore[arg-type]  # its callback has checked it
-                on_measurement=on_measurement,
+                goal=goal,
+                on_measurement=lambda option: update(advance=1),
             )
     except BalancedDataParallelError as error:
         if not isinstance(error, SymbolicValueError):

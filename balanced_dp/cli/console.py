@@ -20,7 +20,6 @@ from ..memory.records import DeviceMemory
 from ..report import Comparison, report_html, report_json
 from ..report.json_file import write_text
 from ..report.tables import Code, TextTable, answer, title, use_table
-from ..tuning.options import Option
 from ..tuning.report import Report
 from ..units import format_bytes
 from . import terminal
@@ -113,16 +112,6 @@ def progress_bar(description: str, total: int | None = None) -> Iterator[Callabl
     )
     with progress:
         yield functools.partial(progress.update, progress.add_task(description, total=total))
-
-
-@contextmanager
-def measuring_progress() -> Iterator[Callable[[Option], None]]:
-    """Show a progress bar, and yield the function to call with each measurement."""
-    with progress_bar("measuring training steps") as update:
-        yield lambda option: update(
-            advance=1,
-            description=f"measured a batch of {option.batch_size} with {option.line}",
-        )
 
 
 def print_comparison(workload: str, lines: Sequence[str], compared: Sequence[Comparison]) -> None:

@@ -19,7 +19,7 @@ from ..errors import ArgumentError
 from ..integrations.replacements import WrappedAt, replaced_data_parallel
 from ..parallel.data_parallel import BalancedDataParallel
 from ..tuning.loop import Loop
-from ..tuning.open_devices import check_devices, default_num_devices, open_devices, uses_emulation
+from ..tuning.open_devices import default_num_devices, open_devices, uses_emulation
 from ..tuning.options import Goal, Option
 from ..tuning.report import SCHEMA, Provenance, Report, mode_of
 from ..tuning.tuner import RESERVE, check_reserve
@@ -86,8 +86,6 @@ def run_and_measure(
         ArgumentError: there is no such script, or the devices cannot be opened or are too small.
     """
     check_script(script, is_module, options)
-    if goal == "batch":
-        raise ArgumentError("run measures the script's batches: --for speed or headroom")
     emulates = uses_emulation(emulate)
     if emulates and reserve is not None and memory is None:
         raise ArgumentError("--reserve needs --memory, the capacity of the emulated devices")
@@ -95,7 +93,6 @@ def run_and_measure(
     num = default_num_devices(emulate) if num_devices is None else num_devices
     capacities = None
     if memory is not None:
-        check_devices(num, memory, emulate)
         capacities = parse_capacities(memory, num_devices, num)
         check_reserve(capacities, reserve_bytes)
         num = len(capacities)

@@ -116,16 +116,15 @@ def lines(report: Report) -> str:
     """Return the lines for a training script, of each option."""
     texts = [f"# {place}" for place in report.wrapped_at]
     if report.wrapped_at:
-        is_apart = not all(option.gather for option in report.ranked_options)
-        names = "BalancedCriterion, " * is_apart + "BalancedDataParallel"
-        texts.append(f"from balanced_dp import {names}")
+        texts.append("from balanced_dp import BalancedDataParallel")
     for number, option in enumerate(report.ranked_options, 1):
         line = f"model = {option.line}"
         if report.is_trainer and not option.is_even:
             spread = ", spread=True" * option.spread
             line = f"trainer = BalancedTrainer(gpu0_bsz={option.gpu0_bsz}{spread}, ...)"
         texts += [f"# option {number}", line]
-        texts += ["criterion = BalancedCriterion(criterion)"] * (not option.gather)
+        if not option.gather and not report.is_script:  # else the script has one
+            texts.append("criterion = BalancedCriterion(criterion)")
     return "\n".join(texts)
 
 
@@ -149,7 +148,7 @@ def summary(report: Report) -> Iterator[str]:
         yield f"Batches above {largest} were not measured; they may fit, too."
     for name, reason in report.failures.items():
         yield f"{name} cannot be measured: {reason}."
-    if not all(option.gather for option in report.ranked_options):
+    if not report.is_script and not all(option.gather for option in report.ranked_options):
         yield (
             "BalancedCriterion wraps the loss function, including what the script does to the "
             "outputs before it: docs/loss.md."
@@ -159,7 +158,7 @@ def summary(report: Report) -> Iterator[str]:
             "BalancedTrainer is in balanced_dp.integrations.transformers; a Trainer of one's own "
             "becomes class Balanced(BalancedTrainer, MyTrainer)."
         )
-    if report.wrapped_at or report.is_trainer:
+    if report.is_script:
         others = ["gather=False (the loss on each device)"] * report.best.gather
         others += ["spread=True (parameters on all devices)"] * (not report.best.spread)
         if others:

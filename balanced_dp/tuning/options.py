@@ -16,12 +16,11 @@ Goal = Literal["speed", "headroom", "batch"]
 largest batch."""
 
 
-def check_goal(goal: str, argument: str = "goal") -> str:
-    """Return the goal, or raise ArgumentError, whose message calls it ``argument``."""
+def check_goal(goal: str) -> None:
+    """Raise ArgumentError if there is no such goal."""
     if goal not in get_args(Goal):
         hint = did_you_mean(goal, get_args(Goal))
-        raise ArgumentError(f"{argument} must be speed, headroom or batch, got {goal!r}{hint}")
-    return goal
+        raise ArgumentError(f"goal must be speed, headroom or batch, got {goal!r}{hint}")
 
 
 @dataclass(frozen=True, slots=True)

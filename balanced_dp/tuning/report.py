@@ -161,6 +161,11 @@ class Report:
         return next((o for o in same if o.kind[:2] == option.kind[:2]), None)
 
     @property
+    def is_script(self) -> bool:
+        """Whether it is that of a script, which was measured as it is but for the split."""
+        return self.is_trainer or bool(self.wrapped_at)
+
+    @property
     def line(self) -> str:
         """The expression for a training script that wraps the model as the best option."""
         return self.best.line

@@ -98,7 +98,7 @@ def test_the_answer_for_a_script(script):
         assert part in done.stderr
 
 
-def test_options_that_the_script_has_got_are_named(script):
+def test_options_after_the_script_are_named(script):
     script.write_text("import argparse\nargparse.ArgumentParser().parse_args()\n")
     done = run("train.py", "--steps=3")
     assert done.exit_code == 2
@@ -156,7 +156,7 @@ def test_scripts_that_end_otherwise(words, code, says, script):
         assert f'File "{script}", line' in done.stderr
 
 
-def test_too_little_memory_is_said_not_enforced(script):
+def test_too_little_memory_is_not_enforced(script):
     done = run("--memory", "515MiB", "train.py", "8", "2048", "wrap", "memory")
     assert done.exit_code == 0, done.stderr
     assert done.stdout.splitlines()[-1] == str(515 * 2**20)
@@ -164,7 +164,7 @@ def test_too_little_memory_is_said_not_enforced(script):
         assert part in done.stderr
 
 
-def test_a_branch_on_a_value_that_was_not_computed(script):
+def test_a_branch_on_an_unknown_value(script):
     done = run("--symbolic", "train.py", "4", "64", "wrap", "branch")
     assert done.exit_code == 1
     assert "loss nan" in done.stdout
@@ -180,7 +180,7 @@ def test_a_module_and_its_options(script):
 
 
 @pytest.mark.skipif(cuda_stand_in.WHY_NOT is not None, reason=str(cuda_stand_in.WHY_NOT))
-def test_accelerators_are_used_if_there_are_two(script, capsys):
+def test_accelerators_are_used(script, capsys):
     with cuda_stand_in.opened() as stand_in:
         device = str(stand_in.devices[0])
         script.write_text(SCRIPT.replace('device = "cuda" if', f'device = "{device}" if 1 or'))
@@ -203,7 +203,7 @@ def test_accelerators_are_used_if_there_are_two(script, capsys):
         ("Balanced(module=model, gpu0_bsz=len('abc'))", ""),
     ],
 )
-def test_a_script_that_is_balanced_already_is_split_anew(call, arguments, script):
+def test_a_script_that_is_balanced_already(call, arguments, script):
     script.write_text(balanced(call))
     report = measured(script).report
     assert len({option.chunk_sizes for option in report.options}) >= 3
@@ -253,7 +253,7 @@ for _ in range(3):
 """
 
 
-def test_a_class_of_its_own_that_scatters_lists_is_seen_to_split(script):
+def test_a_class_that_scatters_lists(script):
     script.write_text(OWN_CLASS)
     done = run("train.py")
     assert done.exit_code == 0, done.stderr
@@ -297,7 +297,7 @@ def test_the_goal_decides_what_comes_first(memory, goal, says, script):
 
 
 @pytest.mark.slow
-def test_what_the_guide_shows_is_what_is_printed():
+def test_what_the_guide_shows_is_printed():
     root = Path(__file__).parents[2]
     guide = (root / "docs/run.md").read_text("utf-8")
     [options] = re.findall(r"GPT-2 small \(`(--n-layer [^`]*)`\)", guide)

@@ -98,7 +98,7 @@ IMAGES = "images.py --width 64 --size 64 --batches 9 --epochs 1"
         pytest.param("ema.py", 22, None, id="ema-22"),
     ],
 )
-def test_the_recommended_value_is_the_best_of_all(arguments, batch_size, memory, report_of):
+def test_the_best_option_is_the_best_of_all(arguments, batch_size, memory, report_of):
     command = f"{arguments} --batch {batch_size}"
     report = report_of(command, memory)
     even = even_share(batch_size, 4)

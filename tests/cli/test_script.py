@@ -17,7 +17,7 @@ def write(path: Path, text: str) -> str:
     return str(path)
 
 
-def test_the_script_sees_what_it_would_see_under_python(tmp_path, capsys, monkeypatch):
+def test_a_script_runs_as_under_python(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "beside.py", "VALUE = 7")
     script = write(
@@ -63,7 +63,7 @@ def test_exit_codes(text, code, error, tmp_path, capsys):
     assert told.endswith(error) and bool(told) == bool(error)
 
 
-def test_a_traceback_has_the_frames_of_the_script_only(tmp_path, capsys):
+def test_a_traceback_has_the_script_s_frames(tmp_path, capsys):
     script = write(tmp_path / "script.py", "def f():\n    return {}['key']\nf()\n")
     assert run_script(script, [], is_module=False) == 1
     error = capsys.readouterr().err

@@ -20,7 +20,7 @@ def test_tune_writes_and_prints_the_report(folder, tuned):
     assert "<!doctype html>" in (folder / "a.html").read_text()
 
 
-def test_report_shows_a_file_again_in_each_form(folder, tuned, invoke):
+def test_report_shows_a_file_again(folder, tuned, invoke):
     shown = invoke("report", "a.json")
     [report] = load_reports(folder / "a.json")
     assert shown.exit_code == 0
@@ -47,7 +47,7 @@ def test_a_report_goes_to_stdout(tuned, invoke, option, begins, ends):
     assert done.stdout.startswith(begins) and done.stdout.endswith(ends)
 
 
-def test_what_tune_and_a_comparison_write_goes_to_stdout(tuned, invoke):
+def test_json_on_stdout(tuned, invoke):
     done = invoke("tune", "mine:make", "--json", "-")
     assert (done.exit_code, done.stderr) == (0, "")
     assert json.loads(done.stdout)["workload"] == "mine"
@@ -59,7 +59,7 @@ def test_what_tune_and_a_comparison_write_goes_to_stdout(tuned, invoke):
     assert [found["failed"] for found in (peak, *others)] == [False] * 3
 
 
-def test_a_comparison_ends_with_1_where_it_is_worse(tuned, invoke):
+def test_a_comparison_that_fails(tuned, invoke):
     assert invoke("tune", "mine:other", "--json", "c.json").exit_code == 0
     same = invoke("report", "a.json", "--against", "a.json", "--fail", "peak:0%,speed:0%")
     assert same.exit_code == 0
@@ -86,19 +86,6 @@ def test_devices_and_capacities_are_as_asked(folder, invoke):
     workload = ("tests.tuning.small_workloads:mlp", "--batch-size", "12")
     done = invoke("tune", *workload, "--devices", "3", "--json", "-")
     assert len(json.loads(done.stdout)["capacity_bytes"]) == 3
-
-
-def test_a_model_that_reads_values_takes_numeric(invoke):
-    done = invoke("tune", "mine:reads", "--numeric")
-    assert done.exit_code == 0, done.stderr
-    assert "Measured on emulated devices, with numbers" in done.stdout
-
-
-def test_reports_of_other_workloads_are_not_compared(folder, tuned, invoke):
-    text = (folder / "a.json").read_text().replace('"workload": "mine"', '"workload": "yours"')
-    (folder / "e.json").write_text(text)
-    error = invoke("report", "e.json", "--against", "a.json").exception
-    assert str(error) == "--against has no report of yours; it has mine"
 
 
 def test_every_command_tells_the_same_of_a_file(folder, tuned, invoke):

@@ -94,7 +94,7 @@ def test_the_functional_form(recorder):
         assert output.device == torch.device("cuda:1")
 
 
-def test_a_subclass_with_steps_of_its_own_stays_torchs(recorder):
+def test_a_subclass_with_steps_of_its_own(recorder):
     """Published classes of this name override the steps of nn.DataParallel with their arguments."""
 
     class Balanced(nn.DataParallel):

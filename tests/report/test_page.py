@@ -102,7 +102,7 @@ def test_plots_say_what_they_show(pages, report, unlike):
     assert len(report_plots(replace(unlike, options=out))) == 2
 
 
-def test_the_text_of_plots_is_large_enough_on_a_phone(report, unlike):
+def test_plots_can_be_read_on_a_phone(report, unlike):
     for plot in (*report_plots(report), *report_plots(unlike)):
         [width] = re.findall(r'viewBox="0 0 ([\d.]+) ', plot.svg)
         sizes = [float(size) for size in re.findall(r"font-size: ([\d.]+)px", plot.svg)]
@@ -163,7 +163,7 @@ def file(report, unlike, tmp_path_factory):
 
 
 @pytest.mark.parametrize("width", [1240, PHONE])
-def test_the_page_shows_the_choice_and_draws_the_plots(report, unlike, browser, file, width):
+def test_the_page_in_a_browser(report, unlike, browser, file, width):
     page = browser.new_page(viewport={"width": width, "height": 900})
     told, requested = [], []
     page.on("console", lambda message: told.append(message.text))
@@ -212,7 +212,7 @@ def test_tables_scroll_by_keyboard(browser, file):
     page.close()
 
 
-def test_the_page_is_dark_where_asked_and_light_on_paper(browser, file):
+def test_dark_on_request_and_light_on_paper(browser, file):
     page = browser.new_page(color_scheme="dark")
     page.goto(file.as_uri())
     ground = "getComputedStyle(document.body).backgroundColor"

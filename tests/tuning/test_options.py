@@ -40,7 +40,7 @@ def peaks(extra, own=10, whole=0):
     return Law(((100 + extra, own, whole),), ((100, own),)).peaks
 
 
-def test_what_fits_as_it_is_comes_first_unless_memory_is_the_goal():
+def test_the_even_split_comes_first():
     measured = options(peaks(400), 40, 4)
     by_goal = {goal: ranked(measured, 40, [1000] * 4, goal) for goal in GOALS}
     assert [o.line for o in by_goal["speed"]] == [
@@ -58,7 +58,7 @@ def test_the_fastest_that_fits_and_the_least_full():
     assert [o.speed for o in found] == [10 / 12, 10 / 14]
 
 
-def test_what_another_one_without_other_features_exceeds_is_left_out():
+def test_what_is_exceeded_is_left_out():
     """The loss on each device holds more with the same chunks, but it takes a change of its own."""
     gathered = options(peaks(0, whole=5), 40, 4)
     apart = options(peaks(0), 40, 4, gather=False)

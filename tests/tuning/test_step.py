@@ -23,7 +23,7 @@ def test_shapes_only_and_numbers_measure_the_same(name):
     assert len(peaks) == 1
 
 
-def test_optimizer_state_is_there_from_the_second_step_on():
+def test_the_second_step_has_optimizer_state():
     with open_devices(2, emulate=True) as devices, step_meter(SMALL["mlp"](), devices) as meter:
         first = meter.measure(8, 2, num_steps=1)
         measured = meter.measure(8, 2)
@@ -33,7 +33,7 @@ def test_optimizer_state_is_there_from_the_second_step_on():
         assert sum(uses.values()) == peak
 
 
-def test_memory_that_runs_out_is_an_answer_and_is_given_back():
+def test_memory_that_runs_out_is_an_answer():
     workload = SMALL["char_transformer"]()
     with open_devices(2, emulate=True) as devices:
         needed = measure_step(workload, 64, 20, devices).peak_bytes
@@ -46,7 +46,7 @@ def test_memory_that_runs_out_is_an_answer_and_is_given_back():
         assert measure_step(workload, 4, 1, devices).out_of_memory is None
 
 
-def test_libraries_that_run_out_say_it_in_their_own_words(monkeypatch):
+def test_libraries_that_run_out_of_memory(monkeypatch):
     """Check cuBLAS's message on a full H100, a RuntimeError."""
 
     def forward(self, x):

@@ -31,7 +31,7 @@ def test_only_causal_layers_hide_what_is_to_come(make, causal):
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
-def test_every_built_in_workload_takes_a_step(name):
+def test_built_in_workloads_take_a_step(name):
     """Its batches are the same on each call, so that measurements can be repeated."""
     workload = find_workload(name)
     assert workload.name == name
@@ -83,7 +83,7 @@ def test_what_is_no_batch(batch, described):
         ("mine.py:", "there is no workload 'mine.py:'; built in"),
     ],
 )
-def test_what_is_no_workload_is_said_with_the_reason(tmp_path, monkeypatch, target, message):
+def test_what_is_no_workload(tmp_path, monkeypatch, target, message):
     (tmp_path / "broken.py").write_text("def make(:")
     (tmp_path / "raises.py").write_text("raise RuntimeError('not now')")
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -104,7 +104,7 @@ def test_a_workload_may_be_named_by_its_file(tmp_path, monkeypatch):
     assert isinstance(find_workload(f"{folder}/named_by_file.py:it"), Workload)
 
 
-def test_a_batch_of_another_size_is_not_planned_with():
+def test_a_batch_of_another_size():
     ten = torch.zeros(10, 8)
     workload = Workload(nn.Linear(8, 8), lambda n: (ten, ten), nn.MSELoss())
     with (
