@@ -16,7 +16,6 @@ from torch import nn
 from torch.nn import functional
 
 from balanced_dp import BalancedCriterion, BalancedDataParallel
-from balanced_dp.devices import copy_stream
 from balanced_dp.memory.peaks import Peaks
 from balanced_dp.parallel import copies
 from balanced_dp.parallel.auto import AutoSplit
@@ -144,16 +143,6 @@ def test_criteria(devices):
         x, y = batch(number)
         expected = functional.cross_entropy(bare(x), y).detach()
         torch.testing.assert_close(found, [expected] * 3, **EXACT)
-
-
-def test_threads_get_the_same_streams(monkeypatch):
-    """A thread waits on the stream on which another one has copied."""
-    module = types.SimpleNamespace(Stream=lambda device: time.sleep(0.01) or object())
-    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
-    monkeypatch.setattr("balanced_dp.devices._streams", {})
-    for index in range(10):
-        device = torch.device("cpu", index)
-        assert len(set(at_once(lambda number, d=device: copy_stream(d)))) == 1
 
 
 def test_optimizers_step_while_models_begin_to_watch(emulated):

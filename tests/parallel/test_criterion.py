@@ -21,7 +21,6 @@ from balanced_dp import (
     BalancedDataParallel,
     PerDevice,
     ScatterError,
-    emulate_devices,
 )
 
 from ..devices import kinds_of_splits, open_devices
@@ -342,22 +341,6 @@ def test_modules_and_their_methods_are_the_same(x):
     assert BalancedCriterion(criterion.forward).criterion is criterion
 
 
-def test_outputs_of_one_model_go_into_another_where_they_are(devices, x):
-    first, second = linear(WIDTH), linear(3)
-    expected = second(first(x)).detach()
-    models = [
-        BalancedDataParallel(3, module.to(devices[0]), devices[:4], gather=False)
-        for module in (first, second)
-    ]
-    outputs = models[1](models[0](x))
-    assert outputs.chunk_sizes == models[0].chunk_sizes == (3, 10, 10, 9)
-    torch.testing.assert_close(outputs.gather(), expected.to(devices[0]), **TOLERANCE)
-    models[1].gpu0_bsz = 2
-    with pytest.raises(ScatterError, match=r"input input is PerDevice\(.*\(2, 10, 10, 10\) on"):
-        models[1](models[0](x))
-    del outputs
-
-
 def test_what_an_output_of_several_devices_is_not(x):
     outputs = make_model(["cpu"] * 2)(x)
     remedy = "it holds one output for each device; compute the loss with BalancedCriterion"
@@ -415,18 +398,6 @@ def test_losses_of_the_module_are_those_of_the_batch_on_each_device(gpu0_bsz, de
         gradients = [torch.autograd.grad(value, parameters) for value in compared]
         torch.testing.assert_close(*gradients, **TOLERANCE)
     del outputs, output, found, compared, gradients, expected, value
-
-
-def test_no_shape_is_too_large_for_symbolic_devices():
-    """Class weights have no values there, so what a mean divides by is never read."""
-    with emulate_devices(4, symbolic=True) as devices:
-        model = BalancedDataParallel(3, nn.Linear(8, 50_000).to(devices[0]), devices, gather=False)
-        weight = torch.rand(50_000, device=devices[0])
-        criterion = BalancedCriterion(nn.CrossEntropyLoss(weight=weight))
-        criterion(model(torch.zeros(4096, 8)), torch.arange(4096)).backward()
-        # Gathered, device 0 would hold 4096 x 50000 numbers, 780 MiB.
-        assert max(devices.memory_breakdown(devices[0]).peak.values()) < 10 * 2**20
-        del model, criterion, weight
 
 
 def test_a_step_leaves_nothing_behind(devices, x):

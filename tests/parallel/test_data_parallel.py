@@ -4,18 +4,15 @@ import copy
 import inspect
 import io
 import pickle
-from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional
 
 from balanced_dp import (
     ArgumentError,
     ArgumentTypeError,
     BalancedDataParallel,
-    BalanceWarning,
     ScatterError,
     balanced_data_parallel,
     emulate_devices,
@@ -313,53 +310,22 @@ def test_compiled_it_runs_as_it_is():
     torch.testing.assert_close(compiled(x), 2 * module(x + 1))
 
 
-class Classifies(nn.Module):
-    def __init__(self, with_loss):
-        super().__init__()
-        self.first, self.last = nn.Linear(4, 8).double(), nn.Linear(8, 3).double()
-        self.with_loss = with_loss
-
-    def forward(self, x, labels):
-        logits = self.last(torch.relu(self.first(x)))
-        return functional.cross_entropy(logits, labels) if self.with_loss else logits
-
-
-def compile_all(module, backend):
-    return torch.compile(module, backend=backend)
-
-
-def compile_a_part(module, backend):
-    module.first = torch.compile(module.first, backend=backend)
-    return module
-
-
-@pytest.mark.parametrize("with_loss", [False, True])
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("compiled", [compile_all, compile_a_part])
-def test_compiled_modules_are_replicated(compiled, backend, with_loss):
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_compiled_modules_are_replicated(is_whole, backend):
     torch._dynamo.reset()
-    module = Classifies(with_loss)
+    module = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)).double()
     reference = copy.deepcopy(module)
-    model = BalancedDataParallel(1, compiled(module, backend), ["cpu"] * 3)
-    hides_its_loss = with_loss and (compiled, backend) == (compile_all, "aot_eager")
+    if not is_whole:
+        module[0] = torch.compile(module[0], backend=backend)
+    compiled = torch.compile(module, backend=backend) if is_whole else module
+    model = BalancedDataParallel(1, compiled, ["cpu"] * 3)
     num_graphs = []
     for step in range(5):
-        size = 10 + step % 3
-        x, labels = torch.randn(size, 4, dtype=torch.double), torch.randint(0, 3, (size,))
-        labels[::3] = -100
-        losses = []
+        x = torch.randn(10 + step % 3, 4, dtype=torch.double)
         for net in (model, reference):
-            net.zero_grad()
-            warns = hides_its_loss and net is model and not step
-            message = "it has no graph that leads to a mean or a sum over samples"
-            with pytest.warns(BalanceWarning, match=message) if warns else nullcontext():
-                output = net(x, labels)
-            losses.append(output if with_loss else functional.cross_entropy(output, labels))
-            losses[-1].backward()
+            net(x).square().mean().backward()
         num_graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-        if hides_its_loss:
-            continue
-        torch.testing.assert_close(*losses, rtol=1e-10, atol=1e-10)
         assert_same_gradients(module, reference)
     assert num_graphs[1] == num_graphs[-1]  # no step compiles anew
 

@@ -111,23 +111,6 @@ def test_a_device_that_had_no_samples_before_gets_its_copies_when_it_has(emulate
         assert copied() == out(NUM_BYTES, (3,)) | back(SCALAR)
 
 
-@pytest.mark.filterwarnings("ignore:.*no call with gradients:balanced_dp.BalanceWarning")
-def test_evaluation_and_training_share_copies(emulated):
-    model, reference, x = beside(emulated)
-    copied = Copied()
-    with model.shared_weights():
-        for mode in (torch.inference_mode, torch.no_grad, contextlib.nullcontext) * 2:
-            with mode():
-                loss, expected = model(x), reference(x)
-                torch.testing.assert_close(loss.cpu(), expected, **TOLERANCE)
-                if loss.requires_grad:
-                    loss.backward()
-                    expected.backward()
-    sent = sum(count for (sender, _), count in copied().items() if not sender)
-    assert sent == 3 * (2 * NUM_BYTES + 2 * 2 * SCALAR)
-    assert_same_gradients(model.module, reference)
-
-
 CHANGES_IN_A_BLOCK = {
     "write": lambda module: module.weight.detach().mul_(2),
     "freeze": lambda module: module.requires_grad_(False),
@@ -154,20 +137,6 @@ def test_weights_that_change_in_a_block_are_an_error(emulated, has_gradients, ch
 
 
 # Buckets.
-
-
-def test_buckets_hold_what_is_alike_up_to_an_eighth_of_all():
-    tensors = [torch.zeros(2**14) for _ in range(64)]  # 64 KiB each, 4 MiB in all
-    tensors[5] = torch.zeros(2**14, dtype=torch.int32)
-    tensors[6] = torch.zeros(2**14, requires_grad=True)
-    tensors[6].register_hook(lambda gradient: None)
-    tensors[7] = torch.zeros(2**7, 2**7).T
-    tensors[8] = torch.zeros(2**18)  # 1 MiB
-    filled = buckets_of.fill_buckets(tensors)
-    assert sorted(i for bucket in filled for i in bucket) == list(range(64))
-    # 78 times 64 KiB in all, of which an eighth holds nine.
-    assert [bucket for bucket in filled if len(bucket) == 1] == [[5], [6], [7], [8], [63]]
-    assert [len(bucket) for bucket in filled if len(bucket) > 1] == [5, 9, 9, 9, 9, 9, 9]
 
 
 @given(st.lists(st.integers(0, 2**20), max_size=60))
@@ -227,20 +196,6 @@ def test_accumulated_gradients_are_those_of_one_device(devices, how, gpu0_bsz):
     model(batches[0]).backward()
     assert_same_gradients(module, reference)
     assert seen[-1] is module.layers[0].weight.grad
-
-
-def test_second_derivatives_in_a_block_are_exact(devices):
-    model, reference, x = beside(devices)
-    with model.accumulate():
-        penalize(model, x.to(devices[0]))
-    penalize(reference, x)
-    assert_same_gradients(model.module, reference)
-
-
-def penalize(model, x):
-    x = x.clone().requires_grad_()
-    (slope,) = torch.autograd.grad(model(x), x, create_graph=True)
-    slope.square().sum().backward()
 
 
 def test_accumulate_may_be_nested_and_left_by_an_exception(emulated):

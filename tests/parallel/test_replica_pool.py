@@ -192,27 +192,6 @@ def test_every_change_between_two_calls_is_seen(changes, grad):
         ours.recycle()
 
 
-def test_replicas_are_recycled_with_nothing_left_of_the_last_call():
-    net, replicator, x = Net().eval(), Replicator(), torch.randn(4, 3)
-    first = replicator.replicate(net, [CPU, OTHER])
-    ids = [{id(module) for module in replica.modules()} for replica in first]
-    for replica in first:
-        replica(x)
-        assert replica.layers[0].seen is not None
-        assert replica.head.calls == 1
-    del replica
-    seen = weakref.ref(first[1].layers[0].seen)
-    del x
-    first.recycle()
-    assert first == []
-    assert seen() is None  # replica 0 has none of it either
-    # The last one to be recycled is the first one to be taken.
-    second = replicator.replicate(net, [CPU, OTHER])
-    assert [{id(module) for module in replica.modules()} for replica in second] == ids
-    assert not hasattr(second[0].head, "calls")
-    assert not hasattr(second[0].layers[0], "seen")
-
-
 def bound_forward():
     module = nn.Linear(3, 2)
     module.forward = types.MethodType(nn.Linear.forward, module)

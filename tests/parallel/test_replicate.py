@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 
 import pytest
 import torch
@@ -140,20 +139,6 @@ def test_zero_grad_in_forward_has_no_effect(devices):
     assert model.module.layer.bias.grad is None
     with pytest.warns(UserWarning, match=r"zero_grad\(\) from a module .* has no effect"):
         model(torch.ones(8, 2, device=devices[0]))
-
-
-def test_hooks_need_not_be_hashable():
-    @dataclasses.dataclass
-    class Hook:
-        num_calls: int = 0
-
-        def __call__(self, module: nn.Module, args: object) -> None:
-            return None
-
-    module = Lambda(lambda self, x: 2 * x)
-    module.register_forward_pre_hook(Hook())
-    model = BalancedDataParallel(1, module, ["cpu", "cpu"])
-    assert model(torch.ones(4, 6)).shape == (4, 6)
 
 
 # Weights that forward takes out, replaces or shares; nn.DataParallel is exact for all of them.
