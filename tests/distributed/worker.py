@@ -50,7 +50,6 @@ IGNORED = -100
 # The rows of three batches on each rank, or of three micro-batches of one.
 SHARES = {
     2: ((2, 7), (5, 0), (0, 4)),
-    3: ((1, 0, 8), (0, 2, 4), (3, 2, 1)),
     4: ((2, 4, 0, 3), (0, 1, 5, 0), (1, 3, 1, 2)),
 }
 
