@@ -21,9 +21,7 @@ import torch.nn.parallel._functions as parallel_functions
 import torch.utils._device as default_device
 
 from ..errors import EmulationError
-from ..torch_versions import ACCELERATOR_MODULES
 from . import cuda_functions, cuda_tensors, device_module
-from .cuda_functions import refusal
 from .cuda_tensors import CUDA, to_named, translating
 from .machine import Machine
 from .tensor import EmulatedTensor
@@ -39,7 +37,6 @@ def named_cuda(machine: Machine) -> Iterator[None]:
         _tensors(),
         _factories(machine),
         _cuda_modules(machine),
-        _compile(),
         _without_hardware(machine),
     )
     builtins = torch.jit._builtins._get_builtin_table()  # TorchScript knows functions by their id
@@ -80,10 +77,7 @@ def _factories(machine: Machine) -> _Patches:
         for module in (torch, torch.fft)
     }
     nested: Any = torch.nested
-    patches[nested] = {
-        name: cuda_tensors.jagged(translating(getattr(nested, name)))
-        for name in ("nested_tensor", "as_nested_tensor")
-    }
+    patches[nested] = {"nested_tensor": translating(nested.nested_tensor)}
     patches[torch] |= {
         "get_default_device": lambda: to_named(get_default()),
         "set_default_tensor_type": cuda_tensors.set_default_tensor_type,
@@ -100,22 +94,17 @@ def _takes_device(name: str) -> bool:
 
 def _cuda_modules(machine: Machine) -> _Patches:
     """Return what ``torch.cuda`` and ``torch.accelerator`` ask, and what they have got already."""
-    refused: dict[str, Any] = {
-        name: refusal(f"torch.cuda.{name}")
-        for name in ("CUDAGraph", "MemPool", "ExternalStream", "list_gpu_processes")
-    }
     streams = {"Stream": cuda_functions.Stream, "Event": cuda_functions.Event}
     exchange = cuda_functions.exchange_device
     return {
-        torch._C: cuda_functions.answers(),
+        torch._C: cuda_functions.ANSWERS,
         torch.cuda: {
-            **(refused | streams | cuda_tensors.LEGACY_TYPES),
+            **(streams | cuda_tensors.LEGACY_TYPES),
             **dict.fromkeys(("_exchange_device", "_maybe_exchange_device"), exchange),
             "_initialized": True,
             "_cached_device_count": len(machine.devices),
             "_cudart": SimpleNamespace(cudaMemGetInfo=device_module.mem_get_info),
             "_get_device_properties": device_module.get_device_properties,
-            "_get_pynvml_handler": refusal("queries of NVML"),
             "default_generators": tuple(machine.generators),
             "memory_breakdown": device_module.memory_breakdown,
         },
@@ -124,26 +113,7 @@ def _cuda_modules(machine: Machine) -> _Patches:
         torch.cuda.nvtx: dict.fromkeys(("range_push", "range_pop", "mark"), lambda *args: 0),
         torch.cuda.nccl: {"is_available": lambda tensors: False},
         parallel_functions: {"_get_stream": cuda_functions.Stream},
-        **{
-            module: {"Graph": refusal(f"{module.__name__}.Graph")}
-            for module in ACCELERATOR_MODULES
-            if hasattr(module, "Graph")
-        },
     }
-
-
-def _compile() -> _Patches:
-    compile_ = torch.compile
-
-    def compile(model: Any = None, *, backend: Any = "inductor", **kwargs: Any) -> Any:
-        if backend == "inductor" and not kwargs.get("disable"):
-            raise EmulationError(
-                "emulated devices do not support torch.compile with inductor; leave it out, or use "
-                "backend='eager'"
-            )
-        return compile_(model, backend=backend, **kwargs)
-
-    return {torch: {"compile": compile}}
 
 
 def _without_hardware(machine: Machine) -> _Patches:
@@ -152,11 +122,13 @@ def _without_hardware(machine: Machine) -> _Patches:
     # A scaler skips the step if a gradient is not finite, which symbolic devices do not know.
     disabled = property(lambda self: False, lambda self, value: None)
     return {
-        torch.multiprocessing: {"spawn": refusal("processes that are spawned")},
-        torch.distributed: {"is_nccl_available": lambda: False},
-        torch.distributed.distributed_c10d: {"is_nccl_available": lambda: False},
+        torch.multiprocessing: {"spawn": _refuse_to_spawn},
         torch.distributed.Backend: {"default_device_backend_map": {**backends, CUDA: "gloo"}},
         torch.amp.GradScaler: {"_enabled": disabled} if machine.symbolic else {},
         torch.version: {"cuda": "12.6"},  # for scripts that compare it
         torch.backends.cudnn: {"is_acceptable": lambda tensor: False},
     }
+
+
+def _refuse_to_spawn(*args: Any, **kwargs: Any) -> None:
+    raise EmulationError("processes that a script spawns see no emulated devices")

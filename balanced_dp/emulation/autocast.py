@@ -10,7 +10,6 @@ reads this state, such as activation checkpointing, works unchanged.
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -47,6 +46,9 @@ _FLOAT32_RESULT = """prod softmax log_softmax cumprod cumsum linalg_vector_norm 
 _WIDEST = """addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot
     scatter_add"""
 
+_STATE = ("is_autocast_enabled", "set_autocast_enabled", "get_autocast_dtype", "set_autocast_dtype")
+"""Torch's functions that read and set the state of autocast."""
+
 # Weights cast to the autocast dtype. Torch's cache is shared by all threads, too.
 _cast_weights = WeakTensorKeyDictionary()
 
@@ -67,54 +69,25 @@ def autocast_for_emulated_devices(device_type: str) -> Iterator[None]:
 
         return call
 
-    set_enabled, clear_cache = torch.set_autocast_enabled, torch.clear_autocast_cache
-
-    def set_autocast_enabled(device_type: Any, enabled: bool | None = None) -> None:
-        if enabled is None:  # the deprecated form, which is CUDA's
-            device_type, enabled = "cuda", device_type
-        if device_type in emulated and enabled:
-            with _registration_lock:
-                _register_kernels()
-        translated(set_enabled)(device_type, enabled)
+    clear_cache = torch.clear_autocast_cache
 
     def clear_autocast_cache() -> None:
         _cast_weights.clear()
         clear_cache()
 
+    state: dict[str, Any] = {name: translated(getattr(torch, name)) for name in _STATE}
     is_available = translated(torch._C._is_autocast_available)
     with (
         mock.patch.object(torch._C, "_is_autocast_available", is_available),
-        mock.patch.multiple(
-            torch,
-            is_autocast_enabled=translated(torch.is_autocast_enabled),
-            get_autocast_dtype=translated(torch.get_autocast_dtype),
-            set_autocast_dtype=translated(torch.set_autocast_dtype),
-            set_autocast_enabled=set_autocast_enabled,
-            clear_autocast_cache=clear_autocast_cache,
-        ),
+        mock.patch.multiple(torch, clear_autocast_cache=clear_autocast_cache, **state),
     ):
-        dtype = torch.get_autocast_dtype(DEVICE_TYPE)
-        is_enabled = torch.is_autocast_enabled(DEVICE_TYPE)
-        torch.set_autocast_dtype(DEVICE_TYPE, torch.float16)  # CUDA's default
-        try:
-            yield
-        finally:
-            torch.set_autocast_dtype(DEVICE_TYPE, dtype)
-            translated(set_enabled)(DEVICE_TYPE, is_enabled)
-            _cast_weights.clear()
-
-
-# Replicas may enter autocast at the same time, and torch accepts one fallback only.
-_registration_lock = threading.Lock()
+        yield
+    _cast_weights.clear()
 
 
 @functools.cache
-def _register_kernels() -> list[torch.library.Library]:
-    """Register a kernel for each listed operator.
-
-    Returns:
-        The libraries; torch removes the kernels when they are deallocated.
-    """
+def register_casts() -> list[torch.library.Library]:
+    """Register the casts; torch removes them when the returned libraries are deallocated."""
     library, others = torch.library.Library("aten", "IMPL"), torch.library.Library("_", "IMPL")
     others.fallback(torch.library.fallthrough_kernel, AUTOCAST_KEY.name)
     for names, cast in (

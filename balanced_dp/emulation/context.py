@@ -25,9 +25,6 @@ class EmulatedDevices(list[torch.device]):
         super().__init__(machine.devices)
         self._machine = machine
 
-    def __repr__(self) -> str:
-        return f"EmulatedDevices({list(map(str, self))})"
-
     def copied_bytes(self) -> dict[tuple[torch.device, torch.device], int]:
         """Return the bytes copied since the context was entered, by pair (source, target).
 
@@ -41,7 +38,7 @@ class EmulatedDevices(list[torch.device]):
         The uses are parameter, buffer, gradient, optimizer state, input, activation (all other
         results of the forward and backward passes, including the loss's), gathered output (outputs
         copied from another device) and other. A tensor counts as a parameter if it is an
-        ``nn.Parameter`` or a copy of one, as a buffer from its module's first forward pass on, as a
+        ``nn.Parameter`` or a copy of one, as a buffer if its module was moved to the device, as a
         gradient once backward accumulates it, and as optimizer state after the optimizer step.
 
         Raises:
@@ -90,8 +87,7 @@ def emulate_devices(
         EmulationError: another ``emulate_devices`` context is open.
 
     Warns:
-        ResourceWarning: tensors outlive the context. Their memory is freed nevertheless, and using
-            them raises ``EmulationError``.
+        ResourceWarning: tensors outlive the context. Using them raises ``EmulationError``.
 
     Examples:
         >>> with emulate_devices(2, memory="1MiB") as devices:
@@ -132,22 +128,19 @@ def _capacities(num_devices: int, memory: int | str | Sequence[int | str] | None
 
 
 def _warn_of_leaks(machine: Machine) -> None:
-    if any(ledger.blocks for ledger in machine.ledgers):
+    if any(ledger.allocated_bytes for ledger in machine.ledgers):
         gc.collect()  # the first optimizer of a process leaves a cycle, which is not a leak
-    leaks = []
-    for device, ledger in zip(machine.devices, machine.ledgers, strict=True):
-        if ledger.blocks:
-            uses = ", ".join(
-                f"{label} {format_bytes(num_bytes)}"
-                for label, num_bytes in ledger.breakdown().now.items()
-                if num_bytes
-            )
-            leaks.append(f"{len(ledger.blocks)} on {device} ({uses or 'empty'})")
+    leaks = [
+        f"{use} {format_bytes(num_bytes)} on {device}"
+        for device, ledger in zip(machine.devices, machine.ledgers, strict=True)
+        for use, num_bytes in ledger.breakdown().now.items()
+        if num_bytes
+    ]
     if leaks:
         warnings.warn(
-            f"tensors outlive their emulate_devices context: {'; '.join(leaks)}. Their memory is "
-            "freed now and they cannot be used any more. Copy results with .cpu(), and delete the "
-            "variables that refer to other tensors.",
+            f"tensors outlive their emulate_devices context: {', '.join(leaks)}. They cannot be "
+            "used any more. Copy results with .cpu(), and delete the variables that refer to "
+            "other tensors.",
             ResourceWarning,
             stacklevel=4,
         )

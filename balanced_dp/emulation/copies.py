@@ -1,32 +1,22 @@
-"""The operators of emulated tensors that have an implementation of their own.
-
-They are copies, the only operators with two devices, and sums of gradients.
-"""
+"""Copies, the only operators of emulated tensors with two devices."""
 
 from __future__ import annotations
 
-import functools
 import math
-import sys
 from typing import Any
 
 import torch
-from torch.utils._mode_utils import no_dispatch
 
 from .ledger import Label
-from .machine import Machine, current_machine
-from .symbolic import CPU, META, call, is_known, is_unknown_dtype, require_known
+from .machine import Machine, current_machine, is_in_backward, label_of_results
+from .symbolic import CPU, META, is_known, is_unknown_dtype, require_known
 from .tensor import (
     PROVISIONAL,
     EmulatedTensor,
-    Wrapped,
     allocations_of,
     elem_of,
-    label_of_results,
-    operator,
     set_label,
     wrap_elem,
-    wrapper_of,
 )
 
 aten = torch.ops.aten
@@ -92,70 +82,4 @@ def _copy_label(source: EmulatedTensor, target: torch.device, machine: Machine) 
     known = allocations_of(source)[0].block.label
     if known not in PROVISIONAL:
         return known
-    in_backward = torch._C._current_graph_task_id() != -1
-    return label if in_backward else Label.GATHERED_OUTPUT
-
-
-# Accumulated gradients: the engine adds gradients of one tensor in place, but out of place if they
-# are tensor subclasses (can_accumulate_inplace in torch's input_buffer.cpp). Additions that would
-# be in place on CUDA take no memory here either.
-
-
-def add(self: Any, other: Any, **kwargs: Any) -> Any:
-    """Return the sum of two tensors, in the memory of the first where CUDA would do so."""
-    if sys.getrefcount(self) > references_of_call() or not _would_accumulate_in_place(self, other):
-        return operator(aten.add.Tensor)(self, other, **kwargs)
-    wrapped = Wrapped(aten.add.Tensor)
-    elem = call(aten.add_.Tensor, (wrapped.unwrap(self), wrapped.unwrap(other)), {})
-    return wrapper_of(elem, wrapped.machine, wrapped.index)
-
-
-@functools.cache
-def references_of_call() -> int:
-    """Return the references to a gradient that nobody keeps, in ``add`` as the engine calls it.
-
-    They depend on the versions of torch and Python, so they are counted.
-    """
-    counts: list[int] = []
-
-    def count(self: Any, other: Any) -> None:
-        counts.append(sys.getrefcount(self))
-
-    class Counted(torch.Tensor):
-        # In torch's stubs it has wider types.
-        @classmethod
-        def __torch_dispatch__(  # type: ignore[override]
-            cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-        ) -> Any:
-            if func is aten.add.Tensor:
-                count(*args)
-            with no_dispatch():
-                return counted(func(*args, **(kwargs or {})))
-
-    def counted(tensor: torch.Tensor) -> torch.Tensor:
-        return torch.Tensor._make_subclass(Counted, tensor)
-
-    with torch.inference_mode(False), torch.enable_grad():
-        x = torch.zeros((), requires_grad=True)
-        gradients = counted(torch.ones(())), counted(torch.ones(()))
-        torch.autograd.grad((2 * x, 3 * x), x, gradients)
-    return counts[0]
-
-
-def _would_accumulate_in_place(self: Any, other: Any) -> bool:
-    return (
-        torch._C._current_graph_task_id() != -1
-        and not torch.is_grad_enabled()
-        and isinstance(self, EmulatedTensor)
-        and isinstance(other, EmulatedTensor)
-        and (self.shape, self.dtype, self.layout) == (other.shape, other.dtype, torch.strided)
-        and self._elem.nbytes == self._elem.untyped_storage().nbytes()
-        # No other reference in C++ than those of the engine, the Python object and the call (two),
-        # and none to the storage that a tensor without views has not. (The stubs lack _use_count.)
-        and self._use_count() <= 4  # type: ignore[attr-defined]
-        and _num_references(self._elem) == _num_references(torch.empty(0, device=CPU))
-    )
-
-
-def _num_references(elem: torch.Tensor) -> int:
-    return torch._C._storage_Use_Count(elem.untyped_storage()._cdata)
+    return label if is_in_backward() else Label.GATHERED_OUTPUT

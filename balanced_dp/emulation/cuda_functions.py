@@ -6,13 +6,13 @@ streams and events do nothing.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
-from ..errors import EmulationError
 from . import device_module
 from .device_module import Device, ledger_of
 from .machine import current_machine
@@ -53,7 +53,7 @@ class Event:
     """An event, which knows when it was recorded."""
 
     def __init__(self, enable_timing: bool = False, **kwargs: Any) -> None:
-        self._time_s: float | None = None
+        self._time_s = math.nan
 
     def record(self, stream: Stream | None = None) -> None:
         """Note the time."""
@@ -64,8 +64,6 @@ class Event:
 
     def elapsed_time(self, end_event: Event) -> float:
         """Return the milliseconds of wall time until ``end_event``."""
-        if self._time_s is None or end_event._time_s is None:
-            raise ValueError("Both events must be recorded before calculating elapsed time.")
         return (end_event._time_s - self._time_s) * 1e3
 
 
@@ -104,10 +102,6 @@ def _memory_stats(index: int) -> dict[str, Any]:
 _USES = ("allocated", "reserved", "active", "requested")
 
 
-def _reset_accumulated_stats(index: int) -> None:
-    ledger_of(index).total_bytes = 0
-
-
 # Copies between devices, for torch.nn.parallel.comm. Here tensor.to takes an int, too.
 
 
@@ -135,23 +129,7 @@ def _gather(tensors: Sequence[torch.Tensor], dim: int, index: int | None) -> tor
     return torch.cat([tensor.to(target) for tensor in tensors], dim)
 
 
-def refusal(name: str) -> type:
-    """Return a class that raises an EmulationError when it is called, as a function or a class."""
-
-    def refuse(*args: Any, **kwargs: Any) -> Any:
-        raise EmulationError(f"emulated devices do not support {name}")
-
-    return type(name.rpartition(".")[2], (), {"__new__": refuse})
-
-
-def _missing(name: str) -> type:
-    """Return what ``torch._C`` has under a name that is not answered: ``__getattr__``."""
-    if name.startswith("_cuda_"):
-        return refusal(f"torch.cuda ({name.removeprefix('_cuda_')})")
-    raise AttributeError(f"module 'torch._C' has no attribute {name!r}")
-
-
-_ANSWERS: dict[tuple[str, ...], Callable[..., Any]] = {
+_BY_NAMES: dict[tuple[str, ...], Callable[..., Any]] = {
     ("_cuda_getDeviceCount",): device_module.device_count,
     ("_cuda_getDevice", "_accelerator_getDeviceIndex"): device_module.current_device,
     ("_cuda_setDevice", "_accelerator_setDeviceIndex"): device_module.set_device,
@@ -163,16 +141,9 @@ _ANSWERS: dict[tuple[str, ...], Callable[..., Any]] = {
     ("_cuda_resetPeakMemoryStats", "_accelerator_resetPeakStats"): (
         lambda index: ledger_of(index).reset_script_peak()
     ),
-    ("_cuda_resetAccumulatedMemoryStats", "_accelerator_resetAccumulatedStats"): (
-        _reset_accumulated_stats
-    ),
     ("_accelerator_getMemoryInfo",): device_module.mem_get_info,
     ("_accelerator_isAllocatorInitialized",): _always(True),
     ("_accelerator_getAccelerator",): lambda: torch.device("cuda"),
-    ("_cuda_canDeviceAccessPeer",): lambda device, peer: device != peer,
-    ("_cuda_getArchFlags",): lambda: "sm_80",
-    ("_cuda_set_sync_debug_mode",): _always(None),
-    ("_cuda_get_sync_debug_mode",): _always(0),
     ("_cuda_isCurrentStreamCapturing",): _always(False),
     ("_cuda_getCurrentStream", "_cuda_getDefaultStream"): lambda index: (0, index, 0),
     ("_cuda_setStream",): _set_stream,
@@ -184,9 +155,5 @@ _ANSWERS: dict[tuple[str, ...], Callable[..., Any]] = {
     ("_gather",): _gather,
 }
 
-
-def answers() -> dict[str, Callable[..., Any]]:
-    """Return the functions of ``torch._C``; other functions of CUDA raise an EmulationError."""
-    given = {name: answer for names, answer in _ANSWERS.items() for name in names}
-    others = {name: _missing(name) for name in dir(torch._C) if name.startswith("_cuda_")}
-    return {**others, **given, "__getattr__": _missing}
+ANSWERS = {name: answer for names, answer in _BY_NAMES.items() for name in names}
+"""The functions of ``torch._C``, by name."""

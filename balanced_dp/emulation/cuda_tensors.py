@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.utils._device
 
-from ..errors import EmulationError
 from .machine import DEVICE_TYPE, Machine, current_machine
 
 CUDA = "cuda"
@@ -63,24 +62,6 @@ def translating(
     return translated
 
 
-def jagged(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a factory of nested tensors that makes none with another layout on a device."""
-
-    @functools.wraps(function)
-    def checked(data: Any, *args: Any, **kwargs: Any) -> Any:
-        inputs = [value for value in data if isinstance(value, torch.Tensor)]
-        is_on_device = str(kwargs.get("device", "")).startswith(CUDA)
-        if kwargs.get("layout") is not torch.jagged and (
-            is_on_device or any(value.is_cuda for value in inputs)
-        ):
-            raise EmulationError(
-                "emulated devices do not support nested tensors, but for layout=torch.jagged"
-            )
-        return function(data, *args, **kwargs)
-
-    return checked
-
-
 def _has_device_context() -> bool:
     modes = torch.overrides._get_current_function_mode_stack()
     return any(isinstance(mode, torch.utils._device.DeviceContext) for mode in modes)
@@ -121,7 +102,6 @@ def tensor_methods() -> dict[str, Any]:
     new = [name for name in vars(base) if name.startswith("new_")]
     return {
         **{name: translating(getattr(base, name)) for name in new},
-        "_make_wrapper_subclass": staticmethod(translating(base._make_wrapper_subclass)),
         "to": translating(base.to, position=1),
         "cuda": _cuda,
         "type": _type,
@@ -133,7 +113,7 @@ EMULATED_TENSOR_METHODS = {
     "device": property(lambda self: to_named(_device_of_tensor.__get__(self))),
     "is_cuda": property(lambda self: True),
     "record_stream": lambda self, stream: None,
-    "new": lambda self, *args, **kwargs: _new(self, args),
+    "new": lambda self, *args: _new(self, args),
 }
 """Methods for emulated tensors."""
 
@@ -150,12 +130,10 @@ def _cuda(
 
 def _type(self: torch.Tensor, dtype: Any = None, non_blocking: bool = False) -> Any:
     if dtype is None:
-        if not self.is_cuda:
-            return torch._C.TensorBase.type(self)
         # Torch has no name for sparse tensors on DEVICE_TYPE.
         alike = torch.empty(0, dtype=self.dtype, layout=self.layout, device="cpu")
         name: str = torch._C.TensorBase.type(alike)
-        return name.replace("torch.", f"torch.{CUDA}.", 1)
+        return name.replace("torch.", f"torch.{CUDA}.", 1) if self.is_cuda else name
     if isinstance(dtype, str) and dtype.startswith(f"torch.{CUDA}."):
         dtype = LEGACY_TYPES[dtype.rpartition(".")[2]]
     if dtype in LEGACY_TYPES.values():
@@ -164,7 +142,7 @@ def _type(self: torch.Tensor, dtype: Any = None, non_blocking: bool = False) -> 
 
 
 def _new(self: torch.Tensor, args: tuple[Any, ...]) -> torch.Tensor:
-    if self.is_sparse:
+    if self.is_sparse:  # SparseAdam makes one of its indices and values
         return torch.sparse_coo_tensor(*args, dtype=self.dtype, device=self.device)
     return legacy_tensor(self.dtype, self.device, args)
 

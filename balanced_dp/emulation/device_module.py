@@ -6,7 +6,6 @@ is an int, a string, a ``torch.device``, or None for the current one, as in ``to
 
 from __future__ import annotations
 
-import uuid as _uuid
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +22,7 @@ _initialized = True
 
 @dataclass(frozen=True, slots=True)
 class EmulatedDeviceProperties:
-    """The properties of an emulated device: memory in bytes, and a UUID new in each context.
+    """The properties of an emulated device, memory in bytes.
 
     The compute capability and the number of multiprocessors are those of an A100, so that scripts
     choose what recent GPUs support, such as bfloat16.
@@ -31,14 +30,9 @@ class EmulatedDeviceProperties:
 
     name: str
     total_memory: int
-    uuid: _uuid.UUID
     major: int = 8
     minor: int = 0
     multi_processor_count: int = 108
-    warp_size: int = 32
-    L2_cache_size: int = 40 * 2**20
-    is_integrated: bool = False
-    is_multi_gpu_board: bool = False
 
 
 class device:  # the name of torch.cuda.device
@@ -124,13 +118,12 @@ def get_device_name(device: Device = None) -> str:
 
 
 def get_device_properties(device: Device = None) -> EmulatedDeviceProperties:
-    """Return the device's name, its capacity in bytes and its uuid."""
+    """Return the device's name and its capacity in bytes."""
     machine = current_machine()
     index = machine.index_of(device)
     return EmulatedDeviceProperties(
         name=f"Emulated device {index}",
         total_memory=machine.ledgers[index].capacity_bytes,
-        uuid=machine.uuids[index],
     )
 
 
@@ -141,16 +134,6 @@ def synchronize(device: Device = None) -> None:
 
 def empty_cache() -> None:
     """Do nothing: the emulated allocator has no cache."""
-
-
-def manual_seed(seed: int) -> None:
-    """Set the seed of the current device's generator."""
-    _generator(None).manual_seed(seed)
-
-
-def manual_seed_all(seed: int) -> None:
-    """Set the seed of all devices' generators, as ``torch.manual_seed`` does, too."""
-    current_machine().manual_seed_all(seed)
 
 
 def get_rng_state(device: Device = None) -> torch.Tensor:

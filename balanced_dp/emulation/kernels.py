@@ -6,28 +6,27 @@ They are registered with torch's dispatcher when the first ``emulate_devices`` c
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from .copies import add, copy_, references_of_call, to_copy
+from .copies import copy_, to_copy
 from .ledger import Label
 from .machine import current_machine
 from .symbolic import CPU, META, is_known, is_unknown_dtype
 from .tensor import HANDLERS, EmulatedTensor, Wrapped, elem_of, operator, wrap_elem
 
 aten = torch.ops.aten
-_fused = aten._scaled_dot_product_flash_attention_for_cpu.default
-_fused_backward = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
 @cache
 def register_kernels() -> torch.library.Library:
     """Register the kernels; torch removes them when the returned library is deallocated."""
-    references_of_call()  # counted now, since it runs a backward pass of its own
     library = torch.library.Library("aten", "IMPL")
     library.impl("empty.memory_format", partial(_make, torch.empty), "Lazy")
     library.impl("empty_strided", partial(_make, torch.empty_strided), "Lazy")
@@ -35,8 +34,6 @@ def register_kernels() -> torch.library.Library:
     library.impl("_local_scalar_dense", lambda tensor: elem_of(tensor).item(), "Lazy")
     # Called by torch.tensor(..., device="lazy:0").
     library.impl("_copy_from", lambda source, target, *_: copy_(target, source), "Lazy")
-    # Forward mode stands in for tangents that are zero.
-    library.impl("_efficientzerotensor", partial(_make, torch.zeros), "Lazy")
     for overload in ("", ".periodic", ".beta"):
         library.impl(f"kaiser_window{overload}", partial(_make, torch.kaiser_window), "Lazy")
     for triangle in (torch.tril_indices, torch.triu_indices):
@@ -46,8 +43,8 @@ def register_kernels() -> torch.library.Library:
     HANDLERS.update(
         {
             aten._to_copy.default: to_copy,
-            aten.add.Tensor: add,
             aten.copy_.default: copy_,
+            aten.add.Tensor: _add,
             aten.scaled_dot_product_attention.default: _attention,
             aten.ctc_loss.Tensor: _ctc_loss,
             # Wrappers have no bit for a conjugation or a sign that is still to be computed.
@@ -55,7 +52,6 @@ def register_kernels() -> torch.library.Library:
             aten._neg_view.default: operator(aten.neg.default),
             aten._pack_padded_sequence.default: _pack_padded_sequence,
             aten.native_dropout.default: _native_dropout,
-            aten.native_batch_norm.default: _native_batch_norm,
             aten.rand_like.default: partial(_filled, aten.uniform_.default),
             aten.randn_like.default: partial(_filled, aten.normal_.default),
             aten.randint_like.default: partial(_filled, aten.random_.to),
@@ -81,6 +77,33 @@ def _make(
     return wrap_elem(elem, machine, machine.index_of(device), Label.OTHER)
 
 
+_ENGINE = torch.autograd._engine_run_backward.__code__  # type: ignore[attr-defined]
+
+
+def _add(self: Any, other: Any, **kwargs: Any) -> Any:
+    """Add tensors. Gradients that autograd's engine adds take no memory if it frees the terms.
+
+    On CUDA it adds them in place, unless other tensors share the memory; those of subclasses it
+    adds out of place.
+    """
+    thread = current_machine().thread
+    thread.is_adding_gradients = (
+        sys._getframe(2).f_code is _ENGINE  # above is __torch_dispatch__
+        and not torch.is_grad_enabled()
+        and self.layout is torch.strided
+        and self.untyped_storage().nbytes() == self.nbytes
+        and _num_references(elem_of(self)) == _num_references(torch.empty(0, device=CPU))
+    )
+    try:
+        return operator(aten.add.Tensor)(self, other, **kwargs)
+    finally:
+        thread.is_adding_gradients = False
+
+
+def _num_references(elem: torch.Tensor) -> int:
+    return torch._C._storage_Use_Count(elem.untyped_storage()._cdata)
+
+
 # Random numbers come from the device's generator, so that replicas in threads are reproducible.
 
 
@@ -97,19 +120,8 @@ def _native_dropout(input: EmulatedTensor, p: float, train: bool | None) -> Any:
     if train is False or p == 0 or not is_known(elem):
         return operator(func)(input, p, train)
     mask = torch.empty_like(elem, dtype=torch.bool)
-    mask.bernoulli_(1 - p, generator=wrapped.generator)
+    mask.bernoulli_(1 - p, generator=wrapped.machine.generators[wrapped.index])
     return wrapped.wrap(((elem * mask).mul_(1 / (1 - p) if p < 1 else 0.0), mask))
-
-
-def _native_batch_norm(*args: Any) -> Any:
-    """Save no statistics in evaluation, as CUDA and the CPU; torch's meta function does."""
-    func = aten.native_batch_norm.default
-    training = args[5]
-    if training or not current_machine().symbolic:
-        return operator(func)(*args)
-    wrapped = Wrapped(func)
-    output = func(*map(wrapped.unwrap, args))[0]
-    return wrapped.wrap((output, output.new_empty(0), output.new_empty(0)))
 
 
 def _pack_padded_sequence(
@@ -117,11 +129,6 @@ def _pack_padded_sequence(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Pack a sequence; lengths and batch sizes are on the CPU, as with CUDA."""
     func = aten._pack_padded_sequence.default
-    if isinstance(lengths, EmulatedTensor):
-        raise RuntimeError(
-            "'lengths' argument should be a 1D CPU int64 tensor, "
-            f"but got {lengths.dim()}D {lengths.device} tensor"
-        )
     wrapped = Wrapped(func)
     data, batch_sizes = func(wrapped.unwrap(input), lengths, batch_first)
     return wrapped.wrap(data), batch_sizes
@@ -156,12 +163,13 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    if not _is_fusable(query, key, value, attn_mask, is_causal, enable_gqa):
-        return aten._scaled_dot_product_attention_math.default(
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )[0]
     if enable_gqa:
-        key, value = (kv.repeat_interleave(query.size(1) // kv.size(1), 1) for kv in (key, value))
+        group_size = query.size(-3) // key.size(-3)
+        key, value = (kv.repeat_interleave(group_size, -3) for kv in (key, value))
+    if not _is_fusable(query, key, value, attn_mask, is_causal):
+        return aten._scaled_dot_product_attention_math.default(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale
+        )[0]
     if attn_mask is not None:
         if attn_mask.dtype == torch.bool:
             zero = torch.zeros_like(attn_mask, dtype=query.dtype)
@@ -182,28 +190,22 @@ def _is_fusable(
     value: torch.Tensor,
     attn_mask: torch.Tensor | None,
     is_causal: bool,
-    enable_gqa: bool,
 ) -> bool:
     """Return whether a fused kernel supports the arguments; if not, the math kernel is called.
 
     Source: the checks of ``use_flash_attention_cpp`` in aten/src/ATen/native/transformers/
     sdp_utils_cpp.cpp, torch 2.13. CUDA's are the same.
     """
-    tensors = (query, key, value)
-    if not all(t.dim() == 4 and t.numel() and t.stride(-1) == 1 for t in tensors):
+    if not all(t.dim() == 4 and t.numel() and t.stride(-1) == 1 for t in (query, key, value)):
         return False
     if attn_mask is not None and (attn_mask.requires_grad or is_causal):
         return False
     batch, num_heads, _, head_dim = query.shape
-    return key.size(2) == value.size(2) and all(
-        (kv.size(0), kv.size(3)) == (batch, head_dim)
-        and (kv.size(1) == num_heads or (enable_gqa and num_heads % kv.size(1) == 0))
-        for kv in (key, value)
-    )
+    return key.shape == value.shape == (batch, num_heads, key.size(2), head_dim)
 
 
 class _FusedAttention(torch.autograd.Function):
-    """The fused kernel. With dropout the CPU has none, so the attention matrix is computed."""
+    """Attention with the memory of the fused kernel; backward computes it again."""
 
     @staticmethod
     def forward(
@@ -213,18 +215,12 @@ class _FusedAttention(torch.autograd.Function):
         attn_mask: EmulatedTensor | None,
         *options: Any,
     ) -> Any:
-        wrapped = Wrapped(_fused)
+        wrapped = Wrapped(aten.scaled_dot_product_attention.default)
         q, k, v, mask = map(wrapped.unwrap, (query, key, value, attn_mask))
         output = torch.empty_like(q)
         logsumexp = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
         if is_known(q):
-            dropout_p, is_causal, scale, _ = options
-            if dropout_p:
-                output.copy_(_with_dropout(q, k, v, mask, options))
-            else:
-                result, lse = _fused(q, k, v, 0.0, is_causal, attn_mask=mask, scale=scale)
-                output.copy_(result)
-                logsumexp.copy_(lse)
+            output.copy_(_attend(q, k, v, mask, *options))
         return wrapped.wrap((output, logsumexp))
 
     @staticmethod
@@ -236,33 +232,32 @@ class _FusedAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: EmulatedTensor, _: Any) -> Any:
-        wrapped = Wrapped(_fused_backward)
-        grad, q, k, v, mask, output, lse = map(wrapped.unwrap, (grad_output, *ctx.saved_tensors))
+        wrapped = Wrapped(aten.scaled_dot_product_attention.default)
+        grad, q, k, v, mask = map(wrapped.unwrap, (grad_output, *ctx.saved_tensors[:4]))
         grads = tuple(map(torch.empty_like, (q, k, v)))
         if is_known(q):
-            dropout_p, is_causal, scale, _ = ctx.options
-            if dropout_p:
-                with torch.enable_grad():
-                    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
-                    again = _with_dropout(q, k, v, mask, ctx.options)
-                results = torch.autograd.grad(again, (q, k, v), grad)
-            else:
-                results = _fused_backward(
-                    grad, q, k, v, output, lse, 0.0, is_causal, attn_mask=mask, scale=scale
-                )
+            with torch.enable_grad():
+                q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+                output = _attend(q, k, v, mask, *ctx.options)
+            results = torch.autograd.grad(output, (q, k, v), grad)
             for target, result in zip(grads, results, strict=True):
                 target.copy_(result)
         return *wrapped.wrap(grads), *[None] * 5
 
 
-def _with_dropout(
+def _attend(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     mask: torch.Tensor | None,
-    options: tuple[float, bool, float | None, int],
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    seed: int,
 ) -> torch.Tensor:
-    dropout_p, is_causal, scale, seed = options
+    """Compute attention on the CPU, whose fused kernel has no dropout."""
+    if not dropout_p:
+        return F.scaled_dot_product_attention(q, k, v, mask, 0.0, is_causal, scale=scale)
     weights = aten._scaled_dot_product_attention_math(
         q, k, k[..., :0], mask, 0.0, is_causal, scale=scale
     )[1]

@@ -17,7 +17,6 @@ from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
 
 ROUND_BYTES = 512
 """CUDA's caching allocator rounds each request up to a multiple of this.
@@ -46,8 +45,6 @@ class Block:
     number: int
     num_bytes: int
     label: Label
-    storage: Callable[[], Any] = lambda: None
-    """A weak reference to the storage; the caller of ``allocate`` sets it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +71,9 @@ class DeviceLedger:
 
     def __init__(self, capacity_bytes: int, out_of_memory: Callable[[int, int], Exception]) -> None:
         self.capacity_bytes = capacity_bytes
+        self.limit_bytes = capacity_bytes
+        """What must not be exceeded: the capacity, which is reported, unless it is raised."""
         self._out_of_memory = out_of_memory
-        self.enforces_capacity = True
-        """Whether blocks must fit into the capacity."""
         self.num_ooms = 0
         self._lock = threading.Lock()
         self._live: dict[int, Block] = {}
@@ -93,44 +90,32 @@ class DeviceLedger:
         self.total_bytes = 0
         """All bytes ever allocated, including those freed since."""
 
-    def allocate(self, num_bytes: int, label: Label) -> Allocation:
+    def allocate(self, num_bytes: int, label: Label, marks_peak: bool = True) -> Allocation:
         """Allocate a block of ``num_bytes``, rounded up as on CUDA.
+
+        Args:
+            num_bytes: the size.
+            label: the use.
+            marks_peak: whether what is freed before the next call counts.
 
         Raises:
             Exception: ``out_of_memory``'s: the block does not fit; the ledger is unchanged.
         """
-        return Allocation(self, self._enter(num_bytes, label))
-
-    def resize(self, allocation: Allocation, num_bytes: int) -> None:
-        """Replace the block of ``allocation`` if its size is not ``num_bytes``, rounded up.
-
-        Raises:
-            Exception: ``out_of_memory``'s: the new block does not fit; the old one stays.
-        """
-        old = allocation.block
-        if old.num_bytes != round_up(num_bytes):
-            allocation.block = self._enter(num_bytes, old.label, old.storage)
-            self._to_free.append(old)
-
-    def _enter(
-        self, num_bytes: int, label: Label, storage: Callable[[], Any] = lambda: None
-    ) -> Block:
         size = round_up(num_bytes)
         with self._lock:
             self._free_blocks()
-            free_bytes = self.capacity_bytes - self._allocated_bytes
-            if size > free_bytes and self.enforces_capacity:
+            free_bytes = self.limit_bytes - self._allocated_bytes
+            if size > free_bytes and marks_peak:
                 self.num_ooms += 1
                 raise self._out_of_memory(size, free_bytes)
-            block = Block(self._next_number, size, label, storage)
+            block = Block(self._next_number, size, label)
             self._next_number += 1
             self._live[block.number] = block
             self._allocated_bytes += size
             self.total_bytes += size
-            self.script_peak_bytes = max(self.script_peak_bytes, self._allocated_bytes)
-            if self._allocated_bytes > self.peak_bytes:
-                self._mark_peak()
-        return block
+            if marks_peak:
+                self._update_peaks()
+        return Allocation(self, block)
 
     def _free_blocks(self) -> None:
         while self._to_free:
@@ -139,6 +124,12 @@ class DeviceLedger:
             self._allocated_bytes -= block.num_bytes
             if block.number <= self._peak_number:
                 self._freed_since_peak[block.label] += block.num_bytes
+        self._update_peaks()
+
+    def _update_peaks(self) -> None:
+        self.script_peak_bytes = max(self.script_peak_bytes, self._allocated_bytes)
+        if self._allocated_bytes > self.peak_bytes:
+            self._mark_peak()
 
     def _mark_peak(self) -> None:
         self.peak_bytes = self._allocated_bytes
@@ -163,13 +154,6 @@ class DeviceLedger:
         with self._lock:
             self._free_blocks()
             return self._allocated_bytes
-
-    @property
-    def blocks(self) -> list[Block]:
-        """The blocks allocated now."""
-        with self._lock:
-            self._free_blocks()
-            return list(self._live.values())
 
     def breakdown(self) -> MemoryBreakdown:
         """Return the bytes allocated now and at the peak, by label."""

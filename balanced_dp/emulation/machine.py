@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 import threading
-import uuid
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
-from weakref import ref
 
 import torch
 
 from ..errors import EmulationError
+from ..free_threading import looking_at_nodes
 from ..units import format_bytes
-from .ledger import Allocation, DeviceLedger, Label
+from .ledger import Allocation, DeviceLedger, Label, round_up
 
 DEVICE_TYPE = "lazy"
 """The device type of emulated accelerators.
@@ -23,7 +23,6 @@ DEVICE_TYPE = "lazy"
 It has its own dispatch key, any number of indices, and autograd runs it in the CPU queue. In Python
 PrivateUse1 has index 0 only, and the backward pass of fake CUDA tensors aborts without a GPU.
 """
-
 
 MAX_DEVICES = 128
 """Torch keeps the index of a device in 8 bits with a sign."""
@@ -35,6 +34,7 @@ class _PerThread(threading.local):
     current_index = 0
     """Index of the current device, as ``torch.cuda.current_device()``."""
     in_optimizer_step = False
+    is_adding_gradients = False
 
 
 class Machine:
@@ -56,7 +56,6 @@ class Machine:
             for index, capacity in enumerate(capacities)
         ]
         self.devices = [torch.device(device_type, index) for index in range(len(self.ledgers))]
-        self.uuids = [uuid.uuid4() for _ in self.devices]
         self.generators = [torch.Generator() for _ in self.devices]
         self.manual_seed_all(torch.initial_seed())
         self._copied_bytes: Counter[tuple[torch.device, torch.device]] = Counter()
@@ -95,25 +94,33 @@ class Machine:
         ``balanced-dp run`` starts with a split that may not fit, and must end to tell which does.
         """
         for ledger in self.ledgers:
-            ledger.enforces_capacity = False
+            ledger.limit_bytes = sys.maxsize
 
     def manual_seed_all(self, seed: int) -> None:
         """Set the seed of each device's generator."""
         for generator in self.generators:
             generator.manual_seed(seed)
 
-    def enter(self, index: int, storage: Any, label: Label) -> Allocation:
-        """Return the allocation of a storage, a new one unless it has one already.
+    def enter(self, index: int, storage: Any, label: Label) -> None:
+        """Allocate the memory of a storage, unless it is allocated already with this size.
+
+        Args:
+            index: the index of the device.
+            storage: the storage, which refers to its allocation.
+            label: the use of memory that is not allocated yet.
 
         Raises:
             torch.OutOfMemoryError: the storage does not fit on the device.
         """
-        allocation: Allocation | None = getattr(storage, "_allocation", None)
-        if allocation is None:
-            allocation = self.ledgers[index].allocate(storage.nbytes(), label)
-            allocation.block.storage = ref(storage)
-            storage._allocation = allocation  # deallocated with the storage
-        return allocation
+        earlier: Allocation | None = getattr(storage, "_allocation", None)
+        if earlier is not None:
+            if earlier.block.num_bytes == round_up(storage.nbytes()):
+                return
+            label = earlier.block.label
+        # Deallocated with the storage.
+        storage._allocation = self.ledgers[index].allocate(
+            storage.nbytes(), label, marks_peak=not self.thread.is_adding_gradients
+        )
 
     def record_copy(self, source: torch.device, target: torch.device, num_bytes: int) -> None:
         """Count a copy between different devices."""
@@ -126,14 +133,29 @@ class Machine:
         with self._lock:
             return dict(self._copied_bytes)
 
-    def close(self) -> None:
-        """Free the memory of all devices, also that of tensors that are still referenced."""
-        self.is_closed = True
-        for ledger in self.ledgers:
-            for block in ledger.blocks:
-                storage = block.storage()
-                if storage is not None:
-                    storage.resize_(0)
+
+def label_of_results(machine: Machine) -> Label:
+    """Return the label of the running operator's results."""
+    if makes_parameter_gradients():
+        return Label.GRADIENT
+    return Label.OTHER if machine.thread.in_optimizer_step else Label.ACTIVATION
+
+
+def is_in_backward() -> bool:
+    """Return whether this thread runs a node of a backward pass."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def makes_parameter_gradients() -> bool:
+    """Return whether this thread runs a node of the backward pass that is for leaves only."""
+    if not is_in_backward():
+        return False
+    with looking_at_nodes:
+        node: Any = torch._C._current_autograd_node()
+        if node is None or type(node).__name__ == "AccumulateGrad":
+            return node is not None
+        targets = [target for target, _ in node.next_functions if target is not None]
+        return bool(targets) and all(type(t).__name__ == "AccumulateGrad" for t in targets)
 
 
 def _out_of_memory(
@@ -143,9 +165,7 @@ def _out_of_memory(
     return torch.OutOfMemoryError(
         f"CUDA out of memory. Tried to allocate {format_bytes(requested_bytes)}. "
         f"GPU {index} has a total capacity of {format_bytes(capacity_bytes)} of which "
-        f"{format_bytes(free_bytes)} is free. Of the allocated memory "
-        f"{format_bytes(capacity_bytes - free_bytes)} is allocated by PyTorch. "
-        f"(This is the emulated device {device_type}:{index}.)"
+        f"{format_bytes(free_bytes)} is free. (This is the emulated device {device_type}:{index}.)"
     )
 
 
@@ -174,7 +194,7 @@ def has_machine() -> bool:
 
 @contextmanager
 def make_current(machine: Machine) -> Iterator[None]:
-    """Make ``machine`` the current one inside a ``with`` block, and close it at the end."""
+    """Make ``machine`` the current one inside a ``with`` block; it is closed at the end."""
     global _current
     with _lock:
         if _current is not None:
@@ -187,4 +207,4 @@ def make_current(machine: Machine) -> Iterator[None]:
         yield
     finally:
         _current = None
-        machine.close()
+        machine.is_closed = True

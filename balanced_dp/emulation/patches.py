@@ -4,32 +4,29 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import io
 import os
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from pathlib import Path
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
 import torch
-from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
 
-from ..errors import SymbolicValueError, warn
+from ..errors import warn
 from . import device_module
 from .as_cuda import named_cuda
-from .autocast import autocast_for_emulated_devices
+from .autocast import autocast_for_emulated_devices, register_casts
 from .cuda_tensors import legacy_tensor, location_of, restore
 from .kernels import register_kernels
 from .ledger import Label
 from .machine import DEVICE_TYPE, Machine
-from .tensor import EmulatedTensor, set_label
+from .tensor import PROVISIONAL, EmulatedTensor, set_label
 
 Patch = AbstractContextManager[object]
 
@@ -38,6 +35,7 @@ Patch = AbstractContextManager[object]
 def patches(machine: Machine) -> Iterator[None]:
     """Let torch use the devices of ``machine``, inside a ``with`` block, as it uses CUDA's."""
     register_kernels()
+    register_casts()
     if not hasattr(torch, DEVICE_TYPE):
         torch._register_device_module(DEVICE_TYPE, device_module)
     is_cuda = machine.device_type != DEVICE_TYPE
@@ -45,17 +43,16 @@ def patches(machine: Machine) -> Iterator[None]:
         _parameters_keep_identity(),
         mock.patch.object(torch.utils, "swap_tensors", _swap_data),
         mock.patch.object(torch.Tensor, "__new__", _new_tensor(machine)),
-        mock.patch.object(torch.Tensor, "_make_subclass", staticmethod(_make_subclass)),
         _seeded_by_torch(machine),
         _optimizers_as_on_cuda(),
         autocast_for_emulated_devices(machine.device_type),
         _failed_backward_frees_its_queue(),
-        _labels_from_hooks(machine),
+        _labels_from_optimizers(machine),
         _files_load_to_devices(),
         # Dynamo would trace what emulated tensors do, and complain of it in dozens of lines.
         mock.patch.object(torch, "compile", functools.partial(torch.compile, disable=True)),
         named_cuda(machine) if is_cuda else nullcontext(),
-        _files_stay_whole(machine) if machine.symbolic else nullcontext(),
+        _no_files() if machine.symbolic else nullcontext(),
     ):
         yield
 
@@ -67,21 +64,9 @@ def _new_tensor(machine: Machine) -> Any:
     def new_tensor(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if machine.default_device and cls is torch.Tensor and not kwargs:
             return legacy_tensor(torch.get_default_dtype(), machine.default_device, args)
-        if args and isinstance(args[0], EmulatedTensor) and cls is not torch.Tensor:
-            return args[0].as_subclass(cls)
         return new(cls, *args, **kwargs)
 
     return new_tensor
-
-
-_make_plain_subclass = torch.Tensor._make_subclass
-
-
-@functools.wraps(_make_plain_subclass)
-def _make_subclass(cls: Any, data: torch.Tensor, require_grad: bool = False, **kwargs: Any) -> Any:
-    if isinstance(data, EmulatedTensor):
-        return data.detach().as_subclass(cls).requires_grad_(require_grad)
-    return _make_plain_subclass(cls, data, require_grad, **kwargs)
 
 
 def _files_load_to_devices() -> Patch:
@@ -114,8 +99,13 @@ def _parameters_keep_identity() -> Patch:
                 return apply(self, *args, **kwargs)  # type: ignore[no-untyped-call]
             finally:
                 future.set_swap_module_params_on_conversion(before)
+                for buffer in self._buffers.values():
+                    set_label(buffer, Label.BUFFER, over=_MAYBE_BUFFER)
 
     return mock.patch.object(torch.nn.Module, "_apply", swapping_apply)
+
+
+_MAYBE_BUFFER = (*PROVISIONAL, Label.INPUT, Label.GATHERED_OUTPUT)
 
 
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
@@ -134,33 +124,25 @@ def _swap_data(parameter: Any, other: torch.Tensor) -> None:
 
 
 @contextmanager
-def _files_stay_whole(machine: Machine) -> Iterator[None]:
-    # Saving values that were not computed raises an error, and torch.save has opened the file then.
+def _no_files() -> Iterator[None]:
+    """Save no files in symbolic mode: saving would fail after emptying the file."""
     save = torch.save
 
-    def warn_of(path: Any) -> None:
+    def skip(path: Any) -> None:
         warn(f"{os.fspath(path)} is not saved: symbolic devices keep the shapes of tensors only")
 
     @functools.wraps(save)
-    def save_whole(obj: object, f: Any, *args: Any, **kwargs: Any) -> None:
-        if not isinstance(f, str | os.PathLike):
-            save(obj, f, *args, **kwargs)
-            return
-        content = io.BytesIO()
-        try:
-            save(obj, content, *args, **kwargs)
-        except SymbolicValueError:
-            if not machine.reads_unknown_as_nan:
-                raise
-            warn_of(f)
+    def save_in_memory_only(obj: object, f: Any, *args: Any, **kwargs: Any) -> None:
+        if isinstance(f, str | os.PathLike):
+            skip(f)
         else:
-            Path(f).write_bytes(content.getbuffer())
+            save(obj, f, *args, **kwargs)
 
-    with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(torch, "save", save_whole))
-        if importlib.util.find_spec("safetensors"):
-            name = "safetensors.torch.serialize_file"
-            stack.enter_context(mock.patch(name, lambda tensors, path, **kwargs: warn_of(path)))
+    safetensors: Patch = nullcontext()
+    if importlib.util.find_spec("safetensors"):
+        name = "safetensors.torch.serialize_file"
+        safetensors = mock.patch(name, lambda tensors, path, **kwargs: skip(path))
+    with mock.patch.object(torch, "save", save_in_memory_only), safetensors:
         yield
 
 
@@ -209,13 +191,8 @@ def _seeded_by_torch(machine: Machine) -> Patch:
 
 
 @contextmanager
-def _labels_from_hooks(machine: Machine) -> Iterator[None]:
-    """Label buffers and optimizer state, which only modules and optimizers know."""
-
-    def label_buffers(module: torch.nn.Module, args: tuple[Any, ...]) -> None:
-        machine.thread.in_optimizer_step = False
-        for buffer in module._buffers.values():
-            set_label(buffer, Label.BUFFER, over=_MAYBE_BUFFER)
+def _labels_from_optimizers(machine: Machine) -> Iterator[None]:
+    """Label optimizer state, which only optimizers know."""
 
     def begin_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         machine.thread.in_optimizer_step = True
@@ -227,11 +204,7 @@ def _labels_from_hooks(machine: Machine) -> Iterator[None]:
                 set_label(value, Label.OPTIMIZER_STATE)
 
     with (
-        register_module_forward_pre_hook(label_buffers),
         register_optimizer_step_pre_hook(begin_step),
         register_optimizer_step_post_hook(end_step),
     ):
         yield
-
-
-_MAYBE_BUFFER = (Label.ACTIVATION, Label.OTHER, Label.INPUT, Label.GATHERED_OUTPUT)

@@ -50,31 +50,6 @@ class UnknownStorage(torch.UntypedStorage):
         return self._cdata  # type: ignore[no-any-return]
 
 
-class UnknownNumber(float):
-    """NaN in place of a number that was not computed; what is computed from it is one, too.
-
-    Raises:
-        SymbolicValueError: it decides something: it is compared, or is a condition or an integer.
-    """
-
-    def _compute(self, *others: Any) -> UnknownNumber:
-        return self
-
-    def _decide(self, *others: Any) -> Any:
-        raise SymbolicValueError(
-            "a number that was not computed decides something here: symbolic devices keep the "
-            "shapes of tensors only; run without symbolic (--symbolic)"
-        )
-
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _compute
-    __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = _compute
-    __mod__ = __rmod__ = __neg__ = __abs__ = __pos__ = _compute
-    __pow__ = __rpow__ = _compute
-    __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = __bool__ = __int__ = _decide
-    __round__ = _compute  # type: ignore[assignment]  # float's has overloads
-    __hash__ = float.__hash__
-
-
 def call(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call ``func``, on ``meta`` unless the values of all tensors are known.
 
@@ -85,22 +60,16 @@ def call(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, A
             into an integer or bool tensor.
     """
     args, kwargs = _symbolic_arguments(func, args, kwargs)
-    inputs = _tensors((args, tuple(kwargs.values())))
-
-    def key() -> Any:
-        # The numbers of an optimizer differ from step to step.
-        has_floats = not func._schema.is_mutable
-        return _key((func, args, tuple(kwargs.items())), has_floats) if has_fixed_outputs else None
-
-    has_fixed_outputs = _has_fixed_outputs(func)
-    before = key()
-    if before in _outputs:
-        return _made_again(_outputs[before], inputs)
+    key = _key((func, args, tuple(kwargs.items()))) if _makes_new_tensors(func) else None
     try:
-        out = func(*args, **kwargs)
-        if before is not None and before == key():  # it has resized none of them
-            _remember(before, inputs, out)
-        return out
+        if key not in _known_outputs:
+            out = func(*args, **kwargs)
+            if key is None or not _are_new(_tensors(out), _tensors((args, tuple(kwargs.values())))):
+                return out
+            if len(_known_outputs) >= _MAX_KNOWN:
+                _known_outputs.clear()
+            _known_outputs[key] = out
+        return _made_again(_known_outputs[key])
     except RuntimeError as error:
         unknown = [tensor for tensor in _tensors(args) if not is_known(tensor)]
         if unknown and "meta" in str(error).lower():  # torch cannot run it on shapes only
@@ -128,11 +97,8 @@ def _symbolic_arguments(
             written = args[i] if i < len(args) else kwargs.get(argument.name)
             for tensor in _tensors((written,)):
                 if is_known(tensor) and not is_unknown_dtype(tensor.dtype):
-                    raise SymbolicValueError(
-                        f"{func} would write unknown values into a {tensor.dtype} tensor: "
-                        "emulate_devices(symbolic=True) keeps only the shapes of floating-point "
-                        "tensors; use symbolic=False"
-                    )
+                    unknown = next(tensor for tensor in tensors if not is_known(tensor))
+                    require_known(unknown, f"{func}, which writes to a {tensor.dtype} tensor,")
     # torch's meta functions take no generator.
     kwargs = {name: _to_meta(value) for name, value in kwargs.items() if name != "generator"}
     return _to_meta(args), kwargs
@@ -168,81 +134,56 @@ def _to_meta(value: Any) -> Any:
     return value
 
 
-# Layers and steps repeat, and torch computes many shapes in Python, so what operators return is
-# cached by the metadata of their inputs.
+# Layers and steps repeat, and torch computes many shapes in Python, so the new tensors that an
+# operator returns are cached, without values, by the shapes and numbers that it is given.
 
-_outputs: dict[Any, tuple[type | None, list[Any]]] = {}
-"""The type of the sequence that is returned, if it is one, and each output: the position of the
-input that it is, or its shape, strides and dtype, or None."""
-_MAX_OUTPUTS = 2**14
+_known_outputs: dict[Any, Any] = {}
+_MAX_KNOWN = 2**14
 
 
-def _key(value: Any, has_floats: bool) -> Any:
-    """Return a cache key that determines the outputs, None if there is no such key.
-
-    ``has_floats`` says whether the values of floats are part of it.
-    """
+def _key(value: Any) -> Any:
+    """Return a cache key that determines the layouts of the outputs, None if there is none."""
     if isinstance(value, torch.Tensor):
         if is_known(value) or value.layout is not torch.strided:
             return None
-        return value.shape, value.stride(), value.dtype
+        return value.size(), value.stride(), value.dtype
     if isinstance(value, tuple | list):
-        items = tuple(_key(item, has_floats) for item in value)
-        return None if any(i is None for i in items) else items
-    if isinstance(value, torch.Generator):
-        return None
-    if isinstance(value, float) and not has_floats:
-        return float
+        items = tuple(map(_key, value))
+        return None if any(item is None for item in items) else items
     return type(value), value  # with the type, since 1 == 1.0 == True
 
 
-def _made_again(known: tuple[type | None, list[Any]], inputs: list[torch.Tensor]) -> Any:
-    """Return what an operator returns for inputs whose outputs have been remembered."""
-    kind, outputs = known
-    made = [
-        torch.empty_strided(output[0], output[1], dtype=output[2], device=META)
-        if isinstance(output, tuple)
-        else output
-        if output is None
-        else inputs[output]
-        for output in outputs
-    ]
-    return made[0] if kind is None else kind(made)
+def _are_new(outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> bool:
+    """Return whether outputs have storages of their own, with nothing else in them.
 
-
-def _remember(key: Any, inputs: list[torch.Tensor], out: Any) -> None:
-    kind = type(out) if isinstance(out, tuple | list) else None
-    positions = {id(tensor): i for i, tensor in enumerate(inputs)}
+    ``_unsafe_view`` returns a view, although its schema says otherwise.
+    """
     storages = {tensor.untyped_storage()._cdata for tensor in inputs}
-    outputs: list[Any] = []
-    for output in [out] if kind is None else out:
-        if output is None or id(output) in positions:
-            outputs.append(None if output is None else positions[id(output)])
-            continue
-        if output.device != META or output.layout is not torch.strided:
-            return
-        # _unsafe_view returns a view, although its schema says otherwise.
-        storage = output.untyped_storage()
-        if storage._cdata in storages or storage.nbytes() != output.nbytes:
-            return
+    for tensor in outputs:
+        if is_known(tensor) or tensor.layout is not torch.strided:
+            return False
+        storage = tensor.untyped_storage()
+        if storage._cdata in storages or storage.nbytes() != tensor.nbytes:
+            return False
         storages.add(storage._cdata)
-        outputs.append((output.size(), output.stride(), output.dtype))
-    if len(_outputs) >= _MAX_OUTPUTS:
-        _outputs.clear()
-    _outputs[key] = kind, outputs
+    return True
+
+
+def _made_again(out: Any) -> Any:
+    if isinstance(out, tuple):
+        return tuple(map(_made_again, out))
+    if out is None:
+        return None
+    return torch.empty_strided(out.size(), out.stride(), dtype=out.dtype, device=META)
 
 
 @functools.cache
-def _has_fixed_outputs(func: torch._ops.OpOverload) -> bool:
-    """Return whether the metadata of its inputs may determine what ``func`` returns.
-
-    That is new tensors, inputs that it has written to, or nothing. No view of an input.
-    """
+def _makes_new_tensors(func: torch._ops.OpOverload) -> bool:
+    """Return whether ``func`` returns new tensors only, and writes to none."""
     schema = func._schema
-    aliases = [value.alias_info for value in (*schema.arguments, *schema.returns)]
-    return torch.Tag.inplace_view not in func.tags and (
-        all(alias is None or alias.is_write for alias in aliases)
-        and all("Tensor" in str(returned.type) for returned in schema.returns)
+    returned = [str(value.type) for value in schema.returns]
+    return set(returned) == {"Tensor"} and all(
+        value.alias_info is None for value in (*schema.arguments, *schema.returns)
     )
 
 

@@ -8,7 +8,6 @@ not known is on torch's ``meta`` device: it has a shape and no data.
 
 from __future__ import annotations
 
-import copy
 import functools
 import math
 from collections.abc import Callable, Container, Sequence
@@ -19,13 +18,11 @@ import torch
 from torch.utils._mode_utils import no_dispatch
 
 from ..errors import EmulationError
-from ..free_threading import looking_at_nodes
 from .ledger import Allocation, Label
-from .machine import DEVICE_TYPE, MAX_DEVICES, Machine, current_machine
+from .machine import DEVICE_TYPE, MAX_DEVICES, Machine, current_machine, label_of_results
 from .symbolic import (
     CPU,
     META,
-    UnknownNumber,
     UnknownStorage,
     call,
     is_known,
@@ -72,7 +69,7 @@ class EmulatedTensor(torch.Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if not all(issubclass(kind, EmulatedTensor) for kind in types):
-            return NotImplemented  # the other subclass may handle it
+            return NotImplemented  # a nested tensor, for instance, handles it
         return _handler(func)(*args, **(kwargs or {}))
 
     def as_subclass(self, cls: type[torch.Tensor]) -> Any:
@@ -100,7 +97,7 @@ class EmulatedTensor(torch.Tensor):
     def item(self) -> Any:
         """Return the value as a number."""
         if current_machine().reads_unknown_as_nan and not is_known(elem_of(self)):
-            return UnknownNumber(math.nan)
+            return math.nan
         return super().item()
 
     def __float__(self) -> float:
@@ -130,17 +127,12 @@ class EmulatedTensor(torch.Tensor):
             "Use Tensor.cpu() to copy the tensor to host memory first."
         )
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
-        return self.numpy()
-
     def __format__(self, spec: str) -> str:
         return format(self.item(), spec) if self.dim() == 0 else object.__format__(self, spec)
 
     # Its signature is wider than that of object.__repr__, as torch.Tensor's is.
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         suffix = f", device='{self.device}'" + (", requires_grad=True" * self.requires_grad)
-        if self._machine.is_closed:
-            return f"tensor(<freed>, size={tuple(self.shape)}{suffix})"
         if not is_known(self._elem):
             return f"tensor(<symbolic>, size={tuple(self.shape)}, dtype={self.dtype}{suffix})"
         with no_dispatch():
@@ -150,18 +142,7 @@ class EmulatedTensor(torch.Tensor):
         return self._leaf(self.detach())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        if not self.is_leaf:
-            raise RuntimeError(
-                "Only Tensors created explicitly by the user (graph leaves) support the deepcopy "
-                "protocol at the moment."
-            )
-        twin = self._leaf(self.detach().clone())
-        if not isinstance(self, torch.nn.Parameter):  # as torch's
-            twin.grad = copy.deepcopy(self.grad, memo)
-            own = {"_elem", "_machine"}
-            kept = {name: value for name, value in vars(self).items() if name not in own}
-            vars(twin).update(copy.deepcopy(kept, memo))
-        return twin
+        return self._leaf(self.detach().clone())
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle as the CPU tensor, so that checkpoints load without emulated devices."""
@@ -307,11 +288,6 @@ class Wrapped:
             )
         return self._index
 
-    @property
-    def generator(self) -> torch.Generator:
-        """The device's generator."""
-        return self.machine.generators[self.index]
-
     def wrap(self, out: Any, index: int | None = None) -> Any:
         """Return ``out`` with each tensor replaced by an emulated one.
 
@@ -323,19 +299,15 @@ class Wrapped:
         if isinstance(out, torch.Tensor):
             wrapper = self.by_elem.get(id(out))
             if wrapper is None:
-                is_normal = torch.is_inference_mode_enabled() and self._is_view_of_normal(out)
+                is_normal = torch.is_inference_mode_enabled() and not out.is_inference()
                 with torch.inference_mode(False) if is_normal else nullcontext():
                     wrapper = wrap_elem(out, self.machine, index, self.label)
-            if self.label is Label.GRADIENT:
+            if self.label is Label.GRADIENT:  # a view of what was computed for it
                 set_label(wrapper, self.label)
             return wrapper
         if type(out) in (tuple, list):
             return type(out)([self.wrap(item, index) for item in out])
         return out
-
-    def _is_view_of_normal(self, out: torch.Tensor) -> bool:
-        # In inference mode a view of a normal tensor is a normal tensor, so its wrapper must be.
-        return not out.is_inference() and any(not w.is_inference() for w in self.by_elem.values())
 
 
 def wrap_elem(elem: torch.Tensor, machine: Machine, index: int, label: Label) -> EmulatedTensor:
@@ -348,18 +320,16 @@ def wrap_elem(elem: torch.Tensor, machine: Machine, index: int, label: Label) ->
         elem = torch.empty_strided(elem.size(), elem.stride(), dtype=elem.dtype, device=META)
     for part in _parts(elem):
         machine.enter(index, part.untyped_storage(), label)
-    return wrapper_of(elem, machine, index)
+    return _wrapper_of(elem, machine, index)
 
 
 def _update(wrapper: EmulatedTensor, machine: Machine, index: int, label: Label) -> None:
     """Update a wrapper whose wrapped tensor was modified in place."""
     elem = wrapper._elem
     for part in _parts(elem):
-        storage = part.untyped_storage()
-        allocation = machine.enter(index, storage, label)
-        allocation.ledger.resize(allocation, storage.nbytes())
+        machine.enter(index, part.untyped_storage(), label)
     if _metadata(wrapper) != _metadata(elem):  # resize_, unsqueeze_, set_ ...
-        wrapper.data = wrapper_of(elem, machine, index)
+        wrapper.data = _wrapper_of(elem, machine, index)
 
 
 def _metadata(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -372,7 +342,7 @@ _make_wrapper = torch.Tensor._make_wrapper_subclass
 _DEVICES = [torch.device(DEVICE_TYPE, index) for index in range(MAX_DEVICES)]
 
 
-def wrapper_of(elem: torch.Tensor, machine: Machine, index: int) -> EmulatedTensor:
+def _wrapper_of(elem: torch.Tensor, machine: Machine, index: int) -> EmulatedTensor:
     """Return ``elem``, which has its allocation, as a tensor on a device."""
     is_strided = elem.layout is torch.strided
     wrapper: EmulatedTensor = _make_wrapper(
@@ -430,23 +400,6 @@ def set_label(tensor: object, label: Label, over: Container[Label] = PROVISIONAL
         for allocation in allocations_of(tensor):
             if allocation.block.label in over:
                 allocation.block.label = label
-
-
-def label_of_results(machine: Machine) -> Label:
-    """Return the label of the running operator's results."""
-    if torch._C._current_graph_task_id() != -1:
-        with looking_at_nodes:
-            if _makes_parameter_gradients(torch._C._current_autograd_node()):
-                return Label.GRADIENT
-    return Label.OTHER if machine.thread.in_optimizer_step else Label.ACTIVATION
-
-
-def _makes_parameter_gradients(node: Any) -> bool:
-    """Return whether a node of the backward pass computes gradients of leaves only."""
-    if node is None or type(node).__name__ == "AccumulateGrad":
-        return node is not None
-    targets = [target for target, _ in node.next_functions if target is not None]
-    return bool(targets) and all(type(t).__name__ == "AccumulateGrad" for t in targets)
 
 
 def _refused_cpu_dims(argument: torch.Argument) -> float | None:

@@ -36,7 +36,7 @@ from torch.nn.parallel import comm
 
 from ..devices import copy_stream, gradient_stream, is_cuda, on_stream, weight_stream
 from ..free_threading import looking_at_nodes
-from ..torch_versions import copy_all, run_at_once, will_execute
+from ..torch_versions import run_at_once, will_execute
 from .scatter import move
 
 BUCKET_BYTES = 25 * 2**20
@@ -290,7 +290,7 @@ def bring_to(
             if not torch.is_grad_enabled():  # unless create_graph is set
                 # A view that becomes a .grad would keep the memory of all.
                 own = [torch.empty_like(view) for view in brought]
-                copy_all(own, brought)
+                torch._foreach_copy_(own, brought)
                 brought = own
         else:
             brought = [move(g, device) for g in present]

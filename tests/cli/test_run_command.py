@@ -166,10 +166,9 @@ def test_too_little_memory_is_not_enforced(script):
 
 def test_a_branch_on_an_unknown_value(script):
     done = run("--symbolic", "train.py", "4", "64", "wrap", "branch")
-    assert done.exit_code == 1
-    assert "loss nan" in done.stdout
+    assert done.exit_code == 0
+    assert "loss nan" in done.stdout and "small" not in done.stdout
     assert "with shapes only: the values that it reads are NaN" in done.stderr
-    assert "SymbolicValueError: a number that was not computed decides something" in done.stderr
     assert "memory in MiB" in done.stderr
 
 

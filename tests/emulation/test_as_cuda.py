@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import pickle
 import sys
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +15,6 @@ from torch import nn
 from balanced_dp import BalancedDataParallel, EmulationError, SymbolicValueError, emulate_devices
 from balanced_dp.emulation.machine import current_machine
 from balanced_dp.memory.peaks import Peaks
-from balanced_dp.torch_versions import ACCELERATOR_MODULES
 
 from ..at_once import at_once
 from ..versions import since_torch
@@ -74,27 +72,19 @@ def test_every_way_to_name_a_device(make, devices):
     assert torch.cuda.memory_allocated(1) > 0
 
 
-def test_the_current_device_is_that_of_cuda_without_an_index(devices):
-    with torch.cuda.device_of(torch.ones(1, device=CUDA1)):
-        assert torch.ones(1).cuda().device == CUDA1
-    assert torch.ones(1).cuda().device == CUDA0
-
-
-def test_to_where_it_is_returns_the_tensor_itself(devices):
-    tensor = torch.ones(2, device="cuda")
-    assert tensor.to("cuda:0") is tensor
-    assert tensor.cuda() is tensor
-    assert tensor.to(0) is tensor
-    assert tensor.to(0, copy=True) is not tensor
-
-
-def test_devices_of_one_operation_must_agree(devices):
+def test_devices_must_agree(devices):
     with pytest.raises(RuntimeError, match="two devices, cuda:0 and cuda:1"):
         torch.ones(2, device="cuda") + torch.ones(2, device="cuda:1")
     with pytest.raises(TypeError, match="can't convert cuda:0 device type tensor to numpy"):
         torch.ones(2, device="cuda").numpy()
     with pytest.raises(EmulationError, match="no emulated device cuda:7: this context has 4"):
         torch.ones(2, device="cuda:7")
+
+
+def test_to_where_it_is(devices):
+    tensor = torch.ones(2, device="cuda")
+    assert tensor.to("cuda:0") is tensor.cuda() is tensor.to(0) is tensor
+    assert tensor.to(0, copy=True) is not tensor
 
 
 def test_default_devices(devices):
@@ -148,8 +138,6 @@ class Named(torch.Tensor):
 SUBCLASSES: dict[str, Callable[[], torch.Tensor]] = {
     "as_subclass": lambda: torch.ones(2, device=1).as_subclass(Named),
     "moved": lambda: torch.ones(2).as_subclass(Named).cuda(1),
-    "called": lambda: Named(torch.ones(2, device=1)),
-    "_make_subclass": lambda: torch.Tensor._make_subclass(Named, torch.ones(2, device=1)),
 }
 
 
@@ -174,8 +162,14 @@ def test_nested_tensors(devices):
 
 def test_memory(devices):
     torch.ones(1000, device="cuda:1")
-    assert torch.cuda.memory.max_memory_allocated(1) == 4096
+    peaks = Peaks([CUDA1])
+    assert torch.cuda.max_memory_allocated(1) == 4096
+    assert torch.cuda.memory_stats(1)["allocated_bytes.all.allocated"] == 4096
     assert "Allocated memory      |      0 B   |   4096 B" in torch.cuda.memory_summary(1)
+    torch.ones(100, device="cuda:1")
+    torch.cuda.reset_peak_memory_stats(1)
+    assert torch.cuda.max_memory_allocated(1) == 0
+    assert peaks.of(CUDA1)[0] == 512  # scripts do not disturb what is measured
     with pytest.raises(torch.cuda.OutOfMemoryError, match="CUDA out of memory"):
         torch.empty(2**25, device="cuda")
 
@@ -183,11 +177,17 @@ def test_memory(devices):
 def test_properties(devices):
     assert torch.cuda.is_available() and torch.cuda.is_initialized()
     assert torch.cuda.get_device_capability() == (8, 0)
-    assert torch.cuda.get_arch_list() == ["sm_80"]
     assert torch.cuda.is_bf16_supported()
-    assert torch.cuda.can_device_access_peer(0, 1) and not torch.cuda.can_device_access_peer(1, 1)
     assert torch.get_device_module("cuda") is torch.cuda
     assert torch.version.cuda.split(".")[0].isdecimal()  # Transformer-XL takes it apart on import
+
+
+@since_torch("2.6")
+def test_the_accelerator(devices):
+    torch.cuda.set_device("cuda:3")
+    assert torch.accelerator.current_device_index() == 3
+    assert torch.accelerator.device_count() == 4
+    assert torch.accelerator.current_accelerator() == torch.device("cuda")
 
 
 def test_streams_and_events(devices):
@@ -195,6 +195,7 @@ def test_streams_and_events(devices):
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     start.record()
     with torch.cuda.stream(stream):
+        assert torch.cuda.current_device() == 1
         tensor = torch.ones(2, device="cuda:1")
         tensor.record_stream(stream)
     torch.cuda.current_stream(1).wait_stream(stream)
@@ -202,8 +203,13 @@ def test_streams_and_events(devices):
     torch.cuda.synchronize()
     assert start.elapsed_time(end) >= 0
     assert stream.query() and end.query() and stream.device == CUDA1
-    with pytest.raises(ValueError, match="must be recorded"):
-        start.elapsed_time(torch.cuda.Event())
+    with torch.cuda.Stream(3) as stream:
+        assert torch.cuda.current_stream() == stream != torch.cuda.current_stream(0)
+        assert stream.record_event().query()
+    torch.cuda.set_stream(stream)
+    assert torch.cuda.current_device() == 3
+    assert not torch.cuda.is_current_stream_capturing()
+    torch.cuda.nvtx.range_push("step")
 
 
 def test_random_numbers(devices):
@@ -302,10 +308,6 @@ def test_checkpoints(devices, tmp_path):
         torch.load(stream, map_location="cuda:9")
 
 
-def test_names_hold_in_other_threads(devices):
-    assert set(at_once(lambda _: torch.ones(2).cuda(1).device)) == {CUDA1}
-
-
 def test_both_data_parallels_run(devices):
     module = nn.Sequential(nn.Linear(4, 3), nn.Tanh()).double().cuda()
     inputs = torch.randn(8, 4, dtype=torch.float64)
@@ -320,32 +322,9 @@ def test_both_data_parallels_run(devices):
     assert nn.parallel.data_parallel(module, inputs.cuda(), [0, 1]).shape == (8, 3)
 
 
-REFUSED: dict[str, Callable[[], Any]] = {
-    "torch.cuda.CUDAGraph": lambda: torch.cuda.CUDAGraph(),
-    r"torch.cuda \(memorySnapshot": lambda: torch.cuda.memory_snapshot(),
-    r"torch.cuda \(record_memory_history": lambda: torch.cuda.memory._record_memory_history(),
-    "queries of NVML": lambda: torch.cuda.utilization(),
-    **{
-        f"{module.__name__}.Graph": lambda module=module: module.Graph()
-        for module in ACCELERATOR_MODULES
-        if hasattr(module, "Graph")
-    },
-    "torch.compile with inductor": lambda: torch.compile(nn.Linear(2, 2)),
-    "nested tensors, but for layout=torch.jagged": lambda: torch.nested.nested_tensor(
-        [torch.ones(2)], device="cuda"
-    ),
-    "nested tensors": lambda: torch.nested.as_nested_tensor([torch.ones(2, device="cuda")]),
-}
-
-
-@pytest.mark.parametrize(("name", "call"), REFUSED.items(), ids=REFUSED)
-def test_what_cannot_be_done_is_named(name, call, devices):
-    with pytest.raises(EmulationError, match=f"emulated devices do not support {name}"):
-        call()
-
-
-def test_compiling_without_inductor_is_left_to_torch(devices):
-    assert torch.compile(abs, backend="eager")(-1) == 1
+def test_processes_cannot_be_spawned(devices):
+    with pytest.raises(EmulationError, match="spawns see no emulated devices"):
+        torch.multiprocessing.spawn(print)
 
 
 @since_torch("2.6")
@@ -366,15 +345,15 @@ def test_distributed_data_parallel(devices):
 
 
 def attributes() -> dict[str, Any]:
-    """Everything that is patched, by name, and the number of hooks."""
+    """Everything that is patched, by name."""
     owners: tuple[Any, ...] = (
         *(torch, torch.cuda, torch.cuda.memory, torch.distributed, torch.serialization),
         *(torch.version, torch.random, torch.autograd, torch._C, torch._C._nn),
         *(torch.Tensor, torch.UntypedStorage, torch.nn.Module, torch.amp.GradScaler),
-        *(torch.distributed.Backend, torch.utils._device.DeviceContext, *ACCELERATOR_MODULES),
+        *(torch.distributed.Backend, torch.utils._device.DeviceContext),
         sys.modules[torch.optim.Optimizer.__module__],
     )
-    return {"hooks": len(torch.nn.modules.module._global_forward_pre_hooks)} | {
+    return {
         f"{owner} {name}": id(value)
         for owner in owners
         for name, value in vars(owner).items()
@@ -384,13 +363,12 @@ def attributes() -> dict[str, Any]:
 
 @pytest.mark.parametrize("as_cuda", [False, True])
 @pytest.mark.parametrize("error", [None, KeyError], ids=["normally", "by an exception"])
-def test_torch_is_as_before_after_the_context(error, as_cuda):
+def test_torch_is_as_before_afterwards(error, as_cuda):
     with emulate_devices(1, as_cuda=as_cuda):
         pass  # what is made on first use is made now
     before = attributes()
     try:
         with emulate_devices(2, as_cuda=as_cuda, symbolic=True):
-            assert attributes()["hooks"] > before["hooks"]
             assert len(set(attributes().items()) - set(before.items())) > (100 if as_cuda else 10)
             if as_cuda:
                 torch.set_default_device("cuda")
@@ -406,7 +384,7 @@ def test_torch_is_as_before_after_the_context(error, as_cuda):
 
 
 @pytest.mark.filterwarnings("ignore:.*jit.script")
-def test_scripts_and_transforms_know_the_factories(devices):
+def test_transforms_know_the_factories(devices):
     def cube(x):
         return (x**3).sum()
 
@@ -434,71 +412,10 @@ def test_old_ways(devices):
     assert (embedding.weight != before).any(1).tolist() == [False, True, True, *[False] * 7]
 
 
-def test_the_current_stream_is_of_the_current_device(devices):
-    with torch.cuda.stream(torch.cuda.Stream(2)):
-        assert torch.cuda.current_device() == 2
-        assert torch.cuda.current_stream() == torch.cuda.default_stream(2)
-    with torch.cuda.Stream(3) as stream:
-        assert torch.cuda.current_stream() == stream != torch.cuda.current_stream(0)
-        assert stream.record_event().query()
-    assert torch.cuda.current_device() == 0
-    torch.cuda.set_stream(stream)
-    assert torch.cuda.current_device() == 3
-    assert not torch.cuda.is_current_stream_capturing()
-
-
-def test_scripts_have_peaks_of_their_own(devices):
-    torch.ones(1000, device="cuda:1")
-    peaks = Peaks([CUDA1])
-    assert torch.cuda.max_memory_allocated(1) == 4096
-    assert torch.cuda.memory_stats(1)["allocated_bytes.all.peak"] == 4096
-    torch.ones(100, device="cuda:1")
-    torch.cuda.reset_peak_memory_stats(1)
-    assert torch.cuda.max_memory_allocated(1) == 0
-    assert peaks.of(CUDA1)[0] == 512
-
-
-@since_torch("2.6")
-def test_the_accelerator(devices):
-    torch.cuda.set_device("cuda:3")
-    assert torch.accelerator.current_device_index() == 3
-    assert torch.accelerator.device_count() == 4
-    assert torch.accelerator.current_accelerator() == torch.device("cuda")
-
-
-@since_torch("2.9")
-def test_memory_of_the_accelerator(devices):
-    tensor = torch.ones(1000, device="cuda:1")
-    assert torch.accelerator.memory_allocated(1) == tensor.nbytes + 96
-    assert torch.accelerator.get_memory_info(1) == torch.cuda.mem_get_info(1)
-
-
-def test_what_profilers_and_loggers_call(devices):
-    torch.cuda.nvtx.range_push("step")
-    torch.cuda.nvtx.range_pop()
-    torch.ones(1000, device="cuda:1")
-    assert torch.cuda.memory_stats(1)["allocated_bytes.all.allocated"] == 4096
-    torch.cuda.reset_accumulated_memory_stats(1)
-    assert torch.cuda.memory_stats(1)["allocated_bytes.all.allocated"] == 0
-    torch.cuda.manual_seed(3)
-    torch.cuda.seed()
-    assert torch.cuda.initial_seed() != 3
-
-
-def test_settings_of_a_script_end_with_the_context(emulate):
-    with emulate_devices(1, as_cuda=True), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # deprecated
-        torch.set_default_tensor_type("torch.cuda.HalfTensor")
-        torch.set_autocast_enabled("cuda", True)
-    assert torch.get_default_dtype() == torch.float32
-    emulate(1, as_cuda=True)
-    assert not torch.is_autocast_enabled("cuda")
-
-
 # Shapes only.
 
 
-def test_a_scaler_takes_each_step_where_gradients_are_not_known(emulate):
+def test_a_scaler_of_unknown_gradients(emulate):
     emulate(1, as_cuda=True, symbolic=True)
     parameter = nn.Parameter(torch.ones(2, device="cuda"))
     optimizer = torch.optim.AdamW([parameter])
@@ -509,31 +426,14 @@ def test_a_scaler_takes_each_step_where_gradients_are_not_known(emulate):
     assert optimizer.state[parameter]
 
 
-def test_unknown_numbers_are_nan_until_they_decide(emulate):
+def test_unknown_numbers_are_nan(emulate):
     emulate(1, as_cuda=True, symbolic=True)
-    current_machine().reads_unknown_as_nan = True
-    read_unknown_numbers()
-    current_machine().reads_unknown_as_nan = False
-    with pytest.raises(SymbolicValueError):
-        torch.ones(3, device="cuda").mean().item()
-
-
-def read_unknown_numbers() -> None:
     loss = torch.ones(3, device="cuda").mean()
-    assert f"{loss:.2f} {loss.item():.2f} {float(loss)}" == "nan nan nan"
+    with pytest.raises(SymbolicValueError):
+        loss.item()
+    current_machine().reads_unknown_as_nan = True
+    assert f"{loss:.2f} {loss.item():.2f} {float(loss)} {loss.tolist()}" == "nan nan nan nan"
     assert loss.cpu().isnan()
-    assert str(loss.tolist()) == "nan"
-    total = 0.0
-    for _ in range(2):
-        total += loss.item() / 2
-    assert str(round(total, 3)) == "nan"
-    for decide in (
-        lambda: total < 1,
-        lambda: total == total,
-        lambda: bool(total),
-        lambda: int(total),
-        lambda: bool(loss > 0),
-        lambda: torch.ones(3, device="cuda").argmax().cpu(),
-    ):
+    for decide in (lambda: bool(loss > 0), lambda: torch.ones(3, device="cuda").argmax().cpu()):
         with pytest.raises(SymbolicValueError):
             decide()

@@ -38,7 +38,7 @@ def allocated(device: torch.device) -> int:
 # Opening and closing.
 
 
-def test_importing_the_package_registers_nothing_with_torch():
+def test_importing_registers_nothing():
     program = """
 import pytest, torch
 before = set(dir(torch)), torch.random._seed_custom_device
@@ -57,15 +57,11 @@ assert hasattr(torch, "lazy")
 def test_the_devices_are_a_sequence(emulate):
     devices = emulate(3)
     assert list(devices) == [torch.device("lazy", i) for i in range(3)]
-    assert len(devices) == 3
-    assert devices[-1] == torch.device("lazy:2")
-    assert devices[:2] == [torch.device("lazy:0"), torch.device("lazy:1")]
-    assert torch.device("lazy:1") in devices
-    assert repr(devices) == "EmulatedDevices(['lazy:0', 'lazy:1', 'lazy:2'])"
+    assert torch.device("lazy:1") in devices and len(devices) == 3
 
 
 @pytest.mark.parametrize("before", [False, True])
-def test_parameters_are_swapped_by_to_and_by_nothing_else(before):
+def test_only_to_swaps_parameters(before):
     future = torch.__future__
     kept = future.get_swap_module_params_on_conversion()
     future.set_swap_module_params_on_conversion(before)
@@ -80,7 +76,7 @@ def test_parameters_are_swapped_by_to_and_by_nothing_else(before):
         future.set_swap_module_params_on_conversion(kept)
 
 
-def test_contexts_follow_one_another_but_do_not_nest(emulate):
+def test_contexts_do_not_nest(emulate):
     with emulate_devices(2):
         with (
             pytest.raises(EmulationError, match=r"cannot be nested.* has 2 devices"),
@@ -97,7 +93,6 @@ def test_contexts_follow_one_another_but_do_not_nest(emulate):
     ("arguments", "error", "message"),
     [
         ({"num_devices": 0}, ArgumentError, "num_devices must be at least 1, got 0"),
-        ({"num_devices": 129}, ArgumentError, "num_devices is 129, but torch has at most 128"),
         ({"num_devices": 1.0}, ArgumentTypeError, "num_devices must be an integer, got 1.0"),
         ({"num_devices": "2"}, ArgumentTypeError, "num_devices must be an integer, got '2'"),
         ({"memory": "lots"}, ArgumentError, "memory must be bytes or a size .* got 'lots'"),
@@ -105,11 +100,10 @@ def test_contexts_follow_one_another_but_do_not_nest(emulate):
         ({"memory": [1, 2, 3]}, ArgumentError, "one for each of the 2 devices, got 3 sizes"),
         ({"memory": [1, 2.0]}, ArgumentTypeError, "memory must be bytes .* got 2.0"),
         ({"memory": 1.5}, ArgumentTypeError, "memory must be a size .* got 1.5"),
-        ({"memory": b"12"}, ArgumentTypeError, "memory must be a size .* got b'12'"),
         ({"memory": {0: 1, 1: 2}}, ArgumentTypeError, "memory must be a size .* got {0: 1"),
     ],
 )
-def test_arguments_that_cannot_be_used_are_refused(arguments, error, message, emulate):
+def test_arguments_that_are_refused(arguments, error, message, emulate):
     with pytest.raises(error, match=message) as raised:  # noqa: SIM117
         with emulate_devices(**{"num_devices": 2} | arguments):
             pass
@@ -121,42 +115,33 @@ def test_arguments_that_cannot_be_used_are_refused(arguments, error, message, em
 # Tensors that outlive a context.
 
 
-def test_tensors_that_outlive_the_context_are_reported_and_their_memory_given_back():
+def test_tensors_that_outlive_the_context():
     with pytest.warns(ResourceWarning) as record:  # noqa: SIM117
         with emulate_devices(3) as devices:
-            kept = [torch.zeros(2, 1000, device=devices[1]), torch.zeros(0, device=devices[0])]
+            kept = [torch.zeros(2, 1000, device=devices[1])]
             kept += [nn.Parameter(torch.zeros(100, device=devices[1])) * 1, kept[0][1]]
     assert len(record) == 1
-    message = str(record[0].message)
-    assert message.startswith("tensors outlive their emulate_devices context: ")
-    assert "1 on lazy:0 (empty); 3 on lazy:1 (" in message
-    assert "other 8.00 KiB" in message
-    assert "parameter 512 B" in message
-    assert "activation 512 B" in message
-    assert "lazy:2" not in message
+    assert str(record[0].message).startswith(
+        "tensors outlive their emulate_devices context: parameter 512 B on lazy:1, "
+        "activation 512 B on lazy:1, other 8.00 KiB on lazy:1. "
+    )
     assert record[0].filename == __file__
-    assert [x._elem.untyped_storage().nbytes() for x in kept] == [0, 0, 0, 0]
     with pytest.raises(EmulationError):
         kept[0].sum()
-    assert repr(kept[1]) == "tensor(<freed>, size=(0,), device='lazy:0')"
-    assert repr(kept[2]).startswith("tensor(<freed>, size=(100,), device='lazy:1', requires_grad")
 
 
-def test_sparse_and_symbolic_tensors_that_outlive_the_context_are_reported_too():
-    with pytest.warns(ResourceWarning, match="on lazy:0"), emulate_devices(1) as devices:
-        module = nn.Embedding(10, 4, sparse=True, device=devices[0])
-        module(torch.tensor([1], device=devices[0])).sum().backward()
-    assert "freed" in repr(module.weight.grad)
+@pytest.mark.parametrize("as_cuda", [False, True])
+def test_huge_tensors_that_outlive_the_context(as_cuda):
     with (
-        pytest.warns(ResourceWarning, match=r"1 on lazy:0 \(other 4.00 TiB\)"),
-        emulate_devices(1, symbolic=True) as devices,
+        pytest.warns(ResourceWarning, match=r"other 4.00 TiB on (lazy|cuda):0"),
+        emulate_devices(1, symbolic=True, as_cuda=as_cuda) as devices,
     ):
         huge = torch.zeros(2**40, device=devices[0])
     with pytest.raises(EmulationError):
         huge.sum()
 
 
-def test_an_error_in_the_body_is_not_masked_by_the_tensors_it_leaves(emulate):
+def test_an_error_in_the_body_is_not_masked(emulate):
     def body(device):
         x = torch.zeros(3, device=device)
         raise KeyError(f"the body's own, with {x.shape}")
@@ -182,7 +167,7 @@ def test_an_error_in_the_body_is_not_masked_by_the_tensors_it_leaves(emulate):
         (None, [sys.maxsize, sys.maxsize]),
     ],
 )
-def test_capacity_is_one_size_or_one_for_each_device(memory, capacities, emulate):
+def test_capacity_of_all_or_of_each(memory, capacities, emulate):
     emulate(2, memory=memory)
     lazy = torch.get_device_module("lazy")
     assert [lazy.mem_get_info(i)[1] for i in range(2)] == capacities
@@ -214,9 +199,7 @@ ALLOCATIONS: dict[str, Callable[[Tensor], Any]] = {
 @pytest.mark.usefixtures("no_collector")
 @pytest.mark.parametrize("symbolic", [False, True])
 @pytest.mark.parametrize("allocate", ALLOCATIONS.values(), ids=ALLOCATIONS)
-def test_what_does_not_fit_raises_as_on_cuda_and_leaves_the_ledger_as_before(
-    allocate, symbolic, emulate
-):
+def test_what_does_not_fit_raises_as_on_cuda(allocate, symbolic, emulate):
     devices = emulate(2, memory=["1MiB", 8 * KIB], symbolic=symbolic)
     lazy = torch.get_device_module("lazy")
     x = torch.ones(1000, device=devices[1])
@@ -233,20 +216,19 @@ def test_what_does_not_fit_raises_as_on_cuda_and_leaves_the_ledger_as_before(
     assert torch.ones(1024, device=devices[1]).shape == (1024,)  # all that is left
 
 
-def test_the_message_says_how_much_was_asked_for_and_how_much_is_free(emulate):
+def test_the_message_of_out_of_memory(emulate):
     devices = emulate(1, memory="10KiB")
     _held = torch.ones(1000, device=devices[0])
     assert out_of_memory_message(lambda: torch.ones(2000, device=devices[0])) == (
         "CUDA out of memory. Tried to allocate 8.00 KiB. GPU 0 has a total capacity of "
-        "10.00 KiB of which 6.00 KiB is free. Of the allocated memory 4.00 KiB is allocated "
-        "by PyTorch. (This is the emulated device lazy:0.)"
+        "10.00 KiB of which 6.00 KiB is free. (This is the emulated device lazy:0.)"
     )
 
 
 # Copies between devices.
 
 
-def test_copies_are_counted_for_each_source_and_target(devices):
+def test_copies_between_devices_are_counted(devices):
     assert devices.copied_bytes() == {}
     x = torch.zeros(10)
     a = x.to(devices[0])
@@ -273,7 +255,7 @@ def test_copies_are_counted_for_each_source_and_target(devices):
     assert devices.copied_bytes() == expected
 
 
-def test_a_copy_made_in_forward_is_made_back_in_backward(devices):
+def test_copies_back_are_counted(devices):
     x = torch.zeros(10, device=devices[0], requires_grad=True)
     x.to(devices[1]).mul(2).sum().backward()
     assert devices.copied_bytes() == {
@@ -317,7 +299,7 @@ OPTIMIZERS: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], int]] = {
 
 @pytest.mark.parametrize("symbolic", [False, True])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_training_run_is_broken_down_to_the_byte(name, symbolic, emulate):
+def test_a_run_is_broken_down_to_the_byte(name, symbolic, emulate):
     make_optimizer, num_states = OPTIMIZERS[name]
     devices = emulate(1, symbolic=symbolic)
     lazy = torch.get_device_module("lazy")
@@ -328,7 +310,7 @@ def test_a_training_run_is_broken_down_to_the_byte(name, symbolic, emulate):
     weights = {"parameter": cost(module.parameters())}
     buffer_bytes = cost(module.buffers())
     assert buffer_bytes == 3 * 512
-    assert used(devices) == weights | {"input": buffer_bytes}  # not yet seen in a forward pass
+    assert used(devices) == weights | {"buffer": buffer_bytes}
 
     x = torch.zeros(4, 3, 8, 8).to(devices[0])
     target = torch.zeros(4, dtype=torch.int64).to(devices[0])
@@ -354,7 +336,7 @@ def test_a_training_run_is_broken_down_to_the_byte(name, symbolic, emulate):
         assert used(devices) == held
 
 
-def test_gradients_stay_gradients_when_they_accumulate_and_are_clipped(devices):
+def test_clipped_gradients_stay_gradients(devices):
     module = nn.Sequential(nn.Embedding(20, 64), nn.LayerNorm(64), nn.Linear(64, 20, bias=False))
     module[2].weight = module[0].weight
     module.to(devices[0])
@@ -372,7 +354,7 @@ def test_gradients_stay_gradients_when_they_accumulate_and_are_clipped(devices):
     assert used(devices) == expected
 
 
-def test_copies_to_another_device_keep_their_use_and_outputs_become_gathered(devices):
+def test_copies_keep_their_use(devices):
     module = nn.Linear(100, 50).to(devices[0])
     replica = {name: p.to(devices[1]) for name, p in module.named_parameters()}
     weights = {"parameter": cost(module.parameters())}
@@ -394,7 +376,7 @@ def test_copies_to_another_device_keep_their_use_and_outputs_become_gathered(dev
     assert "gradient" in used_at_peak(devices, 1)
 
 
-def test_what_a_forward_pass_without_gradients_makes_is_activation(devices):
+def test_uses_without_gradients(devices):
     module = nn.Sequential(nn.Linear(100, 100), nn.BatchNorm1d(100)).to(devices[0]).eval()
     x = torch.zeros(8, 100).to(devices[0])
     for mode in (torch.no_grad, torch.inference_mode):
@@ -409,7 +391,7 @@ def test_what_a_forward_pass_without_gradients_makes_is_activation(devices):
         assert used(devices) == expected
 
 
-def test_what_is_made_on_the_device_outside_of_a_model_is_other(devices):
+def test_factories_make_other(devices):
     x = torch.zeros(1000, device=devices[0])
     assert used(devices) == {"other": cost([x])}
 
@@ -443,9 +425,7 @@ def test_a_loaded_checkpoint_keeps_its_uses(devices):
         (partial(torch.optim.SGD, lr=0.1, fused=True), 0),
     ],
 )
-def test_optimizers_take_the_temporary_memory_that_they_take_on_cuda(
-    make, temporary, symbolic, emulate
-):
+def test_temporary_memory_of_optimizers(make, temporary, symbolic, emulate):
     """For all parameters by default, for one with foreach=False, none if fused."""
     devices = emulate(1, symbolic=symbolic)
     module = torch.get_device_module("lazy")

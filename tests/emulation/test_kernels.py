@@ -58,7 +58,7 @@ def _with_default_device(device: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("make", FACTORIES.values(), ids=FACTORIES)
-def test_a_factory_makes_what_it_makes_on_the_cpu(devices, make):
+def test_factories_make_what_the_cpu_makes(devices, make):
     expected = make("cpu")
     actual = make(devices[1])
     assert actual.device == devices[1]
@@ -104,7 +104,7 @@ def _dropout_in_inference_mode(device: torch.device) -> Tensor:
 
 
 @pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
-def test_random_numbers_repeat_with_the_seed_whatever_other_devices_draw(devices, draw):
+def test_random_numbers_repeat_with_the_seed(devices, draw):
     torch.manual_seed(3)
     first, second = draw(devices[1]).tolist(), draw(devices[1]).tolist()
     assert first != second
@@ -117,7 +117,7 @@ def test_random_numbers_repeat_with_the_seed_whatever_other_devices_draw(devices
     assert [again, draw(devices[1]).tolist()] == [first, second]
 
 
-def test_dropout_does_not_depend_on_how_threads_interleave(devices):
+def test_threads_draw_what_one_draws(devices):
     def masks(device):
         x = torch.ones(30, device=device)
         return [F.dropout(x).tolist() for _ in range(50)]
@@ -129,7 +129,7 @@ def test_dropout_does_not_depend_on_how_threads_interleave(devices):
 
 
 @pytest.mark.parametrize("p", [0.0, 0.25, 1.0])
-def test_dropout_keeps_the_mean_and_gives_gradient_to_what_it_kept(devices, p):
+def test_dropout_and_its_gradient(devices, p):
     x = torch.ones(4000, dtype=torch.float64, device=devices[0], requires_grad=True)
     output = F.dropout(x, p)
     output.sum().backward()
@@ -141,7 +141,7 @@ def test_dropout_keeps_the_mean_and_gives_gradient_to_what_it_kept(devices, p):
     assert torch.equal(F.dropout(x, p, training=False).cpu(), torch.ones_like(x, device="cpu"))
 
 
-def test_a_dropout_mask_takes_one_byte_an_element(devices):
+def test_dropout_masks_take_bytes(devices):
     lazy = torch.get_device_module("lazy")
     x = torch.ones(1024, device=devices[0], requires_grad=True)
     before = lazy.memory_allocated(devices[0])
@@ -260,7 +260,7 @@ def _attend(qkv: tuple[Tensor, ...], options: dict[str, Any], device: Any) -> li
 # With dropout, kernels of the emulation run; a dropout that drops nothing has exact results.
 @pytest.mark.parametrize("dropout_p", [0.0, 1e-12])
 @pytest.mark.parametrize("name", ATTENTION)
-def test_attention_and_its_gradients_are_those_of_the_math_kernel(devices, name, dropout_p):
+def test_attention_is_that_of_the_math_kernel(devices, name, dropout_p):
     qkv, options = ATTENTION[name]
     actual = _attend(qkv, options | {"dropout_p": dropout_p}, devices[0])
     with sdpa_kernel(SDPBackend.MATH):
@@ -270,7 +270,7 @@ def test_attention_and_its_gradients_are_those_of_the_math_kernel(devices, name,
 
 
 @pytest.mark.parametrize("name", ATTENTION)
-def test_the_gradients_of_attention_with_dropout_are_those_of_finite_differences(devices, name):
+def test_gradients_of_attention_with_dropout(devices, name):
     qkv, options = ATTENTION[name]
     options = _on(devices[0], options)
 
@@ -282,18 +282,9 @@ def test_the_gradients_of_attention_with_dropout_are_those_of_finite_differences
     assert torch.autograd.gradcheck(attend, leaves, fast_mode=True)
 
 
-def test_attention_with_dropout_is_attention_on_average(devices):
-    q, k, v = (t.to(devices[0]) for t in _qkv)
-    expected = F.scaled_dot_product_attention(q, k, v)
-    total = torch.zeros_like(expected)
-    for _ in range(400):
-        total += F.scaled_dot_product_attention(q, k, v, dropout_p=0.2)
-    torch.testing.assert_close((total / 400).cpu(), expected.cpu(), rtol=0, atol=0.2)
-
-
 @pytest.mark.parametrize("dropout_p", [0.0, 0.5])
 @pytest.mark.parametrize("symbolic", [False, True])
-def test_attention_and_its_gradients_keep_the_layout_of_their_inputs(symbolic, dropout_p, emulate):
+def test_attention_keeps_layouts(symbolic, dropout_p, emulate):
     def strides(device):
         q = torch.zeros(T, N, H, E, device=device, requires_grad=True).permute(1, 2, 0, 3)
         k = torch.zeros(N, S, H, E, device=device, requires_grad=True).transpose(1, 2)
@@ -306,17 +297,6 @@ def test_attention_and_its_gradients_keep_the_layout_of_their_inputs(symbolic, d
 
     devices = emulate(1, symbolic=symbolic)
     assert len(set(strides(devices[0]))) == 3
-
-
-def test_attention_refuses_what_torch_refuses(devices):
-    q, k, v = (t.to(devices[0]) for t in _qkv)
-    with pytest.raises(RuntimeError, match="attn_mask should not be set when is_causal=True"):
-        F.scaled_dot_product_attention(q, k, v, torch.zeros(T, S).to(devices[0]), is_causal=True)
-    for others in ((k, v.to(devices[1])), (k.cpu(), v)):
-        with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
-            F.scaled_dot_product_attention(q, *others)
-    with pytest.raises(RuntimeError):
-        F.scaled_dot_product_attention(q, k, v[:, :, :2])
 
 
 def _padding(length: int, device: torch.device) -> Tensor:
@@ -335,7 +315,7 @@ LONG: dict[str, Callable[[int, torch.device], dict[str, Any]]] = {
 @pytest.mark.parametrize("dropout_p", [0.0, 0.1])
 @pytest.mark.parametrize("name", LONG)
 @pytest.mark.parametrize("symbolic", [False, True])
-def test_the_memory_of_attention_grows_linearly_with_the_length(symbolic, name, dropout_p, emulate):
+def test_memory_of_attention_is_linear(symbolic, name, dropout_p, emulate):
     def peak_of(length, device):
         options = LONG[name](length, device)
         num_kv_heads = 1 if "enable_gqa" in options else 2
@@ -358,16 +338,15 @@ def test_the_memory_of_attention_grows_linearly_with_the_length(symbolic, name, 
 # Other operators with a kernel of their own.
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("lengths", ["tuple", "cpu", "device"])
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.inference_mode])
-def test_ctc_loss_takes_lengths_from_anywhere(devices, reduction, lengths, mode):
+def test_ctc_loss_takes_any_lengths(devices, lengths, mode):
     logits = _normal(10, 2, 5).log_softmax(2)
     targets = torch.tensor([[1, 2], [3, 4]])
     places = {"tuple": tuple, "cpu": torch.tensor, "device": torch.tensor}
     num_inputs, num_targets = (places[lengths](n) for n in ([10, 9], [2, 1]))
     with mode():
-        expected = F.ctc_loss(logits, targets, num_inputs, num_targets, reduction=reduction)
+        expected = F.ctc_loss(logits, targets, num_inputs, num_targets)
         if lengths == "device":
             num_inputs, num_targets = num_inputs.to(devices[0]), num_targets.to(devices[0])
         actual = F.ctc_loss(
@@ -375,7 +354,6 @@ def test_ctc_loss_takes_lengths_from_anywhere(devices, reduction, lengths, mode)
             targets.to(devices[0]),
             num_inputs,
             num_targets,
-            reduction=reduction,
         )
     torch.testing.assert_close(actual.cpu(), expected, **exact)
 

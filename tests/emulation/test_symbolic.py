@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from balanced_dp import BalanceWarning, SymbolicValueError, emulate_devices
 from balanced_dp.emulation.machine import current_machine
-from balanced_dp.emulation.symbolic import _outputs
+from balanced_dp.emulation.symbolic import _known_outputs
 
 from .models import DROPOUT_MODELS, MODELS, Made, train
 
@@ -31,18 +31,18 @@ def trained_bytes(make: Callable[[], Made], device: torch.device) -> list[int]:
     torch.manual_seed(0)
     inputs = [x.to(device) for x in make()[1]]
     module.eval()
-    for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
+    for norm in [m for m in module.modules() if isinstance(m, nn.BatchNorm2d)]:
+        norm.train()  # in evaluation its meta function returns two statistics, which are not used
+    for mode in (torch.no_grad, torch.inference_mode):
         lazy.reset_peak_memory_stats(device)
         with mode():
-            output = module(*inputs)
-        if output.requires_grad:
-            output.sum().backward()
+            module(*inputs)
         num_bytes += [lazy.memory_allocated(device), lazy.max_memory_allocated(device)]
     return num_bytes
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_bytes_of_a_model_are_those_with_numbers(name):
+def test_models_take_the_bytes_with_numbers(name):
     def measured(symbolic):
         with emulate_devices(2, symbolic=symbolic) as devices:
             num_bytes = trained_bytes(CASES[name], devices[1])
@@ -51,7 +51,7 @@ def test_the_bytes_of_a_model_are_those_with_numbers(name):
     assert measured(symbolic=True) == measured(symbolic=False)
 
 
-def test_a_model_far_larger_than_memory_is_measured_without_using_memory(symbolic_devices):
+def test_a_model_larger_than_memory(symbolic_devices):
     resource = pytest.importorskip("resource")
     lazy = torch.get_device_module("lazy")
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -107,7 +107,7 @@ READS: dict[str, Callable[[Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("read", READS.values(), ids=READS)
-def test_reading_what_was_not_computed_is_refused(symbolic_devices, read):
+def test_unknown_values_cannot_be_read(symbolic_devices, read):
     x = torch.zeros(4, 3, device=symbolic_devices[0])
     with pytest.raises(SymbolicValueError) as error:
         read(x)
@@ -124,7 +124,7 @@ def test_reading_what_was_not_computed_is_refused(symbolic_devices, read):
         (pickle.dumps, "saving it", "(2, 3)"),
     ],
 )
-def test_the_error_says_what_needs_which_tensor(symbolic_devices, read, doing, shape):
+def test_errors_name_the_tensor(symbolic_devices, read, doing, shape):
     with pytest.raises(SymbolicValueError) as error:
         read(torch.zeros(2, 3, device=symbolic_devices[0]))
     assert str(error.value) == (
@@ -210,7 +210,7 @@ def _written(x: Tensor, mask: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_shapes_and_types_are_those_with_numbers(symbolic_devices, name):
+def test_shapes_and_types(symbolic_devices, name):
     function, shape, dtype = SHAPES[name]
     for _ in range(2):  # what the first call returns is remembered
         x = torch.zeros(4, 3, device=symbolic_devices[0])
@@ -219,15 +219,16 @@ def test_shapes_and_types_are_those_with_numbers(symbolic_devices, name):
         assert result.device == symbolic_devices[0]
 
 
-def test_numbers_that_change_in_each_step_are_not_remembered(symbolic_devices):
-    x = torch.zeros(5, 1, 7, device=symbolic_devices[0])
-    before = len(_outputs)
-    for decay in (0.5, 0.25, 0.125):
-        torch._foreach_mul_([x], decay)
-    assert len(_outputs) == before + 1
+@pytest.mark.usefixtures("no_collector")
+def test_remembered_outputs_hold_no_memory(symbolic_devices):
+    x, before = torch.zeros(5, 1, 7, device="lazy:0"), len(_known_outputs)
+    for _ in range(2):
+        torch.cosh(x)
+        assert torch.get_device_module("lazy").memory_allocated(0) == 512
+        assert len(_known_outputs) == before + 1
 
 
-def test_a_number_that_is_an_error_is_one_after_a_right_one(symbolic_devices):
+def test_numbers_that_are_errors(symbolic_devices):
     x, y = (torch.zeros(n, 4, device=symbolic_devices[0]) for n in (3, 5))
     torch.cdist(x, y, p=1.5)
     with pytest.raises(RuntimeError, match="negative p"):
@@ -247,23 +248,25 @@ def test_what_is_written_in_place_is_returned(symbolic_devices, num_calls):
         assert torch.get_device_module("lazy").memory_allocated(0) == 512
 
 
-def test_unknown_values_are_not_written_over_known_ones(symbolic_devices):
+def test_unknown_values_overwrite_none(symbolic_devices):
     x = torch.zeros(4, device=symbolic_devices[0])
     i = torch.arange(4).to(symbolic_devices[0])
-    with pytest.raises(SymbolicValueError, match=r"would write unknown values into a torch\.int64"):
+    with pytest.raises(
+        SymbolicValueError, match=r"aten.add_.Tensor, which writes to a torch.int64 tensor, needs"
+    ):
         i.add_(x.argmax())
     with pytest.raises(SymbolicValueError, match="copying it into an integer tensor"):
         i.copy_(x)
     assert i.tolist() == [0, 1, 2, 3]
 
 
-def test_its_text_says_that_it_is_symbolic(symbolic_devices):
+def test_text_of_symbolic_tensors(symbolic_devices):
     x = torch.zeros(2, 3, device=symbolic_devices[1])
     assert repr(x) == ("tensor(<symbolic>, size=(2, 3), dtype=torch.float32, device='lazy:1')")
     assert repr(torch.arange(2, device=symbolic_devices[1])) == "tensor([0, 1], device='lazy:1')"
 
 
-def test_shapes_that_do_not_fit_fail_as_with_numbers(symbolic_devices):
+def test_shapes_that_do_not_fit(symbolic_devices):
     x = torch.zeros(2, 3, device=symbolic_devices[0])
     with pytest.raises(RuntimeError) as error:
         x @ x
@@ -282,20 +285,16 @@ def test_sparse_gradients_are_refused(symbolic_devices):
             module(index).sum().backward()
 
 
-@pytest.mark.parametrize("as_cuda", [False, True])
-def test_a_checkpoint_that_cannot_be_saved_leaves_the_file_as_it_was(tmp_path, as_cuda, emulate):
-    path = tmp_path / "last.pt"
-    torch.save({"step": 3}, path)
-    content = path.read_bytes()
-    devices = emulate(2, symbolic=True, as_cuda=as_cuda)
-    model = torch.nn.Linear(2, 2).to(devices[0])
-    output = model(torch.ones(1, 2, device=devices[0]))
-    for target in (path, str(path)):
-        with pytest.raises(SymbolicValueError):
-            torch.save({"output": output.detach()}, target)
-    assert path.read_bytes() == content
-    torch.save({"step": 4}, path)
-    assert torch.load(path) == {"step": 4}
+@pytest.mark.parametrize("name", ["pt", "safetensors"])
+def test_files_stay_as_they_are(symbolic_devices, tmp_path, name):
+    path = tmp_path / f"last.{name}"
+    path.write_text("old")
+    current_machine().reads_unknown_as_nan = True
+    tensors = {"a": torch.ones(2, device="lazy:0"), "b": torch.ones(2, device="lazy:0")}
+    save = torch.save if name == "pt" else pytest.importorskip("safetensors.torch").save_file
+    with pytest.warns(BalanceWarning, match="is not saved: symbolic devices keep"):
+        save(tensors, path)
+    assert path.read_text() == "old"
 
 
 FACTORIES: dict[str, Callable[[torch.device], Tensor]] = {
@@ -318,18 +317,3 @@ def test_storages_have_addresses(symbolic_devices):
     x, y = torch.ones(2, 3, device="lazy:0"), torch.ones(2, 3, device="lazy:0")
     addresses = [t.untyped_storage().data_ptr() for t in (x, x[1:], y)]
     assert addresses[0] == addresses[1] == x.data_ptr() == x[1:].data_ptr() - 12 != addresses[2]
-
-
-@pytest.mark.parametrize("reads_nan", [False, True])
-def test_safetensors(symbolic_devices, reads_nan, tmp_path):
-    """A file that is there stays as it is."""
-    safetensors = pytest.importorskip("safetensors.torch")
-    path = tmp_path / "model.safetensors"
-    path.write_text("old")
-    current_machine().reads_unknown_as_nan = reads_nan
-    tensors = {"a": torch.ones(2, device="lazy:0"), "b": torch.ones(2, device="lazy:0")}
-    error = pytest.warns(BalanceWarning) if reads_nan else pytest.raises(SymbolicValueError)
-    with error as raised:
-        safetensors.save_file(tensors, path)
-    assert "keep" in str(raised[0].message if reads_nan else raised.value)
-    assert path.read_text() == "old"
