@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from balanced_dp import BalancedCriterion, BalancedDataParallel
+from balanced_dp import BalancedDataParallel
 from balanced_dp.memory.peaks import Peaks
 from balanced_dp.parallel import copies
 from balanced_dp.parallel.auto import AutoSplit
@@ -129,20 +129,6 @@ def test_losses_of_a_model_s_first_calls(devices, has_gradients):
             expected = bare(*batch(number))
         torch.testing.assert_close(found, [expected] * 3, **EXACT)
     assert torch._C._nn.cross_entropy_loss is cross_entropy_loss
-
-
-def test_criteria(devices):
-    model, bare = make(devices, gather=False)
-    criterion = BalancedCriterion(nn.CrossEntropyLoss())
-
-    def compute(number):
-        x, y = batch(number)
-        return [criterion(model(x), y).detach().cpu() for _ in range(3)]
-
-    for number, found in enumerate(at_once(compute)):
-        x, y = batch(number)
-        expected = functional.cross_entropy(bare(x), y).detach()
-        torch.testing.assert_close(found, [expected] * 3, **EXACT)
 
 
 def test_optimizers_step_while_models_begin_to_watch(emulated):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections import OrderedDict, UserDict
+from collections import OrderedDict, UserDict, defaultdict
 from contextlib import nullcontext
 
 import numpy as np
@@ -19,7 +19,7 @@ from balanced_dp.parallel.gather import Gather
 from balanced_dp.parallel.losses.join import ChunkLosses, OutputHistory
 
 from ..modules import Lambda
-from .containers import Frozen, Pair
+from .containers import Frozen, Pair, Slotted
 
 CPU = torch.device("cpu")
 
@@ -39,24 +39,22 @@ def split(forward, gpu0_bsz=1, num_devices=4, **options):
 @pytest.mark.parametrize(
     "container",
     [
-        lambda x: x,
         lambda x: [x, 1],
         lambda x: (x, "a", None, 2.5, True),
         lambda x: {"a": x, 2: [x]},
         lambda x: OrderedDict(b=x, a=1),
+        lambda x: defaultdict(list, {"a": x}),
         lambda x: UserDict({"a": x}),
         lambda x: Pair(x, x),
         lambda x: Frozen(x, [x]),
-        lambda x: None,
-        lambda x: float("nan"),
-        lambda x: torch.float32,
-        lambda x: np.array([1.0, np.nan]),
-        lambda x: [],
+        lambda x: [Slotted(x), [], {}, torch.float32],
+        lambda x: (x, torch.Size([3, 4]), float("nan"), np.array([1.0, np.nan])),
     ],
 )
-def test_outputs_of_any_structure_are_joined(container):
-    joined = gather([container(torch.arange(2)), container(torch.arange(2, 5))])
-    assert repr(joined) == repr(container(torch.arange(5)))
+def test_containers_come_out_as_they_went_in(container):
+    given = container(torch.arange(5))
+    outputs = split(lambda _, x: x, 2, 2)(given)
+    assert (repr(outputs), type(outputs)) == (repr(given), type(given))
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,6 @@ from balanced_dp import (
     balanced_data_parallel,
     emulate_devices,
 )
-from balanced_dp.torch_versions import accelerator_type
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* sets (net.)?seen in forward")
 
@@ -99,14 +98,6 @@ def test_data_parallel(batch_size, num_devices):
         assert_same(step, whole)
 
 
-def test_a_loss_with_one_entry_is_that_of_the_batch():
-    """nn.DataParallel returns one of each device, whose mean is not weighted."""
-    x, y = data(10)
-    net = Net()
-    vector_of = lambda model: model(x, y, keepdim=True).mean()  # noqa: E731
-    assert_same(ours(net, 4, 1, vector_of)[1], one_device(net, vector_of))
-
-
 @pytest.mark.filterwarnings("ignore:gpu0_bsz")
 @pytest.mark.parametrize("gpu0_bsz", [1, 16])
 def test_data_parallel_as_a_function(gpu0_bsz):
@@ -121,15 +112,6 @@ def test_data_parallel_as_a_function(gpu0_bsz):
         return F.mse_loss(output, y.to(output.device))
 
     assert_same(ours(net, 4, gpu0_bsz, loss_of)[1], whole)
-
-
-def test_the_function_without_an_accelerator():
-    if accelerator_type() is not None:
-        pytest.skip("there is an accelerator here")
-    net, (x, _) = Net(), data(4)
-    with pytest.raises(RuntimeError, match="device type could not be determined"):
-        nn.parallel.data_parallel(net, x)
-    assert torch.equal(balanced_data_parallel(1, net, x), net(x))
 
 
 XL, REPOSITORY = "Transformer-XL's BalancedDataParallel", "the repository Balanced-DataParallel"

@@ -1,13 +1,7 @@
 from __future__ import annotations
 
 import contextvars
-import os
-import signal
-import subprocess
-import sys
-import textwrap
 import threading
-import time
 
 import pytest
 import torch
@@ -200,56 +194,6 @@ def test_a_replica_may_call_the_model_it_is_of(emulated):
     models = [BalancedDataParallel(4, Lambda(forward), emulated[:2])]
     assert models[0](torch.ones(9), 2).unique().tolist() == [3]
     models.clear()
-
-
-INTERRUPTED = """
-    import os, sys, threading, torch
-    from balanced_dp import BalancedDataParallel, emulate_devices
-
-    release = threading.Event()
-    ended = []
-
-    class Waiting(torch.nn.Module):
-        def forward(self, x):
-            os.write(1, b"running\\n")  # in one piece, unlike print
-            assert release.wait(60)
-            ended.append(x.device)
-            return x
-
-    def listen():
-        sys.stdin.readline()
-        release.set()
-
-    threading.Thread(target=listen, daemon=True).start()
-    with emulate_devices(3) as devices:
-        try:
-            BalancedDataParallel(1, Waiting(), ["cpu", *devices[1:]])(torch.ones(8))
-        except KeyboardInterrupt as error:
-            print("interrupted", len(ended), flush=True)
-        release.set()
-"""
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="there is no SIGINT to send")
-@pytest.mark.parametrize("num_interrupts", [1, 2])
-def test_ctrl_c_waits_for_replicas_and_again_leaves(num_interrupts):
-    """They work on the caller's tensors. One of them may wait for a replica that has failed."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(INTERRUPTED)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert [process.stdout.readline() for _ in range(3)] == ["running\n"] * 3
-    for _ in range(num_interrupts):
-        time.sleep(0.5)
-        os.kill(process.pid, signal.SIGINT)
-    if num_interrupts == 2:
-        assert process.stdout.readline() == "interrupted 0\n"
-    output, errors = process.communicate("\n", timeout=60)
-    expected = "interrupted 2\n" if num_interrupts == 1 else ""
-    assert (output, errors, process.returncode) == (expected, "", 0)
 
 
 def test_checkpointing_draws_the_same_dropout_again(devices):

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections import OrderedDict, UserDict, defaultdict
+from collections import UserDict
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ from balanced_dp import (
 from balanced_dp.parallel.scatter import Inputs
 
 from ..modules import Lambda
-from .containers import Frozen, Pair, Slotted
+from .containers import Frozen, Pair
 from .test_gather import gather
 
 CPU = torch.device("cpu")
@@ -72,31 +72,6 @@ def test_tensors_are_cut_by_the_chunk_sizes_along_dim():
         [[1, 2], [7, 8]],
         [[3, 4, 5], [9, 10, 11]],
     ]
-
-
-@pytest.mark.parametrize(
-    "container",
-    [
-        lambda x: [x, 1],
-        lambda x: (x, "a"),
-        lambda x: {"a": x, 2: None},
-        lambda x: OrderedDict(b=x, a=1),
-        lambda x: defaultdict(list, {"a": x}),
-        lambda x: UserDict({"a": x}),
-        lambda x: Pair(x, None),
-        lambda x: Frozen(x, [x]),
-        lambda x: Slotted(x),
-        lambda x: [],
-        lambda x: {},
-        lambda x: torch.Size([3, 4]),
-    ],
-)
-def test_containers_keep_their_type_and_what_is_no_tensor(container):
-    value = container(torch.arange(5))
-    chunks = cut(value, 2, 3)
-    assert repr(chunks) == repr([container(torch.arange(2)), container(torch.arange(2, 5))])
-    assert [type(chunk) for chunk in chunks] == [type(value)] * 2
-    assert all(chunk is not value for chunk in chunks) or value == ()
 
 
 @pytest.mark.parametrize("path", ["x", "x.batch", "x.batch.mask"])
@@ -212,14 +187,6 @@ def test_sequences_are_cut_where_that_is_asked_for():
     assert find_batch_size([("texts", ["a", "b"])], split=["texts"]) == 2
     with pytest.raises(ScatterError, match="texts is in split, but it is a list of length 3"):
         scatter([("x", torch.zeros(4)), *inputs[1:2]], [CPU, CPU], [2, 2], split=("texts",))
-
-
-def test_a_tensor_of_a_sequence_is_copied_to_its_own_device_only(emulated):
-    boxes = [torch.zeros(256), torch.zeros(256), torch.zeros(256)]
-    scatter([("boxes", boxes)], emulated[:2], [1, 2], split=("boxes",))
-    memory = torch.get_device_module(emulated[0])
-    peaks = [memory.max_memory_allocated(device) for device in emulated[:2]]
-    assert peaks == [boxes[0].nbytes, 2 * boxes[0].nbytes]
 
 
 @pytest.mark.parametrize("value", [["a", "b", "c"], (1, 2, 3), [[1], [2], [3]], np.arange(3)])
