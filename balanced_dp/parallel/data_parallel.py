@@ -122,8 +122,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
             - No input is split though there are lists or arrays, or only the tensors of a list are.
             - An output has not one row for each sample: the rows are in the order of the devices.
             - ``forward`` sets an attribute, which is lost.
-            - ``forward`` writes a parameter that replicas share, or writes a parameter or buffer
-              differently on each device.
+            - ``forward`` writes a parameter or buffer differently on each device.
 
     Source:
         Transformer-XL's ``BalancedDataParallel`` (Dai et al. 2019,
