@@ -190,7 +190,7 @@ class Replicas(list[ModuleT]):
         arrivals: Arrivals,
         looks: bool,
     ) -> None:
-        self._blueprint, self._waiting, self._devices = blueprint, waiting, devices
+        self._blueprint, self._waiting = blueprint, waiting
         self._tensors, self._arrivals = tensors, arrivals
         self._device_keys = {*devices, *map(str, devices)}
         self._replicas = []
