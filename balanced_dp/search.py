@@ -236,8 +236,25 @@ def measure_largest(measure: Callable[[tuple[int, ...]], Full], search: Search, 
     def over(split: tuple[int, ...]) -> float:
         return max(full(split)) - 1
 
+    def over_on_first(split: tuple[int, ...]) -> float:
+        return full(split)[0] - 1
+
     def over_on_others(chunk: int) -> float:
         return full((0, *[chunk] * (num - 1)))[1] - 1
+
+    def along(
+        split_of: Callable[[int], tuple[int, ...]],
+        over: Callable[[tuple[int, ...]], float],
+        first: int,
+        last: int,
+        bends_up: bool,
+    ) -> None:
+        sizes: Sequence[int] = range(max(1, first), min(last, limit) + 1)
+        if smallest > 1:
+            sizes = [size for size in sizes if smallest <= min(filter(None, split_of(size)))]
+        known = [size for size in map(sum, told) if size in sizes and split_of(size) in told]
+        points = {size: over(split_of(size)) for size in known}
+        _largest(lambda size: over(split_of(size)), sizes, points, bends_up)
 
     def even(size: int) -> tuple[int, ...]:
         return split_batch(size, num, size)
@@ -245,34 +262,27 @@ def measure_largest(measure: Callable[[tuple[int, ...]], Full], search: Search, 
     def others_first(size: int) -> tuple[int, ...]:
         return split_batch(size, num, max(0, size - chunk * (num - 1)))
 
-    def sizes(split_of: Callable[[int], tuple[int, ...]], first: int, last: int) -> list[int]:
-        found = range(max(1, first), min(last, limit) + 1)
-        return [n for n in found if smallest <= min(filter(None, split_of(n)))]
+    points = {search.even: over(search.split(search.even))}
+    chunks = range(smallest, limit // num + 1)
+    share = _largest(lambda chunk: over((chunk,) * num), chunks, points, bends_up=True)
+    if share * num < limit and smallest == 1:
+        over(even(share * num + 1))  # most devices have a larger chunk already
+    along(even, over, (share - 1) * num + 1, (share + 1) * num - 1, bends_up=False)
 
-    shares = {search.even: over(search.split(search.even))}
-    most = range(smallest, limit // num + 1)
-    share = _largest(lambda share: over((share,) * num), most, shares, bends_up=True)
-    around = sizes(even, (share - 1) * num + 1, (share + 1) * num - 1)
-    # With one sample more than equal chunks, most devices have a larger chunk already.
-    known = {n: over(even(n)) for n in around if even(n) in told or n == share * num + 1}
-    _largest(lambda n: over(even(n)), around, known)
     is_alike = len(set(search.budgets)) == 1
     equal = (split for split in told if split[1] and (is_alike or len(set(split[1:])) == 1))
-    chunks = {split[1]: full(split)[1] - 1 for split in equal}
-    most = range(smallest, limit // (num - 1) + 1)
-    chunks = chunks or {search.even: over_on_others(search.even)}
-    chunk = _largest(over_on_others, most, chunks, bends_up=True)
-    path = sizes(others_first, 1, chunk * num)
-    known = {n: full(others_first(n))[0] - 1 for n in path if others_first(n) in told}
-    _largest(lambda n: full(others_first(n))[0] - 1, path, known, bends_up=True)
+    points = {split[1]: full(split)[1] - 1 for split in equal}
+    points = points or {search.even: over_on_others(search.even)}
+    chunks = range(smallest, limit // (num - 1) + 1)
+    chunk = _largest(over_on_others, chunks, points, bends_up=True)
+    along(others_first, over_on_first, 1, chunk * num, bends_up=True)
 
 
 def _largest(
     measure: Callable[[int], float],
     numbers: Sequence[int],
     over: dict[int, float],
-    *,
-    bends_up: bool = False,
+    bends_up: bool,
 ) -> int:
     """Measure what a search asks for, and return the largest number within the limit, or 0."""
     num_lines = len(over) + _MAX_LINES

@@ -86,11 +86,18 @@ def test_the_largest_value_that_fits(law, budgets, batch_size):
 
 
 @given(laws(), alike, st.integers(1, 300))
+@example(Law(((0, 100, 0),), ((0, 50),)), [1000] * 2, 30)
 def test_a_careful_search_never_runs_out(law, budgets, batch_size):
+    """Once a split has run, no other one does not fit."""
     search = Search(batch_size, budgets, is_careful=True)
-    if law.utilization(batch_size, budgets, search.even) <= 1:
-        for split in ask(search, law.peaks):
-            assert max(utilizations(law.peaks(split), budgets)) <= 1.000001
+    has_run = False
+    while (split := search.next()) is not None:
+        full = utilizations(law.peaks(split), budgets)
+        assert max(full) <= 1.000001 or not has_run
+        search.tell(
+            split, [math.inf if f > 1 else f * b for f, b in zip(full, budgets, strict=True)]
+        )
+        has_run |= max(full) <= 1
 
 
 def test_no_chunk_is_smaller_than_allowed():
@@ -123,6 +130,7 @@ class Measured:
 @pytest.mark.parametrize("is_even", [True, False])
 @given(law=laws(), budgets=alike, batch_size=st.integers(1, 200))
 @example(Law(((0, 16384, 32203), (0, 3730677, 0)), ((0, 67753),)), [134217728] * 2, 1)
+@example(Law(((0, 10, 30),), ((1000, 10),)), [3000] * 4, 8)
 def test_the_largest_batch(is_even, law, budgets, batch_size):
     def full(size: int) -> float:
         values = all_values(law, size, budgets)

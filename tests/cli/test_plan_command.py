@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 import torch
 from pydantic import TypeAdapter
@@ -55,24 +53,6 @@ def test_the_goal_decides_what_comes_first(goal):
     full = [option.utilization(report.budgets) for option in (best, *others)]
     sizes = [option.batch_size for option in (best, *others)]
     assert full[0] <= min(full) * 1.01 if goal == "headroom" else sizes[0] == max(sizes)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        ["plan", "--memory", "24GiB,11GiB,11GiB", "--for", "batch"],
-        pytest.param(
-            ["tune", "--emulate", "--memory", "100GiB", "--devices", "11", "--sweep", "9:12"],
-            marks=pytest.mark.slow,
-        ),
-    ],
-)
-def test_no_cell_is_wrapped_at_80_columns(options):
-    done = CliRunner().invoke(app, [*options, *WIDE])  # wider than a terminal
-    assert done.exit_code == 0, done.stderr
-    rows = [line for line in done.stdout.splitlines() if re.match(r" +\d|[ ─]+$", line)]
-    assert len(rows) > 5
-    assert max(len(line.rstrip()) for line in rows) <= 80
 
 
 def test_the_built_in_workloads_are_listed():
