@@ -409,13 +409,17 @@ class LoopSearch:
             self._is_settling = self.is_careful
 
     def _new_search(self, batch_size: int) -> Search:
-        return Search(
+        search = Search(
             batch_size,
             self.budgets,
             smallest=self.smallest,
             is_careful=self.is_careful,
             for_speed=self.for_speed,
         )
+        if self.search is not None and self.search.batch_size == batch_size:
+            ran_out = {v: full for v, full in self.search.told.items() if max(full) == math.inf}
+            search.told.update(ran_out)
+        return search
 
     def state_dict(self, batch_size: int) -> dict[str, Any]:
         """Return the value for a batch, and whether it is final, as numbers and lists."""

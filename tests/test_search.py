@@ -244,6 +244,16 @@ def test_running_out_goes_back_to_what_ran():
     assert search.is_over
 
 
+def test_running_out_is_not_forgotten():
+    """Before the first step, it is not known whether gradients add up."""
+    search, law = LoopSearch([10**4] * 4, is_careful=False), Law(((0, 10, 0),), ((250, 30),))
+    search.ran_out(64, 0)
+    for _ in range(MAX_SPLITS):
+        split = search.split(64)
+        assert split[0] < 16
+        search.tell(split, law.peaks(split), accumulates=True)
+
+
 def test_what_was_found_is_taken_over():
     search = LoopSearch([10**4] * 4, is_careful=True)
     follow(search, LAW, 64)
