@@ -147,6 +147,7 @@ _BY_NAMES: dict[tuple[str, ...], Callable[..., Any]] = {
     ("_cuda_isCurrentStreamCapturing",): _always(False),
     ("_cuda_getCurrentStream", "_cuda_getDefaultStream"): lambda index: (0, index, 0),
     ("_cuda_setStream",): _set_stream,
+    ("_cuda_getCurrentRawStream",): _always(0),  # imported by torch._dynamo
     ("_accelerator_getStream",): Stream,
     ("_accelerator_setStream",): lambda stream: device_module.set_device(stream.device),
     ("_broadcast",): _copies,
