@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import subprocess
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -320,6 +321,17 @@ def test_both_data_parallels_run(devices):
         output.sum().backward()
         assert torch.allclose(module[0].weight.grad, expected, rtol=0, atol=1e-12)
     assert nn.parallel.data_parallel(module, inputs.cuda(), [0, 1]).shape == (8, 3)
+
+
+def test_dynamo_is_imported_while_emulated():
+    """It imports functions of CUDA by name, as does the first optimizer of a process."""
+    program = """
+import torch
+from balanced_dp import emulate_devices
+with emulate_devices(2, as_cuda=True):
+    torch.optim.Adam([torch.nn.Parameter(torch.ones(2, device="cuda"))])
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def test_processes_cannot_be_spawned(devices):
