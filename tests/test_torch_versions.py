@@ -142,7 +142,7 @@ ELSEWHERE = {
     *("_enabled", "_set_sequence_nr"),
     # Of sparse tensors, which have them, and in annotations only.
     *("_indices", "_ops"),
-    *("_bytes", "_cuda_"),  # parts of names
+    "_bytes",  # part of a name
 }
 
 

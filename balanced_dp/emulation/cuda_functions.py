@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from ..errors import EmulationError
 from . import device_module
 from .device_module import Device, ledger_of
 from .machine import current_machine
@@ -157,18 +156,5 @@ _BY_NAMES: dict[tuple[str, ...], Callable[..., Any]] = {
     ("_gather",): _gather,
 }
 
-
-def _missing(name: str) -> Callable[..., Any]:
-    """Return what stands for a function that ``torch._C`` lacks; Dynamo imports some by name."""
-    if not name.startswith("_cuda_"):
-        raise AttributeError(f"module 'torch._C' has no attribute {name!r}")
-
-    def refuse(*args: Any, **kwargs: Any) -> Any:
-        raise EmulationError(f"emulated devices do not support torch.cuda ({name})")
-
-    return refuse
-
-
 ANSWERS = {name: answer for names, answer in _BY_NAMES.items() for name in names}
-ANSWERS["__getattr__"] = _missing
 """The functions of ``torch._C``, by name."""
