@@ -12,8 +12,7 @@ from torch import Tensor
 
 from ..errors import ArgumentError, GatherError, warn
 from . import nested
-from .losses.join import ChunkLosses, is_loss
-from .losses.sums import total
+from .losses.join import ChunkLosses, is_loss, total
 
 ScalarOutputs = Literal["auto", "mean", "sum", "stack"]
 

@@ -386,6 +386,9 @@ EXACT: dict[str, Callable[..., Any]] = {
         F.cross_entropy(o, ignored_chunk, reduction="sum") / (ignored_chunk != -100).sum()
     ),
     "sum by positive ones": lambda n, x, o, holes: rows(o).sum() / holes.sum().clamp(min=1),
+    "sum by the inverse of a count": (
+        lambda n, x, o, mask: (rows(o) * mask).sum() * (1 / max(1, int(mask.sum())))
+    ),
     "where": lambda n, x, o, mask: torch.where(mask > 0, rows(o), 0).sum() / (mask > 0).sum(),
     "weighted": lambda n, x, o, weight: (weight * rows(o)).sum() / weight.sum(),
     "not trained": not_trained,
@@ -432,38 +435,41 @@ if has_torch("2.6"):
     )
     EXACT["mse with weights"] = lambda n, x, o, real, part: F.mse_loss(o, real, weight=part)
 
-AVERAGED = {
-    "balance of experts": "other coefficients",
-    "dice": "not linear in a sum",
-    "dice of shares": "not linear in a sum",
-    "dot product": "uses Dot",
-    "hits": "no graph",
-    "masked mean in a checkpoint": "a checkpoint would compute it again",
-    "mean by a mean of others": "other coefficients",
-    "mean of a mask": "other coefficients",
-    "mean of masked by mean": "other coefficients",
-    "mean times length": "other coefficients",
-    "means of columns with masks": "other coefficients",
-    "not trained": "other coefficients",
-    "number of positions with a token": "other coefficients",
-    "outputs of one storage": "no graph",
-    "perplexity": "not linear in a mean",
-    "product": "not linear in a mean",
-    "ratios by a number": "not linear in a sum",
-    "rmse": "not linear in a mean",
-    "several outputs": "no graph",
-    "statistics": "not linear in a mean",
-    "sum and mean": "other coefficients",
-    "sum and penalty": "does not depend on samples is added",
-    "sum by a count in bfloat16": "other coefficients",
-    "sum by a count minus a number": "other coefficients",
-    "sum by a count plus the number of samples": "other coefficients",
-    "sum by a count plus twice 1": "other coefficients",
-    "sum by a mean": "other coefficients",
-    "sum by the clamped largest entry": "other coefficients",
-    "sum by the largest entry plus 1": "other coefficients",
-}
-"""Those of ``EXACT`` that are warned of, as not linear or not known, with a part of the reason."""
+AVERAGED = (
+    "balance of experts",
+    "dice",
+    "dice of shares",
+    "dot product",
+    "hits",
+    "mean by a buffer",
+    "mean by a mean of others",
+    "mean of a mask",
+    "mean of masked by mean",
+    "mean times length",
+    "means of columns with masks",
+    "not trained",
+    "number of positions with a token",
+    "outputs of one storage",
+    "perplexity",
+    "product",
+    "ratios by a number",
+    "rmse",
+    "several outputs",
+    "statistics",
+    "sum and mean",
+    "sum and penalty",
+    "sum by a buffer",
+    "sum by a count in bfloat16",
+    "sum by a count minus a number",
+    "sum by a count plus the number of samples",
+    "sum by a count plus twice 1",
+    "sum by a mean",
+    "sum by the clamped largest entry",
+    "sum by the largest entry plus 1",
+    "sum by the weights of classes",
+    "updated in place",
+)
+"""Those of ``EXACT`` that are averaged by samples, with a warning."""
 
 LIMITS: dict[str, Callable[[Tensor], Tensor]] = {
     "median": lambda losses: losses.median(),
@@ -493,9 +499,6 @@ UNCLEAR: dict[str, Callable[..., Any]] = {
     "sum by a deviation": (lambda n, x, o, real: (o - real).square().sum() / real.std().item()),
     "one sample": (lambda n, x, o: rows(o)[0]),
     "halved gradient": (lambda n, x, o: Halved.apply(rows(o).mean())),
-    "sum by the inverse of a count": (
-        lambda n, x, o, mask: (rows(o) * mask).sum() * (1 / max(1, int(mask.sum())))
-    ),
     "similarities of pairs": (lambda n, x, o, real: F.mse_loss(o @ o.T, real @ real.T)),
     "similarities by their number": (
         lambda n, x, o, real: -F.logsigmoid(o @ real.T).sum() / len(x)

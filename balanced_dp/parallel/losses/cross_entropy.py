@@ -1,7 +1,8 @@
 """Count the targets of cross entropies where torch computes them.
 
-How many targets are ignored, or what their classes weigh, no graph tells. So while replicas run,
-two functions of torch are replaced by ones that also count. What they return is torch's own tensor.
+No graph tells how many targets a cross entropy ignores, or what their classes weigh. So while
+replicas run, two functions of torch are replaced by ones that also count. They return torch's own
+tensors.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch.jit._builtins import _register_builtin
 
 _FUNCTIONS = {name: getattr(torch._C._nn, name) for name in ("cross_entropy_loss", "nll_loss_nd")}
 
-_MEAN, _SUM = 1, 2
+_KINDS = {1: "mean", 2: "sum"}
 """The reductions, as in ``torch.nn._reduction.get_enum``."""
 
 
@@ -33,20 +34,20 @@ class Counted:
         position: how many the replica has computed before.
         kind: ``"mean"`` or ``"sum"``.
         count: how many targets it is over, or their weight: a number or a 0-dim tensor.
-        compares_samples: whether each target is another one of the rows of a square input, as where
-            samples are compared with each other; or None.
         weight: the weights of classes, or None.
+        compares_samples: whether each target is another row of a square input, as where samples are
+            compared with each other: a 0-dim tensor, or None if the input is not square.
         value: its value, with its graph.
         node: its node in the graph, or None.
         result: what torch returned, without its graph.
-        version: the version of the result, which a write in place raises.
+        version: the version of the result; a write in place raises it.
     """
 
     position: int
     kind: str
     count: Any
-    compares_samples: Tensor | None
     weight: Tensor | None
+    compares_samples: Tensor | None
     value: Tensor
     node: Any
     result: Tensor
@@ -123,7 +124,7 @@ def _counting(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         input: Tensor,
         target: Tensor,
         weight: Tensor | None = None,
-        reduction: int = _MEAN,
+        reduction: int = 1,
         ignore_index: int = -100,
         *smoothing: float,
         **options: float,
@@ -131,35 +132,37 @@ def _counting(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         loss = function(input, target, weight, reduction, ignore_index, *smoothing, **options)
         found = None if torch.compiler.is_compiling() else _of_replica.get()
         is_plain = torch._C._functorch.peek_interpreter_stack() is None
-        if found is None or reduction not in (_MEAN, _SUM) or not is_plain:
+        if found is None or reduction not in _KINDS or not is_plain:
             return loss
-        count: Any
-        compares_samples = None
-        if target.is_floating_point():  # probabilities of classes: all count
-            count = target.numel() // target.shape[min(1, target.dim() - 1)]
-        else:
-            is_counted = target != ignore_index
-            count = is_counted.sum()
-            if weight is not None:
-                count = (weight.detach()[target.where(is_counted, 0).long()] * is_counted).sum()
-            if input.dim() == 2 and 1 < len(input) == input.shape[1]:
-                each = torch.arange(len(input), device=target.device)
-                compares_samples = (target.sort().values == each).all()
-        node = loss.grad_fn
-        if reduction == _MEAN and isinstance(count, Tensor):
+        count, compares_samples = _count(input, target, weight, ignore_index)
+        if reduction == 1 and isinstance(count, Tensor):
             # 0 / 0 if nothing counts, which would hide what else is added to it.
             loss.data.masked_fill_(count == 0, 0)
-            if weight is not None and node is not None:  # all classes may have the weight 0
-                node.register_hook(functools.partial(_without_nan, count == 0))
-        kind = "mean" if reduction == _MEAN else "sum"
+            if weight is not None and loss.grad_fn:  # all classes may have the weight 0
+                loss.grad_fn.register_hook(functools.partial(_without_nan, count == 0))
         value = loss.clone()  # the loss may be written to
         result = loss.detach(), _version(loss)
-        found.append(
-            Counted(len(found), kind, count, compares_samples, weight, value, node, *result)
-        )
+        asked = len(found), _KINDS[reduction], count, weight, compares_samples
+        found.append(Counted(*asked, value, loss.grad_fn, *result))
         return loss
 
     return compute
+
+
+def _count(
+    input: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int
+) -> tuple[int | Tensor, Tensor | None]:
+    """Return the number of targets, or their weight, and whether they are the rows of the input."""
+    if target.is_floating_point():  # probabilities of classes: all count
+        return target.numel() // target.shape[min(1, target.dim() - 1)], None
+    is_counted, compares_samples = target != ignore_index, None
+    if input.dim() == 2 and len(input) == input.shape[1]:
+        rows = torch.arange(len(input), device=target.device)
+        compares_samples = (target.sort().values == rows).all()
+    if weight is None:
+        return is_counted.sum(), compares_samples
+    weights = weight.detach()[target.where(is_counted, 0).long()]
+    return (weights * is_counted).sum(), compares_samples
 
 
 def _without_nan(is_empty: Tensor, grad_inputs: Any, grad_outputs: Any) -> Any:

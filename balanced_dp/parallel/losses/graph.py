@@ -1,27 +1,24 @@
-r"""Read from autograd how the loss of each replica depends on means and sums over its samples.
+r"""Read from autograd which means and sums over samples a loss is made of, and where samples mix.
 
-The graphs of the replicas are walked side by side, from the loss towards the samples. They are
-alike but for the dimension of the samples. Where it disappears, a *reduction* ends the walk:
+A loss is followed from its node to the ones where the samples disappear, its *reductions*:
 
-    loss  <-  add  <-  div  <-  sum  <-  mul  <- ...     without samples up to the sum and the mean;
-                  \                                       behind them (n_i, C), where chunk i has
-                   mul  <-  mean  <- ...                  n_i samples
+    loss  <-  add  <-  div by 2  <-  mean  <- ...      numbers up to the mean and the sum,
+                  \                                     (n_i, C) behind them, for n_i samples
+                   neg  <-  sum  <- ...
 
-There are few operators between a loss and its reductions, and their inputs are small. Each is asked
-for its derivative, so that the derivative of the loss with respect to each reduction is known. One
-that was itself computed from a reduction says that the loss is not linear in it.
+On the way they may only be added up and multiplied by Python's numbers. These are read on the host,
+so no call waits for a device, and nobody's code runs again. The graphs of the replicas are followed
+side by side, as they are alike but for the number of samples.
 
-Nodes are called and not run by the engine, so nobody's hooks are. Where a custom function is on the
-way, or tensors that a checkpoint would compute again, the walk ends with an UnclearError.
+``how_samples_mix`` searches the graphs for operators that compute samples from each other.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -32,57 +29,58 @@ from ...free_threading import looking_at_nodes
 from ..copies import Broadcast
 from .cross_entropy import Counted
 
-Nodes = tuple[Any, ...]
-"""The same node of the graph of each replica."""
+Edges = Sequence[tuple[Any, int]]
+"""For each replica, a node and the number of one of its outputs."""
 
-UNLIKE = "the replicas computed it in different ways, as by a branch or a loop over samples"
+_KEEPS = re.compile(r"Clone|ToCopy|Alias|(Unsafe)?View|\w*Reshape\w*|(Un)?[sS]queeze")
+"""Operators that keep the entries of a tensor."""
+
+
+UNLIKE = "the replicas computed it in different ways, as by a branch"
 
 
 class UnclearError(Exception):
     """It is not known how a loss depends on its samples; the message says why."""
 
 
-@dataclass(slots=True, eq=False)
-class Part:
-    """A reduction, an operator between the loss and its reductions, or what leads to none.
+@dataclass(frozen=True, slots=True)
+class Term:
+    """A part of a loss: a mean or a sum over samples, times a number.
 
     Attributes:
+        factors: by what numbers it is multiplied on each replica.
+        scales: a tensor on each replica by which it is also multiplied, computed from parameters.
+        is_scaled: whether there was such a number or tensor.
+        divisors: the 0-dim tensors without a graph by which it is also divided.
+        kind: ``"mean"``, ``"sum"``, or "" for what does not depend on samples.
+        counts: over how many entries it is on each replica: numbers, or 0-dim tensors.
+        position: which cross entropy of its replica it is, or None.
         nodes: its node on each replica.
-        kind: ``"mean"`` or ``"sum"`` of a reduction, or "".
-        counts: over how many entries a reduction is on each replica: numbers, or 0-dim tensors.
-        counted: the cross entropies, if it is one that was counted.
-        adds_number: whether an operator adds a number, or a tensor without a graph.
-        has_rows: whether a reduction is over a tensor with a row for each sample.
-        inputs: of an operator, the positions, output numbers and parts of its inputs.
-        gradients: on each replica, the derivatives of the loss with respect to its outputs.
-        others: on the first replica, those with respect to inputs that lead to no reduction.
     """
 
-    nodes: Nodes
+    factors: Sequence[float]
+    scales: Sequence[Tensor] = ()
+    is_scaled: bool = False
+    divisors: Sequence[Tensor] = ()
     kind: str = ""
     counts: Sequence[Any] = ()
-    counted: Sequence[Counted] = ()
-    adds_number: bool = False
-    has_rows: bool = False
-    inputs: list[tuple[int, int, Part]] = field(default_factory=list)
-    gradients: list[list[Any]] = field(default_factory=list)
-    others: list[Tensor] = field(default_factory=list)
+    position: int | None = None
+    nodes: Sequence[Any] = ()
 
-    @property
-    def name(self) -> str:
-        """The name of the operator."""
-        return operator_name(self.nodes[0])
-
-    def gradient(self, replica: int) -> Tensor:
-        """Return the derivatives of a replica's loss as a vector."""
-        known = [one.reshape(-1) for one in self.gradients[replica] if one is not None]
-        return torch.cat(known)
+    def scaled_factors(self) -> Sequence[float | Tensor]:
+        """Return by what it is multiplied on each replica."""
+        if not self.scales:
+            return self.factors
+        return [f * scale for f, scale in zip(self.factors, self.scales, strict=True)]
 
 
-def parts_of(
-    losses: Sequence[Tensor], sizes: Sequence[int], dim: int, counted: Mapping[Any, Counted]
-) -> list[Part]:
-    """Return the operators and reductions of a loss, each after those that use it.
+def terms_of(
+    losses: Sequence[Tensor],
+    sizes: Sequence[int],
+    dim: int,
+    counted: Mapping[Any, Counted],
+) -> list[Term]:
+    """Return the terms of which a loss is the sum.
 
     Args:
         losses: the loss of each replica.
@@ -91,74 +89,71 @@ def parts_of(
         counted: cross entropies by their nodes.
 
     Raises:
-        UnclearError: the replicas differ, or an operator cannot be asked for its derivative.
+        UnclearError: it is no such sum.
     """
+    if any(loss.grad_fn is None for loss in losses):
+        raise UnclearError("it has no graph (of an accuracy, return a row for each sample)")
+    found = []
+    start: Edges = [(loss.grad_fn, loss.output_nr) for loss in losses]
+    stack = [(start, Term([1.0] * len(losses)))]
     with looking_at_nodes:
-        parts = _walk(tuple(loss.grad_fn for loss in losses), sizes, dim, counted)
-        for loss in losses if parts else ():
-            ones = torch.ones_like(loss.detach())
-            parts[0].gradients.append([None] * loss.output_nr + [ones])
-        for part in parts:
-            if not part.kind:
-                _differentiate(part)
-    return parts
+        while stack:
+            edges, term = stack.pop()
+            nodes = [node for node, _ in edges]
+            names = {
+                node and ("" if _is_parameter(node) else operator_name(node)) for node in nodes
+            }
+            if len(names) > 1:
+                raise UnclearError(UNLIKE)
+            if names == {None}:
+                found.append(term)
+            elif all(node in counted for node in nodes):
+                found.append(of_counted([counted[node] for node in nodes], term))
+            elif counts := _counts(edges, sizes, dim):
+                found.append(replace(term, kind=_kind_of(nodes[0]), counts=counts, nodes=nodes))
+            else:
+                try:
+                    stack += _inputs(nodes, term, sizes, dim)
+                except UnclearError:
+                    if not _is_of_weights(edges, sizes, dim):
+                        raise
+                    found.append(term)
+    return found
 
 
-def _walk(
-    root: Nodes, sizes: Sequence[int], dim: int, counted: Mapping[Any, Counted]
-) -> list[Part]:
-    """Return the parts that lead to reductions, from the loss on."""
-    found: dict[Any, tuple[Part, list[tuple[int, int, Nodes]]]] = {}
-    done: dict[Any, Part] = {}
-    stack = [root]
-    while stack:
-        nodes = stack[-1]
-        if nodes[0] not in found:
-            found[nodes[0]] = own = _part(nodes, sizes, dim, counted)
-            stack += [inputs for _, _, inputs in own[1]]
-            continue
-        stack.pop()
-        part, edges = found[nodes[0]]
-        if part.nodes != nodes:
-            raise UnclearError(UNLIKE)
-        if nodes[0] not in done:
-            done[nodes[0]] = part
-            children = [(i, number, found[inputs[0]][0]) for i, number, inputs in edges]
-            part.inputs = [child for child in children if child[2].kind or child[2].inputs]
-    return [part for part in reversed(done.values()) if part.kind or part.inputs]
+def _form(node: Any) -> str | None:
+    """Return what nodes of different replicas have in common."""
+    return node and ("weight" if _is_parameter(node) else operator_name(node))
 
 
-def _part(
-    nodes: Nodes, sizes: Sequence[int], dim: int, counted: Mapping[Any, Counted]
-) -> tuple[Part, list[tuple[int, int, Nodes]]]:
-    """Return a part, and the positions, output numbers and nodes of an operator's inputs."""
-    first = nodes[0]
-    if all(node in counted for node in nodes):
-        own = [counted[node] for node in nodes]
-        return Part(nodes, own[0].kind, [one.count for one in own], own), []
-    if all(node is first for node in nodes) or any(is_parameter(node) for node in nodes):
-        return Part(nodes), []
-    edges = [node.next_functions for node in nodes]
-    forms = {
-        (node.name(), *(None if c is None else "" if is_parameter(c) else n for c, n in own))
-        for node, own in zip(nodes, edges, strict=True)
-    }
-    if len(forms) > 1:
+def of_counted(own: Sequence[Counted], term: Term) -> Term:
+    """Return a term that is a cross entropy of each replica.
+
+    Raises:
+        UnclearError: it is not the same one on each.
+    """
+    if len({one.position for one in own}) > 1:
         raise UnclearError(UNLIKE)
-    part, outer, inputs = Part(nodes), [shape_of(node) for node in nodes], []
-    for position, group in enumerate(zip(*edges, strict=True)):
-        if group[0][0] is None:
-            part.adds_number |= part.name in ("Add", "Sub", "Rsub")
-            continue
-        inputs.append((position, group[0][1], tuple(node for node, _ in group)))
-        inner = [shape_of(*edge) for edge in group]
-        if _have_samples(inner, sizes, dim) and not _have_samples(outer, sizes, dim):
-            if _is_stack(group[0][0]):
-                continue
-            counts = [math.prod(a) // math.prod(b) for a, b in zip(inner, outer, strict=True)]
-            has_rows = -len(inner[0]) <= dim < len(inner[0]) and inner[0][dim] == sizes[0]
-            return Part(nodes, _kind_of(first), counts, has_rows=has_rows), []
-    return part, inputs
+    counts = [one.count for one in own]
+    return replace(term, kind=own[0].kind, counts=counts, position=own[0].position)
+
+
+def _counts(edges: Edges, sizes: Sequence[int], dim: int) -> list[int]:
+    """Return over how many entries each replica reduces its samples; empty if it does not."""
+    inputs = [[edge for edge in node.next_functions if edge[0]] for node, _ in edges]
+    if not all(inputs):
+        return []
+    outer, inner = [shape_of(*edge) for edge in edges], [shape_of(*own[0]) for own in inputs]
+    is_stack = inner.count(inner[0]) == len(inner) and _is_stack(inputs[0][0][0])
+    if is_stack or _have_samples(outer, sizes, dim) or not _have_samples(inner, sizes, dim):
+        return []
+    return [math.prod(a) // math.prod(b) for a, b in zip(inner, outer, strict=True)]
+
+
+def _is_stack(node: Any) -> bool:
+    """Return whether a tensor holds numbers, such as several losses."""
+    is_joined = operator_name(node) in ("Stack", "Cat")
+    return is_joined and all(c and math.prod(shape_of(c, n)) == 1 for c, n in node.next_functions)
 
 
 def _have_samples(shapes: Sequence[Sequence[int]], sizes: Sequence[int], dim: int) -> bool:
@@ -172,10 +167,24 @@ def _have_samples(shapes: Sequence[Sequence[int]], sizes: Sequence[int], dim: in
     return -len(shape) <= dim < len(shape) and shape[dim] % sizes[0] == 0
 
 
-def _is_stack(node: Any) -> bool:
-    """Return whether a tensor holds numbers, such as several losses."""
-    is_joined = operator_name(node) in ("Stack", "Cat")
-    return is_joined and all(c and math.prod(shape_of(c, n)) == 1 for c, n in node.next_functions)
+def _is_of_weights(edges: Edges, sizes: Sequence[int], dim: int) -> bool:
+    """Return whether a value is computed from parameters only, as a penalty is.
+
+    In an even split, it must also be computed from nothing without a graph, as samples are.
+    """
+    stack, seen = [edges], set[Any]()
+    while stack:
+        edges = stack.pop()
+        nodes = [node for node, _ in edges]
+        if None in nodes and len(set(sizes)) == 1:
+            return False
+        if nodes[0] in seen or None in nodes or any(map(_is_parameter, nodes)):
+            continue
+        if _have_samples([shape_of(*edge) for edge in edges], sizes, dim):
+            return False
+        seen.add(nodes[0])
+        stack += zip(*(node.next_functions for node in nodes), strict=False)
+    return True
 
 
 def _kind_of(node: Any) -> str:
@@ -190,43 +199,50 @@ def _kind_of(node: Any) -> str:
     return kind
 
 
-def _differentiate(part: Part) -> None:
-    """Add the derivative of the loss by way of this operator to those of its inputs."""
-    if is_custom(part.nodes[0]):
-        raise UnclearError(f"it uses the custom function {part.name}")
-    used = {position for position, _, _ in part.inputs}
-    for replica, node in enumerate(part.nodes):
-        gradients = part.gradients[replica]
-        missing = [None] * (len(node._input_metadata) - len(gradients))
-        if any(getattr(saved, "unpack_hook", None) for saved in _saved(node)):
-            raise UnclearError("a checkpoint would compute it again")
-        try:
-            found = node(*gradients, *missing)
-        except RuntimeError as error:  # a tensor that it needs was written to, for example
-            raise UnclearError(str(error).partition("\n")[0]) from None
-        found = list(found) if isinstance(found, tuple) else [found]
-        for position, number, child in part.inputs:
-            if not child.gradients:
-                child.gradients = [[None] * len(one._input_metadata) for one in child.nodes]
-            known, new = child.gradients[replica], found[position]
-            known[number] = new if known[number] is None else known[number] + new
-        if replica == 0:
-            part.others = [g for i, g in enumerate(found) if g is not None and i not in used]
+def _inputs(
+    nodes: Sequence[Any], term: Term, sizes: Sequence[int], dim: int
+) -> list[tuple[Edges, Term]]:
+    """Return the inputs of an operator, and the terms that they are."""
+    name = operator_name(nodes[0])
+    inputs: list[Edges] = list(zip(*(node.next_functions for node in nodes), strict=False))
+    if name in ("Stack", "Cat", "Sum") or _KEEPS.fullmatch(name):
+        return [(edges, term) for edges in inputs]
+    if name == "Neg":
+        return [(inputs[0], _times(term, -1))]
+    if name == "Mean":
+        share = math.prod(shape_of(nodes[0])) / math.prod(shape_of(*inputs[0][0]))
+        return [(inputs[0], _times(term, share))]
+    if name in ("Add", "Sub", "Rsub"):
+        scaled = _times(term, getattr(nodes[0], "_saved_alpha", 1) * (1 if name == "Add" else -1))
+        terms = (scaled, term) if name == "Rsub" else (term, scaled)
+        return list(zip(inputs, terms, strict=False))
+    if name == "Mul" and all(edges[0][0] for edges in inputs) and not term.scales:
+        for value, scale, saved in ((0, 1, "_saved_other"), (1, 0, "_saved_self")):
+            if _is_of_weights(inputs[scale], sizes, dim):
+                scales = [getattr(node, saved) for node in nodes]
+                return [(inputs[value], replace(term, is_scaled=True, scales=scales))]
+    if name in ("Mul", "Div") and [bool(edges[0][0]) for edges in inputs] == [True, False]:
+        others = [node._saved_other for node in nodes]
+        if all(map(_is_number, others)):
+            numbers = [float(other) for other in others]
+            inverse = [1 / (number or math.nan) for number in numbers]
+            scaled = _times(term, *(numbers if name == "Mul" else inverse))
+            return [(inputs[0], replace(scaled, is_scaled=True))]
+        if name == "Div" and not term.divisors and all(other.numel() == 1 for other in others):
+            return [(inputs[0], replace(term, divisors=others))]
+    raise UnclearError(f"it uses {name}, other than with a number")
 
 
-def depends_on(gradient: Tensor, parts: Iterable[Part]) -> bool:
-    """Return whether a derivative on the first replica was computed from one of the parts."""
-    within = {part.nodes[0] for part in parts}
-    stack, seen = list[Any]([gradient.grad_fn]), set[Any]([None])
-    with looking_at_nodes:
-        while stack:
-            node = stack.pop()
-            if node in within:
-                return True
-            if node not in seen:
-                seen.add(node)
-                stack += [child for child, _ in node.next_functions]
-    return False
+def _times(term: Term, *numbers: float) -> Term:
+    """Return a term that is multiplied by a number, or by one for each replica."""
+    pairs = zip(term.factors, numbers * (len(term.factors) // len(numbers)), strict=True)
+    return replace(term, factors=[factor * number for factor, number in pairs])
+
+
+def _is_number(tensor: Tensor) -> bool:
+    """Return whether autograd saved one of Python's numbers, which has no say in the type."""
+    dtype = torch.half if tensor.is_floating_point() else torch.int8
+    return torch.result_type(tensor, torch.ones((), dtype=dtype)) == dtype
 
 
 def shape_of(node: Any, number: int = 0) -> Sequence[int]:
@@ -235,28 +251,87 @@ def shape_of(node: Any, number: int = 0) -> Sequence[int]:
     return shape
 
 
-def is_parameter(node: Any) -> bool:
-    """Return whether a node stands for a parameter, or its copies on a device."""
-    return node.name().endswith("AccumulateGrad") or isinstance(node, Broadcast._backward_cls)
-
-
-def is_custom(node: Any) -> bool:
-    """Return whether a node runs somebody's code, or stands for a write into a view."""
-    return isinstance(node, BackwardCFunction) or node.name() == "CopySlices"
-
-
 def operator_name(node: Any) -> str:
     """Return the name of an operator from its autograd node."""
     return re.sub(r"Backward(s|\d*)$", "", node.name().rpartition("::")[2])
 
 
-def _saved(node: Any) -> list[Any]:
-    """Return the tensors that a node has saved, packed."""
-    cls: Any = type(node)
-    found = [getattr(node, name) for name in _saved_names(cls)]
-    return [one for own in found for one in (own if isinstance(own, tuple | list) else [own])]
+# Samples that are computed from each other.
+
+Pair = tuple[Sequence[int], Sequence[int]]
+"""The shapes of a tensor on two replicas, or their numbers of samples."""
+
+_GOES_ALONG = re.compile(r"(Log)?Softmax|Log[cC]umsumexp|Cum(sum|prod|max|min)|Sort|Flip|Roll")
+"""Operators that compute entries along a dimension from each other, and keep its size."""
+
+_SELECTS = re.compile(r"Select|Slice|Unbind|\w*Split\w*|Index\w*|MaskedSelect")
+"""Operators with which code loops over samples, or selects some of them."""
 
 
-@functools.cache
-def _saved_names(cls: Any) -> Sequence[str]:
-    return [name for name in dir(cls) if name.startswith("_raw_saved_")]
+def how_samples_mix(outputs: Iterable[tuple[Tensor, Tensor]], sizes: Sequence[int]) -> str:
+    """Return how samples of a chunk are computed from each other, or "" if nothing shows it.
+
+    Args:
+        outputs: pairs of outputs with a graph of two replicas.
+        sizes: their numbers of samples, which differ.
+    """
+    seen = set[Any]()
+    # Up to its reductions, which are joined, a loss has the same shapes on both.
+    stack: list[Any] = [
+        ((one.grad_fn, other.grad_fn), (one.shape, other.shape), one.shape == other.shape)
+        for one, other in outputs
+    ]
+    with looking_at_nodes:
+        while stack:
+            (node, other), shapes, is_loss = stack.pop()
+            if node in seen or type(node) is not type(other) or _is_parameter(node):
+                continue
+            seen.add(node)
+            is_loss = is_loss and shapes[0] == shapes[1]
+            inputs: list[Pair] = []
+            for a, b in zip(node.next_functions, other.next_functions, strict=False):
+                if a[0] is not None and b[0] is not None:
+                    inputs.append((shape_of(*a), shape_of(*b)))
+                    stack.append(((a[0], b[0]), inputs[-1], is_loss))
+            is_custom = isinstance(node, BackwardCFunction) or node.name() == "CopySlices"
+            how = "" if is_custom else _mixes(node, shapes, inputs, sizes, is_loss)
+            if how:
+                return f"{operator_name(node)} {how}"
+    return ""
+
+
+def _mixes(
+    node: Any, shapes: Pair, inputs: Sequence[Pair], sizes: Sequence[int], is_loss: bool
+) -> str:
+    """Return how an operator computes samples from each other, by its shapes on two replicas."""
+    (one, other), (n, m) = shapes, sizes
+    name = operator_name(node)
+    if one != other:
+        pairs = (n * n, m * m), (n * (n - 1), m * (m - 1)), (n * (n - 1) // 2, m * (m - 1) // 2)
+        if len(_axes(shapes, sizes)) > 1 or any(p in pairs for p in zip(one, other, strict=False)):
+            return "computes a number for each pair of samples"
+    elif is_loss:
+        return ""
+    elif any(_axes(pair, sizes) for pair in inputs) and not _SELECTS.fullmatch(name):
+        return "reduces the samples of each chunk"
+    dims = getattr(node, "_saved_dim", getattr(node, "_saved_dims", None))
+    if dims is not None and _GOES_ALONG.fullmatch(name):
+        along = {axis for pair in inputs for axis in _axes(pair, sizes)}
+        for dim in dims if isinstance(dims, tuple) else (dims,):
+            # torch reports negative ones as unsigned numbers.
+            if (dim - 2**64 * (dim >= 2**63)) % len(one) in along:
+                return "goes along the samples of each chunk"
+    return ""
+
+
+def _axes(shapes: Pair, sizes: Sequence[int]) -> list[int]:
+    """Return the dimensions whose sizes follow the numbers of samples."""
+    (one, other), (n, m) = shapes, sizes
+    if one == other or len(one) != len(other):
+        return []
+    return [d for d, (a, b) in enumerate(zip(one, other, strict=True)) if a != b and a * m == b * n]
+
+
+def _is_parameter(node: Any) -> bool:
+    """Return whether a node stands for a parameter, or its copies on a device."""
+    return node.name().endswith("AccumulateGrad") or isinstance(node, Broadcast._backward_cls)

@@ -1,34 +1,53 @@
 """Join the 0-dim outputs of the replicas into those of the batch.
 
-A ``ChunkLosses`` belongs to one call, an ``OutputHistory`` to a model. With gradients, ``graph``
-and ``plan`` tell the weights of the replicas; without, an output is joined as the last call with
-gradients has shown. What is not known is averaged by samples, with one warning.
+A loss is a sum of terms c r_i: means and sums r_i over the samples of chunk i, times a number c
+(see ``graph``). A sum over the batch is the sum of those over the chunks. A mean is their mean
+weighted by their counts: entries, or the targets that a cross entropy counts. So with weights w_i,
+
+    loss = sum_i w_i loss_i / sum_i w_i        or, of sums, loss = sum_i loss_i,
+
+if these are right for each term. A cross entropy has a known value, so beside other terms it may
+have weights of its own: it is subtracted, joined by itself and added again.
+
+Without gradients an output is joined as in the last call with gradients. What is not known is
+averaged by samples, with one warning.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from numbers import Real
 from typing import Any, TypeGuard
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...devices import is_symbolic
-from ...errors import warn
+from ...errors import ArgumentError, ArgumentTypeError, warn
+from ...torch_versions import run_at_once
 from .. import nested
-from ..nested import Arguments, described
+from ..nested import Arguments, described, named_arguments
 from .cross_entropy import Counted, counting
-from .graph import UNLIKE, Part, UnclearError, parts_of
-from .mixing import how_samples_mix
-from .plan import COUNTED, SAMPLES, SUM, Counts, Loss, Rule, Tensors, doubt_of, joined
-from .sums import ignore_if_empty, total, weighted_mean
-from .weight import weight_of_chunk
+from .graph import Term, UnclearError, how_samples_mix, of_counted, terms_of
+
+Tensors = Sequence[Tensor]
+"""One for each replica."""
+
+Weighting = tuple[Any, ...]
+"""``SUM``; ``SAMPLES``, by chunk sizes; ``("entries", *counts)``; ``("counted", i)``, by the
+targets of the i-th cross entropy; ``("argument", path, how)``, by what an argument counts."""
+
+SUM: Weighting = ("sum",)
+SAMPLES: Weighting = ("samples",)
 
 _REMEDY = (
-    "Compute it outside, from gathered outputs; give loss_weight if it is a mean over other "
-    "entries, or scalar_outputs='mean' if a mean weighted by samples is meant"
+    "Return its parts as outputs of their own and combine them outside, compute it outside from "
+    "gathered outputs, or give loss_weight or scalar_outputs"
 )
 
 
@@ -38,11 +57,14 @@ class OutputHistory:
 
     Attributes:
         rules: how losses are joined, by the function and the path of the output.
-        looked_at: functions whose graph was searched for samples that mix.
+        divided: by what terms of losses are divided, as far as it is known.
+        looked_at: functions whose graph was searched for samples that mix, and outputs whose
+            cross entropies were asked whether they compare samples.
         warned: the outputs, as a warning calls them, and names of inputs that were warned of.
     """
 
     rules: dict[Any, Rule] = field(default_factory=dict)
+    divided: dict[Any, Sequence[Weighting]] = field(default_factory=dict)
     looked_at: set[Any] = field(default_factory=set)
     warned: set[str] = field(default_factory=set)
 
@@ -57,6 +79,78 @@ class OutputHistory:
                 f"{what} may differ from its value for the whole batch: {reason}. {remedy}; "
                 "model.check(batch) shows by how much"
             )
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """How a loss is joined.
+
+    Attributes:
+        rest: the weights of the loss, without the cross entropies in ``own``.
+        own: of cross entropies with weights of their own, the position, the weights, and the factor
+            on each replica.
+        arguments: the names of those that the call must have had, as a sum may be divided by one;
+            None if that does not matter.
+        reason: why it is not known how the loss is joined; or "".
+    """
+
+    rest: Weighting = SAMPLES
+    own: Sequence[tuple[int, Weighting, Sequence[float | Tensor]]] = ()
+    arguments: Any = None
+    reason: str = ""
+
+    def detached(self) -> Rule:
+        """Return the same without graphs."""
+        own = [
+            (i, by, [torch.as_tensor(f).detach() for f in factors]) for i, by, factors in self.own
+        ]
+        return replace(self, own=own)
+
+
+def weighting_of(term: Term, sizes: Sequence[int]) -> Weighting:
+    """Return with which weights a term of the replicas is joined to that of the batch.
+
+    Raises:
+        UnclearError: it is not known.
+    """
+    is_even, factors = len(set(sizes)) == 1, term.factors
+    if term.position is not None:
+        own, known = ("counted", term.position), [(SAMPLES, sizes)]
+    else:
+        is_of_samples = _are_equal([n / m for n, m in zip(term.counts, sizes, strict=True)])
+        own = SAMPLES if is_of_samples else ("entries", *term.counts)
+        known = [(SAMPLES, sizes), (own, term.counts)]
+    if term.kind == "mean" and _are_equal(factors):
+        return own
+    if term.kind == "sum":
+        # It may be divided by the number of samples or entries. In an even split only its value
+        # tells that from a number that is the same for all chunks.
+        fits = _are_ones if is_even else _are_equal
+        pairs = [(by, [f * n for f, n in zip(factors, c, strict=True) if n]) for by, c in known]
+        means = [by for by, products in pairs if term.is_scaled and fits(products)]
+        adds = _are_equal(factors) and not (is_even and (term.is_scaled or not _are_ones(factors)))
+        if bool(means) != adds:
+            return means[0] if means else SUM
+    raise UnclearError("it is not clear whether its sums add up or are means")
+
+
+def adds_up(by: Weighting) -> bool:
+    """Return whether terms are added up: sums, undivided or divided by an argument itself."""
+    return by == SUM or by[-1] == "number"
+
+
+def _are_equal(numbers: Sequence[float]) -> bool:
+    return all(math.isclose(number, numbers[0], rel_tol=1e-9) for number in numbers)
+
+
+def _are_counts(divisors: Sequence[float], counts: Sequence[float]) -> bool:
+    """Return whether divisors are counts. A count of 0 is replaced by 1, or something next to 0."""
+    pairs = zip(divisors, counts, strict=True)
+    return all(n == 0 or math.isclose(divisor, n, rel_tol=1e-6) for divisor, n in pairs)
+
+
+def _are_ones(numbers: Sequence[float]) -> bool:
+    return _are_equal([*map(abs, numbers), 1.0])
 
 
 @dataclass(slots=True, eq=False)
@@ -102,73 +196,174 @@ class ChunkLosses:
         """
         sizes = self.chunk_sizes or [1] * len(outputs)
         weights = self._given_weights(name)
-        if weights:
-            with contextlib.suppress(UnclearError):
-                for part in self._parts(outputs):
-                    ignore_if_empty(part.nodes, weights if part.kind else ())
         if weights or not self.counted or is_symbolic(outputs[0].device):
             return weighted_mean(outputs, weights or sizes, device)
-        pairs = zip(self.counted, outputs, strict=True)
-        own = [one for found, output in pairs for one in found if one.is_(output)]
-        rules, key = self.history.rules, (self._code, name)
         try:
-            if len(own) == len(outputs):
-                if rules.get(key) != COUNTED:  # to compare class weights waits for the device
-                    doubt = doubt_of(own, sizes)
-                    if doubt:
-                        self.history.warn(self.described(name), doubt)
-                    rules[key] = COUNTED
-                if own[0].kind == "sum":
-                    return total(outputs, device)
-                return weighted_mean(outputs, [one.count for one in own], device)
-            if torch.is_grad_enabled():
-                return self._by_graph(outputs, name, key, device)
-            counts = self._counts()
-            rules[key] = rules.get(key) or counts.rule_of(outputs)
-            rule = rules[key].without_gradients(counts.argument_names)
-            values = [
-                [factor.to(one.value.device) * one.value for one in counts.at(position)]
-                for _, position, _, factor in rule.exchanged
-            ]
-            return joined(outputs, rule, values, counts.weights, device)
+            rule = self._rule(outputs, name)
+            rest, parts = outputs, []
+            for position, by, factors in rule.own:
+                found = zip(self._counted(position), factors, strict=True)
+                values = [one.value * factor for one, factor in found]
+                rest = [value - part for value, part in zip(rest, values, strict=True)]
+                parts.append(self._by(by, values, device))
+            return sum(parts, self._by(rule.rest, rest, device))
         except UnclearError as error:
-            if torch.is_grad_enabled() or key not in rules:
-                rules[key] = Rule(reason=str(error))
             self.history.warn(self.described(name), str(error))
             return weighted_mean(outputs, sizes, device)
 
-    def _by_graph(self, outputs: Tensors, name: str, key: Any, device: torch.device) -> Tensor:
-        """Join an output as its graph shows."""
-        loss = Loss(self._parts(outputs), outputs, self._counts(), device)
-        rule = self.history.rules.get(key, Rule())
-        if rule.structure != loss.structure:
-            rule = loss.rule()
-        elif rule.has_arrived() and not float(rule.spread[0]) <= loss.tolerance:
-            reason = "it is computed in another way than before, which is noticed one call late"
-            self.history.warn(f"one value of {self.described(name)}", reason)
-            rule = loss.rule()
-        rule = self.history.rules[key] = loss.with_numbers(rule)
-        if rule.doubt:
-            self.history.warn(self.described(name), rule.doubt)
-        own = {k: by for k, _, by, _ in rule.exchanged}
-        for k, part in enumerate(loss.parts):
-            by = own.get(k, rule.base)
-            if part.kind and by not in (SUM, SAMPLES):
-                ignore_if_empty(part.nodes, loss.weights(by))
-        values = [loss.values(k) for k, *_ in rule.exchanged]
-        return joined(outputs, rule, values, loss.weights, device)
+    def _rule(self, outputs: Tensors, name: str) -> Rule:
+        """Return how an output is joined.
 
-    def _parts(self, outputs: Tensors) -> list[Part]:
-        """Return the operators and reductions of a loss; none if it has no graph."""
-        have_graph = {output.grad_fn is not None for output in outputs}
-        if len(have_graph) > 1:
-            raise UnclearError(UNLIKE)
-        counted = {one.node: one for found in self.counted for one in found if one.node}
+        Raises:
+            UnclearError: it is not known.
+        """
+        pairs = zip(self.counted, outputs, strict=True)
+        own = [one for found, output in pairs for one in found if one.is_(output)]
+        if len(own) == len(outputs):
+            self._check_counted(own, name)
+            term = of_counted(own, Term([1.0] * len(outputs)))
+            return Rule(weighting_of(term, self.chunk_sizes or ()))
+        key, rules = (self._code, name), self.history.rules
+        if torch.is_grad_enabled():
+            try:
+                rule = self._rule_by_graph(outputs, key)
+            except UnclearError as error:
+                rules[key] = Rule(reason=str(error))
+                raise
+            rules[key] = rule.detached()
+            return rule
+        rule = rules.get(key, Rule(reason="no call with gradients has shown how it is computed"))
+        if rule.reason:
+            raise UnclearError(rule.reason)
+        if rule.rest[0] == "entries":
+            raise UnclearError("without gradients it is not known over how many entries it is")
+        if rule.arguments not in (None, self._argument_names):
+            raise UnclearError("without gradients, and with other arguments, it may be a mean")
+        return rule
+
+    def _rule_by_graph(self, outputs: Tensors, key: Any) -> Rule:
+        nodes = {one.node: one for found in self.counted for one in found if one.node}
         sizes = self.chunk_sizes or ()
-        return parts_of(outputs, sizes, self.dim, counted) if have_graph == {True} else []
+        terms = terms_of(outputs, sizes, self.dim, nodes)
+        kinds = tuple((term.kind, term.position) for term in terms)
+        known = [(t, self._weighting((key, kinds, i), t)) for i, t in enumerate(terms) if t.kind]
+        free = {by for term, by in known if term.position is None or by[0] == "argument"}
+        base = free.pop() if free else known[0][1] if len(terms) == len(known) == 1 else SAMPLES
+        if free:
+            raise UnclearError("its means and sums have different weights")
+        if adds_up(base) and len(known) < len(terms):
+            raise UnclearError("what does not depend on samples is added to a sum")
+        for term, by in known:
+            if by[0] == "argument" and not adds_up(by):
+                ignore_if_empty(term.nodes, self._weights_by(by))
+            if term.position is not None:
+                self._check_counted(self._counted(term.position), key[1])
+        own = [
+            (term.position, by, term.scaled_factors())
+            for term, by in known
+            if by != base and term.position is not None
+        ]
+        is_scaled = any(by == SUM and term.is_scaled for term, by in known)
+        return Rule(base, own, self._argument_names if is_scaled else None)
 
-    def _counts(self) -> Counts:
-        return Counts(self.chunk_sizes or (), self.function, self.arguments, self.counted)
+    @property
+    def _argument_names(self) -> Any:
+        """The number of positional arguments, and the names of others that are not None."""
+        args, kwargs = self.arguments[0] if self.arguments else ((), {})
+        return len(args), frozenset(name for name, value in kwargs.items() if value is not None)
+
+    def _weighting(self, key: Any, term: Term) -> Weighting:
+        """Return the weights of a term, which may be divided by what an argument counts.
+
+        Calls wait for the device until a single argument fits.
+
+        Raises:
+            UnclearError: they are not known.
+        """
+        if not term.divisors:
+            try:
+                return weighting_of(term, self.chunk_sizes or ())
+            except UnclearError:
+                if term.kind != "sum" or not term.is_scaled or term.scales:
+                    raise
+        known = self.history.divided.get(key)
+        if known is None or len(known) > 1:
+            numbers = [1 / (factor or math.nan) for factor in term.factors]
+            divisors = [float(divisor) for divisor in term.divisors] or numbers
+            counts = [self._counts_in(own) for own in self.arguments] or [{}]
+            known = self.history.divided[key] = [
+                by
+                for by in known or counts[0]
+                if _are_counts(divisors, [float(own.get(by, math.nan)) for own in counts])
+            ]
+        if not known or term.kind != "sum" or (term.divisors and not _are_equal(term.factors)):
+            raise UnclearError("it is divided by something else than what an argument counts")
+        return known[0]
+
+    def _counts_in(self, arguments: Arguments) -> dict[Weighting, Any]:
+        """Return what the arguments of a replica count.
+
+        That is the sum of a tensor, or the number of its entries other than 0 or -100 if they are
+        integers. A 0-dim tensor is itself a number.
+        """
+        found = {}
+        for name, value in named_arguments(self.function, *arguments):
+            for path, leaf in nested.leaves(value, name):
+                if isinstance(leaf, Real) or (isinstance(leaf, Tensor) and not leaf.dim()):
+                    found["argument", path, "number"] = leaf
+                elif isinstance(leaf, Tensor) and not leaf.requires_grad:
+                    found["argument", path, "sum"] = leaf.sum()
+                    if not leaf.is_floating_point():
+                        for n in (0, -100):
+                            found["argument", path, f"other than {n}"] = (leaf != n).sum()
+        return found
+
+    def _weights_by(self, weighting: Weighting) -> Sequence[Any]:
+        """Return the weight of each replica.
+
+        Raises:
+            UnclearError: the call lacks what is counted.
+        """
+        if weighting == SAMPLES:
+            return self.chunk_sizes or ()
+        if weighting[0] == "entries":
+            return weighting[1:]
+        if weighting[0] == "counted":
+            return [one.count for one in self._counted(weighting[1])]
+        found = [self._counts_in(own).get(weighting) for own in self.arguments]
+        if None in found:
+            raise UnclearError(f"it was divided by argument {weighting[1]}, which is missing")
+        return found
+
+    def _by(self, weighting: Weighting, tensors: Tensors, device: torch.device) -> Tensor:
+        """Return the sum or the weighted mean of tensors of the replicas."""
+        weights = () if weighting == SUM else self._weights_by(weighting)
+        if adds_up(weighting):
+            return total(tensors, device)
+        # Where an argument counts nothing, the sum is divided by 1, and still added.
+        ignores_empty = weighting[0] != "argument"
+        return weighted_mean(tensors, weights, device, ignores_empty=ignores_empty)
+
+    def _counted(self, position: int) -> list[Counted]:
+        """Return the cross entropy of each replica at a position."""
+        if any(len(own) <= position for own in self.counted):
+            raise UnclearError("it is computed in another way than before")
+        return [own[position] for own in self.counted]
+
+    def _check_counted(self, own: Sequence[Counted], name: str) -> None:
+        """Warn if a cross entropy is not over samples one by one. The first call waits for that."""
+        key = "counted", self._code, name, own[0].position
+        if key in self.history.looked_at:
+            return
+        self.history.looked_at.add(key)
+        weights = [one.weight.cpu() for one in own if one.weight is not None]
+        if any(not torch.equal(weight, weights[0]) for weight in weights):
+            reason = "the weights of its classes differ between the devices"
+        elif all(one.compares_samples is not None and one.compares_samples for one in own):
+            reason = "its targets are the rows of the chunk, as if samples were compared"
+        else:
+            return
+        self.history.warn(self.described(name), reason)
 
     def _given_weights(self, name: str) -> list[Any]:
         """Return the weight of each replica's output by ``loss_weight``, if it gives one."""
@@ -223,10 +418,7 @@ class ChunkLosses:
     @property
     def _code(self) -> Any:
         """What tells functions apart: their code, which a function made anew has as well."""
-        function = self.function
-        if hasattr(function, "__code__"):
-            return function.__code__
-        return id(function) if isinstance(function, nn.Module) else repr(function)
+        return getattr(self.function, "__code__", id(self.function))
 
 
 def is_loss(value: object) -> TypeGuard[Tensor]:
@@ -236,3 +428,126 @@ def is_loss(value: object) -> TypeGuard[Tensor]:
         and not value.dim()
         and (value.is_floating_point() or value.is_complex())
     )
+
+
+def moved(tensors: Tensors, device: torch.device) -> list[Tensor]:
+    """Return the tensors on ``device``."""
+    there = [tensor.to(device) for tensor in tensors]
+    for before, after in zip(tensors, there, strict=True):
+        if after is not before and after.grad_fn is not None:
+            run_at_once(after.grad_fn)  # or other replicas would wait for the first
+    return there
+
+
+def ignore_if_empty(nodes: Sequence[Any], weights: Sequence[Any]) -> None:
+    """Replace the gradients of sums that are 0 / 0, on replicas whose weight is 0, by 0."""
+    for node, weight in zip(nodes, weights, strict=False):
+        node.register_prehook(functools.partial(_zero_where, weight == 0))
+
+
+def _zero_where(is_empty: Tensor, gradients: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple(
+        g if g is None else g.masked_fill(is_empty.to(g.device) & ~g.isfinite(), 0)
+        for g in gradients
+    )
+
+
+def total(tensors: Tensors, device: torch.device) -> Tensor:
+    """Return the sum of tensors of one shape, on ``device``."""
+    return functools.reduce(torch.add, moved(tensors, device))
+
+
+def weighted_mean(
+    tensors: Tensors, weights: Sequence[Any], device: torch.device, *, ignores_empty: bool = True
+) -> Tensor:
+    """Return the weighted mean of 0-dim tensors on ``device``.
+
+    Args:
+        tensors: a mean over each chunk.
+        weights: for each, a number or a 0-dim tensor, which is not read: that would wait for its
+            device.
+        device: the device of the result.
+        ignores_empty: whether those with the weight 0 are always ignored. If not, they are added as
+            they are if they are finite, since a count of 0 was replaced by 1 in their divisor.
+    """
+    means = torch.stack(moved(tensors, device))
+    columns = [w if isinstance(w, Tensor) else torch.tensor(w, device=device) for w in weights]
+    shares = torch.stack([column.to(device) for column in columns]).double()
+    total, is_empty = shares.sum(), shares == 0
+    if not ignores_empty:
+        means = means.masked_fill(is_empty & (total != 0) & ~means.isfinite(), 0)
+        total = total.where(total != 0, 1)
+    means = means.masked_fill(is_empty, 0) if ignores_empty else means
+    dtype = torch.promote_types(means.dtype, torch.float32)  # where no sum of counts overflows
+    shares = shares.masked_fill(is_empty, 1).to(dtype) / total.to(dtype)
+    return torch.dot(means.to(dtype), shares).to(means.dtype)
+
+
+def check_loss_weight(loss_weight: object, scalar_outputs: str = "auto") -> None:
+    """Check an argument ``loss_weight``.
+
+    Raises:
+        ArgumentTypeError: it is neither a function nor a name nor None.
+        ArgumentError: ``scalar_outputs`` is not a mean.
+    """
+    if loss_weight is not None and scalar_outputs not in ("auto", "mean"):
+        raise ArgumentError(f"loss_weight weighs a mean, but scalar_outputs is {scalar_outputs!r}")
+    if loss_weight is not None and not callable(loss_weight) and not isinstance(loss_weight, str):
+        raise ArgumentTypeError(
+            f"loss_weight must be a function or the name of an argument, got {loss_weight!r}"
+        )
+
+
+def weight_of_chunk(
+    loss_weight: Callable[..., Any] | str,
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> Any:
+    """Return the weight of a chunk: a number, a 0-dim tensor, or a dictionary of these.
+
+    Args:
+        loss_weight: a function, which is called with the arguments of ``function`` that its
+            parameters name; or the name of one of these, whose entries other than -100 count.
+        function: the function that computes the losses.
+        args: its positional arguments for the chunk.
+        kwargs: its keyword arguments.
+
+    Raises:
+        ArgumentError: the call lacks an argument, or the result is not a number of at least 0.
+    """
+    named = dict(named_arguments(function, args, kwargs))
+    if isinstance(loss_weight, str):
+        if not isinstance(named.get(loss_weight), Tensor):
+            raise ArgumentError(
+                f"loss_weight is {loss_weight!r}, but the arguments of the call are "
+                f"{', '.join(named) or 'none'}; name a tensor among them"
+            )
+        return (named[loss_weight] != -100).sum()
+    signature = inspect.signature(loss_weight)
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+    by_name = {n: v for n, v in named.items() if n in signature.parameters or takes_any}
+    try:
+        bound = signature.bind(**by_name)
+    except TypeError:
+        raise ArgumentError(
+            f"loss_weight ({described(loss_weight)}) takes {', '.join(signature.parameters)}, but "
+            f"the arguments of the call are {', '.join(named) or 'none'}; take these, or some by "
+            "their names, and give parameters that may be missing a default"
+        ) from None
+    weight = loss_weight(*bound.args, **bound.kwargs)
+    if isinstance(weight, Mapping):
+        return {name: _checked(value) for name, value in weight.items()}
+    return _checked(weight)
+
+
+def _checked(weight: Any) -> float | Tensor:
+    """Return a weight after a check; a tensor is not read, as that would wait for its device."""
+    if isinstance(weight, Tensor) and weight.numel() == 1:
+        return weight.detach().reshape(())
+    if not isinstance(weight, Real) or not 0 <= float(weight) < math.inf:
+        raise ArgumentError(
+            f"loss_weight must return a number of at least 0, a tensor with one, or a dictionary "
+            f"of such by the names of outputs, got {weight!r}"
+        )
+    return float(weight)
