@@ -168,7 +168,7 @@ def _have_samples(shapes: Sequence[Sequence[int]], sizes: Sequence[int], dim: in
 
 
 def _is_of_weights(edges: Edges, sizes: Sequence[int], dim: int) -> bool:
-    """Return whether a value is computed from parameters only, as a penalty is.
+    """Return whether a value is computed from parameters alone, as a penalty is.
 
     In an even split, it must also be computed from nothing without a graph, as samples are.
     """
@@ -178,13 +178,19 @@ def _is_of_weights(edges: Edges, sizes: Sequence[int], dim: int) -> bool:
         nodes = [node for node, _ in edges]
         if None in nodes and len(set(sizes)) == 1:
             return False
-        if nodes[0] in seen or None in nodes or any(map(_is_parameter, nodes)):
+        if nodes[0] in seen or None in nodes or _are_one(nodes) or any(map(_is_parameter, nodes)):
             continue
-        if _have_samples([shape_of(*edge) for edge in edges], sizes, dim):
+        hides_samples = any(isinstance(node, BackwardCFunction) for node in nodes)
+        if hides_samples or _have_samples([shape_of(*edge) for edge in edges], sizes, dim):
             return False
         seen.add(nodes[0])
         stack += zip(*(node.next_functions for node in nodes), strict=False)
     return True
+
+
+def _are_one(nodes: Sequence[Any]) -> bool:
+    """Return whether the replicas share a node, as that of a loss that was joined before."""
+    return nodes.count(nodes[0]) == len(nodes)
 
 
 def _kind_of(node: Any) -> str:

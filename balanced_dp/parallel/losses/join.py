@@ -31,7 +31,7 @@ from ...devices import is_symbolic
 from ...errors import ArgumentError, ArgumentTypeError, warn
 from ...torch_versions import run_at_once
 from .. import nested
-from ..nested import Arguments, described, named_arguments
+from ..nested import Arguments, described, named_arguments, parameters
 from .cross_entropy import Counted, counting
 from .graph import Term, UnclearError, how_samples_mix, of_counted, terms_of
 
@@ -196,6 +196,10 @@ class ChunkLosses:
         """
         sizes = self.chunk_sizes or [1] * len(outputs)
         weights = self._given_weights(name)
+        if weights and torch.is_grad_enabled():
+            with contextlib.suppress(UnclearError):
+                for term in terms_of(outputs, sizes, self.dim, {}):
+                    ignore_if_empty(term.nodes, weights)
         if weights or not self.counted or is_symbolic(outputs[0].device):
             return weighted_mean(outputs, weights or sizes, device)
         try:
@@ -247,8 +251,10 @@ class ChunkLosses:
         terms = terms_of(outputs, sizes, self.dim, nodes)
         kinds = tuple((term.kind, term.position) for term in terms)
         known = [(t, self._weighting((key, kinds, i), t)) for i, t in enumerate(terms) if t.kind]
+        if not known:
+            raise UnclearError("no mean or sum over samples was found in it")
         free = {by for term, by in known if term.position is None or by[0] == "argument"}
-        base = free.pop() if free else known[0][1] if len(terms) == len(known) == 1 else SAMPLES
+        base = free.pop() if free else known[0][1] if len(terms) == 1 else SAMPLES
         if free:
             raise UnclearError("its means and sums have different weights")
         if adds_up(base) and len(known) < len(terms):
@@ -442,7 +448,8 @@ def moved(tensors: Tensors, device: torch.device) -> list[Tensor]:
 def ignore_if_empty(nodes: Sequence[Any], weights: Sequence[Any]) -> None:
     """Replace the gradients of sums that are 0 / 0, on replicas whose weight is 0, by 0."""
     for node, weight in zip(nodes, weights, strict=False):
-        node.register_prehook(functools.partial(_zero_where, weight == 0))
+        if isinstance(weight, Tensor):
+            node.register_prehook(functools.partial(_zero_where, weight == 0))
 
 
 def _zero_where(is_empty: Tensor, gradients: Sequence[Any]) -> tuple[Any, ...]:
@@ -471,8 +478,7 @@ def weighted_mean(
             they are if they are finite, since a count of 0 was replaced by 1 in their divisor.
     """
     means = torch.stack(moved(tensors, device))
-    columns = [w if isinstance(w, Tensor) else torch.tensor(w, device=device) for w in weights]
-    shares = torch.stack([column.to(device) for column in columns]).double()
+    shares = torch.stack([_to_tensor(weight, device) for weight in weights]).double()
     total, is_empty = shares.sum(), shares == 0
     if not ignores_empty:
         means = means.masked_fill(is_empty & (total != 0) & ~means.isfinite(), 0)
@@ -481,6 +487,12 @@ def weighted_mean(
     dtype = torch.promote_types(means.dtype, torch.float32)  # where no sum of counts overflows
     shares = shares.masked_fill(is_empty, 1).to(dtype) / total.to(dtype)
     return torch.dot(means.to(dtype), shares).to(means.dtype)
+
+
+def _to_tensor(weight: float | Tensor, device: torch.device) -> Tensor:
+    if isinstance(weight, Tensor):
+        return weight.to(device)
+    return torch.full((), weight, device=device)  # other ways copy from the host, and wait
 
 
 def check_loss_weight(loss_weight: object, scalar_outputs: str = "auto") -> None:
@@ -527,8 +539,10 @@ def weight_of_chunk(
     signature = inspect.signature(loss_weight)
     takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
     by_name = {n: v for n, v in named.items() if n in signature.parameters or takes_any}
+    # Parameters with names of their own get the arguments by position.
+    is_unlike = not takes_any and not {*signature.parameters} & {*named, *parameters(function)}
     try:
-        bound = signature.bind(**by_name)
+        bound = signature.bind(*args, **kwargs) if is_unlike else signature.bind(**by_name)
     except TypeError:
         raise ArgumentError(
             f"loss_weight ({described(loss_weight)}) takes {', '.join(signature.parameters)}, but "
