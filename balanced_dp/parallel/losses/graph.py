@@ -67,12 +67,6 @@ class Term:
     position: int | None = None
     nodes: Sequence[Any] = ()
 
-    def scaled_factors(self) -> Sequence[float | Tensor]:
-        """Return by what it is multiplied on each replica."""
-        if not self.scales:
-            return self.factors
-        return [f * scale for f, scale in zip(self.factors, self.scales, strict=True)]
-
 
 def terms_of(
     losses: Sequence[Tensor],

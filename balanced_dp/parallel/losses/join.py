@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -87,22 +88,22 @@ class Rule:
 
     Attributes:
         rest: the weights of the loss, without the cross entropies in ``own``.
-        own: of cross entropies with weights of their own, the position, the weights, and the factor
-            on each replica.
+        own: of cross entropies with weights of their own, the position, the weights, the factor,
+            and the scales of replicas, see ``Term``.
         arguments: the names of those that the call must have had, as a sum may be divided by one;
             None if that does not matter.
         reason: why it is not known how the loss is joined; or "".
     """
 
     rest: Weighting = SAMPLES
-    own: Sequence[tuple[int, Weighting, Sequence[float | Tensor]]] = ()
+    own: Sequence[tuple[int, Weighting, float, Sequence[Tensor]]] = ()
     arguments: Any = None
     reason: str = ""
 
     def detached(self) -> Rule:
-        """Return the same without graphs."""
+        """Return the same without graphs, for any number of replicas."""
         own = [
-            (i, by, [torch.as_tensor(f).detach() for f in factors]) for i, by, factors in self.own
+            (i, by, f, [scale.detach() for scale in scales[:1]]) for i, by, f, scales in self.own
         ]
         return replace(self, own=own)
 
@@ -205,9 +206,10 @@ class ChunkLosses:
         try:
             rule = self._rule(outputs, name)
             rest, parts = outputs, []
-            for position, by, factors in rule.own:
-                found = zip(self._counted(position), factors, strict=True)
-                values = [one.value * factor for one, factor in found]
+            for position, by, factor, scales in rule.own:
+                values = [one.value * factor for one in self._counted(position)]
+                for i, scale in zip(range(len(values)), itertools.cycle(scales), strict=False):
+                    values[i] = values[i] * scale.to(values[i].device)
                 rest = [value - part for value, part in zip(rest, values, strict=True)]
                 parts.append(self._by(by, values, device))
             return sum(parts, self._by(rule.rest, rest, device))
@@ -236,7 +238,7 @@ class ChunkLosses:
                 raise
             rules[key] = rule.detached()
             return rule
-        rule = rules.get(key, Rule(reason="no call with gradients has shown how it is computed"))
+        rule = rules[key] = rules.get(key) or self._rule_by_value(outputs, key)
         if rule.reason:
             raise UnclearError(rule.reason)
         if rule.rest[0] == "entries":
@@ -244,6 +246,17 @@ class ChunkLosses:
         if rule.arguments not in (None, self._argument_names):
             raise UnclearError("without gradients, and with other arguments, it may be a mean")
         return rule
+
+    def _rule_by_value(self, outputs: Tensors, key: Any) -> Rule:
+        """Return how a multiple of a cross entropy is joined. This waits for the device."""
+        for position in range(min(map(len, self.counted))):
+            own = self._counted(position)
+            pairs = zip(outputs, own, strict=True)
+            factors = [float(output) / (float(one.value) or math.nan) for output, one in pairs]
+            if all(math.isclose(factor, factors[0], rel_tol=1e-6) for factor in factors):
+                term = of_counted(own, Term(factors[:1] * len(own), is_scaled=True))
+                return Rule(self._weighting((key, position), term))
+        raise UnclearError("no call with gradients has shown how it is computed")
 
     def _rule_by_graph(self, outputs: Tensors, key: Any) -> Rule:
         nodes = {one.node: one for found in self.counted for one in found if one.node}
@@ -255,7 +268,7 @@ class ChunkLosses:
             raise UnclearError("no mean or sum over samples was found in it")
         free = {by for term, by in known if term.position is None or by[0] == "argument"}
         base = free.pop() if free else known[0][1] if len(terms) == 1 else SAMPLES
-        if free:
+        if free or any(by != base and not _are_equal(term.factors) for term, by in known):
             raise UnclearError("its means and sums have different weights")
         if adds_up(base) and len(known) < len(terms):
             raise UnclearError("what does not depend on samples is added to a sum")
@@ -265,7 +278,7 @@ class ChunkLosses:
             if term.position is not None:
                 self._check_counted(self._counted(term.position), key[1])
         own = [
-            (term.position, by, term.scaled_factors())
+            (term.position, by, term.factors[0], term.scales)
             for term, by in known
             if by != base and term.position is not None
         ]
