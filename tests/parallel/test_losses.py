@@ -447,6 +447,15 @@ def test_a_compiled_function_in_forward(has_gradients):
         assert step(model, bare, has_gradients, {"x": X})[0]
 
 
+def test_a_loss_in_a_compiled_module_is_warned_of():
+    """Autograd sees one custom function of the parameters, and neither samples nor reductions."""
+    torch._dynamo.reset()
+    module = Net(lambda n, x, o, y: functional.cross_entropy(o, y)).double()
+    model = BalancedDataParallel(1, torch.compile(module, backend="aot_eager"), FOUR)
+    with pytest.warns(BalanceWarning, match="it uses CompiledFunction"):
+        model(X, y=IGNORED)
+
+
 class Teacher(nn.Module):
     """Writes an average of a weight through ``.data``, and returns a loss."""
 

@@ -36,7 +36,7 @@ _KEEPS = re.compile(r"Clone|ToCopy|Alias|(Unsafe)?View|\w*Reshape\w*|(Un)?[sS]qu
 """Operators that keep the entries of a tensor."""
 
 
-UNLIKE = "the replicas computed it in different ways, as by a branch"
+UNLIKE = "the replicas computed it in different ways, as by a branch or a loop"
 
 
 class UnclearError(Exception):
@@ -138,8 +138,11 @@ def _counts(edges: Edges, sizes: Sequence[int], dim: int) -> list[int]:
     if not all(inputs):
         return []
     outer, inner = [shape_of(*edge) for edge in edges], [shape_of(*own[0]) for own in inputs]
-    is_stack = inner.count(inner[0]) == len(inner) and _is_stack(inputs[0][0][0])
-    if is_stack or _have_samples(outer, sizes, dim) or not _have_samples(inner, sizes, dim):
+    if (
+        _is_stack(inputs[0][0][0])
+        or _have_samples(outer, sizes, dim)
+        or not _have_samples(inner, sizes, dim)
+    ):
         return []
     return [math.prod(a) // math.prod(b) for a, b in zip(inner, outer, strict=True)]
 
@@ -204,7 +207,9 @@ def _inputs(
 ) -> list[tuple[Edges, Term]]:
     """Return the inputs of an operator, and the terms that they are."""
     name = operator_name(nodes[0])
-    inputs: list[Edges] = list(zip(*(node.next_functions for node in nodes), strict=False))
+    if len({len(node.next_functions) for node in nodes}) > 1:
+        raise UnclearError(UNLIKE)
+    inputs: list[Edges] = list(zip(*(node.next_functions for node in nodes), strict=True))
     if name in ("Stack", "Cat", "Sum") or _KEEPS.fullmatch(name):
         return [(edges, term) for edges in inputs]
     if name == "Neg":
