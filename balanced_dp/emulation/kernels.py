@@ -1,4 +1,4 @@
-"""The kernels of the emulated backend: factories, copies, dropout and attention.
+"""The kernels of the emulated backend: factories, sums of gradients, dropout and attention.
 
 They are registered with torch's dispatcher when the first ``emulate_devices`` context is entered.
 """
