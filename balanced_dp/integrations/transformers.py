@@ -30,6 +30,7 @@ from ..devices import Device, default_device_type, resolve_devices
 from ..emulation.machine import has_machine
 from ..errors import ArgumentError
 from ..memory.logger import MemoryLogger
+from ..parallel.auto import STATE_KEY
 from ..parallel.data_parallel import BalancedDataParallel
 from ..parallel.losses.join import ChunkLosses
 
@@ -111,6 +112,7 @@ class BalancedTrainer(Trainer):
         self._split["gpu0_bsz"] = gpu0_bsz
         self._parallel: _TrainerParallel | None = None
         super().__init__(*args, **kwargs)
+        self.add_callback(_KeepSplit(self))
         self._devices = self._choose_devices(device_ids)
         if self._devices:
             self._use_devices()
@@ -199,6 +201,23 @@ class BalancedTrainer(Trainer):
         if self._parallel is None or dtype is None:
             return super().autocast_smart_context_manager(cache_enabled)
         return torch.autocast(self.args.device.type, dtype, cache_enabled=cache_enabled)
+
+
+class _KeepSplit(TrainerCallback):
+    """Stores what ``gpu0_bsz="auto"`` has found in the state of the Trainer, and starts with it."""
+
+    def __init__(self, trainer: BalancedTrainer) -> None:
+        self._trainer = trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        parallel, stored = self._trainer.parallel_model, state.stateful_callbacks.get(STATE_KEY)
+        if parallel and stored:
+            parallel._policy.load_state_dict(stored["attributes"], parallel.module)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        parallel = self._trainer.parallel_model
+        if parallel and (found := parallel._policy.state_dict()):
+            state.stateful_callbacks[STATE_KEY] = {"attributes": found}
 
 
 class MemoryCallback(TrainerCallback):

@@ -19,6 +19,9 @@ from ..free_threading import is_free_threaded_build
 from .losses.cross_entropy import run_counted
 from .nested import Arguments
 
+PATIENCE_SECONDS = 20.0
+"""After how long a first call is said not to end, if a device has several replicas."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -38,6 +41,7 @@ def parallel_apply(
     with several devices a copy of its context variables.
 
     The first exception of a replica is logged at once, for another replica may wait for it forever.
+    So do calls on the same device that wait for each other; of a first call this is logged, too.
     Ctrl-C while it waits for other replicas leaves them to themselves.
 
     Args:
@@ -55,10 +59,13 @@ def parallel_apply(
     idle = [] if idle is None else idle
     results: dict[int, Any] = {}
     errors: dict[int, BaseException] = {}
+    watch: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     try:
         workers = idle.pop()
     except IndexError:  # the first call, or another one uses them
         workers = Workers()
+        if len(set(devices)) < len(devices):
+            watch = _watched()
 
     def where(index: int) -> str:
         text = f"in replica {index} on {devices[index]}"
@@ -86,14 +93,15 @@ def parallel_apply(
     are_alike = is_emulated(devices[0]) and len(others) > 1
     first = None if are_alike else others.pop(0)
     ends = []
-    for device in others:
-        # Each in a copy of its own: a context cannot be entered twice at a time.
-        run = contextvars.copy_context().run
-        ends.append(workers.submit(device, functools.partial(run, work, device)))
-    if first is not None:
-        contextvars.copy_context().run(work, first) if others else work(first)
-    for end in ends:
-        end.wait()
+    with watch:
+        for device in others:
+            # Each in a copy of its own: a context cannot be entered twice at a time.
+            run = contextvars.copy_context().run
+            ends.append(workers.submit(device, functools.partial(run, work, device)))
+        if first is not None:
+            contextvars.copy_context().run(work, first) if others else work(first)
+        for end in ends:
+            end.wait()
     if not is_free_threaded_build():  # there, a thread keeps what it has made until it ends
         idle.append(workers)
     if errors:
@@ -111,6 +119,22 @@ def parallel_apply(
     outputs = [results[index] for index in range(len(functions))]
     results.clear()  # a thread may refer to it a moment longer
     return outputs
+
+
+@contextlib.contextmanager
+def _watched() -> Iterator[None]:
+    """Context manager that logs a warning if it is not left in time."""
+    text = (
+        "replicas of one device run one after the other, and one has not ended after %g s: "
+        "if it waits for another one, as synchronized batch norm does, use distinct devices"
+    )
+    timer = threading.Timer(PATIENCE_SECONDS, logger.warning, [text, PATIENCE_SECONDS])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 class Workers:

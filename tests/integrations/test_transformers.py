@@ -420,6 +420,37 @@ def test_one_wrapper_serves_training_and_evaluation(tmp_path):
     assert not isinstance(trainer.model, nn.DataParallel)
 
 
+class Wide(nn.Module):
+    """A model whose activations fill the first device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(64, 4096), nn.ReLU(), nn.Linear(4096, 1))
+
+    def forward(self, x: Any, labels: Any) -> dict[str, Any]:
+        return {"loss": nn.functional.mse_loss(self.layers(x)[:, 0], labels)}
+
+
+def test_a_resumed_run_starts_with_what_auto_found(tmp_path):
+    data = [{"x": torch.ones(64), "labels": torch.ones(())}] * 300
+    found = []
+    for max_steps, resumes in ((12, False), (13, True)):
+        with emulate_devices(3):
+            trainer = make_trainer(
+                tmp_path,
+                batch_size=100,
+                arguments={"save_strategy": "steps", "save_steps": 12, "max_steps": max_steps},
+                model=Wide(),
+                data=data,
+                gpu0_bsz="auto",
+                device_ids=None,
+            )
+            trainer.train(resume_from_checkpoint=resumes)
+            found.append(trainer.parallel_model.chunk_sizes)
+            del trainer
+    assert found[0][0] < 90 and found[1] == found[0]
+
+
 def test_the_batch_size_is_that_of_all_devices(tmp_path):
     trainer = make_trainer(tmp_path, gpu0_bsz=2)
     trainer.train()

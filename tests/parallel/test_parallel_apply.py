@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import contextvars
+import importlib
+import logging
 import threading
 
 import pytest
@@ -14,6 +16,9 @@ from balanced_dp.parallel.parallel_apply import parallel_apply
 
 from ..at_once import at_once
 from ..modules import Lambda
+
+# The package's name parallel_apply is the function.
+parallel_apply_module = importlib.import_module("balanced_dp.parallel.parallel_apply")
 
 CPUS = [torch.device("cpu")] * 3
 
@@ -185,6 +190,25 @@ def test_calls_at_the_same_time_do_not_wait_for_each_other(emulated):
         [0],
         [1],
     ]
+
+
+def test_replicas_of_a_device_that_wait_are_logged(monkeypatch):
+    """The first waits for what is logged of it, as it would wait for the second."""
+    is_told = threading.Event()
+
+    class Told(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            assert "use distinct devices" in record.getMessage()
+            is_told.set()
+
+    monkeypatch.setattr(parallel_apply_module, "PATIENCE_SECONDS", 0.01)
+    handler = Told()
+    parallel_apply_module.logger.addHandler(handler)
+    try:
+        waits = Lambda(lambda self, x: x + is_told.wait(60))
+        assert BalancedDataParallel(1, waits, ["cpu", "cpu"])(torch.zeros(3)).tolist() == [1, 1, 1]
+    finally:
+        parallel_apply_module.logger.removeHandler(handler)
 
 
 def test_a_replica_may_call_the_model_it_is_of(emulated):
