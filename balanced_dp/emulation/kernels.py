@@ -34,6 +34,8 @@ def register_kernels() -> torch.library.Library:
     library.impl("_local_scalar_dense", lambda tensor: elem_of(tensor).item(), "Lazy")
     # Called by torch.tensor(..., device="lazy:0").
     library.impl("_copy_from", lambda source, target, *_: copy_(target, source), "Lazy")
+    # Forward mode stands in for tangents that are zero.
+    library.impl("_efficientzerotensor", partial(_make, torch.zeros), "Lazy")
     for overload in ("", ".periodic", ".beta"):
         library.impl(f"kaiser_window{overload}", partial(_make, torch.kaiser_window), "Lazy")
     for triangle in (torch.tril_indices, torch.triu_indices):

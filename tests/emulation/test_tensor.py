@@ -139,9 +139,26 @@ def views_in_place(device: Any) -> list[Tensor]:
     return [x.grad]
 
 
+def shared_gradients(device: Any) -> list[Tensor]:
+    """A gradient is not added to in place while it, or a view of it, waits for another node."""
+    leaves = [torch.ones(2, 2, device=device).requires_grad_() for _ in range(4)]
+    for waits, added, cut in ((*leaves[:2], lambda x: x), (*leaves[2:], lambda x: x.view(2, 2))):
+        late, early = waits * 2, added * 2
+        other = early * 3
+        ((cut(early) + late).square().sum() + other.square().sum()).backward()
+    return [leaf.grad for leaf in leaves]
+
+
+def forward_mode(device: Any) -> list[Tensor]:
+    """Where a tangent is zero, ``_efficientzerotensor`` was missing."""
+    w, x = torch.arange(6.0, device=device).view(2, 3), torch.ones(3, device=device)
+    return list(torch.func.jvp(lambda x: 2 * (w @ x) + w.sum(), (x,), (x,)))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # by which torch makes decompositions
 @pytest.mark.parametrize(
     "compute",
-    [sparse_gradients, packed_sequence, conjugates, views_in_place],
+    [sparse_gradients, packed_sequence, conjugates, views_in_place, shared_gradients, forward_mode],
     ids=lambda compute: compute.__name__,
 )
 def test_numbers_of_the_cpu(devices, compute):

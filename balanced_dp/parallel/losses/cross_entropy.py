@@ -135,15 +135,15 @@ def _counting(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         if found is None or reduction not in _KINDS or not is_plain:
             return loss
         count, compares_samples = _count(input, target, weight, ignore_index)
+        result = loss.detach()
         if reduction == 1 and isinstance(count, Tensor):
             # 0 / 0 if nothing counts, which would hide what else is added to it.
-            loss.data.masked_fill_(count == 0, 0)
+            result.masked_fill_(count == 0, 0)
             if weight is not None and loss.grad_fn:  # all classes may have the weight 0
                 loss.grad_fn.register_hook(functools.partial(_without_nan, count == 0))
         value = loss.clone()  # the loss may be written to
-        result = loss.detach(), _version(loss)
         asked = len(found), _KINDS[reduction], count, weight, compares_samples
-        found.append(Counted(*asked, value, loss.grad_fn, *result))
+        found.append(Counted(*asked, value, loss.grad_fn, result, _version(loss)))
         return loss
 
     return compute
@@ -160,7 +160,7 @@ def _count(
         rows = torch.arange(len(input), device=target.device)
         compares_samples = (target.sort().values == rows).all()
     if weight is None:
-        return is_counted.sum(), compares_samples
+        return is_counted.count_nonzero(), compares_samples
     weights = weight.detach()[target.where(is_counted, 0).long()]
     return (weights * is_counted).sum(), compares_samples
 

@@ -225,10 +225,9 @@ class ChunkLosses:
         """
         pairs = zip(self.counted, outputs, strict=True)
         own = [one for found, output in pairs for one in found if one.is_(output)]
-        if len(own) == len(outputs):
+        if len(own) == len(outputs) and len({one.position for one in own}) == 1:
             self._check_counted(own, name)
-            term = of_counted(own, Term([1.0] * len(outputs)))
-            return Rule(weighting_of(term, self.chunk_sizes or ()))
+            return Rule(SUM if own[0].kind == "sum" else ("counted", own[0].position))
         key, rules = (self._code, name), self.history.rules
         if torch.is_grad_enabled():
             try:
@@ -422,10 +421,13 @@ class ChunkLosses:
         It is searched once, in the first call with gradients and chunks of different size.
         """
         sizes, history = self.chunk_sizes or (), self.history
-        ends = [sizes.index(end(sizes)) for end in (min, max) if sizes]
+        is_first = torch.is_grad_enabled() and self._code not in history.looked_at
+        if not is_first or len(set(sizes)) < 2:
+            return
+        ends = [sizes.index(end(sizes)) for end in (min, max)]
         leaves = [nested.tensors(outputs[i]) for i in ends]
         pairs = [p for p in zip(*leaves, strict=False) if all(one.grad_fn for one in p)]
-        if len(set(sizes)) < 2 or not pairs or self._code in history.looked_at:
+        if not pairs:
             return
         history.looked_at.add(self._code)
         how = how_samples_mix(pairs, [sizes[i] for i in ends])
