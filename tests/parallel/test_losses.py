@@ -689,6 +689,12 @@ def test_a_loss_with_one_entry_is_joined_as_one_without_dimensions(gpu0_bsz, sha
     assert model(**given).shape == shape
 
 
+def test_a_row_that_was_squeezed_is_told_from_a_loss():
+    model, _ = make(lambda n, x, o: n.head(x)[:, :1].squeeze(), None)
+    with pytest.warns(BalanceWarning, match=r"chunk of one sample, use squeeze\(-1\)"):
+        model(X[:4])
+
+
 def test_whole_numbers_that_differ_add_up_and_are_warned_of():
     model, bare = make(lambda n, x, o, y: (o.mean(), (o.argmax(1) == y).sum(), torch.tensor(3)))
     is_exact, told = step(model, bare, True, {"x": X, "y": Y})

@@ -196,6 +196,10 @@ def _kind_of(node: Any) -> str:
     kind = ("", "mean", "sum")[getattr(node, "_saved_reduction", 0)]
     if name in ("Mean", "Sum"):
         kind = name.lower()
+    if name == "Squeeze":
+        raise UnclearError(
+            "squeeze() removes the batch dimension of a chunk of one sample, use squeeze(-1)"
+        )
     # A cross entropy that was not counted is over an unknown number of targets.
     if not kind or hasattr(node, "_saved_ignore_index"):
         raise UnclearError(f"it uses {name}, which is neither a mean nor a sum over samples")
