@@ -74,6 +74,8 @@ GIVEN: dict[str, Any] = {
     "holes": HOLES,  # nothing of a chunk counts
     "token_mask": (_random(BATCH, LENGTH) > 0.4).double() * (INDEX != 1)[:, None],
     "num_items": 8,
+    "flag": torch.tensor(0),
+    "off": False,
     "num_items_tensor": torch.tensor(8),
 }
 """What losses are given, by the names of their parameters."""
@@ -436,6 +438,8 @@ if has_torch("2.6"):
     EXACT["mse with weights"] = lambda n, x, o, real, part: F.mse_loss(o, real, weight=part)
 
 AVERAGED = (
+    *("orthogonality", "distance to weights that were", "added to a vector"),
+    *("sum by a count plus 1e-8", "sum by 1e-8 plus a count"),
     "balance of experts",
     "dice",
     "dice of shares",
@@ -470,6 +474,32 @@ AVERAGED = (
     "updated in place",
 )
 """Those of ``EXACT`` that are averaged by samples, with a warning."""
+
+TRAPS: dict[str, Callable[..., Any]] = {
+    "an argument that is 0": lambda n, x, o, mask, flag: masked_mean(rows(o), mask),
+    "no count, and one that is 0": lambda n, x, o, flag: rows(o).sum() / torch.tensor(13.0),
+    "an option that is False": lambda n, x, o, off: rows(o).sum() / torch.tensor(13.0),
+    "penalty by length": lambda n, x, o: rows(o).mean() + n.scale.square() / len(x),
+    "sum and penalty by length": lambda n, x, o: (rows(o).sum() + n.scale.square()) / len(x),
+    "empty mask and penalty": lambda n, x, o, holes: (
+        (rows(o) * holes).sum() / holes.sum().clamp(min=1) + n.scale.square()
+    ),
+    "all by a count next to 0": lambda n, x, o, holes: rows(o).sum() / (holes.sum() + 1e-8),
+    "a mean broadcast to a vector": lambda n, x, o, ignored: (
+        F.cross_entropy(o, ignored) + 0.1 * n.head.bias.abs()
+    ).mean(),
+    "weight times a statistic": lambda n, x, o: rows(o).mean() * (n.scale * x.mean()),
+    "penalty of a statistic": lambda n, x, o: (
+        rows(o).mean() + (n.head.weight.mean(0) - x.mean(0)).square().sum()
+    ),
+    "scales that are not 0-dim": lambda n, x, o, ignored, real: (
+        torch.stack([F.cross_entropy(o, ignored), F.mse_loss(o, real)]) * n.ones[:2].exp()
+    ).sum(),
+    "zeros in a stack": lambda n, x, o: torch.stack(
+        [rows(o).mean(), n.scale.abs(), torch.zeros(()).to(o)]
+    ).sum(),
+}
+"""Losses that were silently wrong, or raised."""
 
 LIMITS: dict[str, Callable[[Tensor], Tensor]] = {
     "median": lambda losses: losses.median(),

@@ -37,6 +37,7 @@ from .loss_cases import (
     EXACT,
     IGNORED,
     REAL,
+    TRAPS,
     UNCLEAR,
     UNSEEN,
     Net,
@@ -125,6 +126,35 @@ def test_what_is_not_known_is_warned_of_once(name, gpu0_bsz):
     for text in told:
         assert "may differ from its value for the whole batch" in text
         assert text.endswith("model.check(batch) shows by how much")
+
+
+@pytest.mark.parametrize(("gpu0_bsz", "size"), [(0, 13), (1, 13), (3, 13), (None, 12)])
+@pytest.mark.parametrize("name", TRAPS)
+def test_traps_are_exact_or_warned_of(name, gpu0_bsz, size):
+    model, bare = make(TRAPS[name], gpu0_bsz)
+    is_exact, told = step(model, bare, True, given_to(TRAPS[name], size))
+    assert is_exact or told
+
+
+@pytest.mark.parametrize("gpu0_bsz", [1, None])
+def test_evaluation_that_computes_something_else(gpu0_bsz):
+    """An argument that none is divided by any more, and a further cross entropy."""
+
+    def ambiguous(n: Net, x: Tensor, o: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+        return (rows(o) * (y != -100)).sum() / (y != -100).sum()
+
+    def metric(n: Net, x: Tensor, o: Tensor, y: Tensor, real: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():
+            functional.cross_entropy(o / 2, y.clamp(min=0))
+        return functional.cross_entropy(o, y) + functional.mse_loss(o, real)
+
+    size = 13 if gpu0_bsz else 12
+    for loss, others in ((ambiguous, {"mask": torch.ones_like(Y)}), (metric, {"real": REAL})):
+        model, bare = make(loss, gpu0_bsz)
+        others = {name: value[:size] for name, value in others.items()}
+        step(model, bare, True, {"x": X[:size], "y": Y[:size], **others})
+        is_exact, told = step(model, bare, False, {"x": X[:size], "y": IGNORED[:size], **others})
+        assert is_exact or told
 
 
 @pytest.mark.parametrize(

@@ -150,7 +150,9 @@ def _counts(edges: Edges, sizes: Sequence[int], dim: int) -> list[int]:
 def _is_stack(node: Any) -> bool:
     """Return whether a tensor holds numbers, such as several losses."""
     is_joined = operator_name(node) in ("Stack", "Cat")
-    return is_joined and all(c and math.prod(shape_of(c, n)) == 1 for c, n in node.next_functions)
+    return is_joined and all(
+        not c or math.prod(shape_of(c, n)) == 1 for c, n in node.next_functions
+    )
 
 
 def _have_samples(shapes: Sequence[Sequence[int]], sizes: Sequence[int], dim: int) -> bool:
@@ -165,23 +167,24 @@ def _have_samples(shapes: Sequence[Sequence[int]], sizes: Sequence[int], dim: in
 
 
 def _is_of_weights(edges: Edges, sizes: Sequence[int], dim: int) -> bool:
-    """Return whether a value is computed from parameters alone, as a penalty is.
-
-    In an even split, it must also be computed from nothing without a graph, as samples are.
-    """
+    """Return whether a value is computed from parameters and numbers alone, as a penalty is."""
     stack, seen = [edges], set[Any]()
     while stack:
         edges = stack.pop()
         nodes = [node for node, _ in edges]
-        if None in nodes and len(set(sizes)) == 1:
-            return False
-        if nodes[0] in seen or None in nodes or _are_one(nodes) or any(map(_is_parameter, nodes)):
+        if nodes[0] in seen or _are_one(nodes) or any(map(_is_parameter, nodes)):
             continue
-        hides_samples = any(isinstance(node, BackwardCFunction) for node in nodes)
-        if hides_samples or _have_samples([shape_of(*edge) for edge in edges], sizes, dim):
-            return False
         seen.add(nodes[0])
-        stack += zip(*(node.next_functions for node in nodes), strict=False)
+        inputs = list(zip(*(node.next_functions for node in nodes), strict=False))
+        # Samples have no graph themselves, and a custom function hides what it uses.
+        has_others = any(child is None for edges in inputs for child, _ in edges)
+        is_scaled = operator_name(nodes[0]) in ("Mul", "Div") and _is_number(nodes[0]._saved_other)
+        hides_samples = any(isinstance(node, BackwardCFunction) for node in nodes)
+        if hides_samples or (has_others and not is_scaled):
+            return False
+        if _have_samples([shape_of(*edge) for edge in edges], sizes, dim):
+            return False
+        stack += [edges for edges in inputs if edges[0][0]]
     return True
 
 
@@ -221,16 +224,21 @@ def _inputs(
     if name == "Mean":
         share = math.prod(shape_of(nodes[0])) / math.prod(shape_of(*inputs[0][0]))
         return [(inputs[0], _times(term, share))]
+    if name not in ("Add", "Sub", "Rsub", "Mul", "Div"):
+        raise UnclearError(f"it uses {name}, other than with a number")
+    num_entries = math.prod(shape_of(nodes[0]))
+    if any(c and math.prod(shape_of(c, i)) != num_entries for c, i in nodes[0].next_functions):
+        raise UnclearError(f"it uses {name} of a number and several others")
     if name in ("Add", "Sub", "Rsub"):
         scaled = _times(term, getattr(nodes[0], "_saved_alpha", 1) * (1 if name == "Add" else -1))
         terms = (scaled, term) if name == "Rsub" else (term, scaled)
         return list(zip(inputs, terms, strict=False))
-    if name == "Mul" and all(edges[0][0] for edges in inputs) and not term.scales:
+    if name == "Mul" and all(edges[0][0] for edges in inputs) and num_entries == 1:
         for value, scale, saved in ((0, 1, "_saved_other"), (1, 0, "_saved_self")):
-            if _is_of_weights(inputs[scale], sizes, dim):
-                scales = [getattr(node, saved) for node in nodes]
+            if _is_of_weights(inputs[scale], sizes, dim) and not term.scales:
+                scales = [getattr(node, saved).reshape(()) for node in nodes]
                 return [(inputs[value], replace(term, is_scaled=True, scales=scales))]
-    if name in ("Mul", "Div") and [bool(edges[0][0]) for edges in inputs] == [True, False]:
+    if [bool(edges[0][0]) for edges in inputs] == [True, False]:
         others = [node._saved_other for node in nodes]
         if all(map(_is_number, others)):
             numbers = [float(other) for other in others]
@@ -248,10 +256,12 @@ def _times(term: Term, *numbers: float) -> Term:
     return replace(term, factors=[factor * number for factor, number in pairs])
 
 
-def _is_number(tensor: Tensor) -> bool:
+def _is_number(saved: object) -> bool:
     """Return whether autograd saved one of Python's numbers, which has no say in the type."""
-    dtype = torch.half if tensor.is_floating_point() else torch.int8
-    return torch.result_type(tensor, torch.ones((), dtype=dtype)) == dtype
+    if not isinstance(saved, Tensor):
+        return saved is not None
+    dtype = torch.half if saved.is_floating_point() else torch.int8
+    return torch.result_type(saved, torch.ones((), dtype=dtype)) == dtype
 
 
 def shape_of(node: Any, number: int = 0) -> Sequence[int]:

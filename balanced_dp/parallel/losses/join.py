@@ -43,6 +43,9 @@ Weighting = tuple[Any, ...]
 """``SUM``; ``SAMPLES``, by chunk sizes; ``("entries", *counts)``; ``("counted", i)``, by the
 targets of the i-th cross entropy; ``("argument", path, how)``, by what an argument counts."""
 
+_COUNTED = (torch.float32, torch.float64, torch.bool, torch.int32, torch.int64, torch.uint8)
+"""The types of arguments that are counted."""
+
 SUM: Weighting = ("sum",)
 SAMPLES: Weighting = ("samples",)
 
@@ -92,12 +95,16 @@ class Rule:
             and the scales of replicas, see ``Term``.
         arguments: the names of those that the call must have had, as a sum may be divided by one;
             None if that does not matter.
+        num_counted: how many cross entropies a replica has computed.
+        is_ambiguous: whether several arguments have counted the same so far.
         reason: why it is not known how the loss is joined; or "".
     """
 
     rest: Weighting = SAMPLES
     own: Sequence[tuple[int, Weighting, float, Sequence[Tensor]]] = ()
     arguments: Any = None
+    num_counted: int = 0
+    is_ambiguous: bool = False
     reason: str = ""
 
     def detached(self) -> Rule:
@@ -135,6 +142,12 @@ def weighting_of(term: Term, sizes: Sequence[int]) -> Weighting:
     raise UnclearError("it is not clear whether its sums add up or are means")
 
 
+def _is_constant(term: Term, sizes: Sequence[int]) -> bool:
+    """Return whether a term is the same for all chunks, and not divided by their size."""
+    products = [factor * size for factor, size in zip(term.factors, sizes, strict=True)]
+    return _are_equal(term.factors) and not (term.is_scaled and _are_ones(products))
+
+
 def adds_up(by: Weighting) -> bool:
     """Return whether terms are added up: sums, undivided or divided by an argument itself."""
     return by == SUM or by[-1] == "number"
@@ -145,9 +158,9 @@ def _are_equal(numbers: Sequence[float]) -> bool:
 
 
 def _are_counts(divisors: Sequence[float], counts: Sequence[float]) -> bool:
-    """Return whether divisors are counts. A count of 0 is replaced by 1, or something next to 0."""
-    pairs = zip(divisors, counts, strict=True)
-    return all(n == 0 or math.isclose(divisor, n, rel_tol=1e-6) for divisor, n in pairs)
+    """Return whether divisors are counts. A count of 0 may have been replaced by 1."""
+    pairs = [(n or d * (d in (0, 1)), d) for d, n in zip(divisors, counts, strict=True)]
+    return any(counts) and all(math.isclose(d, n, rel_tol=1e-6) for n, d in pairs)
 
 
 def _are_ones(numbers: Sequence[float]) -> bool:
@@ -237,9 +250,13 @@ class ChunkLosses:
                 raise
             rules[key] = rule.detached()
             return rule
-        rule = rules[key] = rules.get(key) or self._rule_by_value(outputs, key)
+        rule = rules.get(key) or self._rule_by_value(outputs, key)
         if rule.reason:
             raise UnclearError(rule.reason)
+        if rule.num_counted not in (0, len(self.counted[0])):
+            raise UnclearError("without gradients it computes other cross entropies")
+        if rule.is_ambiguous:
+            raise UnclearError("several arguments have counted the same so far")
         if rule.rest[0] == "entries":
             raise UnclearError("without gradients it is not known over how many entries it is")
         if rule.arguments not in (None, self._argument_names):
@@ -252,7 +269,7 @@ class ChunkLosses:
             own = self._counted(position)
             pairs = zip(outputs, own, strict=True)
             factors = [float(output) / (float(one.value) or math.nan) for output, one in pairs]
-            if all(math.isclose(factor, factors[0], rel_tol=1e-6) for factor in factors):
+            if factors[0] and all(math.isclose(f, factors[0], rel_tol=1e-6) for f in factors):
                 term = of_counted(own, Term(factors[:1] * len(own), is_scaled=True))
                 return Rule(self._weighting((key, position), term))
         raise UnclearError("no call with gradients has shown how it is computed")
@@ -269,8 +286,11 @@ class ChunkLosses:
         base = free.pop() if free else known[0][1] if len(terms) == 1 else SAMPLES
         if free or any(by != base and not _are_equal(term.factors) for term, by in known):
             raise UnclearError("its means and sums have different weights")
-        if adds_up(base) and len(known) < len(terms):
+        others = [term for term in terms if not term.kind]
+        if others and (base == SUM or base[0] == "argument"):
             raise UnclearError("what does not depend on samples is added to a sum")
+        if any(term.divisors or not _is_constant(term, sizes) for term in others):
+            raise UnclearError("what does not depend on samples is divided by what does")
         for term, by in known:
             if by[0] == "argument" and not adds_up(by):
                 ignore_if_empty(term.nodes, self._weights_by(by))
@@ -282,7 +302,11 @@ class ChunkLosses:
             if by != base and term.position is not None
         ]
         is_scaled = any(by == SUM and term.is_scaled for term, by in known)
-        return Rule(base, own, self._argument_names if is_scaled else None)
+        is_ambiguous = any(
+            len(self.history.divided.get((key, kinds, i), ())) > 1 for i in range(len(terms))
+        )
+        names = self._argument_names if is_scaled else None
+        return Rule(base, own, names, len(self.counted[0]), is_ambiguous)
 
     @property
     def _argument_names(self) -> Any:
@@ -308,7 +332,7 @@ class ChunkLosses:
         if known is None or len(known) > 1:
             numbers = [1 / (factor or math.nan) for factor in term.factors]
             divisors = [float(divisor) for divisor in term.divisors] or numbers
-            counts = [self._counts_in(own) for own in self.arguments] or [{}]
+            counts = [self._counts_in(i) for i in range(len(self.arguments))] or [{}]
             known = self.history.divided[key] = [
                 by
                 for by in known or counts[0]
@@ -318,18 +342,20 @@ class ChunkLosses:
             raise UnclearError("it is divided by something else than what an argument counts")
         return known[0]
 
-    def _counts_in(self, arguments: Arguments) -> dict[Weighting, Any]:
+    def _counts_in(self, replica: int) -> dict[Weighting, Any]:
         """Return what the arguments of a replica count.
 
-        That is the sum of a tensor, or the number of its entries other than 0 or -100 if they are
-        integers. A 0-dim tensor is itself a number.
+        That is the sum of a tensor with a row for each sample, or the number of its entries other
+        than 0 or -100 if they are integers. A 0-dim tensor is itself a number.
         """
-        found = {}
-        for name, value in named_arguments(self.function, *arguments):
+        found, size = dict[Weighting, Any](), (self.chunk_sizes or ())[replica]
+        for name, value in named_arguments(self.function, *self.arguments[replica]):
             for path, leaf in nested.leaves(value, name):
-                if isinstance(leaf, Real) or (isinstance(leaf, Tensor) and not leaf.dim()):
+                if isinstance(leaf, Tensor) and (leaf.requires_grad or leaf.dtype not in _COUNTED):
+                    continue
+                if isinstance(leaf, float | int) or (isinstance(leaf, Tensor) and not leaf.dim()):
                     found["argument", path, "number"] = leaf
-                elif isinstance(leaf, Tensor) and not leaf.requires_grad:
+                elif isinstance(leaf, Tensor) and leaf.shape[self.dim : self.dim + 1] == (size,):
                     found["argument", path, "sum"] = leaf.sum()
                     if not leaf.is_floating_point():
                         for n in (0, -100):
@@ -348,7 +374,7 @@ class ChunkLosses:
             return weighting[1:]
         if weighting[0] == "counted":
             return [one.count for one in self._counted(weighting[1])]
-        found = [self._counts_in(own).get(weighting) for own in self.arguments]
+        found = [self._counts_in(i).get(weighting) for i in range(len(self.arguments))]
         if None in found:
             raise UnclearError(f"it was divided by argument {weighting[1]}, which is missing")
         return found
@@ -490,13 +516,13 @@ def weighted_mean(
             device.
         device: the device of the result.
         ignores_empty: whether those with the weight 0 are always ignored. If not, they are added as
-            they are if they are finite, since a count of 0 was replaced by 1 in their divisor.
+            they are unless they are 0 / 0, since a count of 0 was replaced by 1 in their divisor.
     """
     means = torch.stack(moved(tensors, device))
     shares = torch.stack([_to_tensor(weight, device) for weight in weights]).double()
     total, is_empty = shares.sum(), shares == 0
     if not ignores_empty:
-        means = means.masked_fill(is_empty & (total != 0) & ~means.isfinite(), 0)
+        means = means.masked_fill(is_empty & (total != 0) & means.isnan(), 0)
         total = total.where(total != 0, 1)
     means = means.masked_fill(is_empty, 0) if ignores_empty else means
     dtype = torch.promote_types(means.dtype, torch.float32)  # where no sum of counts overflows
