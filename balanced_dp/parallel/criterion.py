@@ -13,7 +13,8 @@ from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
 from ..errors import ArgumentTypeError
-from .losses.join import ChunkLosses, OutputHistory, check_loss_weight
+from .losses.join import ChunkLosses, OutputHistory
+from .losses.loss_weight import check_loss_weight
 from .nested import check_paths
 from .per_device import PerDevice
 from .replicate import Replicator

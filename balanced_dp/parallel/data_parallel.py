@@ -29,7 +29,8 @@ from .auto import STATE_KEY, split_policy
 from .check import CheckResult, compare
 from .gather import Gather, ScalarOutputs, check_scalar_outputs
 from .homes import on_one_device, spread_parameters
-from .losses.join import ChunkLosses, OutputHistory, check_loss_weight
+from .losses.join import ChunkLosses, OutputHistory
+from .losses.loss_weight import check_loss_weight
 from .nested import Arguments, check_paths
 from .parallel_apply import Workers, parallel_apply
 from .per_device import PerDevice
