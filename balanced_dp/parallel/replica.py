@@ -301,7 +301,7 @@ def _register_parameter(parameters: dict[str, Any], name: str, param: Any) -> No
 
 
 _OF_REPLICAS = nn.Module()
-"""Has no parameters: its ``zero_grad`` does in a replica what it does in ``nn.DataParallel``."""
+"""Marked as a replica, so that ``zero_grad`` warns as in replicas of ``nn.DataParallel``."""
 _OF_REPLICAS.__dict__["_is_replica"] = True
 
 

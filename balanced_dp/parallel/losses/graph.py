@@ -1,4 +1,4 @@
-r"""Read from autograd which means and sums over samples a loss is made of, and where samples mix.
+r"""Read from autograd which means and sums over samples a loss is made of.
 
 A loss is followed from its node to the ones where the samples disappear, its *reductions*:
 
@@ -9,15 +9,13 @@ A loss is followed from its node to the ones where the samples disappear, its *r
 On the way they may only be added up and multiplied by Python's numbers. These are read on the host,
 so no call waits for a device, and nobody's code runs again. The graphs of the replicas are followed
 side by side, as they are alike but for the number of samples.
-
-``how_samples_mix`` searches the graphs for operators that compute samples from each other.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -94,12 +92,9 @@ def terms_of(
         while stack:
             edges, term = stack.pop()
             nodes = [node for node, _ in edges]
-            names = {
-                node and ("" if _is_parameter(node) else operator_name(node)) for node in nodes
-            }
-            if len(names) > 1:
+            if len({_form(node) for node in nodes}) > 1:
                 raise UnclearError(UNLIKE)
-            if names == {None}:
+            if None in nodes or _are_one(nodes):
                 found.append(term)
             elif all(node in counted for node in nodes):
                 found.append(of_counted([counted[node] for node in nodes], term))
@@ -117,7 +112,7 @@ def terms_of(
 
 def _form(node: Any) -> str | None:
     """Return what nodes of different replicas have in common."""
-    return node and ("weight" if _is_parameter(node) else operator_name(node))
+    return node and ("weight" if is_parameter(node) else operator_name(node))
 
 
 def of_counted(own: Sequence[Counted], term: Term) -> Term:
@@ -172,7 +167,7 @@ def _is_of_weights(edges: Edges, sizes: Sequence[int], dim: int) -> bool:
     while stack:
         edges = stack.pop()
         nodes = [node for node, _ in edges]
-        if nodes[0] in seen or _are_one(nodes) or any(map(_is_parameter, nodes)):
+        if nodes[0] in seen or _are_one(nodes) or any(map(is_parameter, nodes)):
             continue
         seen.add(nodes[0])
         inputs = list(zip(*(node.next_functions for node in nodes), strict=False))
@@ -275,82 +270,6 @@ def operator_name(node: Any) -> str:
     return re.sub(r"Backward(s|\d*)$", "", node.name().rpartition("::")[2])
 
 
-# Samples that are computed from each other.
-
-Pair = tuple[Sequence[int], Sequence[int]]
-"""The shapes of a tensor on two replicas, or their numbers of samples."""
-
-_GOES_ALONG = re.compile(r"(Log)?Softmax|Log[cC]umsumexp|Cum(sum|prod|max|min)|Sort|Flip|Roll")
-"""Operators that compute entries along a dimension from each other, and keep its size."""
-
-_SELECTS = re.compile(r"Select|Slice|Unbind|\w*Split\w*|Index\w*|MaskedSelect")
-"""Operators with which code loops over samples, or selects some of them."""
-
-
-def how_samples_mix(outputs: Iterable[tuple[Tensor, Tensor]], sizes: Sequence[int]) -> str:
-    """Return how samples of a chunk are computed from each other, or "" if nothing shows it.
-
-    Args:
-        outputs: pairs of outputs with a graph of two replicas.
-        sizes: their numbers of samples, which differ.
-    """
-    seen = set[Any]()
-    # Up to its reductions, which are joined, a loss has the same shapes on both.
-    stack: list[Any] = [
-        ((one.grad_fn, other.grad_fn), (one.shape, other.shape), one.shape == other.shape)
-        for one, other in outputs
-    ]
-    with looking_at_nodes:
-        while stack:
-            (node, other), shapes, is_loss = stack.pop()
-            if node in seen or type(node) is not type(other) or _is_parameter(node):
-                continue
-            seen.add(node)
-            is_loss = is_loss and shapes[0] == shapes[1]
-            inputs: list[Pair] = []
-            for a, b in zip(node.next_functions, other.next_functions, strict=False):
-                if a[0] is not None and b[0] is not None:
-                    inputs.append((shape_of(*a), shape_of(*b)))
-                    stack.append(((a[0], b[0]), inputs[-1], is_loss))
-            is_custom = isinstance(node, BackwardCFunction) or node.name() == "CopySlices"
-            how = "" if is_custom else _mixes(node, shapes, inputs, sizes, is_loss)
-            if how:
-                return f"{operator_name(node)} {how}"
-    return ""
-
-
-def _mixes(
-    node: Any, shapes: Pair, inputs: Sequence[Pair], sizes: Sequence[int], is_loss: bool
-) -> str:
-    """Return how an operator computes samples from each other, by its shapes on two replicas."""
-    (one, other), (n, m) = shapes, sizes
-    name = operator_name(node)
-    if one != other:
-        pairs = (n * n, m * m), (n * (n - 1), m * (m - 1)), (n * (n - 1) // 2, m * (m - 1) // 2)
-        if len(_axes(shapes, sizes)) > 1 or any(p in pairs for p in zip(one, other, strict=False)):
-            return "computes a number for each pair of samples"
-    elif is_loss:
-        return ""
-    elif any(_axes(pair, sizes) for pair in inputs) and not _SELECTS.fullmatch(name):
-        return "reduces the samples of each chunk"
-    dims = getattr(node, "_saved_dim", getattr(node, "_saved_dims", None))
-    if dims is not None and _GOES_ALONG.fullmatch(name):
-        along = {axis for pair in inputs for axis in _axes(pair, sizes)}
-        for dim in dims if isinstance(dims, tuple) else (dims,):
-            # torch reports negative ones as unsigned numbers.
-            if (dim - 2**64 * (dim >= 2**63)) % len(one) in along:
-                return "goes along the samples of each chunk"
-    return ""
-
-
-def _axes(shapes: Pair, sizes: Sequence[int]) -> list[int]:
-    """Return the dimensions whose sizes follow the numbers of samples."""
-    (one, other), (n, m) = shapes, sizes
-    if one == other or len(one) != len(other):
-        return []
-    return [d for d, (a, b) in enumerate(zip(one, other, strict=True)) if a != b and a * m == b * n]
-
-
-def _is_parameter(node: Any) -> bool:
+def is_parameter(node: Any) -> bool:
     """Return whether a node stands for a parameter, or its copies on a device."""
     return node.name().endswith("AccumulateGrad") or isinstance(node, Broadcast._backward_cls)

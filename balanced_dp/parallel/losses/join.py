@@ -32,8 +32,9 @@ from ...torch_versions import run_at_once
 from .. import nested
 from ..nested import Arguments, described, named_arguments
 from .cross_entropy import Counted, counting
-from .graph import Term, UnclearError, how_samples_mix, of_counted, terms_of
+from .graph import Term, UnclearError, of_counted, terms_of
 from .loss_weight import weight_of_chunk
+from .mixing import how_samples_mix
 
 Tensors = Sequence[Tensor]
 """One for each replica."""
