@@ -10,6 +10,7 @@ import difflib
 import sys
 import warnings
 from collections.abc import Iterable
+from types import FrameType
 
 
 class BalancedDataParallelError(Exception):
@@ -64,11 +65,17 @@ def did_you_mean(given: str, known: Iterable[str]) -> str:
 
 def warn(message: str) -> None:
     """Issue a ``BalanceWarning`` for the innermost line outside of torch and balanced_dp."""
+    level, _ = calling_frame()
+    warnings.warn(message, BalanceWarning, stacklevel=level)
+
+
+def calling_frame() -> tuple[int, FrameType]:
+    """Return the innermost frame outside of torch and balanced_dp, and its level for ``warn``."""
     internal = ("torch", "contextlib", __package__)
-    level, frame = 2, sys._getframe(1)
+    level, frame = 1, sys._getframe(1)
     while frame.f_globals.get("__name__", "").split(".")[0] in internal and frame.f_back:
         level, frame = level + 1, frame.f_back
-    warnings.warn(message, BalanceWarning, stacklevel=level)
+    return level, frame
 
 
 def add_note(error: BaseException, note: str) -> None:

@@ -1,33 +1,25 @@
-"""What wraps models in a script that is not changed, replaced by what a loop splits."""
+"""Replace the classes with which a script wraps its model, while ``balanced-dp run`` runs it."""
 
 from __future__ import annotations
 
 import functools
-import importlib.abc
-import importlib.machinery
-import inspect
-import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
-from types import FrameType, ModuleType
+from importlib.machinery import PathFinder
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-import torch
 from torch import nn
 
-from ..devices import Device
+from ..errors import calling_frame
 from ..parallel.data_parallel import BalancedDataParallel
 from ..parallel.functional import balanced_data_parallel
 from ..tuning.loop import Loop
 
 _STEPS = {"forward", "scatter", "replicate", "parallel_apply", "gather"}
-_LIBRARIES = tuple(
-    f"{path}{os.sep}" for path in (Path(torch.__file__).parent, Path(__file__).parents[1])
-)
-_TRAINER = str(Path(__file__).with_name("transformers.py"))
+_TORCHS: Any = nn.DataParallel
 
 
 WrappedAt = tuple[str, int]
@@ -38,13 +30,13 @@ WrappedAt = tuple[str, int]
 def replaced_data_parallel(loop: Loop) -> Iterator[list[WrappedAt]]:
     """Replace ``nn.DataParallel``, ``data_parallel`` and ``Trainer`` inside a ``with`` block.
 
-    The class keeps the arguments of ``nn.DataParallel``, and ``isinstance`` says the same as
-    before. A subclass with steps of its own, such as ``forward`` or ``scatter``, stays a subclass
+    The replacement takes the arguments of ``nn.DataParallel``, and ``isinstance`` answers as
+    before. A subclass that overrides a step, such as ``forward`` or ``scatter``, remains a subclass
     of torch's class. ``loop`` splits the batches of all instances of ``BalancedDataParallel``,
-    the script's own included, unless they have ``device_weights``.
+    including those that the script creates itself, except those with ``device_weights``.
 
     Yields:
-        A list of the calls with which the script wraps models; it grows with them.
+        A list of the calls that wrap a model. Each new call is appended.
     """
     calls: list[WrappedAt] = []
     initialize = BalancedDataParallel.__init__
@@ -52,95 +44,64 @@ def replaced_data_parallel(loop: Loop) -> Iterator[list[WrappedAt]]:
     @functools.wraps(initialize)
     def initialize_recorded(self: BalancedDataParallel[Any], *args: Any, **kwargs: Any) -> None:
         initialize(self, *args, **kwargs)
-        if self.device_weights is not None:
-            return
-        place = _call_of_script()
-        loop.adopt(self)
-        if place is not None and place not in calls:
-            calls.append(place)
+        if self.device_weights is None:
+            loop.adopt(self)
+            _, frame = calling_frame()
+            call = (frame.f_code.co_filename, frame.f_lineno)
+            is_trainer = type(self).__module__ == f"{__package__}.transformers"
+            if not is_trainer and call not in calls:
+                calls.append(call)
 
-    data_parallel = _data_parallel_class()
     function = functools.partial(balanced_data_parallel, None)
     file = sys.modules["torch.nn.parallel.data_parallel"]  # torch.nn.parallel hides it
     with ExitStack() as stack:
         for owner, name, ours in (
             (BalancedDataParallel, "__init__", initialize_recorded),
-            *((module, "DataParallel", data_parallel) for module in (nn, nn.parallel, file)),
+            *((module, "DataParallel", DataParallel) for module in (nn, nn.parallel, file)),
             *((module, "data_parallel", function) for module in (nn.parallel, file)),
-            (sys, "meta_path", [_TrainerFinder(), *sys.meta_path]),
+            (sys, "meta_path", [SimpleNamespace(find_spec=_find_trainer), *sys.meta_path]),
         ):
             stack.enter_context(mock.patch.object(owner, name, ours))
         yield calls
 
 
-def _data_parallel_class() -> Any:
-    torch_class: Any = nn.DataParallel
+class _Meta(type):
+    """Counts instances of torch's class as instances of ``DataParallel``."""
 
-    class Meta(type):
-        def __instancecheck__(cls, instance: object) -> bool:
-            if cls is DataParallel:
-                return isinstance(instance, torch_class)
-            return super().__instancecheck__(instance)
-
-    class DataParallel(BalancedDataParallel[Any], metaclass=Meta):
-        def __init__(
-            self,
-            module: nn.Module,
-            device_ids: Sequence[Device] | None = None,
-            output_device: Device | None = None,
-            dim: int = 0,
-        ) -> None:
-            super().__init__(None, module, device_ids, output_device, dim)
-
-        def __init_subclass__(cls) -> None:
-            super().__init_subclass__()
-            if _STEPS & set(vars(cls)):
-                cls.__bases__ = tuple(
-                    torch_class if base is DataParallel else base for base in cls.__bases__
-                )
-
-    # Where pickle looks for it.
-    DataParallel.__module__, DataParallel.__qualname__ = torch_class.__module__, "DataParallel"
-    return DataParallel
+    def __instancecheck__(cls, instance: object) -> bool:
+        return type.__instancecheck__(_TORCHS if cls is DataParallel else cls, instance)
 
 
-def _call_of_script() -> WrappedAt | None:
-    """Return where the innermost frame that is not of a library calls; None if a Trainer does."""
-    frame: FrameType | None = inspect.currentframe()
-    while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
-        if frame.f_code.co_filename == _TRAINER:
-            return None
-        frame = frame.f_back
-    return frame and (frame.f_code.co_filename, frame.f_lineno)
+class DataParallel(BalancedDataParallel[Any], metaclass=_Meta):
+    """The replacement of ``nn.DataParallel``."""
+
+    __module__ = "torch.nn.parallel.data_parallel"  # where pickle looks for it
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(None, *args, **kwargs)
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if _STEPS & set(vars(cls)):
+            cls.__bases__ = tuple(
+                _TORCHS if base is DataParallel else base for base in cls.__bases__
+            )
 
 
-class _TrainerFinder(importlib.abc.MetaPathFinder):
-    """Replaces ``Trainer`` by a ``BalancedTrainer`` where a script imports transformers."""
+def _find_trainer(name: str, path: Any, target: Any = None) -> Any:
+    """Find the module transformers.trainer; replace its ``Trainer`` when it is executed."""
+    spec = PathFinder.find_spec(name, path, target) if name == "transformers.trainer" else None
+    loader: Any = spec and spec.loader
+    if loader is None:
+        return None
+    execute = loader.exec_module
 
-    def find_spec(
-        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        """Find transformers.trainer as usual; once it is executed, the class is replaced."""
-        if name != "transformers.trainer":
-            return None
-        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
-        if spec is not None:
-            loader: Any = spec.loader
-            loader.exec_module = functools.partial(_execute_trainer, loader.exec_module)
-        return spec
+    def execute_and_replace(module: Any) -> None:
+        execute(module)
+        from .transformers import BalancedTrainer  # imports the class that is replaced
 
+        initialize = functools.partialmethod(BalancedTrainer.__init__, gpu0_bsz=None)
+        module.Trainer = type("Trainer", (BalancedTrainer,), {"__init__": initialize})
 
-def _execute_trainer(execute: Callable[[ModuleType], None], module: Any) -> None:
-    execute(module)
-    from .transformers import BalancedTrainer  # imports the class that is replaced
-
-    original = module.Trainer
-
-    # mypy does not know the class of a module that is being loaded.
-    class Trainer(BalancedTrainer, original):  # type: ignore[misc, valid-type]
-        __doc__ = original.__doc__
-
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, gpu0_bsz=None, **kwargs)
-
-    module.Trainer = Trainer
+    loader.exec_module = execute_and_replace
+    return spec

@@ -32,10 +32,12 @@ from ..errors import ArgumentError
 from ..memory.logger import MemoryLogger
 from ..parallel.auto import STATE_KEY
 from ..parallel.data_parallel import BalancedDataParallel
-from ..parallel.losses.join import ChunkLosses
 
 OPTIONS = ("broadcast", "device_weights", "loss_weight", "scalar_outputs", "split", "spread")
 """Arguments that a ``BalancedTrainer`` passes on to ``BalancedDataParallel``."""
+
+AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+"""The dtype of autocast for each mixed precision of accelerate."""
 
 
 class _TrainerParallel(BalancedDataParallel[nn.Module]):
@@ -44,29 +46,30 @@ class _TrainerParallel(BalancedDataParallel[nn.Module]):
     gathers_loss_only = False
     """Whether only the loss is gathered."""
 
-    def gather(
-        self,
-        outputs: Sequence[Any],
-        output_device: int | torch.device,
-        losses: ChunkLosses | None = None,
-    ) -> Any:
-        """Gather the outputs; with autocast, convert them to float32 as accelerate does."""
+    autocast_dtype: torch.dtype | None = None
+    """The dtype of autocast, or None to leave autocast as it is."""
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run under autocast and return float32, as accelerate does with a bare model."""
+        if self.autocast_dtype is None:
+            return super().forward(*inputs, **kwargs)
+        with torch.autocast(self.devices[0].type, self.autocast_dtype):
+            return convert_to_fp32(super().forward(*inputs, **kwargs))
+
+    def gather(self, outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        """Gather the outputs that ``Trainer`` needs."""
         selected = [_select(output, self.gathers_loss_only) for output in outputs]
-        gathered = super().gather(selected, output_device, losses)
-        is_autocast = torch.is_autocast_enabled(self.devices[0].type)
-        return convert_to_fp32(gathered) if is_autocast else gathered
+        return super().gather(selected, *args, **kwargs)
 
 
 def _select(output: Any, loss_only: bool) -> Any:
     """Return the loss of an output, or all but its key-value caches, which the Trainer ignores."""
-    if isinstance(output, tuple) and loss_only:
-        return output[:1]
-    if not isinstance(output, Mapping):
-        return output
-    loss_only = loss_only and "loss" in output
-    cls = type(output) if isinstance(output, ModelOutput) else dict
-    names = ["loss"] if loss_only else [n for n, v in output.items() if not isinstance(v, Cache)]
-    return cls(**{name: output[name] for name in names})
+    if isinstance(output, Mapping):
+        names = [name for name in output if not isinstance(output[name], Cache)]
+        names = ["loss"] if loss_only and "loss" in output else names
+        cls = type(output) if isinstance(output, ModelOutput) else dict
+        return cls(**{name: output[name] for name in names})
+    return output[:1] if loss_only and isinstance(output, tuple) else output
 
 
 class BalancedTrainer(Trainer):
@@ -110,101 +113,78 @@ class BalancedTrainer(Trainer):
     ) -> None:
         self._split = {name: kwargs.pop(name) for name in OPTIONS if name in kwargs}
         self._split["gpu0_bsz"] = gpu0_bsz
-        self._parallel: _TrainerParallel | None = None
+        self.parallel_model: _TrainerParallel | None = None
+        self._devices: list[torch.device] = []
         super().__init__(*args, **kwargs)
         self.add_callback(_KeepSplit(self))
-        self._devices = self._choose_devices(device_ids)
-        if self._devices:
-            self._use_devices()
+        if not self.is_model_parallel and self.args.parallel_mode != ParallelMode.DISTRIBUTED:
+            if device_ids is not None or self.args.n_gpu > 1 or has_machine():
+                self._use(resolve_devices(device_ids, default_device_type()))
+        elif device_ids is not None:
+            raise ArgumentError(
+                "leave device_ids out in a distributed launch and with a model that is spread over "
+                "devices (device_map)"
+            )
 
-    def _choose_devices(self, device_ids: Sequence[Device] | None) -> list[torch.device]:
-        """Return the devices, or an empty list to behave as ``Trainer``."""
-        if self.is_model_parallel or self.args.parallel_mode == ParallelMode.DISTRIBUTED:
-            if device_ids is not None:
-                raise ArgumentError(
-                    "leave device_ids out in a distributed launch, and with a model that is spread "
-                    "over devices"
-                )
-            return []
-        if device_ids is None and self.args.n_gpu < 2 and not has_machine():
-            return []
-        return resolve_devices(device_ids, default_device_type())
-
-    def _use_devices(self) -> None:
-        """Show ``Trainer`` a single device with the whole batch, so that it corrects nothing."""
+    def _use(self, devices: list[torch.device]) -> None:
+        """Show ``Trainer`` one device and the whole batch, so that it corrects no loss."""
+        self._devices = devices
         self.args = copy.copy(self.args)  # the caller may pass them to another Trainer
-        self.args.per_device_train_batch_size *= len(self._devices)
-        self.args.per_device_eval_batch_size *= len(self._devices)
+        self.args.per_device_train_batch_size *= len(devices)
+        self.args.per_device_eval_batch_size *= len(devices)
         self.args._n_gpu = 1
-        self.args.__dict__["_setup_devices"] = self._devices[0]
+        self.args.__dict__["_setup_devices"] = devices[0]
         self._train_batch_size = self.args.train_batch_size
         if self.place_model_on_device:
-            self._move_model_to_device(self.model, self._devices[0])
-
-    @property
-    def parallel_model(self) -> BalancedDataParallel[nn.Module] | None:
-        """The wrapped model, None before it is first called or if it is not wrapped."""
-        return self._parallel
+            self._move_model_to_device(self.model, devices[0])
 
     def _wrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         """Return the model to call; training and evaluation share one wrapper."""
-        if self._parallel is not None and model is self._parallel.module:
-            return self._parallel
+        if self.parallel_model is not None and model is self.parallel_model.module:
+            return self.parallel_model
         wrapped: nn.Module = super()._wrap_model(model, *args, **kwargs)
         is_bare = self.accelerator.unwrap_model(model, keep_torch_compile=False) is model is wrapped
         is_quantized = any(getattr(model, f"is_loaded_in_{bits}bit", False) for bits in (4, 8))
         if len(self._devices) < 2 or not is_bare or is_quantized:
             return wrapped
-        self._parallel = _TrainerParallel(module=model, device_ids=self._devices, **self._split)
-        return self._parallel
+        parallel = _TrainerParallel(module=model, device_ids=self._devices, **self._split)
+        parallel.autocast_dtype = AUTOCAST_DTYPES.get(self.accelerator.mixed_precision)
+        self.parallel_model = parallel
+        return parallel
 
     def compute_loss(  # type: ignore[override]  # Trainer's names each argument
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, **kwargs: Any
     ) -> Any:
         """Return the loss of the whole batch, as ``Trainer.compute_loss``."""
-        loss_only = not return_outputs and self._is_from_trainer("compute_loss")
-        with self._gathering(loss_only):
+        with self._gathering(not return_outputs, {"compute_loss"}):
             return super().compute_loss(model, inputs, return_outputs=return_outputs, **kwargs)
 
-    def prediction_step(
-        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any
-    ) -> Any:
-        """Return loss, logits and labels, as ``Trainer.prediction_step``."""
-        is_plain = self._is_from_trainer("prediction_step") and self._is_from_trainer(
-            "compute_loss"
-        )
-        with self._gathering(prediction_loss_only and is_plain):
-            return super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)
-
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """Run ``Trainer.evaluation_loop`` with replicas shared by all batches."""
-        parallel = self._parallel
-        with nullcontext() if parallel is None else parallel.shared_weights():
-            return super().evaluation_loop(*args, **kwargs)
+        """Run ``Trainer.evaluation_loop``; all batches share one copy of the weights."""
+        model = self._wrap_model(self.model, training=False)
+        loss_only = bool(kwargs.get("prediction_loss_only"))
+        with self._gathering(loss_only, {"compute_loss", "prediction_step"}):
+            if not isinstance(model, _TrainerParallel):
+                return super().evaluation_loop(*args, **kwargs)
+            with model.shared_weights():
+                return super().evaluation_loop(*args, **kwargs)
 
-    def _is_from_trainer(self, name: str) -> bool:
-        """Return whether no other class than this one overrides the method of ``Trainer``."""
-        defining = {cls for cls in type(self).__mro__ if name in vars(cls)}
-        return defining == {BalancedTrainer, Trainer}
+    def _gathering(self, loss_only: bool, methods: set[str]) -> AbstractContextManager[object]:
+        """Gather only the loss, unless a subclass, label smoothing or a loss function needs more.
 
-    def _gathering(self, loss_only: bool) -> AbstractContextManager[object]:
-        """Gather the loss only, unless the Trainer computes it from the gathered logits."""
-        needs_logits = self.label_smoother is not None or self.compute_loss_func is not None
-        if self._parallel is None or needs_logits or not loss_only:
-            return nullcontext()
-        return mock.patch.object(self._parallel, "gathers_loss_only", True)
-
-    def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> Any:
-        """Return a context manager for autocast in the precision of the Trainer's arguments."""
-        dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}
-        dtype = dtypes.get(self.accelerator.mixed_precision)
-        if self._parallel is None or dtype is None:
-            return super().autocast_smart_context_manager(cache_enabled)
-        return torch.autocast(self.args.device.type, dtype, cache_enabled=cache_enabled)
+        Args:
+            loss_only: whether the caller needs only the loss.
+            methods: the methods of ``Trainer`` that see the outputs.
+        """
+        owners = [cls for cls in type(self).__mro__ if methods & set(vars(cls))]
+        is_plain = owners == [BalancedTrainer, Trainer] and not self.label_smoother
+        if self.parallel_model and loss_only and is_plain and self.compute_loss_func is None:
+            return mock.patch.object(self.parallel_model, "gathers_loss_only", True)
+        return nullcontext()
 
 
 class _KeepSplit(TrainerCallback):
-    """Stores what ``gpu0_bsz="auto"`` has found in the state of the Trainer, and starts with it."""
+    """Stores the result of ``gpu0_bsz="auto"`` in the state of the Trainer, and starts with it."""
 
     def __init__(self, trainer: BalancedTrainer) -> None:
         self._trainer = trainer
@@ -239,17 +219,16 @@ class MemoryCallback(TrainerCallback):
 
     def __init__(self, trainer: BalancedTrainer) -> None:
         self._trainer: Any = trainer
-        self._logger: MemoryLogger | None = None
-        self._values: dict[str, float] = {}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Create the logger if the model is wrapped."""
+        self._values: dict[str, float] = {}
         parallel = self._trainer.parallel_model
-        self._logger = None if parallel is None else MemoryLogger(parallel, self._store, every=1)
+        self._logger = parallel and MemoryLogger(parallel, self._store, every=1)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Log the peaks if the Trainer logs after this step."""
-        if self._logger is not None and control.should_log:
+        if self._logger and control.should_log:
             self._logger.step()
             self._trainer.log(dict(self._values))
             control.should_log = True  # log() has reset it

@@ -130,13 +130,6 @@ FAMILIES = {
         bert(hf.BertForSequenceClassification),
         lambda index: {"input_ids": text(index), "labels": index % 3},
     ),
-    "bert tokens": Family(
-        bert(hf.BertForTokenClassification),
-        lambda index: {
-            "input_ids": text(index),
-            "labels": with_ignored_labels(text(index) % 3, index),
-        },
-    ),
     "bert answers": Family(
         bert(hf.BertForQuestionAnswering, num_labels=2),
         lambda index: {

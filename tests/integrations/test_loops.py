@@ -1,4 +1,4 @@
-"""Training loops of Lightning Fabric and accelerate on real text have the curve of one device."""
+"""Loops of Lightning Fabric and accelerate, and plain ones, train as on one device."""
 
 from __future__ import annotations
 
@@ -72,57 +72,41 @@ def with_accelerate(model: nn.Module, criterion: Callable[..., Tensor]) -> list[
     return losses
 
 
-def assert_same(several: list[float], one: list[float]) -> None:
-    assert len(one) == NUM_STEPS
-    torch.testing.assert_close(several, one, rtol=0, atol=1e-4)
-    assert sum(one[-5:]) < sum(one[:5])
-
-
-def models() -> tuple[nn.Module, nn.Module]:
-    found = []
-    for _ in range(2):
-        torch.manual_seed(0)
-        found.append(GPT2())
-        found[-1].config.use_cache = False
-    return found[0], found[1]
-
-
 @pytest.mark.parametrize("gpu0_bsz", [0, 1])
-def test_a_loop_of_lightning_fabric(gpu0_bsz):
-    one, several = models()
-    parallel = BalancedDataParallel(gpu0_bsz, with_loss(several), ["cpu"] * 4)
-    assert_same(with_fabric(parallel), with_fabric(with_loss(one)))
+@pytest.mark.parametrize("loop", ["fabric", "accelerate"])
+def test_loops_have_the_curve_of_one_device(loop, gpu0_bsz):
+    one = GPT2()
+    one.config.use_cache = False
+    several = copy.deepcopy(one)
+    if loop == "fabric":
+        parallel = BalancedDataParallel(gpu0_bsz, with_loss(several), ["cpu"] * 4)
+        found, expected = with_fabric(parallel), with_fabric(with_loss(one))
+    else:
+        parallel = BalancedDataParallel(gpu0_bsz, several, ["cpu"] * 4, gather=False)
+        found = with_accelerate(parallel, BalancedCriterion(TokenLoss()))
+        expected = with_accelerate(one, TokenLoss())
     assert parallel.chunk_sizes == ((0, 2, 2, 1) if gpu0_bsz == 0 else (1, 2, 1, 1))
-
-
-@pytest.mark.parametrize("gpu0_bsz", [0, 1])
-def test_a_loop_with_the_optimizer_of_accelerate(gpu0_bsz):
-    one, several = models()
-    parallel = BalancedDataParallel(gpu0_bsz, several, ["cpu"] * 4, gather=False)
-    assert_same(
-        with_accelerate(parallel, BalancedCriterion(TokenLoss())), with_accelerate(one, TokenLoss())
-    )
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+    assert sum(expected[-5:]) < sum(expected[:5])
 
 
 @pytest.mark.parametrize("gpu0_bsz", [0, 1, 3])
 @pytest.mark.parametrize(
-    ("name", "counted_by"),
+    ("name", "count"),
     [
-        *((name, "model") for name in ("gpt2", "bert masked", "bert answers", "t5")),
-        *((name, count) for name in ("gpt2", "t5") for count in ("number", "tensor")),
+        *((name, None) for name in ("gpt2", "bert masked", "bert answers", "t5")),
+        *((name, count) for name in ("gpt2", "t5") for count in (int, torch.as_tensor)),
     ],
 )
-def test_models_in_a_plain_loop_with_padding(name, counted_by, gpu0_bsz, monkeypatch):
+def test_models_in_a_plain_loop_with_padding(name, count, gpu0_bsz, monkeypatch):
     """Steps with and without gradients, in which all labels of some chunks are ignored."""
     monkeypatch.setattr(Tensor, "float", Tensor.double)  # their losses would be in float32
     family = FAMILIES[name]
-    torch.manual_seed(0)
     bare = family.make_model().double()
     samples = [family.sample(index) for index in range(13)]
     batch = {key: torch.stack([torch.as_tensor(s[key]) for s in samples]) for key in samples[0]}
-    if counted_by != "model":
-        count = batch["labels"].ne(-100).sum()
-        batch["num_items_in_batch"] = count if counted_by == "tensor" else int(count)
+    if count is not None:
+        batch["num_items_in_batch"] = count(batch["labels"].ne(-100).sum())
     if "bert" not in name:
         batch["use_cache"] = False
     model = BalancedDataParallel(gpu0_bsz, copy.deepcopy(bare), ["cpu"] * 4)
