@@ -169,7 +169,7 @@ def test_outputs_are_exact_or_it_is_said(
     x = torch.randn(batch_size, *rest, dtype=torch.double, requires_grad=True)
     model = split(forward, gpu0_bsz, num_devices)
     sizes = {size for size in model.split(batch_size) if size}
-    # What docs/limits.md says of chunks of one size: another dimension that has it.
+    # What docs/faq.md says of chunks of one size: another dimension that has it.
     assume(len(sizes) > 1 or not {*rest} & {*sizes, *(size * k for size in sizes)})
     assume(kind != "numbers" or sizes != {1})  # a list with a loss is as long as a sample
     expected = model.module(x)
