@@ -13,6 +13,7 @@ In backward, gradients come back by ``Broadcast.backward`` of copies.py, and aut
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from typing import Any, Literal, TypeVar
@@ -38,6 +39,9 @@ from .replicate import Replicator
 from .scatter import Inputs
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+DeviceIds = Sequence[int | torch.device]
+"""What nn.DataParallel calls devices: the index of an accelerator, or any other device itself."""
 
 
 class BalancedDataParallel(nn.DataParallel[ModuleT]):
@@ -216,15 +220,8 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
                 return self._joined(outputs, ids, losses)
 
     def _inputs(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
-        return Inputs(
-            self.module.forward,
-            inputs,
-            kwargs,
-            self.dim,
-            self.broadcast,
-            self.split_inputs,
-            self._history.warned,
-        )
+        options = self.dim, self.broadcast, self.split_inputs, self._history.warned
+        return Inputs(self.module.forward, inputs, kwargs, *options)
 
     def _call_module(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the module itself, on the only device or, without one, on the CPU."""
@@ -244,7 +241,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         self,
         inputs: tuple[Any, ...],
         kwargs: dict[str, Any] | None,
-        device_ids: Sequence[int | torch.device],
+        device_ids: DeviceIds,
         chunk_sizes: Sequence[int] | None = None,
     ) -> tuple[list[tuple[Any, ...]], list[dict[str, Any]]]:
         """Return positional and keyword arguments for each device.
@@ -255,7 +252,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         arguments = self._inputs(inputs, kwargs or {}).scatter(devices, chunk_sizes)
         return [args for args, _ in arguments], [keywords for _, keywords in arguments]
 
-    def replicate(self, module: ModuleT, device_ids: Sequence[int | torch.device]) -> list[ModuleT]:
+    def replicate(self, module: ModuleT, device_ids: DeviceIds) -> list[ModuleT]:
         """Return a replica of ``module`` for each device.
 
         The list also brings home what they write, so an override returns the same list.
@@ -268,7 +265,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         replicas: Sequence[ModuleT],
         inputs: Sequence[Any],
         kwargs: Sequence[dict[str, Any]],
-        device_ids: Sequence[int | torch.device] | None = None,
+        device_ids: DeviceIds | None = None,
         chunk_sizes: Sequence[int] | None = None,
     ) -> list[Any]:
         """Return the output of each replica; by default they run on the first devices."""
@@ -289,39 +286,19 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
     def _losses(
         self, chunk_sizes: Sequence[int] | None, arguments: Sequence[Arguments] = ()
     ) -> ChunkLosses:
-        return ChunkLosses(
-            self._history,
-            self.module.forward,
-            chunk_sizes,
-            self.dim,
-            self.loss_weight,
-            self.scalar_outputs == "auto",
-            arguments,
-        )
+        options = self.dim, self.loss_weight, self.scalar_outputs == "auto", arguments
+        return ChunkLosses(self._history, self.module.forward, chunk_sizes, *options)
 
-    def _joined(
-        self,
-        outputs: Sequence[Any],
-        device_ids: Sequence[int | torch.device],
-        losses: ChunkLosses,
-    ) -> Any:
+    def _joined(self, outputs: Sequence[Any], device_ids: DeviceIds, losses: ChunkLosses) -> Any:
         """Gather the outputs, or leave them on their devices."""
         output_device = device_ids[0] if self.output_device is None else self.output_device
-        joined: Any
         if self.gathers_outputs:
             joined = self.gather(outputs, output_device, losses)
         else:
-            [device] = self._devices_of([output_device])
-            joined = PerDevice(
-                losses.in_place(outputs, device),
-                self._devices_of(device_ids),
-                losses.chunk_sizes,
-                output_device=device,
-                dim=self.dim,
-                scalar_outputs=self.scalar_outputs,
-                history=self._history,
-                idle_workers=self._idle_workers,
-            )
+            *devices, device = self._devices_of([*device_ids, output_device])
+            options = self.dim, self.scalar_outputs, self._history, self._idle_workers
+            parts = losses.in_place(outputs, device)
+            joined = PerDevice(parts, devices, losses.chunk_sizes, device, *options)
         losses.look_for_mixing(outputs)
         return joined
 
@@ -385,31 +362,20 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
             >>> print(parallel.check(torch.ones(8, 4)))
             3 outputs and gradients, chunks of (1, 7): all are those of the whole batch
         """
+        devices = self.devices or [torch.device("cpu")]
 
         def whole(module: nn.Module) -> Any:
-            if not self.device_ids:
-                return module(*inputs, **kwargs)
-            [args], [keywords] = self.scatter(inputs, kwargs, self.device_ids[:1])
+            [args], [keywords] = self.scatter(inputs, kwargs, devices[:1])
             return module(*args, **keywords)
 
         def split(module: nn.Module) -> tuple[Any, Sequence[int]]:
-            parallel = BalancedDataParallel(
-                self.gpu0_bsz,
-                module,
-                self.device_ids or None,
-                self.output_device,
-                self.dim,
-                broadcast=self.broadcast,
-                split=self.split_inputs,
-                scalar_outputs=self.scalar_outputs,
-                loss_weight=self.loss_weight,
-                device_weights=self.device_weights,
-            )
-            with closing(parallel):
+            with closing(copy.deepcopy(self, {id(self.module): module})) as parallel:
+                parallel.gpu0_bsz = self.gpu0_bsz  # that of "auto" stays what it is
+                parallel.gathers_outputs, parallel.spread = True, False
                 return parallel(*inputs, **kwargs), parallel.chunk_sizes or ()
 
-        with self.on_one_device() if self.spread else nullcontext(self.module) as module:
-            return compare(module, self.devices or [torch.device("cpu")], whole, split)
+        with self.on_one_device() as module:
+            return compare(module, devices, whole, split)
 
     def close(self) -> None:
         """End the worker threads and drop the replicas. A later call makes new ones."""

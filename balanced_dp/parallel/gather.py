@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from ..errors import ArgumentError, GatherError, warn
+from ..errors import ArgumentError, GatherError
 from . import nested
 from .losses.join import ChunkLosses, is_loss, total
 
@@ -67,11 +67,8 @@ class Gather:
             fact = f"is one {type(first).__name__} that all replicas share and write"
             raise _error(path, f"{fact}; return a new one from each forward")
         if nested.is_cache(first):
-            fact = f"is left out: a {type(first).__name__} belongs to one model and not to replicas"
-            message = str(_error(path, f"{fact}; call the model with use_cache=False"))
-            if message not in self.losses.history.warned:
-                self.losses.history.warned.add(message)
-                warn(message)
+            reason = f"a {type(first).__name__} belongs to one model, so it is left out"
+            self._warn(path, reason, "Call the model with use_cache=False")
             return None
         children = [nested.checked_items(output, path, GatherError) or [] for output in outputs]
         if nested.items(first) is None:

@@ -111,9 +111,7 @@ def checked_items(value: object, path: str, error: type[Exception]) -> list[tupl
         problem = (
             "belongs to one model and not to its replicas; call the model with use_cache=False"
         )
-    else:
-        found = items(value, path)
-    if found is None and isinstance(value, Mapping | Set | Sequence) and not isinstance(value, str):
+    elif (found := items(value, path)) is None and isinstance(value, Mapping | Set | Sequence):
         held = value.values() if isinstance(value, Mapping) else value
         if any(isinstance(item, torch.Tensor) for item in held):
             problem = "cannot be rebuilt with other tensors; use a dict, list or tuple"

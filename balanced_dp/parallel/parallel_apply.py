@@ -22,6 +22,11 @@ from .nested import Arguments
 PATIENCE_SECONDS = 20.0
 """After how long a first call is said not to end, if a device has several replicas."""
 
+_WAITS = (
+    "replicas of one device run one after the other, and one has not ended after %g s: "
+    "if it waits for another one, as synchronized batch norm does, use distinct devices"
+)
+
 logger = logging.getLogger(__name__)
 
 
@@ -59,13 +64,12 @@ def parallel_apply(
     idle = [] if idle is None else idle
     results: dict[int, Any] = {}
     errors: dict[int, BaseException] = {}
-    watch: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     try:
         workers = idle.pop()
     except IndexError:  # the first call, or another one uses them
         workers = Workers()
         if len(set(devices)) < len(devices):
-            watch = _watched()
+            workers.watch.start()
 
     def where(index: int) -> str:
         text = f"in replica {index} on {devices[index]}"
@@ -92,49 +96,31 @@ def parallel_apply(
     # numbers are alike, and backward passes take turns, as if side by side on accelerators.
     are_alike = is_emulated(devices[0]) and len(others) > 1
     first = None if are_alike else others.pop(0)
-    ends = []
-    with watch:
-        for device in others:
-            # Each in a copy of its own: a context cannot be entered twice at a time.
-            run = contextvars.copy_context().run
-            ends.append(workers.submit(device, functools.partial(run, work, device)))
+    try:
+        # Each in a context of its own: it cannot be entered twice at a time.
+        runs = {d: functools.partial(contextvars.copy_context().run, work, d) for d in others}
+        ends = [workers.submit(device, run) for device, run in runs.items()]
         if first is not None:
             contextvars.copy_context().run(work, first) if others else work(first)
         for end in ends:
             end.wait()
+    finally:
+        workers.watch.cancel()
     if not is_free_threaded_build():  # there, a thread keeps what it has made until it ends
         idle.append(workers)
     if errors:
         index = min(errors)
-        error = errors[index]
-        add_note(error, where(index))
+        add_note(errors[index], where(index))
         try:
-            raise error
+            raise errors[index]
         finally:
             # The traceback holds this frame and that of the replica, so these must not hold the
             # error: memory of the failed calls would wait for the garbage collector.
             errors.clear()
             results.clear()
-            del error
     outputs = [results[index] for index in range(len(functions))]
     results.clear()  # a thread may refer to it a moment longer
     return outputs
-
-
-@contextlib.contextmanager
-def _watched() -> Iterator[None]:
-    """Context manager that logs a warning if it is not left in time."""
-    text = (
-        "replicas of one device run one after the other, and one has not ended after %g s: "
-        "if it waits for another one, as synchronized batch norm does, use distinct devices"
-    )
-    timer = threading.Timer(PATIENCE_SECONDS, logger.warning, [text, PATIENCE_SECONDS])
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
 
 
 class Workers:
@@ -143,9 +129,14 @@ class Workers:
     They end with this object, which one call uses at a time. All that is computed on a device is
     computed by one thread, since autograd numbers the nodes of each thread by itself, and torch
     keeps library handles for it.
+
+    Attributes:
+        watch: logs a warning, if it is not canceled in time after its start.
     """
 
     def __init__(self) -> None:
+        self.watch = threading.Timer(PATIENCE_SECONDS, logger.warning, [_WAITS, PATIENCE_SECONDS])
+        self.watch.daemon = True
         self._threads: dict[torch.device, tuple[threading.Thread, SimpleQueue[Any]]] = {}
 
     def __reduce__(self) -> tuple[type[Workers], tuple[()]]:
@@ -190,11 +181,9 @@ def _state_of_caller(
     ]
     for kind in {"cpu", *(device.type for device in devices)}:
         if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-            dtype = torch.get_autocast_dtype(kind)
-            autocast = functools.partial(torch.autocast, kind, dtype, cache_enabled=cache)
-            contexts.append(autocast)
-    with_streams = filter(has_streams, devices)
-    streams = {d: torch.get_device_module(d).current_stream(d) for d in with_streams}
+            options = torch.get_autocast_dtype(kind), True, cache
+            contexts.append(functools.partial(torch.autocast, kind, *options))
+    streams = {d: torch.get_device_module(d).current_stream(d) for d in devices if has_streams(d)}
 
     @contextlib.contextmanager
     def restored(device: torch.device) -> Iterator[None]:

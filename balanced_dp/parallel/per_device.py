@@ -32,8 +32,7 @@ class PerDevice(Scattered):
         dim: the batch dimension.
         scalar_outputs: how ``gather`` joins 0-dim outputs.
         history: what the model's calls have shown about outputs.
-        idle_workers: the model's threads, which compute the loss and ``map``; without them each
-            call starts its own.
+        idle_workers: the model's threads, which compute the loss and ``map``.
 
     ``devices``, ``chunk_sizes``, ``output_device`` and ``dim`` are also attributes.
 
@@ -55,12 +54,11 @@ class PerDevice(Scattered):
         outputs: Sequence[Any],
         devices: Sequence[torch.device],
         chunk_sizes: Sequence[int] | None,
-        *,
         output_device: torch.device,
-        dim: int = 0,
-        scalar_outputs: ScalarOutputs = "auto",
-        history: OutputHistory | None = None,
-        idle_workers: list[Workers] | None = None,
+        dim: int,
+        scalar_outputs: ScalarOutputs,
+        history: OutputHistory,
+        idle_workers: list[Workers],
     ) -> None:
         self._outputs = tuple(outputs)
         self.devices = tuple(devices)
@@ -69,7 +67,7 @@ class PerDevice(Scattered):
         self.dim = dim
         self._idle_workers = idle_workers
         self._scalar_outputs: ScalarOutputs = scalar_outputs
-        self._history = history or OutputHistory()
+        self._history = history
 
     def __len__(self) -> int:
         return len(self._outputs)

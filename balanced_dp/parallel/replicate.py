@@ -58,8 +58,7 @@ class Replicator:
         self.copies = ParameterCopies()
         self._pool: tuple[Blueprint, list[Replica]] | None = None
         """The blueprint of the module, and replicas that wait for the next call."""
-        self._num_calls = {False: 0, True: 0}
-        """How many calls there were without and with gradients."""
+        self._num_calls = 0
         self._warned: set[str] = set()
 
     def __reduce__(self) -> tuple[type[Replicator], tuple[()]]:
@@ -95,9 +94,8 @@ class Replicator:
             arrivals.join()
         pairs = zip(devices, _buffers_of_replicas(devices, blueprint.buffers), strict=True)
         tensors = [[*copies[device], *own] for device, own in pairs]
-        has_gradients = torch.is_grad_enabled()
-        self._num_calls[has_gradients] = num_calls = self._num_calls[has_gradients] + 1
-        looks = num_calls.bit_count() == 1  # in the first, second, fourth, eighth call and so on
+        self._num_calls += 1
+        looks = self._num_calls.bit_count() == 1  # in the first, second, fourth call and so on
         return Replicas(blueprint, waiting, devices, tensors, arrivals, looks)
 
     @contextlib.contextmanager
