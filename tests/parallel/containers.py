@@ -18,3 +18,36 @@ class Frozen:
 class Slotted:
     __slots__ = ("x",)
     x: object
+
+
+@dataclasses.dataclass
+class Partly:
+    x: object
+    later: object = dataclasses.field(init=False, repr=False)
+
+
+class Named(list):
+    """A list with an attribute."""
+
+    def __init__(self, values, name):
+        super().__init__(values)
+        self.name = name
+
+    def __repr__(self):
+        return f"Named({list(self)}, {self.name})"
+
+
+class AttributeDict(dict):
+    """The old recipe: items are attributes, since the dictionary is its own ``__dict__``."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.__dict__ = self
+
+
+class MirroredDict(dict):
+    """Each item is also an attribute, as those of transformers' ModelOutput are."""
+
+    def __init__(self, **kwargs):
+        super().__init__(kwargs)
+        vars(self).update(kwargs)

@@ -8,24 +8,20 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 
 from balanced_dp import (
     ArgumentError,
     ArgumentTypeError,
     BalancedDataParallel,
     ScatterError,
-    balanced_data_parallel,
     emulate_devices,
 )
+from balanced_dp import balanced_data_parallel as data_parallel
 from balanced_dp.devices import default_device_type
-from balanced_dp.torch_versions import accelerator_type
 
 from ..modules import Lambda, assert_same_gradients
 from ..notes import notes_of
-
-only_emulated = pytest.mark.skipif(
-    accelerator_type() is not None, reason="there is an accelerator here"
-)
 
 
 def wrap(devices, gpu0_bsz=1, module=None, **options):
@@ -36,33 +32,25 @@ def wrap(devices, gpu0_bsz=1, module=None, **options):
 # It is an nn.DataParallel.
 
 
-def test_it_is_an_nn_data_parallel_with_stock_s_parameters_after_gpu0_bsz():
-    assert issubclass(BalancedDataParallel, nn.DataParallel)
-    stock = list(inspect.signature(nn.DataParallel).parameters)
-    ours = list(inspect.signature(BalancedDataParallel).parameters)
-    assert ours[: len(stock) + 1] == ["gpu0_bsz", *stock]
-    functional = list(inspect.signature(nn.parallel.data_parallel).parameters)
-    assert list(inspect.signature(balanced_data_parallel).parameters) == ["gpu0_bsz", *functional]
-
-
-def test_attributes_mean_what_they_mean_in_stock(emulated):
+def test_it_is_an_nn_data_parallel(emulated):
+    """Arguments, attributes and the keys of checkpoints are those of torch's class."""
+    pairs = (nn.DataParallel, BalancedDataParallel), (nn.parallel.data_parallel, data_parallel)
+    for theirs, ours in pairs:
+        names = list(inspect.signature(theirs).parameters)
+        assert list(inspect.signature(ours).parameters)[: len(names) + 1] == ["gpu0_bsz", *names]
     module = nn.Linear(4, 2).to(emulated[1])
     parallel = BalancedDataParallel(1, module, emulated[1:4], emulated[2], 1)
+    assert isinstance(parallel, nn.DataParallel)
     assert parallel.module is module
     assert (parallel.device_ids, parallel.output_device, parallel.dim) == ([1, 2, 3], 2, 1)
     assert parallel.src_device_obj == emulated[1]
     assert parallel.devices == emulated[1:4]
-
-
-def test_checkpoints_load_both_ways(devices):
-    parallel = wrap(devices[:3])
-    assert list(parallel.state_dict()) == ["module.weight", "module.bias"]
     stock = nn.DataParallel(nn.Linear(4, 2))
     file = io.BytesIO()
     torch.save(parallel.state_dict(), file)
     file.seek(0)
     stock.load_state_dict(torch.load(file))
-    torch.testing.assert_close(stock.module.weight.cpu(), parallel.module.weight.cpu())
+    torch.testing.assert_close(stock.module.weight, module.weight.cpu())
     nn.init.ones_(stock.module.weight)
     parallel.load_state_dict(stock.state_dict())
     assert parallel.module.weight.sum().item() == 8
@@ -99,8 +87,10 @@ def test_the_steps_can_be_called_one_by_one(devices):
 # Devices.
 
 
-@only_emulated
-def test_ints_and_none_mean_the_emulated_devices_where_there_are_no_others():
+@pytest.mark.parametrize("accelerator", [None, "cuda"])
+def test_ints_and_none_mean_emulated_devices(accelerator, monkeypatch):
+    """On a machine with GPUs they meant those, and the README's examples failed there."""
+    monkeypatch.setattr("balanced_dp.devices.accelerator_type", lambda: accelerator)
     with emulate_devices(3) as devices:
         module = nn.Linear(4, 2).to(devices[0])
         for device_ids in (None, [0, 1, 2], ["lazy:0", devices[1], 2]):
@@ -109,6 +99,7 @@ def test_ints_and_none_mean_the_emulated_devices_where_there_are_no_others():
             assert parallel(torch.randn(7, 4)).device == devices[1]
         assert BalancedDataParallel(1, module, [0, 0])(torch.randn(7, 4)).shape == (7, 2)
         del module, parallel
+    assert default_device_type() == accelerator
 
 
 def test_on_one_device_the_module_is_moved_and_called_directly(devices):
@@ -124,42 +115,43 @@ def test_on_one_device_the_module_is_moved_and_called_directly(devices):
 # Arguments.
 
 
+WRONG_VALUES = [
+    ({"gpu0_bsz": -1}, "gpu0_bsz must be at least 0, got -1"),
+    ({"scalar_outputs": "max"}, "scalar_outputs must be one of"),
+    ({"scalar_outputs": "sum", "loss_weight": len}, "weighs a mean, but scalar_outputs is 'sum'"),
+    ({"broadcast": "maks"}, "broadcast names 'maks', but Linear.forward takes"),
+    ({"device_weights": [1, 2, 3]}, "one number for each of 2 devices, got 3"),
+    ({"device_weights": [0, 0]}, "device_weights must not all be 0"),
+    ({"gpu0_bsz": "auto", "device_weights": [1, 2]}, "is a number or None, got 'auto'"),
+    ({"device_ids": []}, "device_ids is empty"),
+    ({"device_ids": ["gpu:0"]}, "there is no device 'gpu:0': "),
+    ({"device_ids": ["meta", "meta"]}, "there is no device 'meta': "),
+    ({"device_ids": ["xpu"]}, "device xpu does not exist: there are 0"),
+    ({"device_ids": [0, 1]}, "Leave device_ids out to run without splitting"),
+]
+WRONG_TYPES = [
+    ({"gpu0_bsz": 1.5}, "gpu0_bsz must be an integer, got 1.5"),
+    ({"gpu0_bsz": True}, "gpu0_bsz must be an integer, got True"),
+    ({"gpu0_bsz": "Auto"}, "an integer, 'auto' or None, got 'Auto'"),
+    ({"module": lambda x: x}, "module must be an nn.Module, got function"),
+    ({"module": torch.optim.SGD([torch.ones(1)])}, "must be an nn.Module, got SGD"),
+    ({"dim": "0"}, "dim must be an integer, got '0'"),
+    ({"dim": True}, "dim must be an integer, got True"),
+    ({"device_ids": "cpu"}, "must be a list of devices, got 'cpu'"),
+    ({"device_ids": 0}, "device_ids must be a list of devices, got 0"),
+    ({"device_ids": [True]}, "got True"),
+    ({"device_ids": [1.0]}, "an int, a string or a torch.device, got 1.0"),
+]
+
+
 @pytest.mark.parametrize(
-    ("options", "error", "message"),
+    ("error", "options", "message"),
     [
-        ({"gpu0_bsz": -1}, ArgumentError, "gpu0_bsz must be at least 0, got -1"),
-        ({"gpu0_bsz": 1.5}, ArgumentTypeError, "gpu0_bsz must be an integer, got 1.5"),
-        ({"gpu0_bsz": True}, ArgumentTypeError, "gpu0_bsz must be an integer, got True"),
-        ({"gpu0_bsz": "Auto"}, ArgumentTypeError, "an integer, 'auto' or None, got 'Auto'"),
-        ({"scalar_outputs": "max"}, ArgumentError, "scalar_outputs must be one of"),
-        (
-            {"scalar_outputs": "sum", "loss_weight": len},
-            ArgumentError,
-            "loss_weight weighs a mean, but scalar_outputs is 'sum'",
-        ),
-        ({"module": lambda x: x}, ArgumentTypeError, "module must be an nn.Module, got function"),
-        ({"dim": "0"}, ArgumentTypeError, "dim must be an integer, got '0'"),
-        ({"dim": True}, ArgumentTypeError, "dim must be an integer, got True"),
-        ({"broadcast": "maks"}, ArgumentError, "broadcast names 'maks', but Linear.forward takes"),
-        ({"device_weights": [1, 2, 3]}, ArgumentError, "one number for each of 2 devices, got 3"),
-        ({"device_weights": [0, 0]}, ArgumentError, "device_weights must not all be 0"),
-        (
-            {"gpu0_bsz": "auto", "device_weights": [1, 2]},
-            ArgumentError,
-            "a gpu0_bsz that is a number or None, got 'auto'",
-        ),
-        ({"device_ids": []}, ArgumentError, "device_ids is empty"),
-        ({"device_ids": "cpu"}, ArgumentTypeError, "must be a list of devices, got 'cpu'"),
-        ({"device_ids": 0}, ArgumentTypeError, "device_ids must be a list of devices, got 0"),
-        ({"device_ids": [True]}, ArgumentTypeError, "got True"),
-        ({"device_ids": [1.0]}, ArgumentTypeError, "an int, a string or a torch.device, got 1.0"),
-        ({"device_ids": ["gpu:0"]}, ArgumentError, "there is no device 'gpu:0': "),
-        ({"device_ids": ["meta", "meta"]}, ArgumentError, "there is no device 'meta': "),
-        ({"device_ids": ["xpu"]}, ArgumentError, "device xpu does not exist: there are 0"),
-        ({"device_ids": [0, 1]}, ArgumentError, "Leave device_ids out to run without splitting"),
+        *((ArgumentError, *row) for row in WRONG_VALUES),
+        *((ArgumentTypeError, *row) for row in WRONG_TYPES),
     ],
 )
-def test_arguments_that_cannot_be_used_are_refused(options, error, message, no_accelerator):
+def test_arguments_that_cannot_be_used(error, options, message, no_accelerator):
     options = {"gpu0_bsz": 1, "module": nn.Linear(4, 2), "device_ids": ["cpu"] * 2, **options}
     with pytest.raises(error, match=message):
         BalancedDataParallel(**options)
@@ -169,8 +161,7 @@ def test_arguments_that_cannot_be_used_are_refused(options, error, message, no_a
     ("device_id", "message"),
     [(-1, "must not be negative, got -1"), (5, "lazy:5 does not exist: there are 2 of its type")],
 )
-@only_emulated
-def test_indices_that_do_not_exist_are_refused(device_id, message):
+def test_indices_that_do_not_exist(device_id, message):
     with emulate_devices(2), pytest.raises(ArgumentError, match=message):
         BalancedDataParallel(1, nn.Linear(4, 2), [0, device_id])
 
@@ -178,33 +169,20 @@ def test_indices_that_do_not_exist_are_refused(device_id, message):
 # Batches.
 
 
-def count_calls(devices, gpu0_bsz=1):
-    calls = []
-    module = Lambda(
-        lambda m, x=None, y=0: calls.append(None if x is None else len(x)) or (x, y),
-        a=nn.Linear(4, 2),
-    )
-    return wrap(devices, gpu0_bsz, module), calls
-
-
 @pytest.mark.parametrize("gpu0_bsz", [0, 1])
-def test_an_empty_batch_is_one_call_on_device_0(devices, gpu0_bsz):
-    parallel, calls = count_calls(devices[:4], gpu0_bsz)
-    output, _ = parallel(torch.zeros(0, 4))
-    assert output.shape == (0, 4)
-    assert output.device == devices[0]
-    assert calls == [0]
-
-
-def test_a_call_without_a_batch_is_one_call_on_device_0(devices):
-    parallel, calls = count_calls(devices[:4])
-    assert parallel() == (None, 0)
-    assert parallel(y="text") == (None, "text")
-    assert parallel(None, torch.tensor(2.0))[1].device == devices[0]
-    assert len(calls) == 3
-
-
-# Losses.
+@pytest.mark.parametrize(
+    ("args", "kwargs"),
+    [((torch.zeros(0, 4),), {}), ((), {}), ((), {"y": "text"}), ((None, torch.tensor(2.0)), {})],
+)
+def test_without_samples_it_is_one_call_on_device_0(devices, gpu0_bsz, args, kwargs):
+    calls = []
+    module = Lambda(lambda m, x=None, y=0: calls.append(x) or (x, y), a=nn.Linear(4, 2))
+    output = wrap(devices[:4], gpu0_bsz, module)(*args, **kwargs)
+    assert repr(tree_map(lambda t: t.cpu() if torch.is_tensor(t) else t, output)) == repr(
+        module(*args, **kwargs)
+    )
+    assert {leaf.device for leaf in output if torch.is_tensor(leaf)} <= {devices[0]}
+    assert len(calls) == 2
 
 
 # What goes wrong in a replica.
@@ -266,22 +244,6 @@ def test_out_of_memory_adds_the_split_and_advice(gpu0_bsz, weights, index):
         assert [torch.lazy.memory_allocated(device) for device in devices] == [0, 0]
 
 
-def test_a_step_gives_back_all_its_memory(no_collector, emulated):
-    parallel = wrap(emulated[:3], 2, nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)))
-    memory = torch.get_device_module(emulated[0])
-    held = []
-    for _ in range(4):
-        parallel(torch.randn(9, 4)).square().mean().backward()
-        parallel.zero_grad()
-        with torch.no_grad():
-            parallel(torch.randn(9, 4))
-        held.append([memory.memory_allocated(device) for device in emulated])
-    assert held == [held[0]] * 4
-    assert held[0][1:] == [0] * 7
-    del parallel
-    assert memory.memory_allocated(emulated[0]) == 0
-
-
 @pytest.mark.parametrize(("gpu0_bsz", "expected"), [(None, (2, 5, 5)), (1, (1, 6, 5))])
 def test_device_weights_split_in_proportion(devices, gpu0_bsz, expected):
     model = wrap(devices[:3], gpu0_bsz, device_weights=[10, 22, 22])
@@ -290,7 +252,7 @@ def test_device_weights_split_in_proportion(devices, gpu0_bsz, expected):
     assert model.gpu0_bsz == gpu0_bsz
 
 
-def test_a_value_that_is_refused_changes_nothing_and_weights_stay_as_given():
+def test_a_value_that_is_refused_changes_nothing():
     model = BalancedDataParallel(2, torch.nn.Linear(2, 2), ["cpu", "cpu"])
     for value in (-1, "AUTO", 2.5):
         with pytest.raises((ArgumentError, ArgumentTypeError)):
@@ -328,14 +290,6 @@ def test_compiled_modules_are_replicated(is_whole, backend):
         num_graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
         assert_same_gradients(module, reference)
     assert num_graphs[1] == num_graphs[-1]  # no step compiles anew
-
-
-def test_an_open_context_of_emulated_devices_is_what_ints_mean(monkeypatch):
-    """On a machine with GPUs they meant those, and the README's examples failed there."""
-    monkeypatch.setattr("balanced_dp.devices.accelerator_type", lambda: "cuda")
-    with emulate_devices(3) as devices:
-        assert BalancedDataParallel(1, nn.Identity()).devices == list(devices)
-    assert default_device_type() == "cuda"
 
 
 @pytest.mark.parametrize("device_ids", [None, ["cpu"], ["cpu"] * 3])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 
 import pytest
 import torch
@@ -115,30 +116,23 @@ def test_no_device_holds_more_than_its_share_a_bucket_and_a_module(widths, num_d
         del model, module, parameter
 
 
-def test_a_module_that_is_spread_does_not_run_by_itself_but_on_one_device(emulated):
+def test_a_spread_module_runs_on_one_device(emulated):
+    """By itself it does not run. Moving the wrapper to its first device spreads it again."""
     module = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2)).to(emulated[0])
     plain = copy.deepcopy(module)
-    model = BalancedDataParallel(1, module, emulated[:2], spread=True)
+    BalancedDataParallel(1, module, emulated[:2], spread=True)
     model = BalancedDataParallel(2, module, emulated[:2], spread=True)  # and again
-    x = torch.ones(3, 4, device=emulated[0])
+    homes, x = model.homes(), torch.ones(3, 4, device=emulated[0])
+    assert len(set(homes.values())) == 2
+    assert model.to(emulated[0]) is model
+    assert model.homes() == homes == model.float().homes()
     with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
         module(x)
-    homes = model.homes()
     with model.on_one_device() as alone:
         assert alone is module
         assert torch.equal(alone(x), plain(x))
     assert model.homes() == homes
     assert torch.allclose(model(x), plain(x))
-
-
-def test_moving_the_wrapper_to_its_first_device_spreads_it_again(emulated):
-    """As ``nn.DataParallel(model).cuda()`` does."""
-    module = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))).to(emulated[0])
-    model = BalancedDataParallel(None, module, emulated, spread=True)
-    homes = model.homes()
-    assert model.to(emulated[0]) is model
-    assert model.homes() == homes
-    assert set(model.double().homes().values()) == set(homes.values())
 
 
 def test_a_checkpoint_fits_any_number_of_devices(emulated, tmp_path):
@@ -158,39 +152,31 @@ def test_a_checkpoint_fits_any_number_of_devices(emulated, tmp_path):
         assert torch.allclose(other(tokens).cpu(), bare(tokens))
 
 
-def test_optimizer_state_is_moved_by_loading_it(emulated):
-    """It was made before the parameters were spread."""
-    module = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2)).to(emulated[0])
-    optimizer = torch.optim.AdamW(module.parameters())
-    module(torch.ones(3, 4, device=emulated[0])).sum().backward()
-    optimizer.step()
-    model = BalancedDataParallel(None, module, emulated[:2], spread=True)
-    assert all(p.grad.device == p.device for p in module.parameters())
-    optimizer.load_state_dict(optimizer.state_dict())
-    model(torch.ones(3, 4)).sum().backward()
-    optimizer.step()
-    states = optimizer.state.items()
-    assert all(state["exp_avg"].device == parameter.device for parameter, state in states)
-
-
-def test_a_model_that_no_device_holds_is_spread_from_the_cpu():
-    """Its optimizer may be older. Parameters, tied ones too, keep their identity and gradient."""
-    with emulate_devices(4, memory="9MiB", symbolic=True) as devices:
+@pytest.mark.parametrize("where", ["cpu", "lazy:0"])
+def test_models_and_optimizers_may_be_older(where):
+    """No device holds the model. Parameters, tied ones too, keep their identity and gradient, and
+    the state that an optimizer has is moved by loading it.
+    """
+    with emulate_devices(4, memory="9MiB" if where == "cpu" else None) as devices:
         layers = [nn.Linear(512, 512) for _ in range(4)]  # 3 MiB, 12 with AdamW
         layers[3].weight = layers[0].weight
-        module = nn.Sequential(*layers, nn.BatchNorm1d(512))
-        layers[1].weight.grad = torch.ones(512, 512)
+        module = nn.Sequential(*layers, nn.BatchNorm1d(512)).to(where)
         parameters, optimizer = [*module.parameters()], torch.optim.AdamW(module.parameters())
+        layers[1].weight.grad = torch.ones(512, 512, device=where)
+        optimizer.step()
         model = BalancedDataParallel(None, module, spread=True)
-        assert [*map(id, module.parameters())] == [*map(id, parameters)]
+        assert all(map(operator.is_, module.parameters(), parameters))
         assert len({p.device for p in parameters}) == 4
         assert layers[1].weight.grad.device == layers[1].weight.device
         assert module[4].running_mean.device == devices[0]
+        optimizer.load_state_dict(optimizer.state_dict())
         for _ in range(2):
             model(torch.ones(8, 512)).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-        del model, module, layers, parameters, optimizer
+        for parameter, state in optimizer.state.items():
+            assert state["exp_avg"].device == parameter.device
+        del model, module, layers, parameters, parameter, optimizer, state
 
 
 def test_a_parameter_that_left_the_devices_is_an_error(emulated):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from typing import Any
 
@@ -59,29 +59,6 @@ def fetch(module: nn.Module) -> list[Tensor | None]:
     return [None if p.grad is None else p.grad.to("cpu", copy=True) for p in module.parameters()]
 
 
-def gradients_of(step: Callable[[nn.Module], object], module: nn.Module) -> list[Tensor | None]:
-    """Returns the gradients of a step of the module itself, which has none afterwards."""
-    step(module)
-    found = fetch(module)
-    module.zero_grad()
-    return found
-
-
-def trained_on_cpu(
-    module: nn.Module, batches: list[Any], **options: Any
-) -> tuple[list[float], nn.Module]:
-    """Returns the loss of each batch, and a copy of the module that was trained on them."""
-    module = copy.deepcopy(module)
-    optimizer = torch.optim.SGD(module.parameters(), **options)
-    losses = []
-    for batch in batches:
-        optimizer.zero_grad()
-        losses.append(module(*batch))
-        losses[-1].backward()
-        optimizer.step()
-    return [loss.item() for loss in losses], module
-
-
 def is_reached(limit: float, *args: Any, **kwargs: Any) -> bool:
     """Returns whether a step is as short; in which order autograd's threads launch is chance."""
     return any(step_ratio(*args, **kwargs)[0] <= limit for _ in range(10))
@@ -101,62 +78,141 @@ def side_streams(devices: list[torch.device]) -> AbstractContextManager[None]:
     return stack
 
 
-@pytest.mark.filterwarnings("ignore:gpu0_bsz=4 balances nothing")
-@pytest.mark.parametrize("streams", [0, 1, 4], ids=["default", "side on 0", "side on all"])
-@pytest.mark.parametrize("where", ["cpu", "stand_in:0", "stand_in:1"])
-@pytest.mark.parametrize("gpu0_bsz", [0, 1, 4])
-def test_training_with_evaluation_between(gpu0_bsz, where, streams, stand_in: StandIn):
-    module = Lambda(cross_entropy, inner=mlp())
-    batches = [make_batch() for _ in range(3)]
-    expected, _ = trained_on_cpu(module, batches, lr=0.1, momentum=0.9)
-    model = BalancedDataParallel(gpu0_bsz, module.to(stand_in.devices[0]))
-    with side_streams(stand_in.devices[:streams]):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        for batch, loss_on_cpu in zip(batches, expected, strict=True):
-            inputs = [tensor.to(where) for tensor in batch]
-            with torch.no_grad():
-                assert model(*inputs).item() == pytest.approx(loss_on_cpu, 1e-10)
-            optimizer.zero_grad()
-            loss = model(*inputs)
+# Any module, trained in any way.
+
+
+def buffers_and_dtypes(self: Lambda, x: Tensor, _: Tensor) -> Tensor:
+    y = self.norm(self.layer(x)) + self.offset.to(x.dtype) + self.small.to(x.dtype)
+    return y.square().mean()
+
+
+def with_buffers() -> nn.Module:
+    layer, norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH).eval()
+    module = Lambda(buffers_and_dtypes, layer=layer, norm=norm).double()
+    module.register_buffer("offset", torch.arange(WIDTH))
+    module.register_buffer("small", torch.arange(WIDTH, dtype=torch.int16))
+    return module
+
+
+def copied(self: Lambda, x: Tensor, _: Tensor) -> Tensor:
+    """While they arrive, it had two dictionaries of parameters: one was set, the other was read."""
+    layer = copy.deepcopy(self.layer) if not torch.is_grad_enabled() else self.layer
+    if layer is not self.layer:
+        layer.weight = nn.Parameter(2 * layer.weight / 2)
+    return layer(x).square().mean()
+
+
+def skips(self: Lambda, x: Tensor, _: Tensor) -> Tensor:
+    """Gradients of a bucket are handed on when the one before it is sent, or if it never is."""
+    for index, layer in enumerate(self.layers):
+        x = x if index % 3 == 1 else layer(x).tanh()
+    return x.square().mean()
+
+
+MODULES: dict[str, Callable[[], nn.Module]] = {
+    "cross entropy": lambda: Lambda(cross_entropy, inner=mlp()),
+    "buffers": with_buffers,
+    "copied": lambda: Lambda(copied, layer=nn.Linear(WIDTH, 3)),
+    "skips": lambda: Lambda(skips, layers=nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(9))),
+}
+
+
+def steps(model: nn.Module, parameters: list[Tensor], batches: list[Any]) -> Iterator[Tensor]:
+    """Nothing makes the host wait, as reading a loss would."""
+    optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+    for batch in batches:
+        loss = model(*batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            yield from (loss.detach(), model(*batch))
+
+
+def accumulated(model: nn.Module, parameters: list[Tensor], batches: list[Any]) -> Iterator[Tensor]:
+    with getattr(model, "accumulate", nullcontext)():
+        for batch in batches:
+            loss = model(*batch)
             loss.backward()
-            optimizer.step()
-            assert loss.item() == pytest.approx(loss_on_cpu, 1e-10)
+            yield loss.detach()
+
+
+def some_only(model: nn.Module, parameters: list[Tensor], batches: list[Any]) -> Iterator[Tensor]:
+    some = parameters[::6]
+    for batch in batches:
+        model(*batch).backward(inputs=some)
+        model(*batch).backward()
+        yield from torch.autograd.grad(model(*batch), some)
+
+
+@pytest.mark.filterwarnings("ignore:gpu0_bsz=4 balances nothing")
+@pytest.mark.parametrize(
+    ("gpu0_bsz", "streams", "where", "options"),
+    [
+        *((0, 0, "cpu", {}), (1, 4, "cpu", {}), (4, 1, "stand_in:1", {})),
+        *((1, 0, "stand_in:0", {"spread": True}), (0, 4, "stand_in:0", {"spread": True})),
+        (1, 0, "cpu", {"device_ids": ["cpu", 0, 1]}),
+    ],
+)
+@pytest.mark.parametrize("train", [steps, accumulated, some_only])
+@pytest.mark.parametrize("name", MODULES)
+def test_training_is_that_of_one_cpu(
+    name, train, gpu0_bsz, streams, where, options, stand_in: StandIn
+):
+    plain = MODULES[name]().double()
+    module = copy.deepcopy(plain).to("cpu" if "device_ids" in options else stand_in.devices[0])
+    batches = [make_batch() for _ in range(3)]
+    model = BalancedDataParallel(gpu0_bsz, module, **options)
+    expected = [*train(plain, [*plain.parameters()], batches)]
+    with side_streams(stand_in.devices[:streams]):
+        inputs = [[tensor.to(where) for tensor in batch] for batch in batches]
+        found = [*train(model, [*module.parameters()], inputs)]
+    torch.testing.assert_close([tensor.cpu() for tensor in found], expected, **CLOSE)
+    torch.testing.assert_close(fetch(module), fetch(plain), **CLOSE)
+    torch.testing.assert_close(module.state_dict(), plain.state_dict(), check_device=False, **CLOSE)
+
+
+class UsesOthersWeights(nn.Module):
+    """Reads weights before and after the modules that hold them, in several streams, or never."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.between, self.unused = mlp(), nn.Linear(WIDTH, WIDTH)
+        self.tied = nn.Linear(WIDTH, WIDTH)
+        self.tied.weight = self.first.weight
+
+    def forward(self, x: Tensor, _: Tensor) -> Tensor:
+        if not x.is_cpu:
+            main, side = torch.accelerator.current_stream(x.device), torch.Stream(x.device)
+            with torch.get_device_module(x.device).stream(side):
+                beside = self.first.bias.sum()
+            x = x + self.first.bias.sum()  # waits for the weights, not for what is beside
+            main.wait_stream(side)
+            beside.record_stream(main)
+            x = x - beside
+        x = x @ self.last.weight  # on its way as the last
+        if x.is_cpu:
+            x = self.last(x)
+        else:
+            with side_streams([x.device]):
+                beside = self.last(x) + self.tied.bias
+                for tensor in (x, *self.last.parameters(), self.tied.bias):  # for backward
+                    tensor.record_stream(torch.accelerator.current_stream(x.device))
+            beside.record_stream(main)
+            x = beside - self.tied.bias
+        x = self.between(self.tied(self.first(x)))
+        last = self.last if torch.is_grad_enabled() else copy.deepcopy(self.last)
+        return (x @ self.between[0].weight[:CLASSES]).mean() + last.weight.sum()
 
 
 @pytest.mark.parametrize("gpu0_bsz", [0, 2])
-@pytest.mark.parametrize("streams", [0, 4], ids=["default", "side on all"])
-@pytest.mark.parametrize("block", ["accumulate", "shared_weights"])
-def test_several_backwards_with_one_copy_of_the_weights(
-    block, streams, gpu0_bsz, stand_in: StandIn
-):
-    module, batches = Lambda(cross_entropy, inner=mlp()), [make_batch() for _ in range(3)]
-
-    def train(module: nn.Module) -> None:
-        for batch in batches:
-            module(*batch).backward()
-
-    expected = gradients_of(train, module)
-    model = BalancedDataParallel(gpu0_bsz, module.to(stand_in.devices[0]))
-    with side_streams(stand_in.devices[:streams]), getattr(model, block)():
-        train(model)
-    torch.testing.assert_close(fetch(module), expected, **CLOSE)
-
-
-@pytest.mark.parametrize("gpu0_bsz", [0, 1])
-def test_buffers_and_other_dtypes(gpu0_bsz, stand_in: StandIn):
-    def forward(self: Lambda, x: Tensor) -> Tensor:
-        y = self.norm(self.layer(x)) + self.offset.to(x.dtype) + self.small.to(x.dtype)
-        return y.square().mean()
-
-    module = Lambda(forward, layer=nn.Linear(WIDTH, WIDTH), norm=nn.BatchNorm1d(WIDTH)).double()
-    module.register_buffer("offset", torch.arange(WIDTH))
-    module.register_buffer("small", torch.arange(WIDTH, dtype=torch.int16))
-    module.norm.eval()
-    x = make_batch()[0]
-    expected = gradients_of(lambda m: m(x).backward(), module)
-    model = BalancedDataParallel(gpu0_bsz, module.to(stand_in.devices[0]))
-    model(x).backward()
-    torch.testing.assert_close(fetch(module), expected, **CLOSE)
+def test_weights_are_waited_for_wherever_they_are_read(gpu0_bsz, stand_in: StandIn):
+    plain = UsesOthersWeights().double()
+    model = BalancedDataParallel(gpu0_bsz, copy.deepcopy(plain).to(stand_in.devices[0]))
+    batches = [make_batch() for _ in range(3)]
+    found, expected = (steps(net, [*net.parameters()], batches) for net in (model, plain))
+    torch.testing.assert_close([t.cpu() for t in found], [*expected], **CLOSE)
 
 
 @pytest.mark.skipif(
@@ -295,121 +351,6 @@ def test_gradients_travel_beside_computing_to_all_homes(transfer_share, limit, s
     assert is_reached(limit, stand_in, model, SPLITS[0], transfer_share, has_forward=True)
 
 
-@pytest.mark.parametrize("spread", [False, True])
-@pytest.mark.parametrize("gpu0_bsz", [0, 1])
-def test_gradients_of_some_parameters_only(gpu0_bsz, spread, stand_in: StandIn):
-    """Gradients of a bucket are handed on when the one before it is sent, or if it never is."""
-
-    def forward(self: Lambda, x: Tensor, skips: bool) -> Tensor:
-        for index, layer in enumerate(self.layers):
-            if not (skips and index % 3 == 1):
-                x = layer(x).tanh()
-        return x.square().mean()
-
-    plain = Lambda(forward, layers=nn.ModuleList(nn.Linear(4, 4) for _ in range(9))).double()
-    module = copy.deepcopy(plain).to(stand_in.devices[0])
-    model = BalancedDataParallel(gpu0_bsz, module, spread=spread)
-    x = torch.randn(BATCH, 4, dtype=torch.double)
-    for skips in (True, False):
-        for call, parameters in ((plain, [*plain.parameters()]), (model, [*module.parameters()])):
-            some = [parameters[i] for i in (0, 7, 12)]
-            call(x, skips).backward(inputs=some)
-            for parameter, gradient in zip(
-                some, torch.autograd.grad(call(x, skips), some), strict=True
-            ):
-                parameter.grad += gradient
-            call(x, skips).backward()
-        torch.testing.assert_close(fetch(module), fetch(plain), **CLOSE)
-    with model.accumulate():
-        for _ in range(2):
-            model(x, True).backward()
-    for _ in range(2):
-        plain(x, True).backward()
-    torch.testing.assert_close(fetch(module), fetch(plain), **CLOSE)
-
-
-class UsesOthersWeights(nn.Module):
-    """Reads weights before and after the modules that hold them, in several streams, or never."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.between, self.unused = mlp(), nn.Linear(WIDTH, WIDTH)
-        self.tied = nn.Linear(WIDTH, WIDTH)
-        self.tied.weight = self.first.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not x.is_cpu:
-            main, side = torch.accelerator.current_stream(x.device), torch.Stream(x.device)
-            with torch.get_device_module(x.device).stream(side):
-                beside = self.first.bias.sum()
-            x = x + self.first.bias.sum()  # waits for the weights, not for what is beside
-            main.wait_stream(side)
-            beside.record_stream(main)
-            x = x - beside
-        x = x @ self.last.weight  # on its way as the last
-        if x.is_cpu:
-            x = self.last(x)
-        else:
-            with side_streams([x.device]):
-                beside = self.last(x) + self.tied.bias
-                for tensor in (x, *self.last.parameters(), self.tied.bias):  # for backward
-                    tensor.record_stream(torch.accelerator.current_stream(x.device))
-            beside.record_stream(main)
-            x = beside - self.tied.bias
-        x = self.between(self.tied(self.first(x)))
-        last = self.last if torch.is_grad_enabled() else copy.deepcopy(self.last)
-        return x @ self.between[0].weight[:CLASSES] + last.weight.sum()
-
-
-@pytest.mark.parametrize("gpu0_bsz", [0, 2])
-@pytest.mark.parametrize("has_gradients", [True, False])
-def test_weights_are_waited_for_wherever_they_are_read(has_gradients, gpu0_bsz, stand_in: StandIn):
-    module = UsesOthersWeights().double()
-    x, _ = make_batch()
-    expected = module(x)
-    expected.sum().backward()
-    gradients = fetch(module)
-    module.zero_grad()
-    model = BalancedDataParallel(gpu0_bsz, module.to(stand_in.devices[0]))
-    for _ in range(5):
-        with torch.set_grad_enabled(has_gradients):
-            output = model(x)
-        torch.testing.assert_close(output.cpu(), expected, **CLOSE)
-    if has_gradients:
-        output.sum().backward()
-        torch.testing.assert_close(fetch(module), gradients, **CLOSE)
-
-
-def test_a_copy_of_a_layer_in_forward_has_parameters_of_its_own(stand_in: StandIn):
-    """While they arrive, it had two dictionaries of them: what was set was not what was read."""
-
-    def forward(self: Lambda, x: Tensor) -> Tensor:
-        layer = copy.deepcopy(self.layer)
-        layer.weight = nn.Parameter(2 * layer.weight)
-        return layer(x)
-
-    module = Lambda(forward, layer=nn.Linear(WIDTH, 3)).double()
-    x = torch.randn(BATCH, WIDTH, dtype=torch.double)
-    with torch.no_grad():
-        expected = module(x)
-        model = BalancedDataParallel(2, module.to(stand_in.devices[0]))
-        torch.testing.assert_close(model(x).cpu(), expected, **CLOSE)
-
-
-def test_weights_are_sent_when_the_optimizer_has_written_them(stand_in: StandIn):
-    """Nothing makes the host wait, as reading a loss would."""
-    module, batch = Lambda(cross_entropy, inner=mlp()), make_batch()
-    _, plain = trained_on_cpu(module, [batch] * 3, lr=0.1)
-    model = BalancedDataParallel(2, module.to(stand_in.devices[0]))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(3):
-        optimizer.zero_grad()
-        model(*batch).backward()
-        optimizer.step()
-    torch.testing.assert_close(module.cpu().state_dict(), plain.state_dict(), **CLOSE)
-
-
 def test_weights_that_nobody_waited_for_when_forward_raised(stand_in: StandIn):
     """Their memory is used again by what is computed next, which comes after the transfer."""
 
@@ -438,17 +379,6 @@ def test_replicas_made_by_hand_wait_and_leave_no_memory(no_collector, stand_in: 
         del replicas, output
         assert torch.accelerator.memory_allocated(2) == allocated
         torch.ones(WIDTH * WIDTH, dtype=torch.double, device=stand_in.devices[2])
-
-
-def test_the_first_device_may_be_the_cpu(stand_in: StandIn):
-    module = mlp()
-    model = BalancedDataParallel(1, module, ["cpu", *stand_in.devices[:2]])
-    x, _ = make_batch()
-    expected = gradients_of(lambda m: (2 * m(x).sum()).backward(), module)
-    with model.accumulate():
-        for _ in range(2):
-            model(x).sum().backward()
-    torch.testing.assert_close(fetch(module), expected, **CLOSE)
 
 
 def num_failures(step: Callable[[], None]) -> int:

@@ -133,20 +133,6 @@ def test_the_first_of_several_failures_is_raised_when_all_have_ended(emulated):
     assert sorted(ended) == [1, 2]
 
 
-def test_a_failure_holds_no_memory_once_it_is_handled(no_collector, emulated):
-    memory = torch.get_device_module(emulated[0])
-
-    def fail(device):
-        kept = torch.zeros(1000, device=device)
-        raise ValueError(kept.shape)
-
-    calls = [lambda: torch.zeros(1000, device=emulated[0]), lambda: fail(emulated[1])]
-    with pytest.raises(ValueError, match="1000") as caught:
-        run(calls, emulated[:2])
-    del caught
-    assert [memory.memory_allocated(device) for device in emulated[:2]] == [0, 0]
-
-
 def test_the_first_failure_is_logged_at_once(caplog, emulated):
     """Others may wait for the replica that failed, as those of synchronized batch norm do."""
     logged = threading.Event()

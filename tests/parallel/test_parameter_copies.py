@@ -68,42 +68,44 @@ def back(num_bytes, devices=(1, 2, 3)):
     return {(i, 0): num_bytes for i in devices}
 
 
-def test_a_training_step_copies_each_weight_out_and_each_gradient_back(emulated):
+@pytest.mark.filterwarnings("ignore:.*no call with gradients:balanced_dp.BalanceWarning")
+def test_weights_go_out_once_and_gradients_come_back(emulated):
+    """In a block, weights once for all of its calls, and gradients at its end."""
     model, copied, x = wrapped(emulated), Copied(), torch.randn(9, 5)
     for _ in range(3):
         loss = model(x)
         assert copied() == out(NUM_BYTES) | back(SCALAR)
         loss.backward()
         assert copied() == out(SCALAR) | back(NUM_BYTES)  # the loss's gradient goes out
-
-
-@pytest.mark.filterwarnings("ignore:.*no call with gradients:balanced_dp.BalanceWarning")
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_evaluation_copies_weights_once_where_calls_share_them(emulated, mode):
-    model, copied, x = wrapped(emulated), Copied(), torch.randn(9, 5)
-    with mode():
-        first = model(x)
-        assert copied() == out(NUM_BYTES) | back(SCALAR)
-        with model.shared_weights():
-            assert model(x) == first
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            first = model(x)
             assert copied() == out(NUM_BYTES) | back(SCALAR)
-            assert torch.lazy.memory_allocated(emulated[1]) >= NUM_BYTES
-            for _ in range(3):
-                assert model(x) == first
-                assert copied() == back(SCALAR)
-        assert torch.lazy.memory_allocated(emulated[1]) == 0
-        assert model(x) == first
-    assert copied() == out(NUM_BYTES) | back(SCALAR)
+            with model.shared_weights():
+                for num_bytes in (NUM_BYTES, 0, 0):
+                    assert model(x) == first
+                    assert copied() == (out(num_bytes) if num_bytes else {}) | back(SCALAR)
+                    assert torch.lazy.memory_allocated(emulated[1]) >= NUM_BYTES
+            assert torch.lazy.memory_allocated(emulated[1]) == 0
+    with model.accumulate():
+        for _ in range(4):
+            loss = model(x)
+            loss.backward()
+        assert copied() == out(NUM_BYTES + 4 * SCALAR) | back(4 * SCALAR)
+    assert copied() == back(NUM_BYTES)
+    with pytest.raises(ValueError, match="enough"), model.accumulate():
+        with model.no_sync():  # they may be nested, and left by an exception
+            model(x).backward()
+        copied()
+        raise ValueError("enough")
+    assert copied() == back(NUM_BYTES)
 
 
-@pytest.mark.filterwarnings("ignore:.*no call with gradients:balanced_dp.BalanceWarning")
-def test_a_device_that_had_no_samples_before_gets_its_copies_when_it_has(emulated):
+def test_a_device_that_had_no_samples_before(emulated):
+    """It gets its copies when it has some."""
     model, copied = wrapped(emulated), Copied()
     model.gpu0_bsz = 0
-    with torch.no_grad():
-        model(torch.randn(9, 5))  # after the first call, weights are compared with what they were
-    copied()
-    with torch.no_grad(), model.shared_weights():
+    with model.shared_weights():
         model(torch.randn(2, 5))
         assert model.chunk_sizes == (0, 1, 1, 0)
         assert copied() == out(NUM_BYTES, (1, 2)) | back(SCALAR, (1, 2))
@@ -121,18 +123,21 @@ CHANGES_IN_A_BLOCK = {
 }
 
 
+MODES = [torch.no_grad, torch.enable_grad]
+
+
 @pytest.mark.parametrize("change", CHANGES_IN_A_BLOCK)
-@pytest.mark.parametrize("has_gradients", [(False, False), (False, True), (True, True)])
-def test_weights_that_change_in_a_block_are_an_error(emulated, has_gradients, change):
+@pytest.mark.parametrize("modes", [MODES[:1] * 2, MODES, MODES[1:] * 2])
+def test_weights_that_change_in_a_block(emulated, modes, change):
     """Parameters that were unfrozen got the gradients of the first chunk alone."""
     model = wrapped(emulated, nn.Linear(4, 3).requires_grad_(change != "unfreeze"))
     x = torch.ones(9, 4)
     message = r"replaced, frozen, unfrozen or changed inside shared_weights\(\).*after the block"
     with model.shared_weights():
-        with torch.set_grad_enabled(has_gradients[0]):
+        with modes[0]():
             model(x)
         CHANGES_IN_A_BLOCK[change](model.module)
-        with torch.set_grad_enabled(has_gradients[1]), pytest.raises(RuntimeError, match=message):
+        with modes[1](), pytest.raises(RuntimeError, match=message):
             model(x)
 
 
@@ -162,19 +167,6 @@ def test_memory_formats_survive(emulated):
 # Accumulation.
 
 
-def test_accumulation_copies_weights_and_gradients_once(emulated):
-    model, copied = wrapped(emulated), Copied()
-    losses = []
-    with model.accumulate():
-        for _ in range(4):
-            loss = model(torch.randn(9, 5))
-            loss.backward()
-            losses.append(loss)
-        scalars = 4 * SCALAR
-        assert copied() == out(NUM_BYTES + scalars) | back(scalars)
-    assert copied() == back(NUM_BYTES)
-
-
 @pytest.mark.parametrize("how", ["accumulate", "no_sync"])
 @pytest.mark.parametrize("gpu0_bsz", [0, 1, 2])
 def test_accumulated_gradients_are_those_of_one_device(devices, how, gpu0_bsz):
@@ -196,18 +188,6 @@ def test_accumulated_gradients_are_those_of_one_device(devices, how, gpu0_bsz):
     model(batches[0]).backward()
     assert_same_gradients(module, reference)
     assert seen[-1] is module.layers[0].weight.grad
-
-
-def test_accumulate_may_be_nested_and_left_by_an_exception(emulated):
-    model, copied = wrapped(emulated), Copied()
-    with pytest.raises(ValueError, match="enough"), model.accumulate():
-        with model.no_sync():
-            model(torch.randn(9, 5)).backward()
-        copied()
-        raise ValueError("enough")
-    assert copied() == back(NUM_BYTES)
-    model(torch.randn(9, 5)).backward()
-    assert copied() == out(NUM_BYTES + SCALAR) | back(NUM_BYTES + SCALAR)
 
 
 @pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.AdamW])

@@ -15,70 +15,50 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from balanced_dp import BalancedDataParallel
+from balanced_dp.parallel import nested
 
 from ..devices import KINDS, kinds_of_splits, open_devices
-from ..modules import CASES, Case, Lambda, Record
+from ..modules import CASES, Case
 
-TOLERANCE = {"rtol": 1e-10, "atol": 1e-10}
-
-
-def assert_same(actual: Any, expected: Any) -> None:
-    """Tensors are close, the rest is equal, and so is the structure."""
-    actual, structure = pytree.tree_flatten(plain(actual))
-    expected, expected_structure = pytree.tree_flatten(plain(expected))
-    assert structure == expected_structure
-    for ours, theirs in zip(actual, expected, strict=True):
-        if isinstance(theirs, torch.Tensor):
-            torch.testing.assert_close(ours, theirs, **TOLERANCE)
-        else:
-            assert ours == theirs
+TOLERANCE = {"rtol": 1e-10, "atol": 1e-10, "check_device": False}
 
 
-def plain(value: Any) -> Any:
-    """A dataclass is none of pytree's containers; a dict of its fields is."""
-    return pytree.tree_map(
-        lambda item: plain({"type": Record, **vars(item)}) if isinstance(item, Record) else item,
-        value,
-    )
-
-
-def leaves(output: Any) -> list[Any]:
-    return pytree.tree_leaves(plain(output))
+def fetch(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    return (value.to_dense() if value.is_sparse else value).detach().cpu()
 
 
 def run(
     call: Any, module: nn.Module, inputs: Any, device: torch.device
-) -> tuple[list[Any], list[torch.Tensor | None], dict[str, torch.Tensor | None]]:
-    """Returns output leaves, input gradients and parameter gradients, on the CPU."""
-
-    def to_leaf(tensor: torch.Tensor) -> torch.Tensor:
-        tensor = tensor.to(device, copy=True)
-        return tensor.requires_grad_(tensor.is_floating_point())
-
-    args, kwargs = pytree.tree_map_only(torch.Tensor, to_leaf, inputs)
-    output = leaves(call(*args, **kwargs))
-    differentiable = [t for t in output if isinstance(t, torch.Tensor) and t.requires_grad]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the output's leaves and the gradients of inputs and parameters, on the CPU."""
+    args, kwargs = pytree.tree_map_only(
+        torch.Tensor,
+        lambda t: t.to(device, copy=True).requires_grad_(t.is_floating_point()),
+        inputs,
+    )
+    outputs = dict(nested.leaves(call(*args, **kwargs)))
     # Weights that differ for each element, so that no two of them can be confused.
-    loss = sum(
+    sum(
         (t * torch.arange(1, 1 + t.numel()).double().cos().view(t.shape).to(t.device)).sum()
-        for t in differentiable
-    )
-    loss.backward()
+        for t in outputs.values()
+        if isinstance(t, torch.Tensor) and t.requires_grad
+    ).backward()
     gradients = {name: parameter.grad for name, parameter in module.named_parameters()}
+    gradients |= {n: t.grad for n, t in nested.leaves((args, kwargs)) if hasattr(t, "grad")}
+    return pytree.tree_map(fetch, (outputs, gradients))
 
-    def fetch(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
-        return (value.to_dense() if value.is_sparse else value).detach().cpu()
 
-    tensors = [
-        leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)
-    ]
-    return (
-        [fetch(leaf) for leaf in output],
-        [fetch(tensor.grad) for tensor in tensors],
-        {name: fetch(gradient) for name, gradient in gradients.items()},
-    )
+def assert_same(actual: Any, expected: Any) -> None:
+    """Tensors are close, the rest is equal, and so is the structure."""
+    for ours, theirs in zip(actual, expected, strict=True):
+        assert ours.keys() == theirs.keys()
+        for name, value in theirs.items():
+            if isinstance(value, torch.Tensor):
+                torch.testing.assert_close(ours[name], value, **TOLERANCE)
+            else:
+                assert ours[name] == value
 
 
 def check_transparent(
@@ -143,58 +123,6 @@ def test_any_split_of_any_batch(kind, num_devices, batch_size, gpu0_bsz, spread,
         check_transparent(case, devices, batch_size, [gpu0_bsz], spread)
 
 
-# Nested inputs: what goes in comes out, whatever the containers.
-
-
-class Batch:
-    """Stands for a tensor with one entry a sample in a drawn structure."""
-
-
-structures = st.recursive(
-    st.one_of(st.builds(Batch), st.none(), st.integers(), st.text(max_size=3), st.booleans()),
-    lambda children: st.one_of(
-        st.lists(children, max_size=3),
-        st.tuples(children, children),
-        st.dictionaries(st.text(max_size=3), children, max_size=3),
-        st.builds(Record, children, st.just("note"), st.lists(children, max_size=2)),
-    ),
-    max_leaves=8,
-)
-
-
-@pytest.mark.filterwarnings("ignore:gpu0_bsz", "ignore:input .* as long as the batch")
-@pytest.mark.filterwarnings("ignore:.* it is as long as each chunk")
-@given(
-    st.sampled_from(KINDS),
-    structures,
-    st.dictionaries(st.sampled_from(["p", "q"]), structures),
-    st.integers(1, 5),
-    st.integers(1, 9),
-    st.integers(0, 9),
-    st.sampled_from([0, 1]),
-)
-def test_nested_inputs_come_out_as_they_went_in(
-    kind, args, kwargs, num_devices, batch_size, gpu0_bsz, dim
-):
-    shape = (batch_size, 2) if dim == 0 else (2, batch_size)
-
-    def fill(value):
-        if isinstance(value, Batch):
-            return torch.randn(shape)
-        if isinstance(value, Record):
-            return Record(fill(value.logits), value.note, fill(value.hidden))
-        if isinstance(value, dict):
-            return {key: fill(child) for key, child in value.items()}
-        return type(value)(map(fill, value)) if isinstance(value, list | tuple) else value
-
-    args, kwargs = fill(args), fill(kwargs)
-    with open_devices(kind, num_devices) as devices:
-        echo = Lambda(lambda m, *args, **kwargs: (args, kwargs), a=nn.Linear(1, 1)).to(devices[0])
-        parallel = BalancedDataParallel(gpu0_bsz, echo, devices, output_device="cpu", dim=dim)
-        assert_same(parallel(args, **kwargs), ((args,), kwargs))
-        del echo, parallel
-
-
 # Beyond one backward pass.
 
 
@@ -230,4 +158,4 @@ def test_gradients_however_they_are_computed(devices, gradients):
     x = torch.randn(7, 3, dtype=torch.double)
     found = gradients(parallel, x.to(devices[0], copy=True).requires_grad_())
     expected = gradients(reference, x.requires_grad_())
-    torch.testing.assert_close(found, expected, check_device=False, **TOLERANCE)
+    torch.testing.assert_close(found, expected, **TOLERANCE)

@@ -1,0 +1,94 @@
+"""Steps of all kinds, failures too, leave no memory behind, without the garbage collector."""
+
+from __future__ import annotations
+
+import functools
+import types
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from balanced_dp import BalancedCriterion, BalancedDataParallel
+
+from ..modules import Lambda
+
+
+def sets_an_attribute(self, x):
+    self.memory = self.inner(x)
+    return self.memory
+
+
+def checkpoints(self, x):
+    return checkpoint(self.inner, x, use_reentrant=False)
+
+
+def with_a_method():
+    """A method in an instance's own dictionary made a cycle of each replica, and a copy of the
+    weights stayed on each device until the garbage collector came by.
+    """
+    module = nn.Linear(8, 8)
+    module.activation = types.MethodType(lambda self, x: x @ self.weight, module)
+    module.forward = types.MethodType(lambda self, x: self.activation(x), module)
+    return module
+
+
+def with_a_partial():
+    """As accelerate's hooks do it: the old method is kept, the new one is a partial."""
+    module = nn.Linear(8, 8)
+    module.old_forward = module.forward
+    module.forward = functools.partial(lambda self, x: self.old_forward(x) @ self.weight, module)
+    return module
+
+
+def with_a_hook():
+    """They wrote to the original, and replicas read what an older batch had left there."""
+    module = Lambda(lambda self, x: [self.inner(x), self.inner.kept][1], inner=nn.Linear(8, 8))
+    keep = types.MethodType(lambda self, *args: setattr(self, "kept", args[-1]), module.inner)
+    module.inner.register_forward_hook(keep)
+    return module
+
+
+MODULES = {
+    "plain": lambda: nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)),
+    "attribute": lambda: Lambda(sets_an_attribute, inner=nn.Linear(8, 8)),
+    "method": lambda: nn.Sequential(with_a_method()),
+    "partial": lambda: nn.Sequential(with_a_partial()),
+    "hook": with_a_hook,
+    "checkpoint": lambda: Lambda(checkpoints, inner=nn.Sequential(with_a_method())),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.* in forward, but a call runs copies")
+@pytest.mark.parametrize("gathers", [True, False])
+@pytest.mark.parametrize("gpu0_bsz", [0, 2])
+@pytest.mark.parametrize("name", MODULES)
+def test_steps_leave_nothing_behind(no_collector, emulated, name, gpu0_bsz, gathers):
+    module = MODULES[name]().to(emulated[0])
+    x = torch.randn(9, 8)
+    expected = module(x.to(emulated[0])).square().mean().item()
+    for part in module.modules():
+        vars(part).pop("memory", vars(part).pop("kept", None))
+    model = BalancedDataParallel(gpu0_bsz, module, emulated[:3], gather=gathers)
+    mean = BalancedCriterion(lambda output: output.square().mean())
+    memory = torch.get_device_module(emulated[0])
+    held = []
+    for step in range(12):
+        with torch.set_grad_enabled(step % 2 == 0):
+            if step % 3 == 2:
+                with pytest.raises(RuntimeError, match=r"shapes|size"):
+                    model(x[:, :3])
+            else:
+                loss = mean(model(x))
+                assert loss.item() == pytest.approx(expected)
+                if loss.requires_grad:
+                    loss.backward()
+                del loss
+        module.zero_grad()
+        held.append([memory.memory_allocated(device) for device in emulated[:3]])
+    assert held == [held[0]] * len(held)
+    assert held[0][1:] == [0, 0]
+    assert not {"memory", "kept"} & {name for part in module.modules() for name in vars(part)}
+    del model, module, part
+    assert memory.memory_allocated(emulated[0]) == 0 or name not in ("plain", "attribute")
