@@ -7,10 +7,11 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
-from ..errors import ArgumentError, ArgumentTypeError, EmulationError
+from ..errors import ArgumentError, EmulationError
 from ..split import as_integer
 from ..torch_versions import FOR_EMULATION, require
 from ..units import format_bytes, parse_bytes
@@ -106,19 +107,15 @@ def emulate_devices(
         _warn_of_leaks(machine)
 
 
-def _capacities(num_devices: int, memory: int | str | Sequence[int | str] | None) -> list[int]:
+def _capacities(num_devices: int, memory: Any) -> list[int]:
     num_devices = as_integer("num_devices", num_devices, minimum=1)
     if num_devices > MAX_DEVICES:
         raise ArgumentError(f"num_devices is {num_devices}, but torch has at most {MAX_DEVICES}")
     if memory is None:
         return [sys.maxsize] * num_devices
-    if isinstance(memory, int | str):
-        return [parse_bytes(memory)] * num_devices
-    if not isinstance(memory, Sequence) or isinstance(memory, bytes):
-        raise ArgumentTypeError(
-            f"memory must be a size such as '11GiB' or a sequence of sizes, got {memory!r}"
-        )
-    capacities = [parse_bytes(item) for item in memory]
+    is_one = isinstance(memory, str | bytes) or not isinstance(memory, Sequence)
+    sizes: list[Any] = [memory] * num_devices if is_one else list(memory)
+    capacities = [parse_bytes(size) for size in sizes]
     if len(capacities) != num_devices:
         raise ArgumentError(
             f"memory must be one size or one for each of the {num_devices} devices, "

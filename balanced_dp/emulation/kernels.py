@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .copies import copy_, to_copy
@@ -64,7 +65,7 @@ def register_kernels() -> torch.library.Library:
 
 
 def _make(
-    factory: Callable[..., torch.Tensor],
+    factory: Callable[..., Tensor],
     *args: Any,
     device: torch.device | None = None,
     layout: torch.layout | None = None,
@@ -102,7 +103,7 @@ def _add(self: Any, other: Any, **kwargs: Any) -> Any:
         thread.is_adding_gradients = False
 
 
-def _num_references(elem: torch.Tensor) -> int:
+def _num_references(elem: Tensor) -> int:
     return torch._C._storage_Use_Count(elem.untyped_storage()._cdata)
 
 
@@ -127,8 +128,8 @@ def _native_dropout(input: EmulatedTensor, p: float, train: bool | None) -> Any:
 
 
 def _pack_padded_sequence(
-    input: EmulatedTensor, lengths: torch.Tensor, batch_first: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+    input: EmulatedTensor, lengths: Tensor, batch_first: bool
+) -> tuple[Tensor, Tensor]:
     """Pack a sequence; lengths and batch sizes are on the CPU, as with CUDA."""
     func = aten._pack_padded_sequence.default
     wrapped = Wrapped(func)
@@ -137,14 +138,14 @@ def _pack_padded_sequence(
 
 
 def _ctc_loss(
-    log_probs: torch.Tensor,
-    targets: torch.Tensor,
-    input_lengths: torch.Tensor,
-    target_lengths: torch.Tensor,
+    log_probs: Tensor,
+    targets: Tensor,
+    input_lengths: Tensor,
+    target_lengths: Tensor,
     blank: int = 0,
     reduction: int = 1,
     zero_infinity: bool = False,
-) -> torch.Tensor:
+) -> Tensor:
     """Compute the CTC loss with lengths read on the host, which torch omits for subclasses."""
     lengths = input_lengths.tolist(), target_lengths.tolist()
     return torch.ctc_loss(log_probs, targets, *lengths, blank, reduction, zero_infinity)
@@ -155,10 +156,10 @@ def _ctc_loss(
 
 
 def _attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
     *,
@@ -186,43 +187,31 @@ def _attention(
     )[0]
 
 
-def _is_fusable(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None,
-    is_causal: bool,
-) -> bool:
+def _is_fusable(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool) -> bool:
     """Return whether a fused kernel supports the arguments; if not, the math kernel is called.
 
     Source: the checks of ``use_flash_attention_cpp`` in aten/src/ATen/native/transformers/
     sdp_utils_cpp.cpp, torch 2.13. CUDA's are the same.
     """
-    if not all(t.dim() == 4 and t.numel() and t.stride(-1) == 1 for t in (query, key, value)):
+    if not all(t.dim() == 4 and t.numel() and t.stride(-1) == 1 for t in (q, k, v)):
         return False
-    if attn_mask is not None and (attn_mask.requires_grad or is_causal):
+    if mask is not None and (mask.requires_grad or is_causal):
         return False
-    batch, num_heads, _, head_dim = query.shape
-    return key.shape == value.shape == (batch, num_heads, key.size(2), head_dim)
+    batch, num_heads, _, head_dim = q.shape
+    return k.shape == v.shape == (batch, num_heads, k.size(2), head_dim)
 
 
 class _FusedAttention(torch.autograd.Function):
     """Attention with the memory of the fused kernel; backward computes it again."""
 
     @staticmethod
-    def forward(
-        query: EmulatedTensor,
-        key: EmulatedTensor,
-        value: EmulatedTensor,
-        attn_mask: EmulatedTensor | None,
-        *options: Any,
-    ) -> Any:
+    def forward(*inputs: Any) -> Any:
         wrapped = Wrapped(aten.scaled_dot_product_attention.default)
-        q, k, v, mask = map(wrapped.unwrap, (query, key, value, attn_mask))
+        q, k, v, mask = map(wrapped.unwrap, inputs[:4])
         output = torch.empty_like(q)
         logsumexp = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
         if is_known(q):
-            output.copy_(_attend(q, k, v, mask, *options))
+            output.copy_(_attend(q, k, v, mask, *inputs[4:]))
         return wrapped.wrap((output, logsumexp))
 
     @staticmethod
@@ -247,17 +236,9 @@ class _FusedAttention(torch.autograd.Function):
         return *wrapped.wrap(grads), *[None] * 5
 
 
-def _attend(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: torch.Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    seed: int,
-) -> torch.Tensor:
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *options: Any) -> Tensor:
     """Compute attention on the CPU, whose fused kernel has no dropout."""
+    dropout_p, is_causal, scale, seed = options
     if not dropout_p:
         return F.scaled_dot_product_attention(q, k, v, mask, 0.0, is_causal, scale=scale)
     weights = aten._scaled_dot_product_attention_math(

@@ -171,14 +171,12 @@ class DeviceLedger:
         )
 
 
+@dataclass(slots=True, eq=False)
 class Allocation:
     """A reference to a block, which is freed when this object is deallocated."""
 
-    __slots__ = ("block", "ledger")
-
-    def __init__(self, ledger: DeviceLedger, block: Block) -> None:
-        self.ledger = ledger
-        self.block = block
+    ledger: DeviceLedger
+    block: Block
 
     def __del__(self) -> None:
         self.ledger._to_free.append(self.block)

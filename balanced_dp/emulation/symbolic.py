@@ -5,7 +5,8 @@ A tensor whose values are not known is on torch's ``meta`` device.
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Callable, Iterable
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ META = torch.device("meta")
 
 def is_known(elem: torch.Tensor) -> bool:
     """Return whether a wrapped tensor has values, not only a shape."""
-    return elem.device.type != "meta"
+    return not elem.is_meta
 
 
 def is_unknown_dtype(dtype: torch.dtype) -> bool:
@@ -50,58 +51,71 @@ class UnknownStorage(torch.UntypedStorage):
         return self._cdata  # type: ignore[no-any-return]
 
 
-def call(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call ``func``, on ``meta`` unless the values of all tensors are known.
+class SymbolicOperator:
+    """One of torch's operators, which runs on shapes unless the values of all tensors are known.
 
-    The shapes of its outputs may be those of an earlier call with the same metadata.
-
-    Raises:
-        SymbolicValueError: ``func`` needs values that are not known, or would write unknown values
-            into an integer or bool tensor.
+    Layers and steps repeat, and torch computes many shapes in Python. So an operator runs once for
+    the layouts and the numbers that it gets. After that its outputs are laid out in the same way.
     """
-    args, kwargs = _symbolic_arguments(func, args, kwargs)
-    key = _key((func, args, tuple(kwargs.items()))) if _makes_new_tensors(func) else None
-    try:
-        if key not in _known_outputs:
-            out = func(*args, **kwargs)
-            if key is None or not _are_new(_tensors(out), _tensors((args, tuple(kwargs.values())))):
-                return out
-            if len(_known_outputs) >= _MAX_KNOWN:
-                _known_outputs.clear()
-            _known_outputs[key] = out
-        return _made_again(_known_outputs[key])
-    except RuntimeError as error:
-        unknown = [tensor for tensor in _tensors(args) if not is_known(tensor)]
-        if unknown and "meta" in str(error).lower():  # torch cannot run it on shapes only
-            if not func._schema.returns:  # only writes values, as the step of a fused optimizer
-                return None
-            require_known(unknown[0], f"{func}")
-        raise
 
+    __slots__ = ("func", "is_factory", "is_index", "make_outputs", "repeats", "written")
 
-def _symbolic_arguments(
-    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments for ``func``, on ``meta`` unless the values of all tensors are known."""
-    tensors = _tensors((args, tuple(kwargs.values())))
-    if _is_factory(func):
-        dtype = kwargs.get("dtype") or tensors[0].dtype
-        return args, {**kwargs, "device": META if is_unknown_dtype(dtype) else CPU}
-    known = [tensor for tensor in tensors if is_known(tensor)]
-    if len(known) == len(tensors):
-        return args, kwargs
-    if func is aten.index.Tensor or func in (aten.index_put.default, aten.index_put_.default):
-        args = (args[0], _integer_indices(args[1]), *args[2:])
-    for i, argument in enumerate(func._schema.arguments):
-        if is_written(argument):
-            written = args[i] if i < len(args) else kwargs.get(argument.name)
-            for tensor in _tensors((written,)):
-                if is_known(tensor) and not is_unknown_dtype(tensor.dtype):
-                    unknown = next(tensor for tensor in tensors if not is_known(tensor))
-                    require_known(unknown, f"{func}, which writes to a {tensor.dtype} tensor,")
-    # torch's meta functions take no generator.
-    kwargs = {name: _to_meta(value) for name, value in kwargs.items() if name != "generator"}
-    return _to_meta(args), kwargs
+    def __init__(self, func: torch._ops.OpOverload) -> None:
+        arguments = func._schema.arguments
+        names = {argument.name for argument in arguments}
+        self.func = func
+        self.written = [(i, a.name) for i, a in enumerate(arguments) if is_written(a)]
+        self.is_index = func in (aten.index.Tensor, aten.index_put.default, aten.index_put_.default)
+        self.is_factory = "pin_memory" in names and "sparse" not in func.name()
+        """Whether it reads only a shape, as ``empty_like`` does."""
+        self.repeats = torch.Tag.inplace_view not in func.tags and not any(
+            a.is_out or a.name == "generator" or (a.alias_info and not is_written(a))
+            for a in arguments
+        )
+        """Whether equal arguments give outputs with equal layouts. Views are made in no time."""
+        self.make_outputs: dict[Any, _MakeOutputs] = {}
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the operator.
+
+        Raises:
+            SymbolicValueError: it needs values that are not known, or would write unknown values
+                into a tensor whose values are known.
+        """
+        if self.is_index:
+            args = (args[0], _integer_indices(args[1]), *args[2:])
+        tensors: list[torch.Tensor] = []
+        key = _key((args, tuple(kwargs.items())), tensors)
+        unknown = next((tensor for tensor in tensors if not is_known(tensor)), None)
+        if self.is_factory:
+            dtype = kwargs.get("dtype") or tensors[0].dtype
+            kwargs["device"] = META if is_unknown_dtype(dtype) else CPU
+        if self.is_factory or unknown is None:
+            return self.func(*args, **kwargs)
+        make_outputs = self.make_outputs.get(key)
+        if make_outputs is not None:
+            return make_outputs(tensors)
+        for i, name in self.written:
+            written: list[torch.Tensor] = []
+            _key([args[i] if i < len(args) else kwargs.get(name)], written)
+            for tensor in filter(is_known, written):
+                doing = f"{self.func}, which writes to a {tensor.dtype} tensor,"
+                require_known(unknown, doing)
+        if not self.func._schema.returns:
+            return None  # it only writes values, as the steps of optimizers do
+        # torch's meta functions take no generator.
+        kwargs = {name: _to_meta(value) for name, value in kwargs.items() if name != "generator"}
+        try:
+            out = self.func(*_to_meta(args), **kwargs)
+        except RuntimeError as error:
+            if "meta" in str(error).lower():  # torch cannot run it on shapes only
+                require_known(unknown, f"{self.func}")
+            raise
+        if self.repeats and (make := _how_to_make(out, tensors, list(map(_storage, tensors)))):
+            if len(self.make_outputs) >= _MAX_KEYS:
+                self.make_outputs.clear()
+            self.make_outputs[key] = make
+        return out
 
 
 def _integer_indices(indices: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
@@ -116,14 +130,6 @@ def _integer_indices(indices: list[torch.Tensor | None]) -> list[torch.Tensor | 
     return result
 
 
-def _tensors(values: Any) -> list[torch.Tensor]:
-    if isinstance(values, torch.Tensor):
-        return [values]
-    if isinstance(values, tuple | list):
-        return [tensor for value in values for tensor in _tensors(value)]
-    return []
-
-
 def _to_meta(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.to(META) if is_known(value) else value
@@ -134,61 +140,50 @@ def _to_meta(value: Any) -> Any:
     return value
 
 
-# Layers and steps repeat, and torch computes many shapes in Python, so the new tensors that an
-# operator returns are cached, without values, by the shapes and numbers that it is given.
+_MakeOutputs = Callable[[list[torch.Tensor]], Any]
+"""Makes the outputs of an operator from the tensors among its arguments."""
 
-_known_outputs: dict[Any, Any] = {}
-_MAX_KNOWN = 2**14
-
-
-def _key(value: Any) -> Any:
-    """Return a cache key that determines the layouts of the outputs, None if there is none."""
-    if isinstance(value, torch.Tensor):
-        if is_known(value) or value.layout is not torch.strided:
-            return None
-        return value.size(), value.stride(), value.dtype
-    if isinstance(value, tuple | list):
-        items = tuple(map(_key, value))
-        return None if any(item is None for item in items) else items
-    return type(value), value  # with the type, since 1 == 1.0 == True
+_MAX_KEYS = 2**12
 
 
-def _are_new(outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> bool:
-    """Return whether outputs have storages of their own, with nothing else in them.
+def _key(values: Iterable[Any], tensors: list[torch.Tensor]) -> tuple[Any, ...]:
+    """Return the layouts and the numbers among ``values``, and append the tensors to a list."""
+    key: list[Any] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            tensors.append(value)
+            strides = value.stride() if value.layout is torch.strided else None
+            key += (value.size(), strides, value.dtype, value.is_meta)
+        elif type(value) in (tuple, list):
+            key.append(_key(value, tensors))
+        else:
+            key += (type(value), value)  # with the type, since 1 == 1.0 == True
+    return tuple(key)
 
-    ``_unsafe_view`` returns a view, although its schema says otherwise.
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else 0
+
+
+def _how_to_make(out: Any, inputs: list[torch.Tensor], storages: list[int]) -> _MakeOutputs | None:
+    """Return a function that makes outputs laid out as ``out``; None if it is not clear how.
+
+    The storages are those of the inputs; those of new outputs are appended.
     """
-    storages = {tensor.untyped_storage()._cdata for tensor in inputs}
-    for tensor in outputs:
-        if is_known(tensor) or tensor.layout is not torch.strided:
-            return False
-        storage = tensor.untyped_storage()
-        if storage._cdata in storages or storage.nbytes() != tensor.nbytes:
-            return False
-        storages.add(storage._cdata)
-    return True
-
-
-def _made_again(out: Any) -> Any:
-    if isinstance(out, tuple):
-        return tuple(map(_made_again, out))
+    if isinstance(out, tuple | list):
+        kind, parts = type(out), [_how_to_make(item, inputs, storages) for item in out]
+        if None in parts:
+            return None
+        return lambda tensors: kind([make(tensors) for make in parts])  # type: ignore[misc]
     if out is None:
+        return lambda tensors: None
+    if not isinstance(out, torch.Tensor) or is_known(out) or out.layout is not torch.strided:
         return None
-    return torch.empty_strided(out.size(), out.stride(), dtype=out.dtype, device=META)
-
-
-@functools.cache
-def _makes_new_tensors(func: torch._ops.OpOverload) -> bool:
-    """Return whether ``func`` returns new tensors only, and writes to none."""
-    schema = func._schema
-    returned = [str(value.type) for value in schema.returns]
-    return set(returned) == {"Tensor"} and all(
-        value.alias_info is None for value in (*schema.arguments, *schema.returns)
-    )
-
-
-@functools.cache
-def _is_factory(func: torch._ops.OpOverload) -> bool:
-    """Return whether ``func`` is a factory such as ``empty_like``, which reads only a shape."""
-    names = {argument.name for argument in func._schema.arguments}
-    return "pin_memory" in names and "sparse" not in func.name()
+    size, stride, dtype = out.size(), out.stride(), out.dtype
+    storage = _storage(out)
+    if storage not in storages:
+        storages.append(storage)
+        if out.untyped_storage().nbytes() != out.nbytes:
+            return None
+        return lambda tensors: torch.empty_strided(size, stride, dtype=dtype, device=META)
+    return next((itemgetter(i) for i, tensor in enumerate(inputs) if tensor is out), None)

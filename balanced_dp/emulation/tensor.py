@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Container, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -23,8 +22,8 @@ from .machine import DEVICE_TYPE, MAX_DEVICES, Machine, current_machine, label_o
 from .symbolic import (
     CPU,
     META,
+    SymbolicOperator,
     UnknownStorage,
-    call,
     is_known,
     is_unknown_dtype,
     is_written,
@@ -68,8 +67,9 @@ class EmulatedTensor(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if not all(issubclass(kind, EmulatedTensor) for kind in types):
-            return NotImplemented  # a nested tensor, for instance, handles it
+        for kind in types:
+            if not issubclass(kind, EmulatedTensor):
+                return NotImplemented  # a nested tensor, for instance, handles it
         return _handler(func)(*args, **(kwargs or {}))
 
     def as_subclass(self, cls: type[torch.Tensor]) -> Any:
@@ -160,14 +160,14 @@ class EmulatedTensor(torch.Tensor):
 class Operator:
     """One of torch's operators, which runs on the wrapped tensors of its arguments."""
 
-    __slots__ = ("draws_random_numbers", "func", "may_reshape", "refused_cpu_dims", "written")
+    __slots__ = ("draws_random_numbers", "func", "may_reshape", "on_shapes", "refused_cpu_dims")
 
     def __init__(self, func: torch._ops.OpOverload) -> None:
         schema = func._schema
         self.func = func
         self.refused_cpu_dims = tuple(map(_refused_cpu_dims, schema.arguments))
         self.draws_random_numbers = any(a.name == "generator" for a in schema.arguments)
-        self.written = [(i, a.name) for i, a in enumerate(schema.arguments) if is_written(a)]
+        self.on_shapes = SymbolicOperator(func)
         # Other operators that write to their arguments, such as those with out=, may resize them.
         keeps_shapes = schema.name.endswith("_") and torch.Tag.inplace_view not in func.tags
         self.may_reshape = not keeps_shapes
@@ -193,10 +193,10 @@ class Operator:
         if self.draws_random_numbers and kwargs.get("generator") is None:
             elem_kwargs["generator"] = machine.generators[index]
         if machine.symbolic:
-            out = call(self.func, tuple(elem_args), elem_kwargs)
+            out = self.on_shapes(tuple(elem_args), elem_kwargs)
         else:
             out = self.func(*elem_args, **elem_kwargs)
-        for position, name in self.written:
+        for position, name in self.on_shapes.written:
             value = args[position] if position < len(args) else kwargs.get(name)
             if isinstance(value, list):  # torch increments the versions of single tensors only
                 torch.autograd.graph.increment_version(t for t in value if not t.is_inference())
@@ -299,9 +299,7 @@ class Wrapped:
         if isinstance(out, torch.Tensor):
             wrapper = self.by_elem.get(id(out))
             if wrapper is None:
-                is_normal = torch.is_inference_mode_enabled() and not out.is_inference()
-                with torch.inference_mode(False) if is_normal else nullcontext():
-                    wrapper = wrap_elem(out, self.machine, index, self.label)
+                wrapper = wrap_elem(out, self.machine, index, self.label)
             if self.label is Label.GRADIENT:  # a view of what was computed for it
                 set_label(wrapper, self.label)
             return wrapper
@@ -344,6 +342,9 @@ _DEVICES = [torch.device(DEVICE_TYPE, index) for index in range(MAX_DEVICES)]
 
 def _wrapper_of(elem: torch.Tensor, machine: Machine, index: int) -> EmulatedTensor:
     """Return ``elem``, which has its allocation, as a tensor on a device."""
+    if torch.is_inference_mode_enabled() and not elem.is_inference():
+        with torch.inference_mode(False):
+            return _wrapper_of(elem, machine, index)
     is_strided = elem.layout is torch.strided
     wrapper: EmulatedTensor = _make_wrapper(
         EmulatedTensor,

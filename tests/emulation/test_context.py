@@ -99,8 +99,8 @@ def test_contexts_do_not_nest(emulate):
         ({"memory": -1}, ArgumentError, "memory must not be negative, got -1"),
         ({"memory": [1, 2, 3]}, ArgumentError, "one for each of the 2 devices, got 3 sizes"),
         ({"memory": [1, 2.0]}, ArgumentTypeError, "memory must be bytes .* got 2.0"),
-        ({"memory": 1.5}, ArgumentTypeError, "memory must be a size .* got 1.5"),
-        ({"memory": {0: 1, 1: 2}}, ArgumentTypeError, "memory must be a size .* got {0: 1"),
+        ({"memory": 1.5}, ArgumentTypeError, "memory must be bytes .* got 1.5"),
+        ({"memory": {0: 1, 1: 2}}, ArgumentTypeError, "memory must be bytes .* got {0: 1"),
     ],
 )
 def test_arguments_that_are_refused(arguments, error, message, emulate):
