@@ -8,7 +8,8 @@ line through two measurements only says what to measure next.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any
 
@@ -43,8 +44,7 @@ def next_number(
     numbers: Sequence[int],
     slope: float,
     close: float = math.inf,
-    *,
-    num_lines: int = _MAX_LINES,
+    most: int = _MAX_LINES,
     bends_up: bool = False,
 ) -> int | None:
     """Return which number to measure next to find the largest one that is not over a limit.
@@ -55,7 +55,7 @@ def next_number(
         numbers: all numbers that can be measured, in ascending order.
         slope: by how much a number adds, as long as two measurements do not show it.
         close: the number may be too small by one part in so many.
-        num_lines: after so many measurements, what is left is halved.
+        most: after so many measurements, what is left is halved.
         bends_up: whether what is over grows faster and faster. Then it is above the line through
             two measurements, and a number above where the line ends is not measured.
 
@@ -67,29 +67,21 @@ def next_number(
     left = [number for number in numbers if low + max(0.0, low // close) < number < high]
     if not left:
         return None
-    known = {number: y for number, y in over.items() if abs(y) < math.inf}
-    nearest = dict(sorted(known.items(), key=lambda point: abs(point[1]))[:2])
-    guess = _root(nearest, slope)
-    if bends_up and len(nearest) > 1 and max(nearest) == low and guess < left[0]:
-        return None
-    if guess >= high:
-        guess = _root({number: y for number, y in known.items() if number in (low, high)}, 0.0)
-    if high < math.inf and (guess >= high or len(over) > num_lines):
-        return left[len(left) // 2]
-    if guess == math.inf:
-        guess = 2.0 * max(low, 1) if known else numbers[len(numbers) // 2]
+    nearest = sorted((abs(y), number) for number, y in over.items() if abs(y) < math.inf)[:2]
+    guess = math.inf
+    if nearest:
+        x, *before = (number for _, number in nearest)
+        if before:
+            slope = (over[x] - over[before[0]]) / (x - before[0])
+        guess = x - over[x] / slope if slope > 0 else 2.0 * max(low, 1)
+        if bends_up and before and max(x, *before) == low and guess < left[0]:
+            return None
+    if high < math.inf and (guess >= high or len(over) > most):
+        guess = left[len(left) // 2]
     return max((number for number in left if number <= guess), default=left[0])
 
 
-def _root(points: Mapping[int, float], slope: float) -> float:
-    """Return where the line through two points is 0, or through one with a slope; else infinity."""
-    if len(points) > 1:
-        (x0, y0), (x1, y1) = points.items()
-        slope = (y1 - y0) / (x1 - x0)
-    x, y = next(iter(points.items()), (0, 0.0))
-    return x - y / slope if slope > 0 else math.inf
-
-
+@dataclass
 class Search:
     """A search for the best ``gpu0_bsz`` of a batch.
 
@@ -98,38 +90,27 @@ class Search:
     makes device 0 the fullest. Of equally good values the largest is the best, as it is the
     fastest.
 
-    Args:
+    Attributes:
         batch_size: samples in the whole batch.
         budgets: the bytes that each device may hold.
         smallest: the smallest chunk that a replica trains on.
         is_careful: whether no split is tried with which a device would hold more than its budget if
             what it has held grew in proportion to its samples, which is more than it can grow.
         for_speed: whether to find the largest value that fits, too.
-
-    Attributes:
         told: by ``gpu0_bsz``, how full the devices were.
     """
 
-    def __init__(
-        self,
-        batch_size: int,
-        budgets: Sequence[int],
-        *,
-        smallest: int = 1,
-        is_careful: bool = False,
-        for_speed: bool = False,
-    ) -> None:
-        self.batch_size = batch_size
-        self.budgets = budgets
-        self.smallest = smallest
-        self.is_careful = is_careful
-        self.for_speed = for_speed
-        self.even = even_share(batch_size, len(budgets))
-        self.values = (0, *range(max(1, min(smallest, self.even)), self.even + 1))
-        self.told: dict[int, Full] = {}
-        # In the even split the last device gets what is left, so of devices with unlike budgets the
-        # others may be less full with a sample less on device 0.
-        self._last = self.even - (len(set(budgets)) > 1)
+    batch_size: int
+    budgets: Sequence[int]
+    smallest: int = 1
+    is_careful: bool = False
+    for_speed: bool = False
+    told: dict[int, Full] = field(default_factory=dict)
+
+    @property
+    def even(self) -> int:
+        """The value of the even split."""
+        return even_share(self.batch_size, len(self.budgets))
 
     def split(self, value: int) -> tuple[int, ...]:
         """Return the chunk sizes with a value."""
@@ -137,21 +118,20 @@ class Search:
 
     def tell(self, split: Sequence[int], peaks: Sequence[float]) -> None:
         """Record the peaks of a split; that of a device that ran out of memory is ``math.inf``."""
-        first, others = fullness(peaks, self.budgets)
-        known = self.told.get(split[0], (0.0, 0.0))
-        self.told[split[0]] = max(known[0], first), max(known[1], others)
+        known, found = self.told.get(split[0], (0.0, 0.0)), fullness(peaks, self.budgets)
+        self.told[split[0]] = max(known[0], found[0]), max(known[1], found[1])
 
     def next(self) -> tuple[int, ...] | None:
         """Return the split to measure next, None if the search is over."""
-        value = self.even
-        if self.told:
-            values = [v for v in self.values if not self.is_careful or self._is_safe(v)]
-            found = self._toward_crossing(values)
-            found = self._larger(values) if found is None else found
-            if found is None:
-                return None
-            value = found
-        return self.split(value)
+        if not self.told:
+            return self.split(self.even)
+        values = [0, *range(max(1, min(self.smallest, self.even)), self.even + 1)]
+        if self.is_careful:
+            values = [value for value in values if self._is_safe(value)]
+        for over, slope in self._targets():
+            if (value := next_number(over, values, slope)) is not None:
+                return self.split(value)
+        return None
 
     @property
     def best(self) -> int | None:
@@ -161,41 +141,40 @@ class Search:
         those of a loop may differ in more than the split.
         """
         ran = self._ran()
-        if not ran:
-            return None
-        low = max((v for v, (a, b) in ran.items() if a <= b and v <= self._last), default=-1)
-        ends = {low, min((value for value in ran if value > low), default=low)}
-        level = min(max(ran[value]) for value in ends if value in ran)
-        return max(v for v, full in ran.items() if abs(max(full) - level) <= EQUAL * level)
+        low = max((value for value in ran if self._over()[value] <= 0), default=-1)
+        ends = [
+            value for value in (low, min((v for v in ran if v > low), default=-1)) if value >= 0
+        ]
+        level = min((max(ran[value]) for value in ends), default=0.0)
+        equal = (value for value in ran if abs(max(ran[value]) - level) <= EQUAL * level)
+        return max(equal, default=None)
 
-    def _toward_crossing(self, values: Sequence[int]) -> int | None:
-        over = {v: a - b for v, (a, b) in self.told.items()}
-        if self._last < self.even:
-            over[self.even] = max(over.get(self.even, 0.0), EQUAL)
+    def _over(self) -> dict[int, float]:
+        """Return by how much device 0 is fuller than the others."""
+        over = {value: first - others for value, (first, others) in self.told.items()}
+        # In the even split the last device gets what is left, so of devices with unlike budgets the
+        # others may be less full with a sample less on device 0.
+        if self.even in over and len(set(self.budgets)) > 1:
+            over[self.even] = max(over[self.even], EQUAL)
+        return over
+
+    def _targets(self) -> Iterator[tuple[dict[int, float], float]]:
+        """Yield what must be found in turn: the crossing, as good values, and those that fit."""
         value, (_, others) = max(self._ran().items(), default=(0, (0.0, 0.0)))
         # No device takes more for a sample than if it held nothing but samples.
         a_sample = others / max(1, *self.split(value)[1:])
-        slope = a_sample * (1 + 1 / (len(self.budgets) - 1))
-        return next_number(over, values, slope)
-
-    def _larger(self, values: Sequence[int]) -> int | None:
-        """Return a larger value that may be as good as the best, or may fit."""
+        yield self._over(), a_sample * (1 + 1 / (len(self.budgets) - 1))
         best = self.best
         if best is None:
-            return None
-        first, level = self.told[best][0], max(self.told[best])
-        below = max((value for value in self.told if value < best), default=best)
-        limits = {}
-        if first <= self.told[below][0] * (1 + EQUAL):  # else each sample adds to it
-            limits[best] = level * (1 + EQUAL)
+            return
+        limits, below = {}, max((value for value in self.told if value < best), default=best)
+        if self.told[best][0] <= self.told[below][0] * (1 + EQUAL):  # else each sample adds to it
+            limits[best] = max(self.told[best]) * (1 + EQUAL)
         fitting = [value for value, full in self.told.items() if max(full) <= 1]
         if self.for_speed and fitting:
             limits[max(fitting)] = 1.0
         for low, limit in limits.items():
-            over = {v: full[0] - limit for v, full in self.told.items() if v >= low}
-            if (found := next_number(over, values, 0.0)) is not None:
-                return found
-        return None
+            yield {v: full[0] - limit for v, full in self.told.items() if v >= low}, 0.0
 
     def _is_safe(self, value: int) -> bool:
         """Return whether no device would be more than full if all that it holds were samples."""
@@ -215,9 +194,8 @@ class Search:
 def measure_largest(measure: Callable[[tuple[int, ...]], Full], search: Search, limit: int) -> None:
     """Measure the largest batches that fit: with the even split, and with any ``gpu0_bsz``.
 
-    With the even split, that is the largest chunk that fits on all devices, and a few samples more
-    that leave something of it to the last device. With any value, it is the largest chunk that fits
-    on the others, and what then fits on device 0, which may gather no more than it has room for.
+    With any value, that is the largest chunk that fits on the others, and what then fits on device
+    0, which may gather no more than it has room for.
 
     Args:
         measure: returns how full the devices are with a split.
@@ -227,71 +205,45 @@ def measure_largest(measure: Callable[[tuple[int, ...]], Full], search: Search, 
     num, smallest = len(search.budgets), search.smallest
     told = {search.split(value): full for value, full in search.told.items()}
 
-    def full(split: tuple[int, ...]) -> Full:
-        if split not in told:
-            told[split] = measure(split)
-        first, others = told[split]
-        return first, max(others, first if first == math.inf else 0.0)  # they had not held all yet
-
-    def over(split: tuple[int, ...]) -> float:
-        return max(full(split)) - 1
-
-    def over_on_first(split: tuple[int, ...]) -> float:
-        return full(split)[0] - 1
-
-    def over_on_others(chunk: int) -> float:
-        return full((0, *[chunk] * (num - 1)))[1] - 1
-
-    def along(
+    def largest(
+        numbers: Sequence[int],
         split_of: Callable[[int], tuple[int, ...]],
-        over: Callable[[tuple[int, ...]], float],
-        first: int,
-        last: int,
-        bends_up: bool,
-    ) -> None:
-        sizes: Sequence[int] = range(max(1, first), min(last, limit) + 1)
+        full_of: Callable[[Full], float],
+        known: Mapping[int, Full] | None = None,
+        bends_up: bool = True,
+    ) -> int:
+        """Return the largest number with whose split some devices are not too full, or 0."""
         if smallest > 1:
-            sizes = [size for size in sizes if smallest <= min(filter(None, split_of(size)))]
-        known = [size for size in map(sum, told) if size in sizes and split_of(size) in told]
-        points = {size: over(split_of(size)) for size in known}
-        _largest(lambda size: over(split_of(size)), sizes, points, bends_up)
+            numbers = [n for n in numbers if smallest <= min(filter(None, split_of(n)))]
+        if known is None:
+            known = {sum(s): f for s, f in told.items() if s == split_of(sum(s))}
+        over = {number: full_of(full) - 1 for number, full in known.items()}
+        most = len(over) + _MAX_LINES
+        while True:
+            slope = max(((y + 1) / n for n, y in over.items() if y < math.inf), default=0.0)
+            number = next_number(over, numbers, slope, _CLOSE, most, bends_up)
+            if number is None:
+                return max((n for n, y in over.items() if y <= 0), default=0)
+            split = split_of(number)
+            told[split] = told.get(split) or measure(split)
+            over[number] = full_of(told[split]) - 1
 
-    def even(size: int) -> tuple[int, ...]:
-        return split_batch(size, num, size)
-
-    def others_first(size: int) -> tuple[int, ...]:
-        return split_batch(size, num, max(0, size - chunk * (num - 1)))
-
-    points = {search.even: over(search.split(search.even))}
-    chunks = range(smallest, limit // num + 1)
-    share = _largest(lambda chunk: over((chunk,) * num), chunks, points, bends_up=True)
-    if share * num < limit and smallest == 1:
-        over(even(share * num + 1))  # most devices have a larger chunk already
-    along(even, over, (share - 1) * num + 1, (share + 1) * num - 1, bends_up=False)
-
-    is_alike = len(set(search.budgets)) == 1
-    equal = (split for split in told if split[1] and (is_alike or len(set(split[1:])) == 1))
-    points = {split[1]: full(split)[1] - 1 for split in equal}
-    points = points or {search.even: over_on_others(search.even)}
-    chunks = range(smallest, limit // (num - 1) + 1)
-    chunk = _largest(over_on_others, chunks, points, bends_up=True)
-    along(others_first, over_on_first, 1, chunk * num, bends_up=True)
-
-
-def _largest(
-    measure: Callable[[int], float],
-    numbers: Sequence[int],
-    over: dict[int, float],
-    bends_up: bool,
-) -> int:
-    """Measure what a search asks for, and return the largest number within the limit, or 0."""
-    num_lines = len(over) + _MAX_LINES
-    while True:
-        slope = max(((y + 1) / number for number, y in over.items() if y < math.inf), default=0.0)
-        number = next_number(over, numbers, slope, _CLOSE, num_lines=num_lines, bends_up=bends_up)
-        if number is None:
-            return max((number for number, y in over.items() if y <= 0), default=0)
-        over[number] = measure(number)
+    even = told[search.split(search.even)]
+    share = largest(
+        range(smallest, limit // num + 1), lambda n: (n,) * num, max, {search.even: even}
+    )
+    sizes = range(max(1, (share - 1) * num + 1), min((share + 1) * num, limit + 1))
+    largest(sizes, lambda n: split_batch(n, num, n), max, bends_up=False)
+    equal = {split[1]: full for split, full in told.items() if split[1] and len({*split[1:]}) == 1}
+    chunk = largest(
+        range(smallest, limit // (num - 1) + 1),
+        lambda n: (0, *[n] * (num - 1)),
+        lambda full: full[1],
+        equal or {search.even: even},
+    )
+    rest = chunk * (num - 1)
+    sizes = range(1, min(rest + chunk, limit) + 1)
+    largest(sizes, lambda n: split_batch(n, num, max(0, n - rest)), lambda full: full[0])
 
 
 def fill_alike(
@@ -309,23 +261,19 @@ def fill_alike(
     lines = []
     for index in range(len(next(iter(told)))):
         points = {split[index]: full[index] for split, full in told.items() if split[index]}
-        (x0, y0), (x1, y1) = [(0, 0.0), *points.items()][-2:] if points else [(0, 0.0)] * 2
-        if x0 == x1 or (y1 - y0) / (x1 - x0) <= 0:
+        (x0, y0), (x1, y1) = [(0, 0.0), (0, 0.0), *points.items()][-2:]
+        slope = (y1 - y0) / (x1 - x0) if x1 != x0 else 0.0
+        if slope <= 0:
             return None
-        slope = (y1 - y0) / (x1 - x0)
         lines.append((y0 - slope * x0, slope))
-
-    def chunks(level: float) -> list[float]:
-        return [max(0.0, (level - height) / slope) for height, slope in lines]
-
+    level = 1.0
+    if batch_size is not None:
+        inside = sum(fixed / slope for fixed, slope in lines)
+        level = (batch_size + inside) / sum(1 / slope for _, slope in lines)
+    chunks = [max(0.0, (level - fixed) / slope) for fixed, slope in lines]
     if batch_size is None:
-        return tuple(map(math.floor, chunks(1.0)))
-    low, high = 0.0, max(map(max, told.values()))
-    for _ in range(50):
-        middle = (low + high) / 2
-        is_enough = sum(chunks(middle)) >= batch_size
-        low, high = (low, middle) if is_enough else (middle, high)
-    return split_by_weights(batch_size, chunks(high))
+        return tuple(map(math.floor, chunks))
+    return split_by_weights(batch_size, chunks)
 
 
 class LoopSearch:
@@ -342,31 +290,29 @@ class LoopSearch:
 
     Attributes:
         smallest: the smallest chunk that a replica trains on.
+        search: the search for the largest batch so far, which is empty before the first iteration.
         is_over: whether the value is final, unless memory runs out.
-        search: the search for the largest batch; None before the first iteration.
     """
 
     def __init__(
         self, budgets: Sequence[int], *, is_careful: bool, for_speed: bool = False
     ) -> None:
-        self.budgets = budgets
-        self.is_careful = is_careful
-        self.for_speed = for_speed
+        self.search = Search(0, budgets, is_careful=is_careful, for_speed=for_speed)
         self.smallest = 1
         self.is_over = False
-        self.search: Search | None = None
         self._share = Fraction(1)
-        self._largest = (0, False)
+        self._accumulates = False
         self._is_settling = is_careful
 
     def value(self, batch_size: int) -> int:
         """Return the value for a batch."""
-        even, value = even_share(batch_size, len(self.budgets)), math.ceil(self._share * batch_size)
+        value = math.ceil(self._share * batch_size)
+        even = even_share(batch_size, len(self.search.budgets))
         return min(even, max(value, self.smallest)) if value else 0
 
     def split(self, batch_size: int) -> tuple[int, ...]:
         """Return the chunk sizes of a batch."""
-        return split_batch(batch_size, len(self.budgets), self.value(batch_size))
+        return split_batch(batch_size, len(self.search.budgets), self.value(batch_size))
 
     def tell(self, split: Sequence[int], peaks: Sequence[float], accumulates: bool = False) -> None:
         """Record an iteration.
@@ -377,56 +323,51 @@ class LoopSearch:
             accumulates: whether this batch has added to gradients that were there.
         """
         was_settling, self._is_settling = self._is_settling, False
-        iteration = (sum(split), accumulates)
-        if self.is_over or was_settling or iteration < self._largest:
+        iteration, largest = (sum(split), accumulates), (self.search.batch_size, self._accumulates)
+        if self.is_over or was_settling or iteration < largest:
             return
-        if iteration > self._largest or self.search is None:
-            self._largest, self.search = iteration, self._new_search(sum(split))
+        if iteration > largest:
+            self._begin(*iteration)
         self.search.tell(split, peaks)
         following = self.search.next() if len(self.search.told) < MAX_SPLITS else None
         self.is_over = following is None
-        self._use(self.search, following)
+        self._use(self.search.best if following is None else following[0])
 
     def ran_out(self, batch_size: int, index: int) -> bool:
         """Record that a device ran out of memory with a batch; return whether the split differs."""
-        value, search = self.value(batch_size), self.search
-        if search is None or search.batch_size != batch_size:
-            self._largest = (batch_size, False)
-            search = self.search = self._new_search(batch_size)
-        is_first = index == 0
-        for tried in [v for v in search.told if (v >= value if is_first else v <= value)]:
-            del search.told[tried]  # the devices held less than they can
-        search.told[value] = (math.inf, 0.0) if is_first else (0.0, math.inf)
+        value = self.value(batch_size)
+        if self.search.batch_size != batch_size:
+            self._begin(batch_size, False)
+        told, is_first = self.search.told, index == 0
+        for tried in [v for v in told if (v >= value if is_first else v <= value)]:
+            del told[tried]  # the devices held less than they can
+        told[value] = (math.inf, 0.0) if is_first else (0.0, math.inf)
         self.is_over = False
-        self._use(search, search.next() if search.best is None else None)
+        best, following = self.search.best, self.search.next()
+        self._use(best if best is not None or following is None else following[0])
         return self.value(batch_size) != value
 
-    def _use(self, search: Search, split: Sequence[int] | None) -> None:
-        """Use a split, or the best one, from the next batch on."""
-        value = search.best if split is None else split[0]
-        if value is not None and value != self.value(search.batch_size):
-            self._share = Fraction(value, search.batch_size)
-            self._is_settling = self.is_careful
+    def _begin(self, batch_size: int, accumulates: bool) -> None:
+        """Begin the search for a batch; what ran out of memory with it before is still known."""
+        before, self._accumulates = self.search, accumulates
+        self.search = replace(before, batch_size=batch_size, smallest=self.smallest, told={})
+        if before.batch_size == batch_size:
+            out = {value: full for value, full in before.told.items() if max(full) == math.inf}
+            self.search.told.update(out)
 
-    def _new_search(self, batch_size: int) -> Search:
-        search = Search(
-            batch_size,
-            self.budgets,
-            smallest=self.smallest,
-            is_careful=self.is_careful,
-            for_speed=self.for_speed,
-        )
-        if self.search is not None and self.search.batch_size == batch_size:
-            ran_out = {v: full for v, full in self.search.told.items() if max(full) == math.inf}
-            search.told.update(ran_out)
-        return search
+    def _use(self, value: int | None) -> None:
+        """Use a value from the next batch on."""
+        batch_size = self.search.batch_size
+        if value is not None and value != self.value(batch_size):
+            self._share = Fraction(value, batch_size)
+            self._is_settling = self.search.is_careful
 
     def state_dict(self, batch_size: int) -> dict[str, Any]:
         """Return the value for a batch, and whether it is final, as numbers and lists."""
         return {
             "batch_size": batch_size,
             "gpu0_bsz": self.value(batch_size),
-            "capacities": list(self.budgets),
+            "capacities": list(self.search.budgets),
             "is_over": self.is_over,
         }
 
@@ -435,7 +376,7 @@ class LoopSearch:
 
         It is final if the search was over, and the devices have the same capacities.
         """
-        if len(state["capacities"]) == len(self.budgets):
+        capacities = list(self.search.budgets)
+        if len(state["capacities"]) == len(capacities):
             self._share = Fraction(state["gpu0_bsz"], state["batch_size"])
-            is_same = state["capacities"] == list(self.budgets)
-            self.is_over = is_same and bool(state.get("is_over"))
+            self.is_over = state["capacities"] == capacities and bool(state.get("is_over"))

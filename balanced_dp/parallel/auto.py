@@ -1,11 +1,10 @@
-"""How many samples of a batch each device gets: by a number, by weights or by "auto"."""
+"""How many samples of a batch each device gets with "auto": it watches a training loop."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any, Literal
 
@@ -14,11 +13,11 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ..devices import is_emulated, is_out_of_memory, num_ooms, which_ran_out
-from ..errors import ArgumentError, ArgumentTypeError, add_note, warn
+from ..devices import is_emulated, num_ooms, which_ran_out
+from ..errors import ArgumentError, ArgumentTypeError
 from ..memory.peaks import Peaks
 from ..search import LoopSearch
-from ..split import even_share, split_batch, split_by_weights
+from .split_policy import SplitPolicy
 
 STATE_KEY = "auto_split"
 """Where a checkpoint says what "auto" has found."""
@@ -29,133 +28,16 @@ def smallest_chunk(module: nn.Module) -> int:
     return 1 + any(isinstance(child, _BatchNorm) for child in module.modules())
 
 
-class SplitPolicy:
-    """The rule by which batches are split: by a number or by weights.
-
-    Args:
-        gpu0_bsz: the most samples for the first device, or None for no limit.
-        devices: the devices that share a batch.
-        device_weights: if given, batches are split in proportion to them.
-        spread: whether parameters are spread over the devices. Then the first one holds little more
-            than the others, so no value gives a warning.
-
-    Raises:
-        ArgumentError, ArgumentTypeError: the arguments cannot be used, or not together.
-    """
-
-    def __init__(
-        self,
-        gpu0_bsz: int | None,
-        devices: Sequence[torch.device],
-        device_weights: Sequence[float] | None = None,
-        spread: bool = False,
-    ) -> None:
-        self.devices = devices
-        self._number = gpu0_bsz
-        self.device_weights = None if device_weights is None else tuple(device_weights)
-        self._may_warn = not spread and device_weights is None
-        if device_weights is not None and len(device_weights) != max(1, len(devices)):
-            raise ArgumentError(
-                f"device_weights must be one number for each of {max(1, len(devices))} devices, "
-                f"got {len(device_weights)}"
-            )
-        SplitPolicy.split(self, 0)  # raises where a number is out of its range
-
-    @property
-    def gpu0_bsz(self) -> int | None:
-        """The most samples that the first device gets now; None if "auto" has seen no batch."""
-        return self._number
-
-    def split(self, batch_size: int) -> tuple[int, ...]:
-        """Return the chunk size of each device for a batch of the next call."""
-        if self.device_weights is not None:
-            return split_by_weights(batch_size, self.device_weights, self._number)
-        limit = batch_size if self._number is None else self._number
-        return split_batch(batch_size, max(1, len(self.devices)), limit)
-
-    def begin_call(self, module: nn.Module, batch_size: int) -> tuple[int, ...]:
-        """Return the chunk size of each device for this call.
-
-        Warns:
-            BalanceWarning: the number has no effect on the first batch, or "auto" sees no
-                optimizer step.
-        """
-        chunk_sizes = self.split(batch_size)
-        if batch_size and self._may_warn:
-            self._may_warn = False
-            even = even_share(batch_size, len(self.devices))
-            if self._number is not None and self._number >= even:
-                warn(
-                    f"gpu0_bsz={self._number} balances nothing: the even share of this first batch "
-                    f"of {batch_size} on {len(self.devices)} devices is {even}, so the split is "
-                    f"that of nn.DataParallel, {chunk_sizes}; choose gpu0_bsz below {even}"
-                )
-        return chunk_sizes
-
-    @contextlib.contextmanager
-    def advising(self, chunk_sizes: Sequence[int]) -> Iterator[None]:
-        """Add the remedy to an error that says that a device ran out of memory."""
-        try:
-            yield
-        except RuntimeError as error:
-            if is_out_of_memory(error):
-                sizes = zip(self.devices, chunk_sizes, strict=True)
-                split = ", ".join(f"{device}: {size}" for device, size in sizes)
-                size = sum(chunk_sizes)
-                add_note(error, f"the batch of {size} was split {split}{self._remedy(size)}")
-            raise
-
-    def _remedy(self, batch_size: int) -> str:
-        """Return what to do where memory ran out."""
-        return (
-            "; give the device that ran out fewer samples (gpu0_bsz, or device_weights), or lower "
-            "the batch size"
-        )
-
-    def state_dict(self) -> dict[str, Any] | None:
-        """Return what a later run can start with, as numbers and lists, or None."""
-        return None
-
-    def load_state_dict(self, state: Mapping[str, Any], module: nn.Module) -> None:
-        """Start with what an earlier run has found, unless training has begun."""
-
-
-class Iteration:
-    """An iteration of a training loop, from its first forward pass with gradients on.
-
-    Args:
-        devices: the devices whose peaks are measured; none to measure nothing.
-    """
-
-    def __init__(self, devices: Sequence[torch.device]) -> None:
-        self.devices = devices
-        self._peaks = Peaks(devices)
-        self._adds: dict[int, bool] = {}
-
-    def add(self, module: nn.Module, batch_size: int) -> None:
-        """Record the call of a model."""
-        adds = any(parameter.grad is not None for parameter in module.parameters())
-        self._adds[batch_size] = self._adds.get(batch_size, False) or adds
-
-    @property
-    def largest(self) -> tuple[int, bool]:
-        """The size of the largest batch, and whether its gradients were added to others."""
-        return max(self._adds.items(), default=(0, False))
-
-    @property
-    def peak_bytes(self) -> tuple[int, ...]:
-        """The peak of each device until now."""
-        return tuple(self._peaks.of(device)[0] for device in self.devices)
-
-
 class AutoSplit(SplitPolicy):
     """The rule by which ``gpu0_bsz="auto"`` splits: it searches while a training loop runs.
 
-    An iteration ends with the step of a ``torch.optim.Optimizer``; with gradient accumulation it
-    has several calls. The first one does not count, since it creates the optimizer's state.
+    An iteration begins with a forward pass with gradients on, and ends with the step of a
+    ``torch.optim.Optimizer``; with gradient accumulation it has several calls. The first one does
+    not count, since it creates the optimizer's state.
 
     Attributes:
         batch_size: the largest batch so far, or that of a checkpoint; None before both.
+        num_iterations: the number of iterations that have ended.
 
     Raises:
         ArgumentError: the devices do not count their memory, or one of them repeats.
@@ -173,9 +55,11 @@ class AutoSplit(SplitPolicy):
             )
         super().__init__(None, devices, spread=True)
         self.batch_size: int | None = None
+        self.num_iterations = 0
         self._num_ooms: list[int] = []
         self._parameter_ids: frozenset[int] = frozenset()
-        self._iteration: Iteration | None = None
+        self._peaks: Peaks | None = None  # of the iteration that is under way
+        self._calls: dict[int, bool] = {}  # its batches, and whether their gradients were added up
 
     @functools.cached_property
     def search(self) -> LoopSearch:
@@ -200,31 +84,46 @@ class AutoSplit(SplitPolicy):
         """Record the call, and return its chunk sizes."""
         chunk_sizes = self.split(batch_size)
         if batch_size and torch.is_grad_enabled() and len(self.devices) > 1:
-            self._iteration = self._iteration or self._begin_iteration(module)
-            self._iteration.add(module, batch_size)
+            self.begin()
+            if not self._calls:
+                self._parameter_ids = frozenset(
+                    id(p) for p in module.parameters() if p.requires_grad
+                )
+                self.search.smallest = smallest_chunk(module)
+            adds = any(parameter.grad is not None for parameter in module.parameters())
+            self._calls[batch_size] = self._calls.get(batch_size, False) or adds
             self.batch_size = max(batch_size, self.batch_size or 0)
         return chunk_sizes
 
-    def _begin_iteration(self, module: nn.Module) -> Iteration:
-        is_first = not self._parameter_ids
-        self._parameter_ids = frozenset(id(p) for p in module.parameters() if p.requires_grad)
-        self.search.smallest = smallest_chunk(module)
-        if not self.search.is_over or not self._num_ooms:
-            self._num_ooms = num_ooms(self.devices)
-        _watching[id(self)] = self
-        _register_hook()
-        return Iteration([] if is_first or self.search.is_over else self.devices)
+    def begin(self) -> None:
+        """Begin an iteration unless one is under way; its peaks are read only if it counts."""
+        if self._peaks is None:
+            _watching[id(self)] = self
+            _register_hook()
+            if not self.search.is_over or not self._num_ooms:
+                self._num_ooms = num_ooms(self.devices)
+            self._calls = {}
+            self._peaks = Peaks(self.devices if self._counts() else ())
+
+    def _counts(self) -> bool:
+        return self.num_iterations > 0 and not self.search.is_over
 
     def note_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Record the iteration that ends with the step of an optimizer, if it is the model's."""
-        iteration = self._iteration
         parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
         is_ours = any(id(parameter) in self._parameter_ids for parameter in parameters)
-        if iteration is not None and is_ours:
-            self._iteration = None
-            if iteration.devices:
-                size, accumulates = iteration.largest
-                self.search.tell(self.search.split(size), iteration.peak_bytes, accumulates)
+        if self._peaks is not None and is_ours:
+            if self._counts():
+                size, accumulates = max(self._calls.items())
+                self.search.tell(self.search.split(size), self.peak_bytes, accumulates)
+            self._peaks = None
+            self.num_iterations += 1
+
+    @property
+    def peak_bytes(self) -> tuple[int, ...]:
+        """The peak of each device in this iteration."""
+        assert self._peaks is not None
+        return tuple(self._peaks.of(device)[0] for device in self.devices)
 
     def _note_failure(self, has_failed: bool = False) -> bool:
         """End an iteration in which memory ran out; return whether the next split differs.
@@ -234,15 +133,14 @@ class AutoSplit(SplitPolicy):
         Args:
             has_failed: whether memory is known to have run out.
         """
-        iteration = self._iteration
-        if iteration is None and not has_failed:
+        if self._peaks is None and not has_failed:
             return False
         before, self._num_ooms = self._num_ooms, num_ooms(self.devices)
         is_training = torch.is_grad_enabled() and (has_failed or self._num_ooms != before)
-        if iteration is None or not is_training:
+        if self._peaks is None or not self._calls or not is_training:
             return False
-        self._iteration = None
-        return self.search.ran_out(iteration.largest[0], which_ran_out(self.devices, before))
+        self._peaks = None
+        return self.search.ran_out(max(self._calls), which_ran_out(self.devices, before))
 
     def _remedy(self, batch_size: int) -> str:
         if self._note_failure(has_failed=True):

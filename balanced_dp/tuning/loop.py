@@ -12,12 +12,12 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..devices import is_emulated
 from ..memory.breakdown import memory_breakdown
-from ..parallel.auto import Iteration, SplitPolicy, smallest_chunk
+from ..parallel.auto import AutoSplit
 from ..parallel.data_parallel import BalancedDataParallel
+from ..parallel.split_policy import SplitPolicy
 from ..search import LoopSearch
 from ..split import even_share, split_batch
 from .options import Option
@@ -27,7 +27,7 @@ class StepsDone(SystemExit):
     """Ends the script after as many iterations as were asked for; the exit code is 0."""
 
 
-class Loop(SplitPolicy):
+class Loop(AutoSplit):
     """Measures the iterations of a training loop that knows nothing of it.
 
     It is the policy of all models of the loop. An iteration lasts from a forward pass with
@@ -46,7 +46,6 @@ class Loop(SplitPolicy):
         options: what was measured, by the chunk sizes of the largest batch.
         last: the last measurement; None before the first.
         model: the script's model that is split, or its ``nn.DataParallel``, or None.
-        num_iterations: the number of iterations that have ended.
         num_parameters: the number of trained parameters.
         precision: the dtype of autocast as text, or None.
     """
@@ -58,30 +57,27 @@ class Loop(SplitPolicy):
         budgets: Sequence[int] | None = None,
         num_steps: int | None = None,
     ) -> None:
-        super().__init__(None, devices, spread=True)
+        super().__init__(devices)
         self.wanted = gpu0_bsz
         self.budgets = budgets
         self.num_steps = num_steps
         self.options: dict[tuple[int, ...], Option] = {}
         self.last: Option | None = None
         self.model: nn.Module | None = None
-        self.num_iterations = self.num_parameters = 0
+        self.num_parameters = 0
         self.precision: str | None = None
         self._optimizer: torch.optim.Optimizer | None = None
-        self._iteration: Iteration | None = None
         self._largest = (0, False)
-        self._use(devices)
+        self._begin_search()
 
     def __deepcopy__(self, memo: object) -> Loop:
         """Return this object: copies of a model are part of the same loop."""
         return self
 
-    def _use(self, devices: Sequence[torch.device]) -> None:
-        self.devices = devices
-        self._iteration = None
-        self._search = LoopSearch(
-            self.budgets or [1] * len(devices),
-            is_careful=not is_emulated(devices[0]),
+    def _begin_search(self) -> None:
+        self.search = LoopSearch(
+            self.budgets or [1] * len(self.devices),
+            is_careful=not is_emulated(self.devices[0]),
             for_speed=True,
         )
 
@@ -93,7 +89,7 @@ class Loop(SplitPolicy):
     @property
     def is_over(self) -> bool:
         """Whether the value stays as it is."""
-        return self.wanted != "auto" or self._search.is_over
+        return self.wanted != "auto" or self.search.is_over
 
     def adopt(self, model: BalancedDataParallel[Any]) -> None:
         """Split the batches of a model.
@@ -107,99 +103,85 @@ class Loop(SplitPolicy):
             if self.budgets is not None:
                 budget_of = dict(zip(self.devices, self.budgets, strict=True))
                 self.budgets = [budget_of[device] for device in model.devices]
-            self._use(model.devices)
+            self.devices, self._peaks = model.devices, None
+            self._begin_search()
         if model.devices == self.devices:
             self.model = model
             model._policy = self
         else:
             model._policy = SplitPolicy(None, model.devices, spread=True)
 
-    # How the next batch is split.
-
-    @property
-    def gpu0_bsz(self) -> int | None:
-        """The chunk size of the first device for the largest batch so far, None before it."""
-        size, _ = self._largest
-        return self.split(size)[0] if size else None
-
     def split(self, batch_size: int) -> tuple[int, ...]:
         """Return the chunk size of each device for a batch of the next call."""
         if self.wanted == "auto":
-            return self._search.split(batch_size)
-        even = even_share(batch_size, len(self.devices))
+            return super().split(batch_size)
         waits = is_emulated(self.devices[0]) and not any(o.is_even for o in self.options.values())
-        value = even if self.wanted is None or waits else self.wanted
+        value = batch_size if self.wanted is None or waits else self.wanted
         return split_batch(batch_size, len(self.devices), value)
-
-    def begin_call(self, module: nn.Module, batch_size: int) -> tuple[int, ...]:
-        """Record the call of a model, and return its chunk sizes."""
-        self._begin()
-        if self._iteration is not None and torch.is_grad_enabled():
-            self._iteration.add(module, batch_size)
-            self._search.smallest = smallest_chunk(module)
-            if torch.is_autocast_enabled(self.devices[0].type):
-                self.precision = str(torch.get_autocast_dtype(self.devices[0].type))
-        return self.split(batch_size)
-
-    # The iterations.
 
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Observe the training loop that runs inside a ``with`` block."""
-        with (
-            register_module_forward_pre_hook(self._note_call),
-            register_optimizer_step_post_hook(self._note_step),
-        ):
+        with register_module_forward_pre_hook(self._note_call):
             try:
                 yield
             finally:
-                if not self.options and self._iteration is not None:
-                    self.last = self._measured(self._iteration)
+                if not self.options and self._peaks is not None:
+                    self.last = self._measured()
+                self._peaks = None
 
     def _note_call(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        self._begin()
+        if torch.is_grad_enabled():
+            self.begin()
+            if torch.is_autocast_enabled(self.devices[0].type):
+                self.precision = str(torch.get_autocast_dtype(self.devices[0].type))
         if isinstance(module, nn.DataParallel) and not self.is_splitting:
             self.model = module
 
-    def _begin(self) -> None:
-        """Begin an iteration, unless one is under way."""
-        if self._iteration is None and torch.is_grad_enabled():
+    def begin(self) -> None:
+        """Begin an iteration unless one is under way."""
+        if self._peaks is None:
             if self.num_steps is not None and self.num_iterations >= self.num_steps:
                 raise StepsDone
-            self._iteration, self._started = Iteration(self.devices), time.perf_counter()
+            self._started = time.perf_counter()
+            super().begin()
 
-    def _note_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        """Record the iteration that ends with the step of an optimizer."""
+    def _counts(self) -> bool:
+        return True
+
+    def note_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Record the iteration that ends with the step of the first optimizer."""
         if self._optimizer is None:
             self._optimizer = optimizer
             self.num_parameters = sum(p.numel() for p in self._parameters())
-        iteration = self._iteration
-        if optimizer is not self._optimizer or iteration is None:
+        self._note_failure()
+        if optimizer is not self._optimizer or self._peaks is None:
             return
-        measured, self._iteration = self._measured(iteration), None
+        measured, iteration = self._measured(), max(self._calls.items(), default=(0, False))
+        self._peaks = None
         self.num_iterations += 1
-        if iteration.largest < self._largest:  # it takes less than others
+        if iteration < self._largest:  # it takes less than others
             return
         self.last = measured
         if self.num_iterations < 2:  # there was no optimizer state
             return
-        if iteration.largest > self._largest:  # begin again with the even split
-            self._largest = iteration.largest
+        if iteration > self._largest:  # begin again with the even split
+            self._largest = iteration
             self.options.clear()
-            self._use(self.devices)
-        split = measured.chunk_sizes
-        known = self.options.pop(split, measured)  # the latest one is the last one
+            self._begin_search()
+        known = self.options.pop(measured.chunk_sizes, measured)  # the latest one is the last one
         self.last = max(measured, known, key=lambda option: max(option.peak_bytes))
-        self.options[split] = self.last
-        if measured.is_even or self._search.search is not None:
-            self._search.tell(split, measured.peak_bytes, self._largest[1])
+        self.options[measured.chunk_sizes] = self.last
+        if measured.is_even or self.search.search.batch_size:
+            self.search.tell(measured.chunk_sizes, measured.peak_bytes, iteration[1])
 
     def _parameters(self) -> Iterator[torch.Tensor]:
         groups = [] if self._optimizer is None else self._optimizer.param_groups
         return chain.from_iterable(group["params"] for group in groups)
 
-    def _measured(self, iteration: Iteration) -> Option:
-        """Return what an iteration has taken until now."""
+    def _measured(self) -> Option:
+        """Return what the iteration has taken until now."""
+        peak_bytes = self.peak_bytes
         for device in self.devices:
             torch.get_device_module(device).synchronize(device)
         seconds = time.perf_counter() - self._started
@@ -209,7 +191,7 @@ class Loop(SplitPolicy):
         )
         chunk_sizes = (0,) * len(self.devices)
         if self.is_splitting:
-            counted, chunk_sizes = self.model, self.split(iteration.largest[0])
+            counted, chunk_sizes = self.model, self.split(max(self._calls, default=0))
         model = self.model if isinstance(self.model, BalancedDataParallel) else None
         is_even = chunk_sizes[0] >= even_share(sum(chunk_sizes), len(chunk_sizes))
         return Option(
@@ -218,7 +200,7 @@ class Loop(SplitPolicy):
             gpu0_bsz=None if is_even else chunk_sizes[0],
             device_weights=None,
             chunk_sizes=chunk_sizes,
-            peak_bytes=iteration.peak_bytes,
+            peak_bytes=peak_bytes,
             uses=tuple(memory_breakdown(counted, self._optimizer).values()),
             seconds=seconds,
         )

@@ -150,7 +150,6 @@ def test_recording_leaves_no_hooks(devices):
             for found in (
                 module._global_forward_pre_hooks,
                 optimizer._global_optimizer_pre_hooks,
-                optimizer._global_optimizer_post_hooks,
             )
         ]
 
