@@ -140,7 +140,7 @@ def test_optimizers_step_while_models_begin_to_watch(emulated):
             split.begin_call(module, 8)
             module(torch.ones(2, 4, device=emulated[0])).sum().backward()
             optimizer.step()
-        return all(split._iteration is None for split in splits)
+        return all(split._peaks is None for split in splits)
 
     assert all(at_once(train))
 
