@@ -57,6 +57,12 @@ def which_ran_out(devices: Sequence[torch.device], before: Sequence[int]) -> int
     return free_bytes.index(min(free_bytes))
 
 
+def capacities_of(devices: Sequence[torch.device]) -> list[int]:
+    """Return the total memory of each device in bytes."""
+    modules = [(torch.get_device_module(device), device) for device in devices]
+    return [module.get_device_properties(device).total_memory for module, device in modules]
+
+
 def is_emulated(device: torch.device) -> bool:
     """Return whether the device is one of the open ``emulate_devices`` context."""
     return has_machine() and device.type == current_machine().device_type

@@ -97,12 +97,6 @@ def accelerator_type() -> str | None:
     return device.type if is_there else None
 
 
-def accelerator_count() -> int:
-    """Return the number of this machine's accelerators."""
-    device_type = accelerator_type()
-    return 0 if device_type is None else int(torch.get_device_module(device_type).device_count())
-
-
 def run_at_once(node: Any) -> None:
     """Let a node run as soon as it can in backward.
 

@@ -73,13 +73,3 @@ def byte_scale(largest: float) -> tuple[int, str]:
         if abs(largest) >= factor:
             return factor, unit
     return 1, "B"
-
-
-def format_mib(num_bytes: float) -> str:
-    """Format a number of bytes in MiB, without the unit, for a column with ``MiB`` in its head.
-
-    Examples:
-        >>> format_mib(47 * 2**20 + 2**19)
-        '47.5'
-    """
-    return f"{num_bytes / 2**20:,.1f}"

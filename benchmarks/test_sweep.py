@@ -16,13 +16,14 @@ from collections.abc import Iterator, Sequence
 import pytest
 import torch
 
+from balanced_dp.devices import capacities_of
 from balanced_dp.report import report_json
-from balanced_dp.tuning.open_devices import default_num_devices, open_devices
-from balanced_dp.tuning.report import SCHEMA, Provenance, Report, mode_of
-from balanced_dp.tuning.step import StepMeter, step_meter
+from balanced_dp.tuning.open_devices import accelerators, open_devices
+from balanced_dp.tuning.report import Provenance, Report, mode_of
+from balanced_dp.tuning.step import StepMeter
 from balanced_dp.tuning.workload import BUILT_IN, find_workload
 
-NUM_DEVICES = default_num_devices(emulate=False)
+NUM_DEVICES = len(accelerators()) or 4
 CAPACITY = 80 * 2**30
 """That of emulated devices."""
 
@@ -42,7 +43,7 @@ def devices() -> Iterator[Sequence[torch.device]]:
 @pytest.fixture(scope="module")
 def meter(devices: Sequence[torch.device], request: pytest.FixtureRequest) -> Iterator[StepMeter]:
     """One model at a time: parameters come sorted by workload."""
-    with step_meter(find_workload(request.param), devices) as meter:
+    with StepMeter(find_workload(request.param), devices) as meter:
         yield meter
 
 
@@ -50,23 +51,18 @@ def meter(devices: Sequence[torch.device], request: pytest.FixtureRequest) -> It
 def test_training_step(benchmark, meter, gpu0_bsz):
     batch_size = meter.workload.batch_size
     option = benchmark.pedantic(meter.measure, args=(batch_size, gpu0_bsz))
-    modules = [(torch.get_device_module(device), device) for device in meter.devices]
-    is_real = mode_of(meter.devices[0]) == "real"
+    mode = mode_of(meter.devices[0])
     report = Report(
-        schema=SCHEMA,
-        provenance=Provenance.of_this_process(m.get_device_name(d) for m, d in modules),
+        provenance=Provenance.of(meter.devices),
         workload=meter.workload.name,
-        mode=mode_of(meter.devices[0]),
+        mode=mode,
         num_parameters=meter.num_parameters,
-        precision=None,
         batch_size=batch_size,
         capacity_bytes=tuple(
-            m.get_device_properties(d).total_memory if is_real else CAPACITY for m, d in modules
+            capacities_of(meter.devices) if mode == "real" else [CAPACITY] * NUM_DEVICES
         ),
-        reserve_bytes=0,
         goal="headroom",
         options=(option,),
-        failures={},
     )
     benchmark.extra_info.update(
         peak_bytes=option.peak_bytes,

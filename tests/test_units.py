@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from balanced_dp import ArgumentError, ArgumentTypeError
-from balanced_dp.units import format_bytes, format_mib, parse_bytes
+from balanced_dp.units import format_bytes, parse_bytes
 
 FACTORS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 units = st.sampled_from(list(FACTORS))
@@ -107,8 +107,3 @@ def test_impossible_sizes(size: int | str, message: str) -> None:
 )
 def test_format_bytes(num_bytes: float, text: str) -> None:
     assert format_bytes(num_bytes) == text
-
-
-def test_format_mib() -> None:
-    assert format_mib(47 * 2**20 + 2**19) == "47.5"
-    assert format_mib(5000 * 2**20) == "5,000.0"

@@ -10,11 +10,6 @@ import typer
 from ..errors import ArgumentError
 from ..units import parse_bytes
 
-Target = Annotated[
-    str | None,
-    typer.Argument(help="A built-in workload, or package.module:function, or file.py:function."),
-]
-BatchSize = Annotated[int | None, typer.Option(help="Samples in a batch; default: the workload's.")]
 NumDevices = Annotated[
     int | None,
     typer.Option("--devices", min=2, help="Number of devices; default: all GPUs, or 4 emulated."),
@@ -33,13 +28,6 @@ Reserve = Annotated[
         "capacity is known."
     ),
 ]
-Numeric = Annotated[
-    bool,
-    typer.Option(
-        "--numeric",
-        help="Emulate values, not shapes only: slower, for models that read values.",
-    ),
-]
 JsonFile = Annotated[
     Path | None,
     typer.Option("--json", metavar="FILE", help="Write JSON to FILE; - is stdout."),
@@ -53,24 +41,25 @@ Markdown = Annotated[
 ]
 
 
-For = Annotated[
-    Literal["speed", "headroom", "batch"] | None,
-    typer.Option(
-        "--for",
-        help="What the best option has: the most speed, the most free memory, or the largest "
-        "batch. Default: speed, or headroom if no capacity is given.",
-    ),
-]
+def parse_capacities(
+    memory: str | None, num_devices: int | None, emulate: bool
+) -> list[int] | None:
+    """Return the capacity of each device, None if none is given."""
+    from ..tuning.open_devices import accelerators
 
-
-def parse_capacities(memory: str, num_devices: int | None, default: int) -> list[int]:
-    """Return the capacity of each device; ``default`` is their number if none is given."""
+    if memory is None:
+        return None
     sizes = memory.split(",")
     if len(sizes) > 1 and num_devices not in (None, len(sizes)):
         raise ArgumentError(f"--memory gives {len(sizes)} devices, but --devices is {num_devices}")
     if len(sizes) == 1:
-        sizes *= default if num_devices is None else num_devices
+        sizes *= num_devices or len(accelerators(emulate=emulate)) or 4
     return [parse_bytes(size, "--memory") for size in sizes]
+
+
+def parse_reserve(reserve: str | None) -> int | None:
+    """Return the bytes to keep free of each device, None if they are not given."""
+    return None if reserve is None else parse_bytes(reserve, "--reserve")
 
 
 def parse_gpu0_bsz(value: str) -> int | Literal["auto"] | None:

@@ -119,81 +119,57 @@ def run(
     """
     from . import console
     from .run import run_and_measure
+    from .script import check_script
 
     arguments.check_outputs(json_file, html)
     if arguments.STDOUT in (json_file, html):
         raise ArgumentError("stdout is the script's; name a file")
     own = {name for option in context.command.params for name in option.opts}
-    result = run_and_measure(
+    check_script(script, is_module, sorted(own))
+    exit_code, report, parts = run_and_measure(
         script,
         script_arguments or (),
         is_module=is_module,
         gpu0_bsz=arguments.parse_gpu0_bsz(gpu0_bsz),
         num_devices=num_devices,
-        memory=memory,
-        reserve=reserve,
+        capacities=arguments.parse_capacities(memory, num_devices, emulate or symbolic),
+        reserve=arguments.parse_reserve(reserve),
         steps=steps,
         symbolic=symbolic,
         emulate=emulate or symbolic,
         goal=goal,
-        options=sorted(own),
     )
     misplaced = [name for name in script_arguments or () if name.partition("=")[0] in own]
-    if result.exit_code == 2 and misplaced:  # what argparse ends a script with
+    if exit_code == 2 and misplaced:  # what argparse ends a script with
         terminal.say(
             f"{misplaced[0]} went to the script; options of balanced-dp run come before its name"
         )
-    if result.report is not None:
-        console.show(result.report, json_file, html, stderr=True)
+    if report is not None:
+        console.show(report, json_file, html, stderr=True)
     else:
-        console.print_run(result, Path(script).name)
+        console.print_parts(terminal.open_console(stderr=True), parts)
         for file in filter(None, (json_file, html)):
             terminal.say(f"{file} was not written: there is no report")
-    raise typer.Exit(result.exit_code)
+    raise typer.Exit(exit_code)
 
 
 @app.command()
-def plan(
-    target: arguments.Target = None,
-    memory: arguments.Memory = None,
-    num_devices: arguments.NumDevices = None,
-    batch_size: arguments.BatchSize = None,
-    reserve: arguments.Reserve = None,
-    goal: arguments.For = None,
-    numeric: arguments.Numeric = False,
-    json_file: arguments.JsonFile = None,
-    html: arguments.Html = None,
-    is_list: Annotated[
-        bool, typer.Option("--list", help="List the built-in workloads instead.")
-    ] = False,
-) -> None:
-    """Find gpu0_bsz for a workload on GPUs that this machine need not have.
-
-    Measures training steps on emulated devices that keep shapes only: tune --emulate.
-    """
-    if is_list:
-        _list_workloads()
-        return
-    if memory is None:
-        raise ArgumentError("plan needs --memory, the capacity of each device: --memory 11GiB")
-    tune(
-        target,
-        batch_size,
-        num_devices=num_devices,
-        memory=memory,
-        reserve=reserve,
-        json_file=json_file,
-        html=html,
-        emulate=True,
-        goal=goal,
-        numeric=numeric,
-    )
-
-
-@app.command()
+@app.command(
+    "plan",
+    help="Find gpu0_bsz for a workload on GPUs that this machine need not have.\n\nThe same as "
+    "tune --emulate; needs --memory, the capacity of each device.",
+)
 def tune(
-    target: arguments.Target = None,
-    batch_size: arguments.BatchSize = None,
+    context: typer.Context,
+    target: Annotated[
+        str | None,
+        typer.Argument(
+            help="A built-in workload, or package.module:function, or file.py:function."
+        ),
+    ] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(help="Samples in a batch; default: the workload's.")
+    ] = None,
     sweep: Annotated[
         str | None,
         typer.Option(
@@ -206,27 +182,46 @@ def tune(
     json_file: arguments.JsonFile = None,
     html: arguments.Html = None,
     emulate: arguments.Emulate = False,
-    goal: arguments.For = None,
-    numeric: arguments.Numeric = False,
+    goal: Annotated[
+        Literal["speed", "headroom", "batch"] | None,
+        typer.Option(
+            "--for",
+            help="What the best option has: the most speed, the most free memory, or the largest "
+            "batch. Default: speed, or headroom if no capacity is given.",
+        ),
+    ] = None,
+    numeric: Annotated[
+        bool,
+        typer.Option(
+            "--numeric",
+            help="Emulate values, not shapes only: slower, for models that read values.",
+        ),
+    ] = False,
+    is_list: Annotated[bool, typer.Option("--list", help="List the built-in workloads.")] = False,
 ) -> None:
     """Measure a workload at several values, choose gpu0_bsz, and write a report.
 
     Runs on all GPUs of this machine if it has two or more, otherwise on emulated devices.
     """
-    from ..tuning.open_devices import default_num_devices
     from ..tuning.tuner import tune as measure
-    from ..tuning.workload import find_workload
-    from ..units import parse_bytes
+    from ..tuning.workload import BUILT_IN, find_workload
     from . import console
 
+    if is_list:
+        for name, make in BUILT_IN.items():
+            about = (make.__doc__ or "").strip().rstrip(".")
+            text = f"{name}: {about}; batches of {make().batch_size}."
+            terminal.print_text(terminal.open_console(), text)
+        return
+    if context.info_name == "plan":
+        emulate = True
+        if memory is None:
+            raise ArgumentError("plan needs --memory, the capacity of each device: --memory 11GiB")
     if target is None:
         raise ArgumentError("there is no workload; plan --list names the built-in ones")
-    capacities = None
-    if memory is not None:
-        capacities = arguments.parse_capacities(memory, num_devices, default_num_devices(emulate))
+    capacities = arguments.parse_capacities(memory, num_devices, emulate)
     arguments.check_outputs(json_file, html)
-    values = arguments.parse_sweep(sweep)
-    reserve_bytes = None if reserve is None else parse_bytes(reserve, "--reserve")
+    values, reserve_bytes = arguments.parse_sweep(sweep), arguments.parse_reserve(reserve)
     sys.path.insert(0, "")  # the workload may be in the current folder
     workload = find_workload(target)
     try:
@@ -243,17 +238,15 @@ def tune(
                 goal=goal,
                 on_measurement=lambda option: update(advance=1),
             )
-    except BalancedDataParallelError as error:
-        if not isinstance(error, SymbolicValueError):
-            raise
-        raise ArgumentError(
-            f"{target} reads values{_where(error)}, which takes --numeric: {error}"
-        ) from None
     except Exception as error:  # the workload is the user's code
-        raise ArgumentError(
-            f"{target} failed{_where(error)} with {type(error).__name__}: "
-            f"{' '.join(str(error).split())[:300]}"
-        ) from None
+        if isinstance(error, SymbolicValueError):
+            why = f"reads values{_where(error)}, which takes --numeric: {error}"
+        elif isinstance(error, BalancedDataParallelError):
+            raise
+        else:
+            text = " ".join(str(error).split())[:300]
+            why = f"failed{_where(error)} with {type(error).__name__}: {text}"
+        raise ArgumentError(f"{target} {why}") from None
     console.show(report, json_file, html)
 
 
@@ -305,6 +298,7 @@ def _compare(
 ) -> None:
     """Print what is better and worse than in the older reports; exit with 1 if it is too much."""
     from ..report import compare_reports
+    from ..report.tables import TextTable
     from . import console
 
     known, record = {report.workload: report for report in older}, []
@@ -317,8 +311,10 @@ def _compare(
         compared = compare_reports(before, report, limits)
         record += [{"workload": report.workload, **asdict(found)} for found in compared]
         if json_file != arguments.STDOUT:
-            lines = before.best.line, report.best.line
-            console.print_comparison(report.workload, lines, compared)
+            headers = ("metric", "before", "after", "worse by", "allowed", "outcome")
+            table = TextTable(report.workload, headers, tuple(found.row for found in compared))
+            lines = f"before: {before.best.line}", f"after: {report.best.line}"
+            console.print_parts(terminal.open_console(), [table, *lines])
     console.write(json_file, console.as_json, record)
     if any(found["failed"] for found in record):
         raise typer.Exit(1)
@@ -405,31 +401,19 @@ def demo(
 
     Runs on all GPUs of this machine if it has two or more, otherwise on emulated devices.
     """
-    from ..tuning.open_devices import default_num_devices
     from . import console
     from . import demo as demos
 
     arguments.check_outputs(json_file)
-    num = default_num_devices(emulate) if num_devices is None else num_devices
     with console.progress_bar("training steps", 3 * steps) as update:
         report, runs = demos.run_demo(
-            num, steps, gpu0_bsz, emulate=emulate, on_step=lambda: update(advance=1)
+            num_devices, steps, gpu0_bsz, emulate=emulate, on_step=lambda: update(advance=1)
         )
     console.write(json_file, console.as_json, demos.demo_record(report, runs))
     if json_file != arguments.STDOUT:
-        demos.print_demo(runs, emulate)
+        console.print_parts(terminal.open_console(), demos.answer(runs))
     if demos.loss_difference(runs) > demos.LOSS_TOLERANCE:
         raise typer.Exit(1)
-
-
-def _list_workloads() -> None:
-    """List the built-in workloads, their number of parameters and a usual batch size."""
-    from ..tuning.workload import BUILT_IN
-
-    for name, make in BUILT_IN.items():
-        about = (make.__doc__ or "").strip().rstrip(".")
-        text = f"{name}: {about}; batches of {make().batch_size}."
-        terminal.print_text(terminal.open_console(), text)
 
 
 def _where(error: BaseException) -> str:

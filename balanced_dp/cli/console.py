@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,14 +17,13 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from ..memory.records import DeviceMemory
-from ..report import Comparison, report_html, report_json
+from ..report import report_html, report_json
 from ..report.json_file import write_text
-from ..report.tables import Code, TextTable, answer, title, use_table
+from ..report.tables import Code, TextTable, answer, title
 from ..tuning.report import Report
 from ..units import format_bytes
 from . import terminal
 from .arguments import STDOUT
-from .run import RunResult
 
 
 def write(path: Path | None, as_text: Callable[..., str], *content: Any) -> None:
@@ -66,17 +65,22 @@ def print_table(console: Console, content: TextTable) -> None:
     terminal.print_text(console, f"{content.caption}\n" if content.caption else "")
 
 
-def print_report(report: Report, *, stderr: bool = False) -> None:
-    """Print the answer of a report."""
-    console = terminal.open_console(stderr=stderr)
-    console.print(title(report), style="bold", soft_wrap=True)
-    for part in answer(report):
+def print_parts(console: Console, parts: Iterable[str | Code | TextTable]) -> None:
+    """Print sentences, lines to paste, and tables."""
+    for part in parts:
         if isinstance(part, TextTable):
             print_table(console, part)
         elif isinstance(part, Code):
             console.print(part.text, end="\n\n", soft_wrap=True)
         else:
             terminal.print_text(console, part)
+
+
+def print_report(report: Report, *, stderr: bool = False) -> None:
+    """Print the answer of a report."""
+    console = terminal.open_console(stderr=stderr)
+    console.print(title(report), style="bold", soft_wrap=True)
+    print_parts(console, answer(report))
 
 
 def show(
@@ -87,15 +91,6 @@ def show(
     write(html, report_html, [report])
     if STDOUT not in (json_file, html):
         print_report(report, stderr=stderr)
-
-
-def print_run(result: RunResult, name: str) -> None:
-    """Print what the training steps of a script took of each device, if there is no report."""
-    console = terminal.open_console(stderr=True)
-    if result.measured is not None:
-        print_table(console, use_table(result.measured, name, result.budgets))
-    for note in result.notes:
-        terminal.print_text(console, note)
 
 
 @contextmanager
@@ -112,24 +107,6 @@ def progress_bar(description: str, total: int | None = None) -> Iterator[Callabl
     )
     with progress:
         yield functools.partial(progress.update, progress.add_task(description, total=total))
-
-
-def print_comparison(workload: str, lines: Sequence[str], compared: Sequence[Comparison]) -> None:
-    """Print the metrics of a workload's reports, and which are worse than allowed."""
-    console, rows = terminal.open_console(), []
-    for found in compared:
-        as_text = format_bytes if found.metric == "peak" else "{:.2f}".format
-        limit = (
-            ("", "")
-            if found.limit is None
-            else (f"{found.limit:.1%}", "FAILED" if found.failed else "ok")
-        )
-        values = as_text(found.before), as_text(found.after), f"{found.worsened:.1%}"
-        rows.append((found.metric, *values, *limit))
-    headers = ("metric", "before", "after", "worse by", "allowed", "outcome")
-    print_table(console, TextTable(workload, headers, tuple(rows)))
-    for name, line in zip(("before", "after"), lines, strict=True):
-        terminal.print_text(console, f"{name}: {line}")
 
 
 def memory_table(memories: Sequence[DeviceMemory]) -> Group:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -13,15 +13,12 @@ from torch import nn
 from ..errors import ArgumentError
 from ..report import report_json
 from ..report.tables import TextTable, largest_uses, short_split
-from ..split import even_share
-from ..tuning.open_devices import open_devices, uses_emulation
+from ..tuning.open_devices import accelerators, open_devices
 from ..tuning.options import Option
 from ..tuning.report import Report
-from ..tuning.step import step_meter
+from ..tuning.step import StepMeter
 from ..tuning.tuner import tune
 from ..tuning.workload import Batch, Workload, character_batch, encoded_text, find_workload
-from ..units import format_mib
-from . import console, terminal
 
 BATCH_SIZE = 32
 """Samples in a batch."""
@@ -42,11 +39,11 @@ class DemoRun:
 
     name: str
     measured: Option
-    losses: tuple[float, ...]
+    losses: list[float]
 
 
 def run_demo(
-    num_devices: int = 4,
+    num_devices: int | None = None,
     steps: int = 24,
     gpu0_bsz: int | None = None,
     *,
@@ -58,37 +55,32 @@ def run_demo(
     The runs are on one device, with the even split, and balanced, in this order.
 
     Args:
-        num_devices: number of devices, at least 2.
+        num_devices: number of devices, at least 2; None means all GPUs, or four emulated devices.
         steps: training steps of each run, at least 1.
         gpu0_bsz: samples of device 0 in the last run; None means those that ``tune`` finds.
         emulate: whether to emulate devices even if there are two or more accelerators.
         on_step: called after each training step.
     """
-
-    def run(name: str, num: int, value: int) -> DemoRun:
+    num = num_devices or len(accelerators(emulate=emulate)) or 4
+    # Emulated in any case: the largest batch that fits would fill GPUs.
+    report = tune(_workload(), BATCH_SIZE, num, emulate=True, with_alternatives=False)
+    value, runs = report.best.chunk_sizes[0] if gpu0_bsz is None else gpu0_bsz, []
+    for name, gpu0_bsz in ("one device", None), ("even split", None), ("balanced", value):
         losses: list[float] = []
 
-        def on_loss(loss: torch.Tensor) -> None:
+        def on_loss(loss: torch.Tensor, losses: list[float] = losses) -> None:
             losses.append(loss.item())
             on_step()
 
         with (
-            open_devices(num_devices, symbolic=False, emulate=emulate) as devices,
-            step_meter(_workload(), devices[:num]) as meter,
+            open_devices(num, symbolic=False, emulate=emulate) as devices,
+            StepMeter(_workload(), devices[: 1 if name == "one device" else num]) as meter,
         ):
-            measured = meter.measure(BATCH_SIZE, value, num_steps=steps, on_loss=on_loss)
+            measured = meter.measure(BATCH_SIZE, gpu0_bsz, num_steps=steps, on_loss=on_loss)
         if measured.out_of_memory:
             raise ArgumentError(f"the run with {name} does not fit: {measured.out_of_memory}")
-        return DemoRun(name, measured, tuple(losses))
-
-    # Emulated in any case: the largest batch that fits would fill GPUs.
-    report = tune(_workload(), BATCH_SIZE, num_devices, emulate=True, with_alternatives=False)
-    value = report.best.chunk_sizes[0] if gpu0_bsz is None else gpu0_bsz
-    return report, [
-        run("one device", 1, BATCH_SIZE),
-        run("even split", num_devices, even_share(BATCH_SIZE, num_devices)),
-        run("balanced", num_devices, value),
-    ]
+        runs.append(DemoRun(name, measured, losses))
+    return report, runs
 
 
 def loss_difference(runs: Sequence[DemoRun]) -> float:
@@ -122,49 +114,44 @@ def demo_record(report: Report, runs: Sequence[DemoRun]) -> dict[str, Any]:
     return record
 
 
-def print_demo(runs: Sequence[DemoRun], emulate: bool) -> None:
-    """Print the demo's runs and compare them."""
-    output = terminal.open_console()
-    console.print_table(output, _demo_table(runs, uses_emulation(emulate)))
-    difference, allowed = loss_difference(runs), f"(allowed: {LOSS_TOLERANCE:.0e})."
-    told = f"The loss curves agree: they differ by {difference:.1e} at most {allowed}"
-    if difference > LOSS_TOLERANCE:
-        told = f"FAILED: the loss curves differ by {difference:.1e} {allowed}"
-    terminal.print_text(output, told)
+def answer(runs: Sequence[DemoRun]) -> Iterator[str | TextTable]:
+    """Yield a table with a column for each run, and what they say."""
     _, even, balanced = (run.measured for run in runs)
-    peaks = [format_mib(max(measured.peak_bytes)) for measured in (even, balanced)]
-    told = (
-        f"The bottleneck device needs {peaks[0]} MiB with the even split and {peaks[1]} MiB with "
-        f"BalancedDataParallel({balanced.chunk_sizes[0]}, model)."
-    )
-    if even.chunk_sizes == balanced.chunk_sizes:
-        told = "The last run had the even split, too."
-    terminal.print_text(output, told)
-
-
-def _demo_table(runs: Sequence[DemoRun], is_emulated: bool) -> TextTable:
-    """Return a table with a column for each run, and on emulated devices what fills device 0."""
+    is_emulated = "rest" not in even.uses[0]
     uses = largest_uses((run.measured.uses[0] for run in runs), 2**20 // 10) if is_emulated else []
-    peaks = ("peak, device 0", "peak, highest other", "imbalance")
-    names = ("split", *uses, *peaks, "samples/s", "last loss")
     columns = []
     for run in runs:
         first, *others = run.measured.peak_bytes
-        columns.append(
-            (
-                short_split(run.measured.chunk_sizes),
-                *(format_mib(run.measured.uses[0].get(use, 0)) for use in uses),
-                format_mib(first),
-                format_mib(max(others)) if others else "",
-                f"{1 - min(first, *others) / max(first, *others):.0%}" if others else "",
-                f"{run.measured.samples_per_s:.1f}",
-                f"{run.losses[-1]:.4f}",
-            )
-        )
-    return TextTable(
+        cells = {"split": short_split(run.measured.chunk_sizes)}
+        cells |= {use: _mib(run.measured.uses[0].get(use, 0)) for use in uses}
+        cells["peak, device 0"] = _mib(first)
+        cells["peak, highest other"] = _mib(max(others)) if others else ""
+        gap = 1 - min(run.measured.peak_bytes) / max(run.measured.peak_bytes)
+        cells["imbalance"] = f"{gap:.0%}" if others else ""
+        cells["samples/s"] = f"{run.measured.samples_per_s:.1f}"
+        cells["last loss"] = f"{run.losses[-1]:.4f}"
+        columns.append(cells)
+    yield TextTable(
         f"A character transformer, batches of {BATCH_SIZE}",
         ("memory in MiB", *(run.name for run in runs)),
-        tuple(zip(names, *columns, strict=True)),
-        caption=f"On {len(runs[1].measured.chunk_sizes)} "
+        tuple((name, *(cells[name] for cells in columns)) for name in columns[0]),
+        caption=f"On {len(even.chunk_sizes)} "
         + ("emulated devices. Speeds vary between runs." if is_emulated else "devices."),
     )
+    difference, allowed = loss_difference(runs), f"(allowed: {LOSS_TOLERANCE:.0e})."
+    if difference > LOSS_TOLERANCE:
+        yield f"FAILED: the loss curves differ by {difference:.1e} {allowed}"
+    else:
+        yield f"The loss curves agree: they differ by {difference:.1e} at most {allowed}"
+    if even.chunk_sizes == balanced.chunk_sizes:
+        yield "The last run had the even split, too."
+    else:
+        yield (
+            f"The bottleneck device needs {_mib(max(even.peak_bytes))} MiB with the even split and "
+            f"{_mib(max(balanced.peak_bytes))} MiB with "
+            f"BalancedDataParallel({balanced.chunk_sizes[0]}, model)."
+        )
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:,.1f}"

@@ -8,47 +8,29 @@ import os
 import site
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import torch
-
+from ..devices import capacities_of
 from ..emulation.machine import current_machine
 from ..errors import ArgumentError
 from ..integrations.replacements import WrappedAt, replaced_data_parallel
 from ..parallel.data_parallel import BalancedDataParallel
+from ..report.tables import TextTable, use_table
 from ..tuning.loop import Loop
-from ..tuning.open_devices import default_num_devices, open_devices, uses_emulation
-from ..tuning.options import Goal, Option
-from ..tuning.report import SCHEMA, Provenance, Report, mode_of
+from ..tuning.open_devices import accelerators, open_devices
+from ..tuning.options import Goal
+from ..tuning.report import Provenance, Report, mode_of
 from ..tuning.tuner import RESERVE, check_reserve
-from ..units import parse_bytes
 from . import terminal
-from .arguments import parse_capacities
-from .script import check_script, run_script
+from .script import run_script
 
 _REPORTED = "80GiB"
 """The capacity that emulated devices report to the script if none is given."""
 
 
-@dataclass(frozen=True, slots=True)
-class RunResult:
-    """Record what the run of a script told.
-
-    Attributes:
-        exit_code: that of the script.
-        report: the report; None if the script's batches were not split here.
-        measured: the last measurement; None without any.
-        budgets: the bytes of each device that may be used, if they matter.
-        notes: sentences about what was measured.
-    """
-
-    exit_code: int
-    report: Report | None
-    measured: Option | None
-    budgets: Sequence[int] | None
-    notes: tuple[str, ...]
+Parts = list[str | TextTable]
+"""Sentences and tables to print."""
 
 
 def run_and_measure(
@@ -58,14 +40,13 @@ def run_and_measure(
     is_module: bool = False,
     gpu0_bsz: int | Literal["auto"] | None = "auto",
     num_devices: int | None = None,
-    memory: str | None = None,
-    reserve: str | None = None,
+    capacities: Sequence[int] | None = None,
+    reserve: int | None = None,
     steps: int | None = None,
     symbolic: bool = False,
     emulate: bool = False,
     goal: Goal | None = None,
-    options: Sequence[str] = (),
-) -> RunResult:
+) -> tuple[int, Report | None, Parts]:
     """Run a script on GPUs or on emulated devices, and measure its training steps.
 
     Args:
@@ -73,37 +54,33 @@ def run_and_measure(
         script_arguments: its command line.
         is_module: whether it is run as by ``python -m``.
         gpu0_bsz: how batches are split, as for ``Loop``.
-        num_devices: number of devices; None means all GPUs, or four emulated ones.
-        memory: capacities as text, for all devices or for each.
-        reserve: what is kept free of each, as text; None means ``RESERVE``.
+        num_devices: number of devices; None means one for each capacity, all GPUs, or four emulated
+            ones.
+        capacities: capacity of each emulated device in bytes, which it may exceed.
+        reserve: bytes to keep free of each; None means ``RESERVE``.
         steps: the number of training steps after which the script is ended.
         symbolic: whether emulated devices keep shapes only.
         emulate: whether to emulate devices even if there are GPUs.
         goal: what the best option is the best in, as for ``tune``.
-        options: the names of the command's options, one of which may have been meant.
+
+    Returns:
+        The script's exit code; the report, or None if the script's batches were not split here; and
+        what there is to say without one.
 
     Raises:
-        ArgumentError: there is no such script, or the devices cannot be opened or are too small.
+        ArgumentError: the devices cannot be opened or are too small.
     """
-    check_script(script, is_module, options)
-    emulates = uses_emulation(emulate)
-    if emulates and reserve is not None and memory is None:
+    num = num_devices if capacities is None else len(capacities)
+    emulates = not accelerators(num, emulate)
+    if emulates and reserve is not None and capacities is None:
         raise ArgumentError("--reserve needs --memory, the capacity of the emulated devices")
-    reserve_bytes = RESERVE if reserve is None else parse_bytes(reserve, "--reserve")
-    num = default_num_devices(emulate) if num_devices is None else num_devices
-    capacities = None
-    if memory is not None:
-        capacities = parse_capacities(memory, num_devices, num)
-        check_reserve(capacities, reserve_bytes)
-        num = len(capacities)
+    reserve = RESERVE if reserve is None else reserve
+    check_reserve(capacities or (), reserve)
+    memory = _REPORTED if emulates and capacities is None else capacities
     with (
         warnings.catch_warnings(),
         open_devices(
-            num,
-            memory=_REPORTED if capacities is None and emulates else capacities,
-            symbolic=symbolic,
-            emulate=emulate,
-            as_cuda=True,
+            num, memory=memory, symbolic=symbolic, emulate=emulate, as_cuda=True
         ) as devices,
     ):
         if emulates:
@@ -111,30 +88,26 @@ def run_and_measure(
             current_machine().ignore_capacities()
             current_machine().reads_unknown_as_nan = True
         else:
-            capacities = [
-                torch.get_device_module(device).get_device_properties(device).total_memory
-                for device in devices
-            ]
+            capacities = capacities_of(devices)
         shapes = " with shapes only: the values that it reads are NaN" if symbolic else ""
         kind = "emulated GPUs" if emulates else "GPUs"
         terminal.say(f"running {script} on {len(devices)} {kind}{shapes}")
-        budgets = None if capacities is None else [c - reserve_bytes for c in capacities]
+        budgets = None if capacities is None else [c - reserve for c in capacities]
         loop = Loop(gpu0_bsz, devices, budgets, steps)
         with loop.recording(), replaced_data_parallel(loop) as calls:
             exit_code = run_script(script, script_arguments, is_module)
-        report, notes = None, tuple(_how_it_ended(loop, exit_code))
+        notes, name = tuple(_how_it_ended(loop)), Path(script).name
         if loop.is_splitting and loop.options:
-            report = _report(loop, calls, Path(script).name, reserve_bytes, goal, notes)
-        elif exit_code == 0:
-            notes += (_why_no_answer(loop),)
-        return RunResult(exit_code, report, loop.last, loop.budgets, notes)
+            return exit_code, _report(loop, calls, name, reserve, goal, notes), []
+        parts: Parts = [] if loop.last is None else [use_table(loop.last, name, loop.budgets)]
+        return exit_code, None, [*parts, *notes, *([] if exit_code else [_why_no_answer(loop)])]
 
 
 def _report(
     loop: Loop,
     calls: Sequence[WrappedAt],
     name: str,
-    reserve_bytes: int,
+    reserve: int,
     goal: Goal | None,
     notes: tuple[str, ...],
 ) -> Report:
@@ -143,21 +116,18 @@ def _report(
     if budgets is None:  # the capacity is what the even split takes, as for tune
         even = next((option for option in options if option.is_even), options[0])
         budgets = [math.ceil(max(even.peak_bytes) / 2**20) * 2**20] * len(loop.devices)
-        reserve_bytes = 0
-    modules = [(torch.get_device_module(device), device) for device in loop.devices]
+        reserve = 0
     return Report(
-        schema=SCHEMA,
-        provenance=Provenance.of_this_process(m.get_device_name(d) for m, d in modules),
+        provenance=Provenance.of(loop.devices),
         workload=name,
         mode=mode_of(loop.devices[0]),
         num_parameters=loop.num_parameters,
         precision=loop.precision,
         batch_size=options[0].batch_size,
-        capacity_bytes=tuple(budget + reserve_bytes for budget in budgets),
-        reserve_bytes=reserve_bytes,
+        capacity_bytes=tuple(budget + reserve for budget in budgets),
+        reserve_bytes=reserve,
         goal=goal or ("headroom" if loop.budgets is None else "speed"),
         options=options,
-        failures={},
         has_capacity=loop.budgets is not None,
         wrapped_at=tuple(map(_place, calls)),
         is_trainer=not calls,
@@ -174,7 +144,7 @@ def _place(call: WrappedAt) -> str:
     return f"{os.path.relpath(filename)}:{line_number}: {source}"
 
 
-def _how_it_ended(loop: Loop, exit_code: int) -> Iterator[str]:
+def _how_it_ended(loop: Loop) -> Iterator[str]:
     """Yield what the measurements are of, if that is not obvious."""
     num_taken = loop.num_iterations
     if loop.num_steps is not None and num_taken >= loop.num_steps:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ..devices import is_emulated, num_ooms, which_ran_out
+from ..devices import capacities_of, is_emulated, num_ooms, which_ran_out
 from ..errors import ArgumentError, ArgumentTypeError
 from ..memory.peaks import Peaks
 from ..search import LoopSearch
@@ -64,9 +64,8 @@ class AutoSplit(SplitPolicy):
     @functools.cached_property
     def search(self) -> LoopSearch:
         """The search for the value."""
-        modules = [(torch.get_device_module(device), device) for device in self.devices]
-        capacities = [m.get_device_properties(d).total_memory for m, d in modules]
-        return LoopSearch(capacities, is_careful=not is_emulated(self.devices[0]))
+        is_careful = not is_emulated(self.devices[0])
+        return LoopSearch(capacities_of(self.devices), is_careful=is_careful)
 
     @property
     def gpu0_bsz(self) -> int | None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from ..errors import ArgumentError
 from ..tuning.report import Report
+from ..units import format_bytes
 from .tables import speed
 
 METRICS: dict[str, Callable[[Report], float]] = {
@@ -39,6 +40,15 @@ class Comparison:
     limit: float | None
     failed: bool
 
+    @property
+    def row(self) -> tuple[str, ...]:
+        """The cells of a table."""
+        as_text = format_bytes if self.metric == "peak" else "{:.2f}".format
+        limit = "" if self.limit is None else f"{self.limit:.1%}"
+        outcome = "" if self.limit is None else "FAILED" if self.failed else "ok"
+        values = as_text(self.before), as_text(self.after), f"{self.worsened:.1%}"
+        return self.metric, *values, limit, outcome
+
 
 def compare_reports(before: Report, after: Report, limits: str = "") -> tuple[Comparison, ...]:
     """Compare the best options of two reports, metric by metric.
@@ -52,25 +62,6 @@ def compare_reports(before: Report, after: Report, limits: str = "") -> tuple[Co
         ArgumentError: If the limits are malformed, or the reports differ in workload, batch size,
             number of devices, precision or kind of devices.
     """
-    allowed = _parse(limits)
-    for name, setting in _SETTINGS.items():
-        old, new = setting(before), setting(after)
-        if old != new:
-            raise ArgumentError(
-                f"the reports cannot be compared: {name} is {old} in the first and {new} in the "
-                "second; tune both with the same"
-            )
-    comparisons = []
-    for metric, figure in METRICS.items():
-        first, second = float(figure(before)), float(figure(after))
-        worsened = (second - first if metric == "peak" else first - second) / (first or 1.0)
-        limit = allowed.get(metric)
-        failed = limit is not None and worsened > limit
-        comparisons.append(Comparison(metric, first, second, worsened, limit, failed))
-    return tuple(comparisons)
-
-
-def _parse(limits: str) -> dict[str, float]:
     allowed = {}
     for part in filter(None, limits.split(",")):
         found = re.fullmatch(rf" *({'|'.join(METRICS)}) *: *(\d+(?:\.\d+)?) *% *", part)
@@ -80,13 +71,27 @@ def _parse(limits: str) -> dict[str, float]:
                 f"as peak:5%,speed:10%, got {part!r}"
             )
         allowed[found[1]] = float(found[2]) / 100
-    return allowed
-
-
-_SETTINGS: dict[str, Callable[[Report], object]] = {
-    "the workload": lambda report: report.workload,
-    "the batch size": lambda report: report.batch_size,
-    "the number of devices": lambda report: len(report.capacity_bytes),
-    "the precision": lambda report: report.precision,
-    "measured on": lambda report: report.mode,
-}
+    old, new = (
+        {
+            "the workload": report.workload,
+            "the batch size": report.batch_size,
+            "the number of devices": len(report.capacity_bytes),
+            "the precision": report.precision,
+            "measured on": report.mode,
+        }
+        for report in (before, after)
+    )
+    for name, value in old.items():
+        if value != new[name]:
+            raise ArgumentError(
+                f"the reports cannot be compared: {name} is {value} in the first and {new[name]} "
+                "in the second; tune both with the same"
+            )
+    comparisons = []
+    for metric, figure in METRICS.items():
+        first, second = float(figure(before)), float(figure(after))
+        worsened = (second - first if metric == "peak" else first - second) / (first or 1.0)
+        limit = allowed.get(metric)
+        failed = limit is not None and worsened > limit
+        comparisons.append(Comparison(metric, first, second, worsened, limit, failed))
+    return tuple(comparisons)

@@ -10,12 +10,35 @@ import torch
 from ..devices import resolve_devices
 from ..emulation import emulate_devices
 from ..errors import ArgumentError
-from ..torch_versions import accelerator_count, accelerator_type
+from ..torch_versions import accelerator_type
+
+
+def accelerators(num_devices: int | None = None, emulate: bool = False) -> list[torch.device]:
+    """Return the machine's accelerators to measure on.
+
+    There are none to emulate devices: on request, or if the machine has fewer than two.
+
+    Args:
+        num_devices: the number of devices; None means all.
+        emulate: whether to emulate devices in any case.
+
+    Raises:
+        ArgumentError: there are fewer accelerators.
+    """
+    found = [] if emulate else resolve_devices(None, accelerator_type())
+    if len(found) < 2:
+        return []
+    if num_devices is not None and num_devices > len(found):
+        raise ArgumentError(
+            f"num_devices={num_devices}, but there are {len(found)} accelerators; any number of "
+            "devices can be emulated (--emulate)"
+        )
+    return found[:num_devices]
 
 
 @contextmanager
 def open_devices(
-    num_devices: int,
+    num_devices: int | None = None,
     *,
     memory: Sequence[int] | int | str | None = None,
     symbolic: bool = True,
@@ -25,7 +48,7 @@ def open_devices(
     """Yield the machine's accelerators if there are two or more, otherwise emulated devices.
 
     Args:
-        num_devices: number of devices.
+        num_devices: number of devices; None means all accelerators, or four emulated devices.
         memory: capacity of emulated devices, as in ``emulate_devices``.
         symbolic: whether emulated devices keep shapes only.
         emulate: whether to emulate devices in any case.
@@ -34,46 +57,21 @@ def open_devices(
     Raises:
         ArgumentError: If there are fewer accelerators, or ``memory`` is given for them.
     """
-    check_devices(num_devices, memory, emulate)
-    if uses_emulation(emulate):
-        # Each replica has a thread: more threads in each operator would only compete with it.
-        num_threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-        try:
-            with emulate_devices(
-                num_devices, memory=memory, symbolic=symbolic, as_cuda=as_cuda
-            ) as devices:
-                yield devices
-        finally:
-            torch.set_num_threads(num_threads)
+    if found := accelerators(num_devices, emulate):
+        if memory is not None:
+            raise ArgumentError(
+                f"memory={memory!r} limits emulated devices, but the accelerators of this machine "
+                "are used; set emulate (--emulate) or omit memory"
+            )
+        yield found
+        torch.get_device_module(found[0]).empty_cache()
         return
-    accelerators = resolve_devices(None, accelerator_type())[:num_devices]
-    yield accelerators
-    torch.get_device_module(accelerators[0]).empty_cache()
-
-
-def check_devices(num_devices: int, memory: object, emulate: bool) -> None:
-    """Raise ArgumentError if ``open_devices`` cannot open these devices."""
-    if uses_emulation(emulate):
-        return
-    count = accelerator_count()
-    if num_devices > count:
-        raise ArgumentError(
-            f"num_devices={num_devices}, but there are {count} accelerators; any number of devices "
-            "can be emulated (--emulate)"
-        )
-    if memory is not None:
-        raise ArgumentError(
-            f"memory={memory!r} limits emulated devices, but the accelerators of this machine are "
-            "used; set emulate (--emulate) or omit memory"
-        )
-
-
-def uses_emulation(emulate: bool) -> bool:
-    """Return whether devices are emulated: on request, or without two accelerators."""
-    return emulate or accelerator_count() < 2
-
-
-def default_num_devices(emulate: bool) -> int:
-    """Return the number of accelerators of this machine, or 4 if devices are emulated."""
-    return 4 if uses_emulation(emulate) else accelerator_count()
+    # Each replica has a thread: more threads in each operator would only compete with it.
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        num = 4 if num_devices is None else num_devices
+        with emulate_devices(num, memory=memory, symbolic=symbolic, as_cuda=as_cuda) as devices:
+            yield devices
+    finally:
+        torch.set_num_threads(num_threads)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from ..errors import ArgumentError, did_you_mean
+from ..errors import ArgumentError
 from ..search import utilizations
 from ..split import EQUAL, even_share
 
@@ -19,8 +19,7 @@ largest batch."""
 def check_goal(goal: str) -> None:
     """Raise ArgumentError if there is no such goal."""
     if goal not in get_args(Goal):
-        hint = did_you_mean(goal, get_args(Goal))
-        raise ArgumentError(f"goal must be speed, headroom or batch, got {goal!r}{hint}")
+        raise ArgumentError(f"goal must be speed, headroom or batch, got {goal!r}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,8 @@ import os
 import platform
 import shlex
 import sys
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Literal
@@ -50,8 +50,9 @@ class Provenance:
     machine: dict[str, str]
 
     @classmethod
-    def of_this_process(cls, devices: Iterable[str] = ()) -> Provenance:
-        """Return the provenance of figures obtained by this process on the named devices."""
+    def of(cls, devices: Sequence[torch.device] = ()) -> Provenance:
+        """Return the provenance of figures that this process obtains on devices."""
+        names = (torch.get_device_module(device).get_device_name(device) for device in devices)
         packages = ("balanced-dp", "torch", "nvidia-ml-py")
         return cls(
             created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -63,7 +64,7 @@ class Provenance:
             machine={
                 "platform": platform.platform(),
                 "num_cpus": str(os.cpu_count()),
-                "devices": ", ".join(devices),
+                "devices": ", ".join(names),
             },
         )
 
@@ -83,7 +84,7 @@ def _version(package: str) -> str:
         return "not installed"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
     """Combine all options that were measured with what they were measured for.
 
@@ -108,18 +109,18 @@ class Report:
         notes: sentences about how a script ended.
     """
 
-    schema: int
+    schema: int = SCHEMA
     provenance: Provenance
     workload: str
     mode: Mode
     num_parameters: int
-    precision: str | None
+    precision: str | None = None
     batch_size: int
     capacity_bytes: tuple[int, ...]
-    reserve_bytes: int
+    reserve_bytes: int = 0
     goal: Goal
     options: tuple[Option, ...]
-    failures: dict[str, str]
+    failures: dict[str, str] = field(default_factory=dict)
     has_capacity: bool = True
     wrapped_at: tuple[str, ...] = ()
     is_trainer: bool = False

@@ -7,8 +7,7 @@ import functools
 import gc
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -37,29 +36,14 @@ def measure_step(
     spread: bool = False,
 ) -> Option:
     """Train for two steps and return what the second one took, as ``StepMeter.measure``."""
-    with step_meter(workload, devices, gather, spread) as meter:
+    with StepMeter(workload, devices, gather, spread) as meter:
         return meter.measure(batch_size, gpu0_bsz)
-
-
-@contextmanager
-def step_meter(
-    workload: Workload,
-    devices: Sequence[torch.device],
-    gather: bool = True,
-    spread: bool = False,
-) -> Iterator[StepMeter]:
-    """Yield a ``StepMeter``, and free what it holds at the end."""
-    meter = StepMeter(workload, devices, gather, spread)
-    gc.freeze()  # garbage is collected after each measurement: exclude what was there before
-    try:
-        yield meter
-    finally:
-        gc.unfreeze()
-        meter.close()
 
 
 class StepMeter:
     """Measure training steps at several splits, with one model and one optimizer.
+
+    It is a context manager, which frees what it holds at the end.
 
     Args:
         workload: the workload to train; its model is newly made.
@@ -70,13 +54,25 @@ class StepMeter:
     """
 
     def __init__(
-        self, workload: Workload, devices: Sequence[torch.device], gather: bool, spread: bool
+        self,
+        workload: Workload,
+        devices: Sequence[torch.device],
+        gather: bool = True,
+        spread: bool = False,
     ) -> None:
         self.workload = workload
         self.devices = list(devices)
         self.gather = gather
         self.spread = spread
         self._has_state = False
+
+    def __enter__(self) -> StepMeter:
+        gc.freeze()  # garbage is collected after each measurement: exclude what was there before
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        gc.unfreeze()
+        self._free()
 
     @functools.cached_property
     def _trained(self) -> tuple[nn.Module, BalancedCriterion, torch.optim.Optimizer]:
@@ -86,7 +82,7 @@ class StepMeter:
         criterion = BalancedCriterion(copy.deepcopy(self.workload.loss)).to(self.devices[0])
         return module, criterion, self.workload.make_optimizer(module.parameters())
 
-    def close(self) -> None:
+    def _free(self) -> None:
         """Free the model and the optimizer's state; the next measurement makes them again."""
         vars(self).pop("_trained", None)
         self._has_state = False
@@ -162,7 +158,7 @@ class StepMeter:
         if self._has_state:
             self._trained[2].zero_grad()
         else:  # the optimizer's state may be incomplete
-            self.close()
+            self._free()
         model = None
         gc.collect()  # an exception may have left cycles
         torch.get_device_module(self.devices[0]).empty_cache()

@@ -5,17 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
+from ..devices import capacities_of
 from ..errors import ArgumentError, InfeasiblePlanError
 from ..search import MAX_SPLITS, Search, fill_alike, fullness, measure_largest, utilizations
 from ..split import as_integer, even_share, split_batch
 from ..units import format_bytes
-from .open_devices import default_num_devices, open_devices, uses_emulation
+from .open_devices import accelerators, open_devices
 from .options import Goal, Option, check_goal
-from .report import SCHEMA, Mode, Provenance, Report, mode_of
-from .step import StepMeter, step_meter
+from .report import Provenance, Report, mode_of
+from .step import StepMeter
 from .workload import Workload
 
 RESERVE = 512 * 2**20
@@ -88,29 +91,28 @@ def tune(
         InfeasiblePlanError: If no option fits.
         SymbolicValueError: If the workload reads values, which symbolic devices do not compute.
     """
-    is_known = capacities is not None or not uses_emulation(emulate)
+    is_known = capacities is not None or bool(accelerators(emulate=emulate))
     if goal is None:
         goal = "speed" if is_known else "headroom"
     check_goal(goal)
     reserve = as_integer("reserve", RESERVE * is_known if reserve is None else reserve, minimum=0)
-    run = _Run(workload, as_integer("batch_size", batch_size, minimum=1), reserve, on_measurement)
-    run.capacities = capacities
-    swept = sorted(set(sweep))
+    batch_size = as_integer("batch_size", batch_size, minimum=1)
+    run = _Run(workload, batch_size, reserve, capacities, on_measurement)
 
     def measure(gather: bool, spread: bool) -> None:
         opened = devices
-        if opened is None:
-            known = run.capacities
-            opened = default_num_devices(emulate) if known is None else len(known)
         with ExitStack() as stack:
-            if isinstance(opened, int):
+            if opened is None or isinstance(opened, int):
+                known = run.capacities
+                num = len(known) if opened is None and known is not None else opened
                 # Parameters are spread in proportion to what devices of unlike memory hold.
-                unlike = len(set(run.capacities or ())) > 1
-                memory = run.capacities if spread and unlike and uses_emulation(emulate) else None
+                unlike = spread and len(set(known or ())) > 1 and not accelerators(num, emulate)
+                memory = known if unlike else None
                 opened = stack.enter_context(
-                    open_devices(opened, memory=memory, emulate=emulate, symbolic=symbolic)
+                    open_devices(num, memory=memory, emulate=emulate, symbolic=symbolic)
                 )
-            run.measure(stack.enter_context(step_meter(workload, opened, gather, spread)), swept)
+            meter = stack.enter_context(StepMeter(workload, opened, gather, spread))
+            run.measure(meter, sorted(set(sweep)))
 
     measure(gather, spread)
     failures = {}
@@ -123,51 +125,33 @@ def tune(
             gather = apart[0]
         except Exception as error:  # the user's loss may not work for chunks
             failures[name] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-    report = run.report(goal, failures)
+    report = Report(
+        workload=workload.name,
+        precision=None if workload.precision is None else str(workload.precision),
+        batch_size=batch_size,
+        capacity_bytes=tuple(run.capacities or ()),
+        reserve_bytes=reserve,
+        goal=goal,
+        options=tuple(run.options),
+        failures=failures,
+        **run.about,
+    )
     if not report.ranked_options:
         raise InfeasiblePlanError(report.what_lacks())
     return report
 
 
+@dataclass
 class _Run:
-    """The measurements of a workload, each made once."""
+    """The measurements of a workload, each made once; ``about`` are fields of the report."""
 
+    workload: Workload
+    batch_size: int
+    reserve: int
     capacities: Sequence[int] | None
-    has_capacity = True
-    provenance: Provenance
-    mode: Mode
-    num_parameters: int
-
-    def __init__(
-        self,
-        workload: Workload,
-        batch_size: int,
-        reserve: int,
-        on_measurement: Callable[[Option], object],
-    ) -> None:
-        self.workload = workload
-        self.batch_size = batch_size
-        self.reserve = reserve
-        self.on_measurement = on_measurement
-        self.options: list[Option] = []
-
-    def report(self, goal: Goal, failures: dict[str, str]) -> Report:
-        precision = self.workload.precision
-        return Report(
-            schema=SCHEMA,
-            provenance=self.provenance,
-            workload=self.workload.name,
-            mode=self.mode,
-            num_parameters=self.num_parameters,
-            precision=None if precision is None else str(precision),
-            batch_size=self.batch_size,
-            capacity_bytes=tuple(self.capacities or ()),
-            reserve_bytes=self.reserve,
-            goal=goal,
-            options=tuple(self.options),
-            failures=failures,
-            has_capacity=self.has_capacity,
-        )
+    on_measurement: Callable[[Option], object]
+    options: list[Option] = field(default_factory=list)
+    about: dict[str, Any] = field(default_factory=dict)
 
     def measure(self, meter: StepMeter, swept: Sequence[int]) -> None:
         """Measure what the searches ask for, with one ``gather`` and ``spread``."""
@@ -208,7 +192,7 @@ class _Run:
         for value in swept:
             if value >= smallest or not value:
                 peaks(search.split(value))
-        limit = _LARGEST_MULTIPLE * size if self.mode == "emulated" else _LARGEST_BATCH
+        limit = _LARGEST_MULTIPLE * size if self.about["mode"] == "emulated" else _LARGEST_BATCH
         measure_largest(lambda split: fullness(peaks(split), budgets), search, limit)
         ran = [split for split in known if max(peaks(split)) < math.inf]
         if not ran:
@@ -229,13 +213,16 @@ class _Run:
 
     def _describe(self, meter: StepMeter, in_even: Sequence[float]) -> None:
         """Record what was measured on; the default capacity is what the even split needs."""
-        modules = [(torch.get_device_module(device), device) for device in meter.devices]
-        self.provenance = Provenance.of_this_process(m.get_device_name(d) for m, d in modules)
-        self.mode = mode_of(meter.devices[0])
-        self.num_parameters = meter.num_parameters
-        if self.capacities is None and self.mode == "real":
-            self.capacities = [m.get_device_properties(d).total_memory for m, d in modules]
+        mode, has_capacity = mode_of(meter.devices[0]), self.about.get("has_capacity", True)
+        if self.capacities is None and mode == "real":
+            self.capacities = capacities_of(meter.devices)
         elif self.capacities is None:
-            self.has_capacity = False
+            has_capacity = False
             highest = max((peak for peak in in_even if peak < math.inf), default=1)
             self.capacities = [math.ceil(highest / 2**20) * 2**20] * len(meter.devices)
+        self.about = {
+            "provenance": Provenance.of(meter.devices),
+            "mode": mode,
+            "num_parameters": meter.num_parameters,
+            "has_capacity": has_capacity,
+        }

@@ -19,9 +19,9 @@ from ..emulation import emulate_devices
 from ..memory.probe import MemoryProbe
 from ..parallel.data_parallel import BalancedDataParallel
 from ..split import even_share
-from ..torch_versions import accelerator_count, accelerator_type
+from ..torch_versions import accelerator_type
 from ..tuning.models import CharTransformer
-from ..tuning.open_devices import check_devices
+from ..tuning.open_devices import accelerators
 from ..tuning.step import measure_step
 from ..tuning.workload import Workload, find_workload
 from ..units import format_bytes
@@ -138,13 +138,10 @@ def _opened(
     num_devices: int | None, emulate: bool
 ) -> AbstractContextManager[Sequence[torch.device]]:
     """Return a context manager with the device of each replica."""
-    count = 0 if emulate else accelerator_count()
-    wanted = num_devices or (count if count > 1 else 4)
-    check_devices(wanted, None, emulate)
-    if not count:
-        return emulate_devices(wanted)
-    found = resolve_devices(None, accelerator_type())
-    return nullcontext(found[:wanted] if count > 1 else found * wanted)
+    found = accelerators(num_devices, emulate)
+    if not found and not emulate:  # one at most
+        found = resolve_devices(None, accelerator_type()) * (num_devices or 4)
+    return nullcontext(found) if found else emulate_devices(num_devices or 4)
 
 
 def _described(device: torch.device) -> str:

@@ -42,7 +42,7 @@ def report(measured: Sequence[Option], capacities: Sequence[int], **others: Any)
     """Return the report of options; ``others`` are fields of it."""
     values = {
         "schema": SCHEMA,
-        "provenance": Provenance.of_this_process(),
+        "provenance": Provenance.of(),
         "workload": "a model",
         "mode": "symbolic",
         "num_parameters": 1,

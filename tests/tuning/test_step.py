@@ -6,7 +6,7 @@ from torch import nn
 
 from balanced_dp import split_batch
 from balanced_dp.tuning.open_devices import open_devices
-from balanced_dp.tuning.step import measure_step, step_meter
+from balanced_dp.tuning.step import StepMeter, measure_step
 
 from .small_workloads import SMALL
 
@@ -24,7 +24,7 @@ def test_shapes_only_and_numbers_measure_the_same(name):
 
 
 def test_the_second_step_has_optimizer_state():
-    with open_devices(2, emulate=True) as devices, step_meter(SMALL["mlp"](), devices) as meter:
+    with open_devices(2, emulate=True) as devices, StepMeter(SMALL["mlp"](), devices) as meter:
         first = meter.measure(8, 2, num_steps=1)
         measured = meter.measure(8, 2)
     assert first.peak_bytes[0] <= measured.peak_bytes[0]
