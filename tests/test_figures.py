@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,12 +10,9 @@ import pytest
 
 from balanced_dp import tune
 from balanced_dp.cli.demo import run_demo
-from balanced_dp.report import load_reports
 from balanced_dp.report.tables import candidate_table
 from balanced_dp.tuning.workload import find_workload
 from benchmarks import before_and_after
-
-from .processes import python
 
 pytestmark = pytest.mark.slow
 
@@ -65,19 +61,3 @@ def test_the_table_of_values():
 
 def numbers(cells: Sequence[str]) -> list[float]:
     return [float(number) for cell in cells for number in re.findall(r"[\d.]+", cell)]
-
-
-def test_the_benchmark_sweep_gives_a_report(tmp_path):
-    path = tmp_path / "bench.json"
-    sweep = str(ROOT / "benchmarks" / "test_sweep.py")
-    # pytest-benchmark measures nothing in xdist's processes.
-    environ = {name: value for name, value in os.environ.items() if "XDIST" not in name}
-    done = python(
-        *("-m", "pytest", sweep, "-q", "-k", "char-lm", f"--benchmark-json={path}"),
-        cwd=ROOT,
-        environ={**environ, "PYTHONPATH": str(ROOT)},
-    )
-    assert done.returncode == 0, done.stdout
-    [report] = load_reports(path)
-    assert [option.chunk_sizes[0] for option in report.options] == list(range(9))
-    assert report.best.chunk_sizes[0] == 5

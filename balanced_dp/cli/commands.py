@@ -6,7 +6,6 @@ Commands import what they need when they run: torch takes seconds, and ``--help`
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import math
 import os
 import platform
@@ -18,13 +17,10 @@ import traceback
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from .. import __version__
 from ..errors import ArgumentError, BalancedDataParallelError, ProbeError, SymbolicValueError
-
-if TYPE_CHECKING:
-    from ..tuning.report import Report
 
 try:
     import typer
@@ -253,7 +249,7 @@ def tune(
 @app.command("report")
 def report_command(
     file: Annotated[
-        Path, typer.Argument(help="A file of run, plan, tune, demo or pytest --benchmark-json.")
+        Path, typer.Argument(help="A file that run, plan, tune or demo has written with --json.")
     ],
     html: arguments.Html = None,
     markdown: arguments.Markdown = None,
@@ -273,50 +269,36 @@ def report_command(
     ] = "",
 ) -> None:
     """Show a report, write it as an HTML page, as Markdown or as JSON, or compare it."""
-    from ..report import load_reports, report_html, report_json, report_markdown
+    from ..report import (
+        compare_reports,
+        comparison_table,
+        load_report,
+        report_html,
+        report_json,
+        report_markdown,
+    )
     from . import console
 
     if limits and against is None:
         raise ArgumentError("--fail needs --against, the report to compare with")
-    reports = load_reports(file)
+    report = load_report(file)
     arguments.check_outputs(file, html, markdown, json_file)
-    if against is not None:
-        arguments.check_outputs(against, json_file)
-        _compare(reports, load_reports(against), limits, json_file)
-        return
-    console.write(html, report_html, reports)
-    console.write(markdown, lambda: "\n".join(map(report_markdown, reports)))
-    as_lines = (console.as_json(json.loads(report_json(report)), None) for report in reports)
-    console.write(json_file, "".join, as_lines)
-    if html is markdown is json_file is None:
-        for report in reports:
+    if against is None:
+        console.write(html, report_html, report)
+        console.write(markdown, report_markdown, report)
+        console.write(json_file, report_json, report)
+        if html is markdown is json_file is None:
             console.print_report(report)
-
-
-def _compare(
-    reports: tuple[Report, ...], older: tuple[Report, ...], limits: str, json_file: Path | None
-) -> None:
-    """Print what is better and worse than in the older reports; exit with 1 if it is too much."""
-    from ..report import compare_reports
-    from ..report.tables import TextTable
-    from . import console
-
-    known, record = {report.workload: report for report in older}, []
-    for report in reports:
-        before = known.get(report.workload)
-        if before is None:
-            raise ArgumentError(
-                f"--against has no report of {report.workload}; it has {', '.join(known)}"
-            )
-        compared = compare_reports(before, report, limits)
-        record += [{"workload": report.workload, **asdict(found)} for found in compared]
-        if json_file != arguments.STDOUT:
-            headers = ("metric", "before", "after", "worse by", "allowed", "outcome")
-            table = TextTable(report.workload, headers, tuple(found.row for found in compared))
-            lines = f"before: {before.best.line}", f"after: {report.best.line}"
-            console.print_parts(terminal.open_console(), [table, *lines])
-    console.write(json_file, console.as_json, record)
-    if any(found["failed"] for found in record):
+        return
+    arguments.check_outputs(against, json_file)
+    older = load_report(against)
+    compared = compare_reports(older, report, limits)
+    if json_file != arguments.STDOUT:
+        table = comparison_table(report.workload, compared)
+        lines = f"before: {older.best.line}", f"after: {report.best.line}"
+        console.print_parts(terminal.open_console(), [table, *lines])
+    console.write(json_file, console.as_json, [asdict(found) for found in compared])
+    if any(found.failed for found in compared):
         raise typer.Exit(1)
 
 

@@ -88,7 +88,7 @@ def show(
 ) -> None:
     """Write the files of a report, and print its answer unless stdout is one of them."""
     write(json_file, report_json, report)
-    write(html, report_html, [report])
+    write(html, report_html, report)
     if STDOUT not in (json_file, html):
         print_report(report, stderr=stderr)
 

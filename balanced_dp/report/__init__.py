@@ -1,9 +1,9 @@
 """Write reports as JSON, Markdown and HTML. Requires the extra ``report``."""
 
 try:
-    from .compare import Comparison, compare_reports
+    from .compare import Comparison, compare_reports, comparison_table
     from .html import report_html
-    from .json_file import load_reports, report_json, save_report
+    from .json_file import load_report, report_json, save_report
     from .markdown import report_markdown
 except ImportError as error:  # the library itself needs none
     raise ImportError(
@@ -15,7 +15,8 @@ except ImportError as error:  # the library itself needs none
 __all__ = [
     "Comparison",
     "compare_reports",
-    "load_reports",
+    "comparison_table",
+    "load_report",
     "report_html",
     "report_json",
     "report_markdown",

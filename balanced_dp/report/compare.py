@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ..errors import ArgumentError
 from ..tuning.report import Report
 from ..units import format_bytes
-from .tables import speed
+from .tables import TextTable, speed
 
 METRICS: dict[str, Callable[[Report], float]] = {
     "peak": lambda report: max(report.best.peak_bytes),
@@ -40,15 +40,6 @@ class Comparison:
     limit: float | None
     failed: bool
 
-    @property
-    def row(self) -> tuple[str, ...]:
-        """The cells of a table."""
-        as_text = format_bytes if self.metric == "peak" else "{:.2f}".format
-        limit = "" if self.limit is None else f"{self.limit:.1%}"
-        outcome = "" if self.limit is None else "FAILED" if self.failed else "ok"
-        values = as_text(self.before), as_text(self.after), f"{self.worsened:.1%}"
-        return self.metric, *values, limit, outcome
-
 
 def compare_reports(before: Report, after: Report, limits: str = "") -> tuple[Comparison, ...]:
     """Compare the best options of two reports, metric by metric.
@@ -71,27 +62,29 @@ def compare_reports(before: Report, after: Report, limits: str = "") -> tuple[Co
                 f"as peak:5%,speed:10%, got {part!r}"
             )
         allowed[found[1]] = float(found[2]) / 100
-    old, new = (
-        {
-            "the workload": report.workload,
-            "the batch size": report.batch_size,
-            "the number of devices": len(report.capacity_bytes),
-            "the precision": report.precision,
-            "measured on": report.mode,
-        }
-        for report in (before, after)
-    )
-    for name, value in old.items():
-        if value != new[name]:
+    for name in ("workload", "batch_size", "num_devices", "precision", "mode"):
+        first, second = getattr(before, name), getattr(after, name)
+        if first != second:
             raise ArgumentError(
-                f"the reports cannot be compared: {name} is {value} in the first and {new[name]} "
-                "in the second; tune both with the same"
+                f"the reports cannot be compared: {name} is {first} in the first and {second} in "
+                "the second; tune both with the same"
             )
     comparisons = []
-    for metric, figure in METRICS.items():
-        first, second = float(figure(before)), float(figure(after))
-        worsened = (second - first if metric == "peak" else first - second) / (first or 1.0)
+    for metric, value_of in METRICS.items():
+        old, new = float(value_of(before)), float(value_of(after))
+        worsened = (new - old if metric == "peak" else old - new) / (old or 1.0)
         limit = allowed.get(metric)
         failed = limit is not None and worsened > limit
-        comparisons.append(Comparison(metric, first, second, worsened, limit, failed))
+        comparisons.append(Comparison(metric, old, new, worsened, limit, failed))
     return tuple(comparisons)
+
+
+def comparison_table(workload: str, compared: tuple[Comparison, ...]) -> TextTable:
+    """Return what is better and worse as a table."""
+    rows = []
+    for one in compared:
+        as_text = format_bytes if one.metric == "peak" else "{:.2f}".format
+        limit = "" if one.limit is None else f"{one.limit:.1%} {'FAILED' if one.failed else 'ok'}"
+        values = as_text(one.before), as_text(one.after), f"{one.worsened:.1%}"
+        rows.append((one.metric, *values, limit))
+    return TextTable(workload, ("metric", "before", "after", "worse by", "allowed"), tuple(rows))

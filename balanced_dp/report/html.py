@@ -1,10 +1,8 @@
-"""Render reports as one self-contained HTML page."""
+"""Render a report as a self-contained HTML page."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import jinja2
 from markupsafe import Markup, escape
@@ -12,13 +10,10 @@ from markupsafe import Markup, escape
 from ..tuning.report import Report
 from . import tables
 
-if TYPE_CHECKING:
-    from .plots import Plot
 
-
-def report_html(reports: Sequence[Report]) -> str:
-    """Return a page with text, tables and plots of each report, which needs no network."""
-    from . import plots  # matplotlib is slow to import
+def report_html(report: Report) -> str:
+    """Return a page with text, tables and plots of a report, which needs no network."""
+    from .plots import report_plots  # matplotlib is slow to import
 
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("balanced_dp.report", "."),
@@ -28,12 +23,11 @@ def report_html(reports: Sequence[Report]) -> str:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
+    drawings = {}
+    for index, (heading, (description, svg)) in enumerate(report_plots(report).items()):
+        # Ids get a prefix, to be unique in the page; matplotlib has escaped what it drew.
+        text = re.sub(r'(?<= id=")|(?<=href="#)|(?<=url\(#)', f"plot-{index}-", svg)
+        label = f'<svg role="img" aria-label="{escape(description)}" '
+        drawings[heading] = Markup(text.replace("<svg ", label, 1))
     page = environment.get_template("page.html")
-    return page.render(reports=reports, tables=tables, plots=plots, drawing=_drawing)
-
-
-def _drawing(plot: Plot, prefix: str) -> Markup:
-    """Return the drawing as an image with a description; its ids get a prefix, to be unique."""
-    text = re.sub(r'(?<= id=")|(?<=href="#)|(?<=url\(#)', prefix, plot.svg)
-    label = f'<svg role="img" aria-label="{escape(plot.description)}" '
-    return Markup(text.replace("<svg ", label, 1))  # matplotlib has escaped what it drew
+    return page.render(report=report, tables=tables, drawings=drawings)

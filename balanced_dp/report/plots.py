@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import matplotlib as mpl
@@ -27,6 +26,8 @@ _STYLE: Any = {
     "axes.grid": True,
     "grid.alpha": 0.25,
     "legend.frameon": False,
+    "legend.columnspacing": 1,
+    "legend.handlelength": 1.5,
 }
 # Okabe and Ito's colours, which most colour-blind people can tell apart; the brighter ones are
 # darker here, so that all have a contrast of 3 to 1 on white and on the page's dark ground.
@@ -42,54 +43,49 @@ USES = {
 }
 """A colour for each use, the same in each report; the others have ``OTHER``."""
 
-_PAGE_SIZE = (4.8, 4.2)
-_PAGE_FONT_SIZE = 11.5
-"""On a phone a plot is 360 pixels wide, 1.04 for each unit of the drawing."""
+_PAGE = (4.8, 4.2), 11.5
+"""The size of a plot and of its text. On a phone a plot is 360 pixels wide, 1.04 for each unit."""
 
 
-@dataclass(frozen=True, slots=True)
-class Plot:
-    """Hold a plot of the page.
+def report_plots(report: Report) -> dict[str, tuple[str, str]]:
+    """Return the plots of a report, which are about the best option.
 
-    Attributes:
-        heading: its heading.
-        description: what it shows, with its main numbers, for those who do not see it.
-        svg: the drawing; what is black has the colour of the page's text.
+    Returns:
+        By heading, what the plot shows, with its main numbers, for those who do not see it; and the
+        drawing, in which what is black has the colour of the page's text.
     """
-
-    heading: str
-    description: str
-    svg: str
-
-
-def report_plots(report: Report) -> list[Plot]:
-    """Return the plots of a report, which are about the best option."""
-    parts = []
+    best, even, parts = report.best, _compared(report), []
     for option in _ran(report):
         first, others = (f"{full:.0%}" for full in fullness(option.peak_bytes, report.budgets))
         value, found = option.chunk_sizes[0], f"{speed(option, report):.2f}"
         parts.append(f"gpu0_bsz={value}: device 0 {first}, others {others}, speed {found}")
-    about = f"{'; '.join(parts)}. The best option is {report.best.line}."
-    holds = [
-        f"{format_bytes(option.peak_bytes[0])} with {option.line}" for option in _compared(report)
-    ]
-    return [
-        Plot("How full the devices are, and the speed", about, _page_svg(draw_peaks, report)),
-        Plot(
-            "What fills each device",
-            f"Two bars for each device, stacked by use. Device 0 holds {' and '.join(holds)}.",
-            _page_svg(draw_uses, report),
+    holds = [f"{format_bytes(option.peak_bytes[0])} with {option.line}" for option in (even, best)]
+    return {
+        "How full the devices are, and the speed": (
+            f"{'; '.join(parts)}. The best option is {best.line}.",
+            _drawn(draw_peaks, report),
         ),
-    ]
+        "What fills each device": (
+            f"Two bars for each device, stacked by use. Device 0 holds {' and '.join(holds)}.",
+            _drawn(draw_uses, report),
+        ),
+    }
 
 
-def _page_svg(draw: Callable[[Axes, Report], None], report: Report) -> str:
-    text = svg(lambda figure: draw(figure.subplots(), report), _PAGE_SIZE, _PAGE_FONT_SIZE)
+def _drawn(draw: Callable[[Axes, Report], None], report: Report) -> str:
+    text = svg(lambda figure: draw(figure.subplots(), report), *_PAGE)
     return text.replace("#000000", "currentColor")
 
 
 def _ran(report: Report) -> list[Option]:
     return [option for option in candidates(report) if not option.out_of_memory]
+
+
+def _compared(report: Report) -> Option:
+    """Return what the best option is compared with, nn.DataParallel if it was measured."""
+    even = report.even
+    ran = even is not None and not even.out_of_memory
+    return even if even and ran and even.batch_size == report.best.batch_size else report.best
 
 
 def draw_peaks(axes: Axes, report: Report) -> None:
@@ -108,38 +104,29 @@ def draw_peaks(axes: Axes, report: Report) -> None:
     percent = "percent full" if report.has_capacity else "percent of the even split's peak"
     axes.set(xlabel="samples of device 0 (gpu0_bsz)", ylabel=percent)
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-    right = axes.twinx()
+    right, name = axes.twinx(), speed_name(report)
     speeds = [speed(option, report) for option in ran]
-    right.plot(values, speeds, "^:", color=THIRD, label=f"{speed_name(report)} (right)")
-    right.set(ylabel=speed_name(report))
+    right.plot(values, speeds, "^:", color=THIRD, label=f"{name} (right)")
+    right.set(ylabel=name)
     right.grid(visible=False)
     right.spines["right"].set_visible(True)
     for each in (axes, right):
         each.set_ylim(0, each.get_ylim()[1] * 1.04)
-    _legend_below(right, ncols=2)
-
-
-def _compared(report: Report) -> tuple[Option, Option]:
-    """Return what the best option is compared with, nn.DataParallel if it was measured."""
-    best, even = report.best, report.even
-    if even is None or even.out_of_memory or even.batch_size != best.batch_size:
-        even = best
-    return even, best
+    axes.figure.legend(loc="outside lower center", ncols=2)
 
 
 def draw_uses(axes: Axes, report: Report) -> None:
     """Draw the breakdown of each device's peak, with the even split and the best option."""
-    even, best = _compared(report)
-    pairs = list(zip(even.uses, best.uses, strict=True))
-    positions = [device + offset for device in range(len(pairs)) for offset in (-0.2, 0.2)]
-    bars = [uses for pair in pairs for uses in pair]
+    even = _compared(report)
+    bars = [uses for pair in zip(even.uses, report.best.uses, strict=True) for uses in pair]
+    positions = [device + offset for device in range(len(even.uses)) for offset in (-0.2, 0.2)]
     scale, unit = byte_scale(max(sum(uses.values()) for uses in bars))
     stacked_bars(axes, positions, bars, 0.36, scale)
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     names = f"left: {even.line}, right: option 1"
     axes.set(xlabel=f"device ({names})", ylabel=f"held at the peak, {unit}")
     axes.grid(visible=False, axis="x")
-    _legend_below(axes, ncols=2)
+    axes.figure.legend(loc="outside lower center", ncols=2)
 
 
 def stacked_bars(
@@ -158,13 +145,6 @@ def stacked_bars(
         heights = [uses.get(name, 0) / scale for uses in bars]
         axes.bar(positions, heights, width, bottom, color=USES.get(name, OTHER), label=name)
         bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
-
-
-def _legend_below(axes: Axes, ncols: int) -> None:
-    if axes.get_legend_handles_labels()[1]:
-        axes.figure.legend(
-            loc="outside lower center", ncols=ncols, columnspacing=1, handlelength=1.5
-        )
 
 
 def svg(

@@ -58,16 +58,16 @@ def verdict(report: Report) -> str:
     """Return whether the batch fits with the even split, and what the best option is like."""
     best, even = report.best, report.even
     if not report.ranked_options:
-        return sentence(report.what_lacks())
+        text = report.what_lacks()
+        return f"{text[:1].upper()}{text[1:]}."
     if report.goal == "batch":
         return f"The largest batch that fits is {best.batch_size}, with option 1."
     sentences = []
     if even is not None:
-        told = f"{'' if report.has_capacity else ' '}{_fullest(even, report)}"
-        if report.has_capacity:
-            fits = "fits" if even.fits(report.budgets) else "does not fit"
-            told = f" the batch {fits}: {told}"
-        sentences.append(f"With the even split of nn.DataParallel{told}.")
+        fits = "fits" if even.fits(report.budgets) else "does not fit"
+        fits = f" the batch {fits}:" if report.has_capacity else ""
+        told = f"With the even split of nn.DataParallel{fits} {_fullest(even, report)}."
+        sentences.append(told)
     if best is not even:
         sentences.append(f"With option 1 {_fullest(best, report)}.")
     if not report.has_capacity:
@@ -86,7 +86,6 @@ def _fullest(option: Option, report: Report) -> str:
 
 def option_table(report: Report) -> TextTable:
     """Return the options that fit, of which there is one at least, the best first."""
-    has_more = any(option.batch_size != report.batch_size for option in report.options)
     rows = []
     for number, option in enumerate(report.ranked_options, 1):
         index, held = bottleneck(option, report.budgets)
@@ -101,15 +100,18 @@ def option_table(report: Report) -> TextTable:
             "loss on": "device 0" if option.gather else "each",
             "weights on": "all" if option.spread else "device 0",
         }
-        if not has_more:
+        if all(other.batch_size == report.batch_size for other in report.options):
             del row["largest batch"]
         if report.mode != "real":
             del row["samples /s"]
         rows.append(row)
-    caption = "Speed is the even chunk over the largest one, for which the other devices wait."
-    cells = tuple(tuple(row.values()) for row in rows)
-    heading = "Options that fit, the best one first"
-    return TextTable(heading, tuple(rows[0]), cells, marked=0, caption=caption)
+    return TextTable(
+        "Options that fit, the best one first",
+        tuple(rows[0]),
+        tuple(tuple(row.values()) for row in rows),
+        marked=0,
+        caption="Speed is the even chunk over the largest one, for which the other devices wait.",
+    )
 
 
 def lines(report: Report) -> str:
@@ -167,11 +169,6 @@ def summary(report: Report) -> Iterator[str]:
     yield from report.notes
 
 
-def sentence(text: str) -> str:
-    """Return text, such as an error's, with a capital letter and a full stop."""
-    return f"{text[:1].upper()}{text[1:]}."
-
-
 # What was measured.
 
 
@@ -187,19 +184,13 @@ def short_split(chunk_sizes: Sequence[int]) -> str:
 def device_table(report: Report) -> TextTable:
     """Return what fills each device with the best option, next to the even split."""
     best, even = report.best, report.even_like(report.best)
-    is_other = even is not None and even.chunk_sizes != best.chunk_sizes
     precision = f"autocast to {report.precision}" if report.precision else "no autocast"
     caption = f"Measured on {_MODES[report.mode]}; {precision}."
     if report.reserve_bytes:
         kept = format_bytes(report.reserve_bytes)
         caption += f" {kept} of each are kept free for contexts and workspaces."
-    return use_table(
-        best,
-        f"What each device holds with {best.line}",
-        report.budgets if report.has_capacity else None,
-        even if is_other and even and not even.out_of_memory else None,
-        caption,
-    )
+    budgets = report.budgets if report.has_capacity else None
+    return use_table(best, f"What each device holds with {best.line}", budgets, even, caption)
 
 
 def use_table(
@@ -215,24 +206,24 @@ def use_table(
         option: what was measured.
         title: the title of the table.
         budgets: the bytes of each device that may be used, if they matter.
-        even: the even split, to compare with.
+        even: the even split, to compare with if it is another one that ran.
         caption: what is said below the table.
     """
     scale, unit = byte_scale(max(option.peak_bytes))
 
-    def size(num_bytes: int) -> str:
-        return f"{num_bytes / scale:.2f}"
+    def sizes(held: Iterable[int]) -> list[str]:
+        return [f"{num_bytes / scale:.2f}" for num_bytes in held]
 
-    rows: dict[str, Iterable[str]] = {}
+    rows: dict[str, list[str]] = {}
     if option.batch_size:
-        rows["samples"] = map(str, option.chunk_sizes)
+        rows["samples"] = [*map(str, option.chunk_sizes)]
     for use in largest_uses(option.uses, scale / 100):
-        rows[use] = [size(sizes.get(use, 0)) for sizes in option.uses]
-    rows["peak"] = map(size, option.peak_bytes)
+        rows[use] = sizes(uses.get(use, 0) for uses in option.uses)
+    rows["peak"] = sizes(option.peak_bytes)
     if budgets is not None:
-        rows["full"] = map("{:.0%}".format, utilizations(option.peak_bytes, budgets))
-    if even is not None:
-        rows["peak, even split"] = map(size, even.peak_bytes)
+        rows["full"] = [f"{full:.0%}" for full in utilizations(option.peak_bytes, budgets)]
+    if even and even.chunk_sizes != option.chunk_sizes and not even.out_of_memory:
+        rows["peak, even split"] = sizes(even.peak_bytes)
     headers, columns, first = [f"memory in {unit}"], [tuple(rows)], 0
     for column, same in groupby(zip(*rows.values(), strict=True)):
         last = first + len(list(same)) - 1
@@ -253,10 +244,10 @@ def largest_uses(breakdowns: Iterable[Mapping[str, int]], least_bytes: float) ->
 
 def candidates(report: Report) -> list[Option]:
     """Return the measured values of ``gpu0_bsz`` for the batch, as the best option has them."""
-    best = report.best
-    found = (o for o in report.options if o.kind[:2] == best.kind[:2] and not o.device_weights)
-    of_batch = (option for option in found if option.batch_size == report.batch_size)
-    return sorted(of_batch, key=lambda option: option.chunk_sizes[0])
+    kind, size = report.best.kind[:2], report.batch_size
+    found = (o for o in report.options if (o.kind[:2], o.batch_size) == (kind, size))
+    by_value = (option for option in found if not option.device_weights)
+    return sorted(by_value, key=lambda option: option.chunk_sizes[0])
 
 
 def candidate_table(report: Report) -> TextTable:
@@ -265,18 +256,17 @@ def candidate_table(report: Report) -> TextTable:
     scale, unit = byte_scale(max((max(option.peak_bytes) for option in found), default=1))
     rows = []
     for option in found:
-        first, *others = option.peak_bytes
-        cells = ("out of memory", "", "")
+        cells = ["out of memory", "", ""]
         if not option.out_of_memory:
-            peaks = f"{first / scale:.2f}", f"{max(others) / scale:.2f}"
-            cells = (*peaks, f"{speed(option, report):.2f}")
+            held = option.peak_bytes[0], max(option.peak_bytes[1:])
+            cells = [f"{num_bytes / scale:.2f}" for num_bytes in held]
+            cells.append(f"{speed(option, report):.2f}")
         rows.append((str(option.chunk_sizes[0]), short_split(option.chunk_sizes), *cells))
     loss = "outputs gathered" if best.gather else "loss on each device"
     spread = ", parameters spread" * best.spread
-    name = "samples/s" if report.mode == "real" else "speed"
     return TextTable(
         f"Measured values of gpu0_bsz, {loss}{spread}, peaks in {unit}",
-        ("gpu0_bsz", "split", "device 0", "highest other", name),
+        ("gpu0_bsz", "split", "device 0", "highest other", speed_name(report)),
         tuple(rows),
         marked=found.index(best) if best in found else None,
     )
@@ -289,7 +279,7 @@ def speed(option: Option, report: Report) -> float:
 
 def speed_name(report: Report) -> str:
     """Return the unit of ``speed``."""
-    return "samples/s" if report.mode == "real" else "even / largest chunk"
+    return "samples/s" if report.mode == "real" else "speed"
 
 
 def provenance_table(report: Report) -> TextTable:

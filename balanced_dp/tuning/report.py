@@ -127,6 +127,11 @@ class Report:
     notes: tuple[str, ...] = ()
 
     @property
+    def num_devices(self) -> int:
+        """The number of devices."""
+        return len(self.capacity_bytes)
+
+    @property
     def budgets(self) -> list[int]:
         """The bytes of each device that may be used: its capacity less the reserve."""
         return [capacity - self.reserve_bytes for capacity in self.capacity_bytes]

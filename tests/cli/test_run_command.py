@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from balanced_dp import BalanceWarning
 from balanced_dp.cli.commands import app
 from balanced_dp.cli.run import run_and_measure
-from balanced_dp.report import load_reports
+from balanced_dp.report import load_report
 from balanced_dp.report.tables import summary
 
 from .. import cuda_stand_in, processes
@@ -122,7 +122,7 @@ def test_the_report_is_written(script):
     files = ("--json", "run.json", "--html", "run.html")
     done = run(*files, "--symbolic", "--devices", "3", *arguments)
     assert done.exit_code == 0, done.stderr
-    [report] = load_reports("run.json")
+    report = load_report("run.json")
     assert report.workload == "train.py"
     assert report.batch_size == 64 and len(report.capacity_bytes) == 3
     assert report.goal == "headroom" and report.best is not report.even
@@ -291,7 +291,7 @@ def test_the_goal_decides_what_comes_first(memory, goal, says, script):
     options = ["--memory", memory, "--reserve", "0", "--json", "run.json", *goals]
     done = run(*options, "train.py", "10", "256", "wrap")
     assert says in done.stderr
-    [report] = load_reports("run.json")
+    report = load_report("run.json")
     assert (report.best is report.even) == (goal == "speed")
 
 

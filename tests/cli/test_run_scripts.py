@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from balanced_dp import Report
 from balanced_dp.cli.commands import app
-from balanced_dp.report import load_reports
+from balanced_dp.report import load_report
 from balanced_dp.split import even_share
 
 from ..laws import best_gpu0_bsz
@@ -67,8 +67,7 @@ def report_of(tmp_path, monkeypatch):
         given = ["run", *options.split(), "--json", str(file), str(SCRIPTS / script), *rest]
         done = CliRunner().invoke(app, given)
         assert done.exit_code == 0, done.stderr
-        [report] = load_reports(file)
-        return report
+        return load_report(file)
 
     return run
 

@@ -6,12 +6,12 @@ import json
 
 import pytest
 
-from balanced_dp.report import load_reports
+from balanced_dp.report import load_report
 
 
 def test_tune_writes_and_prints_the_report(folder, tuned):
     assert tuned.returncode == 0, tuned.stderr
-    [report] = load_reports(folder / "a.json")
+    report = load_report(folder / "a.json")
     assert f"# option 1\nmodel = {report.best.line}\n" in tuned.stdout
     assert report.workload == "mine" and not report.has_capacity
     assert report.batch_size == 64
@@ -22,7 +22,7 @@ def test_tune_writes_and_prints_the_report(folder, tuned):
 
 def test_report_shows_a_file_again(folder, tuned, invoke):
     shown = invoke("report", "a.json")
-    [report] = load_reports(folder / "a.json")
+    report = load_report(folder / "a.json")
     assert shown.exit_code == 0
     assert shown.stdout == tuned.stdout and "Measured values of gpu0_bsz, " in shown.stdout
     written = invoke("report", "a.json", "--html", "b.html", "--markdown", "b.md", "--json", "-")
@@ -38,7 +38,7 @@ def test_report_shows_a_file_again(folder, tuned, invoke):
     [
         ("--html", "<!doctype html>", "</html>\n"),
         ("--markdown", "# mine, batches of 64, 4 devices\n", " |\n"),
-        ("--json", '{"schema": ', "}\n"),
+        ("--json", '{\n  "schema": ', "}\n"),
     ],
 )
 def test_a_report_goes_to_stdout(tuned, invoke, option, begins, ends):
@@ -54,7 +54,7 @@ def test_json_on_stdout(tuned, invoke):
     done = invoke("report", "a.json", "--against", "a.json", "--fail", "peak:5%", "--json", "-")
     assert (done.exit_code, done.stderr) == (0, "")
     peak, *others = json.loads(done.stdout)
-    assert peak["workload"] == "mine" and peak["metric"] == "peak"
+    assert peak["metric"] == "peak"
     assert (peak["before"], peak["worsened"], peak["limit"]) == (peak["after"], 0, 0.05)
     assert [found["failed"] for found in (peak, *others)] == [False] * 3
 
@@ -75,7 +75,7 @@ def test_devices_and_capacities_are_as_asked(folder, invoke):
         "tune", "mine:make", "--memory", "80MiB,40MiB", "--reserve", "1MiB", "--json", "d.json"
     )
     assert done.exit_code == 0, done.stderr
-    [report] = load_reports(folder / "d.json")
+    report = load_report(folder / "d.json")
     assert report.capacity_bytes == (80 * 2**20, 40 * 2**20)
     assert report.reserve_bytes == 2**20
     assert any(option.device_weights for option in report.options)
@@ -113,7 +113,7 @@ def test_every_command_tells_the_same_of_a_file(folder, tuned, invoke):
     for name, command in written.items():
         told = invoke(*command)
         assert told.exit_code == 0, told.stderr
-        [report] = load_reports(folder / f"{name}.json")
+        report = load_report(folder / f"{name}.json")
         first[name] = report.best.line
         shown = invoke("report", f"{name}.json").stdout
         assert f"# option 1\nmodel = {report.best.line}\n" in shown

@@ -1,4 +1,4 @@
-"""Test reports as files and as Markdown, and their comparison."""
+"""Reports as files and as text, and their comparison."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from balanced_dp import ArgumentError, ReportError
 from balanced_dp.report import (
     compare_reports,
-    load_reports,
+    load_report,
     report_html,
     report_json,
     report_markdown,
@@ -28,96 +28,56 @@ from ..tuning.measured import option
 from ..tuning.measured import report as report_of
 
 
-def test_a_file_gives_back_what_was_saved(report, unlike, tmp_path):
-    for saved in (report, unlike):
-        save_report(saved, tmp_path / "report.json")
-        assert load_reports(tmp_path / "report.json") == (saved,)
-        save_report(saved, tmp_path / "report.json")  # over an older one
-    assert os.listdir(tmp_path) == ["report.json"]  # noqa: PTH208
-
-
-def test_json_names_what_scripts_read(report):
-    record = json.loads(report_json(report))
-    assert record["schema"] == 5
-    assert {"created", "command", "versions", "machine"} == record["provenance"].keys()
-    assert len(record["options"]) == len(report.options)
-    for fields in record["options"]:
-        for name in ("chunk_sizes", "peak_bytes"):
-            assert len(fields[name]) == 4
-            assert all(type(value) is int for value in fields[name])
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda text: text[: len(text) // 2], "is no report, or a truncated one: "),
-        (lambda text: "", "is no report, or a truncated one: "),
-        (lambda text: '{"a": 1}', "is JSON, but neither a report of balanced-dp nor one of pytest"),
-        (lambda text: "[]", "is JSON, but neither"),
-        (lambda text: text.replace('"schema": 5', '"schema": 2'), "has version 2 of a report's"),
-        (lambda text: text.replace('"schema": 5', '"schema": "x"'), "has version 'x' of a"),
-        (
-            lambda text: text.replace('"peak_bytes"', '"other"', 1),
-            r"is no report: options\.0\.peak_bytes: Field required",
-        ),
-        (
-            lambda text: re.sub(r'"gpu0_bsz": \d+', '"gpu0_bsz": "few"', text, count=1),
-            r"is no report: options\.\d\.gpu0_bsz: Input should be a valid integer",
-        ),
-        (
-            lambda text: text.replace('"batch_size": 24', '"batch_size": 23'),
-            "is no report: nothing was measured for its batch",
-        ),
-        (
-            lambda text: '{"benchmarks": [{"extra_info": {}}], "machine_info": {}}',
-            "nor one of pytest-benchmark with a sweep over gpu0_bsz",
-        ),
-        (lambda text: "[" * 100_000, "is no report"),
-        (lambda text: '{"benchmarks": ["a"], "machine_info": null}', "is JSON, but neither"),
-        (lambda text: '{"benchmarks": [{"extra_info": {"balanced_dp": 1}}]}', "but neither"),
-    ],
-)
-def test_a_foreign_file_is_told_and_left_alone(report, tmp_path, change, message):
-    path = tmp_path / "report.json"
-    text = change(report_json(report))
-    path.write_text(text)
-    with pytest.raises(ReportError, match=message):
-        load_reports(path)
-    assert path.read_text() == text
-
-
-def test_links_and_pipes_are_written_to(report, tmp_path):
+def test_a_file_gives_back_the_report(report, unlike, tmp_path):
+    """Links are followed, an older file is replaced, and a pipe is written to."""
     (tmp_path / "link.json").symlink_to("real.json")
-    save_report(report, tmp_path / "link.json")
-    assert (tmp_path / "link.json").is_symlink()
-    assert load_reports(tmp_path / "real.json") == (report,)
+    for saved in (report, unlike):
+        save_report(saved, tmp_path / "link.json")
+        assert load_report(tmp_path / "real.json") == saved
+    assert (tmp_path / "link.json").is_symlink() and len([*tmp_path.iterdir()]) == 2
     os.mkfifo(tmp_path / "pipe")
     read = subprocess.Popen(["cat", tmp_path / "pipe"], stdout=subprocess.PIPE, text=True)
     save_report(report, tmp_path / "pipe")
-    assert read.communicate()[0] == report_json(report)
+    assert json.loads(read.communicate()[0])["schema"] == 5
     with pytest.raises(ArgumentError, match="cannot be written: No such file"):
         save_report(report, tmp_path / "none" / "report.json")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "by", "message"),
+    [
+        (r"(?s)\A.*", "", "is no report, or a truncated one: "),
+        (r"(?s).{99}\Z", "", "is no report, or a truncated one: "),
+        (r"(?s)\A.*", "[" * 100_000, "is no report"),
+        (r"(?s)\A.*", '{"a": 1}', "is JSON, but not a report of balanced-dp"),
+        (r"(?s)\A.*", "[]", "is JSON, but not a report"),
+        ('"schema": 5', '"schema": 2', "has version 2 of a report's"),
+        ('"peak_bytes"', '"other"', r"is no report: options\.0\.peak_bytes: Field required"),
+        (
+            r'"gpu0_bsz": \d+',
+            '"gpu0_bsz": "few"',
+            r"options\.\d\.gpu0_bsz: Input should be a",
+        ),
+        ('"batch_size": 24', '"batch_size": 23', "is no report: nothing was measured for its"),
+    ],
+)
+def test_other_files_are_refused(report, tmp_path, pattern, by, message):
+    text = re.sub(pattern, by, report_json(report), count=1)
+    (tmp_path / "report.json").write_text(text)
+    with pytest.raises(ReportError, match=message):
+        load_report(tmp_path / "report.json")
+    assert (tmp_path / "report.json").read_text() == text
 
 
 def test_markdown_has_the_answer(report, unlike):
     text = report_markdown(report)
     assert f"```python\n# option 1\nmodel = {report.best.line}" in text
     assert "<script>" not in text.replace("\\<script\\>", "")
-    rows = [line for line in text.splitlines() if line.startswith("| ")]
-    marked = [row for row in rows if row.startswith("| **")]
-    assert len(marked) == 3  # the best, the peak, the best
+    assert text.count("\n| **") == 3  # the best, the peak, the best
     assert f"device_weights=[{unlike.best.chunk_sizes[0]}, " in report_markdown(unlike)
 
 
-def test_the_page_needs_nothing_else(report):
-    page = report_html([report])
-    assert page == report_html([report])
-    assert "<script" not in page
-    links = set(re.findall(r"(?:src|href)=\"(.)", page))
-    assert links == {"#", "d"}  # within the page, and data:
-
-
-def test_a_report_is_compared_with_another(report):
+def test_reports_are_compared(report):
     gathered = tuple(option for option in report.options if option.gather and not option.spread)
     report = replace(report, options=gathered)
     worse = replace(report, goal="speed")
@@ -133,19 +93,20 @@ def test_a_report_is_compared_with_another(report):
 
 
 @pytest.mark.parametrize(
-    "limits", ["peak", "peak:", "other:5%", "peak:-5%", "peak:5%%", "peak 5", "peak:5"]
+    ("change", "limits", "message"),
+    [
+        *(
+            ({}, limits, "--fail takes METRIC:NUMBER% of peak")
+            for limits in ("peak", "peak:", "other:5%", "peak:-5%", "peak:5%%", "peak 5", "peak:5")
+        ),
+        ({"workload": "b"}, "", "cannot be compared: workload is <script>.* in the first and b in"),
+        ({"batch_size": 48}, "", "batch_size is 24 in the first and 48 in the second"),
+        ({"capacity_bytes": (1, 1)}, "", "num_devices is 4 in the first and 2 in the second"),
+    ],
 )
-def test_limits_that_cannot_be_read(report, limits):
-    with pytest.raises(ArgumentError, match="--fail takes METRIC:NUMBER% of peak"):
-        compare_reports(report, report, limits)
-
-
-def test_different_workloads_are_not_compared(report, unlike):
-    with pytest.raises(ArgumentError, match="cannot be compared: the workload is <script>"):
-        compare_reports(report, unlike)
-    larger = replace(report, batch_size=48)
-    with pytest.raises(ArgumentError, match="batch size is 24 in the first and 48 in the second"):
-        compare_reports(report, larger)
+def test_comparisons_that_are_refused(report, change, limits, message):
+    with pytest.raises(ArgumentError, match=message):
+        compare_reports(report, replace(report, **change), limits)
 
 
 @given(st.text(st.characters(exclude_categories=["Cs"]), max_size=300))
@@ -158,12 +119,12 @@ def test_any_name_stays_text(report, name):
 def test_names_cannot_command_a_terminal(report, tmp_path):
     record = json.loads(report_json(report)) | {"workload": "$x$ \ud800 \x1b[2J" + "n" * 300}
     (tmp_path / "a.json").write_text(json.dumps(record))
-    [loaded] = load_reports(tmp_path / "a.json")
+    loaded = load_report(tmp_path / "a.json")
     assert loaded.workload.startswith("$x$ \ufffd \ufffd[2Jnnn")
-    assert "\x1b" not in report_html([loaded]) + report_markdown(loaded) + report_json(loaded)
+    assert "\x1b" not in report_html(loaded) + report_markdown(loaded) + report_json(loaded)
 
 
-def test_what_ran_out_of_memory_has_no_peak(report):
+def test_out_of_memory_has_no_peak(report):
     failed = replace(report.even, out_of_memory="CUDA out of memory", ran_out=0)
     shown = replace(report, options=(failed, *report.options[1:]), goal="speed")
     assert "of nn.DataParallel device 0 runs out of memory." in tables.verdict(shown)
@@ -172,12 +133,13 @@ def test_what_ran_out_of_memory_has_no_peak(report):
     assert [row[2] for row in rows].count("out of memory") == 1
 
 
-def test_what_a_smaller_value_costs_is_said():
-    measured = [
-        option((8, 8, 8, 8), (100, 50, 50, 50), seconds=0.5),
-        option((2, 10, 10, 10), (60, 60, 60, 60), seconds=0.75),
-    ]
-    shown = report_of(measured, [90] * 4, mode="real")
+USES = ({"activation": 40}, {"activation": 40})
+EVEN = option((8, 8), (100, 50), seconds=0.25, uses=USES)
+SMALLER = option((6, 10), (70, 60), seconds=0.375, uses=USES)
+
+
+def test_the_cost_of_a_smaller_value():
+    shown = report_of([EVEN, SMALLER], [90] * 2, mode="real")
     [sentence] = tables.summary(shown)
     assert "its largest chunk is 10 instead of 8, 42.7 samples/s instead of 64.0" in sentence
     assert "about 0.80 of the samples" in sentence
@@ -185,27 +147,27 @@ def test_what_a_smaller_value_costs_is_said():
     assert tables.option_table(shown).rows[0][3:5] == ("0.80", "42.7")
 
 
-def test_a_script_is_told_where_it_wraps_its_model():
-    measured = [option((8, 8), (100, 50)), option((6, 10), (70, 60))]
-    shown = report_of(measured, [90] * 2, wrapped_at=("train.py:3: model = DataParallel(model)",))
+def test_a_script_is_told_the_place():
+    place = "train.py:3: model = DataParallel(model)"
+    shown = report_of([EVEN, SMALLER], [90] * 2, wrapped_at=(place,))
     assert tables.lines(shown).splitlines() == [
-        "# train.py:3: model = DataParallel(model)",
+        f"# {place}",
         "from balanced_dp import BalancedDataParallel",
         "# option 1",
         "model = BalancedDataParallel(6, model)",
     ]
-    apart = [replace(option, gather=False) for option in measured]  # it has a criterion, too
-    shown = report_of(apart, [90] * 2, wrapped_at=("train.py:3: model = Balanced(2, model)",))
+    apart = [replace(option, gather=False) for option in (EVEN, SMALLER)]  # it has a criterion, too
+    shown = report_of(apart, [90] * 2, wrapped_at=(place,))
     assert "Criterion" not in tables.lines(shown) + " ".join(tables.summary(shown))
-    by_trainer = report_of(measured, [90] * 2, is_trainer=True)
+    by_trainer = report_of([EVEN, SMALLER], [90] * 2, is_trainer=True)
     assert tables.lines(by_trainer) == "# option 1\ntrainer = BalancedTrainer(gpu0_bsz=6, ...)"
     assert "class Balanced(BalancedTrainer, MyTrainer)" in " ".join(tables.summary(by_trainer))
 
 
-def test_without_an_option_what_lacks_is_said():
-    lacking = report_of([option((8, 8), (100, 50)), option((6, 10), (70, 60))], [65, 65])
+def test_without_an_option_it_says_what_lacks():
+    lacking = report_of([EVEN, SMALLER], [65, 65])
     text = report_markdown(lacking)
     assert "A batch of 16 does not fit: with the best, BalancedDataParallel(6, model), dev" in text
     assert "device 0 needs 70 B and lacks 5 B; no other batch was measured" in text
     assert "option 1" not in text and "```python" not in text
-    assert 'class="line"' not in report_html([lacking])
+    assert 'class="line"' not in report_html(lacking)
