@@ -128,15 +128,13 @@ def answer(runs: Sequence[DemoRun]) -> Iterator[str | TextTable]:
         cells["peak, highest other"] = _mib(max(others)) if others else ""
         gap = 1 - min(run.measured.peak_bytes) / max(run.measured.peak_bytes)
         cells["imbalance"] = f"{gap:.0%}" if others else ""
-        cells["samples/s"] = f"{run.measured.samples_per_s:.1f}"
         cells["last loss"] = f"{run.losses[-1]:.4f}"
         columns.append(cells)
     yield TextTable(
         f"A character transformer, batches of {BATCH_SIZE}",
         ("memory in MiB", *(run.name for run in runs)),
         tuple((name, *(cells[name] for cells in columns)) for name in columns[0]),
-        caption=f"On {len(even.chunk_sizes)} "
-        + ("emulated devices. Speeds vary between runs." if is_emulated else "devices."),
+        caption=f"On {len(even.chunk_sizes)} {'emulated ' * is_emulated}devices.",
     )
     difference, allowed = loss_difference(runs), f"(allowed: {LOSS_TOLERANCE:.0e})."
     if difference > LOSS_TOLERANCE:

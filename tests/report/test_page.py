@@ -155,7 +155,9 @@ def test_the_page_in_a_browser(report, browser, file, width):
     page.goto(file.as_uri())
     assert told == []
     assert {url.split(":")[0] for url in requested} <= {"file", "data"}
-    assert f"# option 1\nmodel = {report.best.line}" in page.locator("pre.line").inner_text()
+    code = page.locator("pre.line")
+    assert f"# option 1\nmodel = {report.best.line}" in code.inner_text()
+    assert code.evaluate("pre => getComputedStyle(pre).whiteSpace") == "pre"  # no line wraps
     assert report.workload in page.locator("h1").inner_text()
     plots = page.locator("figure svg").all()
     assert len(plots) == 2
