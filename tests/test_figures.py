@@ -1,4 +1,4 @@
-"""The figures of the README, of its picture and of the guide are what is measured."""
+"""The figures of the README and of its picture are what is measured."""
 
 from __future__ import annotations
 
@@ -8,17 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from balanced_dp import tune
 from balanced_dp.cli.demo import run_demo
-from balanced_dp.report.tables import candidate_table
-from balanced_dp.tuning.workload import find_workload
 from benchmarks import before_and_after
 
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text("utf-8")
-PLANNING = (ROOT / "docs" / "planning.md").read_text("utf-8")
 
 
 def test_the_picture_and_the_largest_batches():
@@ -44,19 +40,6 @@ def test_the_memory_of_the_demo():
     # The text, and with it the number of different characters, is that of the Python.
     assert numbers([rows["peak, device 0"]]) == pytest.approx(firsts, rel=0.005)
     assert numbers([rows["peak, highest other"]]) == pytest.approx(others, rel=0.005)
-
-
-def test_the_table_of_values():
-    report = tune(
-        find_workload("char-lm"), 32, sweep=range(9), emulate=True, with_alternatives=False
-    )
-    rows = candidate_table(report).rows
-    assert len(rows) == 9
-    shown = [row.replace("**", "").split(" | ") for row in re.findall(r"\n\| (.*) \|", PLANNING)]
-    for row in rows:
-        [found] = [cells for cells in shown if cells[:2] == list(row[:2])]
-        # The text, and with it the number of different characters, is that of the Python.
-        assert numbers(found) == pytest.approx(numbers(row), rel=0.01, abs=0.02)
 
 
 def numbers(cells: Sequence[str]) -> list[float]:
