@@ -15,7 +15,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from ..devices import is_emulated
 from ..memory.breakdown import memory_breakdown
-from ..parallel.auto import AutoSplit
+from ..parallel.auto import AutoSplit, smallest_chunk
 from ..parallel.data_parallel import BalancedDataParallel
 from ..parallel.split_policy import SplitPolicy
 from ..search import LoopSearch
@@ -80,6 +80,8 @@ class Loop(AutoSplit):
             is_careful=not is_emulated(self.devices[0]),
             for_speed=True,
         )
+        if self.model is not None:
+            self.search.smallest = smallest_chunk(self.model)
 
     @property
     def is_splitting(self) -> bool:

@@ -87,6 +87,14 @@ def test_the_best_of_all_values_is_found(num_steps, devices):
         assert max(found.peak_bytes) <= max(measured.peak_bytes) * 1.01
 
 
+def test_the_search_ends_with_batch_norm(devices):
+    """It asked for a chunk of one sample, which batch norm refuses, in each iteration."""
+    module = nn.Sequential(nn.Linear(64, 4096), nn.BatchNorm1d(4096))
+    loop = recorded(devices, [(32,)] * 12, module=module)
+    assert loop.is_over and len(loop.options) > 2
+    assert all(option.chunk_sizes[0] != 1 for option in loop.options.values())
+
+
 def test_the_model_has_the_value_of_its_largest_batch(devices):
     """Scripts store it in their checkpoints."""
     with split_loop(devices) as (_, model):
