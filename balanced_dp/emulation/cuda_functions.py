@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -75,10 +75,6 @@ def exchange_device(index: int) -> int:
     return before
 
 
-def _set_stream(stream_id: int, device_index: int, device_type: int) -> None:
-    device_module.set_device(device_index)
-
-
 # Scripts have a peak of their own to reset, so that they and our measurements do not meet.
 
 
@@ -103,10 +99,6 @@ _USES = ("allocated", "reserved", "active", "requested")
 
 
 # Copies between devices, for torch.nn.parallel.comm. Here tensor.to takes an int, too.
-
-
-def _copies(tensor: torch.Tensor, indices: Iterable[int]) -> list[torch.Tensor]:
-    return [tensor.to(index) for index in indices]
 
 
 def _broadcast_coalesced(
@@ -146,11 +138,11 @@ _BY_NAMES: dict[tuple[str, ...], Callable[..., Any]] = {
     ("_accelerator_getAccelerator",): lambda: torch.device("cuda"),
     ("_cuda_isCurrentStreamCapturing",): _always(False),
     ("_cuda_getCurrentStream", "_cuda_getDefaultStream"): lambda index: (0, index, 0),
-    ("_cuda_setStream",): _set_stream,
+    ("_cuda_setStream",): lambda **stream: device_module.set_device(stream["device_index"]),
     ("_cuda_getCurrentRawStream",): _always(0),  # imported by torch._dynamo
     ("_accelerator_getStream",): Stream,
     ("_accelerator_setStream",): lambda stream: device_module.set_device(stream.device),
-    ("_broadcast",): _copies,
+    ("_broadcast",): lambda tensor, indices: [tensor.to(index) for index in indices],
     ("_broadcast_coalesced",): _broadcast_coalesced,
     ("_scatter",): _scatter,
     ("_gather",): _gather,

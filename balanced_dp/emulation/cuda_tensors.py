@@ -7,6 +7,7 @@ translates it back.
 from __future__ import annotations
 
 import functools
+import pkgutil
 from collections.abc import Callable
 from typing import Any
 
@@ -80,14 +81,12 @@ def _stand_in(
 
 device = _stand_in(
     "device",
-    lambda *args, **kwargs: _Device(*((CUDA, *args) if _is_index(*args) else args), **kwargs),
+    lambda first, *rest, **kwargs: (
+        _Device(CUDA, first) if isinstance(first, int) else _Device(first, *rest, **kwargs)
+    ),
     lambda instance: isinstance(instance, _Device),
 )
 """``torch.device``, of which an int is the index of an emulated device."""
-
-
-def _is_index(*args: Any) -> bool:
-    return len(args) == 1 and isinstance(args[0], int)
 
 
 # Tensors.
@@ -118,14 +117,8 @@ EMULATED_TENSOR_METHODS = {
 """Methods for emulated tensors."""
 
 
-def _cuda(
-    self: torch.Tensor,
-    device: Any = None,
-    non_blocking: bool = False,
-    memory_format: torch.memory_format = torch.preserve_format,
-) -> torch.Tensor:
-    target = CUDA if device is None else device
-    return self.to(target, non_blocking=non_blocking, memory_format=memory_format)
+def _cuda(self: torch.Tensor, device: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
+    return self.to(CUDA if device is None else device, non_blocking=non_blocking, **kwargs)
 
 
 def _type(self: torch.Tensor, dtype: Any = None, non_blocking: bool = False) -> Any:
@@ -134,8 +127,8 @@ def _type(self: torch.Tensor, dtype: Any = None, non_blocking: bool = False) -> 
         alike = torch.empty(0, dtype=self.dtype, layout=self.layout, device="cpu")
         name: str = torch._C.TensorBase.type(alike)
         return name.replace("torch.", f"torch.{CUDA}.", 1) if self.is_cuda else name
-    if isinstance(dtype, str) and dtype.startswith(f"torch.{CUDA}."):
-        dtype = LEGACY_TYPES[dtype.rpartition(".")[2]]
+    if isinstance(dtype, str):
+        dtype = pkgutil.resolve_name(dtype)
     if dtype in LEGACY_TYPES.values():
         return self.to(CUDA, dtype.dtype, non_blocking)
     return torch._C.TensorBase.type(self, dtype, non_blocking)
@@ -174,7 +167,7 @@ LEGACY_TYPES = {name: _legacy_type(name) for name in torch.cuda.__all__ if name.
 def set_default_tensor_type(kind: Any) -> None:
     """Set the default dtype and device of all threads to those of a type, or of its name."""
     if isinstance(kind, str):
-        kind = functools.reduce(getattr, kind.split(".")[1:], torch)
+        kind = pkgutil.resolve_name(kind)
     torch.set_default_dtype(kind.dtype)
     current_machine().default_device = CUDA if kind.is_cuda else None
 

@@ -50,9 +50,7 @@ class device:  # the name of torch.cuda.device
         set_device(self.previous)
 
 
-def is_available() -> bool:
-    """Return whether an ``emulate_devices`` context is open."""
-    return has_machine()
+is_available = has_machine
 
 
 def device_count() -> int:

@@ -64,16 +64,10 @@ def register_kernels() -> torch.library.Library:
     return library
 
 
-def _make(
-    factory: Callable[..., Tensor],
-    *args: Any,
-    device: torch.device | None = None,
-    layout: torch.layout | None = None,
-    pin_memory: bool | None = None,
-    **kwargs: Any,
-) -> EmulatedTensor:
+def _make(factory: Callable[..., Tensor], *args: Any, **kwargs: Any) -> EmulatedTensor:
     """Make a tensor; the dispatcher calls this below the Python key, with no tensor argument."""
     machine = current_machine()
+    device, _, _ = (kwargs.pop(name, None) for name in ("device", "layout", "pin_memory"))
     dtype = kwargs.get("dtype") or torch.get_default_dtype()
     backing = META if machine.symbolic and is_unknown_dtype(dtype) else CPU
     elem = factory(*args, device=backing, **kwargs)

@@ -124,14 +124,13 @@ class Machine:
 
     def record_copy(self, source: torch.device, target: torch.device, num_bytes: int) -> None:
         """Count a copy between different devices."""
-        if source != target:
-            with self._lock:
-                self._copied_bytes[source, target] += num_bytes
+        with self._lock:
+            self._copied_bytes[source, target] += num_bytes * (source != target)
 
     def copied_bytes(self) -> dict[tuple[torch.device, torch.device], int]:
         """Return the bytes copied, by pair (source, target)."""
         with self._lock:
-            return dict(self._copied_bytes)
+            return dict(+self._copied_bytes)
 
 
 def label_of_results(machine: Machine) -> Label:

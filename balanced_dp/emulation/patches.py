@@ -133,10 +133,7 @@ def _no_files() -> Iterator[None]:
 
     @functools.wraps(save)
     def save_in_memory_only(obj: object, f: Any, *args: Any, **kwargs: Any) -> None:
-        if isinstance(f, str | os.PathLike):
-            skip(f)
-        else:
-            save(obj, f, *args, **kwargs)
+        skip(f) if isinstance(f, str | os.PathLike) else save(obj, f, *args, **kwargs)
 
     safetensors: Patch = nullcontext()
     if importlib.util.find_spec("safetensors"):

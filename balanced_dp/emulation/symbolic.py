@@ -75,7 +75,7 @@ class SymbolicOperator:
         """Whether equal arguments give outputs with equal layouts. Views are made in no time."""
         self.make_outputs: dict[Any, _MakeOutputs] = {}
 
-    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the operator.
 
         Raises:

@@ -188,14 +188,11 @@ class Operator:
                 return self.func(*elem_args, **elem_kwargs)
             elem_kwargs["device"] = CPU
             index = machine.index_of(target)
-        if "pin_memory" in kwargs:
-            elem_kwargs["pin_memory"] = False
+        elem_kwargs.pop("pin_memory", None)
         if self.draws_random_numbers and kwargs.get("generator") is None:
             elem_kwargs["generator"] = machine.generators[index]
-        if machine.symbolic:
-            out = self.on_shapes(tuple(elem_args), elem_kwargs)
-        else:
-            out = self.func(*elem_args, **elem_kwargs)
+        run = self.on_shapes if machine.symbolic else self.func
+        out = run(*elem_args, **elem_kwargs)
         for position, name in self.on_shapes.written:
             value = args[position] if position < len(args) else kwargs.get(name)
             if isinstance(value, list):  # torch increments the versions of single tensors only
