@@ -20,9 +20,9 @@ TESTED = ("2.5.1", "2.15.0")
 NEEDED = """
     nn.Module._parameters nn.Module._buffers nn.Module._modules nn.Module._compiled_call_impl
     nn.Module._forward_pre_hooks nn.Module._forward_hooks nn.Module._backward_pre_hooks
-    nn.Module._backward_hooks nn.Module._replicate_for_data_parallel
-    nn.Module._save_to_state_dict nn.Module._load_from_state_dict nn.modules.batchnorm._BatchNorm
-    Tensor._backward_hooks Tensor._post_accumulate_grad_hooks Tensor._version UntypedStorage._cdata
+    nn.Module._backward_hooks nn.Module._replicate_for_data_parallel nn.Module._save_to_state_dict
+    nn.Module._load_from_state_dict nn.modules.batchnorm._BatchNorm Tensor._backward_hooks
+    Tensor._post_accumulate_grad_hooks Tensor._version UntypedStorage._cdata
     _utils._flatten_dense_tensors _utils._unflatten_dense_tensors _foreach_copy_ _disable_dynamo
     utils._pytree.tree_leaves utils._pytree.tree_map_only autograd.Function._backward_cls
     jit._builtins._register_builtin _C._nn.cross_entropy_loss _C._nn.nll_loss_nd
@@ -32,9 +32,8 @@ NEEDED = """
 """Without one of these, ``import balanced_dp`` raises an ImportError that names it."""
 
 FOR_EMULATION = """
-    Tensor._is_view Tensor._make_wrapper_subclass nn.Module._apply
-    autograd._engine_run_backward _register_device_module random._seed_custom_device
-    serialization._package_registry
+    Tensor._is_view Tensor._make_wrapper_subclass nn.Module._apply autograd._engine_run_backward
+    _register_device_module random._seed_custom_device serialization._package_registry
     optim.optimizer._foreach_supported_types jit._builtins._get_builtin_table
     optim.optimizer._get_foreach_kernels_supported_devices
     optim.optimizer._get_fused_kernels_supported_devices utils._mode_utils.no_dispatch
@@ -45,8 +44,7 @@ FOR_EMULATION = """
     _C._is_autocast_available _C._ExcludeDispatchKeyGuard _C.DispatchKeySet
     _C.DispatchKey.AutocastPrivateUse1 _C.DispatchKey.CompositeImplicitAutograd
     ops.aten._conj.default._schema ops.aten._neg_view ops.aten._to_copy
-    ops.aten._scaled_dot_product_attention_math _C._storage_Use_Count
-    ops.aten._efficientzerotensor
+    ops.aten._scaled_dot_product_attention_math _C._storage_Use_Count ops.aten._efficientzerotensor
 """
 """Without one of these, ``emulate_devices`` raises an EmulationError that names it."""
 
@@ -107,10 +105,9 @@ def run_at_once(node: Any) -> None:
         node._set_sequence_nr(2**64 - 2)
 
 
-def will_execute(node: Any) -> bool:
-    """Return whether the running backward pass will run a node.
+will_execute: Callable[[Any], bool] = torch._C._will_engine_execute_node
+"""Return whether the running backward pass will run a node.
 
-    Raises:
-        RuntimeError: ``torch.autograd.grad`` is running, which accumulates no gradients.
-    """
-    return bool(torch._C._will_engine_execute_node(node))
+Raises:
+    RuntimeError: ``torch.autograd.grad`` is running, which accumulates no gradients.
+"""

@@ -15,6 +15,9 @@ from ..errors import ArgumentError
 from ..parallel.nested import items, rebuild
 from ..split import as_integer, split_by_weights
 
+_ORDER = ("num_samples", "shuffle", "seed")
+"""Attributes that determine the order of the samples."""
+
 
 class BalancedBatchSampler(Sampler[list[int]]):
     """A batch sampler for one rank, which yields ``chunk_sizes[rank]`` indices of each batch.
@@ -88,9 +91,9 @@ class BalancedBatchSampler(Sampler[list[int]]):
                 f"batch_size={batch_size}, got {found[0]}, in all {found[1]}"
             )
         self.epoch = 0
-        self._next_start = 0  # position in the order at which the next iteration begins
-        self._start = 0  # and that at which the current one began
-        self._num_yielded = 0  # batches of the current iteration
+        # Positions in the order at which the next iteration begins and the current one began, and
+        # the number of its batches.
+        self._next_start = self._start = self._num_yielded = 0
 
     def __len__(self) -> int:
         """Return the number of batches in an epoch, the same on each rank."""
@@ -148,13 +151,8 @@ class BalancedBatchSampler(Sampler[list[int]]):
                 f"this iteration has yielded, got {num_batches}"
             )
         done = self._start + num_batches * self.batch_size
-        return {
-            "epoch": self.epoch,
-            "num_samples_done": min(self.num_samples, done),
-            "num_samples": self.num_samples,
-            "shuffle": self.shuffle,
-            "seed": self.seed,
-        }
+        position = {"epoch": self.epoch, "num_samples_done": min(self.num_samples, done)}
+        return position | {name: getattr(self, name) for name in _ORDER}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a state, so that the next iteration resumes at its position.
@@ -165,7 +163,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
         Raises:
             ArgumentError: the state is of another dataset or order.
         """
-        for name in ("num_samples", "shuffle", "seed"):
+        for name in _ORDER:
             if state[name] != getattr(self, name):
                 raise ArgumentError(
                     f"the state is of a sampler with {name}={state[name]}, but this one has "
