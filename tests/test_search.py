@@ -52,6 +52,23 @@ def test_the_best_value(law, budgets, batch_size):
     assert full[search.best] <= min(full.values()) * 1.01
 
 
+@given(laws(), alike, st.integers(8, 300))
+def test_the_largest_value_that_fits(law, budgets, batch_size):
+    full = all_values(law, batch_size, budgets)
+    budgets = [round(budget * (min(full.values()) + full[max(full)]) / 2) for budget in budgets]
+    full = all_values(law, batch_size, budgets)
+    search = Search(batch_size, budgets, for_speed=True)
+    ask(search, law.peaks)
+    assert max((value for value in full if full[value] <= 1), default=0) in {0, *search.told}
+
+
+def test_the_largest_of_equal_values():
+    """Device 0 holds as much with 0 as with 5, so with 5 all devices work."""
+    search = Search(32, [2000] * 4)
+    ask(search, Law(((900, 0, 0), (400, 100, 0)), ((100, 10),)).peaks)
+    assert search.best == 5
+
+
 @pytest.mark.parametrize("start", [None, 0, 1])
 @pytest.mark.parametrize("name", TABLES)
 def test_the_best_value_of_a_table(name, start):
@@ -64,25 +81,6 @@ def test_the_best_value_of_a_table(name, start):
     assert full[search.best] <= min(full.values()) * 1.001
     assert search.best >= best_gpu0_bsz(full)
     assert len(asked) <= 6
-
-
-def test_the_largest_of_equal_values():
-    """Device 0 holds as much with 0 as with 5, so with 5 all devices work."""
-    law = Law(((900, 0, 0), (400, 100, 0)), ((100, 10),))
-    search = Search(32, [2000] * 4)
-    ask(search, law.peaks)
-    assert search.best == 5
-
-
-@given(laws(), alike, st.integers(8, 300))
-def test_the_largest_value_that_fits(law, budgets, batch_size):
-    full = all_values(law, batch_size, budgets)
-    budgets = [round(budget * (min(full.values()) + full[max(full)]) / 2) for budget in budgets]
-    full = all_values(law, batch_size, budgets)
-    search = Search(batch_size, budgets, for_speed=True)
-    ask(search, law.peaks)
-    fitting = [value for value, utilization in full.items() if utilization <= 1]
-    assert not fitting or max(fitting) in search.told
 
 
 @given(laws(), alike, st.integers(1, 300))
@@ -107,49 +105,40 @@ def test_no_chunk_is_smaller_than_allowed():
     assert {0, 2} <= asked and 1 not in asked
 
 
-class Measured:
-    """What was measured, each split once."""
+def largest_batches(peaks, search) -> tuple[int, int, int]:
+    """Return the largest batch with the even split and with any value, and the number of splits."""
+    ask(search, peaks)
+    told = {search.split(value): full for value, full in search.told.items()}
 
-    def __init__(self, peaks, search):
-        self.peaks, self.search, self.most = peaks, search, 150
-        ask(search, peaks)
-        self.told = {search.split(value): full for value, full in search.told.items()}
+    def measure(split):
+        assert split not in told
+        told[split] = fullness(peaks(split), search.budgets)
+        return told[split]
 
-    def __call__(self, split):
-        assert split not in self.told and len(self.told) < self.most
-        self.told[split] = fullness(self.peaks(split), self.search.budgets)
-        return self.told[split]
-
-    def largest(self, is_even=False):
-        fitting = [split for split, full in self.told.items() if max(full) <= 1]
-        if is_even:
-            fitting = [s for s in fitting if s[0] == even_share(sum(s), len(s))]
-        return max(map(sum, fitting), default=0)
+    measure_largest(measure, search, 2000)
+    fitting = [split for split, full in told.items() if max(full) <= 1]
+    even = [split for split in fitting if split[0] == even_share(sum(split), len(split))]
+    return max(map(sum, even), default=0), max(map(sum, fitting), default=0), len(told)
 
 
-@pytest.mark.parametrize("is_even", [True, False])
 @given(law=laws(), budgets=alike, batch_size=st.integers(1, 200))
 @example(Law(((0, 16384, 32203), (0, 3730677, 0)), ((0, 67753),)), [134217728] * 2, 1)
 @example(Law(((0, 10, 30),), ((1000, 10),)), [3000] * 4, 8)
-def test_the_largest_batch(is_even, law, budgets, batch_size):
-    def full(size: int) -> float:
-        values = all_values(law, size, budgets)
-        return values[max(values)] if is_even else min(values.values())
-
-    measured = Measured(law.peaks, Search(batch_size, budgets))
-    measure_largest(measured, measured.search, 2000)
-    found = measured.largest(is_even)
-    more = found + math.ceil((found + 1) * 0.005)
-    assert more > 2000 or full(more) > 1
+def test_the_largest_batch(law, budgets, batch_size):
+    *found, num_measured = largest_batches(law.peaks, Search(batch_size, budgets))
+    assert num_measured < 60
+    for is_even, size in zip((True, False), found, strict=True):
+        more = size + math.ceil((size + 1) * 0.005)
+        values = all_values(law, more, budgets)
+        assert more > 2000 or (values[max(values)] if is_even else min(values.values())) > 1
 
 
 def test_batches_are_halved_until_one_runs():
     def peaks(split):
         return [math.inf if sum(split) > 5 else 1.0, *split[1:]]
 
-    measured = Measured(peaks, Search(64, [100] * 4))
-    measure_largest(measured, measured.search, 2000)
-    assert measured.search.best is None and measured.largest() == 5
+    search = Search(64, [100] * 4)
+    assert largest_batches(peaks, search)[1] == 5 and search.best is None
 
 
 def fill(law, budgets, batch_size, values) -> list[tuple[int, ...]]:
@@ -183,6 +172,8 @@ def test_weights_of_the_largest_batch():
 
 # In a training loop.
 
+LAW = Law(((300, 30, 5),), ((250, 30),))
+
 
 def follow(search: LoopSearch, law: Law, batch_size: int, num_iterations: int = 20) -> list[int]:
     """Return the values of iterations."""
@@ -205,9 +196,6 @@ def test_a_loop_ends_no_worse_than_even(is_careful, law, budgets, batch_size):
     assert full[values[-1]] <= full[max(full)] * 1.0011
 
 
-LAW = Law(((300, 30, 5),), ((250, 30),))
-
-
 def test_only_the_largest_iterations_count():
     """Smaller last batches began the search again in each epoch, so that it never ended."""
     search = LoopSearch([10**4] * 4, is_careful=False)
@@ -223,18 +211,14 @@ def test_only_the_largest_iterations_count():
     assert search.split(1) == (1, 0, 0, 0)
 
 
-def test_running_out_lowers_the_value():
+def test_running_out_changes_the_value():
+    """Halve device 0's samples where it ran out, go up where another did, or back to what ran."""
     search = LoopSearch([GIB] * 4, is_careful=True)
-    values = []
-    for index in (0, 0, 2):
-        values.append(search.value(64))
+    for index, before, after in ((0, 16, 8), (0, 8, 4), (2, 4, 6)):
+        assert search.value(64) == before
         assert search.ran_out(64, index)
-    assert values == [16, 8, 4]
-    assert search.value(64) == 6
+        assert search.value(64) == after
     assert (search.value(640), search.value(32)) == (60, 3)
-
-
-def test_running_out_goes_back_to_what_ran():
     search = LoopSearch([10**4] * 4, is_careful=False)
     ran = follow(search, LAW, 64, 2)
     assert search.value(64) < min(ran)
@@ -254,15 +238,14 @@ def test_running_out_is_not_forgotten():
         search.tell(split, law.peaks(split), accumulates=True)
 
 
-def test_what_was_found_is_taken_over():
-    search = LoopSearch([10**4] * 4, is_careful=True)
+@pytest.mark.parametrize(
+    ("budgets", "finds", "is_over"),
+    [([10**4] * 4, True, True), ([10**5] * 4, True, False), ([10**5] * 2, False, False)],
+)
+def test_a_checkpoint_is_taken_over(budgets, finds, is_over):
+    search, loaded = LoopSearch([10**4] * 4, is_careful=True), LoopSearch(budgets, is_careful=True)
     follow(search, LAW, 64)
-    state = json.loads(json.dumps(search.state_dict(64)))
-    same, other, fewer = (
-        LoopSearch(budgets, is_careful=True) for budgets in ([10**4] * 4, [10**5] * 4, [10**5] * 2)
-    )
-    for loaded in (same, other, fewer):
-        loaded.load_state_dict(state)
-    assert same.value(64) == other.value(64) == search.value(64) < 16
-    assert fewer.value(64) == 32
-    assert [loaded.is_over for loaded in (same, other, fewer)] == [True, False, False]
+    loaded.load_state_dict(json.loads(json.dumps(search.state_dict(64))))
+    assert search.value(64) < 16
+    assert loaded.value(64) == (search.value(64) if finds else 64 // len(budgets))
+    assert loaded.is_over == is_over

@@ -15,47 +15,36 @@ WORKLOAD = """
 import torch
 from balanced_dp import Workload
 
+def zeros(n):
+    return torch.zeros(n, 256), torch.zeros(n, 256)
+
+def of(model, loss=torch.nn.functional.mse_loss, **options):
+    return Workload(model, zeros, loss, **options)
+
 def make(width=2048):
-    return Workload(
-        lambda: torch.nn.Sequential(torch.nn.Linear(256, width), torch.nn.Linear(width, 256)),
-        lambda n: ((torch.zeros(n, 256),), {}, torch.zeros(n, 256)),
-        torch.nn.functional.mse_loss,
-        name="mine",
-        batch_size=64,
-    )
+    layers = torch.nn.Linear(256, width), torch.nn.Linear(width, 256)
+    return of(torch.nn.Sequential(*layers), name="mine", batch_size=64)
+
+class Net(torch.nn.Linear):
+    def forward(self, x):
+        return super().forward(x[:, :2])  # line 17
+
+class Reads(torch.nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * x.sum().item()  # line 21
 
 def other():
     return make(8192)
 
-def fails():
-    return Workload(torch.nn.Linear, lambda n: ((), {}, None), lambda output, _: output)
-
 def wants(width):
     return make(width)
 
-class Net(torch.nn.Linear):
-    def forward(self, x):
-        return super().forward(x[:, :2])  # line 25
-
-def inside():
-    return Workload(Net(256, 256), make().make_batch, torch.nn.functional.mse_loss)
-
-class Reads(torch.nn.Linear):
-    def forward(self, x):
-        return super().forward(x) * x.sum().item()  # line 32
-
-def reads():
-    return Workload(Reads(256, 256), make().make_batch, torch.nn.functional.mse_loss)
-
-def unreduced():
-    loss = torch.nn.MSELoss(reduction="none")
-    return Workload(torch.nn.Linear(256, 256), make().make_batch, loss)
-
-def narrow():
-    return Workload(torch.nn.Linear(2, 2), make().make_batch, torch.nn.functional.mse_loss)
-
-def text():
-    return Workload(lambda: "a model", make().make_batch, torch.nn.functional.mse_loss)
+fails = of(torch.nn.Linear)
+inside = of(lambda: Net(256, 256))
+reads = of(lambda: Reads(256, 256))
+unreduced = of(lambda: torch.nn.Linear(256, 256), torch.nn.MSELoss(reduction="none"))
+narrow = of(lambda: torch.nn.Linear(2, 2))
+text = of(lambda: "a model")
 """
 
 

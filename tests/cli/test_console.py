@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import re
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -68,24 +69,19 @@ def test_the_answer_fits_80_columns(first, others, num_devices):
 
 
 def test_what_each_gpu_holds():
+    uuid = "GPU-8c1a4a3e-27c6-4a7a-8f3e-2f1d8ab9c3{:02}".format
+    known = {"name": "NVIDIA RTX 6000 Ada Generation", "total_bytes": 48 * GIB}
     memories = [
-        DeviceMemory(
-            device=f"cuda:{i}",
-            nvml_index=i,
-            uuid=f"GPU-8c1a4a3e-27c6-4a7a-8f3e-2f1d8ab9c3{i:02}",
-            name="NVIDIA RTX 6000 Ada Generation",
-            total_bytes=48 * GIB,
-            used_bytes=700 * 2**20,
-            error="a lost GPU" if i == 7 else None,
-        )
+        DeviceMemory(device=f"cuda:{i}", nvml_index=i, uuid=uuid(i), used_bytes=GIB, **known)
         for i in range(8)
     ]
+    memories[7] = replace(memories[7], error="a lost GPU")
     console = Console(file=io.StringIO(), width=80)
     console.print(consoles.memory_table(memories))
     lines = console.file.getvalue().splitlines()
     assert max(map(len, lines)) <= 80
     for memory in memories:
-        assert cells(lines, memory.label) == ["48.00 GiB", "700.00 MiB", "?"]
+        assert cells(lines, memory.label) == ["48.00 GiB", "1.00 GiB", "?"]
         assert sum(memory.uuid in line for line in lines) == 1
     assert lines[-1].strip() == f"{memories[-1].label}: a lost GPU"
 

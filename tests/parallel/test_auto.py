@@ -11,7 +11,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch.nn import functional
 
 from balanced_dp import (
     ArgumentError,
@@ -28,26 +27,20 @@ from ..tuning.small_workloads import SMALL
 GIB = 2**30
 
 
-def wide():
+def layers(width=4096, outputs=64, loss=lambda output: output.square().mean(), **options):
     """Few operators, much activation."""
     return Workload(
         lambda: torch.nn.Sequential(
-            torch.nn.Linear(64, 4096), torch.nn.ReLU(), torch.nn.Linear(4096, 64)
-        ),
-        lambda n: ((torch.zeros(n, 64),), {}, torch.zeros(n, 64)),
-        functional.mse_loss,
-    )
-
-
-def tall():
-    return Workload(
-        lambda: torch.nn.Sequential(
-            torch.nn.Linear(64, 2048), torch.nn.ReLU(), torch.nn.Linear(2048, 1)
+            torch.nn.Linear(64, width), torch.nn.ReLU(), torch.nn.Linear(width, outputs)
         ),
         lambda n: ((torch.zeros(n, 64),), {}, None),
-        lambda output, target: output.mean(),
-        functools.partial(torch.optim.SGD, lr=0.1),
+        lambda output, target: loss(output),
+        **options,
     )
+
+
+WIDE = layers()
+TALL = layers(2048, 1, torch.mean, make_optimizer=functools.partial(torch.optim.SGD, lr=0.1))
 
 
 class Loop:
@@ -88,6 +81,12 @@ class Loop:
             values += self.values
         return values
 
+    def found(self, batch_size: int) -> int:
+        """The value that the search ends with."""
+        self.follow(batch_size)
+        assert self.search.is_over
+        return self.model.gpu0_bsz
+
     def repeat(self, batch_size: int, num_steps: int = 14) -> int:
         """Takes steps, again where memory runs out; returns how often it did."""
         num_failures = 0
@@ -121,7 +120,7 @@ def looping(workload, num_devices=4, gpu0_bsz="auto", symbolic=True, **options):
 
 @pytest.fixture
 def loop():
-    with looping(wide()) as loop:
+    with looping(WIDE) as loop:
         yield loop
 
 
@@ -176,20 +175,17 @@ def test_the_optimizer_step_ends_an_iteration(loop):
 def test_steps_of_any_optimizer_are_seen():
     """A fused kernel writes to the parameters without a new version."""
     make_optimizer = functools.partial(torch.optim.AdamW, fused=True)
-    with looping(replace(wide(), make_optimizer=make_optimizer)) as loop:
+    with looping(replace(WIDE, make_optimizer=make_optimizer)) as loop:
         other = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
         for _ in range(6):
             loop.forward_backward(400)
             other.step()  # not the model's
         assert loop.search.search.batch_size == 0
-        loop.follow(400)
-        assert loop.search.is_over
-        assert loop.model.gpu0_bsz < 100
+        assert loop.found(400) < 100
 
 
 def test_nothing_is_read_once_it_is_frozen(loop, monkeypatch):
-    loop.follow(400)
-    assert loop.search.is_over
+    loop.found(400)
     for name in ("max_memory_allocated", "reset_peak_memory_stats", "memory_stats"):
         monkeypatch.delattr(torch.lazy, name)
     loop.follow(400, 3)
@@ -210,7 +206,7 @@ def test_steps_that_ran_out_are_repeated(name):
 
 
 def test_running_out_says_what_to_do():
-    with looping(wide(), 2, memory=["30MiB", "1GiB"]) as loop:
+    with looping(WIDE, 2, memory=["30MiB", "1GiB"]) as loop:
         with pytest.raises(torch.OutOfMemoryError) as caught:
             loop.step(2000)
         assert "gpu0_bsz='auto' is now 500: the step may be repeated" in str(notes_of(caught.value))
@@ -255,7 +251,7 @@ def test_devices_that_cannot_be_compared(device_ids, message):
 def test_one_device_has_nothing_to_balance():
     model = BalancedDataParallel("auto", torch.nn.Linear(2, 2), ["cpu"])
     assert model(torch.ones(3, 2)).shape == (3, 2)
-    with looping(wide(), 1) as loop:
+    with looping(WIDE, 1) as loop:
         loop.forward_backward(3)
         assert loop.model.split(3) == (3,)
 
@@ -268,14 +264,12 @@ def test_batch_norm_never_gets_a_single_sample():
             torch.nn.Linear(64, 512), torch.nn.BatchNorm1d(512), torch.nn.Linear(512, 64)
         )
 
-    with looping(replace(wide(), model=model)) as loop:
-        values = loop.follow(400)
-        assert loop.search.is_over
-        assert 1 not in values
+    with looping(replace(WIDE, model=model)) as loop:
+        assert 1 not in loop.follow(400) and loop.search.is_over
 
 
 def test_running_out_in_evaluation_moves_nothing():
-    with looping(wide(), memory="16MiB") as loop:
+    with looping(WIDE, memory="16MiB") as loop:
         for number in range(3):
             if number:
                 loop.forward_backward(400)
@@ -288,23 +282,22 @@ def test_running_out_in_evaluation_moves_nothing():
 
 
 def test_running_out_in_backward():
-    workload = replace(tall(), model=lambda: short_of_memory_in_backward(["lazy:0"])[0])
+    workload = replace(TALL, model=lambda: short_of_memory_in_backward(["lazy:0"])[0])
     with looping(workload, 3, symbolic=False, memory=["24MiB", "64MiB", "64MiB"]) as loop:
         with pytest.raises(torch.OutOfMemoryError):
             loop.step(3000)
         assert loop.model.split(3000)[0] == loop.model.gpu0_bsz < 1000  # it has moved by now
-        loop.follow(3000)
-        assert loop.search.is_over
+        loop.found(3000)
 
 
 @pytest.mark.parametrize("ended_early", [(), (1,), (3, 5), (2, 9)])
 def test_iterations_whose_data_ended(ended_early):
     """Such an iteration takes less of device 0, with which the even split looks best."""
-    with looping(wide(), memory=["16MiB", "6.2MiB", "6.2MiB", "6.2MiB"]) as loop:
+    with looping(WIDE, memory=["16MiB", "6.2MiB", "6.2MiB", "6.2MiB"]) as loop:
         for number in range(24):
             loop.step(400, 1 if number in ended_early else 400)
         assert loop.search.is_over
-        assert loop.model.split(400)[0] == 85
+        assert loop.model.split(400)[0] == 86
 
 
 def test_a_step_that_is_skipped(loop):
@@ -314,20 +307,17 @@ def test_a_step_that_is_skipped(loop):
         loop.forward_backward(400)
         if number not in (0, 2, 3):
             loop.optimizer.step()
-    assert loop.search.is_over
-    assert loop.model.gpu0_bsz < 100
+    assert loop.search.is_over and loop.model.gpu0_bsz < 100
 
 
 def test_peaks_may_be_reset_after_the_step(loop):
-    loop.follow(400)
-    expected = loop.model.gpu0_bsz
-    assert expected < 100
+    expected = loop.found(400)
     loop.model.gpu0_bsz = "auto"
     for _ in range(14):
         loop.step(400)
         for device in loop.model.devices:
             torch.lazy.reset_peak_memory_stats(device)
-    assert loop.model.gpu0_bsz == expected
+    assert loop.model.gpu0_bsz == expected < 100
 
 
 # Checkpoints.
@@ -340,7 +330,7 @@ SHORT_OF_MEMORY = ["14MiB", "64MiB", "64MiB"]
 def saved(tmp_path_factory):
     """A run in which the even split runs out of memory: its checkpoint, and the value it found."""
     path = tmp_path_factory.mktemp("auto") / "checkpoint.pt"
-    with looping(tall(), 3, symbolic=False, memory=SHORT_OF_MEMORY) as loop:
+    with looping(TALL, 3, symbolic=False, memory=SHORT_OF_MEMORY) as loop:
         assert loop.repeat(3000) > 0
         assert loop.search.is_over
         found = loop.model.gpu0_bsz
@@ -352,7 +342,7 @@ def saved(tmp_path_factory):
 
 def test_a_resumed_run_runs_out_no_more(saved):
     path, found = saved
-    with looping(tall(), 3, symbolic=False, memory=SHORT_OF_MEMORY) as loop:
+    with looping(TALL, 3, symbolic=False, memory=SHORT_OF_MEMORY) as loop:
         state = torch.load(path, weights_only=True)
         loop.model.load_state_dict(state)
         assert loop.model.gpu0_bsz == loop.model.split(3000)[0] == found
@@ -364,11 +354,11 @@ def test_a_resumed_run_runs_out_no_more(saved):
 
 def test_checkpoints_load_both_ways(saved):
     state = torch.load(saved[0], weights_only=True)
-    stock = torch.nn.DataParallel(tall().model(), ["cpu"])
+    stock = torch.nn.DataParallel(TALL.model(), ["cpu"])
     assert state.keys() == stock.state_dict().keys()
     stock.load_state_dict(state, strict=True)
     for gpu0_bsz, saved_state in (("auto", stock.state_dict()), ("auto", dict(state)), (5, state)):
-        with looping(tall(), 3, gpu0_bsz, symbolic=False) as loop:
+        with looping(TALL, 3, gpu0_bsz, symbolic=False) as loop:
             loop.model.load_state_dict(saved_state, strict=True)
             assert loop.model.split(3000)[0] == (1000 if gpu0_bsz == "auto" else 5)
             # Nothing was found here.

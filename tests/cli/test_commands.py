@@ -1,0 +1,212 @@
+"""plan, tune, report, demo and validate: what they print and write."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from balanced_dp import validation
+from balanced_dp.cli.demo import LOSS_TOLERANCE, loss_difference, run_demo
+from balanced_dp.report import load_report
+from balanced_dp.tuning.workload import BUILT_IN, encoded_text
+from balanced_dp.validation import Check, Validation
+
+WIDE = ["plan", "tests.tuning.small_workloads:wide_output", "--batch-size", "2000"]
+
+
+@pytest.mark.parametrize(
+    ("memory", "begins", "has"),
+    [
+        (
+            "100GiB",
+            "With the even split of nn.DataParallel the batch fits: device 0 is the fullest, with",
+            [
+                "# option 1\nmodel = nn.DataParallel(model)\n",
+                "gather=False)\ncriterion = BalancedCriterion(criterion)\n",
+                "A smaller gpu0_bsz costs speed: with BalancedDataParallel(404, model, ga",
+            ],
+        ),
+        (
+            "8GiB",  # what does not fit leads with what does
+            "With the even split of nn.DataParallel the batch does not fit: device 0 is the full",
+            ["# option 1\nmodel = BalancedDataParallel(None, model, gat"],
+        ),
+    ],
+)
+def test_the_options_best_one_first(memory, begins, has, invoke):
+    done = invoke(*WIDE, "--memory", memory)
+    assert done.exit_code == 0, done.stderr
+    title, begin, *_ = done.stdout.splitlines()
+    assert title == "wide-output, batches of 2000, 4 devices" and begin.startswith(begins)
+    assert [part for part in has if part not in done.stdout] == []
+    assert ("= nn.DataParallel(model)" in done.stdout) == (memory == "100GiB")
+
+
+@pytest.mark.parametrize("goal", ["headroom", "batch"])
+def test_the_goal_decides_what_comes_first(goal, folder, invoke):
+    invoke(*WIDE, "--memory", "24GiB,11GiB,11GiB", "--for", goal, "--json", "goal.json")
+    report = load_report(folder / "goal.json")
+    assert (report.goal, report.mode) == (goal, "symbolic")
+    best, *others = report.ranked_options
+    assert best.device_weights is not None
+    full = [option.utilization(report.budgets) for option in (best, *others)]
+    sizes = [option.batch_size for option in (best, *others)]
+    assert full[0] <= min(full) * 1.01 if goal == "headroom" else sizes[0] == max(sizes)
+
+
+@pytest.mark.parametrize("command", ["plan", "tune"])
+def test_the_built_in_workloads_are_listed(command, invoke):
+    done = invoke(command, "--list")
+    assert [line.partition(":")[0] for line in done.stdout.splitlines()] == [*BUILT_IN]
+
+
+@pytest.mark.parametrize(
+    ("name", "published"), [("gpt2-small", 124_439_808), ("gpt2-medium", 354_823_168)]
+)
+def test_models_have_the_published_size(name, published):
+    with torch.device("meta"):
+        model = BUILT_IN[name]().new_model()
+    assert sum(p.numel() for p in model.parameters()) == published
+
+
+def test_tune_prints_what_report_reads(folder, tuned, invoke):
+    assert tuned.returncode == 0, tuned.stderr
+    report = load_report(folder / "a.json")
+    assert f"# option 1\nmodel = {report.best.line}\n" in tuned.stdout
+    assert report.workload == "mine" and not report.has_capacity
+    assert report.batch_size == 64
+    assert {o.chunk_sizes[0] for o in report.options if o.batch_size == 64} >= set(range(4))
+    assert report.provenance.command.startswith("python -m balanced_dp tune mine:make --sweep 0:3")
+    shown = invoke("report", "a.json")
+    assert shown.exit_code == 0
+    assert shown.stdout == tuned.stdout and "Measured values of gpu0_bsz, " in shown.stdout
+    written = invoke("report", "a.json", "--html", "b.html", "--markdown", "b.md", "--json", "-")
+    assert written.exit_code == 0 and written.stderr == "wrote b.html\nwrote b.md\n"
+    assert (folder / "b.html").read_text() == (folder / "a.html").read_text()
+    assert written.stdout == (folder / "a.json").read_text()
+
+
+@pytest.mark.parametrize(
+    ("command", "begins", "ends"),
+    [
+        ("report a.json --html -", "<!doctype html>", "</html>\n"),
+        ("report a.json --markdown -", "# mine, batches of 64, 4 devices\n", " |\n"),
+        ("report a.json --json -", '{\n  "schema": ', "}\n"),
+        ("tune mine:make --json -", '{\n  "schema": ', "}\n"),
+        ("report a.json --against a.json --fail peak:5% --json -", '[\n  {\n    "metric"', "]\n"),
+    ],
+)
+def test_stdout_may_be_the_file(tuned, invoke, command, begins, ends):
+    done = invoke(*command.split())
+    assert (done.exit_code, done.stderr) == (0, "")
+    assert done.stdout.startswith(begins) and done.stdout.endswith(ends)
+
+
+def test_a_comparison_that_fails(tuned, invoke):
+    assert invoke("tune", "mine:other", "--json", "c.json").exit_code == 0
+    for file, limits, code, says in (
+        ("a.json", "peak:0%,speed:0%", 0, "ok"),
+        ("c.json", "peak:5%,speed:99%", 1, "FAILED"),
+        ("c.json", "", 0, "after: BalancedDataParallel("),
+    ):
+        done = invoke("report", file, "--against", "a.json", "--fail", limits)
+        assert done.exit_code == code and says in done.stdout
+
+
+def test_devices_and_capacities_are_as_asked(folder, invoke):
+    options = ("--memory", "80MiB,40MiB", "--reserve", "1MiB", "--json", "d.json")
+    done = invoke("tune", "mine:make", *options)
+    assert done.exit_code == 0, done.stderr
+    report = load_report(folder / "d.json")
+    assert report.capacity_bytes == (80 * 2**20, 40 * 2**20)
+    assert report.reserve_bytes == 2**20
+    assert any(option.device_weights for option in report.options)
+    workload = ("tests.tuning.small_workloads:mlp", "--batch-size", "12")
+    done = invoke("tune", *workload, "--devices", "3", "--json", "-")
+    assert len(json.loads(done.stdout)["capacity_bytes"]) == 3
+
+
+SCRIPT = """
+import torch, mine
+workload = mine.make()
+model = torch.nn.DataParallel(workload.new_model().cuda())
+optimizer = torch.optim.AdamW(model.parameters())
+for _ in range(10):
+    (x,), _, y = workload.new_batch(64)
+    output = model(x)
+    workload.loss(output, y.cuda()).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_every_command_tells_the_same_of_a_file(folder, tuned, invoke):
+    """run, plan, tune and demo write what report and each other read."""
+    options = "--memory 90MiB --reserve 0 --json"
+    written = {
+        "plan": f"plan mine:make {options} plan.json",
+        "tune": f"tune mine:make --emulate {options} tune.json",
+        "demo": "demo --emulate --steps 2 --json demo.json",
+        "run": f"run {options} run.json --symbolic script.py",
+    }
+    (folder / "script.py").write_text(SCRIPT)
+    first = {}
+    for name, command in written.items():
+        told = invoke(*command.split())
+        assert told.exit_code == 0, told.stderr
+        report = load_report(folder / f"{name}.json")
+        first[name] = report.best.line
+        shown = invoke("report", f"{name}.json").stdout
+        assert f"# option 1\nmodel = {report.best.line}\n" in shown
+        assert name == "demo" or shown in told.stdout + told.stderr
+        compared = invoke("report", f"{name}.json", "--against", f"{name}.json")
+        assert f"after: {report.best.line}" in compared.stdout
+    assert first["plan"] == first["tune"] == first["run"] == "nn.DataParallel(model)"
+
+
+def test_the_demo_trains_the_same_three_times():
+    encoded, num_characters = encoded_text()
+    assert 400_000 < len(encoded) < 800_000 and 50 < num_characters < 200
+    report, runs = run_demo(3, 3, emulate=True)
+    one, even, balanced = runs
+    assert [run.name for run in runs] == ["one device", "even split", "balanced"]
+    assert [run.measured.chunk_sizes for run in (one, even)] == [(32,), (11, 11, 10)]
+    assert balanced.measured.chunk_sizes == report.best.chunk_sizes
+    assert max(balanced.measured.peak_bytes) < max(even.measured.peak_bytes)
+    assert all(run.losses[-1] < run.losses[0] for run in runs)
+    assert loss_difference(runs) < LOSS_TOLERANCE
+    apart = [one, even, replace(balanced, losses=[one.losses[0], 0.0, one.losses[2]])]
+    assert loss_difference(apart) == max(one.losses[1], even.losses[1])
+
+
+def test_the_demo_prints_and_writes_its_runs(folder, invoke):
+    options = "--emulate --devices 3 --steps 2 --gpu0-bsz 2 --json runs.json"
+    done = invoke("demo", *options.split())
+    assert done.exit_code == 0, done.stderr
+    runs = json.loads((folder / "runs.json").read_text())["runs"]
+    assert [run["chunk_sizes"] for run in runs] == [[32], [11, 11, 10], [2, 15, 15]]
+    for run in runs:
+        assert " ".join(map(str, run["chunk_sizes"])) in done.stdout
+        assert f" {run['peak_bytes'][0] / 2**20:.1f} " in done.stdout
+    assert "The loss curves agree" in done.stdout
+
+
+@pytest.mark.parametrize(("ok", "exit_code"), [(True, 0), (False, 1)])
+@pytest.mark.parametrize(
+    ("option", "begins"), [("--json", "{"), ("--markdown", "### balanced-dp validate: two devices")]
+)
+def test_validate_fails_for_gradients_only(option, begins, ok, exit_code, invoke, monkeypatch):
+    checks = Check("gradients", "every split", ok, "1e-3"), Check("time", "a", False)
+
+    def run(num_devices, emulate, on_check):
+        for check in checks:
+            on_check(check)
+        return Validation("two devices", {"torch": "2"}, checks)
+
+    monkeypatch.setattr(validation, "validate", run)
+    done = invoke("validate", option, "-")
+    assert done.exit_code == exit_code and done.stdout.startswith(begins)
+    assert "(two devices)" in done.stderr and str(checks[0]) in done.stderr
