@@ -184,22 +184,17 @@ def test_half_precision_is_measured():
     assert max(half.even.peak_bytes) < 0.8 * max(single.even.peak_bytes)
 
 
-class Branching(torch.nn.Linear):
-    """Read a value."""
-
-    def forward(self, x):
-        return super().forward(x) * (2 if x.sum().item() > 0 else 1)
-
-
 def test_a_model_that_reads_values():
-    workload = Workload(
-        Branching(4, 4), lambda n: (torch.ones(n, 4), torch.ones(n, 4)), torch.nn.MSELoss()
-    )
+    def forward(self, x):
+        return self.layer(x) * (2 if x.sum().item() > 0 else 1)
+
+    model = Lambda(forward, layer=torch.nn.Linear(4, 4))
+    workload = Workload(model, lambda n: (torch.ones(n, 4), torch.ones(n, 4)), torch.nn.MSELoss())
     with pytest.raises(SymbolicValueError):
         tuned(workload, 12, [GIB] * 3)
     report = tuned(workload, 12, [GIB] * 3, symbolic=False)
     assert report.mode == "emulated"
-    assert workload.model.weight.grad is None  # a copy was trained
+    assert model.layer.weight.grad is None  # a copy was trained
     # Larger batches might not fit this machine.
     assert max(option.batch_size for option in report.options) == 4 * 12
     assert "Batches above 48 were not measured" in "".join(summary(report))
@@ -215,30 +210,30 @@ def test_memory_that_jumps_is_measured_as_well():
         lambda output, _: output.sum(),
     )
     report = tuned(workload, 12, [2**24] * 3, sweep=range(5), goal="headroom")
-    peaks = try_all(workload, 12, 3)
-    assert max(report.best.peak_bytes) == min(map(max, peaks.values()))
+    assert max(report.best.peak_bytes) == min(map(max, try_all(workload, 12, 3).values()))
 
 
 @pytest.mark.parametrize(
-    ("batch_size", "capacities", "reserve", "message"),
+    ("batch_size", "capacities", "options", "error", "message"),
     [
-        (0, [GIB, GIB], 0, "batch_size must be at least 1, got 0"),
-        (8, [GIB], 0, "one for each of 2 devices, got 1"),
-        (8, [GIB, GIB // 2], GIB // 2, "512.00 MiB of each device are kept free, but there are"),
-        (8, [GIB] * 3, 0, "one for each of 2 devices, got 3"),
+        (0, [GIB] * 2, {}, ArgumentError, "batch_size must be at least 1, got 0"),
+        (8, [GIB], {"devices": 2}, ArgumentError, "one for each of 2 devices, got 1"),
+        (8, [GIB] * 3, {"devices": 2}, ArgumentError, "one for each of 2 devices, got 3"),
+        (8, [GIB], {}, ArgumentError, "two or more devices, got 1$"),
+        (8, [GIB] * 2, {"reserve": GIB}, ArgumentError, "1.00 GiB of each device are kept free"),
+        (8, [GIB] * 2, {"goal": "fast"}, ArgumentError, "goal must be speed, headroom or batch"),
+        *(
+            (64, [9 * 2**20] * 4, {"gather": gather}, InfeasiblePlanError, "not even a batch of 1")
+            for gather in (True, False)
+        ),
     ],
 )
-def test_what_cannot_be_tuned(batch_size, capacities, reserve, message):
-    with pytest.raises(ArgumentError, match=message):
-        tuned(SMALL["mlp"](), batch_size, capacities, reserve=reserve, devices=2)
+def test_what_cannot_be_tuned(batch_size, capacities, options, error, message):
+    with pytest.raises(error, match=message):
+        tuned(SMALL["mlp"](), batch_size, capacities, **options)
 
 
-def test_one_device_is_not_tuned():
-    with pytest.raises(ArgumentError, match=r"two or more devices, got 1$"):
-        tuned(SMALL["mlp"](), 8, [GIB])
-
-
-def test_what_is_asked_for_is_part_of_each_option():
+def test_alternatives_add_to_what_is_asked_for():
     """The loss on each device, then with parameters on all devices as well."""
     report = tuned(SMALL["wide_output"](), 32, [8 * GIB] * 4, gather=False, with_alternatives=True)
     assert {(o.gather, o.spread) for o in report.options} == {(False, False), (False, True)}
@@ -265,10 +260,3 @@ def test_a_loss_that_is_a_module():
     assert workload.loss.weight is weight
     assert reports[0].best.peak_bytes == reports[1].best.peak_bytes
     assert reports[0].failures == {}
-
-
-@pytest.mark.parametrize("gather", [True, False])
-def test_only_what_fits_is_recommended(gather):
-    message = r"device 0 needs .* lacks .*; not even a batch of 1 fits$"
-    with pytest.raises(InfeasiblePlanError, match=message):
-        tuned(SMALL["wide_output"](), 64, [150 * 2**20] * 4, gather=gather, with_alternatives=True)
