@@ -1,1 +1,1 @@
-"""Integrations with the training loops of other packages, each of which is optional."""
+"""Integrations with training loops of other, optional packages."""

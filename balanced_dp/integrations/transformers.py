@@ -77,17 +77,16 @@ class BalancedTrainer(Trainer):
 
     As with ``Trainer``, a batch has ``per_device_train_batch_size`` samples times the number of
     devices; at most ``gpu0_bsz`` of them are on the first device. Loss and gradients are those of
-    the whole batch on one device, as with any ``BalancedDataParallel``. In training, only the loss
-    is gathered if ``compute_loss`` is ``Trainer``'s and does not need the logits. Replicas run with
-    the Trainer's autocast.
+    the whole batch on one device, as with any ``BalancedDataParallel``. Only the loss is gathered
+    if ``compute_loss`` is that of ``Trainer`` and does not need the logits. Replicas run under the
+    Trainer's autocast.
 
-    For a subclass of ``Trainer``, write ``class MyBalancedTrainer(BalancedTrainer, MyTrainer)``. It
-    takes the arguments of both.
+    For a subclass of ``Trainer``, write ``class MyBalancedTrainer(BalancedTrainer, MyTrainer)``,
+    which takes the arguments of both.
 
-    To ``Trainer``, the devices are a single one: ``trainer.args`` has ``n_gpu`` 1 and the batch
-    size of all devices. The class behaves as ``Trainer`` with one device, in a process of a
-    distributed launch, and with a model that is quantized or spread over several devices
-    (``device_map``).
+    ``Trainer`` sees a single device: ``trainer.args`` has ``n_gpu`` 1 and the batch size of all
+    devices. With one device, in a distributed launch, and with a model that is quantized or spread
+    over several devices (``device_map``), the class behaves as ``Trainer``.
 
     Args:
         *args: arguments of ``Trainer``.
@@ -97,6 +96,9 @@ class BalancedTrainer(Trainer):
             ``Trainer`` would use. The model is moved to the first one.
         **kwargs: arguments of ``Trainer``, and ``broadcast``, ``device_weights``, ``loss_weight``,
             ``scalar_outputs``, ``split`` and ``spread`` of ``BalancedDataParallel``.
+
+    Attributes:
+        parallel_model: the wrapped model; None before its first call, or if it is not wrapped.
 
     Raises:
         ArgumentError, ArgumentTypeError: the devices or the split are invalid.
@@ -184,7 +186,7 @@ class BalancedTrainer(Trainer):
 
 
 class _KeepSplit(TrainerCallback):
-    """Stores the result of ``gpu0_bsz="auto"`` in the state of the Trainer, and starts with it."""
+    """Stores the result of ``gpu0_bsz="auto"`` in the Trainer's state, and starts with it."""
 
     def __init__(self, trainer: BalancedTrainer) -> None:
         self._trainer = trainer
