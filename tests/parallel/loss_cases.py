@@ -364,6 +364,11 @@ EXACT: dict[str, Callable[..., Any]] = {
     "masked tokens": lambda n, x, o, token_mask: masked_mean(
         n.tokens(x).square().mean(-1), token_mask
     ),
+    "shifted mask": lambda n, x, o, token_mask: masked_mean(
+        n.tokens(x).square().mean(-1)[:, 1:], token_mask[:, 1:]
+    ),
+    "mask of labels": lambda n, x, o, y: (rows(o) * (y != 2)).sum() / (y != 2).sum(),
+    "filled": lambda n, x, o, mask: rows(o).masked_fill(mask == 0, 0).sum() / mask.sum(),
     "masked by sample": lambda n, x, o, token_mask: (
         (n.tokens(x).square().mean(-1) * token_mask).sum(1) / (token_mask.sum(1) + 1)
     ).mean(),
@@ -468,6 +473,7 @@ AVERAGED = (
     "sum by a count plus the number of samples",
     "sum by a count plus twice 1",
     "sum by a mean",
+    "sum by positive ones",
     "sum by the clamped largest entry",
     "sum by the largest entry plus 1",
     "sum by the weights of classes",
@@ -536,7 +542,6 @@ UNCLEAR: dict[str, Callable[..., Any]] = {
     "as long as the largest integer": (
         lambda n, x, o, growing: rows(o).mean() * growing.bincount().double().square().mean()
     ),
-    "rare classes": (lambda n, x, o, y: masked_mean(rows(o), rarity(y))),
     "classes in a loop": (lambda n, x, o, y: sum(masked_mean(rows(o), y == c) for c in y.unique())),
     "branch": (lambda n, x, o: o.mean() if len(x) < 4 else o.square().mean().mul(2)),
     "balanced cross entropy": (
@@ -571,6 +576,7 @@ UNSEEN: dict[str, Callable[..., Any]] = {
         lambda n, x, o, real: F.mse_loss(o[1:], real[1:]) * ((len(x) - 1) / len(x))
     ),
     "rows by their number": lambda n, x, o: (rows(o) / len(o)).sum(),
+    "rare classes": lambda n, x, o, y: masked_mean(rows(o), rarity(y)),
     "normalized weights": lambda n, x, o, weight: (rows(o) * (weight / weight.sum())).sum(),
     "mixup of the inputs": lambda n, x, o, real: F.mse_loss(n.head((x + x.flip(0)) / 2), real),
 }

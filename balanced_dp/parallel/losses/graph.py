@@ -34,6 +34,9 @@ _KEEPS = re.compile(r"Clone|ToCopy|Alias|(Unsafe)?View|\w*Reshape\w*|(Un)?[sS]qu
 """Operators that keep the entries of a tensor."""
 
 
+_MASKS = re.compile(rf"Mul|Div|Neg|Sum|Where|MaskedFill|{_KEEPS.pattern}")
+"""Operators that multiply or select entries, and what may follow them before a sum."""
+
 UNLIKE = "the replicas computed it in different ways, as by a branch or a loop"
 
 
@@ -46,24 +49,35 @@ class Term:
     """A part of a loss: a mean or a sum over samples, times a number.
 
     Attributes:
-        factors: by what numbers it is multiplied on each replica.
-        scales: a tensor on each replica by which it is also multiplied, computed from parameters.
-        is_scaled: whether there was such a number or tensor.
-        divisors: the 0-dim tensors without a graph by which it is also divided.
-        kind: ``"mean"``, ``"sum"``, or "" for what does not depend on samples.
-        counts: over how many entries it is on each replica: numbers, or 0-dim tensors.
-        position: which cross entropy of its replica it is, or None.
+        factors: the number by which it is multiplied on each replica.
+        is_scaled: whether a number or a tensor multiplies or divides it.
+        scales: a tensor of each replica that also multiplies it, computed from parameters.
+        divisors: a 0-dim tensor of each replica, without a graph, that also divides it.
+        kind: ``"mean"``, ``"sum"``, or "" if it does not depend on samples.
+        counts: how many entries it reduces on each replica: numbers, or 0-dim tensors.
         nodes: its node on each replica.
+        own: the cross entropies that it is; empty if it is none.
     """
 
     factors: Sequence[float]
-    scales: Sequence[Tensor] = ()
     is_scaled: bool = False
+    scales: Sequence[Tensor] = ()
     divisors: Sequence[Tensor] = ()
     kind: str = ""
     counts: Sequence[Any] = ()
-    position: int | None = None
     nodes: Sequence[Any] = ()
+    own: Sequence[Counted] = ()
+
+    def times(self, *numbers: float) -> Term:
+        """Return the term multiplied by a number, or by one for each replica."""
+        every = numbers * (len(self.factors) // len(numbers))
+        return replace(self, factors=[a * b for a, b in zip(self.factors, every, strict=True)])
+
+    def values(self) -> list[Tensor]:
+        """Return the values of cross entropies, times their factors."""
+        scales: Sequence[Any] = self.scales or [1] * len(self.own)
+        parts = zip(self.own, self.factors, scales, strict=True)
+        return [own.value * factor * scale for own, factor, scale in parts]
 
 
 def terms_of(
@@ -123,8 +137,7 @@ def of_counted(own: Sequence[Counted], term: Term) -> Term:
     """
     if len({one.position for one in own}) > 1:
         raise UnclearError(UNLIKE)
-    counts = [one.count for one in own]
-    return replace(term, kind=own[0].kind, counts=counts, position=own[0].position)
+    return replace(term, kind=own[0].kind, own=own)
 
 
 def _counts(edges: Edges, sizes: Sequence[int], dim: int) -> list[int]:
@@ -215,17 +228,17 @@ def _inputs(
     if name in ("Stack", "Cat", "Sum") or _KEEPS.fullmatch(name):
         return [(edges, term) for edges in inputs]
     if name == "Neg":
-        return [(inputs[0], _times(term, -1))]
+        return [(inputs[0], term.times(-1))]
     if name == "Mean":
         share = math.prod(shape_of(nodes[0])) / math.prod(shape_of(*inputs[0][0]))
-        return [(inputs[0], _times(term, share))]
+        return [(inputs[0], term.times(share))]
     if name not in ("Add", "Sub", "Rsub", "Mul", "Div"):
         raise UnclearError(f"it uses {name}, other than with a number")
     num_entries = math.prod(shape_of(nodes[0]))
     if any(c and math.prod(shape_of(c, i)) != num_entries for c, i in nodes[0].next_functions):
         raise UnclearError(f"it uses {name} of a number and several others")
     if name in ("Add", "Sub", "Rsub"):
-        scaled = _times(term, getattr(nodes[0], "_saved_alpha", 1) * (1 if name == "Add" else -1))
+        scaled = term.times(getattr(nodes[0], "_saved_alpha", 1) * (1 if name == "Add" else -1))
         terms = (scaled, term) if name == "Rsub" else (term, scaled)
         return list(zip(inputs, terms, strict=False))
     if name == "Mul" and all(edges[0][0] for edges in inputs) and num_entries == 1:
@@ -238,17 +251,11 @@ def _inputs(
         if all(map(_is_number, others)):
             numbers = [float(other) for other in others]
             inverse = [1 / (number or math.nan) for number in numbers]
-            scaled = _times(term, *(numbers if name == "Mul" else inverse))
+            scaled = term.times(*(numbers if name == "Mul" else inverse))
             return [(inputs[0], replace(scaled, is_scaled=True))]
         if name == "Div" and not term.divisors and all(other.numel() == 1 for other in others):
-            return [(inputs[0], replace(term, divisors=others))]
+            return [(inputs[0], replace(term, is_scaled=True, divisors=others))]
     raise UnclearError(f"it uses {name}, other than with a number")
-
-
-def _times(term: Term, *numbers: float) -> Term:
-    """Return a term that is multiplied by a number, or by one for each replica."""
-    pairs = zip(term.factors, numbers * (len(term.factors) // len(numbers)), strict=True)
-    return replace(term, factors=[factor * number for factor, number in pairs])
 
 
 def _is_number(saved: object) -> bool:
@@ -257,6 +264,40 @@ def _is_number(saved: object) -> bool:
         return saved is not None
     dtype = torch.half if saved.is_floating_point() else torch.int8
     return torch.result_type(saved, torch.ones((), dtype=dtype)) == dtype
+
+
+def masks_behind(nodes: Sequence[Any], sizes: Sequence[int], dim: int) -> list[list[Tensor]]:
+    """Return tensors of samples that multiply or select the entries of a sum on each replica."""
+    found = list(zip(*map(_masks_behind, nodes), strict=False))
+    return [[*own] for own in found if _have_samples([m.shape for m in own], sizes, dim)]
+
+
+def _masks_behind(node: Any) -> list[Tensor]:
+    masks = []
+    while inputs := [child for child, _ in node.next_functions if child is not None]:
+        node = inputs[0]
+        if len(inputs) > 1 or not _MASKS.fullmatch(operator_name(node)):
+            break
+        saved = [getattr(node, f"_saved_{name}", None) for name in ("self", "other", "condition")]
+        masks += [one for one in saved if isinstance(one, Tensor) and not one.requires_grad]
+        if hasattr(node, "_saved_mask"):
+            masks.append(~node._saved_mask)
+    return masks
+
+
+def storage_of(tensor: Tensor) -> tuple[int, Any]:
+    """Return what tensors of the same entries have in common."""
+    return tensor.untyped_storage()._cdata, tensor.storage_offset()
+
+
+def are_equal(numbers: Sequence[float]) -> bool:
+    """Return whether numbers differ by no more than rounding."""
+    return all(math.isclose(number, numbers[0], rel_tol=1e-9) for number in numbers)
+
+
+def are_ones(numbers: Sequence[float]) -> bool:
+    """Return whether numbers are 1 or -1, all but for rounding."""
+    return are_equal([*map(abs, numbers), 1.0])
 
 
 def shape_of(node: Any, number: int = 0) -> Sequence[int]:

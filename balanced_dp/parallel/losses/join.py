@@ -2,7 +2,8 @@
 
 A loss is a sum of terms c r_i: means and sums r_i over the samples of chunk i, times a number c
 (see ``graph``). A sum over the batch is the sum of those over the chunks. A mean is their mean
-weighted by their counts: entries, or the targets that a cross entropy counts. So with weights w_i,
+weighted by their counts: entries, the targets that a cross entropy counts, or the sum of a mask. So
+with weights w_i,
 
     loss = sum_i w_i loss_i / sum_i w_i        or, of sums, loss = sum_i loss_i,
 
@@ -17,11 +18,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, TypeGuard
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -30,29 +30,51 @@ from ...devices import is_symbolic
 from ...errors import warn
 from ...torch_versions import run_at_once
 from .. import nested
-from ..nested import Arguments, described, named_arguments
+from ..nested import Arguments, described
 from .cross_entropy import Counted, counting
-from .graph import Term, UnclearError, of_counted, terms_of
+from .graph import (
+    Term,
+    UnclearError,
+    are_equal,
+    are_ones,
+    masks_behind,
+    of_counted,
+    storage_of,
+    terms_of,
+)
 from .loss_weight import weight_of_chunk
 from .mixing import how_samples_mix
 
 Tensors = Sequence[Tensor]
 """One for each replica."""
 
-Weighting = tuple[Any, ...]
-"""``SUM``; ``SAMPLES``, by chunk sizes; ``("entries", *counts)``; ``("counted", i)``, by the
-targets of the i-th cross entropy; ``("argument", path, how)``, by what an argument counts."""
 
-_COUNTED = (torch.float32, torch.float64, torch.bool, torch.int32, torch.int64, torch.uint8)
-"""The types of arguments that are counted."""
+class Weights(NamedTuple):
+    """The weights of the replicas in a mean. Two with the same ``by`` are equal.
 
-SUM: Weighting = ("sum",)
-SAMPLES: Weighting = ("samples",)
+    Attributes:
+        by: by what the mean is weighted.
+        values: the weight of each replica: numbers, or 0-dim tensors.
+        if_empty: what they are instead if all are 0.
+    """
+
+    by: tuple[Any, ...]
+    values: Sequence[Any] = ()
+    if_empty: float = math.nan
+
+
+SAMPLES = ("samples",)
+"""By what a mean over all samples is weighted: the chunk sizes."""
+
+SUM = Weights(("sum",))
+"""Terms of sums have no weights: they add up."""
 
 _REMEDY = (
     "Return its parts as outputs of their own and combine them outside, compute it outside from "
     "gathered outputs, or give loss_weight or scalar_outputs"
 )
+Plan = tuple[Weights, list[tuple[Term, Weights]]]
+"""The weights of a loss, and the cross entropies in it that have weights of their own."""
 
 
 @dataclass(slots=True, eq=False)
@@ -60,15 +82,16 @@ class OutputHistory:
     """What earlier calls of a model have shown about its outputs.
 
     Attributes:
-        rules: how losses are joined, by the function and the path of the output.
-        divided: by what terms of losses are divided, as far as it is known.
+        rules: how losses are joined, by the function and the path of the output; or why that is
+            not known.
+        divided: which of its counts a sum is divided by.
         looked_at: functions whose graph was searched for samples that mix, and outputs whose
             cross entropies were asked whether they compare samples.
         warned: the outputs, as a warning calls them, and names of inputs that were warned of.
     """
 
-    rules: dict[Any, Rule] = field(default_factory=dict)
-    divided: dict[Any, Sequence[Weighting]] = field(default_factory=dict)
+    rules: dict[Any, Rule | str] = field(default_factory=dict)
+    divided: dict[Any, int] = field(default_factory=dict)
     looked_at: set[Any] = field(default_factory=set)
     warned: set[str] = field(default_factory=set)
 
@@ -87,84 +110,18 @@ class OutputHistory:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """How a loss is joined.
+    """How a loss was joined in the last call with gradients.
 
     Attributes:
-        rest: the weights of the loss, without the cross entropies in ``own``.
-        own: of cross entropies with weights of their own, the position, the weights, the factor,
-            and the scales of replicas, see ``Term``.
-        arguments: the names of those that the call must have had, as a sum may be divided by one;
-            None if that does not matter.
-        num_counted: how many cross entropies a replica has computed.
-        is_ambiguous: whether several arguments have counted the same so far.
-        reason: why it is not known how the loss is joined; or "".
+        base: by what the loss was weighted, without ``own``.
+        own: of each cross entropy that has weights of its own, the position, the factor, and by
+            what it was weighted.
+        form: what another call must have in common with it, see ``ChunkLosses.form``.
     """
 
-    rest: Weighting = SAMPLES
-    own: Sequence[tuple[int, Weighting, float, Sequence[Tensor]]] = ()
-    arguments: Any = None
-    num_counted: int = 0
-    is_ambiguous: bool = False
-    reason: str = ""
-
-    def detached(self) -> Rule:
-        """Return the same without graphs, for any number of replicas."""
-        own = [
-            (i, by, f, [scale.detach() for scale in scales[:1]]) for i, by, f, scales in self.own
-        ]
-        return replace(self, own=own)
-
-
-def weighting_of(term: Term, sizes: Sequence[int]) -> Weighting:
-    """Return with which weights a term of the replicas is joined to that of the batch.
-
-    Raises:
-        UnclearError: it is not known.
-    """
-    is_even, factors = len(set(sizes)) == 1, term.factors
-    if term.position is not None:
-        own, known = ("counted", term.position), [(SAMPLES, sizes)]
-    else:
-        is_of_samples = _are_equal([n / m for n, m in zip(term.counts, sizes, strict=True)])
-        own = SAMPLES if is_of_samples else ("entries", *term.counts)
-        known = [(SAMPLES, sizes), (own, term.counts)]
-    if term.kind == "mean" and _are_equal(factors):
-        return own
-    if term.kind == "sum":
-        # It may be divided by the number of samples or entries. In an even split only its value
-        # tells that from a number that is the same for all chunks.
-        fits = _are_ones if is_even else _are_equal
-        pairs = [(by, [f * n for f, n in zip(factors, c, strict=True) if n]) for by, c in known]
-        means = [by for by, products in pairs if term.is_scaled and fits(products)]
-        adds = _are_equal(factors) and not (is_even and (term.is_scaled or not _are_ones(factors)))
-        if bool(means) != adds:
-            return means[0] if means else SUM
-    raise UnclearError("it is not clear whether its sums add up or are means")
-
-
-def _is_constant(term: Term, sizes: Sequence[int]) -> bool:
-    """Return whether a term is the same for all chunks, and not divided by their size."""
-    products = [factor * size for factor, size in zip(term.factors, sizes, strict=True)]
-    return _are_equal(term.factors) and not (term.is_scaled and _are_ones(products))
-
-
-def adds_up(by: Weighting) -> bool:
-    """Return whether terms are added up: sums, undivided or divided by an argument itself."""
-    return by == SUM or by[-1] == "number"
-
-
-def _are_equal(numbers: Sequence[float]) -> bool:
-    return all(math.isclose(number, numbers[0], rel_tol=1e-9) for number in numbers)
-
-
-def _are_counts(divisors: Sequence[float], counts: Sequence[float]) -> bool:
-    """Return whether divisors are counts. A count of 0 may have been replaced by 1."""
-    pairs = [(n or d * (d in (0, 1)), d) for d, n in zip(divisors, counts, strict=True)]
-    return any(counts) and all(math.isclose(d, n, rel_tol=1e-6) for n, d in pairs)
-
-
-def _are_ones(numbers: Sequence[float]) -> bool:
-    return _are_equal([*map(abs, numbers), 1.0])
+    base: tuple[Any, ...]
+    own: Sequence[tuple[int, float, tuple[Any, ...]]]
+    form: Any
 
 
 @dataclass(slots=True, eq=False)
@@ -209,28 +166,26 @@ class ChunkLosses:
             device: the device of the result.
         """
         sizes = self.chunk_sizes or [1] * len(outputs)
-        weights = self._given_weights(name)
-        if weights and torch.is_grad_enabled():
+        given = self._given_weights(name)
+        if given and torch.is_grad_enabled():
             with contextlib.suppress(UnclearError):
                 for term in terms_of(outputs, sizes, self.dim, {}):
-                    ignore_if_empty(term.nodes, weights)
-        if weights or not self.counted or is_symbolic(outputs[0].device):
-            return weighted_mean(outputs, weights or sizes, device)
+                    ignore_if_empty(term.nodes, given)
+        if given or not self.counted or is_symbolic(outputs[0].device):
+            return weighted_mean(outputs, given or sizes, device)
         try:
-            rule = self._rule(outputs, name)
-            rest, parts = outputs, []
-            for position, by, factor, scales in rule.own:
-                values = [one.value * factor for one in self._counted(position)]
-                for i, scale in zip(range(len(values)), itertools.cycle(scales), strict=False):
-                    values[i] = values[i] * scale.to(values[i].device)
-                rest = [value - part for value, part in zip(rest, values, strict=True)]
-                parts.append(self._by(by, values, device))
-            return sum(parts, self._by(rule.rest, rest, device))
+            base, own = self._plan(outputs, name)
         except UnclearError as error:
             self.history.warn(self.described(name), str(error))
             return weighted_mean(outputs, sizes, device)
+        parts = []
+        for term, weights in own:
+            values = term.values()
+            outputs = [output - value for output, value in zip(outputs, values, strict=True)]
+            parts.append(_joined(values, weights, device))
+        return sum(parts, _joined(outputs, base, device))
 
-    def _rule(self, outputs: Tensors, name: str) -> Rule:
+    def _plan(self, outputs: Tensors, name: str) -> Plan:
         """Return how an output is joined.
 
         Raises:
@@ -240,153 +195,161 @@ class ChunkLosses:
         own = [one for found, output in pairs for one in found if one.is_(output)]
         if len(own) == len(outputs) and len({one.position for one in own}) == 1:
             self._check_counted(own, name)
-            return Rule(SUM if own[0].kind == "sum" else ("counted", own[0].position))
-        key, rules = (self._code, name), self.history.rules
-        if torch.is_grad_enabled():
-            try:
-                rule = self._rule_by_graph(outputs, key)
-            except UnclearError as error:
-                rules[key] = Rule(reason=str(error))
-                raise
-            rules[key] = rule.detached()
-            return rule
-        rule = rules.get(key) or self._rule_by_value(outputs, key)
-        if rule.reason:
-            raise UnclearError(rule.reason)
-        if rule.num_counted not in (0, len(self.counted[0])):
-            raise UnclearError("without gradients it computes other cross entropies")
-        if rule.is_ambiguous:
-            raise UnclearError("several arguments have counted the same so far")
-        if rule.rest[0] == "entries":
-            raise UnclearError("without gradients it is not known over how many entries it is")
-        if rule.arguments not in (None, self._argument_names):
-            raise UnclearError("without gradients, and with other arguments, it may be a mean")
-        return rule
+            return self._weights_by(("counted", own[0].position)), []
+        key = self._code, name
+        if not torch.is_grad_enabled():
+            rule = self.history.rules.get(key)
+            return self._plan_by_rule(rule) if rule else self._plan_by_value(outputs, key)
+        try:
+            return self._plan_by_graph(outputs, key)
+        except UnclearError as error:
+            self.history.rules[key] = str(error)
+            raise
 
-    def _rule_by_value(self, outputs: Tensors, key: Any) -> Rule:
+    def _plan_by_value(self, outputs: Tensors, key: Any) -> Plan:
         """Return how a multiple of a cross entropy is joined. This waits for the device."""
         for position in range(min(map(len, self.counted))):
             own = self._counted(position)
             pairs = zip(outputs, own, strict=True)
             factors = [float(output) / (float(one.value) or math.nan) for output, one in pairs]
             if factors[0] and all(math.isclose(f, factors[0], rel_tol=1e-6) for f in factors):
-                term = of_counted(own, Term(factors[:1] * len(own), is_scaled=True))
-                return Rule(self._weighting((key, position), term))
+                term = Term(factors[:1] * len(own), is_scaled=True)
+                return self._weights_of((key, position), of_counted(own, term)), []
         raise UnclearError("no call with gradients has shown how it is computed")
 
-    def _rule_by_graph(self, outputs: Tensors, key: Any) -> Rule:
+    def _plan_by_rule(self, rule: Rule | str) -> Plan:
+        """Return how an output is joined as in the last call with gradients."""
+        if isinstance(rule, str):
+            raise UnclearError(rule)
+        if rule.form != self.form:
+            raise UnclearError("without gradients it has other arguments, or other cross entropies")
+        start = [1.0] * len(self.counted)
+        own = [
+            (of_counted(self._counted(i), Term(start).times(factor)), self._weights_by(by))
+            for i, factor, by in rule.own
+        ]
+        return self._weights_by(rule.base), own
+
+    def _plan_by_graph(self, outputs: Tensors, key: Any) -> Plan:
         nodes = {one.node: one for found in self.counted for one in found if one.node}
         sizes = self.chunk_sizes or ()
         terms = terms_of(outputs, sizes, self.dim, nodes)
-        kinds = tuple((term.kind, term.position) for term in terms)
-        known = [(t, self._weighting((key, kinds, i), t)) for i, t in enumerate(terms) if t.kind]
+        known = [
+            (term, self._weights_of((key, len(terms), i), term))
+            for i, term in enumerate(terms)
+            if term.kind
+        ]
         if not known:
             raise UnclearError("no mean or sum over samples was found in it")
-        free = {by for term, by in known if term.position is None or by[0] == "argument"}
-        base = free.pop() if free else known[0][1] if len(terms) == 1 else SAMPLES
-        if free or any(by != base and not _are_equal(term.factors) for term, by in known):
+        free = {weights.by: weights for term, weights in known if not term.own or term.divisors}
+        base = self._weights_by(SAMPLES) if len(terms) > 1 else known[0][1]
+        base = free.popitem()[1] if free else base
+        own = [(term, weights) for term, weights in known if weights.by != base.by]
+        if free or not all(are_equal(term.factors) for term, _ in own):
             raise UnclearError("its means and sums have different weights")
-        others = [term for term in terms if not term.kind]
-        if others and (base == SUM or base[0] == "argument"):
-            raise UnclearError("what does not depend on samples is added to a sum")
-        if any(term.divisors or not _is_constant(term, sizes) for term in others):
-            raise UnclearError("what does not depend on samples is divided by what does")
-        for term, by in known:
-            if by[0] == "argument" and not adds_up(by):
-                ignore_if_empty(term.nodes, self._weights_by(by))
-            if term.position is not None:
-                self._check_counted(self._counted(term.position), key[1])
-        own = [
-            (term.position, by, term.factors[0], term.scales)
-            for term, by in known
-            if by != base and term.position is not None
-        ]
-        is_scaled = any(by == SUM and term.is_scaled for term, by in known)
-        is_ambiguous = any(
-            len(self.history.divided.get((key, kinds, i), ())) > 1 for i in range(len(terms))
+        for term in terms:
+            if not term.kind and base == SUM:
+                raise UnclearError("what does not depend on samples is added to a sum")
+            if not term.kind and (term.divisors or not _is_constant(term, sizes)):
+                raise UnclearError("what does not depend on samples is divided by what does")
+        for term, weights in known:
+            if weights.by[0] == "masked":
+                ignore_if_empty(term.nodes, weights.values)
+            if term.own:
+                self._check_counted(term.own, key[1])
+        has_scales = any(term.scales for term, _ in own)
+        self.history.rules[key] = Rule(
+            ("scaled",) if has_scales else base.by,
+            [(term.own[0].position, term.factors[0], weights.by) for term, weights in own],
+            self.form,
         )
-        names = self._argument_names if is_scaled else None
-        return Rule(base, own, names, len(self.counted[0]), is_ambiguous)
+        return base, own
 
     @property
-    def _argument_names(self) -> Any:
-        """The number of positional arguments, and the names of others that are not None."""
+    def form(self) -> Any:
+        """Which arguments the call has, and how many cross entropies."""
         args, kwargs = self.arguments[0] if self.arguments else ((), {})
-        return len(args), frozenset(name for name, value in kwargs.items() if value is not None)
+        given = {name for name, value in kwargs.items() if value is not None}
+        return len(args), given, len(self.counted[0])
 
-    def _weighting(self, key: Any, term: Term) -> Weighting:
-        """Return the weights of a term, which may be divided by what an argument counts.
-
-        Calls wait for the device until a single argument fits.
+    def _weights_by(self, by: tuple[Any, ...]) -> Weights:
+        """Return weights in this call.
 
         Raises:
-            UnclearError: they are not known.
+            UnclearError: only the graph tells them.
         """
-        if not term.divisors:
-            try:
-                return weighting_of(term, self.chunk_sizes or ())
-            except UnclearError:
-                if term.kind != "sum" or not term.is_scaled or term.scales:
-                    raise
-        known = self.history.divided.get(key)
-        if known is None or len(known) > 1:
-            numbers = [1 / (factor or math.nan) for factor in term.factors]
-            divisors = [float(divisor) for divisor in term.divisors] or numbers
-            counts = [self._counts_in(i) for i in range(len(self.arguments))] or [{}]
-            known = self.history.divided[key] = [
-                by
-                for by in known or counts[0]
-                if _are_counts(divisors, [float(own.get(by, math.nan)) for own in counts])
+        if by == SAMPLES:
+            return Weights(by, self.chunk_sizes or ())
+        if by[0] == "counted":
+            own = self._counted(by[1])
+            return SUM if own[0].kind == "sum" else Weights(by, [one.count for one in own])
+        if by != SUM.by:
+            raise UnclearError("without gradients its counts or factors are not known")
+        return SUM
+
+    def _weights_of(self, place: Any, term: Term) -> Weights:
+        """Return with which weights a term of the replicas is joined to that of the batch.
+
+        Raises:
+            UnclearError: it is not known.
+        """
+        sizes, factors = self.chunk_sizes or (), term.factors
+        known = [self._weights_by(SAMPLES)]
+        if not term.own:
+            known.append(Weights(("entries", *term.counts), term.counts))
+        if term.kind == "mean" and are_equal(factors) and not term.divisors:
+            if term.own:
+                return self._weights_by(("counted", term.own[0].position))
+            return known[not are_equal([n / m for n, m in zip(term.counts, sizes, strict=True)])]
+        if term.kind == "sum" and not term.divisors:
+            # It may be divided by the number of samples or entries. In an even split only its value
+            # tells that from a number that is the same for all chunks.
+            is_even = len(set(sizes)) == 1
+            fits = are_ones if is_even else are_equal
+            pairs = [
+                (w, [f * n for f, n in zip(factors, w.values, strict=True) if n]) for w in known
             ]
-        if not known or term.kind != "sum" or (term.divisors and not _are_equal(term.factors)):
-            raise UnclearError("it is divided by something else than what an argument counts")
-        return known[0]
+            means = [weights for weights, numbers in pairs if term.is_scaled and fits(numbers)]
+            is_plain = are_ones(factors) and not term.is_scaled
+            if bool(means) != (is_plain if is_even else are_equal(factors)):
+                return means[0] if means else SUM
+        if term.kind == "sum" and term.is_scaled and not term.scales:
+            return self._weights_of_divided(place, term, known)
+        raise UnclearError("it is not clear whether its sums add up or are means")
 
-    def _counts_in(self, replica: int) -> dict[Weighting, Any]:
-        """Return what the arguments of a replica count.
+    def _weights_of_divided(self, place: Any, term: Term, known: list[Weights]) -> Weights:
+        """Return the weights of a sum that is divided by its count, or by an argument.
 
-        That is the sum of a tensor with a row for each sample, or the number of its entries other
-        than 0 or -100 if they are integers. A 0-dim tensor is itself a number.
-        """
-        found, size = dict[Weighting, Any](), (self.chunk_sizes or ())[replica]
-        for name, value in named_arguments(self.function, *self.arguments[replica]):
-            for path, leaf in nested.leaves(value, name):
-                if isinstance(leaf, Tensor) and (leaf.requires_grad or leaf.dtype not in _COUNTED):
-                    continue
-                if isinstance(leaf, float | int) or (isinstance(leaf, Tensor) and not leaf.dim()):
-                    found["argument", path, "number"] = leaf
-                elif isinstance(leaf, Tensor) and leaf.shape[self.dim : self.dim + 1] == (size,):
-                    found["argument", path, "sum"] = leaf.sum()
-                    if not leaf.is_floating_point():
-                        for n in (0, -100):
-                            found["argument", path, f"other than {n}"] = (leaf != n).sum()
-        return found
-
-    def _weights_by(self, weighting: Weighting) -> Sequence[Any]:
-        """Return the weight of each replica.
+        The first call waits for the counts.
 
         Raises:
-            UnclearError: the call lacks what is counted.
+            UnclearError: it is divided by something else.
         """
-        if weighting == SAMPLES:
-            return self.chunk_sizes or ()
-        if weighting[0] == "entries":
-            return weighting[1:]
-        if weighting[0] == "counted":
-            return [one.count for one in self._counted(weighting[1])]
-        found = [self._counts_in(i).get(weighting) for i in range(len(self.arguments))]
-        if None in found:
-            raise UnclearError(f"it was divided by argument {weighting[1]}, which is missing")
-        return found
-
-    def _by(self, weighting: Weighting, tensors: Tensors, device: torch.device) -> Tensor:
-        """Return the sum or the weighted mean of tensors of the replicas."""
-        weights = () if weighting == SUM else self._weights_by(weighting)
-        if adds_up(weighting):
-            return total(tensors, device)
-        # Where an argument counts nothing, the sum is divided by 1, and still added.
-        ignores_empty = weighting[0] != "argument"
-        return weighted_mean(tensors, weights, device, ignores_empty=ignores_empty)
+        divisors: Sequence[Any] = term.divisors or [
+            1 / (factor or math.nan) for factor in term.factors
+        ]
+        if term.divisors and not are_equal(term.factors):
+            raise UnclearError("it is divided by a tensor and by a number of each chunk")
+        if term.own:
+            counts = [Weights(("masked", term.own[0].position), [one.count for one in term.own], 1)]
+        else:
+            masks = masks_behind(term.nodes, self.chunk_sizes or (), self.dim)
+            counts = [
+                Weights(("masked", *map(storage_of, own)), [mask.sum() for mask in own], 1)
+                for own in masks
+            ]
+        numbers = [
+            [leaf for _, leaf in nested.leaves([*args, *kwargs.values()]) if _is_number(leaf)]
+            for args, kwargs in self.arguments
+        ]
+        counts += [*known[1:], *(Weights(SUM.by, own) for own in zip(*numbers, strict=False))]
+        if place not in self.history.divided:
+            fits = (i for i, one in enumerate(counts) if _are_counts(divisors, one.values))
+            self.history.divided[place] = next(fits, len(counts))
+        if self.history.divided[place] < len(counts):
+            found = counts[self.history.divided[place]]
+            return SUM if found.by == SUM.by else found
+        raise UnclearError("it is divided by something else than what it counts")
 
     def _counted(self, position: int) -> list[Counted]:
         """Return the cross entropy of each replica at a position."""
@@ -486,6 +449,29 @@ def moved(tensors: Tensors, device: torch.device) -> list[Tensor]:
     return there
 
 
+def _is_constant(term: Term, sizes: Sequence[int]) -> bool:
+    """Return whether a term is the same for all chunks, and not divided by their size."""
+    products = [factor * size for factor, size in zip(term.factors, sizes, strict=True)]
+    return are_equal(term.factors) and not (term.is_scaled and are_ones(products))
+
+
+def _is_number(argument: object) -> bool:
+    return type(argument) in (int, float) or (
+        isinstance(argument, Tensor) and not argument.dim() and not argument.requires_grad
+    )
+
+
+def _are_counts(divisors: Sequence[Any], counts: Sequence[Any]) -> bool:
+    """Return whether divisors are counts. A count of 0 may have been replaced by 1."""
+    pairs = [
+        (float(divisor), float(count)) for divisor, count in zip(divisors, counts, strict=True)
+    ]
+    return any(count for _, count in pairs) and all(
+        math.isclose(divisor, count or divisor * (divisor in (0, 1)), rel_tol=1e-6)
+        for divisor, count in pairs
+    )
+
+
 def ignore_if_empty(nodes: Sequence[Any], weights: Sequence[Any]) -> None:
     """Replace the gradients of sums that are 0 / 0, on replicas whose weight is 0, by 0."""
     for node, weight in zip(nodes, weights, strict=False):
@@ -505,29 +491,30 @@ def total(tensors: Tensors, device: torch.device) -> Tensor:
     return functools.reduce(torch.add, moved(tensors, device))
 
 
+def _joined(tensors: Tensors, weights: Weights, device: torch.device) -> Tensor:
+    if weights == SUM:
+        return total(tensors, device)
+    return weighted_mean(tensors, weights.values, device, weights.if_empty)
+
+
 def weighted_mean(
-    tensors: Tensors, weights: Sequence[Any], device: torch.device, *, ignores_empty: bool = True
+    tensors: Tensors, weights: Sequence[Any], device: torch.device, if_empty: float = math.nan
 ) -> Tensor:
     """Return the weighted mean of 0-dim tensors on ``device``.
 
     Args:
-        tensors: a mean over each chunk.
+        tensors: a mean over each chunk. Where the weight is 0, it is ignored, also if it is 0 / 0.
         weights: for each, a number or a 0-dim tensor, which is not read: that would wait for its
             device.
         device: the device of the result.
-        ignores_empty: whether those with the weight 0 are always ignored. If not, they are added as
-            they are unless they are 0 / 0, since a count of 0 was replaced by 1 in their divisor.
+        if_empty: the weights if all are 0.
     """
     means = torch.stack(moved(tensors, device))
     shares = torch.stack([_to_tensor(weight, device) for weight in weights]).double()
-    total, is_empty = shares.sum(), shares == 0
-    if not ignores_empty:
-        means = means.masked_fill(is_empty & (total != 0) & means.isnan(), 0)
-        total = total.where(total != 0, 1)
-    means = means.masked_fill(is_empty, 0) if ignores_empty else means
+    shares = shares.where(shares.sum() != 0, if_empty)
+    means = means.masked_fill(shares == 0, 0)
     dtype = torch.promote_types(means.dtype, torch.float32)  # where no sum of counts overflows
-    shares = shares.masked_fill(is_empty, 1).to(dtype) / total.to(dtype)
-    return torch.dot(means.to(dtype), shares).to(means.dtype)
+    return torch.dot(means.to(dtype), (shares / shares.sum()).to(dtype)).to(means.dtype)
 
 
 def _to_tensor(weight: float | Tensor, device: torch.device) -> Tensor:
