@@ -174,7 +174,7 @@ class Loop(AutoSplit):
         known = self.options.pop(measured.chunk_sizes, measured)  # the latest one is the last one
         self.last = max(measured, known, key=lambda option: max(option.peak_bytes))
         self.options[measured.chunk_sizes] = self.last
-        if measured.is_even or self.search.search.batch_size:
+        if len(self.devices) > 1 and (measured.is_even or self.search.search.batch_size):
             self.search.tell(measured.chunk_sizes, measured.peak_bytes, iteration[1])
 
     def _parameters(self) -> Iterator[torch.Tensor]:

@@ -94,3 +94,12 @@ def test_the_best_option_is_the_best_of_all(arguments, batch_size, memory, repor
         [peaks[value]] = [max(o.peak_bytes) for o in options if o.chunk_sizes[0] == value]
     assert peaks[report.best.chunk_sizes[0]] == max(report.best.peak_bytes)
     assert report.best.chunk_sizes[0] == best_gpu0_bsz(peaks)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.cuda.amp:FutureWarning")
+def test_one_device_has_no_choice(monkeypatch):
+    """A search for its split ended the script with a ValueError."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    options = "run --symbolic --devices 1 --steps 3"
+    done = CliRunner().invoke(app, [*options.split(), str(SCRIPTS / "ema.py")])
+    assert done.exit_code == 0, done.stderr
