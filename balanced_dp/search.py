@@ -232,8 +232,9 @@ def measure_largest(measure: Callable[[tuple[int, ...]], Full], search: Search, 
     share = largest(
         range(smallest, limit // num + 1), lambda n: (n,) * num, max, {search.even: even}
     )
-    sizes = range(max(1, (share - 1) * num + 1), min((share + 1) * num, limit + 1))
-    largest(sizes, lambda n: split_batch(n, num, n), max, bends_up=False)
+    for more in (1, num - 1):  # with one more, most devices have a larger chunk already
+        sizes = range(max(1, (share - 1) * num + 1), min(share * num + more, limit) + 1)
+        largest(sizes, lambda n: split_batch(n, num, n), max, bends_up=False)
     equal = {split[1]: full for split, full in told.items() if split[1] and len({*split[1:]}) == 1}
     chunk = largest(
         range(smallest, limit // (num - 1) + 1),
