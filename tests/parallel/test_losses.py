@@ -136,25 +136,17 @@ def test_traps_are_exact_or_warned_of(name, gpu0_bsz, size):
     assert is_exact or told
 
 
-@pytest.mark.parametrize("gpu0_bsz", [1, None])
-def test_evaluation_that_computes_something_else(gpu0_bsz):
-    """An argument that none is divided by any more, and a further cross entropy."""
-
-    def ambiguous(n: Net, x: Tensor, o: Tensor, y: Tensor, mask: Tensor) -> Tensor:
-        return (rows(o) * (y != -100)).sum() / (y != -100).sum()
-
-    def metric(n: Net, x: Tensor, o: Tensor, y: Tensor, real: Tensor) -> Tensor:
+@pytest.mark.parametrize(("gpu0_bsz", "size"), [(1, 13), (None, 12)])
+def test_a_metric_in_evaluation_is_told_from_the_loss(gpu0_bsz, size):
+    def loss(n: Net, x: Tensor, o: Tensor, ignored: Tensor, real: Tensor) -> Tensor:
         if not torch.is_grad_enabled():
-            functional.cross_entropy(o / 2, y.clamp(min=0))
-        return functional.cross_entropy(o, y) + functional.mse_loss(o, real)
+            functional.cross_entropy(o / 2, ignored.clamp(min=0))
+        return functional.cross_entropy(o, ignored) + functional.mse_loss(o, real)
 
-    size = 13 if gpu0_bsz else 12
-    for loss, others in ((ambiguous, {"mask": torch.ones_like(Y)}), (metric, {"real": REAL})):
-        model, bare = make(loss, gpu0_bsz)
-        others = {name: value[:size] for name, value in others.items()}
-        step(model, bare, True, {"x": X[:size], "y": Y[:size], **others})
-        is_exact, told = step(model, bare, False, {"x": X[:size], "y": IGNORED[:size], **others})
-        assert is_exact or told
+    model, bare = make(loss, gpu0_bsz)
+    assert step(model, bare, True, given_to(loss, size)) == (True, [])
+    is_exact, told = step(model, bare, False, given_to(loss, size))
+    assert is_exact or told
 
 
 @pytest.mark.parametrize(
@@ -580,19 +572,6 @@ def test_a_first_batch_in_which_nothing_is_ignored(loss, gpu0_bsz):
         assert is_exact and not told
     is_exact, told = step(model, bare, False, {"x": X, "y": some})
     assert is_exact or told
-
-
-def test_arguments_that_count_the_same_at_first():
-    """Without padding, word numbers, mask and labels count the same. Only labels are divided by."""
-
-    def loss(n: Net, x: Tensor, o: Tensor, words: Tensor, mask: Tensor, y: Tensor) -> Tensor:
-        return (rows(o) * (y != -100)).sum() / (y != -100).sum()
-
-    model, bare = make(loss)
-    full = {"words": Y + 1, "mask": torch.ones_like(Y), "y": Y}
-    padded = {"words": Y, "mask": (Y > 1).long(), "y": IGNORED}
-    for given_now in (full, full, padded, full, padded):
-        assert step(model, bare, True, {"x": X, **given_now}) == (True, [])
 
 
 @pytest.mark.parametrize("factor", [0.1, 0.5, 1.0])
