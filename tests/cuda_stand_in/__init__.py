@@ -131,15 +131,6 @@ class StandIn:
             extension.set_limit(index, 0, "")
             module.total_bytes[index] = TOTAL_BYTES
 
-    @contextmanager
-    def workspaces(self, num_bytes: int) -> Iterator[None]:
-        """Lets each thread and stream that multiplies matrices take so much, as cuBLAS does."""
-        extension.set_workspaces(num_bytes)
-        try:
-            yield
-        finally:
-            extension.set_workspaces(0)
-
     @property
     def num_waits(self) -> int:
         """How many times the host has waited for a device."""

@@ -15,12 +15,6 @@ from unittest import mock
 
 import torch
 from torch import Tensor
-from torch._utils import (
-    _flatten_dense_tensors,
-    _reorder_tensors_as,
-    _take_tensors,
-    _unflatten_dense_tensors,
-)
 from torch.nn.parallel import comm
 
 from .device_module import NAME
@@ -88,15 +82,8 @@ class Communicators:
     def broadcast_coalesced(
         self, tensors: Sequence[Tensor], devices: Sequence[int], buffer_size: int
     ) -> list[list[Tensor]]:
-        if any(tensor.get_device() != devices[0] for tensor in tensors):
-            raise RuntimeError(f"All tensors must be on devices[0]: {devices[0]}")
-        sent: list[list[Tensor]] = [[] for _ in devices]
-        for chunk in _take_tensors(tensors, buffer_size):
-            flat = self.broadcast(_flatten_dense_tensors(chunk), devices)
-            for parts, there in zip(sent, flat, strict=True):
-                # They share memory, but not the version: see [Version Counter in comm.*_coalesced].
-                parts += [part.data for part in _unflatten_dense_tensors(there, chunk)]
-        return [list(tensors), *(list(_reorder_tensors_as(p, tensors)) for p in sent[1:])]
+        sent = [self.broadcast(tensor, devices) for tensor in tensors]
+        return [[there[i] for there in sent] for i in range(len(devices))]
 
     def reduce(self, inputs: Sequence[Tensor], output: Tensor, root: int) -> None:
         outputs = [output if i == root else t for i, t in enumerate(inputs)]

@@ -92,8 +92,6 @@ struct Machine {
   std::array<c10::CachingDeviceAllocator::DeviceStats, kDevices> stats{};
   std::array<int64_t, kDevices> limits{}; // bytes that can be allocated; 0 for any
   std::string failure; // what is said where there is no memory; empty for torch's own error
-  std::map<std::pair<std::thread::id, int>, c10::DataPtr> workspaces; // by thread and stream
-  size_t workspace_bytes = 0; // of each
   std::array<at::Generator, kDevices> generators;
   bool is_initialized = false;
 };
@@ -553,20 +551,6 @@ double num_operations(const std::string& name, at::ArrayRef<IValue> args) {
   return 2.0 * static_cast<double>(left.numel()) * static_cast<double>(right.size(-1));
 }
 
-// cuBLAS keeps memory for each thread and stream on which matrices were multiplied.
-void take_workspace(int stream) {
-  auto& m = machine();
-  const auto key = std::make_pair(std::this_thread::get_id(), stream);
-  {
-    const Lock lock(m.mutex);
-    if (!m.workspace_bytes || m.workspaces.count(key))
-      return;
-  }
-  auto workspace = allocator.allocate(m.workspace_bytes);
-  const Lock lock(m.mutex);
-  m.workspaces.emplace(key, std::move(workspace));
-}
-
 void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto& schema = op.schema();
   const size_t first = stack->size() - schema.arguments().size();
@@ -595,8 +579,6 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   if (machine().is_recording && !is_view) // host threads launch at one pace, however few the cores
     std::this_thread::sleep_for(std::chrono::microseconds(50));
   const double amount = num_operations(name, at::ArrayRef<IValue>(*stack).slice(first));
-  if (amount > 0)
-    take_workspace(stream);
   if (is_view)
     cpu.uses.clear();
 
@@ -819,12 +801,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     const Lock lock(machine().mutex);
     machine().limits[device] = bytes;
     machine().failure = failure;
-  });
-  module.def("set_workspaces", [](size_t bytes) { // frees those that there are
-    decltype(Machine::workspaces) old;
-    const Lock lock(machine().mutex);
-    machine().workspace_bytes = bytes;
-    old.swap(machine().workspaces);
   });
   module.def("set_recording", [](bool on) { machine().is_recording = on; });
   module.def("take_record", [] { // a list of (name, [(stream, tick)], targets, amount, {stream: tick})
