@@ -133,7 +133,7 @@ def check_on_device(tensors: Iterable[torch.Tensor], *devices: torch.device) -> 
     """Check that all tensors are on one of the devices.
 
     Raises:
-        RuntimeError: a tensor is elsewhere; the message is that of ``nn.DataParallel``.
+        RuntimeError: a tensor is elsewhere; the message begins as that of ``nn.DataParallel``.
     """
     for tensor in tensors:
         if tensor.device not in devices:
@@ -141,7 +141,7 @@ def check_on_device(tensors: Iterable[torch.Tensor], *devices: torch.device) -> 
             raise RuntimeError(
                 "module must have its parameters and buffers on device "
                 f"{', '.join(map(str, devices))} {ids} but found one of them on device: "
-                f"{tensor.device}"
+                f"{tensor.device}; move the module there, and wrap it only once"
             )
 
 

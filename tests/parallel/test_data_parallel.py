@@ -197,7 +197,7 @@ class Unusual(Exception):
 
 
 @pytest.mark.parametrize(
-    ("gpu0_bsz", "batch_size", "note"),
+    ("gpu0_bsz", "size", "note"),
     [
         (1, 8, "in replica 2 on lazy:2, with 2 of the batch's 8 samples"),
         (0, 8, "in replica 1 on lazy:2, with 3 of the batch's 8 samples"),
@@ -205,7 +205,7 @@ class Unusual(Exception):
         (1, None, "in replica 0 on lazy:0"),
     ],
 )
-def test_an_exception_is_raised_as_it_is_with_a_note(emulated, gpu0_bsz, batch_size, note):
+def test_an_exception_is_raised_as_it_is_with_a_note(emulated, gpu0_bsz, size, note):
     error = Unusual(3, detail="x")
 
     def fail(m, x=None):
@@ -215,7 +215,7 @@ def test_an_exception_is_raised_as_it_is_with_a_note(emulated, gpu0_bsz, batch_s
 
     parallel = wrap(emulated[:4], gpu0_bsz, Lambda(fail, a=nn.Linear(4, 2)))
     with pytest.raises(Unusual) as caught:
-        parallel(*([] if batch_size is None else [torch.randn(batch_size, 4)]))
+        parallel(*([] if size is None else [torch.randn(size, 4)]))
     assert caught.value is error
     assert notes_of(error) == [note]
     assert "fail" in [entry.name for entry in caught.traceback]

@@ -27,45 +27,39 @@ def run(calls, devices):
     return parallel_apply(calls, [((), {})] * len(calls), devices)
 
 
-def thread_names(num_devices):
-    """The first device's calls run in the calling thread."""
-    others = [f"replicas on lazy:{i}" for i in range(1, num_devices)]
-    return [threading.current_thread().name, *others]
-
-
-def test_results_come_in_order_each_device_s_from_its_own_thread(emulated):
-    barrier = threading.Barrier(3)  # all three run at the same time, or this would not end
-
-    def call(index):
-        barrier.wait(timeout=60)
-        return index, threading.current_thread().name
-
-    results = run([lambda i=i: call(i) for i in range(3)], [CPUS[0], *emulated[1:3]])
-    assert results == list(enumerate(thread_names(3)))
-
-
-def test_calls_on_one_device_run_one_after_another(emulated):
-    devices = [CPUS[0], emulated[1], CPUS[0], emulated[1]]
-    log = []
+@pytest.mark.parametrize(
+    ("names", "threads"),
+    [
+        (["cpu"], [None]),
+        (["cpu"] * 3, [None] * 3),
+        (["lazy:1"] * 3, [None] * 3),
+        (["cpu", "lazy:1", "lazy:2"], [None, 1, 2]),
+        (["cpu", "lazy:1", "cpu", "lazy:1"], [None, 1, None, 1]),
+        (["lazy:2", "lazy:3", "lazy:4"], [2, 3, 4]),
+    ],
+)
+def test_each_device_has_a_thread(names, threads, emulated):
+    """The first one's is that of the caller, unless all are emulated; there it is current, and its
+    calls run one after the other.
+    """
+    devices = [*map(torch.device, names)]
+    barrier, log = threading.Barrier(len(set(names))), []
 
     def call(index):
-        log.append((index % 2, index, "begins"))
-        log.append((index % 2, index, "ends"))
-        return threading.current_thread().name
+        if names.index(names[index]) == index:
+            barrier.wait(60)  # the first calls of all devices run at the same time
+        log.extend((names[index], index, what) for what in ("begins", "ends"))
+        return index, threading.current_thread().name, torch.lazy.current_device()
 
-    names = run([lambda i=i: call(i) for i in range(4)], devices)
-    assert names == thread_names(2) * 2
-    for device in range(2):
-        assert [entry[1:] for entry in log if entry[0] == device] == [
-            (index, what) for index in (device, device + 2) for what in ("begins", "ends")
-        ]
-
-
-@pytest.mark.parametrize("num_calls", [1, 3])
-def test_calls_on_a_single_device_run_in_the_calling_thread(num_calls, emulated):
-    for device in (CPUS[0], emulated[1]):
-        threads = run([threading.current_thread] * num_calls, [device] * num_calls)
-        assert threads == [threading.current_thread()] * num_calls
+    caller = threading.current_thread().name
+    found = run([lambda i=i: call(i) for i in range(len(names))], devices)
+    for index, (device, thread) in enumerate(zip(devices, threads, strict=True)):
+        name = caller if thread is None else f"replicas on lazy:{thread}"
+        assert found[index] == (index, name, device.index or 0)
+    assert torch.lazy.current_device() == 0
+    for own in set(names):
+        entries = [entry[1:] for entry in log if entry[0] == own]
+        assert entries == sorted(entries, key=lambda entry: entry[0])
 
 
 def state():
@@ -82,14 +76,11 @@ def state():
 @pytest.mark.parametrize(
     "context",
     [
-        torch.no_grad(),
-        torch.enable_grad(),
-        torch.inference_mode(),
+        *(torch.no_grad(), torch.enable_grad(), torch.inference_mode()),
         torch.autocast("cpu", dtype=torch.bfloat16),
         torch.autocast("cpu", dtype=torch.float16, cache_enabled=False),
         torch.autocast("cpu", enabled=False),
     ],
-    ids=["no_grad", "enable_grad", "inference_mode", "bfloat16", "float16", "disabled"],
 )
 def test_threads_have_the_caller_s_modes(context, num_calls, emulated):
     """Threads of nn.DataParallel enter autocast without its dtype, so that bfloat16 becomes
@@ -109,16 +100,6 @@ def test_threads_have_the_caller_s_context_variables(emulated):
         assert run([variable.get] * 3, emulated[:3]) == ["set"] * 3
     finally:
         variable.reset(token)
-
-
-def test_emulated_devices_all_have_a_thread_in_which_they_are_current(emulated):
-    module = torch.get_device_module(emulated[0])
-
-    def call():
-        return threading.current_thread().name, module.current_device()
-
-    assert run([call] * 3, emulated[2:5]) == [(f"replicas on lazy:{i}", i) for i in (2, 3, 4)]
-    assert module.current_device() == 0
 
 
 def test_the_first_of_several_failures_is_raised_when_all_have_ended(emulated):

@@ -203,10 +203,15 @@ def test_a_closure_may_set_an_attribute(devices):
 
 
 @pytest.mark.filterwarnings("ignore:gpu0_bsz")
-def test_a_wrapped_module_may_hold_another_one():
-    inner = BalancedDataParallel(1, nn.Linear(4, 4), ["cpu"] * 2)
-    model = BalancedDataParallel(1, nn.Sequential(inner), ["cpu"] * 2)
-    x = torch.randn(12, 4)
+@pytest.mark.parametrize("kind", ["cpu", "emulated"])
+def test_a_wrapped_module_may_hold_another_one(devices):
+    """Replicas that share a device may be wrapped again; others find their weights elsewhere."""
+    inner = BalancedDataParallel(1, nn.Linear(4, 4).to(devices[0]), devices[:2])
+    model, x = BalancedDataParallel(1, nn.Sequential(inner), devices[:2]), torch.randn(12, 4)
+    if devices[0] != devices[1]:
+        with pytest.raises(RuntimeError, match=r"found one .* on device: lazy:1; .* only once"):
+            model(x)
+        model = BalancedDataParallel(1, nn.Sequential(inner.module), devices[:2])
     for _ in range(2):
-        torch.testing.assert_close(model(x), inner.module(x))
+        torch.testing.assert_close(model(x), inner.module(x.to(devices[0])))
     inner.close()
