@@ -20,26 +20,29 @@ from balanced_dp.memory.peaks import Peaks
 from balanced_dp.parallel import copies
 from balanced_dp.parallel.auto import AutoSplit
 
-from ..at_once import NUM_THREADS, at_once
+from ..at_once import at_once
 from ..modules import assert_same_gradients
 
 EXACT = {"rtol": 1e-10, "atol": 1e-12}
 
 
-class Net(nn.Module):
-    """Layers of several kinds, and the losses that ``loss`` names."""
+def two_terms(output, y):
+    losses = functional.cross_entropy(output, y), functional.cross_entropy(output, y % 2)
+    return {"first": losses[0], "second": losses[1], "output": output}
 
-    def __init__(self, loss=None):
+
+class Net(nn.Module):
+    """Layers of several kinds, and two losses."""
+
+    def __init__(self):
         super().__init__()
         self.layers = nn.Sequential(
             nn.Linear(4, 8), nn.LayerNorm(8), *(nn.Sequential(nn.Linear(8, 8)) for _ in range(5))
         )
         self.head = nn.Linear(8, 5)
-        self.loss = loss
 
-    def forward(self, x, y=None):
-        output = self.head(self.layers(x))
-        return output if self.loss is None else self.loss(output, y)
+    def forward(self, x, y):
+        return two_terms(self.head(self.layers(x)), y)
 
 
 def batch(number):
@@ -51,84 +54,54 @@ def batch(number):
     return x, y
 
 
-def make(devices, loss=None, **options):
-    torch.manual_seed(0)
-    bare = Net(loss).double()
-    model = BalancedDataParallel(1, copy.deepcopy(bare).to(devices[0]), devices[:3], **options)
-    return model, bare
-
-
 def held(devices):
     return [torch.lazy.memory_allocated(d) for d in devices if d.type == "lazy"]
 
 
-@pytest.mark.parametrize("is_bound", [False, True], ids=["recycled", "with a bound method"])
-def test_outputs(devices, is_bound):
-    model, bare = make(devices)
-    if is_bound:  # such replicas are made for each call
-        linear = model.module.head
-        linear.forward = types.MethodType(nn.Linear.forward, linear)
-    before = held(devices)
-
-    def evaluate(number):
-        with torch.no_grad():
-            return [model(batch(number)[0]).cpu() for _ in range(4)]
-
-    for number, outputs in enumerate(at_once(evaluate)):
-        for output in outputs:
-            torch.testing.assert_close(output, bare(batch(number)[0]).detach(), **EXACT)
-        del output, outputs
-    assert held(devices) == before
-
-
-@pytest.mark.parametrize("is_shared", [False, True])
-def test_training_steps(devices, is_shared, monkeypatch):
-    """Gradients of all threads are added up in the same parameters.
-
-    If calls share the weights, one of the threads makes the copies for all.
+@pytest.mark.parametrize(
+    ("has_gradients", "block", "is_bound"),
+    [
+        *((False, nullcontext, False), (False, "shared_weights", False)),
+        *((True, nullcontext, False), (True, "accumulate", False)),
+        *((True, nullcontext, True), (False, nullcontext, True)),  # replicas made for each call
+    ],
+)
+def test_steps_of_many_threads(devices, has_gradients, block, is_bound, monkeypatch):
+    """The first calls find out what losses are means over, and later ones rely on it. Gradients of
+    all threads are added up in the same parameters. In a block, one makes the copies for all.
     """
     fill_buckets = copies.fill_buckets
     monkeypatch.setattr(  # so that the other threads come while the first one makes them
         copies, "fill_buckets", lambda *args, **kw: time.sleep(0.02) or fill_buckets(*args, **kw)
     )
-    model, bare = make(devices)
-    before = held(devices)
-
-    def train(number):
-        for _ in range(2):
-            model(batch(number)[0]).square().mean().backward()
-
-    with model.accumulate() if is_shared else nullcontext():
-        at_once(train)
-    for number in range(NUM_THREADS):
-        (2 * bare(batch(number)[0]).square().mean()).backward()
-    assert_same_gradients(model.module, bare)
-    model.zero_grad()
-    assert held(devices) == before
-
-
-def two_terms(output, y):
-    losses = functional.cross_entropy(output, y), functional.cross_entropy(output, y % 2)
-    return {"first": losses[0], "second": losses[1]}
-
-
-@pytest.mark.parametrize("has_gradients", [True, False], ids=["training", "evaluation"])
-def test_losses_of_a_model_s_first_calls(devices, has_gradients):
-    """The first calls find out what losses are means over, and later ones rely on it."""
-    model, bare = make(devices, two_terms)
+    bare = Net().double()
+    module = copy.deepcopy(bare).to(devices[0])
+    if is_bound:
+        module.head.forward = types.MethodType(nn.Linear.forward, module.head)
+    model, before = BalancedDataParallel(1, module, devices[:3]), held(devices)
     cross_entropy_loss = torch._C._nn.cross_entropy_loss
 
-    def compute(number):
-        x, y = batch(number)
-        with torch.set_grad_enabled(has_gradients):
-            found = [model(x, y) for _ in range(3)]
-        return [torch.utils._pytree.tree_map(lambda t: t.detach().cpu(), each) for each in found]
+    def total(found):
+        return found["first"] + 2 * found["second"] + found["output"].square().mean()
 
-    for number, found in enumerate(at_once(compute)):
-        with torch.no_grad():
-            expected = bare(*batch(number))
-        torch.testing.assert_close(found, [expected] * 3, **EXACT)
+    def step(number):
+        with torch.set_grad_enabled(has_gradients):
+            found = model(*batch(number))
+        if has_gradients:
+            total(found).backward()
+        return {name: tensor.detach().cpu() for name, tensor in found.items()}
+
+    with nullcontext() if block is nullcontext else getattr(model, block)():
+        found = at_once(lambda number: [step(number) for _ in range(3)])
+    for number, outputs in enumerate(found):
+        expected = bare(*batch(number))
+        torch.testing.assert_close(outputs, [expected] * 3, **EXACT)
+        if has_gradients:
+            (3 * total(expected)).backward()
+    assert_same_gradients(module, bare)
     assert torch._C._nn.cross_entropy_loss is cross_entropy_loss
+    model.zero_grad()
+    assert held(devices) == before
 
 
 def test_optimizers_step_while_models_begin_to_watch(emulated):
