@@ -350,7 +350,6 @@ def validate(
     Runs on all GPUs, with replicas that share it on a single one, and without any on emulated
     devices. Ends with exit code 1 if a gradient is wrong.
     """
-    from ..validation import Validation
     from ..validation import validate as run_checks
     from . import console
 
@@ -362,8 +361,8 @@ def validate(
 
     result = run_checks(num_devices, emulate=emulate, on_check=show)
     show(f"\n{result.verdict} ({result.devices})")
-    console.write(json_file, Validation.json, result)
-    console.write(markdown, Validation.markdown, result)
+    console.write(json_file, console.as_json, asdict(result))
+    console.write(markdown, result.markdown)
     if not result.gradients_are_right:
         raise typer.Exit(1)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from rich import box
 from rich.console import Console, Group
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
+from rich.progress import Progress
 from rich.table import Column, Table
 from rich.text import Text
 
@@ -96,17 +96,9 @@ def show(
 @contextmanager
 def progress_bar(description: str, total: int | None = None) -> Iterator[Callable[..., None]]:
     """Show a progress bar on stderr, and yield the function that updates it."""
-    progress = Progress(
-        "{task.description}",
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        console=Console(stderr=True),
-        transient=True,
-        disable=not sys.stderr.isatty(),  # else it would print an empty line
-    )
-    with progress:
-        yield functools.partial(progress.update, progress.add_task(description, total=total))
+    bar = Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
+    with bar:
+        yield functools.partial(bar.update, bar.add_task(description, total=total))
 
 
 def memory_table(memories: Sequence[DeviceMemory]) -> Group:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
-from dataclasses import asdict, dataclass
-from importlib.metadata import version
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +19,7 @@ from ..split import even_share
 from ..torch_versions import accelerator_type
 from ..tuning.models import CharTransformer
 from ..tuning.open_devices import accelerators
+from ..tuning.report import Provenance
 from ..tuning.step import measure_step
 from ..tuning.workload import Workload, find_workload
 from ..units import format_bytes
@@ -65,7 +63,7 @@ class Validation:
 
     Attributes:
         devices: the devices in words.
-        versions: of the software, by name.
+        versions: of the software, by name, and the machine.
         checks: the checks in order.
     """
 
@@ -93,16 +91,12 @@ class Validation:
         versions = ", ".join(f"{name} {number}" for name, number in self.versions.items())
         return f"### balanced-dp validate: {self.devices}\n\n{versions}\n\n```\n{self}\n```\n"
 
-    def json(self) -> str:
-        """Return all fields as JSON."""
-        return json.dumps(asdict(self), indent=2) + "\n"
-
 
 def validate(
     num_devices: int | None = None,
     *,
     emulate: bool = False,
-    workload: str | None = None,
+    workload: str = "gpt2-small",
     on_check: Callable[[Check], object] = lambda check: None,
 ) -> Validation:
     """Compare gradients, memory and time on all GPUs, or on emulated devices without any.
@@ -111,7 +105,7 @@ def validate(
         num_devices: number of devices. The default is all GPUs, four replicas on a single GPU, or
             four emulated devices without any.
         emulate: whether to emulate devices even if there are GPUs.
-        workload: what is trained for memory and time, by default ``"gpt2-small"``.
+        workload: what is trained for memory and time, as for ``find_workload``.
         on_check: called with each check.
 
     Raises:
@@ -124,14 +118,16 @@ def validate(
             description = f"{len(devices)} emulated devices"
         else:
             description = ", ".join(map(_described, devices))
-            trained = find_workload(workload or "gpt2-small")
+            trained = find_workload(workload)
             batch_size = 4 * len(devices)
             parts += [_memory(trained, batch_size, devices), _time(trained, batch_size, devices)]
         for part in parts:
             for check in part:
                 checks.append(check)
                 on_check(check)
-    return Validation(description, _versions(), tuple(checks))
+        about = Provenance.of(devices)
+    versions = {**about.versions, "CUDA": torch.version.cuda or "none", **about.machine}
+    return Validation(description, versions, tuple(checks))
 
 
 def _opened(
@@ -165,12 +161,9 @@ def _gradients(devices: Sequence[torch.device]) -> Iterator[Check]:
             with closing(BalancedDataParallel(gpu0_bsz, module, devices)) as model:
                 result = model.check(batch)
             found += [(one.relative, one.what, result.chunk_sizes) for one in result.differences]
-        if found:
-            worst, name, chunk_sizes = max(found)
-            note = f"{name}, chunks of {chunk_sizes}"
-            yield Check("gradients", what, False, f"{worst:.0e}", note)
-        else:
-            yield Check("gradients", what, True, "equal", "up to rounding in float64")
+        worst, name, chunk_sizes = max(found, default=(0.0, "", ()))
+        note = f"{name}, chunks of {chunk_sizes}" if found else "up to rounding in float64"
+        yield Check("gradients", what, not found, f"{worst:.0e}" if found else "equal", note)
 
 
 def _memory(
@@ -200,9 +193,8 @@ def _memory(
         if beyond:
             extra = max(0, *beyond)
             note = "beyond the prediction: contexts, communicators, cache"
-            yield Check(
-                "memory", f"{what}, NVML", extra <= RESERVE_BYTES, format_bytes(extra), note
-            )
+            ok = extra <= RESERVE_BYTES
+            yield Check("memory", f"{what}, NVML", ok, format_bytes(extra), note)
 
 
 def _time(workload: Workload, batch_size: int, devices: Sequence[torch.device]) -> Iterator[Check]:
@@ -227,13 +219,3 @@ def _time(workload: Workload, batch_size: int, devices: Sequence[torch.device]) 
     ratio = medians[0] / medians[1]
     note = "{:.1f} ms, nn.DataParallel {:.1f} ms".format(*(1e3 * median for median in medians))
     yield Check("time", "even split", ratio <= ALLOWED_RATIO, f"{ratio:.2f}", note)
-
-
-def _versions() -> dict[str, str]:
-    return {
-        "balanced-dp": version("balanced-dp"),
-        "torch": torch.__version__,
-        "CUDA": torch.version.cuda or "none",
-        "Python": platform.python_version(),
-        "on": platform.platform(),
-    }
