@@ -138,6 +138,22 @@ def test_a_step_that_is_skipped(devices):
     assert loop.is_over
 
 
+def test_two_models_and_optimizers_share_a_split(devices):
+    """As in a GAN. Iterations end with the steps of the optimizer that steps first."""
+    with split_loop(devices) as (loop, model):
+        other = BalancedDataParallel(3, make_model(devices[0]))
+        loop.adopt(other)
+        optimizers = [torch.optim.AdamW(each.parameters()) for each in (model, other)]
+        for _ in range(10):
+            for each, optimizer in zip((model, other), optimizers, strict=True):
+                each(torch.ones(32, 64, device=devices[0])).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        other.close()
+    assert loop.num_iterations == 10 and len(loop.options) > 2
+    assert model.split(32) == other.split(32) == loop.split(32)
+
+
 def test_capacities_follow_the_devices_of_the_model(devices):
     loop = Loop(None, devices, [1, 2, 3, 4])
     loop.adopt(BalancedDataParallel(0, make_model(devices[3]), [3, 1]))
