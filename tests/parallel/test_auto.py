@@ -143,31 +143,46 @@ def test_the_value_can_be_read_and_set(loop):
         assert duplicate.split(400) == (100, 100, 100, 100)
 
 
-def train_irregularly(loop, num_steps):
-    """Gradient accumulation, evaluation and a smaller last batch between the steps."""
-    for index in range(num_steps):
-        loop.step(400, 400)
-        [value] = loop.values
-        if index % 4 == 1:
-            with torch.no_grad():
-                loop.model(*loop.workload.make_batch(2000)[0])
-        if index % 4 == 3:
-            loop.step(5)
-    return value
+def accumulates(loop, number):
+    """Evaluate, and take smaller last batches, too."""
+    loop.step(*(400, 400) if number % 4 != 3 else (5,))
+    if number % 4 == 1:
+        with torch.no_grad():
+            loop.model(torch.zeros(2000, 64))
 
 
-def test_the_optimizer_step_ends_an_iteration(loop):
-    value = train_irregularly(loop, 40)
-    assert loop.search.is_over
-    assert loop.search.search.batch_size == 400
-    assert len(loop.search.search.told) <= MAX_SPLITS
+def skips_steps(loop, number):
+    """``GradScaler`` skips steps whose gradients are not finite."""
+    loop.optimizer.zero_grad()
+    loop.forward_backward(400)
+    if number not in (0, 2, 3):
+        loop.optimizer.step()
+
+
+def resets_peaks(loop, number):
+    loop.step(400)
+    for device in loop.model.devices:
+        torch.lazy.reset_peak_memory_stats(device)
+
+
+def runs_out_of_data(loop, number):
+    """Such an iteration takes less of device 0, with which the even split looks best."""
+    loop.step(400, 1 if number in (2, 3, 9) else 400)
+
+
+@pytest.mark.parametrize("train", [accumulates, skips_steps, resets_peaks, runs_out_of_data])
+def test_loops_that_do_other_things(train, loop):
+    for number in range(40):
+        train(loop, number)
+    value = loop.model.gpu0_bsz
+    assert loop.search.is_over and len(loop.search.search.told) <= MAX_SPLITS
     peaks = {}
-    for gpu0_bsz in {value, *range(0, 100, 10)}:
-        loop.model.gpu0_bsz = gpu0_bsz
-        train_irregularly(loop, 1)
-        for device in loop.model.devices:
-            torch.lazy.reset_peak_memory_stats(device)
-        train_irregularly(loop, 1)
+    for gpu0_bsz in {value, *range(0, 101, 10)}:
+        loop.model.gpu0_bsz = gpu0_bsz if gpu0_bsz < 100 else None
+        for number in (4, 6):
+            for device in loop.model.devices:
+                torch.lazy.reset_peak_memory_stats(device)
+            train(loop, number) if train is not resets_peaks else loop.step(400)
         peaks[gpu0_bsz] = max(loop.peaks())
     assert peaks[value] <= min(peaks.values()) * 1.01
 
@@ -288,36 +303,6 @@ def test_running_out_in_backward():
             loop.step(3000)
         assert loop.model.split(3000)[0] == loop.model.gpu0_bsz < 1000  # it has moved by now
         loop.found(3000)
-
-
-@pytest.mark.parametrize("ended_early", [(), (1,), (3, 5), (2, 9)])
-def test_iterations_whose_data_ended(ended_early):
-    """Such an iteration takes less of device 0, with which the even split looks best."""
-    with looping(WIDE, memory=["16MiB", "6.2MiB", "6.2MiB", "6.2MiB"]) as loop:
-        for number in range(24):
-            loop.step(400, 1 if number in ended_early else 400)
-        assert loop.search.is_over
-        assert loop.model.split(400)[0] == 86
-
-
-def test_a_step_that_is_skipped(loop):
-    """``GradScaler`` skips steps whose gradients are not finite."""
-    for number in range(16):
-        loop.optimizer.zero_grad()
-        loop.forward_backward(400)
-        if number not in (0, 2, 3):
-            loop.optimizer.step()
-    assert loop.search.is_over and loop.model.gpu0_bsz < 100
-
-
-def test_peaks_may_be_reset_after_the_step(loop):
-    expected = loop.found(400)
-    loop.model.gpu0_bsz = "auto"
-    for _ in range(14):
-        loop.step(400)
-        for device in loop.model.devices:
-            torch.lazy.reset_peak_memory_stats(device)
-    assert loop.model.gpu0_bsz == expected < 100
 
 
 # Checkpoints.
