@@ -256,7 +256,7 @@ def report_command(
     json_file: arguments.JsonFile = None,
     against: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Compare the best options with those of an older file."),
+        typer.Option(metavar="FILE", help="Compare the best option with that of an older file."),
     ] = None,
     limits: Annotated[
         str,
@@ -269,14 +269,8 @@ def report_command(
     ] = "",
 ) -> None:
     """Show a report, write it as an HTML page, as Markdown or as JSON, or compare it."""
-    from ..report import (
-        compare_reports,
-        comparison_table,
-        load_report,
-        report_html,
-        report_json,
-        report_markdown,
-    )
+    from ..report import load_report, report_html, report_json, report_markdown
+    from ..report.compare import compare_reports, comparison_table
     from . import console
 
     if limits and against is None:

@@ -15,7 +15,6 @@ from ..devices import capacities_of
 from ..emulation.machine import current_machine
 from ..errors import ArgumentError
 from ..integrations.replacements import WrappedAt, replaced_data_parallel
-from ..parallel.data_parallel import BalancedDataParallel
 from ..report.tables import TextTable, use_table
 from ..tuning.loop import Loop
 from ..tuning.open_devices import accelerators, open_devices
@@ -167,17 +166,13 @@ def _why_no_answer(loop: Loop) -> str:
             "To compare splits takes two training steps or more with the same batches; the script "
             f"took {loop.num_iterations}."
         )
-    if isinstance(loop.model, BalancedDataParallel):
-        return (
-            "The script's BalancedDataParallel is left as it is: it has device_weights, repeats a "
-            "device, or the script sets its gpu0_bsz later."
-        )
     if sum(map(bool, loop.last.peak_bytes)) < 2:
         return (
             "The script splits no batch over the devices; model = torch.nn.DataParallel(model) "
             "does, and this command shows what it saves."
         )
     return (
-        "The script has a class of its own that splits batches, which runs as it is; with "
-        "torch.nn.DataParallel instead, this command searches for the best split."
+        "The script runs as it is: it splits batches by a class of its own, by device_weights, or "
+        "over devices that repeat. With torch.nn.DataParallel(model) instead, this command "
+        "searches for the best split."
     )

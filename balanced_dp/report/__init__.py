@@ -1,7 +1,7 @@
 """Write reports as JSON, Markdown and HTML. Requires the extra ``report``."""
 
 try:
-    from .compare import Comparison, compare_reports, comparison_table
+    from .compare import Comparison, compare_reports
     from .html import report_html
     from .json_file import load_report, report_json, save_report
     from .markdown import report_markdown
@@ -15,7 +15,6 @@ except ImportError as error:  # the library itself needs none
 __all__ = [
     "Comparison",
     "compare_reports",
-    "comparison_table",
     "load_report",
     "report_html",
     "report_json",

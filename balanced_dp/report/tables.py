@@ -244,8 +244,8 @@ def largest_uses(breakdowns: Iterable[Mapping[str, int]], least_bytes: float) ->
 
 def candidates(report: Report) -> list[Option]:
     """Return the measured values of ``gpu0_bsz`` for the batch, as the best option has them."""
-    kind, size = report.best.kind[:2], report.batch_size
-    found = (o for o in report.options if (o.kind[:2], o.batch_size) == (kind, size))
+    kind, size = report.best.kind, report.batch_size
+    found = (o for o in report.options if (o.kind, o.batch_size) == (kind, size))
     by_value = (option for option in found if not option.device_weights)
     return sorted(by_value, key=lambda option: option.chunk_sizes[0])
 

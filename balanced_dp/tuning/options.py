@@ -77,9 +77,9 @@ class Option:
         return {feature for feature, is_there in has.items() if is_there}
 
     @property
-    def kind(self) -> tuple[bool, bool, bool, bool]:
-        """What distinguishes it except for the numbers."""
-        return self.gather, self.spread, self.gpu0_bsz is None, self.device_weights is None
+    def kind(self) -> tuple[bool, bool]:
+        """The arguments that a search does not change: ``gather`` and ``spread``."""
+        return self.gather, self.spread
 
     @property
     def arguments(self) -> str:
@@ -128,19 +128,19 @@ def ranked(
     kinds: dict[tuple[bool, ...], list[Option]] = {}
     for option in options:
         if option.fits(budgets) and (goal == "batch" or option.batch_size == batch_size):
-            gather, spread, has_no_value, has_no_weights = option.kind
-            is_apart = has_no_value and goal == "batch"
-            kinds.setdefault((gather, spread, has_no_weights, is_apart), []).append(option)
+            is_apart = goal == "batch" and option.is_even
+            kind = (*option.kind, option.device_weights is None, is_apart)
+            kinds.setdefault(kind, []).append(option)
     candidates: list[Option] = []
     for of_kind in kinds.values():
         if goal == "batch":
             candidates.append(max(of_kind, key=lambda option: option.batch_size))
             continue
-        full = {index: option.utilization(budgets) for index, option in enumerate(of_kind)}
-        least = [i for i in full if full[i] <= min(full.values()) * (1 + EQUAL)]
-        fastest = max(of_kind, key=lambda option: option.chunk_sizes[0])
-        least_full = max((of_kind[i] for i in least), key=lambda option: option.chunk_sizes[0])
-        candidates += [fastest] + [least_full] * (least_full is not fastest)
+        least = min(option.utilization(budgets) for option in of_kind)
+        for limit in (1.0, least * (1 + EQUAL)):  # the fastest, and the least full
+            below = (option for option in of_kind if option.utilization(budgets) <= limit)
+            found = max(below, key=lambda option: option.chunk_sizes[0])
+            candidates += [found] * (found not in candidates)
 
     def merits(option: Option) -> dict[Goal, float]:
         return {

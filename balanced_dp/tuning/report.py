@@ -144,17 +144,11 @@ class Report:
     @property
     def best(self) -> Option:
         """The best option, or the one that lacks least if none fits."""
-        return next(iter(self.ranked_options), self.fullest_first[-1])
-
-    @property
-    def fullest_first(self) -> list[Option]:
-        """The options for the batch, from the fullest to the least full."""
-        of_batch = [o for o in self.options if o.batch_size == self.batch_size]
-        return sorted(
-            of_batch,
-            key=lambda o: (o.out_of_memory is not None, o.utilization(self.budgets)),
-            reverse=True,
+        of_batch = (option for option in self.options if option.batch_size == self.batch_size)
+        least_full = min(
+            of_batch, key=lambda o: (o.out_of_memory is not None, o.utilization(self.budgets))
         )
+        return next(iter(self.ranked_options), least_full)
 
     @property
     def even(self) -> Option | None:
@@ -164,7 +158,7 @@ class Report:
     def even_like(self, option: Option) -> Option | None:
         """Return the even split with the same arguments otherwise, None if it was not measured."""
         same = (o for o in self.options if o.is_even and o.batch_size == self.batch_size)
-        return next((o for o in same if o.kind[:2] == option.kind[:2]), None)
+        return next((o for o in same if o.kind == option.kind), None)
 
     @property
     def is_script(self) -> bool:

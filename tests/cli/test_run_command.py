@@ -177,7 +177,7 @@ def test_a_script_that_is_balanced_already(call, arguments, script):
     exit_code, report, parts = measured(script)
     assert exit_code == 0
     if arguments is None:
-        assert "is left as it is: it has device_weights, repeats a device" in parts[-1]
+        assert "The script runs as it is: it splits batches by a class of its own, by" in parts[-1]
         return
     assert len({option.chunk_sizes for option in report.options}) >= 3
     [not_measured] = [sentence for sentence in summary(report) if "Not measured" in sentence]
@@ -230,7 +230,7 @@ def test_a_class_that_scatters_lists(script):
     script.write_text(OWN_CLASS)
     done = run("train.py")
     assert done.exit_code == 0, done.stderr
-    assert "The script has a class of its own that splits batches" in done.stderr
+    assert "The script runs as it is: it splits batches by a class of its own" in done.stderr
 
 
 @pytest.mark.filterwarnings("default:model.pt is not saved")
