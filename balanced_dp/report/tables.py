@@ -117,14 +117,15 @@ def option_table(report: Report) -> TextTable:
 def lines(report: Report) -> str:
     """Return the lines for a training script, of each option."""
     texts = [f"# {place}" for place in report.wrapped_at]
-    if report.wrapped_at:
-        texts.append("from balanced_dp import BalancedDataParallel")
     for number, option in enumerate(report.ranked_options, 1):
         line = f"model = {option.line}"
         if report.is_trainer and not option.is_even:
             spread = ", spread=True" * option.spread
             line = f"trainer = BalancedTrainer(gpu0_bsz={option.gpu0_bsz}{spread}, ...)"
-        texts += [f"# option {number}", line]
+        texts.append(f"# option {number}")
+        if report.wrapped_at and option.features:
+            texts.append("from balanced_dp import BalancedDataParallel")
+        texts.append(line)
         if not option.gather and not report.is_script:  # else the script has one
             texts.append("criterion = BalancedCriterion(criterion)")
     return "\n".join(texts)

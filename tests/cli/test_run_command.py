@@ -83,8 +83,8 @@ def test_the_answer_for_a_script(script):
     assert second.startswith("With the even split of nn.DataParallel the batch fits: device 0 is")
     assert title == "train.py, batches of 256, 4 devices"
     for part in (
-        "# train.py:11: model = nn.DataParallel(model)\nfrom balanced_dp import Balanced",
-        "# option 2\nmodel = BalancedDataParallel(",
+        "# train.py:11: model = nn.DataParallel(model)\n# option 1\nmodel = nn.DataParallel(model)",
+        "# option 2\nfrom balanced_dp import BalancedDataParallel\nmodel = BalancedDataParallel(",
         "Not measured: gather=False (the loss on each device) and spread=True",
         "What each device holds with nn.DataParallel(model)",
         "Measured values of gpu0_bsz, outputs gathered",

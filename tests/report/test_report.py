@@ -152,8 +152,8 @@ def test_a_script_is_told_the_place():
     shown = report_of([EVEN, SMALLER], [90] * 2, wrapped_at=(place,))
     assert tables.lines(shown).splitlines() == [
         f"# {place}",
-        "from balanced_dp import BalancedDataParallel",
         "# option 1",
+        "from balanced_dp import BalancedDataParallel",
         "model = BalancedDataParallel(6, model)",
     ]
     apart = [replace(option, gather=False) for option in (EVEN, SMALLER)]  # it has a criterion, too
