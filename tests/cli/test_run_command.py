@@ -10,7 +10,6 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
-from balanced_dp import BalanceWarning
 from balanced_dp.cli.commands import app
 from balanced_dp.cli.run import run_and_measure
 from balanced_dp.report import load_report
@@ -161,6 +160,9 @@ def test_accelerators_are_used(script, capsys):
     assert report.even.chunk_sizes[0] == 64
 
 
+SCATTER = "lambda self, *given: nn.parallel.scatter_gather.scatter_kwargs(*given)"
+
+
 @pytest.mark.parametrize(
     ("call", "arguments"),
     [
@@ -169,6 +171,7 @@ def test_accelerators_are_used(script, capsys):
         ("Balanced(module=model, gpu0_bsz=len('abc'))", ""),
         ("Balanced(None, model, device_weights=[1, 2, 2, 2])", None),
         ("Balanced(None, model, device_ids=[0, 1, 0])", None),
+        (f"type('Own', (nn.DataParallel,), {{'scatter': {SCATTER}}})(model)", None),
     ],
 )
 def test_a_script_that_is_balanced_already(call, arguments, script):
@@ -203,45 +206,6 @@ def test_a_model_that_is_called_by_forward(script):
     assert report.best.chunk_sizes == expected.best.chunk_sizes
     for option in report.options:
         assert option.peak_bytes == pytest.approx(by_split[option.chunk_sizes], rel=0.1)
-
-
-OWN_CLASS = """
-import torch
-from torch import nn
-
-class Scatters(nn.DataParallel):
-    def scatter(self, inputs, kwargs, device_ids):
-        chunks = [inputs[0][i :: len(device_ids)] for i in range(len(device_ids))]
-        return [([x.to(i) for x in chunk],) for i, chunk in enumerate(chunks)], [{}] * len(chunks)
-
-class Net(nn.Linear):
-    def forward(self, samples):
-        return super().forward(torch.stack(samples))
-
-model = Scatters(Net(64, 64).cuda())
-optimizer = torch.optim.SGD(model.parameters(), 0.1)
-for _ in range(3):
-    model([torch.randn(64) for _ in range(32)]).sum().backward()
-    optimizer.step()
-"""
-
-
-def test_a_class_that_scatters_lists(script):
-    script.write_text(OWN_CLASS)
-    done = run("train.py")
-    assert done.exit_code == 0, done.stderr
-    assert "The script runs as it is: it splits batches by a class of its own" in done.stderr
-
-
-@pytest.mark.filterwarnings("default:model.pt is not saved")
-def test_saving_without_values_is_skipped(script):
-    script.write_text(f"{SCRIPT}\ntorch.save(model.state_dict(), 'model.pt')\nprint('the end')")
-    with pytest.warns(BalanceWarning, match="model.pt is not saved: symbolic devices keep the sh"):
-        done = run("--symbolic", "train.py", "5", "64", "wrap")
-    assert done.exit_code == 0 and done.stdout.endswith("the end\n")
-    assert not Path("model.pt").exists()
-    done = run("train.py", "5", "64", "wrap")
-    assert Path("model.pt").exists()
 
 
 @pytest.mark.parametrize(

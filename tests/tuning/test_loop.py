@@ -33,16 +33,14 @@ def train(
     model: nn.Module,
     steps: Iterable[Sequence[int]],
     after_step: Callable[[], object] = lambda: None,
-    skipped: int | None = None,
 ) -> None:
     """Train with the batches of each step, whose gradients accumulate."""
     device = next(model.parameters()).device
     optimizer = torch.optim.AdamW(model.parameters())
-    for number, batch_sizes in enumerate(steps):
+    for batch_sizes in steps:
         for size in batch_sizes:
             model(torch.ones(size, 64, device=device)).square().mean().backward()
-        if number != skipped:
-            optimizer.step()
+        optimizer.step()
         optimizer.zero_grad()
         after_step()
 
@@ -60,9 +58,8 @@ def split_loop(devices: Any, module: nn.Module | None = None, **options: Any) ->
 
 
 def recorded(devices: Any, steps: Iterable[Sequence[int]], **options: Any) -> Loop:
-    skipped = options.pop("skipped", None)
     with split_loop(devices, **options) as (loop, model):
-        train(model, steps, skipped=skipped)
+        train(model, steps)
     return loop
 
 
@@ -129,13 +126,6 @@ def test_iterations_whose_data_ended(gpu0_bsz, devices):
         assert mixed == accumulated
     assert mixed.keys() == accumulated.keys()
     assert (len(mixed) > 2) == (gpu0_bsz == "auto")
-
-
-def test_a_step_that_is_skipped(devices):
-    """Else all later iterations would be left out, since none of them accumulates."""
-    loop = recorded(devices, [(32,)] * 10, skipped=2)
-    assert len(loop.options) > 2
-    assert loop.is_over
 
 
 def test_two_models_and_optimizers_share_a_split(devices):
