@@ -13,74 +13,7 @@ from torch import nn
 
 from balanced_dp import BalancedDataParallel, emulate_devices
 
-from ..devices import DISTINCT, KINDS, open_devices
-
-TOLERANCE = {"rtol": 1e-10, "atol": 1e-10}
-
-
-class Tied(nn.Module):
-    """A small language model with tied weights, a frozen layer and a buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(11, 6)
-        self.norms = nn.ModuleList(nn.LayerNorm(6) for _ in range(3))
-        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
-        self.layers[1].requires_grad_(False)
-        self.head = nn.Linear(6, 11, bias=False)
-        self.head.weight = self.tokens.weight
-        self.register_buffer("num_calls", torch.zeros((), dtype=torch.int64))
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        self.num_calls += 1
-        x = self.tokens(tokens)
-        for norm, layer in zip(self.norms, self.layers, strict=True):
-            x = x + layer(norm(x)).tanh()
-        return self.head(x)
-
-
-def trained(model, module, how, sizes=(13, 3, 1, 8)):
-    """Returns losses and weights after some steps, in the manner of common loops."""
-    torch.manual_seed(1)
-    optimizer = torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], lr=0.05)
-    device = next(module.buffers()).device
-    criterion = nn.CrossEntropyLoss()
-    losses = []
-    for size in sizes:
-        tokens = torch.randint(11, (size, 5))
-        parts = tokens.split(2) if how == "accumulated" else [tokens]
-        block = getattr(model, "accumulate", torch.enable_grad)
-        with block() if how == "accumulated" else torch.enable_grad():
-            for part in parts:
-                loss = criterion(model(part.to(device)).flatten(0, 1), part.flatten().to(device))
-                (loss * len(part) / size).backward()
-                losses.append(loss.item())
-        nn.utils.clip_grad_norm_(module.parameters(), 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
-        with torch.no_grad():
-            losses.append(model(tokens.to(device)).sum().item())
-    return losses, {name: value.cpu() for name, value in module.state_dict().items()}
-
-
-@pytest.mark.filterwarnings("ignore:gpu0_bsz=2 balances nothing")
-@pytest.mark.parametrize("how", ["step", "accumulated"])
-@pytest.mark.parametrize("gpu0_bsz", [None, 0, 2])
-@pytest.mark.parametrize(
-    ("kind", "spread"), [*((kind, False) for kind in KINDS), *((kind, True) for kind in DISTINCT)]
-)
-def test_training_is_that_of_the_module(kind, spread, gpu0_bsz, how):
-    torch.manual_seed(0)
-    plain = Tied().double()
-    with open_devices(kind, 4) as devices:
-        module = copy.deepcopy(plain).to(devices[0])
-        model = BalancedDataParallel(gpu0_bsz, module, devices, spread=spread)
-        assert len(set(model.homes().values())) == (4 if spread else 1)
-        losses, state = trained(model, module, how)
-        del model, module
-    expected_losses, expected_state = trained(plain, plain, how)
-    torch.testing.assert_close(losses, expected_losses, **TOLERANCE)
-    torch.testing.assert_close(state, expected_state, **TOLERANCE)
+from ..modules import CASES
 
 
 def test_homes_hold_what_their_memory_allows_and_parameters_keep_their_identity():
@@ -136,18 +69,14 @@ def test_a_spread_module_runs_on_one_device(emulated):
 
 
 def test_a_checkpoint_fits_any_number_of_devices(emulated, tmp_path):
-    module = Tied().to(emulated[0])
-    model = BalancedDataParallel(None, module, emulated[:3], spread=True)
+    make = CASES["tied weights"].make_module
+    model = BalancedDataParallel(None, make().to(emulated[0]), emulated[:3], spread=True)
     torch.save(model.state_dict(), tmp_path / "spread.pt")
     state = torch.load(tmp_path / "spread.pt", map_location="cpu")
-    bare = Tied()
+    bare, tokens = make(), torch.randint(7, (7, 5))
     bare.load_state_dict({name.removeprefix("module."): value for name, value in state.items()})
-    others = [
-        BalancedDataParallel(None, Tied().to(emulated[0]), emulated[:2], spread=True),
-        BalancedDataParallel(1, Tied().to(emulated[0]), emulated[:2]),
-    ]
-    tokens = torch.randint(11, (7, 5))
-    for other in others:
+    for spread in (True, False):
+        other = BalancedDataParallel(1, make().to(emulated[0]), emulated[:2], spread=spread)
         other.load_state_dict(state)
         assert torch.allclose(other(tokens).cpu(), bare(tokens))
 

@@ -167,29 +167,6 @@ def test_memory_formats_survive(emulated):
 # Accumulation.
 
 
-@pytest.mark.parametrize("how", ["accumulate", "no_sync"])
-@pytest.mark.parametrize("gpu0_bsz", [0, 1, 2])
-def test_accumulated_gradients_are_those_of_one_device(devices, how, gpu0_bsz):
-    module = mlp().double()
-    module.unused = nn.Parameter(torch.zeros(2, dtype=torch.double))
-    module.frozen = nn.Linear(5, 5).double().requires_grad_(False)
-    reference = copy.deepcopy(module)
-    model = BalancedDataParallel(gpu0_bsz, module.to(devices[0]), devices[:4])
-    seen = []
-    module.layers[0].weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad))
-    batches = [torch.randn(n, 5, dtype=torch.double) for n in (9, 9, 2, 7)]
-    for batch in (*batches, batches[0]):
-        reference(batch).backward()
-    with getattr(model, how)():
-        for batch in batches[:-1]:
-            model(batch).backward()
-        late = model(batches[-1])
-    late.backward()  # the block has ended; its graph brings gradients back at once
-    model(batches[0]).backward()
-    assert_same_gradients(module, reference)
-    assert seen[-1] is module.layers[0].weight.grad
-
-
 @pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.AdamW])
 @pytest.mark.parametrize("foreach", [False, True])
 def test_a_step_in_a_block_is_an_error_at_its_end(emulated, foreach, make):
