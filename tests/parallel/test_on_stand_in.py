@@ -208,6 +208,24 @@ def test_the_host_does_not_wait_for_a_step(loss, gpu0_bsz, trains, where, stand_
     assert stand_in.num_waits == before
 
 
+def test_streams_that_share_weights(stand_in: StandIn):
+    """Those of later calls wait for the copies, whichever stream they were made in."""
+    model = BalancedDataParallel(1, Lambda(cross_entropy, inner=mlp()).to(stand_in.devices[0]))
+    used: list[torch.Stream] = []
+    with model.shared_weights(), torch.no_grad():
+        for _ in range(2):
+            with ExitStack() as stack:
+                for device in stand_in.devices:
+                    stream = torch.Stream(device)
+                    stream.wait_stream(torch.accelerator.current_stream(device))
+                    stack.enter_context(torch.get_device_module(device).stream(stream))
+                    used.append(stream)
+                model(*make_batch())
+    assert not stand_in.races()
+    for stream in used:
+        stream.synchronize()
+
+
 def test_no_warning_in_side_streams(stand_in: StandIn):
     model = BalancedDataParallel(1, Lambda(cross_entropy, inner=mlp()).to(stand_in.devices[0]))
     torch.set_warn_always(True)
