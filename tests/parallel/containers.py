@@ -23,7 +23,7 @@ class Slotted:
 @dataclasses.dataclass
 class Partly:
     x: object
-    later: object = dataclasses.field(init=False, repr=False)
+    later: object = dataclasses.field(init=False, repr=False, compare=False)
 
 
 class Named(list):
