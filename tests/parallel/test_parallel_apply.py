@@ -3,6 +3,8 @@ from __future__ import annotations
 import contextvars
 import importlib
 import logging
+import os
+import signal
 import threading
 
 import pytest
@@ -146,6 +148,30 @@ def test_threads_live_from_call_to_call_until_the_model_ends(no_collector, emula
     for thread in started:
         thread.join(10)
     assert set(threading.enumerate()) == before
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are not forked here")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork")
+def test_a_fork_starts_threads_of_its_own(emulated):
+    """Those of its parent do not run in it, and the call would wait for them forever."""
+    model = BalancedDataParallel(1, Lambda(lambda self, x: x + 1), ["cpu", *emulated[1:3]])
+    model(torch.ones(9))
+    child = os.fork()
+    if not child:
+        signal.alarm(60)
+        os._exit(int(model(torch.ones(9)).unique().tolist() != [2]))
+    assert os.waitpid(child, 0)[1] == 0
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_an_interrupt_is_raised_and_not_logged(caplog, emulated, index):
+    def call(own):
+        if own == index:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run([lambda i=i: call(i) for i in range(2)], [CPUS[0], emulated[1]])
+    assert not caplog.records
 
 
 def test_calls_at_the_same_time_do_not_wait_for_each_other(emulated):
