@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from ..modules import Lambda, tied
 
 Made = tuple[nn.Module, tuple[Tensor, ...]]
+exact = {"rtol": 0, "atol": 1e-10}
 
 
 def _conv() -> Made:
@@ -149,3 +151,20 @@ def train(
         optimizer.zero_grad()
         losses.append(loss.detach())
     return Trained(losses, module, optimizer)
+
+
+def outcome(program: Callable[[Any], Any], device: Any) -> list[Any]:
+    """Return what a program computes on a device, with the layouts of all tensors."""
+    torch.manual_seed(0)
+    results = program(device)
+    results = list(results) if hasattr(results, "__next__") else results
+    details = tree_map_only(Tensor, lambda x: (x.stride(), x.requires_grad, x.dtype), results)
+    return [*tree_leaves(details), *tree_leaves(results)]
+
+
+def assert_same_outcome(program: Callable[[Any], Any], device: torch.device) -> None:
+    for actual, expected in zip(outcome(program, device), outcome(program, "cpu"), strict=True):
+        if isinstance(actual, Tensor):
+            torch.testing.assert_close(actual.detach().cpu(), expected.detach(), **exact)
+        else:
+            assert actual == expected

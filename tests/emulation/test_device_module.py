@@ -94,19 +94,9 @@ def test_memory_of_devices_named_any_way(devices, module, name):
 )
 def test_no_such_device(emulate, device, reason):
     devices, module = emulate(3), torch.get_device_module("lazy")
-    for function in (
-        module.memory_allocated,
-        module.max_memory_allocated,
-        module.reset_peak_memory_stats,
-        module.memory_stats,
-        module.mem_get_info,
-        module.get_device_properties,
-        module.set_device,
-        module.device,
-        module.synchronize,
-        module.get_rng_state,
-        devices.memory_breakdown,
-    ):
+    names = """memory_allocated max_memory_allocated reset_peak_memory_stats memory_stats
+        mem_get_info get_device_properties set_device device synchronize get_rng_state"""
+    for function in (*(getattr(module, name) for name in names.split()), devices.memory_breakdown):
         with pytest.raises(EmulationError, match=reason):
             function(device)
     assert module.current_device() == 0
@@ -114,13 +104,12 @@ def test_no_such_device(emulate, device, reason):
 
 def test_a_tensor_on_no_such_device(devices, module):
     missing = f"{devices[0].type}:3"
-    with pytest.raises(EmulationError, match=f"no emulated device {missing}"):
-        torch.zeros(1, device=missing)
-    with pytest.raises(EmulationError, match=f"no emulated device {missing}"):
-        torch.zeros(1).to(missing)
-    for function in (module.memory_allocated, module.memory_stats, module.set_device):
+    for name, argument in (
+        *((lambda device: torch.zeros(1, device=device), missing), (torch.zeros(1).to, missing)),
+        *((f, 3) for f in (module.memory_allocated, module.memory_stats, module.set_device)),
+    ):
         with pytest.raises(EmulationError, match=f"no emulated device {missing}"):
-            function(3)
+            name(argument)
 
 
 def test_memory_stats_are_named_as_cudas(devices, module):

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,8 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from ..at_once import at_once
-
-exact = {"rtol": 0, "atol": 1e-10}
+from .models import assert_same_outcome, exact
 
 
 def peak_growth(device: torch.device, work: Callable[[], Any]) -> int:
@@ -59,12 +59,10 @@ def _with_default_device(device: Any) -> Tensor:
 
 @pytest.mark.parametrize("make", FACTORIES.values(), ids=FACTORIES)
 def test_factories_make_what_the_cpu_makes(devices, make):
-    expected = make("cpu")
-    actual = make(devices[1])
-    assert actual.device == devices[1]
-    assert (actual.dtype, actual.stride()) == (expected.dtype, expected.stride())
-    assert torch.equal(actual.cpu(), expected)
-    num_bytes = -(-expected.nbytes // 512) * 512
+    assert_same_outcome(make, devices[1])
+    made = make(devices[1])
+    assert made.device == devices[1]
+    num_bytes = -(-made.nbytes // 512) * 512
     assert torch.get_device_module("lazy").memory_allocated(devices[1]) == num_bytes
 
 
@@ -86,7 +84,9 @@ DRAWS: dict[str, Callable[[torch.device], Tensor]] = {
     "multinomial": lambda d: torch.multinomial(torch.ones(50, device=d), 20),
     "normal": lambda d: torch.normal(torch.zeros(20, device=d), 1.0),
     "dropout": lambda d: F.dropout(torch.ones(50, device=d)),
-    "dropout in inference mode": lambda d: _dropout_in_inference_mode(d),
+    "dropout in inference mode": torch.inference_mode()(
+        lambda d: F.dropout(torch.ones(50, device=d))
+    ),
     "dropout1d": lambda d: F.dropout1d(torch.ones(2, 50, 3, device=d)),
     "alpha_dropout": lambda d: F.alpha_dropout(torch.ones(50, device=d), training=True),
     "rrelu": lambda d: F.rrelu(-torch.ones(20, device=d), training=True),
@@ -96,11 +96,6 @@ DRAWS: dict[str, Callable[[torch.device], Tensor]] = {
         *[torch.eye(8, device=d).expand(1, 1, 8, 8)] * 3, dropout_p=0.5
     ),
 }
-
-
-def _dropout_in_inference_mode(device: torch.device) -> Tensor:
-    with torch.inference_mode():
-        return F.dropout(torch.ones(50, device=device))
 
 
 @pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
@@ -118,14 +113,13 @@ def test_random_numbers_repeat_with_the_seed(devices, draw):
 
 
 def test_threads_draw_what_one_draws(devices):
-    def masks(device):
-        x = torch.ones(30, device=device)
-        return [F.dropout(x).tolist() for _ in range(50)]
+    def masks(i):
+        return [F.dropout(torch.ones(30, device=devices[i])).tolist() for _ in range(50)]
 
     torch.manual_seed(5)
-    expected = [masks(device) for device in devices]
+    expected = [masks(i) for i in range(3)]
     torch.manual_seed(5)
-    assert at_once(lambda i: masks(devices[i]), len(devices)) == expected
+    assert at_once(masks, 3) == expected
 
 
 @pytest.mark.parametrize("p", [0.0, 0.25, 1.0])
@@ -341,21 +335,13 @@ def test_memory_of_attention_is_linear(symbolic, name, dropout_p, emulate):
 @pytest.mark.parametrize("lengths", ["tuple", "cpu", "device"])
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.inference_mode])
 def test_ctc_loss_takes_any_lengths(devices, lengths, mode):
-    logits = _normal(10, 2, 5).log_softmax(2)
-    targets = torch.tensor([[1, 2], [3, 4]])
-    places = {"tuple": tuple, "cpu": torch.tensor, "device": torch.tensor}
-    num_inputs, num_targets = (places[lengths](n) for n in ([10, 9], [2, 1]))
-    with mode():
-        expected = F.ctc_loss(logits, targets, num_inputs, num_targets)
-        if lengths == "device":
-            num_inputs, num_targets = num_inputs.to(devices[0]), num_targets.to(devices[0])
-        actual = F.ctc_loss(
-            logits.to(devices[0]),
-            targets.to(devices[0]),
-            num_inputs,
-            num_targets,
-        )
-    torch.testing.assert_close(actual.cpu(), expected, **exact)
+    def loss(d):
+        logits, targets = _normal(10, 2, 5).log_softmax(2), torch.tensor([[1, 2], [3, 4]])
+        made = {"tuple": tuple, "cpu": torch.tensor, "device": partial(torch.tensor, device=d)}
+        with mode():
+            return F.ctc_loss(logits.to(d), targets.to(d), *map(made[lengths], ([10, 9], [2, 1])))
+
+    assert_same_outcome(loss, devices[0])
 
 
 def test_quantization_aware_training(devices):
@@ -363,14 +349,13 @@ def test_quantization_aware_training(devices):
     quantize = pytest.importorskip("torch.ao.quantization")
 
     def observed(device):
-        torch.manual_seed(0)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # deprecated
             observer = quantize.get_default_qat_qconfig("fbgemm").weight().to(device)
         observer(torch.randn(4, 2).to(device))
-        return {name: (value.shape, value.cpu()) for name, value in observer.state_dict().items()}
+        return dict(observer.state_dict())
 
-    torch.testing.assert_close(observed(devices[0]), observed("cpu"))
+    assert_same_outcome(observed, devices[0])
 
 
 def test_compiling(devices, caplog, recwarn):
