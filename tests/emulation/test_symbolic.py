@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from balanced_dp import BalanceWarning, SymbolicValueError, emulate_devices
 from balanced_dp.emulation.machine import current_machine
+from balanced_dp.emulation.symbolic import _how_to_make
 from balanced_dp.emulation.tensor import operator
 
 from .models import DROPOUT_MODELS, MODELS, Made, train
@@ -211,6 +212,8 @@ def test_remembered_outputs_hold_no_memory(symbolic_devices):
         torch.cosh(x)
         assert torch.get_device_module("lazy").memory_allocated(0) == 512
         assert len(remembered) == before + 1
+    a_part_of_a_new_one = torch.zeros(4, device="meta")[:2]
+    assert _how_to_make(a_part_of_a_new_one, [], []) is None
 
 
 def test_numbers_that_are_errors(symbolic_devices):
@@ -236,6 +239,7 @@ def test_what_is_written_in_place_is_returned(symbolic_devices, num_calls):
 def test_unknown_values_overwrite_none(symbolic_devices):
     x = torch.zeros(4, device=symbolic_devices[0])
     i = torch.arange(4).to(symbolic_devices[0])
+    x.expand(4, 4).argmax(1).add_(x.argmax())  # is remembered, and laid out as the next one
     with pytest.raises(
         SymbolicValueError, match=r"aten.add_.Tensor, which writes to a torch.int64 tensor, needs"
     ):
