@@ -97,6 +97,7 @@ def tune(
     check_goal(goal)
     reserve = as_integer("reserve", RESERVE * is_known if reserve is None else reserve, minimum=0)
     batch_size = as_integer("batch_size", batch_size, minimum=1)
+    swept = sorted(set(sweep))
     run = _Run(workload, batch_size, reserve, capacities, on_measurement)
 
     def measure(gather: bool, spread: bool) -> None:
@@ -112,7 +113,7 @@ def tune(
                     open_devices(num, memory=memory, emulate=emulate, symbolic=symbolic)
                 )
             meter = stack.enter_context(StepMeter(workload, opened, gather, spread))
-            run.measure(meter, sorted(set(sweep)))
+            run.measure(meter, swept)
 
     measure(gather, spread)
     failures = {}
