@@ -376,6 +376,7 @@ def demo(
 
     Runs on all GPUs of this machine if it has two or more, otherwise on emulated devices.
     """
+    from ..report import report_json
     from . import console
     from . import demo as demos
 
@@ -384,7 +385,7 @@ def demo(
         report, runs = demos.run_demo(
             num_devices, steps, gpu0_bsz, emulate=emulate, on_step=lambda: update(advance=1)
         )
-    console.write(json_file, console.as_json, demos.demo_record(report, runs))
+    console.write(json_file, report_json, report)
     if json_file != arguments.STDOUT:
         console.print_parts(terminal.open_console(), demos.answer(runs))
     if demos.loss_difference(runs) > demos.LOSS_TOLERANCE:

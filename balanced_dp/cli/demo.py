@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
 from ..errors import ArgumentError
-from ..report import report_json
 from ..report.tables import TextTable, largest_uses, short_split
 from ..tuning.open_devices import accelerators, open_devices
 from ..tuning.options import Option
@@ -102,16 +99,6 @@ def _workload() -> Workload:
         return character_batch(torch.randint(len(encoded) - 65, (batch_size,), generator=generator))
 
     return replace(workload, model=model, make_batch=make_batch)
-
-
-def demo_record(report: Report, runs: Sequence[DemoRun]) -> dict[str, Any]:
-    """Return the report as JSON has it, with the runs."""
-    record: dict[str, Any] = json.loads(report_json(report))
-    record["loss_difference"] = loss_difference(runs)
-    record["runs"] = [
-        {"name": run.name, "losses": run.losses, **asdict(run.measured)} for run in runs
-    ]
-    return record
 
 
 def answer(runs: Sequence[DemoRun]) -> Iterator[str | TextTable]:
