@@ -37,6 +37,17 @@ class Named(list):
         return f"Named({list(self)}, {self.name})"
 
 
+class Titled(dict):
+    """A dictionary whose constructor needs an argument."""
+
+    def __init__(self, title, **items):
+        super().__init__(items)
+        self.title = title
+
+    def __repr__(self):
+        return f"Titled({self.title}, {super().__repr__()})"
+
+
 class AttributeDict(dict):
     """The old recipe: items are attributes, since the dictionary is its own ``__dict__``."""
 

@@ -17,7 +17,7 @@ from balanced_dp import BalancedDataParallel, BalanceWarning, ScatterError
 
 from ..devices import KINDS, open_devices
 from ..modules import Lambda
-from .containers import AttributeDict, Frozen, MirroredDict, Named, Pair, Partly, Slotted
+from .containers import AttributeDict, Frozen, MirroredDict, Named, Pair, Partly, Slotted, Titled
 
 LEAVES = [None, 3, "text", True, 2.5, torch.float32, torch.Size([3, 4]), float("nan"), np.eye(2)]
 CONTAINERS = [
@@ -26,6 +26,7 @@ CONTAINERS = [
     *(lambda a, b: UserDict(a=a, b=b), lambda a, b: AttributeDict(a=a, b=b)),
     *(Pair, Frozen, lambda a, b: [Slotted(a), Partly(b), [], {}]),
     *(lambda a, b: deque([a, b], maxlen=3), lambda a, b: Named([a, b], "x")),
+    lambda a, b: Titled("y", a=a, b=b),
 ]
 structures = st.recursive(
     st.just(lambda x: x) | st.sampled_from(LEAVES).map(lambda leaf: lambda x: leaf),
