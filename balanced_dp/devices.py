@@ -1,4 +1,4 @@
-"""The devices to train on, those that arguments such as ``device_ids`` name, and their streams."""
+"""The devices to train on, those named by arguments such as ``device_ids``, and their streams."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def is_symbolic(device: torch.device) -> bool:
 def statistics_of(device: torch.device) -> Any:
     """Return the module with the memory statistics of a device, to read and to reset.
 
-    Those of emulated devices are apart from those that a script sees in ``torch.cuda``.
+    The peaks of emulated devices are separate from those that a script sees in ``torch.cuda``.
     """
     return device_module if is_emulated(device) else torch.get_device_module(device)
 
@@ -160,18 +160,18 @@ def training_devices(
     symbolic: bool = False,
     as_cuda: bool = False,
 ) -> contextlib.AbstractContextManager[Sequence[torch.device]]:
-    """Provide the GPUs of this machine or, where there are too few, emulated devices.
+    """Provide the GPUs of this machine, or emulated devices if there are too few.
 
     With ``num_devices``, they are the first GPUs if there are that many, otherwise emulated
     devices. Without it, they are all GPUs if there are two or more, otherwise four emulated
     devices. GPUs can be accelerators of any type. Inside ``emulate_devices``, its devices take the
     place of the GPUs.
 
-    Emulated devices end with the ``with`` block. Copy what is needed later to the CPU.
+    Emulated devices end with the ``with`` block. Copy tensors that are needed later to the CPU.
 
     Args:
         num_devices: number of devices, at least 1. None means all GPUs, or four emulated devices.
-        memory: capacity of emulated devices, as in ``emulate_devices``. That of GPUs is their own.
+        memory: capacity of emulated devices, as in ``emulate_devices``. GPUs keep theirs.
         symbolic: whether emulated devices keep shapes only, as in ``emulate_devices``.
         as_cuda: whether emulated devices are named as CUDA's, as in ``emulate_devices``.
 
@@ -228,7 +228,7 @@ def copy_stream(device: torch.device) -> torch.Stream:
 def gradient_stream(device: torch.device, source: torch.device) -> torch.Stream:
     """Return the stream of a CUDA device on which gradients arrive from another one.
 
-    That of a device and itself adds up what has arrived.
+    The stream from a device to itself adds up what has arrived.
 
     Each pair of devices has its own: a copy waits for both of its streams, so devices that send to
     several would otherwise take turns.

@@ -79,7 +79,7 @@ def calling_frame() -> tuple[int, FrameType]:
 
 
 def add_note(error: BaseException, note: str) -> None:
-    """Add ``note`` to what a traceback shows of ``error``."""
+    """Add ``note`` to the traceback of ``error``."""
     if hasattr(error, "add_note"):
         error.add_note(note)
     else:  # Python 3.10

@@ -1,4 +1,4 @@
-"""What differs on builds of Python that can do without its lock."""
+"""Differences of free-threaded builds of Python."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import sysconfig
 import threading
 
 looking_at_nodes = threading.RLock()
-"""Held while nodes of an autograd graph are looked at.
+"""A lock to hold while reading nodes of an autograd graph.
 
-Threads share the nodes of parameters, and torch makes and frees the Python object of a node as if
-Python's lock were there: others got an object that was being freed.
+Threads share the nodes of parameters. torch creates and frees the Python object of a node as if
+Python had its lock, so another thread could get an object that was being freed.
 
 Source: ``functionToPyObject`` in torch/csrc/autograd/python_cpp_function.cpp, torch 2.12.
 """
@@ -18,8 +18,8 @@ Source: ``functionToPyObject`` in torch/csrc/autograd/python_cpp_function.cpp, t
 
 @functools.cache
 def is_free_threaded_build() -> bool:
-    """Return whether Python was built to run without its lock, whether or not it is on.
+    """Return whether this is a free-threaded build of Python, whether or not its lock is on.
 
-    References are counted by each thread there, so the lock makes no difference to that.
+    Such a build counts references by thread in either case.
     """
     return bool(sysconfig.get_config_var("Py_GIL_DISABLED"))

@@ -1,8 +1,8 @@
-"""Searches for the split with which the fullest device is the least full. Pure, without torch.
+"""Search for the split that minimizes the utilization of the fullest device. Pure, without torch.
 
-They predict nothing. With each sample that a device gets it holds more, so all of them ask for the
-largest whole number with which something is still below a limit: ``next_number`` brackets it, and a
-line through two measurements only says what to measure next.
+Nothing is predicted. The memory of a device grows with its samples, so each search looks for the
+largest integer that stays within a limit. ``next_number`` brackets it; a line through two
+measurements only chooses what to measure next.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ MAX_SPLITS = 6
 """The most splits that are tried in a training loop, and by weights."""
 
 _CLOSE = 500
-"""The largest batch is found to one part in so many, and small ones exactly."""
+"""The largest batch is found to one part in this number, and small ones exactly."""
 
 _MAX_LINES = 8
-"""After so many measurements by lines, a search halves what is left."""
+"""After this many measurements by lines, a search bisects."""
 
 Full = tuple[float, float]
-"""How full device 0 is, and the fullest of the others; 1 is all of its budget."""
+"""The utilization of device 0, and the highest of the others; 1 is the whole budget."""
 
 
 def utilizations(peaks: Sequence[float], budgets: Sequence[int]) -> list[float]:
@@ -34,7 +34,7 @@ def utilizations(peaks: Sequence[float], budgets: Sequence[int]) -> list[float]:
 
 
 def fullness(peaks: Sequence[float], budgets: Sequence[int]) -> Full:
-    """Return how full device 0 is, and the fullest of the others."""
+    """Return the utilization of device 0, and the highest of the others."""
     first, *others = utilizations(peaks, budgets)
     return first, max(others)
 
@@ -47,17 +47,17 @@ def next_number(
     most: int = _MAX_LINES,
     bends_up: bool = False,
 ) -> int | None:
-    """Return which number to measure next to find the largest one that is not over a limit.
+    """Return the number to measure next in a search for the largest one within a limit.
 
     Args:
-        over: by number, by how much the limit was exceeded, which grows with the number. Not above
-            0 is within the limit; infinity if it is not known by how much.
+        over: by number, the excess over the limit, which grows with the number. At most 0 is within
+            the limit; infinity is an unknown excess.
         numbers: all numbers that can be measured, in ascending order.
-        slope: by how much a number adds, as long as two measurements do not show it.
-        close: the number may be too small by one part in so many.
-        most: after so many measurements, what is left is halved.
-        bends_up: whether what is over grows faster and faster. Then it is above the line through
-            two measurements, and a number above where the line ends is not measured.
+        slope: the excess that each number adds, used until two measurements show it.
+        close: the result may be too small by one part in this number.
+        most: after this many measurements, the search bisects.
+        bends_up: whether the excess is convex. Then it lies above the line through two
+            measurements, and no number beyond the zero of the line is measured.
 
     Returns:
         A number; None if the search is over.
@@ -85,19 +85,18 @@ def next_number(
 class Search:
     """A search for the best ``gpu0_bsz`` of a batch.
 
-    With each sample device 0 gets fuller and the others emptier, so the fullest device is the least
-    full where they cross. The search ends when it knows neighbours of which only the larger one
-    makes device 0 the fullest. Of equally good values the largest is the best, as it is the
-    fastest.
+    Each sample on device 0 fills it and empties the others, so the highest utilization is lowest
+    where the two cross. The search ends at two neighbors of which only the larger one makes device
+    0 the fullest. Of equally good values the largest is best, because it is the fastest.
 
     Attributes:
         batch_size: samples in the whole batch.
         budgets: the bytes that each device may hold.
         smallest: the smallest chunk that a replica trains on.
-        is_careful: whether no split is tried with which a device would hold more than its budget if
-            what it has held grew in proportion to its samples, which is more than it can grow.
-        for_speed: whether to find the largest value that fits, too.
-        told: by ``gpu0_bsz``, how full the devices were.
+        is_careful: whether to skip splits that would exceed a budget if the memory of a device grew
+            in proportion to its samples, which is an upper bound.
+        for_speed: whether to also find the largest value that fits.
+        told: the utilizations by ``gpu0_bsz``.
     """
 
     batch_size: int
@@ -113,11 +112,11 @@ class Search:
         return even_share(self.batch_size, len(self.budgets))
 
     def split(self, value: int) -> tuple[int, ...]:
-        """Return the chunk sizes with a value."""
+        """Return the chunk sizes for a value."""
         return split_batch(self.batch_size, len(self.budgets), value)
 
     def tell(self, split: Sequence[int], peaks: Sequence[float]) -> None:
-        """Record the peaks of a split; that of a device that ran out of memory is ``math.inf``."""
+        """Record the peaks of a split, ``math.inf`` for a device that ran out of memory."""
         known, found = self.told.get(split[0], (0.0, 0.0)), fullness(peaks, self.budgets)
         self.told[split[0]] = max(known[0], found[0]), max(known[1], found[1])
 
@@ -137,8 +136,8 @@ class Search:
     def best(self) -> int | None:
         """The best of the values that ran, None if none did.
 
-        It is next to where device 0 and the others cross, which each measurement shows by itself:
-        those of a loop may differ in more than the split.
+        It is next to the crossing. Each measurement shows its side of the crossing by itself,
+        because iterations of a loop may differ in more than the split.
         """
         ran = self._ran()
         low = max((value for value in ran if self._over()[value] <= 0), default=-1)
@@ -159,9 +158,9 @@ class Search:
         return over
 
     def _targets(self) -> Iterator[tuple[dict[int, float], float]]:
-        """Yield what must be found in turn: the crossing, as good values, and those that fit."""
+        """Yield the searches in turn: the crossing, equally good values, and values that fit."""
         value, (_, others) = max(self._ran().items(), default=(0, (0.0, 0.0)))
-        # No device takes more for a sample than if it held nothing but samples.
+        # An upper bound for a sample: the device holds nothing but samples.
         a_sample = others / max(1, *self.split(value)[1:])
         yield self._over(), a_sample * (1 + 1 / (len(self.budgets) - 1))
         best = self.best
@@ -194,8 +193,8 @@ class Search:
 def measure_largest(measure: Callable[[tuple[int, ...]], Full], search: Search, limit: int) -> None:
     """Measure the largest batches that fit: with the even split, and with any ``gpu0_bsz``.
 
-    With any value, that is the largest chunk that fits on the others, and what then fits on device
-    0, which may gather no more than it has room for.
+    For the second, find the largest chunk that fits on the other devices, then the samples that fit
+    on device 0. Device 0 must also have room for the gathered outputs.
 
     Args:
         measure: returns how full the devices are with a split.
@@ -212,7 +211,7 @@ def measure_largest(measure: Callable[[tuple[int, ...]], Full], search: Search, 
         known: Mapping[int, Full] | None = None,
         bends_up: bool = True,
     ) -> int:
-        """Return the largest number with whose split some devices are not too full, or 0."""
+        """Return the largest number whose split keeps the checked devices within budget, or 0."""
         if smallest > 1:
             numbers = [n for n in numbers if smallest <= min(filter(None, split_of(n)))]
         if known is None:
@@ -250,14 +249,14 @@ def measure_largest(measure: Callable[[tuple[int, ...]], Full], search: Search, 
 def fill_alike(
     told: Mapping[tuple[int, ...], Sequence[float]], batch_size: int | None
 ) -> tuple[int, ...] | None:
-    """Return chunk sizes with which all devices are equally full, by what was measured.
+    """Return chunk sizes that fill all devices equally, according to the measurements.
 
     Args:
-        told: by chunk sizes that ran, how full each device was; the latest ones come last.
+        told: the utilization of each device by chunk sizes that ran, the latest last.
         batch_size: the samples in the whole batch; None means as many as fit.
 
     Returns:
-        The chunk sizes; None if it is not known how much more a device holds with a sample more.
+        The chunk sizes; None if the memory of a sample is unknown on a device.
     """
     lines = []
     for index in range(len(next(iter(told)))):
@@ -280,18 +279,18 @@ def fill_alike(
 class LoopSearch:
     """A search that follows the iterations of a training loop, whatever their batches.
 
-    The largest iteration decides, as it fills the devices the most. Batches of another size get the
+    The largest iteration decides, because it fills the devices most. Batches of other sizes get the
     same share on device 0.
 
     Args:
         budgets: the bytes that each device may hold.
-        is_careful: as for ``Search``. Then the first iteration after each change does not count,
-            since kernels are tuned in it.
+        is_careful: as for ``Search``. If set, the first iteration after each change does not count,
+            because kernels are tuned in it.
         for_speed: as for ``Search``.
 
     Attributes:
         smallest: the smallest chunk that a replica trains on.
-        search: the search for the largest batch so far, which is empty before the first iteration.
+        search: the search for the largest batch so far, empty before the first iteration.
         is_over: whether the value is final, unless memory runs out.
     """
 
@@ -349,7 +348,7 @@ class LoopSearch:
         return self.value(batch_size) != value
 
     def _begin(self, batch_size: int, accumulates: bool) -> None:
-        """Begin the search for a batch; what ran out of memory with it before is still known."""
+        """Begin the search for a batch. Values that ran out of memory with it stay known."""
         before, self._accumulates = self.search, accumulates
         self.search = replace(before, batch_size=batch_size, smallest=self.smallest, told={})
         if before.batch_size == batch_size:
@@ -373,9 +372,9 @@ class LoopSearch:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Start with the value of another search of as many devices.
+        """Start with the value of another search with the same number of devices.
 
-        It is final if the search was over, and the devices have the same capacities.
+        It is final if that search was over and the capacities are the same.
         """
         capacities = list(self.search.budgets)
         if len(state["capacities"]) == len(capacities):

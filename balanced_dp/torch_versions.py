@@ -1,4 +1,4 @@
-"""What differs between versions of torch, and the private names of torch that are used.
+"""Differences between versions of torch, and the private names of torch that are used.
 
 Where torch lacks one, ``import balanced_dp`` or ``emulate_devices`` raises an error that names it.
 docs/versions.md lists the versions that were tested.
@@ -60,7 +60,7 @@ def exists(name: str) -> bool:
 
 
 def require(names: str, what: str, error: type[Exception]) -> None:
-    """Check that torch has all names, which blanks separate, that something uses.
+    """Check that torch has all names of a list separated by blanks.
 
     Raises:
         error: it lacks some.
@@ -89,17 +89,17 @@ def disable_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def accelerator_type() -> str | None:
     """Return the type of this machine's accelerators; None if there are none."""
-    # torch.accelerator is there from 2.6 on, and raises in 2.6 where there is no accelerator.
+    # torch.accelerator exists since 2.6, which raises if there is no accelerator.
     device: torch.device = torch._C._get_accelerator()
     is_there = device.type != "cpu" and torch.get_device_module(device).is_available()
     return device.type if is_there else None
 
 
 def run_at_once(node: Any) -> None:
-    """Let a node run as soon as it can in backward.
+    """Let a node run as early as possible in backward.
 
-    Autograd runs nodes by their sequence numbers, the highest first; only the nodes that accumulate
-    gradients have a higher one. Where torch cannot set it, gradients leave for other devices later.
+    Autograd runs nodes in the order of their sequence numbers, highest first. Only nodes that
+    accumulate gradients have a higher one. If torch cannot set it, gradients are sent later.
     """
     if hasattr(node, "_set_sequence_nr"):
         node._set_sequence_nr(2**64 - 2)

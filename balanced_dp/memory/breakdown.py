@@ -23,11 +23,11 @@ def memory_breakdown(
     beginning of the last measured block, or the last record of a logger. On emulated devices they
     are exact. On others, ``parameter``, ``buffer``, ``gradient`` and ``optimizer state`` are the
     tensors that exist now, with the model's copies on the other devices, and ``rest`` is everything
-    else: activations, gathered outputs, the loss. So call it after a training step other than the
-    first, before ``zero_grad``.
+    else: activations, gathered outputs, the loss. Call it before ``zero_grad``, after any training
+    step but the first.
 
     Args:
-        model: a ``BalancedDataParallel``, or any module; then the devices are its parameters'.
+        model: a ``BalancedDataParallel``, or any module, whose parameters then give the devices.
         optimizer: the optimizer of the parameters, to list its state separately.
 
     Raises:

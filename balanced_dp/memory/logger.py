@@ -1,4 +1,4 @@
-"""A logger that writes the devices' peaks, to TensorBoard for example, every few steps."""
+"""A logger that writes the peak of each device every few steps, for example to TensorBoard."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class MemoryLogger:
     ``memory/cuda:0 (gpu:3)/peak_MiB`` is the maximum memory occupied by tensors since the last
     record, one value for each device; ``memory/imbalance`` is (max - min) / max of them. Steps
     without a record cost nothing, and a record does not synchronize the devices, because the
-    allocator counts on the host. A record resets the devices' peaks; a measured block around it
-    still has the right ones.
+    allocator counts on the host. A record resets the peaks of the devices; a measured block around
+    it is still right.
 
     Args:
         model: the ``BalancedDataParallel``.
@@ -61,7 +61,7 @@ class MemoryLogger:
         self._peaks = Peaks(self._devices)
 
     def step(self) -> None:
-        """Count a step, and write a record if it is an ``every``-th. Call it after each step."""
+        """Count a step, and write a record every ``every`` steps. Call it after each step."""
         self.num_steps += 1
         if self.num_steps % self.every:
             return

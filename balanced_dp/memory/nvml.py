@@ -14,14 +14,14 @@ class NvmlError(Exception):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Board:
-    """A GPU that NVML lists, or a MIG slice of one; None where NVML does not say."""
+    """A GPU that NVML lists, or a MIG slice of one. Unknown fields are None."""
 
     nvml_index: int
     mig_index: int | None = None
     uuid: str | None = None
     name: str | None = None
     pci_bus_id: tuple[int, int, int] | None = None
-    """Domain, bus and device; those of its board for a slice."""
+    """Domain, bus and device; a slice has those of its board."""
     handle: Any = None
     error: str | None = None
     """Why there is no handle."""
@@ -41,7 +41,7 @@ class Nvml:
         self._query(pynvml.nvmlInit)
 
     def boards(self) -> list[Board]:
-        """Return all boards in the order of their indices; a board in MIG mode as its slices.
+        """Return all boards in the order of their indices. A board in MIG mode is listed by slice.
 
         Raises:
             NvmlError: NVML cannot count the boards.
@@ -50,7 +50,7 @@ class Nvml:
         return [board for index in range(count) for board in self._boards_at(index)]
 
     def memory(self, board: Board) -> dict[str, int]:
-        """Return the fields of ``DeviceMemory`` that NVML knows of a board.
+        """Return the fields of ``DeviceMemory`` that NVML has for a board.
 
         Drivers before 510 only have version 1 of the query, which counts memory that is reserved by
         the driver as used.
@@ -116,14 +116,14 @@ def connection(pid: int) -> Nvml:
 
 
 def find_board(properties: Any, boards: Sequence[Board]) -> Board | None:
-    """Return the board of a CUDA device, by UUID or else by PCI bus id; None if it is not clear.
+    """Return the board of a CUDA device, by UUID or else by PCI bus id; None if it is ambiguous.
 
     Indices differ: CUDA numbers the devices in ``CUDA_VISIBLE_DEVICES``, by default the fastest
     first, and NVML all boards in the order of their PCI bus ids. MIG slices have the PCI bus id of
     their board.
 
     Args:
-        properties: what ``torch.cuda.get_device_properties`` returns.
+        properties: the result of ``torch.cuda.get_device_properties``.
         boards: the boards that NVML lists.
     """
     uuid = str(properties.uuid).lower()

@@ -13,9 +13,9 @@ SAMPLING_INTERVAL_S = 0.010
 class Sampler(threading.Thread):
     """A thread that samples boards from its creation to ``stop``, every 10 ms or less often.
 
-    Other threads may hold Python's lock for longer than 10 ms: beside four threads of pure Python,
-    a sample came every 36 ms. That misses little, since the allocator keeps what it has reserved.
-    The first and the last sample are taken in any case.
+    Other threads may hold Python's lock for longer than 10 ms. Beside four threads of pure Python,
+    a sample came every 36 ms. That misses little, because the allocator keeps the memory that it
+    has reserved. The first and the last sample are always taken.
 
     Attributes:
         peaks: the largest sample of each board in bytes, a lower bound of its peak; None if a query

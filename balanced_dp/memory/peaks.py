@@ -1,4 +1,4 @@
-"""Peak memory statistics for measurements that overlap, each of which resets them."""
+"""Peak memory statistics for overlapping measurements, each of which resets the peaks."""
 
 from __future__ import annotations
 

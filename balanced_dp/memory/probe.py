@@ -31,7 +31,7 @@ class MemoryProbe:
 
     Attributes:
         devices: the devices, as a list of ``torch.device`` without duplicates.
-        nvml_error: why NVML is not used, None if it is, or if no device needs it.
+        nvml_error: why NVML is not used; None if it is, or if no device needs it.
 
     Raises:
         ArgumentError, ArgumentTypeError: ``devices`` is invalid.
@@ -111,7 +111,7 @@ class MemoryProbe:
         return replace(memory, free_bytes=free_bytes, used_bytes=total_bytes - free_bytes)
 
     def _add_nvml(self, memory: DeviceMemory, board: Board) -> DeviceMemory:
-        """Return ``memory`` with the fields that NVML knows."""
+        """Return ``memory`` with the fields of NVML."""
         assert self._nvml is not None
         memory = replace(
             memory,
@@ -182,6 +182,6 @@ def _has_nvml(device: torch.device) -> bool:
 
 
 def _retries(device: torch.device) -> Any:
-    """Return how often the allocator emptied its cache and tried again, None if it is not known."""
+    """Return how often the allocator emptied its cache and tried again; None if unknown."""
     stats: dict[str, int] = torch.get_device_module(device).memory_stats(device)
     return stats.get("num_alloc_retries")

@@ -1,4 +1,4 @@
-"""The memory of a device, and what a measured block took. Pure, without torch."""
+"""The memory of a device and of a measured block. Pure, without torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..units import format_bytes
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """The memory of one device, in bytes; None where it is not known.
+    """The memory of one device, in bytes. Unknown fields are None.
 
     There are three layers. Tensors occupy ``allocated_bytes``. Torch's allocator holds
     ``reserved_bytes``: the tensors and its cache. The device has ``used_bytes`` in use: all of
@@ -28,10 +28,10 @@ class DeviceMemory:
         free_bytes: memory not in use.
         allocated_bytes: memory occupied by tensors of this process.
         reserved_bytes: memory managed by torch's allocator.
-        peak_allocated_bytes: maximum of ``allocated_bytes`` since the peak was last reset; of a
-            measured block, in the block.
+        peak_allocated_bytes: maximum of ``allocated_bytes`` since the peak was last reset, or in
+            the measured block.
         peak_reserved_bytes: maximum of ``reserved_bytes``, likewise.
-        peak_used_bytes: of a measured block, the largest sample of ``used_bytes``: a lower bound.
+        peak_used_bytes: the largest sample of ``used_bytes`` in the measured block, a lower bound.
         num_alloc_retries: number of times that the allocator emptied its cache and tried again.
         error: why values are missing, such as a lost GPU.
     """
@@ -65,7 +65,7 @@ class DeviceMemory:
 
 @dataclass(slots=True)
 class StepMemory:
-    """The memory that a measured block took; complete when the block has ended.
+    """The memory of a measured block, complete when the block has ended.
 
     Attributes:
         devices: one entry for each device, empty until the block ends, and if it raises.
