@@ -27,7 +27,7 @@ from .machine import Machine
 from .tensor import EmulatedTensor
 
 _Patches = dict[Any, dict[str, Any]]
-"""By object, the attributes that it gets."""
+"""The new attributes of each object."""
 
 
 @contextmanager
@@ -65,7 +65,7 @@ def _tensors() -> _Patches:
 
 
 def _factories(machine: Machine) -> _Patches:
-    """Return torch's functions that take a device, and what decides on the default one."""
+    """Return patches of torch's functions that take a device, and of the default device."""
     factories = default_device._device_constructors()
     get_default: Any = torch.get_default_device
     patches: _Patches = {
@@ -93,7 +93,7 @@ def _takes_device(name: str) -> bool:
 
 
 def _cuda_modules(machine: Machine) -> _Patches:
-    """Return what ``torch.cuda`` and ``torch.accelerator`` ask, and what they have got already."""
+    """Return patches of the functions that ``torch.cuda`` and ``torch.accelerator`` call."""
     streams = {"Stream": cuda_functions.Stream, "Event": cuda_functions.Event}
     exchange = cuda_functions.exchange_device
     return {
@@ -117,7 +117,7 @@ def _cuda_modules(machine: Machine) -> _Patches:
 
 
 def _without_hardware(machine: Machine) -> _Patches:
-    """Return what torch does otherwise without CUDA, or where gradients are not known."""
+    """Return patches of functions that differ without CUDA or with unknown gradients."""
     backends: Any = torch.distributed.Backend.default_device_backend_map
     # A scaler skips the step if a gradient is not finite, which symbolic devices do not know.
     disabled = property(lambda self: False, lambda self, value: None)

@@ -135,8 +135,8 @@ def _warn_of_leaks(machine: Machine) -> None:
     ]
     if leaks:
         warnings.warn(
-            f"tensors outlive their emulate_devices context: {', '.join(leaks)}. They cannot be "
-            "used any more. Copy results with .cpu(), and delete the variables that refer to "
+            f"tensors outlive their emulate_devices context: {', '.join(leaks)}. They can no "
+            "longer be used. Copy results with .cpu(), and delete the variables that refer to "
             "other tensors.",
             ResourceWarning,
             stacklevel=4,

@@ -1,4 +1,4 @@
-"""Copies, the only operators of emulated tensors with two devices."""
+"""Copies, the only operators of emulated tensors that involve two devices."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _readable(elem: torch.Tensor, machine: Machine) -> torch.Tensor:
 
 
 def _copy_label(source: EmulatedTensor, target: torch.device, machine: Machine) -> Label:
-    """Return the label of a copy: its source's, or gathered output for one from another device."""
+    """Return the label of a copy: that of its source, or gathered output if it changes devices."""
     label = label_of_results(machine)
     if label is Label.GRADIENT:
         set_label(source, label)

@@ -1,7 +1,6 @@
-"""What ``torch.cuda`` and ``torch.accelerator`` ask of ``torch._C``, answered by emulated devices.
+"""Functions of ``torch._C`` for ``torch.cuda`` and ``torch.accelerator``, on emulated devices.
 
-Their own Python does the rest. Operations on emulated devices are synchronous and in order, so
-streams and events do nothing.
+Operations on emulated devices are synchronous and in order, so streams and events do nothing.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ class Stream(device_module.device):
 
 
 class Event:
-    """An event, which knows when it was recorded."""
+    """An event with the time at which it was recorded."""
 
     def __init__(self, enable_timing: bool = False, **kwargs: Any) -> None:
         self._time_s = math.nan
@@ -68,14 +67,14 @@ class Event:
 
 
 def exchange_device(index: int) -> int:
-    """Set the current device, unless ``index`` is negative, and return the one before."""
+    """Set the current device, unless ``index`` is negative, and return the previous one."""
     before = device_module.current_device()
     if index >= 0:
         device_module.set_device(index)
     return before
 
 
-# Scripts have a peak of their own to reset, so that they and our measurements do not meet.
+# Scripts have a peak of their own to reset, so that they do not disturb measurements.
 
 
 def _memory_stats(index: int) -> dict[str, Any]:

@@ -71,7 +71,7 @@ def _has_device_context() -> bool:
 def _stand_in(
     name: str, make: Callable[..., Any], is_instance: Callable[[Any], bool], **attributes: Any
 ) -> Any:
-    """Return what stands for a class of torch: it makes its instances, and knows them."""
+    """Return a stand-in for a class of torch, which creates and recognizes its instances."""
     special = {
         "__call__": lambda cls, *args, **kwargs: make(*args, **kwargs),
         "__instancecheck__": lambda cls, instance: is_instance(instance),
@@ -86,7 +86,7 @@ device = _stand_in(
     ),
     lambda instance: isinstance(instance, _Device),
 )
-"""``torch.device``, of which an int is the index of an emulated device."""
+"""``torch.device``, for which an int is the index of an emulated device."""
 
 
 # Tensors.
@@ -155,7 +155,7 @@ def _legacy_type(name: str) -> Any:
 
 
 def legacy_tensor(dtype: torch.dtype, device: Any, args: tuple[Any, ...]) -> torch.Tensor:
-    """Return a tensor with the sizes or with the data that are given."""
+    """Return a tensor with the given sizes or the given data."""
     if len(args) == 1 and not isinstance(args[0], int | torch.Size):
         return torch.as_tensor(args[0], dtype=dtype).to(device)
     return torch.empty(*args or (0,), dtype=dtype, device=device)
@@ -193,14 +193,14 @@ Generator = _stand_in("Generator", _generator, lambda x: isinstance(x, _TorchGen
 
 
 class StorageOnDevice(torch.UntypedStorage):
-    """A CPU storage that has torch make its tensor on an emulated device."""
+    """A CPU storage whose tensor torch creates on an emulated device."""
 
     _device: torch.device
     device: Any = property(lambda self: self._device)
 
 
 def storage_on_device(self: Any, device: Any = None, non_blocking: bool = False) -> Any:
-    """Return a copy of a storage from which torch makes tensors on an emulated device."""
+    """Return a copy of a storage whose tensors torch creates on an emulated device."""
     machine = current_machine()
     moved = self.clone()
     moved.__class__ = StorageOnDevice
@@ -209,7 +209,7 @@ def storage_on_device(self: Any, device: Any = None, non_blocking: bool = False)
 
 
 def location_of(storage: torch.UntypedStorage) -> str | None:
-    """Return where a file says that a storage was, or None if it is on no emulated device.
+    """Return the location of a storage for a file, or None if it is on no emulated device.
 
     That is its device if it is named "cuda", and else the CPU, so that the file loads anywhere.
     """

@@ -17,7 +17,7 @@ from .machine import current_machine, has_machine
 Device = torch.device | str | int | None
 
 _initialized = True
-"""Read by torch.utils.checkpoint, which saves the generators' states only if this is true."""
+"""torch.utils.checkpoint saves the states of the generators only if this is true."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,7 +65,7 @@ def register_kernels() -> torch.library.Library:
 
 
 def _make(factory: Callable[..., Tensor], *args: Any, **kwargs: Any) -> EmulatedTensor:
-    """Make a tensor; the dispatcher calls this below the Python key, with no tensor argument."""
+    """Create a tensor. The dispatcher calls this below the Python key, without a tensor."""
     machine = current_machine()
     device, _, _ = (kwargs.pop(name, None) for name in ("device", "layout", "pin_memory"))
     dtype = kwargs.get("dtype") or torch.get_default_dtype()

@@ -5,8 +5,8 @@ storage it is deallocated, and the block is removed from the ledger. Reference c
 nothing waits for the garbage collector.
 
 The label of a block may change while it is allocated (a tensor becomes a gradient after it was
-computed). So the breakdown of the peak is not copied when the peak is reached, but made of the
-blocks that were allocated then: those with numbers up to the peak's, whether allocated still or
+computed). So the breakdown of the peak is not copied when the peak is reached. It is computed from
+the blocks that were allocated then: those with numbers up to that of the peak, still allocated or
 freed since.
 """
 
@@ -65,14 +65,14 @@ class DeviceLedger:
 
     Args:
         capacity_bytes: the capacity of the device.
-        out_of_memory: makes the error that is raised where a block does not fit, from the bytes
-            that the block takes and the bytes that are free.
+        out_of_memory: creates the error for a block that does not fit, from its bytes and the free
+            bytes.
     """
 
     def __init__(self, capacity_bytes: int, out_of_memory: Callable[[int, int], Exception]) -> None:
         self.capacity_bytes = capacity_bytes
         self.limit_bytes = capacity_bytes
-        """What must not be exceeded: the capacity, which is reported, unless it is raised."""
+        """The limit of allocated bytes: the reported capacity, unless it is raised."""
         self._out_of_memory = out_of_memory
         self.num_ooms = 0
         self._lock = threading.Lock()
@@ -96,7 +96,7 @@ class DeviceLedger:
         Args:
             num_bytes: the size.
             label: the use.
-            marks_peak: whether what is freed before the next call counts.
+            marks_peak: whether memory that is freed before the next call counts.
 
         Raises:
             Exception: ``out_of_memory``'s: the block does not fit; the ledger is unchanged.

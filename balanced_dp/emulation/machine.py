@@ -91,7 +91,8 @@ class Machine:
     def ignore_capacities(self) -> None:
         """Let devices hold more than their capacity, which they still report.
 
-        ``balanced-dp run`` starts with a split that may not fit, and must end to tell which does.
+        ``balanced-dp run`` starts with a split that may not fit, and must go on to find one that
+        does.
         """
         for ledger in self.ledgers:
             ledger.limit_bytes = sys.maxsize
@@ -146,7 +147,7 @@ def is_in_backward() -> bool:
 
 
 def makes_parameter_gradients() -> bool:
-    """Return whether this thread runs a node of the backward pass that is for leaves only."""
+    """Return whether this thread runs a node that accumulates gradients of leaves."""
     if not is_in_backward():
         return False
     with looking_at_nodes:

@@ -1,4 +1,4 @@
-"""What torch does otherwise while an ``emulate_devices`` context is open."""
+"""Patches of torch while an ``emulate_devices`` context is open."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def patches(machine: Machine) -> Iterator[None]:
         _failed_backward_frees_its_queue(),
         _labels_from_optimizers(machine),
         _files_load_to_devices(),
-        # Dynamo would trace what emulated tensors do, and complain of it in dozens of lines.
+        # Dynamo would trace the Python code of emulated tensors, and print dozens of warnings.
         mock.patch.object(torch, "compile", functools.partial(torch.compile, disable=True)),
         named_cuda(machine) if is_cuda else nullcontext(),
         _no_files() if machine.symbolic else nullcontext(),

@@ -1,4 +1,4 @@
-"""Symbolic mode: which values are known, and how operators run on shapes only.
+"""Symbolic mode: known values, and operators that run on shapes only.
 
 A tensor whose values are not known is on torch's ``meta`` device.
 """
@@ -141,7 +141,7 @@ def _to_meta(value: Any) -> Any:
 
 
 _MakeOutputs = Callable[[list[torch.Tensor]], Any]
-"""Makes the outputs of an operator from the tensors among its arguments."""
+"""A function that creates the outputs of an operator from its tensor arguments."""
 
 _MAX_KEYS = 2**12
 
@@ -166,7 +166,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _how_to_make(out: Any, inputs: list[torch.Tensor], storages: list[int]) -> _MakeOutputs | None:
-    """Return a function that makes outputs laid out as ``out``; None if it is not clear how.
+    """Return a function that creates outputs with the layouts of ``out``, or None if unclear.
 
     The storages are those of the inputs; those of new outputs are appended.
     """

@@ -207,7 +207,7 @@ operator = functools.cache(Operator)
 
 @functools.cache
 def _handler(func: torch._ops.OpOverload) -> Callable[..., Any]:
-    """Return what runs an operator on emulated tensors."""
+    """Return the object that runs an operator on emulated tensors."""
     is_composite = torch._C._dispatch_has_kernel_for_dispatch_key(
         func.name(), torch._C.DispatchKey.CompositeImplicitAutograd
     )
@@ -401,7 +401,7 @@ def set_label(tensor: object, label: Label, over: Container[Label] = PROVISIONAL
 
 
 def _refused_cpu_dims(argument: torch.Argument) -> float | None:
-    """Return the least number of dimensions of a CPU tensor that an argument must not be.
+    """Return the least number of dimensions with which a CPU tensor is refused as an argument.
 
     As on CUDA, a 0-dim CPU tensor counts as a number, unless it is in a list or written to. None
     means that the argument has no tensors.
