@@ -1,4 +1,4 @@
-"""How many samples of a batch each device gets with "auto": it watches a training loop."""
+"""The split of each batch with "auto", which watches a training loop."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from ..search import LoopSearch
 from .split_policy import SplitPolicy
 
 STATE_KEY = "auto_split"
-"""Where a checkpoint says what "auto" has found."""
+"""The key of the result of "auto" in a checkpoint."""
 
 
 def smallest_chunk(module: nn.Module) -> int:
-    """Return the fewest samples a replica can train on: batch norm refuses a single one."""
+    """Return the fewest samples that a replica can train on: batch norm refuses a single one."""
     return 1 + any(isinstance(child, _BatchNorm) for child in module.modules())
 
 
@@ -49,8 +49,8 @@ class AutoSplit(SplitPolicy):
         )
         if len(devices) > 1 and (not counts or len(set(devices)) < len(devices)):
             raise ArgumentError(
-                "gpu0_bsz='auto' compares how full different devices were, of a type that counts "
-                f"its memory, got {', '.join(map(str, devices))}; give a number, or try it inside "
+                "gpu0_bsz='auto' needs distinct devices of a type that counts its memory, "
+                f"got {', '.join(map(str, devices))}; give a number, or try it inside "
                 "emulate_devices"
             )
         super().__init__(None, devices, spread=True)
@@ -145,14 +145,14 @@ class AutoSplit(SplitPolicy):
         if self._note_failure(has_failed=True):
             value = self.split(batch_size)[0]
             return f". gpu0_bsz='auto' is now {value}: the step may be repeated"
-        return ", and gpu0_bsz='auto' knows no better; lower the batch size"
+        return ", and gpu0_bsz='auto' has no better split; lower the batch size"
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Return what a later run can start with, as numbers and lists, or None."""
+        """Return a state for a later run to start with, as numbers and lists, or None."""
         return None if self.batch_size is None else self.search.state_dict(self.batch_size)
 
     def load_state_dict(self, state: Mapping[str, Any], module: nn.Module) -> None:
-        """Start with what an earlier run has found, unless training has begun."""
+        """Start with the state of an earlier run, unless training has begun."""
         if not self._parameter_ids and len(self.devices) > 1:
             self.search.load_state_dict(state)
             self.search.smallest = smallest_chunk(module)

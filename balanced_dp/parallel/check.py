@@ -1,4 +1,4 @@
-"""Compare what a split batch gives with what the whole batch gives on one device."""
+"""Compare a split batch with the whole batch on one device."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from . import nested
 
 
 class Difference(NamedTuple):
-    """What differs between the split and the whole batch."""
+    """A difference between the split and the whole batch."""
 
     what: str
     """An output or a gradient, by name."""
     relative: float
-    """The largest difference, divided by the largest entry of the whole batch's."""
+    """The largest difference, divided by the largest entry of the value for the whole batch."""
     cause: str
-    """Why it is likely to differ."""
+    """The likely cause."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +132,7 @@ def _relative(found: Tensor | None, expected: Tensor) -> float:
 
 @contextlib.contextmanager
 def _same_random_numbers(devices: Sequence[torch.device]) -> Iterator[None]:
-    """Context manager after which all generators go on as if nothing had been drawn."""
+    """Context manager that restores the states of all generators at its end."""
     numpy = sys.modules.get("numpy")
     states = random.getstate(), numpy and numpy.random.get_state()
     others = [device for device in devices if device.type != "cpu"]

@@ -61,7 +61,7 @@ Source: ``to_nccl_data_type`` in torch/csrc/cuda/nccl.cpp.
 """
 
 _sending = threading.Lock()
-"""Held while tensors are sent, as several threads may call models that have the same devices.
+"""A lock to hold while sending tensors: several threads may call models on the same devices.
 
 NCCL launches kernels that wait for each other on one device after the other. If in between another
 thread let one of these streams wait for another, there would be a deadlock.
@@ -89,13 +89,13 @@ class Arrivals:
         self._events: dict[torch.device, dict[int, torch.Event]] = {}
 
     def expect(self, devices: Iterable[torch.device]) -> None:
-        """Let the weight streams of ``devices`` wait for what their current streams have queued."""
+        """Let the weight streams of ``devices`` wait for the work on their current streams."""
         for device in devices:
             self._streams[device] = torch.get_device_module(device).current_stream(device)
             weight_stream(device).wait_stream(self._streams[device])
 
     def note(self, device: torch.device, tensors: Iterable[torch.Tensor]) -> None:
-        """Record an event after what the weight stream of ``device`` has queued for ``tensors``."""
+        """Record an event after the work of the weight stream of ``device`` for ``tensors``."""
         event = weight_stream(device).record_event()
         self._events.setdefault(device, {}).update(dict.fromkeys(map(id, tensors), event))
 
@@ -315,7 +315,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 class Receive(torch.autograd.Function):
-    """Stand for the originals of a bucket on CUDA devices, to receive their gradients.
+    """Represent the originals of a bucket on CUDA devices, to receive their gradients.
 
     Autograd adds up the gradients from other devices on the stream of this node. The token is an
     input of the nodes that send the next bucket, so backward runs once all devices have sent that
@@ -429,7 +429,7 @@ def _receive(originals: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
 
 @functools.cache
 def _expect_gradients_of_other_streams() -> None:
-    """Silence torch's warning that gradients come from streams of other devices, as intended."""
+    """Silence torch's warning about gradients from streams of other devices, which are intended."""
     set_warns = getattr(torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch", None)
     if set_warns is not None:  # versions that do not have it do not warn
         set_warns(False)

@@ -1,4 +1,4 @@
-"""The loss, computed on each device from its own chunk, as if it were of the whole batch."""
+"""The loss of the whole batch, computed on each device from its own chunk."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from .scatter import Inputs
 
 
 class BalancedCriterion(nn.Module):
-    """A criterion whose value and gradients are those of the whole batch, computed in chunks.
+    """A criterion computed in chunks, with the value and the gradients of the whole batch.
 
     It is called with the ``PerDevice`` that a model with ``gather=False`` returns, and the targets
     of the whole batch. Each device computes the loss of its own chunk, so that large outputs, such
-    as the logits of a vocabulary, are never gathered on one device. Losses are joined as those that
-    a model returns; rows are concatenated. A warning names a loss that is not known to be that of
-    the batch. Anything but a ``PerDevice`` is passed to ``criterion`` unchanged, so that the same
+    as the logits of a vocabulary, are never gathered on one device. Losses are joined like those
+    that a model returns; rows are concatenated. A warning names a loss that may not be that of the
+    batch. Anything but a ``PerDevice`` is passed to ``criterion`` unchanged, so that the same
     line works for a bare model.
 
     Outputs, targets and losses may be nested in tuples, dictionaries and dataclasses; a target may

@@ -67,9 +67,9 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
     Args:
         gpu0_bsz: the most samples that the first device gets, at least 0. With 0 it runs nothing.
             None is no limit: the split is even, or that of ``device_weights``. ``"auto"`` starts
-            with the even split, reads the peaks after each optimizer step, changes the value at
-            most five times and then keeps it, unless memory runs out: catch
-            ``torch.OutOfMemoryError`` and repeat the step. State dicts carry what it has found.
+            with the even split, reads the peaks after each optimizer step, tries at most six splits
+            and keeps the best. If memory runs out, catch ``torch.OutOfMemoryError`` and repeat the
+            step. State dicts contain the result.
         module: the module to parallelize. Its parameters and buffers must be on ``device_ids[0]``.
             With ``spread`` or a single device, the constructor moves them.
         device_ids: devices as ints (of the accelerator), strings or ``torch.device``. None means
@@ -119,12 +119,13 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         BalanceWarning: once for each output, input or attribute that it is about.
 
             - Without ``spread``, ``gpu0_bsz`` is not below the even share of the first batch.
-            - A 0-dim output need not have the value of the whole batch, or the graph shows that
+            - A 0-dim output may differ from that of the whole batch, or the graph shows that
               samples of a chunk are computed from each other: ``check`` compares them.
             - A list as long as the batch, or an object that holds tensors, goes whole to each
               device.
             - No input is split though there are lists or arrays, or only the tensors of a list are.
-            - An output has not one row for each sample: the rows are in the order of the devices.
+            - An output does not have one row for each sample: the rows are in the order of the
+              devices.
             - ``forward`` sets an attribute, which is lost.
             - ``forward`` writes a parameter or buffer differently on each device.
 

@@ -31,13 +31,14 @@ class Gather:
     - Tensors are concatenated along the batch dimension if its size is the same whole multiple of
       the chunk size on every replica, or if the shapes differ in it alone. Otherwise they are
       concatenated along the only other dimension that follows the chunk sizes, as in states of
-      RNNs. If a sample has not one row, the rows are in the order of the devices, with a warning.
-    - Where ``squeeze()`` has removed the batch dimension of a chunk of one sample, it is put back.
+      RNNs. If a sample has several rows, or none, the rows are in the order of the devices, with a
+      warning.
+    - If ``squeeze()`` has removed the batch dimension of a chunk of one sample, it is restored.
     - 0-dim tensors become one 0-dim tensor or a vector; integers that differ add up, with a
       warning, and bools must be equal.
     - A list or tuple that is as long as the chunk on every replica has an entry for each sample;
-      lists are concatenated. In chunks of one size that is so unless its tensors have the batch
-      dimension; where both are possible, a warning says which was taken.
+      lists are concatenated. In chunks of one size, tensors with a batch dimension mean items of
+      all samples instead. If both are possible, a warning names the choice.
     - Other containers are joined item by item. A key-value cache of transformers becomes None.
       Anything else must be equal on every replica and is returned as it is.
 
@@ -56,7 +57,7 @@ class Gather:
     scalar_outputs: ScalarOutputs = "auto"
 
     def join(self, outputs: Sequence[Any], path: str = "") -> Any:
-        """Return one output for those of the replicas, of which there is at least one."""
+        """Return one output for those of the replicas; there is at least one."""
         first, *others = outputs
         if all(isinstance(output, Tensor) for output in outputs):
             return self._tensors(outputs, path)
@@ -107,7 +108,7 @@ class Gather:
         if len(tensors) == 1 and (first.dim() or self.scalar_outputs != "stack"):
             return first.to(self.device)
         shapes = {tensor.shape for tensor in tensors}
-        # A tensor with one entry for several samples is a number, too.
+        # A tensor with one entry for several samples counts as a number.
         if shapes == {()} or (len(shapes) == 1 and first.numel() == 1 < max(sizes)):
             numbers = [tensor.reshape(()) if tensor.dim() else tensor for tensor in tensors]
             if self.scalar_outputs == "stack":
@@ -134,8 +135,8 @@ class Gather:
             return moved[0]
         if any(number.dtype is torch.bool for number in moved):
             raise _differ(path, numbers, "different values")
-        reason = "it is a whole number that differs between the replicas, so it is added up"
-        self._warn(path, reason, "Return a row for each sample and count outside if not meant")
+        reason = "it is an integer that differs between the replicas, so it is added up"
+        self._warn(path, reason, "If not meant, return a row for each sample and count outside")
         return total(moved, self.device)
 
     def _axis(self, shapes: Sequence[torch.Size], dim: int, path: str) -> int:
@@ -205,7 +206,7 @@ class Concatenate(torch.autograd.Function):
         ctx.sizes = [tensor.size(dim) for tensor in tensors]
         shape = [*first.shape[:dim], sum(ctx.sizes), *first.shape[dim + 1 :]]
         dtype = functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
-        # Channels that are last stay so, or the next convolution would copy them.
+        # Keep channels_last, or the next convolution would copy the tensor.
         layout = sorted(range(first.dim()), key=first.stride, reverse=True)
         output = torch.empty_permuted(shape, layout, dtype=dtype, device=device)
         for part, tensor in zip(output.split(ctx.sizes, dim), tensors, strict=True):

@@ -60,7 +60,7 @@ def on_one_device(module: ModuleT, device: torch.device) -> Iterator[ModuleT]:
 
 
 def _move(tensor: torch.Tensor, device: torch.device) -> None:
-    """Move a tensor, which keeps its identity, and its gradient."""
+    """Move a tensor and its gradient; the tensor keeps its identity."""
     if tensor.device == device:
         return
     grad, tensor.grad = tensor.grad, None
@@ -75,7 +75,7 @@ def _move(tensor: torch.Tensor, device: torch.device) -> None:
 
 
 def _capacities(devices: Sequence[torch.device]) -> dict[torch.device, int]:
-    """Return the bytes of memory of each device, or 1 for all if any does not tell."""
+    """Return the memory of each device in bytes, or 1 for all if one is unknown."""
     modules = {device: torch.get_device_module(device) for device in devices}
     if not all(hasattr(module, "get_device_properties") for module in modules.values()):
         return dict.fromkeys(devices, 1)

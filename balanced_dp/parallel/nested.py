@@ -1,4 +1,4 @@
-"""Arguments of a call by name, and containers: take apart, and rebuild with other values.
+"""Arguments of a call by name, and containers: take them apart and rebuild them.
 
 In torch's pytree, dataclasses and subclasses of ``dict`` are leaves. Tensors in a leaf would
 silently be passed on without being split, and registering these classes would be global.
@@ -48,7 +48,7 @@ def named_arguments(
 def check_paths(
     option: str, paths: str | Iterable[str], function: Callable[..., Any]
 ) -> frozenset[str]:
-    """Return the dotted paths, or the only one, that ``option`` names as arguments of ``function``.
+    """Return the dotted paths that ``option`` names as arguments of ``function``.
 
     Raises:
         ArgumentError: a path does not begin with a parameter of ``function``.
@@ -73,7 +73,7 @@ def described(function: Callable[..., Any]) -> str:
 
 
 def items(container: object, path: str = "") -> list[tuple[str, Any]] | None:
-    """Return what a container holds, each with its dotted path, or None if it is a leaf.
+    """Return the items of a container, each with its dotted path, or None if it is a leaf.
 
     Containers are mutable mappings (``dict``, ``UserDict``, transformers' ``ModelOutput``),
     dataclass instances, named tuples, tuples, lists and deques, and subclasses of these.
@@ -126,7 +126,7 @@ def is_cache(value: object) -> bool:
 
 
 def leaves(value: object, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield what nested containers hold, each with its dotted path."""
+    """Yield the leaves of nested containers, each with its dotted path."""
     children = items(value, path)
     if children is None:
         yield path, value
@@ -140,7 +140,7 @@ def tensors(value: object) -> Iterator[torch.Tensor]:
 
 
 def replaced(value: Any, tensors: Mapping[str, torch.Tensor], path: str = "") -> Any:
-    """Return a value in which other tensors are at some dotted paths; containers are copied."""
+    """Return a value with the tensors at some dotted paths replaced; containers are copied."""
     children = items(value, path) if tensors else None
     if children is None:
         return tensors.get(path, value)

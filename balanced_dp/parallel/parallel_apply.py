@@ -20,7 +20,7 @@ from .losses.cross_entropy import run_counted
 from .nested import Arguments
 
 PATIENCE_SECONDS = 20.0
-"""After how long a first call is said not to end, if a device has several replicas."""
+"""The time after which the log says that a first call has not ended, if a device repeats."""
 
 _WAITS = (
     "replicas of one device run one after the other, and one has not ended after %g s: "
@@ -45,9 +45,9 @@ def parallel_apply(
     Each call has the caller's grad mode, inference mode, autocast state and current streams, and
     with several devices a copy of its context variables.
 
-    The first exception of a replica is logged at once, for another replica may wait for it forever.
-    So do calls on the same device that wait for each other; of a first call this is logged, too.
-    Ctrl-C while it waits for other replicas leaves them to themselves.
+    The first exception of a replica is logged at once, because another replica may wait for it
+    forever. Calls on the same device that wait for each other never end; in a first call, this is
+    logged, too. Ctrl-C abandons the other replicas.
 
     Args:
         functions: one for each call.
@@ -126,9 +126,8 @@ def parallel_apply(
 class Workers:
     """Threads that wait for work: one for each device, started when it is first needed.
 
-    They end with this object, which one call uses at a time. All that is computed on a device is
-    computed by one thread, since autograd numbers the nodes of each thread by itself, and torch
-    keeps library handles for it.
+    They end with this object, which one call uses at a time. One thread computes everything on a
+    device, because autograd numbers nodes by thread, and torch keeps library handles by thread.
 
     Attributes:
         watch: logs a warning, if it is not canceled in time after its start.

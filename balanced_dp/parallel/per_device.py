@@ -1,4 +1,4 @@
-"""The outputs of the replicas, left on the devices that computed them."""
+"""The outputs of the replicas on the devices that computed them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _REMEDY = (
 
 
 class PerDevice(Scattered):
-    """One output for each device that had samples: what a call returns with ``gather=False``.
+    """The result of a call with ``gather=False``: one output for each device that had samples.
 
     It is a sequence of the outputs. Losses among them are those of the whole batch, the same on
     each device, unless ``scalar_outputs`` is given.
@@ -27,7 +27,7 @@ class PerDevice(Scattered):
     Args:
         outputs: the output of each replica, on its device.
         devices: the device of each output.
-        chunk_sizes: how many samples each output is of; None if the inputs were not split.
+        chunk_sizes: how many samples each output has; None if the inputs were not split.
         output_device: where results are joined.
         dim: the batch dimension.
         scalar_outputs: how ``gather`` joins 0-dim outputs.
@@ -107,7 +107,7 @@ class PerDevice(Scattered):
     ) -> Any:
         """Compute ``function(output, *args, **kwargs)`` on each device, and join the results.
 
-        For metrics that are small where the outputs are large: ``outputs.map(num_right, labels,
+        It suits small metrics of large outputs: ``outputs.map(num_right, labels,
         scalar_outputs="sum")``. It records gradients unless it is called under ``torch.no_grad()``.
 
         Args:

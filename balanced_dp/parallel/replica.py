@@ -36,7 +36,7 @@ _OF_ANY_MODULE = vars(nn.Module()).keys() - {"training"}
 _OF_ANY_REPLICA = _OF_ANY_MODULE | {"_is_replica", "zero_grad", "register_parameter", "forward"}
 
 _CARRIERS = (types.MethodType, functools.partial)
-"""What may hold modules, and must hold their copies in a replica: hooks, a ``forward`` of its own.
+"""Attributes that may hold modules, and must hold their copies in a replica: hooks and ``forward``.
 """
 
 _Place = tuple[int, str, str, int]
@@ -44,7 +44,7 @@ _Place = tuple[int, str, str, int]
 
 
 class Blueprint:
-    """What all replicas of a module have in common.
+    """The parts that all replicas of a module have in common.
 
     Args:
         network: the module.
@@ -57,9 +57,9 @@ class Blueprint:
         places: where the tensors are registered.
         children, empty: where submodules are, and None in the place of a member.
         attributes: of each module, what forward may assign.
-        bound: what is bound to modules: the index of a module, the kind of hooks or None for an
-            attribute, the key, and the value.
-        is_compiled: whether a submodule is what ``torch.compile`` returns.
+        bound: the values that are bound to modules: the index of a module, the kind of hooks or
+            None for an attribute, the key, and the value.
+        is_compiled: whether a submodule is the result of ``torch.compile``.
 
     Raises:
         RuntimeError: a submodule is scripted or compiled in place.
@@ -227,11 +227,11 @@ class Replica:
             own["_parameters"] = own["_parameters"].data
 
     def end(self) -> bool:
-        """Remove what a call has left, or return False if the replica must not be used again.
+        """Reset the replica after a call, or return False if it must not be used again.
 
-        It must not if its modules are still referred to, or have changed in a way that is not
-        reset. Activation checkpointing, for example, keeps modules, or dictionaries of them, until
-        backward. Then nothing is removed.
+        It must not be used if its modules are still referred to, or have changed in a way that is
+        not reset. Activation checkpointing, for example, keeps modules, or dictionaries of them,
+        until backward. Then nothing is removed.
         """
         # A free-threaded build adds up the references of the thread that made an object and those
         # of all others. Only that thread reads both at one time; to others the sum is a guess.
@@ -257,7 +257,7 @@ class Replica:
         return True
 
     def _take_fingerprint(self) -> tuple[list[Any], ...]:
-        """Return what a call must not have changed, if another one is to use the replica.
+        """Return the state that a call must not change if the replica is to be used again.
 
         These are the references to modules and their dictionaries, weak ones included, the classes
         of modules and the names of members.
@@ -296,7 +296,7 @@ def _shallow_copy(module: nn.Module) -> nn.Module:
 
 
 def _register_parameter(parameters: dict[str, Any], name: str, param: Any) -> None:
-    """Register what torch would refuse, since the copies in a replica are no leaves."""
+    """Register members that torch would refuse, because the copies in a replica are not leaves."""
     parameters[name] = param
 
 
@@ -337,7 +337,7 @@ def _replicates_itself(module: nn.Module) -> bool:
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    """Return whether a module is what ``torch.compile(module)`` returns."""
+    """Return whether a module is the result of ``torch.compile(module)``."""
     return "_orig_mod" in module._modules
 
 

@@ -26,11 +26,11 @@ _State = dict[str, tuple[Any, dict[Any, Any]]]
 _PLAIN = (int, float, str)
 
 _DIFFERENT = (
-    "writes {} in forward, by the samples of each device, and what the first replica writes is "
+    "writes {} in forward, differently on each device, and the writes of the first replica are "
     "kept; write it outside, from the whole batch (an embedding's max_norm, for example)"
 )
 _LOST = (
-    "sets {} in forward, but a call runs copies of the module, so this is lost, or is that of a "
+    "sets {} in forward, but a call runs copies of the module, so this is lost, or that of one "
     "chunk; return it from forward (nn.DataParallel loses it, too)"
 )
 
@@ -100,14 +100,13 @@ class Replicator:
 
     @contextlib.contextmanager
     def running(self, network: nn.Module, replicas: Sequence[nn.Module]) -> Iterator[None]:
-        """Context manager that keeps what replicas write to parameters and buffers inside it.
+        """Context manager that keeps the writes of replicas to parameters and buffers.
 
         At its end, the replicas are recycled. It does nothing for those of another class.
 
         Warns:
             BalanceWarning: once for each attribute that forward sets, and for each parameter or
-                buffer that replicas write differently, found in the first, second, fourth, eighth
-                call and so on.
+                buffer that replicas write differently. Calls 1, 2, 4, 8, ... look for them.
         """
         if not isinstance(replicas, Replicas):
             yield
@@ -164,19 +163,19 @@ def _buffers_of_replicas(
 
 
 class Replicas(list[ModuleT]):
-    """The replicas of one call, and what they held before they ran, to find what forward writes.
+    """The replicas of one call and their state before they ran, to find the writes of forward.
 
     The first replica shares the tensors that the module has on its device, and has copies of all
-    others; ``bring_home`` copies back what it writes to these.
+    others. ``bring_home`` copies its writes to these back.
 
     Args:
         blueprint: that of the module.
-        waiting: replicas of other calls. These here return to it.
+        waiting: replicas of other calls, to which these return.
         devices: the devices of the replicas.
         tensors: the tensors of each, in the order of those of the blueprint.
         arrivals: the parameters that are on their way.
-        looks: whether to note the versions of all tensors and what lists and dictionaries contain,
-            rather than the versions of what is brought home.
+        looks: whether to record the versions of all tensors and the contents of lists and
+            dictionaries, instead of only the versions of the tensors that are brought home.
     """
 
     def __init__(
@@ -217,7 +216,7 @@ class Replicas(list[ModuleT]):
 
     @torch.no_grad()
     def bring_home(self) -> None:
-        """Copy to the module what the first replica has written to copies of its tensors."""
+        """Copy the writes of the first replica to copies of tensors back to the module."""
         stamps = self._stamps.items()
         self._written = {key for key, (tensor, stamp) in stamps if _stamp(tensor) != stamp}
         for original, copy in self._away:
@@ -230,7 +229,7 @@ class Replicas(list[ModuleT]):
                 original.data.copy_(copy)
 
     def _state(self, module: nn.Module) -> _State:
-        """Return attributes and buffers of a module, and what lists and dictionaries contain."""
+        """Return attributes and buffers of a module, and the contents of lists and dictionaries."""
         state: _State = {}
         for name, value in chain(vars(module).items(), module._buffers.items()):
             # Other private names are caches, or flags: transformers' hooks set some at first.
@@ -243,7 +242,7 @@ class Replicas(list[ModuleT]):
         return state
 
     def found(self) -> dict[str, list[str]]:
-        """Return what forward has written and set, by the message that warns of it."""
+        """Return the names that forward has written and set, by the warning about them."""
         found: dict[str, list[str]] = {_DIFFERENT: [], _LOST: []}
         if not self._states:
             return found
@@ -280,7 +279,7 @@ class Replicas(list[ModuleT]):
 
 
 def _lost(kind: type, before: _State, after: _State) -> list[str]:
-    """Return the names of attributes that forward has set, but for caches.
+    """Return the names of attributes that forward has set, except for caches.
 
     These are new tensors without a graph and with dimensions. A number that is set along with such
     a tensor is its length or the like.
@@ -316,7 +315,7 @@ def _stamp(tensor: torch.Tensor) -> tuple[int, torch.UntypedStorage | None]:
 
 
 def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether tensors are equal but for rounding, or cannot be compared."""
+    """Return whether tensors are equal up to rounding, or cannot be compared."""
     try:
         one, other = one.detach().cpu(), other.detach().cpu()
         return one.shape == other.shape and torch.allclose(one.double(), other.double())

@@ -44,13 +44,13 @@ class Inputs:
     passed on, containers as shallow copies.
 
     Args:
-        function: what is called on each device; its parameters give the arguments their names.
+        function: the function to call on each device; its parameters name the arguments.
         args: the positional arguments.
         kwargs: the keyword arguments.
         dim: the batch dimension.
         broadcast: dotted paths of tensors, or of containers of tensors, that are not split.
         split: dotted paths of sequences (lists, tuples, arrays) with an entry for each sample.
-        warned: paths that do not warn again; others are added when they warn.
+        warned: paths that have warned, and do not warn again.
     """
 
     function: Callable[..., Any]
@@ -172,7 +172,7 @@ class Inputs:
         return [nested.rebuild(value, row) for row in rows]
 
     def _chunks(self, tensor: torch.Tensor, path: str, split: Split) -> Sequence[torch.Tensor]:
-        """Return what each device gets of a tensor, not yet moved."""
+        """Return the chunk of a tensor for each device, not yet moved."""
         devices, sizes = split
         if sizes is None or tensor.dim() == 0 or _is_below(path, self.broadcast):
             return [tensor] * len(devices)
@@ -185,8 +185,8 @@ class Inputs:
         parts = list(tensor.split(list(sizes), self.dim))
         staying = [i for i, device in enumerate(devices) if device == tensor.device]
         if tensor.untyped_storage().nbytes() >= sum(parts[i].nbytes for i in staying):
-            # As views they would keep the whole batch there for as long as autograd needs them, and
-            # an in-place operation on one would count as one on all. What is expanded stays so.
+            # Views would keep the whole batch there while autograd needs them, and an in-place
+            # operation on one would count for all. Expanded tensors stay expanded.
             for i in staying:
                 parts[i] = move(parts[i], tensor.device, copy=True)
         return parts
@@ -234,7 +234,7 @@ class Inputs:
             self._warn(path, value, fact, remedy)
 
     def _warn(self, path: str, value: Any, fact: str, remedy: str = "", silence: str = "") -> None:
-        """Warn once of an input, unless ``broadcast`` or ``split`` names it."""
+        """Warn once about an input, unless ``broadcast`` or ``split`` names it."""
         if path not in self.warned and not _is_below(path, [*self.broadcast, *self.split]):
             self.warned.add(path)
             remedy = remedy or f"if it is as long as the batch, split=({path!r},) splits it"

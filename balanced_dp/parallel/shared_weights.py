@@ -200,7 +200,7 @@ def accumulate(pairs: Iterable[tuple[torch.Tensor, torch.Tensor | None]]) -> Non
 
 
 def copy_attributes(originals: Sequence[torch.Tensor], copies: Sequence[torch.Tensor]) -> None:
-    """Copy the entries of ``__dict__`` that copies lack; tensors among them go along.
+    """Copy the entries of ``__dict__`` that copies lack, and move tensors among them.
 
     What is a parameter is told by ``isinstance`` to be one.
     """

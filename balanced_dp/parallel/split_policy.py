@@ -62,8 +62,7 @@ class SplitPolicy:
         """Return the chunk size of each device for this call.
 
         Warns:
-            BalanceWarning: the number has no effect on the first batch, or "auto" sees no
-                optimizer step.
+            BalanceWarning: the number has no effect on the first batch.
         """
         chunk_sizes = self.split(batch_size)
         if batch_size and self._may_warn:
@@ -71,15 +70,15 @@ class SplitPolicy:
             even = even_share(batch_size, len(self.devices))
             if self._number is not None and self._number >= even:
                 warn(
-                    f"gpu0_bsz={self._number} balances nothing: the even share of this first batch "
-                    f"of {batch_size} on {len(self.devices)} devices is {even}, so the split is "
+                    f"gpu0_bsz={self._number} has no effect: the even share of this first batch of "
+                    f"{batch_size} on {len(self.devices)} devices is {even}, so the split is "
                     f"that of nn.DataParallel, {chunk_sizes}; choose gpu0_bsz below {even}"
                 )
         return chunk_sizes
 
     @contextlib.contextmanager
     def advising(self, chunk_sizes: Sequence[int]) -> Iterator[None]:
-        """Add the remedy to an error that says that a device ran out of memory."""
+        """Add the remedy to an out-of-memory error."""
         try:
             yield
         except RuntimeError as error:
@@ -91,15 +90,15 @@ class SplitPolicy:
             raise
 
     def _remedy(self, batch_size: int) -> str:
-        """Return what to do where memory ran out."""
+        """Return the remedy for an out-of-memory error."""
         return (
             "; give the device that ran out fewer samples (gpu0_bsz, or device_weights), or lower "
             "the batch size"
         )
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Return what a later run can start with, as numbers and lists, or None."""
+        """Return a state for a later run to start with, as numbers and lists, or None."""
         return None
 
     def load_state_dict(self, state: Mapping[str, Any], module: nn.Module) -> None:
-        """Start with what an earlier run has found, unless training has begun."""
+        """Start with the state of an earlier run, unless training has begun."""

@@ -206,7 +206,7 @@ def test_nothing_is_read_once_it_is_frozen(loop, monkeypatch):
     loop.follow(400, 3)
 
 
-@pytest.mark.filterwarnings("ignore:gpu0_bsz=12 balances nothing")
+@pytest.mark.filterwarnings("ignore:gpu0_bsz=12 has no effect")
 @pytest.mark.parametrize("name", ["char_transformer", "tied_transformer"])
 def test_steps_that_ran_out_are_repeated(name):
     with looping(SMALL[name](), gpu0_bsz=1) as loop:
@@ -229,7 +229,7 @@ def test_running_out_says_what_to_do():
         assert loop.follow(2000, 1) == [500]
 
 
-@pytest.mark.filterwarnings("ignore:gpu0_bsz=6 balances nothing")
+@pytest.mark.filterwarnings("ignore:gpu0_bsz=6 has no effect")
 def test_batches_that_differ_in_length():
     """What a sample takes differs from batch to batch, so no law holds."""
     lengths = itertools.cycle([64, 16, 48, 8, 56, 24, 40, 32])
@@ -255,7 +255,7 @@ def test_batches_that_differ_in_length():
     ("device_ids", "message"),
     [
         (["cpu", "cpu"], "of a type that counts its memory, got cpu, cpu; give a number"),
-        ([0, 1, 0], "compares how full different devices were, .* got lazy:0, lazy:1, lazy:0"),
+        ([0, 1, 0], "needs distinct devices .* got lazy:0, lazy:1, lazy:0"),
     ],
 )
 def test_devices_that_cannot_be_compared(device_ids, message):

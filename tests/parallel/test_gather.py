@@ -79,7 +79,7 @@ def test_scalars(scalar_outputs, chunk_sizes, numbers, expected):
 
 def test_integers_that_differ_add_up():
     """The number of right answers was made a mean."""
-    with pytest.warns(BalanceWarning, match="a whole number that differs .* is added up"):
+    with pytest.warns(BalanceWarning, match="an integer that differs .* is added up"):
         assert gather([torch.tensor(1), torch.tensor(2)], chunk_sizes=[1, 1]) == 3
 
 

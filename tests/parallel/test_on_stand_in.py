@@ -168,7 +168,7 @@ def test_one_communicator_serves_weights_buffers_and_criteria(
     assert stand_in.nccl.opened == opened
 
 
-@pytest.mark.filterwarnings("ignore:gpu0_bsz=1 balances nothing")
+@pytest.mark.filterwarnings("ignore:gpu0_bsz=1 has no effect")
 def test_inputs_from_the_cpu_arrive_in_streams_of_their_own(stand_in: StandIn):
     module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)).eval()  # two dtypes
     module.to(stand_in.devices[0])
@@ -237,7 +237,7 @@ def test_no_warning_in_side_streams(stand_in: StandIn):
         torch.set_warn_always(False)
 
 
-@pytest.mark.filterwarnings("ignore:gpu0_bsz=16 balances nothing")
+@pytest.mark.filterwarnings("ignore:gpu0_bsz=16 has no effect")
 @pytest.mark.parametrize(
     ("has_forward", "transfer_share", "limit"),
     [(False, 0.1, 1.25), (False, 0.3, 1.25), (True, 0.1, 1.1), (True, 0.3, 1.25)],

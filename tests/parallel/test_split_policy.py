@@ -28,7 +28,7 @@ def test_a_gpu0_bsz_that_balances_nothing_warns_once(gpu0_bsz):
     """A user set 3500 for a batch of 100 on four devices and wondered why nothing changed."""
     parallel = BalancedDataParallel(gpu0_bsz, nn.Identity(), ["cpu"] * 4)
     message = (
-        rf"gpu0_bsz={gpu0_bsz} balances nothing: the even share of this first batch of 100 on 4 "
+        rf"gpu0_bsz={gpu0_bsz} has no effect: the even share of this first batch of 100 on 4 "
         r"devices is 25, so the split is that of nn.DataParallel, \(25, 25, 25, 25\); choose "
         r"gpu0_bsz below 25"
     )

@@ -270,7 +270,7 @@ SETTINGS: list[tuple[str, int | None, int, Any, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.filterwarnings("ignore:gpu0_bsz=4 balances nothing")
+@pytest.mark.filterwarnings("ignore:gpu0_bsz=4 has no effect")
 @pytest.mark.parametrize(
     ("kind", "gpu0_bsz", "streams", "where", "options"), [s for s in SETTINGS if s[0] in KINDS]
 )

@@ -151,7 +151,10 @@ LOST = {
         r"sets layer\.a in",
     ),
     "a buffer": (sets("bank", lambda self, x: self.bank + x.mean()), "sets bank in"),
-    "a memory bank": (lambda self, x: self.bank[: len(x)].copy_(x), "writes bank in .* samples of"),
+    "a memory bank": (
+        lambda self, x: self.bank[: len(x)].copy_(x),
+        "writes bank in .* differently on",
+    ),
 }
 MADE_AGAIN = {
     "a cache that grows": caches_a_table,
