@@ -1,4 +1,4 @@
-"""The arguments that several commands take, and what their text means."""
+"""The arguments that several commands take, and their parsing."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def parse_sweep(sweep: str | None) -> range:
 
 
 STDOUT = Path("-")
-"""The name of a file that means stdout."""
+"""The file name that stands for stdout."""
 
 
 def check_outputs(*outputs: Path | None) -> None:

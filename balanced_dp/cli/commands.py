@@ -101,7 +101,7 @@ def run(
     emulate: arguments.Emulate = False,
     goal: Annotated[
         Literal["speed", "headroom"] | None,
-        typer.Option("--for", help="As for tune, of the script's batches."),
+        typer.Option("--for", help="What is best, as for tune."),
     ] = None,
     json_file: arguments.JsonFile = None,
     html: arguments.Html = None,
@@ -152,8 +152,8 @@ def run(
 @app.command()
 @app.command(
     "plan",
-    help="Find gpu0_bsz for a workload on GPUs that this machine need not have.\n\nThe same as "
-    "tune --emulate; needs --memory, the capacity of each device.",
+    help="Find gpu0_bsz for a workload without GPUs.\n\nThe same as tune --emulate; needs "
+    "--memory, the capacity of each device.",
 )
 def tune(
     context: typer.Context,
@@ -182,8 +182,8 @@ def tune(
         Literal["speed", "headroom", "batch"] | None,
         typer.Option(
             "--for",
-            help="What the best option has: the most speed, the most free memory, or the largest "
-            "batch. Default: speed, or headroom if no capacity is given.",
+            help="What is best: speed, free memory (headroom), or the largest batch. Default: "
+            "speed, or headroom if no capacity is given.",
         ),
     ] = None,
     numeric: Annotated[

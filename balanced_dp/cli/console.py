@@ -27,7 +27,7 @@ from .arguments import STDOUT
 
 
 def write(path: Path | None, as_text: Callable[..., str], *content: Any) -> None:
-    """Write what ``as_text`` makes of the content, if the user asked for a file or stdout."""
+    """Write the result of ``as_text`` if the user asked for a file or stdout."""
     if path == STDOUT:
         sys.stdout.write(as_text(*content))
         sys.stdout.flush()
@@ -102,7 +102,7 @@ def progress_bar(description: str, total: int | None = None) -> Iterator[Callabl
 
 
 def memory_table(memories: Sequence[DeviceMemory]) -> Group:
-    """Return a table of what each GPU holds, with the names and UUIDs below it."""
+    """Return a table of the memory of each GPU, with names and UUIDs below it."""
     note = "Used includes tensors, torch's cache, contexts and other processes."
     if any(memory.device is None for memory in memories):
         note += "\nDevices without a torch number are not visible to torch."

@@ -47,7 +47,7 @@ def run_demo(
     emulate: bool = False,
     on_step: Callable[[], object] = lambda: None,
 ) -> tuple[Report, list[DemoRun]]:
-    """Return what tune reports on emulated devices, and the runs by it.
+    """Return the report of tune on emulated devices, and the training runs.
 
     The runs are on one device, with the even split, and balanced, in this order.
 
@@ -87,7 +87,7 @@ def loss_difference(runs: Sequence[DemoRun]) -> float:
 
 
 def _workload() -> Workload:
-    """Return ``char-lm`` with weights and batches that are drawn the same in each run."""
+    """Return ``char-lm`` with the same weights and batches in each run."""
     workload, (encoded, _) = find_workload("char-lm"), encoded_text()
     generator = torch.Generator().manual_seed(0)
 
@@ -102,7 +102,7 @@ def _workload() -> Workload:
 
 
 def answer(runs: Sequence[DemoRun]) -> Iterator[str | TextTable]:
-    """Yield a table with a column for each run, and what they say."""
+    """Yield a table with a column for each run, and sentences that compare them."""
     _, even, balanced = (run.measured for run in runs)
     is_emulated = "rest" not in even.uses[0]
     uses = largest_uses((run.measured.uses[0] for run in runs), 2**20 // 10) if is_emulated else []

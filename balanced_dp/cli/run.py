@@ -1,4 +1,4 @@
-"""Run a training script on GPUs that need not be there, and report what it needs."""
+"""Run a training script on GPUs or emulated devices, and report what it needs."""
 
 from __future__ import annotations
 
@@ -60,11 +60,11 @@ def run_and_measure(
         steps: the number of training steps after which the script is ended.
         symbolic: whether emulated devices keep shapes only.
         emulate: whether to emulate devices even if there are GPUs.
-        goal: what the best option is the best in, as for ``tune``.
+        goal: as in ``tune``.
 
     Returns:
         The script's exit code; the report, or None if the script's batches were not split here; and
-        what there is to say without one.
+        the output without a report.
 
     Raises:
         ArgumentError: the devices cannot be opened or are too small.
@@ -144,7 +144,7 @@ def _place(call: WrappedAt) -> str:
 
 
 def _how_it_ended(loop: Loop) -> Iterator[str]:
-    """Yield what the measurements are of, if that is not obvious."""
+    """Yield notes on unusual measurements."""
     num_taken = loop.num_iterations
     if loop.num_steps is not None and num_taken >= loop.num_steps:
         yield f"The script was ended after {num_taken} training steps (--steps)."
@@ -152,8 +152,8 @@ def _how_it_ended(loop: Loop) -> Iterator[str]:
         yield "No optimizer took a step: these are the peaks of the whole run."
     if loop.is_splitting and loop.options and not loop.is_over:
         yield (
-            f"The search for gpu0_bsz was not over after {num_taken} training steps; with more of "
-            "them it may find a better value."
+            f"The search for gpu0_bsz did not end within {num_taken} training steps. More steps "
+            "may find a better value."
         )
 
 
@@ -163,13 +163,13 @@ def _why_no_answer(loop: Loop) -> str:
         return "Nothing was measured: the script ran no forward pass with gradients."
     if loop.is_splitting:
         return (
-            "To compare splits takes two training steps or more with the same batches; the script "
+            "Comparing splits takes at least two training steps with the same batches; the script "
             f"took {loop.num_iterations}."
         )
     if sum(map(bool, loop.last.peak_bytes)) < 2:
         return (
-            "The script splits no batch over the devices; model = torch.nn.DataParallel(model) "
-            "does, and this command shows what it saves."
+            "The script does not split its batches over the devices. Add model = "
+            "torch.nn.DataParallel(model) to compare splits."
         )
     return (
         "The script runs as it is: it splits batches by a class of its own, by device_weights, or "

@@ -1,4 +1,4 @@
-"""Run somebody's training script in this process, as ``python`` would."""
+"""Run a training script in this process, as ``python`` would."""
 
 from __future__ import annotations
 

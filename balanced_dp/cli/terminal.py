@@ -9,7 +9,7 @@ from rich.console import Console
 
 
 def open_console(*, stderr: bool = False) -> Console:
-    """Return the console for results, or that on stderr where stdout is for something else."""
+    """Return the console for results, on stderr if stdout has other output."""
     is_terminal = (sys.stderr if stderr else sys.stdout).isatty()
     width = None if is_terminal else 160  # else tables are wrapped to the width of a terminal
     return Console(stderr=stderr, width=width, markup=False, highlight=False, emoji=False)

@@ -80,7 +80,7 @@ def compare_reports(before: Report, after: Report, limits: str = "") -> tuple[Co
 
 
 def comparison_table(workload: str, compared: tuple[Comparison, ...]) -> TextTable:
-    """Return what is better and worse as a table."""
+    """Return the comparison as a table."""
     rows = []
     for one in compared:
         as_text = format_bytes if one.metric == "peak" else "{:.2f}".format

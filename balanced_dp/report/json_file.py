@@ -67,7 +67,7 @@ def load_report(path: str | Path) -> Report:
 
 
 def _printable(value: Any) -> Any:
-    """Return JSON without characters that a terminal takes for commands, or no file can hold."""
+    """Return JSON without control characters, which a terminal could interpret."""
     if isinstance(value, str):
         return "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in value)
     if isinstance(value, dict):

@@ -48,11 +48,11 @@ _PAGE = (4.8, 4.2), 11.5
 
 
 def report_plots(report: Report) -> dict[str, tuple[str, str]]:
-    """Return the plots of a report, which are about the best option.
+    """Return the plots of a report, drawn for the best option.
 
     Returns:
-        By heading, what the plot shows, with its main numbers, for those who do not see it; and the
-        drawing, in which what is black has the colour of the page's text.
+        By heading, a description with the main numbers, for screen readers, and the drawing, whose
+        black parts get the colour of the page's text.
     """
     best, even, parts = report.best, _compared(report), []
     for option in _ran(report):
@@ -82,14 +82,14 @@ def _ran(report: Report) -> list[Option]:
 
 
 def _compared(report: Report) -> Option:
-    """Return what the best option is compared with, nn.DataParallel if it was measured."""
+    """Return the option to compare the best one with: nn.DataParallel if it was measured."""
     even = report.even
     ran = even is not None and not even.out_of_memory
     return even if even and ran and even.batch_size == report.best.batch_size else report.best
 
 
 def draw_peaks(axes: Axes, report: Report) -> None:
-    """Draw how full device 0 and the others are against ``gpu0_bsz``, and the speed."""
+    """Draw the utilization of device 0 and of the others, and the speed, over ``gpu0_bsz``."""
     ran = _ran(report)
     values = [option.chunk_sizes[0] for option in ran]
     full = [fullness(option.peak_bytes, report.budgets) for option in ran]

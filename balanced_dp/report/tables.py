@@ -55,7 +55,7 @@ def title(report: Report) -> str:
 
 
 def verdict(report: Report) -> str:
-    """Return whether the batch fits with the even split, and what the best option is like."""
+    """Return whether the batch fits with the even split, and the peak of the best option."""
     best, even = report.best, report.even
     if not report.ranked_options:
         text = report.what_lacks()
@@ -71,7 +71,7 @@ def verdict(report: Report) -> str:
     if best is not even:
         sentences.append(f"With option 1 {_fullest(best, report)}.")
     if not report.has_capacity:
-        sentences.append("With --memory, such as --memory 11GiB, it says what fits.")
+        sentences.append("Add --memory, such as --memory 11GiB, to see what fits.")
     return " ".join(sentences)
 
 
@@ -85,7 +85,7 @@ def _fullest(option: Option, report: Report) -> str:
 
 
 def option_table(report: Report) -> TextTable:
-    """Return the options that fit, of which there is one at least, the best first."""
+    """Return the options that fit, best first; there is at least one."""
     rows = []
     for number, option in enumerate(report.ranked_options, 1):
         index, held = bottleneck(option, report.budgets)
@@ -110,7 +110,7 @@ def option_table(report: Report) -> TextTable:
         tuple(rows[0]),
         tuple(tuple(row.values()) for row in rows),
         marked=0,
-        caption="Speed is the even chunk over the largest one, for which the other devices wait.",
+        caption="Speed is relative to the even split: its largest chunk over that of the option.",
     )
 
 
@@ -158,8 +158,8 @@ def summary(report: Report) -> Iterator[str]:
         )
     if report.is_trainer:
         yield (
-            "BalancedTrainer is in balanced_dp.integrations.transformers; a Trainer of one's own "
-            "becomes class Balanced(BalancedTrainer, MyTrainer)."
+            "Import BalancedTrainer from balanced_dp.integrations.transformers. A Trainer of your "
+            "own becomes class Balanced(BalancedTrainer, MyTrainer)."
         )
     if report.is_script:
         others = ["gather=False (the loss on each device)"] * report.best.gather
@@ -183,13 +183,13 @@ def short_split(chunk_sizes: Sequence[int]) -> str:
 
 
 def device_table(report: Report) -> TextTable:
-    """Return what fills each device with the best option, next to the even split."""
+    """Return the breakdown of each device with the best option, next to the even split."""
     best, even = report.best, report.even_like(report.best)
     precision = f"autocast to {report.precision}" if report.precision else "no autocast"
     caption = f"Measured on {_MODES[report.mode]}; {precision}."
     if report.reserve_bytes:
         kept = format_bytes(report.reserve_bytes)
-        caption += f" {kept} of each are kept free for contexts and workspaces."
+        caption += f" {kept} of each device is kept free for contexts and workspaces."
     budgets = report.budgets if report.has_capacity else None
     return use_table(best, f"What each device holds with {best.line}", budgets, even, caption)
 
@@ -201,14 +201,14 @@ def use_table(
     even: Option | None = None,
     caption: str = "",
 ) -> TextTable:
-    """Return what fills each device at its peak; devices that hold the same share a column.
+    """Return the breakdown of each device at its peak; devices with equal ones share a column.
 
     Args:
-        option: what was measured.
+        option: the measured option.
         title: the title of the table.
         budgets: the bytes of each device that may be used, if they matter.
-        even: the even split, to compare with if it is another one that ran.
-        caption: what is said below the table.
+        even: the even split to compare with, if it differs and ran.
+        caption: the text below the table.
     """
     scale, unit = byte_scale(max(option.peak_bytes))
 
@@ -236,7 +236,7 @@ def use_table(
 
 
 def largest_uses(breakdowns: Iterable[Mapping[str, int]], least_bytes: float) -> list[str]:
-    """Return what at least ``least_bytes`` are used for in a breakdown, the largest use first."""
+    """Return the uses of at least ``least_bytes`` in a breakdown, the largest first."""
     largest = Counter[str]()
     for sizes in breakdowns:
         largest |= Counter(sizes)
@@ -244,7 +244,7 @@ def largest_uses(breakdowns: Iterable[Mapping[str, int]], least_bytes: float) ->
 
 
 def candidates(report: Report) -> list[Option]:
-    """Return the measured values of ``gpu0_bsz`` for the batch, as the best option has them."""
+    """Return the options for the batch that differ from the best one only in ``gpu0_bsz``."""
     kind, size = report.best.kind, report.batch_size
     found = (o for o in report.options if (o.kind, o.batch_size) == (kind, size))
     by_value = (option for option in found if not option.device_weights)

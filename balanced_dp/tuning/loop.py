@@ -1,4 +1,4 @@
-"""Observe somebody's training loop, and split its batches as a search asks."""
+"""Observe a user's training loop, and split its batches as a search asks."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ from .options import Option
 
 
 class StepsDone(SystemExit):
-    """Ends the script after as many iterations as were asked for; the exit code is 0."""
+    """Ends the script after the requested number of iterations, with exit code 0."""
 
 
 class Loop(AutoSplit):
-    """Measures the iterations of a training loop that knows nothing of it.
+    """Measures the iterations of a training loop that is not changed for it.
 
     It is the policy of all models of the loop. An iteration lasts from a forward pass with
-    gradients to the next step of the optimizer that steps first. The first one is not counted,
-    unless it is the only one: there was no optimizer state at its peak.
+    gradients to the next step of the optimizer that stepped first. The first iteration counts only
+    if it is the only one, because it has no optimizer state.
 
     Args:
-        gpu0_bsz: ``"auto"`` to search for the best value; None for the even split; or a value,
-            before which emulated devices get the even split once, to compare with.
+        gpu0_bsz: ``"auto"`` to search for the best value, None for the even split, or a value.
+            Emulated devices first get the even split once, to compare with the value.
         devices: the devices of the loop.
         budgets: the bytes of each device that may be used, or None if they do not matter.
         num_steps: the number of iterations after which the next forward pass raises ``StepsDone``;
             None means never.
 
     Attributes:
-        options: what was measured, by the chunk sizes of the largest batch.
+        options: the measured options, by the chunk sizes of the largest batch.
         last: the last measurement; None before the first.
         model: the script's model that is split, or its ``nn.DataParallel``, or None.
         num_parameters: the number of trained parameters.
@@ -90,7 +90,7 @@ class Loop(AutoSplit):
 
     @property
     def is_over(self) -> bool:
-        """Whether the value stays as it is."""
+        """Whether the value is final."""
         return self.wanted != "auto" or self.search.is_over
 
     def adopt(self, model: BalancedDataParallel[Any]) -> None:
@@ -182,12 +182,12 @@ class Loop(AutoSplit):
         return chain.from_iterable(group["params"] for group in groups)
 
     def _measured(self) -> Option:
-        """Return what the iteration has taken until now."""
+        """Return the measurement of the iteration until now."""
         peak_bytes = self.peak_bytes
         for device in self.devices:
             torch.get_device_module(device).synchronize(device)
         seconds = time.perf_counter() - self._started
-        # What memory_breakdown asks of a model, where the script wraps none.
+        # The attributes that memory_breakdown reads, if the script wraps no model.
         counted: Any = SimpleNamespace(
             devices=self.devices, parameters=self._parameters, buffers=tuple, chunk_sizes=None
         )

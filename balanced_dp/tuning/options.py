@@ -1,4 +1,4 @@
-"""A way to train a batch, as it was measured, and which of several is the best."""
+"""A measured way to train a batch, and the choice of the best one."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from ..search import utilizations
 from ..split import EQUAL, even_share
 
 Goal = Literal["speed", "headroom", "batch"]
-"""What the best option has: the smallest of all largest chunks, the lowest utilization, or the
-largest batch."""
+"""What the best option minimizes or maximizes: its largest chunk, its utilization, or its batch."""
 
 
 def check_goal(goal: str) -> None:
@@ -24,7 +23,7 @@ def check_goal(goal: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """A way to train a batch, and what a step took; tuples are in the order of the devices.
+    """A measured way to train a batch. Tuples are in the order of the devices.
 
     Attributes:
         gather: whether outputs are gathered; otherwise the loss is computed on each device.
@@ -32,7 +31,7 @@ class Option:
         gpu0_bsz: the most samples of device 0; None for no limit.
         device_weights: the weight of each device, or None.
         chunk_sizes: the chunk size of each device.
-        peak_bytes: the peak of allocated bytes of each device; until then, if memory ran out.
+        peak_bytes: the peak of allocated bytes of each device, up to the failure if memory ran out.
         uses: bytes by use of each device at its peak, as in ``memory_breakdown``.
         seconds: wall time of the step, which means nothing on emulated devices.
         out_of_memory: the message of the error if memory ran out, or None.
@@ -72,7 +71,7 @@ class Option:
 
     @property
     def features(self) -> set[str]:
-        """What of it ``nn.DataParallel`` does not have."""
+        """The features that ``nn.DataParallel`` does not have."""
         has = {"split": not self.is_even, "loss on each": not self.gather, "spread": self.spread}
         return {feature for feature, is_there in has.items() if is_there}
 
@@ -108,7 +107,7 @@ class Option:
 def largest_batch(option: Option, options: Iterable[Option], budgets: Sequence[int]) -> Option:
     """Return the option with the largest batch that fits with the same features.
 
-    ``gpu0_bsz`` may be another one, that of the even split included, and weights may be values.
+    ``gpu0_bsz`` may differ, also be that of the even split, and may take the place of weights.
     """
     others = (o for o in options if o.features <= option.features and o.fits(budgets))
     same = (o for o in others if o.device_weights is None or option.device_weights is not None)
@@ -120,9 +119,9 @@ def ranked(
 ) -> list[Option]:
     """Return the options that fit, the best first.
 
-    For the goal ``"batch"`` each is for its own largest batch, otherwise for ``batch_size``. Of
-    those with the same features but the value there are the fastest and the least full one. An
-    option is left out if a better one has no other features and is at least as good in speed,
+    For the goal ``"batch"`` each option is for its own largest batch, otherwise for ``batch_size``.
+    Options that differ only in the value are represented by the fastest and the least full. An
+    option is left out if a better one has no additional features and is at least as good in speed,
     utilization (to one percent) and largest batch.
     """
     kinds: dict[tuple[bool, ...], list[Option]] = {}

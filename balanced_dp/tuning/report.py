@@ -1,4 +1,4 @@
-"""The report of what was measured: the record, and the answer that everybody reads from it."""
+"""The report of all measurements, and the choices that all outputs read from it."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def _version(package: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """Combine all options that were measured with what they were measured for.
+    """Combine all measured options with their purpose.
 
     Attributes:
         schema: the version of these fields.
@@ -95,14 +95,14 @@ class Report:
         mode: emulated devices with shapes only or with values, or real ones.
         num_parameters: number of trained parameters.
         precision: the dtype of autocast, or None.
-        batch_size: samples in the batch that was asked for.
+        batch_size: samples in the requested batch.
         capacity_bytes: capacity of each device.
-        has_capacity: whether the capacities are those of devices; otherwise they are what the even
-            split takes, in whole MiB.
-        reserve_bytes: what is kept free of each capacity for contexts and workspaces, which are
-            not counted.
-        goal: what the best option is the best in.
-        options: all that was measured, in order.
+        has_capacity: whether the capacities are those of devices; otherwise they are the peak of
+            the even split, in whole MiB.
+        reserve_bytes: memory that is kept free of each capacity for contexts and workspaces, which
+            are not counted.
+        goal: what makes an option the best, as in ``tune``.
+        options: all measured options, in order.
         failures: why an option could not be measured, by its arguments.
         wrapped_at: where a script wraps its model, as file:line and the line itself.
         is_trainer: whether a Trainer wraps it.
@@ -138,7 +138,7 @@ class Report:
 
     @property
     def ranked_options(self) -> list[Option]:
-        """The options that fit and that no other one exceeds in all, the best first."""
+        """The options that fit and are not inferior to another one in everything, best first."""
         return ranked(self.options, self.batch_size, self.budgets, self.goal)
 
     @property
@@ -162,7 +162,7 @@ class Report:
 
     @property
     def is_script(self) -> bool:
-        """Whether it is that of a script, which was measured as it is but for the split."""
+        """Whether it is the report of a script, of which only the split was changed."""
         return self.is_trainer or bool(self.wrapped_at)
 
     @property
@@ -175,7 +175,7 @@ class Report:
         return largest_batch(option, self.options, self.budgets)
 
     def what_lacks(self) -> str:
-        """Return how much each device lacks with the least full option, and what fits instead."""
+        """Return how much each device lacks with the least full option, and a batch that fits."""
         best = self.best
         pairs = enumerate(zip(best.peak_bytes, self.budgets, strict=True))
         lacks = [
@@ -193,7 +193,7 @@ class Report:
             largest = max(fitting, key=lambda option: option.batch_size)
             remedy = f"the largest batch that fits is {largest.batch_size}, with {largest.line}"
         return (
-            f"a batch of {self.batch_size} does not fit: with the best, {best.line}, "
+            f"a batch of {self.batch_size} does not fit: with {best.line}, "
             f"{', '.join(lacks)}; {remedy}"
         )
 

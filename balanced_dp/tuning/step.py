@@ -1,4 +1,4 @@
-"""Measure what training steps of a workload take of each device."""
+"""Measure the memory of training steps of a workload on each device."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def measure_step(
     gather: bool = True,
     spread: bool = False,
 ) -> Option:
-    """Train for two steps and return what the second one took, as ``StepMeter.measure``."""
+    """Train for two steps and return the measurement of the second, as ``StepMeter.measure``."""
     with StepMeter(workload, devices, gather, spread) as meter:
         return meter.measure(batch_size, gpu0_bsz)
 
@@ -43,10 +43,10 @@ def measure_step(
 class StepMeter:
     """Measure training steps at several splits, with one model and one optimizer.
 
-    It is a context manager, which frees what it holds at the end.
+    It is a context manager, which frees its model and optimizer at the end.
 
     Args:
-        workload: the workload to train; its model is newly made.
+        workload: the workload to train, with a new model.
         devices: real or emulated devices.
         gather: whether to gather outputs and compute their loss on device 0. Otherwise each device
             computes the loss of its chunk.
@@ -83,7 +83,7 @@ class StepMeter:
         return module, criterion, self.workload.make_optimizer(module.parameters())
 
     def _free(self) -> None:
-        """Free the model and the optimizer's state; the next measurement makes them again."""
+        """Free the model and the optimizer's state; the next measurement creates them again."""
         vars(self).pop("_trained", None)
         self._has_state = False
 
@@ -106,10 +106,10 @@ class StepMeter:
         num_steps: int | None = None,
         on_loss: Callable[[torch.Tensor], object] = lambda loss: None,
     ) -> Option:
-        """Train, and return what the last step took.
+        """Train, and return the measurement of the last step.
 
         By default one step is measured, after another one if there is no optimizer state yet. If
-        memory runs out, the option says so, and what was allocated is freed.
+        memory runs out, the option says so, and the memory is freed.
 
         Args:
             batch_size: samples in the whole batch.

@@ -1,4 +1,4 @@
-"""Measure the splits of a workload that searches ask for, and report them."""
+"""Measure the splits of a workload that the searches choose, and report them."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ _LARGEST_MULTIPLE = 4
 
 
 def check_reserve(capacities: Sequence[int], reserve: int) -> None:
-    """Raise ArgumentError if what is kept free leaves nothing of a capacity."""
+    """Raise ArgumentError if the reserve leaves nothing of a capacity."""
     if any(capacity <= reserve for capacity in capacities):
         raise ArgumentError(
-            f"{format_bytes(reserve)} of each device are kept free, but there are devices of "
-            f"{', '.join(map(format_bytes, sorted(set(capacities))))}; --reserve lowers it"
+            f"{format_bytes(reserve)} of each device is kept free, but there are devices of "
+            f"{', '.join(map(format_bytes, sorted(set(capacities))))}; lower --reserve"
         )
 
 
@@ -78,7 +78,7 @@ def tune(
         gather: whether to gather outputs and compute their loss on device 0. Otherwise each device
             computes the loss of its chunk.
         spread: whether to spread parameters, gradients and optimizer state over all devices.
-        goal: what the best option is the best in: ``"speed"``, the smallest of all largest chunks;
+        goal: what makes an option the best: ``"speed"``, the smallest of all largest chunks;
             ``"headroom"``, the lowest utilization of the bottleneck device; or ``"batch"``, the
             largest batch. By default speed, or headroom if the capacity is what the even split
             needs.
@@ -155,7 +155,7 @@ class _Run:
     about: dict[str, Any] = field(default_factory=dict)
 
     def measure(self, meter: StepMeter, swept: Sequence[int]) -> None:
-        """Measure what the searches ask for, with one ``gather`` and ``spread``."""
+        """Measure the splits that the searches choose, for one ``gather`` and ``spread``."""
         size, num_devices = self.batch_size, len(meter.devices)
         even = even_share(size, num_devices)
         if num_devices < 2:
@@ -213,7 +213,7 @@ class _Run:
                     ran.append(weights)
 
     def _describe(self, meter: StepMeter, in_even: Sequence[float]) -> None:
-        """Record what was measured on; the default capacity is what the even split needs."""
+        """Record the devices; the default capacity is what the even split needs."""
         mode, has_capacity = mode_of(meter.devices[0]), self.about.get("has_capacity", True)
         if self.capacities is None and mode == "real":
             self.capacities = capacities_of(meter.devices)

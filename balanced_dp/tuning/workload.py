@@ -27,7 +27,7 @@ _UNNAMED = "workload"
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Define everything that a training step needs except for the devices.
+    """Define everything that a training step needs except the devices.
 
     Attributes:
         model: returns the module, on torch's default device, so that a model larger than this
@@ -131,9 +131,9 @@ def _token_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 @functools.cache
 def encoded_text() -> tuple[torch.Tensor, int]:
-    """Return about 0.5 MB of English text, the language reference that Python includes.
+    """Return about 0.5 MB of English text, the language reference in Python's library.
 
-    It is encoded as indices of its characters; the number of distinct characters comes with it.
+    The text is encoded as indices of characters, and returned with the number of distinct ones.
     """
     topics: dict[str, str] = pydoc_data.topics.topics
     text = "\n".join(topics[name] for name in sorted(topics))
@@ -142,7 +142,7 @@ def encoded_text() -> tuple[torch.Tensor, int]:
 
 
 def character_batch(starts: torch.Tensor) -> Batch:
-    """Return the excerpts of the text that begin at the given indices, and what follows each."""
+    """Return the excerpts of the text from the given indices, and the same shifted by one."""
     samples = encoded_text()[0][starts[:, None] + torch.arange(65)]
     return (samples[:, :-1],), {}, samples[:, 1:]
 

@@ -1,4 +1,4 @@
-"""Compare gradients, memory and time on the devices of this machine with what is promised."""
+"""Compare gradients, memory and time on the devices of this machine with the promises."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from ..tuning.workload import Workload, find_workload
 from ..units import format_bytes
 
 ALLOWED_ERROR = 0.10
-"""By how much a predicted peak may differ, as a fraction of the measured one."""
+"""The allowed error of a predicted peak, relative to the measured one."""
 
 RESERVE_BYTES = 512 * 2**20
-"""How much of NVML's used memory may be unpredicted: what a plan keeps free of each device."""
+"""The allowed unpredicted part of NVML's used memory: the reserve of a plan."""
 
 ALLOWED_RATIO = 1.05
 """The longest that a step may take, as a multiple of that of ``nn.DataParallel``."""
@@ -36,12 +36,12 @@ ALLOWED_RATIO = 1.05
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """Record what was compared, and how it turned out.
+    """Record a comparison and its result.
 
     Attributes:
         part: ``"gradients"``, ``"memory"`` or ``"time"``.
-        what: what was compared.
-        ok: whether the difference is as small as it should be.
+        what: the compared cases.
+        ok: whether the difference is within its limit.
         value: the number that decides, with its unit.
         note: more numbers, or the reason.
     """
@@ -59,7 +59,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Validation:
-    """Combine all checks with what they ran on; prints as a table.
+    """Combine all checks with devices and versions; prints as a table.
 
     Attributes:
         devices: the devices in words.
@@ -109,7 +109,7 @@ def validate(
         on_check: called with each check.
 
     Raises:
-        ArgumentError: there are not so many devices.
+        ArgumentError: there are fewer devices.
     """
     checks: list[Check] = []
     with _opened(num_devices, emulate) as devices:
@@ -177,7 +177,7 @@ def _memory(
             predicted = measure_step(workload, batch_size, gpu0_bsz, replicas).peak_bytes
         with MemoryProbe(devices).measure() as usage:
             measured = measure_step(workload, batch_size, gpu0_bsz, devices).peak_bytes
-        # Libraries keep workspaces, which are not of the step.
+        # Libraries keep workspaces, which are not part of the step.
         kept = [torch.get_device_module(device).memory_allocated(device) for device in devices]
         errors = [p / (m - k) - 1 for p, m, k in zip(predicted, measured, kept, strict=True)]
         worst = max(errors, key=abs)

@@ -167,7 +167,7 @@ def test_a_script_is_told_the_place():
 def test_without_an_option_it_says_what_lacks():
     lacking = report_of([EVEN, SMALLER], [65, 65])
     text = report_markdown(lacking)
-    assert "A batch of 16 does not fit: with the best, BalancedDataParallel(6, model), dev" in text
+    assert "A batch of 16 does not fit: with BalancedDataParallel(6, model), device" in text
     assert "device 0 needs 70 B and lacks 5 B; no other batch was measured" in text
     assert "option 1" not in text and "```python" not in text
     assert 'class="line"' not in report_html(lacking)

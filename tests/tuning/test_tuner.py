@@ -220,7 +220,7 @@ def test_memory_that_jumps_is_measured_as_well():
         (8, [GIB], {"devices": 2}, ArgumentError, "one for each of 2 devices, got 1"),
         (8, [GIB] * 3, {"devices": 2}, ArgumentError, "one for each of 2 devices, got 3"),
         (8, [GIB], {}, ArgumentError, "two or more devices, got 1$"),
-        (8, [GIB] * 2, {"reserve": GIB}, ArgumentError, "1.00 GiB of each device are kept free"),
+        (8, [GIB] * 2, {"reserve": GIB}, ArgumentError, "1.00 GiB of each device is kept free"),
         (8, [GIB] * 2, {"goal": "fast"}, ArgumentError, "goal must be speed, headroom or batch"),
         *(
             (64, [9 * 2**20] * 4, {"gather": gather}, InfeasiblePlanError, "not even a batch of 1")
