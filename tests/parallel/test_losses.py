@@ -560,8 +560,20 @@ def beside_a_mean(n: Net, x: Tensor, o: Tensor, y: Tensor) -> Tensor:
     return functional.cross_entropy(o, y) + rows(o).mean()
 
 
+def ignored_rows(n: Net, x: Tensor, o: Tensor, y: Tensor) -> Tensor:
+    return functional.cross_entropy(o, y, reduction="none").sum() / (y != -100).sum()
+
+
+def of_entries(n: Net, x: Tensor, o: Tensor, y: Tensor) -> Tensor:
+    mask = y >= 0
+    return (o.square() * mask[:, None]).sum() / (mask.sum() * o.shape[1])
+
+
 @pytest.mark.parametrize("gpu0_bsz", [1, 3])
-@pytest.mark.parametrize("loss", [selected, masked, halved, beside_a_mean])
+@pytest.mark.parametrize(
+    "loss",
+    [selected, masked, halved, beside_a_mean, ignored_rows, of_entries],
+)
 def test_a_first_batch_in_which_nothing_is_ignored(loss, gpu0_bsz):
     """Its counts are the chunk sizes, by which later ones were weighted."""
     some, first = Y.clone(), Y.clone()
@@ -572,6 +584,17 @@ def test_a_first_batch_in_which_nothing_is_ignored(loss, gpu0_bsz):
         assert is_exact and not told
     is_exact, told = step(model, bare, False, {"x": X, "y": some})
     assert is_exact or told
+
+
+@pytest.mark.parametrize(("gpu0_bsz", "size"), [(1, 13), (1, 3), (None, 12)])
+def test_a_first_batch_in_which_nothing_counts(gpu0_bsz, size):
+    def loss(n: Net, x: Tensor, o: Tensor, m: Tensor, step: float) -> Tensor:
+        return o[m > 0].mean(1).sum() / (m > 0).sum().clamp(min=1)
+
+    model, bare = make(loss, gpu0_bsz)
+    given = {"x": X[:size], "step": 1.0}
+    assert step(model, bare, True, {**given, "m": torch.zeros(size)})[0]
+    assert step(model, bare, True, {**given, "m": torch.arange(size) % 2})[0]
 
 
 @pytest.mark.parametrize("factor", [0.1, 0.5, 1.0])

@@ -152,7 +152,7 @@ def _counts(edges: Edges, sizes: Sequence[int], dim: int) -> list[int]:
         or not _have_samples(inner, sizes, dim)
     ):
         return []
-    return [math.prod(a) // math.prod(b) for a, b in zip(inner, outer, strict=True)]
+    return [math.prod(a) // (math.prod(b) or 1) for a, b in zip(inner, outer, strict=True)]
 
 
 def _is_stack(node: Any) -> bool:
@@ -230,7 +230,7 @@ def _inputs(
     if name == "Neg":
         return [(inputs[0], term.times(-1))]
     if name == "Mean":
-        share = math.prod(shape_of(nodes[0])) / math.prod(shape_of(*inputs[0][0]))
+        share = math.prod(shape_of(nodes[0])) / (math.prod(shape_of(*inputs[0][0])) or 1)
         return [(inputs[0], term.times(share))]
     if name not in ("Add", "Sub", "Rsub", "Mul", "Div"):
         raise UnclearError(f"it uses {name}, other than with a number")
@@ -285,9 +285,10 @@ def _masks_behind(node: Any) -> list[Tensor]:
     return masks
 
 
-def storage_of(tensor: Tensor) -> tuple[int, Any]:
+def storage_of(tensor: Tensor) -> tuple[Any, ...]:
     """Return what tensors of the same entries have in common."""
-    return tensor.untyped_storage()._cdata, tensor.storage_offset()
+    storage = tensor.untyped_storage()._cdata, tensor.storage_offset()
+    return *storage, tuple(tensor.shape), tensor.stride()
 
 
 def are_equal(numbers: Sequence[float]) -> bool:

@@ -21,6 +21,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
@@ -56,15 +57,20 @@ class Weights(NamedTuple):
         by: by what the mean is weighted.
         values: the weight of each replica: numbers, or 0-dim tensors.
         if_empty: what they are instead if all are 0.
+        kept: tensors that must live as long as ``by`` is compared.
     """
 
     by: tuple[Any, ...]
     values: Sequence[Any] = ()
     if_empty: float = math.nan
+    kept: Any = None
 
 
 SAMPLES = ("samples",)
 """By what a mean over all samples is weighted: the chunk sizes."""
+
+ARGUMENT = -1
+"""Instead of the index of a count: a sum is divided by an argument of the call."""
 
 SUM = Weights(("sum",))
 """Terms of sums have no weights: they add up."""
@@ -84,14 +90,14 @@ class OutputHistory:
     Attributes:
         rules: how losses are joined, by the function and the path of the output; or why that is
             not known.
-        divided: which of its counts a sum is divided by.
+        divided: which of its counts a sum is divided by, or ``ARGUMENT``, or None.
         looked_at: functions whose graph was searched for samples that mix, and outputs whose
             cross entropies were asked whether they compare samples.
         warned: the outputs, as a warning calls them, and names of inputs that were warned of.
     """
 
     rules: dict[Any, Rule | str] = field(default_factory=dict)
-    divided: dict[Any, int] = field(default_factory=dict)
+    divided: dict[Any, int | None] = field(default_factory=dict)
     looked_at: set[Any] = field(default_factory=set)
     warned: set[str] = field(default_factory=set)
 
@@ -253,7 +259,7 @@ class ChunkLosses:
             if not term.kind and (term.divisors or not _is_constant(term, sizes)):
                 raise UnclearError("what does not depend on samples is divided by what does")
         for term, weights in known:
-            if weights.by[0] == "masked":
+            if weights.by[0] == "divided":
                 ignore_if_empty(term.nodes, weights.values)
             if term.own:
                 self._check_counted(term.own, key[1])
@@ -269,7 +275,7 @@ class ChunkLosses:
     def form(self) -> Any:
         """Which arguments the call has, and how many cross entropies."""
         args, kwargs = self.arguments[0] if self.arguments else ((), {})
-        given = {name for name, value in kwargs.items() if value is not None}
+        given = frozenset(name for name, value in kwargs.items() if value is not None)
         return len(args), given, len(self.counted[0])
 
     def _weights_by(self, by: tuple[Any, ...]) -> Weights:
@@ -314,42 +320,47 @@ class ChunkLosses:
             if bool(means) != (is_plain if is_even else are_equal(factors)):
                 return means[0] if means else SUM
         if term.kind == "sum" and term.is_scaled and not term.scales:
-            return self._weights_of_divided(place, term, known)
+            return self._weights_of_divided(place, term)
         raise UnclearError("it is not clear whether its sums add up or are means")
 
-    def _weights_of_divided(self, place: Any, term: Term, known: list[Weights]) -> Weights:
+    def _weights_of_divided(self, place: Any, term: Term) -> Weights:
         """Return the weights of a sum that is divided by its count, or by an argument.
 
-        The first call waits for the counts.
+        A mean is weighted by what its sum is divided by. Whether it is a mean is found in the first
+        call, which waits for that: the divisor is the sum of a mask or the number of entries.
 
         Raises:
             UnclearError: it is divided by something else.
         """
-        divisors: Sequence[Any] = term.divisors or [
-            1 / (factor or math.nan) for factor in term.factors
-        ]
-        if term.divisors and not are_equal(term.factors):
-            raise UnclearError("it is divided by a tensor and by a number of each chunk")
-        if term.own:
-            counts = [Weights(("masked", term.own[0].position), [one.count for one in term.own], 1)]
-        else:
-            masks = masks_behind(term.nodes, self.chunk_sizes or (), self.dim)
-            counts = [
-                Weights(("masked", *map(storage_of, own)), [mask.sum() for mask in own], 1)
-                for own in masks
-            ]
+        divisors: Sequence[Any] = term.divisors or [abs(1 / (f or math.nan)) for f in term.factors]
+        masks = masks_behind(term.nodes, self.chunk_sizes or (), self.dim)
+        counts: list[Sequence[Any]] = [[mask.sum() for mask in own] for own in masks]
+        counts.append([one.count for one in term.own] or term.counts)
+        divided, place = self.history.divided, (place, self.form)
+        if place not in divided and (not term.divisors or are_equal(term.factors)):
+            numbers = [float(divisor) for divisor in divisors]
+            fits = [i for i, own in enumerate(counts) if _are_counts(numbers, own)]
+            if numbers[0] != 1:
+                fits += [ARGUMENT for own in self._number_arguments() if _are_counts(numbers, own)]
+            if fits or not {0, 1} & {*numbers}:  # or what is clamped may be a count
+                divided[place] = fits[0] if fits else None
+        i = divided.get(place)
+        if i == ARGUMENT:
+            return SUM
+        if i is None:
+            raise UnclearError("it is divided by something else than what it counts")
+        what = [*map(storage_of, masks[i])] if i < len(masks) else place
+        found = counts[i] if i < len(counts) else divisors
+        values = [d * (n != 0) for d, n in zip(divisors, found, strict=True)]  # 1 if clamped
+        return Weights(("divided", str(what)), values, if_empty=1, kept=masks)
+
+    def _number_arguments(self) -> Iterator[Sequence[Any]]:
+        """Return each argument of the replicas that is a number."""
         numbers = [
             [leaf for _, leaf in nested.leaves([*args, *kwargs.values()]) if _is_number(leaf)]
             for args, kwargs in self.arguments
         ]
-        counts += [*known[1:], *(Weights(SUM.by, own) for own in zip(*numbers, strict=False))]
-        if place not in self.history.divided:
-            fits = (i for i, one in enumerate(counts) if _are_counts(divisors, one.values))
-            self.history.divided[place] = next(fits, len(counts))
-        if self.history.divided[place] < len(counts):
-            found = counts[self.history.divided[place]]
-            return SUM if found.by == SUM.by else found
-        raise UnclearError("it is divided by something else than what it counts")
+        return zip(*numbers, strict=False)
 
     def _counted(self, position: int) -> list[Counted]:
         """Return the cross entropy of each replica at a position."""
@@ -456,7 +467,7 @@ def _is_constant(term: Term, sizes: Sequence[int]) -> bool:
 
 
 def _is_number(argument: object) -> bool:
-    return type(argument) in (int, float) or (
+    return (isinstance(argument, Real) and not isinstance(argument, bool)) or (
         isinstance(argument, Tensor) and not argument.dim() and not argument.requires_grad
     )
 
