@@ -56,10 +56,10 @@ class _TrainerParallel(BalancedDataParallel[nn.Module]):
         with torch.autocast(self.devices[0].type, self.autocast_dtype):
             return convert_to_fp32(super().forward(*inputs, **kwargs))
 
-    def gather(self, outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+    def gather(self, outputs: Sequence[Any], output_device: int | torch.device) -> Any:
         """Gather the outputs that ``Trainer`` needs."""
         selected = [_select(output, self.gathers_loss_only) for output in outputs]
-        return super().gather(selected, *args, **kwargs)
+        return super().gather(selected, output_device)
 
 
 def _select(output: Any, loss_only: bool) -> Any:

@@ -14,9 +14,10 @@ In backward, gradients come back by ``Broadcast.backward`` of copies.py, and aut
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, closing, nullcontext
-from typing import Any, Literal, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from contextvars import ContextVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -32,7 +33,7 @@ from .gather import Gather, ScalarOutputs, check_scalar_outputs
 from .homes import on_one_device, spread_parameters
 from .losses.join import ChunkLosses, OutputHistory
 from .losses.loss_weight import check_loss_weight
-from .nested import Arguments, check_paths
+from .nested import check_paths
 from .parallel_apply import Workers, parallel_apply
 from .per_device import PerDevice
 from .replicate import Replicator
@@ -42,6 +43,26 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 DeviceIds = Sequence[int | torch.device]
 """What nn.DataParallel calls devices: the index of an accelerator, or any other device itself."""
+
+
+class _Call(NamedTuple):
+    """What the steps of a call have in common, beside the arguments that nn.DataParallel passes."""
+
+    model: nn.Module
+    device_ids: DeviceIds
+    chunk_sizes: Sequence[int] | None
+    losses: ChunkLosses
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        token = _running.set(self)
+        try:
+            yield
+        finally:
+            _running.reset(token)
+
+
+_running: ContextVar[_Call | None] = ContextVar("_running", default=None)
 
 
 class BalancedDataParallel(nn.DataParallel[ModuleT]):
@@ -208,16 +229,17 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
                 return self._call_module(inputs, kwargs)
             batch_size = self._inputs(inputs, kwargs).batch_size()
             sizes = self.chunk_sizes = self._policy.begin_call(self.module, batch_size or 0)
-            with self._policy.advising(sizes):
-                # A batch without samples, or a call without tensors, runs on the first device.
-                active = [i for i, size in enumerate(sizes) if size] or [0]
-                ids = [self.device_ids[i] for i in active]
-                active_sizes = None if batch_size is None else [sizes[i] for i in active]
-                args, keywords = self.scatter(inputs, kwargs, ids, active_sizes)
-                losses = self._losses(active_sizes, list(zip(args, keywords, strict=True)))
+            # A batch without samples, or a call without tensors, runs on the first device.
+            active = [i for i, size in enumerate(sizes) if size] or [0]
+            ids = [self.device_ids[i] for i in active]
+            active_sizes = None if batch_size is None else [sizes[i] for i in active]
+            losses = self._losses(active_sizes)
+            with self._policy.advising(sizes), _Call(self, ids, active_sizes, losses).running():
+                args, keywords = self.scatter(inputs, kwargs, ids)
+                losses.arguments = list(zip(args, keywords, strict=True))
                 replicas = self.replicate(self.module, ids)
                 with self._replicator.running(self.module, replicas), losses.recording():
-                    outputs = self.parallel_apply(replicas, args, keywords, ids, active_sizes)
+                    outputs = self.parallel_apply(replicas, args, keywords)
                 return self._joined(outputs, ids, losses)
 
     def _inputs(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
@@ -235,22 +257,25 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         losses = self._losses(None if batch_size is None else [batch_size])
         return self._joined([output], devices, losses)
 
-    # The steps of nn.DataParallel, on devices of any type. forward passes all arguments, so an
-    # override must accept those with defaults and pass them on.
+    # The steps of nn.DataParallel, with its signatures, on devices of any type.
+
+    @property
+    def _call(self) -> _Call | None:
+        """The call of this model that is running; replicas run in the context of their caller."""
+        call = _running.get()
+        return call if call and call.model is self else None
 
     def scatter(
         self,
         inputs: tuple[Any, ...],
         kwargs: dict[str, Any] | None,
         device_ids: DeviceIds,
-        chunk_sizes: Sequence[int] | None = None,
     ) -> tuple[list[tuple[Any, ...]], list[dict[str, Any]]]:
-        """Return positional and keyword arguments for each device.
-
-        If ``chunk_sizes`` is None, each device gets every tensor whole.
-        """
-        devices = self._devices_of(device_ids)
-        arguments = self._inputs(inputs, kwargs or {}).scatter(devices, chunk_sizes)
+        """Return positional and keyword arguments for each device."""
+        found = self._inputs(inputs, kwargs or {})
+        batch_size = found.batch_size() if self._call is None and len(device_ids) > 1 else None
+        sizes = self._call.chunk_sizes if self._call else batch_size and self.split(batch_size)
+        arguments = found.scatter(self._devices_of(device_ids), sizes or None)
         return [args for args, _ in arguments], [keywords for _, keywords in arguments]
 
     def replicate(self, module: ModuleT, device_ids: DeviceIds) -> list[ModuleT]:
@@ -266,35 +291,29 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         replicas: Sequence[ModuleT],
         inputs: Sequence[Any],
         kwargs: Sequence[dict[str, Any]],
-        device_ids: DeviceIds | None = None,
-        chunk_sizes: Sequence[int] | None = None,
     ) -> list[Any]:
-        """Return the output of each replica; by default they run on the first devices."""
-        devices = self._devices_of(device_ids or self.device_ids[: len(replicas)])
+        """Return the output of each replica; outside of a call they run on the first devices."""
+        call = self._call
+        devices = self._devices_of(call.device_ids if call else self.device_ids[: len(replicas)])
         arguments = list(zip(inputs, kwargs, strict=True))
-        return parallel_apply(replicas, arguments, devices, chunk_sizes, self._idle_workers)
+        sizes = call.chunk_sizes if call else None
+        return parallel_apply(replicas, arguments, devices, sizes, self._idle_workers)
 
-    def gather(
-        self,
-        outputs: Sequence[Any],
-        output_device: int | torch.device,
-        losses: ChunkLosses | None = None,
-    ) -> Any:
-        """Return the outputs joined on ``output_device``; ``losses`` joins the 0-dim ones."""
+    def gather(self, outputs: Sequence[Any], output_device: int | torch.device) -> Any:
+        """Return the outputs joined on ``output_device``."""
         [device] = self._devices_of([output_device])
-        return Gather(device, losses or self._losses(None), self.scalar_outputs).join(outputs)
+        losses = self._call.losses if self._call else self._losses(None)
+        return Gather(device, losses, self.scalar_outputs).join(outputs)
 
-    def _losses(
-        self, chunk_sizes: Sequence[int] | None, arguments: Sequence[Arguments] = ()
-    ) -> ChunkLosses:
-        options = self.dim, self.loss_weight, self.scalar_outputs == "auto", arguments
+    def _losses(self, chunk_sizes: Sequence[int] | None) -> ChunkLosses:
+        options = self.dim, self.loss_weight, self.scalar_outputs == "auto"
         return ChunkLosses(self._history, self.module.forward, chunk_sizes, *options)
 
     def _joined(self, outputs: Sequence[Any], device_ids: DeviceIds, losses: ChunkLosses) -> Any:
         """Gather the outputs, or leave them on their devices."""
         output_device = device_ids[0] if self.output_device is None else self.output_device
         if self.gathers_outputs:
-            joined = self.gather(outputs, output_device, losses)
+            joined = self.gather(outputs, output_device)
         else:
             *devices, device = self._devices_of([*device_ids, output_device])
             options = self.dim, self.scalar_outputs, self._history, self._idle_workers

@@ -75,13 +75,43 @@ def test_the_steps_can_be_called_one_by_one(devices):
     parallel = wrap(devices[:3])
     x = torch.randn(7, 4)
     device_ids = parallel.device_ids
-    inputs, kwargs = parallel.scatter((x,), {}, device_ids, parallel.split(7))
+    inputs, kwargs = parallel.scatter((x,), {}, device_ids)
     replicas = parallel.replicate(parallel.module, device_ids)
     outputs = parallel.parallel_apply(replicas, inputs, kwargs)
     joined = parallel.gather(outputs, parallel.output_device)
     torch.testing.assert_close(joined, parallel(x))
-    whole, _ = parallel.scatter((x,), None, device_ids)
-    assert [len(chunk[0]) for chunk in whole] == [7, 7, 7]
+    whole, _ = parallel.scatter((3,), None, device_ids)
+    assert whole == [(3,)] * 3
+
+
+@pytest.mark.parametrize("gpu0_bsz", [0, 1, None])
+def test_steps_are_overridden_with_torchs_signatures(gpu0_bsz, devices):
+    seen = []
+
+    class Logged(BalancedDataParallel):
+        def scatter(self, inputs, kwargs, device_ids):
+            seen.append("scatter")
+            return super().scatter(inputs, kwargs, device_ids)
+
+        def replicate(self, module, device_ids):
+            seen.append("replicate")
+            return super().replicate(module, device_ids)
+
+        def parallel_apply(self, replicas, inputs, kwargs):
+            seen.append("parallel_apply")
+            return super().parallel_apply(replicas, inputs, kwargs)
+
+        def gather(self, outputs, output_device):
+            seen.append("gather")
+            return super().gather(outputs, output_device)
+
+    module = nn.Linear(4, 2).to(devices[0])
+    x = torch.randn(7, 4)
+    loss = nn.Sequential(module, Lambda(lambda m, h: h.square().mean()))
+    for whole in (module, loss):
+        found = Logged(gpu0_bsz, whole, devices[:3])(x)
+        torch.testing.assert_close(found, whole(x.to(devices[0])))
+    assert seen == ["scatter", "replicate", "parallel_apply", "gather"] * 2
 
 
 # Devices.
