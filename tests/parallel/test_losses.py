@@ -570,10 +570,7 @@ def of_entries(n: Net, x: Tensor, o: Tensor, y: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("gpu0_bsz", [1, 3])
-@pytest.mark.parametrize(
-    "loss",
-    [selected, masked, halved, beside_a_mean, ignored_rows, of_entries],
-)
+@pytest.mark.parametrize("loss", [selected, masked, halved, beside_a_mean])
 def test_a_first_batch_in_which_nothing_is_ignored(loss, gpu0_bsz):
     """Its counts are the chunk sizes, by which later ones were weighted."""
     some, first = Y.clone(), Y.clone()
@@ -584,6 +581,15 @@ def test_a_first_batch_in_which_nothing_is_ignored(loss, gpu0_bsz):
         assert is_exact and not told
     is_exact, told = step(model, bare, False, {"x": X, "y": some})
     assert is_exact or told
+
+
+@pytest.mark.parametrize("loss", [ignored_rows, of_entries])
+def test_a_count_of_all_entries_is_not_taken_for_good(loss):
+    model, bare = make(loss)
+    ignored = Y.where(X[:, 0] > 0, -100)
+    found = [step(model, bare, True, {"x": X, "y": y}) for y in (Y, Y, ignored)]
+    assert found[:2] == [(True, [])] * 2
+    assert "it is divided by something else than what it counts" in found[2][1][0]
 
 
 @pytest.mark.parametrize(("gpu0_bsz", "size"), [(1, 13), (1, 3), (None, 12)])

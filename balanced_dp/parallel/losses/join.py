@@ -306,8 +306,9 @@ class ChunkLosses:
         if term.kind == "mean" and are_equal(factors) and not term.divisors:
             if term.own:
                 return self._weights_by(("counted", term.own[0].position))
-            return known[not are_equal([n / m for n, m in zip(term.counts, sizes, strict=True)])]
-        if term.kind == "sum" and not term.divisors:
+            return known[not self._are_of_samples(term.counts)]
+        place = place, self.form
+        if term.kind == "sum" and not term.divisors and place not in self.history.divided:
             # It may be divided by the number of samples or entries. In an even split only its value
             # tells that from a number that is the same for all chunks.
             is_even = len(set(sizes)) == 1
@@ -336,10 +337,12 @@ class ChunkLosses:
         masks = masks_behind(term.nodes, self.chunk_sizes or (), self.dim)
         counts: list[Sequence[Any]] = [[mask.sum() for mask in own] for own in masks]
         counts.append([one.count for one in term.own] or term.counts)
-        divided, place = self.history.divided, (place, self.form)
+        divided = self.history.divided
         if place not in divided and (not term.divisors or are_equal(term.factors)):
             numbers = [float(divisor) for divisor in divisors]
             fits = [i for i, own in enumerate(counts) if _are_counts(numbers, own)]
+            if fits == [len(masks)] and self._are_of_samples(counts[-1]):
+                return self._weights_by(SAMPLES)  # so far: what is left out may be 0 in the sum
             if numbers[0] != 1:
                 fits += [ARGUMENT for own in self._number_arguments() if _are_counts(numbers, own)]
             if fits or not {0, 1} & {*numbers}:  # or what is clamped may be a count
@@ -353,6 +356,11 @@ class ChunkLosses:
         found = counts[i] if i < len(counts) else divisors
         values = [d * (n != 0) for d, n in zip(divisors, found, strict=True)]  # 1 if clamped
         return Weights(("divided", str(what)), values, if_empty=1, kept=masks)
+
+    def _are_of_samples(self, counts: Sequence[Any]) -> bool:
+        """Return whether replicas count the same for each sample; no if that would wait."""
+        pairs = zip(counts, self.chunk_sizes or (), strict=True)
+        return not isinstance(counts[0], Tensor) and are_equal([n / m for n, m in pairs])
 
     def _number_arguments(self) -> Iterator[Sequence[Any]]:
         """Return each argument of the replicas that is a number."""
