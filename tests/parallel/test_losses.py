@@ -603,6 +603,13 @@ def test_a_first_batch_in_which_nothing_counts(gpu0_bsz, size):
     assert step(model, bare, True, {**given, "m": torch.arange(size) % 2})[0]
 
 
+def test_what_is_unclear_in_an_even_split_is_clear_in_another():
+    model, bare = make(lambda n, x, o: o.square().sum() * 0.25, 4)
+    told = [step(model, bare, True, {"x": X[:size]})[1] for size in (12, 13)]
+    assert told[0]
+    assert step(model, bare, True, {"x": X})[0]
+
+
 @pytest.mark.parametrize("factor", [0.1, 0.5, 1.0])
 @pytest.mark.parametrize("size", [4, 8, 12])
 def test_a_cross_entropy_that_is_divided_by_its_count_in_an_even_split(size, factor):

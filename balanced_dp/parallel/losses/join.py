@@ -308,7 +308,7 @@ class ChunkLosses:
                 return self._weights_by(("counted", term.own[0].position))
             return known[not self._are_of_samples(term.counts)]
         place = place, self.form
-        if term.kind == "sum" and not term.divisors and place not in self.history.divided:
+        if term.kind == "sum" and not term.divisors and self.history.divided.get(place) is None:
             # It may be divided by the number of samples or entries. In an even split only its value
             # tells that from a number that is the same for all chunks.
             is_even = len(set(sizes)) == 1
