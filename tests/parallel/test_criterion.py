@@ -290,18 +290,14 @@ def test_what_outputs_of_several_devices_are_not(use, error, message, x):
         use(make_model(["cpu"] * 2)(x))
 
 
-@pytest.mark.parametrize("is_row", [True, False])
-def test_ctc_takes_rows_and_lengths_as_numbers(devices, is_row, x):
+def test_ctc_takes_rows_and_lengths_as_numbers(devices, x):
     _, module, (targets, *lengths) = CASES["ctc mean"]
     expected = functional.ctc_loss(module(x), targets, *lengths, reduction="sum")
     model = BalancedDataParallel(1, copy.deepcopy(module).to(devices[0]), devices, gather=False)
-    names, criterion = ("input_lengths", "target_lengths"), BalancedCriterion(functional.ctc_loss)
-    if is_row:
-        row = torch.cat([t[:n] for t, n in zip(targets, lengths[1], strict=True)])
-        named = {n: tuple(v.tolist()) for n, v in zip(names, lengths, strict=True)}
-        loss = criterion(model(x), row, **named, reduction="sum")
-    else:
-        loss = criterion(model(x), targets, *lengths, reduction="sum")
+    row = torch.cat([t[:n] for t, n in zip(targets, lengths[1], strict=True)])
+    names = ("input_lengths", "target_lengths")
+    named = {n: tuple(v.tolist()) for n, v in zip(names, lengths, strict=True)}
+    loss = BalancedCriterion(functional.ctc_loss)(model(x), row, **named, reduction="sum")
     torch.testing.assert_close(loss, expected, **TOLERANCE)
     del loss
 

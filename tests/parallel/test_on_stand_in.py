@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
@@ -261,21 +262,6 @@ def test_gradients_travel_beside_computing_to_all_homes(transfer_share, limit, s
     assert is_reached(limit, stand_in, model, SPLITS[0], transfer_share, has_forward=True)
 
 
-def test_weights_that_nobody_waited_for_when_forward_raised(stand_in: StandIn):
-    """Their memory is used again by what is computed next, which comes after the transfer."""
-
-    def forward(self: Lambda, x: Tensor) -> Tensor:
-        raise ValueError("as planned")
-
-    model = BalancedDataParallel(1, Lambda(forward, layers=mlp()).to(stand_in.devices[0]))
-    for gradients in (True, False):
-        with torch.set_grad_enabled(gradients), pytest.raises(ValueError, match="as planned"):
-            model(make_batch()[0])
-        for device in stand_in.devices:
-            for parameter in mlp().parameters():
-                torch.ones_like(parameter, device=device)
-
-
 def test_replicas_made_by_hand_wait_and_leave_no_memory(no_collector, stand_in: StandIn):
     module, x = mlp(), make_batch()[0]
     expected = copy.deepcopy(module)(x)
@@ -338,20 +324,28 @@ def test_memory_that_runs_out_is_seen_whoever_says_so(gpu0_bsz, advice, failure,
 
 
 @pytest.mark.parametrize("is_shared", [True, False])
-def test_memory_that_runs_out_while_weights_are_sent(is_shared, monkeypatch, stand_in: StandIn):
-    """What was on its way is given back when it has arrived."""
-    model = BalancedDataParallel(2, mlp(8).to(stand_in.devices[0]))
-    sent: list[Tensor] = []
+@pytest.mark.parametrize("where", ["forward", "forward, with gradients", "the fourth transfer"])
+def test_memory_of_weights_on_their_way_when_a_call_raised(
+    where, is_shared, monkeypatch, stand_in: StandIn
+):
+    """It is used again by what is computed next, which comes after the transfer."""
+    num_sent = itertools.count(1)
 
     def broadcast(piece: Tensor, out: list[Tensor]) -> None:
-        sent.append(piece)
-        if len(sent) == 4:
+        if next(num_sent) == 4 and where == "the fourth transfer":
             raise torch.OutOfMemoryError("as planned")
         torch._C._broadcast_out(piece, out)
 
+    def forward(self: Lambda, x: Tensor) -> Tensor:
+        raise torch.OutOfMemoryError("as planned")
+
     monkeypatch.setattr(copies.comm, "broadcast", broadcast)
-    with model.shared_weights() if is_shared else nullcontext(), torch.no_grad():
-        with pytest.raises(torch.OutOfMemoryError):
+    model = BalancedDataParallel(2, Lambda(forward, layers=mlp(8)).to(stand_in.devices[0]))
+    with (
+        torch.set_grad_enabled("gradients" in where),
+        model.shared_weights() if is_shared else nullcontext(),
+    ):
+        with pytest.raises(torch.OutOfMemoryError, match="as planned"):
             model(make_batch()[0])
         for device in stand_in.devices:
             for parameter in mlp(8).parameters():

@@ -180,16 +180,6 @@ def test_a_step_in_a_block_is_an_error_at_its_end(emulated, foreach, make):
     assert_same_gradients(model.module, reference)
 
 
-def test_gradients_of_other_devices_come_when_the_block_ends(emulated):
-    model, x = wrapped(emulated, nn.Linear(3, 1)), torch.randn(9, 3)
-    model(x).sum().backward()
-    with model.accumulate():
-        model(x).sum().backward()
-        grad = model.module.weight.grad.cpu()
-        torch.testing.assert_close(grad, x.sum(0, keepdim=True) + x[:1])
-    torch.testing.assert_close(model.module.weight.grad.cpu(), 2 * x.sum(0, keepdim=True))
-
-
 # Hooks, attributes and parts of the parameters.
 
 
