@@ -324,7 +324,7 @@ class LoopSearch:
         """
         was_settling, self._is_settling = self._is_settling, False
         iteration, largest = (sum(split), accumulates), (self.search.batch_size, self._accumulates)
-        if self.is_over or was_settling or iteration < largest:
+        if was_settling or iteration < largest:
             return
         if iteration > largest:
             self._begin(*iteration)

@@ -211,6 +211,15 @@ def test_only_the_largest_iterations_count():
     assert search.split(1) == (1, 0, 0, 0)
 
 
+def test_peaks_that_grow_reopen_the_search():
+    """A later step with the even split took more: 0 was named, although 2 had the same peak."""
+    search = LoopSearch([1] * 4, is_careful=False)
+    for even in (200, 200, 210, 210, 210, 210):
+        split = search.split(16)
+        search.tell(split, [(200, 200, 200, 205, even)[split[0]], 90, 90, 90])
+    assert search.is_over and search.value(16) == 2
+
+
 def test_running_out_changes_the_value():
     """Halve device 0's samples where it ran out, go up where another did, or back to what ran."""
     search = LoopSearch([GIB] * 4, is_careful=True)
