@@ -67,13 +67,17 @@ def print_table(console: Console, content: TextTable) -> None:
 
 def print_parts(console: Console, parts: Iterable[str | Code | TextTable]) -> None:
     """Print sentences, lines to paste, and tables."""
+    before: object = None
     for part in parts:
         if isinstance(part, TextTable):
+            if isinstance(before, str):
+                console.print()
             print_table(console, part)
         elif isinstance(part, Code):
             console.print(part.text, end="\n\n", soft_wrap=True)
         else:
             terminal.print_text(console, part)
+        before = part
 
 
 def print_report(report: Report, *, stderr: bool = False) -> None:

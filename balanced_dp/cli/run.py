@@ -89,7 +89,7 @@ def run_and_measure(
         else:
             capacities = capacities_of(devices)
         shapes = " with shapes only: the values that it reads are NaN" if symbolic else ""
-        kind = "emulated GPUs" if emulates else "GPUs"
+        kind = f"{'emulated ' * emulates}GPU{'s' * (len(devices) > 1)}"
         terminal.say(f"running {script} on {len(devices)} {kind}{shapes}")
         budgets = None if capacities is None else [c - reserve for c in capacities]
         loop = Loop(gpu0_bsz, devices, budgets, steps)
@@ -161,6 +161,8 @@ def _why_no_answer(loop: Loop) -> str:
     """Return why there is no option to choose from."""
     if loop.last is None:
         return "Nothing was measured: the script ran no forward pass with gradients."
+    if len(loop.devices) < 2:
+        return "On one device there are no splits to compare; try --devices 4."
     if loop.is_splitting:
         return (
             "Comparing splits takes at least two training steps with the same batches; the script "

@@ -85,7 +85,7 @@ def _fullest(option: Option, report: Report) -> str:
 
 
 def option_table(report: Report) -> TextTable:
-    """Return the options that fit, best first; there is at least one."""
+    """Return the ranked options, best first; there is at least one."""
     rows = []
     for number, option in enumerate(report.ranked_options, 1):
         index, held = bottleneck(option, report.budgets)
@@ -105,8 +105,9 @@ def option_table(report: Report) -> TextTable:
         if report.mode != "real":
             del row["samples /s"]
         rows.append(row)
+    name = "Options that fit" if report.has_capacity else "Measured options"
     return TextTable(
-        "Options that fit, the best one first",
+        f"{name}, the best one first",
         tuple(rows[0]),
         tuple(tuple(row.values()) for row in rows),
         marked=0,

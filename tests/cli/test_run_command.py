@@ -100,6 +100,8 @@ def test_the_report_is_written(script):
     assert report.batch_size == 64 and len(report.capacity_bytes) == 3
     assert report.goal == "headroom" and report.best is not report.even
     assert not report.has_capacity and "Add --memory, such as" in done.stderr
+    assert "\n\nMeasured options, the best one first\n" in done.stderr
+    assert "\n\nWhat each device holds with " in done.stderr
     assert "fits:" not in done.stderr and "%" not in done.stderr
     assert "<svg" in Path("run.html").read_text("utf-8")
 
@@ -112,6 +114,10 @@ def test_the_report_is_written(script):
         ("train.py 0 64 wrap", 0, "Nothing was measured: the script ran no forward pass"),
         ("train.py 4 64", 0, "The script does not split its batches over the devices. Add model"),
         ("train.py 4 64 cpu", 0, "The script does not split its batches over the devices. Add mod"),
+        *(
+            (f"--devices 1 train.py 4 64 {how}", 0, "On one device there are no splits to compare;")
+            for how in ("wrap", "")
+        ),
         ("train.py 1 64 wrap", 0, "Comparing splits takes at least two training steps with the"),
         ("train.py 4 1 wrap", 0, "batches of 1, 4 devices"),
         ("--json no.json train.py 3 64 fail", 1, "no.json was not written: there is no report"),
