@@ -54,19 +54,20 @@ def report_plots(report: Report) -> dict[str, tuple[str, str]]:
         By heading, a description with the main numbers, for screen readers, and the drawing, whose
         black parts get the colour of the page's text.
     """
-    best, even, parts = report.best, _compared(report), []
+    best, shown, parts = report.best, _shown(report), []
     for option in _ran(report):
         first, others = (f"{full:.0%}" for full in fullness(option.peak_bytes, report.budgets))
         value, found = option.chunk_sizes[0], f"{speed(option, report):.2f}"
         parts.append(f"gpu0_bsz={value}: device 0 {first}, others {others}, speed {found}")
-    holds = [f"{format_bytes(option.peak_bytes[0])} with {option.line}" for option in (even, best)]
+    holds = [f"{format_bytes(option.peak_bytes[0])} with {option.line}" for option in shown]
+    bars = ("One bar", "Two bars")[len(shown) - 1]
     return {
         "How full the devices are, and the speed": (
             f"{'; '.join(parts)}. The best option is {best.line}.",
             _drawn(draw_peaks, report),
         ),
         "What fills each device": (
-            f"Two bars for each device, stacked by use. Device 0 holds {' and '.join(holds)}.",
+            f"{bars} for each device, stacked by use. Device 0 holds {' and '.join(holds)}.",
             _drawn(draw_uses, report),
         ),
     }
@@ -81,11 +82,12 @@ def _ran(report: Report) -> list[Option]:
     return [option for option in candidates(report) if not option.out_of_memory]
 
 
-def _compared(report: Report) -> Option:
-    """Return the option to compare the best one with: nn.DataParallel if it was measured."""
-    even = report.even
-    ran = even is not None and not even.out_of_memory
-    return even if even and ran and even.batch_size == report.best.batch_size else report.best
+def _shown(report: Report) -> list[Option]:
+    """Return the best option, after the even split or else the next option if there is one."""
+    best, even = report.best, report.even
+    others = [*([even] if even and not even.out_of_memory else []), *report.ranked_options]
+    same = [o for o in others if o is not best and o.batch_size == best.batch_size]
+    return [*same[:1], best]
 
 
 def draw_peaks(axes: Axes, report: Report) -> None:
@@ -116,15 +118,19 @@ def draw_peaks(axes: Axes, report: Report) -> None:
 
 
 def draw_uses(axes: Axes, report: Report) -> None:
-    """Draw the breakdown of each device's peak, with the even split and the best option."""
-    even = _compared(report)
-    bars = [uses for pair in zip(even.uses, report.best.uses, strict=True) for uses in pair]
-    positions = [device + offset for device in range(len(even.uses)) for offset in (-0.2, 0.2)]
+    """Draw the breakdown of each device's peak, with the best option and another one."""
+    shown = _shown(report)
+    bars = [uses for of_device in zip(*(o.uses for o in shown), strict=True) for uses in of_device]
+    offsets = (-0.2, 0.2) if len(shown) > 1 else (0.0,)
+    positions = [device + offset for device in range(report.num_devices) for offset in offsets]
     scale, unit = byte_scale(max(sum(uses.values()) for uses in bars))
     stacked_bars(axes, positions, bars, 0.36, scale)
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-    names = f"left: {even.line}, right: option 1"
-    axes.set(xlabel=f"device ({names})", ylabel=f"held at the peak, {unit}")
+    names = ["option 1"]
+    if len(shown) > 1:
+        other = shown[0].line if shown[0] is report.even else "option 2"
+        names = [f"left: {other}", "right: option 1"]
+    axes.set(xlabel=f"device ({', '.join(names)})", ylabel=f"held at the peak, {unit}")
     axes.grid(visible=False, axis="x")
     axes.figure.legend(loc="outside lower center", ncols=2)
 

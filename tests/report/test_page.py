@@ -80,6 +80,11 @@ def test_plots_say_what_they_show(page, report, unlike):
     assert f"The best option is {best.line}." in full
     assert f"Device 0 holds {format_bytes(even.peak_bytes[0])} with nn.DataParallel" in uses
     assert f"and {format_bytes(best.peak_bytes[0])} with {best.line}" in uses
+    for options, bars in (report.options, "Two bars"), ([even], "One bar"):
+        fastest = replace(report, goal="speed", options=tuple(options))
+        uses, svg = list(report_plots(fastest).values())[1]
+        assert fastest.best is even and uses.startswith(f"{bars} for each device")
+        assert uses.count(even.line) == 1 and ("right: option 1" in svg) == (bars == "Two bars")
     out = tuple(replace(o, out_of_memory="out") if o.is_even else o for o in unlike.options)
     assert len(report_plots(replace(unlike, options=out))) == 2
 
