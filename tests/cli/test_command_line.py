@@ -66,7 +66,7 @@ def test_the_version_is_in_the_changelog():
         ("plan mine.py --memory 1GiB", "no workload 'mine.py' (did you mean mine.py:function?)"),
         ("demo --emulate --devices 130", "num_devices is 130, but torch has at most 128"),
         ("demo --emulate --json none/x.json", "there is no folder"),
-        ("demo --emulate --steps 1 --gpu0-bsz 2 --json /dev/full", "/dev/full cannot be written"),
+        ("plan mine:make --memory 1GiB --json /dev/full", "/dev/full cannot be written"),
         ("run none.py", "none.py is no file; name a Python script"),
         ("run .", ". is a folder; name a Python script"),
         ("run --gpu0-bsz many mine.py", "--gpu0-bsz must be a number, auto or even"),
