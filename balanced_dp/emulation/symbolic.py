@@ -172,9 +172,10 @@ def _how_to_make(out: Any, inputs: list[torch.Tensor], storages: list[int]) -> _
     """
     if isinstance(out, tuple | list):
         kind, parts = type(out), [_how_to_make(item, inputs, storages) for item in out]
-        if None in parts:
+        known = [make for make in parts if make]
+        if len(known) < len(parts):
             return None
-        return lambda tensors: kind([make(tensors) for make in parts])  # type: ignore[misc]
+        return lambda tensors: kind([make(tensors) for make in known])  # out is not kept
     if out is None:
         return lambda tensors: None
     if not isinstance(out, torch.Tensor) or is_known(out) or out.layout is not torch.strided:

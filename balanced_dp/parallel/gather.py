@@ -12,7 +12,8 @@ from torch import Tensor
 
 from ..errors import ArgumentError, GatherError
 from . import nested
-from .losses.join import ChunkLosses, is_loss, total
+from .losses.join import ChunkLosses, is_loss
+from .losses.weights import total
 
 ScalarOutputs = Literal["auto", "mean", "sum", "stack"]
 

@@ -150,7 +150,7 @@ def test_threads_live_from_call_to_call_until_the_model_ends(no_collector, emula
     assert set(threading.enumerate()) == before
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are not forked here")
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork")
 def test_a_fork_starts_threads_of_its_own(emulated):
     """Those of its parent do not run in it, and the call would wait for them forever."""

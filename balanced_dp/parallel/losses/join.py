@@ -17,7 +17,6 @@ averaged by samples, with one warning.
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,7 +28,6 @@ from torch import Tensor
 
 from ...devices import is_symbolic
 from ...errors import warn
-from ...torch_versions import run_at_once
 from .. import nested
 from ..nested import Arguments, described
 from .cross_entropy import Counted, counting
@@ -45,9 +43,7 @@ from .graph import (
 )
 from .loss_weight import weight_of_chunk
 from .mixing import how_samples_mix
-
-Tensors = Sequence[Tensor]
-"""One for each replica."""
+from .weights import Tensors, ignore_if_empty, total, weighted_mean
 
 
 class Weights(NamedTuple):
@@ -459,15 +455,6 @@ def is_loss(value: object) -> TypeGuard[Tensor]:
     )
 
 
-def moved(tensors: Tensors, device: torch.device) -> list[Tensor]:
-    """Return the tensors on ``device``."""
-    there = [tensor.to(device) for tensor in tensors]
-    for before, after in zip(tensors, there, strict=True):
-        if after is not before and after.grad_fn is not None:
-            run_at_once(after.grad_fn)  # or other replicas would wait for the first
-    return there
-
-
 def _is_constant(term: Term, sizes: Sequence[int]) -> bool:
     """Return whether a term is the same for all chunks, and not divided by their size."""
     products = [factor * size for factor, size in zip(term.factors, sizes, strict=True)]
@@ -491,52 +478,7 @@ def _are_counts(divisors: Sequence[Any], counts: Sequence[Any]) -> bool:
     )
 
 
-def ignore_if_empty(nodes: Sequence[Any], weights: Sequence[Any]) -> None:
-    """Replace the gradients of sums that are 0 / 0, on replicas whose weight is 0, by 0."""
-    for node, weight in zip(nodes, weights, strict=False):
-        if isinstance(weight, Tensor):
-            node.register_prehook(functools.partial(_zero_where, weight == 0))
-
-
-def _zero_where(is_empty: Tensor, gradients: Sequence[Any]) -> tuple[Any, ...]:
-    return tuple(
-        g if g is None else g.masked_fill(is_empty.to(g.device) & ~g.isfinite(), 0)
-        for g in gradients
-    )
-
-
-def total(tensors: Tensors, device: torch.device) -> Tensor:
-    """Return the sum of tensors of one shape, on ``device``."""
-    return functools.reduce(torch.add, moved(tensors, device))
-
-
 def _joined(tensors: Tensors, weights: Weights, device: torch.device) -> Tensor:
     if weights == SUM:
         return total(tensors, device)
     return weighted_mean(tensors, weights.values, device, weights.if_empty)
-
-
-def weighted_mean(
-    tensors: Tensors, weights: Sequence[Any], device: torch.device, if_empty: float = math.nan
-) -> Tensor:
-    """Return the weighted mean of 0-dim tensors on ``device``.
-
-    Args:
-        tensors: a mean over each chunk. Where the weight is 0, it is ignored, also if it is 0 / 0.
-        weights: for each, a number or a 0-dim tensor, which is not read: that would wait for its
-            device.
-        device: the device of the result.
-        if_empty: the weights if all are 0.
-    """
-    means = torch.stack(moved(tensors, device))
-    shares = torch.stack([_to_tensor(weight, device) for weight in weights]).double()
-    shares = shares.where(shares.sum() != 0, if_empty)
-    means = means.masked_fill(shares == 0, 0)
-    dtype = torch.promote_types(means.dtype, torch.float32)  # where no sum of counts overflows
-    return torch.dot(means.to(dtype), (shares / shares.sum()).to(dtype)).to(means.dtype)
-
-
-def _to_tensor(weight: float | Tensor, device: torch.device) -> Tensor:
-    if isinstance(weight, Tensor):
-        return weight.to(device)
-    return torch.full((), weight, device=device)  # other ways copy from the host, and wait
