@@ -67,7 +67,6 @@ class StepMeter:
         self._has_state = False
 
     def __enter__(self) -> StepMeter:
-        gc.freeze()  # garbage is collected after each measurement: exclude what was there before
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -121,6 +120,7 @@ class StepMeter:
         Raises:
             ArgumentError, ArgumentTypeError: there is no such split.
         """
+        gc.freeze()  # so that garbage is looked for only in what this measurement makes
         policy = SplitPolicy(gpu0_bsz, self.devices, device_weights)
         is_even = device_weights is None and (
             gpu0_bsz is None or gpu0_bsz >= even_share(batch_size, len(self.devices))
