@@ -230,9 +230,18 @@ def _emulated_subclass(cls: type[torch.Tensor]) -> type[torch.Tensor]:
         return cls.__torch_function__(func, known, args, kwargs)
 
     meta: Any = type(cls)
-    both = meta(cls.__name__, (cls, EmulatedTensor), {})
+    attributes = property(torch.Tensor.__dict__["__dict__"].__get__, _refuse_attributes)
+    both = meta(cls.__name__, (cls, EmulatedTensor), {"__dict__": attributes})
     both.__torch_function__ = classmethod(torch_function)
     return both  # type: ignore[no-any-return]
+
+
+def _refuse_attributes(self: object, attributes: object) -> None:
+    name = type(self).__name__
+    raise EmulationError(
+        f"a {name} cannot be on an emulated device: {name} (as all tensors of fastai) replaces the "
+        "__dict__ of its tensors, which holds their data there; use torch.Tensor, or a GPU"
+    )
 
 
 class Wrapped:

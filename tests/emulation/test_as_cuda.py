@@ -155,6 +155,23 @@ def test_subclasses(make, devices):
     assert type(x.cpu()) is Named
 
 
+class Copied(torch.Tensor):
+    """Results get the attributes of the arguments, as those of fastai's tensors do."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        result = super().__torch_function__(func, types, args, kwargs)
+        if isinstance(result, Copied):
+            result.__dict__ = vars(args[0]).copy()
+        return result
+
+
+def test_a_class_that_copies_attributes(devices):
+    """Results had the data of their arguments."""
+    with pytest.raises(EmulationError, match="a Copied cannot be on an emulated device"):
+        torch.ones(2).as_subclass(Copied).cuda(1)
+
+
 def test_nested_tensors(devices):
     parts = [torch.ones(2, 3), torch.ones(1, 3)]
     x = torch.nested.nested_tensor(parts, device="cuda:1", layout=torch.jagged)

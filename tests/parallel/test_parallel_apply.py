@@ -150,6 +150,21 @@ def test_threads_live_from_call_to_call_until_the_model_ends(no_collector, emula
     assert set(threading.enumerate()) == before
 
 
+def test_peaks_are_those_before_an_idle_step(emulated):
+    """Device 0 ran its backward pass last from then on, when it held the gradients of all others:
+    `run` measured the even split too high, and advised values that take more (ignite, skorch).
+    """
+    inner = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10)).to(emulated[0])
+    model, peaks = BalancedDataParallel(None, inner, emulated[:4]), []
+    for gpu0_bsz in (None, None, 0, None):
+        model.gpu0_bsz = gpu0_bsz
+        torch.lazy.reset_peak_memory_stats(emulated[0])
+        model(torch.ones(64, 64)).square().sum().backward()
+        peaks.append(torch.lazy.max_memory_allocated(emulated[0]))
+        model.zero_grad()
+    assert peaks[3] == peaks[1]
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork")
 def test_a_fork_starts_threads_of_its_own(emulated):
