@@ -48,11 +48,6 @@ def _recurrent(module: nn.RNNBase) -> Made:
     return Lambda(lambda self, x: self.rnn(x)[0], rnn=module), (torch.randn(5, 3, 6),)
 
 
-def _encoder_layer(dropout: float) -> Made:
-    layer = nn.TransformerEncoderLayer(16, 4, 32, dropout, batch_first=True)
-    return layer, (torch.randn(3, 7, 16),)
-
-
 def _padded_encoder(dropout: float) -> Made:
     layer = nn.TransformerEncoderLayer(16, 4, 32, dropout)
     padding = torch.tensor([[False] * 6, [False] * 4 + [True] * 2])
@@ -80,19 +75,10 @@ def _checkpointed(use_reentrant: bool, dropout: float) -> Made:
 
 def _gpt2() -> Made:
     transformers = pytest.importorskip("transformers")
-    config = transformers.GPT2Config(
-        vocab_size=50,
-        n_positions=16,
-        n_embd=16,
-        n_layer=2,
-        n_head=2,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        bos_token_id=0,
-        eos_token_id=0,
-        use_cache=False,
-    )
+    sizes = {"vocab_size": 50, "n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 2}
+    tokens = dict.fromkeys(("bos_token_id", "eos_token_id"), 0)
+    no_dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    config = transformers.GPT2Config(**sizes, **tokens, **no_dropout, use_cache=False)
     model = transformers.GPT2LMHeadModel(config)
     return Lambda(lambda self, i: self.model(i).logits, model=model), (torch.randint(50, (2, 9)),)
 
@@ -102,7 +88,6 @@ MODELS: dict[str, Callable[[], Made]] = {
     "other norms": _norms,
     "lstm": lambda: _recurrent(nn.LSTM(6, 8, 2)),
     "bidirectional gru": lambda: _recurrent(nn.GRU(6, 8, bidirectional=True)),
-    "encoder layer": lambda: _encoder_layer(0.0),
     "padded encoder": lambda: _padded_encoder(0.0),
     "transformer": _transformer,
     "tied embedding": lambda: (tied(), (torch.randint(7, (4, 5)),)),
@@ -113,7 +98,6 @@ MODELS: dict[str, Callable[[], Made]] = {
 """Models without dropout, so that the CPU's numbers are theirs."""
 
 DROPOUT_MODELS: dict[str, Callable[[], Made]] = {
-    "encoder layer": lambda: _encoder_layer(0.1),
     "padded encoder": lambda: _padded_encoder(0.1),
     "lstm": lambda: _recurrent(nn.LSTM(6, 8, 2, dropout=0.3)),
     "checkpoint": lambda: _checkpointed(False, 0.3),
