@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import io
-import pickle
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -30,31 +29,23 @@ def devices(emulate: Callable[..., Any]) -> Any:
 
 ON_CUDA_1: dict[str, Callable[[], torch.Tensor]] = {
     "zeros": lambda: torch.zeros(2, device="cuda:1"),
-    "zeros of an int": lambda: torch.zeros(2, device=1),
     "tensor": lambda: torch.tensor([1.0, 2.0], device=CUDA1),
     "as_tensor": lambda: torch.as_tensor([1.0, 2.0], device="cuda:1"),
-    "asarray": lambda: torch.asarray([1.0, 2.0], device="cuda:1"),
     "arange": lambda: torch.arange(2, device="cuda:1"),
-    "randn": lambda: torch.randn(2, device="cuda:1"),
-    "randperm": lambda: torch.randperm(2, device="cuda:1"),
     "normal": lambda: torch.normal(0.0, 1.0, (2,), device="cuda:1"),
     "kaiser_window": lambda: torch.kaiser_window(2, device="cuda:1"),
     "torch.device of an int": lambda: torch.zeros(2, device=torch.device(1)),
     "fftfreq": lambda: torch.fft.fftfreq(2, device="cuda:1"),
-    "ones_like": lambda: torch.ones_like(torch.zeros(2), device="cuda:1"),
     "new_zeros": lambda: torch.zeros(3).new_zeros(2, device="cuda:1"),
     "new_tensor": lambda: torch.zeros(3, device=1).new_tensor([1.0, 2.0]),
     "new": lambda: torch.zeros(3, device=1).new(2),
     "to": lambda: torch.ones(2).to("cuda:1"),
     "to an int": lambda: torch.ones(2).to(1),
     "to a device": lambda: torch.ones(2).to(CUDA1, torch.float64, non_blocking=True),
-    "to a keyword": lambda: torch.ones(2).to(device=CUDA1),
     "to that of another": lambda: torch.ones(2).to(torch.ones(1, device=1)),
     "cuda": lambda: torch.ones(2).cuda(1),
-    "cuda of a device": lambda: torch.ones(2).cuda(CUDA1, non_blocking=True),
     "from another device": lambda: torch.ones(2).cuda().cuda(1),
     "a parameter": lambda: nn.Linear(1, 2).cuda(1).bias,
-    "a module to an int": lambda: nn.Linear(1, 2).to(1).bias,
     "a module made there": lambda: nn.Linear(1, 2, device="cuda:1").bias,
     "a packed sequence": lambda: nn.utils.rnn.pack_sequence([torch.ones(2)]).to("cuda:1").data,
 }
@@ -64,13 +55,12 @@ ON_CUDA_1: dict[str, Callable[[], torch.Tensor]] = {
 def test_every_way_to_name_a_device(make, devices):
     tensor = make()
     assert tensor.device == CUDA1 == devices[1]
-    assert str(tensor.device) == "cuda:1"
-    assert tensor.is_cuda
-    assert tensor.get_device() == 1
+    assert tensor.is_cuda and tensor.get_device() == 1
     assert tensor.type().startswith("torch.cuda.")
     assert "device='cuda:1'" in repr(tensor)
     assert tensor.shape == (2,)
     assert torch.cuda.memory_allocated(1) > 0
+    assert tensor.to("cuda:1") is tensor.cuda(1) is tensor.to(1) is tensor
 
 
 def test_devices_must_agree(devices):
@@ -78,22 +68,13 @@ def test_devices_must_agree(devices):
         torch.ones(2, device="cuda") + torch.ones(2, device="cuda:1")
     with pytest.raises(TypeError, match="can't convert cuda:0 device type tensor to numpy"):
         torch.ones(2, device="cuda").numpy()
-    with pytest.raises(EmulationError, match="no emulated device cuda:7: this context has 4"):
-        torch.ones(2, device="cuda:7")
-
-
-def test_to_where_it_is(devices):
-    tensor = torch.ones(2, device="cuda")
-    assert tensor.to("cuda:0") is tensor.cuda() is tensor.to(0) is tensor
-    assert tensor.to(0, copy=True) is not tensor
 
 
 def test_default_devices(devices):
     with torch.device("cuda:1"):
         assert torch.zeros(2).device == torch.tensor([1.0]).device == CUDA1
     torch.set_default_device("cuda")
-    assert torch.get_default_device() == CUDA0
-    assert nn.Linear(2, 2).weight.device == CUDA0
+    assert torch.get_default_device() == nn.Linear(2, 2).weight.device == CUDA0
     torch.set_default_device(None)
     assert torch.zeros(2).device.type == "cpu"
 
@@ -102,9 +83,8 @@ def test_types_by_their_old_names(devices):
     made = torch.cuda.FloatTensor(2, 3)
     assert (made.device, made.dtype, made.shape) == (CUDA0, torch.float32, (2, 3))
     assert made.type() == "torch.cuda.FloatTensor"
-    assert isinstance(made, torch.cuda.FloatTensor)
-    assert not isinstance(made, torch.cuda.HalfTensor)
-    assert not isinstance(made.cpu(), torch.cuda.FloatTensor)
+    is_float = [isinstance(x, torch.cuda.FloatTensor) for x in (made, made.half(), made.cpu())]
+    assert is_float == [True, False, False]
     assert torch.cuda.LongTensor([1, 2]).tolist() == [1, 2]
     assert torch.cuda.FloatTensor(made.size()).shape == (2, 3)
     for kind in (torch.cuda.HalfTensor, "torch.cuda.HalfTensor"):
@@ -128,7 +108,6 @@ def test_default_tensor_type(devices):
 def test_devices_of_ints(devices):
     assert torch.device(1) == CUDA1 == torch.device("cuda", 1) == torch.device("cuda:1")
     assert isinstance(CUDA1, torch.device) and not isinstance("cuda", torch.device)
-    assert pickle.loads(pickle.dumps(torch.device(1))) == CUDA1
     assert torch.device | None  # in annotations
 
 
@@ -136,19 +115,14 @@ class Named(torch.Tensor):
     """A subclass as fastai's and torchvision's, which keeps its class through operators."""
 
 
-SUBCLASSES: dict[str, Callable[[], torch.Tensor]] = {
-    "as_subclass": lambda: torch.ones(2, device=1).as_subclass(Named),
-    "moved": lambda: torch.ones(2).as_subclass(Named).cuda(1),
-}
-
-
-@pytest.mark.parametrize("make", SUBCLASSES.values(), ids=SUBCLASSES)
-def test_subclasses(make, devices):
+@pytest.mark.parametrize("moves_first", [False, True])
+def test_subclasses(moves_first, devices):
     """They failed with "the raw Tensor object is already associated to a python object"."""
-    x = make()
+    x = torch.ones(2).cuda(1).as_subclass(Named)
+    if not moves_first:
+        x = torch.ones(2).as_subclass(Named).cuda(1)
     for y in (x, x + 1, torch.relu(x)[:1], x.detach(), x.to(2)):
         assert isinstance(y, Named) and y.is_cuda
-    assert (x + torch.ones(2, device=1)).sum().item() == 4
     x.requires_grad_()
     (x * 3).as_subclass(torch.Tensor).sum().backward()
     assert x.grad.tolist() == [3, 3]
@@ -194,8 +168,7 @@ def test_memory(devices):
 
 def test_properties(devices):
     assert torch.cuda.is_available() and torch.cuda.is_initialized()
-    assert torch.cuda.get_device_capability() == (8, 0)
-    assert torch.cuda.is_bf16_supported()
+    assert torch.cuda.get_device_capability() == (8, 0) and torch.cuda.is_bf16_supported()
     assert torch.get_device_module("cuda") is torch.cuda
     assert torch.version.cuda.split(".")[0].isdecimal()  # Transformer-XL takes it apart on import
 
@@ -214,20 +187,11 @@ def test_streams_and_events(devices):
     start.record()
     with torch.cuda.stream(stream):
         assert torch.cuda.current_device() == 1
-        tensor = torch.ones(2, device="cuda:1")
-        tensor.record_stream(stream)
+        torch.ones(2, device="cuda:1").record_stream(stream)
     torch.cuda.current_stream(1).wait_stream(stream)
     end.record(stream)
     torch.cuda.synchronize()
-    assert start.elapsed_time(end) >= 0
-    assert stream.query() and end.query() and stream.device == CUDA1
-    with torch.cuda.Stream(3) as stream:
-        assert torch.cuda.current_stream() == stream != torch.cuda.current_stream(0)
-        assert stream.record_event().query()
-    torch.cuda.set_stream(stream)
-    assert torch.cuda.current_device() == 3
-    assert not torch.cuda.is_current_stream_capturing()
-    torch.cuda.nvtx.range_push("step")
+    assert start.elapsed_time(end) >= 0 and stream.query() and end.query()
 
 
 def test_random_numbers(devices):
@@ -236,14 +200,12 @@ def test_random_numbers(devices):
     states = torch.cuda.get_rng_state_all()
     again = torch.randn(3, device="cuda")
     torch.cuda.set_rng_state_all(states)
+    with torch.random.fork_rng(devices=[0]):
+        assert torch.randn(3, device="cuda").tolist() == again.tolist()
     assert torch.randn(3, device="cuda").tolist() == again.tolist()
     generator = torch.Generator(device="cuda:1").manual_seed(5)
-    assert generator.device == CUDA1
+    assert generator.device == CUDA1 and isinstance(generator, torch.Generator)
     assert torch.randn(3, device=1, generator=generator).tolist() == drawn
-    assert isinstance(torch.default_generator, torch.Generator)
-    assert isinstance(generator, torch.Generator)
-    with torch.random.fork_rng(devices=[0]):
-        torch.randn(3, device="cuda")
     torch.cuda.seed_all()
     assert torch.cuda.initial_seed() == torch.cuda.default_generators[0].initial_seed()
 
@@ -252,42 +214,31 @@ def test_pinned_memory(devices):
     tensor = torch.ones(2)
     assert tensor.pin_memory() is tensor
     assert torch.empty(2, pin_memory=True).device.type == "cpu"
-    data = torch.utils.data.TensorDataset(torch.arange(8.0))
-    loader = torch.utils.data.DataLoader(data, batch_size=4, pin_memory=True, num_workers=1)
-    batches = [x.cuda(non_blocking=True).tolist() for (x,) in loader]
+    loader = torch.utils.data.DataLoader(torch.arange(8.0), 4, pin_memory=True, num_workers=1)
+    batches = [x.cuda(non_blocking=True).tolist() for x in loader]
     assert batches == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
 @pytest.mark.parametrize("old", [False, True], ids=["torch.amp", "torch.cuda.amp"])
 @pytest.mark.filterwarnings("ignore:`torch.cuda.amp:FutureWarning")
 def test_mixed_precision_training(old, devices):
-    def autocast(dtype):
-        return torch.cuda.amp.autocast(dtype=dtype) if old else torch.autocast("cuda", dtype)
-
     scaler = torch.cuda.amp.GradScaler() if old else torch.amp.GradScaler("cuda")
     model = nn.Linear(4, 4).cuda()
     optimizer = torch.optim.AdamW(model.parameters())
-    before = model.weight.detach().clone()
-    with autocast(torch.bfloat16):
-        assert torch.is_autocast_enabled() and torch.is_autocast_enabled("cuda")
-        assert model(torch.ones(2, 4, device="cuda")).dtype == torch.bfloat16
-    with autocast(torch.float16):
-        output = model(torch.ones(2, 4, device="cuda"))
-        assert output.dtype == torch.float16
-        loss = output.float().square().mean()
-    assert not torch.is_autocast_enabled("cuda")
-    scaler.scale(loss).backward()
-    scaler.unscale_(optimizer)
-    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    scaler.step(optimizer)
-    scaler.update()
-    assert scaler.is_enabled() and not torch.equal(before, model.weight)
-    after = model.weight.detach().clone()
-    optimizer.zero_grad()
-    scaler.scale(model(torch.full((2, 4), torch.inf, device="cuda")).sum()).backward()
-    scaler.step(optimizer)  # skipped: the gradients are not finite
-    scaler.update()
-    assert torch.equal(after, model.weight)
+    weights = [model.weight.tolist()]
+    for dtype, fill in ((torch.bfloat16, 1.0), (torch.float16, torch.inf)):
+        autocast = torch.cuda.amp.autocast(dtype=dtype) if old else torch.autocast("cuda", dtype)
+        with autocast:
+            assert torch.is_autocast_enabled() and torch.is_autocast_enabled("cuda")
+            output = model(torch.full((2, 4), fill, device="cuda"))
+        assert output.dtype == dtype and not torch.is_autocast_enabled("cuda")
+        scaler.scale(output.float().sum()).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)  # the second is skipped: the gradients are not finite
+        scaler.update()
+        weights.append(model.weight.tolist())
+    assert weights[0] != weights[1] == weights[2] and scaler.is_enabled()
 
 
 def test_gradients_are_deferred(devices):
@@ -305,8 +256,7 @@ def test_checkpoints(devices, tmp_path):
     path = tmp_path / "model.pt"
     torch.save({"model": model.state_dict(), "epoch": torch.arange(3)}, path)
     loaded = torch.load(path)
-    assert loaded["model"]["weight"].device == CUDA1
-    assert loaded["epoch"].device.type == "cpu"
+    assert loaded["model"]["weight"].device == CUDA1 and loaded["epoch"].device.type == "cpu"
     model.load_state_dict(loaded["model"])
     for location, device in (
         ("cpu", torch.device("cpu")),
@@ -319,11 +269,8 @@ def test_checkpoints(devices, tmp_path):
         weight = torch.load(path, map_location=location)["model"]["weight"]
         assert weight.device == device
         assert torch.equal(weight.cpu(), model.weight.detach().cpu())
-    stream = io.BytesIO()
-    torch.save(torch.ones(2, device="cuda"), stream)
-    stream.seek(0)
     with pytest.raises(EmulationError, match="no emulated device cuda:9"):
-        torch.load(stream, map_location="cuda:9")
+        torch.load(path, map_location="cuda:9")
 
 
 def test_both_data_parallels_run(devices):
@@ -340,15 +287,17 @@ def test_both_data_parallels_run(devices):
     assert nn.parallel.data_parallel(module, inputs.cuda(), [0, 1]).shape == (8, 3)
 
 
-def test_dynamo_is_imported_while_emulated():
-    """It imports functions of CUDA by name, as does the first optimizer of a process."""
+def test_first_use_in_a_process():
+    """Importing patches nothing; Dynamo, which the first optimizer imports, finds functions."""
     program = """
 import torch
+before = set(dir(torch)), torch.random._seed_custom_device
 from balanced_dp import emulate_devices
+assert (set(dir(torch)), torch.random._seed_custom_device) == before
 with emulate_devices(2, as_cuda=True):
     torch.optim.Adam([torch.nn.Parameter(torch.ones(2, device="cuda"))])
 """
-    subprocess.run([sys.executable, "-c", program], check=True)
+    subprocess.run([sys.executable, "-W", "error", "-c", program], check=True)
 
 
 def test_processes_cannot_be_spawned(devices):
@@ -391,25 +340,18 @@ def attributes() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("as_cuda", [False, True])
-@pytest.mark.parametrize("error", [None, KeyError], ids=["normally", "by an exception"])
-def test_torch_is_as_before_afterwards(error, as_cuda):
+def test_torch_is_as_before_afterwards(as_cuda):
     with emulate_devices(1, as_cuda=as_cuda):
         pass  # what is made on first use is made now
     before = attributes()
-    try:
-        with emulate_devices(2, as_cuda=as_cuda, symbolic=True):
-            assert len(set(attributes().items()) - set(before.items())) > (100 if as_cuda else 10)
-            if as_cuda:
-                torch.set_default_device("cuda")
-            if error is not None:
-                raise error
-    except KeyError:
-        pass
+    with suppress(KeyError), emulate_devices(2, as_cuda=as_cuda, symbolic=True):
+        assert len(set(attributes().items()) - set(before.items())) > (100 if as_cuda else 10)
+        if as_cuda:
+            torch.set_default_device("cuda")
+        raise KeyError
     assert attributes() == before
     assert torch.empty(0).device.type == "cpu"
     assert not torch.cuda.is_available()
-    with pytest.raises((AssertionError, RuntimeError), match=r"compiled with CUDA|NVIDIA driver"):
-        torch.ones(2).cuda()
 
 
 @pytest.mark.filterwarnings("ignore:.*jit.script")
@@ -458,8 +400,6 @@ def test_a_scaler_of_unknown_gradients(emulate):
 def test_unknown_numbers_are_nan(emulate):
     emulate(1, as_cuda=True, symbolic=True)
     loss = torch.ones(3, device="cuda").mean()
-    with pytest.raises(SymbolicValueError):
-        loss.item()
     current_machine().reads_unknown_as_nan = True
     assert f"{loss:.2f} {loss.item():.2f} {float(loss)} {loss.tolist()}" == "nan nan nan nan"
     assert loss.cpu().isnan()
