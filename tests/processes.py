@@ -5,7 +5,6 @@ Each is a fork of one that has imported it and done nothing else; without fork i
 
 from __future__ import annotations
 
-import ctypes
 import multiprocessing
 import os
 import runpy
@@ -106,9 +105,6 @@ def _run(
     os.environ.update(environ)
     multiprocessing.set_start_method(None, force=True)  # not that of this process, the default one
     sys.path[:0] = ["", *filter(None, environ.get("PYTHONPATH", "").split(os.pathsep))]
-    if "LD_LIBRARY_PATH" in environ:  # which is read when a process starts, too early for a fork
-        for library in Path(environ["LD_LIBRARY_PATH"]).glob("*.so.*"):
-            ctypes.CDLL(str(library))
     if arguments[0] in ("-m", "-c"):
         option, program, *sys.argv[1:] = arguments
     else:

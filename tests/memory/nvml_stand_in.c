@@ -1,24 +1,18 @@
 /* A driver's libnvidia-ml.so.1 with three unlike GPUs, for tests on machines that have none.
 
-What it answers is read from a file, whose path is in NVML_STAND_IN_STATE and whose layout is
-struct state (driver.py has the same). Version 1 of the memory query counts the driver's reserve as
-used, so an answer shows which version was asked.
+What it answers is in the global variable `state`, which conftest.py sets. Version 1 of the memory
+query counts the driver's reserve as used, so an answer shows which version was asked. */
 
--DBEFORE_510 leaves out version 2 of the memory query, as older drivers do. */
-
-#include <fcntl.h>
 #include <stdint.h>
 #include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
-#include <sys/mman.h>
-#include <unistd.h>
 
 enum {
     SUCCESS = 0,
     INVALID_ARGUMENT = 2,
     NOT_SUPPORTED = 3,
     NOT_FOUND = 6,
+    FUNCTION_NOT_FOUND = 13,
     VERSION_MISMATCH = 25,
 };
 
@@ -27,7 +21,7 @@ enum {
 #define NUM_UNITS (NUM_BOARDS + NUM_SLICES)
 #define GIB (1ull << 30)
 
-struct state {
+struct {
     uint64_t used[NUM_UNITS];      /* bytes, the driver's reserve left out */
     uint64_t reserved;             /* bytes, of each unit */
     uint32_t memory_error[NUM_UNITS];
@@ -35,8 +29,9 @@ struct state {
     uint32_t init_error;
     uint32_t name_error;
     uint32_t has_mig;              /* board 1 is split into two slices */
+    uint32_t is_before_510;        /* has no version 2 of the memory query */
     uint32_t num_memory_queries;
-};
+} state;
 
 struct unit {
     const char *name, *uuid;
@@ -52,17 +47,6 @@ static struct unit units[NUM_UNITS] = {
     {"NVIDIA A100-SXM4-40GB MIG 2g.10gb", "MIG-e7a6b5c4-3d2e-5f1a-9b8c-7d6e5f4a3b07", 10 * GIB, 0x07},
 };
 
-static struct state *state(void)
-{
-    static struct state *mapped;
-    if (!mapped) {
-        int file = open(getenv("NVML_STAND_IN_STATE"), O_RDWR);
-        mapped = mmap(NULL, sizeof *mapped, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
-        close(file);
-    }
-    return mapped;
-}
-
 static int index_of(const struct unit *unit)
 {
     return (int)(unit - units);
@@ -71,7 +55,7 @@ static int index_of(const struct unit *unit)
 int nvmlInitWithFlags(unsigned flags)
 {
     (void)flags;
-    return (int)state()->init_error;
+    return (int)state.init_error;
 }
 
 int nvmlShutdown(void)
@@ -96,12 +80,12 @@ int nvmlDeviceGetHandleByIndex_v2(unsigned index, struct unit **handle)
     if (index >= NUM_BOARDS)
         return INVALID_ARGUMENT;
     *handle = &units[index];
-    return (int)state()->handle_error[index];
+    return (int)state.handle_error[index];
 }
 
 int nvmlDeviceGetMaxMigDeviceCount(struct unit *unit, unsigned *count)
 {
-    *count = state()->has_mig && index_of(unit) == 1 ? 7 : 0;
+    *count = state.has_mig && index_of(unit) == 1 ? 7 : 0;
     return SUCCESS;
 }
 
@@ -116,7 +100,7 @@ int nvmlDeviceGetMigDeviceHandleByIndex(struct unit *unit, unsigned index, struc
 int nvmlDeviceGetName(struct unit *unit, char *name, unsigned size)
 {
     snprintf(name, size, "%s", unit->name);
-    return (int)state()->name_error;
+    return (int)state.name_error;
 }
 
 int nvmlDeviceGetUUID(struct unit *unit, char *uuid, unsigned size)
@@ -140,8 +124,8 @@ int nvmlDeviceGetPciInfo_v3(struct unit *unit, struct pci_info *info)
 
 static int count_query(const struct unit *unit)
 {
-    state()->num_memory_queries++;
-    return (int)state()->memory_error[index_of(unit)];
+    state.num_memory_queries++;
+    return (int)state.memory_error[index_of(unit)];
 }
 
 struct memory_v1 {
@@ -151,12 +135,11 @@ struct memory_v1 {
 int nvmlDeviceGetMemoryInfo(struct unit *unit, struct memory_v1 *memory)
 {
     memory->total = unit->total;
-    memory->used = state()->used[index_of(unit)] + state()->reserved;
+    memory->used = state.used[index_of(unit)] + state.reserved;
     memory->free = memory->total - memory->used;
     return count_query(unit);
 }
 
-#ifndef BEFORE_510
 struct memory_v2 {
     uint32_t version;
     uint64_t total, reserved, free, used;
@@ -164,12 +147,13 @@ struct memory_v2 {
 
 int nvmlDeviceGetMemoryInfo_v2(struct unit *unit, struct memory_v2 *memory)
 {
+    if (state.is_before_510)
+        return FUNCTION_NOT_FOUND;
     if (memory->version != (sizeof *memory | 2u << 24))
         return VERSION_MISMATCH;
     memory->total = unit->total;
-    memory->used = state()->used[index_of(unit)];
-    memory->reserved = state()->reserved;
+    memory->used = state.used[index_of(unit)];
+    memory->reserved = state.reserved;
     memory->free = memory->total - memory->used - memory->reserved;
     return count_query(unit);
 }
-#endif

@@ -2,25 +2,45 @@
 
 from __future__ import annotations
 
+import io
 import json
-import os
 import re
 import signal
-import subprocess
 import sys
 
 import pytest
+import torch
 
-from .driver import A100, GIB, ROOT, USED, UUIDS
+from balanced_dp.cli.commands import main
 
-DRIVER_NOT_LOADED, GPU_IS_LOST = 9, 15
+from .conftest import A100, GIB, H100, LOST, NOT_LOADED, USED, UUIDS
 
 
-def test_the_table(driver):
-    done = driver.command("probe")
-    assert done.returncode == 0
-    assert done.stderr == ""
-    rows = [re.split(" {2,}", line.strip()) for line in done.stdout.splitlines()]
+@pytest.fixture
+def probe(monkeypatch, capsys):
+    """A function that runs the command and returns its exit code, output and errors."""
+
+    def run(*options):
+        monkeypatch.setattr(sys, "argv", ["balanced-dp", "probe", *options])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return ended.value.code or 0, *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def one_gpu(cuda, monkeypatch):
+    """One CUDA device, the fastest of three boards."""
+    cuda(H100).bytes = GIB
+    monkeypatch.setattr(torch._C, "_get_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+
+
+def test_the_table(driver, probe):
+    exit_code, output, errors = probe()
+    assert (exit_code, errors) == (0, "")
+    rows = [re.split(" {2,}", line.strip()) for line in output.splitlines()]
     assert [row for row in rows if len(row) == 4] == [
         ["device", "total", "used", "free"],
         ["gpu:0", "11.00 GiB", "1.00 GiB", "9.50 GiB"],
@@ -29,78 +49,68 @@ def test_the_table(driver):
     ]
     names = ("NVIDIA GeForce GTX 1080 Ti", "NVIDIA A100-SXM4-40GB", "NVIDIA H100 80GB HBM3")
     for index, name in enumerate(names):
-        assert f"gpu:{index}: {name}\n    {UUIDS[index]}\n" in done.stdout
+        assert f"gpu:{index}: {name}\n    {UUIDS[index]}\n" in output
 
 
-def test_a_lost_gpu_does_not_end_the_table(driver):
-    driver.state.memory_error[A100] = GPU_IS_LOST
-    done = driver.command("probe")
-    assert done.returncode == 0
-    assert all(uuid in done.stdout for uuid in UUIDS[:3])
-    assert "lost" in done.stdout.lower()
+def test_a_lost_gpu_does_not_end_the_table(driver, probe):
+    driver.memory_error[A100] = LOST
+    exit_code, output, _ = probe()
+    assert exit_code == 0
+    assert all(uuid in output for uuid in UUIDS[:3]) and "lost" in output.lower()
 
 
-def test_json_is_the_snapshot(driver):
-    done = driver.command("probe", "--json", "-")
-    record = json.loads(done.stdout)
-    assert done.returncode == 0
-    assert record["schema"] == 1
+def test_json_is_the_snapshot(driver, probe):
+    exit_code, output, _ = probe("--json", "-")
+    record = json.loads(output)
+    assert (exit_code, record["schema"]) == (0, 1)
     assert [device["used_bytes"] for device in record["devices"]] == list(USED[:3])
     assert record["devices"][0]["device"] is None
     assert record["devices"][0]["label"] == "gpu:0"
 
 
 @pytest.mark.parametrize("options", [(), ("--json", "-"), ("--watch", "1")])
-def test_one_line_where_nvml_does_not_answer(driver, options):
-    driver.state.init_error = DRIVER_NOT_LOADED
-    done = driver.command("probe", *options)
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.count("\n") == 1
-    assert done.stderr.startswith("balanced-dp: ")
-    assert "NVML failed: Driver Not Loaded" in done.stderr
+def test_one_line_where_nvml_does_not_answer(driver, probe, options):
+    driver.init_error = NOT_LOADED
+    exit_code, output, errors = probe(*options)
+    assert (exit_code, output, errors.count("\n")) == (1, "", 1)
+    assert errors.startswith("balanced-dp: ") and "NVML failed: Driver Not Loaded" in errors
 
 
-def test_torchs_side_is_shown_though_nvml_does_not_answer(driver):
-    driver.state.init_error = DRIVER_NOT_LOADED
-    shown = driver.run("command_with_cuda", "probe", "--json", "-")
-    assert shown["exit_code"] == 1
-    [device] = json.loads(shown["stdout"])["devices"]
-    assert device["label"] == "cuda:0"
-    assert device["allocated_bytes"] == GIB
-    assert device["used_bytes"] is None
-    assert "Driver Not Loaded" in device["error"]
+@pytest.mark.usefixtures("one_gpu")
+def test_torchs_side_without_nvml(driver, probe):
+    driver.init_error = NOT_LOADED
+    exit_code, output, _ = probe("--json", "-")
+    [device] = json.loads(output)["devices"]
+    assert (exit_code, device["label"], device["allocated_bytes"]) == (1, "cuda:0", GIB)
+    assert device["used_bytes"] is None and "Driver Not Loaded" in device["error"]
 
 
-def test_both_numbers_are_shown(driver):
-    shown = driver.run("command_with_cuda", "probe")
-    assert shown["exit_code"] == 0
-    assert "cuda:0 (gpu:2)" in shown["stdout"]
-    assert "Devices without a torch number are not visible to torch." in shown["stdout"]
-    labels = re.findall(r"^ (\S.*?) {2,}[\d.]+ GiB", shown["stdout"], re.MULTILINE)
+@pytest.mark.usefixtures("one_gpu")
+def test_both_numbers_are_shown(probe):
+    exit_code, output, _ = probe()
+    assert exit_code == 0
+    assert "Devices without a torch number are not visible to torch." in output
+    labels = re.findall(r"^ (\S.*?) {2,}[\d.]+ GiB", output, re.MULTILINE)
     assert labels == ["cuda:0 (gpu:2)", "gpu:0", "gpu:1"]
 
 
 @pytest.mark.parametrize("seconds", ["0", "nan", "inf"])
-def test_intervals_that_are_refused(driver, seconds):
-    done = driver.command("probe", "--watch", seconds)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert f"a number of seconds above 0, got {seconds}" in done.stderr
+def test_intervals_that_are_refused(driver, probe, seconds):
+    exit_code, output, errors = probe("--watch", seconds)
+    assert (exit_code, output) == (2, "")
+    assert f"a number of seconds above 0, got {seconds}" in errors
 
 
-def test_watch_goes_on_until_ctrl_c(driver):
-    process = subprocess.Popen(
-        [sys.executable, "-m", "balanced_dp", "probe", "--json", "-", "--watch", "0.01"],
-        env=driver.environ(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-    )
-    first = json.loads(process.stdout.readline())
-    driver.state.used[0] = 7 * GIB
-    while (now := json.loads(process.stdout.readline())) == first:
-        pass
-    assert now["devices"][0]["used_bytes"] == 7 * GIB
-    os.kill(process.pid, signal.SIGINT)
-    _, errors = process.communicate()
-    assert (process.returncode, errors) == (0, "")
+def test_watch_goes_on_until_ctrl_c(driver, probe, monkeypatch):
+    class Output(io.StringIO):
+        def write(self, text: str) -> int:
+            driver.used[0] = 7 * GIB
+            if self.getvalue().count("\n") == 2:
+                signal.raise_signal(signal.SIGINT)
+            return super().write(text)
+
+    output = Output()
+    monkeypatch.setattr(sys, "stdout", output)
+    assert probe("--json", "-", "--watch", "0.01") == (0, "", "")
+    records = [json.loads(line) for line in output.getvalue().splitlines()]
+    assert [record["devices"][0]["used_bytes"] for record in records] == [USED[0], 7 * GIB]

@@ -1,70 +1,74 @@
-"""The probe with the real pynvml, on a stand-in for the driver with three different GPUs."""
+"""The probe on a machine with three different GPUs, and the thread that samples NVML."""
 
 from __future__ import annotations
 
-import json
+import time
 from types import SimpleNamespace
 
 import pytest
+from torch import nn
 
+from balanced_dp import BalancedDataParallel, MemoryLogger, MemoryProbe, ProbeError
 from balanced_dp.memory.nvml import Board, find_board
 
-from .driver import A100, BUSES, GIB, GTX, H100, RESERVED, SLICE, USED, UUIDS
-
-LIBRARY_NOT_FOUND, DRIVER_NOT_LOADED, NO_PERMISSION = 12, 9, 4
-NOT_SUPPORTED, GPU_IS_LOST = 3, 15
+from . import conftest as nvml
+from .conftest import A100, BUSES, GIB, GTX, H100, RESERVED, SLICE, USED, UUIDS
 
 
-def column(rows, name):
-    return [row[name] for row in rows]
+def columns(*names, devices=None):
+    """Return these fields of the snapshot, each for all rows."""
+    rows = MemoryProbe(devices).snapshot()
+    found = [[getattr(row, name) for row in rows] for name in names]
+    return found if len(names) > 1 else found[0]
 
 
 def test_boards_where_torch_has_no_cuda(driver):
-    found = driver.run("boards")
-    assert column(found, "label") == ["gpu:0", "gpu:1", "gpu:2"]
-    assert column(found, "uuid") == list(UUIDS[:3])
-    assert column(found, "total_bytes") == [11 * GIB, 40 * GIB, 80 * GIB]
-    assert found[H100]["name"] == "NVIDIA H100 80GB HBM3"
+    assert columns("label", "uuid", "total_bytes") == [
+        ["gpu:0", "gpu:1", "gpu:2"],
+        list(UUIDS[:3]),
+        [11 * GIB, 40 * GIB, 80 * GIB],
+    ]
+    assert columns("name")[H100] == "NVIDIA H100 80GB HBM3"
     for name in ("device", "allocated_bytes", "peak_allocated_bytes", "num_alloc_retries", "error"):
-        assert column(found, name) == [None] * 3
+        assert columns(name) == [None] * 3
 
 
-@pytest.mark.parametrize(("name", "counted"), [("driver", 0), ("old_driver", RESERVED)])
-def test_an_old_driver_counts_its_reserve(request, name, counted):
-    for row, used in zip(request.getfixturevalue(name).run("boards"), USED, strict=False):
-        assert row["used_bytes"] == used + counted
-        assert row["free_bytes"] == row["total_bytes"] - used - RESERVED
+@pytest.mark.parametrize("is_before_510", [False, True])
+def test_an_old_driver_counts_its_reserve(driver, is_before_510):
+    driver.is_before_510 = is_before_510
+    for row, used in zip(MemoryProbe().snapshot(), USED, strict=False):
+        assert row.used_bytes == used + RESERVED * is_before_510
+        assert row.free_bytes == row.total_bytes - used - RESERVED
 
 
 @pytest.mark.parametrize("where", ["handle", "memory"])
 def test_a_lost_gpu_is_a_row_that_says_so(driver, where):
-    getattr(driver.state, f"{where}_error")[A100] = GPU_IS_LOST
-    found = driver.run("boards")
-    assert "lost" in found[A100]["error"].lower()
-    assert column(found, "label") == ["gpu:0", "gpu:1", "gpu:2"]
-    assert found[A100]["total_bytes"] is None
-    assert column(found, "used_bytes") == [USED[GTX], None, USED[H100]]
+    getattr(driver, f"{where}_error")[A100] = nvml.LOST
+    assert "lost" in columns("error")[A100].lower()
+    assert columns("label", "used_bytes") == [
+        ["gpu:0", "gpu:1", "gpu:2"],
+        [USED[GTX], None, USED[H100]],
+    ]
+    assert columns("total_bytes")[A100] is None
 
 
-def test_a_field_that_is_not_supported_is_none(driver):
-    driver.state.name_error = NOT_SUPPORTED
-    found = driver.run("boards")
-    assert column(found, "name") == [None] * 3
-    assert column(found, "used_bytes") == list(USED[:3])
+def test_an_unsupported_field_is_none(driver):
+    driver.name_error = nvml.NOT_SUPPORTED
+    assert columns("name", "used_bytes") == [[None] * 3, list(USED[:3])]
 
 
 @pytest.mark.parametrize(
     ("error", "reason"),
     [
-        (DRIVER_NOT_LOADED, "Driver Not Loaded"),
-        (NO_PERMISSION, "Insufficient Permissions"),
-        (LIBRARY_NOT_FOUND, "NVML Shared Library Not Found"),
+        (nvml.NOT_LOADED, "Driver Not Loaded"),
+        (nvml.NO_PERMISSION, "Insufficient Permissions"),
+        (nvml.NO_LIBRARY, "NVML Shared Library Not Found"),
     ],
 )
 def test_why_nvml_does_not_start(driver, error, reason):
-    driver.state.init_error = error
-    expected = f"ProbeError: torch sees no accelerator, and NVML failed: {reason}"
-    assert driver.run("boards") == expected
+    driver.init_error = error
+    with pytest.raises(ProbeError, match=f"sees no accelerator, and NVML failed: {reason}"):
+        MemoryProbe()
 
 
 # Which board is cuda:i. CUDA lists the fastest device first and NVML does not, so indices differ.
@@ -98,25 +102,94 @@ def test_which_board_a_device_is(device, boards, found):
 
 
 @pytest.mark.parametrize("units", [[H100, A100, GTX], [GTX, H100], [A100]])
-def test_boards_of_cuda_devices(driver, units):
-    found = driver.run("cuda", json.dumps(units))
-    assert column(found, "label") == [f"cuda:{i} (gpu:{u})" for i, u in enumerate(units)]
-    assert column(found, "uuid") == [UUIDS[unit] for unit in units]
-    assert column(found, "used_bytes") == [USED[unit] for unit in units]
+def test_boards_of_cuda_devices(cuda, units):
+    assert columns("label", "uuid", "used_bytes", devices=cuda(*units).devices) == [
+        [f"cuda:{i} (gpu:{u})" for i, u in enumerate(units)],
+        [UUIDS[unit] for unit in units],
+        [USED[unit] for unit in units],
+    ]
 
 
-def test_a_device_that_nvml_does_not_list(driver):
-    [row] = driver.run("cuda_of_unknown_boards")
-    assert (row["label"], row["allocated_bytes"], row["used_bytes"]) == ("cuda:0", 0, None)
-    assert "NVML lists no device with the UUID of nothing" in row["error"]
+def test_a_device_that_nvml_does_not_list(cuda):
+    side = cuda(H100)
+    side.properties[0].uuid, side.properties[0].pci_bus_id = "of nothing", 0xFF
+    [row] = MemoryProbe(side.devices).snapshot()
+    assert (row.label, row.allocated_bytes, row.used_bytes) == ("cuda:0", 0, None)
+    assert "NVML lists no device with the UUID of nothing" in row.error
 
 
-def test_mig_slices_in_place_of_their_board(driver):
-    driver.state.has_mig = 1
-    found = driver.run("boards")
-    assert column(found, "label") == ["gpu:0", "gpu:1 mig:0", "gpu:1 mig:1", "gpu:2"]
-    assert column(found, "uuid") == [UUIDS[0], UUIDS[3], UUIDS[4], UUIDS[2]]
-    assert column(found, "used_bytes") == [USED[0], USED[3], USED[4], USED[2]]
-    [row] = driver.run("cuda", json.dumps([SLICE + 1]))
-    assert row["label"] == "cuda:0 (gpu:1 mig:1)"
-    assert row["used_bytes"] == USED[SLICE + 1]
+def test_mig_slices_in_place_of_their_board(driver, cuda):
+    driver.has_mig = 1
+    order = [GTX, SLICE, SLICE + 1, H100]
+    assert columns("label", "uuid", "used_bytes") == [
+        ["gpu:0", "gpu:1 mig:0", "gpu:1 mig:1", "gpu:2"],
+        [UUIDS[unit] for unit in order],
+        [USED[unit] for unit in order],
+    ]
+    found = columns("label", "used_bytes", devices=cuda(SLICE + 1).devices)
+    assert found == [["cuda:0 (gpu:1 mig:1)"], [USED[SLICE + 1]]]
+
+
+def test_tags_of_loggers_have_both_numbers(cuda):
+    model = BalancedDataParallel(1, nn.Linear(2, 2), cuda(H100, GTX).devices)
+    tags = []
+    MemoryLogger(model, lambda tag, value, step: tags.append(tag), every=1).step()
+    devices = ("cuda:0 (gpu:2)", "cuda:1 (gpu:0)")
+    assert tags == [*(f"memory/{name}/peak_MiB" for name in devices), "memory/imbalance"]
+
+
+# Blocks measured while a thread samples NVML; its end is checked after each test.
+
+
+def use(driver, gib, samples=True):
+    """Change the memory in use, and wait until it was sampled."""
+    driver.used[H100] = gib * GIB
+    wanted = driver.num_memory_queries + 4 * samples
+    deadline = time.monotonic() + 60
+    while driver.num_memory_queries < wanted:
+        assert time.monotonic() < deadline, "the sampler does not sample"
+        time.sleep(0.001)
+
+
+def raise_and_lower(driver):
+    use(driver, 70)
+    use(driver, 3)
+
+
+def lose_a_board(driver):
+    raise_and_lower(driver)
+    driver.memory_error[H100] = nvml.LOST
+    use(driver, 3)
+
+
+@pytest.mark.parametrize(
+    ("block", "peak"),
+    [
+        (raise_and_lower, 70 * GIB),
+        (lambda driver: use(driver, 60, samples=False), 60 * GIB),
+        (lambda driver: None, 3 * GIB),  # a peak before the block does not count
+        (lose_a_board, None),
+    ],
+)
+def test_peaks_of_used_memory(driver, cuda, block, peak):
+    side = cuda(H100, GTX)
+    driver.used[H100] = 75 * GIB
+    side.reset = lambda: use(driver, 3, samples=False)
+    with MemoryProbe(side.devices).measure() as usage:
+        block(driver)
+    assert [device.peak_used_bytes for device in usage.devices] == [peak, USED[GTX]]
+    assert usage.valid
+
+
+def test_a_block_that_raises_has_no_peaks(cuda):
+    with pytest.raises(KeyError), MemoryProbe(cuda(H100).devices).measure() as usage:
+        raise KeyError
+    assert not usage.valid and not usage.devices and "has raised" in usage.reason
+
+
+def test_an_allocator_that_retried(cuda):
+    side = cuda(H100, GTX)
+    with MemoryProbe(side.devices).measure() as usage:
+        side.num_retries = 2
+    assert not usage.valid
+    assert usage.reason.startswith("on cuda:0, cuda:1 the allocator had to empty its cache")

@@ -2,12 +2,21 @@ from __future__ import annotations
 
 import copy
 import pickle
+from dataclasses import asdict
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
-from balanced_dp import ArgumentError, BalancedDataParallel, MemoryLogger, MemoryProbe, ProbeError
+from balanced_dp import (
+    ArgumentError,
+    ArgumentTypeError,
+    BalancedDataParallel,
+    MemoryLogger,
+    MemoryProbe,
+    ProbeError,
+)
 
 
 def small_model(width: int = 64) -> nn.Module:
@@ -25,22 +34,23 @@ def test_a_snapshot_of_emulated_devices(emulate):
     devices = emulate(3, memory=["1GiB", "2GiB", "3GiB"])
     _held = torch.ones(1000, device=devices[1])
     for i, memory in enumerate(MemoryProbe().snapshot()):
-        assert memory.device == memory.label == f"lazy:{i}"
-        assert memory.name == f"Emulated device {i}"
-        assert memory.total_bytes == (i + 1) * 2**30
-        assert memory.allocated_bytes == memory.reserved_bytes == (4096 if i == 1 else 0)
-        assert memory.peak_allocated_bytes == memory.peak_reserved_bytes
-        assert memory.used_bytes == memory.allocated_bytes
-        assert memory.used_bytes + memory.free_bytes == memory.total_bytes
-        assert memory.num_alloc_retries == 0
-        assert memory.uuid is memory.nvml_index is memory.mig_index is memory.error is None
+        held, total = 4096 * (i == 1), (i + 1) * 2**30
+        known = {
+            "device": f"lazy:{i}",
+            "name": f"Emulated device {i}",
+            **dict.fromkeys(("allocated_bytes", "reserved_bytes", "used_bytes"), held),
+            **dict.fromkeys(("peak_allocated_bytes", "peak_reserved_bytes"), held),
+            "total_bytes": total,
+            "free_bytes": total - held,
+            "num_alloc_retries": 0,
+        }
+        assert {k: v for k, v in asdict(memory).items() if v is not None} == known
+        assert memory.label == memory.device
 
 
 def test_devices_may_be_named_and_repeated(emulate):
     devices = emulate(3)
-    probe = MemoryProbe([2, "lazy:0", devices[2]])
-    assert probe.devices == [devices[2], devices[0]]
-    assert [memory.device for memory in probe.snapshot()] == ["lazy:2", "lazy:0"]
+    assert MemoryProbe([2, "lazy:0", devices[2]]).devices == [devices[2], devices[0]]
     with pytest.raises(ArgumentError, match="device lazy:3 does not exist: there are 3"):
         MemoryProbe([3])
 
@@ -71,13 +81,9 @@ def test_nested_blocks_and_loggers(emulate):
 
 
 def test_devices_that_do_not_count(no_accelerator):
-    for probe in (
-        lambda: MemoryProbe(["cpu"]),
-        lambda: BalancedDataParallel(1, nn.Linear(2, 2), ["cpu", "cpu"]).memory,
-        lambda: BalancedDataParallel(1, nn.Linear(2, 2)).memory,
-    ):
+    for devices in (["cpu", "cpu"], None):
         with pytest.raises(ProbeError, match="cpu does not count its memory; to measure on a mach"):
-            probe()
+            _ = BalancedDataParallel(1, nn.Linear(2, 2), devices).memory
 
 
 def test_out_of_memory_in_the_block(emulate):
@@ -113,3 +119,48 @@ def test_advice_leads_to_balance(emulate):
         low, high = (low, model.gpu0_bsz) if "lower" in advice else (model.gpu0_bsz, high)
     assert advice is None and usage.imbalance <= 0.05
     assert 0 < model.gpu0_bsz < 250
+
+
+# The logger.
+
+
+def a_model(emulate):
+    return BalancedDataParallel(1, nn.Linear(100, 50).to(emulate(2)[0]))
+
+
+@pytest.mark.parametrize("wraps", [lambda write: write, lambda w: SimpleNamespace(add_scalar=w)])
+def test_a_record_every_third_step(wraps, emulate):
+    model, written = a_model(emulate), []
+    logger = MemoryLogger(model, wraps(lambda *record: written.append(record)), every=3)
+    for step in range(7):
+        model(torch.randn(100 * (step + 1), 100)).sum().backward()
+        logger.step()
+    tags = ["memory/lazy:0/peak_MiB", "memory/lazy:1/peak_MiB", "memory/imbalance"]
+    assert [(tag, step) for tag, _, step in written] == [
+        (tag, step) for step in (3, 6) for tag in tags
+    ]
+    for i in (0, 3):
+        low, high = sorted(value for _, value, _ in written[i : i + 2])
+        assert written[i + 2][1] == pytest.approx((high - low) / high)
+
+
+def test_the_steps_between_ask_nothing(monkeypatch, emulate):
+    logger = MemoryLogger(a_model(emulate), print, every=4)
+    monkeypatch.setattr(logger, "_peaks", None)  # any query would fail
+    for _ in range(3):
+        logger.step()
+    with pytest.raises(AttributeError):
+        logger.step()
+
+
+@pytest.mark.parametrize(
+    ("every", "writer", "error", "message"),
+    [
+        (0, print, ArgumentError, "every must be at least 1, got 0"),
+        (True, print, ArgumentTypeError, "every must be an integer, got True"),
+        (1, "runs", ArgumentTypeError, "writer must have add_scalar"),
+    ],
+)
+def test_what_a_logger_refuses(every, writer, error, message, emulate):
+    with pytest.raises(error, match=message):
+        MemoryLogger(a_model(emulate), writer, every)
