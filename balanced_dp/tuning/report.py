@@ -63,7 +63,7 @@ class Provenance:
             },
             machine={
                 "platform": platform.platform(),
-                "num_cpus": str(os.cpu_count()),
+                "CPUs": str(os.cpu_count()),
                 "devices": ", ".join(names),
             },
         )
