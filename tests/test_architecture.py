@@ -29,8 +29,8 @@ api __init__
 validation/ checks __init__
 distributed/ ranks batch_sampler loss_scaling to_ddp __init__
 integrations/ __init__ transformers replacements
-report/ tables plots html markdown compare json_file __init__
-cli/ __init__ arguments terminal script run console demo commands
+report/ tables plots documents compare json_file __init__
+cli/ __init__ arguments console script run demo commands
 __main__
 """
 WITHOUT_TORCH = """

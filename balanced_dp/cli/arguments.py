@@ -5,40 +5,21 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-import typer
+from typer import Option
 
 from ..errors import ArgumentError
 from ..units import parse_bytes
 
-NumDevices = Annotated[
-    int | None,
-    typer.Option("--devices", min=2, help="Number of devices; default: all GPUs, or 4 emulated."),
-]
-Emulate = Annotated[bool, typer.Option("--emulate", help="Emulate devices even if there are GPUs.")]
+NumDevices = Annotated[int | None, Option("--devices", min=2, help="Default: all GPUs, or 4.")]
+Emulate = Annotated[bool, Option("--emulate", help="Emulate devices even if there are GPUs.")]
 Memory = Annotated[
-    str | None,
-    typer.Option(
-        help="Capacity of all devices, such as 11GiB, or of each: 24GiB,11GiB. GB means GiB."
-    ),
+    str | None, Option(help="Capacity of all devices, or of each: 24GiB,11GiB. GB means GiB.")
 ]
-Reserve = Annotated[
-    str | None,
-    typer.Option(
-        help="Memory to keep free for CUDA's context and workspaces. Default: 512MiB if the "
-        "capacity is known."
-    ),
-]
-JsonFile = Annotated[
-    Path | None,
-    typer.Option("--json", metavar="FILE", help="Write JSON to FILE; - is stdout."),
-]
-Html = Annotated[
-    Path | None,
-    typer.Option(metavar="FILE", help="Write a self-contained HTML page to FILE; - is stdout."),
-]
-Markdown = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Write Markdown to FILE; - is stdout.")
-]
+Reserve = Annotated[str | None, Option(help="Memory to keep free of a capacity; default: 512MiB.")]
+GOAL = Option("--for", help="What is best; default: speed, or headroom without capacities.")
+JsonFile = Annotated[Path | None, Option("--json", metavar="FILE", help="Write JSON; - is stdout.")]
+Html = Annotated[Path | None, Option(metavar="FILE", help="Write a page; - is stdout.")]
+Markdown = Annotated[Path | None, Option(metavar="FILE", help="Write Markdown; - is stdout.")]
 
 
 def parse_capacities(

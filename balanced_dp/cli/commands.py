@@ -9,9 +9,7 @@ import importlib.metadata
 import math
 import os
 import platform
-import site
 import sys
-import sysconfig
 import time
 import traceback
 from contextlib import suppress
@@ -24,8 +22,9 @@ from ..errors import ArgumentError, BalancedDataParallelError, ProbeError, Symbo
 
 try:
     import typer
+    from typer import Argument, Option
 
-    from . import arguments, terminal
+    from . import arguments
 except ImportError as error:  # the library itself needs none of these
     raise SystemExit(
         f"balanced-dp: the command line needs {error.name}, which is part of the extra 'cli': "
@@ -57,13 +56,7 @@ def _print_version(is_set: bool) -> None:
 @app.callback()
 def options(
     version: Annotated[
-        bool,
-        typer.Option(
-            "--version",
-            help="Print the versions of balanced-dp, torch and Python.",
-            callback=_print_version,
-            is_eager=True,
-        ),
+        bool, Option("--version", callback=_print_version, is_eager=True, help="Print versions.")
     ] = False,
 ) -> None:
     """Take the options that stand before a command."""
@@ -72,37 +65,21 @@ def options(
 @app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 def run(
     context: typer.Context,
-    script: Annotated[str, typer.Argument(metavar="SCRIPT", help="A Python script.")],
-    script_arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="[ARGS]...", help="Its arguments.")
-    ] = None,
-    is_module: Annotated[
-        bool, typer.Option("-m", help="SCRIPT is a module, as for python -m.")
-    ] = False,
+    script: Annotated[str, Argument(metavar="SCRIPT", help="A Python script.")],
+    script_arguments: Annotated[list[str] | None, Argument(metavar="[ARGS]...")] = None,
+    is_module: Annotated[bool, Option("-m", help="SCRIPT is a module, as for python -m.")] = False,
     num_devices: Annotated[
-        int | None,
-        typer.Option("--devices", min=1, help="Number of devices; default: all GPUs, or 4."),
+        int | None, Option("--devices", min=1, help="Default: all GPUs, or 4 emulated ones.")
     ] = None,
     memory: arguments.Memory = None,
     reserve: arguments.Reserve = None,
     gpu0_bsz: Annotated[
-        str,
-        typer.Option(
-            metavar="N|auto|even",
-            help="Samples of device 0: a number, auto for the best, or even as nn.DataParallel.",
-        ),
+        str, Option(metavar="N|auto|even", help="Samples of device 0; auto searches for the best.")
     ] = "auto",
-    steps: Annotated[
-        int | None, typer.Option(min=1, help="End the script after so many training steps.")
-    ] = None,
-    symbolic: Annotated[
-        bool, typer.Option("--symbolic", help="Emulate shapes only: fast, and for any size.")
-    ] = False,
+    steps: Annotated[int | None, Option(min=1, help="Training steps to end after.")] = None,
+    symbolic: Annotated[bool, Option("--symbolic", help="Emulate shapes only: fast.")] = False,
     emulate: arguments.Emulate = False,
-    goal: Annotated[
-        Literal["speed", "headroom"] | None,
-        typer.Option("--for", help="What is best, as for tune."),
-    ] = None,
+    goal: Annotated[Literal["speed", "headroom"] | None, arguments.GOAL] = None,
     json_file: arguments.JsonFile = None,
     html: arguments.Html = None,
 ) -> None:
@@ -137,40 +114,27 @@ def run(
     )
     misplaced = [name for name in script_arguments or () if name.partition("=")[0] in own]
     if exit_code == 2 and misplaced:  # what argparse ends a script with
-        terminal.say(
-            f"{misplaced[0]} went to the script; options of balanced-dp run come before its name"
-        )
+        console.say(f"{misplaced[0]} went to the script; place it before {script}")
     if report is not None:
         console.show(report, json_file, html, stderr=True)
     else:
-        console.print_parts(terminal.open_console(stderr=True), parts)
+        console.print_parts(console.open_console(stderr=True), parts)
         for file in filter(None, (json_file, html)):
-            terminal.say(f"{file} was not written: there is no report")
+            console.say(f"{file} was not written: there is no report")
     raise typer.Exit(exit_code)
 
 
 @app.command()
-@app.command(
-    "plan",
-    help="Find gpu0_bsz for a workload without GPUs.\n\nThe same as tune --emulate; needs "
-    "--memory, the capacity of each device.",
-)
+@app.command("plan", help="Find gpu0_bsz without GPUs: the same as tune --emulate --memory ...")
 def tune(
     context: typer.Context,
     target: Annotated[
         str | None,
-        typer.Argument(
-            help="A built-in workload, or package.module:function, or file.py:function."
-        ),
+        Argument(help="A built-in workload, or package.module:function, or file.py:function."),
     ] = None,
-    batch_size: Annotated[
-        int | None, typer.Option(help="Samples in a batch; default: the workload's.")
-    ] = None,
+    batch_size: Annotated[int | None, Option(help="Default: the workload's.")] = None,
     sweep: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FIRST:LAST", help="Measure each gpu0_bsz in this range, such as 0:8."
-        ),
+        str | None, Option(metavar="FIRST:LAST", help="Values of gpu0_bsz to measure as well.")
     ] = None,
     num_devices: arguments.NumDevices = None,
     memory: arguments.Memory = None,
@@ -178,22 +142,11 @@ def tune(
     json_file: arguments.JsonFile = None,
     html: arguments.Html = None,
     emulate: arguments.Emulate = False,
-    goal: Annotated[
-        Literal["speed", "headroom", "batch"] | None,
-        typer.Option(
-            "--for",
-            help="What is best: speed, free memory (headroom), or the largest batch. Default: "
-            "speed, or headroom if no capacity is given.",
-        ),
-    ] = None,
+    goal: Annotated[Literal["speed", "headroom", "batch"] | None, arguments.GOAL] = None,
     numeric: Annotated[
-        bool,
-        typer.Option(
-            "--numeric",
-            help="Emulate values, not shapes only: slower, for models that read values.",
-        ),
+        bool, Option("--numeric", help="Emulate values, too, for models that read them: slower.")
     ] = False,
-    is_list: Annotated[bool, typer.Option("--list", help="List the built-in workloads.")] = False,
+    is_list: Annotated[bool, Option("--list", help="List the built-in workloads.")] = False,
 ) -> None:
     """Measure a workload at several values, choose gpu0_bsz, and write a report.
 
@@ -206,8 +159,7 @@ def tune(
     if is_list:
         for name, make in BUILT_IN.items():
             about = (make.__doc__ or "").strip().rstrip(".")
-            text = f"{name}: {about}; batches of {make().batch_size}."
-            terminal.print_text(terminal.open_console(), text)
+            print(f"{name}: {about}; batches of {make().batch_size}.")
         return
     if context.info_name == "plan":
         emulate = True
@@ -234,41 +186,37 @@ def tune(
                 goal=goal,
                 on_measurement=lambda option: update(advance=1),
             )
-    except Exception as error:  # the workload is the user's code
-        if isinstance(error, SymbolicValueError):
-            why = f"reads values{_where(error)}, which takes --numeric: {error}"
-        elif isinstance(error, BalancedDataParallelError):
-            raise
-        else:
-            text = " ".join(str(error).split())[:300]
-            why = f"failed{_where(error)} with {type(error).__name__}: {text}"
+    except SymbolicValueError as error:
+        why = f"reads values{_where(error)}, which takes --numeric: {error}"
         raise ArgumentError(f"{target} {why}") from None
+    except BalancedDataParallelError:
+        raise
+    except Exception as error:  # the workload is the user's code
+        why = f"failed{_where(error)} with {type(error).__name__}"
+        text = " ".join(str(error).split())[:300]
+        raise ArgumentError(f"{target} {why}: {text}") from None
     console.show(report, json_file, html)
 
 
 @app.command("report")
 def report_command(
-    file: Annotated[
-        Path, typer.Argument(help="A file that run, plan, tune or demo has written with --json.")
-    ],
+    file: Annotated[Path, Argument(help="A JSON file of run, plan, tune or demo.")],
     html: arguments.Html = None,
     markdown: arguments.Markdown = None,
     json_file: arguments.JsonFile = None,
     against: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Compare the best option with that of an older file."),
+        Path | None, Option(metavar="FILE", help="Compare the best option with an older file's.")
     ] = None,
     limits: Annotated[
         str,
-        typer.Option(
-            "--fail",
-            metavar="METRIC:LIMIT,...",
-            help="End with exit code 1 if peak, max_batch or speed is worse than in --against by "
-            "more, such as peak:5%,speed:10%.",
-        ),
+        Option("--fail", metavar="METRIC:LIMIT,...", help="Limits, such as peak:5%,speed:10%."),
     ] = "",
 ) -> None:
-    """Show a report, write it as an HTML page, as Markdown or as JSON, or compare it."""
+    """Show a report, write it as an HTML page, as Markdown or as JSON, or compare it.
+
+    --against compares peak, max_batch and speed of the best options. The exit code is 1 if one is
+    worse by more than its limit in --fail.
+    """
     from ..report import load_report, report_html, report_json, report_markdown
     from ..report.compare import compare_reports, comparison_table
     from . import console
@@ -282,15 +230,13 @@ def report_command(
         console.write(markdown, report_markdown, report)
         console.write(json_file, report_json, report)
         if html is markdown is json_file is None:
-            console.print_report(report)
+            console.show(report)
         return
     arguments.check_outputs(against, json_file)
     older = load_report(against)
     compared = compare_reports(older, report, limits)
     if json_file != arguments.STDOUT:
-        table = comparison_table(report.workload, compared)
-        lines = f"before: {older.best.line}", f"after: {report.best.line}"
-        console.print_parts(terminal.open_console(), [table, *lines])
+        console.print_parts(console.open_console(), [comparison_table(older, report, compared)])
     console.write(json_file, console.as_json, [asdict(found) for found in compared])
     if any(found.failed for found in compared):
         raise typer.Exit(1)
@@ -299,12 +245,11 @@ def report_command(
 @app.command()
 def probe(
     json_file: arguments.JsonFile = None,
-    watch_s: Annotated[
-        float | None, typer.Option("--watch", metavar="SECONDS", help="Repeat until Ctrl-C.")
-    ] = None,
+    watch_s: Annotated[float | None, Option("--watch", metavar="SECONDS", help="Repeat.")] = None,
 ) -> None:
     """Show what each GPU holds, with its number in torch and in NVML and nvidia-smi.
 
+    --watch repeats it until Ctrl-C.
     Without NVML, prints the reason and ends with exit code 1.
     """
     from ..memory.probe import MemoryProbe
@@ -313,7 +258,7 @@ def probe(
     if watch_s is not None and not 0 < watch_s < math.inf:
         raise ArgumentError(f"--watch must be a number of seconds above 0, got {watch_s:g}")
     arguments.check_outputs(json_file)
-    memory_probe, output = MemoryProbe(), terminal.open_console()
+    memory_probe, output = MemoryProbe(), console.open_console()
     with suppress(KeyboardInterrupt):
         while True:
             memories = memory_probe.snapshot()
@@ -324,7 +269,7 @@ def probe(
             if json_file != arguments.STDOUT:
                 if watch_s is not None:
                     output.clear()
-                output.print(console.memory_table(memories))
+                console.print_parts(output, console.memory_of_gpus(memories))
             if watch_s is None:
                 break
             time.sleep(watch_s)
@@ -348,10 +293,10 @@ def validate(
     from . import console
 
     arguments.check_outputs(json_file, markdown)
-    output = terminal.open_console(stderr=arguments.STDOUT in (json_file, markdown))
+    output = console.open_console(stderr=arguments.STDOUT in (json_file, markdown))
 
     def show(what: object) -> None:
-        terminal.print_text(output, str(what))
+        console.print_text(output, str(what))
 
     result = run_checks(num_devices, emulate=emulate, on_check=show)
     show(f"\n{result.verdict} ({result.devices})")
@@ -364,10 +309,9 @@ def validate(
 @app.command()
 def demo(
     num_devices: arguments.NumDevices = None,
-    steps: Annotated[int, typer.Option(min=1, help="Training steps of each run.")] = 24,
+    steps: Annotated[int, Option(min=1, help="Training steps of each run.")] = 24,
     gpu0_bsz: Annotated[
-        int | None,
-        typer.Option(min=0, help="Samples of device 0; default: what tune finds."),
+        int | None, Option(min=0, help="Samples of device 0; default: what tune finds.")
     ] = None,
     json_file: arguments.JsonFile = None,
     emulate: arguments.Emulate = False,
@@ -387,17 +331,17 @@ def demo(
         )
     console.write(json_file, report_json, report)
     if json_file != arguments.STDOUT:
-        console.print_parts(terminal.open_console(), demos.answer(runs))
+        console.print_parts(console.open_console(), demos.answer(runs))
     if demos.loss_difference(runs) > demos.LOSS_TOLERANCE:
         raise typer.Exit(1)
 
 
 def _where(error: BaseException) -> str:
     """Return the last line outside of libraries in which an error was raised."""
-    package, stdlib = str(Path(__file__).parents[1]), sysconfig.get_path("stdlib")
-    libraries = ("<", package, stdlib, *site.getsitepackages())
+    from .script import is_library
+
     lines = traceback.extract_tb(error.__traceback__)
-    own = [line for line in lines if not line.filename.startswith(libraries)]
+    own = [line for line in lines if not is_library(line.filename)]
     return f" at {own[-1].filename}:{own[-1].lineno}" if own else ""
 
 
@@ -410,17 +354,18 @@ def main() -> None:
         sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115  # as long as the process
     try:
         if sys.stdout is None:
-            raise ArgumentError(
-                "stdout is closed; to write a file only, use --json FILE >/dev/null"
-            )
+            raise ArgumentError("stdout is closed; to write a file only, use >/dev/null")
         app()
+        return
     except BalancedDataParallelError as error:
-        terminal.say(str(error))
-        raise SystemExit(1 if isinstance(error, ProbeError) else 2) from None
+        exit_code, text = 1 if isinstance(error, ProbeError) else 2, str(error)
     except OSError as error:  # stdout or stderr is full, or its reader has gone
         null = os.open(os.devnull, os.O_WRONLY)
         for stream in (1, 2) if isinstance(error, BrokenPipeError) else (1,):
             os.dup2(null, stream)  # else Python fails again when it flushes them at its end
-        with suppress(OSError):
-            terminal.say(f"the output cannot be written: {error.strerror}")
-        raise SystemExit(2) from None
+        exit_code, text = 2, f"the output cannot be written: {error.strerror}"
+    from . import console
+
+    with suppress(OSError):
+        console.say(text)
+    raise SystemExit(exit_code)

@@ -1,44 +1,48 @@
-"""Show answers, tables and progress on the terminal."""
+"""Print sentences, tables and progress, and write files."""
 
 from __future__ import annotations
 
 import functools
 import json
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from rich import box
-from rich.console import Console, Group
+from rich.console import Console
 from rich.progress import Progress
 from rich.table import Column, Table
-from rich.text import Text
 
 from ..memory.records import DeviceMemory
 from ..report import report_html, report_json
 from ..report.json_file import write_text
-from ..report.tables import Code, TextTable, answer, title
+from ..report.tables import Code, Part, TextTable, answer, title
 from ..tuning.report import Report
 from ..units import format_bytes
-from . import terminal
 from .arguments import STDOUT
 
 
-def write(path: Path | None, as_text: Callable[..., str], *content: Any) -> None:
-    """Write the result of ``as_text`` if the user asked for a file or stdout."""
-    if path == STDOUT:
-        sys.stdout.write(as_text(*content))
-        sys.stdout.flush()
-    elif path is not None:
-        write_text(path, as_text(*content))
-        terminal.open_console(stderr=True).print(f"wrote {path}", soft_wrap=True)
+def open_console(*, stderr: bool = False) -> Console:
+    """Return the console for results, on stderr if stdout has other output."""
+    is_terminal = (sys.stderr if stderr else sys.stdout).isatty()
+    width = None if is_terminal else 160  # else tables are wrapped to the width of a terminal
+    return Console(stderr=stderr, width=width, markup=False, highlight=False, emoji=False)
 
 
-def as_json(record: Any, indent: int | None = 2) -> str:
-    """Return a record as a JSON text that ends its line."""
-    return json.dumps(record, indent=indent) + "\n"
+def print_text(console: Console, text: str) -> None:
+    """Print sentences; a terminal wraps them between words, and other readers get one line."""
+    if console.is_terminal:
+        wrap = textwrap.TextWrapper(console.width, break_long_words=False, break_on_hyphens=False)
+        text = "\n".join(map(wrap.fill, text.split("\n")))
+    console.print(text, soft_wrap=True)
+
+
+def say(text: str) -> None:
+    """Print a sentence on stderr, with the name of the command."""
+    print_text(open_console(stderr=True), f"balanced-dp: {text}")
 
 
 def rich_table(content: TextTable) -> Table:
@@ -58,43 +62,45 @@ def rich_table(content: TextTable) -> Table:
     return table
 
 
-def print_table(console: Console, content: TextTable) -> None:
-    """Print a table below its title, and above its caption."""
-    console.print(content.title, style="bold", soft_wrap=True)
-    console.print(rich_table(content), end="")
-    terminal.print_text(console, f"{content.caption}\n" if content.caption else "")
-
-
-def print_parts(console: Console, parts: Iterable[str | Code | TextTable]) -> None:
-    """Print sentences, lines to paste, and tables."""
-    before: object = None
+def print_parts(console: Console, parts: Iterable[Part]) -> None:
+    """Print sentences, lines to paste, and tables, each followed by an empty line."""
     for part in parts:
         if isinstance(part, TextTable):
-            if isinstance(before, str):
-                console.print()
-            print_table(console, part)
+            console.print(part.title, style="bold", soft_wrap=True)
+            console.print(rich_table(part))
+            if part.caption:
+                print_text(console, f"{part.caption}\n")
         elif isinstance(part, Code):
-            console.print(part.text, end="\n\n", soft_wrap=True)
+            console.print(f"{part.text}\n", soft_wrap=True)
         else:
-            terminal.print_text(console, part)
-        before = part
+            print_text(console, f"{part}\n")
 
 
-def print_report(report: Report, *, stderr: bool = False) -> None:
-    """Print the answer of a report."""
-    console = terminal.open_console(stderr=stderr)
-    console.print(title(report), style="bold", soft_wrap=True)
-    print_parts(console, answer(report))
+def write(path: Path | None, as_text: Callable[..., str], *content: Any) -> None:
+    """Write the result of ``as_text`` if the user asked for a file or stdout."""
+    if path == STDOUT:
+        sys.stdout.write(as_text(*content))
+        sys.stdout.flush()
+    elif path is not None:
+        write_text(path, as_text(*content))
+        print_text(open_console(stderr=True), f"wrote {path}")
+
+
+def as_json(record: Any, indent: int | None = 2) -> str:
+    """Return a record as a JSON text that ends its line."""
+    return json.dumps(record, indent=indent) + "\n"
 
 
 def show(
-    report: Report, json_file: Path | None, html: Path | None, *, stderr: bool = False
+    report: Report, json_file: Path | None = None, html: Path | None = None, *, stderr: bool = False
 ) -> None:
     """Write the files of a report, and print its answer unless stdout is one of them."""
     write(json_file, report_json, report)
     write(html, report_html, report)
     if STDOUT not in (json_file, html):
-        print_report(report, stderr=stderr)
+        console = open_console(stderr=stderr)
+        console.print(title(report), style="bold", soft_wrap=True)
+        print_parts(console, answer(report))
 
 
 @contextmanager
@@ -105,8 +111,8 @@ def progress_bar(description: str, total: int | None = None) -> Iterator[Callabl
         yield functools.partial(bar.update, bar.add_task(description, total=total))
 
 
-def memory_table(memories: Sequence[DeviceMemory]) -> Group:
-    """Return a table of the memory of each GPU, with names and UUIDs below it."""
+def memory_of_gpus(memories: Sequence[DeviceMemory]) -> Iterator[Part]:
+    """Yield a table of the memory of each GPU, and names and UUIDs."""
     note = "Used includes tensors, torch's cache, contexts and other processes."
     if any(memory.device is None for memory in memories):
         note += "\nDevices without a torch number are not visible to torch."
@@ -114,8 +120,6 @@ def memory_table(memories: Sequence[DeviceMemory]) -> Group:
     for m in memories:
         held = m.total_bytes, m.used_bytes, m.free_bytes
         rows.append((m.label, *("?" if size is None else format_bytes(size) for size in held)))
-    headers = ("device", "total", "used", "free")
-    table = rich_table(TextTable("", headers, tuple(rows)))
-    names = [f"{m.label}: {m.name or '?'}\n    {m.uuid or '?'}" for m in memories]
-    errors = [f"{m.label}: {m.error}" for m in memories if m.error is not None]
-    return Group(table, *map(Text, (note, *names, *errors)))
+    yield TextTable("What each GPU holds", ("device", "total", "used", "free"), rows, caption=note)
+    lines = ((f"{m.label}: {m.name or '?'}", m.uuid or "?", m.error) for m in memories)
+    yield "\n".join("\n    ".join(filter(None, of_gpu)) for of_gpu in lines)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ..errors import ArgumentError
-from ..report.tables import TextTable, largest_uses, short_split
+from ..report.tables import Part, TextTable, largest_uses, short_split
 from ..tuning.open_devices import accelerators, open_devices
 from ..tuning.options import Option
 from ..tuning.report import Report
@@ -101,26 +101,24 @@ def _workload() -> Workload:
     return replace(workload, model=model, make_batch=make_batch)
 
 
-def answer(runs: Sequence[DemoRun]) -> Iterator[str | TextTable]:
+def answer(runs: Sequence[DemoRun]) -> Iterator[Part]:
     """Yield a table with a column for each run, and sentences that compare them."""
-    _, even, balanced = (run.measured for run in runs)
+    _, even, balanced = measured = [run.measured for run in runs]
     is_emulated = "rest" not in even.uses[0]
-    uses = largest_uses((run.measured.uses[0] for run in runs), 2**20 // 10) if is_emulated else []
-    columns = []
-    for run in runs:
-        first, *others = run.measured.peak_bytes
-        cells = {"split": short_split(run.measured.chunk_sizes)}
-        cells |= {use: _mib(run.measured.uses[0].get(use, 0)) for use in uses}
-        cells["peak, device 0"] = _mib(first)
-        cells["peak, highest other"] = _mib(max(others)) if others else ""
-        gap = 1 - min(run.measured.peak_bytes) / max(run.measured.peak_bytes)
-        cells["imbalance"] = f"{gap:.0%}" if others else ""
-        cells["last loss"] = f"{run.losses[-1]:.4f}"
-        columns.append(cells)
+    uses = largest_uses((o.uses[0] for o in measured), 2**20 // 10) if is_emulated else []
+    gaps = (1 - min(option.peak_bytes) / max(option.peak_bytes) for option in (even, balanced))
+    rows = {
+        "split": [short_split(option.chunk_sizes) for option in measured],
+        **{use: [_mib(option.uses[0].get(use, 0)) for option in measured] for use in uses},
+        "peak, device 0": [_mib(option.peak_bytes[0]) for option in measured],
+        "peak, highest other": ["", *(_mib(max(o.peak_bytes[1:])) for o in (even, balanced))],
+        "imbalance": ["", *(f"{gap:.0%}" for gap in gaps)],
+        "last loss": [f"{run.losses[-1]:.4f}" for run in runs],
+    }
     yield TextTable(
         f"A character transformer, batches of {BATCH_SIZE}",
         ("memory in MiB", *(run.name for run in runs)),
-        tuple((name, *(cells[name] for cells in columns)) for name in columns[0]),
+        [(name, *cells) for name, cells in rows.items()],
         caption=f"On {len(even.chunk_sizes)} {'emulated ' * is_emulated}devices.",
     )
     difference, allowed = loss_difference(runs), f"(allowed: {LOSS_TOLERANCE:.0e})."

@@ -5,31 +5,26 @@ from __future__ import annotations
 import linecache
 import math
 import os
-import site
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from ..devices import capacities_of
 from ..emulation.machine import current_machine
 from ..errors import ArgumentError
 from ..integrations.replacements import WrappedAt, replaced_data_parallel
-from ..report.tables import TextTable, use_table
+from ..report.tables import Part, use_table
 from ..tuning.loop import Loop
 from ..tuning.open_devices import accelerators, open_devices
 from ..tuning.options import Goal
 from ..tuning.report import Provenance, Report, mode_of
 from ..tuning.tuner import RESERVE, check_reserve
-from . import terminal
-from .script import run_script
+from . import console
+from .script import is_library, run_script
 
 _REPORTED = "80GiB"
 """The capacity that emulated devices report to the script if none is given."""
-
-
-Parts = list[str | TextTable]
-"""Sentences and tables to print."""
 
 
 def run_and_measure(
@@ -45,7 +40,7 @@ def run_and_measure(
     symbolic: bool = False,
     emulate: bool = False,
     goal: Goal | None = None,
-) -> tuple[int, Report | None, Parts]:
+) -> tuple[int, Report | None, list[Part]]:
     """Run a script on GPUs or on emulated devices, and measure its training steps.
 
     Args:
@@ -90,35 +85,29 @@ def run_and_measure(
             capacities = capacities_of(devices)
         shapes = " with shapes only: the values that it reads are NaN" if symbolic else ""
         kind = f"{'emulated ' * emulates}GPU{'s' * (len(devices) > 1)}"
-        terminal.say(f"running {script} on {len(devices)} {kind}{shapes}")
+        console.say(f"running {script} on {len(devices)} {kind}{shapes}")
         budgets = None if capacities is None else [c - reserve for c in capacities]
         loop = Loop(gpu0_bsz, devices, budgets, steps)
         with loop.recording(), replaced_data_parallel(loop) as calls:
             exit_code = run_script(script, script_arguments, is_module)
         notes, name = tuple(_how_it_ended(loop)), Path(script).name
         if loop.is_splitting and loop.options:
-            return exit_code, _report(loop, calls, name, reserve, goal, notes), []
-        parts: Parts = [] if loop.last is None else [use_table(loop.last, name, loop.budgets)]
+            report = _report(loop, reserve, goal, calls, workload=name, notes=notes)
+            return exit_code, report, []
+        parts = [] if loop.last is None else [use_table(loop.last, loop.budgets)]
         return exit_code, None, [*parts, *notes, *([] if exit_code else [_why_no_answer(loop)])]
 
 
 def _report(
-    loop: Loop,
-    calls: Sequence[WrappedAt],
-    name: str,
-    reserve: int,
-    goal: Goal | None,
-    notes: tuple[str, ...],
+    loop: Loop, reserve: int, goal: Goal | None, calls: Sequence[WrappedAt], **about: Any
 ) -> Report:
-    options = tuple(loop.options.values())
-    budgets = loop.budgets
+    options, budgets = tuple(loop.options.values()), loop.budgets
     if budgets is None:  # the capacity is what the even split takes, as for tune
         even = next((option for option in options if option.is_even), options[0])
         budgets = [math.ceil(max(even.peak_bytes) / 2**20) * 2**20] * len(loop.devices)
         reserve = 0
     return Report(
         provenance=Provenance.of(loop.devices),
-        workload=name,
         mode=mode_of(loop.devices[0]),
         num_parameters=loop.num_parameters,
         precision=loop.precision,
@@ -130,7 +119,7 @@ def _report(
         has_capacity=loop.budgets is not None,
         wrapped_at=tuple(map(_place, calls)),
         is_trainer=not calls,
-        notes=notes,
+        **about,
     )
 
 
@@ -138,7 +127,7 @@ def _place(call: WrappedAt) -> str:
     """Return where a script wraps a model, and the line."""
     filename, line_number = call
     source = linecache.getline(filename, line_number).strip()
-    if filename.startswith((*site.getsitepackages(), site.getusersitepackages())):
+    if is_library(filename):
         return f"{filename}:{line_number}, a line of a library: {source}"
     return f"{os.path.relpath(filename)}:{line_number}: {source}"
 
@@ -151,10 +140,7 @@ def _how_it_ended(loop: Loop) -> Iterator[str]:
     elif loop.last is not None and not num_taken:
         yield "No optimizer took a step: these are the peaks of the whole run."
     if loop.is_splitting and loop.options and not loop.is_over:
-        yield (
-            f"The search for gpu0_bsz did not end within {num_taken} training steps. More steps "
-            "may find a better value."
-        )
+        yield f"The search for gpu0_bsz did not end within {num_taken} training steps; take more."
 
 
 def _why_no_answer(loop: Loop) -> str:
@@ -164,17 +150,11 @@ def _why_no_answer(loop: Loop) -> str:
     if len(loop.devices) < 2:
         return "On one device there are no splits to compare; try --devices 4."
     if loop.is_splitting:
-        return (
-            "Comparing splits takes at least two training steps with the same batches; the script "
-            f"took {loop.num_iterations}."
-        )
+        steps = f"the script took {loop.num_iterations}"
+        return f"Comparing splits takes two training steps with the same batches; {steps}."
     if sum(map(bool, loop.last.peak_bytes)) < 2:
-        return (
-            "The script does not split its batches over the devices. Add model = "
-            "torch.nn.DataParallel(model) to compare splits."
-        )
+        return "The script does not split its batches; add model = torch.nn.DataParallel(model)."
     return (
         "The script runs as it is: it splits batches by a class of its own, by device_weights, or "
-        "over devices that repeat. With torch.nn.DataParallel(model) instead, this command "
-        "searches for the best split."
+        "over devices that repeat. To search for the best split, use torch.nn.DataParallel(model)."
     )

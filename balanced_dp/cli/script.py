@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import runpy
+import site
 import sys
+import sysconfig
 import threading
 import traceback
 from collections.abc import Sequence
@@ -24,6 +26,13 @@ def check_script(name: str, is_module: bool, options: Sequence[str] = ()) -> Non
     if not is_module and not Path(name).is_file():
         kind = "a folder" if Path(name).is_dir() else "no file"
         raise ArgumentError(f"{name} is {kind}; name a Python script, or a module after -m")
+
+
+def is_library(filename: str) -> bool:
+    """Return whether a file is not the user's, but of Python or a package."""
+    ours, stdlib = str(Path(__file__).parents[1]), sysconfig.get_path("stdlib")
+    packages = *site.getsitepackages(), site.getusersitepackages()
+    return filename.startswith(("<", ours, stdlib, *packages))
 
 
 def run_script(name: str, arguments: Sequence[str], is_module: bool) -> int:

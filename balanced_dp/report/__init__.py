@@ -2,9 +2,8 @@
 
 try:
     from .compare import Comparison, compare_reports
-    from .html import report_html
+    from .documents import report_html, report_markdown
     from .json_file import load_report, report_json, save_report
-    from .markdown import report_markdown
 except ImportError as error:  # the library itself needs none
     raise ImportError(
         f"balanced_dp.report needs {error.name}, which is part of the extra 'report': "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from ..errors import ArgumentError
@@ -58,8 +58,7 @@ def compare_reports(before: Report, after: Report, limits: str = "") -> tuple[Co
         found = re.fullmatch(rf" *({'|'.join(METRICS)}) *: *(\d+(?:\.\d+)?) *% *", part)
         if found is None:
             raise ArgumentError(
-                f"--fail takes METRIC:NUMBER% of {', '.join(METRICS)}, separated by commas, such "
-                f"as peak:5%,speed:10%, got {part!r}"
+                f"--fail takes METRIC:NUMBER% of {', '.join(METRICS)}, as peak:5%, got {part!r}"
             )
         allowed[found[1]] = float(found[2]) / 100
     for name in ("workload", "batch_size", "num_devices", "precision", "mode"):
@@ -79,7 +78,7 @@ def compare_reports(before: Report, after: Report, limits: str = "") -> tuple[Co
     return tuple(comparisons)
 
 
-def comparison_table(workload: str, compared: tuple[Comparison, ...]) -> TextTable:
+def comparison_table(before: Report, after: Report, compared: Iterable[Comparison]) -> TextTable:
     """Return the comparison as a table."""
     rows = []
     for one in compared:
@@ -87,4 +86,6 @@ def comparison_table(workload: str, compared: tuple[Comparison, ...]) -> TextTab
         limit = "" if one.limit is None else f"{one.limit:.1%} {'FAILED' if one.failed else 'ok'}"
         values = as_text(one.before), as_text(one.after), f"{one.worsened:.1%}"
         rows.append((one.metric, *values, limit))
-    return TextTable(workload, ("metric", "before", "after", "worse by", "allowed"), tuple(rows))
+    headers = ("metric", "before", "after", "worse by", "allowed")
+    lines = f"before: {before.best.line}\nafter: {after.best.line}"
+    return TextTable(after.workload, headers, rows, caption=lines)

@@ -59,8 +59,8 @@ def load_report(path: str | Path) -> Report:
         report: Report = _REPORT.validate_python(record)
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise ReportError(f"{path} is no report: {where}: {first['msg']}") from None
+        loc = ".".join(map(str, first["loc"]))
+        raise ReportError(f"{path} is no report: {loc}: {first['msg']}") from None
     if not any(option.batch_size == report.batch_size for option in report.options):
         raise ReportError(f"{path} is no report: nothing was measured for its batch")
     return report

@@ -6,17 +6,12 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import TypeAlias
 
 from ..search import utilizations
 from ..tuning.options import Option
 from ..tuning.report import Report, bottleneck
 from ..units import byte_scale, format_bytes
-
-_MODES = {
-    "symbolic": "emulated devices, shapes only",
-    "emulated": "emulated devices, with numbers",
-    "real": "accelerators",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +19,8 @@ class TextTable:
     """Hold a table of text; ``marked`` is the index of the highlighted row, or None."""
 
     title: str
-    headers: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
+    headers: Sequence[str]
+    rows: Sequence[Sequence[str]]
     marked: int | None = None
     caption: str = ""
 
@@ -37,7 +32,11 @@ class Code:
     text: str
 
 
-def answer(report: Report) -> Iterator[str | Code | TextTable]:
+Part: TypeAlias = str | Code | TextTable
+"""A sentence, lines to paste, or a table."""
+
+
+def answer(report: Report) -> Iterator[Part]:
     """Yield the parts of the answer: sentences, lines to paste, and tables."""
     yield verdict(report)
     if report.ranked_options:
@@ -51,7 +50,7 @@ def answer(report: Report) -> Iterator[str | Code | TextTable]:
 def title(report: Report) -> str:
     """Return the title of the report."""
     batches = "largest batches" if report.goal == "batch" else f"batches of {report.batch_size}"
-    return f"{report.workload}, {batches}, {len(report.capacity_bytes)} devices"
+    return f"{report.workload}, {batches}, {report.num_devices} devices"
 
 
 def verdict(report: Report) -> str:
@@ -64,10 +63,9 @@ def verdict(report: Report) -> str:
         return f"The largest batch that fits is {best.batch_size}, with option 1."
     sentences = []
     if even is not None:
-        fits = "fits" if even.fits(report.budgets) else "does not fit"
-        fits = f" the batch {fits}:" if report.has_capacity else ""
-        told = f"With the even split of nn.DataParallel{fits} {_fullest(even, report)}."
-        sentences.append(told)
+        fits = f" the batch {'fits' if even.fits(report.budgets) else 'does not fit'}:"
+        fits *= report.has_capacity
+        sentences.append(f"With the even split of nn.DataParallel{fits} {_fullest(even, report)}.")
     if best is not even:
         sentences.append(f"With option 1 {_fullest(best, report)}.")
     if not report.has_capacity:
@@ -86,32 +84,28 @@ def _fullest(option: Option, report: Report) -> str:
 
 def option_table(report: Report) -> TextTable:
     """Return the ranked options, best first; there is at least one."""
+    has_batches = any(option.batch_size != report.batch_size for option in report.options)
     rows = []
     for number, option in enumerate(report.ranked_options, 1):
         index, held = bottleneck(option, report.budgets)
         full = f"{held / report.budgets[index]:.0%}" if report.has_capacity else format_bytes(held)
-        row = {
-            "option": str(number),
-            "split": short_split(option.chunk_sizes),
-            "fullest": f"device {index} {full}",
-            "largest batch": str(report.largest_batch(option).batch_size),
-            "speed": f"{option.speed:.2f}",
-            "samples /s": f"{option.samples_per_s:.1f}",
-            "loss on": "device 0" if option.gather else "each",
-            "weights on": "all" if option.spread else "device 0",
-        }
-        if all(other.batch_size == report.batch_size for other in report.options):
-            del row["largest batch"]
-        if report.mode != "real":
-            del row["samples /s"]
+        row = {"option": str(number), "split": short_split(option.chunk_sizes)}
+        row["fullest"] = f"device {index} {full}"
+        if has_batches:
+            row["largest batch"] = str(report.largest_batch(option).batch_size)
+        row["speed"] = f"{option.speed:.2f}"
+        if report.mode == "real":
+            row["samples /s"] = f"{option.samples_per_s:.1f}"
+        row["loss on"] = "device 0" if option.gather else "each"
+        row["weights on"] = "all" if option.spread else "device 0"
         rows.append(row)
-    name = "Options that fit" if report.has_capacity else "Measured options"
     return TextTable(
-        f"{name}, the best one first",
-        tuple(rows[0]),
-        tuple(tuple(row.values()) for row in rows),
+        f"{'Options that fit' if report.has_capacity else 'Measured options'}, the best one first",
+        [*rows[0]],
+        [[*row.values()] for row in rows],
         marked=0,
-        caption="Speed is relative to the even split: its largest chunk over that of the option.",
+        caption="Speed is the even split's largest chunk over the option's: a smaller gpu0_bsz "
+        "costs speed.",
     )
 
 
@@ -119,14 +113,15 @@ def lines(report: Report) -> str:
     """Return the lines for a training script, of each option."""
     texts = [f"# {place}" for place in report.wrapped_at]
     for number, option in enumerate(report.ranked_options, 1):
-        line = f"model = {option.line}"
-        if report.is_trainer and not option.is_even:
-            spread = ", spread=True" * option.spread
-            line = f"trainer = BalancedTrainer(gpu0_bsz={option.gpu0_bsz}{spread}, ...)"
         texts.append(f"# option {number}")
+        if report.is_trainer and not option.is_even:
+            texts.append("from balanced_dp.integrations.transformers import BalancedTrainer")
+            arguments = f"gpu0_bsz={option.gpu0_bsz}{option.arguments}"
+            texts.append(f"trainer = BalancedTrainer({arguments}, ...)")
+            continue
         if report.wrapped_at and option.features:
             texts.append("from balanced_dp import BalancedDataParallel")
-        texts.append(line)
+        texts.append(f"model = {option.line}")
         if not option.gather and not report.is_script:  # else the script has one
             texts.append("criterion = BalancedCriterion(criterion)")
     return "\n".join(texts)
@@ -134,18 +129,6 @@ def lines(report: Report) -> str:
 
 def summary(report: Report) -> Iterator[str]:
     """Yield the sentences that explain the options."""
-    smaller = (o for o in report.ranked_options if not o.is_even and report.even_like(o))
-    option = next(smaller, None)
-    if option is not None and report.goal != "batch":
-        even = report.even_like(option)
-        assert even is not None
-        cost = f"its largest chunk is {max(option.chunk_sizes)} instead of {max(even.chunk_sizes)}"
-        if report.mode == "real":
-            cost += f", {option.samples_per_s:.1f} samples/s instead of {even.samples_per_s:.1f}"
-        yield (
-            f"A smaller gpu0_bsz costs speed: with {option.line} {cost}, so a step computes about "
-            f"{option.speed:.2f} of the samples in the same time."
-        )
     largest = max(option.batch_size for option in report.options)
     fits = any(o.fits(report.budgets) for o in report.options if o.batch_size == largest)
     if fits and largest > report.batch_size:
@@ -153,21 +136,14 @@ def summary(report: Report) -> Iterator[str]:
     for name, reason in report.failures.items():
         yield f"{name} cannot be measured: {reason}."
     if not report.is_script and not all(option.gather for option in report.ranked_options):
-        yield (
-            "BalancedCriterion wraps the loss function, including what the script does to the "
-            "outputs before it: docs/loss.md."
-        )
+        yield "BalancedCriterion wraps the loss and what the script does before it: docs/loss.md."
     if report.is_trainer:
-        yield (
-            "Import BalancedTrainer from balanced_dp.integrations.transformers. A Trainer of your "
-            "own becomes class Balanced(BalancedTrainer, MyTrainer)."
-        )
+        yield "A Trainer of your own becomes class Balanced(BalancedTrainer, MyTrainer)."
     if report.is_script:
         others = ["gather=False (the loss on each device)"] * report.best.gather
         others += ["spread=True (parameters on all devices)"] * (not report.best.spread)
         if others:
-            names = " and ".join(others)
-            yield f"Not measured: {names}. Change the script and run it again."
+            yield f"Not measured: {' and '.join(others)}. Change the script and run it again."
     yield from report.notes
 
 
@@ -187,26 +163,21 @@ def device_table(report: Report) -> TextTable:
     """Return the breakdown of each device with the best option, next to the even split."""
     best, even = report.best, report.even_like(report.best)
     precision = f"autocast to {report.precision}" if report.precision else "no autocast"
-    caption = f"Measured on {_MODES[report.mode]}; {precision}."
+    devices = "accelerators" if report.mode == "real" else "emulated devices"
+    caption = f"Measured on {devices}{', shapes only' * (report.mode == 'symbolic')}; {precision}."
     if report.reserve_bytes:
-        kept = format_bytes(report.reserve_bytes)
-        caption += f" {kept} of each device is kept free for contexts and workspaces."
+        caption += f" {format_bytes(report.reserve_bytes)} of each is kept free for CUDA's context."
     budgets = report.budgets if report.has_capacity else None
-    return use_table(best, f"What each device holds with {best.line}", budgets, even, caption)
+    return use_table(best, budgets, even, caption)
 
 
 def use_table(
-    option: Option,
-    title: str,
-    budgets: Sequence[int] | None,
-    even: Option | None = None,
-    caption: str = "",
+    option: Option, budgets: Sequence[int] | None, even: Option | None = None, caption: str = ""
 ) -> TextTable:
     """Return the breakdown of each device at its peak; devices with equal ones share a column.
 
     Args:
         option: the measured option.
-        title: the title of the table.
         budgets: the bytes of each device that may be used, if they matter.
         even: the even split to compare with, if it differs and ran.
         caption: the text below the table.
@@ -216,9 +187,7 @@ def use_table(
     def sizes(held: Iterable[int]) -> list[str]:
         return [f"{num_bytes / scale:.2f}" for num_bytes in held]
 
-    rows: dict[str, list[str]] = {}
-    if option.batch_size:
-        rows["samples"] = [*map(str, option.chunk_sizes)]
+    rows = {"samples": [*map(str, option.chunk_sizes)]} if option.batch_size else {}
     for use in largest_uses(option.uses, scale / 100):
         rows[use] = sizes(uses.get(use, 0) for uses in option.uses)
     rows["peak"] = sizes(option.peak_bytes)
@@ -226,14 +195,14 @@ def use_table(
         rows["full"] = [f"{full:.0%}" for full in utilizations(option.peak_bytes, budgets)]
     if even and even.chunk_sizes != option.chunk_sizes and not even.out_of_memory:
         rows["peak, even split"] = sizes(even.peak_bytes)
-    headers, columns, first = [f"memory in {unit}"], [tuple(rows)], 0
+    columns, first = {f"memory in {unit}": tuple(rows)}, 0
     for column, same in groupby(zip(*rows.values(), strict=True)):
         last = first + len(list(same)) - 1
-        headers.append(f"device {first}" if first == last else f"devices {first}-{last}")
-        columns.append(column)
+        columns[f"device {first}" if first == last else f"devices {first}-{last}"] = column
         first = last + 1
-    cells = tuple(zip(*columns, strict=True))
-    return TextTable(title, tuple(headers), cells, list(rows).index("peak"), caption)
+    cells = [*zip(*columns.values(), strict=True)]
+    title = "What each device holds" + f" with {option.line}" * bool(option.batch_size)
+    return TextTable(title, [*columns], cells, list(rows).index("peak"), caption)
 
 
 def largest_uses(breakdowns: Iterable[Mapping[str, int]], least_bytes: float) -> list[str]:
@@ -246,10 +215,9 @@ def largest_uses(breakdowns: Iterable[Mapping[str, int]], least_bytes: float) ->
 
 def candidates(report: Report) -> list[Option]:
     """Return the options for the batch that differ from the best one only in ``gpu0_bsz``."""
-    kind, size = report.best.kind, report.batch_size
-    found = (o for o in report.options if (o.kind, o.batch_size) == (kind, size))
-    by_value = (option for option in found if not option.device_weights)
-    return sorted(by_value, key=lambda option: option.chunk_sizes[0])
+    same = (o for o in report.options if o.kind == report.best.kind and not o.device_weights)
+    of_batch = (option for option in same if option.batch_size == report.batch_size)
+    return sorted(of_batch, key=lambda option: option.chunk_sizes)
 
 
 def candidate_table(report: Report) -> TextTable:
@@ -258,18 +226,17 @@ def candidate_table(report: Report) -> TextTable:
     scale, unit = byte_scale(max((max(option.peak_bytes) for option in found), default=1))
     rows = []
     for option in found:
-        cells = ["out of memory", "", ""]
-        if not option.out_of_memory:
-            held = option.peak_bytes[0], max(option.peak_bytes[1:])
-            cells = [f"{num_bytes / scale:.2f}" for num_bytes in held]
-            cells.append(f"{speed(option, report):.2f}")
-        rows.append((str(option.chunk_sizes[0]), short_split(option.chunk_sizes), *cells))
+        held = option.peak_bytes[0], max(option.peak_bytes[1:])
+        cells = [f"{num_bytes / scale:.2f}" for num_bytes in held]
+        cells.append(f"{speed(option, report):.2f}")
+        split = [str(option.chunk_sizes[0]), short_split(option.chunk_sizes)]
+        rows.append([*split, *(["out of memory", "", ""] if option.out_of_memory else cells)])
     loss = "outputs gathered" if best.gather else "loss on each device"
-    spread = ", parameters spread" * best.spread
+    loss += ", parameters spread" * best.spread
     return TextTable(
-        f"Measured values of gpu0_bsz, {loss}{spread}, peaks in {unit}",
+        f"Measured values of gpu0_bsz, {loss}, peaks in {unit}",
         ("gpu0_bsz", "split", "device 0", "highest other", speed_name(report)),
-        tuple(rows),
+        rows,
         marked=found.index(best) if best in found else None,
     )
 
@@ -287,12 +254,12 @@ def speed_name(report: Report) -> str:
 def provenance_table(report: Report) -> TextTable:
     """Return the table of the provenance of the figures."""
     provenance = report.provenance
-    rows = (
-        ("created", provenance.created),
-        ("command", provenance.command),
-        *((f"version of {name}", version) for name, version in provenance.versions.items()),
-        *provenance.machine.items(),
-        ("parameters of the model", f"{report.num_parameters:,}"),
-        ("measured steps", str(len(report.options))),
-    )
-    return TextTable("Where this comes from", ("what", "value"), rows)
+    rows = {
+        "created": provenance.created,
+        "command": provenance.command,
+        **{f"version of {name}": version for name, version in provenance.versions.items()},
+        **provenance.machine,
+        "parameters of the model": f"{report.num_parameters:,}",
+        "measured steps": str(len(report.options)),
+    }
+    return TextTable("Where this comes from", ("what", "value"), [*rows.items()])

@@ -121,7 +121,7 @@ def test_values_that_an_option_does_not_take(command, message, invoke):
     ("redirected", "says"),
     [
         (">/dev/full", "the output cannot be written: No space left on device"),
-        (">&-", "stdout is closed; to write a file only, use --json FILE >/dev/null"),
+        (">&-", "stdout is closed; to write a file only, use >/dev/null"),
         ("2>&-", ""),
         ("2>/dev/full", ""),
     ],

@@ -27,7 +27,7 @@ WIDE = ["plan", "tests.tuning.small_workloads:wide_output", "--batch-size", "200
             [
                 "# option 1\nmodel = nn.DataParallel(model)\n",
                 "gather=False)\ncriterion = BalancedCriterion(criterion)\n",
-                "A smaller gpu0_bsz costs speed: with BalancedDataParallel(404, model, ga",
+                "the option's: a smaller gpu0_bsz costs speed.",
             ],
         ),
         (

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from balanced_dp import ArgumentError
-from balanced_dp.cli import commands, terminal
+from balanced_dp.cli import commands
 from balanced_dp.cli import console as consoles
 from balanced_dp.memory import DeviceMemory
 from balanced_dp.split import split_batch
@@ -34,7 +34,7 @@ def shown(width=80):
     )
     lines: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(terminal, "open_console", lambda stderr=False: console)
+        patch.setattr(consoles, "open_console", lambda stderr=False: console)
         yield lines
     lines += console.file.getvalue().splitlines()
 
@@ -59,7 +59,7 @@ def test_the_answer_fits_80_columns(first, others, num_devices):
     name = f"a script with a long name, {'x' * 300}.py"
     report = report_of(measured, [192 * GIB] * num_devices, workload=name)
     with shown() as lines:
-        consoles.print_report(report)
+        consoles.show(report)
     rows = [line.rstrip() for line in lines if re.match(r" ", line)]
     assert len(rows) > 12 and max(map(len, rows)) <= 80
     assert sum(name in line for line in lines) == 1
@@ -76,14 +76,13 @@ def test_what_each_gpu_holds():
         for i in range(8)
     ]
     memories[7] = replace(memories[7], error="a lost GPU")
-    console = Console(file=io.StringIO(), width=80)
-    console.print(consoles.memory_table(memories))
-    lines = console.file.getvalue().splitlines()
+    with shown() as lines:
+        consoles.print_parts(consoles.open_console(), consoles.memory_of_gpus(memories))
     assert max(map(len, lines)) <= 80
     for memory in memories:
         assert cells(lines, memory.label) == ["48.00 GiB", "1.00 GiB", "?"]
         assert sum(memory.uuid in line for line in lines) == 1
-    assert lines[-1].strip() == f"{memories[-1].label}: a lost GPU"
+    assert lines[-2].strip() == "a lost GPU"
 
 
 @pytest.mark.parametrize("width", [60, 80])

@@ -112,13 +112,13 @@ def test_the_report_is_written(script):
         ("train.py 6 64 wrap fail", 1, "KeyError: 'the key'"),
         ("train.py 6 64 wrap exit", 5, "With option 1 device "),
         ("train.py 0 64 wrap", 0, "Nothing was measured: the script ran no forward pass"),
-        ("train.py 4 64", 0, "The script does not split its batches over the devices. Add model"),
-        ("train.py 4 64 cpu", 0, "The script does not split its batches over the devices. Add mod"),
+        ("train.py 4 64", 0, "The script does not split its batches; add model = torch.nn.Da"),
+        ("train.py 4 64 cpu", 0, "The script does not split its batches; add model = torch.n"),
         *(
             (f"--devices 1 train.py 4 64 {how}", 0, "On one device there are no splits to compare;")
             for how in ("wrap", "")
         ),
-        ("train.py 1 64 wrap", 0, "Comparing splits takes at least two training steps with the"),
+        ("train.py 1 64 wrap", 0, "Comparing splits takes two training steps with the same ba"),
         ("train.py 4 1 wrap", 0, "batches of 1, 4 devices"),
         ("--json no.json train.py 3 64 fail", 1, "no.json was not written: there is no report"),
         ("train.py 4 64 plain", 0, "No optimizer took a step: these are the peaks of the whole"),
@@ -126,7 +126,11 @@ def test_the_report_is_written(script):
         ("--steps 3 train.py 99999 256 wrap", 0, "search for gpu0_bsz did not end within 3 train"),
         ("--steps 4 -m train 9 64 wrap --memory its", 0, "train, batches of 64, 4 devices"),
         ("--symbolic train.py 4 64 wrap branch", 0, "only: the values that it reads are NaN"),
-        ("train.py 1 4 parse --steps=3", 2, "--steps=3 went to the script; options of balanced-dp"),
+        (
+            "train.py 1 4 parse --steps=3",
+            2,
+            "--steps=3 went to the script; place it before train.py",
+        ),
     ],
 )
 def test_scripts_that_end_otherwise(command, code, says, script):

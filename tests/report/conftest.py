@@ -25,12 +25,5 @@ def report():
 def unlike():
     """The report of devices with unlike capacities."""
     capacities = [6000 * MIB, 3000 * MIB, 2000 * MIB]
-    return tune(
-        SMALL["wide_output"](),
-        32,
-        capacities=capacities,
-        reserve=MIB,
-        emulate=True,
-        with_alternatives=False,
-        goal="headroom",
-    )
+    asked = {"emulate": True, "with_alternatives": False, "goal": "headroom"}
+    return tune(SMALL["wide_output"](), 32, None, capacities, reserve=MIB, **asked)

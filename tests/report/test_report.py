@@ -43,21 +43,20 @@ def test_a_file_gives_back_the_report(report, unlike, tmp_path):
         save_report(report, tmp_path / "none" / "report.json")
 
 
+ALL = r"(?s)\A.*"
+
+
 @pytest.mark.parametrize(
     ("pattern", "by", "message"),
     [
-        (r"(?s)\A.*", "", "is no report, or a truncated one: "),
+        (ALL, "", "is no report, or a truncated one: "),
         (r"(?s).{99}\Z", "", "is no report, or a truncated one: "),
-        (r"(?s)\A.*", "[" * 100_000, "is no report"),
-        (r"(?s)\A.*", '{"a": 1}', "is JSON, but not a report of balanced-dp"),
-        (r"(?s)\A.*", "[]", "is JSON, but not a report"),
+        (ALL, "[" * 100_000, "is no report"),
+        (ALL, '{"a": 1}', "is JSON, but not a report of balanced-dp"),
+        (ALL, "[]", "is JSON, but not a report"),
         ('"schema": 5', '"schema": 2', "has version 2 of a report's"),
         ('"peak_bytes"', '"other"', r"is no report: options\.0\.peak_bytes: Field required"),
-        (
-            r'"gpu0_bsz": \d+',
-            '"gpu0_bsz": "few"',
-            r"options\.\d\.gpu0_bsz: Input should be a",
-        ),
+        (r'"gpu0_bsz": \d+', '"gpu0_bsz": "few"', r"options\.\d\.gpu0_bsz: Input should be a"),
         ('"batch_size": 24', '"batch_size": 23', "is no report: nothing was measured for its"),
     ],
 )
@@ -92,13 +91,13 @@ def test_reports_are_compared(report):
     assert not any(c.failed for c in compare_reports(worse, report, "peak:0%,max_batch:0%"))
 
 
+LIMITS = ("peak", "peak:", "other:5%", "peak:-5%", "peak:5%%", "peak 5", "peak:5")
+
+
 @pytest.mark.parametrize(
     ("change", "limits", "message"),
     [
-        *(
-            ({}, limits, "--fail takes METRIC:NUMBER% of peak")
-            for limits in ("peak", "peak:", "other:5%", "peak:-5%", "peak:5%%", "peak 5", "peak:5")
-        ),
+        *(({}, limits, "--fail takes METRIC:NUMBER% of peak") for limits in LIMITS),
         ({"workload": "b"}, "", "cannot be compared: workload is <script>.* in the first and b in"),
         ({"batch_size": 48}, "", "batch_size is 24 in the first and 48 in the second"),
         ({"capacity_bytes": (1, 1)}, "", "num_devices is 4 in the first and 2 in the second"),
@@ -120,8 +119,8 @@ def test_names_cannot_command_a_terminal(report, tmp_path):
     record = json.loads(report_json(report)) | {"workload": "$x$ \ud800 \x1b[2J" + "n" * 300}
     (tmp_path / "a.json").write_text(json.dumps(record))
     loaded = load_report(tmp_path / "a.json")
-    assert loaded.workload.startswith("$x$ \ufffd \ufffd[2Jnnn")
-    assert "\x1b" not in report_html(loaded) + report_markdown(loaded) + report_json(loaded)
+    for text in report_html(loaded), report_markdown(loaded).replace("\\", ""), report_json(loaded):
+        assert "$x$ \ufffd \ufffd[2Jnnn" in text and "\x1b" not in text
 
 
 def test_out_of_memory_has_no_peak(report):
@@ -138,13 +137,11 @@ EVEN = option((8, 8), (100, 50), seconds=0.25, uses=USES)
 SMALLER = option((6, 10), (70, 60), seconds=0.375, uses=USES)
 
 
-def test_the_cost_of_a_smaller_value():
+def test_speed_and_samples_on_accelerators():
     shown = report_of([EVEN, SMALLER], [90] * 2, mode="real")
-    [sentence] = tables.summary(shown)
-    assert "its largest chunk is 10 instead of 8, 42.7 samples/s instead of 64.0" in sentence
-    assert "about 0.80 of the samples" in sentence
     assert tables.verdict(shown).startswith("With the even split of nn.DataParallel the batch does")
-    assert tables.option_table(shown).rows[0][3:5] == ("0.80", "42.7")
+    table = tables.option_table(shown)
+    assert table.rows[0][3:5] == ["0.80", "42.7"] and "costs speed" in table.caption
 
 
 def test_a_script_is_told_the_place():
@@ -160,7 +157,10 @@ def test_a_script_is_told_the_place():
     shown = report_of(apart, [90] * 2, wrapped_at=(place,))
     assert "Criterion" not in tables.lines(shown) + " ".join(tables.summary(shown))
     by_trainer = report_of([EVEN, SMALLER], [90] * 2, is_trainer=True)
-    assert tables.lines(by_trainer) == "# option 1\ntrainer = BalancedTrainer(gpu0_bsz=6, ...)"
+    assert tables.lines(by_trainer).splitlines()[1:] == [
+        "from balanced_dp.integrations.transformers import BalancedTrainer",
+        "trainer = BalancedTrainer(gpu0_bsz=6, ...)",
+    ]
     assert "class Balanced(BalancedTrainer, MyTrainer)" in " ".join(tables.summary(by_trainer))
 
 

@@ -1,0 +1,51 @@
+"""Render a report as a self-contained HTML page, and as Markdown."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import jinja2
+from markupsafe import Markup
+
+from ..tuning.report import Report
+from .tables import answer, provenance_table, title
+
+
+def report_html(report: Report) -> str:
+    """Return a page with text, tables and plots of a report, which needs no network."""
+    from .plots import report_plots  # matplotlib is slow to import
+
+    drawings = {
+        # Ids get a prefix, to be unique in the page; matplotlib has escaped what it drew.
+        heading: Markup(re.sub(r'(?<= id=")|(?<=href="#)|(?<=url\(#)', f"plot-{index}-", svg))
+        for index, (heading, svg) in enumerate(report_plots(report).items())
+    }
+    return _rendered("page.html", report, drawings=drawings)
+
+
+def report_markdown(report: Report) -> str:
+    """Return the answer of a report as Markdown."""
+    return _rendered("page.md", report)
+
+
+def _rendered(template: str, report: Report, **others: Any) -> str:
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("balanced_dp.report", "."),
+        autoescape=True,
+        finalize=_escaped if template.endswith(".md") else None,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    parts, provenance = [*answer(report)], provenance_table(report)
+    page = environment.get_template(template)
+    return page.render(title=title(report), parts=parts, provenance=provenance, **others)
+
+
+def _escaped(text: str) -> Markup:
+    """Return text that Markdown shows as it is, in one line, unless it is marked as safe."""
+    if isinstance(text, Markup):
+        return text
+    return Markup(re.sub(r"([\\`*_{}\[\]<>|#])", r"\\\1", text).replace("\n", " "))
