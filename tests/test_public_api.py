@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import doctest
 import importlib
-import inspect
 import pkgutil
 import re
 import subprocess
@@ -16,7 +14,7 @@ import pytest
 import torch
 
 import balanced_dp
-from balanced_dp import api, distributed, memory
+from balanced_dp import api
 
 from .conftest import MISSING
 from .processes import python
@@ -29,10 +27,9 @@ MODULES = [
     )
     if not info.name.endswith("__main__") and not (MISSING and info.name.startswith(NEEDS_AN_EXTRA))
 ]
-PUBLIC = [getattr(m, name) for m in (balanced_dp, distributed, memory) for name in m.__all__]
 
 
-def test_the_names_are_few_and_listed_in_the_guide():
+def test_names_are_few_and_in_the_guide():
     assert len(balanced_dp.__all__) <= 26
     guide = (Path(__file__).parent.parent / "docs" / "api.md").read_text("utf-8")
     listed = re.findall(r"`(\w+)`", guide.partition("## balanced_dp.distributed")[0])
@@ -41,27 +38,13 @@ def test_the_names_are_few_and_listed_in_the_guide():
     assert offered == set(balanced_dp.__all__) < set(dir(balanced_dp))
 
 
-def test_fields_and_parameters_are_documented():
-    """A line of the docstring has the name, alone or as one of several, and its meaning."""
-    records = [item for item in PUBLIC if dataclasses.is_dataclass(item)]
-    named = [(record, field.name) for record in records for field in dataclasses.fields(record)]
-    for item in PUBLIC:
-        is_error = inspect.isclass(item) and issubclass(item, Exception)
-        if item not in records and not is_error:
-            named += [(item, name) for name in inspect.signature(item).parameters]
-    assert len(named) > 100
-    for item, name in named:
-        documented = rf"^ +[\w*, ]*\b{name}\b[\w, ]*: "
-        assert re.search(documented, inspect.getdoc(item), re.MULTILINE), (item, name)
-
-
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
 def test_examples_in_docstrings_are_true(module):
     failed, _ = doctest.testmod(module, extraglobs={"torch": torch, **vars(api)})
     assert failed == 0
 
 
-def test_no_import_of_torch_or_dynamo_before_use():
+def test_torch_and_dynamo_are_imported_late():
     """The command line answers at once; Dynamo takes seconds to import.
 
     On free-threaded builds for CUDA, Dynamo turns Python's lock on.
@@ -79,16 +62,16 @@ def test_no_import_of_torch_or_dynamo_before_use():
     subprocess.run([sys.executable, "-c", script], check=True)
 
 
-@pytest.mark.parametrize(
-    ("module", "package", "extra"),
-    [
-        ("cli.commands", "typer", "cli"),
-        ("report", "pydantic", "report"),
-        ("integrations.transformers", "transformers", "hf"),
-        ("integrations.transformers", "accelerate", "hf"),
-    ],
-)
-def test_a_missing_package_is_named_with_its_extra(module, package, extra):
+EXTRAS = [
+    ("cli.commands", "typer", "cli"),
+    ("report", "pydantic", "report"),
+    ("integrations.transformers", "transformers", "hf"),
+    ("integrations.transformers", "accelerate", "hf"),
+]
+
+
+@pytest.mark.parametrize(("module", "package", "extra"), EXTRAS)
+def test_a_missing_extra_is_named(module, package, extra):
     if package == "transformers":
         pytest.importorskip("accelerate")  # else that is named
     done = python("-c", f"import sys; sys.modules['{package}'] = None; import balanced_dp.{module}")

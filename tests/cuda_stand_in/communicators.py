@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import threading
 import time
-import types
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -53,27 +53,24 @@ class Communicators:
             "_scatter": scatter,
             "_gather": gather,
         }
-        own = types.SimpleNamespace(is_available=is_available, reduce=nccl.reduce)
+        own = SimpleNamespace(is_available=is_available, reduce=nccl.reduce)
         with (
             mock.patch.multiple(torch._C, create=True, **functions),
             mock.patch.object(comm, "nccl", own),
         ):
             yield nccl
 
+    @torch.no_grad()
     def broadcast(self, tensor: Tensor, devices: Sequence[int]) -> list[Tensor]:
-        with torch.no_grad():
-            sent = [
-                tensor
-                if index == tensor.get_device()
-                else torch.empty_like(tensor, device=f"{NAME}:{index}")
-                for index in devices
-            ]
-            self.broadcast_out(tensor, [there for there in sent if there is not tensor])
+        names = [f"{NAME}:{index}" for index in devices]
+        sent = [torch.empty_like(tensor, device=name) for name in names]
+        sent = [tensor if t.device == tensor.device else t for t in sent]
+        self.broadcast_out(tensor, [there for there in sent if there is not tensor])
         return sent
 
     def broadcast_out(self, tensor: Tensor, others: Sequence[Tensor]) -> Sequence[Tensor]:
-        if is_available([tensor, *others]):
-            self._run("broadcast", [tensor, *others], [tensor, *others], 0)
+        if is_available(everyone := [tensor, *others]):
+            self._run("broadcast", everyone, everyone, 0)
         else:
             for other in others:
                 other.copy_(tensor, non_blocking=True)
@@ -113,31 +110,15 @@ def is_available(tensors: Sequence[Tensor]) -> bool:
     )
 
 
-def scatter(
-    tensor: Tensor,
-    devices: Sequence[int],
-    chunk_sizes: Sequence[int] | None,
-    dim: int,
-    streams: Sequence[torch.Stream | None] | None,
-) -> list[Tensor]:
-    if chunk_sizes is None:
-        chunks = list(tensor.chunk(len(devices), dim))
-    else:
-        chunks = list(tensor.split(chunk_sizes, dim))
-    for i, index in enumerate(devices[: len(chunks)]):
-        if index != tensor.get_device():
-            stream = None if streams is None else streams[i]
-            with nullcontext() if stream is None else torch.get_device_module(NAME).stream(stream):
-                chunks[i] = chunks[i].to(f"{NAME}:{index}", non_blocking=True)
-    return chunks
+def scatter(tensor: Tensor, devices: Any, sizes: Any, dim: int, streams: Any) -> list[Tensor]:
+    chunks = tensor.split(sizes, dim) if sizes else tensor.chunk(len(devices), dim)
+    moved = []
+    for i, chunk in enumerate(chunks):
+        with torch.get_device_module(NAME).stream(streams[i]) if streams else nullcontext():
+            moved.append(chunk.to(f"{NAME}:{devices[i]}", non_blocking=True))
+    return moved
 
 
 def gather(tensors: Sequence[Tensor], dim: int, destination: int | None) -> Tensor:
     device = torch.device("cpu") if destination == -1 else torch.device(NAME, destination or 0)
-    sizes = [tensor.shape[dim] for tensor in tensors]
-    shape = list(tensors[0].shape)
-    shape[dim] = sum(sizes)
-    joined = torch.empty(shape, dtype=tensors[0].dtype, device=device)
-    for part, tensor in zip(joined.split(sizes, dim), tensors, strict=True):
-        part.copy_(tensor, non_blocking=destination != -1)
-    return joined
+    return torch.cat([t.to(device, non_blocking=destination != -1) for t in tensors], dim)

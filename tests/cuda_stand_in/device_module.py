@@ -33,13 +33,10 @@ class DeviceModule(types.ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         """``memory_allocated``, ``current_stream``, ``synchronize`` and others like these."""
-        return getattr(torch.accelerator, name)
+        return getattr(self._extension if name == "is_initialized" else torch.accelerator, name)
 
     def is_available(self) -> bool:
         return self.is_open
-
-    def is_initialized(self) -> bool:
-        return bool(self._extension.is_initialized())
 
     def init(self) -> None:
         torch.empty(0, device=NAME)
@@ -84,7 +81,7 @@ class DeviceModule(types.ModuleType):
         )
 
     def get_device_name(self, device: Any = None) -> str:
-        return str(self.get_device_properties(device).name)
+        return "stand-in"
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return [torch.float16, torch.bfloat16]

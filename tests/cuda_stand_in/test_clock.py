@@ -25,7 +25,8 @@ def matrices(stand_in: StandIn) -> list[torch.Tensor]:
     return [torch.randn(SIZE, SIZE, device=device) for device in stand_in.devices]
 
 
-def test_devices_compute_side_by_side_and_streams_of_one_device_do_not(matrices, stand_in: StandIn):
+def test_devices_compute_side_by_side(matrices, stand_in: StandIn):
+    """Streams of one device do not."""
     with stand_in.recorded() as work:
         matrices[0] @ matrices[0] + 1
         with torch.Stream(stand_in.devices[0]):
@@ -35,36 +36,29 @@ def test_devices_compute_side_by_side_and_streams_of_one_device_do_not(matrices,
     torch.accelerator.synchronize(0)
 
 
-def test_a_transfer_runs_beside_computing_where_nothing_waits(matrices, stand_in: StandIn):
-    side = torch.Stream(stand_in.devices[0])
-    there = torch.Stream(stand_in.devices[1])
+def test_a_transfer_beside_computing(matrices, stand_in: StandIn):
+    side, there = (torch.Stream(device) for device in stand_in.devices[:2])
+    main = torch.accelerator.current_stream(stand_in.devices[1])
     with stand_in.recorded() as work:
         matrices[0] @ matrices[0]
         with side, torch.get_device_module("stand_in").stream(there):
             arrived = matrices[0].to(stand_in.devices[1])
         matrices[1] @ matrices[1]
-        torch.accelerator.current_stream(stand_in.devices[1]).wait_stream(there)
-        arrived.record_stream(torch.accelerator.current_stream(stand_in.devices[1]))
+        main.wait_stream(there)
+        arrived.record_stream(main)
         arrived @ arrived
     assert spans(stand_in, work) == [(0, 1, "mm"), (0, 1, "copy"), (0, 1, "mm"), (1, 2, "mm")]
     matrices[0].record_stream(side)
 
 
-def test_transfers_into_a_device_go_one_after_the_other(matrices, stand_in: StandIn):
-    streams = [torch.Stream(device) for device in stand_in.devices[1:]]
-    ends = [torch.Stream(stand_in.devices[0]) for _ in streams]
+def test_transfers_into_a_device_queue(matrices, stand_in: StandIn):
     with stand_in.recorded() as work:
         matrices[1] @ matrices[1]  # which the first copy waits for, and the others do not
-        streams[0].wait_stream(torch.accelerator.current_stream(stand_in.devices[1]))
-        for matrix, stream, end in zip(matrices[1:], streams, ends, strict=True):
-            with end, torch.get_device_module("stand_in").stream(stream):
+        for matrix in matrices[1:]:
+            with torch.Stream(stand_in.devices[0]):
                 matrix.to(stand_in.devices[0])
-    assert spans(stand_in, work) == [
-        (0, 1, "mm"),
-        (0, 1, "copy"),
-        (1, 2, "copy"),
-        (2, 3, "copy"),
-    ]
+    copies = [(i, i + 1, "copy") for i in range(3)]
+    assert spans(stand_in, work) == [(0, 1, "mm"), *copies]
     for device in stand_in.devices:
         torch.accelerator.synchronize(device)
 
@@ -82,7 +76,7 @@ def test_a_collective_runs_on_all_of_its_streams(matrices, stand_in: StandIn):
     assert (length_s(found), computing_s(found)) == (3, 1)
 
 
-def test_what_is_ready_first_is_served_first():
+def test_the_first_to_be_ready_is_served():
     record = [
         ("mm", [(33, 1)], [], 3.0, {33: 1}),
         ("copy", [(33, 2)], [0], 1.0, {33: 2}),  # launched first, ready at 3

@@ -12,7 +12,6 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 from balanced_dp import (
-    ArgumentError,
     BalancedCriterion,
     BalancedDataParallel,
     MemoryLogger,
@@ -43,33 +42,24 @@ class Net(nn.Module):
         super().__init__()
         self.head = nn.Linear(8, 3)
 
-    def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.head(x)
-        return output
 
-
-def write(tag: str, value: float, step: int) -> None:
-    print(tag, value, step)
+def write(tag: str, value: float, step: int) -> None: ...
 
 
 def train(x: Tensor, y: Tensor) -> None:
     with emulate_devices(4, memory="1GiB") as devices:
         model = BalancedDataParallel(2, Net().to(devices[0]))
         head: nn.Linear = model.module.head  # the type of the module is kept
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         logger = MemoryLogger(model, write, every=10)
         with model.shared_weights(), model.memory.measure() as usage:
-            loss = cross_entropy(model(x), y)
-            loss.backward()
-        optimizer.step()
+            cross_entropy(model(x), y).backward()
         logger.step()
-        imbalance: float = usage.imbalance
         peaks: list[int | None] = [peak.peak_allocated_bytes for peak in usage.devices]
         uses = devices.memory_breakdown(devices[0])
     model.gpu0_bsz = "auto"
     model.gpu0_bsz = 3
     sizes: tuple[int, ...] = model.split(32)
-    print(head, imbalance, peaks, uses, sizes, memory_breakdown, model.chunk_sizes)
+    print(head, usage.imbalance, peaks, uses, sizes, memory_breakdown(model), model.chunk_sizes)
 
 
 def every_option(module: nn.Module, x: Tensor) -> None:
@@ -88,10 +78,7 @@ def choose(workload: Workload) -> int:
     sizes = [*split_batch(32, 4, 2), *split_by_weights(32, [11, 24, 24], gpu0_bsz=4)]
     report: Report = tune(workload, sum(sizes), 4, [2**30] * 4, sweep=range(9), emulate=True)
     chosen: Option = report.best
-    try:
-        snapshot = MemoryProbe(["cuda:0"]).snapshot()
-    except ArgumentError as error:
-        raise SystemExit(str(error)) from error
+    snapshot = MemoryProbe(["cuda:0"]).snapshot()
     print([memory.label for memory in snapshot], chosen.chunk_sizes)
     return report.largest_batch(chosen).batch_size
 
@@ -113,8 +100,7 @@ def ranks(data: TensorDataset, model: BalancedDataParallel[Net]) -> None:
     ddp = convert(model, bucket_cap_mb=10)
     sampler.set_epoch(1)
     for x, y in loader:
-        total = count_all_ranks(len(x))
-        scale_loss(cross_entropy(ddp(x), y), len(x), total=total).backward()
+        scale_loss(cross_entropy(ddp(x), y), len(x), total=count_all_ranks(len(x))).backward()
     sampler.load_state_dict(sampler.state_dict())
 
 

@@ -73,7 +73,7 @@ def test_a_wrong_gradient_is_named(no_accelerator, monkeypatch):
     assert "FAILED: not all gradients" in str(result)
 
 
-def test_emulated_devices_answer_for_gradients(no_accelerator):
+def test_gradients_on_emulated_devices(no_accelerator):
     result = validate(2)
     assert [check.part for check in result.checks] == ["gradients"] * 2
     assert result.markdown().startswith("### balanced-dp validate: 2 emulated devices\n\npython ")
