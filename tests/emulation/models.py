@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -73,16 +72,6 @@ def _checkpointed(use_reentrant: bool, dropout: float) -> Made:
     return Lambda(forward, inner=inner), (torch.randn(4, 6),)
 
 
-def _gpt2() -> Made:
-    transformers = pytest.importorskip("transformers")
-    sizes = {"vocab_size": 50, "n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 2}
-    tokens = dict.fromkeys(("bos_token_id", "eos_token_id"), 0)
-    no_dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-    config = transformers.GPT2Config(**sizes, **tokens, **no_dropout, use_cache=False)
-    model = transformers.GPT2LMHeadModel(config)
-    return Lambda(lambda self, i: self.model(i).logits, model=model), (torch.randint(50, (2, 9)),)
-
-
 MODELS: dict[str, Callable[[], Made]] = {
     "conv and batch norm": _conv,
     "other norms": _norms,
@@ -93,7 +82,6 @@ MODELS: dict[str, Callable[[], Made]] = {
     "tied embedding": lambda: (tied(), (torch.randint(7, (4, 5)),)),
     "checkpoint": lambda: _checkpointed(False, 0.0),
     "reentrant checkpoint": lambda: _checkpointed(True, 0.0),
-    "gpt2": _gpt2,
 }
 """Models without dropout, so that the CPU's numbers are theirs."""
 

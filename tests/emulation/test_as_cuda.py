@@ -211,9 +211,6 @@ def test_random_numbers(devices):
 
 
 def test_pinned_memory(devices):
-    tensor = torch.ones(2)
-    assert tensor.pin_memory() is tensor
-    assert torch.empty(2, pin_memory=True).device.type == "cpu"
     loader = torch.utils.data.DataLoader(torch.arange(8.0), 4, pin_memory=True, num_workers=1)
     batches = [x.cuda(non_blocking=True).tolist() for x in loader]
     assert batches == [[0, 1, 2, 3], [4, 5, 6, 7]]
@@ -249,42 +246,6 @@ def test_gradients_are_deferred(devices):
         for _ in range(2):
             model(torch.ones(6, 4)).sum().backward()
     assert net.bias.grad.tolist() == [12.0, 12.0]
-
-
-def test_checkpoints(devices, tmp_path):
-    model = nn.Linear(2, 2).cuda(1)
-    path = tmp_path / "model.pt"
-    torch.save({"model": model.state_dict(), "epoch": torch.arange(3)}, path)
-    loaded = torch.load(path)
-    assert loaded["model"]["weight"].device == CUDA1 and loaded["epoch"].device.type == "cpu"
-    model.load_state_dict(loaded["model"])
-    for location, device in (
-        ("cpu", torch.device("cpu")),
-        ("cuda:2", devices[2]),
-        (torch.device("cuda"), CUDA0),
-        ({"cuda:1": "cuda:3"}, devices[3]),
-        (lambda storage, place: storage, torch.device("cpu")),
-        (lambda storage, place: storage.cuda(2), devices[2]),
-    ):
-        weight = torch.load(path, map_location=location)["model"]["weight"]
-        assert weight.device == device
-        assert torch.equal(weight.cpu(), model.weight.detach().cpu())
-    with pytest.raises(EmulationError, match="no emulated device cuda:9"):
-        torch.load(path, map_location="cuda:9")
-
-
-def test_both_data_parallels_run(devices):
-    module = nn.Sequential(nn.Linear(4, 3), nn.Tanh()).double().cuda()
-    inputs = torch.randn(8, 4, dtype=torch.float64)
-    module(inputs.cuda()).sum().backward()
-    expected = module[0].weight.grad.clone()
-    for parallel in (nn.DataParallel(module), BalancedDataParallel(1, module)):
-        module.zero_grad()
-        output = parallel(inputs)
-        assert output.device == CUDA0 and parallel.device_ids == [0, 1, 2, 3]
-        output.sum().backward()
-        assert torch.allclose(module[0].weight.grad, expected, rtol=0, atol=1e-12)
-    assert nn.parallel.data_parallel(module, inputs.cuda(), [0, 1]).shape == (8, 3)
 
 
 def test_first_use_in_a_process():

@@ -62,34 +62,25 @@ def test_replicas_have_it_too(dtype, emulate):
     dtypes = []
     module.register_forward_hook(lambda *args: dtypes.append(args[-1].dtype))
     x = torch.arange(56).view(7, 8) % 20
-    gradients = []
-    for enabled in (True, False):
-        with autocast(dtype, enabled=enabled):
-            output = model(x)
-            loss = functional.cross_entropy(output.flatten(0, 1), x.flatten().to(devices[0]))
-        loss.backward()
-        gradients.append([p.grad.cpu() for p in module.parameters()])
-        module.zero_grad()
-    assert dtypes == [dtype] * 3 + [F32] * 3
-    for gradient, exact in zip(*gradients, strict=True):
-        assert gradient.dtype == F32
-        torch.testing.assert_close(gradient, exact, rtol=0.1, atol=0.02 * exact.abs().max().item())
+    with autocast(dtype):
+        output = model(x)
+        loss = functional.cross_entropy(output.flatten(0, 1), x.flatten().to(devices[0]))
+    loss.backward()
+    assert dtypes == [dtype] * 3 and loss.dtype == F32
+    assert {p.grad.dtype for p in module.parameters()} == {F32}
 
 
 def test_a_weight_is_cast_once(emulate):
     emulate(1)
-    module = torch.get_device_module("lazy")
-    weight = torch.zeros(256, 256, device="lazy:0", requires_grad=True)
-    x = torch.zeros(256, 256, device="lazy:0")
-    held = module.memory_allocated()
+    weight, x = (torch.zeros(256, 256, device="lazy:0", requires_grad=i == 0) for i in range(2))
+    held = torch.lazy.memory_allocated()
     with autocast():
-        x @ weight
-        once = module.memory_allocated()
-        x @ weight
-        assert module.memory_allocated() == once == held + weight.nbytes // 2
+        for _ in range(2):
+            x @ weight
+            assert torch.lazy.memory_allocated() == held + weight.nbytes // 2
         with torch.no_grad():
             weight.add_(1)
-    assert module.memory_allocated() == held
+    assert torch.lazy.memory_allocated() == held
 
 
 def test_casts_without_gradients(emulate):

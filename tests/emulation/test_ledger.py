@@ -162,8 +162,8 @@ def test_backward_frees_what_forward_saved(devices):
 
 
 @pytest.mark.usefixtures("no_collector")
-@pytest.mark.parametrize(("keeps", "in_place"), [(False, True), (True, False)])
-def test_gradients_are_added_in_place(devices, keeps, in_place):
+@pytest.mark.parametrize("keeps", [False, True])
+def test_gradients_are_added_in_place(devices, keeps):
     """As on CUDA, unless somebody keeps them; the engine adds subclasses out of place."""
     kept = []
     x = torch.zeros(256, device=devices[0], requires_grad=True)
@@ -194,25 +194,6 @@ def test_sums_in_custom_backward_count(devices):
     before = allocated(devices[0])
     loss.backward()
     assert peak(devices[0]) - before == 3 * 1024 + 512  # both terms, their sum and the loss's
-
-
-@pytest.mark.usefixtures("no_collector")
-@pytest.mark.parametrize("optimizer_class", [torch.optim.SGD, torch.optim.AdamW])
-def test_training_steps_leave_nothing(devices, optimizer_class):
-    module = nn.TransformerEncoderLayer(16, 4, 32, 0.1, batch_first=True).to(devices[1])
-    optimizer = optimizer_class(module.parameters(), lr=0.01)
-    x = torch.randn(3, 7, 16).to(devices[1])
-
-    def step():
-        module(x).pow(2).mean().backward()
-        nn.utils.clip_grad_norm_(module.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        with torch.inference_mode():
-            module(x)
-        return allocated(devices[1])
-
-    assert step() == step() == step()
 
 
 @pytest.mark.parametrize("grow", ["resize_", "out", "set_"])

@@ -18,9 +18,10 @@ from torch import Tensor, nn
 
 from balanced_dp import EmulationError, emulate_devices
 
-from ..at_once import at_once
 from ..modules import tied
-from .models import MODELS, assert_same_outcome, exact, train
+from .models import MODELS, assert_same_outcome, train
+
+CPU = torch.device("cpu")
 
 # Code that mixes devices.
 
@@ -266,21 +267,6 @@ def test_the_bytes_of_sparse_gradients(devices):
         assert torch.lazy.memory_allocated(0) - before == rounded
 
 
-def test_threads_train_as_one_alone(devices):
-    # The recurrent one has many small operations, so the threads switch often.
-    torch.manual_seed(0)
-    made = MODELS["lstm"]()
-
-    def trained(device):
-        module = train(lambda: copy.deepcopy(made), device).module
-        return {key: value.cpu() for key, value in module.state_dict().items()}
-
-    expected = trained(torch.device("cpu"))
-    for result in at_once(lambda i: trained(devices[i % 3]), 6):
-        torch.testing.assert_close(result, expected, **exact)
-    assert [torch.lazy.memory_allocated(d) for d in devices] == [0, 0, 0]
-
-
 # Files.
 
 
@@ -307,19 +293,29 @@ def test_checkpoints_load_on_the_cpu():
     assert states["state"][0]["exp_avg"].device.type == "cpu"
 
 
-@pytest.mark.parametrize("location", [torch.device, str], ids=["device", "name"])
-def test_checkpoints_load_to_a_device(location):
-    file, again = io.BytesIO(), io.BytesIO()
-    torch.save(torch.arange(3.0), file)
-    file.seek(0)
-    with emulate_devices(2) as devices:
-        loaded = torch.load(file, map_location=location(devices[1]))
-        assert (loaded.device, loaded.tolist()) == (devices[1], [0, 1, 2])
-        assert torch.lazy.memory_allocated(devices[1]) == 512
-        torch.save({"weight": loaded}, again)
-        del loaded
-    again.seek(0)
-    assert torch.load(again)["weight"].tolist() == [0, 1, 2]
+@pytest.mark.parametrize("as_cuda", [False, True], ids=["lazy", "cuda"])
+def test_checkpoints_load_to_a_device(as_cuda, emulate, tmp_path):
+    """Files load on the CPU by default, unless the devices are named cuda."""
+    devices, path = emulate(4, as_cuda=as_cuda), tmp_path / "model.pt"
+    kind, model = devices[0].type, nn.Linear(2, 2).to(devices[1])
+    torch.save({"model": model.state_dict(), "epoch": torch.arange(3)}, path)
+    loaded = torch.load(path)
+    assert loaded["model"]["weight"].device == (devices[1] if as_cuda else CPU)
+    assert loaded["epoch"].device == CPU
+    model.load_state_dict(loaded["model"])
+    for location, device in (
+        ("cpu", CPU),
+        (f"{kind}:2", devices[2]),
+        (torch.device(kind), devices[0]),
+        ({"cuda:1": f"{kind}:3", "cpu": f"{kind}:3"}, devices[3]),
+        (lambda storage, place: storage, CPU),
+        (lambda storage, place: storage.cuda(2) if as_cuda else None, devices[2]),
+    ):
+        weight = torch.load(path, map_location=location)["model"]["weight"]
+        assert weight.device == device or (not as_cuda and callable(location))
+        assert torch.equal(weight.cpu(), model.weight.detach().cpu())
+    with pytest.raises(EmulationError, match=f"no emulated device {kind}:9"):
+        torch.load(path, map_location=f"{kind}:9")
 
 
 # Attributes and representations of tensors.
