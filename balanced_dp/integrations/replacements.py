@@ -89,7 +89,11 @@ class DataParallel(BalancedDataParallel[Any], metaclass=_Meta):
 
 
 def _find_trainer(name: str, path: Any, target: Any = None) -> Any:
-    """Find the module transformers.trainer; replace its ``Trainer`` when it is executed."""
+    """Find the module transformers.trainer; when it is executed, make each trainer balanced.
+
+    A trainer of a class C becomes one of ``class Balanced(BalancedTrainer, C)``, which the report
+    suggests. Classes that the script has derived from ``BalancedTrainer`` stay as they are.
+    """
     spec = PathFinder.find_spec(name, path, target) if name == "transformers.trainer" else None
     loader: Any = spec and spec.loader
     if loader is None:
@@ -101,7 +105,13 @@ def _find_trainer(name: str, path: Any, target: Any = None) -> Any:
         from .transformers import BalancedTrainer  # imports the class that is replaced
 
         initialize = functools.partialmethod(BalancedTrainer.__init__, gpu0_bsz=None)
-        module.Trainer = type("Trainer", (BalancedTrainer,), {"__init__": initialize})
+
+        def new(cls: type, *args: Any, **kwargs: Any) -> Any:
+            if not issubclass(cls, BalancedTrainer):
+                cls = type(cls.__name__, (BalancedTrainer, cls), {"__init__": initialize})
+            return object.__new__(cls)
+
+        module.Trainer.__new__ = new
 
     loader.exec_module = execute_and_replace
     return spec

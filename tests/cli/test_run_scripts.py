@@ -25,7 +25,7 @@ def losses_on_cpu(script: str) -> list[float]:
 
 
 SLOW = pytest.mark.slow
-OFTEN, RARELY = ("xl.py",), ("gpt.py", "xl.py --own", "ema.py", "hf.py")
+OFTEN, RARELY = ("xl.py",), ("gpt.py", "xl.py --own", "ema.py", "hf.py", "hf.py --own")
 
 
 @pytest.mark.parametrize(

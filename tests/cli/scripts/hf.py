@@ -1,6 +1,7 @@
 """Train a small GPT-2 with the Trainer of Hugging Face, on padded sequences."""
 
 import argparse
+import functools
 import tempfile
 
 import torch
@@ -9,6 +10,9 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, 
 parser = argparse.ArgumentParser()
 parser.add_argument("--max_steps", type=int, default=10)
 parser.add_argument("--batch", type=int, default=24)
+parser.add_argument(
+    "--own", action="store_true", help="a Trainer of one's own, with a BalancedTrainer"
+)
 args = parser.parse_args()
 
 torch.manual_seed(0)
@@ -40,6 +44,21 @@ class PrintLoss(TrainerCallback):
         if "loss" in logs:
             print(f"step {state.global_step} loss {float(logs['loss']):.7f}")
 
+
+class Own(Trainer):
+    """Library code, written before this package."""
+
+    def training_step(self, *args, **kwargs):
+        return super().training_step(*args, **kwargs)
+
+
+if args.own:
+    from balanced_dp.integrations.transformers import BalancedTrainer
+
+    class Balanced(BalancedTrainer, Own):
+        """The class that the report suggests."""
+
+    Trainer = functools.partial(Balanced, gpu0_bsz=2)
 
 with tempfile.TemporaryDirectory() as folder:
     arguments = TrainingArguments(
