@@ -4,88 +4,65 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from balanced_dp import BalancedDataParallel
+from balanced_dp.devices import has_streams
 from balanced_dp.parallel import copies, nested
 
-from ..devices import DISTINCT, KINDS, kinds_of_splits, open_devices
-from ..modules import CASES, Case, Lambda
+from ..devices import DISTINCT, KINDS, open_devices
+from ..modules import CASES, Lambda
 
 TOLERANCE = {"rtol": 1e-10, "atol": 1e-10, "check_device": False}
 
 
-def fetch(value: Any) -> Any:
-    if not isinstance(value, torch.Tensor):
-        return value
-    return (value.to_dense() if value.is_sparse else value).detach().cpu()
-
-
-def run(
-    call: Any, module: nn.Module, inputs: Any, device: torch.device
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the output's leaves and the gradients of inputs and parameters, on the CPU."""
+def run(call, module, inputs, device):
+    """Returns the tensors of the output and the gradients of inputs and parameters, by name, on the
+    CPU; and what else is in the output.
+    """
     args, kwargs = pytree.tree_map_only(
-        torch.Tensor,
-        lambda t: t.to(device, copy=True).requires_grad_(t.is_floating_point()),
-        inputs,
+        Tensor, lambda t: t.to(device, copy=True).requires_grad_(t.is_floating_point()), inputs
     )
-    outputs = dict(nested.leaves(call(*args, **kwargs)))
+    others = dict(nested.leaves(call(*args, **kwargs)))
+    found = {n: others.pop(n) for n, t in [*others.items()] if isinstance(t, Tensor)}
     # Weights that differ for each element, so that no two of them can be confused.
     sum(
         (t * torch.arange(1, 1 + t.numel()).double().cos().view(t.shape).to(t.device)).sum()
-        for t in outputs.values()
-        if isinstance(t, torch.Tensor) and t.requires_grad
+        for t in found.values()
+        if t.requires_grad
     ).backward()
-    gradients = {name: parameter.grad for name, parameter in module.named_parameters()}
-    gradients |= {n: t.grad for n, t in nested.leaves((args, kwargs)) if hasattr(t, "grad")}
-    return pytree.tree_map(fetch, (outputs, gradients))
+    leaves = [*module.named_parameters("grad"), *nested.leaves((args, kwargs), "inputs")]
+    found |= {n: t.grad for n, t in leaves if getattr(t, "grad", None) is not None}
+    dense = {n: t.to_dense() if t.is_sparse else t for n, t in found.items()}
+    return {n: t.detach().cpu() for n, t in dense.items()}, others
 
 
-def assert_same(actual: Any, expected: Any) -> None:
-    """Tensors are close, the rest is equal, and so is the structure."""
-    for ours, theirs in zip(actual, expected, strict=True):
-        assert ours.keys() == theirs.keys()
-        for name, value in theirs.items():
-            if isinstance(value, torch.Tensor):
-                torch.testing.assert_close(ours[name], value, **TOLERANCE)
-            else:
-                assert ours[name] == value
-
-
-def check_transparent(
-    case: Case,
-    devices: list[torch.device],
-    batch_size: int,
-    values: Sequence[int],
-    spread: bool = False,
-) -> None:
+def check_transparent(case, devices, batch_size, values, spread=False):
     """Compares each value of gpu0_bsz with the bare module, which is run once."""
     torch.manual_seed(batch_size)
     reference = case.make_module().double()
     inputs = pytree.tree_map_only(
-        torch.Tensor,
+        Tensor,
         lambda t: t.double() if t.is_floating_point() else t,
         case.make_inputs(batch_size),
     )
     modules = [copy.deepcopy(reference).to(devices[0]) for _ in values]
     # Some of CUDA's kernels, as that of weight_norm, are less exact than the CPU's.
     where = devices[0] if devices[0].type == "cuda" else torch.device("cpu")
-    expected = run(reference.to(where), reference, inputs, where)
+    expected, others = run(reference.to(where), reference, inputs, where)
     for gpu0_bsz, module in zip(values, modules, strict=True):
-        parallel = BalancedDataParallel(
-            gpu0_bsz, module, device_ids=devices, spread=spread, **case.options
-        )
-        assert_same(run(parallel, module, inputs, devices[0]), expected)
+        parallel = BalancedDataParallel(gpu0_bsz, module, devices, spread=spread, **case.options)
+        found = run(parallel, module, inputs, devices[0])
+        torch.testing.assert_close(found[0], expected, **TOLERANCE)
+        assert found[1] == others
 
 
 @pytest.mark.filterwarnings("ignore:gpu0_bsz", "ignore:.*it uses Pow")
@@ -124,51 +101,13 @@ def test_any_split_of_any_batch(kind, num_devices, batch_size, gpu0_bsz, spread,
         check_transparent(case, devices, batch_size, [gpu0_bsz], spread)
 
 
-# Beyond one backward pass.
-
-
-def wrapped_mlp(devices, gpu0_bsz=1):
-    module = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
-    reference = copy.deepcopy(module)
-    return BalancedDataParallel(gpu0_bsz, module.to(devices[0]), device_ids=devices), reference
-
-
-@pytest.mark.parametrize(("kind", "gpu0_bsz"), kinds_of_splits([0, 1, 2]), indirect=["kind"])
-def test_first_and_second_derivatives_pass_gradcheck(devices, gpu0_bsz):
-    parallel, _ = wrapped_mlp(devices[:3], gpu0_bsz)
-    x = torch.randn(7, 3, dtype=torch.double).to(devices[0]).requires_grad_()
-    assert torch.autograd.gradcheck(parallel, (x,))
-    assert torch.autograd.gradgradcheck(parallel, (x,))
-
-
-def gradient_penalty(model, x):
-    (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
-    slope.square().sum().backward()
-    return [parameter.grad for parameter in model.parameters()]
-
-
-def autograd_grad(model, x):
-    found = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
-    assert all(parameter.grad is None for parameter in model.parameters())
-    return list(found)
-
-
-@pytest.mark.parametrize("gradients", [gradient_penalty, autograd_grad])
-def test_gradients_however_they_are_computed(devices, gradients):
-    parallel, reference = wrapped_mlp(devices[:3])
-    x = torch.randn(7, 3, dtype=torch.double)
-    found = gradients(parallel, x.to(devices[0], copy=True).requires_grad_())
-    expected = gradients(reference, x.requires_grad_())
-    torch.testing.assert_close(found, expected, **TOLERANCE)
-
-
 # Loops, also in streams of the user's.
 
 
 class Tied(nn.Module):
     """A small language model with tied weights, a frozen layer and buffers of several dtypes."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.tokens = nn.Embedding(11, 6)
         self.norms = nn.ModuleList([nn.LayerNorm(6), nn.BatchNorm1d(6).eval()])
@@ -179,7 +118,7 @@ class Tied(nn.Module):
         self.register_buffer("num_calls", torch.zeros((), dtype=torch.int64))
         self.register_buffer("small", torch.arange(6, dtype=torch.int16))
 
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def forward(self, x, y):
         self.num_calls += 1
         hidden = self.tokens(y.clamp(0)) + x[:, :6] * self.small
         for norm, layer in zip(self.norms, self.layers, strict=True):
@@ -187,7 +126,7 @@ class Tied(nn.Module):
         return nn.functional.cross_entropy(self.head(hidden), y)
 
 
-def copied(self: Lambda, x: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+def copied(self, x, _):
     """While they arrive, it had two dictionaries of parameters: one was set, the other was read."""
     layer = self.layer
     if not torch.is_grad_enabled():
@@ -196,21 +135,21 @@ def copied(self: Lambda, x: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
     return layer(x).square().mean()
 
 
-def skips(self: Lambda, x: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+def skips(self, x, _):
     """Gradients of a bucket are handed on when the one before it is sent, or if it never is."""
     for index, layer in enumerate(self.layers):
         x = x if index % 3 == 1 else layer(x).tanh()
     return x.square().mean()
 
 
-LOSSES: dict[str, Callable[[], nn.Module]] = {
+LOSSES = {
     "tied": Tied,
     "copied": lambda: Lambda(copied, layer=nn.Linear(8, 3)),
     "skips": lambda: Lambda(skips, layers=nn.ModuleList(nn.Linear(8, 8) for _ in range(9))),
 }
 
 
-def steps(model: nn.Module, parameters: list[Any], batches: list[Any]) -> Iterator[torch.Tensor]:
+def steps(model, parameters, batches):
     """Nothing makes the host wait, as reading a loss would."""
     optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
     for batch in batches:
@@ -223,13 +162,12 @@ def steps(model: nn.Module, parameters: list[Any], batches: list[Any]) -> Iterat
             yield from (loss.detach(), model(*batch))
 
 
-def accumulated(
-    model: nn.Module, parameters: list[Any], batches: list[Any]
-) -> Iterator[torch.Tensor]:
+def accumulated(model, parameters, batches):
     """The last batch's graph brings gradients back at once, since the block has ended."""
+    devices = getattr(model, "devices", ()) if len(parameters) % 2 else ()
     with getattr(model, "accumulate", nullcontext)():
         for batch in batches:
-            with side_streams(len(parameters) % 2 * 4):
+            with side_streams(devices):
                 loss = model(*batch)
                 if batch is not batches[-1]:
                     loss.backward()
@@ -237,32 +175,35 @@ def accumulated(
     yield loss.detach()
 
 
-def some_only(
-    model: nn.Module, parameters: list[Any], batches: list[Any]
-) -> Iterator[torch.Tensor]:
+def some_only(model, parameters, batches):
+    """Of some parameters alone, and with a penalty on the gradient of the inputs."""
     some = parameters[::6]
-    for batch in batches:
-        model(*batch).backward(inputs=some)
-        model(*batch).backward()
-        yield from torch.autograd.grad(model(*batch), some)
+    for x, labels in batches:
+        x = x.detach().requires_grad_()
+        model(x, labels).backward(inputs=some)
+        slope, *found = torch.autograd.grad(model(x, labels), [x, *some], create_graph=True)
+        slope.square().sum().backward()
+        yield from (gradient.detach() for gradient in found)
 
 
-def side_streams(num_devices: int) -> AbstractContextManager[None]:
-    """Makes new streams of the stand-in's devices current, as a user who prefetches does.
+@contextmanager
+def side_streams(devices: Sequence[torch.device], comes_back: bool = True) -> Iterator[None]:
+    """Makes new streams current on devices that have streams, as a user who prefetches does.
 
-    They come after the current ones, which come after them at the end.
+    They come after the current ones, which come after them at the end, unless ``comes_back`` is
+    not set.
     """
-    stack = ExitStack()
-    for index in range(num_devices if "stand-in" in KINDS else 0):
-        device = torch.device("stand_in", index)
-        main, side = torch.accelerator.current_stream(device), torch.Stream(device)
-        side.wait_stream(main)
-        stack.callback(main.wait_stream, side)
-        stack.enter_context(torch.get_device_module(device).stream(side))
-    return stack
+    with ExitStack() as stack:
+        for device in filter(has_streams, devices):
+            main, side = torch.accelerator.current_stream(device), torch.Stream(device)
+            side.wait_stream(main)
+            if comes_back:
+                stack.callback(main.wait_stream, side)
+            stack.enter_context(torch.get_device_module(device).stream(side))
+        yield
 
 
-SETTINGS: list[tuple[str, int | None, int, Any, dict[str, Any]]] = [
+SETTINGS = [
     *((kind, gpu0_bsz, 0, "cpu", {}) for kind in KINDS for gpu0_bsz in (0, 2)),
     *((kind, None, 0, 0, {"spread": True}) for kind in DISTINCT),
     *(("stand-in", 1, 4, "cpu", {}), ("stand-in", 4, 1, 1, {})),
@@ -289,7 +230,7 @@ def test_training_is_that_of_the_module(
         labels[labels < 0] = -100 if len(labels) > 1 else 0
     own = [[p for p in each.parameters() if p.requires_grad] for each in (plain, module)]
     expected = [*train(plain, own[0], batches)]
-    with side_streams(streams):
+    with side_streams(devices[:streams]):
         inputs = [[t.to(devices[where] if where != "cpu" else where) for t in b] for b in batches]
         found = [*train(model, own[1], inputs)]
     torch.testing.assert_close(found, expected, **TOLERANCE)
