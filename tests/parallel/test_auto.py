@@ -11,96 +11,72 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
-from balanced_dp import (
-    ArgumentError,
-    BalancedDataParallel,
-    Workload,
-    emulate_devices,
-)
+from balanced_dp import ArgumentError, BalancedDataParallel, Workload, emulate_devices
 from balanced_dp.search import MAX_SPLITS
 
 from ..modules import short_of_memory_in_backward
 from ..notes import notes_of
 from ..tuning.small_workloads import SMALL
 
-GIB = 2**30
+SGD = functools.partial(torch.optim.SGD, lr=0.1)
 
 
-def layers(width=4096, outputs=64, loss=lambda output: output.square().mean(), **options):
+def layers(width, outputs, loss, **options):
     """Few operators, much activation."""
     return Workload(
-        lambda: torch.nn.Sequential(
-            torch.nn.Linear(64, width), torch.nn.ReLU(), torch.nn.Linear(width, outputs)
-        ),
+        lambda: nn.Sequential(nn.Linear(64, width), nn.ReLU(), nn.Linear(width, outputs)),
         lambda n: ((torch.zeros(n, 64),), {}, None),
         lambda output, target: loss(output),
         **options,
     )
 
 
-WIDE = layers()
-TALL = layers(2048, 1, torch.mean, make_optimizer=functools.partial(torch.optim.SGD, lr=0.1))
+WIDE = layers(4096, 64, lambda output: output.square().mean())
+TALL = layers(2048, 1, torch.mean, make_optimizer=SGD)
 
 
 class Loop:
     """A training loop of a workload on emulated devices."""
 
-    def __init__(self, workload, devices, gpu0_bsz="auto"):
-        torch.manual_seed(0)
-        with torch.device(devices[0]):
+    def __init__(self, workload, device, gpu0_bsz):
+        with torch.device(device):
             module = workload.model()
-        self.workload = workload
-        self.device = devices[0]
-        self.model = BalancedDataParallel(gpu0_bsz, module.to(devices[0]))
+        self.workload, self.device = workload, device
+        self.model = BalancedDataParallel(gpu0_bsz, module.to(device))
         self.optimizer = workload.make_optimizer(module.parameters())
 
-    def forward_backward(self, batch_size: int) -> torch.Tensor:
+    def forward_backward(self, batch_size):
         args, kwargs, target = self.workload.make_batch(batch_size)
-        if target is not None:
-            target = target.to(self.device)
-        loss = self.workload.loss(self.model(*args, **kwargs), target)
-        loss.backward()
-        return loss.detach()
+        target = None if target is None else target.to(self.device)
+        self.workload.loss(self.model(*args, **kwargs), target).backward()
 
-    def step(self, *batch_sizes: int) -> torch.Tensor:
-        """Adds up the gradients of batches, and returns the loss of the last one."""
+    def step(self, *batch_sizes):
+        """Adds up the gradients of batches, and returns how many samples device 0 got last."""
         self.optimizer.zero_grad()
-        self.values = set()
         for batch_size in batch_sizes:
-            loss = self.forward_backward(batch_size)
-            self.values.add(self.model.chunk_sizes[0])
+            self.forward_backward(batch_size)
         self.optimizer.step()
-        return loss
+        return self.model.chunk_sizes[0]
 
-    def follow(self, batch_size: int, num_steps: int = 14) -> list[int]:
-        """The values of each step."""
-        values = []
-        for _ in range(num_steps):
-            self.step(batch_size)
-            values += self.values
-        return values
-
-    def found(self, batch_size: int) -> int:
-        """The value that the search ends with."""
-        self.follow(batch_size)
-        assert self.search.is_over
-        return self.model.gpu0_bsz
-
-    def repeat(self, batch_size: int, num_steps: int = 14) -> int:
-        """Takes steps, again where memory runs out; returns how often it did."""
-        num_failures = 0
-        while num_steps:
+    def follow(self, batch_size, num_steps=14):
+        """Repeats steps that run out of memory; returns all values, and how often it did."""
+        values, num_failures = [], 0
+        while len(values) < num_steps:
             try:
-                self.step(batch_size)
-                num_steps -= 1
+                values.append(self.step(batch_size))
             except torch.OutOfMemoryError:
                 num_failures += 1
                 assert num_failures < 12
-        return num_failures
+        return values, num_failures
 
-    def peaks(self) -> list[int]:
-        return [torch.lazy.max_memory_allocated(device) for device in self.model.devices]
+    def peak(self):
+        return max(map(torch.lazy.max_memory_allocated, self.model.devices))
+
+    def reset_peaks(self):
+        for device in self.model.devices:
+            torch.lazy.reset_peak_memory_stats(device)
 
     @property
     def search(self):
@@ -111,7 +87,7 @@ class Loop:
 def looping(workload, num_devices=4, gpu0_bsz="auto", symbolic=True, **options):
     """Opens emulated devices, gives a loop on them, and takes all from it at the end."""
     with emulate_devices(num_devices, symbolic=symbolic, **options) as devices:
-        loop = Loop(workload, devices, gpu0_bsz)
+        loop = Loop(workload, devices[0], gpu0_bsz)
         try:
             yield loop
         finally:
@@ -124,7 +100,8 @@ def loop():
         yield loop
 
 
-def test_the_value_can_be_read_and_set(loop):
+def test_the_value_can_be_read_and_set(loop, monkeypatch):
+    """Once it is frozen, nothing is read any more."""
     model = loop.model
     assert (model.gpu0_bsz, model.chunk_sizes) == (None, None)
     loop.step(400)
@@ -132,14 +109,17 @@ def test_the_value_can_be_read_and_set(loop):
     loop.follow(400)
     assert loop.search.is_over
     assert model.gpu0_bsz < 100
+    with monkeypatch.context() as patch:
+        for name in ("max_memory_allocated", "reset_peak_memory_stats", "memory_stats"):
+            patch.delattr(torch.lazy, name)
+        loop.follow(400, 3)
     model.gpu0_bsz = 40
     loop.step(400)
     assert model.chunk_sizes == model.split(400) == (40, 120, 120, 120)
     model.gpu0_bsz = "auto"
     loop.step(400)
-    assert model.chunk_sizes == (100, 100, 100, 100)
     auto = model._policy
-    for duplicate in (copy.deepcopy(auto), pickle.loads(pickle.dumps(auto))):
+    for duplicate in (auto, copy.deepcopy(auto), pickle.loads(pickle.dumps(auto))):
         assert duplicate.split(400) == (100, 100, 100, 100)
 
 
@@ -160,9 +140,8 @@ def skips_steps(loop, number):
 
 
 def resets_peaks(loop, number):
+    loop.reset_peaks()
     loop.step(400)
-    for device in loop.model.devices:
-        torch.lazy.reset_peak_memory_stats(device)
 
 
 def runs_out_of_data(loop, number):
@@ -180,10 +159,9 @@ def test_loops_that_do_other_things(train, loop):
     for gpu0_bsz in {value, *range(0, 101, 10)}:
         loop.model.gpu0_bsz = gpu0_bsz if gpu0_bsz < 100 else None
         for number in (4, 6):
-            for device in loop.model.devices:
-                torch.lazy.reset_peak_memory_stats(device)
-            train(loop, number) if train is not resets_peaks else loop.step(400)
-        peaks[gpu0_bsz] = max(loop.peaks())
+            loop.reset_peaks()
+            train(loop, number)
+        peaks[gpu0_bsz] = loop.peak()
     assert peaks[value] <= min(peaks.values()) * 1.01
 
 
@@ -191,19 +169,13 @@ def test_steps_of_any_optimizer_are_seen():
     """A fused kernel writes to the parameters without a new version."""
     make_optimizer = functools.partial(torch.optim.AdamW, fused=True)
     with looping(replace(WIDE, make_optimizer=make_optimizer)) as loop:
-        other = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
+        other = torch.optim.SGD([nn.Parameter(torch.ones(1))])
         for _ in range(6):
             loop.forward_backward(400)
             other.step()  # not the model's
         assert loop.search.search.batch_size == 0
-        assert loop.found(400) < 100
-
-
-def test_nothing_is_read_once_it_is_frozen(loop, monkeypatch):
-    loop.found(400)
-    for name in ("max_memory_allocated", "reset_peak_memory_stats", "memory_stats"):
-        monkeypatch.delattr(torch.lazy, name)
-    loop.follow(400, 3)
+        loop.follow(400)
+        assert loop.search.is_over and loop.model.gpu0_bsz < 100
 
 
 @pytest.mark.filterwarnings("ignore:gpu0_bsz=12 has no effect")
@@ -211,12 +183,12 @@ def test_nothing_is_read_once_it_is_frozen(loop, monkeypatch):
 def test_steps_that_ran_out_are_repeated(name):
     with looping(SMALL[name](), gpu0_bsz=1) as loop:
         loop.follow(48, 2)
-        memory = round(max(loop.peaks()) * 1.02)
+        memory = round(loop.peak() * 1.02)
     stock = looping(SMALL[name](), gpu0_bsz=12, memory=memory)
     with stock as loop, pytest.raises(torch.OutOfMemoryError):
-        loop.follow(48, 2)
+        loop.step(48), loop.step(48)
     with looping(SMALL[name](), memory=memory) as loop:
-        assert loop.repeat(48) > 0
+        assert loop.follow(48)[1] > 0
         assert loop.model.gpu0_bsz < 12
 
 
@@ -226,61 +198,7 @@ def test_running_out_says_what_to_do():
             loop.step(2000)
         assert "gpu0_bsz='auto' is now 500: the step may be repeated" in str(notes_of(caught.value))
         del caught
-        assert loop.follow(2000, 1) == [500]
-
-
-@pytest.mark.filterwarnings("ignore:gpu0_bsz=6 has no effect")
-def test_batches_that_differ_in_length():
-    """What a sample takes differs from batch to batch, so no law holds."""
-    lengths = itertools.cycle([64, 16, 48, 8, 56, 24, 40, 32])
-
-    def make_batch(n):
-        batch = torch.zeros(n, next(lengths), dtype=torch.int64)
-        return (batch,), {}, batch
-
-    workload = SMALL["char_transformer"]()
-    with looping(replace(workload, make_batch=make_batch)) as loop:
-        loop.follow(24, 24)
-        assert loop.search.is_over
-        value = loop.model.gpu0_bsz
-    peaks = {}
-    for gpu0_bsz in (value, 5):
-        with looping(workload, gpu0_bsz=gpu0_bsz) as loop:
-            loop.follow(24, 3)
-            peaks[gpu0_bsz] = max(loop.peaks())
-    assert peaks[value] <= peaks[5] * 1.2
-
-
-@pytest.mark.parametrize(
-    ("device_ids", "message"),
-    [
-        (["cpu", "cpu"], "of a type that counts its memory, got cpu, cpu; give a number"),
-        ([0, 1, 0], "needs distinct devices .* got lazy:0, lazy:1, lazy:0"),
-    ],
-)
-def test_devices_that_cannot_be_compared(device_ids, message):
-    with emulate_devices(2) as devices, pytest.raises(ArgumentError, match=message):
-        BalancedDataParallel("auto", torch.nn.Linear(2, 2).to(devices[0]), device_ids)
-
-
-def test_one_device_has_nothing_to_balance():
-    model = BalancedDataParallel("auto", torch.nn.Linear(2, 2), ["cpu"])
-    assert model(torch.ones(3, 2)).shape == (3, 2)
-    with looping(WIDE, 1) as loop:
-        loop.forward_backward(3)
-        assert loop.model.split(3) == (3,)
-
-
-def test_batch_norm_never_gets_a_single_sample():
-    """It refuses one in training; with the even split the run would go on."""
-
-    def model():
-        return torch.nn.Sequential(
-            torch.nn.Linear(64, 512), torch.nn.BatchNorm1d(512), torch.nn.Linear(512, 64)
-        )
-
-    with looping(replace(WIDE, model=model)) as loop:
-        assert 1 not in loop.follow(400) and loop.search.is_over
+        assert loop.step(2000) == 500
 
 
 def test_running_out_in_evaluation_moves_nothing():
@@ -302,49 +220,85 @@ def test_running_out_in_backward():
         with pytest.raises(torch.OutOfMemoryError):
             loop.step(3000)
         assert loop.model.split(3000)[0] == loop.model.gpu0_bsz < 1000  # it has moved by now
-        loop.found(3000)
+        assert loop.follow(3000)[1] == 0
+        assert loop.search.is_over
 
 
-# Checkpoints.
+@pytest.mark.filterwarnings("ignore:gpu0_bsz=6 has no effect")
+def test_batches_that_differ_in_length():
+    """What a sample takes differs from batch to batch, so no law holds."""
+    lengths = itertools.cycle([64, 16, 48, 8, 56, 24, 40, 32])
+
+    def make_batch(n):
+        batch = torch.zeros(n, next(lengths), dtype=torch.int64)
+        return (batch,), {}, batch
+
+    workload = SMALL["char_transformer"]()
+    with looping(replace(workload, make_batch=make_batch)) as loop:
+        loop.follow(24, 24)
+        assert loop.search.is_over
+        value = loop.model.gpu0_bsz
+    peaks = {}
+    for gpu0_bsz in (value, 5):
+        with looping(workload, gpu0_bsz=gpu0_bsz) as loop:
+            loop.follow(24, 3)
+            peaks[gpu0_bsz] = loop.peak()
+    assert peaks[value] <= peaks[5] * 1.2
 
 
-SHORT_OF_MEMORY = ["14MiB", "64MiB", "64MiB"]
+def test_devices_that_cannot_be_compared():
+    module = nn.Linear(2, 2)
+    message = "of a type that counts its memory, got cpu, cpu; give a number"
+    with pytest.raises(ArgumentError, match=message):
+        BalancedDataParallel("auto", module, ["cpu", "cpu"])
+    message = "needs distinct devices .* got lazy:0, lazy:1, lazy:0"
+    with emulate_devices(2), pytest.raises(ArgumentError, match=message):
+        BalancedDataParallel("auto", module, [0, 1, 0])
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    """A run in which the even split runs out of memory: its checkpoint, and the value it found."""
-    path = tmp_path_factory.mktemp("auto") / "checkpoint.pt"
-    with looping(TALL, 3, symbolic=False, memory=SHORT_OF_MEMORY) as loop:
-        assert loop.repeat(3000) > 0
+def test_one_device_has_nothing_to_balance():
+    model = BalancedDataParallel("auto", nn.Linear(2, 2), ["cpu"])
+    assert model(torch.ones(3, 2)).shape == (3, 2)
+    with looping(WIDE, 1) as loop:
+        loop.forward_backward(3)
+        assert loop.model.split(3) == (3,)
+
+
+def test_batch_norm_never_gets_a_single_sample():
+    """It refuses one in training; with the even split the run would go on."""
+
+    def model():
+        return nn.Sequential(nn.Linear(64, 512), nn.BatchNorm1d(512), nn.Linear(512, 64))
+
+    with looping(replace(WIDE, model=model)) as loop:
+        assert 1 not in loop.follow(400)[0] and loop.search.is_over
+
+
+def test_a_resumed_run_runs_out_no_more(tmp_path):
+    """The even split does. Checkpoints load both ways, also to and from nn.DataParallel."""
+    resume = functools.partial(looping, TALL, 3, symbolic=False)
+    memory = ["14MiB", "64MiB", "64MiB"]
+    with resume(memory=memory) as loop:
+        assert loop.follow(3000)[1] > 0
         assert loop.search.is_over
         found = loop.model.gpu0_bsz
         loop.step(7)  # the last batch of an epoch says nothing
         assert loop.model.gpu0_bsz == found < 1000
-        torch.save(loop.model.state_dict(), path)
-    return path, found
-
-
-def test_a_resumed_run_runs_out_no_more(saved):
-    path, found = saved
-    with looping(TALL, 3, symbolic=False, memory=SHORT_OF_MEMORY) as loop:
-        state = torch.load(path, weights_only=True)
+        torch.save(loop.model.state_dict(), tmp_path / "checkpoint.pt")
+    state = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
+    with resume(memory=memory) as loop:
         loop.model.load_state_dict(state)
         assert loop.model.gpu0_bsz == loop.model.split(3000)[0] == found
-        values = loop.follow(3000)
-        assert values[0] == found
+        values, num_failures = loop.follow(3000)
+        assert (values[0], num_failures) == (found, 0)
         loop.model.load_state_dict(state)  # now training has begun
         assert loop.model.gpu0_bsz == values[-1]
-
-
-def test_checkpoints_load_both_ways(saved):
-    state = torch.load(saved[0], weights_only=True)
-    stock = torch.nn.DataParallel(TALL.model(), ["cpu"])
+    stock = nn.DataParallel(TALL.model(), ["cpu"])
     assert state.keys() == stock.state_dict().keys()
     stock.load_state_dict(state, strict=True)
-    for gpu0_bsz, saved_state in (("auto", stock.state_dict()), ("auto", dict(state)), (5, state)):
-        with looping(TALL, 3, gpu0_bsz, symbolic=False) as loop:
-            loop.model.load_state_dict(saved_state, strict=True)
+    for gpu0_bsz, other in (("auto", stock.state_dict()), ("auto", dict(state)), (5, state)):
+        with resume(gpu0_bsz=gpu0_bsz) as loop:
+            loop.model.load_state_dict(other, strict=True)
             assert loop.model.split(3000)[0] == (1000 if gpu0_bsz == "auto" else 5)
             # Nothing was found here.
             assert "auto_split" not in str(loop.model.state_dict()._metadata)

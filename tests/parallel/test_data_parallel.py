@@ -1,3 +1,5 @@
+"""The wrapper is an nn.DataParallel, and names what cannot be used."""
+
 from __future__ import annotations
 
 import copy
@@ -8,12 +10,14 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrizations, parametrize
 from torch.utils._pytree import tree_map
 
 from balanced_dp import (
     ArgumentError,
     ArgumentTypeError,
     BalancedDataParallel,
+    BalanceWarning,
     ScatterError,
     emulate_devices,
 )
@@ -40,11 +44,9 @@ def test_it_is_an_nn_data_parallel(emulated):
         assert list(inspect.signature(ours).parameters)[: len(names) + 1] == ["gpu0_bsz", *names]
     module = nn.Linear(4, 2).to(emulated[1])
     parallel = BalancedDataParallel(1, module, emulated[1:4], emulated[2], 1)
-    assert isinstance(parallel, nn.DataParallel)
-    assert parallel.module is module
+    assert isinstance(parallel, nn.DataParallel) and parallel.module is module
     assert (parallel.device_ids, parallel.output_device, parallel.dim) == ([1, 2, 3], 2, 1)
-    assert parallel.src_device_obj == emulated[1]
-    assert parallel.devices == emulated[1:4]
+    assert (parallel.src_device_obj, parallel.devices) == (emulated[1], emulated[1:4])
     stock = nn.DataParallel(nn.Linear(4, 2))
     file = io.BytesIO()
     torch.save(parallel.state_dict(), file)
@@ -56,8 +58,19 @@ def test_it_is_an_nn_data_parallel(emulated):
     assert parallel.module.weight.sum().item() == 8
 
 
+def test_attributes_without_an_accelerator(no_accelerator):
+    """Stock returns from its constructor before it sets dim and output_device, so code that reads
+    them fails on a machine without GPUs only.
+    """
+    module = nn.Linear(4, 2)
+    parallel = BalancedDataParallel(1, module, dim=1)
+    attributes = (parallel.module, parallel.device_ids, parallel.output_device, parallel.dim)
+    assert attributes == (module, [], None, 1)
+    assert parallel(torch.randn(3, 4)).shape == (3, 2)
+
+
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
-def test_copies_and_pickles_work_and_are_independent(duplicate, devices):
+def test_copies_and_pickles_are_independent(duplicate, devices):
     parallel = wrap(devices[:3], broadcast=("inputs.1",), scalar_outputs="sum")
     x = torch.randn(7, 4)
     with torch.no_grad():
@@ -70,48 +83,83 @@ def test_copies_and_pickles_work_and_are_independent(duplicate, devices):
         assert parallel.module.weight.any()
 
 
+STEPS = ["scatter", "replicate", "parallel_apply", "gather"]
+
+
 def test_the_steps_can_be_called_one_by_one(devices):
     """As code does that strings nn.DataParallel's steps together itself."""
-    parallel = wrap(devices[:3])
-    x = torch.randn(7, 4)
-    device_ids = parallel.device_ids
-    inputs, kwargs = parallel.scatter((x,), {}, device_ids)
-    replicas = parallel.replicate(parallel.module, device_ids)
+    parallel, x = wrap(devices[:3]), torch.randn(7, 4)
+    inputs, kwargs = parallel.scatter((x,), {}, parallel.device_ids)
+    replicas = parallel.replicate(parallel.module, parallel.device_ids)
     outputs = parallel.parallel_apply(replicas, inputs, kwargs)
     joined = parallel.gather(outputs, parallel.output_device)
     torch.testing.assert_close(joined, parallel(x))
-    whole, _ = parallel.scatter((3,), None, device_ids)
+    whole, _ = parallel.scatter((3,), None, parallel.device_ids)
     assert whole == [(3,)] * 3
 
 
 @pytest.mark.parametrize("gpu0_bsz", [0, 1, None])
-def test_steps_are_overridden_with_torchs_signatures(gpu0_bsz, devices):
+def test_steps_are_overridden_as_torchs_are(gpu0_bsz, devices):
     seen = []
 
-    class Logged(BalancedDataParallel):
-        def scatter(self, inputs, kwargs, device_ids):
-            seen.append("scatter")
-            return super().scatter(inputs, kwargs, device_ids)
+    def logged(name):
+        theirs = inspect.signature(getattr(nn.DataParallel, name))
 
-        def replicate(self, module, device_ids):
-            seen.append("replicate")
-            return super().replicate(module, device_ids)
+        def step(self, *args):
+            assert len(args) == len(theirs.parameters) - 1
+            seen.append(name)
+            return getattr(BalancedDataParallel, name)(self, *args)
 
-        def parallel_apply(self, replicas, inputs, kwargs):
-            seen.append("parallel_apply")
-            return super().parallel_apply(replicas, inputs, kwargs)
+        return step
 
-        def gather(self, outputs, output_device):
-            seen.append("gather")
-            return super().gather(outputs, output_device)
-
+    cls = type("Logged", (BalancedDataParallel,), {name: logged(name) for name in STEPS})
     module = nn.Linear(4, 2).to(devices[0])
     x = torch.randn(7, 4)
     loss = nn.Sequential(module, Lambda(lambda m, h: h.square().mean()))
     for whole in (module, loss):
-        found = Logged(gpu0_bsz, whole, devices[:3])(x)
+        found = cls(gpu0_bsz, whole, devices[:3])(x)
         torch.testing.assert_close(found, whole(x.to(devices[0])))
-    assert seen == ["scatter", "replicate", "parallel_apply", "gather"] * 2
+    assert seen == STEPS * 2
+
+
+STOCK, XL = "nn.DataParallel", "Transformer-XL's BalancedDataParallel"
+REPOSITORY = "the repository Balanced-DataParallel"
+LISTS = "CornerNet's and CenterNet's DataParallel"
+
+
+@pytest.mark.filterwarnings("ignore:gpu0_bsz")
+@pytest.mark.parametrize(
+    ("whose", "batch_size", "num_devices", "gpu0_bsz", "weights", "found"),
+    [
+        (STOCK, 9, 4, 9, None, (3, 3, 3, 0)),
+        (STOCK, 10, 8, 10, None, (2,) * 5 + (0,) * 3),
+        (STOCK, 10, 4, None, None, (3, 3, 3, 1)),
+        (XL, 32, 4, 2, None, (2, 10, 10, 10)),
+        (XL, 4, 3, 1, None, (1, 2, 1)),  # theirs: 2, 2
+        (XL, 9, 4, 2, None, (2, 3, 2, 2)),  # theirs: 3, 3, 3
+        (REPOSITORY, 158, 6, 1, None, (1, 32, 32, 31, 31, 31)),
+        (REPOSITORY, 9, 4, 0, None, (0, 3, 3, 3)),  # theirs: a chunk fewer than there are devices
+        (LISTS, 114, 4, 18, None, (18, 32, 32, 32)),
+        (LISTS, 107, 4, 18, None, (18, 30, 30, 29)),  # the last batch is smaller
+        (LISTS, 28, 3, None, (4, 8, 16), (4, 8, 16)),
+        (LISTS, 21, 3, None, (4, 8, 16), (3, 6, 12)),
+    ],
+)
+def test_splits_and_gradients_of_each_class(
+    whose, batch_size, num_devices, gpu0_bsz, weights, found
+):
+    """Those of docs/migration.md. Batches of Transformer-XL's script are in dimension 1."""
+    module, dim = nn.Linear(4, 3).double(), int(whose == XL)
+    reference = copy.deepcopy(module)
+    x = torch.randn((5, batch_size, 4) if dim else (batch_size, 4), dtype=torch.double)
+    devices = ["cpu"] * num_devices
+    model = BalancedDataParallel(gpu0_bsz, module, devices, dim=dim, device_weights=weights)
+    for call in (model, reference):
+        call(x).square().mean().backward()
+    assert model.chunk_sizes == model.split(batch_size) == found
+    assert_same_gradients(module, reference)
+    output = data_parallel(gpu0_bsz, module, x, devices, dim=dim)
+    torch.testing.assert_close(output, reference(x))
 
 
 # Devices.
@@ -128,11 +176,17 @@ def test_ints_and_none_mean_emulated_devices(accelerator, monkeypatch):
             assert (parallel.devices, parallel.device_ids) == (list(devices), [0, 1, 2])
             assert parallel(torch.randn(7, 4)).device == devices[1]
         assert BalancedDataParallel(1, module, [0, 0])(torch.randn(7, 4)).shape == (7, 2)
+        for wrong, message in (
+            (-1, "must not be negative, got -1"),
+            (5, "there are 3 of its type"),
+        ):
+            with pytest.raises(ArgumentError, match=message):
+                BalancedDataParallel(1, module, [0, wrong])
         del module, parallel
     assert default_device_type() == accelerator
 
 
-def test_on_one_device_the_module_is_moved_and_called_directly(devices):
+def test_one_device_calls_the_module_itself(devices):
     seen = []
     module = Lambda(lambda m, x, k: seen.append(m) or m.a(x) + k["b"], a=nn.Linear(4, 2))
     parallel = BalancedDataParallel(1, module, devices[:1])
@@ -142,43 +196,49 @@ def test_on_one_device_the_module_is_moved_and_called_directly(devices):
     assert seen[0] is module
 
 
+@pytest.mark.parametrize("device_ids", [None, ["cpu"], ["cpu"] * 3])
+def test_outputs_go_into_another_model(device_ids, no_accelerator):
+    first, second = nn.Linear(3, 2), nn.Linear(2, 1)
+    models = [BalancedDataParallel(1, m, device_ids, gather=False) for m in (first, second)]
+    x = torch.randn(8, 3)
+    torch.testing.assert_close(models[1](models[0](x)).gather(), second(first(x)))
+    torch.testing.assert_close(models[1](input=models[0](x)).gather(), second(first(x)))
+    outputs = BalancedDataParallel(1, first, ["cpu"] * 2, gather=False)(x)
+    if device_ids is None:
+        with pytest.raises(ScatterError, match=r"is PerDevice.* on cpu; gather\(\) it first"):
+            models[1](outputs)
+
+
 # Arguments.
-
-
-WRONG_VALUES = [
-    ({"gpu0_bsz": -1}, "gpu0_bsz must be at least 0, got -1"),
-    ({"scalar_outputs": "max"}, "scalar_outputs must be one of"),
-    ({"scalar_outputs": "sum", "loss_weight": len}, "weighs a mean, but scalar_outputs is 'sum'"),
-    ({"broadcast": "maks"}, "broadcast names 'maks', but Linear.forward takes"),
-    ({"device_weights": [1, 2, 3]}, "one number for each of 2 devices, got 3"),
-    ({"device_weights": [0, 0]}, "device_weights must not all be 0"),
-    ({"gpu0_bsz": "auto", "device_weights": [1, 2]}, "is a number or None, got 'auto'"),
-    ({"device_ids": []}, "device_ids is empty"),
-    ({"device_ids": ["gpu:0"]}, "there is no device 'gpu:0': "),
-    ({"device_ids": ["meta", "meta"]}, "there is no device 'meta': "),
-    ({"device_ids": ["xpu"]}, "device xpu does not exist: there are 0"),
-    ({"device_ids": [0, 1]}, "Leave device_ids out to run without splitting"),
-]
-WRONG_TYPES = [
-    ({"gpu0_bsz": 1.5}, "gpu0_bsz must be an integer, got 1.5"),
-    ({"gpu0_bsz": True}, "gpu0_bsz must be an integer, got True"),
-    ({"gpu0_bsz": "Auto"}, "an integer, 'auto' or None, got 'Auto'"),
-    ({"module": lambda x: x}, "module must be an nn.Module, got function"),
-    ({"module": torch.optim.SGD([torch.ones(1)])}, "must be an nn.Module, got SGD"),
-    ({"dim": "0"}, "dim must be an integer, got '0'"),
-    ({"dim": True}, "dim must be an integer, got True"),
-    ({"device_ids": "cpu"}, "must be a list of devices, got 'cpu'"),
-    ({"device_ids": 0}, "device_ids must be a list of devices, got 0"),
-    ({"device_ids": [True]}, "got True"),
-    ({"device_ids": [1.0]}, "an int, a string or a torch.device, got 1.0"),
-]
 
 
 @pytest.mark.parametrize(
     ("error", "options", "message"),
     [
-        *((ArgumentError, *row) for row in WRONG_VALUES),
-        *((ArgumentTypeError, *row) for row in WRONG_TYPES),
+        (ArgumentError, {"gpu0_bsz": -1}, "gpu0_bsz must be at least 0, got -1"),
+        (ArgumentTypeError, {"gpu0_bsz": 1.5}, "gpu0_bsz must be an integer, got 1.5"),
+        (ArgumentTypeError, {"gpu0_bsz": "Auto"}, "an integer, 'auto' or None, got 'Auto'"),
+        (ArgumentTypeError, {"module": len}, "must be an nn.Module, got builtin_function"),
+        (ArgumentTypeError, {"dim": "0"}, "dim must be an integer, got '0'"),
+        (ArgumentError, {"broadcast": "maks"}, "broadcast names 'maks', but Linear.forward takes"),
+        (ArgumentError, {"scalar_outputs": "max"}, "scalar_outputs must be one of"),
+        (
+            *(ArgumentError, {"scalar_outputs": "sum", "loss_weight": len}),
+            "weighs a mean, but scalar_outputs is 'sum'",
+        ),
+        (ArgumentError, {"device_weights": [1, 2, 3]}, "one number for each of 2 devices, got 3"),
+        (ArgumentError, {"device_weights": [0, 0]}, "device_weights must not all be 0"),
+        (
+            *(ArgumentError, {"gpu0_bsz": "auto", "device_weights": [1, 2]}),
+            "is a number or None, got 'auto'",
+        ),
+        (ArgumentError, {"device_ids": []}, "device_ids is empty"),
+        (ArgumentError, {"device_ids": ["gpu:0"]}, "there is no device 'gpu:0': "),
+        (ArgumentError, {"device_ids": ["meta", "meta"]}, "there is no device 'meta': "),
+        (ArgumentError, {"device_ids": ["xpu"]}, "device xpu does not exist: there are 0"),
+        (ArgumentError, {"device_ids": [0, 1]}, "Leave device_ids out to run without splitting"),
+        (ArgumentTypeError, {"device_ids": "cpu"}, "must be a list of devices, got 'cpu'"),
+        (ArgumentTypeError, {"device_ids": [1.0]}, "an int, a string or a torch.device, got 1.0"),
     ],
 )
 def test_arguments_that_cannot_be_used(error, options, message, no_accelerator):
@@ -187,16 +247,17 @@ def test_arguments_that_cannot_be_used(error, options, message, no_accelerator):
         BalancedDataParallel(**options)
 
 
-@pytest.mark.parametrize(
-    ("device_id", "message"),
-    [(-1, "must not be negative, got -1"), (5, "lazy:5 does not exist: there are 2 of its type")],
-)
-def test_indices_that_do_not_exist(device_id, message):
-    with emulate_devices(2), pytest.raises(ArgumentError, match=message):
-        BalancedDataParallel(1, nn.Linear(4, 2), [0, device_id])
+def test_a_value_that_is_refused_changes_nothing():
+    model = BalancedDataParallel(2, torch.nn.Linear(2, 2), ["cpu", "cpu"])
+    for value in (-1, "AUTO", 2.5):
+        with pytest.raises((ArgumentError, ArgumentTypeError)):
+            model.gpu0_bsz = value
+        assert model.gpu0_bsz == 2
+    with pytest.raises(AttributeError):
+        model.device_weights = [1, 1]
 
 
-# Batches.
+# Batches and splits.
 
 
 @pytest.mark.parametrize("gpu0_bsz", [0, 1])
@@ -204,15 +265,65 @@ def test_indices_that_do_not_exist(device_id, message):
     ("args", "kwargs"),
     [((torch.zeros(0, 4),), {}), ((), {}), ((), {"y": "text"}), ((None, torch.tensor(2.0)), {})],
 )
-def test_without_samples_it_is_one_call_on_device_0(devices, gpu0_bsz, args, kwargs):
+def test_without_samples_device_0_runs_one_call(devices, gpu0_bsz, args, kwargs):
     calls = []
     module = Lambda(lambda m, x=None, y=0: calls.append(x) or (x, y), a=nn.Linear(4, 2))
     output = wrap(devices[:4], gpu0_bsz, module)(*args, **kwargs)
-    assert repr(tree_map(lambda t: t.cpu() if torch.is_tensor(t) else t, output)) == repr(
-        module(*args, **kwargs)
-    )
     assert {leaf.device for leaf in output if torch.is_tensor(leaf)} <= {devices[0]}
+    shown = repr(tree_map(lambda t: t.cpu() if torch.is_tensor(t) else t, output))
+    assert shown == repr(module(*args, **kwargs))
     assert len(calls) == 2
+
+
+@pytest.mark.parametrize(("gpu0_bsz", "expected"), [(None, (2, 5, 5)), (1, (1, 6, 5))])
+def test_device_weights_split_in_proportion(devices, gpu0_bsz, expected):
+    model = wrap(devices[:3], gpu0_bsz, device_weights=[10, 22, 22])
+    model(torch.randn(12, 4))
+    assert model.chunk_sizes == model.split(12) == expected
+    assert (model.gpu0_bsz, model.device_weights) == (gpu0_bsz, (10, 22, 22))
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+@pytest.mark.parametrize("gpu0_bsz", [25, 3500])
+def test_a_gpu0_bsz_without_effect_warns_once(gpu0_bsz, hooked):
+    """A user set 3500 for a batch of 100 on four devices and wondered why nothing changed. Hooks
+    add frames of torch's, and the warning pointed into torch.
+    """
+    parallel = BalancedDataParallel(gpu0_bsz, nn.Identity(), ["cpu"] * 4)
+    if hooked:
+        parallel.register_forward_hook(lambda *args: None)
+    message = (
+        rf"gpu0_bsz={gpu0_bsz} has no effect: the even share of this first batch of 100 on 4 "
+        r"devices is 25, so the split is that of nn.DataParallel, \(25, 25, 25, 25\); choose "
+        r"gpu0_bsz below 25"
+    )
+    x = torch.randn(100, 4)
+    for call in (parallel, lambda x: data_parallel(gpu0_bsz, nn.Identity(), x, ["cpu"] * 4)):
+        with pytest.warns(BalanceWarning, match=message) as caught:
+            call(x)
+        assert caught[0].filename == __file__
+    parallel(x)
+
+
+def test_gpu0_bsz_0_does_nothing_on_device_0(emulated):
+    """A replica was built on device 0 and thrown away, and backward allocated zeros for it. One
+    fork replicated onto the first devices instead, so it was one replica short.
+    """
+    module = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 1)).to(emulated[0])
+    seen = []
+    module.register_forward_hook(lambda module, args, output: seen.append(output.device))
+    parallel = BalancedDataParallel(0, module, device_ids=emulated[:3], output_device=emulated[1])
+    before = torch.lazy.memory_allocated(emulated[0])
+    torch.lazy.reset_peak_memory_stats(emulated[0])
+    output = parallel(torch.randn(6, 64))
+    assert sorted(map(str, seen)) == ["lazy:1", "lazy:2"]
+    assert torch.lazy.max_memory_allocated(emulated[0]) == before
+    output.sum().backward()
+    # The gradients themselves, and one that is about to be added to the other replica's.
+    gradients = sum(-(-p.grad.nbytes // 512) * 512 for p in module.parameters())
+    assert torch.lazy.memory_allocated(emulated[0]) == before + gradients
+    peak = torch.lazy.max_memory_allocated(emulated[0])
+    assert peak <= before + gradients + module[0].weight.nbytes
 
 
 # What goes wrong in a replica.
@@ -235,7 +346,7 @@ class Unusual(Exception):
         (1, None, "in replica 0 on lazy:0"),
     ],
 )
-def test_an_exception_is_raised_as_it_is_with_a_note(emulated, gpu0_bsz, size, note):
+def test_an_exception_is_raised_with_a_note(emulated, gpu0_bsz, size, note):
     error = Unusual(3, detail="x")
 
     def fail(m, x=None):
@@ -274,22 +385,7 @@ def test_out_of_memory_adds_the_split_and_advice(gpu0_bsz, weights, index):
         assert [torch.lazy.memory_allocated(device) for device in devices] == [0, 0]
 
 
-@pytest.mark.parametrize(("gpu0_bsz", "expected"), [(None, (2, 5, 5)), (1, (1, 6, 5))])
-def test_device_weights_split_in_proportion(devices, gpu0_bsz, expected):
-    model = wrap(devices[:3], gpu0_bsz, device_weights=[10, 22, 22])
-    model(torch.randn(12, 4))
-    assert model.chunk_sizes == model.split(12) == expected
-    assert model.gpu0_bsz == gpu0_bsz
-
-
-def test_a_value_that_is_refused_changes_nothing():
-    model = BalancedDataParallel(2, torch.nn.Linear(2, 2), ["cpu", "cpu"])
-    for value in (-1, "AUTO", 2.5):
-        with pytest.raises((ArgumentError, ArgumentTypeError)):
-            model.gpu0_bsz = value
-        assert model.gpu0_bsz == 2
-    with pytest.raises(AttributeError):
-        model.device_weights = [1, 1]
+# Compiled and parametrized modules.
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo's
@@ -322,25 +418,19 @@ def test_compiled_modules_are_replicated(is_whole, backend):
     assert num_graphs[1] == num_graphs[-1]  # no step compiles anew
 
 
-@pytest.mark.parametrize("device_ids", [None, ["cpu"], ["cpu"] * 3])
-def test_outputs_of_a_model_go_into_another_on_any_number_of_devices(device_ids, no_accelerator):
-    first, second = nn.Linear(3, 2), nn.Linear(2, 1)
-    models = [BalancedDataParallel(1, m, device_ids, gather=False) for m in (first, second)]
-    x = torch.randn(8, 3)
-    torch.testing.assert_close(models[1](models[0](x)).gather(), second(first(x)))
-    torch.testing.assert_close(models[1](input=models[0](x)).gather(), second(first(x)))
-    outputs = BalancedDataParallel(1, first, ["cpu"] * 2, gather=False)(x)
-    if device_ids is None:
-        with pytest.raises(ScatterError, match=r"is PerDevice.* on cpu; gather\(\) it first"):
-            models[1](outputs)
-
-
-def test_every_attribute_is_set_without_an_accelerator(no_accelerator):
-    """Stock returns from its constructor before it sets dim and output_device, so code that reads
-    them fails on a machine without GPUs only.
+@pytest.mark.parametrize("make", [nn.DataParallel, lambda m: BalancedDataParallel(1, m)])
+def test_cached_parametrizations(make, stand_in):
+    """torch caches a weight by the original module, for all replicas: an error for both classes,
+    unless the replicas share a device.
     """
-    module = nn.Linear(4, 2)
-    parallel = BalancedDataParallel(1, module, dim=1)
-    attributes = (parallel.module, parallel.device_ids, parallel.output_device, parallel.dim)
-    assert attributes == (module, [], None, 1)
-    assert parallel(torch.randn(3, 4)).shape == (3, 2)
+    plain = parametrizations.weight_norm(nn.Linear(4, 2))
+    x = torch.randn(9, 4)
+    with parametrize.cached(), pytest.raises(RuntimeError, match="all tensors to be on the same"):
+        model = make(copy.deepcopy(plain).to(stand_in.devices[0]))
+        for _ in range(2):
+            model(x.to(stand_in.devices[0]))
+    shared = copy.deepcopy(plain)
+    for call in (BalancedDataParallel(1, shared, ["cpu"] * 3), plain):
+        with parametrize.cached():
+            call(x).square().mean().backward()
+    torch.testing.assert_close(*([p.grad for p in m.parameters()] for m in (shared, plain)))
