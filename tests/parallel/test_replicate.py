@@ -1,51 +1,311 @@
+"""A recycled replica is what a fresh replication would give, whatever has changed."""
+
 from __future__ import annotations
 
 import copy
+import functools
+import operator
+import types
+import weakref
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
 from balanced_dp import BalancedDataParallel, BalanceWarning
+from balanced_dp.parallel.replica import Blueprint
+from balanced_dp.parallel.replicate import Replicator
 
-from ..modules import Lambda
+from ..modules import Lambda, assert_same_gradients
+
+CPU = torch.device("cpu")
+OTHER = torch.device("cpu", 1)  # another name for the same memory: copies are real
+
+# Changes between two calls.
 
 
-def compiled_in_place():
-    module = nn.Linear(2, 2)
-    module.compile(backend="eager")
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.norm = nn.BatchNorm1d(3)
+        self.drop = nn.Dropout(0.0)
+        self.scale, self.note = 1.0, None
+        self.register_buffer("offset", torch.ones(3))
+
+    def forward(self, x):
+        self.seen = x  # attributes of a replica are its own, and gone after the call
+        return self.drop(self.norm(self.linear(x))) * self.scale + self.offset
+
+
+class Net(nn.Module):
+    def __new__(cls, name):
+        """A class may have a constructor of its own, which copies cannot call."""
+        return super().__new__(cls)
+
+    def __init__(self, name):
+        super().__init__()
+        self.layers = nn.ModuleList([Layer(), Layer(), Layer()])
+        self.head = nn.Linear(3, 2)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        self.head.calls = getattr(self.head, "calls", 0) + 1
+        return self.head(x)
+
+
+def describe(module):
+    """All that replicas have in common with it, and a number for the identity of each object."""
+    numbers = {}
+
+    def tensor(value):
+        has_gradient = torch.is_grad_enabled() and value.requires_grad
+        number = numbers.setdefault(id(value), len(numbers))
+        return number, value.tolist(), value.dtype, has_gradient
+
+    def part(module):
+        plain = {n: v for n, v in vars(module).items() if isinstance(v, int | float | str | None)}
+        plain.pop("_is_replica", None)
+        hooks = [*module._forward_hooks, *module._forward_pre_hooks, "forward" in vars(module)]
+        held = {n: t if t is None else tensor(t) for n, t in module._parameters.items()}
+        held |= {n: tensor(t) for n, t in module._buffers.items()}
+        return numbers.setdefault(id(module), len(numbers)), type(module), plain, hooks, held
+
+    return {n: part(m) for n, m in module.named_modules(remove_duplicate=False)}
+
+
+def renames_an_attribute(net, i):
+    own = vars(net.layers[i])
+    old, new = ("note", "remark") if "note" in own else ("remark", "note")
+    own[new] = own.pop(old, None)
+
+
+def hooks_into_another(net, i):
+    def hook(self, module, args):
+        return (args[0] + self.offset,)
+
+    net.layers[i].register_forward_pre_hook(types.MethodType(hook, net.layers[0]))
+
+
+def has_its_own_forward(net, i):
+    layer = net.layers[i]
+    layer.forward = types.MethodType(lambda self, x: self.linear(x) * self.scale, layer)
+
+
+def exchanges_parameters(net, i):
+    first, second = net.layers[i].linear, net.layers[(i + 1) % 3].linear
+    first._parameters, second._parameters = second._parameters, first._parameters
+
+
+def exchanges_layers(net, i):
+    net.layers[0], net.layers[i] = net.layers[i], net.layers[0]
+
+
+def has_another_class(net, i):
+    layer = net.layers[i]
+    layer.__class__ = Layer if type(layer) is not Layer else type("Other", (Layer,), {})
+
+
+def has_no_buffer(net, i):
+    net.layers[i]._buffers.pop("offset", None)
+    net.layers[i].__dict__["offset"] = 0.0
+
+
+CHANGES = [
+    lambda net, i: net.layers[i].train(),
+    lambda net, i: net.layers[i].eval(),
+    lambda net, i: setattr(net.layers[i], "scale", net.layers[i].scale + 1.0),
+    lambda net, i: setattr(net.layers[i], f"extra{i}", i),
+    lambda net, i: net.layers[i].__dict__.pop(f"extra{i}", None),
+    renames_an_attribute,
+    lambda net, i: net.layers[i].register_forward_hook(lambda module, args, output: output + 1),
+    lambda net, i: net.layers[i]._forward_hooks.clear(),
+    hooks_into_another,
+    has_its_own_forward,
+    lambda net, i: net.layers[i].__dict__.pop("forward", None),
+    lambda net, i: net.head.half().float(),
+    lambda net, i: (w := net.layers[i].linear.weight).requires_grad_(not w.requires_grad),
+    lambda net, i: net.layers[i].linear.weight.data.add_(1),
+    lambda net, i: setattr(net.layers[i].linear.weight, "data", torch.randn(3, 3)),
+    lambda net, i: setattr(net.layers[i].linear, "weight", net.layers[0].linear.weight),
+    lambda net, i: setattr(net.layers[i].linear, "weight", nn.Parameter(torch.randn(3, 3))),
+    exchanges_parameters,
+    lambda net, i: net.layers[i].linear.register_parameter("bias", None),
+    lambda net, i: setattr(net.layers, str(i), Layer()),
+    exchanges_layers,
+    lambda net, i: setattr(net.layers, str(i), net.layers[0]),
+    lambda net, i: len(net.layers) < 6 and net.layers.append(Layer()),
+    lambda net, i: setattr(net.layers[i], "drop", nn.Identity()),
+    has_another_class,
+    lambda net, i: net.layers[i].norm.running_mean.add_(1),
+    lambda net, i: setattr(net.layers[i], "offset", torch.full((3,), float(i))),
+    has_no_buffer,
+]
+
+
+@given(st.lists(st.tuples(st.sampled_from(CHANGES), st.integers(0, 2)), max_size=12), st.booleans())
+@settings(max_examples=2 * settings.default.max_examples)
+def test_every_change_between_two_calls_is_seen(changes, grad):
+    torch.manual_seed(0)
+    net, replicator = Net("net").eval(), Replicator()
+    for change, i in [(lambda net, i: None, 0)] * 2 + changes:
+        change(net, i)
+        with torch.set_grad_enabled(grad):
+            ours = replicator.replicate(net, [CPU, OTHER, OTHER])
+            fresh = Replicator().replicate(net, [CPU, OTHER, OTHER])
+            assert [describe(replica) for replica in ours] == [describe(net)] * 3
+            for pair in ((net, ours[0]), (ours[1], ours[2])):  # on one device
+                assert all(map(operator.is_, *(module.parameters() for module in pair)))
+            x = torch.randn(4, 3)
+            for mine, theirs in zip(ours, fresh, strict=True):
+                torch.testing.assert_close(mine(x), theirs(x))
+        del mine, theirs, pair
+        ours.recycle()
+
+
+def bound_forward():
+    module = nn.Linear(3, 2)
+    module.forward = types.MethodType(nn.Linear.forward, module)
     return module
 
 
-IN_PLACE = r"a Linear that was compiled in place .*; wrap what torch.compile\(module\) returns"
+def hooks_on_outputs():
+    layer = nn.Linear(3, 2)
+    layer.register_forward_hook(
+        lambda module, args, y: y.register_hook(lambda gradient: None) and y
+    )
+    return layer
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit")
+@pytest.mark.parametrize("kind", ["cpu", "stand-in"])
 @pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: nn.LazyLinear(2), "uninitialized parameters"),
-        (lambda: torch.jit.script(nn.Linear(2, 2)), "ScriptModule"),
-        (compiled_in_place, IN_PLACE),
-    ],
+    "make", [lambda: nn.Linear(3, 2), bound_forward, hooks_on_outputs, lambda: nn.GRU(3, 2)]
 )
-def test_what_cannot_be_replicated(make, message):
-    with pytest.raises(RuntimeError, match=message):
-        BalancedDataParallel(1, make(), ["cpu"] * 2)(torch.ones(4, 2))
+def test_a_call_leaves_its_replicas_to_the_next(devices, make):
+    module = Lambda(lambda self, x: tree_leaves(self.layers(x))[0], layers=make()).to(devices[0])
+    model = BalancedDataParallel(1, module, devices[:3], dim=-2)
+    for _ in range(3):
+        model(torch.randn(1, 7, 3)).sum().backward()
+        assert len(model._replicator._pool[1]) == 3
 
 
-def sets_aux(self, x):
-    self.aux = x.mean()
-    return x
+def test_neighbors_are_copied_together():
+    """Not all norms of all layers: such a bucket is complete when backward is over."""
+    network = nn.Sequential(*(nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8)) for _ in range(3)))
+    assert all(map(operator.is_, Blueprint(network).tensors, network.parameters()))
 
 
-def test_warnings_point_to_the_caller():
-    """They pointed into contextlib, and ended what has no name for its module."""
-    for run in (lambda m, x: m(x), lambda m, x: exec("m(x)", {"m": m, "x": x})):
-        model = BalancedDataParallel(1, Lambda(sets_aux), ["cpu"] * 2)
-        with pytest.warns(BalanceWarning, match="sets aux in forward") as caught:
-            run(model, torch.ones(8, 2))
-        assert caught[0].filename in (__file__, "<string>")
+def linear_of(parameters, x):
+    return nn.functional.linear(x, **parameters)
+
+
+@pytest.mark.parametrize("keeps", ["children", "parameters", "a weak reference"])
+def test_replicas_whose_members_somebody_keeps(emulated, keeps):
+    """Checkpoints over values() or items() found None there in backward; a cache was stale."""
+
+    def forward(self, x):
+        layers, first = self.layers.values(), self.layers["a"]
+        version, weight = cache.setdefault(first, (first.weight._version, first.weight.clone()))
+        assert version != first.weight._version or weight.equal(first.weight)
+        parameters = [functools.partial(linear_of, layer._parameters) for layer in layers]
+
+        def run(x):
+            for step in layers if keeps == "children" else parameters:
+                x = step(x)
+            return x
+
+        return first(x) if keeps == "a weak reference" else checkpoint(run, x, use_reentrant=False)
+
+    cache = weakref.WeakKeyDictionary()
+    layers = nn.ModuleDict({name: nn.Linear(2, 2) for name in "abc"})
+    reference = Lambda(forward, layers=layers).double()
+    module = copy.deepcopy(reference).to(emulated[0])
+    model = BalancedDataParallel(1, module, emulated[:3])
+    for _ in range(3):
+        x = torch.randn(7, 2, dtype=torch.double)
+        for call, net in ((model, module), (reference, reference)):
+            net.layers["a"].weight.detach().add_(1)
+            call(x).sum().backward()
+        assert_same_gradients(module, reference)
+
+
+# Changes in forward.
+
+
+class Changes(nn.Module):
+    """Changes, in forward, what it holds."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("first", torch.full((3,), 1.0))
+        self.register_buffer("second", torch.full((3,), 2.0))
+        self.register_buffer("cache", None)
+        self.layer, self.other, self.unused = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3)
+        self.layer.register_forward_hook(lambda module, args, output: 2 * output)
+
+    def forward(self, x, how):
+        if how is not None:
+            CHANGES_IN_FORWARD[how](self, x)
+        output = (self.layer(x) - 2 * self.other(x)) * self.first
+        return output if self.cache is None else output + self.cache
+
+
+class Doubled(nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def registers_a_buffer_again(self, x):
+    first = self.first
+    del self.first
+    self.register_buffer("first", first)
+
+
+def registers_another_hook(self, x):
+    self.layer._forward_hooks.clear()
+    self.layer.register_forward_hook(lambda module, args, output: 3 * output)
+
+
+def exchanges_children(self, x):
+    self.layer, self.other = self.other, self.layer
+
+
+CHANGES_IN_FORWARD = {
+    "new buffer": lambda self, x: self.register_buffer("late", x),
+    "new parameter": lambda self, x: setattr(self, "late", nn.Parameter(x)),
+    "new child": lambda self, x: setattr(self, "late", nn.Linear(2, 2)),
+    "no child": lambda self, x: delattr(self, "unused"),
+    "children exchanged": exchanges_children,
+    "buffer registered again": registers_a_buffer_again,
+    "buffer filled": lambda self, x: setattr(self, "cache", self.layer.weight.detach().sum()),
+    "class": lambda self, x: setattr(self.layer, "__class__", Doubled),
+    "first hook": lambda self, x: self.other.register_forward_hook(lambda m, args, y: 2 * y),
+    "another hook": registers_another_hook,
+}
+
+
+@pytest.mark.filterwarnings("ignore:Changes sets")
+@pytest.mark.parametrize("gpu0_bsz", [0, 1])
+@pytest.mark.parametrize("how", CHANGES_IN_FORWARD)
+def test_changes_in_forward_are_gone_in_the_next_call(emulated, how, gpu0_bsz):
+    """Replicas that were used again kept it; a buffer even had the values of another.
+
+    At first they had the module's own dictionaries: one hook more in each call, or a race.
+    """
+    module = Changes().to(emulated[0])
+    model = BalancedDataParallel(gpu0_bsz, module, emulated[:3])
+    x = torch.randn(8, 3, device=emulated[0])
+    for change in (how, None, None, how, how, None):
+        torch.testing.assert_close(model(x, change), copy.deepcopy(module)(x, change))
+        assert (module.first[0].item(), module.second[0].item()) == (1, 2)
+        assert [len(child._forward_hooks) for child in module.children()] == [1, 0, 0]
+        with torch.no_grad():
+            module.layer.weight.mul_(0.5)
 
 
 @pytest.mark.filterwarnings("ignore:Calling .zero_grad")
@@ -111,13 +371,20 @@ def of_a_tensor_on_the_weight(self, x):
 
 
 def two_layers(forward):
-    module = Lambda(forward, layer=nn.Linear(4, 4), other=nn.Linear(4, 4))
-    module.layer.weight.original = torch.eye(4).double() + 1
-    return module
+    return Lambda(forward, layer=nn.Linear(4, 4), other=nn.Linear(4, 4))
+
+
+def flattens(self, x):
+    """As advised. The flat weights were of the original's, by all threads."""
+    self.layer.flatten_parameters()
+    assert all(map(operator.is_, self.layer._flat_weights, self.layer.parameters()))
+    return self.layer(x)[0]
 
 
 class CopiesItself(nn.Linear):
     """Gives its replicas something of their own in each call, as memories of language models."""
+
+    memory = None
 
     def _replicate_for_data_parallel(self):
         replica = super()._replicate_for_data_parallel()
@@ -125,15 +392,10 @@ class CopiesItself(nn.Linear):
         return replica
 
     def forward(self, x):
-        self.memory.append(x)
-        assert len(self.memory) == 1 or not hasattr(self, "_is_replica")
+        if hasattr(self, "_is_replica"):
+            self.memory.append(x)
+            assert len(self.memory) == 1
         return super().forward(x)
-
-
-def copies_itself():
-    layer = CopiesItself(4, 4)
-    layer.memory = []
-    return layer
 
 
 CHANGED_WEIGHTS = {
@@ -141,7 +403,8 @@ CHANGED_WEIGHTS = {
     "tied again": lambda: two_layers(ties_again),
     "restored": lambda: two_layers(takes_out_and_restores),
     "with a tensor": lambda: two_layers(of_a_tensor_on_the_weight),
-    "of a class that copies itself": copies_itself,
+    "flattened": lambda: Lambda(flattens, layer=nn.LSTM(4, 4, 2, batch_first=True)),
+    "of a class that copies itself": lambda: CopiesItself(4, 4),
 }
 
 
@@ -151,8 +414,8 @@ def test_weights_that_forward_replaces(devices, name, gpu0_bsz):
     """They were an AttributeError, a ValueError or a TypeError, or on another device."""
     plain = CHANGED_WEIGHTS[name]().double()
     module = copy.deepcopy(plain).to(devices[0])
-    for net, device in ((plain, None), (module, devices[0])):
-        if hasattr(net, "layer"):  # to() and deepcopy() may leave it out
+    if name == "with a tensor":
+        for net, device in ((plain, None), (module, devices[0])):
             net.layer.weight.original = (torch.eye(4).double() + 1).to(device)
     model = BalancedDataParallel(gpu0_bsz, module, devices[:4])
     x = torch.randn(12, 3, 4).double()
@@ -160,10 +423,49 @@ def test_weights_that_forward_replaces(devices, name, gpu0_bsz):
         with torch.set_grad_enabled(has_gradients):
             outputs = [model(x).cpu(), plain(x)]
         torch.testing.assert_close(*outputs, rtol=1e-10, atol=1e-10)
-        if has_gradients:
-            for output in outputs:
-                output.square().sum().backward()
+        for output in outputs if has_gradients else ():
+            output.square().sum().backward()
     if name != "tied again":  # then the plain module has one parameter less
         named = dict(plain.named_parameters())  # in another order if they were restored
         for key, parameter in module.named_parameters():
             torch.testing.assert_close(parameter.grad, named[key].grad, check_device=False)
+
+
+# Errors and warnings.
+
+
+def compiled_in_place():
+    module = nn.Linear(2, 2)
+    module.compile(backend="eager")
+    return module
+
+
+IN_PLACE = r"a Linear that was compiled in place .*; wrap what torch.compile\(module\) returns"
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: nn.LazyLinear(2), "uninitialized parameters"),
+        (lambda: torch.jit.script(nn.Linear(2, 2)), "ScriptModule"),
+        (compiled_in_place, IN_PLACE),
+    ],
+)
+def test_what_cannot_be_replicated(make, message):
+    with pytest.raises(RuntimeError, match=message):
+        BalancedDataParallel(1, make(), ["cpu"] * 2)(torch.ones(4, 2))
+
+
+def test_warnings_point_to_the_caller():
+    """They pointed into contextlib, and ended what has no name for its module."""
+
+    def forward(self, x):
+        self.aux = x.mean()
+        return x
+
+    for run in (lambda m, x: m(x), lambda m, x: exec("m(x)", {"m": m, "x": x})):
+        model = BalancedDataParallel(1, Lambda(forward), ["cpu"] * 2)
+        with pytest.warns(BalanceWarning, match="sets aux in forward") as caught:
+            run(model, torch.ones(8, 2))
+        assert caught[0].filename in (__file__, "<string>")
