@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import contextvars
 import importlib
-import logging
 import os
 import signal
 import threading
@@ -21,8 +20,6 @@ from ..modules import Lambda
 
 # The package's name parallel_apply is the function.
 parallel_apply_module = importlib.import_module("balanced_dp.parallel.parallel_apply")
-
-CPUS = [torch.device("cpu")] * 3
 
 
 def run(calls, devices):
@@ -50,7 +47,7 @@ def test_each_device_has_a_thread(names, threads, emulated):
     def call(index):
         if names.index(names[index]) == index:
             barrier.wait(60)  # the first calls of all devices run at the same time
-        log.extend((names[index], index, what) for what in ("begins", "ends"))
+        log.extend((names[index], index) for _ in range(2))
         return index, threading.current_thread().name, torch.lazy.current_device()
 
     caller = threading.current_thread().name
@@ -60,8 +57,11 @@ def test_each_device_has_a_thread(names, threads, emulated):
         assert found[index] == (index, name, device.index or 0)
     assert torch.lazy.current_device() == 0
     for own in set(names):
-        entries = [entry[1:] for entry in log if entry[0] == own]
-        assert entries == sorted(entries, key=lambda entry: entry[0])
+        indices = [index for name, index in log if name == own]
+        assert indices == sorted(indices)
+
+
+variable = contextvars.ContextVar("variable", default="unset")
 
 
 def state():
@@ -71,6 +71,7 @@ def state():
         "autocast": torch.is_autocast_enabled("cpu"),
         "dtype": torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None,
         "cache": torch.is_autocast_cache_enabled(),
+        "variable": variable.get(),
     }
 
 
@@ -84,54 +85,47 @@ def state():
         torch.autocast("cpu", enabled=False),
     ],
 )
-def test_threads_have_the_caller_s_modes(context, num_calls, emulated):
+def test_threads_have_the_state_of_the_caller(context, num_calls, emulated):
     """Threads of nn.DataParallel enter autocast without its dtype, so that bfloat16 becomes
     float16, and do not take over inference mode.
     """
+    token = variable.set("set")
     before = state()
     with context:
         expected = state()
-        assert run([state] * num_calls, emulated[:num_calls]) == ([expected] * num_calls)
+        assert run([state] * num_calls, emulated[:num_calls]) == [expected] * num_calls
     assert state() == before
+    variable.reset(token)
 
 
-def test_threads_have_the_caller_s_context_variables(emulated):
-    variable = contextvars.ContextVar("variable", default="unset")
-    token = variable.set("set")
-    try:
-        assert run([variable.get] * 3, emulated[:3]) == ["set"] * 3
-    finally:
-        variable.reset(token)
-
-
-def test_the_first_of_several_failures_is_raised_when_all_have_ended(emulated):
-    ended = []
-
-    def fail(index):
-        ended.append(index)
-        raise ValueError(index)
-
-    with pytest.raises(ValueError, match="1"):
-        run([lambda: 0, lambda: fail(1), lambda: fail(2)], emulated[:3])
-    assert sorted(ended) == [1, 2]
-
-
-def test_the_first_failure_is_logged_at_once(caplog, emulated):
-    """Others may wait for the replica that failed, as those of synchronized batch norm do."""
-    logged = threading.Event()
+@pytest.mark.parametrize("first", [KeyboardInterrupt, ValueError])
+def test_the_first_failure_is_raised_at_the_end(caplog, emulated, first):
+    """It is logged at once, since others may wait for the replica that failed, as those of
+    synchronized batch norm do. An interrupt is not logged.
+    """
+    logged, ended = threading.Event(), []
     caplog.handler.addFilter(lambda record: logged.set() or True)
 
-    def fail():
-        raise ValueError("master")
+    def call(index):
+        if index == 2:
+            assert first is KeyboardInterrupt or logged.wait(60)
+        ended.append(index)
+        if index:
+            raise first(f"master {index}")
 
-    with pytest.raises(ValueError, match="master"):
-        run([lambda: logged.wait(60), fail, lambda: logged.wait(60)], emulated[:3])
-    [record] = caplog.records
-    assert "ValueError('master') in replica 1 on lazy:1; it is raised when" in record.getMessage()
+    with pytest.raises(first, match="master 1"):
+        run([lambda i=i: call(i) for i in range(3)], emulated[:3])
+    assert sorted(ended) == [0, 1, 2]
+    messages = [record.getMessage() for record in caplog.records]
+    if first is KeyboardInterrupt:
+        assert not messages
+    else:
+        assert "ValueError('master 1') in replica 1 on lazy:1; it is raised when" in messages[0]
+        assert len(messages) == 1
 
 
 @pytest.mark.skipif(is_free_threaded_build(), reason="threads end with each call")
-def test_threads_live_from_call_to_call_until_the_model_ends(no_collector, emulated):
+def test_threads_live_until_the_model_ends(no_collector, emulated):
     before, seen = set(threading.enumerate()), set()
     module = Lambda(lambda self, x: seen.add(threading.current_thread()) or x)
     model = BalancedDataParallel(1, module, ["cpu", *emulated[1:3]])
@@ -178,45 +172,22 @@ def test_a_fork_starts_threads_of_its_own(emulated):
     assert os.waitpid(child, 0)[1] == 0
 
 
-@pytest.mark.parametrize("index", [0, 1])
-def test_an_interrupt_is_raised_and_not_logged(caplog, emulated, index):
-    def call(own):
-        if own == index:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        run([lambda i=i: call(i) for i in range(2)], [CPUS[0], emulated[1]])
-    assert not caplog.records
-
-
-def test_calls_at_the_same_time_do_not_wait_for_each_other(emulated):
+def test_calls_do_not_wait_for_each_other(emulated):
     barrier = threading.Barrier(4)  # two devices of two calls
-    model = BalancedDataParallel(
-        4, Lambda(lambda self, x: barrier.wait(60) * 0 + x).to(emulated[0]), emulated[:2]
-    )
-    assert at_once(lambda number: model(torch.full((9,), number)).unique().tolist(), 2) == [
-        [0],
-        [1],
-    ]
+    module = Lambda(lambda self, x: barrier.wait(60) * 0 + x).to(emulated[0])
+    model = BalancedDataParallel(4, module, emulated[:2])
+    found = at_once(lambda number: model(torch.full((9,), number)).unique().tolist(), 2)
+    assert found == [[0], [1]]
 
 
-def test_replicas_of_a_device_that_wait_are_logged(monkeypatch):
-    """The first waits for what is logged of it, as it would wait for the second."""
+def test_replicas_that_wait_are_logged(monkeypatch, caplog):
+    """Those of one device; the first waits for what is logged of it, as it would for the second."""
     is_told = threading.Event()
-
-    class Told(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            assert "use distinct devices" in record.getMessage()
-            is_told.set()
-
+    caplog.handler.addFilter(lambda record: is_told.set() or True)
     monkeypatch.setattr(parallel_apply_module, "PATIENCE_SECONDS", 0.01)
-    handler = Told()
-    parallel_apply_module.logger.addHandler(handler)
-    try:
-        waits = Lambda(lambda self, x: x + is_told.wait(60))
-        assert BalancedDataParallel(1, waits, ["cpu", "cpu"])(torch.zeros(3)).tolist() == [1, 1, 1]
-    finally:
-        parallel_apply_module.logger.removeHandler(handler)
+    waits = Lambda(lambda self, x: x + is_told.wait(60))
+    assert BalancedDataParallel(1, waits, ["cpu", "cpu"])(torch.zeros(3)).tolist() == [1, 1, 1]
+    assert "use distinct devices" in caplog.text
 
 
 def test_a_replica_may_call_the_model_it_is_of(emulated):
