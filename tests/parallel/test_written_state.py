@@ -38,8 +38,12 @@ WRITES = {
 }
 
 
-def writes(how, trained):
-    """Returns a module that writes to a parameter in forward, in one of the ways that are about."""
+@pytest.mark.parametrize("kind", DISTINCT)
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("gpu0_bsz", [0, 2])
+@pytest.mark.parametrize("how", WRITES)
+def test_writes_are_kept_if_device_0_is_idle(devices, how, gpu0_bsz, trained):
+    """Encoders that follow others, normalized weights and first statistics were lost."""
 
     def forward(self, x):
         with torch.no_grad():
@@ -47,18 +51,8 @@ def writes(how, trained):
         return x * self.weight * self.seen.sum().clamp(1)
 
     weight = nn.Parameter(torch.ones(2, dtype=torch.double), requires_grad=trained)
-    module = Lambda(forward, weight=weight)
-    module.register_buffer("seen", torch.zeros(1))
-    return module
-
-
-@pytest.mark.parametrize("kind", DISTINCT)
-@pytest.mark.parametrize("trained", [False, True])
-@pytest.mark.parametrize("gpu0_bsz", [0, 2])
-@pytest.mark.parametrize("how", WRITES)
-def test_what_forward_writes_is_kept_though_device_0_runs_nothing(devices, how, gpu0_bsz, trained):
-    """Encoders that follow others, normalized weights and first statistics were lost."""
-    reference = writes(how, trained)
+    reference = Lambda(forward, weight=weight)
+    reference.register_buffer("seen", torch.zeros(1))
     module = copy.deepcopy(reference).to(devices[0])
     model = BalancedDataParallel(gpu0_bsz, module, devices[:3])
     x = torch.randn(8, 2, dtype=torch.double)
@@ -90,30 +84,27 @@ def test_batch_norm_keeps_its_statistics(devices, gpu0_bsz):
 class Stateful(nn.Module):
     """A layer and state of many kinds, which a given function changes in forward."""
 
-    def __init__(self, change):
+    def __init__(self):
         super().__init__()
         self.layer, self.other = nn.Linear(4, 4), nn.Linear(4, 4)
         self.current, self.again = self.layer, nn.Sequential(self.layer)
         self.entries, self.found, self.kept, self.step, self._step = [0], {"it": 0}, {}, 0, 0
-        self.table, self.length = None, 0
+        self.table, self.length, self.change, self.hook = None, 0, None, None
         self.register_buffer("bank", torch.zeros(16, 4))
         self.register_buffer("count", torch.zeros(()))
-        self.layer.register_forward_hook(self.keep)
-        self.change = change
+        self.layer.register_forward_hook(self.call_hook)
         self.kept["a"] = None
 
-    def keep(self, module, args, output):
-        if self.change == "hook":
-            self.kept["a"] = output.detach()
-        elif self.change == "hook by device":
-            self.kept[output.device] = self.kept[str(output.device)] = output
+    def call_hook(self, module, args, output):
+        if self.hook:
+            self.hook(self, output.detach())
 
     @cached_property
     def doubled(self):
         return 2 * self.layer.weight
 
     def forward(self, x):
-        if callable(self.change):
+        if self.change:
             self.change(self, x)
         return self.again(x)
 
@@ -124,48 +115,35 @@ def caches_a_table(self, x):
         self.table = torch.arange(self.length, device=x.device).float().cos()
 
 
-def adds_to(name, key):
-    def change(self, x):
-        getattr(self, name)[key] += 1
-
-    return change
-
-
 def sets(name, value_of):
     return lambda self, x: setattr(self, name, value_of(self, x))
 
 
 LOST = {
-    "a hook": ("hook", "sets kept in"),
-    "an entry of a list": (adds_to("entries", 0), "sets entries in"),
-    "an entry of a dictionary": (adds_to("found", "it"), "sets found in"),
-    "a list": (lambda self, x: self.entries.append(x), "sets entries in"),
-    "a number": (sets("step", lambda self, x: self.step + 1), "sets step in"),
-    "a private number": (sets("_step", lambda self, x: self._step + 1), "sets _step in"),
-    "features": (sets("table", lambda self, x: self.layer(x)), "sets table in"),
-    "a mean": (sets("aux", lambda self, x: x.mean()), "sets aux in forward.*return it"),
-    "a parameter": (sets("weight", lambda self, x: nn.Parameter(x[0])), "sets weight in"),
-    "a child": (sets("child", lambda self, x: nn.Linear(1, 1)), "sets child in"),
-    "of a child": (
-        lambda self, x: setattr(self.layer, "a", nn.Parameter(x[0])),
-        r"sets layer\.a in",
-    ),
-    "a buffer": (sets("bank", lambda self, x: self.bank + x.mean()), "sets bank in"),
-    "a memory bank": (
-        lambda self, x: self.bank[: len(x)].copy_(x),
-        "writes bank in .* differently on",
-    ),
+    "an entry of a list": (lambda m, x: m.entries.__setitem__(0, m.entries[0] + 1), "entries"),
+    "an entry of a dictionary": (lambda m, x: m.found.update(it=m.found["it"] + 1), "found"),
+    "a list": (lambda m, x: m.entries.append(x), "entries"),
+    "a number": (sets("step", lambda m, x: m.step + 1), "step"),
+    "a private number": (sets("_step", lambda m, x: m._step + 1), "_step"),
+    "features": (sets("table", lambda m, x: m.layer(x)), "table"),
+    "a mean": (sets("aux", lambda m, x: x.mean()), "aux"),
+    "a parameter": (sets("weight", lambda m, x: nn.Parameter(x[0])), "weight"),
+    "a child": (sets("child", lambda m, x: nn.Linear(1, 1)), "child"),
+    "of a child": (lambda m, x: setattr(m.layer, "a", nn.Parameter(x[0])), r"layer\.a"),
+    "a buffer": (sets("bank", lambda m, x: m.bank + x.mean()), "bank"),
+    "a memory bank": (lambda m, x: m.bank[: len(x)].copy_(x), "bank"),
+    "a hook": (lambda m, x: m.kept.update(a=x), "kept"),
 }
 MADE_AGAIN = {
     "a cache that grows": caches_a_table,
-    "a cached property": lambda self, x: self.doubled,
-    "by device": "hook by device",
-    "a second path": lambda self, x: setattr(self, "current", self.other),
-    "a list of tensors": lambda self, x: setattr(self, "entries", [x.detach() + 1]),
-    "a list in place of None": lambda self, x: setattr(self, "table", [len(x), 2.0]),
-    "a count": lambda self, x: self.count.add_(1),
-    "a flag": lambda self, x: setattr(self, "_is_prepared", True),
-    "a mode": lambda self, x: self.eval(),
+    "a cached property": lambda m, x: m.doubled,
+    "a hook by device": lambda m, x: m.kept.update({x.device: x, str(x.device): x}),
+    "a second path": lambda m, x: setattr(m, "current", m.other),
+    "a list of tensors": lambda m, x: setattr(m, "entries", [x.detach() + 1]),
+    "a list in place of None": lambda m, x: setattr(m, "table", [len(x), 2.0]),
+    "a count": lambda m, x: m.count.add_(1),
+    "a flag": lambda m, x: setattr(m, "_is_prepared", True),
+    "a mode": lambda m, x: m.eval(),
 }
 
 
@@ -175,13 +153,14 @@ MADE_AGAIN = {
 @pytest.mark.parametrize("case", LOST)
 def test_state_that_is_lost_is_said_once(devices, case, gpu0_bsz, first):
     """Entries had those of another replica, counts were lost, banks had the rows of a chunk."""
-    change, message = LOST[case]
-    module = Stateful(None).to(devices[0])
+    change, name = LOST[case]
+    module = Stateful().to(devices[0])
     model = BalancedDataParallel(gpu0_bsz, module, devices[:4])
     for _ in range(1, first):  # it may begin in a later call
         model(torch.randn(12, 4))
-    module.change = change
-    with pytest.warns(BalanceWarning, match=f"Stateful {message}") as seen:
+    setattr(module, "hook" if case == "a hook" else "change", change)
+    fact = "writes {} in .* differently on" if case == "a memory bank" else "sets {} in .*return it"
+    with pytest.warns(BalanceWarning, match=f"Stateful {fact.format(name)}") as seen:
         for _ in range(4):
             model(torch.randn(12, 4))
     assert len(seen) == 1
@@ -190,15 +169,16 @@ def test_state_that_is_lost_is_said_once(devices, case, gpu0_bsz, first):
 @pytest.mark.parametrize("kind", ["cpu", "emulated"])
 @pytest.mark.parametrize("gpu0_bsz", [0, 2])
 @pytest.mark.parametrize("case", MADE_AGAIN)
-def test_state_that_is_made_again_is_not_warned_of(devices, case, gpu0_bsz):
-    module = Stateful(MADE_AGAIN[case]).to(devices[0])
+def test_state_that_is_made_again_is_not_said(devices, case, gpu0_bsz):
+    module = Stateful().to(devices[0])
+    setattr(module, "hook" if "hook" in case else "change", MADE_AGAIN[case])
     model = BalancedDataParallel(gpu0_bsz, module, devices[:4])
     for _ in range(4):
         model(torch.randn(12, 4)).sum().backward()
 
 
 def test_a_closure_may_set_an_attribute(devices):
-    module = nn.Sequential(Stateful(None)).to(devices[0])
+    module = nn.Sequential(Stateful()).to(devices[0])
     module.register_forward_hook(lambda m, args, output: setattr(module[0], "table", output))
     model = BalancedDataParallel(1, module, devices[:4])
     with pytest.warns(BalanceWarning, match=r"Sequential sets 0\.table in forward"):
