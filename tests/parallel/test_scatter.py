@@ -145,18 +145,20 @@ IMAGES = [torch.full((3, 4, 4 + i % 2), float(i)) for i in range(8)]
 TARGETS = [{"boxes": torch.full((i + 1, 4), float(i))} for i in range(8)]
 SEQUENCES = [torch.full((7, 2), float(i)) for i in range(8)]
 GRU = nn.GRU(3, 3, batch_first=True)
+ONE_DEVICE = r"one device; if .* split=\('args.0',\)"
+EIGHT = r"args.0 is a list of 8 items.* split=\('args.0',\)"
 
 
 def sums(_, *lists):
-    return sum(torch.stack([nested_sum(item) for item in values]) for values in lists)
+    def number(item):
+        item = item._store["x"] if isinstance(item, Graph) else item
+        return torch.as_tensor(item["boxes"] if isinstance(item, dict) else item).sum()
+
+    return sum(torch.stack([number(item) for item in values]) for values in lists)
 
 
-def nested_sum(item):
-    return item["boxes"].sum() if isinstance(item, dict) else torch.as_tensor(item).sum()
-
-
-def graphs(_, values):
-    return torch.stack([value._store["x"].sum() for value in values])
+def gru(_, x, h):
+    return GRU(x, h if h.dim() == 3 and len(h) == 1 else h.transpose(0, 1))[0]
 
 
 @pytest.mark.filterwarnings("ignore:gpu0_bsz")
@@ -164,20 +166,18 @@ def graphs(_, values):
     ("forward", "args", "message", "options", "right"),
     [
         (sums, (IMAGES, TARGETS), r"split=\('args.0', 'args.1'\)", None, None),
-        (sums, (IMAGES,), r"args.0 is a list of 8 items.* split=\('args.0',\)", None, None),
-        (sums, (SEQUENCES,), r"args.0 is a list of 8 items.* split=\('args.0',\)", None, None),
+        (sums, (IMAGES,), EIGHT, None, None),
+        (sums, (SEQUENCES,), EIGHT, None, None),
         (sums, (X, SEQUENCES), r"split=\('args.1',\) splits it", {"split": "args.1"}, None),
-        (sums, ([1, 2, 3, 4],), r"one device; if .* split=\('args.0',\)", None, None),
-        (sums, (np.arange(5),), r"one device; if .* split=\('args.0',\)", None, None),
+        (sums, ([1, 2, 3, 4],), ONE_DEVICE, None, None),
+        (sums, (np.arange(5),), ONE_DEVICE, None, None),
         (sums, (iter([1, 2, 3]),), "one device; make it a list", None, ([1, 2, 3],)),
         (
-            lambda _, x, h: GRU(x, h if h.dim() == 3 and len(h) == 1 else h.transpose(0, 1))[0],
-            (X[:, None], torch.ones(1, 8, 3)),
+            *(gru, (X[:, None], torch.ones(1, 8, 3))),
             "input args.1 of .* its samples are along another dimension, so transpose it",
-            {},
-            (X[:, None], torch.ones(8, 1, 3)),
+            *({}, (X[:, None], torch.ones(8, 1, 3))),
         ),
-        (graphs, (Graph(X),), r"args.0 is a Graph whose tensors \(x\)", None, ([Graph(X)] * 8,)),
+        (sums, (Graph(X),), r"args.0 is a Graph whose tensors \(x\)", None, ([Graph(X)] * 8,)),
     ],
 )
 def test_what_an_error_or_warning_advises_works(forward, args, message, options, right):
@@ -289,3 +289,19 @@ def test_whole_tensors_may_be_written_in_place(devices):
     for scale in (torch.ones(()), torch.ones(3)):
         output = model(torch.ones(8, 3), scale.to(devices[0]))
         assert output.tolist() == [[2.0] * 3] * 8
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
+@pytest.mark.parametrize("sizes", [None, [1, 4, 4, 4]])
+def test_inputs_do_not_wait_for_what_is_queued(sizes):
+    devices = [torch.device("cuda", i % torch.cuda.device_count()) for i in range(4)]
+    inputs = Inputs(torch.sin, (x := torch.randn(13, 1 << 16),), {})
+    inputs.scatter(devices, sizes)  # makes the streams
+    torch.cuda.synchronize()
+    torch.cuda._sleep(2_000_000_000)  # about a second
+    queued = torch.cuda.Event()
+    queued.record()
+    chunks = inputs.scatter(devices, sizes)
+    assert not queued.query()
+    found = [chunk.cpu() for [chunk], _ in chunks]
+    torch.testing.assert_close(found, [x] * 4 if sizes is None else [*x.split(sizes)])
