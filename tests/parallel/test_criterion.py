@@ -67,35 +67,20 @@ class Shifted(nn.CrossEntropyLoss):
 
 
 def make_cases():
-    """Criteria, each with a module, targets, named targets and options."""
+    """Criteria, each with a module, targets, named targets and options; test_losses.py has more."""
     torch.manual_seed(0)
     ce, bce, logits = nn.CrossEntropyLoss, nn.BCEWithLogitsLoss, linear(CLASSES)
-    log = nn.Sequential(linear(CLASSES, 3), nn.LogSoftmax(1))
     ignored, mask = classes(ignored=-100), (torch.arange(BATCH) % 3 == 1).double()
     lengths = torch.full((BATCH,), 9), torch.arange(BATCH) % 4 + 1
     weight, options = {"weight": WEIGHTS}, {"weight": WEIGHTS, "label_smoothing": 0.2}
     # Log-probabilities for CTC are (T, N, C): the batch is their second dimension.
     of_time = Lambda(lambda m, x: m.a(x).transpose(0, 1).log_softmax(-1), a=linear(9, CLASSES))
-    words = torch.randint(1, CLASSES, (BATCH, 4))
-    both = Lambda(
-        lambda self, x: {"a": self.first(x), "b": (self.second(x),)},
-        first=linear(4),
-        second=linear(2),
-    )
+    words, image = torch.randint(1, CLASSES, (BATCH, 4)), linear(CLASSES, 3, 2)
     reducing = {
-        "ce ignored": (ce, logits, ignored),
         "ce weight": (partial(ce, **weight), logits, classes(ignored=3)),  # by a weight of 0
-        "ce all options": (
-            *(partial(ce, ignore_index=3, **options), linear(CLASSES, 3, 2)),
-            classes(3, 2, ignored=3),
-        ),
-        "ce probabilities": (partial(ce, **options), log[0], numbers(CLASSES, 3).softmax(1)),
-        "nll": (partial(nn.NLLLoss, **weight), log, classes(3, ignored=-100)),
-        "bce": (bce, logits, numbers(CLASSES)),
+        "ce options": (partial(ce, ignore_index=3, **options), image, classes(3, 2, ignored=3)),
+        "ce probabilities": (partial(ce, **options), image, numbers(CLASSES, 3, 2).softmax(1)),
         "bce weights": (partial(bce, pos_weight=WEIGHTS, **weight), logits, numbers(CLASSES)),
-        "mse": (nn.MSELoss, linear(4), numbers(4)),
-        "kl_div": (nn.KLDivLoss, log, numbers(CLASSES, 3).softmax(1)),
-        "multi_margin": (partial(nn.MultiMarginLoss, **weight), logits, classes()),
         "ctc": (nn.CTCLoss, of_time, words, *lengths),
         "ctc zero_infinity": (partial(nn.CTCLoss, zero_infinity=True), of_time, words, *lengths),
     }
@@ -104,9 +89,10 @@ def make_cases():
         for name, (make, module, *targets) in reducing.items()
         for reduction in ("mean", "sum", "none")
     }
-    batchmean = nn.KLDivLoss(reduction="batchmean", log_target=True)
     function = partial(functional.cross_entropy, ignore_index=3, label_smoothing=0.1, **weight)
     head = Lambda(lambda self, x, y: functional.mse_loss(self.head(x), y), head=linear(4))
+    both = Lambda(lambda m, x: {"a": m.a(x), "b": (m.b(x),)}, a=linear(4), b=linear(2))
+    weighs = {"loss_weight": lambda output, target, mask: mask.sum()}
     row = torch.cat([word[:n] for word, n in zip(words, lengths[1], strict=True)])
     named = zip(("input_lengths", "target_lengths"), lengths, strict=True)
     ctc = {"reduction": "sum", **{name: tuple(own.tolist()) for name, own in named}}
@@ -115,12 +101,8 @@ def make_cases():
         criterion = nn.LinearCrossEntropyLoss(WIDTH, CLASSES, dtype=torch.double, **weight)
         found["linear_cross_entropy"] = (criterion, linear(WIDTH), [ignored])
     return found | {
-        "kl_div batchmean": (batchmean, log, [numbers(CLASSES, 3).log_softmax(1)]),
         "partial": (function, logits, [classes(ignored=3)]),
-        "loss_weight": (
-            *(masked_mean, linear(4), [numbers(4), mask], {}),
-            {"loss_weight": lambda output, target, mask: mask.sum()},
-        ),
+        "loss_weight": (masked_mean, linear(4), [numbers(4), mask], {}, weighs),
         "several": (several, both, [{"a": numbers(4)}], {"extra": numbers(2)}),
         "keyword": (ce(), logits, [], {"target": ignored}),
         "method of a module": (ce(**weight).forward, logits, [ignored]),

@@ -16,7 +16,7 @@ from balanced_dp.free_threading import is_free_threaded_build
 from balanced_dp.parallel import copies
 from balanced_dp.parallel.copies import Arrivals
 
-from ..modules import Lambda, assert_same_gradients
+from ..modules import Lambda
 from ..notes import notes_of
 from ..step_on_clock import SPLITS, Layers, step_ratio
 from .test_transparency import side_streams
@@ -55,48 +55,6 @@ def make_batch():
     labels = torch.randint(0, CLASSES, (BATCH,))
     labels[::3] = -100
     return torch.randn(BATCH, WIDTH, dtype=torch.double), labels
-
-
-def record(*tensors):
-    """Keeps memory of other streams that the current stream uses."""
-    for tensor in tensors:
-        tensor.record_stream(torch.accelerator.current_stream(tensor.device))
-
-
-def uses_others_weights(self, x):
-    """Reads weights before and after the modules that hold them, in several streams."""
-    main, side = torch.accelerator.current_stream(x.device), torch.Stream(x.device)
-    sums = []
-    for stream in (side, main):  # neither waits for the other
-        with torch.get_device_module(x.device).stream(stream):
-            sums.append(self.first.bias.sum())
-    main.wait_stream(side)
-    record(*sums)
-    x = (x + sum(sums)) @ self.last.weight  # on its way as the last
-    with side_streams([x.device]):
-        beside = self.last(x) + self.tied.bias
-        record(x, *self.last.parameters(), self.tied.bias)  # for backward
-    record(beside)
-    x = self.between(self.tied(self.first(beside)))
-    last = self.last if torch.is_grad_enabled() else copy.deepcopy(self.last)
-    return x @ self.between[0].weight[:CLASSES] + last.weight.sum()
-
-
-@pytest.mark.parametrize("gpu0_bsz", [0, 2])
-def test_weights_are_waited_for_where_read(gpu0_bsz, stand_in):
-    layers = {name: nn.Linear(WIDTH, WIDTH) for name in ("first", "last", "tied", "unused")}
-    plain = Lambda(uses_others_weights, **layers, between=mlp()).double().to(stand_in.devices[0])
-    plain.tied.weight = plain.first.weight
-    model = BalancedDataParallel(gpu0_bsz, copy.deepcopy(plain))
-    x = make_batch()[0].to(stand_in.devices[0])
-    torch.accelerator.synchronize()
-    for mode in (torch.no_grad, torch.enable_grad):
-        with mode():
-            outputs = model(x), plain(x)
-        torch.testing.assert_close(*outputs, rtol=1e-10, atol=1e-10)
-    for output in outputs:
-        output.sum().backward()
-    assert_same_gradients(model, plain)
 
 
 @pytest.mark.skipif(
@@ -231,13 +189,6 @@ def test_replicas_made_by_hand(no_collector, stand_in):
         del replicas, output
         assert torch.accelerator.memory_allocated(2) == allocated
         torch.ones(WIDTH * WIDTH, dtype=torch.double, device=stand_in.devices[2])
-
-
-def test_recycling_does_not_depend_on_arrivals(stand_in):
-    model = BalancedDataParallel(1, mlp().to(stand_in.devices[0]))
-    for _ in range(3):
-        model(make_batch()[0]).sum().backward()
-        assert len(model._replicator._pool[1]) == 4
 
 
 ALLOC_FAILED = "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"

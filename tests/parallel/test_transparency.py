@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -86,21 +83,6 @@ def test_outputs_and_gradients_are_those_of_the_module(case, kind):
                 check_transparent(case, devices, 9, [2], spread=True)
 
 
-@pytest.mark.filterwarnings("ignore:gpu0_bsz", "ignore:.*it uses Pow")
-@given(
-    kind=st.sampled_from(KINDS),
-    num_devices=st.integers(1, 6),
-    batch_size=st.integers(1, 20),
-    gpu0_bsz=st.integers(0, 20),
-    spread=st.booleans(),
-    data=st.data(),
-)
-def test_any_split_of_any_batch(kind, num_devices, batch_size, gpu0_bsz, spread, data):
-    case = CASES[data.draw(st.sampled_from(["mlp", "nested inputs", "scalar loss", "dim=1"]))]
-    with open_devices(kind, num_devices) as devices:
-        check_transparent(case, devices, batch_size, [gpu0_bsz], spread)
-
-
 # Loops, also in streams of the user's.
 
 
@@ -142,10 +124,30 @@ def skips(self, x, _):
     return x.square().mean()
 
 
+def reads_elsewhere(self, x, _):
+    """Reads weights before and after the modules that hold them, in several streams."""
+    with side_streams([x.device], comes_back=False) as record:
+        self.shift.sum()
+        record(self.shift)
+    x = (x + self.shift) @ self.last.weight  # on its way as the last
+    with side_streams([x.device]) as record:
+        beside = self.last(x) + self.first.bias
+        record(x, *self.last.parameters(), self.first.bias)  # for backward
+    record(beside)
+    return self.between(self.first(beside)).square().mean()
+
+
 LOSSES = {
     "tied": Tied,
     "copied": lambda: Lambda(copied, layer=nn.Linear(8, 3)),
     "skips": lambda: Lambda(skips, layers=nn.ModuleList(nn.Linear(8, 8) for _ in range(9))),
+    "reads elsewhere": lambda: Lambda(
+        reads_elsewhere,
+        shift=nn.Parameter(torch.ones(8), requires_grad=False),  # read where nobody waits
+        first=nn.Linear(8, 8),
+        between=nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)),
+        last=nn.Linear(8, 8),
+    ),
 }
 
 
@@ -187,12 +189,18 @@ def some_only(model, parameters, batches):
 
 
 @contextmanager
-def side_streams(devices: Sequence[torch.device], comes_back: bool = True) -> Iterator[None]:
+def side_streams(devices, comes_back=True):
     """Makes new streams current on devices that have streams, as a user who prefetches does.
 
     They come after the current ones, which come after them at the end, unless ``comes_back`` is
-    not set.
+    not set. Yields a function that keeps tensors until the current stream has used them.
     """
+
+    def record(*tensors):
+        for tensor in tensors:
+            if has_streams(tensor.device):
+                tensor.record_stream(torch.accelerator.current_stream(tensor.device))
+
     with ExitStack() as stack:
         for device in filter(has_streams, devices):
             main, side = torch.accelerator.current_stream(device), torch.Stream(device)
@@ -200,7 +208,7 @@ def side_streams(devices: Sequence[torch.device], comes_back: bool = True) -> It
             if comes_back:
                 stack.callback(main.wait_stream, side)
             stack.enter_context(torch.get_device_module(device).stream(side))
-        yield
+        yield record
 
 
 SETTINGS = [
