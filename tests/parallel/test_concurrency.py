@@ -21,28 +21,12 @@ from balanced_dp.parallel import copies
 from balanced_dp.parallel.auto import AutoSplit
 
 from ..at_once import at_once
-from ..modules import assert_same_gradients
-
-EXACT = {"rtol": 1e-10, "atol": 1e-12}
+from ..modules import Lambda, assert_same_gradients
 
 
-def two_terms(output, y):
-    losses = functional.cross_entropy(output, y), functional.cross_entropy(output, y % 2)
-    return {"first": losses[0], "second": losses[1], "output": output}
-
-
-class Net(nn.Module):
-    """Layers of several kinds, and two losses."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.Sequential(
-            nn.Linear(4, 8), nn.LayerNorm(8), *(nn.Sequential(nn.Linear(8, 8)) for _ in range(5))
-        )
-        self.head = nn.Linear(8, 5)
-
-    def forward(self, x, y):
-        return two_terms(self.head(self.layers(x)), y)
+def forward(self, x, y):
+    output = self.head(self.layers(x))
+    return [functional.cross_entropy(output, y), functional.cross_entropy(output, y % 2), output]
 
 
 def batch(number):
@@ -61,20 +45,21 @@ def held(devices):
 @pytest.mark.parametrize(
     ("has_gradients", "block", "is_bound"),
     [
-        *((False, nullcontext, False), (False, "shared_weights", False)),
-        *((True, nullcontext, False), (True, "accumulate", False)),
-        *((True, nullcontext, True), (False, nullcontext, True)),  # replicas made for each call
+        *((False, None, False), (False, "shared_weights", False)),
+        *((True, None, False), (True, "accumulate", False)),
+        *((True, None, True), (False, None, True)),  # replicas made for each call
     ],
 )
 def test_steps_of_many_threads(devices, has_gradients, block, is_bound, monkeypatch):
-    """The first calls find out what losses are means over, and later ones rely on it. Gradients of
-    all threads are added up in the same parameters. In a block, one makes the copies for all.
+    """Gradients of all threads are added up in the same parameters. In a block, one makes the
+    copies for all.
     """
     fill_buckets = copies.fill_buckets
     monkeypatch.setattr(  # so that the other threads come while the first one makes them
         copies, "fill_buckets", lambda *args, **kw: time.sleep(0.02) or fill_buckets(*args, **kw)
     )
-    bare = Net().double()
+    layers = [nn.Linear(4, 8), nn.LayerNorm(8), *(nn.Linear(8, 8) for _ in range(5))]
+    bare = Lambda(forward, layers=nn.Sequential(*layers), head=nn.Linear(8, 5)).double()
     module = copy.deepcopy(bare).to(devices[0])
     if is_bound:
         module.head.forward = types.MethodType(nn.Linear.forward, module.head)
@@ -82,20 +67,20 @@ def test_steps_of_many_threads(devices, has_gradients, block, is_bound, monkeypa
     cross_entropy_loss = torch._C._nn.cross_entropy_loss
 
     def total(found):
-        return found["first"] + 2 * found["second"] + found["output"].square().mean()
+        return found[0] + 2 * found[1] + found[2].square().mean()
 
     def step(number):
         with torch.set_grad_enabled(has_gradients):
             found = model(*batch(number))
         if has_gradients:
             total(found).backward()
-        return {name: tensor.detach().cpu() for name, tensor in found.items()}
+        return [tensor.detach().cpu() for tensor in found]
 
-    with nullcontext() if block is nullcontext else getattr(model, block)():
+    with getattr(model, block)() if block else nullcontext():
         found = at_once(lambda number: [step(number) for _ in range(3)])
     for number, outputs in enumerate(found):
         expected = bare(*batch(number))
-        torch.testing.assert_close(outputs, [expected] * 3, **EXACT)
+        torch.testing.assert_close(outputs, [expected] * 3, rtol=1e-10, atol=1e-12)
         if has_gradients:
             (3 * total(expected)).backward()
     assert_same_gradients(module, bare)
@@ -104,7 +89,9 @@ def test_steps_of_many_threads(devices, has_gradients, block, is_bound, monkeypa
     assert held(devices) == before
 
 
-def test_optimizers_step_while_models_begin_to_watch(emulated):
+def test_loops_and_measurements_of_threads(emulated):
+    """Optimizers step while models begin to watch, and peaks of measurements overlap."""
+
     def train(number):
         module = nn.Linear(4, 4, device=emulated[0])
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
@@ -115,16 +102,10 @@ def test_optimizers_step_while_models_begin_to_watch(emulated):
             optimizer.step()
         return all(split._peaks is None for split in splits)
 
+    def measure(size):
+        peaks = Peaks(emulated[:1])
+        tensor = torch.empty((1 + size) * 2**10, device=emulated[0])
+        return peaks.of(emulated[0])[0] >= tensor.nbytes
+
     assert all(at_once(train))
-
-
-def test_peaks_of_measurements_that_overlap(emulated):
-    def measure(number):
-        for size in range(1, 20):
-            peaks = Peaks(emulated[:1])
-            tensor = torch.empty(size * 2**10, device=emulated[0])
-            if peaks.of(emulated[0])[0] < tensor.nbytes:
-                return False
-        return True
-
-    assert all(at_once(measure))
+    assert all(at_once(lambda _: all(map(measure, range(20)))))
