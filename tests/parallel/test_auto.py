@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import itertools
 import pickle
 from dataclasses import replace
 
@@ -149,8 +148,21 @@ def runs_out_of_data(loop, number):
     loop.step(400, 1 if number in (2, 3, 9) else 400)
 
 
-@pytest.mark.parametrize("train", [accumulates, skips_steps, resets_peaks, runs_out_of_data])
-def test_loops_that_do_other_things(train, loop):
+def differs_in_length(loop, number):
+    """What a sample takes differs from batch to batch, so no law holds."""
+    length = [8, 2, 6, 1, 7, 3, 5, 4][number % 8]
+    loop.workload = replace(WIDE, make_batch=lambda n: ((torch.zeros(n, length, 64),), {}, None))
+    loop.step(400)
+
+
+@pytest.mark.parametrize(
+    ("train", "tolerance"),
+    [
+        *((train, 1.01) for train in (accumulates, skips_steps, resets_peaks, runs_out_of_data)),
+        (differs_in_length, 1.2),
+    ],
+)
+def test_loops_that_do_other_things(train, tolerance, loop):
     for number in range(40):
         train(loop, number)
     value = loop.model.gpu0_bsz
@@ -162,7 +174,7 @@ def test_loops_that_do_other_things(train, loop):
             loop.reset_peaks()
             train(loop, number)
         peaks[gpu0_bsz] = loop.peak()
-    assert peaks[value] <= min(peaks.values()) * 1.01
+    assert peaks[value] <= min(peaks.values()) * tolerance
 
 
 def test_steps_of_any_optimizer_are_seen():
@@ -224,36 +236,10 @@ def test_running_out_in_backward():
         assert loop.search.is_over
 
 
-@pytest.mark.filterwarnings("ignore:gpu0_bsz=6 has no effect")
-def test_batches_that_differ_in_length():
-    """What a sample takes differs from batch to batch, so no law holds."""
-    lengths = itertools.cycle([64, 16, 48, 8, 56, 24, 40, 32])
-
-    def make_batch(n):
-        batch = torch.zeros(n, next(lengths), dtype=torch.int64)
-        return (batch,), {}, batch
-
-    workload = SMALL["char_transformer"]()
-    with looping(replace(workload, make_batch=make_batch)) as loop:
-        loop.follow(24, 24)
-        assert loop.search.is_over
-        value = loop.model.gpu0_bsz
-    peaks = {}
-    for gpu0_bsz in (value, 5):
-        with looping(workload, gpu0_bsz=gpu0_bsz) as loop:
-            loop.follow(24, 3)
-            peaks[gpu0_bsz] = loop.peak()
-    assert peaks[value] <= peaks[5] * 1.2
-
-
 def test_devices_that_cannot_be_compared():
-    module = nn.Linear(2, 2)
-    message = "of a type that counts its memory, got cpu, cpu; give a number"
-    with pytest.raises(ArgumentError, match=message):
-        BalancedDataParallel("auto", module, ["cpu", "cpu"])
     message = "needs distinct devices .* got lazy:0, lazy:1, lazy:0"
     with emulate_devices(2), pytest.raises(ArgumentError, match=message):
-        BalancedDataParallel("auto", module, [0, 1, 0])
+        BalancedDataParallel("auto", nn.Linear(2, 2), [0, 1, 0])
 
 
 def test_one_device_has_nothing_to_balance():
