@@ -141,7 +141,6 @@ OF_STRUCTURE = [
     lambda net, i: net.layers[i].__dict__.pop("forward", None),
     lambda net, i: setattr(net.layers[i].linear, "weight", net.layers[0].linear.weight),
     lambda net, i: setattr(net.layers[i].linear, "weight", nn.Parameter(torch.full((3, 3), 0.5))),
-    exchanges_parameters,
     lambda net, i: net.layers[i].linear.register_parameter("bias", None),
     lambda net, i: setattr(net.layers, str(i), Layer().eval().requires_grad_(False)),
     exchanges_layers,
@@ -157,6 +156,7 @@ OF_STRUCTURE = [
     registers_again,
 ]
 OF_VALUES = [
+    exchanges_parameters,
     lambda net, i: net.head.half().float(),
     lambda net, i: (w := net.layers[i].linear.weight).requires_grad_(not w.requires_grad),
     lambda net, i: net.layers[i].linear.weight.data.add_(1),
