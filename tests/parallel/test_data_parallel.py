@@ -133,6 +133,7 @@ LISTS = "CornerNet's and CenterNet's DataParallel"
         (REPOSITORY, 9, 0, None, (0, 3, 3, 3)),  # theirs: a chunk fewer than there are devices
         (LISTS, 107, 18, None, (18, 30, 30, 29)),  # the last batch is smaller
         (LISTS, 21, None, (4, 8, 16), (3, 6, 12)),
+        (LISTS, 12, 1, (10, 22, 22), (1, 6, 5)),
     ],
 )
 def test_splits_and_gradients_of_each_class(whose, batch_size, gpu0_bsz, weights, found):
@@ -145,6 +146,7 @@ def test_splits_and_gradients_of_each_class(whose, batch_size, gpu0_bsz, weights
     for call in (model, reference):
         call(x).square().mean().backward()
     assert model.chunk_sizes == model.split(batch_size) == found
+    assert (model.gpu0_bsz, model.device_weights) == (gpu0_bsz, weights)
     assert_same_gradients(module, reference)
     output = data_parallel(gpu0_bsz, module, x, devices, dim=dim)
     torch.testing.assert_close(output, reference(x))
@@ -261,14 +263,6 @@ def test_without_samples_device_0_runs_one_call(devices, gpu0_bsz, args, kwargs)
     shown = repr(tree_map(lambda t: t.cpu() if torch.is_tensor(t) else t, output))
     assert shown == repr(module(*args, **kwargs))
     assert len(calls) == 2
-
-
-@pytest.mark.parametrize(("gpu0_bsz", "expected"), [(None, (2, 5, 5)), (1, (1, 6, 5))])
-def test_device_weights_split_in_proportion(devices, gpu0_bsz, expected):
-    model = wrap(devices[:3], gpu0_bsz, device_weights=[10, 22, 22])
-    model(torch.randn(12, 4))
-    assert model.chunk_sizes == model.split(12) == expected
-    assert (model.gpu0_bsz, model.device_weights) == (gpu0_bsz, (10, 22, 22))
 
 
 @pytest.mark.parametrize("hooked", [False, True])

@@ -134,23 +134,6 @@ def test_a_step_in_a_block_is_an_error(emulated, foreach, make):
     assert_same_gradients(module, reference)
 
 
-@pytest.mark.parametrize("gpu0_bsz", [0, 1])
-def test_gradients_of_inputs_only_in_a_block(devices, gpu0_bsz):
-    """``autograd.grad`` got device 0's alone, and ``backward(inputs=...)`` gave more than asked."""
-    module = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1)).double().to(devices[0])
-    model = BalancedDataParallel(gpu0_bsz, module, devices[:3])
-    x = torch.randn(8, 3, dtype=torch.double)
-    weight = module[0].weight
-    [expected] = torch.autograd.grad(model(x).sum(), weight)
-    with model.shared_weights():
-        [found] = torch.autograd.grad(model(x).sum(), weight)
-        torch.testing.assert_close(found, expected)
-        for _ in range(2):
-            model(x).sum().backward(inputs=[weight])
-    torch.testing.assert_close(weight.grad, 2 * expected)
-    assert [p.grad is None for p in module.parameters()] == [False, True, True, True]
-
-
 # Buckets.
 
 

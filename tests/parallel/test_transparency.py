@@ -178,14 +178,18 @@ def accumulated(model, parameters, batches):
 
 
 def some_only(model, parameters, batches):
-    """Of some parameters alone, and with a penalty on the gradient of the inputs."""
+    """Of some parameters alone, and with a penalty on the gradient of the inputs, also in a block.
+
+    There, ``autograd.grad`` got device 0's alone, and ``backward(inputs=...)`` more than asked.
+    """
     some = parameters[::6]
-    for x, labels in batches:
-        x = x.detach().requires_grad_()
-        model(x, labels).backward(inputs=some)
-        slope, *found = torch.autograd.grad(model(x, labels), [x, *some], create_graph=True)
-        slope.square().sum().backward()
-        yield from (gradient.detach() for gradient in found)
+    for number, (x, labels) in enumerate(batches):
+        with getattr(model, "accumulate", nullcontext)() if number % 2 else nullcontext():
+            x = x.detach().requires_grad_()
+            model(x, labels).backward(inputs=some)
+            slope, *found = torch.autograd.grad(model(x, labels), [x, *some], create_graph=True)
+            slope.square().sum().backward()
+            yield from (gradient.detach() for gradient in found)
 
 
 @contextmanager
