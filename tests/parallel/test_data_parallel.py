@@ -116,40 +116,14 @@ def test_steps_are_overridden_as_torchs_are(gpu0_bsz, devices):
     assert model.scatter((3,), None, model.device_ids)[0] == [(3,)] * 3
 
 
-STOCK, XL = "nn.DataParallel", "Transformer-XL's BalancedDataParallel"
-REPOSITORY = "the repository Balanced-DataParallel"
-LISTS = "CornerNet's and CenterNet's DataParallel"
-
-
-@pytest.mark.filterwarnings("ignore:gpu0_bsz")
-@pytest.mark.parametrize(
-    ("whose", "batch_size", "gpu0_bsz", "weights", "found"),
-    [
-        (STOCK, 9, 9, None, (3, 3, 3, 0)),
-        (STOCK, 10, None, None, (3, 3, 3, 1)),
-        (XL, 4, 1, None, (1, 2, 1)),  # theirs: 2, 2
-        (XL, 9, 2, None, (2, 3, 2, 2)),  # theirs: 3, 3, 3
-        (REPOSITORY, 158, 1, None, (1, 32, 32, 31, 31, 31)),
-        (REPOSITORY, 9, 0, None, (0, 3, 3, 3)),  # theirs: a chunk fewer than there are devices
-        (LISTS, 107, 18, None, (18, 30, 30, 29)),  # the last batch is smaller
-        (LISTS, 21, None, (4, 8, 16), (3, 6, 12)),
-        (LISTS, 12, 1, (10, 22, 22), (1, 6, 5)),
-    ],
-)
-def test_splits_and_gradients_of_each_class(whose, batch_size, gpu0_bsz, weights, found):
-    """Those of docs/migration.md. Batches of Transformer-XL's script are in dimension 1."""
-    module, dim = nn.Linear(4, 3).double(), int(whose == XL)
-    reference = copy.deepcopy(module)
-    x = torch.randn((5, batch_size, 4) if dim else (batch_size, 4), dtype=torch.double)
-    devices = ["cpu"] * len(found)
-    model = BalancedDataParallel(gpu0_bsz, module, devices, dim=dim, device_weights=weights)
-    for call in (model, reference):
-        call(x).square().mean().backward()
-    assert model.chunk_sizes == model.split(batch_size) == found
-    assert (model.gpu0_bsz, model.device_weights) == (gpu0_bsz, weights)
-    assert_same_gradients(module, reference)
-    output = data_parallel(gpu0_bsz, module, x, devices, dim=dim)
-    torch.testing.assert_close(output, reference(x))
+@pytest.mark.parametrize(("gpu0_bsz", "expected"), [(None, (3, 6, 12)), (1, (1, 7, 13))])
+def test_device_weights_split_in_proportion(gpu0_bsz, expected):
+    """As the chunk_sizes of CornerNet's and CenterNet's DataParallel do, for any batch."""
+    module, x = nn.Linear(4, 2), torch.randn(21, 4)
+    model = BalancedDataParallel(gpu0_bsz, module, ["cpu"] * 3, device_weights=[4, 8, 16])
+    torch.testing.assert_close(model(x), module(x))
+    assert model.chunk_sizes == model.split(21) == expected
+    assert (model.gpu0_bsz, model.device_weights) == (gpu0_bsz, (4, 8, 16))
 
 
 # Devices.
