@@ -248,16 +248,21 @@ def test_a_gpu0_bsz_without_effect_warns_once(gpu0_bsz, hooked):
     parallel = BalancedDataParallel(gpu0_bsz, nn.Identity(), ["cpu"] * 4)
     if hooked:
         parallel.register_forward_hook(lambda *args: None)
+    fresh = copy.deepcopy(parallel)
     message = (
         rf"gpu0_bsz={gpu0_bsz} has no effect: the even share of this first batch of 100 on 4 "
         r"devices is 25, so the split is that of nn.DataParallel, \(25, 25, 25, 25\); choose "
         r"gpu0_bsz below 25"
     )
     x = torch.randn(100, 4)
-    for call in (parallel, lambda x: data_parallel(gpu0_bsz, nn.Identity(), x, ["cpu"] * 4)):
+    for call in (
+        lambda: parallel(x),
+        lambda: data_parallel(gpu0_bsz, nn.Identity(), x, ["cpu"] * 4),
+        lambda: exec("m(x)", {"m": fresh, "x": x}),  # has no name for its module
+    ):
         with pytest.warns(BalanceWarning, match=message) as caught:
-            call(x)
-        assert caught[0].filename == __file__
+            call()
+        assert caught[0].filename in (__file__, "<string>")
     parallel(x)
 
 

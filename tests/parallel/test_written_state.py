@@ -164,6 +164,7 @@ def test_state_that_is_lost_is_said_once(devices, case, gpu0_bsz, first):
         for _ in range(4):
             model(torch.randn(12, 4))
     assert len(seen) == 1
+    assert seen[0].filename == __file__  # it was contextlib's
 
 
 @pytest.mark.parametrize("kind", ["cpu", "emulated"])
