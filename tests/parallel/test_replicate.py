@@ -403,10 +403,7 @@ IN_PLACE = r"a Linear that was compiled in place .*; wrap what torch.compile\(mo
 @pytest.mark.filterwarnings("ignore:.*torch.jit")
 @pytest.mark.parametrize(
     ("make", "message"),
-    [
-        (lambda: torch.jit.script(nn.Linear(2, 2)), "ScriptModule"),
-        (compiled_in_place, IN_PLACE),
-    ],
+    [(lambda: torch.jit.script(nn.Linear(2, 2)), "ScriptModule"), (compiled_in_place, IN_PLACE)],
 )
 def test_what_cannot_be_replicated(make, message):
     with pytest.raises(RuntimeError, match=message):

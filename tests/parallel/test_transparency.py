@@ -47,9 +47,7 @@ def check_transparent(case, devices, batch_size, values, spread=False):
     torch.manual_seed(batch_size)
     reference = case.make_module().double()
     inputs = pytree.tree_map_only(
-        Tensor,
-        lambda t: t.double() if t.is_floating_point() else t,
-        case.make_inputs(batch_size),
+        Tensor, lambda t: t.double() if t.is_floating_point() else t, case.make_inputs(batch_size)
     )
     modules = [copy.deepcopy(reference).to(devices[0]) for _ in values]
     # Some of CUDA's kernels, as that of weight_norm, are less exact than the CPU's.
