@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -246,19 +245,6 @@ def test_gradients_are_deferred(devices):
         for _ in range(2):
             model(torch.ones(6, 4)).sum().backward()
     assert net.bias.grad.tolist() == [12.0, 12.0]
-
-
-def test_first_use_in_a_process():
-    """Importing patches nothing; Dynamo, which the first optimizer imports, finds functions."""
-    program = """
-import torch
-before = set(dir(torch)), torch.random._seed_custom_device
-from balanced_dp import emulate_devices
-assert (set(dir(torch)), torch.random._seed_custom_device) == before
-with emulate_devices(2, as_cuda=True):
-    torch.optim.Adam([torch.nn.Parameter(torch.ones(2, device="cuda"))])
-"""
-    subprocess.run([sys.executable, "-W", "error", "-c", program], check=True)
 
 
 def test_processes_cannot_be_spawned(devices):

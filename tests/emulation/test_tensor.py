@@ -303,16 +303,17 @@ def test_checkpoints_load_to_a_device(as_cuda, emulate, tmp_path):
     assert loaded["model"]["weight"].device == (devices[1] if as_cuda else CPU)
     assert loaded["epoch"].device == CPU
     model.load_state_dict(loaded["model"])
+    by_cuda = [(lambda storage, place: storage.cuda(2), devices[2])] if as_cuda else []
     for location, device in (
         ("cpu", CPU),
         (f"{kind}:2", devices[2]),
         (torch.device(kind), devices[0]),
-        ({"cuda:1": f"{kind}:3", "cpu": f"{kind}:3"}, devices[3]),
+        ({"cuda:1": "cuda:3", "cpu": f"{kind}:3"}, devices[3]),
         (lambda storage, place: storage, CPU),
-        (lambda storage, place: storage.cuda(2) if as_cuda else None, devices[2]),
+        *by_cuda,
     ):
         weight = torch.load(path, map_location=location)["model"]["weight"]
-        assert weight.device == device or (not as_cuda and callable(location))
+        assert weight.device == device
         assert torch.equal(weight.cpu(), model.weight.detach().cpu())
     with pytest.raises(EmulationError, match=f"no emulated device {kind}:9"):
         torch.load(path, map_location=f"{kind}:9")
