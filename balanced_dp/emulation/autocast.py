@@ -23,8 +23,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from .machine import DEVICE_TYPE
 from .tensor import AUTOCAST_KEY, EmulatedTensor
 
-_AUTOCAST_DEVICE_TYPE = "privateuseone"
-
 # Source: AT_FORALL_LOWER_PRECISION_FP, AT_FORALL_FP32, AT_FORALL_FP32_SET_OPT_DTYPE and
 # AT_FORALL_PROMOTE of aten/src/ATen/autocast_mode.h, torch 2.13. There, norm gets a dtype.
 _LOWER_PRECISION = """_convolution conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d
@@ -64,7 +62,7 @@ def autocast_for_emulated_devices(device_type: str) -> Iterator[None]:
     def translated(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(device_type: str = "cuda", *args: Any) -> Any:
             if device_type in emulated:
-                device_type = _AUTOCAST_DEVICE_TYPE
+                device_type = "privateuseone"
             return function(device_type, *args)
 
         return call

@@ -117,12 +117,8 @@ def get_device_name(device: Device = None) -> str:
 
 def get_device_properties(device: Device = None) -> EmulatedDeviceProperties:
     """Return the device's name and its capacity in bytes."""
-    machine = current_machine()
-    index = machine.index_of(device)
-    return EmulatedDeviceProperties(
-        name=f"Emulated device {index}",
-        total_memory=machine.ledgers[index].capacity_bytes,
-    )
+    index = current_machine().index_of(device)
+    return EmulatedDeviceProperties(f"Emulated device {index}", ledger_of(index).capacity_bytes)
 
 
 def synchronize(device: Device = None) -> None:

@@ -45,6 +45,10 @@ HANDLERS: dict[torch._ops.OpOverload, Callable[..., Any]] = {}
 """Operators with an implementation of their own; ``kernels`` fills it."""
 
 
+# In torch's stubs it is a plain attribute, but it is a descriptor.
+_torch_data: Any = torch.Tensor.data
+
+
 class EmulatedTensor(torch.Tensor):
     """A tensor on an emulated device, made by torch's factories and by ``.to("lazy:0")``."""
 
@@ -78,21 +82,15 @@ class EmulatedTensor(torch.Tensor):
         result.__class__ = _emulated_subclass(cls)
         return result
 
-    # Methods that torch implements for its own tensors only. In its stubs `data` is a plain
-    # attribute, but it is a descriptor.
+    # Methods that torch implements for its own tensors only.
 
-    @property
-    def data(self) -> torch.Tensor:
-        """The tensor, detached from the graph."""
-        data: torch.Tensor = torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
-        return data
-
-    @data.setter
-    def data(self, value: torch.Tensor) -> None:
+    def _set_data(self, value: torch.Tensor) -> None:
         """Replace the data and the device by those of ``value``."""
-        torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
+        _torch_data.__set__(self, value)
         assert isinstance(value, EmulatedTensor)  # torch accepts no other tensor
         self._elem, self._machine = value._elem, value._machine
+
+    data: Any = property(_torch_data.__get__, _set_data)
 
     def item(self) -> Any:
         """Return the value as a number."""
