@@ -95,8 +95,8 @@ def parallel_apply(
     # first, and each thread counts by itself. If all forward passes run in such threads, the
     # numbers are alike, and backward passes take turns, as if side by side on accelerators.
     are_alike = is_emulated(devices[0]) and len(others) > 1
-    # All are started anew if some have not taken part in a call, because those are behind.
     first = None if are_alike else others.pop(0)
+    # If some have not taken part in a call, they are behind, so all are started anew.
     if are_alike and workers._threads and workers._threads.keys() != set(others):
         workers = Workers()
     try:
