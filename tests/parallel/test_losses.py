@@ -734,9 +734,14 @@ def test_a_loss_with_one_entry_is_joined_as_one_without_dimensions(gpu0_bsz, sha
     assert model(**given).shape == shape
 
 
-def test_a_row_that_was_squeezed_is_told_from_a_loss():
+@pytest.mark.parametrize("has_gradients", [True, False])
+def test_a_row_that_was_squeezed_is_told_from_a_loss(has_gradients):
+    """In a batch of one sample a device, the rows of an evaluation are averaged like losses."""
     model, _ = make(lambda n, x, o: n.head(x)[:, :1].squeeze(), None)
-    with pytest.warns(BalanceWarning, match=r"chunk of one sample, use squeeze\(-1\)"):
+    with (
+        torch.set_grad_enabled(has_gradients),
+        pytest.warns(BalanceWarning, match=r"use squeeze\(-1\)"),
+    ):
         model(X[:4])
 
 

@@ -75,7 +75,7 @@ _REMEDY = (
     "Return its parts as outputs of their own and combine them outside, compute it outside from "
     "gathered outputs, or give loss_weight or scalar_outputs"
 )
-_NOT_SHOWN = "no call with gradients has shown how it is computed"
+_NOT_SHOWN = "no call with gradients has shown how it is computed (of a row, use squeeze(-1))"
 
 Plan = tuple[Weights, list[tuple[Term, Weights]]]
 """The weights of a loss, and the cross entropies in it that have weights of their own."""
