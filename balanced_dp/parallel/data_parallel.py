@@ -2,13 +2,16 @@
 
 A call goes through the files of this folder::
 
-    auto.py      split            batch size -> chunk sizes
-    scatter.py   scatter          inputs -> the arguments for each device
-    replicate.py replicate        module -> a replica on each device; copies.py makes its parameters
-                 parallel_apply   replicas -> outputs, in a thread for each device
-    gather.py    gather           outputs -> one, its losses joined by losses/; or per_device.py
+    split_policy.py  split            batch size -> chunk sizes; for "auto", auto.py
+    scatter.py       scatter          inputs -> the arguments for each device
+    replicate.py     replicate        module -> a replica on each device
+                     parallel_apply   replicas -> outputs, in a thread for each device
+    gather.py        gather           outputs -> one, its losses joined by losses/
+    per_device.py                     instead of gather, with ``gather=False``
 
-In backward, gradients come back by ``Broadcast.backward`` of copies.py, and autograd adds them up.
+copies.py copies parameters to the other devices. In backward, its ``Broadcast.backward`` copies
+gradients to the device of the parameter, where autograd adds them up. With ``shared_weights()``,
+shared_weights.py does this when the block ends.
 """
 
 from __future__ import annotations
@@ -42,11 +45,11 @@ from .scatter import Inputs
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 DeviceIds = Sequence[int | torch.device]
-"""What nn.DataParallel calls devices: the index of an accelerator, or any other device itself."""
+"""Devices as in nn.DataParallel: an accelerator by its index, any other device as itself."""
 
 
 class _Call(NamedTuple):
-    """What the steps of a call have in common, beside the arguments that nn.DataParallel passes."""
+    """The state that the steps of a call share and that nn.DataParallel does not pass to them."""
 
     model: nn.Module
     device_ids: DeviceIds
@@ -281,7 +284,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
     def replicate(self, module: ModuleT, device_ids: DeviceIds) -> list[ModuleT]:
         """Return a replica of ``module`` for each device.
 
-        The list also brings home what they write, so an override returns the same list.
+        An override must return this list, or writes of replicas to buffers and parameters are lost.
         """
         homes = self.devices if self.spread else self.devices[:1]
         return self._replicator.replicate(module, self._devices_of(device_ids), homes)
@@ -328,7 +331,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         return self._devices_of(self.device_ids)
 
     def _id_of(self, device: torch.device) -> int | torch.device:
-        """Return what nn.DataParallel calls a device: its index, if it is an accelerator."""
+        """Return the index of an accelerator, or any other device itself."""
         return device.index if device.type == self._device_type else device
 
     def _devices_of(self, ids: Iterable[int | torch.device]) -> list[torch.device]:
@@ -406,12 +409,11 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         """Share one weight broadcast and one gradient reduction across the block.
 
         For loops that do not change the weights: evaluation and gradient accumulation. Each device
-        adds up the gradients of its own chunks; when the block ends, they are added to those of the
-        parameters. Until then ``.grad`` has the part of the device of the parameter alone: call
-        ``zero_grad()`` before the block, clip gradients and step the optimizer after it. Parameters
-        with hooks are exempt: their gradients arrive in each backward pass. Other devices do not
-        see writes to weights through ``.data``, or to frozen ones by the module itself, before the
-        block ends.
+        adds up the gradients of its own chunks; when the block ends, the sums are added to
+        ``.grad``. Until then ``.grad`` holds only the gradients of the parameter's own device. Call
+        ``zero_grad()`` before the block; clip gradients and step the optimizer after it. Parameters
+        with hooks are exempt: their gradients arrive in each backward pass. Until the block ends,
+        other devices do not see writes through ``.data``, or the module's writes to frozen weights.
 
         Raises:
             RuntimeError: on a call or at the end, a parameter that requires grad was changed; or on
