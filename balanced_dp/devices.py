@@ -48,7 +48,7 @@ def which_ran_out(devices: Sequence[torch.device], before: Sequence[int]) -> int
 
     Args:
         devices: the devices.
-        before: what ``num_ooms`` returned before.
+        before: the earlier result of ``num_ooms``.
     """
     ran_out = [now > count for count, now in zip(before, num_ooms(devices), strict=True)]
     if any(ran_out):
@@ -228,7 +228,7 @@ def copy_stream(device: torch.device) -> torch.Stream:
 def gradient_stream(device: torch.device, source: torch.device) -> torch.Stream:
     """Return the stream of a CUDA device on which gradients arrive from another one.
 
-    The stream from a device to itself adds up what has arrived.
+    The stream from a device to itself adds up the gradients that have arrived.
 
     Each pair of devices has its own: a copy waits for both of its streams, so devices that send to
     several would otherwise take turns.

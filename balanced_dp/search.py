@@ -53,7 +53,7 @@ def next_number(
         over: by number, the excess over the limit, which grows with the number. At most 0 is within
             the limit; infinity is an unknown excess.
         numbers: all numbers that can be measured, in ascending order.
-        slope: the excess that each number adds, used until two measurements show it.
+        slope: the increase of the excess per number, until there are two measurements.
         close: the result may be too small by one part in this number.
         most: after this many measurements, the search bisects.
         bends_up: whether the excess is convex. Then it lies above the line through two

@@ -16,7 +16,7 @@ Memory = Annotated[
     str | None, Option(help="Capacity of all devices, or of each: 24GiB,11GiB. GB means GiB.")
 ]
 Reserve = Annotated[str | None, Option(help="Memory to keep free of a capacity; default: 512MiB.")]
-GOAL = Option("--for", help="What is best; default: speed, or headroom without capacities.")
+GOAL = Option("--for", help="How options rank; default: speed, or headroom without capacities.")
 JsonFile = Annotated[Path | None, Option("--json", metavar="FILE", help="Write JSON; - is stdout.")]
 Html = Annotated[Path | None, Option(metavar="FILE", help="Write a page; - is stdout.")]
 Markdown = Annotated[Path | None, Option(metavar="FILE", help="Write Markdown; - is stdout.")]

@@ -67,7 +67,7 @@ def run(
     context: typer.Context,
     script: Annotated[str, Argument(metavar="SCRIPT", help="A Python script.")],
     script_arguments: Annotated[list[str] | None, Argument(metavar="[ARGS]...")] = None,
-    is_module: Annotated[bool, Option("-m", help="SCRIPT is a module, as for python -m.")] = False,
+    is_module: Annotated[bool, Option("-m", help="SCRIPT is a module, as in python -m.")] = False,
     num_devices: Annotated[
         int | None, Option("--devices", min=1, help="Default: all GPUs, or 4 emulated ones.")
     ] = None,
@@ -187,7 +187,7 @@ def tune(
                 on_measurement=lambda option: update(advance=1),
             )
     except SymbolicValueError as error:
-        why = f"reads values{_where(error)}, which takes --numeric: {error}"
+        why = f"reads values{_where(error)}, which needs --numeric: {error}"
         raise ArgumentError(f"{target} {why}") from None
     except BalancedDataParallelError:
         raise
@@ -311,7 +311,7 @@ def demo(
     num_devices: arguments.NumDevices = None,
     steps: Annotated[int, Option(min=1, help="Training steps of each run.")] = 24,
     gpu0_bsz: Annotated[
-        int | None, Option(min=0, help="Samples of device 0; default: what tune finds.")
+        int | None, Option(min=0, help="Samples of device 0; default: the best value.")
     ] = None,
     json_file: arguments.JsonFile = None,
     emulate: arguments.Emulate = False,

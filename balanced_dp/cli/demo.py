@@ -30,7 +30,7 @@ class DemoRun:
 
     Attributes:
         name: the name of its split.
-        measured: what the last step took.
+        measured: the measurement of the last step.
         losses: the loss of each step.
     """
 

@@ -46,7 +46,7 @@ def run_and_measure(
     Args:
         script: its file, or with ``is_module`` the name of a module.
         script_arguments: its command line.
-        is_module: whether it is run as by ``python -m``.
+        is_module: whether it is run as with ``python -m``.
         gpu0_bsz: how batches are split, as for ``Loop``.
         num_devices: number of devices; None means one for each capacity, all GPUs, or four emulated
             ones.
@@ -102,7 +102,7 @@ def _report(
     loop: Loop, reserve: int, goal: Goal | None, calls: Sequence[WrappedAt], **about: Any
 ) -> Report:
     options, budgets = tuple(loop.options.values()), loop.budgets
-    if budgets is None:  # the capacity is what the even split takes, as for tune
+    if budgets is None:  # the capacity is the peak of the even split, as in tune
         even = next((option for option in options if option.is_even), options[0])
         budgets = [math.ceil(max(even.peak_bytes) / 2**20) * 2**20] * len(loop.devices)
         reserve = 0

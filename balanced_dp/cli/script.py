@@ -24,7 +24,7 @@ def check_script(name: str, is_module: bool, options: Sequence[str] = ()) -> Non
         hint = did_you_mean(name, options)
         raise ArgumentError(f"there is no option {name}{hint}; see balanced-dp run --help")
     if not is_module and not Path(name).is_file():
-        kind = "a folder" if Path(name).is_dir() else "no file"
+        kind = "a folder" if Path(name).is_dir() else "not a file"
         raise ArgumentError(f"{name} is {kind}; name a Python script, or a module after -m")
 
 

@@ -41,7 +41,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
     Args:
         dataset: the dataset to sample from; only its length is used.
         batch_size: number of samples in the whole batch, at least 1.
-        chunk_sizes: the chunk size of each rank, as of ``split_ranks``.
+        chunk_sizes: the chunk size of each rank, from ``split_ranks``.
         rank: the rank of this process; by default that in the default process group, unless
             ``world_size`` is given.
         world_size: number of ranks; by default that of the default process group.

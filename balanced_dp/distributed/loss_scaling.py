@@ -72,9 +72,9 @@ def scale_loss(
     them: ``scale_loss(loss_i, count_i, total=count_all_ranks(sum(counts)))``. If the framework
     divides the loss by the number of micro-batches (accelerate and DeepSpeed do), multiply by it.
 
-    If ``count`` is 0, the result is 0 and its gradients are 0, even if the loss is NaN: hooks on
-    the nodes of its graph replace the gradients of a node whose incoming gradients are all 0. The
-    nodes inside of a reentrant checkpoint have no hooks, so 0 / 0 there still gives NaN.
+    If ``count`` is 0, the result and its gradients are 0, even if the loss is NaN: a hook on each
+    node of the graph returns zeros if all gradients that the node receives are 0. The nodes inside
+    of a reentrant checkpoint have no hooks, so 0 / 0 there still gives NaN.
 
     Args:
         loss: this rank's mean over its ``count`` samples or tokens, a tensor with one element of

@@ -1,7 +1,7 @@
 """``emulate_devices(..., as_cuda=True)``: scripts see emulated devices under the name "cuda".
 
 Torch without CUDA refuses that device type, so tensors stay on ``DEVICE_TYPE``, and names are
-translated where Python code meets torch: functions that take a device translate what they get,
+translated where Python code meets torch: functions translate the devices that they get,
 emulated tensors report "cuda", and ``torch.cuda`` and ``torch.accelerator`` are about emulated
 devices. Modules and classes are patched, so this holds in all threads.
 """

@@ -59,7 +59,7 @@ def emulate_devices(
     """Emulate ``num_devices`` accelerators on the CPU, ``torch.device("lazy", i)``.
 
     Values are computed, code that mixes devices fails as on CUDA, and the memory of each device is
-    counted to the byte: each storage once, rounded up to 512 bytes as by CUDA's allocator, and
+    counted to the byte: each storage once, rounded up to 512 bytes like CUDA's allocator, and
     freed with its last tensor. ``torch.get_device_module("lazy")`` has the functions of
     ``torch.cuda``.
 
@@ -78,7 +78,7 @@ def emulate_devices(
         as_cuda: whether the devices are named ``torch.device("cuda", i)``, for code that was
             written for GPUs: ``.cuda()``, ``device="cuda:1"``, ``torch.cuda``,
             ``torch.accelerator``, ``tensor.is_cuda`` and the like are about them then, in all
-            threads. What they cannot do, such as CUDA graphs and NCCL, raises ``EmulationError``.
+            threads. CUDA graphs, NCCL and other unsupported features raise ``EmulationError``.
 
     Yields:
         The devices, as a sequence with ``copied_bytes()`` and ``memory_breakdown(device)``.

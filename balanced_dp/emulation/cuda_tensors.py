@@ -1,7 +1,7 @@
 """Tensors, storages and generators of emulated devices that are named "cuda".
 
-Below, they are on ``DEVICE_TYPE``: methods that take a device translate it, and what reports one
-translates it back.
+Below, they are on ``DEVICE_TYPE``: methods that take a device translate it, and methods and
+attributes that report one translate it back.
 """
 
 from __future__ import annotations
@@ -222,6 +222,6 @@ def location_of(storage: torch.UntypedStorage) -> str | None:
 
 
 def restore(storage: Any, location: str) -> Any:
-    """Return the storage for a tensor on ``location``, or None if that is no emulated device."""
+    """Return the storage for a tensor on ``location``, or None if it is not an emulated device."""
     is_emulated = location.split(":")[0] == current_machine().device_type
     return storage_on_device(storage, location) if is_emulated else None

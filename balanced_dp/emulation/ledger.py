@@ -26,7 +26,7 @@ Source: ``kMinBlockSize`` in c10/cuda/CUDACachingAllocator.h, torch 2.11 to 2.13
 
 
 class Label(str, Enum):
-    """What a block of memory is used for."""
+    """The use of a block of memory."""
 
     PARAMETER = "parameter"
     BUFFER = "buffer"

@@ -386,7 +386,7 @@ def elem_of(tensor: EmulatedTensor) -> torch.Tensor:
     if tensor._machine.is_closed:
         raise EmulationError(
             f"this tensor was on {tensor.device}, whose emulate_devices context has ended; "
-            "copy what you need with .cpu() before the end of the context"
+            "copy results with .cpu() before the context ends"
         )
     if tensor._is_param:
         set_label(tensor, Label.PARAMETER)

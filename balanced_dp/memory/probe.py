@@ -173,7 +173,7 @@ class MemoryProbe:
         if retried := [str(now.device) for now, before in pairs if now.num_alloc_retries != before]:
             usage.reason = (
                 f"on {', '.join(retried)} the allocator had to empty its cache and try again, so "
-                "the peaks are lower than what the block would take"
+                "the peaks are lower than the block needs"
             )
 
 

@@ -48,7 +48,7 @@ class CheckResult:
     def __str__(self) -> str:
         what = f"{self.num_compared} outputs and gradients, chunks of {self.chunk_sizes}"
         if not self.differences:
-            return f"{what}: all are those of the whole batch"
+            return f"{what}: all equal the whole batch's"
         width = max(len(one.what) for one in self.differences)
         lines = [f"{what:{width}}  {size:9.2e}  {why}" for what, size, why in self.differences]
         head = f"{what}: {len(lines)} differ from the whole batch's"

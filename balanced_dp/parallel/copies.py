@@ -11,8 +11,8 @@ stream that reads one waits for the events of that module.
 
 If gradients are enabled, a bucket has one autograd node for each other device. Its backward runs as
 soon as the gradients of the bucket are complete there and copies them to the home of the
-parameters, the device that they are on, where autograd adds up those of all devices. Nodes do not
-wait for each other::
+parameters, the device that they are on, where autograd adds up the gradients of all devices. Nodes
+do not wait for each other::
 
     weights       home: b0 b1 b2 b3        one broadcast for each bucket, in the order of use
     forward       d1:      l0 l1 l2 l3     a layer waits for its own bucket
@@ -117,7 +117,7 @@ class Arrivals:
 class ArrivingParameters(UserDict[str, Any]):
     """The parameters of a module while they arrive: each stream waits when it first reads one.
 
-    ``Module.__getattr__`` asks for any attribute whether it is one of them; that does not wait.
+    ``in`` does not wait, since ``Module.__getattr__`` uses it for attributes of any kind.
 
     Args:
         plain: the dictionary that this one replaces.
@@ -172,8 +172,8 @@ def fill_buckets(tensors: Sequence[torch.Tensor], *, of_gradients: bool = True) 
     Args:
         tensors: the tensors.
         of_gradients: whether the buckets are for gradients. If so, a tensor with hooks has a bucket
-            of its own, since autograd would call them with None if only others in its bucket had
-            gradients. If not, a bucket holds up to ``LEAST_BYTES`` even if that is more.
+            of its own: in a shared one, autograd would call its hooks with None if only others had
+            gradients. If not, a bucket may hold ``LEAST_BYTES``, even if an eighth is less.
     """
     sizes = [tensor.nbytes if _is_plain(tensor) else None for tensor in tensors]
     num_bytes = sum(filter(None, sizes))

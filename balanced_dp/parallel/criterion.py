@@ -27,8 +27,8 @@ class BalancedCriterion(nn.Module):
     It is called with the ``PerDevice`` that a model with ``gather=False`` returns, and the targets
     of the whole batch. Each device computes the loss of its own chunk, so that large outputs, such
     as the logits of a vocabulary, are never gathered on one device. Losses are joined like those
-    that a model returns; rows are concatenated. A warning names a loss that may not be that of the
-    batch. Anything but a ``PerDevice`` is passed to ``criterion`` unchanged, so that the same
+    that a model returns; rows are concatenated. A warning names a loss that may not be the loss of
+    the batch. Anything but a ``PerDevice`` is passed to ``criterion`` unchanged, so that the same
     line works for a bare model.
 
     Outputs, targets and losses may be nested in tuples, dictionaries and dataclasses; a target may
@@ -43,7 +43,7 @@ class BalancedCriterion(nn.Module):
         split: dotted paths of lists, tuples and arrays with an entry for each sample.
 
     Shape:
-        - Outputs: a ``PerDevice`` of what ``criterion`` takes for a chunk.
+        - Outputs: a ``PerDevice`` of outputs that ``criterion`` takes, one for each chunk.
         - Targets: tensors of ``(N, *)``, with N at the model's ``dim``, on any device; for
           ``CTCLoss`` with N first or concatenated, as it takes them.
         - Loss: 0-dim, or as ``criterion``'s for the batch, on the model's output device.

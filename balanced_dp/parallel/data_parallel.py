@@ -90,7 +90,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
 
     Args:
         gpu0_bsz: the most samples that the first device gets, at least 0. With 0 it runs nothing.
-            None is no limit: the split is even, or that of ``device_weights``. ``"auto"`` starts
+            None means no limit: the split is even, or follows ``device_weights``. ``"auto"`` starts
             with the even split, reads the peaks after each optimizer step, tries at most six splits
             and keeps the best. If memory runs out, catch ``torch.OutOfMemoryError`` and repeat the
             step. State dicts contain the result.
@@ -109,7 +109,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         split: dotted paths of lists, tuples and arrays with an entry for each sample, such as
             ``"texts"``; each device gets the entries of its samples.
         scalar_outputs: how 0-dim outputs are joined. ``"auto"``: to the value of the whole batch,
-            if they are linear in means and sums over samples; anything else is averaged as by
+            if they are linear in means and sums over samples; anything else is averaged as with
             ``"mean"``, with a warning. ``"mean"``: to their mean, weighted by chunk size.
             ``"sum"``: to their sum. ``"stack"``: to a vector, as ``nn.DataParallel`` does. Integers
             that differ add up, with a warning.
@@ -143,7 +143,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         BalanceWarning: once for each output, input or attribute that it is about.
 
             - Without ``spread``, ``gpu0_bsz`` is not below the even share of the first batch.
-            - A 0-dim output may differ from that of the whole batch, or the graph shows that
+            - A 0-dim output may differ from its value for the whole batch, or the graph shows that
               samples of a chunk are computed from each other: ``check`` compares them.
             - A list as long as the batch, or an object that holds tensors, goes whole to each
               device.
@@ -383,7 +383,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         Examples:
             >>> parallel = BalancedDataParallel(1, torch.nn.Linear(4, 2), ["cpu", "cpu"])
             >>> print(parallel.check(torch.ones(8, 4)))
-            3 outputs and gradients, chunks of (1, 7): all are those of the whole batch
+            3 outputs and gradients, chunks of (1, 7): all equal the whole batch's
         """
         devices = self.devices or [torch.device("cpu")]
 
@@ -393,7 +393,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
 
         def split(module: nn.Module) -> tuple[Any, Sequence[int]]:
             with closing(copy.deepcopy(self, {id(self.module): module})) as parallel:
-                parallel.gpu0_bsz = self.gpu0_bsz  # that of "auto" stays what it is
+                parallel.gpu0_bsz = self.gpu0_bsz  # a number, so that "auto" does not change
                 parallel.gathers_outputs, parallel.spread = True, False
                 return parallel(*inputs, **kwargs), parallel.chunk_sizes or ()
 

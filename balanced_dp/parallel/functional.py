@@ -29,7 +29,7 @@ def balanced_data_parallel(
     of ``nn.DataParallel``. It never moves the module.
 
     Args:
-        gpu0_bsz: the most samples that the first device gets; None is no limit.
+        gpu0_bsz: the most samples that the first device gets; None means no limit.
         module: the module to evaluate; its parameters and buffers are on ``device_ids[0]``.
         inputs: a tuple of positional arguments, or the only one, or None.
         device_ids: as in ``BalancedDataParallel``.

@@ -58,7 +58,7 @@ class Gather:
     scalar_outputs: ScalarOutputs = "auto"
 
     def join(self, outputs: Sequence[Any], path: str = "") -> Any:
-        """Return one output for those of the replicas; there is at least one."""
+        """Return one output for the outputs of the replicas, at least one."""
         first, *others = outputs
         if all(isinstance(output, Tensor) for output in outputs):
             return self._tensors(outputs, path)
@@ -137,7 +137,7 @@ class Gather:
         if any(number.dtype is torch.bool for number in moved):
             raise _differ(path, numbers, "different values")
         reason = "it is an integer that differs between the replicas, so it is added up"
-        self._warn(path, reason, "If not meant, return a row for each sample and count outside")
+        self._warn(path, reason, "If unintended, return a row for each sample and count outside")
         return total(moved, self.device)
 
     def _axis(self, shapes: Sequence[torch.Size], dim: int, path: str) -> int:
@@ -193,7 +193,7 @@ def _error(path: str, message: str) -> GatherError:
 def _differ(path: str, values: Sequence[Any], what: str) -> GatherError:
     shown = ", ".join(str(tuple(v.shape)) if isinstance(v, Tensor) else repr(v) for v in values)
     fact = f"cannot be joined: the replicas returned {what} ({shown[:200]})"
-    return _error(path, f"{fact}; return tensors, or what is equal on every replica")
+    return _error(path, f"{fact}; return tensors, or values equal on every replica")
 
 
 class Concatenate(torch.autograd.Function):

@@ -14,7 +14,7 @@ from .scatter import Inputs, Scattered
 
 _REMEDY = (
     "it holds one output for each device; compute the loss with BalancedCriterion, use map, or "
-    "gather() it"
+    "call gather()"
 )
 
 
@@ -31,7 +31,7 @@ class PerDevice(Scattered):
         output_device: where results are joined.
         dim: the batch dimension.
         scalar_outputs: how ``gather`` joins 0-dim outputs.
-        history: what the model's calls have shown about outputs.
+        history: the findings of the model's calls about outputs.
         idle_workers: the model's threads, which compute the loss and ``map``.
 
     ``devices``, ``chunk_sizes``, ``output_device`` and ``dim`` are also attributes.

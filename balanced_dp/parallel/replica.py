@@ -2,8 +2,8 @@
 
 Making a replica takes Python work for each submodule, parameter and buffer, and most of it gives
 the same result in each call. So replicas that have run are kept for the next one, as long as the
-module holds what it held when they were made. While a replica waits, it holds no tensors. It is
-recycled only if nobody else refers to its modules.
+module holds the same objects as when they were made. While a replica waits, it holds no tensors.
+It is recycled only if nobody else refers to its modules.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Blueprint:
         parameters, buffers: both of them alone.
         places: where the tensors are registered.
         children, empty: where submodules are, and None in the place of a member.
-        attributes: of each module, what forward may assign.
+        attributes: the attributes of each module that forward may assign.
         bound: the values that are bound to modules: the index of a module, the kind of hooks or
             None for an attribute, the key, and the value.
         is_compiled: whether a submodule is the result of ``torch.compile``.
@@ -144,10 +144,10 @@ class Replica:
     """Shallow copies of the modules of a network.
 
     Args:
-        blueprint: that of the network.
+        blueprint: the blueprint of the network.
 
     Attributes:
-        modules: the copies of its modules; the first is that of the network itself.
+        modules: the copies of its modules; the first is the copy of the network itself.
         attributes: the ``__dict__`` of each copy.
     """
 
@@ -217,7 +217,7 @@ class Replica:
                 own["_parameters"] = ArrivingParameters(plain, device, awaited)
                 self._arriving.append(own)
         for rnn in self._rnns:  # or flatten_parameters() in forward would be that of the original
-            # A weight that forward computes, as by DropConnect, is not there yet.
+            # A weight that forward computes, as in DropConnect, is not there yet.
             rnn._flat_weights = [getattr(rnn, name, None) for name in rnn._flat_weights_names]
 
     def join(self) -> None:
@@ -345,6 +345,6 @@ def _check_replicable(module: nn.Module) -> None:
     if isinstance(module, torch.jit.ScriptModule) or module._compiled_call_impl is not None:
         raise RuntimeError(
             f"a {type(module).__name__} that was compiled in place or scripted cannot be "
-            "replicated, because its code is bound to the original; wrap what "
-            "torch.compile(module) returns, or the Python module"
+            "replicated, because its code is bound to the original; wrap "
+            "torch.compile(module), or the Python module"
         )

@@ -30,8 +30,8 @@ _DIFFERENT = (
     "kept; write it outside, from the whole batch (an embedding's max_norm, for example)"
 )
 _LOST = (
-    "sets {} in forward, but a call runs copies of the module, so this is lost, or that of one "
-    "chunk; return it from forward (nn.DataParallel loses it, too)"
+    "sets {} in forward, but a call runs copies of the module, so its value is lost, or covers "
+    "one chunk; return it from forward (nn.DataParallel loses it, too)"
 )
 
 
@@ -46,9 +46,9 @@ class Replicator:
       to the replica.
     - A parameter that was not used gets no gradient rather than zeros.
 
-    Parameters are copied differentiably: backward adds the gradients of each replica to those of
-    the parameters as soon as a bucket of them is complete. The first replica shares the buffers on
-    its device, so that in-place updates are kept; every other replica has copies of its own.
+    Parameters are copied differentiably: backward adds the gradients of each replica to ``.grad``
+    of the parameters as soon as a bucket of them is complete. The first replica shares the buffers
+    on its device, so that in-place updates are kept; every other replica has copies of its own.
 
     Attributes:
         copies: the parameters on other devices.
@@ -102,7 +102,7 @@ class Replicator:
     def running(self, network: nn.Module, replicas: Sequence[nn.Module]) -> Iterator[None]:
         """Context manager that keeps the writes of replicas to parameters and buffers.
 
-        At its end, the replicas are recycled. It does nothing for those of another class.
+        At its end, the replicas are recycled. It does nothing for replicas of another class.
 
         Warns:
             BalanceWarning: once for each attribute that forward sets, and for each parameter or
@@ -132,7 +132,7 @@ def check_on_device(tensors: Iterable[torch.Tensor], *devices: torch.device) -> 
     """Check that all tensors are on one of the devices.
 
     Raises:
-        RuntimeError: a tensor is elsewhere; the message begins as that of ``nn.DataParallel``.
+        RuntimeError: a tensor is elsewhere; the message begins like ``nn.DataParallel``'s.
     """
     for tensor in tensors:
         if tensor.device not in devices:
@@ -169,10 +169,10 @@ class Replicas(list[ModuleT]):
     others. ``bring_home`` copies its writes to these back.
 
     Args:
-        blueprint: that of the module.
+        blueprint: the blueprint of the module.
         waiting: replicas of other calls, to which these return.
         devices: the devices of the replicas.
-        tensors: the tensors of each, in the order of those of the blueprint.
+        tensors: the tensors of each replica, in the order of the blueprint.
         arrivals: the parameters that are on their way.
         looks: whether to record the versions of all tensors and the contents of lists and
             dictionaries, instead of only the versions of the tensors that are brought home.

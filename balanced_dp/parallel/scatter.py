@@ -112,7 +112,7 @@ class Inputs:
 
         Warns:
             BalanceWarning: another sequence is as long as the batch, so it may have one entry for
-                each sample; or an object that is no container has tensors as attributes.
+                each sample; or an object that is not a container has tensors as attributes.
         """
         split, count = (devices, chunk_sizes), len(self.args)
         columns = [self._parts(value, path, split) for path, value in self._named()]
@@ -146,7 +146,7 @@ class Inputs:
             if value.devices != tuple(devices) or (sizes and value.chunk_sizes != tuple(sizes)):
                 call = f"splits {tuple(sizes)}" if sizes else "does not split"
                 call += f" on {', '.join(map(str, devices))}"
-                raise _error(path, f"is {value!r}, but this call {call}; gather() it first")
+                raise _error(path, f"is {value!r}, but this call {call}; call gather() first")
             return list(value)
         length = _length(value)
         if sizes is None and isinstance(value, PackedSequence):
@@ -207,7 +207,7 @@ class Inputs:
         source, also = "", ""
         if first != path:
             source = f" by its first tensor, {first}"
-            also = f", and if {first} is not, broadcast=({first!r},) does"
+            also = f", and if {first} does not, use broadcast=({first!r},)"
             also += ", or transpose it" if size in other.shape else ""
         if any(_is_below(one, lists) for one in (path, first)):
             remedy = (
@@ -218,7 +218,7 @@ class Inputs:
             remedy = "its samples are along another dimension, so transpose it"
         else:
             remedy = (
-                f"if {path} is not one entry a sample, broadcast=({path!r},) copies it whole to "
+                f"if {path} does not have one entry per sample, broadcast=({path!r},) copies it to "
                 f"each device{also}"
             )
         fact = f"of shape {tuple(tensor.shape)} has size {size} along dim {self.dim}"

@@ -202,7 +202,7 @@ def accumulate(pairs: Iterable[tuple[torch.Tensor, torch.Tensor | None]]) -> Non
 def copy_attributes(originals: Sequence[torch.Tensor], copies: Sequence[torch.Tensor]) -> None:
     """Copy the entries of ``__dict__`` that copies lack, and move tensors among them.
 
-    What is a parameter is told by ``isinstance`` to be one.
+    Copies of parameters are marked as parameters for ``isinstance``.
     """
     for original, copy in zip(originals, copies, strict=True):
         if copy is not original:

@@ -47,7 +47,7 @@ def load_report(path: str | Path) -> Report:
     except OSError as error:
         raise ReportError(f"{path} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
-        raise ReportError(f"{path} is no report, or a truncated one: {error}") from None
+        raise ReportError(f"{path} is not a report, or is truncated: {error}") from None
     if not isinstance(record, dict) or "schema" not in record:
         raise ReportError(f"{path} is JSON, but not a report of balanced-dp")
     if record["schema"] != SCHEMA:
@@ -60,9 +60,9 @@ def load_report(path: str | Path) -> Report:
     except ValidationError as error:
         first = error.errors()[0]
         loc = ".".join(map(str, first["loc"]))
-        raise ReportError(f"{path} is no report: {loc}: {first['msg']}") from None
+        raise ReportError(f"{path} is not a report: {loc}: {first['msg']}") from None
     if not any(option.batch_size == report.batch_size for option in report.options):
-        raise ReportError(f"{path} is no report: nothing was measured for its batch")
+        raise ReportError(f"{path} is not a report: nothing was measured for its batch")
     return report
 
 

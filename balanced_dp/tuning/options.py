@@ -12,7 +12,7 @@ from ..search import utilizations
 from ..split import EQUAL, even_share
 
 Goal = Literal["speed", "headroom", "batch"]
-"""What the best option minimizes or maximizes: its largest chunk, its utilization, or its batch."""
+"""The best option has the smallest largest chunk, the lowest utilization, or the largest batch."""
 
 
 def check_goal(goal: str) -> None:

@@ -101,7 +101,7 @@ class Report:
             the even split, in whole MiB.
         reserve_bytes: memory that is kept free of each capacity for contexts and workspaces, which
             are not counted.
-        goal: what makes an option the best, as in ``tune``.
+        goal: how options are ranked, as in ``tune``.
         options: all measured options, in order.
         failures: why an option could not be measured, by its arguments.
         wrapped_at: where a script wraps its model, as file:line and the line itself.

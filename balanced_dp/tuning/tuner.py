@@ -67,10 +67,10 @@ def tune(
         batch_size: samples in the whole batch.
         devices: the devices or their number. By default all accelerators, or one emulated device
             for each capacity, or four.
-        capacities: capacity of each device in bytes. By default that of the accelerators; for
-            emulated devices what the bottleneck device needs with the even split, in whole MiB.
+        capacities: capacity of each device in bytes. By default the accelerators' own; for
+            emulated devices the highest peak of the even split, rounded up to whole MiB.
         reserve: bytes of each capacity to keep free. By default 512 MiB for contexts and
-            workspaces, or 0 if the capacity is what the even split needs.
+            workspaces, or 0 if the capacity is the peak of the even split.
         sweep: values of ``gpu0_bsz`` to measure in addition.
         emulate: whether to emulate devices even if there are accelerators.
         symbolic: whether emulated devices keep shapes only. Otherwise they compute values, for
@@ -78,10 +78,10 @@ def tune(
         gather: whether to gather outputs and compute their loss on device 0. Otherwise each device
             computes the loss of its chunk.
         spread: whether to spread parameters, gradients and optimizer state over all devices.
-        goal: what makes an option the best: ``"speed"``, the smallest of all largest chunks;
+        goal: how options are ranked: ``"speed"``, the smallest of all largest chunks;
             ``"headroom"``, the lowest utilization of the bottleneck device; or ``"batch"``, the
-            largest batch. By default speed, or headroom if the capacity is what the even split
-            needs.
+            largest batch. By default speed, or headroom if the capacity is the peak of the even
+            split.
         with_alternatives: whether to compare with the loss on each device, and with parameters on
             all devices as well.
         on_measurement: called with each measurement.
@@ -213,7 +213,7 @@ class _Run:
                     ran.append(weights)
 
     def _describe(self, meter: StepMeter, in_even: Sequence[float]) -> None:
-        """Record the devices; the default capacity is what the even split needs."""
+        """Record the devices; the default capacity is the highest peak of the even split."""
         mode, has_capacity = mode_of(meter.devices[0]), self.about.get("has_capacity", True)
         if self.capacities is None and mode == "real":
             self.capacities = capacities_of(meter.devices)

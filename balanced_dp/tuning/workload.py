@@ -108,7 +108,7 @@ def find_workload(target: str) -> Workload:
     path = Path(module_name)
     if path.suffix == ".py":
         if not path.is_file():
-            raise ArgumentError(f"workload {target!r} cannot be made: {path} is no file")
+            raise ArgumentError(f"workload {target!r} cannot be made: {path} is not a file")
         module_name = path.stem
         sys.path.insert(0, str(path.parent.resolve()))  # as Python does for a script
     try:

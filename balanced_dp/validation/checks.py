@@ -80,8 +80,8 @@ class Validation:
     def verdict(self) -> str:
         """A sentence on the gradients, which decide."""
         if self.gradients_are_right:
-            return "All gradients and outputs are those of one device."
-        return "FAILED: not all gradients and outputs are those of one device."
+            return "All gradients and outputs equal those of one device."
+        return "FAILED: not all gradients and outputs equal those of one device."
 
     def __str__(self) -> str:
         return "\n".join([*map(str, self.checks), "", self.verdict])
@@ -105,7 +105,7 @@ def validate(
         num_devices: number of devices. The default is all GPUs, four replicas on a single GPU, or
             four emulated devices without any.
         emulate: whether to emulate devices even if there are GPUs.
-        workload: what is trained for memory and time, as for ``find_workload``.
+        workload: the workload that measures memory and time, as for ``find_workload``.
         on_check: called with each check.
 
     Raises:

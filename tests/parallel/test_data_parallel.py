@@ -169,7 +169,7 @@ def test_outputs_go_into_another_model(device_ids, no_accelerator):
     torch.testing.assert_close(models[1](input=models[0](x)).gather(), second(first(x)))
     outputs = BalancedDataParallel(1, first, ["cpu"] * 2, gather=False)(x)
     if device_ids is None:
-        with pytest.raises(ScatterError, match=r"is PerDevice.* on cpu; gather\(\) it first"):
+        with pytest.raises(ScatterError, match=r"is PerDevice.* on cpu; call gather\(\) first"):
             models[1](outputs)
 
 
@@ -187,7 +187,7 @@ def test_outputs_go_into_another_model(device_ids, no_accelerator):
         (ArgumentError, {"scalar_outputs": "max"}, "scalar_outputs must be one of"),
         (
             *(ArgumentError, {"scalar_outputs": "sum", "loss_weight": len}),
-            "weighs a mean, but scalar_outputs is 'sum'",
+            "is for means, but scalar_outputs is 'sum'",
         ),
         (ArgumentError, {"device_weights": [1, 2, 3]}, "one number for each of 2 devices, got 3"),
         (

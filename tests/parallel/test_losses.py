@@ -152,15 +152,15 @@ def test_a_metric_in_evaluation_is_told_from_the_loss(gpu0_bsz, size):
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("perplexity", "it uses Exp, other than with a number"),
-        ("dice", "it uses Div, other than with a number"),
-        ("hits", r"it has no graph \(of an accuracy, return a row for each sample\)"),
+        ("perplexity", "it uses Exp on means or sums"),
+        ("dice", "it uses Div, but not by a number"),
+        ("hits", r"it has no graph \(for an accuracy, return a row for each sample\)"),
         ("dot product", "it uses Dot"),
-        ("sum by a mean", "it is divided by something else than what it counts"),
+        ("sum by a mean", "it is divided by something other than its count"),
         ("sum and mean", "its means and sums have different weights"),
-        ("sum and penalty", "what does not depend on samples is added to a sum"),
+        ("sum and penalty", "a term independent of samples is added to a sum"),
         ("mean times length", "it is not clear whether its sums add up or are means"),
-        ("branch", "the replicas computed it in different ways, as by a branch"),
+        ("branch", "the replicas computed it in different ways, such as by a branch"),
         ("balanced cross entropy", "the weights of its classes differ between the devices"),
     ],
 )
@@ -589,7 +589,7 @@ def test_a_count_of_all_entries_is_not_taken_for_good(loss):
     ignored = Y.where(X[:, 0] > 0, -100)
     found = [step(model, bare, True, {"x": X, "y": y}) for y in (Y, Y, ignored)]
     assert found[:2] == [(True, [])] * 2
-    assert "it is divided by something else than what it counts" in found[2][1][0]
+    assert "it is divided by something other than its count" in found[2][1][0]
 
 
 @pytest.mark.parametrize(("gpu0_bsz", "size"), [(1, 13), (1, 3), (None, 12)])

@@ -397,7 +397,7 @@ def compiled_in_place():
     return module
 
 
-IN_PLACE = r"a Linear that was compiled in place .*; wrap what torch.compile\(module\) returns"
+IN_PLACE = r"a Linear that was compiled in place .*; wrap torch.compile\(module\), or"
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit")

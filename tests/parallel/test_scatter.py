@@ -108,7 +108,7 @@ def test_broadcast_takes_a_path_or_one_above_it(path):
 
 BY_FIRST = (
     r"input x.1.mask of shape \(3, 4\) has size 3 along dim 0, but the batch has 5 samples by its "
-    r"first tensor, x.0; .*, broadcast=\('x.1.mask',\) copies .* not, broadcast=\('x.0',\) does"
+    r"first tensor, x.0; .*, broadcast=\('x.1.mask',\) copies .* not, use broadcast=\('x.0',\)"
 )
 NOT_SPLIT = "input x is a sparse or nested tensor, which is not split"
 NESTED = torch.nested.nested_tensor([torch.ones(2)] * 5, layout=torch.jagged)

@@ -49,15 +49,15 @@ ALL = r"(?s)\A.*"
 @pytest.mark.parametrize(
     ("pattern", "by", "message"),
     [
-        (ALL, "", "is no report, or a truncated one: "),
-        (r"(?s).{99}\Z", "", "is no report, or a truncated one: "),
-        (ALL, "[" * 100_000, "is no report"),
+        (ALL, "", "is not a report, or is truncated: "),
+        (r"(?s).{99}\Z", "", "is not a report, or is truncated: "),
+        (ALL, "[" * 100_000, "is not a report"),
         (ALL, '{"a": 1}', "is JSON, but not a report of balanced-dp"),
         (ALL, "[]", "is JSON, but not a report"),
         ('"schema": 5', '"schema": 2', "has version 2 of a report's"),
-        ('"peak_bytes"', '"other"', r"is no report: options\.0\.peak_bytes: Field required"),
+        ('"peak_bytes"', '"other"', r"is not a report: options\.0\.peak_bytes: Field required"),
         (r'"gpu0_bsz": \d+', '"gpu0_bsz": "few"', r"options\.\d\.gpu0_bsz: Input should be a"),
-        ('"batch_size": 24', '"batch_size": 23', "is no report: nothing was measured for its"),
+        ('"batch_size": 24', '"batch_size": 23', "is not a report: nothing was measured for its"),
     ],
 )
 def test_other_files_are_refused(report, tmp_path, pattern, by, message):

@@ -1,6 +1,6 @@
 """Count the targets of cross entropies where torch computes them.
 
-No graph tells how many targets a cross entropy ignores, or what their classes weigh. So while
+The graph does not show how many targets a cross entropy ignores, or their weights. So while
 replicas run, two functions of torch are replaced by ones that also count. They return torch's own
 tensors.
 """
@@ -39,7 +39,7 @@ class Counted:
             compared with each other: a 0-dim tensor, or None if the input is not square.
         value: its value, with its graph.
         node: its node in the graph, or None.
-        result: what torch returned, without its graph.
+        result: the result of torch, without its graph.
         version: the version of the result; a write in place raises it.
     """
 

@@ -35,9 +35,9 @@ _KEEPS = re.compile(r"Clone|ToCopy|Alias|(Unsafe)?View|\w*Reshape\w*|(Un)?[sS]qu
 
 
 _MASKS = re.compile(rf"Mul|Div|Neg|Sum|Where|MaskedFill|{_KEEPS.pattern}")
-"""Operators that multiply or select entries, and what may follow them before a sum."""
+"""Operators that multiply or select entries, and operators that may follow them before a sum."""
 
-UNLIKE = "the replicas computed it in different ways, as by a branch or a loop"
+UNLIKE = "the replicas computed it in different ways, such as by a branch or loop"
 
 
 class UnclearError(Exception):
@@ -49,14 +49,14 @@ class Term:
     """A part of a loss: a mean or a sum over samples, times a number.
 
     Attributes:
-        factors: the number by which it is multiplied on each replica.
+        factors: the number that multiplies the term on each replica.
         is_scaled: whether a number or a tensor multiplies or divides it.
         scales: a tensor of each replica that also multiplies it, computed from parameters.
         divisors: a 0-dim tensor of each replica, without a graph, that also divides it.
         kind: ``"mean"``, ``"sum"``, or "" if it does not depend on samples.
         counts: how many entries it reduces on each replica: numbers, or 0-dim tensors.
         nodes: its node on each replica.
-        own: the cross entropies that it is; empty if it is none.
+        own: its cross entropy on each replica; empty if it is another term.
     """
 
     factors: Sequence[float]
@@ -95,10 +95,10 @@ def terms_of(
         counted: cross entropies by their nodes.
 
     Raises:
-        UnclearError: it is no such sum.
+        UnclearError: a loss is not such a sum.
     """
     if any(loss.grad_fn is None for loss in losses):
-        raise UnclearError("it has no graph (of an accuracy, return a row for each sample)")
+        raise UnclearError("it has no graph (for an accuracy, return a row for each sample)")
     found = []
     start: Edges = [(loss.grad_fn, loss.output_nr) for loss in losses]
     stack = [(start, Term([1.0] * len(losses)))]
@@ -125,7 +125,7 @@ def terms_of(
 
 
 def _form(node: Any) -> str | None:
-    """Return what nodes of different replicas have in common."""
+    """Return the form of a node, to compare the replicas."""
     return node and ("weight" if is_parameter(node) else operator_name(node))
 
 
@@ -197,7 +197,7 @@ def _is_of_weights(edges: Edges, sizes: Sequence[int], dim: int) -> bool:
 
 
 def _are_one(nodes: Sequence[Any]) -> bool:
-    """Return whether the replicas share a node, as that of a loss that was joined before."""
+    """Return whether the replicas share a node, such as a loss that was joined before."""
     return nodes.count(nodes[0]) == len(nodes)
 
 
@@ -233,10 +233,10 @@ def _inputs(
         share = math.prod(shape_of(nodes[0])) / (math.prod(shape_of(*inputs[0][0])) or 1)
         return [(inputs[0], term.times(share))]
     if name not in ("Add", "Sub", "Rsub", "Mul", "Div"):
-        raise UnclearError(f"it uses {name}, other than with a number")
+        raise UnclearError(f"it uses {name} on means or sums")
     num_entries = math.prod(shape_of(nodes[0]))
     if any(c and math.prod(shape_of(c, i)) != num_entries for c, i in nodes[0].next_functions):
-        raise UnclearError(f"it uses {name} of a number and several others")
+        raise UnclearError(f"it uses {name} of tensors that differ in size")
     if name in ("Add", "Sub", "Rsub"):
         scaled = term.times(getattr(nodes[0], "_saved_alpha", 1) * (1 if name == "Add" else -1))
         terms = (scaled, term) if name == "Rsub" else (term, scaled)
@@ -255,7 +255,7 @@ def _inputs(
             return [(inputs[0], replace(scaled, is_scaled=True))]
         if name == "Div" and not term.divisors and all(other.numel() == 1 for other in others):
             return [(inputs[0], replace(term, is_scaled=True, divisors=others))]
-    raise UnclearError(f"it uses {name}, other than with a number")
+    raise UnclearError(f"it uses {name}, but not by a number")
 
 
 def _is_number(saved: object) -> bool:
@@ -286,7 +286,7 @@ def _masks_behind(node: Any) -> list[Tensor]:
 
 
 def storage_of(tensor: Tensor) -> tuple[Any, ...]:
-    """Return what tensors of the same entries have in common."""
+    """Return the storage and shape of a tensor, to find tensors of the same entries."""
     storage = tensor.untyped_storage()._cdata, tensor.storage_offset()
     return *storage, tuple(tensor.shape), tensor.stride()
 

@@ -1,4 +1,4 @@
-"""Join the 0-dim outputs of the replicas into those of the batch.
+"""Join the 0-dim outputs of the replicas into the outputs of the batch.
 
 A loss is a sum of terms c r_i: means and sums r_i over the samples of chunk i, times a number c
 (see ``graph``). A sum over the batch is the sum of those over the chunks. A mean is their mean
@@ -10,7 +10,7 @@ with weights w_i,
 if these are right for each term. A cross entropy has a known value, so beside other terms it may
 have weights of its own: it is subtracted, joined by itself and added again.
 
-Without gradients an output is joined as in the last call with gradients. What is not known is
+Without gradients an output is joined as in the last call with gradients. Other outputs are
 averaged by samples, with one warning.
 """
 
@@ -50,9 +50,9 @@ class Weights(NamedTuple):
     """The weights of the replicas in a mean. Two with the same ``by`` are equal.
 
     Attributes:
-        by: by what the mean is weighted.
+        by: a key of the quantity that weights the mean.
         values: the weight of each replica: numbers, or 0-dim tensors.
-        if_empty: what they are instead if all are 0.
+        if_empty: the weight of each replica if all values are 0.
         kept: tensors that must live as long as ``by`` is compared.
     """
 
@@ -63,7 +63,7 @@ class Weights(NamedTuple):
 
 
 SAMPLES = ("samples",)
-"""By what a mean over all samples is weighted: the chunk sizes."""
+"""``Weights.by`` of a mean over all samples, weighted by the chunk sizes."""
 
 ARGUMENT = -1
 """Instead of the index of a count: a sum is divided by an argument of the call."""
@@ -83,11 +83,11 @@ Plan = tuple[Weights, list[tuple[Term, Weights]]]
 
 @dataclass(slots=True, eq=False)
 class OutputHistory:
-    """What earlier calls of a model have shown about its outputs.
+    """The findings of earlier calls of a model about its outputs.
 
     Attributes:
-        rules: how losses are joined, by the function and the path of the output; or why that is
-            not known.
+        rules: how losses are joined, by the function and the path of the output; or the reason
+            why that is not known.
         divided: which of its counts a sum is divided by, or ``ARGUMENT``, or None.
         looked_at: functions whose graph was searched for samples that mix, and outputs whose
             cross entropies were asked whether they compare samples.
@@ -117,10 +117,10 @@ class Rule:
     """How a loss was joined in the last call with gradients.
 
     Attributes:
-        base: by what the loss was weighted, without ``own``.
-        own: of each cross entropy that has weights of its own, the position, the factor, and by
-            what it was weighted.
-        form: what another call must have in common with it, see ``ChunkLosses.form``.
+        base: ``Weights.by`` of the loss without ``own``.
+        own: the position, the factor and ``Weights.by`` of each cross entropy that has weights of
+            its own.
+        form: the ``ChunkLosses.form`` of the call; the rule holds for calls with the same.
     """
 
     base: tuple[Any, ...]
@@ -133,14 +133,14 @@ class ChunkLosses:
     """The 0-dim outputs of the replicas in one call.
 
     Attributes:
-        history: what earlier calls have shown.
+        history: the findings of earlier calls.
         function: the function that each replica computes.
         chunk_sizes: how many samples each replica has; None if the batch was not split.
         dim: the batch dimension.
-        loss_weight: the weight of each replica's losses; if None, it is found out.
-        is_auto: whether it is found out how losses were computed; if not, they are weighted by
-            chunk size.
-        arguments: those of each replica.
+        loss_weight: the weight of each replica's losses; if None, the graph determines it.
+        is_auto: whether the graph is followed to the means and sums of losses. If not, losses are
+            weighted by chunk size.
+        arguments: the arguments of each replica.
     """
 
     history: OutputHistory
@@ -241,9 +241,9 @@ class ChunkLosses:
             raise UnclearError("its means and sums have different weights")
         for term in terms:
             if not term.kind and base == SUM:
-                raise UnclearError("what does not depend on samples is added to a sum")
+                raise UnclearError("a term independent of samples is added to a sum")
             if not term.kind and (term.divisors or not _is_constant(term, sizes)):
-                raise UnclearError("what does not depend on samples is divided by what does")
+                raise UnclearError("a term independent of samples is divided by a dependent one")
         for term, weights in known:
             if weights.by[0] == "divided":
                 ignore_if_empty(term.nodes, weights.values)
@@ -280,7 +280,7 @@ class ChunkLosses:
         return SUM
 
     def _weights_of(self, place: Any, term: Term) -> Weights:
-        """Return with which weights a term of the replicas is joined to that of the batch.
+        """Return the weights that join a term of the replicas to the term of the batch.
 
         Raises:
             UnclearError: it is not known.
@@ -313,8 +313,8 @@ class ChunkLosses:
     def _weights_of_divided(self, place: Any, term: Term) -> Weights:
         """Return the weights of a sum that is divided by its count, or by an argument.
 
-        A mean is weighted by what its sum is divided by. Whether it is a mean is found in the first
-        call, which waits for that: the divisor is the sum of a mask or the number of entries.
+        A mean is weighted by the divisor of its sum, which is the sum of a mask or the number of
+        entries. The first call waits to read divisors, to tell means from sums.
 
         Raises:
             UnclearError: it is divided by something else.
@@ -337,7 +337,7 @@ class ChunkLosses:
         if i == ARGUMENT:
             return SUM
         if i is None:
-            raise UnclearError("it is divided by something else than what it counts")
+            raise UnclearError("it is divided by something other than its count")
         what = [*map(storage_of, masks[i])] if i < len(masks) else place
         found = counts[i] if i < len(counts) else divisors
         values = [d * (n != 0) for d, n in zip(divisors, found, strict=True)]  # 1 if clamped
@@ -359,7 +359,7 @@ class ChunkLosses:
     def _counted(self, position: int) -> list[Counted]:
         """Return the cross entropy of each replica at a position."""
         if any(len(own) <= position for own in self.counted):
-            raise UnclearError("it is computed in another way than before")
+            raise UnclearError("it is not computed in the same way as before")
         return [own[position] for own in self.counted]
 
     def _check_counted(self, own: Sequence[Counted], name: str) -> None:
@@ -388,13 +388,13 @@ class ChunkLosses:
         return [] if any(weight is None for weight in weights) else weights
 
     def described(self, name: str) -> str:
-        """Return what messages call an output."""
+        """Return the name of an output in messages."""
         return f"output {name or '(the whole)'} of {described(self.function)}"
 
     def in_place(self, outputs: Sequence[Any], device: torch.device) -> Sequence[Any]:
         """Return the replicas' outputs with the value of the whole batch for each 0-dim output.
 
-        It is computed on ``device``, and copied to that of each replica.
+        It is computed on ``device``, and copied to each replica's device.
         """
         if not self.is_auto or len(outputs) < 2:
             return outputs
@@ -426,13 +426,13 @@ class ChunkLosses:
         history.looked_at.add(self._code)
         how = how_samples_mix(pairs, [sizes[i] for i in ends])
         if how and not is_symbolic(pairs[0][0].device):
-            what = f"what {described(self.function)} returns"
+            what = f"the result of {described(self.function)}"
             remedy = "Compute it outside, from gathered outputs"
             history.warn(what, f"{how}, so each device uses only its own chunk", remedy)
 
     @property
     def _code(self) -> Any:
-        """What tells functions apart: their code, which a function made anew has as well."""
+        """A key of the function: its code, which is the same if the function is defined again."""
         return getattr(self.function, "__code__", id(self.function))
 
 

@@ -22,7 +22,7 @@ def check_loss_weight(loss_weight: object, scalar_outputs: str = "auto") -> None
         ArgumentError: ``scalar_outputs`` is not a mean.
     """
     if loss_weight is not None and scalar_outputs not in ("auto", "mean"):
-        raise ArgumentError(f"loss_weight weighs a mean, but scalar_outputs is {scalar_outputs!r}")
+        raise ArgumentError(f"loss_weight is for means, but scalar_outputs is {scalar_outputs!r}")
     if loss_weight is not None and not callable(loss_weight) and not isinstance(loss_weight, str):
         raise ArgumentTypeError(
             f"loss_weight must be a function or the name of an argument, got {loss_weight!r}"
@@ -65,8 +65,8 @@ def weight_of_chunk(
     except TypeError:
         raise ArgumentError(
             f"loss_weight ({described(loss_weight)}) takes {', '.join(signature.parameters)}, but "
-            f"the arguments of the call are {', '.join(named) or 'none'}; take these, or some by "
-            "their names, and give parameters that may be missing a default"
+            f"the arguments of the call are {', '.join(named) or 'none'}; name its "
+            "parameters after some of these, with a default for each that a call may omit"
         ) from None
     weight = loss_weight(*bound.args, **bound.kwargs)
     if isinstance(weight, Mapping):
@@ -81,6 +81,6 @@ def _checked(weight: Any) -> float | Tensor:
     if not isinstance(weight, Real) or not 0 <= float(weight) < math.inf:
         raise ArgumentError(
             f"loss_weight must return a number of at least 0, a tensor with one, or a dictionary "
-            f"of such by the names of outputs, got {weight!r}"
+            f"of these by output name, got {weight!r}"
         )
     return float(weight)
