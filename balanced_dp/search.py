@@ -8,9 +8,11 @@ measurements only chooses what to measure next.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from itertools import chain
 from typing import Any
 
 from .split import EQUAL, even_share, split_batch, split_by_weights
@@ -18,14 +20,17 @@ from .split import EQUAL, even_share, split_batch, split_by_weights
 MAX_SPLITS = 6
 """The most splits that are tried in a training loop, and by weights."""
 
-_CLOSE = 500
+_CLOSE = 200
 """The largest batch is found to one part in this number, and small ones exactly."""
 
 _MAX_LINES = 8
 """After this many measurements by lines, a search bisects."""
 
-Full = tuple[float, float]
-"""The utilization of device 0, and the highest of the others; 1 is the whole budget."""
+_ROUNDING = 1e-6
+"""The error of a number that is computed in floating point."""
+
+Split = tuple[int, ...]
+"""The chunk sizes of a batch."""
 
 
 def utilizations(peaks: Sequence[float], budgets: Sequence[int]) -> list[float]:
@@ -33,7 +38,7 @@ def utilizations(peaks: Sequence[float], budgets: Sequence[int]) -> list[float]:
     return [peak / budget for peak, budget in zip(peaks, budgets, strict=True)]
 
 
-def fullness(peaks: Sequence[float], budgets: Sequence[int]) -> Full:
+def fullness(peaks: Sequence[float], budgets: Sequence[int]) -> tuple[float, float]:
     """Return the utilization of device 0, and the highest of the others."""
     first, *others = utilizations(peaks, budgets)
     return first, max(others)
@@ -41,49 +46,53 @@ def fullness(peaks: Sequence[float], budgets: Sequence[int]) -> Full:
 
 def next_number(
     over: Mapping[int, float],
-    numbers: Sequence[int],
+    numbers: range,
     slope: float,
+    is_allowed: Callable[[int], bool],
     close: float = math.inf,
-    most: int = _MAX_LINES,
     bends_up: bool = False,
+    start: int = 1,
 ) -> int | None:
     """Return the number to measure next in a search for the largest one within a limit.
 
     Args:
         over: by number, the excess over the limit, which grows with the number. At most 0 is within
             the limit; infinity is an unknown excess.
-        numbers: all numbers that can be measured, in ascending order.
+        numbers: the numbers in ascending order.
         slope: the increase of the excess per number, until there are two measurements.
+        is_allowed: returns whether a number can be measured.
         close: the result may be too small by one part in this number.
-        most: after this many measurements, the search bisects.
         bends_up: whether the excess is convex. Then it lies above the line through two
             measurements, and no number beyond the zero of the line is measured.
+        start: the number to begin with.
 
     Returns:
         A number; None if the search is over.
     """
     low = max((number for number, y in over.items() if y <= 0), default=-1)
     high = min((number for number in over if number > low), default=math.inf)
-    left = [number for number in numbers if low + max(0.0, low // close) < number < high]
-    if not left:
+    left = numbers[bisect_right(numbers, low + max(0, low // close)) : bisect_left(numbers, high)]
+    known = sorted(number for number, y in over.items() if abs(y) < math.inf)
+    inside, beyond = [n for n in known if n <= low][-2:], [n for n in known if n > low][:2]
+
+    def zero(x: int, before: int | None = None) -> float:
+        """Return where the line through one or two measurements reaches the limit."""
+        rise = slope if before is None else (over[x] - over[before]) / (x - before)
+        return x - over[x] / rise + _ROUNDING if rise > 0 else 2.0 * max(low, 1)
+
+    if not left or (bends_up and len(inside) > 1 and zero(*inside) < left[0]):
         return None
-    nearest = sorted((abs(y), number) for number, y in over.items() if abs(y) < math.inf)[:2]
-    guess = math.inf
-    if nearest:
-        x, *before = (number for _, number in nearest)
-        if before:
-            slope = (over[x] - over[before[0]]) / (x - before[0])
-        guess = x - over[x] / slope if slope > 0 else 2.0 * max(low, 1)
-        if bends_up and before and max(x, *before) == low and guess < left[0]:
-            return None
-    if high < math.inf and (guess >= high or len(over) > most):
+    points = [inside[-1], beyond[0]] if inside and beyond else inside or beyond
+    guess = zero(*points) if points else math.inf if over else start
+    if high < math.inf and (guess >= high or len(over) > _MAX_LINES):
         guess = left[len(left) // 2]
-    return max((number for number in left if number <= guess), default=left[0])
+    end = bisect_right(left, guess)
+    return next(filter(is_allowed, chain(reversed(left[:end]), left[end:])), None)
 
 
 @dataclass
 class Search:
-    """A search for the best ``gpu0_bsz`` of a batch.
+    """A search for the best ``gpu0_bsz`` of a batch, and for the largest batches.
 
     Each sample on device 0 fills it and empties the others, so the highest utilization is lowest
     where the two cross. The search ends at two neighbors of which only the larger one makes device
@@ -96,7 +105,8 @@ class Search:
         is_careful: whether to skip splits that would exceed a budget if the memory of a device grew
             in proportion to its samples, which is an upper bound.
         for_speed: whether to also find the largest value that fits.
-        told: the utilizations by ``gpu0_bsz``.
+        largest: the largest batch that can be measured; 0 to search for no other batch.
+        told: the utilization of each device by split; infinity if it ran out of memory.
     """
 
     batch_size: int
@@ -104,33 +114,27 @@ class Search:
     smallest: int = 1
     is_careful: bool = False
     for_speed: bool = False
-    told: dict[int, Full] = field(default_factory=dict)
+    largest: int = 0
+    told: dict[Split, list[float]] = field(default_factory=dict)
 
     @property
     def even(self) -> int:
         """The value of the even split."""
         return even_share(self.batch_size, len(self.budgets))
 
-    def split(self, value: int) -> tuple[int, ...]:
+    def split(self, value: int) -> Split:
         """Return the chunk sizes for a value."""
         return split_batch(self.batch_size, len(self.budgets), value)
 
-    def tell(self, split: Sequence[int], peaks: Sequence[float]) -> None:
+    def tell(self, split: Split, peaks: Sequence[float]) -> None:
         """Record the peaks of a split, ``math.inf`` for a device that ran out of memory."""
-        known, found = self.told.get(split[0], (0.0, 0.0)), fullness(peaks, self.budgets)
-        self.told[split[0]] = max(known[0], found[0]), max(known[1], found[1])
+        found = utilizations(peaks, self.budgets)
+        known = self.told.get(split, found)
+        self.told[split] = [max(pair) for pair in zip(known, found, strict=True)]
 
-    def next(self) -> tuple[int, ...] | None:
+    def next(self) -> Split | None:
         """Return the split to measure next, None if the search is over."""
-        if not self.told:
-            return self.split(self.even)
-        values = [0, *range(max(1, min(self.smallest, self.even)), self.even + 1)]
-        if self.is_careful:
-            values = [value for value in values if self._is_safe(value)]
-        for over, slope in self._targets():
-            if (value := next_number(over, values, slope)) is not None:
-                return self.split(value)
-        return None
+        return next(self._wanted(), None)
 
     @property
     def best(self) -> int | None:
@@ -139,128 +143,140 @@ class Search:
         It is next to the crossing. Each measurement shows its side of the crossing by itself,
         because iterations of a loop may differ in more than the split.
         """
-        ran = self._ran()
-        low = max((value for value in ran if self._over()[value] <= 0), default=-1)
-        ends = [
-            value for value in (low, min((v for v in ran if v > low), default=-1)) if value >= 0
-        ]
-        level = min((max(ran[value]) for value in ends), default=0.0)
+        over, ran = self._over(), self._ran()
+        low = max((value for value in ran if over[value] <= 0), default=-1)
+        ends = [low, min((value for value in ran if value > low), default=-1)]
+        level = min((max(ran[value]) for value in ends if value >= 0), default=0.0)
         equal = (value for value in ran if abs(max(ran[value]) - level) <= EQUAL * level)
         return max(equal, default=None)
 
+    def allows(self, split: Split) -> bool:
+        """Return whether all replicas can train on their chunks, and no device should run out."""
+        is_safe = not self.is_careful or self._is_safe(split[0])
+        return is_safe and not any(0 < chunk < self.smallest for chunk in split)
+
+    def _values(self) -> dict[int, list[float]]:
+        """Return what is known about the values of the batch."""
+        return {s[0]: full for s, full in self.told.items() if s == self.split(s[0])}
+
+    def _ran(self) -> dict[int, list[float]]:
+        return {value: full for value, full in self._values().items() if max(full) < math.inf}
+
     def _over(self) -> dict[int, float]:
         """Return by how much device 0 is fuller than the others."""
-        over = {value: first - others for value, (first, others) in self.told.items()}
+        over = {value: full[0] - max(full[1:]) for value, full in self._values().items()}
         # In the even split the last device gets what is left, so of devices with unlike budgets the
         # others may be less full with a sample less on device 0.
         if self.even in over and len(set(self.budgets)) > 1:
             over[self.even] = max(over[self.even], EQUAL)
         return over
 
-    def _targets(self) -> Iterator[tuple[dict[int, float], float]]:
-        """Yield the searches in turn: the crossing, equally good values, and values that fit."""
-        value, (_, others) = max(self._ran().items(), default=(0, (0.0, 0.0)))
-        # An upper bound for a sample: the device holds nothing but samples.
-        a_sample = others / max(1, *self.split(value)[1:])
-        yield self._over(), a_sample * (1 + 1 / (len(self.budgets) - 1))
-        best = self.best
-        if best is None:
-            return
-        limits, below = {}, max((value for value in self.told if value < best), default=best)
-        if self.told[best][0] <= self.told[below][0] * (1 + EQUAL):  # else each sample adds to it
-            limits[best] = max(self.told[best]) * (1 + EQUAL)
-        fitting = [value for value, full in self.told.items() if max(full) <= 1]
-        if self.for_speed and fitting:
-            limits[max(fitting)] = 1.0
-        for low, limit in limits.items():
-            yield {v: full[0] - limit for v, full in self.told.items() if v >= low}, 0.0
-
     def _is_safe(self, value: int) -> bool:
         """Return whether no device would be more than full if all that it holds were samples."""
-        ran = self._ran() or {value: (0.0, 0.0)}
+        ran = self._ran() or {value: [0.0, 0.0]}
         low, high = min(ran), max(ran)
         if value > high:
             return ran[high][0] * value <= high
         if value < low:
             known = max(self.split(low)[1:])
-            return known > 0 and ran[low][1] * max(self.split(value)[1:]) <= known
+            return known > 0 and max(ran[low][1:]) * max(self.split(value)[1:]) <= known
         return True
 
-    def _ran(self) -> dict[int, Full]:
-        return {value: full for value, full in self.told.items() if max(full) < math.inf}
+    def _wanted(self) -> Iterator[Split]:
+        """Yield the split to measure next; what follows is only valid once it is told."""
+        if not self.told:
+            yield self.split(self.even)
+        values = range(self.even + 1)
+        value, full = max(self._ran().items(), default=(0, [0.0, 0.0]))
+        # An upper bound for a sample: the device holds nothing but samples.
+        a_sample = max(full[1:]) / max(1, *self.split(value)[1:])
+        slope = a_sample * (1 + 1 / (len(self.budgets) - 1))
+        yield from self._find(self._over(), values, self.split, slope)
+        known = self._values()
+        if (best := self.best) is not None:
+            has_fit = any(max(full) <= 1 for full in known.values())
+            for limit in (max(known[best]) * (1 + EQUAL), *[1.0] * (self.for_speed and has_fit)):
+                over = {value: full[0] / limit - 1 for value, full in known.items()}
+                yield from self._find(over, values, self.split, bends_up=True)
+        if self.largest:
+            yield from self._larger_batches()
+
+    def _larger_batches(self) -> Iterator[Split]:
+        """Search for the largest batches that fit: with the even split, and with any ``gpu0_bsz``.
+
+        For the second, find the largest chunk that fits on the other devices, then the samples that
+        fit on device 0. Device 0 must also have room for the gathered outputs.
+        """
+        num, told = len(self.budgets), self.told.items()
+        even = {s: max(full) - 1 for s, full in told if s == split_batch(sum(s), num, sum(s))}
+        share = yield from self._find(
+            {s[0]: y for s, y in even.items() if s[0] == s[-1] or sum(s) == self.batch_size},
+            range(1, self.largest // num + 1),
+            lambda n: (n,) * num,
+            close=_CLOSE,
+            bends_up=True,
+        )
+        by_size = {sum(s): y for s, y in even.items()}
+        for more in (1, num - 1):  # with one more, most devices have a larger chunk already
+            end = min(share * num + more, self.largest) + 1
+            sizes = range(max(1, (share - 1) * num + 1), end)
+            yield from self._find(by_size, sizes, lambda n: split_batch(n, num, n), close=_CLOSE)
+        chunk = yield from self._find(
+            dict(sorted((s[1], max(full[1:]) - 1) for s, full in told if s[1])),
+            range(1, self.largest // (num - 1) + 1),
+            lambda n: (0, *[n] * (num - 1)),
+            close=_CLOSE,
+            bends_up=True,
+        )
+        rest = chunk * (num - 1)
+        sizes = range(1, min(rest + chunk, self.largest) + 1)
+
+        def fill(batch_size: int) -> Split:
+            return split_batch(batch_size, num, max(0, batch_size - rest))
+
+        over = {sum(s): f[0] - 1 for s, f in told if sum(s) in sizes and s == fill(sum(s))}
+        yield from self._find(over, sizes, fill, close=_CLOSE, bends_up=True, start=rest)
+
+    def _find(
+        self,
+        over: Mapping[int, float],
+        numbers: range,
+        split_of: Callable[[int], Split],
+        slope: float | None = None,
+        **options: Any,
+    ) -> Generator[Split, None, int]:
+        """Yield the split to measure next, then return the largest number within its limit, or 0.
+
+        Args:
+            over: as for ``next_number``.
+            numbers: as for ``next_number``.
+            split_of: returns the split of a number.
+            slope: as for ``next_number``; None if ``over`` would be -1 without samples, an upper
+                bound.
+            **options: arguments of ``next_number``.
+        """
+        if slope is None:
+            slope = max(((y + 1) / n for n, y in over.items() if n and y < math.inf), default=0.0)
+        number = next_number(over, numbers, slope, lambda n: self.allows(split_of(n)), **options)
+        if number is not None:
+            yield split_of(number)
+        return max((n for n, y in over.items() if y <= 0), default=0)
 
 
-def measure_largest(measure: Callable[[tuple[int, ...]], Full], search: Search, limit: int) -> None:
-    """Measure the largest batches that fit: with the even split, and with any ``gpu0_bsz``.
-
-    For the second, find the largest chunk that fits on the other devices, then the samples that fit
-    on device 0. Device 0 must also have room for the gathered outputs.
-
-    Args:
-        measure: returns how full the devices are with a split.
-        search: the search for a batch, which is over.
-        limit: the largest batch that can be measured.
-    """
-    num, smallest = len(search.budgets), search.smallest
-    told = {search.split(value): full for value, full in search.told.items()}
-
-    def largest(
-        numbers: Sequence[int],
-        split_of: Callable[[int], tuple[int, ...]],
-        full_of: Callable[[Full], float],
-        known: Mapping[int, Full] | None = None,
-        bends_up: bool = True,
-    ) -> int:
-        """Return the largest number whose split keeps the checked devices within budget, or 0."""
-        if smallest > 1:
-            numbers = [n for n in numbers if smallest <= min(filter(None, split_of(n)))]
-        if known is None:
-            known = {sum(s): f for s, f in told.items() if s == split_of(sum(s))}
-        over = {number: full_of(full) - 1 for number, full in known.items()}
-        most = len(over) + _MAX_LINES
-        while True:
-            slope = max(((y + 1) / n for n, y in over.items() if y < math.inf), default=0.0)
-            number = next_number(over, numbers, slope, _CLOSE, most, bends_up)
-            if number is None:
-                return max((n for n, y in over.items() if y <= 0), default=0)
-            split = split_of(number)
-            told[split] = told.get(split) or measure(split)
-            over[number] = full_of(told[split]) - 1
-
-    even = told[search.split(search.even)]
-    share = largest(
-        range(smallest, limit // num + 1), lambda n: (n,) * num, max, {search.even: even}
-    )
-    for more in (1, num - 1):  # with one more, most devices have a larger chunk already
-        sizes = range(max(1, (share - 1) * num + 1), min(share * num + more, limit) + 1)
-        largest(sizes, lambda n: split_batch(n, num, n), max, bends_up=False)
-    equal = {split[1]: full for split, full in told.items() if split[1] and len({*split[1:]}) == 1}
-    chunk = largest(
-        range(smallest, limit // (num - 1) + 1),
-        lambda n: (0, *[n] * (num - 1)),
-        lambda full: full[1],
-        equal or {search.even: even},
-    )
-    rest = chunk * (num - 1)
-    sizes = range(1, min(rest + chunk, limit) + 1)
-    largest(sizes, lambda n: split_batch(n, num, max(0, n - rest)), lambda full: full[0])
-
-
-def fill_alike(
-    told: Mapping[tuple[int, ...], Sequence[float]], batch_size: int | None
-) -> tuple[int, ...] | None:
+def fill_alike(told: Mapping[Split, Sequence[float]], batch_size: int | None) -> Split | None:
     """Return chunk sizes that fill all devices equally, according to the measurements.
 
     Args:
-        told: the utilization of each device by chunk sizes that ran, the latest last.
+        told: the utilization of each device by chunk sizes, the latest last.
         batch_size: the samples in the whole batch; None means as many as fit.
 
     Returns:
         The chunk sizes; None if the memory of a sample is unknown on a device.
     """
     lines = []
+    ran = [(split, full) for split, full in told.items() if max(full) < math.inf]
     for index in range(len(next(iter(told)))):
-        points = {split[index]: full[index] for split, full in told.items() if split[index]}
+        points = {split[index]: full[index] for split, full in ran if split[index]}
         (x0, y0), (x1, y1) = [(0, 0.0), (0, 0.0), *points.items()][-2:]
         slope = (y1 - y0) / (x1 - x0) if x1 != x0 else 0.0
         if slope <= 0:
@@ -310,11 +326,11 @@ class LoopSearch:
         even = even_share(batch_size, len(self.search.budgets))
         return min(even, max(value, self.smallest)) if value else 0
 
-    def split(self, batch_size: int) -> tuple[int, ...]:
+    def split(self, batch_size: int) -> Split:
         """Return the chunk sizes of a batch."""
         return split_batch(batch_size, len(self.search.budgets), self.value(batch_size))
 
-    def tell(self, split: Sequence[int], peaks: Sequence[float], accumulates: bool = False) -> None:
+    def tell(self, split: Split, peaks: Sequence[float], accumulates: bool = False) -> None:
         """Record an iteration.
 
         Args:
@@ -335,24 +351,24 @@ class LoopSearch:
 
     def ran_out(self, batch_size: int, index: int) -> bool:
         """Record that a device ran out of memory with a batch; return whether the split differs."""
-        value = self.value(batch_size)
+        split = self.split(batch_size)
         if self.search.batch_size != batch_size:
             self._begin(batch_size, False)
-        told, is_first = self.search.told, index == 0
-        for tried in [v for v in told if (v >= value if is_first else v <= value)]:
+        told = self.search.told
+        for tried in [s for s in told if (s <= split if index else s >= split)]:
             del told[tried]  # the devices held less than they can
-        told[value] = (math.inf, 0.0) if is_first else (0.0, math.inf)
+        told[split] = [math.inf if i == index else 0.0 for i in range(len(split))]
         self.is_over = False
         best, following = self.search.best, self.search.next()
         self._use(best if best is not None or following is None else following[0])
-        return self.value(batch_size) != value
+        return self.split(batch_size) != split
 
     def _begin(self, batch_size: int, accumulates: bool) -> None:
         """Begin the search for a batch. Values that ran out of memory with it stay known."""
         before, self._accumulates = self.search, accumulates
         self.search = replace(before, batch_size=batch_size, smallest=self.smallest, told={})
         if before.batch_size == batch_size:
-            out = {value: full for value, full in before.told.items() if max(full) == math.inf}
+            out = {split: full for split, full in before.told.items() if max(full) == math.inf}
             self.search.told.update(out)
 
     def _use(self, value: int | None) -> None:

@@ -17,8 +17,6 @@ from balanced_dp.search import (
     LoopSearch,
     Search,
     fill_alike,
-    fullness,
-    measure_largest,
     utilizations,
 )
 from balanced_dp.split import even_share, split_batch
@@ -59,7 +57,10 @@ def test_the_largest_value_that_fits(law, budgets, batch_size):
     full = all_values(law, batch_size, budgets)
     search = Search(batch_size, budgets, for_speed=True)
     ask(search, law.peaks)
-    assert max((value for value in full if full[value] <= 1), default=0) in {0, *search.told}
+    assert max((value for value in full if full[value] <= 1), default=0) in {
+        0,
+        *(split[0] for split in search.told),
+    }
 
 
 def test_the_largest_of_equal_values():
@@ -105,28 +106,20 @@ def test_no_chunk_is_smaller_than_allowed():
     assert {0, 2} <= asked and 1 not in asked
 
 
-def largest_batches(peaks, search) -> tuple[int, int, int]:
-    """Return the largest batch with the even split and with any value, and the number of splits."""
+def largest_batches(peaks, batch_size, budgets) -> tuple[int, int]:
+    """Return the largest batch with the even split and with any value."""
+    search = Search(batch_size, budgets, largest=2000)
     ask(search, peaks)
-    told = {search.split(value): full for value, full in search.told.items()}
-
-    def measure(split):
-        assert split not in told
-        told[split] = fullness(peaks(split), search.budgets)
-        return told[split]
-
-    measure_largest(measure, search, 2000)
-    fitting = [split for split, full in told.items() if max(full) <= 1]
+    fitting = [split for split, full in search.told.items() if max(full) <= 1]
     even = [split for split in fitting if split[0] == even_share(sum(split), len(split))]
-    return max(map(sum, even), default=0), max(map(sum, fitting), default=0), len(told)
+    return max(map(sum, even), default=0), max(map(sum, fitting), default=0)
 
 
 @given(law=laws(), budgets=alike, batch_size=st.integers(1, 200))
 @example(Law(((0, 16384, 32203), (0, 3730677, 0)), ((0, 67753),)), [134217728] * 2, 1)
 @example(Law(((0, 10, 30),), ((1000, 10),)), [3000] * 4, 8)
 def test_the_largest_batch(law, budgets, batch_size):
-    *found, num_measured = largest_batches(law.peaks, Search(batch_size, budgets))
-    assert num_measured < 60
+    found = largest_batches(law.peaks, batch_size, budgets)
     for is_even, size in zip((True, False), found, strict=True):
         more = size + math.ceil((size + 1) * 0.005)
         values = all_values(law, more, budgets)
@@ -137,8 +130,7 @@ def test_batches_are_halved_until_one_runs():
     def peaks(split):
         return [math.inf if sum(split) > 5 else 1.0, *split[1:]]
 
-    search = Search(64, [100] * 4)
-    assert largest_batches(peaks, search)[1] == 5 and search.best is None
+    assert largest_batches(peaks, 64, [100] * 4)[1] == 5
 
 
 def fill(law, budgets, batch_size, values) -> list[tuple[int, ...]]:

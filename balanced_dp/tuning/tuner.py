@@ -12,7 +12,7 @@ import torch
 
 from ..devices import capacities_of
 from ..errors import ArgumentError, InfeasiblePlanError
-from ..search import MAX_SPLITS, Search, fill_alike, fullness, measure_largest, utilizations
+from ..search import MAX_SPLITS, Search, Split, fill_alike
 from ..split import as_integer, even_share, split_batch
 from ..units import format_bytes
 from .open_devices import accelerators, open_devices
@@ -171,11 +171,12 @@ class _Run:
                 f"sweep goes from {swept[0]} to {swept[-1]}, but for a batch of {size} on "
                 f"{num_devices} devices gpu0_bsz is from 0 to {even}, the even split"
             )
-        known: dict[tuple[int, ...], Option] = {}
+        known: dict[Split, Option] = {}
 
-        def peaks(split: tuple[int, ...], weights: tuple[int, ...] | None = None) -> list[float]:
+        def peaks(split: Split) -> list[float]:
             if split not in known:
-                value = None if weights else split[0]
+                is_value = split == split_batch(sum(split), num_devices, split[0])
+                value, weights = (split[0], None) if is_value else (None, split)
                 known[split] = meter.measure(sum(split), value, weights)
                 self.options.append(known[split])
                 self.on_measurement(known[split])
@@ -186,31 +187,27 @@ class _Run:
 
         self._describe(meter, peaks(split_batch(size, num_devices, even)))
         budgets = [capacity - self.reserve for capacity in self.capacities or ()]
-        smallest = meter.smallest_chunk
-        search = Search(size, budgets, smallest=smallest, for_speed=True)
-        while (split := search.next()) is not None:
-            search.tell(split, peaks(split))
-        for value in swept:
-            if value >= smallest or not value:
-                peaks(search.split(value))
         limit = _LARGEST_MULTIPLE * size if self.about["mode"] == "emulated" else _LARGEST_BATCH
-        measure_largest(lambda split: fullness(peaks(split), budgets), search, limit)
-        ran = [split for split in known if max(peaks(split)) < math.inf]
-        if not ran:
+        search = Search(size, budgets, meter.smallest_chunk, for_speed=True, largest=limit)
+        for value in (even, *swept):
+            split = search.split(value)
+            if value == even or search.allows(split):
+                search.tell(split, peaks(split))
+        while (wanted := search.next()) is not None:
+            search.tell(wanted, peaks(wanted))
+        if all(max(full) == math.inf for full in search.told.values()):
             least = min(known.values(), key=lambda option: option.batch_size)
             raise InfeasiblePlanError(
                 f"not even a batch of {least.batch_size} ran: {least.out_of_memory}"
             )
         for batch_size in (size, None) if len(set(budgets)) > 1 else ():
             for _ in range(MAX_SPLITS):
-                full = {split: utilizations(peaks(split), budgets) for split in ran}
-                weights = fill_alike(full, batch_size)
+                weights = fill_alike(search.told, batch_size)
                 if weights is None or weights in known or not 0 < sum(weights) <= limit:
                     break
-                if any(0 < chunk < smallest for chunk in weights):
+                if not search.allows(weights):
                     break
-                if max(peaks(weights, weights)) < math.inf:
-                    ran.append(weights)
+                search.tell(weights, peaks(weights))
 
     def _describe(self, meter: StepMeter, in_even: Sequence[float]) -> None:
         """Record the devices; the default capacity is the highest peak of the even split."""
