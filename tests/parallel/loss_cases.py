@@ -218,33 +218,41 @@ def gradient(net: Net, x: Tensor) -> Tensor:
 PENALTIES: dict[str, Callable[[Net], Any]] = {
     "penalty": lambda n: sum(p.square().sum() for p in n.parameters()),
     "norms of weights": lambda n: sum(p.norm() for p in n.parameters()),
-    "orthogonality": lambda n: (gram(n) - torch.eye(CLASSES).to(gram(n))).square().sum(),
     "orthogonality of pairs": lambda n: gram(n)[~torch.eye(CLASSES).bool()].square().sum(),
     "penalty on selected weights": lambda n: n.head.weight[[0, 1]].square().sum(),
     "penalty on ones": lambda n: (n.ones * 2).abs().sum(),
+}
+"""What is added to a mean."""
+
+UNKNOWN_PENALTIES: dict[str, Callable[[Net], Any]] = {
+    "orthogonality": lambda n: (gram(n) - torch.eye(CLASSES).to(gram(n))).square().sum(),
     "distance to weights that were": lambda n: (
         (n.head.weight - n.head.weight.detach()).square().sum()
     ),
 }
-"""What is added to a mean."""
+"""Penalties that may depend on samples, as their graphs do not tell."""
 
 COUNTS: dict[str, Callable[[Tensor], Tensor]] = {
     "a count": lambda m: m.sum(),
     "a clamped count": lambda m: m.sum().clamp(min=1),
+    "a count or 1": lambda m: m.sum().where(m.sum() > 0, 1),
+    "the larger of a count and 1": lambda m: torch.maximum(m.sum(), torch.ones(()).to(m)),
+    "the larger of 1 and a count": lambda m: torch.maximum(torch.ones(()).to(m), m.sum()),
+}
+"""By what a masked sum is divided."""
+
+OTHER_DIVISORS: dict[str, Callable[[Tensor], Tensor]] = {
     "a count plus 1e-8": lambda m: m.sum() + 1e-8,
     "1e-8 plus a count": lambda m: 1e-8 + m.sum().clone(),
     "a count minus a number": lambda m: m.sum() - 0.5,
     "a count plus twice 1": lambda m: torch.add(m.sum(), 1, alpha=2),
     "a count plus the number of samples": lambda m: m.sum() + len(m),
     "a count in bfloat16": lambda m: m.bfloat16().sum() + 1,
-    "a count or 1": lambda m: m.sum().where(m.sum() > 0, 1),
-    "the larger of a count and 1": lambda m: torch.maximum(m.sum(), torch.ones(()).to(m)),
-    "the larger of 1 and a count": lambda m: torch.maximum(torch.ones(()).to(m), m.sum()),
     "the largest entry plus 1": lambda m: m.max() + 1,
     "the clamped largest entry": lambda m: m.max().clamp(min=1),
     "a mean": lambda m: m.mean() + 1e-4,
 }
-"""By what a masked sum is divided."""
+"""By what else it is divided."""
 
 EXACT: dict[str, Callable[..., Any]] = {
     **{
@@ -288,7 +296,6 @@ EXACT: dict[str, Callable[..., Any]] = {
     "soft targets": lambda n, x, o, part: F.cross_entropy(o, part.softmax(1)),
     "total variation": lambda n, x, o: (o[:, 1:] - o[:, :-1]).abs().mean(),
     "stacked": lambda n, x, o, real: torch.stack([F.mse_loss(o, real), F.l1_loss(o, real)]).mean(),
-    "mean times length": lambda n, x, o, real: F.mse_loss(o, real) * len(x),
     "sorted by length": lambda n, x, o, growing: rows(o[growing.sort(descending=True)[1]]).mean(),
     "two largest classes": lambda n, x, o: o.topk(2).values.square().mean(),
     "entries in order": lambda n, x, o: o.sort(1).values[:, 0].mean() + o.median(1).values.mean(),
@@ -297,10 +304,6 @@ EXACT: dict[str, Callable[..., Any]] = {
     "variational": lambda n, x, o, part: (
         F.binary_cross_entropy(o.sigmoid(), part, reduction="sum")
         - 0.5 * torch.sum(1 + o - o.square() - o.exp())
-    ),
-    "dice of shares": dice_of_shares,
-    "ratios by a number": lambda n, x, o, part: (
-        sum((o[:, i] * part[:, i]).sum() / (o[:, i] ** 2 + 1).sum() for i in range(3)) / 3
     ),
     "sum by length": lambda n, x, o, real: (o - real).square().sum() / len(x),
     "sum by size": lambda n, x, o, real: (o - real).square().sum() / o.numel(),
@@ -311,9 +314,6 @@ EXACT: dict[str, Callable[..., Any]] = {
     "sum by a tensor": lambda n, x, o, ignored, num_items_tensor: (
         F.cross_entropy(o, ignored, reduction="sum") / num_items_tensor
     ),
-    "dot product": lambda n, x, o, weight: weight @ rows(o) / weight.sum(),
-    "sum by a buffer": lambda n, x, o, real: (o - real).square().sum() / (2 * n.temperature**2),
-    "mean by a buffer": lambda n, x, o, real: F.mse_loss(o, real) / n.temperature,
     "sum by a tensor, floored": lambda n, x, o, ignored, num_items_tensor: (
         F.cross_entropy(o, ignored, reduction="sum") / num_items_tensor.clamp(min=1).double()
     ),
@@ -349,9 +349,6 @@ EXACT: dict[str, Callable[..., Any]] = {
         (-n.scale).exp() * F.cross_entropy(o, ignored)
         + n.scale * cross_entropy_of_tokens(n, x, tokens)
     ),
-    "several outputs": over_all,
-    "outputs of one storage": of_one_storage,
-    "hits": hits,
     "checkpointed": lambda n, x, o, ignored: checkpoint(
         F.cross_entropy, o, ignored, use_reentrant=False
     ),
@@ -372,13 +369,6 @@ EXACT: dict[str, Callable[..., Any]] = {
     "masked by sample": lambda n, x, o, token_mask: (
         (n.tokens(x).square().mean(-1) * token_mask).sum(1) / (token_mask.sum(1) + 1)
     ).mean(),
-    "mean of masked by mean": lambda n, x, o, mask: (rows(o) * mask).mean() / mask.mean(),
-    "sum by the weights of classes": lambda n, x, o: (
-        (o.square() * CLASS_WEIGHT.to(o)).sum() / CLASS_WEIGHT.to(o).sum()
-    ),
-    "added to a vector": lambda n, x, o, mask: (
-        torch.zeros(1).to(o) + masked_mean(rows(o), mask)
-    ).squeeze(),
     "concatenated": lambda n, x, o, mask: torch.cat(
         [masked_mean(rows(o), mask).view(1), masked_mean(o.abs().mean(1), mask).view(1)]
     ).sum(),
@@ -392,40 +382,13 @@ EXACT: dict[str, Callable[..., Any]] = {
     "summed cross entropy, count": lambda n, x, o, ignored_chunk: (
         F.cross_entropy(o, ignored_chunk, reduction="sum") / (ignored_chunk != -100).sum()
     ),
-    "sum by positive ones": lambda n, x, o, holes: rows(o).sum() / holes.sum().clamp(min=1),
     "sum by the inverse of a count": (
         lambda n, x, o, mask: (rows(o) * mask).sum() * (1 / max(1, int(mask.sum())))
     ),
     "where": lambda n, x, o, mask: torch.where(mask > 0, rows(o), 0).sum() / (mask > 0).sum(),
     "weighted": lambda n, x, o, weight: (weight * rows(o)).sum() / weight.sum(),
-    "not trained": not_trained,
-    "updated in place": updated,
     "logged": logged,
-    "balance of experts": lambda n, x, o: (
-        torch.histc(o.detach().argmax(1).double(), CLASSES, 0, CLASSES)
-        / o.argmax(1).numel()
-        * o.softmax(1).mean(0)
-    ).sum(),
     # Not linear in means and sums.
-    "dice": lambda n, x, o, mask: (
-        1 - 2 * (o[:, 0].sigmoid() * mask).sum() / (o[:, 0].sigmoid().sum() + mask.sum())
-    ),
-    "rmse": lambda n, x, o, real: F.mse_loss(o, real).sqrt(),
-    "perplexity": lambda n, x, o, y: F.cross_entropy(o, y).exp(),
-    "product": lambda n, x, o, real: F.mse_loss(o, real) * o.abs().mean(),
-    "statistics": lambda n, x, o: o.mean(0).square().sum(),
-    "sum and mean": lambda n, x, o, real: F.mse_loss(o, real, reduction="sum") + o.mean(),
-    "sum and penalty": lambda n, x, o: o.square().sum() + n.head.weight.square().sum(),
-    "number of positions with a token": lambda n, x, o, token_mask: (
-        (n.tokens(x).square().mean(-1) * token_mask).sum() / (token_mask.sum(0) > 0).sum()
-    ),
-    "mean by a mean of others": lambda n, x, o, ignored, weight: (
-        F.cross_entropy(o, ignored) / weight.mean()
-    ),
-    "mean of a mask": lambda n, x, o, mask: (rows(o) * mask).sum() / mask.mean(),
-    "means of columns with masks": lambda n, x, o, part: (
-        (o.square() * (part > 0.4).double()).sum(0) / (part > 0.4).double().sum(0).clamp(min=1)
-    ).mean(),
     "masked mean in a checkpoint": lambda n, x, o, mask: checkpoint(
         lambda o: masked_mean(rows(o), mask), o, use_reentrant=False, preserve_rng_state=False
     ),
@@ -441,45 +404,6 @@ if has_torch("2.6"):
         o, real, weight=part
     )
     EXACT["mse with weights"] = lambda n, x, o, real, part: F.mse_loss(o, real, weight=part)
-
-AVERAGED = (
-    *("orthogonality", "distance to weights that were", "added to a vector"),
-    *("sum by a count plus 1e-8", "sum by 1e-8 plus a count"),
-    "balance of experts",
-    "dice",
-    "dice of shares",
-    "dot product",
-    "hits",
-    "mean by a buffer",
-    "mean by a mean of others",
-    "mean of a mask",
-    "mean of masked by mean",
-    "mean times length",
-    "means of columns with masks",
-    "not trained",
-    "number of positions with a token",
-    "outputs of one storage",
-    "perplexity",
-    "product",
-    "ratios by a number",
-    "rmse",
-    "several outputs",
-    "statistics",
-    "sum and mean",
-    "sum and penalty",
-    "sum by a buffer",
-    "sum by a count in bfloat16",
-    "sum by a count minus a number",
-    "sum by a count plus the number of samples",
-    "sum by a count plus twice 1",
-    "sum by a mean",
-    "sum by positive ones",
-    "sum by the clamped largest entry",
-    "sum by the largest entry plus 1",
-    "sum by the weights of classes",
-    "updated in place",
-)
-"""Those of ``EXACT`` that are averaged by samples, with a warning."""
 
 TRAPS: dict[str, Callable[..., Any]] = {
     "an argument that is 0": lambda n, x, o, mask, flag: masked_mean(rows(o), mask),
@@ -518,6 +442,59 @@ LIMITS: dict[str, Callable[[Tensor], Tensor]] = {
 """Only samples with a loss above such a limit count, as in online hard example mining."""
 
 UNCLEAR: dict[str, Callable[..., Any]] = {
+    **{
+        name: lambda n, x, o, real, penalty=penalty: F.mse_loss(o, real) + 0.01 * penalty(n)
+        for name, penalty in UNKNOWN_PENALTIES.items()
+    },
+    **{
+        f"sum by {name}": lambda n, x, o, holes, count=count: (rows(o) * holes).sum() / count(holes)
+        for name, count in OTHER_DIVISORS.items()
+    },
+    "mean times length": lambda n, x, o, real: F.mse_loss(o, real) * len(x),
+    "dice of shares": dice_of_shares,
+    "ratios by a number": lambda n, x, o, part: (
+        sum((o[:, i] * part[:, i]).sum() / (o[:, i] ** 2 + 1).sum() for i in range(3)) / 3
+    ),
+    "dot product": lambda n, x, o, weight: weight @ rows(o) / weight.sum(),
+    "sum by a buffer": lambda n, x, o, real: (o - real).square().sum() / (2 * n.temperature**2),
+    "mean by a buffer": lambda n, x, o, real: F.mse_loss(o, real) / n.temperature,
+    "several outputs": over_all,
+    "outputs of one storage": of_one_storage,
+    "hits": hits,
+    "mean of masked by mean": lambda n, x, o, mask: (rows(o) * mask).mean() / mask.mean(),
+    "sum by the weights of classes": lambda n, x, o: (
+        (o.square() * CLASS_WEIGHT.to(o)).sum() / CLASS_WEIGHT.to(o).sum()
+    ),
+    "added to a vector": lambda n, x, o, mask: (
+        torch.zeros(1).to(o) + masked_mean(rows(o), mask)
+    ).squeeze(),
+    "sum by positive ones": lambda n, x, o, holes: rows(o).sum() / holes.sum().clamp(min=1),
+    "not trained": not_trained,
+    "updated in place": updated,
+    "balance of experts": lambda n, x, o: (
+        torch.histc(o.detach().argmax(1).double(), CLASSES, 0, CLASSES)
+        / o.argmax(1).numel()
+        * o.softmax(1).mean(0)
+    ).sum(),
+    "dice": lambda n, x, o, mask: (
+        1 - 2 * (o[:, 0].sigmoid() * mask).sum() / (o[:, 0].sigmoid().sum() + mask.sum())
+    ),
+    "rmse": lambda n, x, o, real: F.mse_loss(o, real).sqrt(),
+    "perplexity": lambda n, x, o, y: F.cross_entropy(o, y).exp(),
+    "product": lambda n, x, o, real: F.mse_loss(o, real) * o.abs().mean(),
+    "statistics": lambda n, x, o: o.mean(0).square().sum(),
+    "sum and mean": lambda n, x, o, real: F.mse_loss(o, real, reduction="sum") + o.mean(),
+    "sum and penalty": lambda n, x, o: o.square().sum() + n.head.weight.square().sum(),
+    "number of positions with a token": lambda n, x, o, token_mask: (
+        (n.tokens(x).square().mean(-1) * token_mask).sum() / (token_mask.sum(0) > 0).sum()
+    ),
+    "mean by a mean of others": lambda n, x, o, ignored, weight: (
+        F.cross_entropy(o, ignored) / weight.mean()
+    ),
+    "mean of a mask": lambda n, x, o, mask: (rows(o) * mask).sum() / mask.mean(),
+    "means of columns with masks": lambda n, x, o, part: (
+        (o.square() * (part > 0.4).double()).sum(0) / (part > 0.4).double().sum(0).clamp(min=1)
+    ).mean(),
     "norm": (lambda n, x, o, real: (o - real).norm()),
     "standard deviations": (
         lambda n, x, o: (1 - torch.sqrt(o.var(0, correction=0) + 1e-4)).relu().mean()
@@ -551,7 +528,7 @@ UNCLEAR: dict[str, Callable[..., Any]] = {
     ),
     "sum plus a number": lambda n, x, o: o.square().sum() + 1,
 }
-"""What is computed from samples in other ways, and warned of."""
+"""What is computed from samples in other ways, and warned of, also where it is exact."""
 
 UNSEEN: dict[str, Callable[..., Any]] = {
     **{

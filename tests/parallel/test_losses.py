@@ -32,7 +32,6 @@ from ..devices import kinds_of_splits
 from ..modules import Lambda
 from ..versions import since_torch
 from .loss_cases import (
-    AVERAGED,
     BATCH,
     EXACT,
     IGNORED,
@@ -49,11 +48,6 @@ from .loss_cases import (
 
 TOLERANCE = {"rtol": 1e-10, "atol": 1e-12, "equal_nan": True}
 FOUR = ("cpu",) * 4
-
-
-def tolerance(name: str) -> dict[str, Any]:
-    """What is added to a count is added on each device."""
-    return {**TOLERANCE, "rtol": 1e-7, "atol": 1e-9} if "1e-8" in name else TOLERANCE
 
 
 def results(model: Any, module: nn.Module, has_gradients: bool, x: Tensor, **given: Any) -> Any:
@@ -76,16 +70,14 @@ def make(loss: Any, gpu0_bsz: int | None = 1, devices: Any = FOUR, **options: An
     return BalancedDataParallel(gpu0_bsz, module, devices[:4], **options), bare
 
 
-def step(
-    model: Any, bare: Any, has_gradients: bool, given: Any, name: str = ""
-) -> tuple[bool, list[str]]:
+def step(model: Any, bare: Any, has_gradients: bool, given: Any) -> tuple[bool, list[str]]:
     """Whether a call gives what the whole batch gives, and what was warned of."""
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         found = results(model, model.module, has_gradients, **given)
     expected = results(bare, bare, has_gradients, **given)
     try:
-        torch.testing.assert_close(found, expected, **tolerance(name))
+        torch.testing.assert_close(found, expected, **TOLERANCE)
     except AssertionError:
         return False, [str(one.message) for one in told]
     texts = [str(one.message) for one in told]
@@ -98,27 +90,24 @@ def compare(model: Any, bare: Net, given: Any, has_gradients: bool = True, **tol
     torch.testing.assert_close(found, expected, **(tolerance or TOLERANCE))
 
 
-KNOWN = [name for name in EXACT if name not in AVERAGED]
-
-
 # How losses join depends on the split and not on the kind of devices. Distinct ones show what stays
 # on another device, also where the first runs nothing.
 @pytest.mark.parametrize(("kind", "gpu0_bsz"), kinds_of_splits([0, 1, 3]), indirect=["kind"])
-@pytest.mark.parametrize("name", KNOWN)
+@pytest.mark.parametrize("name", EXACT)
 def test_losses_in_the_module_are_those_of_the_whole_batch(name, gpu0_bsz, devices):
     """In training, and in evaluation after it unless a warning says that a count is not known."""
     loss = EXACT[name]
     model, bare = make(loss, gpu0_bsz, devices)
     for has_gradients in (True, False, True, True):
-        is_exact, told = step(model, bare, has_gradients, given_to(loss), name)
+        is_exact, told = step(model, bare, has_gradients, given_to(loss))
         assert is_exact or (not has_gradients and told), told
         assert not has_gradients or not told
 
 
 @pytest.mark.parametrize("gpu0_bsz", [0, 1, 3])
-@pytest.mark.parametrize("name", [*AVERAGED, *UNCLEAR])
+@pytest.mark.parametrize("name", UNCLEAR)
 def test_what_is_not_known_is_warned_of_once(name, gpu0_bsz):
-    loss = EXACT[name] if name in AVERAGED else UNCLEAR[name]
+    loss = UNCLEAR[name]
     model, bare = make(loss, gpu0_bsz)
     is_exact, told = step(model, bare, True, given_to(loss))
     assert is_exact or told
@@ -165,10 +154,9 @@ def test_a_metric_in_evaluation_is_told_from_the_loss(gpu0_bsz, size):
     ],
 )
 def test_a_warning_gives_its_reason(name, reason):
-    loss = (EXACT | UNCLEAR)[name]
-    model, _ = make(loss)
+    model, _ = make(UNCLEAR[name])
     with pytest.warns(BalanceWarning, match=reason):
-        model(**given_to(loss))
+        model(**given_to(UNCLEAR[name]))
 
 
 @pytest.mark.parametrize("name", UNSEEN)
@@ -191,7 +179,7 @@ def test_chunks_of_one_size(name, size):
     """Exact, or warned of, but for what docs/loss.md names."""
     loss = EXACT.get(name) or UNCLEAR[name]
     model, bare = make(loss, None)
-    is_exact, told = step(model, bare, True, given_to(loss, size), name)
+    is_exact, told = step(model, bare, True, given_to(loss, size))
     assert is_exact or told or name in SILENT_IN_EVEN_SPLITS
 
 
@@ -250,7 +238,7 @@ def test_any_targets_may_be_ignored_in_any_split(
         torch.testing.assert_close(*gradients, **TOLERANCE)
 
 
-@pytest.mark.parametrize("name", KNOWN)
+@pytest.mark.parametrize("name", EXACT)
 def test_criteria_are_those_of_the_whole_batch(name):
     """The same losses, but computed from outputs that stay where they are."""
     torch.manual_seed(0)
@@ -259,7 +247,7 @@ def test_criteria_are_those_of_the_whole_batch(name):
     criterion = BalancedCriterion(net)
     expected = results(net, net, True, **arguments)
     found = results(lambda x, **others: criterion(model(x), **others), net, True, **arguments)
-    torch.testing.assert_close(found, expected, **tolerance(name))
+    torch.testing.assert_close(found, expected, **TOLERANCE)
 
 
 def test_map_joins_numbers_as_it_is_told():
@@ -757,15 +745,10 @@ def test_pairs_of_samples_are_an_error_that_says_so():
         model(X)
 
 
-@pytest.mark.parametrize("has_gradients", [True, False])
-def test_a_value_without_a_graph_is_averaged_and_warned_of(has_gradients):
+def test_a_value_without_a_graph_is_averaged_and_warned_of():
     model, bare = make(lambda n, x, o, y: (o.argmax(1) == y).double().mean())
     with torch.no_grad(), pytest.warns(BalanceWarning, match="no call with gradients"):
         torch.testing.assert_close(model(X, y=Y), bare(X, y=Y))
-    if has_gradients:
-        other, _ = make(lambda n, x, o, y: (o.argmax(1) == y).double().mean())
-        with pytest.warns(BalanceWarning, match="return a row for each sample"):
-            torch.testing.assert_close(other(X, y=Y), bare(X, y=Y))
 
 
 def test_threads_may_make_the_first_call_at_once():
