@@ -28,10 +28,8 @@ class GlooOnCopies(dist.ProcessGroup):
     def broadcast(self, tensors: list[Tensor], options: Any = None) -> dist.Work:
         return self._run(tensors, options or dist.BroadcastOptions(), self._gloo.broadcast)
 
-    def allgather(
-        self, outputs: list[list[Tensor]], inputs: list[Tensor], options: Any = None
-    ) -> dist.Work:
-        there = [[torch.empty_like(t, device="cpu") for t in row] for row in outputs]
+    def allgather(self, outputs: Any, inputs: list[Tensor], options: Any = None) -> dist.Work:
+        there = [[t.cpu() for t in row] for row in outputs]
         self._gloo.allgather(there, [t.cpu() for t in inputs]).wait()
         for row, arrived in zip(outputs, there, strict=True):
             torch._foreach_copy_(row, arrived)
