@@ -196,7 +196,7 @@ class Search:
         if (best := self.best) is not None:
             has_fit = any(max(full) <= 1 for full in known.values())
             for limit in (max(known[best]) * (1 + EQUAL), *[1.0] * (self.for_speed and has_fit)):
-                over = {value: full[0] / limit - 1 for value, full in known.items()}
+                over = {value: full[0] - limit for value, full in known.items()}
                 yield from self._find(over, values, self.split, bends_up=True)
         if self.largest:
             yield from self._larger_batches()

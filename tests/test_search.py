@@ -99,6 +99,12 @@ def test_a_careful_search_never_runs_out(law, budgets, batch_size):
         has_run |= max(full) <= 1
 
 
+def test_peaks_of_zero_end_the_search():
+    """A script that left the devices empty ended in a ZeroDivisionError."""
+    search = Search(64, [GIB] * 4, for_speed=True, largest=100)
+    assert len(ask(search, lambda split: [0] * 4)) < 20
+
+
 def test_no_chunk_is_smaller_than_allowed():
     law = Law(((10_000, 10, 10),), ((100, 10),))
     search = Search(400, [50_000] * 4, smallest=2)

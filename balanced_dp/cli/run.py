@@ -95,7 +95,8 @@ def run_and_measure(
             report = _report(loop, reserve, goal, calls, workload=name, notes=notes)
             return exit_code, report, []
         parts = [] if loop.last is None else [use_table(loop.last, loop.budgets)]
-        return exit_code, None, [*parts, *notes, *([] if exit_code else [_why_no_answer(loop)])]
+        why = [] if exit_code else [_why_no_answer(loop, calls)]
+        return exit_code, None, [*parts, *notes, *why]
 
 
 def _report(
@@ -143,7 +144,7 @@ def _how_it_ended(loop: Loop) -> Iterator[str]:
         yield f"The search for gpu0_bsz did not end within {num_taken} training steps; take more."
 
 
-def _why_no_answer(loop: Loop) -> str:
+def _why_no_answer(loop: Loop, calls: Sequence[WrappedAt]) -> str:
     """Return why there is no option to choose from."""
     if loop.last is None:
         return "Nothing was measured: the script ran no forward pass with gradients."
@@ -152,6 +153,10 @@ def _why_no_answer(loop: Loop) -> str:
     if loop.is_splitting:
         steps = f"the script took {loop.num_iterations}"
         return f"Comparing splits takes two training steps with the same batches; {steps}."
+    if sum(map(bool, loop.last.peak_bytes)) < 2 and calls:
+        return (
+            f"The script wraps its model for one device. Leave device_ids out: {_place(calls[0])}"
+        )
     if sum(map(bool, loop.last.peak_bytes)) < 2:
         return "The script does not split its batches; add model = torch.nn.DataParallel(model)."
     return (

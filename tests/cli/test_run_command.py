@@ -28,6 +28,8 @@ device = "cuda" if torch.cuda.is_available() and "cpu" not in sys.argv else "cpu
 model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 512)).to(device)
 if wraps:
     model = nn.DataParallel(model)
+elif "one" in sys.argv:
+    model = nn.DataParallel(model, device_ids=[0])
 optimizer = torch.optim.AdamW(model.parameters())
 for step in range(num_steps):
     inputs = torch.randn(batch_size, 64, device="cpu").to(device)
@@ -113,6 +115,11 @@ def test_the_report_is_written(script):
         ("train.py 6 64 wrap exit", 5, "With option 1 device "),
         ("train.py 0 64 wrap", 0, "Nothing was measured: the script ran no forward pass"),
         ("train.py 4 64", 0, "The script does not split its batches; add model = torch.nn.Da"),
+        (
+            "train.py 4 64 one",
+            0,
+            "for one device. Leave device_ids out: train.py:13",
+        ),
         ("train.py 4 64 cpu", 0, "The script does not split its batches; add model = torch.n"),
         *(
             (f"--devices 1 train.py 4 64 {how}", 0, "On one device there are no splits to compare;")
