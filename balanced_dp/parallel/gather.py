@@ -95,9 +95,13 @@ class Gather:
             return True
         size, dim = sizes[0], self.losses.dim
         columns = zip(*map(nested.tensors, lists), strict=False)
-        lengths = [{next(iter(t.shape[dim:]), size) for t in own} for own in columns]
-        are_items = {size} in lengths if lengths else all(_equal(lists[0], one) for one in lists)
-        if are_items and isinstance(lists[0], list) and size > 1 and lengths:
+        lengths = [{n for t in own for n in t.shape[dim:][:1]} for own in columns]
+        if any(lengths):
+            are_items = {size} in lengths
+        else:  # numbers, or other values
+            are_items = bool(lengths) or all(_equal(lists[0], one) for one in lists)
+        may_be_entries = size > 1 or isinstance(lists[0][0], MutableMapping)  # as of detections
+        if are_items and isinstance(lists[0], list) and may_be_entries and lengths:
             reason = f"it is as long as each chunk, {size}, and is joined item by item"
             remedy = "Return a tensor of entries of samples, or a tuple of items of all samples"
             self._warn(path, reason, remedy)
@@ -137,7 +141,7 @@ class Gather:
         if any(number.dtype is torch.bool for number in moved):
             raise _differ(path, numbers, "different values")
         reason = "it is an integer that differs between the replicas, so it is added up"
-        self._warn(path, reason, "If unintended, return a row for each sample and count outside")
+        self._warn(path, reason, "If unintended, return a row for each sample, by squeeze(-1)")
         return total(moved, self.device)
 
     def _axis(self, shapes: Sequence[torch.Size], dim: int, path: str) -> int:

@@ -110,7 +110,7 @@ KINDS = {
     "dictionary": lambda y: {"a": y, "b": {"c": y + 1, "d": None}},
     "list": list,
     "tuple": lambda y: y.unbind(0),
-    "nested": lambda y: [{"row": row, "name": "a"} for row in y],
+    "nested": lambda y: [{"score": row.sum(), "row": row, "name": "a"} for row in y],
     "numbers": lambda y: [row.sum() for row in y],
     "squeezed": lambda y: y.squeeze(),
 }
@@ -156,6 +156,19 @@ def test_outputs_are_exact_or_it_is_said(
         assert found[1] == expected[1]
         for one, other in zip(found[0], expected[0], strict=True):
             assert one.allclose(other) if torch.is_tensor(one) else one == other
+
+
+@pytest.mark.parametrize(("batch_size", "num_boxes"), [(12, 7), (4, 1)])
+def test_detections_are_joined_by_image_or_warned_of(batch_size, num_boxes):
+    """A number beside the boxes, or one box in each image, meant items of all samples."""
+
+    def detect(_, x):
+        return [{"score": row.sum(), "boxes": torch.ones(num_boxes, 4)} for row in x]
+
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", BalanceWarning)
+        found = split(detect, None, 4)(torch.ones(batch_size, 2))
+    assert len(found) == batch_size or "as long as each chunk" in str(told[0].message)
 
 
 # The remedy of each error and warning.
