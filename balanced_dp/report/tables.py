@@ -136,7 +136,7 @@ def summary(report: Report) -> Iterator[str]:
     for name, reason in report.failures.items():
         yield f"{name} cannot be measured: {reason}."
     if not report.is_script and not all(option.gather for option in report.ranked_options):
-        yield "BalancedCriterion wraps all from the outputs to the loss, reshapes included: docs/loss.md."
+        yield "BalancedCriterion wraps all from outputs to loss, reshapes included: docs/loss.md."
     if report.is_trainer:
         yield "A Trainer of your own becomes class Balanced(BalancedTrainer, MyTrainer)."
     if report.is_script:

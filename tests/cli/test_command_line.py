@@ -53,8 +53,6 @@ def test_the_version_is_in_the_changelog():
         ("tune mine:wants", "cannot be made: TypeError: wants() missing 1 required"),
         ("tune mine:inside", "mine.py:17 with RuntimeError: a and b must have same reduction"),
         ("tune mine:reads", "mine.py:21, which needs --numeric: "),
-        ("report a.json --html x --markdown x", "x is named twice"),
-        ("report a.json --html - --json -", "- is named twice"),
         ("report a.json --html a.json", "a.json is named twice"),
         ("report none.json", "none.json cannot be read: No such file"),
         ("report a.json --against none.json", "none.json cannot be read: No such file"),
@@ -70,16 +68,13 @@ def test_the_version_is_in_the_changelog():
         ("run none.py", "none.py is not a file; name a Python script"),
         ("run .", ". is a folder; name a Python script"),
         ("run --gpu0-bsz many mine.py", "--gpu0-bsz must be a number, auto or even"),
-        ("run --memory 11GiB,24GiB --devices 3 mine.py", "--memory gives 2 devices"),
         ("run --memory plenty mine.py", "--memory must be bytes or a size"),
         ("run --memory 512MiB mine.py", "512.00 MiB of each device is kept free"),
         ("run --reserve 1GiB mine.py", "--reserve needs --memory, the capacity of the"),
-        ("run --json none/x.json mine.py", "there is no folder"),
         ("run --step 3 mine.py", "there is no option --step (did you mean --steps?); see "),
         ("run --json - mine.py", "stdout is the script's; name a file"),
         ("run --json a --html a mine.py", "a is named twice; name another file for one"),
         ("validate --json - --markdown -", "- is named twice"),
-        ("validate --json none/x.json", "there is no folder"),
     ],
 )
 def test_errors_are_one_line(command, message, tuned, invoke, monkeypatch, capsys):
@@ -93,22 +88,20 @@ def test_errors_are_one_line(command, message, tuned, invoke, monkeypatch, capsy
     assert told.out == ""
 
 
+TOO_FEW = "'--devices': Input should be greater than or equal to"
+NO_CHOICE = "'--for': Value error,"
+
+
 @pytest.mark.parametrize(
     ("command", "message"),
     [
         *(
-            (f"{name} --devices 1 x", "'--devices': Input should be greater than or equal to 2")
+            (f"{name} --devices 1 x", f"{TOO_FEW} 2")
             for name in ("plan", "tune", "demo", "validate")
         ),
-        ("run --devices 0 mine.py", "'--devices': Input should be greater than or equal to 1"),
-        (
-            "plan --for sped x",
-            "'--for': Value error, 'sped' is not one of 'speed', 'headroom', 'ba",
-        ),
-        (
-            "run --for batch mine.py",
-            "'--for': Value error, 'batch' is not one of 'speed', 'headroom'",
-        ),
+        ("run --devices 0 mine.py", f"{TOO_FEW} 1"),
+        ("plan --for sped x", f"{NO_CHOICE} 'sped' is not one of 'speed', 'headroom', 'ba"),
+        ("run --for batch mine.py", f"{NO_CHOICE} 'batch' is not one of 'speed', 'headroom'"),
     ],
 )
 def test_values_that_an_option_does_not_take(command, message, invoke):

@@ -8,9 +8,10 @@ from dataclasses import replace
 from xml.etree import ElementTree
 
 import pytest
+from matplotlib.figure import Figure
 
 from balanced_dp.report import report_html
-from balanced_dp.report.plots import FIRST, OTHER, SECOND, THIRD, USES, report_plots
+from balanced_dp.report.plots import FIRST, OTHER, SECOND, THIRD, USES, draw_uses, report_plots
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("chrome")
 PHONE = 400
@@ -50,6 +51,10 @@ def test_plots_are_of_the_best_option(report, unlike):
     peaks, uses = report_plots(report).values()
     assert f">the best option: {best.chunk_sizes[0]}<" in peaks
     assert "device (nn.DataParallel(model), then option 1)" in uses
+    draw_uses(axes := Figure().subplots(), report)
+    for first, option in (0, even), (report.num_devices, best):
+        heights = [uses.patches[first].get_height() for uses in axes.containers]
+        assert sum(heights) == pytest.approx(option.peak_bytes[0] / 2**20, rel=0.05)
     for options, bars in (report.options, "option 2, then option 1"), ([even], "option 1"):
         fastest = replace(report, goal="speed", options=tuple(options))
         assert fastest.best is even and f"device ({bars})" in [*report_plots(fastest).values()][1]
