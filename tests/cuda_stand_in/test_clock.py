@@ -63,7 +63,7 @@ def test_transfers_into_a_device_queue(matrices, stand_in: StandIn):
         torch.accelerator.synchronize(device)
 
 
-def test_a_collective_runs_on_all_of_its_streams(matrices, stand_in: StandIn):
+def test_a_collective_is_in_all_its_streams(matrices, stand_in: StandIn):
     with stand_in.recorded() as work:
         matrices[1] @ matrices[1]
         comm.broadcast(matrices[0], [0, 1, 2])

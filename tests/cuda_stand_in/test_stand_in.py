@@ -159,7 +159,7 @@ def test_its_streams_alone_wait_for_it(stand_in: StandIn):
     torch.accelerator.synchronize(stand_in.devices[1])
 
 
-def test_two_threads_must_not_use_nccl_at_once(stand_in: StandIn):
+def test_nccl_is_for_one_thread_at_a_time(stand_in: StandIn):
     x = torch.ones(4, device=stand_in.devices[0])
     with pytest.raises(RuntimeError, match="two threads use NCCL"):
         at_once(lambda _: [comm.broadcast(x, [0, 1]) for _ in range(20)], num_threads=2)

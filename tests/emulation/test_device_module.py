@@ -27,7 +27,7 @@ def module(devices: EmulatedDevices) -> Any:
 
 def test_no_devices_outside_of_a_context():
     with emulate_devices(2):
-        lazy = torch.get_device_module("lazy")
+        lazy = torch.lazy
         assert (lazy.is_available(), lazy.device_count()) == (True, 2)
     assert (lazy.is_available(), lazy.device_count()) == (False, 0)
     for function in (lazy.current_device, lazy.memory_allocated, lazy.synchronize):
@@ -94,7 +94,7 @@ def test_memory_of_devices_named_any_way(devices, module, name):
     ],
 )
 def test_no_such_device(emulate, device, reason):
-    devices, module = emulate(3), torch.get_device_module("lazy")
+    devices, module = emulate(3), torch.lazy
     names = """memory_allocated max_memory_allocated reset_peak_memory_stats memory_stats
         mem_get_info get_device_properties set_device device synchronize get_rng_state"""
     for function in (*(getattr(module, name) for name in names.split()), devices.memory_breakdown):

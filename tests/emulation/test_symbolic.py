@@ -118,7 +118,7 @@ def test_remembered_outputs_hold_no_memory(symbolic_devices):
     x, before = torch.zeros(5, 1, 7, device="lazy:0"), len(remembered)
     for _ in range(2):
         torch.cosh(x)
-        assert torch.get_device_module("lazy").memory_allocated(0) == 512
+        assert torch.lazy.memory_allocated(0) == 512
         assert len(remembered) == before + 1
     a_part_of_a_new_one = torch.zeros(4, device="meta")[:2]
     assert _how_to_make(a_part_of_a_new_one, [], []) is None
@@ -132,9 +132,9 @@ def test_what_is_written_in_place_is_returned(symbolic_devices, num_calls):
         assert x.addcmul_(y, y) is x
         torch._foreach_mul_([x, y], 2)
         assert (x._version, y._version) == (before[0] + 2, before[1] + 1)
-        assert torch.get_device_module("lazy").memory_allocated(0) == 2 * 512
+        assert torch.lazy.memory_allocated(0) == 2 * 512
         assert x.set_(y).data_ptr() == y.data_ptr()
-        assert torch.get_device_module("lazy").memory_allocated(0) == 512
+        assert torch.lazy.memory_allocated(0) == 512
 
 
 def test_unknown_values_overwrite_none(symbolic_devices):

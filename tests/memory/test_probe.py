@@ -93,7 +93,7 @@ def test_out_of_memory_in_the_block(emulate):
     assert not usage.valid
 
 
-def test_a_model_with_a_probe_is_pickled_and_copied(emulate):
+def test_models_with_a_probe_are_pickled(emulate):
     devices = emulate(2)
     model = BalancedDataParallel(2, small_model().to(devices[0]))
     probe = model.memory
