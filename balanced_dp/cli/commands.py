@@ -230,7 +230,7 @@ def report_command(
         console.write(markdown, report_markdown, report)
         console.write(json_file, report_json, report)
         if html is markdown is json_file is None:
-            console.show(report)
+            console.show(report, None, None)
         return
     arguments.check_outputs(against, json_file)
     older = load_report(against)

@@ -91,9 +91,7 @@ def as_json(record: Any, indent: int | None = 2) -> str:
     return json.dumps(record, indent=indent) + "\n"
 
 
-def show(
-    report: Report, json_file: Path | None = None, html: Path | None = None, *, stderr: bool = False
-) -> None:
+def show(report: Report, json_file: Path | None, html: Path | None, stderr: bool = False) -> None:
     """Write the files of a report, and print its answer unless stdout is one of them."""
     write(json_file, report_json, report)
     write(html, report_html, report)

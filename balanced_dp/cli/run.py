@@ -154,9 +154,7 @@ def _why_no_answer(loop: Loop, calls: Sequence[WrappedAt]) -> str:
         steps = f"the script took {loop.num_iterations}"
         return f"Comparing splits takes two training steps with the same batches; {steps}."
     if sum(map(bool, loop.last.peak_bytes)) < 2 and calls:
-        return (
-            f"The script wraps its model for one device. Leave device_ids out: {_place(calls[0])}"
-        )
+        return f"The model is wrapped for one device. Leave device_ids out: {_place(calls[0])}"
     if sum(map(bool, loop.last.peak_bytes)) < 2:
         return "The script does not split its batches; add model = torch.nn.DataParallel(model)."
     return (

@@ -59,7 +59,7 @@ def test_the_answer_fits_80_columns(first, others, num_devices):
     name = f"a script with a long name, {'x' * 300}.py"
     report = report_of(measured, [192 * GIB] * num_devices, workload=name)
     with shown() as lines:
-        consoles.show(report)
+        consoles.show(report, None, None)
     rows = [line.rstrip() for line in lines if re.match(r" ", line)]
     assert len(rows) > 12 and max(map(len, rows)) <= 80
     assert sum(name in line for line in lines) == 1
