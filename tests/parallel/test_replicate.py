@@ -21,6 +21,7 @@ from balanced_dp.parallel.replica import Blueprint
 from balanced_dp.parallel.replicate import Replicator
 
 from ..modules import Lambda, assert_same_gradients
+from .test_no_growth import MODULES
 
 CPU = torch.device("cpu")
 OTHER = torch.device("cpu", 1)  # another name for the same memory: copies are real
@@ -199,29 +200,19 @@ def test_every_change_of_a_module_is_seen(drawn, grad):
             assert describe(net, has_values=False) == before
 
 
-def bound_forward():
-    module = nn.Linear(3, 2)
-    module.forward = types.MethodType(nn.Linear.forward, module)
-    return module
-
-
-def hooks_on_outputs():
-    layer = nn.Linear(3, 2)
-    layer.register_forward_hook(
-        lambda module, args, y: y.register_hook(lambda gradient: None) and y
-    )
-    return layer
-
-
 @pytest.mark.parametrize("kind", ["cpu", "stand-in"])
-@pytest.mark.parametrize(
-    "make", [lambda: nn.Linear(3, 2), bound_forward, hooks_on_outputs, lambda: nn.GRU(3, 2)]
-)
-def test_a_call_leaves_its_replicas_to_the_next(devices, make):
-    module = Lambda(lambda self, x: tree_leaves(self.layers(x))[0], layers=make()).to(devices[0])
+@pytest.mark.parametrize("name", ["plain", "method", "partial", "hook", "rnn"])
+def test_a_call_leaves_its_replicas_to_the_next(devices, name):
+    def forward(self, x):
+        output = tree_leaves(self.layers(x))[0]
+        output.register_hook(lambda gradient: None)
+        return output
+
+    layers = (MODULES | {"rnn": lambda: nn.GRU(8, 8)})[name]()
+    module = Lambda(forward, layers=layers).to(devices[0])
     model = BalancedDataParallel(1, module, devices[:3], dim=-2)
     for _ in range(3):
-        model(torch.randn(1, 7, 3)).sum().backward()
+        model(torch.randn(1, 7, 8)).sum().backward()
         assert len(model._replicator._pool[1]) == 3
 
 

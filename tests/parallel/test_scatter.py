@@ -45,27 +45,19 @@ def cut(value, *chunk_sizes, **options):
     return [values[0] for values in scatter([("x", value)], devices, chunk_sizes, **options)]
 
 
-# Which batch size.
-
-
 @pytest.mark.parametrize(
     ("inputs", "batch_size"),
     [
-        ([("a", torch.zeros(5, 2)), ("b", torch.zeros(7))], 5),
-        ([("a", None), ("b", [1, {"c": (torch.tensor(1.0), torch.zeros(5))}])], 5),
-        ([("a", Frozen("text", Pair(3, torch.zeros(5))))], 5),
-        ([("mask", torch.zeros(9)), ("a", torch.zeros(5))], 5),
-        ([("a", 1), ("b", [torch.tensor(1.0)])], None),
-        ([("texts", ["a", "b"]), ("a", torch.zeros(5))], 5),
-        ([("texts", ["a", "b"])], 2),
+        ([torch.tensor(1.0), torch.zeros(5, 2), torch.zeros(7)], 5),
+        ([["a", "b"], Frozen("text", Pair(3, torch.zeros(5)))], 5),
+        ([["a", "b"], 1], 2),
+        ([None, torch.tensor(1.0)], None),
     ],
 )
 def test_the_batch_size_is_that_of_a_tensor(inputs, batch_size):
-    options = {"broadcast": {"mask"}, "split": ["texts"]}
-    assert Inputs(lambda **_: None, (), dict(inputs), **options).batch_size() == batch_size
-
-
-# Tensors and containers.
+    """The mask, which is first, is none of them."""
+    inputs = Inputs(len, (), {"x": [torch.zeros(9), *inputs]}, 0, {"x.0"}, {"x.1"})
+    assert inputs.batch_size() == batch_size
 
 
 OF_TENSORS = [
