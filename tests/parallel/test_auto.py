@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from balanced_dp import ArgumentError, BalancedDataParallel, Workload, emulate_devices
+from balanced_dp import BalancedDataParallel, Workload, emulate_devices
 from balanced_dp.search import MAX_SPLITS
 
 from ..modules import short_of_memory_in_backward
@@ -225,12 +225,6 @@ def test_running_out_in_backward():
         assert loop.model.split(3000)[0] == loop.model.gpu0_bsz < 1000  # it has moved by now
         assert loop.follow(3000)[1] == 0
         assert loop.search.is_over
-
-
-def test_devices_that_cannot_be_compared():
-    message = "needs distinct devices .* got lazy:0, lazy:1, lazy:0"
-    with emulate_devices(2), pytest.raises(ArgumentError, match=message):
-        BalancedDataParallel("auto", nn.Linear(2, 2), [0, 1, 0])
 
 
 def test_one_device_has_nothing_to_balance():
