@@ -140,12 +140,13 @@ def test_ints_and_none_mean_emulated_devices(accelerator, monkeypatch):
             assert (parallel.devices, parallel.device_ids) == (list(devices), [0, 1, 2])
             assert parallel(torch.randn(7, 4)).device == devices[1]
         assert BalancedDataParallel(1, module, [0, 0])(torch.randn(7, 4)).shape == (7, 2)
-        for wrong, message in (
-            (-1, "must not be negative, got -1"),
-            (5, "there are 3 of its type"),
+        for gpu0_bsz, wrong, message in (
+            (1, -1, "must not be negative, got -1"),
+            (1, 5, "lazy:5 does not exist: there are 3 of its type"),
+            ("auto", 0, "needs distinct devices .* got lazy:0, lazy:0"),
         ):
             with pytest.raises(ArgumentError, match=message):
-                BalancedDataParallel(1, module, [0, wrong])
+                BalancedDataParallel(gpu0_bsz, module, [0, wrong])
         del module, parallel
     assert default_device_type() == accelerator
 
@@ -291,7 +292,6 @@ def test_gpu0_bsz_0_does_nothing_on_device_0(emulated):
 @pytest.mark.parametrize(
     ("gpu0_bsz", "size", "note"),
     [
-        (1, 8, "in replica 2 on lazy:2, with 2 of the batch's 8 samples"),
         (0, 8, "in replica 1 on lazy:2, with 3 of the batch's 8 samples"),
         (0, 1, "in replica 0 on lazy:1, with 1 of the batch's 1 samples"),
         (1, None, "in replica 0 on lazy:0"),
