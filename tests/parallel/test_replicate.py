@@ -91,6 +91,11 @@ def renames_an_attribute(net, i):
     own[new] = own.pop(old, None)
 
 
+def has_another_hook(net, i):
+    net.layers[i]._forward_hooks.clear()
+    net.layers[i].register_forward_hook(lambda module, args, output: 2 * output)
+
+
 def hooks_into_another(net, i):
     def hook(self, module, args):
         return (args[0] + self.offset,)
@@ -138,7 +143,7 @@ OF_STRUCTURE = [
     lambda net, i: net.layers[i].__dict__.pop(f"extra{i}", None),
     renames_an_attribute,
     lambda net, i: net.layers[i].register_forward_hook(lambda module, args, output: output + 1),
-    lambda net, i: net.layers[i]._forward_hooks.clear(),
+    has_another_hook,
     hooks_into_another,
     has_its_own_forward,
     lambda net, i: net.layers[i].__dict__.pop("forward", None),
@@ -158,7 +163,8 @@ OF_STRUCTURE = [
     has_no_buffer,
     registers_again,
 ]
-OF_VALUES = [
+BETWEEN_CALLS = [
+    lambda net, i: net.layers[i]._forward_hooks.clear(),
     exchanges_parameters,
     lambda net, i: net.head.half().float(),
     lambda net, i: (w := net.layers[i].linear.weight).requires_grad_(not w.requires_grad),
@@ -167,7 +173,7 @@ OF_VALUES = [
     lambda net, i: net.layers[i].norm.running_mean.add_(1),
 ]
 changes = st.tuples(
-    st.sampled_from(OF_STRUCTURE + OF_VALUES), st.sampled_from(OF_STRUCTURE), st.integers(0, 2)
+    st.sampled_from(OF_STRUCTURE + BETWEEN_CALLS), st.sampled_from(OF_STRUCTURE), st.integers(0, 2)
 )
 
 
