@@ -20,8 +20,8 @@ from .split import EQUAL, even_share, split_batch, split_by_weights
 MAX_SPLITS = 6
 """The most splits that are tried in a training loop, and by weights."""
 
-_CLOSE = 200
-"""The largest batch is found to one part in this number, and small ones exactly."""
+_CLOSE = 400
+"""Chunks and batches are found to one part in this number, so the largest batch to 0.5 %."""
 
 _MAX_LINES = 8
 """After this many measurements by lines, a search bisects."""
@@ -210,11 +210,12 @@ class Search:
         num, told = len(self.budgets), self.told.items()
         even = {s: max(full) - 1 for s, full in told if s == split_batch(sum(s), num, sum(s))}
         share = yield from self._find(
-            {s[0]: y for s, y in even.items() if s[0] == s[-1] or sum(s) == self.batch_size},
+            {s[0]: y for s, y in even.items() if s[0] == s[-1]},
             range(1, self.largest // num + 1),
             lambda n: (n,) * num,
             close=_CLOSE,
             bends_up=True,
+            start=self.even,
         )
         by_size = {sum(s): y for s, y in even.items()}
         for more in (1, num - 1):  # with one more, most devices have a larger chunk already

@@ -124,6 +124,8 @@ def largest_batches(peaks, batch_size, budgets) -> tuple[int, int]:
 @given(law=laws(), budgets=alike, batch_size=st.integers(1, 200))
 @example(Law(((0, 16384, 32203), (0, 3730677, 0)), ((0, 67753),)), [134217728] * 2, 1)
 @example(Law(((0, 10, 30),), ((1000, 10),)), [3000] * 4, 8)
+@example(Law(((0, 16384, 0),), ((11735370, 6134801),)), [1275504370] * 2, 1)
+@example(Law(((29128, 1677, 943),), ((74, 13),)), [51865] * 6, 1)
 def test_the_largest_batch(law, budgets, batch_size):
     found = largest_batches(law.peaks, batch_size, budgets)
     for is_even, size in zip((True, False), found, strict=True):
