@@ -676,6 +676,14 @@ def test_evaluation_with_other_arguments_does_not_add_up(gpu0_bsz, size):
     assert is_exact and ("it has other arguments" in told[0])
 
 
+@pytest.mark.parametrize("gpu0_bsz", [0, 1])
+def test_a_multiple_of_a_cross_entropy_may_come_without_gradients_first(gpu0_bsz):
+    """Trainer.evaluate() before train(), with the loss of transformers."""
+    loss = EXACT["sum by a number"]
+    model, bare = make(loss, gpu0_bsz)
+    assert step(model, bare, False, given_to(loss) | {"ignored": Y}) == (True, [])
+
+
 @pytest.mark.filterwarnings("ignore::balanced_dp.BalanceWarning")
 def test_values_that_are_read_in_a_loop_keep_no_graph(emulated):
     def loss(m: Any, x: Tensor) -> Tensor:

@@ -75,8 +75,6 @@ _REMEDY = (
     "Return its parts as outputs of their own and combine them outside, compute it outside from "
     "gathered outputs, or give loss_weight or scalar_outputs"
 )
-_NOT_SHOWN = "no call with gradients has shown how it is computed (of a row, use squeeze(-1))"
-
 Plan = tuple[Weights, list[tuple[Term, Weights]]]
 """The weights of a loss, and the cross entropies in it that have weights of their own."""
 
@@ -202,12 +200,30 @@ class ChunkLosses:
             return self._weights_by(("counted", own[0].position)), []
         key = self._code, name
         if not torch.is_grad_enabled():
-            return self._plan_by_rule(self.history.rules.get(key, _NOT_SHOWN))
+            rule = self.history.rules.get(key)
+            return self._plan_by_rule(rule) if rule else self._plan_by_value(outputs, key)
         try:
             return self._plan_by_graph(outputs, key)
         except UnclearError as error:
             self.history.rules[key] = str(error)
             raise
+
+    def _plan_by_value(self, outputs: Tensors, key: Any) -> Plan:
+        """Return how a multiple of a cross entropy is joined. This waits for the device.
+
+        The loss of transformers is one, divided by ``num_items_in_batch``, and a Trainer may
+        evaluate before it trains.
+        """
+        for position in range(min(map(len, self.counted))):
+            own = self._counted(position)
+            pairs = zip(outputs, own, strict=True)
+            factors = [float(output) / (float(one.value) or math.nan) for output, one in pairs]
+            if factors[0] and all(math.isclose(f, factors[0], rel_tol=1e-6) for f in factors):
+                term = Term(factors[:1] * len(own), is_scaled=True)
+                return self._weights_of((key, position), of_counted(own, term)), []
+        raise UnclearError(
+            "no call with gradients has shown how it is computed (of a row, use squeeze(-1))"
+        )
 
     def _plan_by_rule(self, rule: Rule | str) -> Plan:
         """Return how an output is joined as in the last call with gradients."""
