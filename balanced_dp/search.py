@@ -38,12 +38,6 @@ def utilizations(peaks: Sequence[float], budgets: Sequence[int]) -> list[float]:
     return [peak / budget for peak, budget in zip(peaks, budgets, strict=True)]
 
 
-def fullness(peaks: Sequence[float], budgets: Sequence[int]) -> tuple[float, float]:
-    """Return the utilization of device 0, and the highest of the others."""
-    first, *others = utilizations(peaks, budgets)
-    return first, max(others)
-
-
 def next_number(
     over: Mapping[int, float],
     numbers: range,

@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from ..search import fullness
+from ..search import utilizations
 from ..tuning.report import Report
 from ..units import byte_scale
 from .tables import candidates, largest_uses, speed, speed_name
@@ -50,10 +50,12 @@ def draw_peaks(axes: Axes, report: Report) -> None:
     """Draw the utilization of device 0 and of the others, and the speed, over ``gpu0_bsz``."""
     ran = [option for option in candidates(report) if not option.out_of_memory]
     values = [option.chunk_sizes[0] for option in ran]
-    full = [fullness(option.peak_bytes, report.budgets) for option in ran]
+    full = [utilizations(option.peak_bytes, report.budgets) for option in ran]
     speeds, name = [speed(option, report) for option in ran], speed_name(report)
-    axes.plot(values, [first for first, _ in full], "o-", color=FIRST, label="device 0")
-    axes.plot(values, [others for _, others in full], "s-", color=SECOND, label="the fullest other")
+    axes.plot(values, [first for first, *_ in full], "o-", color=FIRST, label="device 0")
+    axes.plot(
+        values, [max(others) for _, *others in full], "s-", color=SECOND, label="the fullest other"
+    )
     axes.axhline(1, color="black", linestyle="--", linewidth=1)
     if report.best in ran:
         at = report.best.chunk_sizes[0]
