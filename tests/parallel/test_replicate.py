@@ -10,7 +10,7 @@ import weakref
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.utils._pytree import tree_leaves
@@ -179,7 +179,6 @@ changes = st.tuples(
 
 @pytest.mark.filterwarnings("ignore:Net sets", "ignore:Net writes")
 @given(st.lists(changes, max_size=12), st.booleans())
-@settings(max_examples=2 * settings.default.max_examples)
 def test_every_change_of_a_module_is_seen(drawn, grad):
     """One in forward is gone in the next call. Replicas kept it: one hook more in each call, or a
     buffer with the values of another.
