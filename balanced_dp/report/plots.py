@@ -52,10 +52,8 @@ def draw_peaks(axes: Axes, report: Report) -> None:
     values = [option.chunk_sizes[0] for option in ran]
     full = [utilizations(option.peak_bytes, report.budgets) for option in ran]
     speeds, name = [speed(option, report) for option in ran], speed_name(report)
-    axes.plot(values, [first for first, *_ in full], "o-", color=FIRST, label="device 0")
-    axes.plot(
-        values, [max(others) for _, *others in full], "s-", color=SECOND, label="the fullest other"
-    )
+    axes.plot(values, [own[0] for own in full], "o-", color=FIRST, label="device 0")
+    axes.plot(values, [max(own[1:]) for own in full], "s-", color=SECOND, label="the fullest other")
     axes.axhline(1, color="black", linestyle="--", linewidth=1)
     if report.best in ran:
         at = report.best.chunk_sizes[0]
