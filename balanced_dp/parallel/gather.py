@@ -141,7 +141,9 @@ class Gather:
         if any(number.dtype is torch.bool for number in moved):
             raise _differ(path, numbers, "different values")
         reason = "it is an integer that differs between the replicas, so it is added up"
-        self._warn(path, reason, "If unintended, return a row for each sample, by squeeze(-1)")
+        self._warn(
+            path, reason, "If unintended, return rows, with squeeze(-1) instead of squeeze()"
+        )
         return total(moved, self.device)
 
     def _axis(self, shapes: Sequence[torch.Size], dim: int, path: str) -> int:

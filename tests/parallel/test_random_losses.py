@@ -217,7 +217,7 @@ def outcome(source: str, seed: int, gpu0_bsz: int | None, size: int) -> str:
     wrong = [name for name, value in expected.items() if not is_near(found[name], value)]
     if not wrong and all(map(is_near, own, gradients)):
         return "exact" if not texts else "exact and warned of"
-    is_of_all = any(text.startswith("what ") for text in texts)
+    is_of_all = any(text.startswith("the result of ") for text in texts)
     if any(tensor.isnan().any() for tensor in [*found.values(), *own]):
         return "0 / 0"  # of a chunk in which nothing counts, which nobody can overlook
     # A warning of one output says nothing of another one.
