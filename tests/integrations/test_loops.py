@@ -18,7 +18,7 @@ from balanced_dp import BalancedCriterion, BalancedDataParallel
 from ..modules import Lambda
 from .families import FAMILIES, GPT2, text
 
-NUM_STEPS = 20
+NUM_STEPS = 10
 
 
 class TokenLoss(nn.CrossEntropyLoss):
@@ -90,7 +90,7 @@ def test_loops_have_the_curve_of_one_device(loop, gpu0_bsz):
     assert sum(expected[-5:]) < sum(expected[:5])
 
 
-@pytest.mark.parametrize("gpu0_bsz", [0, 1, 3])
+@pytest.mark.parametrize("gpu0_bsz", [0, 1])
 @pytest.mark.parametrize(
     ("name", "count"),
     [

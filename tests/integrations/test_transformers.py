@@ -245,8 +245,7 @@ def test_logits_gather_only_if_they_are_needed(gathered, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("logging", "steps"),
-    [({"logging_steps": 2}, [2, 4]), ({"logging_strategy": "epoch"}, [2, 4]), ({}, [1, 2, 3, 4])],
+    ("logging", "steps"), [({"logging_strategy": "epoch"}, [2, 4]), ({}, [1, 2, 3, 4])]
 )
 def test_the_memory_callback_logs_peaks(logging, steps, tmp_path):
     options = {"arguments": logging, "dtype": torch.float}
