@@ -1,7 +1,8 @@
-"""Training on several ranks is equivalent to training on one with the whole batch."""
+"""Ranks train as one process with the whole batch does; models are converted for them."""
 
 from __future__ import annotations
 
+import copy
 import json
 import subprocess
 import sys
@@ -9,11 +10,14 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.functional import cross_entropy
 
-from balanced_dp import ArgumentError
-from balanced_dp.distributed import count_all_ranks, scale_loss
+from balanced_dp import ArgumentError, BalancedDataParallel
+from balanced_dp.distributed import convert, count_all_ranks, scale_loss
+from balanced_dp.distributed.to_ddp import _device_of_this_rank
 
+from ..modules import assert_same_gradients
 from ..processes import run_ranks
 from ..versions import since_torch
 from . import worker
@@ -22,12 +26,12 @@ TOLERANCE = 1e-10
 
 
 def test_ranks_train_as_one_process_does(tmp_path):
-    """Run all cases of ``worker.py`` in processes that are started once."""
+    """Run all cases of ``worker.py``, in processes that are started once."""
     path = tmp_path / "results.json"
     exit_code, output = run_ranks(worker.__file__, path, num_processes=worker.NUM_RANKS)
     assert exit_code == 0, output
     results = json.loads(path.read_text())
-    assert len(results) == len(list(worker.cases()))
+    assert len(results) == len(worker.CASES) + len(worker.ON_TWO)
     wrong = {name: off for name, off in results.items() if not isinstance(off, float)}
     assert not wrong, "\n".join(f"{name}: {error}" for name, error in wrong.items())
     # NaN is not below the limit either.
@@ -98,3 +102,70 @@ def test_the_dtype_of_the_loss_stays(alone, dtype):
 def test_a_count_above_the_total(alone):
     with pytest.raises(ArgumentError, match="count is 2, but total is 1; total must be the sum"):
         scale_loss(torch.ones(()), 2, total=1)
+
+
+def test_the_device_of_a_local_rank(emulated, monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    assert _device_of_this_rank(emulated) == emulated[2]
+    assert _device_of_this_rank(emulated[:1]) == emulated[0]  # the only visible one
+    assert _device_of_this_rank([torch.device("cpu")] * 2) == torch.device("cpu")
+    with pytest.raises(ArgumentError, match=r"the local rank is 2, but the model has 2 dev"):
+        _device_of_this_rank(emulated[:2])
+
+
+def test_converting_keeps_what_there_is(alone):
+    net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+    net[1].eval()
+    balanced = BalancedDataParallel(1, net, device_ids=["cpu"] * 4)
+    calls: list[str] = []
+    net.register_forward_pre_hook(lambda *_: calls.append("module"))
+    net[0].weight.register_hook(lambda gradient: calls.append("parameter"))
+    parameters = list(balanced.parameters())
+    before = copy.deepcopy(balanced.state_dict())
+    ddp = convert(balanced, bucket_cap_mb=1)
+    assert ddp.bucket_bytes_cap == 2**20 and ddp.gradient_as_bucket_view
+    assert [m.training for m in (ddp, net, net[0], net[1])] == [True, True, True, False]
+    assert all(a is b for a, b in zip(parameters, ddp.parameters(), strict=True))
+    ddp(torch.randn(4, 6)).sum().backward()
+    assert sorted(calls) == ["module", "parameter"], calls
+    ddp.load_state_dict(before)  # checkpoints load in both directions
+    other = BalancedDataParallel(1, copy.deepcopy(net), device_ids=["cpu"] * 4)
+    other.load_state_dict(ddp.state_dict())
+    balanced.eval()
+    assert balanced(torch.randn(8, 6)).shape == (8, 3)  # the old wrapper still runs
+
+
+class OneRank(dist.ProcessGroup):
+    """A backend for the stand-in, whose tensors gloo does not know."""
+
+    def allreduce(self, tensors, options=None):
+        future = torch.futures.Future()
+        future.set_result(tensors)
+        return torch._C._distributed_c10d._create_work_from_future(future)
+
+    broadcast = allreduce
+
+    def allgather(self, outputs, inputs, options=None):
+        torch._foreach_copy_(outputs[0], inputs)
+        return self.allreduce(outputs)
+
+    def getBackendName(self):
+        return "one_rank"
+
+
+def test_a_spread_model_on_one_device(alone, stand_in):
+    """DDP's buckets use the streams of a device of CUDA's kind."""
+    dist.Backend.register_backend("one_rank", lambda *_: OneRank(0, 1), devices=["stand_in"])
+    group = dist.new_group(backend="cpu:gloo,stand_in:one_rank")
+    reference = worker.tagger()
+    net = copy.deepcopy(reference).to(stand_in.devices[0])
+    balanced = BalancedDataParallel(None, net, stand_in.devices, spread=True)
+    assert len(set(balanced.homes().values())) > 1
+    ddp = convert(balanced, stand_in.devices[1], process_group=group)
+    assert not net._forward_pre_hooks
+    x, y = worker.token_labels(9)
+    for model in (ddp, reference):  # the inputs of ddp are moved
+        output = model(x)
+        loss, count = worker.tokens(output, y.to(output.device))
+        scale_loss(loss, count, group=group).backward()
+    assert_same_gradients(net, reference)
