@@ -7,7 +7,7 @@ import torch
 from torch.nn.parallel import comm
 
 from . import StandIn
-from .clock import Span, computing_s, length_s, run
+from .clock import computing_s, length_s
 
 SIZE = 8
 OPERATIONS = 2 * SIZE**3
@@ -53,7 +53,7 @@ def test_a_transfer_beside_computing(matrices, stand_in: StandIn):
 
 def test_transfers_into_a_device_queue(matrices, stand_in: StandIn):
     with stand_in.recorded() as work:
-        matrices[1] @ matrices[1]  # which the first copy waits for, and the others do not
+        matrices[1] @ matrices[1]  # the first copy waits for it, and is served after the others
         for matrix in matrices[1:]:
             with torch.Stream(stand_in.devices[0]):
                 matrix.to(stand_in.devices[0])
@@ -74,19 +74,6 @@ def test_a_collective_is_in_all_its_streams(matrices, stand_in: StandIn):
     assert together == [(1, 2, 0), (1, 2, 1), (1, 2, 2)]
     assert sorted(s.end_s for s in found if s.name == "mm") == [1, 1, 3]
     assert (length_s(found), computing_s(found)) == (3, 1)
-
-
-def test_the_first_to_be_ready_is_served():
-    record = [
-        ("mm", [(33, 1)], [], 3.0, {33: 1}),
-        ("copy", [(33, 2)], [0], 1.0, {33: 2}),  # launched first, ready at 3
-        ("copy", [(66, 1)], [0], 1.0, {66: 1}),
-    ]
-    assert run(record, 33, 1.0, 1.0) == [
-        Span(0.0, 3.0, 1, 0, "mm", ()),
-        Span(0.0, 1.0, 2, 0, "copy", (0,)),
-        Span(3.0, 4.0, 1, 0, "copy", (0,)),
-    ]
 
 
 def test_the_host_waits_too(matrices, stand_in: StandIn):

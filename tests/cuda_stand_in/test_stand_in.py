@@ -61,19 +61,20 @@ def test_a_missing_wait_is_a_race(on_side, on_main, race, x, stand_in: StandIn):
     del kept
 
 
-@pytest.mark.parametrize("wait", ["wait_stream", "event", "synchronize", "item"])
+WAITS = {
+    "wait_stream": lambda x, main, side: main.wait_stream(side),
+    "event": lambda x, main, side: main.wait_event(side.record_event()),
+    "synchronize": lambda x, main, side: side.synchronize(),
+    "item": lambda x, main, side: x[0].item(),
+}
+
+
+@pytest.mark.parametrize("wait", WAITS.values(), ids=WAITS)
 def test_a_wait_leaves_no_race(wait, x, stand_in: StandIn):
     main, side = torch.accelerator.current_stream(), side_stream(x.device)
     with side:
         x.add_(1)
-        event = side.record_event()
-        if wait == "item":
-            x[0].item()
-    {
-        "wait_stream": lambda: main.wait_stream(side),
-        "event": lambda: main.wait_event(event),
-        "synchronize": side.synchronize,
-    }.get(wait, bool)()
+        wait(x, main, side)
     x.mul_(2)
     assert not stand_in.races()
 
