@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from balanced_dp import BalancedDataParallel, EmulationError, SymbolicValueError, emulate_devices
+from balanced_dp import EmulationError, SymbolicValueError, emulate_devices
 from balanced_dp.emulation.machine import current_machine
 from balanced_dp.memory.peaks import Peaks
 
@@ -29,8 +29,6 @@ def devices(emulate: Callable[..., Any]) -> Any:
 ON_CUDA_1: dict[str, Callable[[], torch.Tensor]] = {
     "zeros": lambda: torch.zeros(2, device="cuda:1"),
     "tensor": lambda: torch.tensor([1.0, 2.0], device=CUDA1),
-    "as_tensor": lambda: torch.as_tensor([1.0, 2.0], device="cuda:1"),
-    "arange": lambda: torch.arange(2, device="cuda:1"),
     "normal": lambda: torch.normal(0.0, 1.0, (2,), device="cuda:1"),
     "kaiser_window": lambda: torch.kaiser_window(2, device="cuda:1"),
     "torch.device of an int": lambda: torch.zeros(2, device=torch.device(1)),
@@ -65,8 +63,6 @@ def test_every_way_to_name_a_device(make, devices):
 def test_devices_must_agree(devices):
     with pytest.raises(RuntimeError, match="two devices, cuda:0 and cuda:1"):
         torch.ones(2, device="cuda") + torch.ones(2, device="cuda:1")
-    with pytest.raises(TypeError, match="can't convert cuda:0 device type tensor to numpy"):
-        torch.ones(2, device="cuda").numpy()
 
 
 def test_default_devices(devices):
@@ -235,16 +231,6 @@ def test_mixed_precision_training(old, devices):
         scaler.update()
         weights.append(model.weight.tolist())
     assert weights[0] != weights[1] == weights[2] and scaler.is_enabled()
-
-
-def test_gradients_are_deferred(devices):
-    """Their placeholders are tensors of a class of their own, which name a device, too."""
-    net = nn.Linear(4, 2).cuda()
-    model = BalancedDataParallel(1, net)
-    with model.accumulate():
-        for _ in range(2):
-            model(torch.ones(6, 4)).sum().backward()
-    assert net.bias.grad.tolist() == [12.0, 12.0]
 
 
 def test_processes_cannot_be_spawned(devices):

@@ -29,15 +29,11 @@ def peak_growth(device: torch.device, work: Callable[[], Any]) -> int:
 
 DRAWS: dict[str, Callable[[torch.device], Tensor]] = {
     "rand": lambda d: torch.rand(20, device=d),
-    "randn": lambda d: torch.randn(20, device=d),
-    "randint": lambda d: torch.randint(1000, (20,), device=d),
     "randperm": lambda d: torch.randperm(50, device=d),
     "rand_like": lambda d: torch.rand_like(torch.zeros(20, device=d)),
     "randn_like": lambda d: torch.randn_like(torch.zeros(20, device=d)),
     "randint_like": lambda d: torch.randint_like(torch.zeros(20, device=d), 1000),
     "uniform_": lambda d: torch.zeros(20, device=d).uniform_(),
-    "normal_": lambda d: torch.zeros(20, device=d).normal_(),
-    "bernoulli": lambda d: torch.bernoulli(torch.full((50,), 0.5, device=d)),
     "multinomial": lambda d: torch.multinomial(torch.ones(50, device=d), 20),
     "normal": lambda d: torch.normal(torch.zeros(20, device=d), 1.0),
     "dropout": lambda d: F.dropout(torch.ones(50, device=d)),
@@ -46,7 +42,6 @@ DRAWS: dict[str, Callable[[torch.device], Tensor]] = {
     ),
     "alpha_dropout": lambda d: F.alpha_dropout(torch.ones(50, device=d), training=True),
     "rrelu": lambda d: F.rrelu(-torch.ones(20, device=d), training=True),
-    "gumbel_softmax": lambda d: F.gumbel_softmax(torch.zeros(20, device=d)),
     "attention": lambda d: F.scaled_dot_product_attention(
         *[torch.eye(8, device=d).expand(1, 1, 8, 8)] * 3, dropout_p=0.5
     ),
@@ -138,18 +133,14 @@ def _triangle(q: Tensor) -> Tensor:
 
 
 ATTENTION: dict[str, Callable[[Tensor, Tensor, Tensor], dict[str, Any]]] = {
-    "plain": lambda q, k, v: {"scale": 0.3},
-    "causal": lambda q, k, v: {"query": k + 1, "is_causal": True},
+    "causal": lambda q, k, v: {"query": k + 1, "is_causal": True, "scale": 0.3},
     "causal, more queries": lambda q, k, v: {"is_causal": True},
-    "causal, more keys": lambda q, k, v: {"query": k, "key": q, "value": q, "is_causal": True},
     "key padding": lambda q, k, v: {"attn_mask": _pads(q)},
     "a row all masked": lambda q, k, v: {"attn_mask": _triangle(q).tril(-1)},
     "float mask with -inf": lambda q, k, v: {"attn_mask": _triangle(q).double().log()},
     "3-dim float mask": lambda q, k, v: {"attn_mask": _normal(H, T, S).to(q.device)},
     "a mask that learns": lambda q, k, v: {"attn_mask": q[0, 0, :, :S]},
     "grouped queries": lambda q, k, v: {"key": k[:, :2], "value": v[:, :2], "enable_gqa": True},
-    "one group, masked": lambda q, k, v: {"enable_gqa": True, "attn_mask": _pads(q)},
-    "one query": lambda q, k, v: {"query": q[:, :, :1]},
     "heads last": lambda q, k, v: {"query": q.transpose(1, 2).contiguous().transpose(1, 2)},
     "cut from one tensor": lambda q, k, v: dict(
         zip(("query", "key", "value"), torch.cat([q, q * 2, q + 1], -1).split(E, -1), strict=True)
