@@ -6,6 +6,7 @@ import re
 import sys
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -17,36 +18,35 @@ from balanced_dp.emulation.machine import current_machine
 from balanced_dp.emulation.symbolic import _how_to_make
 from balanced_dp.emulation.tensor import operator
 
-from .models import DROPOUT_MODELS, MODELS, Made, train
-
-CASES = MODELS | {f"{name} with dropout": make for name, make in DROPOUT_MODELS.items()}
-
+from ..modules import Case
+from .models import MODELS, WITH_DROPOUT, inputs_of, train
 
 # The same bytes as with values.
 
 
-def trained_bytes(make: Callable[[], Made], device: torch.device) -> list[int]:
+def trained_bytes(case: Case, dropout: float, device: torch.device) -> list[int]:
     lazy = torch.get_device_module(device)
-    module = train(make, device, torch.float32, num_steps=2).module
+    module = train(case, device, num_steps=2, dropout=dropout).module
     num_bytes = [lazy.memory_allocated(device), lazy.max_memory_allocated(device)]
-    torch.manual_seed(0)
-    inputs = [x.to(device) for x in make()[1]]
+    args, kwargs = inputs_of(case, device)
     module.eval()
     for norm in [m for m in module.modules() if isinstance(m, nn.BatchNorm2d)]:
         norm.train()  # in evaluation its meta function returns two statistics, which are not used
     for mode in (torch.no_grad, torch.inference_mode):
         lazy.reset_peak_memory_stats(device)
         with mode():
-            module(*inputs)
+            module(*args, **kwargs)
         num_bytes += [lazy.memory_allocated(device), lazy.max_memory_allocated(device)]
     return num_bytes
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_models_take_the_bytes_with_numbers(name):
+@pytest.mark.parametrize(
+    ("name", "dropout"), [*product(MODELS, [0.0]), *product(WITH_DROPOUT, [0.2])]
+)
+def test_models_take_the_bytes_with_numbers(name, dropout):
     def measured(symbolic):
         with emulate_devices(2, symbolic=symbolic) as devices:
-            num_bytes = trained_bytes(CASES[name], devices[1])
+            num_bytes = trained_bytes(MODELS[name], dropout, devices[1])
             return num_bytes, devices.memory_breakdown(1), devices.copied_bytes()
 
     assert measured(symbolic=True) == measured(symbolic=False)

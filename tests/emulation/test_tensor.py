@@ -216,8 +216,8 @@ def loading_beside_a_graph(d: Any) -> Any:
 
 
 def loading_what_the_cpu_saved(d: Any) -> Any:
-    source = train(MODELS["conv and batch norm"], torch.device("cpu"))
-    target = train(MODELS["conv and batch norm"], torch.device(d), num_steps=1)
+    source = train(MODELS["conv and batch norm"], "cpu")
+    target = train(MODELS["conv and batch norm"], d, num_steps=1)
     target.module.load_state_dict(source.module.state_dict())
     target.optimizer.load_state_dict(source.optimizer.state_dict())
     states = [target.optimizer.state[p]["exp_avg"] for p in target.module.parameters()]
@@ -226,7 +226,7 @@ def loading_what_the_cpu_saved(d: Any) -> Any:
 
 
 def training(name: str, d: Any) -> Any:
-    trained = train(MODELS[name], torch.device(d))
+    trained = train(MODELS[name], d)
     assert len(trained.losses) == len({loss.item() for loss in trained.losses})  # it trains
     assert {p.device for p in trained.module.parameters()} == {torch.device(d)}
     return trained.losses, dict(trained.module.state_dict())
@@ -282,7 +282,7 @@ def test_pickle_makes_cpu_tensors(devices):
 def test_checkpoints_load_on_the_cpu():
     file = io.BytesIO()
     with emulate_devices(1) as devices:
-        trained = train(MODELS["tied embedding"], devices[0])
+        trained = train(MODELS["tied weights"], devices[0])
         torch.save([trained.module.state_dict(), trained.optimizer.state_dict()], file)
         expected = trained.module.cpu().state_dict()
         del trained
