@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -153,13 +153,38 @@ def resolve_device(device_id: Device, device_type: str | None) -> torch.device:
     return device
 
 
+def accelerators(num_devices: int | None = None, emulate: bool = False) -> list[torch.device]:
+    """Return the accelerators to measure on; none if devices are to be emulated.
+
+    They are emulated on request, or if the machine has fewer than two accelerators.
+
+    Args:
+        num_devices: the number of devices; None means all.
+        emulate: whether to emulate devices in any case.
+
+    Raises:
+        ArgumentError: there are fewer accelerators.
+    """
+    found = [] if emulate else resolve_devices(None, default_device_type())
+    if len(found) < 2:
+        return []
+    if num_devices is not None and num_devices > len(found):
+        raise ArgumentError(
+            f"num_devices={num_devices}, but there are {len(found)} accelerators; any number of "
+            "devices can be emulated (--emulate)"
+        )
+    return found[:num_devices]
+
+
+@contextlib.contextmanager
 def training_devices(
     num_devices: int | None = None,
     *,
     memory: int | str | Sequence[int | str] | None = None,
     symbolic: bool = False,
     as_cuda: bool = False,
-) -> contextlib.AbstractContextManager[Sequence[torch.device]]:
+    emulate: bool = False,
+) -> Iterator[Sequence[torch.device]]:
     """Provide the GPUs of this machine, or emulated devices if there are too few.
 
     With ``num_devices``, they are the first GPUs if there are that many, otherwise emulated
@@ -174,10 +199,11 @@ def training_devices(
         memory: capacity of emulated devices, as in ``emulate_devices``. GPUs keep theirs.
         symbolic: whether emulated devices keep shapes only, as in ``emulate_devices``.
         as_cuda: whether emulated devices are named as CUDA's, as in ``emulate_devices``.
+        emulate: whether to emulate devices even if there are GPUs.
 
-    Returns:
-        A context manager with the devices. Move the module to the first one, and pass them all as
-        ``device_ids``, which may be omitted if ``num_devices`` is.
+    Yields:
+        The devices. Move the module to the first one, and pass them all as ``device_ids``, which
+        may be omitted if ``num_devices`` is.
 
     Raises:
         ArgumentError, ArgumentTypeError: an argument is invalid.
@@ -191,12 +217,22 @@ def training_devices(
         ...     del model
         (1, 7)
     """
-    found = resolve_devices(None, default_device_type())
+    found = [] if emulate else resolve_devices(None, default_device_type())
     if num_devices is None:
         num_devices = len(found) if len(found) > 1 else 4
     if as_integer("num_devices", num_devices, minimum=1) <= len(found):
-        return contextlib.nullcontext(found[:num_devices])
-    return emulate_devices(num_devices, memory=memory, symbolic=symbolic, as_cuda=as_cuda)
+        yield found[:num_devices]
+        return
+    # Each replica has a thread: more threads in each operator would only compete with it.
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with emulate_devices(
+            num_devices, memory=memory, symbolic=symbolic, as_cuda=as_cuda
+        ) as devices:
+            yield devices
+    finally:
+        torch.set_num_threads(num_threads)
 
 
 CUDA_LIKE = {"cuda"}

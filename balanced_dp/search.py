@@ -15,13 +15,10 @@ from fractions import Fraction
 from itertools import chain
 from typing import Any
 
-from .split import EQUAL, even_share, split_batch, split_by_weights
+from .split import EQUAL, even_share, split_batch
 
 MAX_SPLITS = 6
 """The most splits that are tried in a training loop, and by weights."""
-
-_CLOSE = 400
-"""Chunks and batches are found to one part in this number, so the largest batch to 0.5 %."""
 
 _MAX_LINES = 8
 """After this many measurements by lines, a search bisects."""
@@ -86,7 +83,7 @@ def next_number(
 
 @dataclass
 class Search:
-    """A search for the best ``gpu0_bsz`` of a batch, and for the largest batches.
+    """A search for the best ``gpu0_bsz`` of a batch.
 
     Each sample on device 0 fills it and empties the others, so the highest utilization is lowest
     where the two cross. The search ends at two neighbors of which only the larger one makes device
@@ -99,7 +96,6 @@ class Search:
         is_careful: whether to skip splits that would exceed a budget if the memory of a device grew
             in proportion to its samples, which is an upper bound.
         for_speed: whether to also find the largest value that fits.
-        largest: the largest batch that can be measured; 0 to search for no other batch.
         told: the utilization of each device by split; infinity if it ran out of memory.
     """
 
@@ -108,7 +104,6 @@ class Search:
     smallest: int = 1
     is_careful: bool = False
     for_speed: bool = False
-    largest: int = 0
     told: dict[Split, list[float]] = field(default_factory=dict)
 
     @property
@@ -128,7 +123,7 @@ class Search:
 
     def next(self) -> Split | None:
         """Return the split to measure next, None if the search is over."""
-        return next(self._wanted(), None)
+        return next(self.wanted(), None)
 
     @property
     def best(self) -> int | None:
@@ -176,7 +171,7 @@ class Search:
             return known > 0 and max(ran[low][1:]) * max(self.split(value)[1:]) <= known
         return True
 
-    def _wanted(self) -> Iterator[Split]:
+    def wanted(self) -> Iterator[Split]:
         """Yield the split to measure next; what follows is only valid once it is told."""
         if not self.told:
             yield self.split(self.even)
@@ -185,54 +180,15 @@ class Search:
         # An upper bound for a sample: the device holds nothing but samples.
         a_sample = max(full[1:]) / max(1, *self.split(value)[1:])
         slope = a_sample * (1 + 1 / (len(self.budgets) - 1))
-        yield from self._find(self._over(), values, self.split, slope)
+        yield from self.find(self._over(), values, self.split, slope)
         known = self._values()
         if (best := self.best) is not None:
             has_fit = any(max(full) <= 1 for full in known.values())
             for limit in (max(known[best]) * (1 + EQUAL), *[1.0] * (self.for_speed and has_fit)):
                 over = {value: full[0] - limit for value, full in known.items()}
-                yield from self._find(over, values, self.split, bends_up=True)
-        if self.largest:
-            yield from self._larger_batches()
+                yield from self.find(over, values, self.split, bends_up=True)
 
-    def _larger_batches(self) -> Iterator[Split]:
-        """Search for the largest batches that fit: with the even split, and with any ``gpu0_bsz``.
-
-        For the second, find the largest chunk that fits on the other devices, then the samples that
-        fit on device 0. Device 0 must also have room for the gathered outputs.
-        """
-        num, told = len(self.budgets), self.told.items()
-        even = {s: max(full) - 1 for s, full in told if s == split_batch(sum(s), num, sum(s))}
-        share = yield from self._find(
-            {s[0]: y for s, y in even.items() if s[0] == s[-1]},
-            range(1, self.largest // num + 1),
-            lambda n: (n,) * num,
-            close=_CLOSE,
-            bends_up=True,
-            start=self.even,
-        )
-        by_size = {sum(s): y for s, y in even.items()}
-        for more in (1, num - 1):  # with one more, most devices have a larger chunk already
-            end = min(share * num + more, self.largest) + 1
-            sizes = range(max(1, (share - 1) * num + 1), end)
-            yield from self._find(by_size, sizes, lambda n: split_batch(n, num, n), close=_CLOSE)
-        chunk = yield from self._find(
-            dict(sorted((s[1], max(full[1:]) - 1) for s, full in told if s[1])),
-            range(1, self.largest // (num - 1) + 1),
-            lambda n: (0, *[n] * (num - 1)),
-            close=_CLOSE,
-            bends_up=True,
-        )
-        rest = chunk * (num - 1)
-        sizes = range(1, min(rest + chunk, self.largest) + 1)
-
-        def fill(batch_size: int) -> Split:
-            return split_batch(batch_size, num, max(0, batch_size - rest))
-
-        over = {sum(s): f[0] - 1 for s, f in told if sum(s) in sizes and s == fill(sum(s))}
-        yield from self._find(over, sizes, fill, close=_CLOSE, bends_up=True, start=rest)
-
-    def _find(
+    def find(
         self,
         over: Mapping[int, float],
         numbers: range,
@@ -256,35 +212,6 @@ class Search:
         if number is not None:
             yield split_of(number)
         return max((n for n, y in over.items() if y <= 0), default=0)
-
-
-def fill_alike(told: Mapping[Split, Sequence[float]], batch_size: int | None) -> Split | None:
-    """Return chunk sizes that fill all devices equally, according to the measurements.
-
-    Args:
-        told: the utilization of each device by chunk sizes, the latest last.
-        batch_size: the samples in the whole batch; None means as many as fit.
-
-    Returns:
-        The chunk sizes; None if the memory of a sample is unknown on a device.
-    """
-    lines = []
-    ran = [(split, full) for split, full in told.items() if max(full) < math.inf]
-    for index in range(len(next(iter(told)))):
-        points = {split[index]: full[index] for split, full in ran if split[index]}
-        (x0, y0), (x1, y1) = [(0, 0.0), (0, 0.0), *points.items()][-2:]
-        slope = (y1 - y0) / (x1 - x0) if x1 != x0 else 0.0
-        if slope <= 0:
-            return None
-        lines.append((y0 - slope * x0, slope))
-    level = 1.0
-    if batch_size is not None:
-        inside = sum(fixed / slope for fixed, slope in lines)
-        level = (batch_size + inside) / sum(1 / slope for _, slope in lines)
-    chunks = [max(0.0, (level - fixed) / slope) for fixed, slope in lines]
-    if batch_size is None:
-        return tuple(map(math.floor, chunks))
-    return split_by_weights(batch_size, chunks)
 
 
 class LoopSearch:

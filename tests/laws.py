@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from hypothesis import strategies as st
 
 from balanced_dp.search import utilizations
-from balanced_dp.split import EQUAL, split_batch
+from balanced_dp.split import EQUAL, even_share, split_batch
 
 GIB = 2**30
 
@@ -34,6 +35,21 @@ class Law:
     def utilization(self, batch_size: int, budgets: Sequence[int], value: int) -> float:
         sizes = split_batch(batch_size, len(budgets), value)
         return max(utilizations(self.peaks(sizes), budgets))
+
+
+def ask(search: Any, peaks: Any, most: int = 60) -> list[tuple[int, ...]]:
+    """Return the splits that a search asks for until it is over."""
+    asked: list[tuple[int, ...]] = []
+    while (split := search.next()) is not None:
+        assert split not in asked and len(asked) < most
+        asked.append(split)
+        search.tell(split, peaks(split))
+    return asked
+
+
+def all_values(law: Law, batch_size: int, budgets: Sequence[int]) -> dict[int, float]:
+    even = even_share(batch_size, len(budgets))
+    return {value: law.utilization(batch_size, budgets, value) for value in range(even + 1)}
 
 
 def laws(max_terms: int = 3) -> st.SearchStrategy[Law]:

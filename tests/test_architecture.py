@@ -24,7 +24,7 @@ parallel/losses/ cross_entropy graph mixing loss_weight weights join __init__
 parallel/ replica replicate parallel_apply
 parallel/ gather per_device criterion split_policy auto check data_parallel
 parallel/ functional __init__
-tuning/ models workload open_devices options step report tuner loop __init__
+tuning/ models workload options step report workload_search tuner loop __init__
 api __init__
 validation/ checks __init__
 distributed/ ranks batch_sampler loss_scaling to_ddp __init__

@@ -26,7 +26,7 @@ def parse_capacities(
     memory: str | None, num_devices: int | None, emulate: bool
 ) -> list[int] | None:
     """Return the capacity of each device, None if none is given."""
-    from ..tuning.open_devices import accelerators
+    from ..devices import accelerators
 
     if memory is None:
         return None

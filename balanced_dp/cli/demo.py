@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from ..devices import accelerators, training_devices
 from ..errors import ArgumentError
 from ..report.tables import Part, TextTable, largest_uses, short_split
-from ..tuning.open_devices import accelerators, open_devices
 from ..tuning.options import Option
 from ..tuning.report import Report
 from ..tuning.step import StepMeter
@@ -58,7 +58,8 @@ def run_demo(
         emulate: whether to emulate devices even if there are two or more accelerators.
         on_step: called after each training step.
     """
-    num = num_devices or len(accelerators(emulate=emulate)) or 4
+    found = accelerators(num_devices, emulate)
+    num = num_devices or len(found) or 4
     # Emulated in any case: the largest batch that fits would fill GPUs.
     report = tune(_workload(), BATCH_SIZE, num, emulate=True, with_alternatives=False)
     value, runs = report.best.chunk_sizes[0] if gpu0_bsz is None else gpu0_bsz, []
@@ -70,7 +71,7 @@ def run_demo(
             on_step()
 
         with (
-            open_devices(num, symbolic=False, emulate=emulate) as devices,
+            training_devices(num, emulate=not found) as devices,
             StepMeter(_workload(), devices[: 1 if name == "one device" else num]) as meter,
         ):
             measured = meter.measure(BATCH_SIZE, gpu0_bsz, num_steps=steps, on_loss=on_loss)

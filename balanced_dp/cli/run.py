@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import linecache
-import math
 import os
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from ..devices import capacities_of
+from ..devices import accelerators, capacities_of, training_devices
 from ..emulation.machine import current_machine
 from ..errors import ArgumentError
 from ..integrations.replacements import WrappedAt, replaced_data_parallel
 from ..report.tables import Part, use_table
 from ..tuning.loop import Loop
-from ..tuning.open_devices import accelerators, open_devices
 from ..tuning.options import Goal
-from ..tuning.report import Provenance, Report, mode_of
-from ..tuning.tuner import RESERVE, check_reserve
+from ..tuning.report import Report, checked_reserve
 from . import console
 from .script import is_library, run_script
 
@@ -51,7 +48,7 @@ def run_and_measure(
         num_devices: number of devices; None means one for each capacity, all GPUs, or four emulated
             ones.
         capacities: capacity of each emulated device in bytes, which it may exceed.
-        reserve: bytes to keep free of each; None means ``RESERVE``.
+        reserve: bytes to keep free of each, as in ``tune``.
         steps: the number of training steps after which the script is ended.
         symbolic: whether emulated devices keep shapes only.
         emulate: whether to emulate devices even if there are GPUs.
@@ -68,13 +65,17 @@ def run_and_measure(
     emulates = not accelerators(num, emulate)
     if emulates and reserve is not None and capacities is None:
         raise ArgumentError("--reserve needs --memory, the capacity of the emulated devices")
-    reserve = RESERVE if reserve is None else reserve
-    check_reserve(capacities or (), reserve)
-    memory = _REPORTED if emulates and capacities is None else capacities
+    if capacities is not None and not emulates:
+        raise ArgumentError("--memory is for emulated devices; set --emulate or leave it out")
+    checked_reserve(reserve, capacities)
     with (
         warnings.catch_warnings(),
-        open_devices(
-            num, memory=memory, symbolic=symbolic, emulate=emulate, as_cuda=True
+        training_devices(
+            num,
+            memory=capacities or _REPORTED,
+            symbolic=symbolic,
+            as_cuda=True,
+            emulate=emulates,
         ) as devices,
     ):
         if emulates:
@@ -86,42 +87,32 @@ def run_and_measure(
         shapes = " with shapes only: the values that it reads are NaN" if symbolic else ""
         kind = f"{'emulated ' * emulates}GPU{'s' * (len(devices) > 1)}"
         console.say(f"running {script} on {len(devices)} {kind}{shapes}")
-        budgets = None if capacities is None else [c - reserve for c in capacities]
-        loop = Loop(gpu0_bsz, devices, budgets, steps)
+        reserve = checked_reserve(reserve, capacities)
+        loop = Loop(
+            gpu0_bsz, devices, capacities and [size - reserve for size in capacities], steps
+        )
         with loop.recording(), replaced_data_parallel(loop) as calls:
             exit_code = run_script(script, script_arguments, is_module)
         notes, name = tuple(_how_it_ended(loop)), Path(script).name
         if loop.is_splitting and loop.options:
-            report = _report(loop, reserve, goal, calls, workload=name, notes=notes)
+            budgets = loop.budgets  # in the order of the model's devices
+            report = Report.of(
+                loop.devices,
+                [*loop.options.values()],
+                None if budgets is None else [budget + reserve for budget in budgets],
+                reserve,
+                goal,
+                workload=name,
+                num_parameters=loop.num_parameters,
+                precision=loop.precision,
+                wrapped_at=tuple(map(_place, calls)),
+                is_trainer=not calls,
+                notes=notes,
+            )
             return exit_code, report, []
         parts = [] if loop.last is None else [use_table(loop.last, loop.budgets)]
         why = [] if exit_code else [_why_no_answer(loop, calls)]
         return exit_code, None, [*parts, *notes, *why]
-
-
-def _report(
-    loop: Loop, reserve: int, goal: Goal | None, calls: Sequence[WrappedAt], **about: Any
-) -> Report:
-    options, budgets = tuple(loop.options.values()), loop.budgets
-    if budgets is None:  # the capacity is the peak of the even split, as in tune
-        even = next((option for option in options if option.is_even), options[0])
-        budgets = [math.ceil(max(even.peak_bytes) / 2**20) * 2**20] * len(loop.devices)
-        reserve = 0
-    return Report(
-        provenance=Provenance.of(loop.devices),
-        mode=mode_of(loop.devices[0]),
-        num_parameters=loop.num_parameters,
-        precision=loop.precision,
-        batch_size=options[0].batch_size,
-        capacity_bytes=tuple(budget + reserve for budget in budgets),
-        reserve_bytes=reserve,
-        goal=goal or ("headroom" if loop.budgets is None else "speed"),
-        options=options,
-        has_capacity=loop.budgets is not None,
-        wrapped_at=tuple(map(_place, calls)),
-        is_trainer=not calls,
-        **about,
-    )
 
 
 def _place(call: WrappedAt) -> str:

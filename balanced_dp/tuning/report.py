@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import math
 import os
 import platform
 import shlex
@@ -11,17 +12,22 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 from ..devices import is_emulated, is_symbolic
+from ..errors import ArgumentError
 from ..search import utilizations
+from ..split import as_integer
 from ..units import format_bytes
 from .options import Goal, Option, largest_batch, ranked
 
 SCHEMA = 5
 """The version of a report's fields."""
+
+RESERVE = 512 * 2**20
+"""Bytes of each device to keep free by default, for CUDA's context and workspaces of libraries."""
 
 Mode = Literal["symbolic", "emulated", "real"]
 
@@ -126,6 +132,43 @@ class Report:
     is_trainer: bool = False
     notes: tuple[str, ...] = ()
 
+    @classmethod
+    def of(
+        cls,
+        devices: Sequence[torch.device],
+        options: Sequence[Option],
+        capacities: Sequence[int] | None,
+        reserve: int | None,
+        goal: Goal | None,
+        **others: Any,
+    ) -> Report:
+        """Return the report of options that were measured on devices.
+
+        Args:
+            devices: the devices.
+            options: at least one option.
+            capacities: capacity of each device; None means the highest peak of the even split, in
+                whole MiB.
+            reserve: as for ``checked_reserve``.
+            goal: None means speed, or headroom without capacities.
+            **others: more fields.
+        """
+        has_capacity, reserve = capacities is not None, checked_reserve(reserve, capacities)
+        if capacities is None:
+            even = next((option for option in options if option.is_even), options[0])
+            capacities = [math.ceil(max(1, *even.peak_bytes) / 2**20) * 2**20] * len(devices)
+        return cls(
+            provenance=Provenance.of(devices),
+            mode=mode_of(devices[0]),
+            batch_size=options[0].batch_size,
+            capacity_bytes=tuple(capacities),
+            reserve_bytes=reserve,
+            goal=goal or ("speed" if has_capacity else "headroom"),
+            options=tuple(options),
+            has_capacity=has_capacity,
+            **others,
+        )
+
     @property
     def num_devices(self) -> int:
         """The number of devices."""
@@ -196,6 +239,24 @@ class Report:
             f"a batch of {self.batch_size} does not fit: with {best.line}, "
             f"{', '.join(lacks)}; {remedy}"
         )
+
+
+def checked_reserve(reserve: int | None, capacities: Sequence[int] | None) -> int:
+    """Return the bytes of each device to keep free.
+
+    By default they are ``RESERVE``, or 0 without capacities.
+
+    Raises:
+        ArgumentError: they leave nothing of a capacity.
+    """
+    default = 0 if capacities is None else RESERVE
+    reserve = as_integer("reserve", default if reserve is None else reserve, minimum=0)
+    if any(capacity <= reserve for capacity in capacities or ()):
+        raise ArgumentError(
+            f"{format_bytes(reserve)} of each device is kept free, but there are devices of "
+            f"{', '.join(map(format_bytes, sorted(set(capacities or ()))))}; lower --reserve"
+        )
+    return reserve
 
 
 def bottleneck(option: Option, budgets: Iterable[int]) -> tuple[int, int]:

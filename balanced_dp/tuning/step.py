@@ -36,8 +36,8 @@ def measure_step(
     spread: bool = False,
 ) -> Option:
     """Train for two steps and return the measurement of the second, as ``StepMeter.measure``."""
-    with StepMeter(workload, devices, gather, spread) as meter:
-        return meter.measure(batch_size, gpu0_bsz)
+    with StepMeter(workload, devices) as meter:
+        return meter.measure(batch_size, gpu0_bsz, gather=gather, spread=spread)
 
 
 class StepMeter:
@@ -48,22 +48,12 @@ class StepMeter:
     Args:
         workload: the workload to train, with a new model.
         devices: real or emulated devices.
-        gather: whether to gather outputs and compute their loss on device 0. Otherwise each device
-            computes the loss of its chunk.
-        spread: whether to spread parameters, gradients and optimizer state over all devices.
     """
 
-    def __init__(
-        self,
-        workload: Workload,
-        devices: Sequence[torch.device],
-        gather: bool = True,
-        spread: bool = False,
-    ) -> None:
+    def __init__(self, workload: Workload, devices: Sequence[torch.device]) -> None:
         self.workload = workload
         self.devices = list(devices)
-        self.gather = gather
-        self.spread = spread
+        self._spread = False
         self._has_state = False
 
     def __enter__(self) -> StepMeter:
@@ -102,6 +92,8 @@ class StepMeter:
         gpu0_bsz: int | None,
         device_weights: tuple[int, ...] | None = None,
         *,
+        gather: bool = True,
+        spread: bool = False,
         num_steps: int | None = None,
         on_loss: Callable[[torch.Tensor], object] = lambda loss: None,
     ) -> Option:
@@ -114,12 +106,20 @@ class StepMeter:
             batch_size: samples in the whole batch.
             gpu0_bsz: the most samples of device 0, or None.
             device_weights: the weight of each device, as in ``BalancedDataParallel``.
+            gather: whether to gather outputs and compute their loss on device 0. Otherwise each
+                device computes the loss of its chunk.
+            spread: whether to spread parameters, gradients and optimizer state over all devices. A
+                change of it begins with a new model.
             num_steps: the number of steps.
             on_loss: called with the loss of each step.
 
         Raises:
             ArgumentError, ArgumentTypeError: there is no such split.
         """
+        if spread != self._spread:
+            self._free()
+            self._spread = spread
+            gc.collect()
         gc.freeze()  # so that garbage is looked for only in what this measurement makes
         policy = SplitPolicy(gpu0_bsz, self.devices, device_weights)
         is_even = device_weights is None and (
@@ -135,9 +135,9 @@ class StepMeter:
                         gpu0_bsz,
                         self._trained[0],
                         self.devices,
-                        gather=self.gather,
+                        gather=gather,
                         device_weights=device_weights,
-                        spread=self.spread,
+                        spread=spread,
                     )
                 batch = self.workload.new_batch(batch_size)
                 self._trained[2].zero_grad()
@@ -163,8 +163,8 @@ class StepMeter:
         gc.collect()  # an exception may have left cycles
         torch.get_device_module(self.devices[0]).empty_cache()
         return Option(
-            gather=self.gather,
-            spread=self.spread,
+            gather=gather,
+            spread=spread,
             gpu0_bsz=None if is_even else gpu0_bsz,
             device_weights=device_weights,
             chunk_sizes=policy.split(batch_size),
@@ -195,7 +195,7 @@ class StepMeter:
                     f"make_batch({batch_size}) of {self.workload.name} returned "
                     f"{sum(model.chunk_sizes)} samples"
                 )
-            if self.gather:
+            if model.gathers_outputs:
                 target = tree_map_only(torch.Tensor, lambda t: t.to(self.devices[0]), target)
             loss: torch.Tensor = criterion(output, target)
             if loss.dim():

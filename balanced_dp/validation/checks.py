@@ -11,14 +11,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ..devices import is_emulated, resolve_devices
+from ..devices import accelerators, is_emulated, resolve_devices
 from ..emulation import emulate_devices
 from ..memory.probe import MemoryProbe
 from ..parallel.data_parallel import BalancedDataParallel
 from ..split import even_share
 from ..torch_versions import accelerator_type
 from ..tuning.models import CharTransformer
-from ..tuning.open_devices import accelerators
 from ..tuning.report import Provenance
 from ..tuning.step import measure_step
 from ..tuning.workload import Workload, find_workload

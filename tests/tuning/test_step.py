@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from balanced_dp import split_batch
-from balanced_dp.tuning.open_devices import open_devices
+from balanced_dp import emulate_devices, split_batch
 from balanced_dp.tuning.step import StepMeter, measure_step
 
 from .small_workloads import SMALL
@@ -15,7 +14,7 @@ from .small_workloads import SMALL
 def test_shapes_only_and_numbers_measure_the_same(name):
     peaks = set()
     for mode in ("symbolic", "emulated"):
-        with open_devices(3, symbolic=mode == "symbolic", emulate=True) as devices:
+        with emulate_devices(3, symbolic=mode == "symbolic") as devices:
             measured = measure_step(SMALL[name](), 9, 2, devices)
         assert measured.out_of_memory is None
         assert measured.chunk_sizes == split_batch(9, 3, 2) == (2, 4, 3)
@@ -24,7 +23,7 @@ def test_shapes_only_and_numbers_measure_the_same(name):
 
 
 def test_the_second_step_has_optimizer_state():
-    with open_devices(2, emulate=True) as devices, StepMeter(SMALL["mlp"](), devices) as meter:
+    with emulate_devices(2, symbolic=True) as devices, StepMeter(SMALL["mlp"](), devices) as meter:
         first = meter.measure(8, 2, num_steps=1)
         measured = meter.measure(8, 2)
     assert first.peak_bytes[0] <= measured.peak_bytes[0]
@@ -35,9 +34,9 @@ def test_the_second_step_has_optimizer_state():
 
 def test_memory_that_runs_out_is_an_answer():
     workload = SMALL["char_transformer"]()
-    with open_devices(2, emulate=True) as devices:
+    with emulate_devices(2, symbolic=True) as devices:
         needed = measure_step(workload, 64, 20, devices).peak_bytes
-    with open_devices(2, memory=max(needed) // 2, emulate=True) as devices:
+    with emulate_devices(2, memory=max(needed) // 2, symbolic=True) as devices:
         out = measure_step(workload, 64, 20, devices)
         held = [torch.lazy.memory_allocated(device) for device in devices]
         assert held == [0, 0]
@@ -54,7 +53,7 @@ def test_libraries_that_run_out_of_memory(monkeypatch):
 
     monkeypatch.setattr(nn.Linear, "forward", forward)
     text = "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
-    with open_devices(2, emulate=True) as devices:
+    with emulate_devices(2, symbolic=True) as devices:
         measured = measure_step(SMALL["mlp"](), 8, 2, devices)
         assert measured.out_of_memory.startswith(text)  # Python 3.10 has no notes
         text = "CUDA error: an illegal memory access was encountered"

@@ -20,7 +20,6 @@ from balanced_dp import (
 from balanced_dp.report.tables import summary
 from balanced_dp.search import MAX_SPLITS
 from balanced_dp.split import even_share
-from balanced_dp.tuning.open_devices import open_devices
 from balanced_dp.tuning.step import StepMeter
 
 from ..modules import Lambda
@@ -45,7 +44,10 @@ def tuned(workload, batch_size, capacities, *, reserve=0, with_alternatives=Fals
 def try_all(workload, batch_size, num_devices):
     """Return the peaks of every gpu0_bsz, by the value."""
     even = even_share(batch_size, num_devices)
-    with open_devices(num_devices, emulate=True) as devices, StepMeter(workload, devices) as meter:
+    with (
+        emulate_devices(num_devices, symbolic=True) as devices,
+        StepMeter(workload, devices) as meter,
+    ):
         return {g: meter.measure(batch_size, g).peak_bytes for g in range(even + 1)}
 
 
@@ -96,7 +98,7 @@ def test_what_trying_everything_finds(name, num_devices, batch_size):
     near = round(largest.chunk_sizes[0] * more / largest.batch_size)
     even = even_share(more, num_devices)
     with (
-        open_devices(num_devices, memory=capacity, emulate=True) as devices,
+        emulate_devices(num_devices, memory=capacity, symbolic=True) as devices,
         StepMeter(workload, devices) as meter,
     ):
         values = {0, even // 2, even, *range(max(0, near - 2), min(even, near + 3) + 1)}

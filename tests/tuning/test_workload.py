@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from balanced_dp import ArgumentError, ArgumentTypeError, Workload
+from balanced_dp import ArgumentError, ArgumentTypeError, Workload, emulate_devices
 from balanced_dp.tuning.models import CharTransformer, TokenTransformer
-from balanced_dp.tuning.open_devices import open_devices
 from balanced_dp.tuning.step import measure_step
 from balanced_dp.tuning.workload import BUILT_IN, find_workload
 
@@ -35,7 +34,7 @@ def test_built_in_workloads_take_a_step(name):
     """Its batches are the same on each call, so that measurements can be repeated."""
     workload = find_workload(name)
     assert workload.name == name
-    with open_devices(2, emulate=True) as devices:
+    with emulate_devices(2, symbolic=True) as devices:
         measured = measure_step(workload, 5, 2, devices)
     assert measured.out_of_memory is None
     assert min(measured.peak_bytes) > 0
@@ -105,7 +104,7 @@ def test_a_batch_of_another_size():
     ten = torch.zeros(10, 8)
     workload = Workload(nn.Linear(8, 8), lambda n: (ten, ten), nn.MSELoss())
     with (
-        open_devices(2, emulate=True) as devices,
+        emulate_devices(2, symbolic=True) as devices,
         pytest.raises(ArgumentError, match=r"make_batch\(6\) of workload returned 10 samples"),
     ):
         measure_step(workload, 6, 2, devices)

@@ -1,0 +1,95 @@
+"""Search for the best split of a workload, its largest batches, and its weights. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from ..search import Search, Split
+from ..split import split_batch, split_by_weights
+
+_CLOSE = 400
+"""Chunks and batches are found to one part in this number, so the largest batch to 0.5 %."""
+
+
+@dataclass
+class WorkloadSearch(Search):
+    """A search for the best ``gpu0_bsz`` of a batch, then for the largest batches.
+
+    Attributes:
+        largest: the largest batch that can be measured.
+    """
+
+    largest: int = 2**16
+
+    def wanted(self) -> Iterator[Split]:
+        """Yield the split to measure next; what follows is only valid once it is told."""
+        yield from super().wanted()
+        yield from self._larger_batches()
+
+    def _larger_batches(self) -> Iterator[Split]:
+        """Search for the largest batches that fit: with the even split, and with any ``gpu0_bsz``.
+
+        For the second, find the largest chunk that fits on the other devices, then the samples that
+        fit on device 0. Device 0 must also have room for the gathered outputs.
+        """
+        num, told = len(self.budgets), self.told.items()
+        even = {s: max(full) - 1 for s, full in told if s == split_batch(sum(s), num, sum(s))}
+        share = yield from self.find(
+            {s[0]: y for s, y in even.items() if s[0] == s[-1]},
+            range(1, self.largest // num + 1),
+            lambda n: (n,) * num,
+            close=_CLOSE,
+            bends_up=True,
+            start=self.even,
+        )
+        by_size = {sum(s): y for s, y in even.items()}
+        for more in (1, num - 1):  # with one more, most devices have a larger chunk already
+            end = min(share * num + more, self.largest) + 1
+            sizes = range(max(1, (share - 1) * num + 1), end)
+            yield from self.find(by_size, sizes, lambda n: split_batch(n, num, n), close=_CLOSE)
+        chunk = yield from self.find(
+            dict(sorted((s[1], max(full[1:]) - 1) for s, full in told if s[1])),
+            range(1, self.largest // (num - 1) + 1),
+            lambda n: (0, *[n] * (num - 1)),
+            close=_CLOSE,
+            bends_up=True,
+        )
+        rest = chunk * (num - 1)
+        sizes = range(1, min(rest + chunk, self.largest) + 1)
+
+        def fill(batch_size: int) -> Split:
+            return split_batch(batch_size, num, max(0, batch_size - rest))
+
+        over = {sum(s): f[0] - 1 for s, f in told if sum(s) in sizes and s == fill(sum(s))}
+        yield from self.find(over, sizes, fill, close=_CLOSE, bends_up=True, start=rest)
+
+
+def fill_alike(told: Mapping[Split, Sequence[float]], batch_size: int | None) -> Split | None:
+    """Return chunk sizes that fill all devices equally, according to the measurements.
+
+    Args:
+        told: the utilization of each device by chunk sizes, the latest last.
+        batch_size: the samples in the whole batch; None means as many as fit.
+
+    Returns:
+        The chunk sizes; None if the memory of a sample is unknown on a device.
+    """
+    lines = []
+    ran = [(split, full) for split, full in told.items() if max(full) < math.inf]
+    for index in range(len(next(iter(told)))):
+        points = {split[index]: full[index] for split, full in ran if split[index]}
+        (x0, y0), (x1, y1) = [(0, 0.0), (0, 0.0), *points.items()][-2:]
+        slope = (y1 - y0) / (x1 - x0) if x1 != x0 else 0.0
+        if slope <= 0:
+            return None
+        lines.append((y0 - slope * x0, slope))
+    level = 1.0
+    if batch_size is not None:
+        inside = sum(fixed / slope for fixed, slope in lines)
+        level = (batch_size + inside) / sum(1 / slope for _, slope in lines)
+    chunks = [max(0.0, (level - fixed) / slope) for fixed, slope in lines]
+    if batch_size is None:
+        return tuple(map(math.floor, chunks))
+    return split_by_weights(batch_size, chunks)
