@@ -22,7 +22,7 @@ memory/ breakdown peaks probe logger __init__
 parallel/ nested scatter copies homes shared_weights
 parallel/losses/ cross_entropy graph mixing loss_weight weights join __init__
 parallel/ replica replicate parallel_apply
-parallel/ gather per_device criterion split_policy auto check data_parallel
+parallel/ gather per_device criterion auto check data_parallel
 parallel/ functional __init__
 tuning/ models workload options step report workload_search tuner loop __init__
 api __init__

@@ -194,7 +194,7 @@ class _KeepSplit(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         parallel, stored = self._trainer.parallel_model, state.stateful_callbacks.get(STATE_KEY)
         if parallel and stored:
-            parallel._policy.load_state_dict(stored["attributes"], parallel.module)
+            parallel._policy.load_state_dict(stored["attributes"])
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         parallel = self._trainer.parallel_model

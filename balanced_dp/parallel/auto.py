@@ -1,10 +1,11 @@
-"""The split of each batch with "auto", which watches a training loop."""
+"""The chunk sizes of each call: by a number, by weights, or "auto", which watches a loop."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, Literal
 
@@ -13,14 +14,100 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ..devices import capacities_of, is_emulated, num_ooms, which_ran_out
-from ..errors import ArgumentError, ArgumentTypeError
+from ..devices import capacities_of, is_emulated, is_out_of_memory, num_ooms, which_ran_out
+from ..errors import ArgumentError, ArgumentTypeError, add_note, warn
 from ..memory.peaks import Peaks
 from ..search import LoopSearch
-from .split_policy import SplitPolicy
+from ..split import even_share, split_batch, split_by_weights
 
 STATE_KEY = "auto_split"
 """The key of the result of "auto" in a checkpoint."""
+
+
+class SplitPolicy:
+    """The rule by which batches are split: by a number or by weights.
+
+    Args:
+        gpu0_bsz: the most samples for the first device, or None for no limit.
+        devices: the devices that share a batch.
+        device_weights: if given, batches are split in proportion to them.
+
+    Raises:
+        ArgumentError, ArgumentTypeError: the arguments cannot be used, or not together.
+    """
+
+    def __init__(
+        self,
+        gpu0_bsz: int | None,
+        devices: Sequence[torch.device],
+        device_weights: Sequence[float] | None = None,
+    ) -> None:
+        self.devices = devices
+        self._number = gpu0_bsz
+        self.device_weights = None if device_weights is None else tuple(device_weights)
+        self._is_first = True
+        if device_weights is not None and len(device_weights) != max(1, len(devices)):
+            raise ArgumentError(
+                f"device_weights must be one number for each of {max(1, len(devices))} devices, "
+                f"got {len(device_weights)}"
+            )
+        SplitPolicy.split(self, 0)  # raises where a number is out of its range
+
+    @property
+    def gpu0_bsz(self) -> int | None:
+        """The most samples that the first device gets now; None if "auto" has seen no batch."""
+        return self._number
+
+    def split(self, batch_size: int) -> tuple[int, ...]:
+        """Return the chunk size of each device for a batch of the next call."""
+        if self.device_weights is not None:
+            return split_by_weights(batch_size, self.device_weights, self._number)
+        limit = batch_size if self._number is None else self._number
+        return split_batch(batch_size, max(1, len(self.devices)), limit)
+
+    def begin_call(self, module: nn.Module, batch_size: int) -> tuple[int, ...]:
+        """Return the chunk size of each device for this call.
+
+        Warns:
+            BalanceWarning: the number has no effect on the first batch.
+        """
+        chunk_sizes, even = self.split(batch_size), even_share(batch_size, len(self.devices))
+        has_effect = self._number is None or self.device_weights or self._number < even
+        if batch_size and self._is_first and not has_effect:
+            warn(
+                f"gpu0_bsz={self._number} has no effect: the even share of this first batch of "
+                f"{batch_size} on {len(self.devices)} devices is {even}, so the split is "
+                f"that of nn.DataParallel, {chunk_sizes}; choose gpu0_bsz below {even}"
+            )
+        self._is_first &= not batch_size
+        return chunk_sizes
+
+    @contextlib.contextmanager
+    def advising(self, chunk_sizes: Sequence[int]) -> Iterator[None]:
+        """Add the remedy to an out-of-memory error."""
+        try:
+            yield
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                sizes = zip(self.devices, chunk_sizes, strict=True)
+                split = ", ".join(f"{device}: {size}" for device, size in sizes)
+                size = sum(chunk_sizes)
+                add_note(error, f"the batch of {size} was split {split}{self._remedy(size)}")
+            raise
+
+    def _remedy(self, batch_size: int) -> str:
+        """Return the remedy for an out-of-memory error."""
+        return (
+            "; give the device that ran out fewer samples (gpu0_bsz, or device_weights), or lower "
+            "the batch size"
+        )
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """Return a state for a later run to start with, as numbers and lists, or None."""
+        return None
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Start with the state of an earlier run, unless training has begun."""
 
 
 def smallest_chunk(module: nn.Module) -> int:
@@ -36,6 +123,7 @@ class AutoSplit(SplitPolicy):
     not count, since it creates the optimizer's state.
 
     Attributes:
+        search: the search for the value.
         batch_size: the largest batch so far, or that of a checkpoint; None before both.
         num_iterations: the number of iterations that have ended.
 
@@ -44,28 +132,23 @@ class AutoSplit(SplitPolicy):
     """
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
-        counts = all(
-            hasattr(torch.get_device_module(device), "max_memory_allocated") for device in devices
-        )
-        if len(devices) > 1 and (not counts or len(set(devices)) < len(devices)):
+        counts = [hasattr(torch.get_device_module(d), "max_memory_allocated") for d in devices]
+        if not all(counts) or len(set(devices)) < len(devices):
             raise ArgumentError(
                 "gpu0_bsz='auto' needs distinct devices of a type that counts its memory, "
                 f"got {', '.join(map(str, devices))}; give a number, or try it inside "
                 "emulate_devices"
             )
-        super().__init__(None, devices, spread=True)
+        super().__init__(None, devices)
+        self.search = LoopSearch(capacities_of(devices), is_careful=not is_emulated(devices[0]))
         self.batch_size: int | None = None
         self.num_iterations = 0
-        self._num_ooms: list[int] = []
+        self._num_ooms = num_ooms(devices)
         self._parameter_ids: frozenset[int] = frozenset()
-        self._peaks: Peaks | None = None  # of the iteration that is under way
-        self._calls: dict[int, bool] = {}  # its batches, and whether their gradients were added up
-
-    @functools.cached_property
-    def search(self) -> LoopSearch:
-        """The search for the value."""
-        is_careful = not is_emulated(self.devices[0])
-        return LoopSearch(capacities_of(self.devices), is_careful=is_careful)
+        self._peaks: Peaks | None = None
+        """The peaks of the iteration that is under way."""
+        self._batch = (0, False)
+        """Its largest batch, and whether the gradients of this were added to others."""
 
     @property
     def gpu0_bsz(self) -> int | None:
@@ -74,23 +157,18 @@ class AutoSplit(SplitPolicy):
 
     def split(self, batch_size: int) -> tuple[int, ...]:
         """Return the chunk sizes for a batch of the next call."""
-        if len(self.devices) < 2:
-            return super().split(batch_size)
         self._note_failure()
         return self.search.split(batch_size)
 
     def begin_call(self, module: nn.Module, batch_size: int) -> tuple[int, ...]:
         """Record the call, and return its chunk sizes."""
+        self.search.smallest = smallest_chunk(module)
         chunk_sizes = self.split(batch_size)
-        if batch_size and torch.is_grad_enabled() and len(self.devices) > 1:
+        if batch_size and torch.is_grad_enabled():
             self.begin()
-            if not self._calls:
-                self._parameter_ids = frozenset(
-                    id(p) for p in module.parameters() if p.requires_grad
-                )
-                self.search.smallest = smallest_chunk(module)
+            self._parameter_ids = frozenset(map(id, module.parameters()))
             adds = any(parameter.grad is not None for parameter in module.parameters())
-            self._calls[batch_size] = self._calls.get(batch_size, False) or adds
+            self._batch = max(self._batch, (batch_size, adds))
             self.batch_size = max(batch_size, self.batch_size or 0)
         return chunk_sizes
 
@@ -99,9 +177,9 @@ class AutoSplit(SplitPolicy):
         if self._peaks is None:
             _watching[id(self)] = self
             _register_hook()
-            if not self.search.is_over or not self._num_ooms:
+            if not self.search.is_over:
                 self._num_ooms = num_ooms(self.devices)
-            self._calls = {}
+            self._batch = (0, False)
             self._peaks = Peaks(self.devices if self._counts() else ())
 
     def _counts(self) -> bool:
@@ -113,8 +191,8 @@ class AutoSplit(SplitPolicy):
         is_ours = any(id(parameter) in self._parameter_ids for parameter in parameters)
         if self._peaks is not None and is_ours:
             if self._counts():
-                size, accumulates = max(self._calls.items())
-                self.search.tell(self.search.split(size), self.peak_bytes, accumulates)
+                split = self.search.split(self._batch[0])
+                self.search.tell(split, self.peak_bytes, self._batch[1])
             self._peaks = None
             self.num_iterations += 1
 
@@ -136,10 +214,10 @@ class AutoSplit(SplitPolicy):
             return False
         before, self._num_ooms = self._num_ooms, num_ooms(self.devices)
         is_training = torch.is_grad_enabled() and (has_failed or self._num_ooms != before)
-        if self._peaks is None or not self._calls or not is_training:
+        if self._peaks is None or not self._batch[0] or not is_training:
             return False
         self._peaks = None
-        return self.search.ran_out(max(self._calls), which_ran_out(self.devices, before))
+        return self.search.ran_out(self._batch[0], which_ran_out(self.devices, before))
 
     def _remedy(self, batch_size: int) -> str:
         if self._note_failure(has_failed=True):
@@ -151,11 +229,10 @@ class AutoSplit(SplitPolicy):
         """Return a state for a later run to start with, as numbers and lists, or None."""
         return None if self.batch_size is None else self.search.state_dict(self.batch_size)
 
-    def load_state_dict(self, state: Mapping[str, Any], module: nn.Module) -> None:
-        """Start with the state of an earlier run, unless training has begun."""
-        if not self._parameter_ids and len(self.devices) > 1:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Start with the state of an earlier run, unless an iteration has ended."""
+        if not self.num_iterations:
             self.search.load_state_dict(state)
-            self.search.smallest = smallest_chunk(module)
             self.batch_size = state["batch_size"]
 
 
@@ -163,18 +240,16 @@ def split_policy(
     gpu0_bsz: int | Literal["auto"] | None,
     devices: Sequence[torch.device],
     device_weights: Sequence[float] | None = None,
-    spread: bool = False,
 ) -> SplitPolicy:
     """Return the rule for a number, None or ``"auto"``, as for ``SplitPolicy``."""
-    if not isinstance(gpu0_bsz, str):
-        return SplitPolicy(gpu0_bsz, devices, device_weights, spread)
-    if device_weights is not None:
-        raise ArgumentError(
-            f"device_weights need a gpu0_bsz that is a number or None, got {gpu0_bsz!r}"
+    if gpu0_bsz == "auto" and device_weights is None:
+        return AutoSplit(devices) if len(devices) > 1 else SplitPolicy(None, devices)
+    if isinstance(gpu0_bsz, str):
+        raise ArgumentTypeError(
+            "gpu0_bsz must be an integer, None or, without device_weights, 'auto', "
+            f"got {gpu0_bsz!r}"
         )
-    if gpu0_bsz != "auto":
-        raise ArgumentTypeError(f"gpu0_bsz must be an integer, 'auto' or None, got {gpu0_bsz!r}")
-    return AutoSplit(devices)
+    return SplitPolicy(gpu0_bsz, devices, device_weights)
 
 
 _watching: weakref.WeakValueDictionary[int, AutoSplit] = weakref.WeakValueDictionary()

@@ -51,14 +51,6 @@ LEAST_BYTES = 2**20
 Source: the first bucket of torch 2.13's ``DistributedDataParallel``.
 """
 
-_NCCL_DTYPES = {
-    *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
-    *(torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool),
-}
-"""The dtypes that any version of NCCL sends.
-
-Source: ``to_nccl_data_type`` in torch/csrc/cuda/nccl.cpp.
-"""
 
 _sending = threading.Lock()
 """A lock to hold while sending tensors: several threads may call models on the same devices.
@@ -133,10 +125,6 @@ class ArrivingParameters(UserDict[str, Any]):
         self._events = list(dict.fromkeys(events))
         self._current_stream = torch.get_device_module(device).current_stream
         self._waited: set[int] = set()
-
-    def copy(self) -> dict[str, Any]:  # type: ignore[override]
-        """Return a plain dictionary."""
-        return self._arrived().copy()
 
     def __reduce__(self) -> Any:
         # The dictionary itself, which is also that of the module's register_parameter.
@@ -215,8 +203,7 @@ def copy_to(
     copies = {device: list(tensors) for device in devices}
     together = []
     for i, t in enumerate(tensors):
-        is_sent = _is_plain(t) and is_cuda(t.device) and t.dtype in _NCCL_DTYPES
-        if is_sent and not (is_recorded and t.requires_grad):
+        if _is_plain(t) and is_cuda(t.device) and not (is_recorded and t.requires_grad):
             together.append(i)
         else:
             for device, own in copies.items():
@@ -256,11 +243,11 @@ def _send(
             originals = [tensors[i] for i in bucket]
             if not there:
                 continue
-            piece = _flatten_dense_tensors(originals).resolve_neg()
+            piece = _flatten_dense_tensors(originals).resolve_conj().resolve_neg()
             if len(there) == 1:
                 there[0].copy_(piece, non_blocking=True)
-            else:
-                comm.broadcast(piece, out=there)
+            else:  # as bytes, since NCCL does not know all dtypes
+                comm.broadcast(piece.view(torch.uint8), out=[t.view(torch.uint8) for t in there])
             arrivals.note(originals[0].device, originals)
             for flat in there:
                 # Tensors of their own, with versions of their own.

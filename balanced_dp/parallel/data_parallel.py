@@ -2,7 +2,7 @@
 
 A call goes through the files of this folder::
 
-    split_policy.py  split            batch size -> chunk sizes; for "auto", auto.py
+    auto.py          split            batch size -> chunk sizes
     scatter.py       scatter          inputs -> the arguments for each device
     replicate.py     replicate        module -> a replica on each device
                      parallel_apply   replicas -> outputs, in a thread for each device
@@ -17,8 +17,8 @@ shared_weights.py does this when the block ends.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, closing, nullcontext
 from contextvars import ContextVar
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -55,14 +55,6 @@ class _Call(NamedTuple):
     device_ids: DeviceIds
     chunk_sizes: Sequence[int] | None
     losses: ChunkLosses
-
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        token = _running.set(self)
-        try:
-            yield
-        finally:
-            _running.reset(token)
 
 
 _running: ContextVar[_Call | None] = ContextVar("_running", default=None)
@@ -142,7 +134,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
     Warns:
         BalanceWarning: once for each output, input or attribute that it is about.
 
-            - Without ``spread``, ``gpu0_bsz`` is not below the even share of the first batch.
+            - ``gpu0_bsz`` is not below the even share of the first batch.
             - A 0-dim output may differ from its value for the whole batch, or the graph shows that
               samples of a chunk are computed from each other: ``check`` compares them.
             - A list as long as the batch, or an object that holds tensors, goes whole to each
@@ -216,7 +208,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         self._history = OutputHistory()
         self._replicator = Replicator()
         self._idle_workers: list[Workers] = []
-        self._policy = split_policy(gpu0_bsz, self.devices, device_weights, spread)
+        self._policy = split_policy(gpu0_bsz, self.devices, device_weights)
         self.chunk_sizes: tuple[int, ...] | None = None
         if len(self.devices) == 1:
             module.to(self.devices[0])
@@ -237,21 +229,25 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
             ids = [self.device_ids[i] for i in active]
             active_sizes = None if batch_size is None else [sizes[i] for i in active]
             losses = self._losses(active_sizes)
-            with self._policy.advising(sizes), _Call(self, ids, active_sizes, losses).running():
-                args, keywords = self.scatter(inputs, kwargs, ids)
-                losses.arguments = list(zip(args, keywords, strict=True))
-                replicas = self.replicate(self.module, ids)
-                with self._replicator.running(self.module, replicas), losses.recording():
-                    outputs = self.parallel_apply(replicas, args, keywords)
-                return self._joined(outputs, ids, losses)
+            token = _running.set(_Call(self, ids, active_sizes, losses))
+            try:
+                with self._policy.advising(sizes):
+                    args, keywords = self.scatter(inputs, kwargs, ids)
+                    losses.arguments = list(zip(args, keywords, strict=True))
+                    replicas = self.replicate(self.module, ids)
+                    with self._replicator.running(self.module, replicas), losses.recording():
+                        outputs = self.parallel_apply(replicas, args, keywords)
+                    return self._joined(outputs, ids, losses)
+            finally:
+                _running.reset(token)
 
     def _inputs(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
         options = self.dim, self.broadcast, self.split_inputs, self._history.warned
         return Inputs(self.module.forward, inputs, kwargs, *options)
 
     def _call_module(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the module itself, on the only device or, without one, on the CPU."""
-        devices = self.devices or [torch.device("cpu")]
+        """Call the module itself, on the only device or, without one, where it is."""
+        devices = self._devices_of_calls
         [args], [keywords] = self.scatter(inputs, kwargs, devices)
         output = self.module(*args, **keywords)
         if self.gathers_outputs and self.output_device in (None, *self.device_ids):
@@ -330,6 +326,13 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
         """The devices of ``device_ids``, in order."""
         return self._devices_of(self.device_ids)
 
+    @property
+    def _devices_of_calls(self) -> list[torch.device]:
+        """The same, or without an accelerator that of the module, such as MPS."""
+        return self.devices or [
+            next((p.device for p in self.module.parameters()), torch.device("cpu"))
+        ]
+
     def _id_of(self, device: torch.device) -> int | torch.device:
         """Return the index of an accelerator, or any other device itself."""
         return device.index if device.type == self._device_type else device
@@ -349,7 +352,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
 
     @gpu0_bsz.setter
     def gpu0_bsz(self, value: int | Literal["auto"] | None) -> None:
-        self._policy = split_policy(value, self.devices, self.device_weights, self.spread)
+        self._policy = split_policy(value, self.devices, self.device_weights)
 
     @property
     def device_weights(self) -> tuple[float, ...] | None:
@@ -385,7 +388,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
             >>> print(parallel.check(torch.ones(8, 4)))
             3 outputs and gradients, chunks of (1, 7): all equal the whole batch's
         """
-        devices = self.devices or [torch.device("cpu")]
+        devices = self._devices_of_calls
 
         def whole(module: nn.Module) -> Any:
             [args], [keywords] = self.scatter(inputs, kwargs, devices[:1])
@@ -457,7 +460,7 @@ class BalancedDataParallel(nn.DataParallel[ModuleT]):
     ) -> None:
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
         if STATE_KEY in local_metadata:
-            self._policy.load_state_dict(local_metadata[STATE_KEY], self.module)
+            self._policy.load_state_dict(local_metadata[STATE_KEY])
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> BalancedDataParallel[ModuleT]:
         # torch gives this method no types.

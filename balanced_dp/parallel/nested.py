@@ -103,14 +103,9 @@ def checked_items(value: object, path: str, error: type[Exception]) -> list[tupl
     """
     found, problem = None, ""
     if isinstance(value, PackedSequence):
-        problem = (
-            "has no batch dimension to split; pass the padded batch and its lengths, and pack and "
-            "unpack inside forward"
-        )
+        problem = "has no batch dimension; pass the padded batch, its lengths, and pack in forward"
     elif is_cache(value):
-        problem = (
-            "belongs to one model and not to its replicas; call the model with use_cache=False"
-        )
+        problem = "belongs to one model, not to its replicas; call the model with use_cache=False"
     elif (found := items(value, path)) is None and isinstance(value, Mapping | Set | Sequence):
         held = value.values() if isinstance(value, Mapping) else value
         if any(isinstance(item, torch.Tensor) for item in held):

@@ -42,8 +42,8 @@ def parallel_apply(
     Calls for the first device run in the calling thread, unless it is one of several emulated ones;
     those for each other device run in a thread of their own. Calls on the same device run one after
     the other, since they share its random number generator, which activation checkpointing rewinds.
-    Each call has the caller's grad mode, inference mode, autocast state and current streams, and
-    with several devices a copy of its context variables.
+    Each call has the caller's grad mode, inference mode, autocast state and current streams, and in
+    other threads a copy of its context variables.
 
     The first exception of a replica is logged at once, because another replica may wait for it
     forever. Calls on the same device that wait for each other never end; in a first call, this is
@@ -101,29 +101,27 @@ def parallel_apply(
         workers = Workers()
     try:
         # Each in a context of its own: it cannot be entered twice at a time.
-        runs = {d: functools.partial(contextvars.copy_context().run, work, d) for d in others}
-        ends = [workers.submit(device, run) for device, run in runs.items()]
+        for device in others:
+            workers.submit(device, functools.partial(contextvars.copy_context().run, work, device))
         if first is not None:
-            contextvars.copy_context().run(work, first) if others else work(first)
-        for end in ends:
-            end.wait()
+            work(first)
+        for _ in others:
+            workers.ended.get()
     finally:
         workers.watch.cancel()
     if not is_free_threaded_build():  # there, a thread keeps what it has made until it ends
         idle.append(workers)
-    if errors:
-        index = min(errors)
-        add_note(errors[index], where(index))
-        try:
+    try:
+        if errors:
+            index = min(errors)
+            add_note(errors[index], where(index))
             raise errors[index]
-        finally:
-            # The traceback holds this frame and that of the replica, so these must not hold the
-            # error: memory of the failed calls would wait for the garbage collector.
-            errors.clear()
-            results.clear()
-    outputs = [results[index] for index in range(len(functions))]
-    results.clear()  # a thread may refer to it a moment longer
-    return outputs
+        return [results[index] for index in range(len(functions))]
+    finally:
+        # The traceback of an error holds this frame and that of the replica, so that memory would
+        # wait for the garbage collector.
+        errors.clear()
+        results.clear()
 
 
 class Workers:
@@ -134,39 +132,39 @@ class Workers:
 
     Attributes:
         watch: logs a warning, if it is not canceled in time after its start.
+        ended: gets None at the end of all that was submitted.
     """
 
     def __init__(self) -> None:
         self.watch = threading.Timer(PATIENCE_SECONDS, logger.warning, [_WAITS, PATIENCE_SECONDS])
         self.watch.daemon = True
+        self.ended: SimpleQueue[None] = SimpleQueue()
         self._threads: dict[torch.device, tuple[threading.Thread, SimpleQueue[Any]]] = {}
 
     def __reduce__(self) -> tuple[type[Workers], tuple[()]]:
         return Workers, ()  # a copy of the model has its own
 
-    def submit(self, device: torch.device, work: Callable[[], None]) -> threading.Event:
-        """Run ``work`` in the thread of ``device``, and return an event that is set at its end."""
+    def submit(self, device: torch.device, work: Callable[[], None]) -> None:
+        """Run ``work`` in the thread of ``device``."""
         if device not in self._threads or not self._threads[device][0].is_alive():  # after a fork
             queue: SimpleQueue[Any] = SimpleQueue()
-            name = f"replicas on {device}"
-            thread = threading.Thread(target=_serve, args=(queue,), name=name, daemon=True)
+
+            args, name = (queue, self.ended), f"replicas on {device}"
+            thread = threading.Thread(target=_serve, args=args, name=name, daemon=True)
             thread.start()
             self._threads[device] = thread, queue
-        end = threading.Event()
-        self._threads[device][1].put((work, end))
-        return end
+        self._threads[device][1].put(work)
 
     def __del__(self) -> None:
         for _, queue in self._threads.values():
             queue.put(None)
 
 
-def _serve(queue: SimpleQueue[Any]) -> None:
-    while (item := queue.get()) is not None:
-        work, end = item
+def _serve(queue: SimpleQueue[Any], ended: SimpleQueue[None]) -> None:
+    while (work := queue.get()) is not None:
         work()
-        end.set()
-        del item, work, end
+        del work
+        ended.put(None)
 
 
 def _state_of_caller(

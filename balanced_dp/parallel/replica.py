@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import operator
 import sys
-import threading
 import types
 import weakref
 from collections import deque
@@ -21,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from ..free_threading import is_free_threaded_build
 from .copies import Arrivals, ArrivingParameters
@@ -55,9 +53,9 @@ class Blueprint:
             registration: neighbors are used together.
         parameters, buffers: both of them alone.
         places: where the tensors are registered.
-        children, empty: where submodules are, and None in the place of a member.
+        children: where submodules are.
         attributes: the attributes of each module that forward may assign.
-        bound: the values that are bound to modules: the index of a module, the kind of hooks or
+        bound: the values that may be bound to modules: the index of a module, the kind of hooks or
             None for an attribute, the key, and the value.
         is_compiled: whether a submodule is the result of ``torch.compile``.
 
@@ -67,7 +65,7 @@ class Blueprint:
 
     def __init__(self, network: nn.Module) -> None:
         self.names, self.modules = map(list, zip(*network.named_modules(), strict=True))
-        self.empty: list[_Place] = []
+
         self.tensors: list[torch.Tensor] = []
         self.places = self._index("_parameters", self.tensors)
         self.parameters = self.tensors.copy()
@@ -76,7 +74,7 @@ class Blueprint:
         self.children = self._index("_modules", self.modules)
         self.attributes: list[dict[str, Any]] = []
         self.bound: list[tuple[int, str | None, Any, Any]] = []
-        others = dict.fromkeys(self.modules, self)  # anything else shows where modules are bound
+
         for index, module in enumerate(self.modules):
             _check_replicable(module)
             own = module.__dict__
@@ -86,9 +84,7 @@ class Blueprint:
             self.attributes.append(attributes)
             for kind, values in ((None, attributes), *((k, own[k]) for k in HOOKS if own[k])):
                 carriers = [(k, v) for k, v in values.items() if isinstance(v, _CARRIERS)]
-                self.bound += [
-                    (index, kind, k, v) for k, v in carriers if _bind(v, others) is not v
-                ]
+                self.bound += [(index, kind, k, v) for k, v in carriers]
         self.is_compiled = any(map(_is_compiled, self.modules))
         pairs = zip(self.modules, self.attributes, strict=True)
         owners = [module.__dict__ for module, attributes in pairs for _ in attributes]
@@ -102,13 +98,11 @@ class Blueprint:
         places = []
         for index, module in enumerate(self.modules):
             for name, value in module.__dict__[kind].items():
-                if value is None:
-                    self.empty.append((index, kind, name, 0))
-                    continue
-                position = positions.setdefault(id(value), len(values))
-                if position == len(values):
-                    values.append(value)
-                places.append((index, kind, name, position))
+                if value is not None:
+                    position = positions.setdefault(id(value), len(values))
+                    if position == len(values):
+                        values.append(value)
+                    places.append((index, kind, name, position))
         return places
 
     def path(self, index: int, name: str) -> str:
@@ -157,17 +151,23 @@ class Replica:
         self.modules: list[Any] = list(map(_shallow_copy, blueprint.modules))
         self.attributes: list[dict[str, Any]] = [copy.__dict__ for copy in self.modules]
         self._register(blueprint.children, self.modules)
+        self._register(blueprint.places, [None] * len(blueprint.tensors))
         if blueprint.bound:
             self._bind()
         for index, module in enumerate(blueprint.modules):
             if _is_compiled(module):
                 self.modules[index]._initialize()  # binds its forward to the copy
+        self._registered = _of_kinds((*MEMBERS, *HOOKS), self.attributes)
+        self._members = list(filter(None, _of_kinds(MEMBERS, self.attributes)))
+        self._empty = list(map(dict.copy, self._members))
+        """The members between calls: children, and no tensors."""
         self._rnns = [module for module in self.modules if isinstance(module, nn.RNNBase)]
-        self._can_recycle = not any(map(_replicates_itself, self.modules))
+        # A free-threaded build counts the references of each thread apart.
+        can_count = not is_free_threaded_build()
+        self._can_recycle = can_count and not any(map(_replicates_itself, self.modules))
         self._arriving: list[dict[str, Any]] = []
-        self._thread = threading.get_ident()
+
         self._sizes = list(map(len, self.attributes))
-        self._hooks = self._names_of_hooks()
         self._fingerprint = self._take_fingerprint()
 
     def _register(self, places: Iterable[_Place], values: Sequence[Any]) -> None:
@@ -208,7 +208,6 @@ class Replica:
             device: their device.
             arrivals: the events to wait for before a parameter is used.
         """
-        self._next_hook_id = RemovableHandle.next_id
         self._register(self._blueprint.places, tensors)
         events = arrivals.events(device)
         for own in self.attributes if events else ():
@@ -233,25 +232,15 @@ class Replica:
         not reset. Activation checkpointing, for example, keeps modules, or dictionaries of them,
         until backward. Then nothing is removed.
         """
-        # A free-threaded build adds up the references of the thread that made an object and those
-        # of all others. Only that thread reads both at one time; to others the sum is a guess.
-        counts_exactly = self._thread == threading.get_ident() or not is_free_threaded_build()
-        if not self._can_recycle or not counts_exactly:
+        if not self._can_recycle or self._fingerprint != self._take_fingerprint():
             return False
-        # There are many dictionaries of hooks, so look only if a hook was registered, on anything.
-        if RemovableHandle.next_id != self._next_hook_id and self._hooks != self._names_of_hooks():
-            return False
-        if self._fingerprint != self._take_fingerprint():
-            return False
-        blueprint = self._blueprint
-        self._register(blueprint.places, [None] * len(blueprint.tensors))
-        self._register(blueprint.empty, [None])
-        self._register(blueprint.children, self.modules)
-        deque(map(dict.update, self.attributes, blueprint.attributes), maxlen=0)  # a loop in C
+        attributes = self._blueprint.attributes
+        states = [*self.attributes, *self._members], [*attributes, *self._empty]
+        deque(map(dict.update, *states), maxlen=0)  # a loop in C
         for own, key, strong, _ in self._bound:
             own[key] = strong
         if list(map(len, self.attributes)) != self._sizes:  # there are new ones
-            for own, made_with in zip(self.attributes, blueprint.attributes, strict=True):
+            for own, made_with in zip(self.attributes, attributes, strict=True):
                 for name in own.keys() - made_with.keys() - _OF_ANY_REPLICA:
                     del own[name]
         return True
@@ -260,34 +249,30 @@ class Replica:
         """Return the state that a call must not change if the replica is to be used again.
 
         These are the references to modules and their dictionaries, weak ones included, the classes
-        of modules and the names of members.
+        of modules and the names of members and hooks.
         """
         # sys.getrefcount counts local variables, so none may hold a module.
-        members = _of_kinds(MEMBERS, self.attributes)
-        bound = [strong for _, _, strong, _ in self._bound]
+        registered, bound = self._registered, [strong for _, _, strong, _ in self._bound]
         return (
-            list(map(sys.getrefcount, chain(self.modules, self.attributes, members, bound))),
+            list(map(sys.getrefcount, chain(self.modules, self.attributes, registered, bound))),
             list(map(weakref.getweakrefcount, self.modules)),
             list(map(type, self.modules)),
-            list(map(len, members)),
-            list(chain.from_iterable(filter(None, members))),
+            list(map(len, registered)),
+            list(chain.from_iterable(filter(None, registered))),
         )
-
-    def _names_of_hooks(self) -> list[Any]:
-        return list(chain.from_iterable(_of_kinds(HOOKS, self.attributes)))
 
 
 def _shallow_copy(module: nn.Module) -> nn.Module:
     copy: nn.Module
     if _replicates_itself(module):
         copy = module._replicate_for_data_parallel()
-        copy.__dict__["_parameters"] = module._parameters
     else:
         copy = object.__new__(type(module))  # its own __new__ may need arguments
         copy.__dict__.update(module.__dict__, _is_replica=True)
     own = copy.__dict__
-    for kind in (*MEMBERS, *HOOKS):
+    for kind in ("_buffers", "_modules", *HOOKS):
         own[kind] = own[kind].copy()
+    own["_parameters"] = dict(module._parameters)  # a plain one, also in a replica of a replica
     if type(module).zero_grad is nn.Module.zero_grad:
         own["zero_grad"] = _OF_REPLICAS.zero_grad
     if own["_parameters"]:

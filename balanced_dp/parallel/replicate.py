@@ -85,7 +85,7 @@ class Replicator:
         pool = self._pool
         if pool is None or not pool[0].is_of(network):
             self._pool = pool = (Blueprint(network), [])
-        blueprint, waiting = pool
+        blueprint = pool[0]
         if homes:
             check_on_device(blueprint.parameters, *homes)
             check_on_device(blueprint.buffers, homes[0])
@@ -96,7 +96,7 @@ class Replicator:
         tensors = [[*copies[device], *own] for device, own in pairs]
         self._num_calls += 1
         looks = self._num_calls.bit_count() == 1  # in the first, second, fourth call and so on
-        return Replicas(blueprint, waiting, devices, tensors, arrivals, looks)
+        return Replicas(*pool, devices, tensors, arrivals, looks)
 
     @contextlib.contextmanager
     def running(self, network: nn.Module, replicas: Sequence[nn.Module]) -> Iterator[None]:
@@ -190,7 +190,7 @@ class Replicas(list[ModuleT]):
         self._blueprint, self._waiting = blueprint, waiting
         self._tensors, self._arrivals = tensors, arrivals
         self._device_keys = {*devices, *map(str, devices)}
-        self._replicas = []
+        self._replicas: list[Replica] = []
         for own, device in zip(tensors, devices, strict=True):
             try:
                 replica = waiting.pop()
@@ -202,7 +202,7 @@ class Replicas(list[ModuleT]):
         pairs = zip(blueprint.tensors, tensors[0], strict=True)
         self._away = [(original, copy) for original, copy in pairs if copy is not original]
         noted = chain(*tensors) if looks else (copy for _, copy in self._away)
-        self._stamps = {id(tensor): (tensor, _stamp(tensor)) for tensor in noted}
+        self._stamps = [(tensor, _stamp(tensor)) for tensor in noted]
         self._states = [self._state(m) for m in (blueprint.modules if looks else ())]
 
     def join(self) -> None:
@@ -211,20 +211,18 @@ class Replicas(list[ModuleT]):
         for replica in self._replicas:
             replica.join()
 
-    def __del__(self) -> None:
-        self._arrivals.join()  # if the caller has not
+    __del__ = join  # if the caller has not
 
     @torch.no_grad()
     def bring_home(self) -> None:
         """Copy the writes of the first replica to copies of tensors back to the module."""
-        stamps = self._stamps.items()
-        self._written = {key for key, (tensor, stamp) in stamps if _stamp(tensor) != stamp}
+        self._written = {id(tensor) for tensor, stamp in self._stamps if _stamp(tensor) != stamp}
         for original, copy in self._away:
             # Batch norm's kernels write statistics without a new version.
             is_written = id(copy) in self._written or not isinstance(original, nn.Parameter)
             if copy.shape != original.shape:
                 original.data = move(copy.detach(), original.device)
-            elif is_written and _is_writable(original):
+            elif is_written and original.layout is torch.strided and 0 not in original.stride():
                 # Without a new version: backward may need the one that a replica has used.
                 original.data.copy_(copy)
 
@@ -321,8 +319,3 @@ def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
         return one.shape == other.shape and torch.allclose(one.double(), other.double())
     except RuntimeError:  # sparse tensors, and symbolic ones, which have no values
         return True
-
-
-def _is_writable(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is neither sparse nor expanded."""
-    return tensor.layout is torch.strided and 0 not in tensor.stride()

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.utils.rnn import PackedSequence
 
 from ..devices import copy_stream, is_cuda, on_stream
 from ..errors import ScatterError, warn
@@ -114,10 +113,8 @@ class Inputs:
             BalanceWarning: another sequence is as long as the batch, so it may have one entry for
                 each sample; or an object that is not a container has tensors as attributes.
         """
-        split, count = (devices, chunk_sizes), len(self.args)
-        columns = [self._parts(value, path, split) for path, value in self._named()]
-        rows = [tuple(column[i] for column in columns) for i in range(len(devices))]
-        return [(row[:count], dict(zip(self.kwargs, row[count:], strict=True))) for row in rows]
+        rows, count = self._rows(self._named(), (devices, chunk_sizes)), len(self.args)
+        return [(tuple(r[:count]), dict(zip(self.kwargs, r[count:], strict=True))) for r in rows]
 
     def _named(self) -> Named:
         return nested.named_arguments(self.function, self.args, self.kwargs)
@@ -131,6 +128,11 @@ class Inputs:
                 yield path, value
             else:
                 yield from self._all_to_split(nested.checked_items(value, path, ScatterError) or ())
+
+    def _rows(self, inputs: Named, split: Split) -> list[list[Any]]:
+        """Return the values for each device."""
+        columns = [self._parts(value, path, split) for path, value in inputs]
+        return [[column[i] for column in columns] for i in range(len(split[0]))]
 
     def _parts(self, value: Any, path: str, split: Split) -> list[Any]:
         """Return the value for each device."""
@@ -149,9 +151,7 @@ class Inputs:
                 raise _error(path, f"is {value!r}, but this call {call}; call gather() first")
             return list(value)
         length = _length(value)
-        if sizes is None and isinstance(value, PackedSequence):
-            # Torch's stubs know PackedSequence.to with a dtype only.
-            return [value.to(device) for device in devices]  # type: ignore[arg-type]
+
         if sizes is not None and path in self.split:
             if length != sum(sizes):
                 fact = f"is in split, but it is a {type(value).__name__} of length {length}"
@@ -167,9 +167,7 @@ class Inputs:
         if children is None:
             self._warn_if_it_hides_tensors(value, path)
             return [value] * len(devices)
-        columns = [self._parts(child, name, split) for name, child in children]
-        rows = [[column[i] for column in columns] for i in range(len(devices))]
-        return [nested.rebuild(value, row) for row in rows]
+        return [nested.rebuild(value, row) for row in self._rows(children, split)]
 
     def _chunks(self, tensor: torch.Tensor, path: str, split: Split) -> Sequence[torch.Tensor]:
         """Return the chunk of a tensor for each device, not yet moved."""

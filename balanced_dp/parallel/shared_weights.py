@@ -50,11 +50,7 @@ class ParameterCopies:
         result: dict[torch.device, Sequence[torch.Tensor]] = dict.fromkeys(devices, parameters)
         homes = {parameter.device for parameter in parameters}
         away = [device for device in result if homes - {device}]
-        block = self._block
-        # Deferred gradients can be added to leaves only: the graph of other tensors is freed.
-        if block is None or not all(parameter.is_leaf for parameter in parameters):
-            block = _Block(is_shared=False)
-        arrivals = Arrivals()
+        block, arrivals = self._block or _Block(is_shared=False), Arrivals()
         if away:
             with block.lock:
                 result.update(block.on(away, parameters, arrivals))
@@ -170,7 +166,9 @@ class _Block:
             RuntimeError: afterwards, if a parameter was changed.
         """
         for node in self._deferring:
-            accumulate(zip(node.originals, _bring(node), strict=True))
+            pairs = zip(node.originals, _bring(node), strict=True)
+            if present := [(original, grad) for original, grad in pairs if grad is not None]:
+                torch.autograd.backward([p for p, _ in present], [g for _, g in present])
             node.gathered = None
         versions = (self._versions or {}).items()
         if any(version not in (None, parameter._version) for parameter, version in versions):
@@ -190,13 +188,6 @@ def _bring(node: Any) -> Sequence[torch.Tensor | None]:
             if gradient is not None:
                 gradient.record_stream(current)
     return brought
-
-
-def accumulate(pairs: Iterable[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
-    """Accumulate gradients into ``.grad`` of their parameters, as autograd does."""
-    present = [(parameter, gradient) for parameter, gradient in pairs if gradient is not None]
-    if present:
-        torch.autograd.backward([p for p, _ in present], [g for _, g in present])
 
 
 def copy_attributes(originals: Sequence[torch.Tensor], copies: Sequence[torch.Tensor]) -> None:

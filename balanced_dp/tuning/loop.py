@@ -15,9 +15,8 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from ..devices import is_emulated
 from ..memory.breakdown import memory_breakdown
-from ..parallel.auto import AutoSplit, smallest_chunk
+from ..parallel.auto import AutoSplit, SplitPolicy, smallest_chunk
 from ..parallel.data_parallel import BalancedDataParallel
-from ..parallel.split_policy import SplitPolicy
 from ..search import LoopSearch
 from ..split import even_share, split_batch
 from .options import Option
@@ -111,7 +110,7 @@ class Loop(AutoSplit):
             self.model = model
             model._policy = self
         else:
-            model._policy = SplitPolicy(None, model.devices, spread=True)
+            model._policy = SplitPolicy(None, model.devices)
 
     def split(self, batch_size: int) -> tuple[int, ...]:
         """Return the chunk size of each device for a batch of the next call."""
@@ -159,7 +158,7 @@ class Loop(AutoSplit):
         self._note_failure()
         if optimizer is not self._optimizer or self._peaks is None:
             return
-        measured, iteration = self._measured(), max(self._calls.items(), default=(0, False))
+        measured, iteration = self._measured(), self._batch
         self._peaks = None
         self.num_iterations += 1
         if iteration < self._largest:  # it takes less than others
@@ -193,7 +192,7 @@ class Loop(AutoSplit):
         )
         chunk_sizes = (0,) * len(self.devices)
         if self.is_splitting:
-            counted, chunk_sizes = self.model, self.split(max(self._calls, default=0))
+            counted, chunk_sizes = self.model, self.split(self._batch[0])
         model = self.model if isinstance(self.model, BalancedDataParallel) else None
         is_even = chunk_sizes[0] >= even_share(sum(chunk_sizes), len(chunk_sizes))
         return Option(

@@ -17,10 +17,9 @@ from ..devices import is_out_of_memory, num_ooms, which_ran_out
 from ..errors import ArgumentError, BalanceWarning
 from ..memory.breakdown import memory_breakdown
 from ..memory.peaks import Peaks
-from ..parallel.auto import smallest_chunk
+from ..parallel.auto import SplitPolicy, smallest_chunk
 from ..parallel.criterion import BalancedCriterion
 from ..parallel.data_parallel import BalancedDataParallel
-from ..parallel.split_policy import SplitPolicy
 from ..split import even_share
 from .options import Option
 from .workload import Workload

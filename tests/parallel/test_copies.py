@@ -245,7 +245,7 @@ def test_a_spread_module_runs_on_one_device(emulated):
     module = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2)).to(emulated[0])
     plain = copy.deepcopy(module)
     BalancedDataParallel(1, module, emulated[:2], spread=True)
-    model = BalancedDataParallel(2, module, emulated[:2], spread=True)  # and again
+    model = BalancedDataParallel(1, module, emulated[:2], spread=True)  # and again
     homes, x = model.homes(), torch.ones(3, 4, device=emulated[0])
     assert len(set(homes.values())) == 2
     assert model.to(emulated[0]) is model

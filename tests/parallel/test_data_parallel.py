@@ -62,11 +62,12 @@ def test_attributes_without_an_accelerator(no_accelerator):
     """Stock returns from its constructor before it sets dim and output_device, so code that reads
     them fails on a machine without GPUs only.
     """
-    module = nn.Linear(4, 2)
-    parallel = BalancedDataParallel(1, module, dim=1)
-    attributes = (parallel.module, parallel.device_ids, parallel.output_device, parallel.dim)
-    assert attributes == (module, [], None, 1)
-    assert parallel(torch.randn(3, 4)).shape == (3, 2)
+    for device in ("cpu", "meta"):  # or MPS: the call is where the module is
+        module = nn.Linear(4, 2, device=device)
+        parallel = BalancedDataParallel(1, module, dim=1)
+        attributes = (parallel.module, parallel.device_ids, parallel.output_device, parallel.dim)
+        assert attributes == (module, [], None, 1)
+        assert parallel(torch.ones(3, 4, device=device)).device.type == device
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
@@ -181,7 +182,7 @@ def test_outputs_go_into_another_model(device_ids, no_accelerator):
     ("error", "options", "message"),
     [
         (ArgumentTypeError, {"gpu0_bsz": 1.5}, "gpu0_bsz must be an integer, got 1.5"),
-        (ArgumentTypeError, {"gpu0_bsz": "Auto"}, "an integer, 'auto' or None, got 'Auto'"),
+        (ArgumentTypeError, {"gpu0_bsz": "Auto"}, "None or, without .*, 'auto', got 'Auto'"),
         (ArgumentTypeError, {"module": len}, "must be an nn.Module, got builtin_function"),
         (ArgumentTypeError, {"dim": "0"}, "dim must be an integer, got '0'"),
         (ArgumentError, {"broadcast": "maks"}, "broadcast names 'maks', but Linear.forward takes"),
@@ -192,8 +193,8 @@ def test_outputs_go_into_another_model(device_ids, no_accelerator):
         ),
         (ArgumentError, {"device_weights": [1, 2, 3]}, "one number for each of 2 devices, got 3"),
         (
-            *(ArgumentError, {"gpu0_bsz": "auto", "device_weights": [1, 2]}),
-            "is a number or None, got 'auto'",
+            *(ArgumentTypeError, {"gpu0_bsz": "auto", "device_weights": [1, 2]}),
+            "an integer, None or, without device_weights, 'auto', got 'auto'",
         ),
         (ArgumentError, {"device_ids": []}, "device_ids is empty"),
         (ArgumentError, {"device_ids": ["gpu:0"]}, "there is no device 'gpu:0': "),

@@ -16,19 +16,12 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.utils.rnn import pack_sequence
 
-from balanced_dp import (
-    BalancedDataParallel,
-    BalanceWarning,
-    GatherError,
-    ScatterError,
-    emulate_devices,
-)
+from balanced_dp import BalancedDataParallel, BalanceWarning, GatherError, ScatterError
 from balanced_dp.parallel.scatter import Inputs
 
 from ..devices import KINDS, open_devices
 from ..modules import Lambda
 from .containers import AttributeDict, Frozen, MirroredDict, Named, Pair, Partly, Slotted, Titled
-from .test_gather import gather
 
 CPU = torch.device("cpu")
 
@@ -112,7 +105,7 @@ PACKED = pack_sequence([torch.arange(3.0), torch.arange(2.0)])
     [
         ([torch.zeros(5), {"mask": torch.zeros(3, 4)}], 0, BY_FIRST),
         ({"mask": torch.zeros(5)}, 1, r"input x.mask of shape \(5,\) has no dimension 1 to split"),
-        ([PACKED], 0, "x.0 is a PackedSequence, which has no batch dimension to split"),
+        ([PACKED], 0, "x.0 is a PackedSequence, which has no batch dimension; pass the padded"),
         (torch.eye(5).to_sparse(), 0, NOT_SPLIT),
         (NESTED, 0, NOT_SPLIT),
     ],
@@ -123,14 +116,6 @@ def test_what_cannot_be_split_is_named(value, dim, message):
     """
     with pytest.raises(ScatterError, match=message):
         cut(value, 2, 3, dim=dim)
-
-
-def test_a_packed_sequence_needs_one_device():
-    with pytest.raises(GatherError, match="1 is a PackedSequence"):
-        gather([(None, PACKED), (None, PACKED)], CPU)
-    with emulate_devices(1) as devices:
-        model = BalancedDataParallel(1, Lambda(lambda _, p: p.data.sum()), list(devices))
-        assert model(PACKED).item() == 4
 
 
 class Graph:
@@ -404,6 +389,8 @@ def test_containers_that_cannot_be_rebuilt(make):
     """They went whole to each replica."""
     with pytest.raises(ScatterError, match=r"cannot be rebuilt with other tensors; use a dict"):
         wrap(lambda _, x: x)(make({"x": torch.ones(8)}))
+    with pytest.raises(GatherError, match="the output is a PackedSequence"):
+        wrap(lambda _, x: PACKED)(torch.ones(8))
 
 
 def test_dictionaries_are_joined_by_name():
