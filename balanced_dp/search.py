@@ -23,11 +23,20 @@ MAX_SPLITS = 6
 _MAX_LINES = 8
 """After this many measurements by lines, a search bisects."""
 
+_NUM_COMPARED = 3
+"""The iterations of each split that are compared if the peaks of a split vary."""
+
+_VARIES = 0.01
+"""Peaks that differ by more than this fraction vary. Buckets of gradients move them by less."""
+
 _ROUNDING = 1e-6
 """The error of a number that is computed in floating point."""
 
 Split = tuple[int, ...]
 """The chunk sizes of a batch."""
+
+_Iteration = tuple[Sequence[float], Any]
+"""The peaks of an iteration, and the caller's record of it."""
 
 
 def utilizations(peaks: Sequence[float], budgets: Sequence[int]) -> list[float]:
@@ -117,9 +126,7 @@ class Search:
 
     def tell(self, split: Split, peaks: Sequence[float]) -> None:
         """Record the peaks of a split, ``math.inf`` for a device that ran out of memory."""
-        found = utilizations(peaks, self.budgets)
-        known = self.told.get(split, found)
-        self.told[split] = [max(pair) for pair in zip(known, found, strict=True)]
+        self.told[split] = utilizations(peaks, self.budgets)
 
     def next(self) -> Split | None:
         """Return the split to measure next, None if the search is over."""
@@ -214,6 +221,10 @@ class Search:
         return max((n for n, y in over.items() if y <= 0), default=0)
 
 
+def _peak(iteration: _Iteration) -> float:
+    return max(iteration[0])
+
+
 class LoopSearch:
     """A search that follows the iterations of a training loop, whatever their batches.
 
@@ -224,22 +235,25 @@ class LoopSearch:
         budgets: the bytes that each device may hold.
         is_careful: as for ``Search``. If set, the first iteration after each change does not count,
             because kernels are tuned in it.
-        for_speed: as for ``Search``.
+        compares: whether all splits matter at the end, not only the best one. Then the search is
+            also for the largest value that fits, and splits are compared over equal numbers of
+            iterations: the maximum of many is higher than that of a few.
 
     Attributes:
         smallest: the smallest chunk that a replica trains on.
         search: the search for the largest batch so far, empty before the first iteration.
+        highest: the peaks and the record of each split's highest iteration that is compared.
         is_over: whether the value is final, unless memory runs out.
     """
 
-    def __init__(
-        self, budgets: Sequence[int], *, is_careful: bool, for_speed: bool = False
-    ) -> None:
-        self.search = Search(0, budgets, is_careful=is_careful, for_speed=for_speed)
+    def __init__(self, budgets: Sequence[int], *, is_careful: bool, compares: bool = False) -> None:
+        self.search = Search(0, budgets, is_careful=is_careful, for_speed=compares)
+        self.highest: dict[Split, _Iteration] = {}
         self.smallest = 1
         self.is_over = False
         self._share = Fraction(1)
         self._accumulates = False
+        self._iterations: dict[Split, list[_Iteration]] = {}
         self._is_settling = is_careful
 
     def value(self, batch_size: int) -> int:
@@ -252,24 +266,42 @@ class LoopSearch:
         """Return the chunk sizes of a batch."""
         return split_batch(batch_size, len(self.search.budgets), self.value(batch_size))
 
-    def tell(self, split: Split, peaks: Sequence[float], accumulates: bool = False) -> None:
-        """Record an iteration.
+    def tell(
+        self, split: Split, peaks: Sequence[float], accumulates: bool = False, record: Any = None
+    ) -> bool:
+        """Record an iteration; return whether it counts, because none is larger.
 
         Args:
             split: the chunk sizes of its largest batch.
             peaks: the peak of each device.
             accumulates: whether this batch has added to gradients that were there.
+            record: the caller's record of it.
         """
         was_settling, self._is_settling = self._is_settling, False
         iteration, largest = (sum(split), accumulates), (self.search.batch_size, self._accumulates)
         if was_settling or iteration < largest:
-            return
+            return False
         if iteration > largest:
             self._begin(*iteration)
-        self.search.tell(split, peaks)
+        found = [*self._iterations.get(split, ()), (peaks, record)]
+        # Without comparisons the highest one suffices.
+        keep = found[-_NUM_COMPARED:] if self.search.for_speed else [max(found, key=_peak)]
+        self._iterations[split] = keep
+        num = min(map(len, self._iterations.values()))
+        for tried, found in self._iterations.items():
+            self.highest[tried] = max(found[-num:], key=_peak)
+            self.search.tell(tried, self.highest[tried][0])
         following = self.search.next() if len(self.search.told) < MAX_SPLITS else None
+        if following is None and num < _NUM_COMPARED and self._varies():
+            following = min(self._iterations, key=lambda tried: len(self._iterations[tried]))
         self.is_over = following is None
         self._use(self.search.best if following is None else following[0])
+        return True
+
+    def _varies(self) -> bool:
+        """Return whether the peaks of a split vary."""
+        peaks = [[*map(_peak, found)] for found in self._iterations.values()]
+        return any(max(of_split) > min(of_split) * (1 + _VARIES) for of_split in peaks)
 
     def ran_out(self, batch_size: int, index: int) -> bool:
         """Record that a device ran out of memory with a batch; return whether the split differs."""
@@ -279,6 +311,7 @@ class LoopSearch:
         told = self.search.told
         for tried in [s for s in told if (s <= split if index else s >= split)]:
             del told[tried]  # the devices held less than they can
+            self._iterations.pop(tried, None)
         told[split] = [math.inf if i == index else 0.0 for i in range(len(split))]
         self.is_over = False
         best, following = self.search.best, self.search.next()
@@ -288,6 +321,7 @@ class LoopSearch:
     def _begin(self, batch_size: int, accumulates: bool) -> None:
         """Begin the search for a batch. Values that ran out of memory with it stay known."""
         before, self._accumulates = self.search, accumulates
+        self._iterations, self.highest = {}, {}
         self.search = replace(before, batch_size=batch_size, smallest=self.smallest, told={})
         if before.batch_size == batch_size:
             out = {split: full for split, full in before.told.items() if max(full) == math.inf}

@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 from pathlib import Path
+from random import Random
 
 import pytest
 from hypothesis import example, given
@@ -131,11 +132,28 @@ def test_only_the_largest_iterations_count():
 
 def test_peaks_that_grow_reopen_the_search():
     """A later step with the even split took more: 0 was named, although 2 had the same peak."""
-    search = LoopSearch([1] * 4, is_careful=False)
-    for even in (200, 200, 210, 210, 210, 210):
+    search = LoopSearch([1] * 4, is_careful=False, compares=True)
+    for even in (200, 200, *[210] * 20):
         split = search.split(16)
         search.tell(split, [(200, 200, 200, 205, even)[split[0]], 90, 90, 90])
     assert search.is_over and search.value(16) == 2
+
+
+def test_peaks_that_vary_are_compared_fairly():
+    """One split was measured in most iterations: its maximum was high, and another was named."""
+    law = Law(((900, 35, 0),), ((-10, 35),))
+    named = []
+    for seed in range(30):
+        search, random = LoopSearch([1] * 2, is_careful=False, compares=True), Random(seed)
+        for _ in range(40):
+            split = search.split(32)
+            factor = random.uniform(1, 1.05)
+            peaks = [peak * factor for peak in law.peaks(split)]
+            assert search.tell(split, peaks, record=split)
+        highest = {split: max(peaks) for split, (peaks, _) in search.highest.items()}
+        named.append(min(highest, key=lambda split: highest[split]))
+        assert search.is_over and search.highest[split][1] == split
+    assert named == [(3, 29)] * 30
 
 
 def test_running_out_changes_the_value():

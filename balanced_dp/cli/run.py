@@ -98,7 +98,7 @@ def run_and_measure(
             budgets = loop.budgets  # in the order of the model's devices
             report = Report.of(
                 loop.devices,
-                [*loop.options.values()],
+                loop.options,
                 None if budgets is None else [budget + reserve for budget in budgets],
                 reserve,
                 goal,

@@ -15,7 +15,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from ..devices import is_emulated
 from ..memory.breakdown import memory_breakdown
-from ..parallel.auto import AutoSplit, SplitPolicy, smallest_chunk
+from ..parallel.auto import AutoSplit, SplitPolicy
 from ..parallel.data_parallel import BalancedDataParallel
 from ..search import LoopSearch
 from ..split import even_share, split_batch
@@ -35,15 +35,14 @@ class Loop(AutoSplit):
 
     Args:
         gpu0_bsz: ``"auto"`` to search for the best value, None for the even split, or a value.
-            Emulated devices first get the even split once, to compare with the value.
+            Emulated devices first get the even split once, to compare with.
         devices: the devices of the loop.
         budgets: the bytes of each device that may be used, or None if they do not matter.
         num_steps: the number of iterations after which the next forward pass raises ``StepsDone``;
             None means never.
 
     Attributes:
-        options: the measured options, by the chunk sizes of the largest batch.
-        last: the last measurement; None before the first.
+        last: the highest measurement; None before the first.
         model: the script's model that is split, or its ``nn.DataParallel``, or None.
         num_parameters: the number of trained parameters.
         precision: the dtype of autocast as text, or None.
@@ -60,13 +59,11 @@ class Loop(AutoSplit):
         self.wanted = gpu0_bsz
         self.budgets = budgets
         self.num_steps = num_steps
-        self.options: dict[tuple[int, ...], Option] = {}
         self.last: Option | None = None
         self.model: nn.Module | None = None
         self.num_parameters = 0
         self.precision: str | None = None
         self._optimizer: torch.optim.Optimizer | None = None
-        self._largest = (0, False)
         self._begin_search()
 
     def __deepcopy__(self, memo: object) -> Loop:
@@ -77,10 +74,13 @@ class Loop(AutoSplit):
         self.search = LoopSearch(
             self.budgets or [1] * len(self.devices),
             is_careful=not is_emulated(self.devices[0]),
-            for_speed=True,
+            compares=self.wanted == "auto",
         )
-        if self.model is not None:
-            self.search.smallest = smallest_chunk(self.model)
+
+    @property
+    def options(self) -> list[Option]:
+        """The measured options of the largest batch."""
+        return [option for _, option in self.search.highest.values()]
 
     @property
     def is_splitting(self) -> bool:
@@ -114,11 +114,12 @@ class Loop(AutoSplit):
 
     def split(self, batch_size: int) -> tuple[int, ...]:
         """Return the chunk size of each device for a batch of the next call."""
+        waits = is_emulated(self.devices[0]) and not any(o.is_even for o in self.options)
+        if self.wanted is None or waits:
+            return split_batch(batch_size, len(self.devices), batch_size)
         if self.wanted == "auto":
             return super().split(batch_size)
-        waits = is_emulated(self.devices[0]) and not any(o.is_even for o in self.options.values())
-        value = batch_size if self.wanted is None or waits else self.wanted
-        return split_batch(batch_size, len(self.devices), value)
+        return split_batch(batch_size, len(self.devices), self.wanted)
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -127,7 +128,7 @@ class Loop(AutoSplit):
             try:
                 yield
             finally:
-                if not self.options and self._peaks is not None:
+                if self.last is None and self._peaks is not None:
                     self.last = self._measured()
                 self._peaks = None
 
@@ -158,23 +159,16 @@ class Loop(AutoSplit):
         self._note_failure()
         if optimizer is not self._optimizer or self._peaks is None:
             return
-        measured, iteration = self._measured(), self._batch
-        self._peaks = None
+        measured, self._peaks = self._measured(), None
         self.num_iterations += 1
-        if iteration < self._largest:  # it takes less than others
-            return
+        if self.num_iterations > 1 and len(self.devices) > 1:
+            peaks, accumulates = measured.peak_bytes, self._batch[1]
+            if not self.search.tell(measured.chunk_sizes, peaks, accumulates, measured):
+                return
+            measured = self.search.highest[measured.chunk_sizes][1]
+        elif self.last is not None and self.num_iterations > 2:
+            measured = max(self.last, measured, key=lambda option: max(option.peak_bytes))
         self.last = measured
-        if self.num_iterations < 2:  # there was no optimizer state
-            return
-        if iteration > self._largest:  # begin again with the even split
-            self._largest = iteration
-            self.options.clear()
-            self._begin_search()
-        known = self.options.pop(measured.chunk_sizes, measured)  # the latest one is the last one
-        self.last = max(measured, known, key=lambda option: max(option.peak_bytes))
-        self.options[measured.chunk_sizes] = self.last
-        if len(self.devices) > 1 and (measured.is_even or self.search.search.batch_size):
-            self.search.tell(measured.chunk_sizes, measured.peak_bytes, iteration[1])
 
     def _parameters(self) -> Iterator[torch.Tensor]:
         groups = [] if self._optimizer is None else self._optimizer.param_groups

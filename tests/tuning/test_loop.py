@@ -66,7 +66,7 @@ def recorded(devices: Any, steps: Iterable[Sequence[int]], **options: Any) -> Lo
 def test_iterations_are_what_lies_between_steps(devices):
     loop = recorded(devices, [(32,)] * 3, gpu0_bsz=None)
     assert loop.num_iterations == 3
-    [measured] = loop.options.values()
+    [measured] = loop.options
     assert measured.chunk_sizes == (8, 8, 8, 8) and measured.is_even
     assert sum(measured.uses[0].values()) == measured.peak_bytes[0]
     assert measured.uses[0]["optimizer state"] > 0
@@ -76,7 +76,7 @@ def test_iterations_are_what_lies_between_steps(devices):
 def test_the_best_of_all_values_is_found(num_steps, devices):
     loop = recorded(devices, [(32,)] * 12)
     assert loop.is_over
-    found = min(loop.options.values(), key=lambda option: max(option.peak_bytes))
+    found = min(loop.options, key=lambda option: max(option.peak_bytes))
     for value in range(8):
         gc.collect()
         measured = recorded(devices, [(32,)] * 4, gpu0_bsz=value).last
@@ -88,7 +88,7 @@ def test_the_search_ends_with_batch_norm(devices):
     module = nn.Sequential(nn.Linear(64, 4096), nn.BatchNorm1d(4096))
     loop = recorded(devices, [(32,)] * 12, module=module)
     assert loop.is_over and len(loop.options) > 2
-    assert all(option.chunk_sizes[0] != 1 for option in loop.options.values())
+    assert all(option.chunk_sizes[0] != 1 for option in loop.options)
 
 
 def test_the_model_has_the_value_of_its_largest_batch(devices):
@@ -105,7 +105,7 @@ def test_evaluation_is_not_counted(devices):
     with split_loop(devices, gpu0_bsz=None) as (loop, model):
         evaluate = torch.no_grad()(lambda: model(torch.ones(4096, 64)))
         train(model, [(32,)] * 3, after_step=evaluate)
-    [measured] = loop.options.values()
+    [measured] = loop.options
     assert measured.batch_size == 32
     assert max(measured.peak_bytes) < 2**22
 
@@ -116,7 +116,7 @@ def test_iterations_whose_data_ended(gpu0_bsz, devices):
 
     def peaks(*steps: tuple[int, int]) -> dict[Any, Any]:
         options = recorded(devices, steps, gpu0_bsz=gpu0_bsz).options
-        return {split: option.peak_bytes for split, option in options.items()}
+        return {option.chunk_sizes: option.peak_bytes for option in options}
 
     mixed = peaks(*[(32, 32), (32, 1)] * 8)
     gc.collect()
