@@ -121,7 +121,7 @@ def lines(report: Report) -> str:
             continue
         if report.wrapped_at and option.features:
             texts.append("from balanced_dp import BalancedDataParallel")
-        texts.append(f"model = {option.line}")
+        texts += report.assignments(option)
         if not option.gather and not report.is_script:  # else the script has one
             texts.append("criterion = BalancedCriterion(criterion)")
     return "\n".join(texts)

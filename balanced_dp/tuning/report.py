@@ -6,6 +6,7 @@ import importlib.metadata
 import math
 import os
 import platform
+import re
 import shlex
 import sys
 from collections.abc import Iterable, Sequence
@@ -25,6 +26,9 @@ from .options import Goal, Option, largest_batch, ranked
 
 SCHEMA = 5
 """The version of a report's fields."""
+
+_WRAPPER = re.compile(r": ([\w.]+) = (?:[\w.]+\.)?(?:Balanced)?DataParallel\(([\w.]+)[,)]")
+"""A line that wraps a model: the name of the wrapper, and that of the model."""
 
 RESERVE = 512 * 2**20
 """Bytes of each device to keep free by default, for CUDA's context and workspaces of libraries."""
@@ -212,6 +216,12 @@ class Report:
     def line(self) -> str:
         """The expression for a training script that wraps the model as the best option."""
         return self.best.line
+
+    def assignments(self, option: Option) -> list[str]:
+        """Return the lines that wrap the models of the script as in an option."""
+        matches = map(_WRAPPER.search, self.wrapped_at)
+        names = [match.groups() for match in matches if match] or [("model", "model")]
+        return [f"{name} = {option.line.replace('model', model)}" for name, model in names]
 
     def largest_batch(self, option: Option) -> Option:
         """Return the option of the same kind with the largest batch that fits, or else this one."""

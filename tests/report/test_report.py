@@ -144,15 +144,31 @@ def test_speed_and_samples_on_accelerators():
     assert table.rows[0][3:5] == ["0.80", "42.7"] and "costs speed" in table.caption
 
 
-def test_a_script_is_told_the_place():
-    place = "train.py:3: model = DataParallel(model)"
+@pytest.mark.parametrize(
+    ("wrapped", "line"),
+    [
+        ("model = DataParallel(model)", "model = BalancedDataParallel(6, model)"),
+        # It was told to write model = ..., which would have been another model.
+        (
+            "net.body = nn.DataParallel(net.head, [0])",
+            "net.body = BalancedDataParallel(6, net.head)",
+        ),
+        ("net = Own(torch.nn.DataParallel(make()))", "model = BalancedDataParallel(6, model)"),
+    ],
+)
+def test_a_script_is_told_the_line(wrapped, line):
+    place = f"train.py:3: {wrapped}"
     shown = report_of([EVEN, SMALLER], [90] * 2, wrapped_at=(place,))
     assert tables.lines(shown).splitlines() == [
         f"# {place}",
         "# option 1",
         "from balanced_dp import BalancedDataParallel",
-        "model = BalancedDataParallel(6, model)",
+        line,
     ]
+
+
+def test_a_script_has_a_criterion_or_trainer():
+    place = "train.py:3: model = DataParallel(model)"
     apart = [replace(option, gather=False) for option in (EVEN, SMALLER)]  # it has a criterion, too
     shown = report_of(apart, [90] * 2, wrapped_at=(place,))
     assert "Criterion" not in tables.lines(shown) + " ".join(tables.summary(shown))
