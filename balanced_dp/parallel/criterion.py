@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ..errors import ArgumentTypeError
 from .losses.join import ChunkLosses, OutputHistory
-from .losses.loss_weight import check_loss_weight
+from .losses.weights import check_loss_weight
 from .nested import check_paths
 from .per_device import PerDevice
 from .replicate import Replicator

@@ -35,7 +35,7 @@ from .check import CheckResult, compare
 from .gather import Gather, ScalarOutputs, check_scalar_outputs
 from .homes import on_one_device, spread_parameters
 from .losses.join import ChunkLosses, OutputHistory
-from .losses.loss_weight import check_loss_weight
+from .losses.weights import check_loss_weight
 from .nested import check_paths
 from .parallel_apply import Workers, parallel_apply
 from .per_device import PerDevice

@@ -314,9 +314,6 @@ EXACT: dict[str, Callable[..., Any]] = {
     "sum by a tensor": lambda n, x, o, ignored, num_items_tensor: (
         F.cross_entropy(o, ignored, reduction="sum") / num_items_tensor
     ),
-    "sum by a tensor, floored": lambda n, x, o, ignored, num_items_tensor: (
-        F.cross_entropy(o, ignored, reduction="sum") / num_items_tensor.clamp(min=1).double()
-    ),
     # Means over what counts.
     "cross entropy": lambda n, x, o, y: F.cross_entropy(o, y),
     "ignored": lambda n, x, o, ignored: F.cross_entropy(o, ignored),
@@ -365,13 +362,9 @@ EXACT: dict[str, Callable[..., Any]] = {
         n.tokens(x).square().mean(-1)[:, 1:], token_mask[:, 1:]
     ),
     "mask of labels": lambda n, x, o, y: (rows(o) * (y != 2)).sum() / (y != 2).sum(),
-    "filled": lambda n, x, o, mask: rows(o).masked_fill(mask == 0, 0).sum() / mask.sum(),
     "masked by sample": lambda n, x, o, token_mask: (
         (n.tokens(x).square().mean(-1) * token_mask).sum(1) / (token_mask.sum(1) + 1)
     ).mean(),
-    "concatenated": lambda n, x, o, mask: torch.cat(
-        [masked_mean(rows(o), mask).view(1), masked_mean(o.abs().mean(1), mask).view(1)]
-    ).sum(),
     "selected": lambda n, x, o, real, mask: F.mse_loss(o[mask > 0], real[mask > 0]),
     "selected, holes": lambda n, x, o, real, holes: Masked()(o, real, holes),
     "selected by index": lambda n, x, o, mask: rows(o)[mask.nonzero()[:, 0]].mean(),
@@ -450,6 +443,13 @@ UNCLEAR: dict[str, Callable[..., Any]] = {
         f"sum by {name}": lambda n, x, o, holes, count=count: (rows(o) * holes).sum() / count(holes)
         for name, count in OTHER_DIVISORS.items()
     },
+    "filled": lambda n, x, o, mask: rows(o).masked_fill(mask == 0, 0).sum() / mask.sum(),
+    "concatenated": lambda n, x, o, mask: torch.cat(
+        [masked_mean(rows(o), mask).view(1), masked_mean(o.abs().mean(1), mask).view(1)]
+    ).sum(),
+    "sum by a tensor, floored": lambda n, x, o, ignored, num_items_tensor: (
+        F.cross_entropy(o, ignored, reduction="sum") / num_items_tensor.clamp(min=1).double()
+    ),
     "mean times length": lambda n, x, o, real: F.mse_loss(o, real) * len(x),
     "dice of shares": dice_of_shares,
     "ratios by a number": lambda n, x, o, part: (

@@ -148,7 +148,7 @@ def test_a_metric_in_evaluation_is_told_from_the_loss(gpu0_bsz, size):
         ("sum by a mean", "it is divided by something other than its count"),
         ("sum and mean", "its means and sums have different weights"),
         ("sum and penalty", "a term independent of samples is added to a sum"),
-        ("mean times length", "it is not clear whether its sums add up or are means"),
+        ("mean times length", "the replicas multiply a term by different numbers"),
         ("branch", "the replicas computed it in different ways, such as by a branch"),
         ("balanced cross entropy", "the weights of its classes differ between the devices"),
     ],
@@ -552,11 +552,6 @@ def ignored_rows(n: Net, x: Tensor, o: Tensor, y: Tensor) -> Tensor:
     return functional.cross_entropy(o, y, reduction="none").sum() / (y != -100).sum()
 
 
-def of_entries(n: Net, x: Tensor, o: Tensor, y: Tensor) -> Tensor:
-    mask = y >= 0
-    return (o.square() * mask[:, None]).sum() / (mask.sum() * o.shape[1])
-
-
 @pytest.mark.parametrize("gpu0_bsz", [1, 3])
 @pytest.mark.parametrize("loss", [selected, masked, halved, beside_a_mean])
 def test_a_first_batch_in_which_nothing_is_ignored(loss, gpu0_bsz):
@@ -571,9 +566,8 @@ def test_a_first_batch_in_which_nothing_is_ignored(loss, gpu0_bsz):
     assert is_exact or told
 
 
-@pytest.mark.parametrize("loss", [ignored_rows, of_entries])
-def test_a_count_of_all_entries_is_not_taken_for_good(loss):
-    model, bare = make(loss)
+def test_a_count_of_all_entries_is_not_taken_for_good():
+    model, bare = make(ignored_rows)
     ignored = Y.where(X[:, 0] > 0, -100)
     found = [step(model, bare, True, {"x": X, "y": y}) for y in (Y, Y, ignored)]
     assert found[:2] == [(True, [])] * 2

@@ -35,8 +35,8 @@ class Counted:
         kind: ``"mean"`` or ``"sum"``.
         count: how many targets it is over, or their weight: a number or a 0-dim tensor.
         weight: the weights of classes, or None.
-        compares_samples: whether each target is another row of a square input, as where samples are
-            compared with each other: a 0-dim tensor, or None if the input is not square.
+        target: the targets of a square input, as where samples are compared with each other; or
+            None.
         value: its value, with its graph.
         node: its node in the graph, or None.
         result: the result of torch, without its graph.
@@ -47,11 +47,16 @@ class Counted:
     kind: str
     count: Any
     weight: Tensor | None
-    compares_samples: Tensor | None
+    target: Tensor | None
     value: Tensor
     node: Any
     result: Tensor
     version: int
+
+    def compares_samples(self) -> bool:
+        """Return whether the targets are the rows of a square input. This waits for the device."""
+        rows = [] if self.target is None else self.target.sort().values.tolist()
+        return rows == [*range(len(rows))] != []
 
     def is_(self, tensor: Tensor) -> bool:
         """Return whether a tensor is the result, detached or not."""
@@ -134,7 +139,7 @@ def _counting(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         is_plain = torch._C._functorch.peek_interpreter_stack() is None
         if found is None or reduction not in _KINDS or not is_plain:
             return loss
-        count, compares_samples = _count(input, target, weight, ignore_index)
+        count = _count(target, weight, ignore_index)
         result = loss.detach()
         if reduction == 1 and isinstance(count, Tensor):
             # 0 / 0 if nothing counts, which would hide what else is added to it.
@@ -142,27 +147,23 @@ def _counting(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
             if weight is not None and loss.grad_fn:  # all classes may have the weight 0
                 loss.grad_fn.register_hook(functools.partial(_without_nan, count == 0))
         value = loss.clone()  # the loss may be written to
-        asked = len(found), _KINDS[reduction], count, weight, compares_samples
+        pairs = target if tuple(input.shape) == 2 * tuple(target.shape) else None
+        asked = len(found), _KINDS[reduction], count, weight, pairs
         found.append(Counted(*asked, value, loss.grad_fn, result, _version(loss)))
         return loss
 
     return compute
 
 
-def _count(
-    input: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int
-) -> tuple[int | Tensor, Tensor | None]:
-    """Return the number of targets, or their weight, and whether they are the rows of the input."""
+def _count(target: Tensor, weight: Tensor | None, ignore_index: int) -> int | Tensor:
+    """Return the number of targets that count, or their weight."""
     if target.is_floating_point():  # probabilities of classes: all count
-        return target.numel() // target.shape[min(1, target.dim() - 1)], None
-    is_counted, compares_samples = target != ignore_index, None
-    if input.dim() == 2 and len(input) == input.shape[1]:
-        rows = torch.arange(len(input), device=target.device)
-        compares_samples = (target.sort().values == rows).all()
+        return target.numel() // target.shape[min(1, target.dim() - 1)]
+    is_counted = target != ignore_index
     if weight is None:
-        return is_counted.count_nonzero(), compares_samples
+        return is_counted.count_nonzero()
     weights = weight.detach()[target.where(is_counted, 0).long()]
-    return (weights * is_counted).sum(), compares_samples
+    return (weights * is_counted).sum()
 
 
 def _without_nan(is_empty: Tensor, grad_inputs: Any, grad_outputs: Any) -> Any:

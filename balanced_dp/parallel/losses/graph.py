@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,12 +30,17 @@ from .cross_entropy import Counted
 Edges = Sequence[tuple[Any, int]]
 """For each replica, a node and the number of one of its outputs."""
 
-_KEEPS = re.compile(r"Clone|ToCopy|Alias|(Unsafe)?View|\w*Reshape\w*|(Un)?[sS]queeze")
-"""Operators that keep the entries of a tensor."""
+_KEEPS = re.compile(r"Clone|ToCopy|Alias|(Unsafe)?View|\w*Reshape\w*|(Un)?[sS]queeze|Stack|Cat|Sum")
+"""Operators whose inputs are added up, or that keep the entries of a tensor."""
 
+Pair = tuple[Sequence[int], Sequence[int]]
+"""The shapes of a tensor on two replicas, or their numbers of samples."""
 
-_MASKS = re.compile(rf"Mul|Div|Neg|Sum|Where|MaskedFill|{_KEEPS.pattern}")
-"""Operators that multiply or select entries, and operators that may follow them before a sum."""
+_GOES_ALONG = re.compile(r"(Log)?Softmax|Log[cC]umsumexp|Cum(sum|prod|max|min)|Sort|Flip|Roll")
+"""Operators that compute entries along a dimension from each other, and keep its size."""
+
+_SELECTS = re.compile(r"Select|Slice|Unbind|\w*Split\w*|Index\w*|MaskedSelect")
+"""Operators with which code loops over samples, or selects some of them."""
 
 UNLIKE = "the replicas computed it in different ways, such as by a branch or loop"
 
@@ -51,7 +56,7 @@ class Term:
     Attributes:
         factors: the number that multiplies the term on each replica.
         is_scaled: whether a number or a tensor multiplies or divides it.
-        scales: a tensor of each replica that also multiplies it, computed from parameters.
+        scales: a 0-dim tensor of each replica, computed from parameters, that also multiplies it.
         divisors: a 0-dim tensor of each replica, without a graph, that also divides it.
         kind: ``"mean"``, ``"sum"``, or "" if it does not depend on samples.
         counts: how many entries it reduces on each replica: numbers, or 0-dim tensors.
@@ -68,23 +73,13 @@ class Term:
     nodes: Sequence[Any] = ()
     own: Sequence[Counted] = ()
 
-    def times(self, *numbers: float) -> Term:
-        """Return the term multiplied by a number, or by one for each replica."""
-        every = numbers * (len(self.factors) // len(numbers))
-        return replace(self, factors=[a * b for a, b in zip(self.factors, every, strict=True)])
-
-    def values(self) -> list[Tensor]:
-        """Return the values of cross entropies, times their factors."""
-        scales: Sequence[Any] = self.scales or [1] * len(self.own)
-        parts = zip(self.own, self.factors, scales, strict=True)
-        return [own.value * factor * scale for own, factor, scale in parts]
+    def times(self, numbers: Sequence[float]) -> Term:
+        """Return the term multiplied by a number on each replica."""
+        return replace(self, factors=[a * b for a, b in zip(self.factors, numbers, strict=True)])
 
 
 def terms_of(
-    losses: Sequence[Tensor],
-    sizes: Sequence[int],
-    dim: int,
-    counted: Mapping[Any, Counted],
+    losses: Sequence[Tensor], sizes: Sequence[int], dim: int, counted: Mapping[Any, Counted]
 ) -> list[Term]:
     """Return the terms of which a loss is the sum.
 
@@ -106,12 +101,16 @@ def terms_of(
         while stack:
             edges, term = stack.pop()
             nodes = [node for node, _ in edges]
-            if len({_form(node) for node in nodes}) > 1:
-                raise UnclearError(UNLIKE)
-            if None in nodes or _are_one(nodes):
+            if None in nodes or _are_of_no_sample(nodes):
                 found.append(term)
+            elif len({operator_name(node) for node in nodes}) > 1:
+                raise UnclearError(UNLIKE)
             elif all(node in counted for node in nodes):
-                found.append(of_counted([counted[node] for node in nodes], term))
+                own = [counted[node] for node in nodes]
+                if len({one.position for one in own}) > 1:
+                    raise UnclearError(UNLIKE)
+                counts = [one.count for one in own]
+                found.append(replace(term, kind=own[0].kind, counts=counts, own=own))
             elif counts := _counts(edges, sizes, dim):
                 found.append(replace(term, kind=_kind_of(nodes[0]), counts=counts, nodes=nodes))
             else:
@@ -122,22 +121,6 @@ def terms_of(
                         raise
                     found.append(term)
     return found
-
-
-def _form(node: Any) -> str | None:
-    """Return the form of a node, to compare the replicas."""
-    return node and ("weight" if is_parameter(node) else operator_name(node))
-
-
-def of_counted(own: Sequence[Counted], term: Term) -> Term:
-    """Return a term that is a cross entropy of each replica.
-
-    Raises:
-        UnclearError: it is not the same one on each.
-    """
-    if len({one.position for one in own}) > 1:
-        raise UnclearError(UNLIKE)
-    return replace(term, kind=own[0].kind, own=own)
 
 
 def _counts(edges: Edges, sizes: Sequence[int], dim: int) -> list[int]:
@@ -180,7 +163,7 @@ def _is_of_weights(edges: Edges, sizes: Sequence[int], dim: int) -> bool:
     while stack:
         edges = stack.pop()
         nodes = [node for node, _ in edges]
-        if nodes[0] in seen or _are_one(nodes) or any(map(is_parameter, nodes)):
+        if nodes[0] in seen or _are_of_no_sample(nodes):
             continue
         seen.add(nodes[0])
         inputs = list(zip(*(node.next_functions for node in nodes), strict=False))
@@ -196,9 +179,15 @@ def _is_of_weights(edges: Edges, sizes: Sequence[int], dim: int) -> bool:
     return True
 
 
-def _are_one(nodes: Sequence[Any]) -> bool:
-    """Return whether the replicas share a node, such as a loss that was joined before."""
-    return nodes.count(nodes[0]) == len(nodes)
+def _is_scale(edges: Edges, sizes: Sequence[int], dim: int) -> bool:
+    """Return whether a value is a number that is computed from parameters."""
+    is_number = edges[0][0] is not None and not shape_of(*edges[0])
+    return is_number and _is_of_weights(edges, sizes, dim)
+
+
+def _are_of_no_sample(nodes: Sequence[Any]) -> bool:
+    """Return whether nodes are parameters, or one that the replicas share."""
+    return nodes.count(nodes[0]) == len(nodes) or all(map(is_parameter, nodes))
 
 
 def _kind_of(node: Any) -> str:
@@ -207,13 +196,12 @@ def _kind_of(node: Any) -> str:
     kind = ("", "mean", "sum")[getattr(node, "_saved_reduction", 0)]
     if name in ("Mean", "Sum"):
         kind = name.lower()
-    if name == "Squeeze":
-        raise UnclearError(
-            "squeeze() removes the batch dimension of a chunk of one sample, use squeeze(-1)"
-        )
     # A cross entropy that was not counted is over an unknown number of targets.
     if not kind or hasattr(node, "_saved_ignore_index"):
-        raise UnclearError(f"it uses {name}, which is neither a mean nor a sum over samples")
+        raise UnclearError(
+            f"it uses {name}, which is neither a mean nor a sum over samples"
+            + " (of a row, use squeeze(-1))" * (name == "Squeeze")
+        )
     return kind
 
 
@@ -225,37 +213,57 @@ def _inputs(
     if len({len(node.next_functions) for node in nodes}) > 1:
         raise UnclearError(UNLIKE)
     inputs: list[Edges] = list(zip(*(node.next_functions for node in nodes), strict=True))
-    if name in ("Stack", "Cat", "Sum") or _KEEPS.fullmatch(name):
-        return [(edges, term) for edges in inputs]
-    if name == "Neg":
-        return [(inputs[0], term.times(-1))]
-    if name == "Mean":
-        share = math.prod(shape_of(nodes[0])) / (math.prod(shape_of(*inputs[0][0])) or 1)
-        return [(inputs[0], term.times(share))]
-    if name not in ("Add", "Sub", "Rsub", "Mul", "Div"):
-        raise UnclearError(f"it uses {name} on means or sums")
-    num_entries = math.prod(shape_of(nodes[0]))
-    if any(c and math.prod(shape_of(c, i)) != num_entries for c, i in nodes[0].next_functions):
-        raise UnclearError(f"it uses {name} of tensors that differ in size")
     if name in ("Add", "Sub", "Rsub"):
-        scaled = term.times(getattr(nodes[0], "_saved_alpha", 1) * (1 if name == "Add" else -1))
-        terms = (scaled, term) if name == "Rsub" else (term, scaled)
-        return list(zip(inputs, terms, strict=False))
-    if name == "Mul" and all(edges[0][0] for edges in inputs) and num_entries == 1:
-        for value, scale, saved in ((0, 1, "_saved_other"), (1, 0, "_saved_self")):
-            if _is_of_weights(inputs[scale], sizes, dim) and not term.scales:
-                scales = [getattr(node, saved).reshape(()) for node in nodes]
-                return [(inputs[value], replace(term, is_scaled=True, scales=scales))]
-    if [bool(edges[0][0]) for edges in inputs] == [True, False]:
+        num_entries = math.prod(shape_of(nodes[0]))
+        if any(c and math.prod(shape_of(c, i)) != num_entries for c, i in nodes[0].next_functions):
+            raise UnclearError(f"it uses {name} of tensors that differ in size")
+        alpha = getattr(nodes[0], "_saved_alpha", 1) * (1 if name == "Add" else -1)
+        scaled = term.times([alpha] * len(nodes))
+        return list(zip(inputs, (scaled, term) if name == "Rsub" else (term, scaled), strict=False))
+    if name in ("Mul", "Div"):
+        term = replace(term, is_scaled=True)
         others = [node._saved_other for node in nodes]
-        if all(map(_is_number, others)):
-            numbers = [float(other) for other in others]
-            inverse = [1 / (number or math.nan) for number in numbers]
-            scaled = term.times(*(numbers if name == "Mul" else inverse))
-            return [(inputs[0], replace(scaled, is_scaled=True))]
-        if name == "Div" and not term.divisors and all(other.numel() == 1 for other in others):
-            return [(inputs[0], replace(term, is_scaled=True, divisors=others))]
-    raise UnclearError(f"it uses {name}, but not by a number")
+        if name == "Div" and not term.divisors and all(map(_is_divisor, others)):
+            return [(inputs[0], replace(term, divisors=others))]
+    if name == "Mul":
+        for value, scale, saved in ((0, 1, "_saved_other"), (1, 0, "_saved_self")):
+            if not term.scales and _is_scale(inputs[scale], sizes, dim):
+                scales = [getattr(node, saved) for node in nodes]
+                return [(inputs[value], replace(term, scales=scales))]
+    term = term.times([_number_of(node) for node in nodes])
+    return [(edges, term) for edges in inputs if edges[0][0]]
+
+
+def _number_of(node: Any) -> float:
+    """Return the number by which an operator multiplies its inputs."""
+    name = operator_name(node)
+    if name in ("Mul", "Div"):
+        if not _is_number(node._saved_other):
+            raise UnclearError(f"it uses {name}, but not by a number")
+        number = float(node._saved_other)
+        return number if name == "Mul" else 1 / (number or math.nan)
+    if name == "Mean":
+        return math.prod(shape_of(node)) / (math.prod(shape_of(*node.next_functions[0])) or 1)
+    if name != "Neg" and not _KEEPS.fullmatch(name):
+        raise UnclearError(f"it uses {name} on means or sums")
+    return -1.0 if name == "Neg" else 1.0
+
+
+def masks_behind(nodes: Sequence[Any], sizes: Sequence[int], dim: int) -> list[Tensor]:
+    """Return the tensor of samples that multiplies or selects the entries of a sum, if any."""
+    masks = []
+    for node in nodes:
+        behind, _ = node.next_functions[0]
+        saved = [getattr(behind, f"_saved_{name}", None) for name in ("other", "self", "condition")]
+        masks += [one for one in saved if isinstance(one, Tensor) and not one.requires_grad][:1]
+    shapes = [mask.shape for mask in masks]
+    return masks if len(masks) == len(sizes) and _have_samples(shapes, sizes, dim) else []
+
+
+def _is_divisor(saved: object) -> bool:
+    """Return whether autograd saved a number of a device, which has no graph."""
+    is_one = isinstance(saved, Tensor) and saved.numel() == 1 and not saved.requires_grad
+    return is_one and not _is_number(saved)
 
 
 def _is_number(saved: object) -> bool:
@@ -266,39 +274,9 @@ def _is_number(saved: object) -> bool:
     return torch.result_type(saved, torch.ones((), dtype=dtype)) == dtype
 
 
-def masks_behind(nodes: Sequence[Any], sizes: Sequence[int], dim: int) -> list[list[Tensor]]:
-    """Return tensors of samples that multiply or select the entries of a sum on each replica."""
-    found = list(zip(*map(_masks_behind, nodes), strict=False))
-    return [[*own] for own in found if _have_samples([m.shape for m in own], sizes, dim)]
-
-
-def _masks_behind(node: Any) -> list[Tensor]:
-    masks = []
-    while inputs := [child for child, _ in node.next_functions if child is not None]:
-        node = inputs[0]
-        if len(inputs) > 1 or not _MASKS.fullmatch(operator_name(node)):
-            break
-        saved = [getattr(node, f"_saved_{name}", None) for name in ("self", "other", "condition")]
-        masks += [one for one in saved if isinstance(one, Tensor) and not one.requires_grad]
-        if hasattr(node, "_saved_mask"):
-            masks.append(~node._saved_mask)
-    return masks
-
-
-def storage_of(tensor: Tensor) -> tuple[Any, ...]:
-    """Return the storage and shape of a tensor, to find tensors of the same entries."""
-    storage = tensor.untyped_storage()._cdata, tensor.storage_offset()
-    return *storage, tuple(tensor.shape), tensor.stride()
-
-
 def are_equal(numbers: Sequence[float]) -> bool:
     """Return whether numbers differ by no more than rounding."""
     return all(math.isclose(number, numbers[0], rel_tol=1e-9) for number in numbers)
-
-
-def are_ones(numbers: Sequence[float]) -> bool:
-    """Return whether numbers are 1 or -1, all but for rounding."""
-    return are_equal([*map(abs, numbers), 1.0])
 
 
 def shape_of(node: Any, number: int = 0) -> Sequence[int]:
@@ -315,3 +293,67 @@ def operator_name(node: Any) -> str:
 def is_parameter(node: Any) -> bool:
     """Return whether a node stands for a parameter, or its copies on a device."""
     return node.name().endswith("AccumulateGrad") or isinstance(node, Broadcast._backward_cls)
+
+
+def how_samples_mix(outputs: Iterable[tuple[Tensor, Tensor]], sizes: Sequence[int]) -> str:
+    """Return how samples of a chunk are computed from each other, or "" if nothing shows it.
+
+    Args:
+        outputs: pairs of outputs with a graph of two replicas.
+        sizes: their numbers of samples, which differ.
+    """
+    seen = set[Any]()
+    # Up to its reductions, which are joined, a loss has the same shapes on both.
+    stack: list[Any] = [
+        ((one.grad_fn, other.grad_fn), (one.shape, other.shape), one.shape == other.shape)
+        for one, other in outputs
+    ]
+    with looking_at_nodes:
+        while stack:
+            (node, other), shapes, is_loss = stack.pop()
+            if node in seen or type(node) is not type(other) or is_parameter(node):
+                continue
+            seen.add(node)
+            is_loss = is_loss and shapes[0] == shapes[1]
+            inputs: list[Pair] = []
+            for a, b in zip(node.next_functions, other.next_functions, strict=False):
+                if a[0] is not None and b[0] is not None:
+                    inputs.append((shape_of(*a), shape_of(*b)))
+                    stack.append(((a[0], b[0]), inputs[-1], is_loss))
+            is_custom = isinstance(node, BackwardCFunction) or node.name() == "CopySlices"
+            how = "" if is_custom else _mixes(node, shapes, inputs, sizes, is_loss)
+            if how:
+                return f"{operator_name(node)} {how}"
+    return ""
+
+
+def _mixes(
+    node: Any, shapes: Pair, inputs: Sequence[Pair], sizes: Sequence[int], is_loss: bool
+) -> str:
+    """Return how an operator computes samples from each other, by its shapes on two replicas."""
+    (one, other), (n, m) = shapes, sizes
+    name = operator_name(node)
+    if one != other:
+        pairs = (n * n, m * m), (n * (n - 1), m * (m - 1)), (n * (n - 1) // 2, m * (m - 1) // 2)
+        if len(_axes(shapes, sizes)) > 1 or any(p in pairs for p in zip(one, other, strict=False)):
+            return "computes a number for each pair of samples"
+    elif is_loss:
+        return ""
+    elif any(_axes(pair, sizes) for pair in inputs) and not _SELECTS.fullmatch(name):
+        return "reduces the samples of each chunk"
+    dims = getattr(node, "_saved_dim", getattr(node, "_saved_dims", None))
+    if dims is not None and _GOES_ALONG.fullmatch(name):
+        along = {axis for pair in inputs for axis in _axes(pair, sizes)}
+        for dim in dims if isinstance(dims, tuple) else (dims,):
+            # torch reports negative ones as unsigned numbers.
+            if (dim - 2**64 * (dim >= 2**63)) % len(one) in along:
+                return "goes along the samples of each chunk"
+    return ""
+
+
+def _axes(shapes: Pair, sizes: Sequence[int]) -> list[int]:
+    """Return the dimensions whose sizes follow the numbers of samples."""
+    (one, other), (n, m) = shapes, sizes
+    if one == other or len(one) != len(other):
+        return []
+    return [d for d, (a, b) in enumerate(zip(one, other, strict=True)) if a != b and a * m == b * n]

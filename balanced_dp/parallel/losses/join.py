@@ -20,8 +20,9 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import isclose
 from numbers import Real
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -31,52 +32,35 @@ from ...errors import warn
 from .. import nested
 from ..nested import Arguments, described
 from .cross_entropy import Counted, counting
-from .graph import (
-    Term,
-    UnclearError,
-    are_equal,
-    are_ones,
-    masks_behind,
-    of_counted,
-    storage_of,
-    terms_of,
-)
-from .loss_weight import weight_of_chunk
-from .mixing import how_samples_mix
-from .weights import Tensors, ignore_if_empty, total, weighted_mean
+from .graph import Term, UnclearError, are_equal, how_samples_mix, masks_behind, terms_of
+from .weights import Tensors, ignore_if_empty, total, weight_of_chunk, weighted_mean
 
+Weights = Sequence[Any] | None
+"""The weight of each replica in a mean, a number or a 0-dim tensor; None for sums, which add up."""
 
-class Weights(NamedTuple):
-    """The weights of the replicas in a mean. Two with the same ``by`` are equal.
+Own = Sequence[tuple[int, float, Sequence[Tensor]]]
+"""Positions of cross entropies, the number that multiplies each, and ``Term.scales``."""
 
-    Attributes:
-        by: a key of the quantity that weights the mean.
-        values: the weight of each replica: numbers, or 0-dim tensors.
-        if_empty: the weight of each replica if all values are 0.
-        kept: tensors that must live as long as ``by`` is compared.
-    """
-
-    by: tuple[Any, ...]
-    values: Sequence[Any] = ()
-    if_empty: float = math.nan
-    kept: Any = None
-
-
-SAMPLES = ("samples",)
-"""``Weights.by`` of a mean over all samples, weighted by the chunk sizes."""
-
-ARGUMENT = -1
-"""Instead of the index of a count: a sum is divided by an argument of the call."""
-
-SUM = Weights(("sum",))
-"""Terms of sums have no weights: they add up."""
+SAMPLES, SUM = "samples", "sum"
+"""The bases of rules: a mean weighted by chunk size, and a sum."""
 
 _REMEDY = (
     "Return its parts as outputs of their own and combine them outside, compute it outside from "
     "gathered outputs, or give loss_weight or scalar_outputs"
 )
-Plan = tuple[Weights, list[tuple[Term, Weights]]]
-"""The weights of a loss, and the cross entropies in it that have weights of their own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """How a loss is joined: its cross entropies by their counts, the rest as the base says.
+
+    Attributes:
+        base: ``SAMPLES``, ``SUM``, or a key of weights that only the graph of a call tells.
+        own: the cross entropies that are means.
+    """
+
+    base: Any
+    own: Own = ()
 
 
 @dataclass(slots=True, eq=False)
@@ -84,16 +68,16 @@ class OutputHistory:
     """The findings of earlier calls of a model about its outputs.
 
     Attributes:
-        rules: how losses are joined, by the function and the path of the output; or the reason
-            why that is not known.
-        divided: which of its counts a sum is divided by, or ``ARGUMENT``, or None.
+        rules: how losses were joined in the last call with gradients, by the function and the path
+            of the output, and the form of that call; or the reason why that is not known.
+        divided: whether a sum in an output is divided by its count.
         looked_at: functions whose graph was searched for samples that mix, and outputs whose
             cross entropies were asked whether they compare samples.
         warned: the outputs, as a warning calls them, and names of inputs that were warned of.
     """
 
-    rules: dict[Any, Rule | str] = field(default_factory=dict)
-    divided: dict[Any, int | None] = field(default_factory=dict)
+    rules: dict[Any, tuple[Rule | str, Any]] = field(default_factory=dict)
+    divided: dict[Any, bool] = field(default_factory=dict)
     looked_at: set[Any] = field(default_factory=set)
     warned: set[str] = field(default_factory=set)
 
@@ -108,22 +92,6 @@ class OutputHistory:
                 f"{what} may differ from its value for the whole batch: {reason}. {remedy}; "
                 "model.check(batch) shows by how much"
             )
-
-
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """How a loss was joined in the last call with gradients.
-
-    Attributes:
-        base: ``Weights.by`` of the loss without ``own``.
-        own: the position, the factor and ``Weights.by`` of each cross entropy that has weights of
-            its own.
-        form: the ``ChunkLosses.form`` of the call; the rule holds for calls with the same.
-    """
-
-    base: tuple[Any, ...]
-    own: Sequence[tuple[int, float, tuple[Any, ...]]]
-    form: Any
 
 
 @dataclass(slots=True, eq=False)
@@ -175,40 +143,55 @@ class ChunkLosses:
                     ignore_if_empty(term.nodes, given)
         if given or not self.counted or is_symbolic(outputs[0].device):
             return weighted_mean(outputs, given or sizes, device)
+        pairs = zip(self.counted, outputs, strict=True)
+        same = [one for counted, output in pairs for one in counted if one.is_(output)]
+        if len(same) == len(outputs) and len({one.position for one in same}) == 1:
+            self._check_counted(same[0].position, name)
+            counts = [one.count for one in same]
+            return _joined(outputs, counts if same[0].kind == "mean" else None, device)
         try:
-            base, own = self._plan(outputs, name)
+            weights, own = self._plan(outputs, name)
         except UnclearError as error:
             self.history.warn(self.described(name), str(error))
             return weighted_mean(outputs, sizes, device)
         parts = []
-        for term, weights in own:
-            values = term.values()
+        for position, factor, scales in own:
+            counted = self._counted(position)
+            values = [one.value * factor for one in counted]
+            if scales:
+                values = [value * scale for value, scale in zip(values, scales, strict=True)]
             outputs = [output - value for output, value in zip(outputs, values, strict=True)]
-            parts.append(_joined(values, weights, device))
-        return sum(parts, _joined(outputs, base, device))
+            parts.append(weighted_mean(values, [one.count for one in counted], device))
+        # If nothing counts, a mean may still be 0 / 1.
+        return sum(parts, _joined(outputs, weights, device, if_empty=1))
 
-    def _plan(self, outputs: Tensors, name: str) -> Plan:
-        """Return how an output is joined.
+    def _plan(self, outputs: Tensors, name: str) -> tuple[Weights, Own]:
+        """Return the weights of an output, None if it adds up, and its cross entropies.
 
         Raises:
             UnclearError: it is not known.
         """
-        pairs = zip(self.counted, outputs, strict=True)
-        own = [one for found, output in pairs for one in found if one.is_(output)]
-        if len(own) == len(outputs) and len({one.position for one in own}) == 1:
-            self._check_counted(own, name)
-            return self._weights_by(("counted", own[0].position)), []
         key = self._code, name
-        if not torch.is_grad_enabled():
-            rule = self.history.rules.get(key)
-            return self._plan_by_rule(rule) if rule else self._plan_by_value(outputs, key)
-        try:
-            return self._plan_by_graph(outputs, key)
-        except UnclearError as error:
-            self.history.rules[key] = str(error)
-            raise
+        if torch.is_grad_enabled():
+            try:
+                found, weights = self._rule_by_graph(outputs, key)
+            except UnclearError as error:
+                self.history.rules[key] = str(error), None
+                raise
+            self.history.rules[key] = found, self.form
+            for position, *_ in found.own:
+                self._check_counted(position, name)
+            return weights, found.own
+        rule, form = self.history.rules.get(key) or (self._rule_by_value(outputs, key), self.form)
+        if isinstance(rule, str):
+            raise UnclearError(rule)
+        if form != self.form:
+            raise UnclearError("without gradients it has other arguments, or other cross entropies")
+        if rule.base not in (SAMPLES, SUM):
+            raise UnclearError("without gradients its counts or factors are not known")
+        return (self.chunk_sizes if rule.base == SAMPLES else None), rule.own
 
-    def _plan_by_value(self, outputs: Tensors, key: Any) -> Plan:
+    def _rule_by_value(self, outputs: Tensors, key: Any) -> Rule:
         """Return how a multiple of a cross entropy is joined. This waits for the device.
 
         The loss of transformers is one, divided by ``num_items_in_batch``, and a Trainer may
@@ -218,60 +201,106 @@ class ChunkLosses:
             own = self._counted(position)
             pairs = zip(outputs, own, strict=True)
             factors = [float(output) / (float(one.value) or math.nan) for output, one in pairs]
-            if factors[0] and all(math.isclose(f, factors[0], rel_tol=1e-6) for f in factors):
-                term = Term(factors[:1] * len(own), is_scaled=True)
-                return self._weights_of((key, position), of_counted(own, term)), []
+            if factors[0] and all(isclose(f, factors[0], rel_tol=1e-6) for f in factors):
+                if own[0].kind == "mean":
+                    return Rule(SAMPLES, [(position, factors[0], ())])
+                counts = [one.count for one in own]
+                same = factors[:1] * len(own)
+                term = Term(same, is_scaled=True, kind="sum", counts=counts, own=own)
+                return Rule(self._base_of_sum(term, (key, position))[0])
         raise UnclearError(
             "no call with gradients has shown how it is computed (of a row, use squeeze(-1))"
         )
 
-    def _plan_by_rule(self, rule: Rule | str) -> Plan:
-        """Return how an output is joined as in the last call with gradients."""
-        if isinstance(rule, str):
-            raise UnclearError(rule)
-        if rule.form != self.form:
-            raise UnclearError("without gradients it has other arguments, or other cross entropies")
-        start = [1.0] * len(self.counted)
-        own = [
-            (of_counted(self._counted(i), Term(start).times(factor)), self._weights_by(by))
-            for i, factor, by in rule.own
-        ]
-        return self._weights_by(rule.base), own
+    def _rule_by_graph(self, outputs: Tensors, key: Any) -> tuple[Rule, Weights]:
+        """Return how an output is joined, and the weights of its base in this call.
 
-    def _plan_by_graph(self, outputs: Tensors, key: Any) -> Plan:
+        Raises:
+            UnclearError: it is not known.
+        """
         nodes = {one.node: one for found in self.counted for one in found if one.node}
         sizes = self.chunk_sizes or ()
         terms = terms_of(outputs, sizes, self.dim, nodes)
-        known = [
-            (term, self._weights_of((key, len(terms), i), term))
-            for i, term in enumerate(terms)
-            if term.kind
-        ]
-        if not known:
-            raise UnclearError("no mean or sum over samples was found in it")
-        free = {weights.by: weights for term, weights in known if not term.own or term.divisors}
-        base = self._weights_by(SAMPLES) if len(terms) > 1 else known[0][1]
-        base = free.popitem()[1] if free else base
-        own = [(term, weights) for term, weights in known if weights.by != base.by]
-        if free or not all(are_equal(term.factors) for term, _ in own):
+        own, bases = [], dict[Any, Weights]()
+        for i, term in enumerate(terms):
+            if term.kind == "sum":
+                bases.update([self._base_of_sum(term, (key, len(terms), i))])
+            elif (
+                term.divisors
+                or not are_equal(term.factors)
+                or (not term.kind and self._are_means(term, sizes))
+            ):
+                raise UnclearError("the replicas multiply a term by different numbers")
+            elif term.own:
+                own.append((term.own[0].position, term.factors[0], term.scales))
+            elif term.kind:
+                bases.update([self._base_of_mean(term.counts)])
+        if len(bases) > 1:
             raise UnclearError("its means and sums have different weights")
-        for term in terms:
-            if not term.kind and base == SUM:
-                raise UnclearError("a term independent of samples is added to a sum")
-            if not term.kind and (term.divisors or not _is_constant(term, sizes)):
-                raise UnclearError("a term independent of samples is divided by a dependent one")
-        for term, weights in known:
-            if weights.by[0] == "divided":
-                ignore_if_empty(term.nodes, weights.values)
-            if term.own:
-                self._check_counted(term.own, key[1])
-        has_scales = any(term.scales for term, _ in own)
-        self.history.rules[key] = Rule(
-            ("scaled",) if has_scales else base.by,
-            [(term.own[0].position, term.factors[0], weights.by) for term, weights in own],
-            self.form,
+        if not (bases or own):
+            raise UnclearError("no mean or sum over samples was found in it")
+        if SUM in bases and not all(term.kind for term in terms):
+            raise UnclearError("a term independent of samples is added to a sum")
+        base, weights = bases.popitem() if bases else (SAMPLES, sizes)
+        is_scaled = any(scales for _, _, scales in own)
+        return Rule("scaled" if is_scaled else base, own), weights
+
+    def _base_of_mean(self, counts: Sequence[int]) -> tuple[Any, Weights]:
+        """Return the base and the weights of a mean over so many entries."""
+        sizes = self.chunk_sizes or ()
+        if are_equal([count / size for count, size in zip(counts, sizes, strict=True)]):
+            return SAMPLES, sizes
+        return ("entries", *counts), counts
+
+    def _base_of_sum(self, term: Term, place: Any) -> tuple[Any, Weights]:
+        """Return the base and the weights of a sum, which is a mean if its count divides it.
+
+        Raises:
+            UnclearError: it is divided by something else.
+        """
+        sizes, factors = self.chunk_sizes or (), term.factors
+        is_even = len(set(sizes)) == 1
+        if not term.is_scaled:
+            return SUM, None
+        if not term.divisors:
+            for numbers in [sizes] if term.own else [sizes, term.counts]:
+                if self._are_means(term, numbers):
+                    return self._base_of_mean(numbers)
+            if are_equal(factors) and not is_even:
+                return SUM, None
+        divisors: Sequence[Any] = term.divisors or [1 / (factor or math.nan) for factor in factors]
+        if are_equal(factors) and self._is_argument(divisors):
+            return SUM, None
+        masks = masks_behind(term.nodes, sizes, self.dim)
+        counts: Sequence[Any] = [mask.sum() for mask in masks] or term.counts
+        place, divided = (place, self.form), self.history.divided
+        if place not in divided:  # the first call waits for the devices
+            pairs = [(float(d), float(n)) for d, n in zip(divisors, counts, strict=True)]
+            # A count of 0 may have been replaced by 1.
+            fits = all(isclose(d, n, rel_tol=1e-6) or (d == 1 and not n) for d, n in pairs)
+            if fits and not masks and not term.own:
+                return self._base_of_mean(counts)
+            if not fits or any(n for _, n in pairs):
+                divided[place] = fits
+        if not divided.get(place, True):
+            raise UnclearError("it is divided by something other than its count")
+        ignore_if_empty(term.nodes, counts)
+        return ("counts", place), counts
+
+    def _are_means(self, term: Term, counts: Sequence[int]) -> bool:
+        """Return whether numbers divide a term by these counts."""
+        products = [f * n for f, n in zip(term.factors, counts, strict=True) if n]
+        # In chunks of one size, other constants have the same effect.
+        is_even = len(set(self.chunk_sizes or ())) == 1
+        return term.is_scaled and are_equal([1, *map(abs, products)] if is_even else products)
+
+    def _is_argument(self, divisors: Sequence[Any]) -> bool:
+        """Return whether divisors are an argument of the call, as ``num_items_in_batch`` is."""
+        leaves = [nested.leaves([*args, *kwargs.values()]) for args, kwargs in self.arguments]
+        return any(
+            all(_is_same(divisor, leaf) for divisor, (_, leaf) in zip(divisors, own, strict=True))
+            for own in zip(*leaves, strict=False)
         )
-        return base, own
 
     @property
     def form(self) -> Any:
@@ -280,118 +309,26 @@ class ChunkLosses:
         given = frozenset(name for name, value in kwargs.items() if value is not None)
         return len(args), given, len(self.counted[0])
 
-    def _weights_by(self, by: tuple[Any, ...]) -> Weights:
-        """Return weights in this call.
-
-        Raises:
-            UnclearError: only the graph tells them.
-        """
-        if by == SAMPLES:
-            return Weights(by, self.chunk_sizes or ())
-        if by[0] == "counted":
-            own = self._counted(by[1])
-            return SUM if own[0].kind == "sum" else Weights(by, [one.count for one in own])
-        if by != SUM.by:
-            raise UnclearError("without gradients its counts or factors are not known")
-        return SUM
-
-    def _weights_of(self, place: Any, term: Term) -> Weights:
-        """Return the weights that join a term of the replicas to the term of the batch.
-
-        Raises:
-            UnclearError: it is not known.
-        """
-        sizes, factors = self.chunk_sizes or (), term.factors
-        known = [self._weights_by(SAMPLES)]
-        if not term.own:
-            known.append(Weights(("entries", *term.counts), term.counts))
-        if term.kind == "mean" and are_equal(factors) and not term.divisors:
-            if term.own:
-                return self._weights_by(("counted", term.own[0].position))
-            return known[not self._are_of_samples(term.counts)]
-        place = place, self.form
-        if term.kind == "sum" and not term.divisors and self.history.divided.get(place) is None:
-            # It may be divided by the number of samples or entries. In an even split only its value
-            # tells that from a number that is the same for all chunks.
-            is_even = len(set(sizes)) == 1
-            fits = are_ones if is_even else are_equal
-            pairs = [
-                (w, [f * n for f, n in zip(factors, w.values, strict=True) if n]) for w in known
-            ]
-            means = [weights for weights, numbers in pairs if term.is_scaled and fits(numbers)]
-            is_plain = are_ones(factors) and not term.is_scaled
-            if bool(means) != (is_plain if is_even else are_equal(factors)):
-                return means[0] if means else SUM
-        if term.kind == "sum" and term.is_scaled and not term.scales:
-            return self._weights_of_divided(place, term)
-        raise UnclearError("it is not clear whether its sums add up or are means")
-
-    def _weights_of_divided(self, place: Any, term: Term) -> Weights:
-        """Return the weights of a sum that is divided by its count, or by an argument.
-
-        A mean is weighted by the divisor of its sum, which is the sum of a mask or the number of
-        entries. The first call waits to read divisors, to tell means from sums.
-
-        Raises:
-            UnclearError: it is divided by something else.
-        """
-        divisors: Sequence[Any] = term.divisors or [abs(1 / (f or math.nan)) for f in term.factors]
-        masks = masks_behind(term.nodes, self.chunk_sizes or (), self.dim)
-        counts: list[Sequence[Any]] = [[mask.sum() for mask in own] for own in masks]
-        counts.append([one.count for one in term.own] or term.counts)
-        divided = self.history.divided
-        if place not in divided and (not term.divisors or are_equal(term.factors)):
-            numbers = [float(divisor) for divisor in divisors]
-            fits = [i for i, own in enumerate(counts) if _are_counts(numbers, own)]
-            if fits == [len(masks)] and self._are_of_samples(counts[-1]):
-                return self._weights_by(SAMPLES)  # so far: what is left out may be 0 in the sum
-            if numbers[0] != 1:
-                fits += [ARGUMENT for own in self._number_arguments() if _are_counts(numbers, own)]
-            if fits or not {0, 1} & {*numbers}:  # or what is clamped may be a count
-                divided[place] = fits[0] if fits else None
-        i = divided.get(place)
-        if i == ARGUMENT:
-            return SUM
-        if i is None:
-            raise UnclearError("it is divided by something other than its count")
-        what = [*map(storage_of, masks[i])] if i < len(masks) else place
-        found = counts[i] if i < len(counts) else divisors
-        values = [d * (n != 0) for d, n in zip(divisors, found, strict=True)]  # 1 if clamped
-        return Weights(("divided", str(what)), values, if_empty=1, kept=masks)
-
-    def _are_of_samples(self, counts: Sequence[Any]) -> bool:
-        """Return whether replicas count the same for each sample; no if that would wait."""
-        pairs = zip(counts, self.chunk_sizes or (), strict=True)
-        return not isinstance(counts[0], Tensor) and are_equal([n / m for n, m in pairs])
-
-    def _number_arguments(self) -> Iterator[Sequence[Any]]:
-        """Return each argument of the replicas that is a number."""
-        numbers = [
-            [leaf for _, leaf in nested.leaves([*args, *kwargs.values()]) if _is_number(leaf)]
-            for args, kwargs in self.arguments
-        ]
-        return zip(*numbers, strict=False)
-
     def _counted(self, position: int) -> list[Counted]:
         """Return the cross entropy of each replica at a position."""
         if any(len(own) <= position for own in self.counted):
             raise UnclearError("it is not computed in the same way as before")
         return [own[position] for own in self.counted]
 
-    def _check_counted(self, own: Sequence[Counted], name: str) -> None:
+    def _check_counted(self, position: int, name: str) -> None:
         """Warn if a cross entropy is not over samples one by one. The first call waits for that."""
-        key = "counted", self._code, name, own[0].position
+        key = "counted", self._code, name, position
         if key in self.history.looked_at:
             return
         self.history.looked_at.add(key)
-        weights = [one.weight.cpu() for one in own if one.weight is not None]
-        if any(not torch.equal(weight, weights[0]) for weight in weights):
+        own, reason = self._counted(position), ""
+        weights = [one.weight.tolist() for one in own if one.weight is not None]
+        if any(weight != weights[0] for weight in weights):
             reason = "the weights of its classes differ between the devices"
-        elif all(one.compares_samples is not None and one.compares_samples for one in own):
+        if all(one.compares_samples() for one in own):
             reason = "its targets are the rows of the chunk, as if samples were compared"
-        else:
-            return
-        self.history.warn(self.described(name), reason)
+        if reason:
+            self.history.warn(self.described(name), reason)
 
     def _given_weights(self, name: str) -> list[Any]:
         """Return the weight of each replica's output by ``loss_weight``, if it gives one."""
@@ -461,30 +398,23 @@ def is_loss(value: object) -> TypeGuard[Tensor]:
     )
 
 
-def _is_constant(term: Term, sizes: Sequence[int]) -> bool:
-    """Return whether a term is the same for all chunks, and not divided by their size."""
-    products = [factor * size for factor, size in zip(term.factors, sizes, strict=True)]
-    return are_equal(term.factors) and not (term.is_scaled and are_ones(products))
+def _is_same(divisor: Any, argument: Any) -> bool:
+    """Return whether a divisor is an argument; two tensors are not read, as that would wait."""
+    if isinstance(argument, Tensor) and isinstance(divisor, Tensor):
+        return bool(divisor.untyped_storage()._cdata == argument.untyped_storage()._cdata)
+    is_number = isinstance(argument, Real) and not isinstance(argument, bool)
+    if isinstance(divisor, Tensor) or not (is_number or _is_single(argument)):
+        return False
+    return isclose(abs(divisor), float(argument), rel_tol=1e-6)
 
 
-def _is_number(argument: object) -> bool:
-    return (isinstance(argument, Real) and not isinstance(argument, bool)) or (
-        isinstance(argument, Tensor) and not argument.dim() and not argument.requires_grad
-    )
+def _is_single(argument: Any) -> bool:
+    return isinstance(argument, Tensor) and not argument.dim() and not argument.requires_grad
 
 
-def _are_counts(divisors: Sequence[Any], counts: Sequence[Any]) -> bool:
-    """Return whether divisors are counts. A count of 0 may have been replaced by 1."""
-    pairs = [
-        (float(divisor), float(count)) for divisor, count in zip(divisors, counts, strict=True)
-    ]
-    return any(count for _, count in pairs) and all(
-        math.isclose(divisor, count or divisor * (divisor in (0, 1)), rel_tol=1e-6)
-        for divisor, count in pairs
-    )
-
-
-def _joined(tensors: Tensors, weights: Weights, device: torch.device) -> Tensor:
-    if weights == SUM:
+def _joined(
+    tensors: Tensors, weights: Weights, device: torch.device, if_empty: float = math.nan
+) -> Tensor:
+    if weights is None:
         return total(tensors, device)
-    return weighted_mean(tensors, weights.values, device, weights.if_empty)
+    return weighted_mean(tensors, weights, device, if_empty)
