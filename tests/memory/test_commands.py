@@ -13,7 +13,7 @@ import torch
 
 from balanced_dp.cli.commands import main
 
-from .conftest import A100, GIB, H100, LOST, NOT_LOADED, USED, UUIDS
+from .conftest import A100, GIB, H100, LOST, NO_LIBRARY, NO_PERMISSION, NOT_LOADED, USED, UUIDS
 
 
 @pytest.fixture
@@ -68,12 +68,20 @@ def test_json_is_the_snapshot(driver, probe):
     assert record["devices"][0]["label"] == "gpu:0"
 
 
-@pytest.mark.parametrize("options", [(), ("--json", "-"), ("--watch", "1")])
-def test_one_line_where_nvml_does_not_answer(driver, probe, options):
-    driver.init_error = NOT_LOADED
+@pytest.mark.parametrize(
+    ("options", "error", "reason"),
+    [
+        ((), NO_LIBRARY, "NVML Shared Library Not Found"),
+        (("--json", "-"), NOT_LOADED, "Driver Not Loaded"),
+        (("--watch", "1"), NO_PERMISSION, "Insufficient Permissions"),
+    ],
+)
+def test_one_line_where_nvml_does_not_start(driver, probe, options, error, reason):
+    driver.init_error = error
     exit_code, output, errors = probe(*options)
     assert (exit_code, output, errors.count("\n")) == (1, "", 1)
-    assert errors.startswith("balanced-dp: ") and "NVML failed: Driver Not Loaded" in errors
+    assert errors.startswith("balanced-dp: ")
+    assert f"sees no accelerator, and NVML failed: {reason}" in errors
 
 
 @pytest.mark.usefixtures("one_gpu")
