@@ -6,8 +6,6 @@ import pytest
 import torch
 
 from balanced_dp import (
-    ArgumentError,
-    ArgumentTypeError,
     EmulationError,
     emulate_devices,
     training_devices,
@@ -58,14 +56,3 @@ def test_inside_emulate_devices_they_are_those(as_cuda):
         assert torch.ones(3, device=opened[0]).sum().item() == 3  # they have not ended
         with pytest.raises(EmulationError, match="has 3"), training_devices(4):
             pass
-
-
-@pytest.mark.parametrize("fixture", ["stand_in", "no_accelerator"])
-@pytest.mark.parametrize(
-    ("num_devices", "error"),
-    [*((n, ArgumentError) for n in (0, -1)), *((n, ArgumentTypeError) for n in (True, 2.0, "2"))],
-)
-def test_numbers_that_are_refused(fixture, num_devices, error, request):
-    request.getfixturevalue(fixture)
-    with pytest.raises(error, match=r"at least 1|integer"), training_devices(num_devices):
-        pass

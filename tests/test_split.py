@@ -9,7 +9,7 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from balanced_dp import ArgumentError, ArgumentTypeError, split_batch, split_by_weights
+from balanced_dp import split_batch, split_by_weights
 
 batch_sizes = st.integers(0, 500)
 device_counts = st.integers(1, 16)
@@ -75,33 +75,3 @@ def test_a_cap_keeps_the_others_proportions(batch_size, device_weights, cap):
     assert sizes[0] == min(cap, free[0])
     rest = split_by_weights(batch_size - cap, [0, *device_weights[1:]]) if free[0] > cap else free
     assert sizes[1:] == rest[1:]
-
-
-@pytest.mark.parametrize(
-    ("split", "arguments", "error", "message"),
-    [
-        *(
-            (split_batch, (*before, value, *after), ArgumentTypeError, f"{name} must be an integer")
-            for value in (True, 2.0, "2", None)
-            for name, before, after in (
-                ("batch_size", (), (2, 2)),
-                ("num_devices", (8,), (2,)),
-                ("gpu0_bsz", (8, 2), ()),
-            )
-        ),
-        (split_batch, (-1, 2, 2), ArgumentError, "batch_size must be at least 0, got -1"),
-        (split_batch, (8, 0, 2), ArgumentError, "num_devices must be at least 1, got 0"),
-        (split_batch, (8, 2, -3), ArgumentError, "gpu0_bsz must be at least 0, got -3"),
-        (split_by_weights, (8, [0, 0]), ArgumentError, r"must not all be 0, got \[0, 0\]"),
-        (split_by_weights, (8, []), ArgumentError, r"must not all be 0, got \[\]"),
-        (split_by_weights, (8, [1, -1]), ArgumentError, "at least 0, got -1 for device 1"),
-        (split_by_weights, (8, [1, math.nan]), ArgumentError, "finite .*, got nan for device 1"),
-        (split_by_weights, (8, [1, "2"]), ArgumentTypeError, "numbers, got '2' for device 1"),
-        (split_by_weights, (8, [1, True]), ArgumentTypeError, "numbers, got True for device 1"),
-        (split_by_weights, (8, [1, 0], 3), ArgumentError, "gpu0_bsz=3 leaves 5 samples to dev"),
-        (split_by_weights, (8, [1, 1], -1), ArgumentError, "gpu0_bsz must be at least 0, got -1"),
-    ],
-)
-def test_splits_that_are_refused(split, arguments, error, message):
-    with pytest.raises(error, match=message):
-        split(*arguments)

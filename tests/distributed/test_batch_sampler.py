@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import math
-import re
 from itertools import chain, islice
 
 import pytest
@@ -10,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, TensorDataset
 
-from balanced_dp import ArgumentError, ArgumentTypeError
+from balanced_dp import ArgumentError
 from balanced_dp.distributed import BalancedBatchSampler, EmptyBatches
 
 
@@ -172,20 +171,3 @@ def test_empty_batches_of_other_kinds():
     assert [part.shape for part in empty["y"]] == [(0,), (0,)]
     own = EmptyBatches([torch.ones(2), torch.ones(5)], torch.nn.utils.rnn.pad_sequence)
     assert own([]).shape == (0, 1)
-
-
-@pytest.mark.parametrize(
-    ("changed", "kind", "message"),
-    [
-        ({"rank": 2}, ArgumentError, "rank must be from 0 to 1, got 2"),
-        ({"rank": -1}, ArgumentError, "rank must be from 0 to 1, got -1"),
-        ({"rank": None}, ArgumentTypeError, "rank must be an integer, got None"),
-        ({"chunk_sizes": (4,)}, ArgumentError, "one for each of 2 ranks and"),
-        ({"chunk_sizes": (1, 2)}, ArgumentError, "add up to batch_size=4, got 2, in all 3"),
-        ({"world_size": None, "rank": None}, ValueError, "call init_process_group"),
-    ],
-)
-def test_arguments_that_are_refused(changed, kind, message):
-    arguments = {"batch_size": 4, "chunk_sizes": (1, 3), "rank": 0, "world_size": 2, **changed}
-    with pytest.raises(kind, match=re.escape(message)):
-        BalancedBatchSampler(range(10), **arguments)

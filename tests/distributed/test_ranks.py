@@ -1,14 +1,10 @@
 from __future__ import annotations
 
-import re
-
-import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from balanced_dp import split_batch, split_by_weights
-from balanced_dp.distributed import scale_loss, split_ranks
+from balanced_dp.distributed import split_ranks
 
 GiB = 2**30
 
@@ -31,29 +27,3 @@ def test_the_same_split_as_on_one_machine():
     assert split_ranks(32, weights=[1, 2, 2]) == split_by_weights(32, [1, 2, 2])
     assert split_ranks(32, weights=[1, 1, 1], rank0_bsz=2) == (2, 15, 15)
     assert split_ranks(32, 3, capacities=[24 * GiB, 11 * GiB, 11 * GiB], rank0_bsz=4) == (4, 14, 14)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"world_size": 2}, "give rank0_bsz, weights or capacities"),
-        ({"rank0_bsz": 2}, "call init_process_group"),
-        ({"weights": [1, 2], "capacities": [1, 2]}, "weights and capacities both determine"),
-        ({"weights": [1, 2], "world_size": 3}, "world_size=3, but weights or capacities are given"),
-        (
-            {"capacities": [4 * GiB, 2 * GiB], "fixed_bytes": 3 * GiB},
-            "rank 1 can hold 2.00 GiB, but needs 3.00 GiB without any samples",
-        ),
-        ({"capacities": [GiB, GiB], "fixed_bytes": GiB}, "rank 0 can hold 1.00 GiB, but needs 1.0"),
-        ({"world_size": 4, "rank0_bsz": -1}, "rank0_bsz must be at least 0, got -1"),
-        ({"world_size": 0, "rank0_bsz": 1}, "at least 1"),
-    ],
-)
-def test_splits_that_are_refused(arguments, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        split_ranks(32, **arguments)
-
-
-def test_scaling_needs_a_process_group():
-    with pytest.raises(ValueError, match="init_process_group"):
-        scale_loss(torch.ones(()), 2)

@@ -11,7 +11,6 @@ from torch import nn
 
 from balanced_dp import (
     ArgumentError,
-    ArgumentTypeError,
     BalancedDataParallel,
     MemoryLogger,
     MemoryProbe,
@@ -122,16 +121,3 @@ def test_the_steps_between_ask_nothing(monkeypatch, emulate):
         logger.step()
     with pytest.raises(AttributeError):
         logger.step()
-
-
-@pytest.mark.parametrize(
-    ("every", "writer", "error", "message"),
-    [
-        (0, print, ArgumentError, "every must be at least 1, got 0"),
-        (True, print, ArgumentTypeError, "every must be an integer, got True"),
-        (1, "runs", ArgumentTypeError, "writer must have add_scalar"),
-    ],
-)
-def test_what_a_logger_refuses(every, writer, error, message, emulate):
-    with pytest.raises(error, match=message):
-        MemoryLogger(a_model(emulate), writer, every)

@@ -1,0 +1,118 @@
+"""What is refused, and in which words. The wrapper's arguments are in ``tests/parallel``."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from balanced_dp import (
+    ArgumentError,
+    ArgumentTypeError,
+    MemoryLogger,
+    ProbeError,
+    emulate_devices,
+    memory_breakdown,
+    split_batch,
+    split_by_weights,
+    training_devices,
+)
+from balanced_dp.distributed import BalancedBatchSampler, scale_loss, split_ranks
+from balanced_dp.units import parse_bytes
+
+VALUE, TYPE = ArgumentError, ArgumentTypeError
+GIB = 2**30
+NO_SIZES = "|GiB|1.GiB|.5GiB|1GBB|1 i|1EB|-1|1e3|1_000|1 2|0x10|inf|nan|\u0661GiB|1GiB1|1,5GiB"
+UNITS, TEXT = "a size in B, KiB, MiB, GiB or TiB such as '11GiB'", "text such as '11GiB'"
+
+ranks = partial(split_ranks, 32)
+
+
+def sampler(**changed: Any) -> BalancedBatchSampler:
+    options = {"batch_size": 4, "chunk_sizes": (1, 3), "rank": 0, "world_size": 2, **changed}
+    return BalancedBatchSampler(range(10), **options)
+
+
+def opened(context: Callable[..., Any], *args: Any, **options: Any) -> None:
+    with context(*args, **options):
+        pass
+
+
+REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
+    (lambda: split_batch(-1, 2, 2), VALUE, "batch_size must be at least 0, got -1"),
+    (lambda: split_batch(8, 0, 2), VALUE, "num_devices must be at least 1, got 0"),
+    (lambda: split_batch(8, 2, -3), VALUE, "gpu0_bsz must be at least 0, got -3"),
+    (lambda: split_batch("2", 2, 2), TYPE, "batch_size must be an integer, got '2'"),
+    (lambda: split_batch(8, True, 2), TYPE, "num_devices must be an integer, got True"),
+    (lambda: split_batch(8, 2, 2.0), TYPE, "gpu0_bsz must be an integer, got 2.0"),
+    (lambda: split_batch(8, 2, None), TYPE, "gpu0_bsz must be an integer, got None"),
+    (lambda: split_by_weights(8, [0, 0]), VALUE, "must not all be 0, got [0, 0]"),
+    (lambda: split_by_weights(8, []), VALUE, "must not all be 0, got []"),
+    (lambda: split_by_weights(8, [1, -1]), VALUE, "at least 0, got -1 for device 1"),
+    (lambda: split_by_weights(8, [1, math.nan]), VALUE, "at least 0, got nan for device 1"),
+    (lambda: split_by_weights(8, [1, "2"]), TYPE, "numbers, got '2' for device 1"),
+    (lambda: split_by_weights(8, [1, True]), TYPE, "numbers, got True for device 1"),
+    (lambda: split_by_weights(8, [1, 0], 3), VALUE, "gpu0_bsz=3 leaves 5 samples to dev"),
+    (lambda: split_by_weights(8, [1, 1], -1), VALUE, "gpu0_bsz must be at least 0, got -1"),
+    (lambda: ranks(world_size=2), VALUE, "give rank0_bsz, weights or capacities"),
+    (lambda: ranks(weights=[1, 2], capacities=[1, 2]), VALUE, "weights and capacities both det"),
+    (lambda: ranks(weights=[1, 2], world_size=3), VALUE, "world_size=3, but weights or capacities"),
+    (
+        lambda: ranks(capacities=[4 * GIB, 2 * GIB], fixed_bytes=3 * GIB),
+        *(VALUE, "rank 1 can hold 2.00 GiB, but needs 3.00 GiB without any samples"),
+    ),
+    (lambda: ranks(capacities=[GIB], fixed_bytes=GIB), VALUE, "rank 0 can hold 1.00 GiB, but nee"),
+    (lambda: ranks(world_size=4, rank0_bsz=-1), VALUE, "rank0_bsz must be at least 0, got -1"),
+    (lambda: ranks(world_size=0, rank0_bsz=1), VALUE, "at least 1"),
+    (lambda: ranks(rank0_bsz=2), ValueError, "call init_process_group"),
+    (lambda: scale_loss(torch.ones(()), 2), ValueError, "call init_process_group"),
+    (lambda: sampler(world_size=None, rank=None), ValueError, "call init_process_group"),
+    (lambda: sampler(rank=2), VALUE, "rank must be from 0 to 1, got 2"),
+    (lambda: sampler(rank=-1), VALUE, "rank must be from 0 to 1, got -1"),
+    (lambda: sampler(rank=None), TYPE, "rank must be an integer, got None"),
+    (lambda: sampler(chunk_sizes=(4,)), VALUE, "one for each of 2 ranks and"),
+    (lambda: sampler(chunk_sizes=(1, 2)), VALUE, "add up to batch_size=4, got 2, in all 3"),
+    *(
+        (partial(opened, devices, number), error, f"num_devices must be {message}, got {number!r}")
+        for devices in (emulate_devices, training_devices)
+        for number, error, message in (
+            *((number, VALUE, "at least 1") for number in (0, -1)),
+            *((number, TYPE, "an integer") for number in (True, 2.0, "2")),
+        )
+    ),
+    (lambda: opened(emulate_devices, 129), VALUE, "is 129, but torch has at most 128"),
+    *(
+        (partial(opened, emulate_devices, 2, memory=memory), error, message)
+        for memory, error, message in (
+            ("lots", VALUE, f"memory must be bytes or {UNITS}, got 'lots'"),
+            ([1, 2, 3], VALUE, "one for each of the 2 devices, got 3 sizes"),
+            ([1, 2.0], TYPE, f"memory must be bytes as an int or {TEXT}, got 2.0"),
+            ({0: 1, 1: 2}, TYPE, f"memory must be bytes as an int or {TEXT}, got {{0: 1"),
+        )
+    ),
+    *(
+        (partial(parse_bytes, size, "reserve"), error, f"reserve must {message}")
+        for size, error, message in (
+            *((x, VALUE, f"be bytes or {UNITS}, got {x!r}") for x in NO_SIZES.split("|")),
+            *((x, TYPE, f"be bytes as an int or {TEXT}, got {x!r}") for x in (True, 1.5, None)),
+            (-1, VALUE, "not be negative, got -1"),
+        )
+    ),
+    (lambda: parse_bytes("9" * 400 + ".5TiB", "reserve"), VALUE, "reserve is too large: '99"),
+    (lambda: MemoryLogger(None, print, 0), VALUE, "every must be at least 1, got 0"),
+    (lambda: MemoryLogger(None, print, True), TYPE, "every must be an integer, got True"),
+    (lambda: MemoryLogger(None, "runs"), TYPE, "writer must have add_scalar"),
+    (lambda: memory_breakdown(nn.Linear(2, 2)), ProbeError, "model counts its memory: ['cpu']"),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "message"), REFUSED)
+def test_what_is_refused(call, error, message):
+    with pytest.raises(error, match=re.escape(message)):
+        call()
