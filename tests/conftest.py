@@ -25,7 +25,6 @@ NEEDS = {
         "report",
         "memory/test_commands.py",
         "test_documentation.py",
-        "test_figures.py",
     ],
     "transformers": ["integrations/test_loops.py", "integrations/test_transformers.py"],
     "accelerate": ["integrations/test_loops.py", "integrations/test_transformers.py"],

@@ -12,6 +12,8 @@ from typer.testing import CliRunner
 
 from balanced_dp import emulate_devices
 from balanced_dp.cli.commands import app
+from balanced_dp.cli.demo import run_demo
+from benchmarks import before_and_after
 
 from .processes import run_ranks
 
@@ -141,3 +143,30 @@ def test_commands_that_are_shown_exist():
 def test_files_that_are_linked_exist(path):
     for target in re.findall(r"\]\((?!http)([^)#]+)", path.read_text("utf-8")):
         assert (path.parent / target).exists(), target
+
+
+@pytest.mark.slow
+def test_the_picture_and_the_largest_batches():
+    report, apart = before_and_after.measured(), before_and_after.measured(gather=False)
+    figures = re.compile(r">([^<>]*(?:[MG]iB|samples|model)[^<>]*)<")
+    drawn = figures.findall(before_and_after.picture(report, apart))
+    assert figures.findall(before_and_after.PATH.read_text("utf-8")) == drawn != []
+    largest = [report.largest_batch(option) for option in (report.even, report.best)]
+    largest.append(apart.largest_batch(apart.best))
+    even, best, loss_apart = (option.batch_size for option in largest)
+    assert f"batches are {even}, {best} and {loss_apart}." in " ".join(TEXTS["README.md"].split())
+    assert (largest[1].chunk_sizes[0], f"{largest[1].speed:.2f}") == (0, "0.75")
+
+
+@pytest.mark.slow
+def test_the_memory_of_the_demo():
+    _, runs = run_demo(steps=2, emulate=True)
+    lines = re.findall(r"^ (split|peak, .*?) {2,}(.*)$", TEXTS["README.md"], re.MULTILINE)
+    numbers = {name: [*map(float, re.findall(r"[\d.]+", line))] for name, line in lines}
+    measured = [run.measured for run in runs]
+    assert numbers["split"] == [size for found in measured for size in found.chunk_sizes]
+    firsts = [found.peak_bytes[0] / 2**20 for found in measured]
+    others = [max(found.peak_bytes[1:]) / 2**20 for found in measured[1:]]
+    # The text, and with it the number of different characters, is that of the Python.
+    assert numbers["peak, device 0"] == pytest.approx(firsts, rel=0.005)
+    assert numbers["peak, highest other"] == pytest.approx(others, rel=0.005)

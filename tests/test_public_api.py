@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import importlib
+import os
 import pkgutil
 import re
 import subprocess
@@ -15,6 +16,7 @@ import torch
 
 import balanced_dp
 from balanced_dp import api
+from balanced_dp.free_threading import is_free_threaded_build
 
 from .conftest import MISSING
 from .processes import python
@@ -82,3 +84,25 @@ def test_a_missing_extra_is_named(module, package, extra):
     told = done.stderr.strip().splitlines()[-1]
     assert f"needs {package}" in told
     assert f"extra '{extra}': pip install '.[{extra}]' in a clone" in told
+
+
+IMPORTS_ALL = """
+import importlib, pkgutil, sys
+import balanced_dp
+
+for module in pkgutil.walk_packages(balanced_dp.__path__, "balanced_dp."):
+    if module.name != "balanced_dp.__main__":
+        try:
+            importlib.import_module(module.name)
+        except ImportError:  # of an extra that is not installed
+            assert module.name.split(".")[1] in ("cli", "report", "integrations")
+print(sys._is_gil_enabled())
+"""
+
+
+@pytest.mark.skipif(not is_free_threaded_build(), reason="this Python always has its lock")
+def test_no_module_turns_the_lock_on():
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHON_GIL"}
+    command = [sys.executable, "-c", IMPORTS_ALL]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == ("False\n", "")
