@@ -18,7 +18,7 @@ MIB = 2**20
 def report():
     torch.manual_seed(0)
     workload = replace(SMALL["char_transformer"](), name="<script>alert(1)</script>")
-    return tune(workload, 24, sweep=iter(range(7)), emulate=True, goal="headroom")
+    return tune(workload, 24, sweep=iter((0, 2, 4, 6)), emulate=True, goal="headroom")
 
 
 @pytest.fixture(scope="session")

@@ -83,4 +83,4 @@ def test_gradients_on_emulated_devices(no_accelerator):
 def test_how_many_devices(stand_in):
     with pytest.raises(ArgumentError, match="num_devices=5, but there are 4 accelerators"):
         validate(5)
-    assert validate(3, emulate=True).devices == "3 emulated devices"
+    assert validate(3, workload=WORKLOAD, emulate=True).devices == "3 emulated devices"
