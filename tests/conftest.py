@@ -20,12 +20,7 @@ from .cuda_stand_in import StandIn
 from .devices import KINDS, open_devices
 
 NEEDS = {
-    "typer": [
-        "cli",
-        "report",
-        "memory/test_commands.py",
-        "test_documentation.py",
-    ],
+    "typer": ["cli", "report", "memory/test_commands.py", "test_documentation.py"],
     "transformers": ["integrations/test_loops.py", "integrations/test_transformers.py"],
     "accelerate": ["integrations/test_loops.py", "integrations/test_transformers.py"],
     "lightning": ["integrations/test_loops.py"],

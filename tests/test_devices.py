@@ -5,11 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from balanced_dp import (
-    EmulationError,
-    emulate_devices,
-    training_devices,
-)
+from balanced_dp import EmulationError, emulate_devices, training_devices
 from balanced_dp.emulation import EmulatedDevices
 
 from .cuda_stand_in import NUM_DEVICES

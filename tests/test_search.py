@@ -12,12 +12,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from balanced_dp.search import (
-    MAX_SPLITS,
-    LoopSearch,
-    Search,
-    utilizations,
-)
+from balanced_dp.search import MAX_SPLITS, LoopSearch, Search, utilizations
 
 from .laws import GIB, Law, alike, all_values, ask, best_gpu0_bsz, laws, unlike
 

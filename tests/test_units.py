@@ -19,8 +19,7 @@ def test_whole_numbers_of_units(number, unit, space):
 
 
 @pytest.mark.parametrize(
-    ("text", "size"),
-    [("0", 0), (" 2 KIB\n", 2048), ("1.5gib", 3 * 2**29), ("1.2KiB", 1229)],
+    ("text", "size"), [("0", 0), (" 2 KIB\n", 2048), ("1.5gib", 3 * 2**29), ("1.2KiB", 1229)]
 )
 def test_fractions_and_blanks(text, size):
     assert parse_bytes(text) == size and type(parse_bytes(text)) is int

@@ -13,10 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from balanced_dp import (
-    EmulationError,
-    emulate_devices,
-)
+from balanced_dp import EmulationError, emulate_devices
 from balanced_dp.emulation import EmulatedDevices
 
 CPU = torch.device("cpu")

@@ -12,13 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from balanced_dp import (
-    ArgumentError,
-    BalancedDataParallel,
-    MemoryLogger,
-    MemoryProbe,
-    ProbeError,
-)
+from balanced_dp import ArgumentError, BalancedDataParallel, MemoryLogger, MemoryProbe, ProbeError
 from balanced_dp.memory import DeviceMemory, StepMemory
 
 

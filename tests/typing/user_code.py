@@ -20,20 +20,13 @@ from balanced_dp import (
     Report,
     Workload,
     balanced_data_parallel,
+    distributed,
     emulate_devices,
     memory_breakdown,
     split_batch,
     split_by_weights,
     training_devices,
     tune,
-)
-from balanced_dp.distributed import (
-    BalancedBatchSampler,
-    EmptyBatches,
-    convert,
-    count_all_ranks,
-    scale_loss,
-    split_ranks,
 )
 
 
@@ -94,13 +87,13 @@ def workload() -> Workload:
 
 
 def ranks(data: TensorDataset, model: BalancedDataParallel[Net]) -> None:
-    sizes = split_ranks(32, rank0_bsz=2)
-    sampler = BalancedBatchSampler(data, 32, sizes, seed=1)
-    loader = DataLoader(data, batch_sampler=sampler, collate_fn=EmptyBatches(data))
-    ddp = convert(model, bucket_cap_mb=10)
+    sampler = distributed.BalancedBatchSampler(data, 32, distributed.split_ranks(32, rank0_bsz=2))
+    collate_fn = distributed.EmptyBatches(data)
+    ddp = distributed.convert(model, bucket_cap_mb=10)
     sampler.set_epoch(1)
-    for x, y in loader:
-        scale_loss(cross_entropy(ddp(x), y), len(x), total=count_all_ranks(len(x))).backward()
+    for x, y in DataLoader(data, batch_sampler=sampler, collate_fn=collate_fn):
+        total = distributed.count_all_ranks(len(x))
+        distributed.scale_loss(cross_entropy(ddp(x), y), len(x), total=total).backward()
     sampler.load_state_dict(sampler.state_dict())
 
 
@@ -110,4 +103,4 @@ def wrong(module: nn.Module, model: BalancedDataParallel[Net]) -> None:
     BalancedDataParallel(2, module, scalar_outputs="average")  # type: ignore[arg-type]
     model.gpu0_bsz = 2.5  # type: ignore[assignment]
     split_batch(32, 4)  # type: ignore[call-arg]
-    scale_loss(1.0, 2)  # type: ignore[arg-type]
+    distributed.scale_loss(1.0, 2)  # type: ignore[arg-type]
