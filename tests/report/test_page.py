@@ -17,8 +17,13 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shuti
 PHONE = 400
 
 
-def test_the_structure_for_screen_readers(report):
-    text = report_html(report)
+@pytest.fixture(scope="module")
+def pages(report, unlike) -> list[str]:
+    return [report_html(each) for each in (report, unlike)]
+
+
+def test_the_structure_for_screen_readers(report, pages):
+    text = pages[0]
     assert "<script" not in text == report_html(report)
     page = ElementTree.fromstring(text.removeprefix("<!doctype html>"))
     assert page.get("lang") == "en"
@@ -62,8 +67,10 @@ def test_plots_are_of_the_best_option(report, unlike):
     assert len(report_plots(replace(unlike, options=out))) == 2
 
 
-def test_plots_can_be_read_on_a_phone(report, unlike):
-    for svg in (*report_plots(report).values(), *report_plots(unlike).values()):
+def test_plots_can_be_read_on_a_phone(pages):
+    plots = re.findall(r"<svg.*?</svg>", "".join(pages), re.DOTALL)
+    assert len(plots) == 4
+    for svg in plots:
         [width] = re.findall(r'viewBox="0 0 ([\d.]+) ', svg)
         sizes = [float(size) for size in re.findall(r"font-size: ([\d.]+)px", svg)]
         assert len(sizes) >= 10
@@ -77,8 +84,8 @@ def luminance(colour: str) -> float:
     return sum(w * p for w, p in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
 
 
-def test_colours_stand_out_on_both_grounds(report, unlike):
-    page = report_html(report) + report_html(unlike)
+def test_colours_stand_out_on_both_grounds(pages):
+    page = "".join(pages)
     colours = {FIRST, SECOND, THIRD, OTHER, *USES.values()}
     for block in re.findall(r":root \{(.*?) \}", page, re.DOTALL)[:2]:  # light and dark
         scheme = dict(re.findall(r"--([\w-]+): (#\w+);", block)) | {"white": "#ffffff"}
@@ -92,16 +99,14 @@ def test_colours_stand_out_on_both_grounds(report, unlike):
     assert {*re.findall(r"(?:fill|stroke): (#\w+)", drawings)} <= {"#ffffff", "#b0b0b0", *colours}
 
 
-@pytest.fixture(scope="module")
-def open_page(report, tmp_path_factory):
-    """Open the page in a browser, where nothing is printed and nothing comes from a network."""
-    if CHROMIUM is None:
-        pytest.skip("needs Chromium (Debian: apt-get install chromium)")
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium (apt-get install chromium)")
+def test_the_page_in_a_browser(report, pages, tmp_path):
+    """Nothing is printed, and nothing comes from a network."""
     sync_api = pytest.importorskip("playwright.sync_api")
-    file = tmp_path_factory.mktemp("page") / "report.html"
-    file.write_text(report_html(report), encoding="utf-8")
+    file = tmp_path / "report.html"
+    file.write_text(pages[0], encoding="utf-8")
 
-    def opened(width=1240, **options):
+    def opened(width, **options):
         page = browser.new_page(viewport={"width": width, "height": 900}, **options)
         events = []
         for name in ("console", "pageerror", "dialog"):
@@ -114,13 +119,15 @@ def open_page(report, tmp_path_factory):
     with sync_api.sync_playwright() as playwright:
         # As root, which CI may be, Chromium runs without its sandbox only.
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield opened
+        for width in (1240, PHONE):
+            look_at(opened(width), report, width)
+        # The page's policy forbids what wait_for_function does, too.
+        scroll_by_keyboard(opened(PHONE, bypass_csp=True))
+        print_on_paper(opened(680, color_scheme="dark"))
         browser.close()
 
 
-@pytest.mark.parametrize("width", [1240, PHONE])
-def test_the_page_in_a_browser(report, open_page, width):
-    page = open_page(width)
+def look_at(page, report, width):
     code = page.locator("pre.line")
     assert f"# option 1\nmodel = {report.best.line}" in code.inner_text()
     assert code.evaluate("pre => getComputedStyle(pre).whiteSpace") == "pre"  # no line wraps
@@ -138,9 +145,7 @@ def test_the_page_in_a_browser(report, open_page, width):
     assert page.evaluate("document.documentElement.scrollWidth") <= width
 
 
-def test_tables_scroll_by_keyboard(open_page):
-    # The page's policy forbids what wait_for_function does, too.
-    page = open_page(PHONE, bypass_csp=True)
+def scroll_by_keyboard(page):
     page.keyboard.press("Tab")
     assert page.evaluate("document.activeElement.className") == "scroll"
     assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid"
@@ -148,8 +153,8 @@ def test_tables_scroll_by_keyboard(open_page):
     page.wait_for_function("document.activeElement.scrollLeft > 0")
 
 
-def test_dark_on_request_and_light_on_paper(open_page):
-    page = open_page(680, color_scheme="dark")  # A4 less its margins
+def print_on_paper(page):
+    """Dark on the screen, and light on A4 less its margins."""
     colours = """[getComputedStyle(document.body).backgroundColor,
         getComputedStyle(document.querySelector('figure svg text')).fill]"""
     assert page.evaluate(colours) == ["rgb(21, 24, 29)", "rgb(232, 234, 237)"]
