@@ -66,9 +66,8 @@ def made(model_class: Any, **config: Any) -> Callable[[], nn.Module]:
     return lambda: model_class(model_class.config_class(**config))
 
 
-GPT2 = made(hf.GPT2LMHeadModel, loss_type="ForCausalLMLoss")
 FAMILIES = {
-    "gpt2": Family(GPT2, causal),
+    "gpt2": Family(made(hf.GPT2LMHeadModel, loss_type="ForCausalLMLoss"), causal),
     "llama": Family(made(hf.LlamaForCausalLM), causal),
     # The grouped implementation does not support float64.
     "mixtral": Family(made(hf.MixtralForCausalLM, experts_implementation="eager"), causal),
