@@ -73,24 +73,21 @@ for name in NAMES:
     remove(name, patch)
 """
 TRAIN = """
-import torch
+import copy
+from contextlib import nullcontext
+
 import balanced_dp
+import torch
+from tests.modules import assert_same_gradients
 
-torch.manual_seed(0)
 module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2)).double()
-x, y = torch.randn(7, 3).double(), torch.randint(2, (7,))
-
-def gradients(model):
-    module.zero_grad()
-    for _ in range(2):
-        torch.nn.functional.cross_entropy(model(x), y).backward()
-    return [p.grad.clone() for p in module.parameters()]
-
+twin, x = copy.deepcopy(module), torch.randn(7, 3).double()
 model = balanced_dp.BalancedDataParallel(1, module, ["cpu"] * 3)
-found = [gradients(model)]
-with model.shared_weights():
-    found.append(gradients(model))
-torch.testing.assert_close(found, [gradients(module)] * 2, rtol=1e-10, atol=1e-10)
+for context in (nullcontext, model.shared_weights):
+    with context():
+        for each in (model, model, twin, twin):
+            each(x).square().mean().backward()
+assert_same_gradients(module, twin)
 """
 
 

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -250,20 +249,6 @@ def test_ctc_loss_takes_any_lengths(devices, lengths, mode):
             return F.ctc_loss(logits.to(d), targets.to(d), *map(made[lengths], ([10, 9], [2, 1])))
 
     assert_same_outcome(loss, devices[0])
-
-
-def test_quantization_aware_training(devices):
-    """A fused kernel resizes the buffers of observers: their wrappers kept the old shape."""
-    quantize = pytest.importorskip("torch.ao.quantization")
-
-    def observed(device):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # deprecated
-            observer = quantize.get_default_qat_qconfig("fbgemm").weight().to(device)
-        observer(torch.randn(4, 2).to(device))
-        return dict(observer.state_dict())
-
-    assert_same_outcome(observed, devices[0])
 
 
 def test_compiling(devices, caplog, recwarn):

@@ -144,6 +144,14 @@ def gradients_of_gradients(d: Any) -> Any:
     assert torch.autograd.gradcheck(function, args) and torch.autograd.gradgradcheck(function, args)
 
 
+def quantization(d: Any) -> Any:
+    """A fused kernel resizes the buffers of observers: their wrappers kept the old shape."""
+    quantize = pytest.importorskip("torch.ao.quantization")
+    observer = quantize.get_default_qat_qconfig("fbgemm").weight().to(d)
+    observer(torch.randn(4, 2).to(d))
+    return dict(observer.state_dict())
+
+
 def values_read(d: Any) -> Any:
     for dtype in (torch.float64, torch.int64, torch.bool, torch.complex64):
         x = torch.tensor([[0, 1], [2, 3]]).to(dtype).to(d)
@@ -238,12 +246,13 @@ PROGRAMS: dict[str, Callable[[Any], Any]] = {
         *(cpu_numbers, cpu_indices, sparse_gradients, packed_sequence, conjugates),
         *(gradients_of_views, shared_gradients, forward_mode, gradients_of_gradients),
         *(values_read, tied_weights, deep_copies, hooks, other_data),
-        *(loading_beside_a_graph, loading_what_the_cpu_saved),
+        *(loading_beside_a_graph, loading_what_the_cpu_saved, quantization),
     )
 } | {name: partial(training, name) for name in MODELS}
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # by which torch makes decompositions
+@pytest.mark.filterwarnings("ignore:torch.ao.quantization", "ignore:.*reduce_range")
 @pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
 def test_programs_as_on_the_cpu(devices, program):
     assert_same_outcome(program, devices[1])
