@@ -75,6 +75,18 @@ def driver(
     connection.cache_clear()
 
 
+def cuda_device(unit: int, uuid: str | None = None) -> SimpleNamespace:
+    """Return torch's properties of a device, which has another UUID for a unit of the driver."""
+    return SimpleNamespace(
+        name=f"a GPU, says CUDA ({unit})",
+        total_memory=7 * GIB,
+        uuid=(uuid or UUIDS[unit]).split("-", 1)[-1],  # as torch returns it
+        pci_domain_id=0,
+        pci_bus_id=BUSES[unit],
+        pci_device_id=0,
+    )
+
+
 @pytest.fixture
 def cuda(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> Callable[..., SimpleNamespace]:
     """A function that lets torch.cuda show units of the driver, in CUDA's order.
@@ -83,17 +95,7 @@ def cuda(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Simpl
     """
 
     def show(*units: int) -> SimpleNamespace:
-        properties = [
-            SimpleNamespace(
-                name=f"a GPU, says CUDA ({unit})",
-                total_memory=7 * GIB,
-                uuid=UUIDS[unit].split("-", 1)[1],  # as torch returns it
-                pci_domain_id=0,
-                pci_bus_id=BUSES[unit],
-                pci_device_id=0,
-            )
-            for unit in units
-        ]
+        properties = [cuda_device(unit) for unit in units]
         side = SimpleNamespace(properties=properties, bytes=0, num_retries=0, reset=lambda: None)
         side.devices = [f"cuda:{index}" for index in range(len(units))]
         functions = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from types import SimpleNamespace
 
 import pytest
 from torch import nn
@@ -12,7 +11,7 @@ from balanced_dp import BalancedDataParallel, MemoryLogger, MemoryProbe
 from balanced_dp.memory.nvml import Board, find_board
 
 from . import conftest as nvml
-from .conftest import A100, BUSES, GIB, GTX, H100, RESERVED, SLICE, USED, UUIDS
+from .conftest import A100, BUSES, GIB, GTX, H100, RESERVED, SLICE, USED, UUIDS, cuda_device
 
 
 def columns(*names, devices=None):
@@ -53,23 +52,17 @@ BOARDS = [Board(i, None, UUIDS[i], f"board {i}", (0, BUSES[i], 0)) for i in rang
 SLICES = [Board(A100, i, UUIDS[SLICE + i], "slice", (0, BUSES[A100], 0)) for i in range(2)]
 
 
-def cuda_device(unit: int, uuid: str = "of nothing") -> SimpleNamespace:
-    """Return torch's properties of a device with the PCI bus id of a unit of the driver."""
-    uuid = uuid.split("-", 1)[-1]
-    return SimpleNamespace(uuid=uuid, pci_domain_id=0, pci_bus_id=BUSES[unit], pci_device_id=0)
-
-
 @pytest.mark.parametrize(
     ("device", "boards", "found"),
     [
-        *((cuda_device(unit), BOARDS, BOARDS[unit]) for unit in (GTX, A100, H100)),
+        *((cuda_device(unit, "of nothing"), BOARDS, BOARDS[unit]) for unit in (GTX, A100, H100)),
         # A virtual machine may number buses anew.
         (cuda_device(GTX, UUIDS[H100]), BOARDS, BOARDS[H100]),
         (cuda_device(A100, UUIDS[SLICE + 1]), [BOARDS[GTX], *SLICES], SLICES[1]),
         # CUDA may report the UUID of the board.
         (cuda_device(A100, UUIDS[A100]), [BOARDS[GTX], SLICES[0]], SLICES[0]),
         (cuda_device(A100, UUIDS[A100]), [BOARDS[GTX], *SLICES], None),
-        (cuda_device(GTX), [Board(0, error="GPU is lost"), *BOARDS[1:]], None),
+        (cuda_device(GTX, "of nothing"), [Board(0, error="GPU is lost"), *BOARDS[1:]], None),
     ],
 )
 def test_which_board_a_device_is(device, boards, found):
