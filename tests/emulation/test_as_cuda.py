@@ -157,8 +157,6 @@ def test_memory(devices):
     torch.cuda.reset_peak_memory_stats(1)
     assert torch.cuda.max_memory_allocated(1) == 0
     assert peaks.of(CUDA1)[0] == 512  # scripts do not disturb what is measured
-    with pytest.raises(torch.cuda.OutOfMemoryError, match="CUDA out of memory"):
-        torch.empty(2**25, device="cuda")
 
 
 def test_properties(devices):
