@@ -24,11 +24,16 @@ FILE = importlib.import_module("torch.nn.parallel.data_parallel")  # torch.nn.pa
 INPUTS = torch.ones(10, 4)
 
 
+class AfterTheEvenSplit(Loop):
+    """A loop with the option to compare with, so that it does not begin with the even split."""
+
+    options = (option((1,), (1,)),)
+
+
 @pytest.fixture
 def loop() -> Iterator[Loop]:
     with emulate_devices(4, as_cuda=True) as devices:
-        loop = Loop(1, devices)
-        loop.options[()] = option((1,), (1,))  # after the even split, to compare with
+        loop = AfterTheEvenSplit(1, devices)
         with replaced_data_parallel(loop):
             yield loop
         loop.model = loop._optimizer = None
@@ -129,7 +134,7 @@ def test_each_call_that_wraps_is_noted_once():
 
 def test_everything_is_as_before_afterwards():
     before = TORCHS, nn.parallel.data_parallel, list(sys.meta_path)
-    loop = Loop("auto", [torch.device("cpu")])
+    loop = Loop(1, [torch.device("cpu")])
     with pytest.raises(KeyError), replaced_data_parallel(loop):
         assert nn.DataParallel is not TORCHS
         raise KeyError

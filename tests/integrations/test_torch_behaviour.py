@@ -21,12 +21,11 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 from balanced_dp import emulate_devices
 from balanced_dp.integrations.replacements import replaced_data_parallel
-from balanced_dp.tuning.loop import Loop
 
 from .. import modules
 from ..modules import Case, Lambda, tensors
-from ..tuning.measured import option
 from ..versions import has_torch
+from .test_replacements import AfterTheEvenSplit
 
 CUDA0, CUDA1 = torch.device("cuda:0"), torch.device("cuda:1")
 DOUBLE = torch.float64
@@ -44,9 +43,7 @@ def kind(request: pytest.FixtureRequest, cuda: list[torch.device]) -> Iterator[s
     if request.param == "torch":
         yield request.param
         return
-    loop = Loop(1 if "uneven" in request.param else None, cuda)
-    loop.options[()] = option((1,), (1,))  # else the first iterations are even
-    with replaced_data_parallel(loop):
+    with replaced_data_parallel(AfterTheEvenSplit(1 if "uneven" in request.param else None, cuda)):
         yield request.param
 
 
