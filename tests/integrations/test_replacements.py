@@ -132,9 +132,9 @@ def test_each_call_that_wraps_is_noted_once():
         gc.collect()
 
 
-def test_everything_is_as_before_afterwards():
+def test_everything_is_as_before_afterwards(emulated):
     before = TORCHS, nn.parallel.data_parallel, list(sys.meta_path)
-    loop = Loop(1, [torch.device("cpu")])
+    loop = Loop(1, emulated)
     with pytest.raises(KeyError), replaced_data_parallel(loop):
         assert nn.DataParallel is not TORCHS
         raise KeyError
