@@ -670,6 +670,18 @@ def test_evaluation_with_other_arguments_does_not_add_up(gpu0_bsz, size):
     assert is_exact and ("it has other arguments" in told[0])
 
 
+def test_evaluation_with_fewer_cross_entropies_in_a_chunk():
+    def loss(n: Net, x: Tensor, o: Tensor, y: Tensor) -> Tensor:
+        if len(x) < 4 or torch.is_grad_enabled():
+            return functional.cross_entropy(o, y) / 2
+        return rows(o).mean()
+
+    model, _ = make(loss)
+    assert step(model, model.module, True, {"x": X, "y": Y})[0]
+    with torch.no_grad(), pytest.warns(BalanceWarning, match="not computed in the same way"):
+        model(X, y=Y)
+
+
 @pytest.mark.parametrize("gpu0_bsz", [0, 1])
 def test_a_multiple_of_a_cross_entropy_may_come_without_gradients_first(gpu0_bsz):
     """Trainer.evaluate() before train(), with the loss of transformers."""

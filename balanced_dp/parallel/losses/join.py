@@ -151,12 +151,12 @@ class ChunkLosses:
             return _joined(outputs, counts if same[0].kind == "mean" else None, device)
         try:
             weights, own = self._plan(outputs, name)
+            found = [self._counted(position) for position, *_ in own]
         except UnclearError as error:
             self.history.warn(self.described(name), str(error))
             return weighted_mean(outputs, sizes, device)
         parts = []
-        for position, factor, scales in own:
-            counted = self._counted(position)
+        for counted, (_, factor, scales) in zip(found, own, strict=True):
             values = [one.value * factor for one in counted]
             if scales:
                 values = [value * scale for value, scale in zip(values, scales, strict=True)]
